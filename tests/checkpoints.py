@@ -2,7 +2,7 @@
 
 The rule: on every path through the body of a `while` loop in an `async def` that leads to another
 round there is a checkpoint, if the loop awaits anything at all. A checkpoint is an await of a call
-of trio (`CALLS`) or of its lock, of the pump's `pause`, a bare `yield` to the pump, or an await of
+of trio (`CALLS`) or of its lock, of the event loop's `pause`, a bare `yield` to it, or an await of
 a function of this tree that has one on each of its own paths. A `try` body may be left anywhere, so
 `except: continue` needs its own. A turn that is counted (`TURNS`) comes after a bounded number of
 rounds at the latest.
@@ -244,7 +244,7 @@ class Tree:
 
     def _try(self, node: ast.Try | ast.TryStar) -> Paths:
         body = self.block([*node.body, *node.orelse])
-        # What is raised in a pause comes from the pump, so there was one.
+        # What is raised in a pause comes from the event loop, so there was one.
         paused = [_text(statement) for statement in node.body] == ["await pause"]
         for handler in node.handlers:
             handled = self.block(handler.body)

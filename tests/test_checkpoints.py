@@ -116,7 +116,7 @@ def test_a_loop_that_may_spin_is_found(loop):
         "while True:\n    await sure()",
         "while True:\n    await event.wait()",
         "while True:\n    await pause",
-        "while True:\n    if conn.must_wait_for(up):\n        await pause\n    read()",
+        "while True:\n    if parser.must_wait_for(up):\n        await pause\n    read()",
         "while True:\n    if a:\n        await sure()\n    else:\n        return",
         "while True:\n    try:\n        await sure()\n    except OSError:\n        break",
         "while True:\n    try:\n        await pause\n    except Expired:\n        pass",

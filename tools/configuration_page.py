@@ -146,8 +146,8 @@ def main(words: list[str]) -> int:
         if not words:
             file.write_text(text)
         elif not file.exists() or file.read_text() != text:
-            told = "not what the schema says; run tools/configuration-page"
-            print(f"{file}: {told}", file=sys.stderr)
+            difference = "not what the schema says; run tools/configuration-page"
+            print(f"{file}: {difference}", file=sys.stderr)
             status = 1
     return status
 
@@ -220,8 +220,8 @@ def _row(
 def _meaning(
     path: str, struct: type, key: types.Field, comments: tuple[dict[str, str], dict[str, str]]
 ) -> str:
-    said, why = comments
-    meaning = said.get(f"{path}.{key.name}", "")
+    meanings, why = comments
+    meaning = meanings.get(f"{path}.{key.name}", "")
     if not _words(meaning) - _choices_of(key) - FILLERS:
         meaning = why.get(f"{struct.__name__}.{key.name}", meaning).removesuffix(".")
     return meaning
@@ -316,8 +316,8 @@ def _example_comments(text: str) -> dict[str, str]:
         bare = line.removeprefix("# ")
         if header := re.match(r"\[\[?([\w.]+)\]\]?", bare):
             table = header[1]
-        elif key := re.match(r"(\w+) = .*?\s# (?P<said>.+)", bare):
-            found[f"{table}.{key[1]}"] = key["said"].removeprefix("not supported yet: ")
+        elif key := re.match(r"(\w+) = .*?\s# (?P<meaning>.+)", bare):
+            found[f"{table}.{key[1]}"] = key["meaning"].removeprefix("not supported yet: ")
     return found
 
 

@@ -53,17 +53,17 @@ def read_chunks(data: bytes) -> None:
     from omni_proxy.wire.errors import HttpError
 
     cut = data[0] if data else 0
-    told: list[object] = []
+    reported: list[object] = []
     for pieces in ([data[1:]], [data[1 : cut + 1], data[cut + 1 :]]):
         body = ChunkedBody(BODY_LIMIT)
         try:
             for piece in pieces:
                 body.feed(piece)
         except HttpError as refusal:
-            told.append((refusal.status,))
+            reported.append((refusal.status,))
         else:
-            told.append((b"".join(body.payload), body.rest, body.whole))
-    _same(*told)
+            reported.append((b"".join(body.payload), body.rest, body.whole))
+    _same(*reported)
 
 
 def read_answer(data: bytes) -> None:

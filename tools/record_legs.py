@@ -94,8 +94,8 @@ class _Handler(BaseHTTPRequestHandler):
     server: Engine
 
     def do_GET(self) -> None:
-        told = {"0": {"engine_id": "engine"}} if self.path == "/query" else {}
-        self._answer(json.dumps(told).encode())
+        reported = {"0": {"engine_id": "engine"}} if self.path == "/query" else {}
+        self._answer(json.dumps(reported).encode())
 
     def do_POST(self) -> None:
         self.server.raw.append(self.rfile.read(int(self.headers["content-length"])))

@@ -43,7 +43,7 @@ NO_FOLDER = Path(tempfile.gettempdir(), "omni-proxy-tests", "there-is-no-such-fo
 SCOPE = {
     "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
     "scheme": "http", "path": "/feed", "raw_path": b"/feed", "query_string": b"", "root_path": "",
-    "headers": [(b"host", b"door")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    "headers": [(b"host", b"proxy")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
     "extensions": {},
 }  # fmt: skip
 
@@ -218,7 +218,7 @@ def build_api(*entries, key="", folder=NO_FOLDER, services=None, **tables):
         launcher=None,
         instruments=api.instruments,
         drains=api.drains,
-        supervisors=lambda: [{"name": "door", "state": "running"}],
+        supervisors=lambda: [{"name": "data_plane", "state": "running"}],
         leaving=lambda: api.leaving,
         **(services or {}),
     )

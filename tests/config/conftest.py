@@ -22,7 +22,7 @@ WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
 PLACES = st.sampled_from(["", "unix:/run/admin.sock"]) | NAMES.map(lambda name: f"{name}:80")
 SPELLED = {
-    "server.host": NAMES | st.just("unix:/run/door.sock"),
+    "server.host": NAMES | st.just("unix:/run/proxy.sock"),
     "server.unix_mode": st.from_regex(r"0[0-7]{3}", fullmatch=True),
     "server.tls_cert": st.just(""),  # needs others beside it
     "server.tls_key": st.just(""),

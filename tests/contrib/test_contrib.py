@@ -82,12 +82,12 @@ def test_workers_of_the_composition_are_its_services():
     assert set(hosts) == ENGINES["services"].keys() - {"proxy"}
 
 
-def test_every_panel_of_the_board_is_of_the_chosen_instances():
-    board = json.loads((CONTRIB / "grafana/omni-proxy.json").read_text())
-    names = [each["name"] for each in board["templating"]["list"]]
+def test_every_panel_of_the_dashboard_is_of_the_chosen_instances():
+    dashboard = json.loads((CONTRIB / "grafana/omni-proxy.json").read_text())
+    names = [each["name"] for each in dashboard["templating"]["list"]]
     assert names == ["datasource", "instance"]
     expressions = [
-        target["expr"] for panel in board["panels"] for target in panel.get("targets", [])
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", [])
     ]
     assert expressions
     for expression in expressions:

@@ -43,7 +43,7 @@ def with_sorted_fields(came):
 def chat_request(name=b"content-length", request_id=b"", body=b'{"messages": []}', **more):
     """One way of writing a chat request."""
     response = more.get("length", b"%d" % len(body))
-    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: door", b"%b: %b" % (name, response)]
+    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: proxy", b"%b: %b" % (name, response)]
     lines += [b"X-Request-Id: %b" % request_id] if request_id else []
     lines += [b"content-type: application/json", *more.get("fields", ())]
     if more.get("turned"):
@@ -106,15 +106,15 @@ class End:
 
 
 class Client:
-    def __init__(self, sock, conn, slow):
-        self.sock, self.conn, self.slow = sock, conn, slow
+    def __init__(self, sock, connection, slow):
+        self.sock, self.connection, self.slow = sock, connection, slow
         self.came, self.end = b"", "open"
         self._asked = False
 
     def has_begun(self):
         """Whether the fast path has sent to a worker since the last call."""
-        conn, before = self.conn, self._asked
-        self._asked = conn.client.task is not conn and conn.exchange is not None
+        connection, before = self.connection, self._asked
+        self._asked = connection.client.task is not connection and connection.exchange is not None
         return self._asked and not before
 
     def look(self):
@@ -205,9 +205,9 @@ class World(ManualLoop):
         """Ids are counted instead of drawn; whoever is handed over is counted, too."""
         numbers, respond = itertools.count(1), Connection._respond
 
-        def counted(conn, mine, raw):
+        def counted(connection, current, raw):
             self.handed_over += not raw
-            return respond(conn, mine, raw)
+            return respond(connection, current, raw)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exchange, "getrandbits", lambda bits: next(numbers))
@@ -244,10 +244,10 @@ class World(ManualLoop):
         """A client that has had `warm` answers already."""
         before = set(self.dataplane.loop.tasks)
         far = self.client()
-        (conn,) = set(self.dataplane.loop.tasks) - before
+        (connection,) = set(self.dataplane.loop.tasks) - before
         if slow:
-            conn.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        self.clients.append(Client(far, conn, slow=False))
+            connection.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+        self.clients.append(Client(far, connection, slow=False))
         for _ in range(warm):
             self.ask(self.clients[-1], like or chat_request())
             self.answer(WHOLE)
@@ -326,13 +326,17 @@ class World(ManualLoop):
             "workers": [(end.name, end.came, end.end) for end in self.lines],
             "fleet": [_of(worker) for worker in self.fleet.workers],
             "idle": {  # a rank's pool has the connections of its worker's
-                worker.url: len(lane.idle)
-                for worker, lane in dataplane.pools.known.items()
+                worker.url: len(pool.idle)
+                for worker, pool in dataplane.pools.known.items()
                 if worker.worker is worker
             },
             "phases": sorted(self.phases),
-            "shown": [connection_record(each.conn) for each in self.clients],
-            "door": [dataplane.admission(), dataplane.counts(), dataplane.inflight.held_bytes],
+            "shown": [connection_record(each.connection) for each in self.clients],
+            "data_plane": [
+                dataplane.admission(),
+                dataplane.counts(),
+                dataplane.inflight.held_bytes,
+            ],
             "log": list(self.log),
             "routes": list(self.routes),
             "metrics": self.counted(),

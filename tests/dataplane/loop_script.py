@@ -1,4 +1,4 @@
-"""A pump that runs, and tasks made of a plain coroutine function."""
+"""An event loop that runs, and tasks made of a plain coroutine function."""
 
 import socket
 
@@ -33,32 +33,32 @@ class Scripted(ConnectionTask):
 
 
 class Wires:
-    """Socket pairs: our end in the pump, the far end in the hands of the test."""
+    """Socket pairs: our end in the event loop, the far end in the hands of the test."""
 
     def __init__(self, loop: EventLoop) -> None:
         self.loop = loop
         self._ends: list[tuple[Stream, socket.socket]] = []
 
-    def conn(self, task: ConnectionTask | None) -> tuple[Stream, socket.socket]:
+    def stream(self, task: ConnectionTask | None) -> tuple[Stream, socket.socket]:
         near, far = socket.socketpair()
         near.setblocking(False)
         self._ends.append((Stream(self.loop, near, task), far))
         return self._ends[-1]
 
     def close(self) -> None:
-        for conn, far in self._ends:
-            conn.close()
+        for stream, far in self._ends:
+            stream.close()
             far.close()
         self.loop.flush()
 
 
 async def _never_idle(task) -> None:
     """Its `bell` is set in the batch whose number it was given."""
-    conn, far = task.ends
+    stream, far = task.ends
     while not task.over:
         far.send(b"x")
-        await task.wait_for(conn)
-        conn.read(1)
+        await task.wait_for(stream)
+        stream.read(1)
         task.batches += 1
         if task.batches == task.rings_at:
             task.bell.set()
@@ -66,10 +66,10 @@ async def _never_idle(task) -> None:
 
 @pytest.fixture
 async def busy(loop, wires):
-    """A task that gives its pump no rest until the test ends."""
+    """A task that gives its event loop no rest until the test ends."""
     task = Scripted(loop, _never_idle)
     task.over, task.batches, task.rings_at, task.bell = False, 0, 0, trio.Event()
-    task.ends = wires.conn(task)
+    task.ends = wires.stream(task)
     task.start()
     yield task
     task.over = True

@@ -1,4 +1,4 @@
-"""A door with a worker behind it, real sockets on both sides, and a clock that the test moves."""
+"""A data plane with a worker behind it, real sockets on both sides, and a clock that the test moves."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ from tests.fleet.entries import entry, fleet_of
 
 QUIET_SECS = 0.02  # nothing comes any more over loopback after that
 CHAT = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-length: %d\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ncontent-length: %d\r\n"
     b"content-type: application/json\r\n\r\n%b"
 )
 
@@ -64,7 +64,7 @@ class ManualLoop:
         return far
 
     def worker(self):
-        """The end of the connection that the door has opened."""
+        """The end of the connection that the proxy has opened."""
         self.listener.settimeout(5)
         near, _ = self.listener.accept()
         near.settimeout(5)
@@ -96,8 +96,8 @@ class ManualLoop:
             end.close()
         for task in list(self.dataplane.loop.tasks):
             task.close_coroutine()
-        for lane in self.dataplane.pools.known.values():
-            lane.close()
+        for pool in self.dataplane.pools.known.values():
+            pool.close()
         self.dataplane.loop.flush()
         self.dataplane.loop._epoll.close()
 

@@ -1,4 +1,4 @@
-"""A queue over a fleet, with waiters that are tasks without sockets; the pump is turned by hand."""
+"""A queue over a fleet, with waiters that are tasks without sockets; the event loop is run by hand."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Waiter(ConnectionTask):
         self.room, self.dataplane, self.model = room, room.dataplane, model
         self.deadline = inf
         self.client = SimpleNamespace(peer_closed=False)
-        self.mine = Exchange(self.loop.now, "test")
-        self.mine.requirements = Requirements(
+        self.exchange = Exchange(self.loop.now, "test")
+        self.exchange.requirements = Requirements(
             CAPABILITY_BITS["chat"], model, version_constraint=version, legs=legs
         )
         self.refusal = None
@@ -55,20 +55,20 @@ class Waiter(ConnectionTask):
             self.room.gone_in.append(self)
 
     async def _ask(self):
-        dataplane, mine = self.dataplane, self.mine
+        dataplane, exchange = self.dataplane, self.exchange
         self.wants = "slot"
-        if not dataplane.inflight.admit(mine):
-            await dataplane.queue.wait_for_slot(self, mine, unread=False)
-        self.phase, self.wants = "pick", (self.model, mine.requirements.version_constraint)
+        if not dataplane.inflight.admit(exchange):
+            await dataplane.queue.wait_for_slot(self, exchange, unread=False)
+        self.phase, self.wants = "pick", (self.model, exchange.requirements.version_constraint)
         try:
-            dataplane.balancer.acquire(mine)
+            dataplane.balancer.acquire(exchange)
         except HttpError as nobody:
-            await dataplane.queue.wait_for_worker(self, mine, nobody)
+            await dataplane.queue.wait_for_worker(self, exchange, nobody)
 
     def finish(self):
         if self in self.room.gone_in:
             self.room.gone_in.remove(self)
-        finalize(self.dataplane.services, self.mine, "done")
+        finalize(self.dataplane.services, self.exchange, "done")
 
     def leave(self):
         self.throw(ClientDisconnected())

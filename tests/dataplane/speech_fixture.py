@@ -137,7 +137,7 @@ class Worker:
 
 
 class Setting:
-    """A running door with its fleet."""
+    """A running data plane with its fleet."""
 
     def __init__(self, dataplane, fleet, workers):
         self.dataplane, self.fleet, self.workers = dataplane, fleet, workers
@@ -165,7 +165,7 @@ class Setting:
         return tuple(of.get("tts_websocket", 0) for of in (worker.succeeded, worker.failed))
 
     async def settled(self):
-        """Until the door has no connection left."""
+        """Until the proxy has no connection left."""
         await self.dataplane.drained()
         return dict(self.dataplane.services.totals.ended)
 

@@ -102,7 +102,7 @@ async def test_nothing_is_asked_until_an_interval_is_set_and_then_at_that_interv
     assert len(polled.calls) == 5
 
 
-async def test_an_engine_that_tells_nothing_is_asked_rarely(polled, autojump_clock):
+async def test_an_engine_that_reports_nothing_is_asked_rarely(polled, autojump_clock):
     polled.replies["/metrics"] = (200, b"up 1\n")
     await polled.start()
     await trio.sleep(SILENT_SECS - 1)
@@ -112,7 +112,7 @@ async def test_an_engine_that_tells_nothing_is_asked_rarely(polled, autojump_clo
 
 
 @pytest.mark.parametrize("reply", [None, (503, b""), (200, b"[]")])
-async def test_an_engine_that_tells_nothing_any_more_is_asked_again_soon(
+async def test_an_engine_that_reports_nothing_any_more_is_asked_again_soon(
     polled, autojump_clock, reply
 ):
     polled.replies["/v1/loads"] = records(num_waiting_reqs=2)

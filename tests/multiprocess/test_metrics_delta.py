@@ -1,4 +1,4 @@
-"""What is counted at doors and summed by control is what one process would have counted."""
+"""What is counted in data-plane processes and summed by the main process is what one process would have counted."""
 
 import msgspec
 
@@ -73,15 +73,15 @@ def test_the_metrics_of_two_processes_add_up_to_those_of_one():
     whole, follows = fleets()
     recent, dataplane = RecentWindow(), MetricsDelta(follows)
     one = Metrics(whole, recent)
-    for mine, worker in exchanges(whole):
-        one.record(mine, worker)
+    for exchange, worker in exchanges(whole):
+        one.record(exchange, worker)
         if worker is not None:
             one.count_cached(worker, 9, 4)
     summed_recent = RecentWindow()
     summed = Metrics(whole, summed_recent)
     workers = dict(enumerate(whole.workers, start=1))
-    for mine, worker in exchanges(follows):
-        dataplane.record(mine, worker)
+    for exchange, worker in exchanges(follows):
+        dataplane.record(exchange, worker)
         if worker is not None:
             dataplane.count_cached(worker, 9, 4)
         body = msgspec.msgpack.decode(msgspec.msgpack.encode(dataplane.take()), type=MetricsEvent)
@@ -102,15 +102,15 @@ def test_a_long_stream_is_in_every_delta_and_no_gap_is_counted_twice():
         MetricsDelta(follows),
     )
     workers = dict(enumerate(whole.workers, start=1))
-    mine = ended()
-    mine.worker = follows.workers[0]
-    path = mine.route.path
-    gaps = dataplane.gap_histogram(mine)
+    exchange = ended()
+    exchange.worker = follows.workers[0]
+    path = exchange.route.path
+    gaps = dataplane.gap_histogram(exchange)
     merge_metrics(dataplane.take(), meters, recent, workers.get)
     for secs in (0.02, 0.3, 4.0):
         gaps.observe(secs)
         merge_metrics(dataplane.take(), meters, recent, workers.get)
-        dataplane.record(ended(mine.worker), mine.worker)  # another one ends meanwhile
+        dataplane.record(ended(exchange.worker), exchange.worker)  # another one ends meanwhile
         merge_metrics(dataplane.take(), meters, recent, workers.get)
     between = meters.series[path, whole.workers[0]].between
     assert (sum(between.counts), round(between.sum, 6)) == (3, 4.32)
@@ -120,9 +120,9 @@ def test_a_long_stream_is_in_every_delta_and_no_gap_is_counted_twice():
 def test_gaps_of_a_removed_worker_are_dropped():
     whole, follows = fleets()
     dataplane = MetricsDelta(follows)
-    mine = ended()
-    mine.worker = follows.workers[0]
-    gaps = dataplane.gap_histogram(mine)
+    exchange = ended()
+    exchange.worker = follows.workers[0]
+    gaps = dataplane.gap_histogram(exchange)
     follows.follow([worker_state(whole.workers[1], 2, 2)], NOW)
     gaps.observe(0.1)
     assert not dataplane.take().cells

@@ -1,4 +1,4 @@
-"""Control and its doors in this process; theirs are real."""
+"""The main process and its data-plane processes in this process; the sockets are real."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from omni_proxy.telemetry.line_log import LineLog
 
 @pytest.fixture
 async def running_server(nursery, tmp_path, logging_as_it_was):
-    """A keeper with its file, and the doors that follow it: one for now."""
+    """A configuration store with its file, and the data-plane processes that follow it: one for now."""
     file = tmp_path / "proxy.toml"
     file.write_text("[server]\nport = 0\n")
     fleet, socket = Fleet(), str(tmp_path / "front")

@@ -1,4 +1,4 @@
-"""The fleets of several doors on one board, in one process: what they see of each other."""
+"""The fleets of several data-plane processes on the same shared counters, in one process: what they see of each other."""
 
 import pytest
 from hypothesis import given, settings

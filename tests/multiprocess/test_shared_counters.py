@@ -29,5 +29,5 @@ def test_a_cell_in_use_is_given_once_and_the_longest_free_one_first(steps):
             cells.release(cell)
             if cell != COUNT:
                 free.append(cell)
-        mine = [cell for cell in taken if cell != COUNT]
-        assert len(set(mine)) == len(mine)
+        own = [cell for cell in taken if cell != COUNT]
+        assert len(set(own)) == len(own)

@@ -32,11 +32,11 @@ class NaiveReservations(RuleBasedStateMachine):
 
     @rule(name=IDS)
     def release(self, name):
-        [mine] = [each for each in self.held if each[2] == name] or [None]
-        assert self.real.release(name) == (mine and mine[1])
-        if mine:
-            self.held.remove(mine)
-            self.given_back.append(mine[1])
+        [reservation] = [each for each in self.held if each[2] == name] or [None]
+        assert self.real.release(name) == (reservation and reservation[1])
+        if reservation:
+            self.held.remove(reservation)
+            self.given_back.append(reservation[1])
 
     @rule(secs=st.integers(0, 4))
     def time_passes(self, secs):

@@ -47,12 +47,12 @@ def post(
     method: str = "POST",
     kind: str = "content-type: application/json",
 ) -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "host: door", f"content-length: {len(body)}", kind]
+    lines = [f"{method} {path} HTTP/1.1", "host: proxy", f"content-length: {len(body)}", kind]
     return "\r\n".join([*lines, *fields, "", ""]).encode("latin-1") + body
 
 
 class Client:
-    """One connection to the door; `rest` is what came and was not part of an answer yet."""
+    """One connection to the proxy; `rest` is what came and was not part of an answer yet."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
@@ -69,7 +69,7 @@ class Client:
     async def answer(self, method: str = "POST") -> Answer:
         """The next one, whole. Raises Truncated."""
         parser = h11.Connection(h11.CLIENT)
-        parser.send(h11.Request(method=method, target="/", headers=[("host", "door")]))
+        parser.send(h11.Request(method=method, target="/", headers=[("host", "proxy")]))
         parser.send(h11.EndOfMessage())
         if self.rest:  # nothing would tell it that the connection has ended
             parser.receive_data(self.rest)
@@ -109,7 +109,7 @@ class Client:
         return got
 
     async def until_closed(self) -> bytes:
-        """What still comes before the door closes; a reset is a close too."""
+        """What still comes before the proxy closes; a reset is a close too."""
         try:
             while piece := await self.receive():
                 self.rest += piece

@@ -15,7 +15,7 @@ from tests.promises.tiny_fleet import weights_in
 
 @pytest.fixture(autouse=True)
 def quick_clocks(monkeypatch):
-    """A deadline of a door inside the test is noticed sooner than four times a second."""
+    """A deadline of a data plane inside the test is noticed sooner than four times a second."""
     monkeypatch.setattr(timeouts, "SWEEP_SECS", 0.02)
     monkeypatch.setattr(engine_calls, "AGAIN_SECS", 0.05)
 

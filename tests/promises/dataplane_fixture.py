@@ -1,4 +1,4 @@
-"""A real door on a real port inside the test, with workers that count as healthy from the start.
+"""A real data plane on a real port inside the test, with workers that count as healthy from the start.
 
 Without the front, the prober and the files around it: those are the whole program's.
 """
@@ -96,7 +96,7 @@ async def run_dataplane(
         opened.urls = urls
         yield opened
         nursery.cancel_scope.cancel()
-    assert dataplane.loop.failures == 0, "a connection of the door broke on an unexpected error"
+    assert dataplane.loop.failures == 0, "a connection of the proxy broke on an unexpected error"
     assert opened.wait_until_idle()
 
 
@@ -104,7 +104,7 @@ async def run_dataplane(
 async def dataplane_before(
     *scripts: Script, config: str = ""
 ) -> AsyncIterator[tuple[RunningDataPlane, Client]]:
-    """A door with a fake worker for each script, and a client that has connected to it."""
+    """A data plane with a fake worker for each script, and a client that has connected to it."""
     async with (
         fake_workers(*scripts) as workers,
         run_dataplane(*workers, config=config) as opened,

@@ -22,7 +22,7 @@ capabilities = ["chat", "streaming", "audio_input"]
 
 def head(length, *fields, path=CHAT, kind="content-type: application/json"):
     framing = "transfer-encoding: chunked" if length is None else f"content-length: {length}"
-    lines = [f"POST {path} HTTP/1.1", "host: door", framing, kind, *fields, "", ""]
+    lines = [f"POST {path} HTTP/1.1", "host: proxy", framing, kind, *fields, "", ""]
     return "\r\n".join(lines).encode()
 
 

@@ -33,7 +33,7 @@ class Call:
             return await self.stream.receive_some(65536)
 
     async def next_request(self) -> bool:
-        """False where the door has closed instead."""
+        """False where the proxy has closed instead."""
         while b"\r\n\r\n" not in self._rest:
             piece = await self.stream.receive_some(65536)
             if not piece:
@@ -70,7 +70,7 @@ class Call:
         self.stream.socket.close()
 
     async def until_left(self) -> None:
-        """Until the door has closed this connection."""
+        """Until the proxy has closed this connection."""
         try:
             while await self.receive():
                 pass
@@ -107,7 +107,7 @@ class FakeWorker:
                     self.calls.append(call)
                 await self.script(call)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return  # the door went, or the script hung up
+            return  # the proxy went, or the script hung up
 
 
 @asynccontextmanager
@@ -121,7 +121,7 @@ async def fake_workers(*scripts: Script) -> AsyncIterator[list[FakeWorker]]:
 
 
 @asynccontextmanager
-async def refusing_url() -> AsyncIterator[str]:
+async def unreachable_url() -> AsyncIterator[str]:
     """Somebody holds the port and nobody listens."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""Clients, and a worker, that do what no door should suffer from; each ends by itself."""
+"""Clients, and a worker, that do what no proxy should suffer from; each ends by itself."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.promises.tls_helpers import believing
 Hostile = Callable[[RunningDataPlane, Client], Awaitable[None]]
 
 LAST = "connection: close"
-LINE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\n"
+LINE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\n"
 KEY = base64.b64encode(bytes(16)).decode()
 UPGRADE = (
-    "GET /v1/audio/speech/stream HTTP/1.1\r\nhost: door\r\nupgrade: websocket\r\n"
+    "GET /v1/audio/speech/stream HTTP/1.1\r\nhost: proxy\r\nupgrade: websocket\r\n"
     f"connection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: {KEY}\r\n\r\n"
 ).encode()
 SESSION = b'{"type":"session.config","session":{"model":"m"}}'
@@ -36,7 +36,7 @@ def wants(behaviour: str) -> bytes:
 
 
 async def worker(call: Call) -> None:
-    """As the body wants; it keeps no connection, so that the door has none to keep either."""
+    """As the body wants; it keeps no connection, so that the proxy has none to keep either."""
     if b"upgrade: websocket" in call.head.lower():
         await _speak(call)
     elif b"silent" in call.body:
@@ -98,7 +98,7 @@ def sends(*pieces: bytes, cut: bool = False) -> Hostile:
 
 
 def stays(*pieces: bytes) -> Hostile:
-    """Until the door has had enough of it."""
+    """Until the proxy has had enough of it."""
 
     async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
@@ -115,7 +115,7 @@ def leaves_at(awaited: bytes, *pieces: bytes, more: bytes = b"") -> Hostile:
         while awaited not in client.rest:
             piece = await client.receive()
             if not piece:
-                return  # the door has had enough before
+                return  # the proxy has had enough before
             client.rest += piece
         await client.send(more)
         client.reset()
@@ -126,7 +126,7 @@ def leaves_at(awaited: bytes, *pieces: bytes, more: bytes = b"") -> Hostile:
 def half_closes(*pieces: bytes) -> Hostile:
     async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
-        with contextlib.suppress(OSError):  # the door has cut it before
+        with contextlib.suppress(OSError):  # the proxy has cut it before
             client.stream.socket.shutdown(socket.SHUT_WR)
         await client.until_closed()
 

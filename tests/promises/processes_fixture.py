@@ -1,4 +1,4 @@
-"""A program of several door processes, and what its tests see and do at each of them."""
+"""A program of several data-plane processes, and what its tests see and do at each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ async def run_processes(tmp_path, *names: str, more: str = "", count: int = 2):
         put(file, toml(fleet, more=f"processes = {count}\n{more}"))
         async with program("--config", file) as running:
             running.file, running.fleet = file, fleet
-            running.client.headers["connection"] = "close"  # at any door, each time
+            running.client.headers["connection"] = "close"  # at any process, each time
             await running.until_routable(*fleet)
             if count > 1:
                 await running.until("/status", lambda body: serving(body, count))
@@ -49,7 +49,7 @@ async def in_flight(running) -> list[int]:
 async def held_streams(running, count: int, *, everywhere: bool = False):
     """Streams on a connection each, begun one after the other, all halfway.
 
-    `everywhere`: so many and as it takes until every door has one, for the kernel deals them out.
+    `everywhere`: so many and as it takes until every process has one, for the kernel deals them out.
     """
     for worker in running.fleet:
         worker.gate = trio.Event()
@@ -74,7 +74,7 @@ async def held_streams(running, count: int, *, everywhere: bool = False):
 
 
 async def in_flight_by_process(running, count: int) -> list[int]:
-    """How many of so many requests each door has."""
+    """How many of so many requests each process has."""
     body = await running.until(
         "/status", lambda t: sum(row["in_flight"] for row in t["data_plane"]["processes"]) == count
     )

@@ -34,12 +34,12 @@ def label_of(seed):
     return f"v{seed}" if seed else BASE
 
 
-async def run_sync(seen, trainers, **wishes):
+async def run_sync(seen, trainers, **options):
     """Run a trainer's whole sync, which succeeds at once; return its report."""
     seed = next(_seeds)
-    wishes = {"bucket_bytes": BUCKET_BYTES, **wishes}
+    options = {"bucket_bytes": BUCKET_BYTES, **options}
     done = await trainers.one().tell(
-        "sync", url=seen.fleet.url, seed=seed, version=label_of(seed), **wishes
+        "sync", url=seen.fleet.url, seed=seed, version=label_of(seed), **options
     )
     assert done.get("why") == "", (done, seen.fleet.log()[-3000:])
     seen.fleet.seed = seed
@@ -48,11 +48,11 @@ async def run_sync(seen, trainers, **wishes):
     return done
 
 
-async def run_failing_sync(seen, trainers, fault, **wishes):
+async def run_failing_sync(seen, trainers, fault, **options):
     """Run a sync with that fault; no worker may ever have its weights."""
-    wishes = {"bucket_bytes": BUCKET_BYTES, "timeout_secs": 15.0, **wishes}
+    options = {"bucket_bytes": BUCKET_BYTES, "timeout_secs": 15.0, **options}
     return await trainers.one().tell(
-        "sync", url=seen.fleet.url, seed=next(_seeds), version="never", fault=fault, **wishes
+        "sync", url=seen.fleet.url, seed=next(_seeds), version="never", fault=fault, **options
     )
 
 

@@ -115,16 +115,16 @@ class TrainerCommands:
             status = program(words)
         return {"status": status, "out": out.getvalue(), "errors": errors.getvalue()}
 
-    def sync(self, url, seed, version, fault="none", **wishes):
+    def sync(self, url, seed, version, fault="none", **options):
         """Run a whole sync with tools.training; `why` is "" on success."""
         from tools.training.endpoint import Endpoint
         from tools.training.faults import FAULTS
-        from tools.training.sync import Sync, Wishes
+        from tools.training.sync import Sync, SyncOptions
 
-        wishes = Wishes(**{"timeout_secs": 90.0, **wishes})
-        endpoint = Endpoint(url, wishes.timeout_secs)
+        options = SyncOptions(**{"timeout_secs": 90.0, **options})
+        endpoint = Endpoint(url, options.timeout_secs)
         made = FAULTS[fault]()
-        done = Sync(endpoint, weights(seed), version, wishes, made).run()
+        done = Sync(endpoint, weights(seed), version, options, made).run()
         endpoint.close()
         calls = [[each.path, each.status, each.body, each.secs] for each in done.calls]
         rival = getattr(made, "answer", None)
@@ -135,17 +135,17 @@ class TrainerCommands:
             "rival": None if rival is None else [rival.status, rival.body],
         }
 
-    def transfer(self, url, seed, version, dies=False, **wishes):
+    def transfer(self, url, seed, version, dies=False, **options):
         """One sync in vLLM's way; the group is kept for the next one with the same wishes.
 
         `dies`: this process ends before the last of its updates.
         """
         from tools.training.endpoint import Endpoint
-        from tools.training.transfer import Transfer, TransferWishes
+        from tools.training.transfer import Transfer, TransferOptions
 
-        key = (url, *sorted(wishes.items()))
+        key = (url, *sorted(options.items()))
         if key not in self.transfers:
-            made = TransferWishes(**{"timeout_secs": 60.0, **wishes})
+            made = TransferOptions(**{"timeout_secs": 60.0, **options})
             self.transfers[key] = Transfer(Endpoint(url, made.timeout_secs), made)
         transfer = self.transfers[key]
         midway = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if dies else lambda: None
@@ -186,7 +186,7 @@ class TrainerCommands:
     def announce(self, seed, bucket_bytes=1 << 20):
         from tools.training.buckets import buckets_of
 
-        reported = [each.told() for each in buckets_of(weights(seed), bucket_bytes)]
+        reported = [each.to_dict() for each in buckets_of(weights(seed), bucket_bytes)]
         return {"buckets": reported}
 
     def send(self, seed, group="steps", bucket_bytes=1 << 20, part="all"):

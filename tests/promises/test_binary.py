@@ -90,13 +90,13 @@ def words_of(process_id) -> list[str]:
 
 
 def dataplane_processes(process_id) -> dict[int, list[str]]:
-    """The words of each door process of that program, by its id."""
+    """The words of each data-plane process of that program, by its id."""
     found = {child: words_of(child) for child in children(process_id)}
     return {child: words for child, words in found.items() if "data-plane-process" in words}
 
 
 async def until_serving(program, count, without=()):
-    """So many door processes, none of `without`, take connections; the ids of theirs."""
+    """So many data-plane processes, none of `without`, take connections; the ids of theirs."""
     with trio.fail_after(PATIENCE_SECS):
         while True:
             ids = await serving(program)
@@ -106,7 +106,7 @@ async def until_serving(program, count, without=()):
 
 
 async def serving(program):
-    """Over a connection of its own: one that was kept may have ended with its door."""
+    """Over a connection of its own: one that was kept may have ended with its process."""
     async with httpx.AsyncClient(
         base_url=program.client.base_url, trust_env=False, verify=False
     ) as fresh:

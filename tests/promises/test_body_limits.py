@@ -12,7 +12,7 @@ from tests.promises.fakes import (
 )
 
 SMALL = "[server]\nmax_payload_size = 64\n[server.timeouts]\nclient_body_secs = 0.05"
-BARE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
+BARE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ncontent-type: application/json\r\n"
 CHUNKED = BARE + b"transfer-encoding: chunked\r\n\r\n"
 
 
@@ -142,10 +142,10 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
         with trio.fail_after(30):
             while not opened.workers[0].requests:
                 await trio.sleep(0.001)
-            (conn,) = opened.dataplane.loop.tasks
-            while not conn.exchange.relayed:
+            (connection,) = opened.dataplane.loop.tasks
+            while not connection.exchange.relayed:
                 await trio.sleep(0.001)
-        assert conn.exchange.requirements.body_fields is None
+        assert connection.exchange.requirements.body_fields is None
         go_on.set()
         assert (await client.answer()).body == b"some"
 
@@ -156,14 +156,14 @@ async def test_local_replies_of_admin_routes_have_the_keys_that_trainers_read(wo
         for path in (b"/pause_generation", b"/update_weights_from_distributed?x=1"):
             for length in (65, 2):
                 async with opened.client() as client:
-                    head = b"POST %b HTTP/1.1\r\nhost: door\r\ncontent-length: %d\r\n\r\n"
+                    head = b"POST %b HTTP/1.1\r\nhost: proxy\r\ncontent-length: %d\r\n\r\n"
                     await client.send(head % (path, length), b"{}")
                     answer = await client.answer()
                 body = json.loads(answer.body)
-                # Without a front behind it the door alone can speak.
+                # Without an admin API behind it the data plane alone can speak.
                 assert answer.status == (413 if length == 65 else 503)
                 assert (body["success"], body["status"]) == (False, "error")
                 assert body["message"] == body["error"]["message"]
         async with opened.client() as client:
-            await client.send(b"GET /workers HTTP/1.1\r\nhost: door\r\n\r\n")
+            await client.send(b"GET /workers HTTP/1.1\r\nhost: proxy\r\n\r\n")
             assert "success" not in json.loads((await client.answer()).body)

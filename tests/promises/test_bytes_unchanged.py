@@ -53,7 +53,7 @@ async def test_a_binary_body_is_forwarded_byte_for_byte(worker):
 
 async def test_a_chunked_request_reaches_the_worker_with_a_length(worker):
     request = (
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ntrailer: x-t\r\n"
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ntrailer: x-t\r\n"
         b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
         b"1;ext=1\r\n{\r\n00f\r\n" + CHAT[1:] + b"\r\n0\r\nx-t: v\r\n\r\n"
     )

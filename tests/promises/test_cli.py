@@ -132,7 +132,7 @@ async def test_explain_shows_the_pick_and_logs_shows_the_worker(place):
 @asynccontextmanager
 async def terminal(*words):
     """`omni-proxy top` on a terminal of 24 rows of 80; `screen` is all that it has drawn."""
-    mine, theirs = pty.openpty()
+    ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = await trio.lowlevel.open_process(
         [forking_interpreter(), "-m", "omni_proxy", "top", *words],
@@ -140,8 +140,8 @@ async def terminal(*words):
         start_new_session=True,
     )  # fmt: skip
     os.close(theirs)
-    os.set_blocking(mine, False)
-    top = Top(process, mine)
+    os.set_blocking(ours, False)
+    top = Top(process, ours)
     try:
         yield top
     finally:

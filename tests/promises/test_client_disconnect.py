@@ -14,7 +14,7 @@ from tests.promises.fakes import (
 
 
 class Watched:
-    """A script that sends `first` and then waits for the door to hang up."""
+    """A script that sends `first` and then waits for the proxy to hang up."""
 
     def __init__(self, first: bytes = b"") -> None:
         self.first = first

@@ -1,4 +1,4 @@
-"""At the limit of descriptors the door pauses, says so, and recovers; who is in stays served."""
+"""At the limit of descriptors the proxy pauses, says so, and recovers; who is in stays served."""
 
 import os
 import resource
@@ -103,7 +103,7 @@ async def test_it_recovers_each_time_and_keeps_nothing(tmp_path):
             async with client_of(running.address) as late:
                 await served(late)  # so nobody waits outside any more
             await left_alone(running, before)
-            # That one may have filled the door up, which then looks for others a moment later: a
+            # That one may have taken the last descriptor of the proxy, which then looks for others a moment later: a
             # crowd that comes before it has found nobody would be part of the same pause.
             async with client_of(running.address) as alone:
                 await served(alone)

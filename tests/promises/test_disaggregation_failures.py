@@ -21,7 +21,7 @@ from tests.promises.disaggregated_engines import (
     silent,
     worker_entry,
 )
-from tests.promises.fakes import SSE_HEAD, counted, refusing_url
+from tests.promises.fakes import SSE_HEAD, counted, unreachable_url
 
 AT_ONCE_SECS = 1.0
 CHAT = post(b'{"messages": [], "model": "m"}')
@@ -73,7 +73,7 @@ async def test_decode_failed_and_prefill_does_not_wait(connector, fault):
 
 async def test_a_decode_worker_that_cannot_be_reached_leaves_no_prefill_behind():
     async with (
-        refusing_url() as gone,
+        unreachable_url() as gone,
         fleet_of("sglang", decodes=1, config=ONCE) as (fleet, client),
     ):
         fleet.before.fleet.find(fleet.decodes[0].url).address = address_of(gone)
@@ -398,7 +398,7 @@ async def test_new_weights_between_the_legs_start_the_request_anew(connector):
 
 async def test_a_worker_that_is_gone_does_not_end_requests_if_there_is_another_pair():
     async with (
-        refusing_url() as gone,
+        unreachable_url() as gone,
         fleet_of("sglang", prefills=2, decodes=2) as (fleet, client),
     ):
         for engine in (fleet.prefills[0], fleet.decodes[0]):

@@ -190,7 +190,7 @@ async def test_the_page_of_weight_syncs_is_true_of_its_three_replicas_and_its_tr
             assert "was announced with" in body
             assert "Nothing was changed" in body
             two = await typing.type(page.next("tools/trainer --rounds 1 --fault two-at-once"))
-            assert "the second trainer was told: 409 another trainer owns the weight sync" in two
+            assert "the second trainer got: 409 another trainer owns the weight sync" in two
             kept = json.loads(await typing.type(page.next("curl -s localhost:30000/weights/ver")))
             assert "step-3" in json.dumps(kept)
             body = json.loads(await typing.type(page.next("curl -s localhost:30000/weights/roll")))

@@ -57,7 +57,7 @@ def connected(running: Program):
 
 
 async def drain(running: Program, idle: Client, number: int = signal.SIGTERM) -> None:
-    """Returns once the door has begun to drain: it closes idle connections then."""
+    """Returns once the proxy has begun to drain: it closes idle connections then."""
     running.process.send_signal(number)
     assert await idle.until_closed() == b""
 

@@ -35,12 +35,12 @@ WAYS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "via")
         (
             "append",
             [("x-forwarded-for", "8.8.8.8"), ("x-forwarded-proto", "https"), ("via", "1.1 cdn"),
-             ("x-forwarded-host", "door"), ("via", "1.1 omni-proxy"),
+             ("x-forwarded-host", "proxy"), ("via", "1.1 omni-proxy"),
              ("x-forwarded-for", "127.0.0.1")],
         ),
         (
             "replace",
-            [("via", "1.1 cdn"), ("x-forwarded-proto", "http"), ("x-forwarded-host", "door"),
+            [("via", "1.1 cdn"), ("x-forwarded-proto", "http"), ("x-forwarded-host", "proxy"),
              ("via", "1.1 omni-proxy"), ("x-forwarded-for", "127.0.0.1")],
         ),
     ],

@@ -1,4 +1,4 @@
-"""Workers behind https: whom the door believes, and what a connection costs."""
+"""Workers behind https: which the proxy trusts, and what a connection costs."""
 
 import shutil
 import ssl
@@ -153,8 +153,8 @@ async def test_a_new_connection_resumes_the_session_of_an_old_one():
     kept = SecureWorker(OK, host="localhost")
     async with dataplane_to(kept) as opened:
         assert (await asked(opened)).status == 200
-        [lane] = opened.dataplane.pools.known.values()
-        lane.idle.pop().close()
+        [pool] = opened.dataplane.pools.known.values()
+        pool.idle.pop().close()
         assert (await asked(opened)).status == 200
     assert kept.resumed == [False, True]
 
@@ -169,13 +169,13 @@ async def test_a_late_session_ticket_closes_no_idle_connection():
     worker = SecureWorker(rekeying)
     async with dataplane_to(worker) as opened:
         assert (await asked(opened)).status == 200
-        [lane] = opened.dataplane.pools.known.values()
-        [conn] = lane.idle
-        conn.readable = True
-        lane._drop(conn)  # as for an event with nothing of HTTP in it
-        assert lane.idle == [conn]
+        [pool] = opened.dataplane.pools.known.values()
+        [stream] = pool.idle
+        stream.readable = True
+        pool._drop(stream)  # as for an event with nothing of HTTP in it
+        assert pool.idle == [stream]
         await calls[0].send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
-        await until(lambda: lane.idle == [])
+        await until(lambda: pool.idle == [])
 
 
 async def test_a_handshake_that_is_never_answered_is_cut_by_connect_secs():
@@ -243,8 +243,8 @@ async def test_files_that_were_replaced_count_for_the_next_connection(tmp_path):
         trusted.write_bytes(AUTHORITY.read_bytes())
         assert (await asked(opened)).status == 200
         trusted.write_text("nonsense")  # what it said before stays
-        [lane] = opened.dataplane.pools.known.values()
-        lane.idle.pop().close()
+        [pool] = opened.dataplane.pools.known.values()
+        pool.idle.pop().close()
         assert (await asked(opened)).status == 200
 
 

@@ -61,7 +61,7 @@ async def test_pipelined_requests_are_answered_in_their_order():
 @pytest.mark.parametrize("body", [b"first", bytes(1 << 20)], ids=["small", "large"])
 async def test_a_websocket_handshake_may_follow_a_request(body):
     handshake = (
-        b"GET /v1/audio/speech/stream HTTP/1.1\r\nhost: door\r\nupgrade: websocket\r\n"
+        b"GET /v1/audio/speech/stream HTTP/1.1\r\nhost: proxy\r\nupgrade: websocket\r\n"
         b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
         b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     )
@@ -91,7 +91,9 @@ async def test_a_pipelined_request_waits_for_the_one_before():
 
 
 async def test_chunked_requests_may_be_pipelined_too():
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
     bodies = [b"%d" % number for number in range(9)]
     sent = [head + chunk(body) + chunk(body) + LAST_CHUNK for body in bodies]
     async with dataplane_before(echo) as (_, client):
@@ -165,13 +167,13 @@ async def test_an_http_1_0_client_that_keeps_alive_is_reported_the_end_of_a_chun
 
 async def test_an_http_1_0_client_without_a_host_is_served():
     async with dataplane_before(echo) as (_, client):
-        await client.send(old().replace(b"host: door\r\n", b""))
+        await client.send(old().replace(b"host: proxy\r\n", b""))
         assert (await client.answer()).body == CHAT
 
 
 async def test_an_error_for_head_has_no_body_and_keeps_the_connection():
     async with dataplane_before(echo) as (_, client):
-        await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: door\r\n\r\n", post())
+        await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\n\r\n", post())
         answer = await client.answer("HEAD")
         assert (answer.status, answer.body) == (405, b"")
         assert int(answer.one("content-length")) > 0

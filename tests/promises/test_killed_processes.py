@@ -1,4 +1,4 @@
-"""What stays of a door that is killed in the middle of something: nothing that harms."""
+"""What stays of a proxy that is killed in the middle of something: nothing that harms."""
 
 import os
 import signal

@@ -159,8 +159,8 @@ async def test_a_worker_that_does_not_read_holds_its_client_and_not_our_memory(t
             while sent != before or not sent:
                 before = sent
                 await trio.sleep(0.2)
-            (conn,) = opened.dataplane.loop.tasks
-            assert (conn.phase, opened.dataplane.inflight.held_bytes) == ("send", 0)
+            (connection,) = opened.dataplane.loop.tasks
+            assert (connection.phase, opened.dataplane.inflight.held_bytes) == ("send", 0)
             assert sent < most
             worker.taker.length = len(worker.taker.body)
             go_on.set()

@@ -20,7 +20,7 @@ from tests.promises.fakes import (
     chunk,
     counted,
     fake_workers,
-    refusing_url,
+    unreachable_url,
 )
 
 
@@ -144,7 +144,7 @@ async def test_a_worker_that_is_not_there_costs_a_large_upload_nothing(taking):
         await whole(taker, 2 * MIB)
 
     worker = await taking(script)
-    async with refusing_url() as url:
+    async with unreachable_url() as url:
         text = MODEL.format(url) + MODEL.format(worker.url)
         async with run_dataplane(config=text) as opened, opened.client() as client:
             for _ in range(2):  # one of the two begins with the absent one
@@ -195,7 +195,7 @@ async def test_what_is_left_of_a_refused_body_is_never_a_request(taking, framing
         raise AssertionError(f"a worker was asked: {taker.head!r}")
 
     worker = await taking(script)
-    behind = f"POST {CHAT} HTTP/1.1\r\nhost: door\r\ncontent-length: 2\r\n\r\n{{}}".encode()
+    behind = f"POST {CHAT} HTTP/1.1\r\nhost: proxy\r\ncontent-length: 2\r\n\r\n{{}}".encode()
     async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         begun = b"" if framing else b"%x\r\n" % (3 * MIB)
         hints = (*HINTS[:1], hint) if "capabilities" in hint else (*HINTS, hint)

@@ -1,4 +1,4 @@
-"""After crowds of hostile clients the door is as it was: nothing leaks."""
+"""After crowds of hostile clients the proxy is as it was: nothing leaks."""
 
 import gc
 import os
@@ -35,7 +35,7 @@ from tests.promises.tls_helpers import listening
 FIRST = 5  # of a kind: fills what is kept for good, such as templates of heads
 CROWD = 50  # of a kind
 AT_ONCE = 50
-# Of one kind of client, what a door keeps of each would be some 2,700 bytes; templates are bounded.
+# Of one kind of client, what the proxy keeps of each would be some 2,700 bytes; templates are bounded.
 MOST_LEFT_BYTES = CROWD * 1000
 PATIENCE_SECS = 60
 TIMES = """
@@ -67,7 +67,7 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class Holdings:
-    """All that a door could have kept of a client."""
+    """All that the proxy could have kept of a client."""
 
     descriptors: frozenset[str]  # by what they are: an earlier test's may still be closing
     coroutines: int
@@ -130,7 +130,7 @@ async def crowd(opened: RunningDataPlane, count: int, *kinds: Hostile) -> None:
                 async with opened.client() as client:
                     await hostile(opened, client)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # the door has cut it, or it itself
+                pass  # the proxy has cut it, or it itself
 
     with trio.fail_after(PATIENCE_SECS):
         async with trio.open_nursery() as nursery:

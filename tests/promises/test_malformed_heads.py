@@ -4,7 +4,7 @@ from tests.promises.clients import CHAT, post
 from tests.promises.dataplane_fixture import run_dataplane
 
 LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
-HOST = b"host: door\r\n"
+HOST = b"host: proxy\r\n"
 LENGTH = b"content-length: 16\r\n"
 BAD_HEADS = {
     "no request": (b"hello\r\n\r\n", 400),
@@ -16,7 +16,7 @@ BAD_HEADS = {
     "http 3.7": (b"POST /v1/chat/completions HTTP/3.7\r\n" + HOST + b"\r\n", (400, 505)),
     "no version": (b"POST /v1/chat/completions\r\n" + HOST + b"\r\n", (400, 505)),
     "two spaces": (b"POST  /v1/chat/completions HTTP/1.1\r\n" + HOST + b"\r\n", 400),
-    "connect": (b"CONNECT door:443 HTTP/1.1\r\nhost: door:443\r\n\r\n", 405),
+    "connect": (b"CONNECT proxy:443 HTTP/1.1\r\nhost: proxy:443\r\n\r\n", 405),
     "trace": (b"TRACE /v1/chat/completions HTTP/1.1\r\n" + HOST + b"\r\n", 405),
     "target without slash": (b"POST v1/chat/completions HTTP/1.1\r\n" + HOST + b"\r\n", 400),
     "target of another host": (
@@ -25,7 +25,7 @@ BAD_HEADS = {
     "control byte in target": (b"POST /v1/chat\x01 HTTP/1.1\r\n" + HOST + b"\r\n", 400),
     "no host": (LINE + LENGTH + b"\r\n" + CHAT, 400),
     "two hosts": (LINE + HOST + b"host: other\r\n" + LENGTH + b"\r\n" + CHAT, 400),
-    "host with a slash": (LINE + b"host: door/evil\r\n" + LENGTH + b"\r\n" + CHAT, 400),
+    "host with a slash": (LINE + b"host: proxy/evil\r\n" + LENGTH + b"\r\n" + CHAT, 400),
     "bare line feeds": ((LINE + HOST + LENGTH + b"\r\n").replace(b"\r\n", b"\n") + CHAT, 400),
     "folded field": (LINE + HOST + b"x-a: b\r\n c\r\n" + LENGTH + b"\r\n" + CHAT, 400),
     "space before colon": (LINE + HOST + b"content-length : 16\r\n\r\n" + CHAT, 400),

@@ -30,7 +30,7 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":22
 
 
 async def metered(script, *requests, config=""):
-    """The meters of a door after these requests to it, one after the other."""
+    """The metrics of a data plane after these requests to it, one after the other."""
     async with fake_workers(script) as made, run_dataplane(*made, config=config) as opened:
         meters = opened.dataplane.recorders.meters = Metrics(opened.fleet, RecentWindow())
         for request in requests:
@@ -130,7 +130,7 @@ async def test_the_running_program_reports_the_gaps_of_a_running_stream(tmp_path
                 nursery.start_soon(partial(running.ask, stream=True))
                 name, key, body = "omni_proxy_time_between_chunks_seconds", (PATH, fleet[0].url), {}
                 with trio.fail_after(PATIENCE_SECS):
-                    # Pieces that waited for a busy door come as one.
+                    # Pieces that waited for a busy data plane come as one.
                     while body.get(f"{name}_count", {}).get(key, 0) < 2:
                         await trio.sleep(0.02)
                         body = await scraped(running)

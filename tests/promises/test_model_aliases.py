@@ -10,7 +10,7 @@ import trio
 from tests.dataplane.loop_script import until
 from tests.promises.clients import post
 from tests.promises.dataplane_fixture import run_dataplane
-from tests.promises.fakes import answering, counted, fake_workers, refusing_url
+from tests.promises.fakes import answering, counted, fake_workers, unreachable_url
 
 MIB = 1024 * 1024
 FORM_KIND = "content-type: multipart/form-data; boundary=b"
@@ -107,7 +107,7 @@ async def test_an_alias_with_the_name_of_a_model_is_routed_to_its_targets():
 
 async def test_a_retry_keeps_its_target_until_it_has_no_worker_left():
     ok = answering(counted(b"{}"))
-    async with fake_workers(ok, ok) as (big, small), refusing_url() as dead:
+    async with fake_workers(ok, ok) as (big, small), unreachable_url() as dead:
         config = alias(("big", 1), ("small", 1))
         config += worker(dead, "big") + worker(big.url, "big") + worker(small.url, "small")
         async with run_dataplane(config=config) as opened, opened.client() as client:
@@ -117,7 +117,7 @@ async def test_a_retry_keeps_its_target_until_it_has_no_worker_left():
             assert retried
             assert {row["target_model"] for row in retried} == {"big"}
             assert (len(big.requests), len(small.requests)) == (2, 2)
-    async with fake_workers(ok) as (small,), refusing_url() as dead:
+    async with fake_workers(ok) as (small,), unreachable_url() as dead:
         config = alias(("big", 1), ("small", 1)) + worker(dead, "big") + worker(small.url, "small")
         async with run_dataplane(config=config) as opened, opened.client() as client:
             for _ in range(2):
@@ -255,13 +255,13 @@ async def test_a_session_waits_at_its_target_while_that_ones_worker_is_updated()
     async with two_models(more=more) as ((big, small), opened, client):
         sessions = (f"x-session-id: s{number}" for number in range(100))
         while not small.requests:
-            mine = next(sessions)
-            await ask(client, chat(), mine)
+            session = next(sessions)
+            await ask(client, chat(), session)
         others = len(big.requests)
         worker_of_small = opened.fleet.find(small.url)
         opened.fleet.cordon(worker_of_small, "updating")
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(ask, client, chat(), mine)
+            nursery.start_soon(ask, client, chat(), session)
             await until(lambda: opened.dataplane.queue.waiting == 1)
             opened.fleet.uncordon(worker_of_small, "updating")
         assert (len(big.requests), models_of(small)) == (others, {"small": 2})

@@ -1,4 +1,4 @@
-"""A door process of its own, with the test as its control."""
+"""A data-plane process of its own, with the test as its control."""
 
 from dataclasses import replace
 
@@ -30,11 +30,11 @@ from tests.promises.clients import client_of, post
 from tests.promises.fakes import answering, counted, fake_workers, resetting
 
 SILENT_SECS = 0.4
-READY = b"GET /ready HTTP/1.1\r\nhost: door\r\n\r\n"
+READY = b"GET /ready HTTP/1.1\r\nhost: proxy\r\n\r\n"
 
 
 class Control:
-    """One door, told by hand; `heard` is what it said beside its acknowledgements."""
+    """One process that the test sends messages to; `heard` is what it sent beside its acknowledgements."""
 
     def __init__(self, tmp_path, urls) -> None:
         self.front = str(tmp_path / "front.sock")

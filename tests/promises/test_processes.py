@@ -1,4 +1,4 @@
-"""Several door processes are one proxy, whichever of them ends, comes or goes."""
+"""Several data-plane processes are one proxy, whichever of them ends, comes or goes."""
 
 import os
 import signal
@@ -62,7 +62,7 @@ async def test_clients_of_the_main_process_move_to_the_others_without_a_failed_r
         put(running.file, toml(running.fleet, more="processes = 2"))
         closing = False
         while not closing:  # one request after the other, without a pause
-            await busy.send(b"GET /live HTTP/1.1\r\nhost: door\r\n\r\n")
+            await busy.send(b"GET /live HTTP/1.1\r\nhost: proxy\r\n\r\n")
             answer = await busy.answer("GET")
             assert answer.status == 200
             closing = answer.one("connection") == "close"
@@ -91,16 +91,16 @@ async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(t
         assert sum(await in_flight(running)) == count
         victim = (await running.get_json("/status"))["data_plane"]["processes"][0]
         os.kill(victim["pid"], signal.SIGKILL)
-        mine = victim["in_flight"]
-        assert 0 < mine < count
+        lost = victim["in_flight"]
+        assert 0 < lost < count
         await running.until(
-            "/workers", lambda t: sum(w["in_flight"] for w in t["workers"]) == count - mine
+            "/workers", lambda t: sum(w["in_flight"] for w in t["workers"]) == count - lost
         )
         open_gates(running)
         whole = 0
         for stream in streams:
             whole += await read_whole_stream(stream)
-        assert whole == count - mine
+        assert whole == count - lost
         body = await running.until("/status", serving)
         assert [row["restarts"] for row in body["data_plane"]["processes"]] == [1, 0]
         await running.until("/workers", lambda t: not any(w["in_flight"] for w in t["workers"]))

@@ -111,7 +111,7 @@ async def test_generate_gets_the_key_also_where_it_has_no_value(body, sent):
 
 async def test_a_chunked_request_to_generate_gets_the_key():
     request = (
-        b"POST /generate HTTP/1.1\r\nhost: door\r\ncontent-type: application/json\r\n"
+        b"POST /generate HTTP/1.1\r\nhost: proxy\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\n" + chunk(b'{"te') + chunk(b'xt": "a"}') + LAST_CHUNK
     )
     async with before_ranks() as (_, client, recorder):

@@ -125,7 +125,7 @@ async def test_prompts_go_to_the_engine_that_reports_their_blocks_as_cached(tmp_
             assert cached == 0
 
 
-async def test_a_chat_goes_where_its_blocks_are_by_the_tokens_that_vllm_tells(tmp_path, engines):
+async def test_a_chat_goes_where_its_blocks_are_by_the_tokens_that_vllm_reports(tmp_path, engines):
     text = pydoc_data.topics.topics["import"][:4400]
     async with proxy_before(engines, tmp_path) as running:
         with trio.fail_after(START_SECS):

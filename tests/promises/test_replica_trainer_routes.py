@@ -79,7 +79,7 @@ async def events(streamed):
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"pause_mode": "keep"},
         {"pause_mode": "wait", "chunks": 3},
@@ -88,10 +88,10 @@ async def events(streamed):
     ],
     ids=str,
 )
-async def test_what_a_trainer_sends_is_what_the_replica_holds(client, trainer, replica, wishes):
+async def test_what_a_trainer_sends_is_what_the_replica_holds(client, trainer, replica, options):
     for seed in (1, 2):
-        label = f"{wishes}-{seed}"
-        done = await trainer.tell("transfer", url=replica.url, seed=seed, version=label, **wishes)
+        label = f"{options}-{seed}"
+        done = await trainer.tell("transfer", url=replica.url, seed=seed, version=label, **options)
         assert done["why"] == "", done
         inits = [path for path, _ in done["calls"] if path == "/init_weight_transfer_engine"]
         assert len(inits) == (seed == 1)  # one group for all

@@ -14,8 +14,8 @@ from tests.promises.fakes import (
     counted,
     fake_workers,
     hanging_up_after,
-    refusing_url,
     resetting,
+    unreachable_url,
 )
 
 GOOD = answering(counted(b"good"))
@@ -28,7 +28,7 @@ async def ask(client, body=CHAT, *fields):
 
 async def test_a_refused_connection_is_retried_on_another_worker():
     async with (
-        refusing_url() as gone,
+        unreachable_url() as gone,
         fake_workers(GOOD) as (worker,),
         run_dataplane(gone, worker) as opened,
         opened.client() as client,
@@ -318,7 +318,7 @@ async def test_retry_on_is_read_anew_with_the_file():
 async def test_a_failure_after_failed_tries_reports_what_was_tried():
     config = "[routing]\nmax_total_retries = 2"
     async with (
-        refusing_url() as gone,
+        unreachable_url() as gone,
         fake_workers(resetting) as (made,),
         run_dataplane(gone, made, config=config) as opened,
         opened.client() as client,

@@ -14,7 +14,7 @@ FORM = (
     b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
 )
 FORM_KIND = "content-type: multipart/form-data; boundary=b"
-GET = b"GET %b HTTP/1.1\r\nhost: door\r\n\r\n"
+GET = b"GET %b HTTP/1.1\r\nhost: proxy\r\n\r\n"
 REQUESTS = {
     "chat": (post(CHAT), {"chat"}),
     "chat stream": (post(STREAMED), {"chat", "streaming"}),
@@ -108,7 +108,7 @@ async def test_a_speech_outcome_is_requested_from_the_named_worker(pair):
 )
 async def test_a_wrong_method_is_405_and_names_the_right_ones(pair, method, path, allowed):
     async with run_dataplane(*pair) as opened, opened.client() as client:
-        await client.send(f"{method} {path} HTTP/1.1\r\nhost: door\r\n\r\n".encode(), post())
+        await client.send(f"{method} {path} HTTP/1.1\r\nhost: proxy\r\n\r\n".encode(), post())
         answer = await client.answer(method)
         assert (answer.status, answer.one("allow")) == (405, allowed)
         body = json.loads(answer.body)

@@ -1,4 +1,4 @@
-"""Several door processes keep one account: of what is in flight, of holds, sessions and trials."""
+"""Several data-plane processes keep one account: of what is in flight, of holds, sessions and trials."""
 
 import os
 import signal

@@ -28,7 +28,7 @@ def quick(monkeypatch):
 
 @asynccontextmanager
 async def running_server(tmp_path, fleet):
-    """The whole program, inside the test; yields a client of its door."""
+    """The whole program, inside the test; yields a client of it."""
     file = tmp_path / "proxy.toml"
     put(file, toml(fleet))
     known = Fleet()

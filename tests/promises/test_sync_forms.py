@@ -27,7 +27,7 @@ async def test_a_version_is_published_only_when_every_replica_has_all_of_it(seen
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"form": "two-phase"},
         {"form": "two-phase", "load_format": "flattened_bucket"},
@@ -41,11 +41,11 @@ async def test_a_version_is_published_only_when_every_replica_has_all_of_it(seen
         {"form": "two-phase", "pause_mode": None},
         {"form": "disk"},
     ],
-    ids=lambda wishes: "-".join(map(str, wishes.values())),
+    ids=lambda options: "-".join(map(str, options.values())),
 )
-async def test_every_form_of_a_sync_gives_every_replica_the_trainers_bytes(seen, trainers, wishes):
+async def test_every_form_of_a_sync_gives_every_replica_the_trainers_bytes(seen, trainers, options):
     epoch = await assert_all_hold(seen, seen.fleet.seed)
-    await run_sync(seen, trainers, **wishes)
+    await run_sync(seen, trainers, **options)
     assert await assert_all_hold(seen, seen.fleet.seed) == epoch + 1
 
 

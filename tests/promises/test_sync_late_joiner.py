@@ -28,17 +28,17 @@ async def seen(seen, trainers):
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"form": "buckets"},
         {"form": "single"},
         {"form": "two-phase", "load_format": "flattened_bucket"},
     ],
-    ids=lambda wishes: "-".join(wishes.values()),
+    ids=lambda options: "-".join(options.values()),
 )
-async def test_a_trainer_sends_once_and_every_worker_gets_the_version(seen, trainers, wishes):
+async def test_a_trainer_sends_once_and_every_worker_gets_the_version(seen, trainers, options):
     assert (await seen.get_json("/server_info"))["tp_size"] == WORLD - 1
-    await run_sync(seen, trainers, **wishes)
+    await run_sync(seen, trainers, **options)
 
 
 async def test_a_worker_added_during_a_sync_never_serves_older_weights(seen, trainers, fleets):

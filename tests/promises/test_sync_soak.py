@@ -60,8 +60,8 @@ async def test_many_syncs_under_traffic_cause_no_error_and_no_leak(seen, trainer
 async def spell(seen, trainers, fault, rounds):
     for each in (*["wrong-shape"] * REFUSED, fault):
         await aborted(seen, trainers, each)
-    for _, wishes in zip(range(WHOLE), cycle(FORMS), strict=False):
-        await run_sync(seen, trainers, **wishes)
+    for _, options in zip(range(WHOLE), cycle(FORMS), strict=False):
+        await run_sync(seen, trainers, **options)
     await in_one_group(seen, trainers, rounds)
 
 

@@ -127,21 +127,21 @@ async def test_a_pair_that_can_not_be_used_is_reported_by_check_and_at_the_start
 
 
 async def test_a_reload_refuses_a_broken_pair_and_keeps_the_current_one(tmp_path):
-    file, mine = tmp_path / "proxy.toml", tmp_path / "mine-key.pem"
-    shutil.copyfile(KEY, mine)
+    file, key_file = tmp_path / "proxy.toml", tmp_path / "mine-key.pem"
+    shutil.copyfile(KEY, key_file)
     async with workers("w") as fleet:
-        good = toml(fleet, more=f"tls_cert = '{CERT}'\ntls_key = '{mine}'\n")
+        good = toml(fleet, more=f"tls_cert = '{CERT}'\ntls_key = '{key_file}'\n")
         file.write_text(good)
         async with secure_program("--config", file) as running:
             await running.until_routable(*fleet)
-            put(file, good.replace(str(mine), str(FILES / "renewed-key.pem")))
+            put(file, good.replace(str(key_file), str(FILES / "renewed-key.pem")))
             await running.says(
                 r"config_refused source=[a-z]+: the current configuration stays\n.*server\.tls_key: .*not the key"
             )
             assert (await running.client.post("/reload")).status_code == 422
             assert (await running.ask()).status_code == 200
             put(file, good)
-            mine.write_text("nonsense")  # the renewal of a certificate went wrong
+            key_file.write_text("nonsense")  # the renewal of a certificate went wrong
             await running.says("certificate_reload_failed")
             assert (await running.ask()).status_code == 200
             reported = (await running.get_json("/status"))["data_plane"]["tls"]

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
 pytest.importorskip("zmq")
 
-BEGINNING = "The keeper of the lighthouse counts the ships that pass, and writes each one down. "
+BEGINNING = "The guard of the lighthouse counts the ships that pass, and writes each one down. "
 TEXT = BEGINNING * 60
 
 

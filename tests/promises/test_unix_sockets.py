@@ -42,7 +42,7 @@ async def test_a_worker_may_listen_on_a_socket_file(tmp_path):
 
 
 async def test_a_socket_file_is_served_and_replaced_and_removed(tmp_path):
-    file, path = tmp_path / "proxy.toml", tmp_path / "door.sock"
+    file, path = tmp_path / "proxy.toml", tmp_path / "proxy.sock"
     stale = trio.socket.socket(trio.socket.AF_UNIX)
     await stale.bind(str(path))
     stale.close()

@@ -14,7 +14,7 @@ for name in ("torch", "tiktoken", "safetensors.torch"):
 
 ROUNDS = 20 if thorough() else 6
 FIRST = "default"  # what vLLM's engines call the weights that they come up with
-WISHES = (
+OPTIONS = (
     {"pause_mode": None, "chunks": 3},
     {"pause_mode": "keep", "chunks": 2},
     {"pause_mode": "wait", "packed_bytes": 100_000},
@@ -75,10 +75,10 @@ async def digest_of(url):
     return roll_up({name.split(":")[-1]: found for name, found in body["checksums"].items()})
 
 
-async def round_of(seen, trainer, seed, **wishes):
+async def round_of(seen, trainer, seed, **options):
     """A whole round, after which all workers hold and tell this version."""
     done = await trainer.tell(
-        "transfer", url=seen.fleet.url, seed=seed, version=f"v{seed}", **wishes
+        "transfer", url=seen.fleet.url, seed=seed, version=f"v{seed}", **options
     )
     assert done.get("why") == "", (done, seen.fleet.log()[-3000:])
     return done
@@ -103,8 +103,8 @@ async def test_rounds_under_traffic_mix_no_answer_and_fail_none(seen, trainers):
     epochs = [(await seen.get_json("/weights"))["weight_epoch"]]
     async with traffic.keep_asking():
         for seed in range(1, ROUNDS + 1):
-            wishes = WISHES[seed * len(WISHES) // (ROUNDS + 1)]
-            await round_of(seen, trainer, seed, **wishes)
+            options = OPTIONS[seed * len(OPTIONS) // (ROUNDS + 1)]
+            await round_of(seen, trainer, seed, **options)
             await assert_all_hold(seen, seed)
             body = await seen.get_json("/weights")
             epochs.append(body["weight_epoch"])

@@ -336,9 +336,9 @@ async def test_an_update_that_flushes_clears_cache_knowledge(tmp_path):
             await running.until_routable(engine)
             await running.ask()
 
-            async def held_after(**wish):
+            async def held_after(**keys):
                 path = "/update_weights_from_disk"
-                answer = await running.client.post(path, json=UPDATE | wish)
+                answer = await running.client.post(path, json=UPDATE | keys)
                 assert answer.status_code == 200
                 return (await running.get_json("/status"))["data_plane"]["policy"][
                     "tree_size_by_worker"

@@ -13,9 +13,9 @@ from tests.promises.fakes import (
     counted,
     fake_workers,
     hanging_up_after,
-    refusing_url,
     resetting,
     silent,
+    unreachable_url,
 )
 
 EVENT = chunk(b"data: one\n\n")
@@ -30,7 +30,7 @@ async def ask(client, body=CHAT):
 
 async def test_a_refused_connection_is_a_502_with_the_reason():
     async with (
-        refusing_url() as url,
+        unreachable_url() as url,
         run_dataplane(url, config=ONE_TRY) as opened,
         opened.client() as client,
     ):

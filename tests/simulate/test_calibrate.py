@@ -117,7 +117,7 @@ def test_long_prompts_are_as_long_as_the_context_allows(worker_of):
     assert lengths.count(LONG_WORDS[-1]) == REPEATS
 
 
-def test_short_prompts_have_a_cached_beginning_where_the_worker_tells_of_it(worker_of):
+def test_short_prompts_have_a_cached_beginning_where_the_worker_reports_it(worker_of):
     worker = worker_of(caches=True)
     spec = measure(worker.url)
     assert spec.prefill_overhead_ms > 0

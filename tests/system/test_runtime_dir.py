@@ -50,7 +50,7 @@ def test_the_folder_of_a_killed_program_is_removed(parent):
 
 
 def test_a_folder_in_use_or_recent_or_of_another_user_stays(parent, monkeypatch):
-    young = make_folder(parent, "young", age=0)
+    fresh = make_folder(parent, "fresh", age=0)
     elsewhere = parent / "other-thing"
     elsewhere.mkdir()
     with private_runtime_dir() as used:
@@ -58,7 +58,7 @@ def test_a_folder_in_use_or_recent_or_of_another_user_stays(parent, monkeypatch)
         os.utime(used, (then, then))
         with private_runtime_dir():
             assert used.is_dir()
-    assert young.is_dir()
+    assert fresh.is_dir()
     assert elsewhere.is_dir()
     foreign = make_folder(parent, "foreign")
     monkeypatch.setattr(files.os, "getuid", lambda: -1)

@@ -1,4 +1,4 @@
-"""Exchanges as the door has them when they have ended."""
+"""Exchanges as the proxy has them when they have ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHAT = match_route("POST", "/v1/chat/completions")
 
 def ended(worker: Worker | None = None, **reported: Any) -> Exchange:
     """A streamed chat: asked at 100, first chunk after 0.2 s, ten chunks, over after 1.1 s."""
-    mine = Exchange(100.0, "client")
+    exchange = Exchange(100.0, "client")
     plain = {
         "method": "POST", "route": CHAT, "requirements": Requirements(0, model=reported.pop("model", None)),
         "status": 200, "outcome": "completed", "stream": True, "attempts": 1, "chunks": 10,
@@ -23,8 +23,8 @@ def ended(worker: Worker | None = None, **reported: Any) -> Exchange:
         "relayed": True, "last_worker": worker, "longest_gap": 0.4, "request_id": b"r",
     }  # fmt: skip
     for name, value in (plain | reported).items():
-        setattr(mine, name, value)
-    return mine
+        setattr(exchange, name, value)
+    return exchange
 
 
 def whole(worker: Worker | None = None, secs: float = 0.2, **reported: Any) -> Exchange:

@@ -72,9 +72,9 @@ def test_each_phase_has_its_time(fleet, meters):
 
 def test_gaps_lie_with_the_worker_that_streams_and_an_end_adds_none(fleet, meters):
     a, b = fleet.workers
-    mine = ended(worker=None, last_worker=None)
-    mine.worker = a
-    gaps = meters.gap_histogram(mine)
+    exchange = ended(worker=None, last_worker=None)
+    exchange.worker = a
+    gaps = meters.gap_histogram(exchange)
     gaps.observe(0.07)
     for worker in fleet.workers:
         meters.record(ended(worker), worker)

@@ -45,17 +45,17 @@ class Naive:
         self.head = Histogram(FINE)
         self.overheads = 0
 
-    def count(self, mine, worker) -> None:
-        model = mine.requirements.model
+    def count(self, exchange, worker) -> None:
+        model = exchange.requirements.model
         reported = model if model in (None, "m", "n") else OTHER
-        self.ends[worker, (reported, mine.status // 100, mine.outcome)] += 1
+        self.ends[worker, (reported, exchange.status // 100, exchange.outcome)] += 1
         for name in ("bytes_in", "bytes_out", "chunks"):
-            self.sums[worker, name] += getattr(mine, name)
-        self.times_of(worker, "total").observe(mine.ended_at - mine.started_at)
-        if mine.first_at:
-            self.times_of(worker, "first").observe(mine.first_at - mine.started_at)
-            self.times_of(worker, "lately").observe(mine.first_at - mine.sent_at)
-        self.head.observe(mine.response_head_at - mine.sent_at)
+            self.sums[worker, name] += getattr(exchange, name)
+        self.times_of(worker, "total").observe(exchange.ended_at - exchange.started_at)
+        if exchange.first_at:
+            self.times_of(worker, "first").observe(exchange.first_at - exchange.started_at)
+            self.times_of(worker, "recent").observe(exchange.first_at - exchange.sent_at)
+        self.head.observe(exchange.response_head_at - exchange.sent_at)
         self.overheads += 1
 
     def times_of(self, worker, name) -> Histogram:
@@ -93,9 +93,9 @@ def test_every_reader_sees_everything_that_has_ended(steps, at_once):
                 read(step, meters, recent, fleet.workers[0])
                 continue
             which, asked, unlike = step
-            mine = whole(**(asked | unlike))
-            meters.record(mine, fleet.workers[which])
-            naive.count(mine, fleet.workers[which])
+            exchange = whole(**(asked | unlike))
+            meters.record(exchange, fleet.workers[which])
+            naive.count(exchange, fleet.workers[which])
     cells = meters.series
     assert {w: sum(c.ends.values()) for (_, w), c in cells.items()} == dict(totals(naive.ends))
     for (_, worker), cell in cells.items():
@@ -104,7 +104,7 @@ def test_every_reader_sees_everything_that_has_ended(steps, at_once):
             assert getattr(cell, name) == naive.sums[worker, name]
         same(cell.total, naive.times_of(worker, "total"))
         same(cell.first, naive.times_of(worker, "first"))
-        assert recent.sums[worker].firsts == naive.times_of(worker, "lately").counts
+        assert recent.sums[worker].firsts == naive.times_of(worker, "recent").counts
         assert recent.sums[worker].requests == sum(cell.ends.values())
     if cells:
         same(meters.phases[PATH].head, naive.head)

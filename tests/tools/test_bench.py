@@ -209,17 +209,17 @@ def test_without_a_peer_there_is_a_cost_but_no_ratio() -> None:
 
 def test_folded_stacks_of_main_threads_become_shares_of_lines_and_functions() -> None:
     dataplane, other = (
-        "thread (7): MainThread;main (a.py:1);pump (a.py:5)",
+        "thread (7): MainThread;main (a.py:1);run (a.py:5)",
         "thread (8): watcher;sleep",
     )
     assert profile.table(f"{dataplane};recv (b.py:7) 3\n{dataplane} 1\n{other} 9\n") == [
         "4 samples",
         "in this line itself",
         "  75.0%  recv (b.py:7)",
-        "  25.0%  pump (a.py:5)",
+        "  25.0%  run (a.py:5)",
         "in this function and what it calls",
         " 100.0%  main (a.py)",
-        " 100.0%  pump (a.py)",
+        " 100.0%  run (a.py)",
         "  75.0%  recv (b.py)",
     ]
 

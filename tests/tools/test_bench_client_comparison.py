@@ -12,11 +12,13 @@ from tools.bench.client_comparison import StreamingEngine, write_trace
 
 def test_both_clients_get_requests_of_the_same_times_and_sizes(tmp_path):
     ours, theirs = write_trace(tmp_path, 30, 4.0)
-    mine = list(read_trace(ours).requests)
+    written = list(read_trace(ours).requests)
     its = [json.loads(line) for line in theirs.read_text().splitlines()]
-    assert [round(1000 * each.at) for each in mine] == [each["timestamp"] for each in its]
-    assert [each.output_tokens for each in mine] == [each["output_length"] for each in its]
-    assert [each.input_tokens for each in mine] == [len(each["text_input"].split()) for each in its]
+    assert [round(1000 * each.at) for each in written] == [each["timestamp"] for each in its]
+    assert [each.output_tokens for each in written] == [each["output_length"] for each in its]
+    assert [each.input_tokens for each in written] == [
+        len(each["text_input"].split()) for each in its
+    ]
 
 
 async def test_the_worker_streams_as_many_tokens_as_it_was_asked_for(autojump_clock):

@@ -84,7 +84,7 @@ def test_a_part_that_cannot_be_measured_is_reported_and_the_others_run(
     ):
         monkeypatch.setattr(goals, part, fails)
     monkeypatch.setattr(goals, "_front", lambda how, found: found.rows.append(goals.Row("w", "9")))
-    found = goals.measure_goals(goals.Measuring("door --port {port}", "door", 1, 1.0))
+    found = goals.measure_goals(goals.Measuring("proxy --port {port}", "proxy", 1, 1.0))
     assert [row.found for row in found.rows] == [
         *["not measured: it gave no answer"] * 7,
         "9",
@@ -105,7 +105,9 @@ def test_the_number_of_connections_is_limited_by_descriptors(
 
 def test_bytes_for_each_connection_are_measured() -> None:
     assert (
-        connection_memory.ProcessResources("idle", "door", 1_000, 10_000_000, 12_000_000).each_bytes
+        connection_memory.ProcessResources(
+            "idle", "proxy", 1_000, 10_000_000, 12_000_000
+        ).each_bytes
         == 2_000
     )
 
@@ -165,7 +167,7 @@ def test_a_router_over_tls_is_refused() -> None:
 
 
 def test_a_changed_configuration_keeps_the_rest(tmp_path: Path) -> None:
-    side = process_scaling.with_processes(proxies.proxy("door --config {config}", "door"), 3)
+    side = process_scaling.with_processes(proxies.proxy("proxy --config {config}", "proxy"), 3)
     assert side.command is not None
     side.command(proxies.Place(7, [8], tmp_path))
     text = (tmp_path / proxies.OMNI_FILE).read_text()

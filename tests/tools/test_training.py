@@ -12,7 +12,7 @@ from omni_proxy.replica.models.text_model import load_text_model  # noqa: E402
 from omni_proxy.replica.tp.sharded_model import Shard  # noqa: E402
 from omni_proxy.weight_sync.checksum import roll_up  # noqa: E402
 from tests.http_server import Quiet, served  # noqa: E402
-from tools.training.arguments import deadline_of, parser, understood, wishes_of  # noqa: E402
+from tools.training.arguments import deadline_of, parser, sync_options, understood  # noqa: E402
 from tools.training.buckets import FLATTENED, buckets_of  # noqa: E402
 from tools.training.endpoint import Answer, Endpoint  # noqa: E402
 from tools.training.faults import FAULTS, ON_DISK, Moment  # noqa: E402
@@ -46,9 +46,9 @@ def test_arguments_become_settings():
     arguments = parser().parse_args(
         ["--sync", "buckets", "--bucket-mb", "0.5", "--pause-mode", "none", "--session"]
     )
-    wishes = wishes_of(arguments)
-    assert (wishes.form, wishes.bucket_bytes, wishes.pause_mode) == ("buckets", 1 << 19, None)
-    assert wishes.session
+    options = sync_options(arguments)
+    assert (options.form, options.bucket_bytes, options.pause_mode) == ("buckets", 1 << 19, None)
+    assert options.session
     assert deadline_of(arguments) == 3 * 120 + 120 + 60
 
 
@@ -89,7 +89,7 @@ def test_buckets_keep_the_order_and_a_large_tensor_is_one_of_its_own(tensors):
     found = buckets_of(tensors, 24)
     assert [each.names for each in found] == [("t2", "t3"), ("t4",), ("t100",), ("t1",)]
     assert [each.nbytes for each in found] == [20, 16, 400, 4]
-    assert found[0].told() == {
+    assert found[0].to_dict() == {
         "names": ["t2", "t3"],
         "dtypes": ["float32", "float32"],
         "shapes": [[2], [3]],
@@ -178,7 +178,7 @@ def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words()
 
     with served(Plain) as url:
         endpoint = Endpoint(url, 5.0, key="sesame")
-        with pytest.raises(ValueError, match="tells no tp_size"):
+        with pytest.raises(ValueError, match="has no tp_size"):
             endpoint.ranks()
     assert keys == ["Bearer sesame"]
     reported = endpoint.begin("/x", {})
@@ -239,9 +239,9 @@ def test_its_words_for_vllm_have_vllms_pauses_and_no_faults(capsys):
 def test_answers_to_vllms_calls_are_judged_by_their_status_alone():
     assert refusal(Answer("/resume", 200, {"status": "resumed"}, 0.1)) == ""
     body = {"error": {"message": "not now"}}
-    assert refusal(Answer("/x", 500, body, 0.1)) == "/x said 500: not now"
+    assert refusal(Answer("/x", 500, body, 0.1)) == "/x answered 500: not now"
     unreached = {"success": False, "message": "/x: ConnectError"}
-    assert refusal(Answer("/x", 0, unreached, 0.1)) == "/x said 0: /x: ConnectError"
+    assert refusal(Answer("/x", 0, unreached, 0.1)) == "/x answered 0: /x: ConnectError"
 
 
 def test_a_packed_message_ends_with_the_tensor_that_exceeds_the_buffer(tensors):
@@ -261,7 +261,7 @@ def test_an_engine_that_is_not_there_ends_the_sync_with_a_reason(tensors):
     done = Transfer(endpoint).sync(tensors, "v1")
     endpoint.close()
     assert not done.ok
-    assert done.why.startswith("/get_world_size said 0: ")
+    assert done.why.startswith("/get_world_size answered 0: ")
 
 
 def own_digest(ranks):

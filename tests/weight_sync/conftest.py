@@ -37,7 +37,7 @@ async def api(engines, folder, nursery):
 
 @pytest.fixture
 async def plain(engines, folder, nursery):
-    """As `house`, in mode "off": group calls are forwarded unchanged."""
+    """As the fixture above, in mode "off": group calls are forwarded unchanged."""
     made = api_with(folder, weight_sync=WeightSyncConfig(mode="off"))
     await nursery.start(made.operations.run)
     return made

@@ -15,9 +15,9 @@ def request(*fields, line=LINE, host=b"Host: here\r\n"):
     return line + host + b"".join(field + b"\r\n" for field in fields) + b"\r\n"
 
 
-def prepared(stamps, raw, *, secure=False):
+def prepared(forwarded_headers, raw, *, secure=False):
     head = parse_request_head(raw)
-    stamps.prepare(head, secure=secure)
+    forwarded_headers.prepare(head, secure=secure)
     return head
 
 
@@ -81,19 +81,19 @@ def test_the_client_is_named_by_its_address(peer, line):
 
 
 def test_the_configured_id_field_precedes_the_default_ones():
-    stamps = ForwardedHeaders(id_name=b"x-trace")
+    forwarded_headers = ForwardedHeaders(id_name=b"x-trace")
     raw = request(b"X-Request-Id: a", b"X-Trace:  b ")
-    assert prepared(stamps, raw).request_id == b"b"
-    assert prepared(stamps, request(b"X-Request-Id: a", b"x-trace:")).request_id == b"a"
-    assert stamps
+    assert prepared(forwarded_headers, raw).request_id == b"b"
+    assert prepared(forwarded_headers, request(b"X-Request-Id: a", b"x-trace:")).request_id == b"a"
+    assert forwarded_headers
 
 
 def test_an_id_is_written_where_there_is_none():
-    stamps = ForwardedHeaders(id_name=b"x-trace")
+    forwarded_headers = ForwardedHeaders(id_name=b"x-trace")
     kept = LINE + b"X-Trace: b\r\n"
-    assert stamps.set_request_id(kept, b"b") == kept
+    assert forwarded_headers.set_request_id(kept, b"b") == kept
     assert (
-        stamps.set_request_id(LINE + b"x-trace:\r\na: 1\r\n", b"b")
+        forwarded_headers.set_request_id(LINE + b"x-trace:\r\na: 1\r\n", b"b")
         == LINE + b"a: 1\r\nx-trace: b\r\n"
     )
     assert field_value(LINE + b"a: x-trace\r\n", b"x-trace") == b""
@@ -115,8 +115,8 @@ SEEN = [
     ),
     st.lists(st.lists(st.sampled_from(SEEN), max_size=5), max_size=8),
 )
-def test_a_remembered_head_is_stamped_as_a_fresh_one(stamps, heads):
-    templates = RequestHeadCache(stamps)
+def test_a_remembered_head_is_stamped_as_a_fresh_one(forwarded_headers, heads):
+    templates = RequestHeadCache(forwarded_headers)
 
     def summary(head):
         return sorted(head.lines.split(b"\r\n")), head.request_id, head.length
@@ -124,7 +124,7 @@ def test_a_remembered_head_is_stamped_as_a_fresh_one(stamps, heads):
     for fields in [*heads, *heads]:
         lengths = [field for field in fields if field.startswith(b"Content-Length")]
         raw = request(*(field for field in fields if field not in lengths), *lengths[:1])
-        assert summary(templates.parse(raw)) == summary(prepared(stamps, raw))
+        assert summary(templates.parse(raw)) == summary(prepared(forwarded_headers, raw))
 
 
 SOURCES = ForwardedHeaders(id_sources=(b"x-a", b"x-b"))

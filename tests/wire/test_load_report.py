@@ -76,11 +76,11 @@ def test_a_page_of_metrics_has_a_load_for_each_engine():
         b'vllm:num_requests_waiting{engine="5000"} 1', b" vllm:num_requests_waiting 3",
     ],
 )  # fmt: skip
-def test_a_line_that_tells_no_load_is_left_out(line):
+def test_a_line_that_reports_no_load_is_left_out(line):
     assert loads_of_metrics(line + b"\n") == {}
 
 
-def test_the_pieces_of_a_page_tell_what_the_page_tells():
+def test_the_pieces_of_a_page_report_what_the_page_reports():
     text = VLLM + SGLANG
     for size in (1, 50, 200, len(text)):
         assert b"".join(pieces_of(text, size)) == text

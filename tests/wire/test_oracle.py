@@ -17,7 +17,7 @@ LIMIT = 1 << 20
 UNFINISHED = "unfinished"
 
 
-def get(*fields, line=b"GET / HTTP/1.1\r\n", host=b"Host: door\r\n", body=b""):
+def get(*fields, line=b"GET / HTTP/1.1\r\n", host=b"Host: proxy\r\n", body=b""):
     return line + host + b"".join(field + b"\r\n" for field in fields) + b"\r\n" + body
 
 
@@ -43,10 +43,10 @@ STRICTER = {
         "RFC 9112 3.2.2: left to h11's user", get(line=b"GET http://a/ HTTP/1.1\r\n"),
     ),
     "the request target must begin": (
-        "RFC 9112 3.2: left to h11's user", get(line=b"GET ht://door/ HTTP/1.1\r\n"),
+        "RFC 9112 3.2: left to h11's user", get(line=b"GET ht://proxy/ HTTP/1.1\r\n"),
     ),
     "malformed request head: Unexpected char in url": (
-        "RFC 9112 3.2: left to h11's user", get(line=b"GET htt//door HTTP/1.1\r\n"),
+        "RFC 9112 3.2: left to h11's user", get(line=b"GET htt//proxy HTTP/1.1\r\n"),
     ),
     "malformed request head: Unexpected start char in url": (
         "RFC 9112 3.2: left to h11's user", get(line=b"GET 1/ HTTP/1.1\r\n"),
@@ -178,13 +178,13 @@ def theirs(raw):
 
 def difference(raw):
     """None, or the table with the words that have to stand in it."""
-    mine, other = ours(raw), theirs(raw)
-    if mine == other or (isinstance(other, str) and other != UNFINISHED and _refused(mine)):
+    reading, other = ours(raw), theirs(raw)
+    if reading == other or (isinstance(other, str) and other != UNFINISHED and _refused(reading)):
         return None
-    if _refused(mine):
-        return STRICTER, mine
-    assert isinstance(other, str), f"read in two ways: {mine} and {other} of {raw}"
-    return (LATER if mine == UNFINISHED else LOOSER), other
+    if _refused(reading):
+        return STRICTER, reading
+    assert isinstance(other, str), f"read in two ways: {reading} and {other} of {raw}"
+    return (LATER if reading == UNFINISHED else LOOSER), other
 
 
 def _refused(verdict):
@@ -203,17 +203,17 @@ def explained(raw):
 
 
 WHOLE = [
-    b"POST /v1/chat HTTP/1.1\r\nHost: door\r\nContent-Length: 5\r\nA: b\r\n\r\nhelloGET / HTTP/1.1",
-    b"POST /v1?x=1 HTTP/1.1\r\nhost: door:80\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+    b"POST /v1/chat HTTP/1.1\r\nHost: proxy\r\nContent-Length: 5\r\nA: b\r\n\r\nhelloGET / HTTP/1.1",
+    b"POST /v1?x=1 HTTP/1.1\r\nhost: proxy:80\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
     b'3;ext="a"\r\nabc\r\n0\r\nTrailer: x\r\n\r\nNEXT',
-    b"GET http://door/ HTTP/1.0\r\nHost: door\r\nConnection: keep-alive, te\r\nTE: a\r\n\r\n",
+    b"GET http://proxy/ HTTP/1.0\r\nHost: proxy\r\nConnection: keep-alive, te\r\nTE: a\r\n\r\n",
     b"OPTIONS * HTTP/1.1\r\nHost: [::1]:80\r\nExpect: 100-continue\r\nContent-Length: 0\r\n\r\n",
     b"\r\nHEAD /a%20b HTTP/1.1\r\nHost:\r\nUpgrade: a\r\nConnection: Upgrade\r\nX-Id:  1 \r\n\r\n",
 ]
 TOKENS = [
     b"\r", b"\n", b"\r\n", b"\0", b" ", b"\t", b":", b",", b";", b"\x7f", b"\xff", b"0", b"+", b"-",
     b"x", b"A", b"\x0b", b"#", b"@", b'"', b"/", b"F", b"1", b"chunked", b"\r\nContent-Length: 5",
-    b"\r\nTransfer-Encoding: chunked", b"\r\nHost: door", b"\r\n ", b"HTTP/1.1", b"HTTP/1.0",
+    b"\r\nTransfer-Encoding: chunked", b"\r\nHost: proxy", b"\r\n ", b"HTTP/1.1", b"HTTP/1.0",
     b"\r\nContent-Length: 5, 5", b"TRACE", b"CONNECT", b"\r\nContent-Length: ",
 ]  # fmt: skip
 EDITS = st.lists(

@@ -20,7 +20,7 @@ what is measured:
   memory              bytes of each of 10,000 idle connections and of 2,000 slow streams
   fields              a header field that is new in every request, beside none
   front               how long GET /workers takes beside 32 busy clients
-  processes           requests a second of two door processes, beside one
+  processes           requests a second of two data-plane processes, beside one
   legs                a request over prefill and decode workers, beside a plain one
   failures            how soon a client hears of a leg that has failed
   features            metrics, callers' keys and traces: each beside the same without it

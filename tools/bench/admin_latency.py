@@ -58,9 +58,9 @@ def _ask(port: int, secs: float) -> list[float]:
         while (begun := time.perf_counter()) < over:
             connection.request("GET", PATH)
             answer = connection.getresponse()
-            told = answer.read()
-            if answer.status != 200 or b'"workers"' not in told:
-                raise LegError(f"GET {PATH} was answered with {answer.status}: {told[:80]!r}")
+            reported = answer.read()
+            if answer.status != 200 or b'"workers"' not in reported:
+                raise LegError(f"GET {PATH} was answered with {answer.status}: {reported[:80]!r}")
             found.append(time.perf_counter() - begun)
             pace.wait(max(0.0, begun + PACE_SECS - time.perf_counter()))
     except (OSError, http.client.HTTPException) as error:

@@ -143,8 +143,8 @@ def write_trace(folder: Path, requests: int, per_sec: float) -> tuple[Path, Path
 def _ours(url: str, file: Path) -> dict[str, object]:
     argv = [sys.executable, "-m", "omni_proxy", "bench", url, "--model", "bench"]
     argv += ["--trace", str(file), "--json"]
-    told = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout
-    found: dict[str, object] = json.loads(told)
+    reported = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: dict[str, object] = json.loads(reported)
     return found
 
 
@@ -158,8 +158,8 @@ def _aiperf(program: Path, url: str, file: Path, folder: Path) -> dict[str, obje
         "--output-artifact-dir", str(folder),
     ]  # fmt: skip
     subprocess.run(argv, stdout=sys.stderr, check=True)
-    (told,) = folder.rglob("profile_export_aiperf.json")
-    found: dict[str, object] = json.loads(told.read_text())
+    (reported,) = folder.rglob("profile_export_aiperf.json")
+    found: dict[str, object] = json.loads(reported.read_text())
     return found
 
 
@@ -193,11 +193,11 @@ def _rounds(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="omni-proxy-bench-")))
         url = stack.enter_context(_proxy(ports))
-        mine, its = write_trace(folder, arguments.requests, arguments.rate)
+        trace, its = write_trace(folder, arguments.requests, arguments.rate)
         python = arguments.aiperf.parent / "python"
         subprocess.run([python, "-c", TOKENIZER, str(folder / "tokenizer")], check=True)
         for number in range(arguments.rounds):
-            ours = _ours(url, mine)
+            ours = _ours(url, trace)
             theirs = _aiperf(arguments.aiperf, url, its, folder / f"aiperf-{number}")
             rounds.append(
                 {

@@ -113,10 +113,10 @@ async def _measure(arguments: argparse.Namespace, meter: TurnMeter) -> int:
     command = [sys.executable, "-m", "tools.bench.pod_cluster", *map(str, words)]
     async with trio.open_nursery() as nursery:
         cluster = await nursery.start(_run, command)
-        told = await _line(cluster)
+        reported = await _line(cluster)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "proxy.toml"
-            file.write_text(CONFIG.format(api=told["api"], interval=arguments.interval))
+            file.write_text(CONFIG.format(api=reported["api"], interval=arguments.interval))
             fleet = CountingFleet()
             store = ConfigStore(Startup(file, {}, (), ""), fleet)
             server = Server(store, store.fleet, Path(folder))
@@ -172,8 +172,8 @@ async def _line(process: Any) -> dict[str, Any]:
         if not piece:
             raise RuntimeError("the cluster has ended")
         text += piece
-    told: dict[str, Any] = json.loads(text)
-    return told
+    reported: dict[str, Any] = json.loads(text)
+    return reported
 
 
 def main(argv: list[str]) -> int:

@@ -232,7 +232,7 @@ def failing(role: str, fault: str) -> Row:
     return measured
 
 
-def refusing(fleet: Fleet) -> Seen:
+def unreachable(fleet: Fleet) -> Seen:
     """The decode engine's port; it is there again afterwards."""
     port = fleet.decode.port
     fleet.decode.leave()
@@ -273,7 +273,7 @@ ROWS: dict[str, Row] = {
     "prefill breaks, decode waits": failing("prefill", "reset"),
     "decode answers 500, prefill waits": failing("decode", "500"),
     "decode breaks, prefill waits": failing("decode", "reset"),
-    "decode can't be reached": refusing,
+    "decode can't be reached": unreachable,
     "the client leaves, both legs wait": leaving,
     f"first byte, prefill's body ends {LATE_SECS:g} s later": first_token,
     "engines have closed idle connections": stale,

@@ -160,7 +160,7 @@ def _paired(how: Measuring, found: Found) -> None:
 def _added(
     rounds: Sequence[report.Round], ours: Side, haproxy: Side | None, router: Side | None
 ) -> Row:
-    mine = report.added_us(rounds, ours.name, NOTHING.name)
+    own = report.added_us(rounds, ours.name, NOTHING.name)
     others = {
         peer.name: report.added_us(rounds, peer.name, NOTHING.name)
         for peer in (haproxy, router)
@@ -169,8 +169,8 @@ def _added(
     beside = ", ".join(f"{name} {median(us):.0f} us" for name, us in others.items())
     theirs = others.get(router.name) if router is not None else None
     return Row(
-        "p50 added at 1 connection", f"{report.spread(mine, 0)} us", f"< {ROUTER}'s", "",
-        median(mine) < median(theirs) if theirs else None, beside,
+        "p50 added at 1 connection", f"{report.spread(own, 0)} us", f"< {ROUTER}'s", "",
+        median(own) < median(theirs) if theirs else None, beside,
     )  # fmt: skip
 
 
@@ -227,14 +227,14 @@ def _memory(how: Measuring, found: Found) -> None:
     sides = [side for side in (peer, ours) if side is not None]
     for kind, most_kib in ((connection_memory.IDLE, 4), (connection_memory.SLOW, 6)):
         ones = connection_memory.crowds(sides, [kind])
-        mine = ones[-1]
-        what = f"memory per {kind.name}, of {mine.count:,}"
+        own = ones[-1]
+        what = f"memory per {kind.name}, of {own.count:,}"
         beside = ", ".join(f"{one.side} {one.each_bytes / KIB:.2f} KiB" for one in ones[:-1])
-        met = mine.each_bytes <= most_kib * KIB
-        figure = f"{mine.each_bytes / KIB:.2f} KiB"
+        met = own.each_bytes <= most_kib * KIB
+        figure = f"{own.each_bytes / KIB:.2f} KiB"
         found.rows.append(Row(what, figure, f"<= {most_kib} KiB", "", met, beside))
         found.facts[what] = {one.side: one.each_bytes for one in ones}
-        bars = [Bar(one.side, one.each_bytes / KIB, ours=one is mine) for one in ones]
+        bars = [Bar(one.side, one.each_bytes / KIB, ours=one is own) for one in ones]
         found.groups.append(Group(what.capitalize(), "KiB", tuple(bars)))
 
 

@@ -26,17 +26,17 @@ class Costs:
 
 def new_field(side: Side, rounds: int, secs: float) -> Costs:
     """Raises LegError, BuildError."""
-    told: list[report.Round] = []  # by the load's name
+    reported: list[report.Round] = []  # by the load's name
     with fake_worker() as workers:
         for number in range(rounds):
             turn = (WITHOUT, WITH) if number % 2 == 0 else (WITH, WITHOUT)
             legs = {load.name: run_leg(side, load, workers, secs) for load in turn}
-            told.append(legs)
+            reported.append(legs)
             costs = ", ".join(f"{name} {leg.cpu_us:.1f} us" for name, leg in legs.items())
             print(f"  round {number + 1}: {costs}", file=sys.stderr)
     return Costs(
-        report.costs(told, WITH.name),
-        report.costs(told, WITHOUT.name),
-        report.ratios(told, WITH.name, WITHOUT.name),
-        report.faults({"fields": told}),
+        report.costs(reported, WITH.name),
+        report.costs(reported, WITHOUT.name),
+        report.ratios(reported, WITH.name, WITHOUT.name),
+        report.faults({"fields": reported}),
     )

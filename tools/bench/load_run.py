@@ -114,10 +114,10 @@ def run_leg(side: Side, load: Load, workers: list[int], measured_secs: float) ->
         argv = load.argv(port, round(1000 * measured_secs))
         with running(argv, subprocess.PIPE) as process:
             assert process.stdout is not None
-            cpu, rss, told = _follow(process.stdout, pid)
-    if not told.startswith("{"):
+            cpu, rss, reported = _follow(process.stdout, pid)
+    if not reported.startswith("{"):
         raise LegError(f"the load generator ended early on {load.name} through {side.name}")
-    seen = json.loads(told)
+    seen = json.loads(reported)
     units = seen["units"]
     return Leg(
         load=load.name,
@@ -131,11 +131,11 @@ def run_leg(side: Side, load: Load, workers: list[int], measured_secs: float) ->
     )
 
 
-def _follow(told: Iterable[str], pid: int | None) -> tuple[float, float, str]:
+def _follow(reported: Iterable[str], pid: int | None) -> tuple[float, float, str]:
     """CPU seconds of the proxy in the load's window, its memory at the end, the last line."""
     cpu = rss = 0.0
     last = ""
-    for line in told:
+    for line in reported:
         last = line.strip()
         if pid is None:
             continue
@@ -192,10 +192,10 @@ def _settled(port: int, path: str, count: int) -> bool:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)
-        told = json.loads(connection.getresponse().read())
+        reported = json.loads(connection.getresponse().read())
         if path == "/health":
-            return bool(told["routable_workers"] == told["total_workers"])
-        return [worker["is_healthy"] for worker in told["workers"]] == [True] * count
+            return bool(reported["routable_workers"] == reported["total_workers"])
+        return [worker["is_healthy"] for worker in reported["workers"]] == [True] * count
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
         return True
     finally:

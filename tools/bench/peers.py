@@ -63,8 +63,8 @@ def _step(argv: list[str], wanted: str, advice: str) -> None:
             f"{wanted} was not installed within {INSTALL_SECS} s; {advice}"
         ) from None
     if ran.returncode:
-        said = [line for line in ran.stderr.splitlines() if not line.startswith("WARNING")]
-        quoted = "\n  ".join(said[-LAST_LINES:])
+        lines = [line for line in ran.stderr.splitlines() if not line.startswith("WARNING")]
+        quoted = "\n  ".join(lines[-LAST_LINES:])
         raise NotInstalled(f"{wanted} could not be installed:\n  {quoted}\n{advice}")
 
 

@@ -57,13 +57,13 @@ def picture(title: str, note: str, groups: Sequence[Group]) -> str:
             lines += _bar(bar, y, longest, group.unit)
         y += ROW + GROUP_GAP
     height = y - GROUP_GAP + 10
-    told = "; ".join(f"{group.title}: {_told(group)}" for group in groups)
+    description = "; ".join(f"{group.title}: {_described(group)}" for group in groups)
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
             ' aria-labelledby="title desc">',
             f'  <title id="title">{escape(title)}</title>',
-            f'  <desc id="desc">{escape(told)}</desc>',
+            f'  <desc id="desc">{escape(description)}</desc>',
             f"  <style>\n{STYLE}\n  </style>",
             f'  <text class="title" x="20" y="26">{escape(title)}</text>',
             f'  <text class="note" x="20" y="44">{escape(note)}</text>',
@@ -85,7 +85,7 @@ def _bar(bar: Bar, y: int, longest: float, unit: str) -> list[str]:
     ]
 
 
-def _told(group: Group) -> str:
+def _described(group: Group) -> str:
     return ", ".join(f"{bar.name} {_number(bar.value)} {group.unit}" for bar in group.bars)
 
 

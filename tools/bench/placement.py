@@ -159,8 +159,8 @@ async def ready(base: str, workers: int) -> None:
         async with httpx.AsyncClient(base_url=base, trust_env=False) as client:
             while True:
                 with contextlib.suppress(httpx.HTTPError):
-                    told = (await client.get("/health")).json()
-                    if told["routable_workers"] >= workers:
+                    reported = (await client.get("/health")).json()
+                    if reported["routable_workers"] >= workers:
                         return
                 await trio.sleep(0.2)
 
@@ -184,10 +184,10 @@ def _compared(kind: str, middles: dict[str, list[float]]) -> Iterator[str]:
     """Median and range of what each took by `BESIDE`, round by round."""
     beside = middles[BESIDE]
     for name, own in middles.items():
-        ratios = [mine / other for mine, other in zip(own, beside, strict=True)]
+        ratios = [one / other for one, other in zip(own, beside, strict=True)]
         best = min(own) / min(beside)
-        told = report.spread(ratios, 2)
-        yield f"{kind:16} {name:30} first token p50 by {BESIDE} {told}, best by best {best:.2f}"
+        reported = report.spread(ratios, 2)
+        yield f"{kind:16} {name:30} first token p50 by {BESIDE} {reported}, best by best {best:.2f}"
 
 
 def _prompts(arguments: argparse.Namespace, kind: str, number: int) -> list[str]:

@@ -54,35 +54,39 @@ PAIRS: dict[str, Pair] = {
 }
 
 
-def told_of(pair: Pair, rounds: int, secs: float, ports: Sequence[int]) -> list[report.Round]:
-    told: list[report.Round] = []
+def measured_rounds(
+    pair: Pair, rounds: int, secs: float, ports: Sequence[int]
+) -> list[report.Round]:
+    rounds_of_legs: list[report.Round] = []
     load = next(load for load in LOADS if load.name == pair[0])
     for number in range(rounds):
         order = pair[1:] if number % 2 == 0 else pair[:0:-1]
         legs = {each.name: run_leg(each, load, list(ports), secs) for each in order}
-        told.append(legs)
+        rounds_of_legs.append(legs)
         costs = ", ".join(f"{name} {leg.cpu_us:.1f} us" for name, leg in legs.items())
         print(f"  round {number + 1}: {costs}", file=sys.stderr)
-    return told
+    return rounds_of_legs
 
 
 def rounds_of(
     pair: Pair, rounds: int, secs: float, ports: Sequence[int]
 ) -> tuple[list[float], list[str]]:
     """CPU of the first side by that of the second, one for each round; and what went wrong."""
-    told = told_of(pair, rounds, secs, ports)
+    rounds_of_legs = measured_rounds(pair, rounds, secs, ports)
     name, first, second = pair
-    return report.ratios(told, first.name, second.name), report.faults({name: told})
+    return report.ratios(rounds_of_legs, first.name, second.name), report.faults(
+        {name: rounds_of_legs}
+    )
 
 
 def compared(pair: Pair, rounds: int, secs: float, ports: Sequence[int]) -> str:
     """Best by best as well: whatever else the machine does can only add to a leg."""
-    told = told_of(pair, rounds, secs, ports)
+    rounds_of_legs = measured_rounds(pair, rounds, secs, ports)
     name, first, second = pair
-    found = report.spread(report.ratios(told, first.name, second.name), 2)
-    least = [min(report.costs(told, each.name), default=0.0) for each in (first, second)]
+    found = report.spread(report.ratios(rounds_of_legs, first.name, second.name), 2)
+    least = [min(report.costs(rounds_of_legs, each.name), default=0.0) for each in (first, second)]
     best = f", best by best {least[0] / least[1]:.2f}" if all(least) else ""
-    faults = report.faults({name: told})
+    faults = report.faults({name: rounds_of_legs})
     return "\n".join([f"{name}: {first.name} by {second.name}: {found}{best}", *faults])
 
 

@@ -1,7 +1,7 @@
-"""What several door processes carry beside one: requests per second, taken in turn.
+"""What several data-plane processes carry beside one: requests per second, taken in turn.
 
-As many load generators and workers as doors, so that neither is what bounds them; the cores are
-shared by all three.
+As many load generators and workers as data-plane processes, so that neither is what bounds them;
+the cores are shared by all three.
 """
 
 import json
@@ -38,7 +38,7 @@ def cores() -> int:
 
 
 def cores_allow(processes: int) -> bool:
-    """A core for each door, each load generator and each worker."""
+    """A core for each data-plane process, each load generator and each worker."""
     return cores() >= 3 * processes
 
 
@@ -71,8 +71,8 @@ def _pushed(side: Side, generators: int, secs: float) -> float:
         loads = [stack.enter_context(running(argv, PIPE)) for _ in range(generators)]
         total = 0.0
         for load in loads:
-            told = load.communicate()[0].splitlines()
-            seen = json.loads(told[-1]) if told and told[-1].startswith("{") else {}
+            reported = load.communicate()[0].splitlines()
+            seen = json.loads(reported[-1]) if reported and reported[-1].startswith("{") else {}
             if seen.get("errors", 1):
                 reason = seen.get("first_error", "it ended early")
                 raise LegError(f"a load generator through {side.name}: {reason}")

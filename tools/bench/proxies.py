@@ -35,7 +35,7 @@ defaults
     timeout connect 5s
     timeout client 75s
     timeout server 75s
-frontend door
+frontend clients
     bind 127.0.0.1:{port}{tls}
     default_backend fleet
 backend fleet
@@ -83,8 +83,8 @@ def haproxy(*, secure: bool = False) -> Side | None:
     program = shutil.which("haproxy")
     if program is None:
         return None
-    told = subprocess.run([program, "-v"], capture_output=True, text=True, check=True).stdout
-    version = told.split()[2].partition("-")[0]
+    reported = subprocess.run([program, "-v"], capture_output=True, text=True, check=True).stdout
+    version = reported.split()[2].partition("-")[0]
 
     def command(place: Place) -> list[str]:
         servers = [f"    server w{n} 127.0.0.1:{port}" for n, port in enumerate(place.workers)]

@@ -99,9 +99,9 @@ async def replica(model: str) -> AsyncIterator[tuple[Replica, float]]:
     argv += ["--model", model, "--threads", "1", "--log-level", "error"]
     limits = httpx.Limits(max_connections=None)
     base_url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as output:
         started = trio.current_time()
-        with running(argv, said) as process:
+        with running(argv, output) as process:
             async with httpx.AsyncClient(
                 base_url=base_url, timeout=60, limits=limits, trust_env=False
             ) as client:
@@ -109,8 +109,8 @@ async def replica(model: str) -> AsyncIterator[tuple[Replica, float]]:
                 try:
                     yield it, await it.healthy_secs(started)
                 except (ReplicaBenchError, httpx.HTTPError) as error:
-                    said.seek(0)
-                    raise ReplicaBenchError(f"{model}: {error}\n{said.read()[-2000:]}") from error
+                    output.seek(0)
+                    raise ReplicaBenchError(f"{model}: {error}\n{output.read()[-2000:]}") from error
 
 
 Row = tuple[str, str, str]

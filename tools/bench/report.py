@@ -32,7 +32,7 @@ def machine() -> dict[str, str]:
 def ratios(rounds: Sequence[Round], ours: str, peer: str) -> list[float]:
     """CPU of ours by CPU of the peer, one per round in which both were measured."""
     pairs = [(costs([legs], ours), costs([legs], peer)) for legs in rounds]
-    return [mine[0] / theirs[0] for mine, theirs in pairs if mine and theirs and theirs[0]]
+    return [own[0] / theirs[0] for own, theirs in pairs if own and theirs and theirs[0]]
 
 
 def spread(values: Sequence[float], digits: int = 1) -> str:
@@ -49,7 +49,7 @@ def _of(rounds: Sequence[Round], side: str) -> list[Leg]:
 def added_us(rounds: Sequence[Round], side: str, bare: str) -> list[float]:
     """What a side adds to the median wait, one for each round that was measured without it too."""
     pairs = [(_of([legs], side), _of([legs], bare)) for legs in rounds]
-    return [mine[0].p50_us - alone[0].p50_us for mine, alone in pairs if mine and alone]
+    return [own[0].p50_us - alone[0].p50_us for own, alone in pairs if own and alone]
 
 
 def costs(rounds: Sequence[Round], side: str) -> list[float]:

@@ -17,8 +17,8 @@ from tools.bench.proxies import Side
 
 WAITING_SECS = 30.0
 WAITS = b'"user":"waits"'
-_TOLD = b'{"id":"chatcmpl-first"}'  # as the bench's other worker tells it
-ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(_TOLD), _TOLD)
+_BODY = b'{"id":"chatcmpl-first"}'  # as the bench's other worker tells it
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
 _TALK = b'{"role":"user","content":"' + b"What is it that waits here? " * 10 + b'"},'
 BODIES = {
     "ordinary chats of 12 kB": (1000, b'{"messages":[' + _TALK * 38 + b"{}]," + WAITS + b"}"),

@@ -314,7 +314,7 @@ def main() -> int:
     print(HEAD)
     for name in names:
         print(_row(name, results[name]))
-    latest = max(each.lateness for told in results.values() for each in told)
+    latest = max(each.lateness for reported in results.values() for each in reported)
     if latest > MAX_LATENESS:
         print(f"worth nothing: a simulated step took {latest:.2f} times its time", file=sys.stderr)
         return 1

@@ -77,15 +77,15 @@ class Page:
 
     async def call(self, method: str, **params: object) -> dict[str, Any]:
         """Raises RuntimeError with the browser's words."""
-        mine = next(_IDS)
-        message: dict[str, object] = {"id": mine, "method": method, "params": params}
+        message_id = next(_IDS)
+        message: dict[str, object] = {"id": message_id, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
         await self._to.send_all(json.dumps(message).encode() + b"\0")
         with _patience(method):
-            while mine not in self._answers:
+            while message_id not in self._answers:
                 await self._moved.wait()
-        answer = self._answers.pop(mine)
+        answer = self._answers.pop(message_id)
         if "error" in answer:
             raise RuntimeError(f"{method}: {answer['error']['message']}")
         result: dict[str, Any] = answer["result"]
@@ -97,12 +97,12 @@ class Page:
 
     async def tell(self, expression: str) -> Any:
         """The value of an expression, awaited. Raises RuntimeError where it throws."""
-        told = await self.call(
+        reported = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
-        if "exceptionDetails" in told:
-            raise RuntimeError(f"{expression}: {told['exceptionDetails']}")
-        return told["result"].get("value")
+        if "exceptionDetails" in reported:
+            raise RuntimeError(f"{expression}: {reported['exceptionDetails']}")
+        return reported["result"].get("value")
 
     async def until(self, expression: str) -> Any:
         """Ask again until it is true."""
@@ -113,8 +113,10 @@ class Page:
 
     async def text(self, selector: str = "body") -> str:
         """What a person can read there."""
-        told = await self.tell(f"document.querySelector({json.dumps(selector)})?.innerText ?? ''")
-        return str(told)
+        reported = await self.tell(
+            f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"
+        )
+        return str(reported)
 
     async def click(self, selector: str) -> None:
         """Scroll there and press, once nothing else lies over it."""
@@ -150,8 +152,8 @@ class Page:
 
     async def picture(self) -> bytes:
         """PNG of what is seen now."""
-        told = await self.call("Page.captureScreenshot", format="png")
-        return base64.b64decode(told["data"])
+        reported = await self.call("Page.captureScreenshot", format="png")
+        return base64.b64decode(reported["data"])
 
     def _take(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})

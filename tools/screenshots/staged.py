@@ -67,8 +67,8 @@ class Pretender:
         if path == "/update_weights_from_disk":
             await trio.sleep(random.uniform(2, 4))
             self.version = json.loads(body)["weight_version"]
-        told = {"success": True, "message": "ok", "weight_version": self.version, "data": []}
-        text = json.dumps(told).encode()
+        reported = {"success": True, "message": "ok", "weight_version": self.version, "data": []}
+        text = json.dumps(reported).encode()
         head = HEAD % b"application/json"
         await stream.send_all(head + b"content-length: %d\r\n\r\n%b" % (len(text), text))
 
@@ -189,14 +189,14 @@ def _configuration(pretenders: list[Pretender]) -> str:
 
 
 async def _address(process: trio.Process) -> str:
-    said = b""
+    output = b""
     assert process.stderr is not None
     with trio.fail_after(20):
         async for piece in process.stderr:
-            said += piece
-            if found := re.search(rb"listening on (http:[^\s\"]+)", said):
+            output += piece
+            if found := re.search(rb"listening on (http:[^\s\"]+)", output):
                 return found[1].decode()
-    raise RuntimeError(f"the proxy did not start:\n{said.decode()}")
+    raise RuntimeError(f"the proxy did not start:\n{output.decode()}")
 
 
 async def _drop(process: trio.Process) -> None:

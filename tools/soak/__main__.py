@@ -71,8 +71,8 @@ async def _until_ready(fleet: Fleet, operator: Operator) -> None:
 async def _attackers(fleet: Fleet, secs: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "tools.soak.hostile_clients", str(fleet.port), str(secs)]
     ended = await trio.run_process(command, capture_stdout=True, stderr=subprocess.STDOUT)
-    told: dict[str, Any] = json.loads(ended.stdout)
-    return told
+    reported: dict[str, Any] = json.loads(ended.stdout)
+    return reported
 
 
 def _say(words: str) -> None:

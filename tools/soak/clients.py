@@ -127,5 +127,5 @@ def _judged(answer: Message, nonce: str, streamed: bool) -> str:
     events = answer.body.split(b"\n\n")
     if events[-2:] != [b"data: [DONE]", b""]:
         return f"broken stream: it ends with {answer.body[-200:]!r}"
-    told = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2]]
-    return "" if {each["nonce"] for each in told} == {nonce} else "somebody else's events"
+    reported = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2]]
+    return "" if {each["nonce"] for each in reported} == {nonce} else "somebody else's events"

@@ -157,10 +157,12 @@ async def _ended(process: subprocess.Popen[bytes]) -> int | None:
 
 def _below(pid: int) -> list[int]:
     try:
-        told = "".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children"))
+        reported = "".join(
+            path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")
+        )
     except OSError:
         return []
-    children = [int(word) for word in told.split()]
+    children = [int(word) for word in reported.split()]
     return [found for child in children for found in (child, *_below(child))]
 
 

@@ -68,8 +68,8 @@ class Operator:
                 await trio.sleep(0.2)
 
     async def _routable(self) -> int:
-        _, told = await call(self._fleet.port, "GET", "/workers")
-        records = told["workers"]
+        _, reported = await call(self._fleet.port, "GET", "/workers")
+        records = reported["workers"]
         assert isinstance(records, list)
         return sum(each["routable"] for each in records if each["model"] == "honest")
 
@@ -92,22 +92,22 @@ class Operator:
         body: dict[str, object] = {"model_path": "m", "weight_version": f"v{self._version}"}
         self._ledger.updating += 1
         try:
-            status, told = await call(
+            status, reported = await call(
                 self._fleet.port, "POST", f"/update_weights_from_disk{MEANT}", body
             )
         finally:
             self._ledger.updating -= 1
         self.done["updates"] += 1
         if status != 200:
-            self.troubles.append(f"update {self._version}: {status} {json.dumps(told)[:300]}")
+            self.troubles.append(f"update {self._version}: {status} {json.dumps(reported)[:300]}")
 
     async def _pause(self) -> None:
         self._ledger.updating += 1
         try:
             for path in ("/pause_generation", "/continue_generation"):
-                status, told = await call(self._fleet.port, "POST", f"{path}{MEANT}", {})
+                status, reported = await call(self._fleet.port, "POST", f"{path}{MEANT}", {})
                 if status != 200:
-                    self.troubles.append(f"{path}: {status} {json.dumps(told)[:300]}")
+                    self.troubles.append(f"{path}: {status} {json.dumps(reported)[:300]}")
                 await trio.sleep(PAUSED_SECS)
         finally:
             self._ledger.updating -= 1

@@ -61,8 +61,8 @@ def none_of(what: str, found: list[str]) -> Line:
 
 def shown(lines: list[Line]) -> str:
     wide = max(len(line.what) for line in lines)
-    told = []
+    reported = []
     for line in lines:
         bound = f"   ({line.bound}: {'yes' if line.holds else 'NO'})" if line.bound else ""
-        told.append(f"{line.what:{wide}}  {line.found}{bound}")
-    return "\n".join(told)
+        reported.append(f"{line.what:{wide}}  {line.found}{bound}")
+    return "\n".join(reported)

@@ -20,7 +20,7 @@ import torch
 
 from omni_proxy.cli.client.admin_client import KEY_VARIABLE
 from omni_proxy.cli.client.tls_options import ClientCertError, client_cert_of
-from tools.training.arguments import deadline_of, understood, wishes_of
+from tools.training.arguments import deadline_of, sync_options, understood
 from tools.training.endpoint import Endpoint
 from tools.training.faults import FAULTS, NONE, Fault, Stops, TwoAtOnce
 from tools.training.learner import QUESTION, Learner
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tools/trainer: {fault}", file=sys.stderr)
         return MISUNDERSTOOD
     learner = Learner(arguments.model, steps=arguments.steps)
-    training = Training(endpoint, learner, wishes_of(arguments))
+    training = Training(endpoint, learner, sync_options(arguments))
     try:
         wait_ready(endpoint, arguments.wait_secs, _tell_waiting)
         endpoint.ranks()
@@ -83,7 +83,7 @@ def _fault(arguments: argparse.Namespace) -> Fault:
 
 
 def _tell(done: Round, as_json: bool) -> None:
-    print(json.dumps(done.told()) if as_json else done.row(), flush=True)
+    print(json.dumps(done.to_dict()) if as_json else done.row(), flush=True)
     if done.why and not as_json:
         print(f"  failed: {done.why}", file=sys.stderr, flush=True)
 
@@ -94,8 +94,8 @@ def _tell_waiting(why: str) -> None:
 
 def _tell_of_rival(fault: Fault) -> None:
     if isinstance(fault, TwoAtOnce) and fault.answer is not None:
-        said = f"{fault.answer.status} {fault.answer.why}"
-        print(f"  the second trainer was told: {said}", file=sys.stderr, flush=True)
+        answered = f"{fault.answer.status} {fault.answer.why}"
+        print(f"  the second trainer got: {answered}", file=sys.stderr, flush=True)
 
 
 def _end_at(secs: float) -> None:

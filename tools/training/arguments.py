@@ -10,7 +10,7 @@ from omni_proxy.cli.client.tls_options import add_tls_arguments
 from tools.training.buckets import FLATTENED, MIB
 from tools.training.faults import FAULTS, NONE, ON_DISK
 from tools.training.forms import FORMS
-from tools.training.sync import DISK, VLLM, Wishes
+from tools.training.sync import DISK, VLLM, SyncOptions
 
 NO_PAUSE = "none"
 # By how a trainer speaks, the first one is what it says unless it is told otherwise.
@@ -111,8 +111,8 @@ def _how_to_sync(made: argparse.ArgumentParser) -> None:
     )
 
 
-def wishes_of(arguments: argparse.Namespace) -> Wishes:
-    return Wishes(
+def sync_options(arguments: argparse.Namespace) -> SyncOptions:
+    return SyncOptions(
         form=arguments.sync,
         backend=arguments.backend,
         bucket_bytes=int(arguments.bucket_mb * MIB),

@@ -28,7 +28,7 @@ class Bucket:
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self.tensors)
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """The three parallel lists of a request."""
         dtypes = [str(each.dtype).removeprefix("torch.") for each in self.tensors]
         shapes = [list(shape) for shape in self.shapes]

@@ -47,10 +47,10 @@ class Answer:
         """The first cause, as far as the answer tells it."""
         cause = _cause(self.body)
         for each in _rows(self.body.get("results")):
-            worker, said = each.get("worker"), each.get("body") or each.get("error")
+            worker, reply = each.get("worker"), each.get("body") or each.get("error")
             if worker and each.get("success") is False:
-                told = _cause(said) if isinstance(said, dict) else said
-                return cause if str(worker) in cause else f"{cause}: {worker}: {told}"
+                reported = _cause(reply) if isinstance(reply, dict) else reply
+                return cause if str(worker) in cause else f"{cause}: {worker}: {reported}"
         return cause
 
 
@@ -75,7 +75,7 @@ class Pending:
     def wait(self) -> str:
         """Waits for it; why it was no success, "" where it was."""
         answer = self.answer()
-        return "" if answer.ok else f"{answer.path} said {answer.status}: {answer.why}"
+        return "" if answer.ok else f"{answer.path} answered {answer.status}: {answer.why}"
 
     def refused(self) -> str:
         """The same without waiting: "" while it is on its way."""
@@ -116,18 +116,18 @@ class Endpoint:
         """The same, and not kept: it is no part of a sync."""
         started = time.monotonic()
         method = "GET" if body is None else "POST"
-        status, told = 0, {}
+        status, reported = 0, {}
         try:
             came = self._client.request(method, path, json=body)
-            status, told = came.status_code, came.json()
+            status, reported = came.status_code, came.json()
         except (httpx.HTTPError, ValueError) as error:
-            told = {"success": False, "message": f"{path}: {self._named(error)}"}
+            reported = {"success": False, "message": f"{path}: {self._named(error)}"}
             if explain_tls_error(self.url, str(error), self._certificate):
-                told["lasting"] = True  # waiting does not mend a certificate
-        told = told if isinstance(told, dict) else {"answer": told}
-        answer = Answer(path, status, told, time.monotonic() - started)
+                reported["lasting"] = True  # waiting does not mend a certificate
+        reported = reported if isinstance(reported, dict) else {"answer": reported}
+        answer = Answer(path, status, reported, time.monotonic() - started)
         if status == UNAUTHORIZED:
-            told["message"] = f"{answer.why}; give it by --api-key KEY, or by {KEY_VARIABLE}"
+            reported["message"] = f"{answer.why}; give it by --api-key KEY, or by {KEY_VARIABLE}"
         return answer
 
     def begin(self, path: str, body: dict[str, Any]) -> Pending:
@@ -135,12 +135,14 @@ class Endpoint:
 
     def ranks(self) -> int:
         """How many ranks of a group the endpoint stands for; ValueError where it does not tell."""
-        told = self.call("/server_info")
-        size = told.body.get("tp_size")
-        if told.status in ABSENT:  # vLLM tells it elsewhere
+        reported = self.call("/server_info")
+        size = reported.body.get("tp_size")
+        if reported.status in ABSENT:  # vLLM tells it elsewhere
             size = self.call("/get_world_size").body.get("world_size")
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{self.url}/server_info tells no tp_size: {told.status} {told.why}")
+            raise ValueError(
+                f"{self.url}/server_info has no tp_size: {reported.status} {reported.why}"
+            )
         return size
 
     def ask(self, question: str, secs: float = SHORT_SECS) -> tuple[str, str]:
@@ -152,16 +154,16 @@ class Endpoint:
         }
         try:
             came = self._client.post("/v1/chat/completions", json=body, timeout=secs)
-            told = came.json()
-            text = str(told["choices"][0]["message"]["content"])
+            reported = came.json()
+            text = str(reported["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             return f"(no answer: {self._named(error)})", ""
         # A proxy tells it with each answer, a replica only when asked.
         version = came.headers.get("x-omni-weight-version")
-        told = self.call("/model_info")
-        if told.status in ABSENT:
-            told = self.call("/weight_info")
-        return text, version or str(told.body.get("weight_version") or "")
+        reported = self.call("/model_info")
+        if reported.status in ABSENT:
+            reported = self.call("/weight_info")
+        return text, version or str(reported.body.get("weight_version") or "")
 
     def checksums(self, own: OwnDigest) -> dict[str, str]:
         """The digest over whole tensors of each replica behind the endpoint, by its name.
@@ -169,29 +171,29 @@ class Endpoint:
         vLLM hashes the part of each rank. `own(n)` is the digest of the trainer's weights as parts
         of n ranks: a replica with the same parts has the whole tensors of `own(1)`.
         """
-        told = self.call("/weights_checker", {"action": "checksum"})
-        if told.status in ABSENT:
+        reported = self.call("/weights_checker", {"action": "checksum"})
+        if reported.status in ABSENT:
             return self._vllm_checksums(own)
-        replicas = [each for each in _rows(told.body.get("results")) if "worker" in each]
+        replicas = [each for each in _rows(reported.body.get("results")) if "worker" in each]
         if not replicas:
-            return {self.url: next(_digests(told.body), "")}
+            return {self.url: next(_digests(reported.body), "")}
         return {
             str(each["worker"]): next(_digests(each), "") or _vllm_digest(each.get("body"), own)
             for each in replicas
         }
 
     def _vllm_checksums(self, own: OwnDigest) -> dict[str, str]:
-        told = self.call("/weight_checker", {"action": "checksum"}).body
-        rows = [each for each in _rows(told.get("results")) if "worker" in each]
-        found = {str(each["worker"]): each.get("body") for each in rows} or {self.url: told}
+        reported = self.call("/weight_checker", {"action": "checksum"}).body
+        rows = [each for each in _rows(reported.get("results")) if "worker" in each]
+        found = {str(each["worker"]): each.get("body") for each in rows} or {self.url: reported}
         return {worker: _vllm_digest(body, own) for worker, body in found.items()}
 
     def close(self) -> None:
         self._client.close()
 
     def _named(self, error: Exception) -> str:
-        told = f"{type(error).__name__}: {error}".rstrip(": ")
-        return explain_tls_error(self.url, told, self._certificate) or told
+        reported = f"{type(error).__name__}: {error}".rstrip(": ")
+        return explain_tls_error(self.url, reported, self._certificate) or reported
 
 
 def _vllm_digest(body: object, own: OwnDigest) -> str:
@@ -215,8 +217,8 @@ def digest_of_ranks(ranks: Sequence[Mapping[str, str]]) -> str:
 
 
 def _cause(body: dict[str, Any]) -> str:
-    told = body.get("message") or body.get("detail") or body.get("error")
-    return str(told.get("message") if isinstance(told, dict) else told or body)
+    reported = body.get("message") or body.get("detail") or body.get("error")
+    return str(reported.get("message") if isinstance(reported, dict) else reported or body)
 
 
 def _rows(value: object) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ TRANSPORT = "nccl_broadcast"
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What every form needs: whom to tell, the group, and what is told of each sync."""
+    """What every form needs: the endpoint, the group, and what each message of a sync has."""
 
     endpoint: Endpoint
     group: Group
@@ -29,7 +29,7 @@ class Sending:
     load_format: str | None
     fault: Fault
 
-    def told(self, more: dict[str, Any], *, named: bool = True) -> dict[str, Any]:
+    def message(self, more: dict[str, Any], *, named: bool = True) -> dict[str, Any]:
         body = {"group_name": self.group.meeting.group_name, **more}
         return body | ({"load_format": self.load_format} if self.load_format and named else {})
 
@@ -50,13 +50,13 @@ class Sending:
 
 
 def two_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
-    told = [each.told() for each in sending.fault.announced(buckets)]
-    body = sending.told({"num_buckets": len(told), "buckets": told})
+    announced = [each.to_dict() for each in sending.fault.announced(buckets)]
+    body = sending.message({"num_buckets": len(announced), "buckets": announced})
     say(sending.endpoint, "/prepare_weights_update", body)
     for number, bucket in enumerate(buckets):
         first, last = number == 0, number == len(buckets) - 1
         sending.broadcast(bucket, first=first, last=last)
-    body = sending.told({"flush_cache": True, "weight_version": sending.version})
+    body = sending.message({"flush_cache": True, "weight_version": sending.version})
     answer = say(sending.endpoint, "/complete_weights_update", body)
     if answer.body.get("num_buckets_received", len(buckets)) != len(buckets):
         raise SyncFailed(f"{answer.body['num_buckets_received']} of {len(buckets)} buckets came")
@@ -64,8 +64,8 @@ def two_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
 
 def bucket_by_bucket(sending: Sending, buckets: Sequence[Bucket]) -> None:
     announced = sending.fault.announced(buckets)
-    for number, (bucket, told) in enumerate(zip(buckets, announced, strict=True), start=1):
-        body = sending.told(told.told() | {"transport": TRANSPORT})
+    for number, (bucket, described) in enumerate(zip(buckets, announced, strict=True), start=1):
+        body = sending.message(described.to_dict() | {"transport": TRANSPORT})
         say(sending.endpoint, "/prepare_weights_update", body)
         sending.broadcast(bucket)
         body = {
@@ -73,14 +73,14 @@ def bucket_by_bucket(sending: Sending, buckets: Sequence[Bucket]) -> None:
             "run_post_process_weights": False,
             **_last_words(sending, last=number == len(buckets)),
         }
-        say(sending.endpoint, "/complete_weights_update", sending.told(body))
+        say(sending.endpoint, "/complete_weights_update", sending.message(body))
 
 
 def single_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
     announced = sending.fault.announced(buckets)
-    for number, (bucket, told) in enumerate(zip(buckets, announced, strict=True), start=1):
+    for number, (bucket, described) in enumerate(zip(buckets, announced, strict=True), start=1):
         last = number == len(buckets)
-        body = sending.told(told.told() | _last_words(sending, last=last))
+        body = sending.message(described.to_dict() | _last_words(sending, last=last))
         call = sending.endpoint.begin("/update_weights_from_distributed", body)
         try:
             sending.broadcast(bucket)
@@ -104,7 +104,7 @@ def say(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Answer:
 
 def heard(answer: Answer) -> Answer:
     if not answer.ok:
-        raise SyncFailed(f"{answer.path} said {answer.status}: {answer.why}")
+        raise SyncFailed(f"{answer.path} answered {answer.status}: {answer.why}")
     return answer
 
 

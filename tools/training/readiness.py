@@ -25,15 +25,15 @@ def wait_ready(endpoint: Endpoint, secs: float, tell: Tell) -> None:
     Workers that are out by then do not hold it up, nor does one that could not be judged in time.
     """
     give_up_at = time.monotonic() + secs
-    told, told_at = "", 0.0
+    reported, reported_at = "", 0.0
     while why := _unready(endpoint):
         now = time.monotonic()
         if now >= give_up_at:
             if _serves(endpoint):
                 return
             raise ValueError(f"{endpoint.url} is not ready after {secs:g} s: {why}")
-        if why != told or now >= told_at + AGAIN_SECS:
-            told, told_at = why, now
+        if why != reported or now >= reported_at + AGAIN_SECS:
+            reported, reported_at = why, now
             tell(why)
         threading.Event().wait(LOOK_SECS)
 

@@ -13,8 +13,8 @@ from typing import Any
 from tools.training.endpoint import Endpoint
 from tools.training.faults import Fault, TwoAtOnce
 from tools.training.learner import QUESTION, Learner
-from tools.training.sync import VLLM, Sync, Synced, Wishes
-from tools.training.transfer import Transfer, TransferWishes
+from tools.training.sync import VLLM, Sync, Synced, SyncOptions
+from tools.training.transfer import Transfer, TransferOptions
 
 HEAD = ("ROUND", "LOSS", "MB", "SECS", "GB/S", "VERSION", "CHECKSUMS", "ANSWER")
 WIDTHS = (5, 7, 6, 6, 5, 8, 19, 0)
@@ -55,7 +55,7 @@ class Round:
         )
         return shown(cells)
 
-    def told(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"good": self.good}
 
     def _compared(self) -> str:
@@ -73,11 +73,11 @@ def shown(cells: tuple[str, ...]) -> str:
 class Training:
     """All rounds of one run."""
 
-    def __init__(self, endpoint: Endpoint, learner: Learner, wishes: Wishes) -> None:
+    def __init__(self, endpoint: Endpoint, learner: Learner, options: SyncOptions) -> None:
         self._endpoint = endpoint
         self._learner = learner
-        self._wishes = wishes
-        self._transfer = Transfer(endpoint, _transfer_wishes(wishes))
+        self._options = options
+        self._transfer = Transfer(endpoint, _transfer_options(options))
 
     def close(self) -> None:
         """Leaves a group that was kept from round to round."""
@@ -90,9 +90,9 @@ class Training:
         return Round(0, None, 0, 0.0, 0.0, version, sums, own, answer)
 
     def _sync(self, label: str, fault: Fault) -> Synced:
-        if self._wishes.form == VLLM:
+        if self._options.form == VLLM:
             return self._transfer.sync(self._learner.named(), label)
-        return Sync(self._endpoint, self._learner.named(), label, self._wishes, fault).run()
+        return Sync(self._endpoint, self._learner.named(), label, self._options, fault).run()
 
     def round(self, number: int, fault: Fault) -> Round:
         loss = self._learner.learn()
@@ -115,11 +115,11 @@ class Training:
         )
 
 
-def _transfer_wishes(wishes: Wishes) -> TransferWishes:
-    packed = wishes.bucket_bytes if wishes.load_format else 0
-    return TransferWishes(
-        pause_mode=wishes.pause_mode, packed_bytes=packed, timeout_secs=wishes.timeout_secs,
-        host=wishes.host,
+def _transfer_options(options: SyncOptions) -> TransferOptions:
+    packed = options.bucket_bytes if options.load_format else 0
+    return TransferOptions(
+        pause_mode=options.pause_mode, packed_bytes=packed, timeout_secs=options.timeout_secs,
+        host=options.host,
     )  # fmt: skip
 
 

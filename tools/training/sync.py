@@ -29,7 +29,7 @@ PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class SyncOptions:
     """How a trainer syncs: `form` is `disk` or one of `forms.FORMS`; no `pause_mode`, no pause.
 
     `session`: with begin_weight_update and end_weight_update around the tensors. `timeout_secs`
@@ -74,7 +74,7 @@ class Sync:
     endpoint: Endpoint
     tensors: Mapping[str, torch.Tensor]
     version: str
-    wishes: Wishes = field(default_factory=Wishes)
+    options: SyncOptions = field(default_factory=SyncOptions)
     fault: Fault = field(default_factory=Fault)
     _moved_at: float = 0.0
     _moved_secs: float = 0.0
@@ -84,7 +84,7 @@ class Sync:
         started, before = time.monotonic(), len(self.endpoint.calls)
         why = ""
         try:
-            if self.wishes.form == DISK:
+            if self.options.form == DISK:
                 self._from_disk()
             else:
                 self._in_a_group()
@@ -100,7 +100,7 @@ class Sync:
 
         with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
             file = Path(folder) / "model.safetensors"
-            announced = self.fault.announced(buckets_of(self.tensors, self.wishes.bucket_bytes))
+            announced = self.fault.announced(buckets_of(self.tensors, self.options.bucket_bytes))
             save_file({name: each for one in announced for name, each in one.filed()}, file)
             body = {"model_path": str(file), "weight_version": self.version}
             try:
@@ -117,7 +117,7 @@ class Sync:
             world_size = 1 + self.endpoint.ranks()
         except ValueError as error:
             raise SyncFailed(str(error)) from error
-        group = self._listening(self.wishes.group_name, world_size)
+        group = self._listening(self.options.group_name, world_size)
         if isinstance(self.fault, TwoAtOnce):
             self.fault.rival = lambda: self._rival(world_size)
         try:
@@ -140,19 +140,21 @@ class Sync:
         self._go_on()
 
     def _move(self, group: Group) -> None:
-        wishes = self.wishes
-        sending = Sending(self.endpoint, group, self.version, wishes.load_format, self.fault)
+        options = self.options
+        sending = Sending(self.endpoint, group, self.version, options.load_format, self.fault)
         self._moved_at = time.monotonic()
-        if wishes.session:
+        if options.session:
             say(self.endpoint, "/begin_weight_update", {"selector": "all"})
-        FORMS[wishes.form](sending, buckets_of(self.tensors, wishes.bucket_bytes))
-        if wishes.session:
+        FORMS[options.form](sending, buckets_of(self.tensors, options.bucket_bytes))
+        if options.session:
             say(self.endpoint, "/end_weight_update", {})
         self._moved_secs = time.monotonic() - self._moved_at
 
     def _listening(self, group_name: str, world_size: int) -> Group:
-        wishes = self.wishes
-        meeting = Meeting(group_name, world_size, wishes.backend, wishes.timeout_secs, wishes.host)
+        options = self.options
+        meeting = Meeting(
+            group_name, world_size, options.backend, options.timeout_secs, options.host
+        )
         return Group(meeting)
 
     def _init(self, group: Group, port: int) -> dict[str, Any]:
@@ -168,13 +170,13 @@ class Sync:
 
     def _rival(self, world_size: int) -> Answer:
         """Another trainer's init, with a store of its own, in the middle of this sync."""
-        rival = self._listening(f"{self.wishes.group_name}_2", world_size)
+        rival = self._listening(f"{self.options.group_name}_2", world_size)
         return self.endpoint.call(INIT, self._init(rival, rival.port))
 
     def _pause(self) -> None:
-        if self.wishes.pause_mode is not None:
-            say(self.endpoint, PAUSE, {"mode": self.wishes.pause_mode})
+        if self.options.pause_mode is not None:
+            say(self.endpoint, PAUSE, {"mode": self.options.pause_mode})
 
     def _go_on(self) -> None:
-        if self.wishes.pause_mode is not None:
+        if self.options.pause_mode is not None:
             self.endpoint.call(CONTINUE, {})

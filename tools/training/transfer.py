@@ -27,7 +27,7 @@ PACKED_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class TransferWishes:
+class TransferOptions:
     """`pause_mode` None: no pause. `packed_bytes` 0: a message for each tensor.
 
     `chunks` are the update calls of a sync, between which the tensors are divided.
@@ -67,7 +67,7 @@ class Transfer:
     """A trainer and its group, which is kept from sync to sync; a failed sync drops it."""
 
     endpoint: Endpoint
-    wishes: TransferWishes = field(default_factory=TransferWishes)
+    options: TransferOptions = field(default_factory=TransferOptions)
     group: StatelessGroup | None = None
 
     def sync(
@@ -82,8 +82,8 @@ class Transfer:
         paused = False
         try:
             self._joined()
-            if self.wishes.pause_mode is not None:
-                self._call(f"/pause?mode={self.wishes.pause_mode}")
+            if self.options.pause_mode is not None:
+                self._call(f"/pause?mode={self.options.pause_mode}")
                 paused = True
             self._call("/start_weight_update")
             moved_at = time.monotonic()
@@ -107,25 +107,25 @@ class Transfer:
     def _joined(self) -> None:
         if self.group is not None:
             return
-        told = self.endpoint.call("/get_world_size")
-        ranks = told.body.get("world_size")
+        reported = self.endpoint.call("/get_world_size")
+        ranks = reported.body.get("world_size")
         if not isinstance(ranks, int):
-            raise SyncFailed(f"/get_world_size said {told.status}: {told.why}")
-        group = StatelessGroup(1 + ranks, self.wishes.host, self.wishes.timeout_secs)
+            raise SyncFailed(f"/get_world_size answered {reported.status}: {reported.why}")
+        group = StatelessGroup(1 + ranks, self.options.host, self.options.timeout_secs)
         info = {
-            "master_address": self.wishes.host,
+            "master_address": self.options.host,
             "master_port": group.port,
             "rank_offset": 1,
             "world_size": group.world_size,
-            "packed": bool(self.wishes.packed_bytes),
-            "packed_buffer_size_bytes": self.wishes.packed_bytes or PACKED_BYTES,
+            "packed": bool(self.options.packed_bytes),
+            "packed_buffer_size_bytes": self.options.packed_bytes or PACKED_BYTES,
         }
         group.join(Calling(self, "/init_weight_transfer_engine", {"init_info": info}))
         self.group = group
 
     def _update_all(self, tensors: Mapping[str, torch.Tensor], midway: Callable[[], None]) -> None:
         names = list(tensors)
-        size = -(-len(names) // self.wishes.chunks)
+        size = -(-len(names) // self.options.chunks)
         chunks = [names[start : start + size] for start in range(0, len(names), size)]
         for number, chunk in enumerate(chunks, start=1):
             if number == len(chunks):
@@ -145,7 +145,7 @@ class Transfer:
 
         def send() -> None:
             try:
-                for message in messages(list(tensors.values()), self.wishes.packed_bytes):
+                for message in messages(list(tensors.values()), self.options.packed_bytes):
                     group.broadcast(message)
             except SyncFailed as error:
                 failed.append(error)
@@ -186,7 +186,7 @@ class Calling:
 def refusal(answer: Answer) -> str:
     """Why a call was refused; "" if it was not."""
     good = 200 <= answer.status < 300
-    return "" if good else f"{answer.path} said {answer.status}: {answer.why}"
+    return "" if good else f"{answer.path} answered {answer.status}: {answer.why}"
 
 
 def messages(tensors: Sequence[torch.Tensor], packed_bytes: int) -> list[torch.Tensor]:

@@ -229,8 +229,8 @@ _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
   margin: 2rem auto; max-width: 1200px; padding: 0 1rem; }
 h1 { font-size: 1.3rem } h2 { font-size: 1.05rem; margin-top: 2rem }
-.lane { position: relative; height: 18px; border-bottom: 1px solid var(--line); }
-.lane b { position: absolute; top: 2px; height: 14px; min-width: 2px; border-radius: 2px; }
+.stage-row { position: relative; height: 18px; border-bottom: 1px solid var(--line); }
+.stage-row b { position: absolute; top: 2px; height: 14px; min-width: 2px; border-radius: 2px; }
 .request { margin: 1rem 0 } .request code { font-size: .85rem }
 .name { display: inline-block; width: 9rem; overflow: hidden; text-overflow: ellipsis;
   white-space: nowrap; vertical-align: top; font-size: .85rem }
@@ -268,7 +268,7 @@ def _request(request_id: str, events: Sequence[Event]) -> str:
     span = max(1, end - start)
     stages = list(dict.fromkeys(event["stage"] for event in events))
     lanes = [
-        f'<div class="lane"><span class="name">{escape(stage)}</span>'
+        f'<div class="stage-row"><span class="name">{escape(stage)}</span>'
         f'<span class="track">{"".join(_bars(events, stage, start, span))}</span></div>'
         for stage in stages
     ]

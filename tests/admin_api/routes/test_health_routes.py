@@ -145,7 +145,7 @@ async def test_status_reports_what_runs(api):
     assert list(body)[:5] == ["version", "pid", "started_at", "uptime_secs", "listeners"]
     assert body["listeners"] == ["http://127.0.0.1:30000"]
     assert body["fleet"]["total_workers"] == 2
-    assert body["supervisors"] == [{"name": "door", "state": "running"}]
+    assert body["supervisors"] == [{"name": "data_plane", "state": "running"}]
     assert body["launch"] == []
     assert body["watchdog"]["stalls"] == 0
     assert body["data_plane"] == body["door"]

@@ -25,7 +25,7 @@ from tests.telemetry.ends import ended, refused
 from tests.telemetry.lint import names, problems
 
 ROOT = Path(__file__).parents[3]
-BOARD = json.loads((ROOT / "contrib/grafana/omni-proxy.json").read_text())
+GRAFANA = json.loads((ROOT / "contrib/grafana/omni-proxy.json").read_text())
 ALERTS = (ROOT / "contrib/prometheus/alerts.yml").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
@@ -341,7 +341,7 @@ def asked_for(expression):
 
 async def test_the_grafana_dashboard_uses_existing_metrics_only(busy):
     reported = names(await scrape(busy))
-    panels = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+    panels = [panel for panel in GRAFANA["panels"] if panel["type"] != "row"]
     assert len(panels) > 20
     for panel in panels:
         for target in panel["targets"]:
@@ -361,7 +361,7 @@ async def test_the_alert_rules_use_existing_metrics_only(busy):
 
 @pytest.mark.parametrize("about", ["workers_paused", "paused_timestamp", "loop_stalls"])
 def test_pauses_and_stalls_are_in_the_grafana_dashboard_and_alerts(about):
-    assert about in json.dumps(BOARD)
+    assert about in json.dumps(GRAFANA)
     assert about in ALERTS
 
 

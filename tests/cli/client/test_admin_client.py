@@ -206,10 +206,10 @@ def test_a_unix_socket_is_a_target_like_a_port(tmp_path):
         listener.listen()
 
         def answer():
-            conn, _ = listener.accept()
-            with conn:
-                conn.recv(4096)
-                conn.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.recv(4096)
+                accepted.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
         thread = threading.Thread(target=answer)
         thread.start()

@@ -36,14 +36,14 @@ def test_no_bytes_are_too_odd(typed):
 
 
 def test_the_terminal_is_given_back_as_it_was():
-    mine, theirs = pty.openpty()
+    ours, theirs = pty.openpty()
     before = termios.tcgetattr(theirs)
     with raw_keyboard(theirs):
         assert not termios.tcgetattr(theirs)[3] & (termios.ICANON | termios.ECHO | termios.ISIG)
-        os.write(mine, b"\x03")
+        os.write(ours, b"\x03")
         assert os.read(theirs, 10) == b"\x03"
     assert termios.tcgetattr(theirs) == before
-    os.close(mine)
+    os.close(ours)
     os.close(theirs)
 
 

@@ -50,13 +50,13 @@ def test_only_those_in_trouble_can_be_looked_at(three):
 
 
 @pytest.mark.parametrize(
-    ("key", "wish"), [("d", "disable"), ("e", "enable"), ("D", "drain"), ("v", "revive")]
+    ("key", "action"), [("d", "disable"), ("e", "enable"), ("D", "drain"), ("v", "revive")]
 )
-def test_a_change_needs_a_confirmation(three, key, wish):
+def test_a_change_needs_a_confirmation(three, key, action):
     three.press("down")
     assert three.press(key) is None
-    assert three.pending == PendingAction(wish, three.row.id, "b:1")
-    assert three.press("y") == PendingAction(wish, "http%3A%2F%2Fb:1", "b:1")
+    assert three.pending == PendingAction(action, three.row.id, "b:1")
+    assert three.press("y") == PendingAction(action, "http%3A%2F%2Fb:1", "b:1")
     assert three.press(key) is None
     assert three.press("q") is None  # a no, and no leave
     assert three.pending is None

@@ -303,7 +303,7 @@ def whole(body):
     ],
 )
 @pytest.mark.parametrize("limit", ["", "tokens_per_minute = 1000\n"])
-def test_tokens_are_counted_however_a_response_tells_them(listeners, response, used, limit):
+def test_tokens_are_counted_however_a_response_reports_them(listeners, response, used, limit):
     def script(world, client):
         warmed(world, client)
         caller = callers(world)["team-a"]

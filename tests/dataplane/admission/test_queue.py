@@ -192,7 +192,7 @@ def test_the_total_time_in_the_queue_is_limited(room_of):
     room.fleet.apply([], NOW)
     first.finish()  # a slot is free, but there is no worker any more
     room.turn()
-    assert (room.queue.waiting, second.mine.queued_secs) == (1, 5)
+    assert (room.queue.waiting, second.exchange.queued_secs) == (1, 5)
     assert second.phase_deadline == pytest.approx(room.dataplane.loop.now + 2)
 
 
@@ -241,7 +241,7 @@ def test_a_half_open_worker_takes_one_waiter(room_of):
     heal(room.fleet, worker)
     room.turn()
     assert (room.gone_in, room.queue.waiting) == (came[:1], 4)
-    room.fleet.observe_success(worker, came[0].mine.half_open_id)
+    room.fleet.observe_success(worker, came[0].exchange.half_open_id)
     room.turn()
     assert room.gone_in == came
 
@@ -326,7 +326,7 @@ def test_a_role_that_changes_leaves_requests_in_flight_where_they_are(room_of):
     room.fleet.apply([entry("p", role="decode"), entry("d", role="prefill")], NOW)
     assert (prefill.role, prefill.in_flight, decode.in_flight) == ("decode", 1, 1)
     second = room.come(legs=BOTH_ENGINES)
-    assert (second.mine.worker, second.mine.legs.prefill.worker) == (prefill, decode)
+    assert (second.exchange.worker, second.exchange.legs.prefill.worker) == (prefill, decode)
     first.finish()
     second.finish()
     assert [worker.in_flight for worker in room.fleet.workers] == [0, 0]

@@ -95,7 +95,7 @@ class QueueMachine(RuleBasedStateMachine):
         dataplane = self.room.dataplane
         for waiter in self.waiting() if dataplane.inflight.has_slot() else []:
             assert waiter.wants != "slot"
-            assert not eligible_workers(dataplane.fleet, waiter.mine.requirements)
+            assert not eligible_workers(dataplane.fleet, waiter.exchange.requirements)
 
     @invariant()
     def waiters_with_equal_requirements_are_admitted_in_order(self):

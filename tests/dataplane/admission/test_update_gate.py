@@ -87,7 +87,7 @@ def test_a_waiter_is_admitted_when_the_update_ends(room_of):
     assert room.gone_in == []
     room.fleet.uncordon(room.fleet.workers[0], "updating")
     room.turn()
-    assert (room.gone_in, waits.mine.version.label) == ([waits], "v2")
+    assert (room.gone_in, waits.exchange.version.label) == ([waits], "v2")
 
 
 def test_without_a_queue_the_error_names_the_reason(room_of):
@@ -134,10 +134,10 @@ def test_a_request_for_another_version_waits_and_blocks_no_other(room_of):
     assert (room.gone_in, room.queue.waiting) == ([now], 2)
     room.fleet.set_version(b, "v1", 2)
     room.turn()
-    assert (room.gone_in, epoch.mine.worker) == ([now, epoch], b)
+    assert (room.gone_in, epoch.exchange.worker) == ([now, epoch], b)
     room.fleet.set_version(a, "v2", 3)
     room.turn()
-    assert (room.gone_in, later.mine.worker) == ([now, epoch, later], a)
+    assert (room.gone_in, later.exchange.worker) == ([now, epoch, later], a)
 
 
 def test_a_request_for_another_version_is_refused_where_waiting_is_off(room_of):

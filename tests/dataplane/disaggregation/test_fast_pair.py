@@ -166,7 +166,7 @@ def test_bodies_are_changed_by_the_same_rules(listeners, connector, body):
     def script(world, client):
         for _ in range(2):
             world.ask(client, chat_request(body=body))
-            if client.conn.exchange is not None:
+            if client.connection.exchange is not None:
                 world.prefill()
                 world.decode()
 

@@ -10,13 +10,13 @@ from omni_proxy.dataplane.websocket.relay import CONFIG_READ_BYTES
 from tests.dataplane.manual_loop import QUIET_SECS, ManualLoop, received
 
 CHUNKED = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ntransfer-encoding: chunked\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ntransfer-encoding: chunked\r\n"
     b"content-type: application/json\r\n\r\n"
 )
 BODY = b'{"messages": []}'
-REFUSED = b"PUT /v1/chat/completions HTTP/1.1\r\nhost: door\r\n\r\n"
+REFUSED = b"PUT /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\n\r\n"
 UPGRADE = (
-    b"GET /v1/audio/speech/stream HTTP/1.1\r\nhost: door\r\nupgrade: websocket\r\n"
+    b"GET /v1/audio/speech/stream HTTP/1.1\r\nhost: proxy\r\nupgrade: websocket\r\n"
     b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
     b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
 )

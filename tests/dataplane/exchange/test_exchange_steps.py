@@ -1,4 +1,4 @@
-"""What an exchange leaves behind in the counts of its door."""
+"""What an exchange leaves behind in the counts of its data plane."""
 
 import socket
 
@@ -10,7 +10,7 @@ from tests.dataplane.manual_loop import chat, received
 ANSWER = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
 LONG = b"HTTP/1.1 200 OK\r\ncontent-length: 15000\r\n\r\n" + bytes(15000)
 EXPECTING = (
-    b"POST /v1/chat/completions HTTP/1.1\r\nhost: door\r\ncontent-length: 5\r\n"
+    b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ncontent-length: 5\r\n"
     b"expect: 100-continue\r\n\r\n"
 )
 
@@ -31,7 +31,7 @@ def test_a_body_for_the_control_routes_is_held_no_longer_than_its_request(manual
         dataplane.dataplane.loop, front.getsockname(), "front"
     )
     client = dataplane.client(
-        b"POST /nowhere HTTP/1.1\r\nhost: door\r\ncontent-length: 6\r\n\r\nabc"
+        b"POST /nowhere HTTP/1.1\r\nhost: proxy\r\ncontent-length: 6\r\n\r\nabc"
     )
     assert dataplane.dataplane.inflight.held_bytes == 3
     dataplane.tell(client, b"def")
@@ -65,7 +65,7 @@ def test_a_client_that_waited_for_its_turn_and_takes_no_100_does_not_keep_it(man
 
 
 def asking(path):
-    fields = b"host: door\r\ncontent-length: 5\r\nexpect: 100-continue"
+    fields = b"host: proxy\r\ncontent-length: 5\r\nexpect: 100-continue"
     return b"POST %b HTTP/1.1\r\n%b\r\n\r\n" % (path, fields)
 
 

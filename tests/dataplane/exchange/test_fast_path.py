@@ -119,10 +119,10 @@ def test_a_workers_own_diagnostics_are_dropped_on_either_way(listeners):
 
 def test_diagnostic_fields_of_a_worker_are_dropped():
     worker = fleet_of(entry("a")).workers[0]
-    mine = Exchange(0.0, "test")
-    mine.worker, mine.attempts, mine.failed_attempts = worker, 2, [(worker, "503")]
+    exchange = Exchange(0.0, "test")
+    exchange.worker, exchange.attempts, exchange.failed_attempts = worker, 2, [(worker, "503")]
     lines = (
-        b"".join(diagnostic_fields(mine))
+        b"".join(diagnostic_fields(exchange))
         + WeightVersion("a", 1).lines
         + WeightVersion("b", 2).end_header_lines(WeightVersion("a", 1))
     )
@@ -385,8 +385,8 @@ def test_new_weights_during_the_wait_are_reported(listeners):
 def test_an_exchange_is_shown_in_the_connection_record(listeners):
     def script(world, client):
         send_request(world, client)
-        assert connection_record(client.conn)["target"] == "/v1/chat/completions"
-        assert connection_record(client.conn)["worker"].startswith("unix:")
+        assert connection_record(client.connection)["target"] == "/v1/chat/completions"
+        assert connection_record(client.connection)["worker"].startswith("unix:")
 
     run_fast_and_slow(listeners, script, began=1, handed_over=0)
 

@@ -105,14 +105,14 @@ def test_an_idle_client_keeps_nothing_of_a_worker_that_is_gone(listeners):
         others = [world.connect_client(warm=3) for _ in range(3)]
         send_request(world, client)
         world.answer(WHOLE)
-        conns = [conn for lane in world.dataplane.pools.known.values() for conn in lane.idle]
+        streams = [each for pool in world.dataplane.pools.known.values() for each in pool.idle]
         world.remove(0)
         world.remove(0)
         world.turn()
-        assert all(conn.closed for conn in conns)
+        assert all(each.closed for each in streams)
         for each in (client, *others):
-            fast_path, conn = each.conn.fast_path, each.conn
-            assert (conn.exchange, conn.upstream) == (None, None)
+            fast_path, connection = each.connection.fast_path, each.connection
+            assert (connection.exchange, connection.upstream) == (None, None)
             if fast_path is not None:
                 refers = [getattr(fast_path, name) for name in type(fast_path).__slots__]
                 refers += [
@@ -131,9 +131,9 @@ def test_a_connection_that_can_not_be_given_back_costs_no_count(listeners, monke
     with World(listeners, "[server]\nlog_format = 'json'\n").at_work() as world:
         client = world.connect_client(warm=6)
         send_request(world, client)
-        (lane,) = [lane for lane in world.dataplane.pools.known.values() if not lane.idle]
+        (pool,) = [each for each in world.dataplane.pools.known.values() if not each.idle]
         with monkeypatch.context() as patch:
-            patch.setattr(type(lane), "release", lambda lane, conn: 1 / 0)
+            patch.setattr(type(pool), "release", lambda pool, stream: 1 / 0)
             world.answer(WHOLE)
         assert (world.dataplane.in_flight, world.dataplane.loop.failures) == (0, 1)
         assert not any(worker.in_flight for worker in world.fleet.workers)

@@ -186,10 +186,10 @@ def test_a_drain_while_it_waits_closes_behind_the_answer(listeners):
 
 def reads_late(world, client):
     """It has answers that it has not read."""
-    client.conn.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    client.connection.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
     client.slow = True
     long = WHOLE.replace(b": 2", b": 4000").removesuffix(b"{}") + bytes(4000)
-    while not client.conn.client.pending:
+    while not client.connection.client.pending:
         world.ask(client, chat_request())
         world.answer(long)
     return long

@@ -1,4 +1,4 @@
-"""How the door dials: over TCP, over a Unix socket, and where nobody listens."""
+"""How the data plane connects: over TCP, over a Unix socket, and where nobody listens."""
 
 import errno
 import gc

@@ -30,7 +30,7 @@ async def test_a_task_is_stepped_when_its_stream_has_bytes(loop, wires):
         stream.close()
 
     task = Scripted(loop, script)
-    task.ends = stream, far = wires.conn(task)
+    task.ends = stream, far = wires.stream(task)
     task.start()
     assert (received, task in loop.tasks) == ([], True)
     far.send(b"hello")
@@ -48,7 +48,7 @@ async def test_trio_gets_a_turn_when_more_streams_are_ready_than_fit_in_an_itera
 
     tasks = [Scripted(loop, script) for _ in range(4 * MAX_EVENTS)]
     for task in tasks:
-        task.ends = wires.conn(task)
+        task.ends = wires.stream(task)
         task.start()
     await trio.testing.wait_all_tasks_blocked(0.01)
     for task in tasks:
@@ -67,7 +67,7 @@ async def test_an_event_of_another_stream_is_kept_and_does_not_step_the_task(loo
         readable_then.append(task.first[0].readable)
 
     task = Scripted(loop, script)
-    task.first, task.second = wires.conn(task), wires.conn(task)
+    task.first, task.second = wires.stream(task), wires.stream(task)
     task.start()
     task.first[1].send(b"x")
     await until(lambda: task.first[0].readable)
@@ -83,7 +83,7 @@ async def test_a_task_can_wait_for_any_of_its_streams(loop, wires):
 
     for which in (0, 1):
         task = Scripted(loop, script)
-        ends = wires.conn(task), wires.conn(task)
+        ends = wires.stream(task), wires.stream(task)
         # A new socket is writable, which is an event too: let it pass before the task waits.
         await trio.testing.wait_all_tasks_blocked(0.01)
         task.start()
@@ -92,7 +92,7 @@ async def test_a_task_can_wait_for_any_of_its_streams(loop, wires):
 
 
 async def test_read_distinguishes_bytes_nothing_yet_and_the_end(loop, wires):
-    stream, far = wires.conn(None)
+    stream, far = wires.stream(None)
     assert stream.read(4) is None
     far.send(b"abcdef")
     await until(lambda: stream.readable)
@@ -114,8 +114,8 @@ async def test_a_client_disconnect_is_noticed_whatever_the_task_waits_for(loop, 
             raise
 
     task = Scripted(loop, script)
-    task.client, far = wires.conn(task)
-    task.other = wires.conn(task)
+    task.client, far = wires.stream(task)
+    task.other = wires.stream(task)
     task.start()
     far.close()
     await task.ended.wait()
@@ -131,8 +131,8 @@ async def test_a_task_can_ignore_a_half_close(loop, wires):
         await task.wait_for(task.other[0])
 
     task = IgnoresHalfClose(loop, script)
-    task.client, far = wires.conn(task)
-    task.other = wires.conn(task)
+    task.client, far = wires.stream(task)
+    task.other = wires.stream(task)
     task.start()
     far.shutdown(socket.SHUT_WR)
     await until(lambda: task.client.peer_closed)
@@ -152,8 +152,8 @@ async def test_a_stream_closed_in_an_iteration_gets_no_more_of_its_events(loop, 
             seen.append(self.fd)
             self.other.close()
 
-    first, _ = wires.conn(None)
-    second, _ = wires.conn(None)
+    first, _ = wires.stream(None)
+    second, _ = wires.stream(None)
     loop._handlers[first.fd] = ClosesTheOther(first.fd, second)
     loop._handlers[second.fd] = ClosesTheOther(second.fd, first)
     await until(lambda: first.closed or second.closed)
@@ -161,7 +161,7 @@ async def test_a_stream_closed_in_an_iteration_gets_no_more_of_its_events(loop, 
 
 
 async def test_a_descriptor_is_closed_only_after_the_iteration(loop, wires):
-    stream, _ = wires.conn(None)
+    stream, _ = wires.stream(None)
     stream.close()
     stream.close()
     assert stream.sock.fileno() == stream.fd
@@ -206,7 +206,7 @@ async def test_a_task_that_fails_leaves_the_others_alone(loop, wires, caplog):
         await task.wait_for(task.ends[0])
 
     task = Scripted(loop, sound)
-    task.ends = wires.conn(task)
+    task.ends = wires.stream(task)
     task.start()
     Scripted(loop, broken).start()
     assert (loop.failures, loop.tasks) == (1, {task})
@@ -232,7 +232,7 @@ async def test_await_direct_returns_and_raises_to_its_caller(loop, wires):
             seen.append(str(error))
 
     task = Scripted(loop, script)
-    task.ends = wires.conn(task)
+    task.ends = wires.stream(task)
     task.start()
     for _ in range(2):
         before = len(seen)
@@ -252,7 +252,7 @@ async def test_a_phase_timeout_names_the_phase_and_ends_the_task_quietly(loop, w
             raise
 
     task = Scripted(loop, script)
-    task.ends = wires.conn(task)
+    task.ends = wires.stream(task)
     task.phase, task.phase_deadline = "head", 1.0
     task.start()
     task.on_phase_timeout()
@@ -282,7 +282,7 @@ async def test_cancelling_the_loop_runs_every_finally_and_closes_every_socket():
     async with trio.open_nursery() as nursery:
         await nursery.start(loop.run)
         for task in tasks:
-            task.ends = wires.conn(task)
+            task.ends = wires.stream(task)
             task.start()
         nursery.cancel_scope.cancel()
     assert order == ["inner", "outer"] * 2
@@ -300,7 +300,7 @@ async def test_tasks_ended_is_set_when_the_last_task_has_ended(loop, wires):
     tasks = [Scripted(loop, script) for _ in range(2)]
     tasks_ended = loop.tasks_ended
     for task in tasks:
-        task.ends = wires.conn(task)
+        task.ends = wires.stream(task)
         task.start()
     tasks[0].throw(ClientDisconnected())
     assert not tasks_ended.is_set()
@@ -317,7 +317,7 @@ async def test_a_busy_loop_gives_trio_its_turns(busy):
 
 
 async def test_a_writable_event_is_no_idle_event(loop, wires):
-    stream, _ = wires.conn(None)
+    stream, _ = wires.stream(None)
     stepped = []
     stream.on_idle_event = stepped.append
     stream.on_event(EPOLLOUT)
@@ -339,7 +339,7 @@ async def test_a_peer_that_always_has_more_does_not_starve_other_tasks(loop, wir
 
     tasks = [Scripted(loop, script) for _ in range(2)]
     for task in tasks:
-        task.ends = wires.conn(task)
+        task.ends = wires.stream(task)
         task.start()
     with trio.fail_after(30):
         for task in tasks:
@@ -378,7 +378,7 @@ async def test_a_task_stepped_outside_an_iteration_resumes_after_its_read_budget
                 await pause
 
     task = Scripted(loop, script)
-    task.ends = wires.conn(task)
+    task.ends = wires.stream(task)
     task.start()
     await trio.testing.wait_all_tasks_blocked(0.01)
     task.step()

@@ -18,8 +18,8 @@ from tests.dataplane.manual_loop import ManualLoop, chat, received
 ROUND = 1000
 
 
-def small_buffers(conn, far) -> None:
-    conn.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+def small_buffers(stream, far) -> None:
+    stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
 
@@ -41,16 +41,16 @@ def test_nothing_leaves_before_the_turn_is_over():
     near.setblocking(False)
     far.setblocking(False)
     with near, far:
-        conn = Stream(loop, near, None)
-        conn.write_soon(b"one ")
-        conn.write_soon(b"two")
+        stream = Stream(loop, near, None)
+        stream.write_soon(b"one ")
+        stream.write_soon(b"two")
         try:
             came = far.recv(10)
         except BlockingIOError:
             came = b""
         assert came == b""
         loop.flush()
-        assert (far.recv(10), conn.pending) == (b"one two", b"")
+        assert (far.recv(10), stream.pending) == (b"one two", b"")
 
 
 def test_a_turn_that_is_long_sends_in_between():
@@ -70,46 +70,46 @@ def test_a_turn_that_is_long_sends_in_between():
 
 async def test_what_the_peer_does_not_take_follows_when_it_reads(loop, wires):
     payload = bytes(range(256)) * ROUND
-    conn, far = wires.conn(None)
-    small_buffers(conn, far)
-    conn.write_soon(payload)
+    stream, far = wires.stream(None)
+    small_buffers(stream, far)
+    stream.write_soon(payload)
     loop.flush()
-    assert 0 < len(conn.pending) < len(payload)
-    conn.write_soon(b"the end")
+    assert 0 < len(stream.pending) < len(payload)
+    stream.write_soon(b"the end")
     assert await read_all(far, len(payload) + 7) == payload + b"the end"
-    await until(lambda: conn.pending == b"")
+    await until(lambda: stream.pending == b"")
 
 
 async def test_a_peer_that_is_gone_is_met_by_the_next_read(loop, wires):
     met = []
 
     async def script(task):
-        conn = task.first[0]
-        conn.write_soon(b"hello")
-        task.waiting_on = conn
+        stream = task.first[0]
+        stream.write_soon(b"hello")
+        task.waiting_on = stream
         await pause
         try:
-            met.append(conn.read(10))
+            met.append(stream.read(10))
         except OSError as error:
             met.append(type(error))
 
     task = Scripted(loop, script)
-    task.first = wires.conn(task)
+    task.first = wires.stream(task)
     await trio.testing.wait_all_tasks_blocked(0.01)
-    conn, far = task.first
+    stream, far = task.first
     far.close()
     task.start()
     loop.flush()
     with trio.fail_after(30):
         await task.ended.wait()
     assert met in ([b""], [ConnectionResetError], [BrokenPipeError])
-    assert (conn.pending, conn.peer_closed) == (b"", True)
+    assert (stream.pending, stream.peer_closed) == (b"", True)
 
 
 async def test_closing_sends_what_was_late(loop, wires):
-    conn, far = wires.conn(None)
-    conn.write_soon(b"last words")
-    conn.close()
+    stream, far = wires.stream(None)
+    stream.write_soon(b"last words")
+    stream.close()
     loop.flush()
     assert await read_all(far, 10) == b"last words"
 

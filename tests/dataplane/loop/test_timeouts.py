@@ -20,7 +20,7 @@ def start_waiting(loop, wires, deadline, expired_phases):
             task.end.close()
 
     task = Scripted(loop, script)
-    task.end, _ = wires.conn(task)
+    task.end, _ = wires.stream(task)
     task.phase, task.phase_deadline = f"until {deadline}", deadline
     task.start()
     return task
@@ -60,7 +60,7 @@ async def test_a_task_that_a_sweep_ends_may_end_another_one(loop, wires):
 
     for _ in range(3):
         task = Scripted(loop, script)
-        task.end, _ = wires.conn(task)
+        task.end, _ = wires.stream(task)
         task.phase_deadline = 10.0
         task.start()
     loop.clock = ManualClock(15.0)

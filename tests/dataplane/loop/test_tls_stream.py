@@ -1,4 +1,4 @@
-"""A TLS connection over a socket pair: our end as in the pump, the far one in the test's hands."""
+"""A TLS connection over a socket pair: our end as in the event loop, the far one in the test's hands."""
 
 import contextlib
 import errno

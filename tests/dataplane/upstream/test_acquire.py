@@ -34,33 +34,33 @@ def quicker(fleet, times):
 
 
 def request():
-    mine = Exchange(0.0, "1.1.1.1:1")
-    mine.requirements = Requirements(1)
-    return mine
+    exchange = Exchange(0.0, "1.1.1.1:1")
+    exchange.requirements = Requirements(1)
+    return exchange
 
 
 async def test_a_slot_that_another_process_acquired_is_released_and_another_acquired(dataplane):
     asked = quicker(dataplane.fleet, 1)
-    mine = request()
-    worker = dataplane.balancer.acquire(mine)
+    exchange = request()
+    worker = dataplane.balancer.acquire(exchange)
     assert (len(asked), asked[1]) == (2, worker)
     counts = {each: (each.in_flight, each.peak_in_flight) for each in dataplane.fleet.workers}
     assert counts.pop(worker) == (1, 1)
     assert list(counts.values()) == [(0, 0)]
-    assert (mine.worker, mine.attempts) == (worker, 1)
-    dataplane.balancer.release(mine, worker, SUCCEEDED)
+    assert (exchange.worker, exchange.attempts) == (worker, 1)
+    dataplane.balancer.release(exchange, worker, SUCCEEDED)
     assert [each.in_flight for each in dataplane.fleet.workers] == [0, 0]
 
 
 async def test_losing_every_race_for_a_slot_acquires_nothing_and_is_503(dataplane):
     asked = quicker(dataplane.fleet, CHOICES)
-    mine = request()
+    exchange = request()
     with pytest.raises(HttpError, match="at its limit a moment ago") as reported:
-        dataplane.balancer.acquire(mine)
+        dataplane.balancer.acquire(exchange)
     assert reported.value.code == "all_full"
     assert len(asked) == CHOICES
     assert [(w.in_flight, w.peak_in_flight) for w in dataplane.fleet.workers] == [(0, 0)] * 2
-    assert (mine.worker, mine.attempts) == (None, 0)
+    assert (exchange.worker, exchange.attempts) == (None, 0)
 
 
 async def test_without_limits_no_counts_are_read_again(dataplane):
@@ -74,15 +74,15 @@ async def test_the_candidates_are_recorded_of_two_requests_a_second_and_of_a_fir
     dataplane.recorders.meters = object()
     balancer, recorded = dataplane.balancer, []
     for number in range(400):
-        mine = request()
-        mine.started_at = 100 + number / 40
-        dataplane.balancer.release(mine, balancer.acquire(mine), SUCCEEDED)
-        recorded.append(mine.candidates is not None)
+        exchange = request()
+        exchange.started_at = 100 + number / 40
+        dataplane.balancer.release(exchange, balancer.acquire(exchange), SUCCEEDED)
+        recorded.append(exchange.candidates is not None)
     assert all(recorded[:BURST])
     assert sum(recorded[200:]) in (9, 10)  # in five seconds, with two workers
 
 
 async def test_no_candidates_are_recorded_where_nobody_keeps_requests(dataplane):
-    mine = request()
-    dataplane.balancer.acquire(mine)
-    assert mine.candidates is None
+    exchange = request()
+    dataplane.balancer.acquire(exchange)
+    assert exchange.candidates is None

@@ -1,4 +1,4 @@
-"""Speech sessions over real loopback sockets: a client, the door, and a worker with a script."""
+"""Speech sessions over real loopback sockets: a client, the proxy, and a worker with a script."""
 
 from __future__ import annotations
 

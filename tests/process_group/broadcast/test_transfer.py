@@ -10,29 +10,29 @@ SOON_SECS = 20
 
 
 @pytest.fixture
-def underway():
+def transfer():
     return Transfer(
         ReceiveOrder(parse_plans(body_of(TENSORS[:2], TENSORS[2:3], TENSORS[4:]))), lambda _: None
     )
 
 
-def waiting(underway, buckets):
+def waiting(transfer, buckets):
     """Somebody who waits for more than these, and what he gets."""
     found = []
     thread = threading.Thread(
-        target=lambda: found.append(underway.wait_past(buckets, SOON_SECS).buckets_done)
+        target=lambda: found.append(transfer.wait_past(buckets, SOON_SECS).buckets_done)
     )
     thread.start()
     return thread, found
 
 
-def test_wait_past_returns_at_the_next_bucket(underway):
-    underway.report_progress(2, 37)
-    assert underway.wait_past(0, SOON_SECS).buckets_done == 1
-    thread, found = waiting(underway, 1)
-    underway.report_progress(2, 39)  # bytes of the second
-    assert underway.wait_past(1, 0).bytes_received == 39
-    underway.report_progress(3, 41)
+def test_wait_past_returns_at_the_next_bucket(transfer):
+    transfer.report_progress(2, 37)
+    assert transfer.wait_past(0, SOON_SECS).buckets_done == 1
+    thread, found = waiting(transfer, 1)
+    transfer.report_progress(2, 39)  # bytes of the second
+    assert transfer.wait_past(1, 0).bytes_received == 39
+    transfer.report_progress(3, 41)
     thread.join(SOON_SECS)
     assert found == [2]
 
@@ -40,17 +40,17 @@ def test_wait_past_returns_at_the_next_bucket(underway):
 @pytest.mark.parametrize(
     ("end", "done"),
     [
-        (lambda underway: underway.finish("all"), 3),
-        (lambda underway: underway.fail(GroupError("it died")), 1),
+        (lambda transfer: transfer.finish("all"), 3),
+        (lambda transfer: transfer.fail(GroupError("it died")), 1),
     ],
 )
-def test_the_end_of_a_transfer_wakes_wait_past(underway, end, done):
-    underway.report_progress(2, 37)
-    thread, found = waiting(underway, 1)
-    end(underway)
+def test_the_end_of_a_transfer_wakes_wait_past(transfer, end, done):
+    transfer.report_progress(2, 37)
+    thread, found = waiting(transfer, 1)
+    end(transfer)
     thread.join(SOON_SECS)
     assert found == [done]
-    assert underway.wait_past(3, SOON_SECS).buckets_done == done
+    assert transfer.wait_past(3, SOON_SECS).buckets_done == done
 
 
 def test_a_bucket_is_reported_before_the_next_arrives(receiver, trainer):

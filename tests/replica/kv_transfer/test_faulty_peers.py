@@ -197,9 +197,9 @@ def connected(prefill):
 
 def hello(prefill, key, **changed) -> bytes:
     worker = prefill.scheduler.worker
-    mine = identity(worker, "default", weights_digest(worker))
+    own_identity = identity(worker, "default", weights_digest(worker))
     fields = {"engine_id": "", "prompt": prompt_digest(PROMPT), "tokens": len(PROMPT)} | changed
-    return message(FrameKind.HELLO, Hello(key=key, identity=mine, **fields))
+    return message(FrameKind.HELLO, Hello(key=key, identity=own_identity, **fields))
 
 
 def kept_key(prefill) -> str:

@@ -17,7 +17,7 @@ from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 HI = GenerateRequest("hi", stream=True)
 
 
-class Board:
+class FakeTransport:
     """Answers each request with the given number of chunks, and a result if allowed."""
 
     def __init__(self, pieces=2, ends=True):
@@ -41,86 +41,86 @@ class Board:
 
 
 async def test_a_natural_end_never_aborts():
-    board = Board()
-    async with board.client.generate(HI, "r") as generation:
+    transport = FakeTransport()
+    async with transport.client.generate(HI, "r") as generation:
         texts = [chunk.text async for chunk in generation]
     assert texts == ["0", "1", "!"]
     assert [chunk async for chunk in generation] == []
-    assert board.aborts == []
-    assert board.client.health()["total_requests"] == 0
+    assert transport.aborts == []
+    assert transport.client.health()["total_requests"] == 0
 
 
 async def test_leaving_early_aborts_exactly_once():
-    board = Board(ends=False)
-    async with board.client.generate(HI, "r") as generation:
+    transport = FakeTransport(ends=False)
+    async with transport.client.generate(HI, "r") as generation:
         async for chunk in generation:
             assert chunk.text == "0"
             break
         await generation.aclose()
     await generation.aclose()
-    assert board.aborts == ["r"]
-    assert board.client.health()["total_requests"] == 0
+    assert transport.aborts == ["r"]
+    assert transport.client.health()["total_requests"] == 0
 
 
 async def test_leaving_a_bare_loop_aborts_too():
-    board = Board(ends=False)
-    async for _ in board.client.generate(HI, "r"):
+    transport = FakeTransport(ends=False)
+    async for _ in transport.client.generate(HI, "r"):
         break
-    assert board.aborts == ["r"]
+    assert transport.aborts == ["r"]
 
 
 async def test_one_that_was_never_begun_never_was():
-    board = Board()
-    board.client.generate(HI, "r")
-    assert board.client.health()["total_requests"] == 0
-    assert board.aborts == []
+    transport = FakeTransport()
+    transport.client.generate(HI, "r")
+    assert transport.client.health()["total_requests"] == 0
+    assert transport.aborts == []
 
 
 async def test_being_cancelled_while_waiting_aborts(autojump_clock):
-    board = Board(pieces=0, ends=False)
+    transport = FakeTransport(pieces=0, ends=False)
     with trio.move_on_after(1) as scope:
-        await board.client.completion(HI, "r")
+        await transport.client.completion(HI, "r")
     assert scope.cancelled_caught
-    assert board.aborts == ["r"]
+    assert transport.aborts == ["r"]
 
 
 async def test_an_error_in_the_readers_own_code_aborts():
-    board = Board(ends=False)
+    transport = FakeTransport(ends=False)
     with pytest.raises(ZeroDivisionError):
-        async with board.client.generate(HI, "r"):
+        async with transport.client.generate(HI, "r"):
             _ = 1 / 0
-    assert board.aborts == ["r"]
+    assert transport.aborts == ["r"]
 
 
 async def test_an_abort_from_elsewhere_ends_the_reader_after_its_pieces():
-    board = Board(pieces=1, ends=False)
-    async with board.client.generate(HI, "r") as generation:
+    transport = FakeTransport(pieces=1, ends=False)
+    async with transport.client.generate(HI, "r") as generation:
         assert (await anext(generation)).text == "0"
-        assert await board.client.abort("r")
-        assert not await board.client.abort("r")
+        assert await transport.client.abort("r")
+        assert not await transport.client.abort("r")
         with pytest.raises(RequestAborted, match="aborted"):
             await anext(generation)
-    assert board.aborts == ["r"]
+    assert transport.aborts == ["r"]
 
 
 async def test_entering_submits_so_that_a_full_queue_is_reported_before_any_answer():
-    board = Board()
-    board.hub = Coordinator(
-        compile_plan(pipeline(stage("a", terminal=True), max_in_flight=1)), board
+    transport = FakeTransport()
+    transport.hub = Coordinator(
+        compile_plan(pipeline(stage("a", terminal=True), max_in_flight=1)), transport
     )
-    client = Client(board.hub)
+    client = Client(transport.hub)
     async with client.generate(HI, "one"):
         with pytest.raises(QueueFullError):
             async with client.generate(HI, "two"):
                 raise AssertionError("entered")
         with pytest.raises(RequestFailed, match="Request one already exists"):
             await client.completion(HI, "one")
-    assert board.aborts == ["one"]
+    assert transport.aborts == ["one"]
 
 
 async def test_a_closed_generation_cannot_be_entered_again():
-    board = Board()
-    generation = board.client.generate(HI, "r")
+    transport = FakeTransport()
+    generation = transport.client.generate(HI, "r")
     await generation.aclose()
     with pytest.raises(RequestFailed, match="closed"):
         async with generation:

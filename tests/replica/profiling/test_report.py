@@ -208,7 +208,7 @@ def test_the_page_is_self_contained_and_escapes_event_texts(source, capsys):
     assert "&lt;decode&gt;" in page
     assert "<decode>" not in page
     assert "http" not in page.replace("http-equiv", "")
-    assert page.count('class="lane"') == 2
+    assert page.count('class="stage-row"') == 2
 
 
 def test_a_missing_source_is_reported_and_still_a_report(tmp_path, capsys):

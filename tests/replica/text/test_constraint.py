@@ -152,9 +152,9 @@ def test_blanks_between_two_parts_are_bounded():
     ],
 )
 def test_what_cannot_be_enforced_is_refused_by_name(schema, words):
-    for refusing in (check_schema, ConstraintFactory(tiny().tokenizer).constraint):
+    for check in (check_schema, ConstraintFactory(tiny().tokenizer).constraint):
         with pytest.raises(ConstraintError) as refused:
-            refusing(json.dumps(schema))
+            check(json.dumps(schema))
         assert words in str(refused.value)
 
 

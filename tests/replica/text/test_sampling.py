@@ -156,8 +156,8 @@ def test_a_stages_own_sampling_wins_over_the_common_one():
 
 
 def test_a_stages_own_sampling_has_known_fields_only():
-    with pytest.raises(SamplingError, match=r"stage_sampling\.decode has no field 'warmth'"):
-        parse_sampling({"stage_sampling": {"decode": {"warmth": 1}}}, "decode")
+    with pytest.raises(SamplingError, match=r"stage_sampling\.decode has no field 'heat'"):
+        parse_sampling({"stage_sampling": {"decode": {"heat": 1}}}, "decode")
     with pytest.raises(SamplingError, match="must be an object"):
         parse_sampling({"stage_sampling": {"decode": [1]}}, "decode")
 

@@ -41,8 +41,8 @@ def two():
 def test_a_sum_is_the_same_at_every_rank(two):
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([0.5, 40.0])]
     sums = two.each(lambda rank: two.groups[rank].add_up(tensors[rank]))
-    for mine, total in zip(tensors, sums, strict=True):
-        assert total is mine
+    for given, total in zip(tensors, sums, strict=True):
+        assert total is given
         assert total.tolist() == [1.5, 42.0]
 
 

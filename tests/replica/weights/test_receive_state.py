@@ -95,10 +95,10 @@ class Naive(RuleBasedStateMachine):
         if group is None:
             return
         name = group.group_name
-        mine = self.joins_open.get(name) is group
+        is_current = self.joins_open.get(name) is group
         if how == "held":
             self.receive_state.not_replaced(group)
-            if mine:
+            if is_current:
                 del self.joins_open[name]
                 if self.groups.get(name) == "joining":
                     # Only an existing group can be in use.
@@ -107,8 +107,8 @@ class Naive(RuleBasedStateMachine):
             return
         assert (self.receive_state.joined if how == "joined" else self.receive_state.not_joined)(
             group
-        ) is mine
-        if not mine:
+        ) is is_current
+        if not is_current:
             return
         del self.joins_open[name]
         self.end(name)

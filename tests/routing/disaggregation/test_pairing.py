@@ -123,8 +123,8 @@ def test_without_an_untried_prefill_worker_the_decode_worker_does_all_if_it_may(
     p0 = fleet.workers[0]
     placement = Chooser(fleet).place(tried={p0})
     assert (placement.prefill, placement.reason) == (None, "fallback")
-    refusing = Chooser(fleet, pools_of(fallback="refuse"))
-    assert refusing.place(tried={p0}).prefill is p0
+    without_fallback = Chooser(fleet, pools_of(fallback="refuse"))
+    assert without_fallback.place(tried={p0}).prefill is p0
     sglang = pair_fleet(1, 1)
     assert Chooser(sglang).place(tried={sglang.workers[0]}).prefill is sglang.workers[0]
 

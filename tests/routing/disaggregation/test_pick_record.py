@@ -38,7 +38,7 @@ def test_of_a_large_fleet_there_are_a_few_rows_and_records_are_rarer():
     assert next_record(0.0, 50.0, fleet) == 50 - (BURST - 1) * (INTERVAL_SECS + 1)
 
 
-def test_facts_are_the_numbers_that_the_policy_tells_of_a_worker():
+def test_facts_are_the_numbers_that_the_policy_has_of_a_worker():
     fleet = fleet_of(entry("a"), entry("b"))
     record = recorded(fleet, policy="cache_aware")
     assert [each.facts for each in record.candidates] == [{"matched_bytes": 0}] * 2

@@ -11,7 +11,7 @@ from tests.weight_sync.store.drafts import delete_store, store_version
 
 
 class Kept:
-    """A shelf whose settings a test may change."""
+    """A version store whose settings a test may change."""
 
     def __init__(self, folder):
         self.settings = WeightSyncConfig(mode="receive", store_dir=str(folder / "one"))

@@ -68,11 +68,11 @@ def is_one_head(raw):
     return raw.index(b"\r\n\r\n") == len(raw) - 4
 
 
-def by_judge(stamps):
+def by_judge(forwarded_headers):
     def read(raw):
         found = parse_request_head(raw)
-        if stamps is not None:
-            stamps.prepare(found, secure=False)
+        if forwarded_headers is not None:
+            forwarded_headers.prepare(found, secure=False)
         return found
 
     return read
@@ -104,13 +104,13 @@ def courses(draw):
 
 @settings(max_examples=examples(500))
 @given(courses(), FORWARDED)
-def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
-    templates = RequestHeadCache(stamps)
+def test_remembered_heads_read_as_the_judge_reads_them(heads, forwarded_headers):
+    templates = RequestHeadCache(forwarded_headers)
     hits = 0
     for head in [*heads, *heads, *heads]:
         last = templates._last
         hits += last is not None and last.read(head, None) is not None
-        assert verdict(templates.parse, head) == verdict(by_judge(stamps), head)
+        assert verdict(templates.parse, head) == verdict(by_judge(forwarded_headers), head)
     event(f"{min(hits, 8)} hits without a length")
 
 
@@ -120,15 +120,15 @@ def test_remembered_heads_read_as_the_judge_reads_them(heads, stamps):
     st.lists(ANY_VALUES, min_size=3, max_size=8),
     FORWARDED,
 )
-def test_any_names_and_values_read_as_the_judge_reads_them(fields, rounds, stamps):
-    templates = RequestHeadCache(stamps)
+def test_any_names_and_values_read_as_the_judge_reads_them(fields, rounds, forwarded_headers):
+    templates = RequestHeadCache(forwarded_headers)
     for values in [["a", "b", "c", "d", "e"], ["f", "g", "h", "i", "j"], *rounds, *rounds]:
         reported = [
             (name, colon, value) for (name, colon, _), value in zip(fields, values, strict=False)
         ]
         head = request([("Content-Length", ": ", "7"), *reported, ("X-Request-Id", ": ", "me")])
         if is_one_head(head):
-            assert verdict(templates.parse, head) == verdict(by_judge(stamps), head)
+            assert verdict(templates.parse, head) == verdict(by_judge(forwarded_headers), head)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -213,14 +213,14 @@ def test_a_head_is_learned_when_it_is_repeated(monkeypatch):
 
 def test_other_heads_do_not_evict_a_used_entry(monkeypatch):
     templates = RequestHeadCache()
-    mine = request([("Content-Length", ": ", "5")])
-    judged(monkeypatch, templates, [mine, mine])
+    given_head = request([("Content-Length", ": ", "5")])
+    judged(monkeypatch, templates, [given_head, given_head])
     for n in range(2 * TEMPLATES):
         other = request([], f"GET /{n} HTTP/1.1")
         templates.parse(other)
         templates.parse(other)
         if n % 100 == 0:
-            assert judged(monkeypatch, templates, [mine]) == [0]
+            assert judged(monkeypatch, templates, [given_head]) == [0]
     assert len(templates._known) == TEMPLATES
 
 
@@ -269,12 +269,12 @@ def test_repeated_fields_keep_their_order():
 
 
 def test_two_fields_that_happen_to_be_equal_do_not_deceive():
-    stamps = ForwardedHeaders("off", b"traceparent")
-    templates = RequestHeadCache(stamps)
+    forwarded_headers = ForwardedHeaders("off", b"traceparent")
+    templates = RequestHeadCache(forwarded_headers)
     for one, other in [("1", "1"), ("1", "1"), ("1", "1"), ("2", "3"), ("4", "5"), ("6", "6")]:
         head = request([("X-Request-ID", ": ", one), ("traceparent", ": ", other)])
         assert templates.parse(head).request_id == other.encode()
-        assert verdict(templates.parse, head) == verdict(by_judge(stamps), head)
+        assert verdict(templates.parse, head) == verdict(by_judge(forwarded_headers), head)
 
 
 def test_a_field_that_the_client_nominates_ends_here_whatever_its_value():

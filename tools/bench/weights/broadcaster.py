@@ -55,8 +55,8 @@ def _orders() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _say(**told: object) -> None:
-    print(json.dumps(told), flush=True)
+def _say(**reported: object) -> None:
+    print(json.dumps(reported), flush=True)
 
 
 if __name__ == "__main__":

@@ -79,8 +79,8 @@ class Relayed:
         with suppress(WeightsError):  # by its last name: it was sealed meanwhile
             while done < len(coming.plans) and coming.pending.fault() is None:
                 done = coming.pending.wait_past(done, LOOK_SECS).buckets_done
-                told = {"model_path": coming.region.path, "nbytes": coming.final_bytes(done)}
-                self._folder.prefetch(told, self._target)
+                reported = {"model_path": coming.region.path, "nbytes": coming.final_bytes(done)}
+                self._folder.prefetch(reported, self._target)
 
     def _require_whole(self) -> None:
         for number, (name, tensor) in enumerate(self._target):

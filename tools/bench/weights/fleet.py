@@ -24,7 +24,7 @@ from tools.bench.processes import running
 from tools.bench.weights.loop_delay import lateness_of
 from tools.bench.weights.memory import tree, watched
 from tools.training.endpoint import Endpoint
-from tools.training.sync import Sync, Wishes
+from tools.training.sync import Sync, SyncOptions
 
 MODEL = "smollm2-135m"
 READY_SECS = 90.0
@@ -131,7 +131,7 @@ def _peak(mode: str, at: Fleet, tensors: Mapping[str, Any]) -> Figure:
 def _sync(at: Fleet, tensors: Mapping[str, Any], label: str, plain: float) -> list[Figure]:
     endpoint = Endpoint(at.proxy, CALL_SECS)
     try:
-        done = Sync(endpoint, tensors, label, Wishes(bucket_bytes=BUCKET_BYTES)).run()
+        done = Sync(endpoint, tensors, label, SyncOptions(bucket_bytes=BUCKET_BYTES)).run()
         if not done.ok:
             raise FleetError(done.why)
         _until_answered(at.proxy, label)
@@ -151,10 +151,10 @@ def _late_joiner(at: Fleet, plain: float) -> list[Figure]:
         held = client.get(f"{at.proxy}/weights/versions").json()["versions"][0]
         body = {"model_path": held["path"], "weight_version": held["version"]}
         started = time.monotonic()
-        told = client.post(f"{at.replica}/update_weights_from_disk", json=body).json()
+        reported = client.post(f"{at.replica}/update_weights_from_disk", json=body).json()
         loaded = time.monotonic() - started
-        if not told.get("success"):
-            raise FleetError(f"update_weights_from_disk: {told.get('message')}")
+        if not reported.get("success"):
+            raise FleetError(f"update_weights_from_disk: {reported.get('message')}")
         started = time.monotonic()
         client.post(f"{at.replica}/weights_checker", json={"action": "checksum"})
         digested = time.monotonic() - started
@@ -186,8 +186,8 @@ def _until_routable(at: Fleet, proxy: subprocess.Popen[str]) -> None:
             if proxy.poll() is not None:
                 raise FleetError("the proxy has ended")
             try:
-                told = client.get(f"{at.proxy}/workers").json()
-                if told["routable_workers"] == 1 and told["workers"][0]["weight_version"]:
+                reported = client.get(f"{at.proxy}/workers").json()
+                if reported["routable_workers"] == 1 and reported["workers"][0]["weight_version"]:
                     return
             except httpx.TransportError:
                 pass  # it does not listen yet

@@ -46,8 +46,8 @@ class Sender:
         line = self._answers.readline()
         if not line:
             raise WeightsBenchError("the process that broadcasts has ended")
-        told: dict[str, Any] = json.loads(line)
-        return told
+        reported: dict[str, Any] = json.loads(line)
+        return reported
 
     def opened(self, group: str, join: Callable[[int], None]) -> None:
         """A group of two; `join` gets the port and returns when it is in."""

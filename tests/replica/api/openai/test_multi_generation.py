@@ -80,6 +80,6 @@ async def test_completions_answer_each_prompt_n_times(tiny):
 
 
 async def test_leaving_aborts_every_choice(tiny):
-    one = await tiny.chat(n=3, max_tokens=2, stage_sampling={"decode": {"warmth": 1}})
+    one = await tiny.chat(n=3, max_tokens=2, stage_sampling={"decode": {"heat": 1}})
     assert one.status_code == 400
     await until(lambda: tiny.client.health()["total_requests"] == 0)

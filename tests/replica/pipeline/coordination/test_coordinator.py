@@ -52,7 +52,7 @@ OPERATIONS = st.lists(
 TEXT = OmniRequest("hi", {}, {"output_modalities": ["text"]})
 
 
-class Board:
+class FakeTransport:
     """Records the messages to each stage."""
 
     def __init__(self):
@@ -74,8 +74,8 @@ def config(**keys):
     )
 
 
-def coordinator(board=None, **keys):
-    return Coordinator(compile_plan(config(**keys)), board or Board())
+def coordinator(transport=None, **keys):
+    return Coordinator(compile_plan(config(**keys)), transport or FakeTransport())
 
 
 class Naive:
@@ -135,15 +135,15 @@ async def play(operations):
     world = World()
     for operation, *words in operations:
         getattr(world, operation)(*words)
-        compare(world.hub, world.naive, world.deliveries, world.board)
+        compare(world.hub, world.naive, world.deliveries, world.transport)
 
 
 class World:
     """Applies each step to the coordinator and to the model."""
 
     def __init__(self):
-        self.board, self.naive = Board(), Naive(bound=2)
-        self.hub = coordinator(self.board, max_in_flight=2)
+        self.transport, self.naive = FakeTransport(), Naive(bound=2)
+        self.hub = coordinator(self.transport, max_in_flight=2)
         for name in STAGES:
             self.hub.receive(StageReady(name, {}))
         self.deliveries = {}
@@ -188,7 +188,7 @@ class World:
         self.naive.down.discard(name)
 
 
-def compare(hub, naive, deliveries, board):
+def compare(hub, naive, deliveries, transport):
     reported = hub.health()
     states = [state for state, _ in naive.requests.values()]
     assert reported["request_states"] == {state: states.count(state) for state in set(states)}
@@ -197,7 +197,7 @@ def compare(hub, naive, deliveries, board):
     assert reported["status"] == ("unhealthy" if naive.down else "healthy")
     assert reported["stream_delivery"]["open_stream_count"] == len(states)
     # Every early end is sent to every stage once.
-    assert len(board.kinds(Abort)) == naive.early_ends * len(STAGES)
+    assert len(transport.kinds(Abort)) == naive.early_ends * len(STAGES)
     for request_id, (state, _) in naive.requests.items():
         end = deliveries[request_id].end
         kinds = {"completed": DeliveryEnd, "failed": RequestFailed, "aborted": RequestFailed}
@@ -207,7 +207,7 @@ def compare(hub, naive, deliveries, board):
 async def test_an_abort_reaches_the_stages_before_the_reader():
     order = []
 
-    class Ordered(Board):
+    class Ordered(FakeTransport):
         def send(self, stage_name, message):
             if isinstance(message, Abort):
                 order.append(delivery.end)
@@ -258,11 +258,11 @@ async def test_an_id_is_in_use_until_its_reader_has_left():
     ],
 )
 async def test_one_fault_ends_the_request_everywhere(message, status, text):
-    board = Board()
-    hub = coordinator(board)
+    transport = FakeTransport()
+    hub = coordinator(transport)
     delivery = hub.open("r", REQUEST)
     hub.receive(message)
-    assert board.kinds(Abort) == list(STAGES)
+    assert transport.kinds(Abort) == list(STAGES)
     with pytest.raises(RequestFailed, match=text) as ended:
         await delivery.take()
     assert ended.value.status == status
@@ -328,7 +328,7 @@ async def test_a_route_that_breaks_ends_its_request_alone():
     plan = compile_plan(
         pipeline(stage("a", next=("b",), route=f"{HERE}:crashing"), stage("b", terminal=True))
     )
-    hub = Coordinator(plan, Board())
+    hub = Coordinator(plan, FakeTransport())
     delivery, other = hub.open("r", REQUEST), hub.open("s", REQUEST)
     hub.receive(Result("r", "a", {}))
     with pytest.raises(RequestFailed, match="KeyError: 'route'") as ended:
@@ -338,7 +338,7 @@ async def test_a_route_that_breaks_ends_its_request_alone():
 
 
 async def test_a_message_that_cannot_be_sent_ends_its_request_alone():
-    class Closed(Board):
+    class Closed(FakeTransport):
         def send(self, stage_name, message):
             if isinstance(message, Submit):
                 raise StageUnavailable(f"stage {stage_name} is far away")
@@ -357,16 +357,16 @@ async def test_gauges_are_the_latest_of_each_stage_and_end_with_it():
 
 
 async def test_profiling_is_requested_from_every_stage_with_the_run_id(tmp_path):
-    board = Board()
-    hub = coordinator(board)
+    transport = FakeTransport()
+    hub = coordinator(transport)
     hub.profiler_start(ProfilerStart("run", "", str(tmp_path), False))
     hub.open("r", REQUEST)
-    assert board.kinds(ProfilerStart) == list(STAGES)
+    assert transport.kinds(ProfilerStart) == list(STAGES)
     assert hub.profiler_stop("another") == "another"
     assert hub.profiling_run_id == "run"
     assert hub.profiler_stop() == "run"
     assert hub.profiler_stop() is None
-    assert len(board.kinds(ProfilerStop)) == 3 * len(STAGES)
+    assert len(transport.kinds(ProfilerStop)) == 3 * len(STAGES)
     (file,) = tmp_path.iterdir()
     assert "request_admission" in file.read_text()
 
@@ -377,21 +377,21 @@ def everyone(request_id):
 
 def made(request=TEXT):
     """A coordinator whose stage d ends requests early, with one request at stage a."""
-    board = Board()
-    coordinator = Coordinator(compile_plan(config()), board)
+    transport = FakeTransport()
+    coordinator = Coordinator(compile_plan(config()), transport)
     coordinator.receive(StageReady("d", {"ends_early": True}))
-    return coordinator, board, coordinator.open("r", request)
+    return coordinator, transport, coordinator.open("r", request)
 
 
-def end_early_messages(board):
-    return [(name, message) for name, message in board.sent if isinstance(message, EndEarly)]
+def end_early_messages(transport):
+    return [(name, message) for name, message in transport.sent if isinstance(message, EndEarly)]
 
 
 async def test_the_stage_that_generates_is_reported_and_its_result_ends_the_request():
-    coordinator, board, delivery = made()
+    coordinator, transport, delivery = made()
     coordinator.receive(Result("r", "a", {}))
     assert coordinator.end_early(everyone) == ["r"]
-    assert end_early_messages(board) == [("d", EndEarly("r"))]
+    assert end_early_messages(transport) == [("d", EndEarly("r"))]
     assert coordinator.live_count == 1
     coordinator.receive(Result("r", "d", {"text": "x", "finish_reason": "abort"}))
     assert delivery.end.results["d"]["finish_reason"] == "abort"
@@ -399,37 +399,37 @@ async def test_the_stage_that_generates_is_reported_and_its_result_ends_the_requ
 
 
 async def test_a_request_before_that_stage_is_ended_as_soon_as_it_gets_there():
-    coordinator, board, _ = made()
+    coordinator, transport, _ = made()
     assert coordinator.end_early(everyone) == ["r"]
-    assert end_early_messages(board) == []
+    assert end_early_messages(transport) == []
     coordinator.receive(Result("r", "a", {}))
-    kinds = [type(message).__name__ for name, message in board.sent if name == "d"]
+    kinds = [type(message).__name__ for name, message in transport.sent if name == "d"]
     assert kinds == ["Submit", "EndEarly"]
 
 
 async def test_a_request_at_a_stage_that_cannot_is_aborted_everywhere():
-    coordinator, board, delivery = made(REQUEST)
+    coordinator, transport, delivery = made(REQUEST)
     coordinator.receive(Result("r", "a", {}))  # d, and s that d streams into
     assert coordinator.end_early(everyone) == ["r"]
-    assert end_early_messages(board) == []
-    assert set(board.kinds(Abort)) == {"a", "d", "s"}
+    assert end_early_messages(transport) == []
+    assert set(transport.kinds(Abort)) == {"a", "d", "s"}
     assert isinstance(delivery.end, RequestAborted)
 
 
 async def test_only_those_that_are_wanted_are_ended():
-    coordinator, board, _ = made()
+    coordinator, transport, _ = made()
     coordinator.open("other", TEXT)
     assert coordinator.end_early(lambda request_id: request_id == "other") == ["other"]
     assert coordinator.end_early(lambda request_id: request_id == "x") == []
     coordinator.receive(Result("r", "a", {}))
     coordinator.receive(Result("other", "a", {}))
-    assert end_early_messages(board) == [("d", EndEarly("other"))]
+    assert end_early_messages(transport) == [("d", EndEarly("other"))]
 
 
 async def test_a_stage_that_has_ended_fails_the_request_all_the_same():
-    coordinator, board, delivery = made()
+    coordinator, transport, delivery = made()
     coordinator.end_early(everyone)
     coordinator.receive(StageEnded("d", "it crashed"))
     coordinator.receive(Result("r", "a", {}))
     assert delivery.end.status == 503
-    assert end_early_messages(board) == []
+    assert end_early_messages(transport) == []
