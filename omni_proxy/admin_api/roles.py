@@ -61,7 +61,7 @@ ROLE_TABLE: Final = (
         "/load_lora_adapter", "/unload_lora_adapter", "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter", "/weights/resolve", "/weight_update_journal/resolve",
         "/weights/rollback", "/weights/rollout", "/weights/rollout/pause",
-        "/weights/rollout/resume", "/weights/rollout/cancel",
+        "/weights/rollout/resume", "/weights/rollout/cancel", "/weights/sync/abort",
     )),
     RoleRow(("weights",), ANY_METHOD, (
         "/release_memory_occupation", "/resume_memory_occupation", "/update_weights_from_ipc",

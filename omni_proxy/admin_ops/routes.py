@@ -156,9 +156,10 @@ RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
 ROLLBACK: Final = AdminRoute("/weights/rollback", Kind.UPDATE, whole=True)
 ROLLOUT: Final = AdminRoute("/weights/rollout", Kind.UPDATE, whole=True)
 STEER_ROLLOUT: Final = tuple(f"{ROLLOUT.path}/{step}" for step in ("pause", "resume", "cancel"))
+ABORT_SYNC: Final = "/weights/sync/abort"
 ABORTS: Final = ("/abort_request", "/abort_requests")  # of SGLang and vLLM: see `admin_ops.abort`
 TOPPED: Final = frozenset(
-    (*BY_PATH, *RESOLVES, ROLLBACK.path, ROLLOUT.path, *STEER_ROLLOUT, *ABORTS)
+    (*BY_PATH, *RESOLVES, ROLLBACK.path, ROLLOUT.path, *STEER_ROLLOUT, ABORT_SYNC, *ABORTS)
 )
 CONTINUE: Final = BY_PATH["/continue_generation"]
 # All other routes of the admin API: a path, or a prefix.

@@ -16,6 +16,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from omni_proxy.admin_ops.results import WorkerResult
+from omni_proxy.admin_ops.routes import ABORT_SYNC
 from omni_proxy.cli.client.admin_client import (
     NOT_REACHABLE,
     AdminClient,
@@ -80,6 +81,7 @@ COMMANDS: Final = {
     "continue": "let every worker generate again",
     "checksum": "compare the weights of all workers; they stop while they compute",
     "resolve": "return uncertain workers to rotation, after you verified their weights",
+    "abort": "end the group of a trainer, and what runs in it",
     "versions": "stored versions, the newest first",
     "rollback": "deliver a stored version to all workers",
     "rollout": "give workers new weights, a few at a time, while the others serve",
@@ -156,6 +158,7 @@ def _ask(proxy: AdminClient, arguments: argparse.Namespace) -> AdminReply:
         "continue": ("/continue_generation", {}),
         "checksum": ("/weights_checker", {"action": "checksum"}),
         "resolve": ("/weights/resolve", {"acknowledge": True}),
+        "abort": (ABORT_SYNC, {}),
         "rollback": (ROLLBACK, {}),
     }[arguments.command]
     if arguments.command == "rollback":
@@ -250,10 +253,10 @@ def _status(body: JsonObject) -> list[str]:
 
 
 def _running(operation: Mapping[str, Any]) -> str:
-    format_age = f"{operation['age_secs']:.0f} s"
-    return (
-        f"{operation['path']} for {format_age}, {operation['step']}, {describe_replies(operation)}"
-    )
+    lasts = f"{operation['age_secs']:.0f} s"
+    by = f" by {printable(operation['caller'])}" if operation.get("caller") else ""
+    path, step = operation["path"], operation["step"]
+    return f"{path} for {lasts}{by}, {step}, {describe_replies(operation)}"
 
 
 def describe_replies(operation: Mapping[str, Any]) -> str:
@@ -294,6 +297,12 @@ def _checksums(body: JsonObject) -> list[str]:
     return [summary, *render_table(("WORKER", "STANDING", "CHECKSUM"), rows)]
 
 
+def _aborted(body: JsonObject) -> list[str]:
+    lines = [printable(body["message"])]
+    lines += [f"uncertain: {url}: {reason}" for url, reason in body["uncertain"].items()]
+    return lines if body["ended"] else [*lines, "members have not answered yet"]
+
+
 def _resolved(body: JsonObject) -> list[str]:
     back = body.get("resolved_worker_ids", [])
     lines = [f"back: {', '.join(back) or 'no worker was uncertain'}"]
@@ -328,6 +337,7 @@ SHOWN: Final = {
     "continue": _broadcast,
     "checksum": _checksums,
     "resolve": _resolved,
+    "abort": _aborted,
     "versions": _versions,
     "rollback": _rolled_back,
 }

@@ -82,6 +82,27 @@ class EngineStallDetector:
         return ended + self._meters.count_gaps(worker)
 
 
+class HoldTimes:
+    """Since when the proxy holds a worker out of rotation, by reason: `tick` gets the Unix time,
+    once a second. Bounded by the fleet; a hold of before the start is one of its first second."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._since: dict[Worker, dict[str, float]] = {}
+
+    def tick(self, at: float) -> None:
+        before, self._since = self._since, {}
+        for worker in self._fleet.workers:
+            if worker.cordon_reasons:
+                known = before.get(worker, {})
+                self._since[worker] = {name: known.get(name, at) for name in worker.cordon_reasons}
+
+    def of(self, worker: Worker) -> dict[str, float]:
+        """Unix times; a hold of the last second may be missing."""
+        since = self._since.get(worker, {})
+        return {name: since[name] for name in sorted(worker.cordon_reasons & since.keys())}
+
+
 def _busy(worker: Worker) -> bool:
     in_flight = worker.in_flight - worker.in_flight_elsewhere
     if not in_flight:
@@ -101,6 +122,7 @@ class Instruments:
         self.recent = RecentWindow()
         self.metrics = Metrics(fleet, self.recent)
         self.stall_detector = EngineStallDetector(fleet, self.metrics, self.recent)
+        self.holds = HoldTimes(fleet)
         self.history_sampler = HistorySampler(fleet, self.metrics, self.recent)
         self.history = self.history_sampler.history
         self.ticker = Ticker(self._on_second, self.history_sampler.step)
@@ -113,6 +135,7 @@ class Instruments:
         second = self.recent.tick(at, in_flight, waiting)
         self.history_sampler.end_second(at, second, in_flight, waiting)
         self.stall_detector.tick(at)
+        self.holds.tick(at)
 
 
 STEP_SECS: Final = 0.05  # a shorter stall is not seen

@@ -280,3 +280,12 @@ def test_progress_is_printed_during_the_operation(kept, capsys, monkeypatch):
         "waiting for /update_weights_from_disk: calling, 1 of 2 answered",
         "calling, 1 of 2 answered",
     ]
+
+
+def test_abort_ends_the_group_of_a_trainer(proxy, capsys):
+    body = {"status": "ok", "success": True, "message": "aborted: group 'g'", "ended": True,
+            "uncertain": {A: "it may hold a part"}}  # fmt: skip
+    proxy.says["/weights/sync/abort"] = (200, body)
+    assert main(["weights", "abort", "--url", proxy.url]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["aborted: group 'g'", f"uncertain: {A}: it may hold a part"]

@@ -302,3 +302,32 @@ async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_pat
         await page.click("#by-model")
         await push_words(page, "Show all 200")
         assert len(await page.tell(ROWS)) == 200
+
+
+SYNCING = """(() => {
+    stop();
+    const owner = {group_name: "g", master: "10.0.0.9:29500", caller: "trainer-7 from 10.0.0.9", age_secs: 130};
+    last.weights = {...last.weights, sync: {owner, state: "armed", step_secs: 4, members: [], buckets: 1}};
+    const held = {held_by: ["updating"], held_since: {updating: last.at}, routable: false};
+    Object.assign(last.fleet[0], held);
+    opened.add(last.fleet[0].id);
+    paint();
+})()"""
+
+
+async def test_a_sync_says_who_began_it_and_since_when_and_has_a_button_that_ends_it(
+    page, tmp_path
+):
+    async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, row(fleet[0]), "takes requests")
+        await page.tell(SYNCING)
+        who = "by trainer-7 from 10.0.0.9"
+        await shows(
+            page, "#alerts", "A trainer has a group: g at 10.0.0.9:29500", f"{who} for 2 min"
+        )
+        await shows(page, ".detail", "updating since", who)
+        await push_words(page, "Abort")
+        await shows(page, "#confirm", "Abort the sync of g?", who, "may hold a part of the round")
+        await page.click("#confirm-yes")
+        # It is not there at the proxy.
+        await shows(page, "#told", "failed: no trainer has a group with this proxy")

@@ -13,6 +13,7 @@ from omni_proxy.telemetry.instruments import (
     STEPS,
     UNKNOWN_SECS,
     EngineStallDetector,
+    HoldTimes,
     Ticker,
 )
 from tests.fleet.entries import NOW, entry, fleet_of
@@ -160,3 +161,21 @@ def test_a_removed_worker_is_forgotten(fleet, meters, stall_detector):
     passed(stall_detector, PARTS, 2 * PARTS)
     assert all(stall_detector.silent_secs(worker, 1000.0) is None for worker in gone)
     assert stall_detector.silent_secs(fleet.workers[0], 1000.0) is not None
+
+
+def test_a_hold_is_known_since_it_was_first_seen_and_forgotten_when_it_ends():
+    fleet = fleet_of(entry("a"), entry("b"))
+    holds, worker = HoldTimes(fleet), fleet.workers[0]
+    fleet.cordon(worker, "updating")
+    holds.tick(10)
+    fleet.cordon(worker, "uncertain")
+    assert holds.of(worker) == {"updating": 10}
+    holds.tick(11)
+    assert holds.of(worker) == {"uncertain": 11, "updating": 10}
+    fleet.uncordon(worker, "updating")
+    assert holds.of(worker) == {"uncertain": 11}
+    fleet.uncordon(worker, "uncertain")
+    holds.tick(12)
+    fleet.cordon(worker, "uncertain")
+    holds.tick(13)
+    assert (holds.of(worker), holds.of(fleet.workers[1])) == ({"uncertain": 13}, {})

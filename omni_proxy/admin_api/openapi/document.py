@@ -19,6 +19,7 @@ from omni_proxy.admin_api.access import needs_key
 from omni_proxy.admin_api.openapi.schemas import ANY, FLAG, SCHEMAS, TEXT, Schema, ref
 from omni_proxy.admin_api.roles import roles_for
 from omni_proxy.admin_ops.routes import (
+    ABORT_SYNC,
     ABORTS,
     FROM_DISTRIBUTED,
     FROM_TENSOR,
@@ -236,6 +237,8 @@ def _weights() -> Iterator[RouteDoc]:
     summary = "deliver a stored version to all workers"
     yield RouteDoc("post", ROLLBACK.path, summary, answers, (), "Fields")
     yield from _rollouts()
+    summary = "end the group of a trainer, and what runs in it"
+    yield RouteDoc("post", ABORT_SYNC, summary, dict.fromkeys((200, 409), "Outcome"))
     for path in RESOLVES:
         answers = dict.fromkeys((200, 400, 422, 502, 503), "Outcome")
         yield RouteDoc(

@@ -23,7 +23,7 @@ from omni_proxy.admin_api.routes.dashboard_routes import RETRY, Body, Places
 from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_ops.routes import RESOLVES, ROLLBACK, ROLLOUT
+from omni_proxy.admin_ops.routes import ABORT_SYNC, RESOLVES, ROLLBACK, ROLLOUT
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
@@ -40,9 +40,13 @@ class WeightOperationRoutes:
         for path in RESOLVES:
             name = path[1:].replace("/", "_")
             app.add_url_rule(path, name, self.resolve, methods=["POST"])
+        app.add_url_rule(ABORT_SYNC, "abort_sync", self.abort_sync, methods=["POST"])
 
     async def show(self) -> Response:
         return json_response(self._services.weight_operations.status())
+
+    async def abort_sync(self) -> Response:
+        return shown(await self._services.weight_operations.sync.abort(caller()))
 
     async def resolve(self) -> Response:
         body = await json_object()

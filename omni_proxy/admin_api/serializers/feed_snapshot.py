@@ -122,6 +122,8 @@ class Snapshots:
     def _row(self, worker: Worker, now: float, reason_of: Why) -> dict[str, object]:
         machine, instruments = worker.health, self._services.instruments
         state_since = _state_since(worker, self._services.drains)
+        if state_since is None and (holds := instruments.holds.of(worker)):
+            state_since = _iso(min(holds.values()))
         counted = self._services.config_store.config.server.metrics
         return {
             "id": worker.id,
@@ -136,6 +138,7 @@ class Snapshots:
             "half_open": machine.is_half_open,
             "trial": machine.is_half_open,  # the old name of half_open, for one release
             "held_by": sorted(worker.cordon_reasons),
+            "held_since": {name: _iso(at) for name, at in instruments.holds.of(worker).items()},
             "why": reason_of(worker),
             "overloaded": self._services.fleet.loads.reason(worker) or None,
             "since": machine.since.isoformat(),

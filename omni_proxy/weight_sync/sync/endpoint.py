@@ -46,7 +46,7 @@ from omni_proxy.weight_sync.protocol.requests import (
 from omni_proxy.weight_sync.protocol.sync import GroupOwner, InvalidTransition, SyncState
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.sync.commit import RoundCommit, RoundDelivery
-from omni_proxy.weight_sync.sync.lifecycle import SyncLifecycle
+from omni_proxy.weight_sync.sync.lifecycle import DESTROY_TIMEOUT_SECS, SyncLifecycle
 from omni_proxy.weight_sync.sync.member import WorkerMember
 from omni_proxy.weight_sync.sync.transfer_steps import TransferSteps
 from omni_proxy.weight_sync.worker_calls import AdminCall
@@ -105,6 +105,26 @@ class SyncEndpoint:
             return False
         closes = route.path == END and self.lifecycle.sync.has_unpublished
         return route.path in ROUTES or closes
+
+    async def abort(self, caller: str) -> AdminResponse:
+        """End the group of the trainer, whatever runs in it: nothing of it is published, and who
+        may hold a part is uncertain. Waits for that. Raises HttpError 409 where there is none."""
+        lifecycle = self.lifecycle
+        if not self._is_active:
+            message = "no trainer has a group with this proxy"
+            raise HttpError(409, message, "no_sync", detail=message)
+        described = lifecycle.describe()
+        lifecycle.interrupt(f"{caller or 'an operator'} aborted it", "aborted")
+        with trio.move_on_after(DESTROY_TIMEOUT_SECS):
+            await lifecycle.wait_idle()
+        body = {
+            "status": "ok",
+            "success": True,
+            "message": f"aborted: {described}",
+            "ended": not self._is_active,
+            "uncertain": dict(self._journal.uncertain),
+        }
+        return AdminResponse(200, body)
 
     def stored_response(self, call: AdminCall) -> AdminResponse | None:
         """The response to the same call before, if no caller waited for it, or to a complete."""

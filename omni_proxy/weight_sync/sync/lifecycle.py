@@ -170,6 +170,7 @@ STATUS: Final = {
     "stall": 400,
     "member_failed": 400,
     "destroyed": 409,
+    "aborted": 409,
     "forced": 409,
     "resumed": 409,
 }

@@ -16,7 +16,7 @@ POST /workers  PUT /workers/<path:name>  PATCH /workers/<path:name>  DELETE /wor
 POST /workers/<path:name>/drain  POST /add_worker  POST /remove_worker  POST /reload  POST /explain
 GET /flush_cache  POST /flush_cache  POST /weights/resolve  POST /weight_update_journal/resolve
 POST /weights/rollback  POST /weights/rollout  POST /weights/rollout/pause
-POST /weights/rollout/resume  POST /weights/rollout/cancel  POST /model_info  GET /weights_checker  POST /weights_checker
+POST /weights/rollout/resume  POST /weights/rollout/cancel  POST /weights/sync/abort  POST /model_info  GET /weights_checker  POST /weights_checker
 GET /get_weights_by_name  POST /get_weights_by_name  POST /start_profile  POST /stop_profile
 POST /continue_generation
 POST /pause_generation  POST /init_weights_update_group  POST /prepare_weights_update

@@ -95,6 +95,37 @@ async def test_a_destroy_succeeds_if_members_had_left_by_themselves(trainer, eng
     assert "left it by themselves" in response.body["message"]
 
 
+async def test_an_operator_ends_a_sync_whose_members_do_not_answer(trainer, engines):
+    await trainer.arm()
+    engines.close_gate(COMPLETE)
+    responses = []
+    async with trio.open_nursery() as nursery:
+
+        async def complete():
+            responses.append(await trainer.ask(COMPLETE, weight_version="v2"))
+
+        nursery.start_soon(complete)
+        await engines.arrived[A, COMPLETE].wait()
+        aborted = await trainer.api.operations.sync.abort("ops from 10.0.0.9")
+        engines.open_gate(COMPLETE)
+    assert (aborted.status, aborted.body["ended"]) == (200, True)
+    assert "'g'" in aborted.body["message"]
+    assert uncertain_workers(trainer.api) == sorted(aborted.body["uncertain"]) == [A, B]
+    assert responses[0].status == 409
+    assert "ops from 10.0.0.9 aborted it" in responses[0].body["message"]
+    assert trainer.api.operations.sync.lifecycle.meters.aborts == {"aborted": 1}
+
+
+async def test_a_group_without_a_round_is_aborted_and_its_workers_keep_their_weights(trainer):
+    await trainer.join()
+    response = await trainer.api.client().post("/weights/sync/abort")
+    body = await response.get_json()
+    assert (response.status_code, body["ended"], body["uncertain"]) == (200, True, {})
+    assert trainer.state == "idle"
+    again = await trainer.api.client().post("/weights/sync/abort")
+    assert (again.status_code, (await again.get_json())["error"]["code"]) == (409, "no_sync")
+
+
 async def test_bytes_are_counted_for_each_member_that_took_them(trainer):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)

@@ -149,6 +149,13 @@ async function resolveAll() {
   if (!await sure("Have you verified the weights?", `${urls} may have weights of an update that failed. Resolving returns them to rotation as they are.`, "I have, resolve")) return;
   await change("Resolving", "the uncertain workers return to rotation", "POST", "weights/resolve", JSON.stringify({ acknowledge: true }), JSON_BODY);
 }
+async function abortSync() {
+  const sync = last.weights?.sync;
+  if (!sync?.owner) return;
+  const open = sync.state !== "grouped" ? " Workers that may hold a part of the round are out of rotation until you have verified their weights." : "";
+  if (!await sure(`Abort the sync of ${sync.owner.group_name}?`, `${syncWords(sync)}. Its trainer is told so at its next call; the old version stays published.${open}`, "Abort it")) return;
+  await change("Aborting the sync", "the group has ended", "POST", "weights/sync/abort", "{}", JSON_BODY);
+}
 async function steerRollout(word) {
   if (word === "cancel" && !await sure("Cancel the rollout?", "Workers that were updated get their old weights back, where there are any.", "Cancel the rollout")) return;
   await change(`Rollout: ${word}`, `the rollout was asked to ${word}`, "POST", `weights/rollout/${word}`, "{}", JSON_BODY);

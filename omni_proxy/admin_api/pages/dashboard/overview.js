@@ -71,7 +71,8 @@ function paintAlerts(fleet, able, slow) {
   const waiting = last.admission?.waiting;
   if (waiting) add("warn", `${one(waiting, "request")} ${waiting === 1 ? "waits" : "wait"}`, able ? "for a turn" : "for a worker");
   if (rollingOut()) add("blue", `Rollout to ${rollingOut().weight_version}: ${rollingOut().state.replace("_", " ")}`, rolloutWords(rollingOut()), ...rolloutButtons());
-  else if (last.weights?.operation) add("blue", "A weight operation is under way", `${last.weights.operation.path}, ${last.weights.operation.step}`);
+  else if (last.weights?.operation) add("blue", "A weight operation is under way", operationWords(last.weights.operation));
+  if (last.weights?.sync?.owner) add("blue", "A trainer has a group", syncWords(last.weights.sync), ["Abort", "weights", abortSync]);
   if (!all.length) add("ok", "No problems", fleet.length === 1 ? "the worker takes requests" : `all ${fleet.length} workers take requests`);
   const order = ["bad", "warn", "blue", "ok"];
   all.sort(([a], [b]) => order.indexOf(a) - order.indexOf(b));

@@ -51,6 +51,10 @@ function nowRolling(rollout) {
     make("div", "tools", ...rolloutButtons().map(([word, role, act]) => allowed(word, role, act))));
 }
 const SYNC_STEPS = ["joining", "grouped", "arming", "armed", "committing", "verifying"];
+/* Who began what, and since when. */
+const begunWords = (each) => `${each.caller ? ` by ${each.caller}` : ""} for ${ago(each.age_secs)}`;
+const operationWords = (operation) => `${operation.path}${begunWords(operation)}, ${operation.step}`;
+const syncWords = (sync) => `${sync.owner.group_name} at ${sync.owner.master}${begunWords(sync.owner)}, ${sync.state}`;
 function nowSyncing(sync) {
   const at = SYNC_STEPS.indexOf(sync.state), owner = sync.owner;
   const asked = (sync.members ?? []).filter((each) => each.progress === "asked").map((each) => short(each.member));
@@ -58,13 +62,15 @@ function nowSyncing(sync) {
   return make("div", "box", make("b", "", `Sync of group ${owner.group_name}`), ` at ${owner.master}, begun ${ago(owner.age_secs)} ago: ${sync.state} for ${ago(sync.step_secs)}`,
     make("span", "quiet", owner.caller ? ` · ${owner.caller}` : ""), steps,
     make("div", "small", asked.length ? `waits for ${asked.join(", ")}` : `${one((sync.members ?? []).length, "member")}, ${one(sync.buckets ?? 0, "bucket")} announced`),
-    ...(sync.members ?? []).filter((each) => !["ok", "updating", "joining"].includes(each.standing)).map((each) => make("div", "bad", `${short(each.member)} is ${each.standing}`)));
+    ...(sync.members ?? []).filter((each) => !["ok", "updating", "joining"].includes(each.standing)).map((each) => make("div", "bad", `${short(each.member)} is ${each.standing}`)),
+    make("div", "tools", allowed("Abort", "weights", abortSync), make("span", "quiet small", "omni-proxy weights abort")));
 }
 function nowRunning(running) {
   const at = STEPS.indexOf(running.step);
   const answered = (running.workers ?? []).filter((each) => each.progress === "done" || each.progress === "failed").length;
   const steps = make("ol", "steps", ...STEPS.map((step, index) => make("li", index < at ? "done" : index === at ? "now" : "", step)));
   return make("div", "box", make("b", "", running.path), ` runs for ${ago(running.age_secs)}, ${answered} of ${one((running.workers ?? []).length, "worker")} answered`, make("span", "quiet", running.caller ? ` · ${running.caller}` : ""), steps,
+    last.weights.sync?.owner ? null : make("div", "quiet small", "It ends by itself: what workers load can't be called back."),
     ...(running.workers ?? []).filter((each) => each.reason).map((each) => make("div", "bad", `${short(each.worker)}: ${each.reason}`)));
 }
 function finished(each) {

@@ -266,13 +266,13 @@ function paintDetail(row, worker, slow) {
   permit(row.save, "operate");
   const minute = worker.minute ?? {}, load = worker.engine_load, who = byWhom(worker);
   const slowness = slow.has(worker.id) && whySlow(slow.get(worker.id));
-  const key = [worker.url, worker.state_since, who.replace(/for \S+ \S+/, ""), worker.in_flight, worker.routed, worker.failed, worker.rate, worker.elsewhere, minute, load?.waiting, worker.kv_mode, worker.ranks_in_flight, worker.last_error, slowness];
+  const key = [worker.url, worker.state_since, who.replace(/for \S+ \S+/, ""), worker.in_flight, worker.routed, worker.failed, worker.rate, worker.elsewhere, minute, load?.waiting, worker.kv_mode, worker.ranks_in_flight, worker.last_error, slowness, holdWords(worker)];
   fill(row.facts, key, () => [
     facts([
       ["URL", worker.url], ["Model", worker.model], ["Adapters", (worker.adapters ?? []).join(", ")], ["Origin", worker.origin],
       ["Leg", worker.role !== "regular" && `${worker.role}${legOf(worker)}`],
       ["Out since", worker.disabled && worker.disabled_by?.at && time(worker.disabled_by.at)], ["By", worker.disabled && worker.disabled_by?.by],
-      ["Why", (worker.why ?? "").replace(NOISE, "")], ["Held by", (worker.held_by ?? []).join(", ")], ["Last error", (worker.last_error ?? "").replace(NOISE, "")],
+      ["Why", (worker.why ?? "").replace(NOISE, "")], ["Held", holdWords(worker)], ["Last error", (worker.last_error ?? "").replace(NOISE, "")],
     ]),
     facts([
       ["Slow", slowness],
@@ -285,6 +285,12 @@ function paintDetail(row, worker, slow) {
       ["Sessions", worker.sessions], ["Requests since it was added", worker.routed && `${count(worker.routed)}, ${count(worker.failed)} failed`],
     ]),
   ]);
+}
+/* What the proxy holds it for, since when, and whose operation that is. */
+function holdWords(worker) {
+  const weights = last.weights ?? {}, short = (at) => at ? ` since ${moment(at)}` : "";
+  const who = { updating: weights.operation ?? weights.sync?.owner, rollout: rollingOut(), paused: worker.paused && { caller: worker.paused.by } };
+  return (worker.held_by ?? []).map((name) => `${name}${short(worker.held_since?.[name])}${who[name]?.caller ? ` by ${who[name].caller}` : ""}`).join(", ");
 }
 /* Where requests of this leg can go on. */
 function legOf(worker) {
