@@ -16,7 +16,7 @@ from omni_proxy.config.overlay import Discovered, FoundWorker
 from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.url import normalize_url
-from omni_proxy.discovery.members import Sighting, SourceMember, SourceMembers
+from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMembers
 
 EMPTY_ANSWERS: Final = 3
 LEAST_TTL_SECS: Final = 1.0  # a TTL of 0 must not become a busy loop
@@ -64,15 +64,15 @@ class DnsState:
     def answered(self, addresses: Iterable[DnsAddress], now: float) -> list[SourceMember]:
         """The members that are changed."""
         self.problems.clear()
-        sightings: dict[str, list[Sighting]] = {}
+        endpoints: dict[str, list[SourceEndpoint]] = {}
         for address in addresses:
             found = self._found(address)
             if found is not None:
-                sightings[found.entry.url] = [Sighting(found, ready=True)]
-        self._empty = 0 if sightings or self.problems else self._empty + 1
-        if not sightings and self._empty < EMPTY_ANSWERS:
+                endpoints[found.entry.url] = [SourceEndpoint(found, ready=True)]
+        self._empty = 0 if endpoints or self.problems else self._empty + 1
+        if not endpoints and self._empty < EMPTY_ANSWERS:
             return []
-        return self.members.replace(sightings, ABSENT, now)
+        return self.members.replace(endpoints, ABSENT, now)
 
     def delay_secs(self, ttl_secs: float) -> float:
         """Until the next question."""

@@ -14,7 +14,7 @@ from enum import Enum
 from omni_proxy.config.overlay import FoundWorker
 
 
-class Standing(Enum):
+class DiscoveryState(Enum):
     PENDING = "pending"  # not ready yet: no worker so far
     OPEN = "open"
     NOT_READY = "not_ready"  # it was ready; gets no new requests until it is again
@@ -22,7 +22,7 @@ class Standing(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class SourceEndpoint:
     """A worker as its source describes it now."""
 
     found: FoundWorker
@@ -32,9 +32,9 @@ class Sighting:
 @dataclass(slots=True, eq=False)
 class SourceMember:
     found: FoundWorker
-    standing: Standing
-    since: float  # of its standing
-    reason: str = ""  # of a standing that keeps requests away
+    state: DiscoveryState
+    since: float  # of its state
+    reason: str = ""  # of a state that keeps requests away
 
     @property
     def url(self) -> str:
@@ -46,7 +46,7 @@ class SourceMember:
 
 
 class SourceMembers:
-    """Each method is one change at time `now`, and returns the members whose standing or settings
+    """Each method is one change at time `now`, and returns the members whose state or settings
     it changed."""
 
     def __init__(self) -> None:
@@ -59,28 +59,28 @@ class SourceMembers:
         return self._by_uid.get(uid, {}).get(url)
 
     def put(
-        self, uid: str, sightings: Sequence[Sighting], reason: str, now: float
+        self, uid: str, endpoints: Sequence[SourceEndpoint], reason: str, now: float
     ) -> list[SourceMember]:
         """All that there is of `uid` now; `reason`: why the others of it leave."""
         known = self._by_uid.setdefault(uid, {})
         changed = [
             member
-            for sighting in sightings
-            if (member := self._put_one(known, sighting, reason, now)) is not None
+            for endpoint in endpoints
+            if (member := self._put_one(known, endpoint, reason, now)) is not None
         ]
-        changed += self._retire(known, {each.found.entry.url for each in sightings}, reason, now)
+        changed += self._retire(known, {each.found.entry.url for each in endpoints}, reason, now)
         if not known:
             del self._by_uid[uid]
         return changed
 
     def replace(
-        self, sightings: Mapping[str, Sequence[Sighting]], reason: str, now: float
+        self, endpoints: Mapping[str, Sequence[SourceEndpoint]], reason: str, now: float
     ) -> list[SourceMember]:
         """All that there is, by uid."""
         changed = []
-        for uid in [uid for uid in self._by_uid if uid not in sightings]:
+        for uid in [uid for uid in self._by_uid if uid not in endpoints]:
             changed += self.put(uid, (), reason, now)
-        for uid, seen in sightings.items():
+        for uid, seen in endpoints.items():
             changed += self.put(uid, seen, reason, now)
         return changed
 
@@ -93,31 +93,35 @@ class SourceMembers:
                 del self._by_uid[member.uid]
 
     def leaving(self) -> list[SourceMember]:
-        return [member for member in self if member.standing is Standing.LEAVING]
+        return [member for member in self if member.state is DiscoveryState.LEAVING]
 
     def _put_one(
-        self, known: dict[str, SourceMember], sighting: Sighting, reason: str, now: float
+        self, known: dict[str, SourceMember], endpoint: SourceEndpoint, reason: str, now: float
     ) -> SourceMember | None:
         """The member, if it is changed."""
-        found, url = sighting.found, sighting.found.entry.url
+        found, url = endpoint.found, endpoint.found.entry.url
         member = known.get(url)
         if member is None:
-            standing = Standing.OPEN if sighting.ready else Standing.PENDING
-            member = known[url] = SourceMember(found, standing, now)
-            return member if sighting.ready else None
-        before = member.standing
-        if sighting.ready:
-            standing = Standing.OPEN
+            state = DiscoveryState.OPEN if endpoint.ready else DiscoveryState.PENDING
+            member = known[url] = SourceMember(found, state, now)
+            return member if endpoint.ready else None
+        before = member.state
+        if endpoint.ready:
+            state = DiscoveryState.OPEN
         else:
-            standing = Standing.PENDING if before is Standing.PENDING else Standing.NOT_READY
-        if standing is before and found.is_as(member.found):
+            state = (
+                DiscoveryState.PENDING
+                if before is DiscoveryState.PENDING
+                else DiscoveryState.NOT_READY
+            )
+        if state is before and found.is_as(member.found):
             return None
         if not found.is_as(member.found):
             member.found = found
-        if standing is not before:
-            member.standing, member.since = standing, now
-        member.reason = reason if standing is Standing.NOT_READY else ""
-        return None if standing is Standing.PENDING else member
+        if state is not before:
+            member.state, member.since = state, now
+        member.reason = reason if state is DiscoveryState.NOT_READY else ""
+        return None if state is DiscoveryState.PENDING else member
 
     def _retire(
         self, known: dict[str, SourceMember], present: set[str], reason: str, now: float
@@ -126,10 +130,10 @@ class SourceMembers:
         changed = []
         for url in [url for url in known if url not in present]:
             member = known[url]
-            if member.standing is Standing.PENDING:
+            if member.state is DiscoveryState.PENDING:
                 del known[url]
-            elif member.standing is not Standing.LEAVING:
-                member.standing, member.since, member.reason = Standing.LEAVING, now, reason
+            elif member.state is not DiscoveryState.LEAVING:
+                member.state, member.since, member.reason = DiscoveryState.LEAVING, now, reason
                 changed.append(member)
         return changed
 
@@ -140,7 +144,7 @@ def combine(sources: Iterable[SourceMembers]) -> tuple[FoundWorker, ...]:
     chosen: dict[str, tuple[int, SourceMember]] = {}
     for number, members in enumerate(sources):
         for member in members:
-            if member.standing is Standing.PENDING:
+            if member.state is DiscoveryState.PENDING:
                 continue
             url = member.found.entry.url
             other = chosen.get(url)
@@ -150,7 +154,7 @@ def combine(sources: Iterable[SourceMembers]) -> tuple[FoundWorker, ...]:
 
 
 def _replaces(member: SourceMember, number: int, other_number: int, other: SourceMember) -> bool:
-    leaves, other_leaves = (each.standing is Standing.LEAVING for each in (member, other))
+    leaves, other_leaves = (each.state is DiscoveryState.LEAVING for each in (member, other))
     if leaves != other_leaves:
         return other_leaves
     return number == other_number and member.uid != other.uid

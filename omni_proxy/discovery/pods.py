@@ -19,7 +19,7 @@ from omni_proxy.config.schema import WorkerEntry
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.config.tables.label_selector import matches, parse_selector
 from omni_proxy.config.url import normalize_url
-from omni_proxy.discovery.members import Sighting, SourceMember, SourceMembers
+from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMembers
 
 EventType: TypeAlias = Literal["ADDED", "MODIFIED", "DELETED"]
 PREFIX: Final = "omni-proxy.dev/"
@@ -41,12 +41,12 @@ MAX_PROBLEMS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """What counts of a pod. `reason`: why a worker of it that is not in `sightings`, or not ready,
+    """What counts of a pod. `reason`: why a worker of it that is not in `endpoints`, or not ready,
     gets no requests; `problem`: why it has none at all although it matches."""
 
     uid: str
     name: str
-    sightings: tuple[Sighting, ...] = ()
+    endpoints: tuple[SourceEndpoint, ...] = ()
     reason: str = GONE
     problem: str = ""
 
@@ -79,7 +79,7 @@ class PodReader:
             found = [FoundWorker(entry, discovered) for entry in self._workers(pod)]
         except ValueError as error:
             return Pod(uid, title, reason=str(error), problem=str(error))
-        return Pod(uid, title, tuple(Sighting(each, ready) for each in found), NOT_READY)
+        return Pod(uid, title, tuple(SourceEndpoint(each, ready) for each in found), NOT_READY)
 
     def _workers(self, pod: Mapping[str, object]) -> Iterator[WorkerEntry]:
         """Raises ValueError for what can't be a worker."""
@@ -147,7 +147,7 @@ class PodState:
         if read is None:
             return []
         if kind == "DELETED":  # also where only its labels have changed
-            read = Pod(read.uid, read.name, reason=read.reason if not read.sightings else GONE)
+            read = Pod(read.uid, read.name, reason=read.reason if not read.endpoints else GONE)
         return self._put(read, now)
 
     def _put(self, pod: Pod, now: float) -> list[SourceMember]:
@@ -155,7 +155,7 @@ class PodState:
         if pod.problem and len(self.problems) < MAX_PROBLEMS:
             self.problems[pod.name] = pod.problem
             self._problem_of[pod.uid] = pod.name
-        return self.members.put(pod.uid, pod.sightings, pod.reason, now)
+        return self.members.put(pod.uid, pod.endpoints, pod.reason, now)
 
 
 def _is_ready(status: Mapping[str, object]) -> bool:

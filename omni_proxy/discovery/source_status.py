@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from omni_proxy.discovery.members import SourceMember, Standing
+from omni_proxy.discovery.members import DiscoveryState, SourceMember
 
 
 @dataclass(slots=True)
@@ -54,13 +54,13 @@ class SourceStatus:
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """A source, its workers by standing, and what it could not use, by the name of it."""
+    """A source, its workers by state, and what it could not use, by the name of it."""
 
     status: SourceStatus
     workers: dict[str, int]
     problems: dict[str, str]
 
 
-def count_standings(members: Iterable[SourceMember]) -> dict[str, int]:
-    counts = Counter(member.standing.value for member in members)
-    return {standing.value: counts[standing.value] for standing in Standing}
+def count_states(members: Iterable[SourceMember]) -> dict[str, int]:
+    counts = Counter(member.state.value for member in members)
+    return {state.value: counts[state.value] for state in DiscoveryState}

@@ -18,8 +18,8 @@ import trio
 from omni_proxy.config.overlay import FoundWorker
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.discover import DiscoverEntry
-from omni_proxy.discovery.members import SourceMember, SourceMembers, Standing, combine
-from omni_proxy.discovery.source_status import SourceReport, count_standings
+from omni_proxy.discovery.members import DiscoveryState, SourceMember, SourceMembers, combine
+from omni_proxy.discovery.source_status import SourceReport, count_states
 from omni_proxy.discovery_watch.cluster_access import ClusterAccess
 from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
 from omni_proxy.discovery_watch.pod_watcher import PodWatcher
@@ -88,7 +88,7 @@ class Discovery:
         return [
             SourceReport(
                 source.watcher.status,
-                count_standings(source.members),
+                count_states(source.members),
                 dict(source.watcher.state.problems),
             )
             for source in self._sources.values()
@@ -148,7 +148,7 @@ class Discovery:
             worker = self._fleet.find(member.url)
             if worker is not None and self._member(worker) is member:
                 self._cordon(worker, member)
-            if member.standing is Standing.LEAVING:
+            if member.state is DiscoveryState.LEAVING:
                 self._leaving.set()
         if changed:
             self._changed.set()
@@ -156,14 +156,12 @@ class Discovery:
     def _log_change(self, name: str, member: SourceMember) -> None:
         pod = member.found.discovered.pod
         where = f"source={name}" + (f" pod={pod}" if pod else "")
-        if member.standing is Standing.OPEN:
+        if member.state is DiscoveryState.OPEN:
             known = self._fleet.find(member.url) is not None
             _log.info("worker_%s worker=%s %s", "ready" if known else "found", member.url, where)
         else:
-            standing = member.standing.value
-            _log.info(
-                "worker_%s worker=%s %s reason=%s", standing, member.url, where, member.reason
-            )
+            state = member.state.value
+            _log.info("worker_%s worker=%s %s reason=%s", state, member.url, where, member.reason)
 
     def _member(self, worker: Worker) -> SourceMember | None:
         """What the worker's source says of it."""
@@ -172,9 +170,9 @@ class Discovery:
         return source.members.get(found.uid, worker.url) if source and found else None
 
     def _cordon(self, worker: Worker, member: SourceMember | None) -> None:
-        leaves = member is None or member.standing is Standing.LEAVING
+        leaves = member is None or member.state is DiscoveryState.LEAVING
         wanted = LEAVING_CORDON if leaves else NOT_READY_CORDON
-        if leaves or (member is not None and member.standing is Standing.NOT_READY):
+        if leaves or (member is not None and member.state is DiscoveryState.NOT_READY):
             if wanted not in worker.cordon_reasons:
                 self._fleet.cordon(worker, wanted)
         else:
@@ -229,7 +227,7 @@ class Discovery:
 
     def _end_drain(self, source: _Source, member: SourceMember) -> None:
         worker = self._fleet.find(member.url)
-        if member.standing is not Standing.LEAVING:
+        if member.state is not DiscoveryState.LEAVING:
             return  # it came back meanwhile
         if worker is not None and self._member(worker) is member and worker.in_flight:
             if (

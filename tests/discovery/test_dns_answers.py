@@ -8,7 +8,7 @@ from omni_proxy.discovery.dns_answers import (
     SrvRecord,
     preferred,
 )
-from omni_proxy.discovery.members import Standing
+from omni_proxy.discovery.members import DiscoveryState
 
 ONE, TWO = DnsAddress("10.0.0.1", 80), DnsAddress("fd00::1", 81, 3)
 
@@ -17,14 +17,17 @@ def state(more: str = "") -> DnsState:
     return DnsState(parse(f'[[discover]]\nkind = "dns"\ndns_name = "h"\n{more}').discover[0])
 
 
-def urls(dns: DnsState) -> dict[str, Standing]:
-    return {member.url: member.standing for member in dns.members}
+def urls(dns: DnsState) -> dict[str, DiscoveryState]:
+    return {member.url: member.state for member in dns.members}
 
 
 def test_each_address_is_a_worker():
     dns = state('model = "m"')
     dns.answered([ONE, TWO], 0)
-    assert urls(dns) == {"http://10.0.0.1:80": Standing.OPEN, "http://[fd00::1]:81": Standing.OPEN}
+    assert urls(dns) == {
+        "http://10.0.0.1:80": DiscoveryState.OPEN,
+        "http://[fd00::1]:81": DiscoveryState.OPEN,
+    }
     assert [(each.found.entry.model, each.found.entry.weight) for each in dns.members] == [
         ("m", 1),
         ("m", 3),
@@ -35,7 +38,7 @@ def test_an_address_that_is_no_longer_there_leaves():
     dns = state()
     dns.answered([ONE, TWO], 0)
     (member,) = dns.answered([TWO], 1)
-    assert (member.url, member.standing) == ("http://10.0.0.1:80", Standing.LEAVING)
+    assert (member.url, member.state) == ("http://10.0.0.1:80", DiscoveryState.LEAVING)
 
 
 def test_only_the_third_empty_answer_in_a_row_takes_the_workers_away():
@@ -47,7 +50,7 @@ def test_only_the_third_empty_answer_in_a_row_takes_the_workers_away():
     for turn in range(EMPTY_ANSWERS - 1):
         assert dns.answered([], turn) == []
     assert len(dns.answered([], 9)) == 1
-    assert urls(dns) == {"http://10.0.0.1:80": Standing.LEAVING}
+    assert urls(dns) == {"http://10.0.0.1:80": DiscoveryState.LEAVING}
 
 
 def test_a_refused_address_is_named_and_takes_nothing_away():
@@ -55,7 +58,7 @@ def test_a_refused_address_is_named_and_takes_nothing_away():
     dns.answered([ONE], 0)
     for turn in range(EMPTY_ANSWERS + 1):
         dns.answered([DnsAddress("169.254.169.254", 80)], turn)
-    assert urls(dns) == {"http://10.0.0.1:80": Standing.OPEN}
+    assert urls(dns) == {"http://10.0.0.1:80": DiscoveryState.OPEN}
     assert "link-local" in dns.problems["169.254.169.254:80"]
 
 

@@ -3,23 +3,23 @@ from hypothesis import strategies as st
 
 from omni_proxy.config.overlay import Discovered, FoundWorker
 from omni_proxy.config.schema import WorkerEntry
-from omni_proxy.discovery.members import Sighting, SourceMembers, Standing, combine
+from omni_proxy.discovery.members import DiscoveryState, SourceEndpoint, SourceMembers, combine
 
 URLS = [f"http://10.0.0.{n}:1" for n in range(3)]
 
 
-def sighting(uid: str, url: str = URLS[0], *, ready: bool = True, source: str = "s", **settings):
+def endpoint(uid: str, url: str = URLS[0], *, ready: bool = True, source: str = "s", **settings):
     entry = WorkerEntry(url=url, **settings)
-    return Sighting(FoundWorker(entry, Discovered(source, uid)), ready)
+    return SourceEndpoint(FoundWorker(entry, Discovered(source, uid)), ready)
 
 
-def standings(members: SourceMembers) -> dict[tuple[str, str], Standing]:
-    return {(member.uid, member.url): member.standing for member in members}
+def states(members: SourceMembers) -> dict[tuple[str, str], DiscoveryState]:
+    return {(member.uid, member.url): member.state for member in members}
 
 
 def test_one_that_never_was_ready_is_not_seen_outside():
     members = SourceMembers()
-    assert members.put("u", [sighting("u", ready=False)], "not ready", 0) == []
+    assert members.put("u", [endpoint("u", ready=False)], "not ready", 0) == []
     assert combine([members]) == ()
     assert members.put("u", [], "gone", 1) == []
     assert list(members) == []
@@ -27,15 +27,19 @@ def test_one_that_never_was_ready_is_not_seen_outside():
 
 def test_one_that_was_open_leaves_and_may_come_back():
     members = SourceMembers()
-    (member,) = members.put("u", [sighting("u")], "", 0)
-    assert member.standing is Standing.OPEN
-    (held,) = members.put("u", [sighting("u", ready=False)], "not ready", 1)
-    assert (held is member, held.standing, held.reason) == (True, Standing.NOT_READY, "not ready")
+    (member,) = members.put("u", [endpoint("u")], "", 0)
+    assert member.state is DiscoveryState.OPEN
+    (held,) = members.put("u", [endpoint("u", ready=False)], "not ready", 1)
+    assert (held is member, held.state, held.reason) == (
+        True,
+        DiscoveryState.NOT_READY,
+        "not ready",
+    )
     members.put("u", [], "gone", 2)
-    assert (member.standing, member.since, member.reason) == (Standing.LEAVING, 2, "gone")
+    assert (member.state, member.since, member.reason) == (DiscoveryState.LEAVING, 2, "gone")
     assert len(combine([members])) == 1
-    members.put("u", [sighting("u")], "", 3)
-    assert (member.standing, member.reason) == (Standing.OPEN, "")
+    members.put("u", [endpoint("u")], "", 3)
+    assert (member.state, member.reason) == (DiscoveryState.OPEN, "")
     members.put("u", [], "gone", 4)
     members.forget(member)
     assert combine([members]) == ()
@@ -43,20 +47,20 @@ def test_one_that_was_open_leaves_and_may_come_back():
 
 def test_only_what_changed_is_reported():
     members = SourceMembers()
-    members.put("u", [sighting("u")], "", 0)
-    assert members.put("u", [sighting("u")], "", 1) == []
-    (changed,) = members.put("u", [sighting("u", model="m")], "", 2)
+    members.put("u", [endpoint("u")], "", 0)
+    assert members.put("u", [endpoint("u")], "", 1) == []
+    (changed,) = members.put("u", [endpoint("u", model="m")], "", 2)
     assert (changed.found.entry.model, changed.since) == ("m", 0)
 
 
 def test_of_two_with_one_address_the_one_that_stays_and_then_the_newest_is_chosen():
     members, other = SourceMembers(), SourceMembers()
-    members.put("old", [sighting("old")], "", 0)
-    members.put("new", [sighting("new")], "", 1)
+    members.put("old", [endpoint("old")], "", 0)
+    members.put("new", [endpoint("new")], "", 1)
     assert [each.discovered.uid for each in combine([members])] == ["new"]
     members.put("new", [], "gone", 2)
     assert [each.discovered.uid for each in combine([members])] == ["old"]
-    other.put("x", [sighting("x", source="t")], "", 3)
+    other.put("x", [endpoint("x", source="t")], "", 3)
     assert [each.discovered.uid for each in combine([members, other])] == ["old"]
     members.put("old", [], "gone", 4)
     assert [each.discovered.uid for each in combine([members, other])] == ["x"]
@@ -74,27 +78,29 @@ STEPS = st.lists(
 
 
 class Model:
-    """Standings by uid and URL, as one would say them."""
+    """States by uid and URL, as one would say them."""
 
     def __init__(self):
-        self.standings = {}
+        self.states = {}
 
     def put(self, uid, seen):
         for url, ready in seen:
-            before = self.standings.get((uid, url))
-            waits = Standing.PENDING if before in (None, Standing.PENDING) else Standing.NOT_READY
-            self.standings[uid, url] = Standing.OPEN if ready else waits
-        for key in [key for key in self.standings if key[0] == uid and key[1] not in dict(seen)]:
-            if self.standings[key] is Standing.PENDING:
-                del self.standings[key]
+            before = self.states.get((uid, url))
+            waits = (
+                DiscoveryState.PENDING
+                if before in (None, DiscoveryState.PENDING)
+                else DiscoveryState.NOT_READY
+            )
+            self.states[uid, url] = DiscoveryState.OPEN if ready else waits
+        for key in [key for key in self.states if key[0] == uid and key[1] not in dict(seen)]:
+            if self.states[key] is DiscoveryState.PENDING:
+                del self.states[key]
             else:
-                self.standings[key] = Standing.LEAVING
+                self.states[key] = DiscoveryState.LEAVING
 
     def forget(self):
-        self.standings = {
-            key: standing
-            for key, standing in self.standings.items()
-            if standing is not Standing.LEAVING
+        self.states = {
+            key: state for key, state in self.states.items() if state is not DiscoveryState.LEAVING
         }
 
 
@@ -107,7 +113,7 @@ def take(members: SourceMembers, model: Model, step, now: float):
         return []
     listed = step if isinstance(step, dict) else {step[0]: step[1]}
     seen = {
-        uid: [sighting(uid, url, ready=ready) for url, ready in each]
+        uid: [endpoint(uid, url, ready=ready) for url, ready in each]
         for uid, each in listed.items()
     }
     for uid in "abc" if isinstance(step, dict) else step[0]:
@@ -121,14 +127,12 @@ def take(members: SourceMembers, model: Model, step, now: float):
 def test_members_are_as_a_naive_model_has_them(steps):
     members, model = SourceMembers(), Model()
     for now, step in enumerate(steps):
-        before = dict(model.standings)
+        before = dict(model.states)
         changed = take(members, model, step, now)
-        assert standings(members) == model.standings
+        assert states(members) == model.states
         visible = {
-            key: standing
-            for key, standing in model.standings.items()
-            if standing is not Standing.PENDING
+            key: state for key, state in model.states.items() if state is not DiscoveryState.PENDING
         }
-        moved = {key for key, standing in visible.items() if standing is not before.get(key)}
+        moved = {key for key, state in visible.items() if state is not before.get(key)}
         assert {(each.uid, each.url) for each in changed} == moved
         assert {each.entry.url for each in combine([members])} == {url for _, url in visible}

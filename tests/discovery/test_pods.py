@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config.parse import parse
-from omni_proxy.discovery.members import Standing
+from omni_proxy.discovery.members import DiscoveryState
 from omni_proxy.discovery.pods import DELETING, GONE, HAS_ENDED, NOT_READY, UNSELECTED, PodState
 from tests.discovery_watch.api_server import pod
 
@@ -26,7 +26,7 @@ def only(state: PodState):
 def read(thing: dict, more: str = ""):
     read = state(more).read(thing)
     assert read is not None
-    return [sighting.found.entry for sighting in read.sightings], read
+    return [endpoint.found.entry for endpoint in read.endpoints], read
 
 
 def with_status(thing: dict, **status: object) -> dict:
@@ -121,23 +121,23 @@ def test_a_worker_leaves_with_what_ends_its_pod(change, reason):
     pods = state()
     pods.apply("ADDED", pod("a"), 0)
     (member,) = pods.apply("MODIFIED", change(pod("a")), 1)
-    assert (member.standing, member.reason) == (Standing.LEAVING, reason)
+    assert (member.state, member.reason) == (DiscoveryState.LEAVING, reason)
 
 
 def test_a_pod_that_is_not_ready_keeps_its_worker_without_new_requests():
     pods = state()
     pods.apply("ADDED", pod("a", ready=False), 0)
-    assert only(pods).standing is Standing.PENDING
+    assert only(pods).state is DiscoveryState.PENDING
     pods.apply("MODIFIED", pod("a"), 1)
     (member,) = pods.apply("MODIFIED", pod("a", ready=False), 2)
-    assert (member.standing, member.reason) == (Standing.NOT_READY, NOT_READY)
+    assert (member.state, member.reason) == (DiscoveryState.NOT_READY, NOT_READY)
 
 
 def test_a_deleted_pod_leaves_whatever_its_last_object_says():
     pods = state()
     pods.apply("ADDED", pod("a"), 0)
     (member,) = pods.apply("DELETED", pod("a"), 1)
-    assert (member.standing, member.reason) == (Standing.LEAVING, GONE)
+    assert (member.state, member.reason) == (DiscoveryState.LEAVING, GONE)
 
 
 def test_a_new_pod_of_the_same_name_and_address_is_another_worker():
@@ -145,8 +145,8 @@ def test_a_new_pod_of_the_same_name_and_address_is_another_worker():
     pods.apply("ADDED", pod("a", "one"), 0)
     pods.apply("DELETED", pod("a", "one"), 1)
     pods.apply("ADDED", pod("a", "two"), 2)
-    assert {member.uid: member.standing for member in pods.members} == {
-        "one": Standing.LEAVING, "two": Standing.OPEN,
+    assert {member.uid: member.state for member in pods.members} == {
+        "one": DiscoveryState.LEAVING, "two": DiscoveryState.OPEN,
     }  # fmt: skip
 
 
@@ -154,7 +154,7 @@ def test_another_address_of_a_pod_is_another_worker():
     pods = state()
     pods.apply("ADDED", pod("a", ip="10.0.0.1"), 0)
     pods.apply("MODIFIED", pod("a", ip="10.0.0.2"), 1)
-    assert {member.url: member.standing.value for member in pods.members} == {
+    assert {member.url: member.state.value for member in pods.members} == {
         "http://10.0.0.1:30000": "leaving", "http://10.0.0.2:30000": "open",
     }  # fmt: skip
 
@@ -214,8 +214,10 @@ def test_what_stays_is_what_a_list_of_the_same_moment_would_have(steps):
         fresh = state()
         fresh.replace([fresh.read(thing(uid, *each)) for uid, each in cluster.items()], now)
         stays = {
-            member.uid: member.standing is Standing.OPEN
+            member.uid: member.state is DiscoveryState.OPEN
             for member in pods.members
-            if member.standing is not Standing.LEAVING
+            if member.state is not DiscoveryState.LEAVING
         }
-        assert stays == {member.uid: member.standing is Standing.OPEN for member in fresh.members}
+        assert stays == {
+            member.uid: member.state is DiscoveryState.OPEN for member in fresh.members
+        }

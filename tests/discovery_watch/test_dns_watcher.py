@@ -27,7 +27,7 @@ class Watched:
 
     def found(self):
         return {
-            member.url.removeprefix("http://"): member.standing.value
+            member.url.removeprefix("http://"): member.state.value
             for member in self.watcher.state.members
         }
 

@@ -14,7 +14,7 @@ from tests.discovery_watch.api_server import pod
 
 
 class Watched:
-    """A watcher that runs; by pod, its standing."""
+    """A watcher that runs; by pod, its state."""
 
     def __init__(self, url, more="", namespace="default"):
         text = f'[[discover]]\napi_server = "{url}"\nnamespace = "{namespace}"\n{more}'
@@ -23,7 +23,7 @@ class Watched:
         self.changes = []
 
     def _note(self, changed):
-        self.changes += [(member.found.discovered.pod, member.standing.value) for member in changed]
+        self.changes += [(member.found.discovered.pod, member.state.value) for member in changed]
 
     @property
     def status(self):
@@ -31,8 +31,7 @@ class Watched:
 
     def found(self):
         return {
-            member.found.discovered.pod: member.standing.value
-            for member in self.watcher.state.members
+            member.found.discovered.pod: member.state.value for member in self.watcher.state.members
         }
 
     async def until(self, **wanted):
@@ -171,7 +170,7 @@ async def test_a_new_list_retires_what_was_deleted_meanwhile(api, watching):
     api.put(pod("a", "other", ip="10.0.0.1"))
     await api.expire_watches()
     await watched.until_holds(lambda: len(list(watched.watcher.state.members)) == 3)
-    assert {member.uid: member.standing.value for member in watched.watcher.state.members} == {
+    assert {member.uid: member.state.value for member in watched.watcher.state.members} == {
         "uid-a": "leaving", "other": "open", "uid-b": "open",
     }  # fmt: skip
 

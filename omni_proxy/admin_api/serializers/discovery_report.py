@@ -78,12 +78,12 @@ def discovery_metrics(services: Services) -> Iterator[Metric]:
     text = "Time since the source was heard last: a list, an event, a bookmark, an answer"
     yield from gauges("discovery_age_seconds", text, source, ages)
     workers = [
-        ((report.status.name, standing), count)
+        ((report.status.name, state), count)
         for report in reports
-        for standing, count in report.workers.items()
+        for state, count in report.workers.items()
     ]
     text = "Workers that were found, by what discovery lets them do"
-    yield from gauges("discovery_workers", text, ("source", "standing"), workers)
+    yield from gauges("discovery_workers", text, ("source", "state"), workers)
     ignored = of([len(report.problems) for report in reports])
     yield from gauges("discovery_ignored", "What was found and can't be used", source, ignored)
     lists = of([report.status.lists for report in reports])
