@@ -116,6 +116,7 @@ class ProcessManager:
         self._admin_socket = admin_socket
         # The descriptors of the shared sessions, and of the owners of stored responses.
         self._tables: tuple[int, int] | None = None
+        self.session_tables: tuple[SharedSessions, ...] = ()  # the same, with the first process
         self._aborts: dict[int, list[AbortFindings]] = {}  # by the number of their command
         self._last_abort = 0
         self._port: ReuseportGroup | None = None
@@ -384,8 +385,12 @@ class ProcessManager:
             directory = WorkerDirectory(
                 self.worker_ids.find, self.worker_ids.ids, self._fleet.targets
             )
-            self.dataplane.use_sessions(SharedSessions(sessions, directory, recounts=True))
-            self.dataplane.balancer.response_owners = shared_response_owners(responses, directory)
+            self.session_tables = (
+                SharedSessions(sessions, directory, recounts=True),
+                shared_response_owners(responses, directory),
+            )
+            self.dataplane.use_sessions(self.session_tables[0])
+            self.dataplane.balancer.response_owners = self.session_tables[1]
         start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.dataplane.proxy_id)
         counters = self.worker_ids.counters.descriptor, self.key_counters.descriptor
         handle.send_start(start, *counters, *self._tables)

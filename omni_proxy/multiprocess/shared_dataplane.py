@@ -14,9 +14,12 @@ import mmap
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import Final
+
+from msgspec import Struct
 
 from omni_proxy.cluster.messages import target_key
 from omni_proxy.cluster.session_places import FINISHED, SessionNotes, session_digest
@@ -177,6 +180,14 @@ def shared_response_owners(descriptor: int, workers: WorkerDirectory) -> SharedS
     return owners
 
 
+class SharedRows(Struct, frozen=True):
+    """Sessions of a table with so many buckets: when each was used last by CLOCK_MONOTONIC in
+    milliseconds, its bucket and mark as those 13 bytes of a digest, and the URL of its worker."""
+
+    buckets: int
+    sessions: tuple[tuple[int, int, str], ...]
+
+
 class SharedSessions:
     """An eight-way set-associative table: two words for each session, the key's mark with its
     worker, and when it was used last; a new key replaces the one of its bucket that was idle
@@ -261,6 +272,50 @@ class SharedSessions:
             self._remove(digest)
         elif (ids := self._workers.ids(worker)) is not None:
             self._put(digest, ids, now)
+
+    def rows(self, most: int) -> SharedRows:
+        """The `most` sessions that were used last. Reads the whole table: may run in a thread."""
+        end = self._buckets * WAYS * SESSION_BYTES
+        rows: list[tuple[int, int, str]] = []
+        for at in self._written(end):
+            words = array("Q", os.pread(self._descriptor, min(SLICE_BYTES, end - at), at))
+            for place in range(0, len(words), 2):
+                word = words[place]
+                worker = self._workers.find(word & SERIALS) if word else None
+                if worker is not None:
+                    bucket = (at // SESSION_BYTES + place // 2) // WAYS
+                    digest = bucket << 40 | word >> SERIAL_BITS
+                    rows.append((words[place + 1], digest, worker.url))
+        return SharedRows(self._buckets, tuple(nlargest(most, rows)))
+
+    def _written(self, end: int) -> Iterator[int]:
+        """Where slices of the table begin that have anything."""
+        at = 0
+        while True:
+            try:
+                at = os.lseek(self._descriptor, at, os.SEEK_DATA)
+            except OSError:
+                return  # nothing was ever written behind it
+            if at >= end:
+                return
+            yield at
+            at += SLICE_BYTES
+
+    def restore(self, rows: SharedRows, find: Callable[[str], Worker | None]) -> int:
+        """Go on with those of another program; how many. Into a table of another size none fits:
+        where a session is comes from its whole key. What is there already stays."""
+        count = 0
+        for used_ms, digest, url in rows.sessions if rows.buckets == self._buckets else ():
+            worker = find(url)
+            ids = self._workers.ids(worker) if worker is not None else None
+            if ids is None:
+                continue
+            known = digest.to_bytes(13, "big")
+            places, mark = self._places_of(known)
+            if all(self._words[place] >> SERIAL_BITS != mark for place in places):
+                self._put(known, ids, used_ms / 1000)
+                count += 1
+        return count
 
     def finish(self, key: str) -> bool:
         digest = session_digest(key)

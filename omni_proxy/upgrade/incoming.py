@@ -137,6 +137,7 @@ class Incoming:
         for slot in list(parts.process_manager.slots.values()):
             while slot.handle is None or not slot.handle.accepts:  # noqa: ASYNC110
                 await trio.sleep(POLL_SECS)
+        self._restore_shared(parts)
         await trio.to_thread.run_sync(
             self._channel.send, ReadyMessage(os.getpid(), str(parts.admin_socket))
         )
@@ -153,6 +154,11 @@ class Incoming:
             policy = data_plane.policy_of(role)
             if rows and isinstance(policy, Sticky):
                 policy.restore_sessions(rows, targets.get)
+        owners = data_plane.balancer.response_owners
+        for key, url, used in self.state.response_owners:
+            worker = targets.get(url)
+            if worker is not None:
+                owners.keep(key, worker, used)
         if not self.state.trees:
             return
         with open(self._trees, "rb") as file:
@@ -167,6 +173,14 @@ class Incoming:
                     restore_tree(tree, decode_tree(data, record.nodes, names))
                 except UnreadableTree as error:
                     _log.warning("prefix_tree_unreadable pool=%s reason=%s", record.role, error)
+
+    def _restore_shared(self, parts: ProgramParts) -> None:
+        """The sessions of several processes, where there are several again."""
+        targets = {target.url: target for target in parts.fleet.targets()}
+        handed = self.state.shared_sessions, self.state.shared_response_owners
+        for table, rows in zip(parts.process_manager.session_tables, handed, strict=False):
+            if rows is not None:
+                table.restore(rows, targets.get)
 
     async def _wait_commit(self) -> None:
         try:

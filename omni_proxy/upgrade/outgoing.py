@@ -27,6 +27,7 @@ from omni_proxy.config.fields import Role
 from omni_proxy.config.state import render_state
 from omni_proxy.fleet.cordons import CHANGING_CORDONS
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.policies.session_load import OwnSessions
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.routing.prefix_tree import TreeColumns
 from omni_proxy.upgrade.fleet_state import worker_records
@@ -159,6 +160,7 @@ class Outgoing:
                 raise UpgradeFailed(f"an operation on weights has begun: {busy}")
             with ExitStack() as stack:
                 state, descriptors = self._collect(stack)
+                state = await self._with_shared(state)
                 if WITH_TREES in started.formats:
                     state, trees = await self._with_trees(state, stack)
                     descriptors += trees
@@ -222,6 +224,7 @@ class Outgoing:
             for role, policy in parts.data_plane.policies().items()
             if isinstance(policy, Sticky)
         }
+        owners = parts.data_plane.balancer.response_owners
         state = HandoverState(
             version=__version__,
             listeners=listeners,
@@ -231,8 +234,19 @@ class Outgoing:
             replicas=tuple(each.record for each in replicas),
             sessions=sessions.pop("regular", ()),
             pool_sessions=sessions,
+            response_owners=tuple(owners.rows(MAX_SESSIONS))
+            if isinstance(owners, OwnSessions)
+            else (),
         )
         return state, descriptors
+
+    async def _with_shared(self, state: HandoverState) -> HandoverState:
+        """The state with the sessions of several processes."""
+        tables = self._parts.process_manager.session_tables
+        if not tables:
+            return state
+        rows = [await trio.to_thread.run_sync(table.rows, MAX_SESSIONS) for table in tables]
+        return replace(state, shared_sessions=rows[0], shared_response_owners=rows[1])
 
     async def _with_trees(
         self, state: HandoverState, stack: ExitStack

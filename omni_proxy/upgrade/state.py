@@ -16,6 +16,7 @@ from msgspec import Struct
 from omni_proxy.config.fields import Role
 from omni_proxy.fleet.health_state import HealthRecord
 from omni_proxy.launch.handed_replica import ReplicaRecord
+from omni_proxy.multiprocess.shared_dataplane import SharedRows
 
 FORMATS: Final = (1, 2)  # that this program reads and writes
 WITH_TREES: Final = 2
@@ -67,7 +68,9 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     file. `launch`: the [[launch]] entries of the command line. `replicas`: launched ones that run;
     of each come the descriptors of process and output, behind those of the sockets. `sessions`:
     key, URL of the worker or rank, and last use by CLOCK_MONOTONIC, oldest first; those of pools by
-    role. `trees`: their bytes are in the last descriptor; `tree_seed`: of the hashes in them."""
+    role, and all of several processes as `shared_sessions`; `response_owners`: the workers of
+    stored responses alike. `trees`: their bytes are in the last descriptor; `tree_seed`: of the
+    hashes in them."""
 
     format: int = FORMATS[0]
     version: str = ""
@@ -78,6 +81,9 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     replicas: tuple[ReplicaRecord, ...] = ()
     sessions: tuple[tuple[str, str, float], ...] = ()
     pool_sessions: dict[Role, tuple[tuple[str, str, float], ...]] = {}
+    shared_sessions: SharedRows | None = None
+    response_owners: tuple[tuple[str, str, float], ...] = ()
+    shared_response_owners: SharedRows | None = None
     trees: tuple[TreeRecord, ...] = ()
     tree_seed: int | None = None
 

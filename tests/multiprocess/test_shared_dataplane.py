@@ -179,3 +179,43 @@ def test_another_bound_drops_all_sessions_and_their_counts(row):
     assert other.find("7", 1.0) is None
     other.keep("7", workers[2], 1.0)
     assert main.find("7", 1.0) is workers[2]
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=4), st.tuples(st.integers(1, 4), st.integers(0, 40)), max_size=30
+    ),
+    st.integers(1, 40),
+)
+@settings(max_examples=examples(30))
+def test_another_table_goes_on_with_the_sessions_that_were_used_last(row, sessions, most):
+    workers, (main, other) = world(row)
+    new_workers, (new, _) = world(row, 3)  # the fourth worker is gone
+    for number, (key, (at, used)) in enumerate(sessions.items()):
+        (main, other)[number % 2].keep(key, workers[at], used)
+    by_url = {worker.url: worker for worker in new_workers.values()}
+    rows = main.rows(most)
+    assert new.restore(rows, by_url.get) == len(
+        [each for each in rows.sessions if each[2] in by_url]
+    )
+    kept = sorted((used for _, used in sessions.values()), reverse=True)[:most]
+    assert [used_ms for used_ms, _, _ in rows.sessions] == [used * 1000 for used in kept]
+    for key, (at, used) in sessions.items():
+        found = new.find(key, 41)
+        if used < kept[-1] or at == 4:
+            assert found is None
+        elif used > kept[-1]:
+            assert found is new_workers[at]
+
+
+def test_sessions_stay_as_they_are_in_a_table_that_knows_them_or_has_another_size(row):
+    workers, (main, _) = world(row)
+    _, (new, smaller) = world(row)
+    main.keep("a", workers[1], 5.0)
+    main.keep("b", workers[1], 5.0)
+    new.keep("a", workers[2], 6.0)
+    by_url = {worker.url: worker for worker in workers.values()}
+    assert new.restore(main.rows(9), by_url.get) == 1
+    assert (new.find("a", 7.0).url, new.find("b", 7.0).url) == (workers[2].url, workers[1].url)
+    smaller.tune(800, 60.0)
+    assert smaller.restore(main.rows(9), by_url.get) == 0

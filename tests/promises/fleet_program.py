@@ -24,7 +24,7 @@ PROBES = "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\non_threshold = '
 
 
 class Worker:
-    """Answers probes and chats; a stream waits before its second half while `gate` is closed."""
+    """Answers probes and model routes; a stream waits before its second half while `gate` is closed."""
 
     def __init__(self, name: str) -> None:
         self.name, self.url = name, ""
@@ -32,6 +32,7 @@ class Worker:
         self.gate = trio.Event()
         self.gate.set()
         self.halfway = trio.Event()
+        self.fields: dict[str, str] = {}  # of each answer
 
     async def serve(self, *, task_status=trio.TASK_STATUS_IGNORED):
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
@@ -57,7 +58,9 @@ class Worker:
         if not body.get("stream"):
             self.halfway.set()
             await self.gate.wait()
-            await stream.send_all(_counted(json.dumps({"worker": self.name}).encode()))
+            await stream.send_all(
+                _counted(json.dumps({"worker": self.name, **self.fields}).encode())
+            )
             return
         await stream.send_all(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"

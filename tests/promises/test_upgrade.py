@@ -182,6 +182,40 @@ async def test_what_workers_have_cached_goes_along(tmp_path):
         assert "prefix_tree_unreadable" not in running.log
 
 
+@pytest.mark.parametrize("processes", ["", "processes = 2\n"], ids=["one", "several"])
+async def test_sessions_and_owners_of_stored_responses_go_along(tmp_path, processes):
+    more = processes + "[routing]\nsticky_sessions = true\n"
+    async with upgradable(tmp_path, more, ("a", "b", "c")) as running:
+        for worker in running.fleet:
+            worker.fields = {"id": f"resp_{worker.name}"}
+
+        bodies = [{"input": ""}] * 6 + [{"previous_response_id": f"resp_{n}"} for n in "abc"]
+
+        async def places(numbers) -> dict[int, str]:
+            """The workers of sessions, and from 6 on of responses, each on a connection."""
+            found = {}
+            for number in numbers:
+                headers = {"connection": "close"} | (
+                    {"x-session-id": str(number)} if number < 6 else {}
+                )
+                answer = await running.client.post(
+                    "/v1/responses", json=bodies[number], headers=headers
+                )
+                found[number] = answer.json()["worker"]
+            return found
+
+        before = await places(range(6))
+        owned = dict(zip(range(6, 9), "abc", strict=True))
+        assert set(before.values()) == set("abc")
+        assert (await places(owned)) == owned
+        assert (await upgrade(running)).outcome == "done"
+        if processes:
+            await running.until("/status", serving)
+        assert await places(range(8, -1, -1)) == before | owned
+        policy = (await status(running))["data_plane"]["policy"]
+        assert policy["sticky"]["sessions"] == 6
+
+
 def script(tmp_path, line: str) -> str:
     path = tmp_path / "binary"
     path.write_text(f"#!{sys.executable} -SEs\n{line}\n")
