@@ -285,12 +285,14 @@ class DataPlane:
     def begin_drain(self, *, keeps_idle: bool = False) -> None:
         """No new connection; idle ones close now, the others after the response they wait for.
 
-        `keeps_idle`: idle ones too; a second call without it closes them."""
+        `keeps_idle`: idle ones too, and control requests on them reach the program that takes over;
+        a second call without it closes them."""
         self.inflight.draining = True
         self.inflight.closes_idle = not keeps_idle
         self.listeners.close()
         self.close_after_responses(admin=True)
         if keeps_idle:
+            self.pools.keep_no_admin_connections()
             self.loop.flush()
             return
         for task in [task for task in self.loop.tasks if task.phase == "idle"]:

@@ -220,9 +220,13 @@ class ProcessManager:
     async def await_replicated(self) -> None:
         """Until the present state is in force in every process that serves."""
         self._publish()
+        await self.acknowledged()
+        self.count()
+
+    async def acknowledged(self) -> None:
+        """Until every process that serves has carried out what it was sent."""
         for handle in [handle for handle in self.handles if handle.ready]:
             await handle.wait_acknowledged(handle.sent)
-        self.count()
 
     async def abort(self, target: AbortTarget) -> AbortFindings:
         """`DataPlane.abort` in every process. Where one does not answer in time, no id counts as

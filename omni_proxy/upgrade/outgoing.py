@@ -281,12 +281,13 @@ class Outgoing:
         except NewProgramFailed as error:  # it has taken over the sockets: nobody else may
             _log.error("upgraded_program_ended: %s", error)
         _redirect(parts.admin_socket, ready.admin_socket)
-        parts.data_plane.pools.keep_no_admin_connections()
         parts.data_plane.listeners.keep_files()
         parts.process_manager.begin_drain(keeps_idle=True)
         self._start_soon(self._follow_successor)
         self._start_soon(self._end_admin_api)
         parts.leave()
+        with trio.move_on_after(ADMIN_SECS):  # from here on control requests reach the new program
+            await parts.process_manager.acknowledged()
 
     async def _follow_successor(self) -> None:
         """Do what the new program asks for, until it ends."""

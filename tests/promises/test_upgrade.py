@@ -98,7 +98,9 @@ async def test_two_upgrades_cut_no_stream_and_refuse_no_request(tmp_path, more):
             worker.gate.set()
             for _ in range(3):
                 nursery.start_soon(keep_asking, running, tally, stop)
-            pids = [(await upgrade(running)).pid for _ in range(2)]
+            reports = [await upgrade(running) for _ in range(2)]
+            assert [report.outcome for report in reports] == ["done", "done"], reports
+            pids = [report.pid for report in reports]
             assert len({first, *pids}) == 3
             reply = await status(running)
             assert (reply["pid"], reply["ready"]) == (pids[1], True)
