@@ -27,8 +27,8 @@ class WorkerFigures(NamedTuple):
 
 
 class CountedFigures(Struct, frozen=True, array_like=True):
-    """What was counted since the last message. `firsts`, `gaps`: by bucket, see
-    `telemetry.history`."""
+    """What was counted since the last message, by the names of `telemetry.history.rings.Bin`, as
+    are `firsts` and `gaps` by its buckets."""
 
     requests: int = 0
     errors: int = 0

@@ -89,8 +89,5 @@ class OwnFigures:
 
 
 def _counted(counts: Bin) -> CountedFigures:
-    return CountedFigures(
-        counts.requests, counts.errors, counts.input_tokens, counts.output_tokens,
-        counts.prompt_tokens, counts.cached_tokens, counts.reports_tokens,
-        counts.firsts, counts.gaps,
-    )  # fmt: skip
+    names = CountedFigures.__struct_fields__
+    return CountedFigures(**{name: getattr(counts, name) for name in names})

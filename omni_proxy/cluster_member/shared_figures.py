@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 import trio
+from msgspec.structs import asdict
 
 from omni_proxy.cluster.messages import FiguresMessage, encode, target_key
 from omni_proxy.cluster.proxy_figures import (
@@ -103,9 +104,6 @@ def _record(figures: ProxyFigures | None) -> dict[str, object]:
 
 def _bin_of(counted: CountedFigures) -> Bin:
     """Buckets that this release does not have are left out."""
-    return Bin(
-        counted.requests, counted.errors, counted.input_tokens, counted.output_tokens,
-        counted.prompt_tokens, counted.cached_tokens, counted.reports_tokens,
-        firsts={at: count for at, count in counted.firsts.items() if 0 <= at <= len(FINE)},
-        gaps={at: count for at, count in counted.gaps.items() if 0 <= at <= len(BETWEEN_CHUNKS)},
-    )  # fmt: skip
+    firsts = {at: count for at, count in counted.firsts.items() if 0 <= at <= len(FINE)}
+    gaps = {at: count for at, count in counted.gaps.items() if 0 <= at <= len(BETWEEN_CHUNKS)}
+    return Bin(**asdict(counted) | {"firsts": firsts, "gaps": gaps})
