@@ -214,6 +214,9 @@ class Server:
         config_store = self.config_store
         picker = Picker(self.data_plane.services, self.process_manager.count)
         self.picker = PickerService(picker, lambda: config_store.config)
+        if config_store.startup.picker:
+            self.data_plane.listeners.relays = False
+            self.picker.serve_envoy(self.data_plane.services, config_store)
         return Services(
             fleet=self.data_plane.fleet,
             config_store=config_store,
@@ -228,6 +231,7 @@ class Server:
             discovery=self.discovery,
             cluster=self.cluster,
             picker=self.picker,
+            relays=not config_store.startup.picker,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
             leaving=lambda: self.leaving,
             find_admin_key=lambda key: self.admin_keys.table.find(key),
@@ -280,6 +284,7 @@ class Server:
             ),
             Supervisor("cluster", self.cluster.run),
             Supervisor("picker", self.picker.run),
+            *(Supervisor(name, run) for name, run in self.picker.services),
             Supervisor("caller_keys", self.caller_keys.run),
             Supervisor("admin_keys", self.admin_keys.run),
             Supervisor("reloader", self.reloader.run),
@@ -475,6 +480,7 @@ class Server:
         server = self.config_store.config.server
         with trio.move_on_after(server.drain_timeout_secs) as scope:
             await self.process_manager.drained()
+            await self.picker.drained()
         if scope.cancelled_caught:
             connections = self.view.counts()["connections"]
             _log.warning("drain_timeout aborted_connections=%d", connections)

@@ -14,7 +14,13 @@ import pytest
 
 from omni_proxy.admin_api.routes.broadcast_routes import CONFIGURED
 from omni_proxy.cli import COMMANDS
-from omni_proxy.cli.flags.arguments import check_parser, launch_parser, router_parser, serve_parser
+from omni_proxy.cli.flags.arguments import (
+    check_parser,
+    launch_parser,
+    picker_parser,
+    router_parser,
+    serve_parser,
+)
 from omni_proxy.cli.flags.engines import ENGINES
 from omni_proxy.cli.simulate import arguments as simulate
 from omni_proxy.config.fields import POLICIES
@@ -166,8 +172,9 @@ def accepts(words):
             simulate.parser().parse_args(rest)
         case ["launch", *rest]:
             launch_parser(tuple(ENGINES)).parse_known_args(rest)
-        case ["launch-router", *rest]:
-            router_parser().parse_args(rest)
+        case ["launch-router" | "picker" as command, *rest]:
+            parser_of = {"launch-router": router_parser, "picker": picker_parser}
+            parser_of[command]().parse_args(rest)
         case ["replica", "fetch", *rest]:
             replica.fetch_parser().parse_args(rest)
         case ["replica", "profile", *rest]:

@@ -74,10 +74,16 @@ class KeyCheck:
     """Compares what a request presents with the keys that are configured now."""
 
     def __init__(
-        self, config_store: ConfigStore, find_key: Callable[[bytes], AdminKey | None]
+        self,
+        config_store: ConfigStore,
+        find_key: Callable[[bytes], AdminKey | None],
+        *,
+        relays: bool = True,
     ) -> None:
+        """`relays`: model requests, which come here otherwise."""
         self._config_store = config_store
         self._find_key = find_key
+        self._relays = relays
 
     @property
     def _main_key(self) -> str:
@@ -145,7 +151,7 @@ class KeyCheck:
             return
         unknown = request.routing_exception is not None
         if unknown:
-            _refuse_model_traffic(request, self._config_store.config)
+            _refuse_model_traffic(request, self._config_store.config, relays=self._relays)
             return
         closed = needs_key(request.method, request.path, admin)
         if closed and admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
@@ -188,9 +194,10 @@ def _refuse_all_but_metrics(of: Request) -> None:
         raise HttpError(404, message, "metrics_listener", detail="Not Found")
 
 
-def _refuse_model_traffic(of: Request, config: Config) -> None:
-    """Raises HttpError 404 for what would be routed to a worker on the other listener."""
-    if of.host != ADMIN_HOST:
+def _refuse_model_traffic(of: Request, config: Config, *, relays: bool) -> None:
+    """Raises HttpError 404 for what would be routed to a worker on the other listener, or by a
+    proxy that is no picker."""
+    if relays and of.host != ADMIN_HOST:
         return
     try:
         configured = configured_routes(config.routes)
@@ -198,9 +205,12 @@ def _refuse_model_traffic(of: Request, config: Config) -> None:
         served = route is not None
     except MethodNotAllowed:
         served = True
-    if served:
+    if served and relays:
         elsewhere = "the [admin] listener takes control requests only, no model traffic"
         raise HttpError(404, elsewhere, "admin_listener", detail="Not Found")
+    if served:
+        elsewhere = "omni-proxy picker relays nothing: ask for a worker with POST /select"
+        raise HttpError(404, elsewhere, "picker_only", detail="Not Found")
 
 
 def _bearer(of: Request) -> bytes:

@@ -49,7 +49,7 @@ def create_app(services: Services) -> QuartTrio:
     app.config["RESPONSE_TIMEOUT"] = None  # Quart's default of 60 s would cut a long response
     app.config["MAX_CONTENT_LENGTH"] = None  # the data plane limits the body
     app.url_map.merge_slashes = False  # a worker id has "//", and a redirect would lose the body
-    keys = KeyCheck(services.config_store, services.find_admin_key)
+    keys = KeyCheck(services.config_store, services.find_admin_key, relays=services.relays)
     pauses = partial(_visible_pauses, services, keys)
     notes = WorkerNotes(services.fleet, gateway_ids=services.dialect == "sglang")
     disabled_by = partial(_visible_disablers, services, keys)

@@ -145,6 +145,7 @@ class Services:
     discovery: DiscoveryView = field(default_factory=_NoDiscovery)
     cluster: ClusterView | None = None
     picker: PickerView | None = None
+    relays: bool = True  # model requests; `omni-proxy picker` does not
     leaving: Callable[[], bool] = lambda: False
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
     find_caller: Callable[[bytes], CallerKey | None] = lambda _: None  # of [[keys]]

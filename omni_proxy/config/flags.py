@@ -109,6 +109,8 @@ class Startup:
     pool_workers: tuple[WorkerEntry, ...] = ()  # of --prefill and --decode
     discover: tuple[DiscoverEntry, ...] = ()  # of --service-discovery
     kv_connector: KvConnector = "sglang"  # of prefill and decode workers that name none
+    # `omni-proxy picker`: no model request is relayed.
+    picker: bool = False
     # Flags without effect, to be logged.
     warnings: tuple[str, ...] = ()
 

@@ -30,12 +30,14 @@ Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 
 class PickRequest(msgspec.Struct, gc=False):
     """`session`: the bytes that name it, b"" for what head and body name. `model`: where the body
-    names none."""
+    names none. `as_caller`: it may need a key of [[keys]], as on a model route."""
 
     head: RequestHead
     body: bytes
     session: bytes = b""
     model: str = ""
+    client: str = "-"
+    as_caller: bool = False
 
 
 class _SelectBody(msgspec.Struct, gc=False):

@@ -13,7 +13,10 @@ from typing import TypeVar
 
 import trio
 
+from omni_proxy.dataplane.admission.caller_admission import begin as begin_call
+from omni_proxy.dataplane.admission.caller_admission import reserve
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
+from omni_proxy.dataplane.exchange.exchange_io import finalize
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
@@ -106,11 +109,31 @@ class Picker:
     ) -> Exchange:
         services, head, body = self._services, request.head, request.body
         now = self.now
-        exchange = Exchange(now, "-")
+        exchange = Exchange(now, request.client)
         exchange.head_at = exchange.body_at = now
-        exchange.method, exchange.target, path = head.log_words
+        exchange.method, exchange.target, _ = head.log_words
         exchange.route, exchange.body, exchange.bytes_in = route, body, len(body)
         exchange.idempotency_key = head.idempotency_key
+        if not request.as_caller or not services.settings.callers.guarded:
+            self._require(request, exchange, known)
+            return exchange
+        try:
+            begin_call(services.settings, exchange, head, now)
+            self._require(request, exchange, known)
+            need = exchange.requirements
+            assert need is not None
+            reserve(exchange, need, services.fleet, len(body), now)
+        except HttpError as error:
+            self.finish(exchange, error)
+            raise
+        return exchange
+
+    def _require(
+        self, request: PickRequest, exchange: Exchange, known: Requirements | None
+    ) -> None:
+        """What it needs of a worker. Raises HttpError 400."""
+        services, head, body, route = self._services, request.head, request.body, exchange.route
+        assert route is not None
         need = known or inspect_request(route, body, head)
         if need.large_body_class:
             settle_unread(services.fleet, need)
@@ -118,12 +141,11 @@ class Picker:
             pin_to_rank(need, head.hints, body)
         need.model = need.model or request.model or None
         if route.traffic != "generation":
-            self._read_special(need, route, path, body)
+            self._read_special(need, route, head.log_words[2], body)
         exchange.request_id = head.request_id or id_from_body(need)
         exchange.requirements, exchange.stream = need, need.stream
         self._name_session(exchange, need, request)
         exchange.policy = services.balancer.policy.name
-        return exchange
 
     def _read_special(self, need: Requirements, route: Route, path: str, body: bytes) -> None:
         """What only some routes have: voices, keys of their own, stored responses."""
@@ -196,6 +218,16 @@ class Picker:
             result = FAILED if failed else SUCCEEDED
             self._services.balancer.release(exchange, exchange.worker, result)
         self._dismiss(exchange)
+
+    def finish(self, exchange: Exchange, refusal: HttpError | None = None) -> None:
+        """As `release`, and metrics and logs have it as a request that the proxy has relayed.
+        `refusal`: it was answered with that. Else its end is in `exchange`. Called once."""
+        _ = self.now
+        if refusal is not None:
+            exchange.status = refusal.status
+            exchange.end("refused", "proxy", str(refusal.code))
+        finalize(self._services, exchange, "envoy")
+        self._publish()
 
     def _dismiss(self, exchange: Exchange) -> None:
         self._services.inflight.dismiss(exchange)

@@ -11,22 +11,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 from secrets import token_hex
-from typing import Final
+from typing import Final, Protocol
 
 import trio
 
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.picker.pick_request import Selection
 from omni_proxy.picker.picker import Picker
 from omni_proxy.picker.reservations import Reservations
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
 
 _log = logging.getLogger(__name__)
 
 MAX_RESERVATIONS: Final = 100_000
 LONGEST_SLEEP_SECS: Final = 3600.0
+
+
+class EnvoyRun(Protocol):
+    """Until cancelled; as of all services."""
+
+    async def __call__(self, *, task_status: trio.TaskStatus[None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,14 @@ class Choice:
     lease_secs: float = 0.0
 
 
+class EnvoyView(Protocol):
+    """Envoy's external processor: `ext_proc.service`."""
+
+    def status(self) -> dict[str, object]: ...
+    async def run(self, *, task_status: trio.TaskStatus[None]) -> None: ...
+    async def drained(self) -> None: ...
+
+
 class PickerService:
     """`config`: the configuration in force."""
 
@@ -47,7 +63,26 @@ class PickerService:
         self._picker = picker
         self._config = config
         self._reservations: Reservations[Exchange] = Reservations()
+        self._envoy: EnvoyView | None = None  # of `omni-proxy picker`
         self._changed = trio.Event()  # a lease may end sooner than the task has thought
+
+    def serve_envoy(self, services: ExchangeServices, config_store: ConfigStore) -> None:
+        """Needs the packages of the extra `picker`; imported here, for the proxy has no use for
+        them. `run` does not do it: see `services`."""
+        from omni_proxy.picker.ext_proc.service import EnvoyService
+
+        self._envoy = EnvoyService(self._picker, services, config_store)
+
+    @property
+    def services(self) -> list[tuple[str, EnvoyRun]]:
+        """What runs beside this one, by name."""
+        envoy = self._envoy
+        return [] if envoy is None else [("envoy", envoy.run)]
+
+    async def drained(self) -> None:
+        """Until Envoy has the last response; the caller's scope bounds it."""
+        if self._envoy is not None:
+            await self._envoy.drained()
 
     async def select(self, selection: Selection) -> Choice:
         """Raises HttpError."""
@@ -77,7 +112,11 @@ class PickerService:
         self._picker.release(exchange)
 
     def status(self) -> dict[str, object]:
-        return {"reservations": len(self._reservations), "expired": self._reservations.expired}
+        counts: dict[str, object] = {
+            "reservations": len(self._reservations),
+            "expired": self._reservations.expired,
+        }
+        return counts if self._envoy is None else {**counts, **self._envoy.status()}
 
     def _refuse_unless_new(self, reservation_id: str) -> None:
         held = self._reservations.get(reservation_id)

@@ -33,6 +33,7 @@ SPELLED = {
     "admin.allowed_hosts": st.sampled_from([(), ("a",), ("proxy.internal", "b_c")]),
     "server.request_id_headers": st.sampled_from([(), ("x-session-id",), ("X-A", "x-b")]),
     "observe.otlp_endpoint": st.sampled_from(["", "http://c:4318", "https://c/otlp"]),
+    "picker.grpc_listen": PLACES,
     "cluster.url": st.sampled_from(["", "redis://a", "rediss://u:p@b:7000/3"]),
     "cluster.url_env": st.just(""),  # stands for the URL
     "cluster.password_file": st.just(""),  # needs one of them

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -29,6 +30,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self.name, self.url = name, ""
         self.requests = self.connections = 0
+        self.bodies: deque[dict] = deque(maxlen=8)  # of the newest requests
         self.gate = trio.Event()
         self.gate.set()
         self.halfway = trio.Event()
@@ -50,7 +52,8 @@ class Worker:
                 self.requests += 1
                 self.connections += not chatted
                 chatted = True
-                await self._answer(stream, json.loads(body))
+                self.bodies.append(json.loads(body))
+                await self._answer(stream, self.bodies[-1])
         except trio.BrokenResourceError:
             return
 

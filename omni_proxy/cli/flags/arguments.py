@@ -26,6 +26,7 @@ commands:
   omni-proxy keys ...        new: make a key; hash, check: of a key on stdin; usage
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
   omni-proxy launch ...      start replicas and the proxy in front of them
+  omni-proxy picker ...      choose workers for Envoy and other callers; relay nothing
   omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
   omni-proxy simulate ...    compare policies on a trace or a workload, in virtual time
   omni-proxy bench URL       measure a running fleet as its users see it
@@ -61,6 +62,14 @@ examples:
 It starts without workers too: /health is 200, /ready 503, until
 POST /add_worker?url=http://HOST:PORT adds one.
 A worker that is still starting or unreachable gets requests as soon as it is healthy.
+"""
+_PICKER_EPILOG: Final = """\
+examples:
+  omni-proxy picker --config picker.toml
+  omni-proxy picker --worker-urls http://10.0.0.1:8000 http://10.0.0.2:8000 --policy least_request
+
+[picker] grpc_listen is where Envoy asks, [server] host and port where /select and the control
+routes are. docs/picker.md has a configuration of Envoy.
 """
 _LAUNCH_EPILOG: Final = """\
 Other flags go to the engine unchanged; so does everything after a bare --.
@@ -129,6 +138,19 @@ def serve_parser() -> argparse.ArgumentParser:
     _add_pools(parser)
     _add_discovery(parser)
     add_ignored_flags(parser, "")
+    return parser
+
+
+def picker_parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="omni-proxy picker",
+        usage="omni-proxy picker (--config FILE | --worker-urls URL ...) [FLAGS]",
+        description="Choose workers for requests that others carry: Envoy, by its external "
+        "processor, and callers of POST /select. No model request is relayed.",
+        epilog=_PICKER_EPILOG,
+    )
+    _add_serving(parser)
+    _add_discovery(parser)
     return parser
 
 

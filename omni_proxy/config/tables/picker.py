@@ -4,11 +4,16 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from omni_proxy.config.fields import Listen
+
 ReservationLease = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class PickerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Choosing workers for others that send the requests."""
 
+    # Of `omni-proxy picker`: where Envoy's external processor is served, "host:port" or
+    # "unix:PATH"; empty: nowhere.
+    grpc_listen: Listen = "127.0.0.1:9002"
     # A reservation that nobody releases ends after this.
     lease_secs: ReservationLease = 120.0

@@ -104,6 +104,7 @@ class Listeners:
 
     def __init__(self, services: ExchangeServices) -> None:
         self.certificates = Certificates()
+        self.relays = True  # model requests of connections that are accepted from now on
         self.held = False  # addresses are bound, but do not listen yet
         # Listening sockets from another program, by address as configured: taken instead of new
         # ones.
@@ -202,7 +203,9 @@ class Listeners:
 
     def _callback_for(self, address: ListenAddress) -> Callable[[socket.socket, str], None]:
         services, certificates = self._services, self.certificates
-        role = ListenerRole(admin_only=address.admin, metrics_only=address.metrics)
+        role = ListenerRole(
+            admin_only=address.admin, metrics_only=address.metrics, relays=self.relays
+        )
         if certificates.context is None or address.is_file:
 
             def accept(sock: socket.socket, peer: str) -> None:

@@ -139,7 +139,8 @@ class Connection(ExchangeIO):
         self.head_bytes = len(raw)
         settings = self.settings
         head = settings.request_heads[self.client.is_tls].parse(raw)
-        cache = None if self.role.admin_only else settings.fast_path_cache
+        cached_heads = self.role.relays and not self.role.admin_only
+        cache = settings.fast_path_cache if cached_heads else None
         cached = cache.find(head) if cache is not None else None
         if cached is not None and (self.fast_path is None or self.fast_path.cached is not cached):
             self.fast_path = fast_path_for(self, cached)

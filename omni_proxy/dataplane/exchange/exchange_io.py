@@ -67,10 +67,12 @@ class ResponseReader(Protocol):
 @dataclass(frozen=True, slots=True)
 class ListenerRole:
     """Which requests the connections of a listener may send. `admin_only`: all go to the admin API.
-    `metrics_only`: likewise, and it answers for metrics alone."""
+    `metrics_only`: likewise, and it answers for metrics alone. `relays`: model requests go to
+    workers; else the admin API refuses them."""
 
     admin_only: bool = False
     metrics_only: bool = False
+    relays: bool = True
 
 
 PUBLIC: Final = ListenerRole()

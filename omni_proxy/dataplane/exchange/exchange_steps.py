@@ -82,7 +82,7 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
     settings = io.settings
     if settings.forwarded is not None:
         exchange.request_id = head.request_id  # for a local reply, too
-    if io.role.admin_only:
+    if io.role.admin_only or not io.role.relays:
         return _respond_by_admin_api(io, exchange, head)
     if head.origin:
         exchange.cors = settings.cors.lines(head.origin)

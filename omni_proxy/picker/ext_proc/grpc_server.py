@@ -1,0 +1,196 @@
+"""The gRPC server for Envoy: in a thread with an asyncio loop of its own, beside trio's.
+
+Contract: nothing of trio's is touched in that thread; what has to be picked or counted is handed
+over by `TrioToken.run_sync_soon`, in the order of the messages, and answered by the asyncio loop's
+`call_soon_threadsafe`. However a stream ends, its request is ended once. `run` returns when no
+thread and no stream is left.
+"""
+
+from __future__ import annotations
+
+import asyncio  # noqa: TID251  grpc's server runs on asyncio; its loop has a thread of its own
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Final
+
+import grpc
+import trio
+from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
+
+from omni_proxy.picker.ext_proc.messages import Destination
+from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
+from omni_proxy.picker.ext_proc.stream import Asked, EnvoyStream
+from omni_proxy.wire.errors import HttpError
+
+_log = logging.getLogger(__name__)
+
+SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
+MESSAGE_OVERHEAD_BYTES: Final = 1024 * 1024  # of a head, beside the largest body
+MOST_BYTES: Final = 2**31 - 1  # of a message of gRPC
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes of one request's body, and of all that are held."""
+
+    body: int
+    held: int
+
+
+class GrpcServer:
+    """`listen`: `host:port` or `unix:PATH`."""
+
+    def __init__(self, listen: str, limits: Limits, picks: EnvoyPicks) -> None:
+        self._listen = listen
+        self._limits = limits
+        self._picks = picks
+        self._token = trio.lowlevel.current_trio_token()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._cut: asyncio.Event | None = None
+        self._grace = 0.0
+        self._held_bytes = 0
+        self.address = ""  # as bound, once it listens
+        self.streams = 0
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled, or until `stop` and the end of the streams. Raises OSError where
+        it can't listen."""
+        listening = trio.Event()
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._in_thread, listening, nursery.cancel_scope)
+            try:
+                await listening.wait()
+                task_status.started()
+                await trio.sleep_forever()
+            finally:
+                self.stop(0.0)
+
+    async def _in_thread(self, listening: trio.Event, scope: trio.CancelScope) -> None:
+        def listens() -> None:
+            self._token.run_sync_soon(listening.set)
+
+        # It ends by `stop`, so that cancelling leaves no thread behind.
+        await trio.to_thread.run_sync(lambda: asyncio.run(self._serve(listens)))
+        scope.cancel()
+
+    def stop(self, grace_secs: float) -> None:
+        """Accept no new stream, and end what is left after so long."""
+        loop, event = self._loop, self._stop if grace_secs else self._cut
+        self._grace = grace_secs
+        if loop is not None and event is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended already
+                loop.call_soon_threadsafe(event.set)
+
+    async def _serve(self, listens: Callable[[], None]) -> None:
+        stop, cut = asyncio.Event(), asyncio.Event()
+        most = min(MOST_BYTES, self._limits.body + MESSAGE_OVERHEAD_BYTES)
+        server = grpc.aio.server(options=[("grpc.max_receive_message_length", most)])
+        handler = grpc.stream_stream_rpc_method_handler(
+            self._process,
+            request_deserializer=ProcessingRequest.FromString,
+            response_serializer=ProcessingResponse.SerializeToString,
+        )
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),)
+        )
+        try:
+            port = server.add_insecure_port(self._listen)
+        except RuntimeError:
+            raise OSError(f"cannot listen on {self._listen}") from None
+        await server.start()
+        host = self._listen.rpartition(":")[0]
+        self.address = self._listen if self._listen.startswith("unix:") else f"{host}:{port}"
+        _log.info("listening on %s for Envoy's external processor", self.address)
+        self._loop, self._stop, self._cut = asyncio.get_running_loop(), stop, cut
+        listens()
+        ends = [asyncio.create_task(event.wait()) for event in (stop, cut)]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not cut.is_set():
+            drained = asyncio.create_task(server.stop(self._grace))
+            await asyncio.wait((drained, ends[1]), return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        await server.stop(None)
+
+    async def _process(
+        self, messages: AsyncIterator[ProcessingRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        """One stream, which is one request."""
+        stream, ticket, facts = EnvoyStream(self._limits.body), Ticket(), ResponseFacts()
+        self.streams += 1
+        held = 0
+        try:
+            async for message in messages:
+                try:
+                    answers = stream.receive(message)
+                except HttpError as error:
+                    answers = stream.refused(error)
+                held = self._note_held(held, stream.held_bytes)
+                if self._held_bytes > self._limits.held and held:
+                    answers = stream.refused(_too_many_bytes())
+                if stream.asked is not None:
+                    found = await self._pick(ticket, stream.asked)
+                    answers = _answers(stream, found)
+                _note_times(stream, facts)
+                if stream.complete:
+                    self._end(ticket, facts)
+                for answer in answers:
+                    await context.write(answer)
+                if stream.over:
+                    break
+        except ValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        finally:
+            self._note_held(held, 0)
+            self.streams -= 1
+            self._end(ticket, facts)
+
+    async def _pick(self, ticket: Ticket, asked: Asked) -> Destination | HttpError:
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Destination | HttpError] = loop.create_future()
+
+        def settle(found: Destination | HttpError) -> None:
+            if not future.done():
+                future.set_result(found)
+
+        def answer(found: Destination | HttpError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has been closed
+                loop.call_soon_threadsafe(settle, found)
+
+        self._token.run_sync_soon(self._picks.begin, ticket, asked, answer)
+        return await future
+
+    def _end(self, ticket: Ticket, facts: ResponseFacts) -> None:
+        if not ticket.handed_back:
+            ticket.handed_back = True
+            with contextlib.suppress(trio.RunFinishedError):
+                self._token.run_sync_soon(self._picks.end, ticket, facts)
+
+    def _note_held(self, before: int, now: int) -> int:
+        self._held_bytes += now - before
+        return now
+
+
+def _answers(stream: EnvoyStream, found: Destination | HttpError) -> list[ProcessingResponse]:
+    return stream.refused(found) if isinstance(found, HttpError) else stream.picked(found)
+
+
+def _note_times(stream: EnvoyStream, facts: ResponseFacts) -> None:
+    if stream.status and not facts.head_at:
+        facts.head_at = monotonic()
+        facts.status = stream.status
+    if stream.chunks and not facts.first_at:
+        facts.first_at = monotonic()
+    facts.chunks, facts.bytes_out = stream.chunks, stream.bytes_out
+    facts.complete, facts.last_chunk = stream.complete, stream.last_chunk
+
+
+def _too_many_bytes() -> HttpError:
+    return HttpError(
+        503, "router overloaded: too many bytes of request bodies are held", 503,
+        type="overloaded_error", reason="max_held_bytes",
+    ).with_headers(("retry-after", "1"))  # fmt: skip

@@ -1,0 +1,235 @@
+"""Requests of Envoy at the picker, in trio's thread: begun, answered with a destination, ended.
+
+Contract: `begin` answers exactly once, and never waits itself; after `end` nothing counts the
+request, whichever of the two comes first in time. Both are called in the order of Envoy's messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+import trio
+
+from omni_proxy.api_keys.callers import KEY_FIELDS
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
+from omni_proxy.fleet.dp_rank import DpRank
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.picker.ext_proc.endpoints import Endpoints
+from omni_proxy.picker.ext_proc.messages import Destination
+from omni_proxy.picker.ext_proc.stream import Asked
+from omni_proxy.picker.pick_request import PickRequest, head_of
+from omni_proxy.picker.picker import Picker
+from omni_proxy.routing.routes import VOICE_OWNER
+from omni_proxy.wire.errors import HttpError
+
+_log = logging.getLogger(__name__)
+
+FAILED_STATUSES: Final = (502, 504)
+Answer = Callable[[Destination | HttpError], None]
+
+
+class ResponseFacts(msgspec.Struct, gc=False):
+    """How a response went; times of the clock of `time.monotonic`, 0.0 for what did not come."""
+
+    status: int = 0
+    complete: bool = False
+    head_at: float = 0.0
+    first_at: float = 0.0
+    chunks: int = 0
+    bytes_out: int = 0
+    last_chunk: bytes = b""
+
+
+class Ticket:
+    """One request. `exchange`: while it counts. `ended`: trio's thread knows of its end.
+    `handed_back`: of the other thread, which has told it."""
+
+    __slots__ = ("ended", "exchange", "handed_back")
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        self.ended = self.handed_back = False
+
+
+class EnvoyPicks:
+    """`nursery` has the tasks of picks that can't be answered at once."""
+
+    def __init__(self, picker: Picker, services: ExchangeServices, nursery: trio.Nursery) -> None:
+        self._picker = picker
+        self._services = services
+        self._nursery = nursery
+        self.endpoints = Endpoints(services.loop.clock)
+
+    def begin(self, ticket: Ticket, asked: Asked, answer: Answer) -> None:
+        try:
+            request = request_of(asked)
+            if self._all_known(asked):
+                exchange = self._picker.inspect_small(request)
+                if exchange is not None:
+                    self._acquire(ticket, exchange, asked, answer)
+                    return
+        except HttpError as error:
+            answer(error)
+        except Exception:
+            _log.exception("pick_failed")
+            answer(_internal())
+        else:
+            self._nursery.start_soon(self._begin_slowly, ticket, request, asked, answer)
+
+    async def _begin_slowly(
+        self, ticket: Ticket, request: PickRequest, asked: Asked, answer: Answer
+    ) -> None:
+        """A large body, or host names in the way of a subset."""
+        try:
+            for worker in self._services.fleet.workers if asked.subset is not None else ():
+                if self.endpoints.known(worker) is None:
+                    await self._try_to_resolve(worker)
+            exchange = await self._picker.inspect(request)
+            self._acquire(ticket, exchange, asked, answer)
+        except HttpError as error:
+            answer(error)
+        except Exception:
+            _log.exception("pick_failed")
+            answer(_internal())
+
+    def _all_known(self, asked: Asked) -> bool:
+        known = self.endpoints.known
+        workers = self._services.fleet.workers if asked.subset is not None else ()
+        return all(known(worker) is not None for worker in workers)
+
+    async def _try_to_resolve(self, worker: Worker) -> None:
+        try:
+            await self.endpoints.resolve(worker)
+        except HttpError as error:
+            _log.warning("worker_unresolved worker=%s error=%s", worker.url, error.message)
+
+    def _acquire(self, ticket: Ticket, exchange: Exchange, asked: Asked, answer: Answer) -> None:
+        """Raises HttpError, then nothing counts."""
+        fleet, outside = self._services.fleet, set[Worker]()
+        if asked.subset is not None:
+            outside = self.endpoints.outside(fleet.workers, asked.subset)
+        try:
+            target = self._picker.acquire(exchange, outside)
+        except HttpError as error:
+            self._picker.finish(exchange, error)
+            raise
+        ticket.exchange = exchange
+        exchange.sent_at = self._services.loop.now
+        if ticket.ended:  # while a large body was read
+            self.end(ticket, ResponseFacts())
+            return
+        known = self.endpoints.known(target)
+        if known is None:
+            self._nursery.start_soon(self._answer_slowly, ticket, target, asked, answer)
+            return
+        self._answer(ticket, target, known, asked, answer)
+
+    async def _answer_slowly(
+        self, ticket: Ticket, target: Worker, asked: Asked, answer: Answer
+    ) -> None:
+        try:
+            found = await self.endpoints.resolve(target)
+        except HttpError as error:
+            self._refuse(ticket, error, answer)
+            return
+        self._answer(ticket, target, found, asked, answer)
+
+    def _answer(
+        self, ticket: Ticket, target: Worker, found: tuple[str, ...], asked: Asked, answer: Answer
+    ) -> None:
+        exchange = ticket.exchange
+        if exchange is None:  # Envoy has gone meanwhile
+            return
+        if not found:
+            message = f"Envoy can't reach {target.url}: it has no address of the network"
+            self._refuse(ticket, HttpError(503, message, "worker_unresolved"), answer)
+            return
+        subset = asked.subset
+        endpoint = next((each for each in found if subset is None or each in subset), found[0])
+        to = self._destination(exchange, target, endpoint)
+        exchange.body = b""
+        if exchange.requirements is not None:
+            exchange.requirements.body_fields = None  # which refers to it, too
+        answer(to)
+
+    def _destination(self, exchange: Exchange, target: Worker, endpoint: str) -> Destination:
+        headers: dict[str, str] = {}
+        removed: tuple[str, ...] = ()
+        worker = target.worker
+        if isinstance(target, DpRank):
+            headers["x-data-parallel-rank"] = str(target.index)
+        key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        elif self._services.settings.callers.keyed:
+            removed = tuple(sorted(name.decode() for name in KEY_FIELDS))
+        parts = changed_parts(exchange)
+        body = None if parts is None else b"".join(parts)
+        return Destination(endpoint, headers, removed, body)
+
+    def _refuse(self, ticket: Ticket, error: HttpError, answer: Answer) -> None:
+        exchange, ticket.exchange = ticket.exchange, None
+        if exchange is not None:
+            self._picker.finish(exchange, error)
+        answer(error)
+
+    def end(self, ticket: Ticket, facts: ResponseFacts) -> None:
+        """Envoy has the whole response, or the stream has ended. A second call does nothing."""
+        ticket.ended = True
+        exchange, ticket.exchange = ticket.exchange, None
+        if exchange is None:
+            return
+        services, worker = self._services, exchange.worker
+        exchange.status, exchange.response_head_at = facts.status, facts.head_at
+        exchange.first_at, exchange.chunks = facts.first_at, facts.chunks
+        exchange.bytes_out, exchange.relayed = facts.bytes_out, facts.status > 0
+        if services.settings.keeps_last_chunk or exchange.reads_usage():
+            exchange.last_chunk = facts.last_chunk
+        if facts.complete:
+            exchange.end("completed", "")
+        else:
+            ended = "stream_cancelled" if exchange.relayed else "client_disconnected"
+            exchange.end(ended, "client")
+        if worker is not None:
+            self._report(exchange, worker)
+        self._picker.finish(exchange)
+
+    def _report(self, exchange: Exchange, worker: Worker) -> None:
+        """What the response says of its worker. Envoy answers 503 for one that it can't reach, as
+        a worker may that is busy, so that a 503 says nothing: probes find out."""
+        services, status = self._services, exchange.status
+        if status in FAILED_STATUSES:
+            report_failure(services.fleet, exchange, worker, f"HTTP {status}", status)
+            return
+        if exchange.outcome != "completed" or status >= 500:
+            return
+        if worker.health.failed_requests:
+            services.fleet.observe_success(worker, exchange.half_open_id)
+        route = exchange.route
+        uploads = exchange.method in ("POST", "DELETE") and 200 <= status < 300
+        if route is not None and route.pinning is VOICE_OWNER and uploads:
+            services.keep_voices_at(worker)
+
+
+def request_of(asked: Asked) -> PickRequest:
+    """Raises HttpError 400 for a head that would not be relayed."""
+    headers = {name: value for name, value in asked.headers.items() if not name.startswith(":")}
+    method, target = asked.headers.get(":method", ""), asked.headers.get(":path", "")
+    client = headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
+    return PickRequest(
+        head=head_of(method, target, headers, len(asked.body)),
+        body=asked.body,
+        client=client or "-",
+        as_caller=True,
+    )
+
+
+def _internal() -> HttpError:
+    return HttpError(500, "the picker has failed; its log says why", "picker_failed")

@@ -1,0 +1,161 @@
+"""One request with its response as Envoy shows it: which answer each message gets.
+
+    request headers ─> [request body] ─> pick ─> response headers ─> [response body] ─> over
+
+Invariant: a pick is asked for once, when the body is whole, or at the head where Envoy sends none;
+each message of Envoy's gets its answers in order, and nothing of the bodies is changed but what the
+destination says. Pure: it neither picks nor waits.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    ProcessingRequest,
+    ProcessingResponse,
+)
+
+from omni_proxy.picker.ext_proc import messages
+from omni_proxy.picker.ext_proc.messages import Destination
+from omni_proxy.wire.errors import HttpError
+
+_NONE: Final = ProcessingMode.NONE
+_BUFFERED: Final = (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
+_DUPLEX: Final = ProcessingMode.FULL_DUPLEX_STREAMED
+KEPT_CHUNK_BYTES: Final = 65536  # of a response: its end tells the tokens
+
+
+class Asked(msgspec.Struct, gc=False):
+    """What is to be picked for. `subset`: endpoints it may go to, None for any."""
+
+    headers: dict[str, str]
+    body: bytes
+    subset: frozenset[str] | None
+
+
+class EnvoyStream:
+    """`receive` each message; where `asked` is set then, `picked` or `refused` gives the answers.
+
+    `status`: of the response, 0 before its head. `complete`: its last byte has come. `over`: Envoy
+    gets no further answer.
+    """
+
+    def __init__(self, max_body: int) -> None:
+        self._max_body = max_body
+        self._request_mode = self._response_mode = int(_NONE)
+        self._headers: dict[str, str] = {}
+        self._subset: frozenset[str] | None = None
+        self._parts: list[bytes] = []
+        self._picked = False
+        self._waits_for = ""  # the message that brought the pick about
+        self._ends = True  # the body of the request does, no trailers follow
+        self.asked: Asked | None = None
+        self.held_bytes = 0  # of the request's body
+        self.status = 0
+        self.complete = self.over = False
+        self.bytes_out = self.chunks = 0
+        self.last_chunk = b""  # of the response
+
+    def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
+        """The answers, [] where they depend on a pick. Raises HttpError 413, which `refused` takes;
+        ValueError for a message that has no place here."""
+        kind = message.WhichOneof("request")
+        if message.HasField("protocol_config"):
+            self._request_mode = message.protocol_config.request_body_mode
+            self._response_mode = message.protocol_config.response_body_mode
+        elif kind == "request_headers":  # of an Envoy that does not tell its modes
+            self._request_mode, self._response_mode = (
+                ProcessingMode.BUFFERED,
+                ProcessingMode.STREAMED,
+            )
+        if kind == "request_headers":
+            self._subset = messages.subset_of(message)
+            return self._request_headers(message.request_headers)
+        if kind == "request_body":
+            return self._request_body(message.request_body)
+        if kind == "request_trailers":
+            return self._request_trailers()
+        if kind == "response_headers":
+            return self._response_headers(message.response_headers)
+        if kind == "response_body":
+            return self._response_body(message.response_body)
+        if kind == "response_trailers":
+            self._complete()
+            return [messages.response_trailers()]
+        raise ValueError(f"no message of a request or response: {kind}")
+
+    def picked(self, to: Destination) -> list[ProcessingResponse]:
+        """The answers once `asked` has a destination."""
+        asked, self.asked = self.asked, None
+        assert asked is not None
+        if self._waits_for == "headers":
+            return [messages.headers_to(to)]
+        if self._request_mode != _DUPLEX:
+            return [messages.body_to(to)]
+        body = asked.body if to.body is None else to.body
+        length = len(body) if self._ends else None
+        head = messages.headers_to(to, length)
+        answers = [head, *messages.request_chunks(body, end=self._ends)]
+        return answers if self._ends else [*answers, messages.request_trailers()]
+
+    def refused(self, error: HttpError) -> list[ProcessingResponse]:
+        """The answer if there is none."""
+        self.asked, self.over, self.status = None, True, error.status
+        return [messages.refusal(error)]
+
+    def _ask(self, waits_for: str) -> list[ProcessingResponse]:
+        self._picked, self._waits_for = True, waits_for
+        self.asked = Asked(self._headers, b"".join(self._parts), self._subset)
+        self._parts = []
+        self.held_bytes = 0
+        return []
+
+    def _request_headers(self, head: HttpHeaders) -> list[ProcessingResponse]:
+        self._headers = messages.read_headers(head.headers)
+        if head.end_of_stream or self._request_mode not in (*_BUFFERED, _DUPLEX):
+            return self._ask("headers")
+        return [] if self._request_mode == _DUPLEX else [messages.request_headers()]
+
+    def _request_body(self, body: HttpBody) -> list[ProcessingResponse]:
+        if self._picked:
+            return [messages.request_body()]
+        self.held_bytes += len(body.body)
+        if self.held_bytes > self._max_body:
+            raise HttpError(413, "payload too large", "payload_too_large")
+        self._parts.append(body.body)
+        if body.end_of_stream or self._request_mode != _DUPLEX:
+            return self._ask("body")
+        return []
+
+    def _request_trailers(self) -> list[ProcessingResponse]:
+        if self._picked:
+            return [messages.request_trailers()]
+        self._ends = False
+        return self._ask("trailers")
+
+    def _response_headers(self, head: HttpHeaders) -> list[ProcessingResponse]:
+        text = messages.read_headers(head.headers).get(":status", "")
+        self.status = int(text) if text.isdecimal() else 0
+        if head.end_of_stream:
+            self._complete()
+        return [messages.response_headers()]
+
+    def _response_body(self, body: HttpBody) -> list[ProcessingResponse]:
+        chunk = body.body
+        if chunk:
+            self.chunks += 1
+            self.bytes_out += len(chunk)
+            self.last_chunk = chunk[-KEPT_CHUNK_BYTES:]
+        if body.end_of_stream:
+            self._complete()
+        if self._response_mode == _DUPLEX:
+            return [messages.response_chunk(chunk, end=body.end_of_stream)]
+        return [messages.response_body()]
+
+    def _complete(self) -> None:
+        self.complete = True

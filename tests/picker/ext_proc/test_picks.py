@@ -1,0 +1,104 @@
+import pytest
+import trio
+
+pytest.importorskip("envoy.service", reason="the extra `picker` is not installed")
+
+from omni_proxy.picker.ext_proc.messages import Destination
+from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
+from omni_proxy.picker.ext_proc.stream import Asked
+from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES
+from tests.fleet.entries import entry
+from tests.idle import wait_until_idle
+from tests.picker.conftest import picker_over
+
+HEADERS = {":method": "POST", ":path": "/v1/chat/completions", "content-type": "application/json"}
+A, B = "127.0.0.1", "127.0.0.2"
+
+
+class Envoy:
+    def __init__(self, fixture, nursery):
+        self.fixture = fixture
+        self.picks = EnvoyPicks(fixture.picker, fixture.dataplane.services, nursery)
+        self.answers = []
+
+    def begin(self, body=b'{"messages": []}', subset=None, **headers):
+        ticket = Ticket()
+        asked = Asked({**HEADERS, **headers}, body, subset)
+        self.picks.begin(ticket, asked, self.answers.append)
+        return ticket
+
+
+@pytest.fixture
+async def envoy(nursery):
+    return Envoy(picker_over(entry(A), entry(B)), nursery)
+
+
+async def test_a_request_is_counted_from_its_pick_until_its_end_and_only_once(envoy):
+    ticket = envoy.begin()
+    (to,) = envoy.answers
+    assert to.endpoint in (f"{A}:1", f"{B}:1")
+    assert sum(envoy.fixture.counts) == envoy.fixture.dataplane.in_flight == 1
+    for _ in range(2):
+        envoy.picks.end(ticket, ResponseFacts(status=200, complete=True))
+    assert envoy.fixture.counts == [0, 0]
+    ended = envoy.fixture.dataplane.services.totals.ended
+    assert (envoy.fixture.dataplane.in_flight, ended["completed"]) == (0, 1)
+
+
+async def test_a_refusal_counts_nothing_but_the_refusal(envoy):
+    envoy.begin(b'{"model": "x", "messages": []}', subset=frozenset())
+    (error,) = envoy.answers
+    assert (error.status, error.code) == (503, "subset_unavailable")
+    assert envoy.fixture.dataplane.in_flight == 0
+    assert envoy.fixture.dataplane.services.totals.ended["refused"] == 1
+
+
+async def test_a_subset_is_kept_to(envoy):
+    for _ in range(4):
+        envoy.begin(subset=frozenset((f"{B}:1", "10.9.9.9:1")))
+    assert {to.endpoint for to in envoy.answers} == {f"{B}:1"}
+    assert envoy.fixture.counts == [0, 4]
+
+
+async def test_an_end_that_comes_before_the_pick_of_a_large_body_leaves_nothing(envoy):
+    ticket = envoy.begin(b'{"messages": [], "x": "' + b"y" * ONE_PASS_BYTES + b'"}')
+    assert envoy.answers == []
+    envoy.picks.end(ticket, ResponseFacts())
+    await wait_until_idle()
+    assert envoy.fixture.counts == [0, 0]
+
+
+async def test_502_and_504_count_against_the_worker_and_503_does_not(envoy):
+    for status in (503, 502, 504):
+        ticket = envoy.begin(subset=frozenset((f"{A}:1",)))
+        envoy.picks.end(ticket, ResponseFacts(status=status, complete=True))
+    assert envoy.fixture.fleet.workers[0].health.failed_requests == 2
+
+
+async def test_a_worker_with_its_own_key_or_a_rank_gets_their_headers(nursery, monkeypatch):
+    monkeypatch.setenv("WORKER_KEY", "k3y")
+    envoy = Envoy(picker_over(entry(A, api_key_env="WORKER_KEY", ranks=2)), nursery)
+    envoy.begin()
+    (to,) = envoy.answers
+    assert to.headers == {"x-data-parallel-rank": "0", "authorization": "Bearer k3y"}
+
+
+async def test_a_host_name_is_resolved_and_one_without_address_is_503(nursery, monkeypatch):
+    async def answer(host, port, **_):
+        if host == "b":
+            raise OSError("no such name")
+        return [(0, 0, 0, "", ("10.1.2.3", port))]
+
+    monkeypatch.setattr(trio.socket, "getaddrinfo", answer)
+    envoy = Envoy(picker_over(entry("a"), entry("b")), nursery)
+    for _ in range(2):
+        envoy.begin()
+        await wait_until_idle()
+    good, bad = sorted(envoy.answers, key=lambda each: not isinstance(each, Destination))
+    assert (good.endpoint, bad.code) == ("10.1.2.3:1", "worker_unresolved")
+    assert envoy.fixture.counts == [1, 0]
+
+
+async def test_a_head_that_would_not_be_relayed_is_refused(envoy):
+    envoy.begin(**{"x y": "z"})
+    assert envoy.answers[0].status == 400

@@ -1,0 +1,206 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.example_counts import examples
+
+pytest.importorskip("envoy.service", reason="the extra `picker` is not installed")
+
+from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingRequest,
+    ProtocolConfiguration,
+)
+
+from omni_proxy.picker.ext_proc.messages import (
+    CHUNK_BYTES,
+    DESTINATION,
+    SUBSET,
+    SUBSET_NAMESPACE,
+    Destination,
+    subset_of,
+)
+from omni_proxy.picker.ext_proc.stream import EnvoyStream
+from omni_proxy.wire.errors import HttpError
+
+NONE, STREAMED, BUFFERED, PARTIAL, DUPLEX = (
+    ProcessingMode.NONE,
+    ProcessingMode.STREAMED,
+    ProcessingMode.BUFFERED,
+    ProcessingMode.BUFFERED_PARTIAL,
+    ProcessingMode.FULL_DUPLEX_STREAMED,
+)
+TO = Destination("10.0.0.1:80", {"x-a": "b"}, ("authorization",))
+
+
+def head(mode=BUFFERED, answers=STREAMED, *, end=False, config=True, **headers):
+    message = ProcessingRequest(
+        request_headers=HttpHeaders(headers=header_map(headers), end_of_stream=end)
+    )
+    if config:
+        message.protocol_config.CopyFrom(
+            ProtocolConfiguration(request_body_mode=mode, response_body_mode=answers)
+        )
+    return message
+
+
+def header_map(headers):
+    pairs = {":method": "POST", ":path": "/v1/chat/completions", **headers}
+    return HeaderMap(headers=[HeaderValue(key=k, raw_value=v.encode()) for k, v in pairs.items()])
+
+
+def request_body(body, *, end=True):
+    return ProcessingRequest(request_body=HttpBody(body=body, end_of_stream=end))
+
+
+def response_body(body, *, end):
+    return ProcessingRequest(response_body=HttpBody(body=body, end_of_stream=end))
+
+
+def response_head(status="200", *, end=False):
+    headers = HeaderMap(headers=[HeaderValue(key=":status", raw_value=status.encode())])
+    return ProcessingRequest(response_headers=HttpHeaders(headers=headers, end_of_stream=end))
+
+
+def kinds(answers):
+    return [answer.WhichOneof("response") for answer in answers]
+
+
+def mutations(answer):
+    common = getattr(answer, answer.WhichOneof("response")).response
+    set_headers = {o.header.key: o.header.raw_value for o in common.header_mutation.set_headers}
+    return set_headers, list(common.header_mutation.remove_headers), common.clear_route_cache
+
+
+@pytest.mark.parametrize(
+    ("mode", "end", "config"),
+    [(NONE, False, True), (STREAMED, False, True), (BUFFERED, True, True), (DUPLEX, True, True)],
+)
+def test_without_a_body_to_wait_for_the_pick_comes_with_the_head(mode, end, config):
+    stream = EnvoyStream(100)
+    assert stream.receive(head(mode, end=end, config=config)) == []
+    assert (stream.asked.body, stream.asked.headers[":method"]) == (b"", "POST")
+    (answer,) = stream.picked(TO)
+    assert answer.WhichOneof("response") == "request_headers"
+    assert mutations(answer) == (
+        {DESTINATION: b"10.0.0.1:80", "x-a": b"b"},
+        ["authorization"],
+        True,
+    )
+    assert answer.dynamic_metadata["envoy.lb"][DESTINATION] == "10.0.0.1:80"
+
+
+@pytest.mark.parametrize("config", [True, False])
+@pytest.mark.parametrize("mode", [BUFFERED, PARTIAL])
+def test_a_buffered_body_is_picked_for_and_changed_only_where_the_destination_says(mode, config):
+    stream = EnvoyStream(100)
+    assert kinds(stream.receive(head(mode, config=config))) == ["request_headers"]
+    assert stream.asked is None
+    assert stream.receive(request_body(b"{}")) == []
+    assert stream.asked.body == b"{}"
+    (answer,) = stream.picked(TO)
+    assert answer.WhichOneof("response") == "request_body"
+    assert not answer.request_body.response.HasField("body_mutation")
+    other = EnvoyStream(100)
+    other.receive(head(mode))
+    other.receive(request_body(b"{}"))
+    (answer,) = other.picked(Destination("10.0.0.1:80", body=b"[1]"))
+    assert answer.request_body.response.body_mutation.body == b"[1]"
+    assert mutations(answer)[0]["content-length"] == b"3"
+
+
+@given(st.lists(st.binary(max_size=40), max_size=5), st.booleans(), st.booleans())
+@settings(max_examples=examples(100))
+def test_a_duplex_body_comes_back_whole_and_ends_once(parts, trailers, replaced):
+    parts = [*parts, b"" if not parts else b"x" * (CHUNK_BYTES + 1)]
+    stream, answers = EnvoyStream(10**9), []
+    assert stream.receive(head(DUPLEX, DUPLEX)) == []
+    for index, part in enumerate(parts):
+        last = index == len(parts) - 1 and not trailers
+        assert stream.receive(request_body(part, end=last)) == []
+    if trailers:
+        assert stream.receive(ProcessingRequest(request_trailers=HttpTrailers())) == []
+    body = b"other" if replaced else b"".join(parts)
+    answers = stream.picked(Destination("a:1", body=b"other" if replaced else None))
+    chunks = [a.request_body for a in answers if a.WhichOneof("response") == "request_body"]
+    streamed = [chunk.response.body_mutation.streamed_response for chunk in chunks]
+    assert b"".join(each.body for each in streamed) == body
+    assert all(len(each.body) <= CHUNK_BYTES for each in streamed)
+    assert [each.end_of_stream for each in streamed] == [False] * (len(streamed) - 1) + [
+        not trailers
+    ]
+    assert kinds(answers)[0] == "request_headers"
+    assert (kinds(answers)[-1] == "request_trailers") == trailers
+    assert ("content-length" in mutations(answers[0])[0]) != trailers
+
+
+@pytest.mark.parametrize("mode", [STREAMED, DUPLEX])
+def test_a_response_is_passed_on_and_over_with_its_last_byte(mode):
+    stream = EnvoyStream(100)
+    stream.receive(head(BUFFERED, mode, end=True))
+    stream.picked(TO)
+    assert kinds(stream.receive(response_head("503"))) == ["response_headers"]
+    assert (stream.status, stream.complete) == (503, False)
+    (answer,) = stream.receive(response_body(b"abc", end=False))
+    streamed = answer.response_body.response.body_mutation.streamed_response
+    assert streamed.body == (b"abc" if mode == DUPLEX else b"")
+    assert not stream.complete
+    stream.receive(response_body(b"", end=True))
+    assert (stream.complete, stream.bytes_out, stream.chunks, stream.last_chunk) == (
+        True, 3, 1, b"abc",
+    )  # fmt: skip
+
+
+def test_a_response_without_a_body_and_one_with_trailers_end_too():
+    for last in (
+        response_head(end=True),
+        ProcessingRequest(response_trailers=HttpTrailers()),
+    ):
+        stream = EnvoyStream(100)
+        stream.receive(head(end=True))
+        stream.picked(TO)
+        stream.receive(last)
+        assert stream.complete
+
+
+def test_a_body_above_the_limit_is_refused_and_held_bytes_are_counted():
+    stream = EnvoyStream(5)
+    stream.receive(head(DUPLEX, DUPLEX))
+    stream.receive(request_body(b"123", end=False))
+    assert stream.held_bytes == 3
+    with pytest.raises(HttpError) as refused:
+        stream.receive(request_body(b"456", end=False))
+    (answer,) = stream.refused(refused.value)
+    assert (answer.immediate_response.status.code, stream.over) == (413, True)
+
+
+def test_a_refusal_has_the_proxys_own_error_and_its_headers():
+    stream = EnvoyStream(5)
+    stream.receive(head(end=True))
+    error = HttpError(503, "nobody", "none_healthy").with_headers(("retry-after", "1"))
+    (answer,) = stream.refused(error)
+    reply = answer.immediate_response
+    assert reply.body == error.body()
+    sent = {each.header.key: each.header.raw_value for each in reply.headers.set_headers}
+    assert sent == {"content-type": b"application/json", "retry-after": b"1"}
+
+
+def test_a_message_that_is_none_is_an_error():
+    with pytest.raises(ValueError, match="no message"):
+        EnvoyStream(5).receive(ProcessingRequest())
+
+
+def test_a_subset_is_read_as_a_list_or_a_text_and_may_be_empty():
+    message = head()
+    assert subset_of(message) is None
+    hint = message.metadata_context.filter_metadata[SUBSET_NAMESPACE]
+    hint.update({SUBSET: "10.0.0.1:80, 10.0.0.2:80"})
+    assert subset_of(message) == {"10.0.0.1:80", "10.0.0.2:80"}
+    hint.update({SUBSET: ["10.0.0.3:80"]})
+    assert subset_of(message) == {"10.0.0.3:80"}
+    hint.update({SUBSET: []})
+    assert subset_of(message) == frozenset()
