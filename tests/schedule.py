@@ -1,7 +1,8 @@
 """Which process runs which tests where several share a run (`--dist loadfile`).
 
 A file stays in one process, for what its tests share, and so do all files that share the fleets of
-replicas: a fleet costs seconds of CPU time. They begin first, since together they take longest.
+replicas, or the syntax trees of all modules: each costs seconds of CPU time. Those with the fleets
+begin first, since together they take longest.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ SHARING_FLEETS = {
         "sync_soak", "version_relay",
     )
 }  # fmt: skip
+TREES = "the syntax trees"
+SHARING_TREES = {f"tests/test_{name}.py" for name in ("checkpoints", "glossary", "layers", "sizes")}
 
 
 def unit_of(nodeid: str) -> str:
     """What stays together."""
     file = nodeid.split("::", 1)[0]
-    return FLEETS if file in SHARING_FLEETS else file
+    if file in SHARING_FLEETS:
+        return FLEETS
+    return TREES if file in SHARING_TREES else file
 
 
 def fleets_first(items: list[pytest.Item]) -> None:

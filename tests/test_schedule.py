@@ -1,4 +1,6 @@
-from tests.schedule import FLEETS, SHARING_FLEETS, unit_of
+from pathlib import Path
+
+from tests.schedule import FLEETS, SHARING_FLEETS, SHARING_TREES, TREES, unit_of
 from tests.tree import ROOT, sources
 
 
@@ -10,6 +12,16 @@ def test_files_that_share_fleets_of_replicas_stay_in_one_process():
     }
     assert using == SHARING_FLEETS
     assert {unit_of(f"{file}::test_x[a::b]") for file in using} == {FLEETS}
+
+
+def test_files_that_look_at_all_modules_stay_in_one_process():
+    using = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").glob("test_*.py")
+        if "parsed(" in path.read_text() and path != Path(__file__)
+    }
+    assert using == SHARING_TREES
+    assert {unit_of(f"{file}::test_x") for file in using} == {TREES}
 
 
 def test_any_other_file_is_a_unit_of_its_own():

@@ -5,7 +5,6 @@ import subprocess
 import tomllib
 from pathlib import Path
 
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -39,6 +38,8 @@ def named(found: list[dict], kind: str, name: str = "") -> dict:
 
 def check(found: list[dict]) -> None:
     """By the schemas, and by what the parts say of each other."""
+    import kubernetes_validate  # takes more than a second, which each process would pay
+
     for thing in found:
         if thing["kind"] != "ServiceMonitor":  # a resource of the Prometheus operator
             kubernetes_validate.validate(thing, SCHEMAS, strict=True)

@@ -11,6 +11,7 @@ from tests.promises.sync_program import Fleets
 from tests.promises.sync_steps import repaired_fleet
 from tests.promises.sync_trainer import Trainers
 from tests.promises.tiny_fleet import weights_in
+from tools.screenshots.chromium import Browser, find_chromium
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +58,27 @@ async def taking(nursery):
         return worker
 
     return made
+
+
+# What a stranger's name server can do to a browser.
+NAMES = "--host-resolver-rules=MAP evil.example 127.0.0.1, MAP rebound.example 127.0.0.1"
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """For all modules: each test has a tab with a profile of its own."""
+    made = Browser(find_chromium(), NAMES)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def page(browser):
+    """A tab; at the end nothing on it has gone wrong."""
+    async with browser.tab() as page:
+        await page.resize(1400, 1000)
+        yield page
+        assert page.complaints == []
 
 
 @pytest.fixture(scope="session")

@@ -8,25 +8,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from tests.promises.fleet_program import program, put, toml
-from tools.screenshots.chromium import Browser, find_chromium
+from tools.screenshots.chromium import find_chromium
 
-CHROMIUM = find_chromium()
-no_chromium = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    made = Browser(CHROMIUM)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-async def page(browser):
-    async with browser.tab() as page:
-        await page.resize(1400, 1000)
-        yield page
-        assert page.complaints == []
+no_chromium = pytest.mark.skipif(
+    not find_chromium(), reason="no Chromium: apt-get install chromium"
+)
 
 
 @asynccontextmanager

@@ -5,14 +5,11 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from tests.promises.dashboard_page import no_chromium
 from tests.promises.fleet_program import program, put, record, toml, workers
-from tools.screenshots.chromium import chromium, find_chromium
 
-CHROMIUM = find_chromium()
-pytestmark = pytest.mark.skipif(not CHROMIUM, reason="no Chromium: apt-get install chromium")
-# Both lead here: what a stranger's name server can do to a browser.
-STRANGER, REBOUND = "evil.example", "rebound.example"
-NAMES = f"--host-resolver-rules=MAP {STRANGER} 127.0.0.1, MAP {REBOUND} 127.0.0.1"
+pytestmark = no_chromium
+STRANGER, REBOUND = "evil.example", "rebound.example"  # to the browser, both are 127.0.0.1
 # What a page can send anywhere without asking first, then what it has to ask for.
 ATTACKS = """(async () => {
   const simple = { mode: "no-cors", method: "POST", headers: { "content-type": "text/plain" } };
@@ -59,8 +56,9 @@ ATTACKS = """(async () => {
 
 
 @pytest.fixture
-async def page():
-    async with chromium(CHROMIUM, NAMES) as page:
+async def page(browser):
+    """Its complaints are expected."""
+    async with browser.tab() as page:
         yield page
 
 

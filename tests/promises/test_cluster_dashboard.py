@@ -2,11 +2,10 @@
 
 import trio
 
-from tests.promises.dashboard_page import browser, no_chromium, page, row, shows, url_of
+from tests.promises.dashboard_page import no_chromium, row, shows, url_of
 from tests.promises.test_cluster import cluster, held_requests
 from tests.redis_server import needs_store
 
-__all__ = ["browser", "page"]  # fixtures
 pytestmark = [no_chromium, needs_store]
 
 SUM = """(() => {

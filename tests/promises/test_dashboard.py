@@ -8,11 +8,9 @@ import trio
 from tests.ports import free_port
 from tests.promises.dashboard_page import (
     address,
-    browser,
     dashboard,
     ids,
     no_chromium,
-    page,
     push,
     row,
     shows,
@@ -20,8 +18,6 @@ from tests.promises.dashboard_page import (
 )
 from tests.promises.engines import engines
 from tests.promises.fleet_program import Worker, program, put, record, toml, workers
-
-__all__ = ["browser", "page"]  # fixtures
 
 KEY = "open-sesame"
 pytestmark = no_chromium

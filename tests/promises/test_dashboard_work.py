@@ -8,17 +8,14 @@ import trio
 
 from tests.promises.dashboard_page import (
     address,
-    browser,
     dashboard,
     no_chromium,
-    page,
     push,
     row,
     shows,
 )
 from tests.promises.fleet_program import Worker, record
 
-__all__ = ["browser", "page"]  # fixtures
 pytestmark = no_chromium
 REMOVE = 4
 
