@@ -183,12 +183,13 @@ class BlockIndex:
 
     def _match_each(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
         depth = held = 0
-        while depth < prompt.count:
-            among &= self._stored(prompt.key(depth + 1, depth))
-            if not among:
-                break
-            held = among
-            depth += 1
+        if among:
+            for key in prompt.each_key():
+                among &= self._stored(key)
+                if not among:
+                    break
+                held = among
+                depth += 1
         return depth, held
 
     def _stored(self, key: int) -> int:

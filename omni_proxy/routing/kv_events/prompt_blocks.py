@@ -7,6 +7,10 @@ the same tokens. Takes time in proportion to the bytes up to the block.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import islice
 from typing import Final
 
 from omni_proxy.routing.kv_events.block_keys import extend_key, root_key
@@ -41,6 +45,20 @@ class PromptBlocks:
             state = (end, extend_key(key, self._spelled[begin:end]))
             self._states[number] = state
         return state[1]
+
+    def each_key(self) -> Iterator[int]:
+        """Of all blocks, the first one first. Where the caller stops, that block and the one before
+        it count as asked for."""
+        number, end, key = 0, 0, self._states[0][1]
+        before = (end, key)
+        try:
+            for block in islice(_blocks_of(self.size)(self._spelled), self.count):
+                before = (end, key)
+                number, end, key = number + 1, block.end(), extend_key(key, block[0])
+                yield key
+        finally:
+            if number:
+                self._states[number - 1], self._states[number] = before, (end, key)
 
     @property
     def memory(self) -> int:
@@ -80,6 +98,11 @@ class PromptBlocks:
         if missing >= 0:  # the comma behind so many more
             return _nth_comma(spelled, at, missing + 1)
         return _nth_last_comma(spelled, begin, at, -missing)
+
+
+@lru_cache(maxsize=64)
+def _blocks_of(size: int) -> Callable[[bytes], Iterator[re.Match[bytes]]]:
+    return re.compile(rb"(?:,[^,]++){%d}" % size).finditer
 
 
 def _nth_comma(spelled: bytes, begin: int, nth: int) -> int:

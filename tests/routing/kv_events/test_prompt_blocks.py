@@ -1,5 +1,7 @@
 """Keys of a prompt's blocks, from the bytes that spell it, beside those of its tokens."""
 
+from itertools import islice
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +24,18 @@ def test_keys_are_those_of_the_tokens_in_whatever_order_they_are_asked_for(token
         assert blocks.key(number, after) == keys[number - 1]
         asked.append(number)
     assert set(blocks.looked_at(3)) == {keys[number - 1] for number in asked if number > 3}
+
+
+@given(TOKENS, SIZES, st.integers(1, 80))
+def test_keys_of_all_blocks_in_turn_are_those_of_the_tokens(tokens, size, taken):
+    blocks, keys = blocks_of(tokens, size), block_keys(tokens, size)
+    assert list(blocks_of(tokens, size).each_key()) == keys
+    each = blocks.each_key()
+    assert list(islice(each, taken)) == keys[:taken]
+    each.close()
+    assert blocks.looked_at(0) == keys[:taken][-2:]
+    if keys:
+        assert blocks.key(len(keys), min(taken, len(keys)) - 1) == keys[-1]
 
 
 @given(TOKENS, TOKENS, TOKENS, SIZES)
