@@ -331,6 +331,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--rounds", type=int, default=3, metavar="N", help="each with another seed (3)")
+    add("--seed", type=int, default=0, metavar="N", help="of the first round's workload (0)")
     add("--requests", type=int, default=200, metavar="N", help="of each round (200)")
     add("--rate", type=float, default=1.0, metavar="R", help="requests a second, about (1)")
     add("--replicas", type=int, default=4, metavar="N", help="of llama.cpp, one thread each (4)")
@@ -339,7 +340,8 @@ def main() -> int:
     arguments = parser.parse_args()
     end_on_signals()
     try:
-        rounds = [one_round(arguments, seed) for seed in range(arguments.rounds)]
+        seeds = range(arguments.seed, arguments.seed + arguments.rounds)
+        rounds = [one_round(arguments, seed) for seed in seeds]
     except (FleetError, CalibrationError) as error:
         print(f"tools.bench.calibration: {error}", file=sys.stderr)
         return 1
