@@ -104,6 +104,30 @@ async def test_requests_go_on_while_the_store_is_gone_and_counts_come_back(tmp_p
         assert "cluster_store_lost" in first.log
 
 
+async def test_counts_of_a_proxy_that_is_cut_off_end_and_come_back(tmp_path):
+    async with cluster(tmp_path) as (store, fleet, (cut_off, other)):
+        async with held_requests(cut_off, fleet, 1):
+            (busy,) = [worker for worker in fleet if worker.requests]
+            await in_flight(other, busy, 1)
+            store.relay.cut()
+            await in_flight(other, busy, 0)
+            await cut_off.until("/status", lambda reply: lost(reply) and members(reply) == 1)
+            for worker in fleet:
+                worker.gate.set()
+            for running in (cut_off, other):
+                assert (await running.ask()).status_code == 200
+        store.relay.is_cut = False
+        for running in (cut_off, other):
+            await running.until("/status", lambda reply: connected(reply) and members(reply) == 2)
+        async with held_requests(cut_off, fleet, 1):
+            await other.until(
+                "/workers", lambda reply: sum(row["in_flight"] for row in reply["workers"]) == 1
+            )
+        await other.until(
+            "/workers", lambda reply: sum(row["in_flight"] for row in reply["workers"]) == 0
+        )
+
+
 async def test_a_bound_holds_over_all_proxies(tmp_path):
     async with cluster(tmp_path, bound=2, names=("a",)) as (_, (worker,), (first, second)):
         async with held_requests(first, [worker], 2):
