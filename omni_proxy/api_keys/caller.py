@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, TypeAlias
 
 from omni_proxy.api_keys.rate_window import WINDOW_CELLS, Cells, RateWindow, no_fence
 from omni_proxy.config.api_keys import CallerKey
@@ -20,6 +20,8 @@ Reason = Literal["max_inflight", "requests_per_minute", "tokens_per_minute", "mo
 REASONS: Final[tuple[Reason, ...]] = (
     "max_inflight", "requests_per_minute", "tokens_per_minute", "model",
 )  # fmt: skip
+
+RateRows: TypeAlias = tuple[tuple[int, int], ...]  # see `RateWindow.rows`
 
 # The cells of a slot.
 IN_FLIGHT, REQUESTS, INPUT_TOKENS, OUTPUT_TOKENS, REFUSED = 0, 1, 2, 3, 4
@@ -226,6 +228,12 @@ class ApiCaller:
                 lines += _rate_lines(noun, limit, reset)
                 until = min(until, holds_until)
         return lines, until
+
+    def restore(self, requests: RateRows, tokens: RateRows, now: float) -> None:
+        """What it has taken of its rates in another program counts here."""
+        self.requests.restore(requests, now)
+        self.tokens.restore(tokens, now)
+        self._lines_until = -inf
 
     def retry_after(self, reason: Reason, tokens: int, now: float) -> int:
         """Whole seconds until a refused request may fit."""

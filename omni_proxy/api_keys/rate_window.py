@@ -10,7 +10,7 @@ moment at least one sees the other and steps back. Pure: the time is an argument
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import ceil
 from typing import Final, Protocol
 
@@ -136,6 +136,24 @@ class RateWindow:
             if self._count_at(newest):
                 return max(0, ceil((newest + WINDOW) / PER_SEC - now))
         return 0
+
+    def rows(self, now: float) -> tuple[tuple[int, int], ...]:
+        """What counts now, over all processes: numbers of buckets, and how much was taken."""
+        self.used(now)
+        counts = [(each, self._count_at(each)) for each in self._numbers()]
+        return tuple((number, count) for number, count in counts if count)
+
+    def restore(self, rows: Iterable[tuple[int, int]], now: float) -> None:
+        """Count what another program has counted, by the same clock."""
+        self.used(now)
+        for number, count in rows:
+            if number in self._numbers() and count > 0:
+                self.total += count
+                self._cells[self._at + number % RING] += count
+
+    def _numbers(self) -> range:
+        """The buckets of the present window."""
+        return range(max(0, self.bucket - WINDOW + 1), self.bucket + 1)
 
     def _count_at(self, number: int) -> int:
         """Over all processes."""

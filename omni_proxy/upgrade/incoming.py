@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import MutableMapping
 from contextlib import suppress
 from dataclasses import replace
@@ -133,7 +134,9 @@ class Incoming:
                     break
                 await trio.sleep(POLL_SECS)
         count = restore_workers(parts.fleet, self.state.workers)
-        self._restore_policies(parts.data_plane)
+        self._restore_sessions(parts.data_plane)
+        self._restore_callers(parts.data_plane)
+        self._restore_trees(parts.data_plane)
         for slot in list(parts.process_manager.slots.values()):
             while slot.handle is None or not slot.handle.accepts:  # noqa: ASYNC110
                 await trio.sleep(POLL_SECS)
@@ -146,8 +149,8 @@ class Incoming:
         parts.config_store.predecessor = self
         _log.info("upgrade_taken_over version=%s workers=%d", self.state.version, count)
 
-    def _restore_policies(self, data_plane: DataPlane) -> None:
-        """What policies of the same kind knew."""
+    def _restore_sessions(self, data_plane: DataPlane) -> None:
+        """Of policies that have some, too, and which worker has stored which response."""
         targets = {target.url: target for target in data_plane.fleet.targets()}
         sessions: dict[Role, tuple[SessionRow, ...]] = {"regular": self.state.sessions}
         for role, rows in (sessions | self.state.pool_sessions).items():
@@ -159,8 +162,18 @@ class Incoming:
             worker = targets.get(url)
             if worker is not None:
                 owners.keep(key, worker, used)
+
+    def _restore_callers(self, data_plane: DataPlane) -> None:
+        for caller in data_plane.settings.callers:
+            taken = self.state.callers.get(caller.name)
+            if taken is not None:
+                caller.restore(taken.requests, taken.tokens, time.monotonic())
+
+    def _restore_trees(self, data_plane: DataPlane) -> None:
+        """Those of policies that have one, too."""
         if not self.state.trees:
             return
+        targets = {target.url: target for target in data_plane.fleet.targets()}
         with open(self._trees, "rb") as file:
             file.seek(0)  # the writer has the same position
             for record in self.state.trees:

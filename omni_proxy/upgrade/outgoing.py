@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -37,6 +38,7 @@ from omni_proxy.upgrade.prefix_trees import encode_tree
 from omni_proxy.upgrade.state import (
     FORMATS,
     WITH_TREES,
+    CallerRecord,
     CommitMessage,
     HandoverState,
     HurryMessage,
@@ -234,11 +236,22 @@ class Outgoing:
             replicas=tuple(each.record for each in replicas),
             sessions=sessions.pop("regular", ()),
             pool_sessions=sessions,
+            callers=self._caller_records(),
             response_owners=tuple(owners.rows(MAX_SESSIONS))
             if isinstance(owners, OwnSessions)
             else (),
         )
         return state, descriptors
+
+    def _caller_records(self) -> dict[str, CallerRecord]:
+        now = time.monotonic()
+        return {
+            caller.name: CallerRecord(
+                requests=caller.requests.rows(now), tokens=caller.tokens.rows(now)
+            )
+            for caller in self._parts.data_plane.settings.callers
+            if caller.has_rates
+        }
 
     async def _with_shared(self, state: HandoverState) -> HandoverState:
         """The state with the sessions of several processes."""

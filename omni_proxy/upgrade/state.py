@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from omni_proxy.api_keys.caller import RateRows
 from omni_proxy.config.fields import Role
 from omni_proxy.fleet.health_state import HealthRecord
 from omni_proxy.launch.handed_replica import ReplicaRecord
@@ -53,6 +54,13 @@ class ListenerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     steered: tuple[int, ...] = ()
 
 
+class CallerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a caller has taken of its rates: numbers of buckets by CLOCK_MONOTONIC, and counts."""
+
+    requests: RateRows = ()
+    tokens: RateRows = ()
+
+
 class TreeRecord(Struct, frozen=True, kw_only=True):
     """The prefix tree of a pool's policy: how many nodes it has, how many bytes they take behind
     those of the tree before, and whom each bit of a mask stands for (a URL; "" for nobody)."""
@@ -69,8 +77,8 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     of each come the descriptors of process and output, behind those of the sockets. `sessions`:
     key, URL of the worker or rank, and last use by CLOCK_MONOTONIC, oldest first; those of pools by
     role, and all of several processes as `shared_sessions`; `response_owners`: the workers of
-    stored responses alike. `trees`: their bytes are in the last descriptor; `tree_seed`: of the
-    hashes in them."""
+    stored responses alike. `callers`: by name. `trees`: their bytes are in the last descriptor;
+    `tree_seed`: of the hashes in them."""
 
     format: int = FORMATS[0]
     version: str = ""
@@ -84,6 +92,7 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     shared_sessions: SharedRows | None = None
     response_owners: tuple[tuple[str, str, float], ...] = ()
     shared_response_owners: SharedRows | None = None
+    callers: dict[str, CallerRecord] = {}
     trees: tuple[TreeRecord, ...] = ()
     tree_seed: int | None = None
 

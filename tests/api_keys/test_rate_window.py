@@ -167,3 +167,22 @@ def test_a_process_whose_clock_was_read_long_ago_counts_in_the_newest_bucket():
     assert second.take(2, 5, START)  # its turn of the event loop began half a minute ago
     assert first.used(START + 30) == 4
     assert not first.take(2, 5, START + 89)
+
+
+@given(STEPS, STEPS, st.integers(1, 30), st.integers(1, 2))
+def test_another_program_goes_on_with_what_was_taken(steps, later, limit, count):
+    windows = shared(count)
+    log = play(steps, limit, lambda index: windows[index % count])
+    now = log.entries[-1][0] + 1 if log.entries else START
+    new, same = window(), windows[0]
+    new.restore(same.rows(now), now)
+    assert new.used(now) == same.used(now)
+    for pause, amount in later:
+        now += pause
+        assert new.take(amount, limit, now) == same.take(amount, limit, now)
+
+
+def test_counts_of_a_time_that_is_no_more_or_not_yet_are_not_taken_over():
+    new = window()
+    new.restore([(0, 5), (1999, 3), (2000, 2), (2001, 7), (1998, -4)], 1000.0)
+    assert new.used(1000.0) == 5

@@ -5,6 +5,7 @@ import signal
 import socket
 import sys
 from contextlib import asynccontextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,29 @@ async def test_sessions_and_owners_of_stored_responses_go_along(tmp_path, proces
         assert await places(range(8, -1, -1)) == before | owned
         policy = (await status(running))["data_plane"]["policy"]
         assert policy["sticky"]["sessions"] == 6
+
+
+@pytest.mark.parametrize("processes", ["", "processes = 2\n"], ids=["one", "several"])
+async def test_what_callers_have_taken_of_their_rates_goes_along(tmp_path, processes):
+    keys = f"""{processes}
+        [[keys]]
+        name = "team"
+        key_sha256 = "{sha256(b"sk-a").hexdigest()}"
+        requests_per_minute = 5
+        """
+    async with upgradable(tmp_path, keys) as running:
+        headers = {"authorization": "Bearer sk-a", "connection": "close"}
+
+        async def ask() -> int:
+            body = {"messages": []}
+            answer = await running.client.post("/v1/chat/completions", json=body, headers=headers)
+            return answer.status_code
+
+        assert [await ask() for _ in range(3)] == [200, 200, 200]
+        assert (await upgrade(running)).outcome == "done"
+        if processes:
+            await running.until("/status", serving)
+        assert [await ask() for _ in range(3)] == [200, 200, 429]
 
 
 def script(tmp_path, line: str) -> str:
