@@ -149,7 +149,7 @@ class Services:
     leaving: Callable[[], bool] = lambda: False
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
     find_caller: Callable[[bytes], CallerKey | None] = lambda _: None  # of [[keys]]
-    # What each caller has used, by its name; see `multiprocess.shared_counters`.
+    # What each caller has used, by its name; see `multiprocess.shared_memory.key_counters`.
     key_usage: Callable[[], dict[str, dict[str, int]]] = dict
     keys_error: Callable[[], str] = str  # why the newest files of keys are not in use
     write_audit: Callable[[bytes], None] = lambda _: None  # takes a line of the audit log

@@ -53,13 +53,14 @@ from omni_proxy.multiprocess.ipc import (
 from omni_proxy.multiprocess.load_reports import LoadCollector, take_rows
 from omni_proxy.multiprocess.metrics_delta import MetricsDelta
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, shared_ids
-from omni_proxy.multiprocess.shared_counters import KeyCounters, SharedCounters
-from omni_proxy.multiprocess.shared_dataplane import (
-    SharedDataPlane,
+from omni_proxy.multiprocess.shared_dataplane import SharedDataPlane
+from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters
+from omni_proxy.multiprocess.shared_memory.sessions import (
     SharedSessions,
     WorkerDirectory,
     shared_response_owners,
 )
+from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from omni_proxy.routing.tree_key import hash_with
 from omni_proxy.telemetry.line_log import OFF, QUEUE_BYTES
 from omni_proxy.telemetry.logs import configure

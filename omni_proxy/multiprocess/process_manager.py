@@ -44,18 +44,18 @@ from omni_proxy.multiprocess.load_reports import LoadCollector, load_rows
 from omni_proxy.multiprocess.process_slot import ProcessHandle, ProcessSlot
 from omni_proxy.multiprocess.replication import ReportHandler, SnapshotPublisher
 from omni_proxy.multiprocess.reuseport_group import GroupSockets, ReuseportGroup
-from omni_proxy.multiprocess.shared_counters import (
+from omni_proxy.multiprocess.shared_memory.key_counters import (
     KeyCounters,
     KeySlots,
-    WorkerIds,
     report_wrong_keys,
 )
-from omni_proxy.multiprocess.shared_dataplane import (
+from omni_proxy.multiprocess.shared_memory.sessions import (
     SharedSessions,
     WorkerDirectory,
     create_sessions,
     shared_response_owners,
 )
+from omni_proxy.multiprocess.shared_memory.worker_counters import WorkerIds
 from omni_proxy.routing.kv_events.held_changes import PackedChanges
 from omni_proxy.runtime_config.key_sources import KeySources
 from omni_proxy.telemetry.instruments import Instruments

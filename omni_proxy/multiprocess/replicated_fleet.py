@@ -31,7 +31,7 @@ from omni_proxy.multiprocess.ipc import (
     RequestFailedEvent,
     RequestSucceededEvent,
 )
-from omni_proxy.multiprocess.shared_counters import (
+from omni_proxy.multiprocess.shared_memory.worker_counters import (
     BOUNDS_ROW,
     OFFSETS_ROW,
     PROCESS_CELL,

@@ -41,7 +41,7 @@ from omni_proxy.multiprocess.ipc import (
 from omni_proxy.multiprocess.load_reports import LoadCollector, take_rows
 from omni_proxy.multiprocess.metrics_delta import merge_metrics
 from omni_proxy.multiprocess.process_slot import ProcessHandle
-from omni_proxy.multiprocess.shared_counters import WorkerIds
+from omni_proxy.multiprocess.shared_memory.worker_counters import WorkerIds
 from omni_proxy.telemetry.instruments import Instruments
 
 

@@ -17,7 +17,7 @@ from omni_proxy.api_keys.caller import RateRows
 from omni_proxy.config.fields import Role
 from omni_proxy.fleet.health_state import HealthRecord
 from omni_proxy.launch.handed_replica import ReplicaRecord
-from omni_proxy.multiprocess.shared_dataplane import SharedRows
+from omni_proxy.multiprocess.shared_memory.sessions import SharedRows
 
 FORMATS: Final = (1, 2)  # that this program reads and writes
 WITH_TREES: Final = 2

@@ -18,8 +18,9 @@ from omni_proxy.multiprocess.ipc import (
     StateSnapshot,
     VoiceListMessage,
 )
-from omni_proxy.multiprocess.shared_counters import KeyCounters, SharedCounters
-from omni_proxy.multiprocess.shared_dataplane import create_sessions
+from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters
+from omni_proxy.multiprocess.shared_memory.sessions import create_sessions
+from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from tests.fleet.entries import entry, fleet_of
 
 

@@ -7,7 +7,7 @@ from omni_proxy.fleet.worker import worker_state
 from omni_proxy.multiprocess.ipc import MetricsEvent
 from omni_proxy.multiprocess.metrics_delta import PHASES, MetricsDelta, merge_metrics
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
-from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.fleet.entries import NOW, entry, fleet_of

@@ -14,7 +14,7 @@ from omni_proxy.multiprocess.ipc import (
     RequestSucceededEvent,
 )
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
-from omni_proxy.multiprocess.shared_counters import SharedCounters
+from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from omni_proxy.routing.pick import has_room
 from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry, fleet_of

@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, shared_ids
-from omni_proxy.multiprocess.shared_counters import FreeSlots, SharedCounters, WorkerIds
-from omni_proxy.multiprocess.shared_dataplane import (
+from omni_proxy.multiprocess.shared_memory.sessions import (
     SharedSessions,
     WorkerDirectory,
     create_sessions,
+)
+from omni_proxy.multiprocess.shared_memory.worker_counters import (
+    FreeSlots,
+    SharedCounters,
+    WorkerIds,
 )
 from omni_proxy.routing.pick import has_room
 from tests.example_counts import examples

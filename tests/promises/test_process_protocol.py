@@ -23,8 +23,9 @@ from omni_proxy.multiprocess.ipc import (
 )
 from omni_proxy.multiprocess.process_slot import ProcessHandle
 from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
-from omni_proxy.multiprocess.shared_counters import KeyCounters, SharedCounters
-from omni_proxy.multiprocess.shared_dataplane import create_sessions
+from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters
+from omni_proxy.multiprocess.shared_memory.sessions import create_sessions
+from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from tests.fleet.entries import entry, fleet_of
 from tests.promises.clients import client_of, post
 from tests.promises.fakes import answering, counted, fake_workers, resetting

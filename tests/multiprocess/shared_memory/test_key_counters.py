@@ -5,7 +5,7 @@ import pytest
 from omni_proxy.api_keys.caller import IN_FLIGHT, REQUESTS, ApiCaller
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
 from omni_proxy.config.api_keys import CallerKey
-from omni_proxy.multiprocess.shared_counters import KeyCounters, KeySlots
+from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters, KeySlots
 
 KEY = CallerKey(name="a", key_sha256="00" * 32, max_inflight=2, requests_per_minute=10)
 OPEN = CallerKey(name="a", key_sha256="00" * 32)
@@ -88,7 +88,7 @@ def test_a_name_keeps_its_slot_and_a_released_one_is_used_last(counters):
 def test_a_slot_that_is_used_again_begins_at_zero_and_not_while_requests_are_in_flight(
     counters, monkeypatch
 ):
-    monkeypatch.setattr("omni_proxy.multiprocess.shared_counters.KEY_SLOTS", 4)
+    monkeypatch.setattr("omni_proxy.multiprocess.shared_memory.key_counters.KEY_SLOTS", 4)
     slots = KeySlots()
     busy, idle, other = (slots.assign(["a", "b", "c"], counters[0])[name] for name in "abc")
     counters[1].own(busy)[IN_FLIGHT] = 1

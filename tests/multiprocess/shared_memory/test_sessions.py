@@ -4,16 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.multiprocess import shared_dataplane
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
-from omni_proxy.multiprocess.shared_counters import SharedCounters
-from omni_proxy.multiprocess.shared_dataplane import (
+from omni_proxy.multiprocess.shared_memory import sessions as shared_sessions
+from omni_proxy.multiprocess.shared_memory.sessions import (
     SLICE_BYTES,
     WAYS,
     SharedSessions,
     WorkerDirectory,
     create_sessions,
 )
+from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry
 
@@ -149,7 +149,7 @@ def test_sessions_that_have_expired_are_no_load_after_the_next_pass(row):
 
 
 def test_what_begins_or_ends_during_a_pass_is_not_corrected(row, monkeypatch):
-    monkeypatch.setattr(shared_dataplane, "SLICE_BYTES", SLICE_BYTES // 16)
+    monkeypatch.setattr(shared_sessions, "SLICE_BYTES", SLICE_BYTES // 16)
     workers, (main, other) = world(row)
     passes = begun = 0
     while passes < 3:

@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
-from omni_proxy.multiprocess.shared_counters import FreeSlots, SharedCounters, WorkerIds
+from omni_proxy.multiprocess.shared_memory.worker_counters import (
+    FreeSlots,
+    SharedCounters,
+    WorkerIds,
+)
 from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry, fleet_of
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.multiprocess.shared_counters import FreeSlots
+from omni_proxy.multiprocess.shared_memory.worker_counters import FreeSlots
 
 COUNT = 5
 

@@ -1,0 +1,162 @@
+"""What the callers of keys have used, in memory that all processes share.
+
+`KeyCounters` is the memory, one row for each process; `KeySlots` says which name has which slot of
+it, while it is configured. Invariant: every cell has one writer, the process of its row, so no
+update is lost without locks. What a process that exited had in flight is cleared, the rest stays.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final
+
+import trio
+
+from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED, SLOT_CELLS, slot_totals
+from omni_proxy.api_keys.callers import UNKNOWN_SLOT
+from omni_proxy.api_keys.wrong_key_report import RecentRefusals, WrongKeyReport
+from omni_proxy.config.api_keys import MAX_KEYS
+from omni_proxy.multiprocess.shared_memory.worker_counters import fence
+
+_log = logging.getLogger(__name__)
+
+KEY_CELL_BYTES: Final = 8
+KEY_SLOTS: Final = 2 * MAX_KEYS  # so a released one rests before it is used again
+KEY_ROW_CELLS: Final = KEY_SLOTS * SLOT_CELLS
+KEY_ROW_BYTES: Final = -(-KEY_ROW_CELLS * KEY_CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
+
+MAX_TRIES: Final = 8
+REPORT_SECS: Final = 1.0  # between two looks at the requests without a right key
+_ZERO: Final = bytes(KEY_CELL_BYTES)
+
+Row = memoryview  # of signed 64-bit integers
+
+
+class KeyCounters:
+    """`index`: of this process; `highest`: of a process that has, or had, a row. A large mapping
+    for each row, of which only the pages that are used take memory."""
+
+    fence = staticmethod(fence)
+
+    def __init__(self, descriptor: int, index: int) -> None:
+        self.descriptor = descriptor
+        self.index = index
+        self.highest = 0
+        self.recent_refusals = RecentRefusals()  # the main process's part
+        self._rows: dict[int, Row] = {}
+
+    @classmethod
+    def create(cls) -> KeyCounters:
+        """Of the main process. Raises OSError."""
+        counters = cls(os.memfd_create("omni-proxy-keys", os.MFD_CLOEXEC), 0)
+        counters.extend(0)
+        return counters
+
+    @property
+    def tries(self) -> int:
+        """More in processes with a lower index: of those that meet, one gets in."""
+        return min(2 + self.highest - self.index, MAX_TRIES)
+
+    def extend(self, highest: int) -> None:
+        """There is a process with this index. Raises OSError."""
+        self.highest = max(self.highest, highest)
+        os.ftruncate(self.descriptor, (self.highest + 1) * KEY_ROW_BYTES)
+
+    def own(self, slot: int) -> Row:
+        return self._cells(self.index, slot)
+
+    def others(self, slot: int) -> Sequence[Row]:
+        return [self._cells(index, slot) for index in self._indexes() if index != self.index]
+
+    def totals(self, slot: int) -> dict[str, int]:
+        totals = slot_totals(self._cells(index, slot) for index in self._indexes())
+        if slot == UNKNOWN_SLOT:
+            totals["refused_last_minute"] = self.recent_refusals.count(self.refused_without_key())
+        return totals
+
+    def refused_without_key(self) -> int:
+        return sum(self._cells(index, UNKNOWN_SLOT)[REFUSED] for index in self._indexes())
+
+    def in_flight(self, slot: int) -> int:
+        return sum(self._cells(index, slot)[IN_FLIGHT] for index in self._indexes())
+
+    def clear(self, slot: int) -> None:
+        """It gets another name."""
+        for index in self._indexes():
+            cells = self._cells(index, slot)
+            for at in range(SLOT_CELLS):
+                cells[at] = 0
+
+    def drop_in_flight(self, index: int, slots: Iterable[int]) -> None:
+        """The process with this index has exited. Without a mapping, which takes a descriptor:
+        there may be none left."""
+        if index <= self.highest:
+            for slot in slots:
+                os.pwrite(self.descriptor, _ZERO, _offset(index, slot) + IN_FLIGHT * KEY_CELL_BYTES)
+
+    def _indexes(self) -> range:
+        return range(self.highest + 1)
+
+    def _cells(self, index: int, slot: int) -> Row:
+        row = self._rows.get(index)
+        if row is None:
+            try:
+                memory = mmap.mmap(self.descriptor, KEY_ROW_BYTES, offset=index * KEY_ROW_BYTES)
+            except OSError:  # a mapping takes a descriptor: a copy of the cells will do
+                if index == self.index:
+                    raise
+                copy = os.pread(self.descriptor, SLOT_CELLS * KEY_CELL_BYTES, _offset(index, slot))
+                return memoryview(bytearray(copy)).cast("q")
+            row = self._rows[index] = memoryview(memory).cast("q")
+        return row[slot * SLOT_CELLS : (slot + 1) * SLOT_CELLS]
+
+
+async def report_wrong_keys(find: Callable[[], KeyCounters | None]) -> None:
+    """Log now and then that requests of any process came without a right key, and note how many
+    of them each minute had, until cancelled.
+    `find`: the counters, once there are some."""
+    report = WrongKeyReport()
+    while True:
+        await trio.sleep(REPORT_SECS)
+        counters = find()
+        refused = counters.refused_without_key() if counters is not None else 0
+        if counters is not None:
+            counters.recent_refusals.note(refused, trio.current_time())
+        if more := report.due(refused, trio.current_time()):
+            _log.warning("wrong_api_key requests=%d: 401 without a right key", more)
+
+
+def _offset(index: int, slot: int) -> int:
+    """Where a slot of the process with this index begins, in bytes."""
+    return index * KEY_ROW_BYTES + slot * SLOT_CELLS * KEY_CELL_BYTES
+
+
+class KeySlots:
+    """Which name has which slot: the main process's part of it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, int] = {}
+        self.highest = UNKNOWN_SLOT
+        self._released: deque[int] = deque()
+
+    def assign(self, names: Sequence[str], counters: KeyCounters) -> Mapping[str, int]:
+        for gone in self.by_name.keys() - set(names):
+            self._released.append(self.by_name.pop(gone))
+        for name in names:
+            if name not in self.by_name:
+                self.by_name[name] = self._free(counters)
+        return self.by_name
+
+    def _free(self, counters: KeyCounters) -> int:
+        if self.highest < KEY_SLOTS - 1:
+            self.highest += 1
+            return self.highest
+        while counters.in_flight(self._released[0]):
+            self._released.rotate(-1)  # there are more slots than requests that outlive their key
+        slot = self._released.popleft()
+        counters.clear(slot)
+        return slot
