@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
+
 from hypothesis import strategies as st
+
+from omni_proxy.admin_api.serializers.slow_workers import slow_workers
 
 AT = "2026-11-21T19:00:00+00:00"
 # What a terminal would obey, what breaks a line, and what is wide.
@@ -20,6 +24,11 @@ def row(name="a:1", **fields):
 
 
 def feed(*rows, **fields):
+    """As a proxy makes it of these rows."""
+    slow = slow_workers(rows, datetime.fromisoformat(AT).timestamp())
+    rows = [
+        {**row, "slow": slow[row["id"]]._asdict() if row["id"] in slow else None} for row in rows
+    ]
     return {
         "at": AT, "version": "0.1.0", "pid": 7, "uptime_secs": 61.0, "revision": 3,
         "ready": any(each["routable"] for each in rows), "fleet": list(rows),

@@ -48,7 +48,8 @@ def test_one_screen_shows_slow_workers_unroutable_workers_and_the_reload(proxy, 
         "",
         "Needs attention",
         "  10.0.0.3:8000 dead: Connection refused (for 12 min)",
-        "  10.0.0.2:8000 is slow: first chunk after 912 ms, the others' after 118 ms",
+        "  10.0.0.2:8000 is slow: first chunk after 912 ms, the others' after 118 ms; it",
+        "    gets no more requests than they do, so its machine or engine is slow",
     ]
 
 

@@ -17,6 +17,7 @@ from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
 from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
 from omni_proxy.admin_api.serializers.readiness import unready
+from omni_proxy.admin_api.serializers.slow_workers import slow_workers
 from omni_proxy.admin_api.serializers.worker_records import (
     Why,
     disabled_by_record,
@@ -77,6 +78,15 @@ class Snapshots:
         loop_lag_ms = round(instruments.ticker.worst_secs * 1000, 2)
         counts = {**plane.counts(), "loop_lag_ms": loop_lag_ms}
         now = time.time()
+        rows = [
+            {
+                **self._row(worker, now, reason_of),
+                "launch": launches.get(worker.url),
+                "disabled_by": disabled_by_record(worker, disabled_by),
+                "paused": pauses[worker.url].to_dict() if worker.url in pauses else None,
+            }
+            for worker in services.fleet.workers
+        ]
         return {
             "at": _iso(now),
             "version": __version__,
@@ -97,15 +107,7 @@ class Snapshots:
             "data_plane": counts,
             "door": counts,  # the old name
             "policy": {"name": plane.policy.name, **plane.policy.stats()},
-            "fleet": [
-                {
-                    **self._row(worker, now, reason_of),
-                    "launch": launches.get(worker.url),
-                    "disabled_by": disabled_by_record(worker, disabled_by),
-                    "paused": pauses[worker.url].to_dict() if worker.url in pauses else None,
-                }
-                for worker in services.fleet.workers
-            ],
+            "fleet": _with_slowness(rows, now),
             "last_minute": dict(
                 zip(("requests", "errors"), instruments.recent.last_minute(), strict=True)
             ),
@@ -171,6 +173,14 @@ class Snapshots:
         if figures is None:
             return None
         return {"in_flight": worker.in_flight_elsewhere, **figures._asdict()}
+
+
+def _with_slowness(rows: list[dict[str, object]], at: float) -> list[dict[str, object]]:
+    slow = slow_workers(rows, at)
+    for row in rows:
+        found = slow.get(str(row["id"]))
+        row["slow"] = found._asdict() if found is not None else None
+    return rows
 
 
 def _state_since(worker: Worker, drains: WorkerDrains) -> str | None:

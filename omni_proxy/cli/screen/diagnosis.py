@@ -1,16 +1,15 @@
 """Diagnosis: which workers are slow or out of rotation and why, what the last reload did, and how a
 rollout of weights stands.
 
-PURE. The same texts for `omni-proxy status`, `top` and `weights`. Unknown fields, of a newer proxy,
-are ignored.
+PURE. The same texts for `omni-proxy status`, `top` and `weights`; who is slow, the proxy says
+(`admin_api.serializers.slow_workers`). Unknown fields, of a newer proxy, are ignored.
 """
 
 from __future__ import annotations
 
 import os
-from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
@@ -19,20 +18,12 @@ from omni_proxy.cli.screen.feed_model import FeedModel, FleetRow, HistoryPoint, 
 from omni_proxy.cli.screen.text_table import (
     NOTHING,
     format_age,
-    format_millis,
     parse_time,
     printable,
     render_table,
     strip_noise,
 )
 
-SLOW_FACTOR: Final = 2.0  # time to first chunk, as a multiple of the others'
-FULL_KV: Final = 0.9  # of its KV cache in use: then it preempts requests
-SLOW_MS: Final = 20.0  # and at least this much longer: else 2 ms beside 1 ms would be slow
-# Time between two chunks, counted in buckets: times in two adjacent ones never differ by both.
-SLOW_GAP_FACTOR: Final = 3.0
-SLOW_GAP_MS: Final = 20.0
-SLOW_ANSWERS: Final = 5  # responses in the last minute; a median of fewer is chance
 FAILING_SHARE: Final = 0.05
 MINUTE_SECS: Final = 60
 # The most urgent first.
@@ -51,43 +42,11 @@ class Diagnosis:
 
 def diagnose(feed: FeedModel) -> dict[str, Diagnosis]:
     """By worker id."""
-    firsts = _usual_ms(feed.fleet, lambda row: (row.model, row.first_p50_ms))
-    # A prefill worker streams nothing to clients: its legs are no reference for the others'.
-    gaps = _usual_ms(feed.fleet, lambda row: ((row.model, row.role), row.minute.between_p50_ms))
     now = parse_time(feed.at)
-    return {row.id: _verdict(row, firsts.get(row.id), gaps.get(row.id), now) for row in feed.fleet}
+    return {row.id: _verdict(row, now) for row in feed.fleet}
 
 
-def _usual_ms(
-    fleet: Sequence[FleetRow], measure: Callable[[FleetRow], tuple[object, float | None]]
-) -> dict[str, float]:
-    """Median time of the other workers that are compared with it, by worker id. `measure`: which
-    are compared, and the time, None if it has none."""
-    measured: defaultdict[object, list[tuple[str, float]]] = defaultdict(list)
-    for row in fleet:
-        group, millis = measure(row)
-        if millis is not None and row.answers >= SLOW_ANSWERS:
-            measured[group].append((row.id, millis))
-    usual = {}
-    for members in measured.values():
-        if len(members) < 2:
-            continue
-        times = sorted(millis for _, millis in members)
-        for worker_id, millis in members:
-            usual[worker_id] = _median_without(times, bisect_left(times, millis))
-    return usual
-
-
-def _median_without(ordered: Sequence[float], index: int) -> float:
-    """The median without the element at `index`; `ordered` has at least two."""
-    count = len(ordered) - 1
-    middle = ((count - 1) // 2, count // 2)
-    return sum(ordered[rank + (rank >= index)] for rank in middle) / 2
-
-
-def _verdict(
-    row: FleetRow, usual_ms: float | None, usual_gap_ms: float | None, now: datetime | None
-) -> Diagnosis:
+def _verdict(row: FleetRow, now: datetime | None) -> Diagnosis:
     state = state_of(row)
     if row.paused is not None and row.drain is None and not row.disabled:
         return Diagnosis(
@@ -110,38 +69,9 @@ def _verdict(
         return Diagnosis(SLOW, "silent", f"is silent: {state_text}")
     if row.overloaded is not None:
         return Diagnosis(SLOW, "overloaded", f"is overloaded: {printable(row.overloaded)}")
-    reasons = []
-    if _is_slow(own := row.first_p50_ms, usual_ms, SLOW_FACTOR, SLOW_MS):
-        reasons.append(
-            f"first chunk after {format_millis(own)}, the others' after {format_millis(usual_ms)}"
-        )
-    gap_ms = row.minute.between_p50_ms
-    if _is_slow(gap_ms, usual_gap_ms, SLOW_GAP_FACTOR, SLOW_GAP_MS):
-        reasons.append(
-            f"{format_millis(gap_ms)} between two chunks, the others' {format_millis(usual_gap_ms)}"
-        )
-    if not reasons:
-        return Diagnosis(WELL, state, "")
-    return Diagnosis(SLOW, "slow", f"is slow: {'; '.join(reasons)}{_cause(row)}")
-
-
-def _is_slow(own: float | None, usual: float | None, factor: float, least: float) -> bool:
-    if own is None or usual is None:
-        return False
-    return own >= factor * usual and own - usual >= least
-
-
-def _cause(row: FleetRow) -> str:
-    """What its engine's report says of its slowness; "" for nothing."""
-    load = row.engine_load
-    if load is None:
-        return ""
-    causes = []
-    if load.waiting:
-        causes.append(f"{load.waiting:g} wait in its engine")
-    if load.kv_usage is not None and load.kv_usage >= FULL_KV:
-        causes.append(f"its KV cache is {load.kv_usage:.0%} full")
-    return "".join(f"; {cause}" for cause in causes)
+    if row.slow is not None:
+        return Diagnosis(SLOW, "slow", f"is slow: {printable(row.slow.text)}")
+    return Diagnosis(WELL, state, "")
 
 
 def state_of(row: FleetRow) -> str:

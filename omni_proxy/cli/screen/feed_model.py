@@ -46,6 +46,13 @@ class MinuteRow(Struct, frozen=True):
     between_p50_ms: float | None = None  # between two chunks of a stream
 
 
+class SlowRow(Struct, frozen=True):
+    """`times`: as a multiple of the others' time. `text`: what is slow, and why."""
+
+    times: float = 0.0
+    text: str = ""
+
+
 class FleetRow(Struct, frozen=True):
     """A worker; rates, errors and times are of the last minute."""
 
@@ -75,6 +82,7 @@ class FleetRow(Struct, frozen=True):
     first_p50_ms: float | None = None
     first_p99_ms: float | None = None
     silent_secs: float | None = None  # if it is longer than usual
+    slow: SlowRow | None = None  # beside the others of its model
     routed: int = 0
     failed: int = 0
     weight_version: str | None = None

@@ -2,11 +2,9 @@ import json
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from omni_proxy.cli.client.admin_client import AdminClientError
 from omni_proxy.cli.screen.diagnosis import (
-    _median_without,
     describe_reload,
     describe_weights,
     diagnose,
@@ -35,7 +33,7 @@ def test_a_worker_is_slow_beside_the_others_of_its_model():
         ("well", "ok"),
     ]
     output = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
-    assert output == "is slow: first chunk after 250 ms, the others' after 100 ms"
+    assert output.startswith("is slow: first chunk after 250 ms, the others' after 100 ms; ")
     slow["engine_load"] = {"waiting": 12, "kv_usage": 0.97, "state": "ok", "age_secs": 1}
     output = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
     assert output.endswith("; 12 wait in its engine; its KV cache is 97% full")
@@ -55,7 +53,7 @@ def test_a_worker_is_slow_by_the_time_between_its_chunks():
     slow = gaps("b:1", 875.0)
     assert judged(gaps("a:1", 5.0), gaps("a:2", 5.0), slow)[2] == ("slow", "slow")
     output = diagnose(feed_of(feed(gaps("a:1", 5.0), slow)))[slow["id"]].problem
-    assert output == "is slow: 875 ms between two chunks, the others' 5.0 ms"
+    assert output.startswith("is slow: 875 ms between two chunks, the others' 5.0 ms; ")
     # Two adjacent buckets of the histogram are no difference, nor are other roles a reference.
     for own, others in ((37.5, 17.5), (17.5, 5.0), (1750.0, 875.0)):
         assert judged(gaps("a:1", others), gaps("b:1", own))[1][0] == "well"
@@ -70,16 +68,6 @@ def test_few_responses_neither_make_a_worker_slow_nor_a_reference():
     assert judged(row(first_p50_ms=10.0), row("b:1", **few | {"answers": 5}))[1][0] == "slow"
     quick = {"first_p50_ms": 1.0, "answers": 4}
     assert judged(row(first_p50_ms=100.0), row("b:1", **quick)) == [("well", "ok")] * 2
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=2, max_size=30), st.data())
-def test_the_median_of_the_others_is_that_of_a_list_without_it(times, data):
-    times.sort()
-    at = data.draw(st.integers(0, len(times) - 1))
-    others = times[:at] + times[at + 1 :]
-    below = sum(each <= _median_without(times, at) for each in others)
-    above = sum(each >= _median_without(times, at) for each in others)
-    assert min(below, above) * 2 >= len(others)
 
 
 @pytest.mark.parametrize(

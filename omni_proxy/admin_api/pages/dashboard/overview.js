@@ -54,7 +54,7 @@ function paintAlerts(fleet, able, slow) {
   if (silent.length > 5) add("warn", `${silent.length - 5} more are silent`, "");
   const serving = [...slow.values()].filter(({ worker }) => !standing(worker)[2]).sort((a, b) => b.times - a.times);
   for (const each of serving.slice(0, 5)) {
-    add("warn", `${short(each.worker.url)} is slow`, `half of its answers begin within ${millis(each.worker.first_p50_ms)}, ${whySlow(each)}`, ["Details", "read", () => showWorker(each.worker.id)]);
+    add("warn", `${short(each.worker.url)} is slow`, each.text, ["Details", "read", () => showWorker(each.worker.id)]);
   }
   if (serving.length > 5) add("warn", `${serving.length - 5} more are slow`, "");
   const failed = lately("errors", 60), ended = lately("requests", 60);

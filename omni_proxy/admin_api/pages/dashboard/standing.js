@@ -35,27 +35,8 @@ function byModel(fleet) {
   for (const worker of fleet) groups.set(worker.model ?? "", [...(groups.get(worker.model ?? "") ?? []), worker]);
   return [...groups.values()];
 }
-/* By id, those that take much longer than the others that serve the same model, of all that have answered often
-   enough lately; as omni-proxy status judges. */
-const ENOUGH_ANSWERS = 5;
-function slowOnes(fleet) {
-  const slow = new Map();
-  for (const group of byModel(fleet.filter((worker) => known(worker.first_p50_ms) && worker.answers >= ENOUGH_ANSWERS))) {
-    if (group.length < 2) continue;
-    const ordered = group.map((worker) => worker.first_p50_ms).sort((a, b) => a - b);
-    for (const worker of group) {
-      const usual = medianWithout(ordered, ordered.indexOf(worker.first_p50_ms));
-      const times = worker.first_p50_ms / Math.max(usual, 0.1);
-      if (times >= 2 && worker.first_p50_ms - usual >= 20) slow.set(worker.id, { times, usual, worker });
-    }
-  }
-  return slow;
-}
-/* Of sorted values, at least two: of a fleet of hundreds no list is copied for each worker. */
-function medianWithout(ordered, left) {
-  const most = ordered.length - 1, at = (rank) => ordered[rank + (rank >= left)];
-  return (at((most - 1) >> 1) + at(most >> 1)) / 2;
-}
+/* By id, those that the proxy calls slow, with what it says of them: { times, text }. */
+const slowOnes = (fleet) => new Map(fleet.filter((worker) => worker.slow).map((worker) => [worker.id, { ...worker.slow, worker }]));
 
 const isSilent = (worker) => worker.routable && known(worker.silent_secs);
 

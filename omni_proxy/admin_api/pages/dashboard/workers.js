@@ -265,7 +265,7 @@ function paintDetail(row, worker, slow) {
   }
   permit(row.save, "operate");
   const minute = worker.minute ?? {}, load = worker.engine_load, who = byWhom(worker);
-  const slowness = slow.has(worker.id) && whySlow(slow.get(worker.id));
+  const slowness = worker.slow?.text;
   const key = [worker.url, worker.state_since, who.replace(/for \S+ \S+/, ""), worker.in_flight, worker.routed, worker.failed, worker.rate, worker.elsewhere, minute, load?.waiting, worker.kv_mode, worker.ranks_in_flight, worker.last_error, slowness, holdWords(worker)];
   fill(row.facts, key, () => [
     facts([
@@ -297,25 +297,4 @@ function legOf(worker) {
   const other = worker.role === "prefill" ? "decode" : "prefill";
   const partners = (last.fleet ?? []).filter((each) => each.role === other && (each.model ?? "") === (worker.model ?? ""));
   return `; ${partners.length ? `${other}: ${partners.slice(0, 4).map((each) => short(each.url)).join(", ")}${partners.length > 4 ? ` and ${partners.length - 4} more` : ""}` : `no ${other} worker`}`;
-}
-/* The cause that the figures speak for. */
-function whySlow({ worker, times, usual }) {
-  const others = (last.fleet ?? []).filter((each) => each !== worker && takes(each) && (each.model ?? "") === (worker.model ?? ""));
-  const beside = others.filter((each) => Math.abs(inMinute(each) - inMinute(worker)) <= SAME_SECS);
-  const usually = beside.length ? median(beside.map((each) => allRate(each) / each.weight)) : 0, own = allRate(worker) / worker.weight;
-  const cache = others.length ? median(others.map((each) => each.minute?.cache_hit_ratio ?? 0)) : 0;
-  const causes = [
-    worker.engine_load?.waiting > 0 && `its engine has ${count(worker.engine_load.waiting)} waiting`,
-    worker.engine_load?.kv_usage > 0.9 && `its KV cache is ${share(worker.engine_load.kv_usage)} full`,
-    beside.length && own > 1.3 * usually && `it gets ${count(allRate(worker))} requests/s, the others ${count(usually * worker.weight)}`,
-    known(worker.minute?.cache_hit_ratio) && worker.minute.cache_hit_ratio < cache - 0.2 && `it finds ${share(worker.minute.cache_hit_ratio)} of its prompts cached, the others ${share(cache)}`,
-  ].filter(Boolean);
-  const slower = `${times.toFixed(1)} times the ${millis(usual)} of the others`;
-  return `${slower}; ${causes.length ? causes.join("; ") : beside.length ? "it gets no more requests than they do, so its machine or engine is slow" : "their requests can't be compared yet: they have not served for as long"}`;
-}
-/* How much of the last minute it was there: rates are compared only between workers with the same. */
-const SAME_SECS = 3;
-function inMinute(worker) {
-  const since = worker.state_since ?? worker.since;
-  return since ? Math.min(60, seconds(last.at) - seconds(since)) : 60;
 }

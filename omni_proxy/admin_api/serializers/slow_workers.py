@@ -1,0 +1,157 @@
+"""Which workers are slow beside the others of their model, and what their figures say of the cause.
+
+The one text of this rule: the feed has its findings, and the dashboard, `omni-proxy status` and
+`top` show them. Pure: it reads rows of the feed. Cost: one sort of each group's times.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from statistics import median
+from typing import Any, Final, NamedTuple, TypeAlias
+
+SLOW_FACTOR: Final = 2.0  # time to first chunk, as a multiple of the others'
+SLOW_MS: Final = 20.0  # and at least this much longer: else 2 ms beside 1 ms would be slow
+# Time between two chunks, counted in buckets: times in two adjacent ones never differ by both.
+SLOW_GAP_FACTOR: Final = 3.0
+SLOW_GAP_MS: Final = 20.0
+SLOW_ANSWERS: Final = 5  # responses in the last minute; a median of fewer is chance
+FULL_KV: Final = 0.9  # of its KV cache in use: then it preempts requests
+MORE_REQUESTS: Final = 1.3
+FEWER_CACHED: Final = 0.2
+# Rates are compared only between workers that have been there equally long of the last minute.
+SAME_SECS: Final = 3.0
+MINUTE_SECS: Final = 60.0
+
+Row: TypeAlias = Mapping[str, Any]
+
+
+class Slowness(NamedTuple):
+    """`times`: its own time as a multiple of the others'. `text`: what is slow, and why."""
+
+    times: float
+    text: str
+
+
+def slow_workers(rows: Sequence[Row], at: float) -> dict[str, Slowness]:
+    """By id, those that are slow, out of rotation or not. `at`: Unix time of the rows."""
+    firsts = _usual_ms(rows, lambda row: (row.get("model"), row.get("first_p50_ms")))
+    # A prefill worker streams nothing to clients: its legs are no reference for the others'.
+    gaps = _usual_ms(rows, lambda row: ((row.get("model"), row.get("role")), _gap(row)))
+    found = {}
+    for row in rows:
+        name, reasons, times = row["id"], [], 0.0
+        own, usual = row.get("first_p50_ms") or 0.0, firsts.get(name)
+        if usual is not None and _is_slow(own, usual, SLOW_FACTOR, SLOW_MS):
+            times = own / max(usual, 0.1)
+            reasons.append(f"first chunk after {_millis(own)}, the others' after {_millis(usual)}")
+        own, usual = _gap(row) or 0.0, gaps.get(name)
+        if usual is not None and _is_slow(own, usual, SLOW_GAP_FACTOR, SLOW_GAP_MS):
+            times = max(times, own / max(usual, 0.1))
+            reasons.append(f"{_millis(own)} between two chunks, the others' {_millis(usual)}")
+        if reasons:
+            text = "; ".join((*reasons, *_causes(row, rows, at)))
+            found[name] = Slowness(round(times, 1), text)
+    return found
+
+
+def _gap(row: Row) -> Any:
+    return (row.get("minute") or {}).get("between_p50_ms")
+
+
+def _usual_ms(
+    rows: Sequence[Row], measure: Callable[[Row], tuple[object, float | None]]
+) -> dict[str, float]:
+    """Median time of the other workers that are compared with it, by worker id. `measure`: which
+    are compared, and the time, None if it has none."""
+    measured: defaultdict[object, list[tuple[str, float]]] = defaultdict(list)
+    for row in rows:
+        group, millis = measure(row)
+        if millis is not None and row.get("answers", 0) >= SLOW_ANSWERS:
+            measured[group].append((row["id"], millis))
+    usual = {}
+    for members in measured.values():
+        if len(members) < 2:
+            continue
+        times = sorted(millis for _, millis in members)
+        for worker_id, millis in members:
+            usual[worker_id] = _median_without(times, bisect_left(times, millis))
+    return usual
+
+
+def _median_without(ordered: Sequence[float], index: int) -> float:
+    """The median without the element at `index`; `ordered` has at least two."""
+    count = len(ordered) - 1
+    middle = ((count - 1) // 2, count // 2)
+    return sum(ordered[rank + (rank >= index)] for rank in middle) / 2
+
+
+def _is_slow(own: float, usual: float, factor: float, least: float) -> bool:
+    return own >= factor * usual and own - usual >= least
+
+
+def _causes(row: Row, rows: Sequence[Row], at: float) -> Iterator[str]:
+    """What its engine reports, and how its requests differ from the others'."""
+    load = row.get("engine_load") or {}
+    others = [
+        each
+        for each in rows
+        if each is not row
+        and each.get("routable")
+        and not each.get("paused")
+        and each.get("model") == row.get("model")
+    ]
+    found = False
+    if load.get("waiting"):
+        found = True
+        yield f"{load['waiting']:g} wait in its engine"
+    if (load.get("kv_usage") or 0.0) >= FULL_KV:
+        found = True
+        yield f"its KV cache is {load['kv_usage']:.0%} full"
+    present = _present_secs(row, at)
+    beside = [each for each in others if abs(_present_secs(each, at) - present) <= SAME_SECS]
+    usual = median(_rate(each) for each in beside) * row.get("weight", 1) if beside else 0.0
+    if beside and _rate(row) * row.get("weight", 1) > MORE_REQUESTS * usual:
+        found = True
+        yield f"it gets {_all(row):.1f} requests/s, the others {usual:.1f}"
+    own = _cached(row)
+    cached = [share for each in others if (share := _cached(each)) is not None]
+    if own is not None and cached and own < median(cached) - FEWER_CACHED:
+        found = True
+        yield f"{own:.0%} of its prompts are cached, of the others' {median(cached):.0%}"
+    if not found and beside:
+        yield "it gets no more requests than they do, so its machine or engine is slow"
+    elif not found and others:
+        yield "their requests can't be compared yet: they have not served for as long"
+
+
+def _all(row: Row) -> float:
+    """Requests per second, through all proxies of a cluster."""
+    return float(row.get("rate", 0.0) + (row.get("elsewhere") or {}).get("requests_per_sec", 0.0))
+
+
+def _rate(row: Row) -> float:
+    return _all(row) / float(row.get("weight", 1))
+
+
+def _cached(row: Row) -> float | None:
+    share = (row.get("minute") or {}).get("cache_hit_ratio")
+    return None if share is None else float(share)
+
+
+def _present_secs(row: Row, at: float) -> float:
+    """How much of the last minute it was there."""
+    since = row.get("state_since") or row.get("since")
+    if not since:
+        return MINUTE_SECS
+    return min(MINUTE_SECS, at - datetime.fromisoformat(since).timestamp())
+
+
+def _millis(value: float) -> str:
+    """As the screens write it."""
+    if value < 10:
+        return f"{value:.1f} ms"
+    return f"{value:.0f} ms" if value < 1000 else f"{value / 1000:.1f} s"
