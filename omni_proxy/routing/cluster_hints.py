@@ -93,7 +93,7 @@ class ClusterHints:
         if self.shares_prefixes:
             key = target_key(worker.url)
             self.prefixes.forget(key)
-            self.prefix_notes.forget(key, self._now())
+            self.prefix_notes.forget(key)
 
     def take_notes(self, most: int) -> tuple[dict[int, bytes], dict[bytes, int]]:
         """Packed hashes by target, and targets by the digest of a session: at most so many of

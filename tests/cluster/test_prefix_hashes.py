@@ -58,7 +58,7 @@ def test_a_beginning_is_published_once_for_a_worker_and_again_after_a_minute_of_
 def test_what_a_worker_gets_after_its_cache_was_emptied_is_published_anew():
     notes, hashes = PrefixNotes(), beginnings(PROMPT)
     notes.note(hashes, A, 100.0)
-    notes.forget(A, 101.0)
+    notes.forget(A)
     assert published(notes) == {}
     notes.note(hashes[:2], A, 102.0)
     assert sorted(published(notes)[A]) == sorted(hashes[:2])

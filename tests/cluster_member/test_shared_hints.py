@@ -174,7 +174,7 @@ async def test_a_proxy_that_joins_learns_what_the_others_know():
 
 async def test_a_publication_is_bounded_and_the_rest_follows():
     one = Proxy("one", policy="cache_aware")
-    for text in unrelated(60, 4000):
+    for text in unrelated(90, 4000):
         one.pick(text)
     waiting = one.hints.stats()["unpublished"]
     await one.shared.tick(one, "one")
