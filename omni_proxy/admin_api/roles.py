@@ -8,15 +8,13 @@ Pure; knows neither keys nor requests.
 from __future__ import annotations
 
 import re
-from typing import Final, Literal, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 from omni_proxy.admin_ops.routes import Kind
 from omni_proxy.config.schema import AdminRole
 
 ALL: Final[AdminRole] = "all"
-ROLES: Final[tuple[AdminRole, ...]] = get_args(AdminRole)
 ANY_METHOD: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
-Access = Literal["open", "reads", "changes"]
 
 
 class RoleRow(NamedTuple):

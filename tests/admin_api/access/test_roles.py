@@ -2,17 +2,25 @@
 
 from hashlib import sha256
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from omni_proxy.admin_api.access import needs_key
 from omni_proxy.admin_api.openapi.document import ENGINE_PATHS, TABLE
-from omni_proxy.admin_api.roles import ANY_METHOD, ROLE_TABLE, ROLES, roles_for
+from omni_proxy.admin_api.roles import ANY_METHOD, ROLE_TABLE, roles_for
 from omni_proxy.admin_ops.routes import ROUTES, Kind
 from omni_proxy.api_keys.key_table import KeyTable
-from omni_proxy.config.schema import AdminConfig, AdminKey, ControlRouteEntry, ServerConfig
+from omni_proxy.config.schema import (
+    AdminConfig,
+    AdminKey,
+    AdminRole,
+    ControlRouteEntry,
+    ServerConfig,
+)
 from tests.admin_api.api_fixture import A, B, build_api, entry
 
+ROLES = get_args(AdminRole)
 REACHED = 299
 CLOSED = [route for route in TABLE if needs_key(route.method.upper(), route.path, AdminConfig())]
 # By itself, what a table would say of each closed route; written once more, by hand.
