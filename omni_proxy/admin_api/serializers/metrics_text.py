@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Final, TextIO, cast
+from typing import Any, Final, TextIO, cast
 
 import trio
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
@@ -22,7 +22,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from omni_proxy import __version__
-from omni_proxy.admin_api.serializers.cluster_metrics import cluster_metrics
 from omni_proxy.admin_api.serializers.discovery_report import discovery_metrics
 from omni_proxy.admin_api.serializers.key_records import key_metrics
 from omni_proxy.admin_api.serializers.readiness import unready
@@ -47,7 +46,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from _kv_events(services)
     yield from discovery_metrics(services)
     yield from key_metrics(services)
-    yield from cluster_metrics(services.cluster.status() if services.cluster else None)
+    yield from _cluster(services.cluster.status() if services.cluster else None)
     yield from _weights(services)
     yield from _itself(services)
     yield from ProcessCollector(registry=CollectorRegistry(auto_describe=False)).collect()
@@ -177,6 +176,26 @@ def _kv_events(services: Services) -> Iterator[Metric]:
     unread = [((worker.url,), count.undecodable) for worker, count in counts.items()]
     text = "KV events that could not be decoded"
     yield from counters("worker_kv_events_undecodable", text, ("worker",), unread)
+
+
+def _cluster(status: Mapping[str, Any] | None) -> Iterator[Metric]:
+    """`status`: as GET /status has it; no sample without [cluster].
+
+    A peer stands by its name in the configuration, without the part that is new with each start, so
+    that restarts make no new series.
+    """
+    if status is None:
+        return
+    text = "1 while the store of the cluster is connected"
+    yield one("cluster_store_connected", text, status["connected"])
+    yield total("cluster_store_losses", "Connections to the store that broke", status["losses"])
+    yield one("cluster_members", "Proxies of the cluster, this one included", status["members"])
+    nodes = [(peer["member"].rpartition("/")[0], peer) for peer in status["peers"]]
+    ages = [((node,), peer["age_secs"]) for node, peer in nodes]
+    yield from gauges("cluster_peer_age_seconds", "Age of a peer's counts", ("peer",), ages)
+    counts = [((node,), peer["in_flight"]) for node, peer in nodes]
+    text = "Model requests in flight at a peer, as heard last"
+    yield from gauges("cluster_peer_requests_in_flight", text, ("peer",), counts)
 
 
 def _weights(services: Services) -> Iterator[Metric]:
