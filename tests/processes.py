@@ -12,12 +12,14 @@ PATIENCE_SECS = 90  # a deadline for hung tests, not a claim about speed
 
 
 def alive(pid: int) -> bool:
-    """One that has ended is not, though nobody may have asked how."""
+    """One that has ended is not, though nobody may have asked how. While one of its threads is still
+    ending, its sockets are still open."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"
+    state, threads = fields[0], int(fields[17])
+    return state != "Z" or threads > 1
 
 
 async def until_gone(*pids: int) -> None:

@@ -1,0 +1,25 @@
+import subprocess
+import sys
+import time
+
+from tests.processes import alive
+
+# Its first thread ends, and another one waits for stdin.
+THREAD_LEFT = """
+import ctypes, platform, sys, threading
+threading.Thread(target=sys.stdin.read).start()
+ctypes.CDLL(None).syscall(60 if platform.machine() == "x86_64" else 93, 0)  # exit, of one thread
+"""
+
+
+def test_a_process_lives_until_its_last_thread_has_ended():
+    with subprocess.Popen([sys.executable, "-c", THREAD_LEFT], stdin=subprocess.PIPE) as process:
+        with open(f"/proc/{process.pid}/stat") as stat:
+            while stat.read().rpartition(")")[2].split()[0] != "Z":
+                time.sleep(0.01)  # noqa: TID251  no event loop runs here
+                stat.seek(0)
+        assert alive(process.pid)
+        process.kill()
+        while alive(process.pid):
+            time.sleep(0.01)  # noqa: TID251
+    assert process.returncode == -9
