@@ -45,6 +45,13 @@ class SlotRows(Protocol):
         """Of other processes."""
 
 
+class TokenCounts(Protocol):
+    """As a response reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
 class LocalRows:
     """Cells of one process alone."""
 
@@ -66,15 +73,18 @@ class ApiCaller:
 
     __slots__ = (
         "_at_once", "_cells", "_fence", "_lines", "_lines_until", "_most", "_others",
-        "_published", "_request_rate", "_tries", "ended", "entry", "has_rates", "input_tokens",
-        "is_unlimited", "models", "name", "output_tokens", "priority", "requests", "running",
-        "slot", "token_rate", "tokens",
+        "_published", "_request_rate", "_tries", "bound", "counts_later", "ended", "entry",
+        "has_rates", "input_tokens", "models", "name", "output_tokens", "priority", "requests",
+        "running", "slot", "token_rate", "tokens", "unsorted",
     )  # fmt: skip
 
     def __init__(self, entry: CallerKey, slot: int, rows: SlotRows) -> None:
         self.name = entry.name
         self.slot = slot
-        self.running = self._published = 0  # in flight here, and what of it is in the cells
+        # In flight here, those of `unsorted` included, and what of it is in the cells.
+        self.running = self._published = 0
+        # The tokens of requests that have ended and are not counted yet, where it `counts_later`.
+        self.unsorted: list[TokenCounts] = []
         self.ended = self.input_tokens = self.output_tokens = 0  # not in the cells yet
         self._cells = cells = rows.own(slot)
         self.requests = RateWindow(cells, REQUEST_WINDOW)
@@ -90,23 +100,28 @@ class ApiCaller:
         self._most, self._request_rate = entry.max_inflight, entry.requests_per_minute
         self.token_rate = entry.tokens_per_minute
         self.has_rates = bool(self._request_rate or self.token_rate)
-        # Nothing that it asks for can be refused, and no process looks at its cells.
-        self.is_unlimited = not (self._most or self.has_rates or self.models)
         self._lines, self._lines_until = b"", -inf
         self._others = rows.others(self.slot)
         self._fence, self._tries = rows.fence, rows.tries
         for window in (self.requests, self.tokens):
             window.share_with(self._others, rows.fence, rows.tries)
         self._at_once = bool(self._most and self._others)
+        # That a request has ended decides nothing but whether there is room: see `unsorted`.
+        self.counts_later = not self._at_once
+        # Below so many in flight nothing is refused; 0: more is to be looked at.
+        is_simple = self.counts_later and not (self.has_rates or self.models)
+        self.bound = (self._most or inf) if is_simple else 0
         self.publish()
 
     def retire(self) -> None:
         """Its name is configured no more: what is in flight still ends in the cells."""
-        self._at_once, self.is_unlimited = True, False
+        self._at_once, self.counts_later, self.bound = True, False, 0
         self.publish()
 
     def publish(self) -> None:
         """Bring the cells up to date."""
+        if self.unsorted:
+            self._sort()
         cells = self._cells
         if self.running != self._published:
             cells[IN_FLIGHT] += self.running - self._published
@@ -119,19 +134,30 @@ class ApiCaller:
             cells[OUTPUT_TOKENS] += self.output_tokens
             self.input_tokens = self.output_tokens = 0
 
+    def _sort(self) -> None:
+        ended, self.unsorted = self.unsorted, []
+        self.running -= len(ended)
+        self.ended += len(ended)
+        self.input_tokens += sum([each.prompt_tokens for each in ended])
+        self.output_tokens += sum([each.completion_tokens for each in ended])
+
+    def _has_room(self) -> bool:
+        self._sort()
+        return self.running < self._most
+
     @property
     def in_flight(self) -> int:
         """Over all processes."""
-        return self.running + sum([cells[IN_FLIGHT] for cells in self._others])
+        return self.running - len(self.unsorted) + sum([cells[IN_FLIGHT] for cells in self._others])
 
     def begin(self, now: float) -> Reason | None:
         """Count a request as in flight and as one of this minute; else why that may not be, and
-        nothing is counted. Where it `is_unlimited`, that is one more `running`."""
+        nothing is counted. Below `bound` that is one more `running`."""
         most = self._most
         if most and self._others:
             if not self._enter(most):
                 return "max_inflight"
-        elif most and self.running >= most:
+        elif most and self.running >= most and not self._has_room():
             return "max_inflight"
         else:
             self.running += 1
@@ -189,12 +215,15 @@ class ApiCaller:
         self.input_tokens += prompt
         self.output_tokens += completion
         if self.token_rate:
-            used = prompt + completion
-            self.tokens.settle(reserved, bucket, used, now)
-            if not used:  # so its bucket may be empty again
-                self._lines_until = -inf
+            self.settle(reserved, bucket, prompt + completion, now)
         if self._at_once:
             self.publish()
+
+    def settle(self, reserved: int, bucket: int, used: int, now: float) -> None:
+        """What `end` does for the tokens, where the rest of it is to be counted later."""
+        self.tokens.settle(reserved, bucket, used, now)
+        if not used:  # so its bucket may be empty again
+            self._lines_until = -inf
 
     def count_refused(self, reason: Reason) -> None:
         self._cells[REFUSED + REASONS.index(reason)] += 1

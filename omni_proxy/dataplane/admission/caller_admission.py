@@ -84,7 +84,7 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
 def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes) -> bool:
     """`begin` and `reserve` for the fast path, whose caller is known and whose body is whole. False
     if it may not go on there: then nothing counts, and the coroutine finds out why."""
-    if caller.is_unlimited:
+    if caller.running < caller.bound:
         caller.running += 1
         exchange.reserved = 0
         return True
@@ -140,14 +140,14 @@ def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
         exchange.last_chunk = body
         return
     reserved, exchange.reserved = exchange.reserved, REFUSED
-    if caller.is_unlimited:  # as below
-        caller.running -= 1
-        caller.ended += 1
-        caller.input_tokens += usage.prompt_tokens
-        caller.output_tokens += usage.completion_tokens
+    if not caller.counts_later:
+        bucket, now = exchange.token_bucket, exchange.response_head_at
+        caller.end(reserved, bucket, usage.prompt_tokens, usage.completion_tokens, now)
         return
-    bucket, prompt, completion = exchange.token_bucket, usage.prompt_tokens, usage.completion_tokens
-    caller.end(reserved, bucket, prompt, completion, exchange.response_head_at)
+    caller.unsorted.append(usage)
+    if caller.token_rate:
+        used = usage.prompt_tokens + usage.completion_tokens
+        caller.settle(reserved, exchange.token_bucket, used, exchange.response_head_at)
 
 
 def _guess_used(exchange: Exchange, prompt: int | None, completion: int | None) -> tuple[int, int]:

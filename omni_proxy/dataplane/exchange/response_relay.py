@@ -305,7 +305,9 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
     if exchange.failed_attempts is None:
         if exchange.caller is None or not exchange.caller.has_rates:
             return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT
-        rates = rate_lines(exchange)
+        # As `rate_lines`, without a frame.
+        now = exchange.response_head_at or exchange.sent_at or exchange.head_at
+        rates = exchange.caller.rate_lines(now)
         return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT, rates
     number = _ATTEMPT % exchange.attempts
     results = ", ".join(

@@ -6,6 +6,9 @@ from hashlib import sha256
 
 import pytest
 
+from omni_proxy.api_keys.caller import LocalRows, slot_totals
+from omni_proxy.api_keys.key_table import KeyTable
+from omni_proxy.config.parse import parse
 from omni_proxy.wire.chunked import encode_chunk
 from tests.dataplane.both_drivers import (
     WHOLE,
@@ -99,6 +102,33 @@ def test_a_request_without_a_right_key_is_refused_on_both_paths(listeners, field
         assert not any(caller.in_flight for caller in callers(world).values())
 
     play(listeners, script, keys(""))
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+def test_a_key_of_an_earlier_file_is_refused_on_open_connections_too(listeners, change):
+    """Both connections have presented it, and their heads are known."""
+    kept = keys("", "")
+    first = sha256(KEYS[0]).hexdigest()
+    without = kept[kept.index('[[keys]]\nname = "team-b"') :]
+    replaced = kept.replace(first, sha256(b"another").hexdigest())
+    changed = without if change == "removed" else replaced
+
+    def script(world, client):
+        other = world.connect_client()
+        warmed(world, client)
+        warmed(world, other)
+        table = KeyTable(parse(changed).keys)
+        slots = {entry.name: number for number, entry in enumerate(table.entries, 1)}
+        world.dataplane.follow_keys(table, slots, LocalRows())
+        for each in (client, other):
+            world.ask(each, request())
+            assert statuses(each)[-1] == 401
+        third = world.connect_client()
+        world.ask(third, request(KEYS[1]))
+        world.answer(WHOLE)
+        assert statuses(third) == [200]
+
+    play(listeners, script, kept)
 
 
 def test_both_fields_of_a_request_are_withheld_from_workers(listeners):
@@ -307,15 +337,20 @@ def test_tokens_are_counted_however_a_response_reports_them(listeners, response,
     def script(world, client):
         warmed(world, client)
         caller = callers(world)["team-a"]
-        caller.publish()
-        before = caller.in_flight, caller.tokens.used(world.clock())
+        rows = world.dataplane.settings.callers._rows
+
+        def counts():
+            caller.publish()
+            totals = slot_totals([rows.own(caller.slot)])
+            return [totals[name] for name in ("requests", "input_tokens", "output_tokens")]
+
+        earlier, before = counts(), (caller.in_flight, caller.tokens.used(world.clock()))
         for _ in range(2):
             world.ask(client, request())
             world.answer(whole(response))
         assert statuses(client) == [200] * 8
-        assert (caller.ended, caller.input_tokens, caller.output_tokens) == (
-            2, 2 * used[0], 2 * used[1],
-        )  # fmt: skip
+        added = [now - then for now, then in zip(counts(), earlier, strict=True)]
+        assert added == [2, 2 * used[0], 2 * used[1]]
         settled = 2 * sum(used) if limit else 0
         assert (caller.in_flight, caller.tokens.used(world.clock())) == (
             before[0], before[1] + settled,

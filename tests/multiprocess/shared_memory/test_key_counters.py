@@ -61,7 +61,7 @@ def test_requests_of_a_name_that_is_gone_end_in_its_cells(counters):
     assert caller.begin(NOW) is None
     caller.retire()
     assert counters[0].in_flight(1) == 1
-    assert not caller.is_unlimited
+    assert not caller.counts_later
     caller.end(0, 0, 3, 4, NOW)
     assert counters[0].in_flight(1) == 0
 
