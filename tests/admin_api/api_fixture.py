@@ -158,6 +158,9 @@ class FakeDataPlane:
     def session_count(self, worker):
         return list(self.sessions.values()).count(worker.url)
 
+    def served_at(self):
+        return ("http://127.0.0.1:30000", "http://127.0.0.1:30001")
+
     def addresses(self):
         return ["http://127.0.0.1:30000"]
 

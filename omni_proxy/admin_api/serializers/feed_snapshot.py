@@ -96,6 +96,8 @@ class Snapshots:
             "revision": config_store.revision,
             "keys": key_records(services),
             **key_refusals(services),
+            # On the [admin] listen address, where this is read then, there are no model routes.
+            "models_at": plane.served_at()[0] if config_store.config.admin.listen else None,
             "key_required": bool(server.api_key or config_store.config.keys),
             "ready": not reason,
             "reason": reason or None,

@@ -12,12 +12,17 @@ function paintCallers() {
   show($("caller-table"), callers.length > 0 || refused > 0);
   show($("no-callers"), !callers.length);
   say($("no-callers"), last.key_required ? "All callers share the key of [server] api_key; no [[keys]]." : "No [[keys]]: whoever reaches the port may send requests.");
-  fill($("caller-rows"), [callers, refused], () => [...callers.map((caller) => make("tr", "",
+  fill($("caller-rows"), [callers, refused], () => [...callers.map((caller) => callerRow(
     make("td", "", make("b", "", caller.name), make("div", "quiet small", caller.models?.length ? `models ${caller.models.join(", ")}` : "")),
     make("td", "", usage(caller.in_flight, caller.max_inflight)),
     make("td", "", count(caller.requests), make("div", "quiet small", caller.requests_per_minute ? `at most ${count(caller.requests_per_minute)} a minute` : "")),
     make("td", "", `${count(caller.input_tokens)}, ${count(caller.output_tokens)}`, make("div", "quiet small", caller.tokens_per_minute ? `at most ${count(caller.tokens_per_minute)} a minute` : "")),
-    make("td", "", Object.entries(caller.refused).filter((each) => each[1]).map(([reason, number]) => `${reason.replaceAll("_", " ")} ${count(number)}`).join(", ") || "none"))), ...refused ? [make("tr", "", make("td", "quiet", "without a right key"), ...["", "", ""].map(() => make("td", "quiet", "–")), make("td", "", count(refused)))] : []]);
+    make("td", "", Object.entries(caller.refused).filter((each) => each[1]).map(([reason, number]) => `${reason.replaceAll("_", " ")} ${count(number)}`).join(", ") || "none"))), ...refused ? [callerRow(make("td", "quiet", "without a right key"), ...["", "", ""].map(() => make("td", "quiet", "–")), make("td", "", count(refused)))] : []]);
+}
+const CALLER_COLUMNS = ["", "In flight", "Requests", "Tokens in, out", "Refused"];
+function callerRow(...cells) {
+  cells.forEach((cell, at) => { if (at) cell.dataset.name = CALLER_COLUMNS[at]; });
+  return make("tr", "", ...cells);
 }
 /* Once a key is shown the next step is to put its entry into the file, not to make another. */
 function showKey(...parts) {

@@ -23,6 +23,8 @@ const rangeButtons = RANGES.map(([secs, words]) => {
 $("ranges").append(...rangeButtons);
 $("scope").addEventListener("change", () => choose(range, $("scope").value));
 for (const chart of CHARTS) buildChart(chart);
+/* A chart has the width that it was drawn for. */
+new ResizeObserver(() => { if (past && last) drawCharts(); }).observe($("charts"));
 
 /* What was fetched for another range or worker is not drawn any more. */
 function choose(secs, worker) {

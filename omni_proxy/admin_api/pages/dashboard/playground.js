@@ -1,9 +1,24 @@
 /* A chat through the proxy, as a client has it. The caller's key is in the memory of this page alone. */
 let turns = [], chatting = null, chatKey = "";
-empties("chat-turns", "chat-says");
+empties("chat-turns", "chat-says", "chat-elsewhere");
+/* This page is on the [admin] listen address, and a browser lets it ask no other one. */
+function chatElsewhere() {
+  const url = last.models_at.replace(/^(https?:\/\/)(?:0\.0\.0\.0|\[::\])(?=:\d+$)/, `$1${location.hostname}`);
+  if (!url) return [make("p", "", "This address has control routes only; model routes are at a Unix socket, ", make("code", "", "[server] host"), ".")];
+  const model = (last.fleet ?? []).map((worker) => worker.model).find(Boolean);
+  const body = JSON.stringify({ ...model ? { model } : {}, messages: [{ role: "user", content: "Hello" }] });
+  const header = last.key_required ? " -H 'authorization: Bearer KEY'" : "";
+  return [make("p", "", "This address has control routes only. Model routes are at ", make("code", "", url), ":"),
+    copied(`curl ${url}/v1/chat/completions -H 'content-type: application/json'${header} -d '${body.replaceAll("'", "'\\''")}'`)];
+}
 cleaners.push(() => { chatting?.abort(); turns = []; chatKey = ""; $("chat-key").value = ""; });
 $("chat-key").addEventListener("input", () => { chatKey = $("chat-key").value.trim(); });
 function paintPlayground(fleet) {
+  const away = known(last.models_at);
+  show($("chat"), !away);
+  show($("chat-clear"), !away);
+  show($("chat-elsewhere"), away);
+  if (away) fill($("chat-elsewhere"), last.models_at, chatElsewhere);
   const models = [...new Set(fleet.flatMap((worker) => [worker.model, ...worker.adapters ?? []]).filter(Boolean))].sort();
   fill($("chat-models"), models, () => models.map((model) => new Option(model)));
   if (!$("chat-model").value && !$("chat-model").touched && models.length) $("chat-model").value = models[0];

@@ -83,7 +83,7 @@ function paintFleet(fleet, slow) {
     pressed(`Show ${Math.min(left, 50)} more`, "", () => { view.more += 50; paint(); }), pressed(`Show all ${list.length}`, "", () => { view.more = Infinity; paint(); }),
   ] : []);
   const some = list.length < fleet.length || left ? `${list.length - left} of ${fleet.length} shown` : "";
-  say($("fleet-says"), !fleet.length ? "none" : [some, inCluster() ? "rate, tokens and errors of the last minute, through all proxies; first token and cache through this one" : "rate, first token, tokens, cache and errors of the last minute"].filter(Boolean).join("; "));
+  say($("fleet-says"), !fleet.length ? "none" : [some, inCluster() ? "last minute, all proxies; first token and cache of this one" : "figures of the last minute"].filter(Boolean).join("; "));
   show($("nobody"), !list.length);
   say($("nobody"), fleet.length ? "No worker matches." : "No worker yet.");
 }
