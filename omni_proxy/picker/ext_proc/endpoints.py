@@ -1,7 +1,8 @@
 """Workers as Envoy names them, `ip:port`: host names are resolved, and for a while remembered.
 
 Invariant: an answer that is older than `FRESH_SECS` is asked for again before it is used, or, while
-a name can't be resolved, used once more.
+a name can't be resolved, used once more. It has as many as the fleet has workers, as long as its
+owner calls `forget_all_but` after changes.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class Endpoints:
     def outside(self, workers: Iterable[Worker], subset: Collection[str]) -> set[Worker]:
         """The workers that have no endpoint in it."""
         return {worker for worker in workers if not set(self.known(worker) or ()) & set(subset)}
+
+    def __len__(self) -> int:
+        return len(self._found)
 
     def forget_all_but(self, workers: Iterable[Worker]) -> None:
         kept = {worker.address for worker in workers}

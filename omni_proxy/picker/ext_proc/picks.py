@@ -66,6 +66,7 @@ class EnvoyPicks:
         self._services = services
         self._nursery = nursery
         self.endpoints = Endpoints(services.loop.clock)
+        self._revision = services.fleet.revision  # of the fleet that `endpoints` is of
 
     def begin(self, ticket: Ticket, asked: Asked, answer: Answer) -> None:
         try:
@@ -113,6 +114,9 @@ class EnvoyPicks:
     def _acquire(self, ticket: Ticket, exchange: Exchange, asked: Asked, answer: Answer) -> None:
         """Raises HttpError, then nothing counts."""
         fleet, outside = self._services.fleet, set[Worker]()
+        if fleet.revision != self._revision:
+            self._revision = fleet.revision
+            self.endpoints.forget_all_but(fleet.workers)
         if asked.subset is not None:
             outside = self.endpoints.outside(fleet.workers, asked.subset)
         try:

@@ -7,7 +7,7 @@ from omni_proxy.picker.ext_proc.messages import Destination
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
 from omni_proxy.picker.ext_proc.stream import Asked
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES
-from tests.fleet.entries import entry
+from tests.fleet.entries import NOW, entry
 from tests.idle import wait_until_idle
 from tests.picker.conftest import picker_over
 
@@ -51,6 +51,14 @@ async def test_a_refusal_counts_nothing_but_the_refusal(envoy):
     assert (error.status, error.code) == (503, "subset_unavailable")
     assert envoy.fixture.dataplane.in_flight == 0
     assert envoy.fixture.dataplane.services.totals.ended["refused"] == 1
+
+
+async def test_endpoints_of_workers_that_are_gone_are_forgotten(envoy):
+    envoy.begin(subset=frozenset((f"{A}:1", f"{B}:1")))
+    assert len(envoy.picks.endpoints) == 2
+    envoy.fixture.dataplane.services.fleet.apply([entry(A)], NOW)
+    envoy.begin()
+    assert len(envoy.picks.endpoints) == 1
 
 
 async def test_a_subset_is_kept_to(envoy):
