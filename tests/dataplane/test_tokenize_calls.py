@@ -6,6 +6,7 @@ import pytest
 import trio
 
 from omni_proxy.dataplane.tokenize_calls import AT_ONCE
+from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.routing.kv_events.known_texts import TextQuestion
 from omni_proxy.routing.tree_key import tree_key
 from tests.promises.dataplane_fixture import run_dataplane
@@ -36,7 +37,7 @@ async def test_an_engine_is_asked_and_its_tokens_are_known():
         texts.ask(question(workers[0]))
         await until(lambda: len(texts))
         found = texts.find(tree_key(TEXT), len(TEXT))
-        assert list(found.known.tokens) == [5, 6, 7]
+        assert list(found.known.blocks(1, 3).each_key()) == block_keys([5, 6, 7], 1)
         await until(lambda: not running.dataplane.tokenize_calls.running)
 
 
