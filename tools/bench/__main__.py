@@ -31,6 +31,7 @@ what is measured:
 
 `python -m tools.bench --replica` measures the replica, `--weights` what new weights cost on their
 way to a fleet, `--discovery` for how long pods that come and go keep the event loop,
+`--envoy` Envoy with our picker beside Envoy alone and omni-proxy,
 `python -m tools.bench.policies` policies, large fleets and metrics.
 """
 
@@ -106,8 +107,19 @@ def _discovery(argv: list[str]) -> int:
     return discovery(argv)
 
 
+def _envoy(argv: list[str]) -> int:
+    from tools.bench.envoy_picker import main as envoy_picker
+
+    return envoy_picker(argv)
+
+
 # Benches of something else, each with words of its own.
-OTHERS = {"--replica": _replica, "--weights": _weights, "--discovery": _discovery}
+OTHERS = {
+    "--envoy": _envoy,
+    "--replica": _replica,
+    "--weights": _weights,
+    "--discovery": _discovery,
+}
 KINDS = {
     **dict.fromkeys(CPU_BENCHES, measurements.paired),
     "memory": measurements.memory,
