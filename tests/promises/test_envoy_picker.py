@@ -71,6 +71,8 @@ async def test_requests_go_where_the_policy_says_and_count_until_their_last_byte
             [f"data: {name}", "data: rest", "data: [DONE]"] for name in ("a", "a", "b", "b")
         ]
         await idle(here.picker)
+        records = (await here.picker.get_json("/workers"))["workers"]
+        assert [each["successful_requests"] for each in records] == [2, 2]
         metrics = (await here.picker.client.get("/metrics")).text
         assert "omni_proxy_requests_in_flight 0.0" in metrics
 

@@ -127,7 +127,7 @@ def sides() -> list[Side]:
 
 def _row(name: str, legs: list[Leg], bare: list[Leg], first: list[Leg]) -> str:
     cpu = [leg.cpu_us or 0.0 for leg in legs]
-    ratios = [mine / (other.cpu_us or 1.0) for mine, other in zip(cpu, first, strict=True)]
+    ratios = [us / (other.cpu_us or 1.0) for us, other in zip(cpu, first, strict=True)]
     p50, p99 = median(leg.p50_us for leg in legs), median(leg.p99_us for leg in legs)
     row = f"| {name} | {median(cpu):.0f} | {median(ratios):.2f} | {p50:.0f} | {p99:.0f} |"
     if not bare:

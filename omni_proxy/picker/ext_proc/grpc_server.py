@@ -142,6 +142,7 @@ class GrpcServer:
                     await context.write(answer)
                 if stream.over:
                     break
+            facts.complete = facts.complete or stream.ends_unseen
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:

@@ -61,6 +61,12 @@ class EnvoyStream:
         self.bytes_out = self.chunks = 0
         self.last_chunk = b""  # of the response
 
+    @property
+    def ends_unseen(self) -> bool:
+        """Its response has begun, and Envoy shows none of its body: that it ends the stream is all
+        that can be known."""
+        return self.status > 0 and self._response_mode == _NONE and not self.over
+
     def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
         """The answers, [] where they depend on a pick. Raises HttpError 413, which `refused` takes;
         ValueError for a message that has no place here."""

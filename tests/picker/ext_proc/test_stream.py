@@ -204,3 +204,13 @@ def test_a_subset_is_read_as_a_list_or_a_text_and_may_be_empty():
     assert subset_of(message) == {"10.0.0.3:80"}
     hint.update({SUBSET: []})
     assert subset_of(message) == frozenset()
+
+
+@pytest.mark.parametrize("answers", [NONE, STREAMED])
+def test_without_its_body_the_end_of_a_response_is_the_end_of_the_stream(answers):
+    stream = EnvoyStream(100)
+    stream.receive(head(BUFFERED, answers, end=True))
+    stream.picked(TO)
+    assert not stream.ends_unseen
+    stream.receive(response_head())
+    assert stream.ends_unseen == (answers == NONE)
