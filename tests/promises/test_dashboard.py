@@ -124,6 +124,7 @@ async def test_on_the_model_port_it_names_the_admin_listener(page, tmp_path):
         assert there == f"http://{place}/dashboard"
         await page.visit(there)
         await shows(page, "#locked", "Enter the admin API key")
+        await page.click("#key")
         await page.type(KEY)
         await page.press("Enter")
         # The page may ask its own address only, and there are no model routes.
