@@ -57,6 +57,10 @@ async def update(running, label, query=""):
     return await running.client.post(UPDATE + query, json=body)
 
 
+def knows_the_other(reply):
+    return reply["cluster"]["connected"] and reply["cluster"]["members"] == 2
+
+
 def labels(reply):
     return {row["weight_version"] for row in reply["workers"]}
 
@@ -149,7 +153,7 @@ async def test_without_the_store_updates_are_refused_and_requests_go_on(tmp_path
             assert routable(await running.get_json("/workers")) == {w.url for w in fleet}
         await store.start()
         for running in (first, second):
-            await running.until("/status", lambda reply: reply["cluster"]["members"] == 2)
+            await running.until("/status", knows_the_other)
         updated = await update(second, "v2")
         assert (updated.status_code, updated.json()["weight_epoch"]) == (200, 2)
         await first.until("/workers", lambda reply: labels(reply) == {"v2"})
