@@ -206,7 +206,9 @@ class Balancer:
     def _record_candidates(self, exchange: Exchange, need: Requirements) -> None:
         fleet, meters = self._fleet, self._recorders.meters
         self.record_from = next_record(self.record_from, exchange.started_at, fleet)
-        if meters is not None:  # else nobody keeps requests that have ended
+        policies = (self.policy, *self.pools.built.values())
+        # Without meters nobody keeps requests that have ended.
+        if meters is not None and all(policy.explains_itself for policy in policies):
             owner = self.voices.owner
             exchange.candidates = record_pick(fleet, need, self.policy, self.pools, owner)
 

@@ -120,7 +120,10 @@ def create_plugin(routing: RoutingConfig, random_below: RandomBelow, now: float)
 
 
 class GuardedPolicy(Policy):
-    """A policy of another package; whatever it raises ends here."""
+    """A policy of another package; whatever it raises ends here. Requests call its `pick` alone:
+    what else it does may take long, or fail."""
+
+    explains_itself = False
 
     __slots__ = (
         "_fallback", "_log_after", "_now", "failures", "inner", "name", "needs_affinity_key",

@@ -38,6 +38,8 @@ class Policy(ABC):
 
     __slots__ = ()
     name: str  # of a built-in policy; others go by the name in the configuration
+    # False: `preview_pick` and `explain_pick` are called for POST /explain alone.
+    explains_itself = True
     needs_affinity_key = False  # True: `Requirements.affinity_key` is filled in before a pick
 
     @classmethod

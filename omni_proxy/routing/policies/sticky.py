@@ -185,6 +185,10 @@ class Sticky(Policy):
         return known
 
     @property
+    def explains_itself(self) -> bool:  # type: ignore[override]  # read only, here too
+        return self.inner.explains_itself
+
+    @property
     def prefix_tree(self) -> PrefixTree[Worker] | None:
         return self.inner.prefix_tree
 
