@@ -15,6 +15,7 @@ from omni_proxy.config.state import (
     render_state,
 )
 
+CALLERS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9)
 URLS = st.integers(1, 9).map(lambda port: f"http://h:{port}")
 CAPABLE = st.sets(st.sampled_from(CAPABILITIES), min_size=1).map(tuple)
 WORKERS = st.builds(
@@ -39,7 +40,7 @@ STATES = st.builds(
     switches=st.dictionaries(URLS, SWITCHES, max_size=3),
     tombstones=st.dictionaries(URLS, st.just("0123456789abcdef"), max_size=3),
     leaving=st.lists(URLS, unique=True, max_size=3).map(tuple),
-    disabled_by=st.dictionaries(URLS, st.builds(DisabledBy, by=st.text(max_size=9)), max_size=2),
+    disabled_by=st.dictionaries(URLS, st.builds(DisabledBy, by=CALLERS), max_size=2),
 )
 
 
