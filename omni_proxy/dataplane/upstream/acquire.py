@@ -204,6 +204,8 @@ class Balancer:
         return worker
 
     def _record_candidates(self, exchange: Exchange, need: Requirements) -> None:
+        if exchange.candidates is not None:
+            return  # it is picked for once more, after it has waited
         fleet, meters = self._fleet, self._recorders.meters
         self.record_from = next_record(self.record_from, exchange.started_at, fleet)
         policies = (self.policy, *self.pools.built.values())
