@@ -48,6 +48,8 @@ def spelled_ids(raw: msgspec.Raw) -> bytes:
     if any(map(spelled.__contains__, _WHITE_SPACE)):
         spelled = spelled.translate(None, _WHITE_SPACE)
     if spelled.startswith(b"[["):
+        if not spelled.endswith(b"]]"):
+            return b""
         spelled = spelled[1:-1]
     if any(map(spelled.__contains__, _OF_OTHER_VALUES)) or spelled.find(b"[", 1) >= 0:
         return b""
