@@ -86,6 +86,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     yield "bench", bench.parser()
     yield "launch", arguments.launch_parser(tuple(ENGINES))
     yield "launch-router", arguments.router_parser()
+    yield "picker", arguments.picker_parser()
     yield "replica", replica.serve_parser()
     yield "replica fetch", replica.fetch_parser()
     yield "replica profile", profile._parser()
