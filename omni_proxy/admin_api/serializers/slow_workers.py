@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from statistics import median
 from typing import Any, Final, NamedTuple, TypeAlias
 
 SLOW_FACTOR: Final = 2.0  # time to first chunk, as a multiple of the others'
@@ -89,6 +88,12 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
     return sum(ordered[rank + (rank >= index)] for rank in middle) / 2
 
 
+def _median(values: Iterable[float]) -> float:
+    """Not the standard library's: that one brings fractions and decimals into the binary."""
+    ordered = sorted(values)
+    return _median_without(ordered + ordered[-1:], len(ordered))
+
+
 def _is_slow(own: float, usual: float, factor: float, least: float) -> bool:
     return own >= factor * usual and own - usual >= least
 
@@ -113,15 +118,15 @@ def _causes(row: Row, rows: Sequence[Row], at: float) -> Iterator[str]:
         yield f"its KV cache is {load['kv_usage']:.0%} full"
     present = _present_secs(row, at)
     beside = [each for each in others if abs(_present_secs(each, at) - present) <= SAME_SECS]
-    usual = median(_rate(each) for each in beside) * row.get("weight", 1) if beside else 0.0
+    usual = _median(_rate(each) for each in beside) * row.get("weight", 1) if beside else 0.0
     if beside and _rate(row) * row.get("weight", 1) > MORE_REQUESTS * usual:
         found = True
         yield f"it gets {_all(row):.1f} requests/s, the others {usual:.1f}"
     own = _cached(row)
     cached = [share for each in others if (share := _cached(each)) is not None]
-    if own is not None and cached and own < median(cached) - FEWER_CACHED:
+    if own is not None and cached and own < _median(cached) - FEWER_CACHED:
         found = True
-        yield f"{own:.0%} of its prompts are cached, of the others' {median(cached):.0%}"
+        yield f"{own:.0%} of its prompts are cached, of the others' {_median(cached):.0%}"
     if not found and beside:
         yield "it gets no more requests than they do, so its machine or engine is slow"
     elif not found and others:
