@@ -12,7 +12,7 @@ CONFIG = "[picker]\nlease_secs = 10\n"
 
 
 @pytest.fixture
-async def fixture(autojump_clock):
+async def fixture():
     made = picker_over(entry("a"), entry("b"), config=CONFIG, clock=trio.current_time)
     made.service = PickerService(made.picker, lambda: made.config)
     return made
@@ -22,7 +22,9 @@ def reserve(fixture, body=b"{}"):
     return fixture.service.reserve(read_selection(body))
 
 
-async def test_a_reservation_ends_with_its_lease_and_the_callers_lease_wins(fixture, nursery):
+async def test_a_reservation_ends_with_its_lease_and_the_callers_lease_wins(
+    fixture, nursery, autojump_clock
+):
     await nursery.start(fixture.service.run)
     await reserve(fixture)
     short = await reserve(fixture, b'{"lease_secs": 3}')
