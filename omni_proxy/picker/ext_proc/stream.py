@@ -12,16 +12,16 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    HttpHeaders,
-    ProcessingRequest,
-    ProcessingResponse,
-)
 
 from omni_proxy.picker.ext_proc import messages
 from omni_proxy.picker.ext_proc.messages import Destination
+from omni_proxy.picker.ext_proc.protocol import (
+    HttpBody,
+    HttpHeaders,
+    ProcessingMode,
+    ProcessingRequest,
+    ProcessingResponse,
+)
 from omni_proxy.wire.errors import HttpError
 
 _NONE: Final = ProcessingMode.NONE

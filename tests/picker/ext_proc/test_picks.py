@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-pytest.importorskip("envoy.service", reason="the extra `picker` is not installed")
+pytest.importorskip("google.protobuf", reason="the extra `picker` is not installed")
 
 from omni_proxy.picker.ext_proc.messages import Destination
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket

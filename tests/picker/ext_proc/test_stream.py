@@ -4,17 +4,7 @@ from hypothesis import strategies as st
 
 from tests.example_counts import examples
 
-pytest.importorskip("envoy.service", reason="the extra `picker` is not installed")
-
-from envoy.config.core.v3.base_pb2 import HeaderMap, HeaderValue
-from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
-from envoy.service.ext_proc.v3.external_processor_pb2 import (
-    HttpBody,
-    HttpHeaders,
-    HttpTrailers,
-    ProcessingRequest,
-    ProtocolConfiguration,
-)
+pytest.importorskip("google.protobuf", reason="the extra `picker` is not installed")
 
 from omni_proxy.picker.ext_proc.messages import (
     CHUNK_BYTES,
@@ -23,6 +13,16 @@ from omni_proxy.picker.ext_proc.messages import (
     SUBSET_NAMESPACE,
     Destination,
     subset_of,
+)
+from omni_proxy.picker.ext_proc.protocol import (
+    HeaderMap,
+    HeaderValue,
+    HttpBody,
+    HttpHeaders,
+    HttpTrailers,
+    ProcessingMode,
+    ProcessingRequest,
+    ProtocolConfiguration,
 )
 from omni_proxy.picker.ext_proc.stream import EnvoyStream
 from omni_proxy.wire.errors import HttpError
