@@ -45,6 +45,6 @@ def test_every_module_has_a_docstring():
 def test_a_folder_can_be_read_at_a_glance():
     files = {
         name_of(folder): [each.name for each in folder.glob("*.py") if each.name != "__init__.py"]
-        for folder in {path.parent for path in sources()}
+        for folder in {path.parent for path in OURS}
     }
     assert {name: each for name, each in files.items() if len(each) > FOLDER_FILES} == {}

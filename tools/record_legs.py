@@ -23,8 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Final
 
-from tools.bench.processes import running
-from tools.bench.proxies import free_port
+from tools.bench.harness.processes import running
+from tools.bench.harness.proxies import free_port
 
 FILE: Final = Path(__file__).parents[1] / "tests" / "promises" / "legs_of_peers.json"
 READY_SECS: Final = 60.0

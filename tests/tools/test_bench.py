@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.bench import hand_driven, instructions, profile, proxies, report
-from tools.bench import load_run as legs
-from tools.bench.build import BuildError, build, compiler
+from tools.bench.data_plane import hand_driven, instructions, profile
+from tools.bench.harness import load_run as legs
+from tools.bench.harness import proxies, report
+from tools.bench.harness.build import BuildError, build, compiler
 
 needs_cc = pytest.mark.skipif(compiler() is None, reason="no C compiler (cc, gcc or $CC)")
 

@@ -4,8 +4,8 @@ import pytest
 
 from tests.promises.envoy_program import needs_envoy
 from tools.bench.envoy_picker import MEASURED, _row, sides
-from tools.bench.load_run import LOADS, Leg
-from tools.bench.proxies import OMNI_FILE, Place
+from tools.bench.harness.load_run import LOADS, Leg
+from tools.bench.harness.proxies import OMNI_FILE, Place
 
 pytestmark = needs_envoy
 

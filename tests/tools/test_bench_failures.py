@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from tools.bench import failed_legs
-from tools.bench.failed_legs import CAP_SECS, Engine, Rooms, cell
+from tools.bench.data_plane import failed_legs
+from tools.bench.data_plane.failed_legs import CAP_SECS, Engine, Rooms, cell
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """Each side of the bench of features is a configuration that the proxy takes."""
 
 from omni_proxy.config.parse import parse
-from tools.bench.features import LIMITS, PLAIN, WORKER_KEY, fleet_sides, sides
-from tools.bench.load_run import KEY
-from tools.bench.proxies import OMNI_FILE, Place, proxy
+from tools.bench.data_plane.features import LIMITS, PLAIN, WORKER_KEY, fleet_sides, sides
+from tools.bench.harness.load_run import KEY
+from tools.bench.harness.proxies import OMNI_FILE, Place, proxy
 
 
 def configs(folder, made=None):

@@ -6,9 +6,11 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tools.bench import connection_memory, goals, load_run, peers, process_scaling, proxies, report
-from tools.bench.build import build, compiler
-from tools.bench.picture import Bar, Group, picture
+from tools.bench.data_plane import goals, process_scaling
+from tools.bench.harness import load_run, peers, proxies, report
+from tools.bench.harness.build import build, compiler
+from tools.bench.harness.picture import Bar, Group, picture
+from tools.bench.memory import connection_memory
 
 needs_cc = pytest.mark.skipif(compiler() is None, reason="no C compiler (cc, gcc or $CC)")
 

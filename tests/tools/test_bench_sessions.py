@@ -4,9 +4,9 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tools.bench import simulated_engine
+from tools.bench.harness import simulated_engine
+from tools.bench.harness.simulated_engine import SimulatedEngine
 from tools.bench.sessions import TURNS, make_sessions
-from tools.bench.simulated_engine import SimulatedEngine
 
 
 def test_the_same_seed_gives_the_same_sessions_and_another_one_others():

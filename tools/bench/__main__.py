@@ -4,13 +4,13 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.bench import failed_legs, measurements
-from tools.bench.build import BuildError, build
-from tools.bench.load_run import QUICK, LegError
-from tools.bench.peers import NotInstalled
-from tools.bench.processes import end_on_signals, raise_descriptor_limit
-from tools.bench.proxies import PEERS
-from tools.bench.tls import NoTools
+from tools.bench.data_plane import failed_legs, measurements
+from tools.bench.harness.build import BuildError, build
+from tools.bench.harness.load_run import QUICK, LegError
+from tools.bench.harness.peers import NotInstalled
+from tools.bench.harness.processes import end_on_signals, raise_descriptor_limit
+from tools.bench.harness.proxies import PEERS
+from tools.bench.harness.tls import NoTools
 
 CPU_BENCHES = ("unary", "stream", "all", "tls")
 WHAT = """\
@@ -102,7 +102,7 @@ def _weights(argv: list[str]) -> int:
 
 
 def _discovery(argv: list[str]) -> int:
-    from tools.bench.discovery import main as discovery
+    from tools.bench.discovery.pod_churn import main as discovery
 
     return discovery(argv)
 

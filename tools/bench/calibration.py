@@ -34,7 +34,7 @@ from omni_proxy.simulate.engine import Engine, EngineSpec
 from omni_proxy.simulate.report import Run, percentile, summarize
 from omni_proxy.simulate.simulation import Scenario, Simulation, simulated_worker
 from omni_proxy.simulate.workload import Conversations, Request, Turns, Workload
-from tools.bench.processes import cpu_secs, end_on_signals, running
+from tools.bench.harness.processes import cpu_secs, end_on_signals, running
 
 MODEL = "smollm2-135m"
 SLOTS = 4  # requests that a replica computes at once

@@ -19,11 +19,11 @@ from statistics import median
 
 import trio
 
-from tools.bench import report
-from tools.bench.load_run import started
-from tools.bench.processes import end_on_signals
-from tools.bench.proxies import omni_command, proxy
-from tools.bench.simulated_worker import next_request
+from tools.bench.harness import report
+from tools.bench.harness.load_run import started
+from tools.bench.harness.processes import end_on_signals
+from tools.bench.harness.proxies import omni_command, proxy
+from tools.bench.harness.simulated_worker import next_request
 
 FIRST_TOKEN_SECS = 0.12
 TOKEN_SECS = 0.02

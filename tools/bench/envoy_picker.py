@@ -17,11 +17,11 @@ from typing import Any, Final
 
 import yaml
 
-from tools.bench.build import build
-from tools.bench.load_run import LOADS, Leg, Load
-from tools.bench.paired import measure
-from tools.bench.processes import end_on_signals
-from tools.bench.proxies import (
+from tools.bench.harness.build import build
+from tools.bench.harness.load_run import LOADS, Leg, Load
+from tools.bench.harness.paired import measure
+from tools.bench.harness.processes import end_on_signals
+from tools.bench.harness.proxies import (
     NOTHING,
     OMNI_FILE,
     OMNI_PROXY,
@@ -31,7 +31,7 @@ from tools.bench.proxies import (
     omni_command,
     proxy,
 )
-from tools.bench.tls import NoTools
+from tools.bench.harness.tls import NoTools
 
 FILE: Final = Path(__file__).parents[2] / "contrib/envoy/envoy.yaml"
 MEASURED: Final = ("unary c=1", "unary c=32", "stream 1k/s")

@@ -24,9 +24,9 @@ from typing import Any
 import httpx
 import trio
 
-from tools.bench import report
-from tools.bench.processes import running
-from tools.bench.simulated_worker import stand_in
+from tools.bench.harness import report
+from tools.bench.harness.processes import running
+from tools.bench.harness.simulated_worker import stand_in
 
 CONFIG = """\
 [server]

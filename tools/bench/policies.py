@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tools.bench import report
-from tools.bench.build import BuildError
-from tools.bench.load_run import LOADS, LegError, fake_worker, run_leg
-from tools.bench.processes import end_on_signals
-from tools.bench.proxies import OMNI_PROXY, Side, proxy, reconfigured
+from tools.bench.harness import report
+from tools.bench.harness.build import BuildError
+from tools.bench.harness.load_run import LOADS, LegError, fake_worker, run_leg
+from tools.bench.harness.processes import end_on_signals
+from tools.bench.harness.proxies import OMNI_PROXY, Side, proxy, reconfigured
 
 MANY = 500
 FEW = 2

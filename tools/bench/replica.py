@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 import trio
 
-from tools.bench import report
-from tools.bench.processes import end_on_signals, rss_mib, running
+from tools.bench.harness import report
+from tools.bench.harness.processes import end_on_signals, rss_mib, running
 
 SMOLLM2, TINY = "smollm2-135m", "tiny"
 SHORT = "What is the capital of France?"

@@ -24,10 +24,10 @@ from statistics import mean, quantiles
 import httpx
 import trio
 
-from tools.bench.peers import NotInstalled
-from tools.bench.processes import end_on_signals, running
-from tools.bench.proxies import free_port, omni_command
-from tools.bench.simulated_engine import SimulatedEngine
+from tools.bench.harness.peers import NotInstalled
+from tools.bench.harness.processes import end_on_signals, running
+from tools.bench.harness.proxies import free_port, omni_command
+from tools.bench.harness.simulated_engine import SimulatedEngine
 
 REPLICAS = 4
 SLOW_AFTER_SECS = 3.0

@@ -12,9 +12,9 @@ import statistics
 import trio
 
 from tools.bench.cluster.fleet import proxies, store
-from tools.bench.load_run import LOADS
-from tools.bench.paired import measure
-from tools.bench.proxies import omni_command, proxy, reconfigured
+from tools.bench.harness.load_run import LOADS
+from tools.bench.harness.paired import measure
+from tools.bench.harness.proxies import omni_command, proxy, reconfigured
 
 LOADS_OF = ("unary c=32", "stream 17k/s")
 

@@ -20,8 +20,8 @@ import trio
 
 from tools.bench.cluster.fleet import fetch, proxies
 from tools.bench.cluster.weights import UPDATE, Traffic, post, workers
-from tools.bench.processes import running
-from tools.bench.proxies import free_port
+from tools.bench.harness.processes import running
+from tools.bench.harness.proxies import free_port
 
 PROXIES, WORKERS, CLIENTS = 3, 8, 48
 LEASE_SECS, PAUSE_SECS = 2, 10

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import trio
 
-from tools.bench.processes import running
-from tools.bench.proxies import free_port
-from tools.bench.simulated_worker import ANSWER, next_request
+from tools.bench.harness.processes import running
+from tools.bench.harness.proxies import free_port
+from tools.bench.harness.simulated_worker import ANSWER, next_request
 
 READY_SECS = 30
 REACH = range(3)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import trio
 
 from tools.bench.cluster.fleet import fetch, proxies, store
-from tools.bench.simulated_worker import next_request
+from tools.bench.harness.simulated_worker import next_request
 
 WORKERS, PROXIES, CLIENTS = 4, 3, 24
 REQUEST_SECS, UPDATE_SECS = (0.01, 0.05), 0.03

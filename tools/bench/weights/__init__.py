@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tools.bench import report
-from tools.bench.processes import end_on_signals
+from tools.bench.harness import report
+from tools.bench.harness.processes import end_on_signals
 from tools.bench.weights.delivery import Relayed
 from tools.bench.weights.fleet import PEAK, FleetError, through
 from tools.bench.weights.fleet import WANTED as FLEET_WANTED

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 
-from tools.bench import report
-from tools.bench.processes import running
+from tools.bench.harness import report
+from tools.bench.harness.processes import running
 from tools.bench.weights.loop_delay import lateness_of
 from tools.bench.weights.memory import tree, watched
 from tools.training.endpoint import Endpoint

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from tools.bench.processes import running
+from tools.bench.harness.processes import running
 
 STEP_SECS = 0.05  # as omni_proxy/telemetry/instruments.py
 SHARE = 0.99

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from tools.bench.processes import running
+from tools.bench.harness.processes import running
 from tools.bench.weights.memory import watched
 
 if TYPE_CHECKING:

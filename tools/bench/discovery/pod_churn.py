@@ -110,7 +110,7 @@ class CountingFleet(Fleet):
 
 async def _measure(arguments: argparse.Namespace, meter: TurnMeter) -> int:
     words = [arguments.pods, arguments.replaced, arguments.secs, arguments.clients]
-    command = [sys.executable, "-m", "tools.bench.pod_cluster", *map(str, words)]
+    command = [sys.executable, "-m", "tools.bench.discovery.pod_cluster", *map(str, words)]
     async with trio.open_nursery() as nursery:
         cluster = await nursery.start(_run, command)
         reported = await _line(cluster)

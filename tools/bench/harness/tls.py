@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.bench.processes import running
+from tools.bench.harness.processes import running
 
 BRIDGE_CONFIG = """\
 global

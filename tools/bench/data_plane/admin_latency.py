@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from statistics import quantiles
 from subprocess import DEVNULL
 
-from tools.bench.load_run import LegError, Load, fake_worker, started
-from tools.bench.processes import running
-from tools.bench.proxies import Side
+from tools.bench.harness.load_run import LegError, Load, fake_worker, started
+from tools.bench.harness.processes import running
+from tools.bench.harness.proxies import Side
 
 PATH = "/workers"
 PACE_SECS = 0.01

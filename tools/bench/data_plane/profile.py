@@ -6,10 +6,10 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tools.bench.load_run import LegError, Load, fake_worker, started
-from tools.bench.peers import borrowed
-from tools.bench.processes import running
-from tools.bench.proxies import Side
+from tools.bench.harness.load_run import LegError, Load, fake_worker, started
+from tools.bench.harness.peers import borrowed
+from tools.bench.harness.processes import running
+from tools.bench.harness.proxies import Side
 
 SHOWN = 25  # lines, and as many functions
 

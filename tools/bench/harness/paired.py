@@ -6,9 +6,9 @@ Two legs of one round compare; which side goes first changes with each round.
 import sys
 from collections.abc import Sequence
 
-from tools.bench.load_run import Leg, Load, fake_worker, run_leg
-from tools.bench.proxies import NOTHING, Side
-from tools.bench.report import Round
+from tools.bench.harness.load_run import Leg, Load, fake_worker, run_leg
+from tools.bench.harness.proxies import NOTHING, Side
+from tools.bench.harness.report import Round
 
 Loads = dict[str, list[Round]]  # by the load's name
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from tools.bench.peers import VERSIONS, borrowed, proxy_python
-from tools.bench.tls import NoTools, make_pair
+from tools.bench.harness.peers import VERSIONS, borrowed, proxy_python
+from tools.bench.harness.tls import NoTools, make_pair
 
 OMNI_PROXY = f"{shlex.quote(sys.executable)} -m omni_proxy --config {{config}}"
 # As they come, but for a policy that weighs loads as ours does, and without a line per request.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import trio
 
-from tools.bench.simulated_worker import ANSWER, next_request
+from tools.bench.harness.simulated_worker import ANSWER, next_request
 
 STEP_SECS = 0.008
 SECS_PER_RUNNING = 0.0004

@@ -11,18 +11,20 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 
-from tools.bench import connection_memory, process_scaling, report, request_memory, two_legs
-from tools.bench import features as request_features
-from tools.bench import goals as promises
-from tools.bench.admin_latency import front_waits
-from tools.bench.header_fields import new_field
-from tools.bench.instructions import MODES
-from tools.bench.instructions import count as counted
-from tools.bench.load_run import LOADS, QUICK, LegError, Load
-from tools.bench.paired import Loads, measure
-from tools.bench.picture import picture
-from tools.bench.profile import profile as profiled
-from tools.bench.proxies import NOTHING, PEERS, Side, omni_command, proxy
+from tools.bench.data_plane import features as request_features
+from tools.bench.data_plane import goals as promises
+from tools.bench.data_plane import process_scaling, two_legs
+from tools.bench.data_plane.admin_latency import front_waits
+from tools.bench.data_plane.header_fields import new_field
+from tools.bench.data_plane.instructions import MODES
+from tools.bench.data_plane.instructions import count as counted
+from tools.bench.data_plane.profile import profile as profiled
+from tools.bench.harness import report
+from tools.bench.harness.load_run import LOADS, QUICK, LegError, Load
+from tools.bench.harness.paired import Loads, measure
+from tools.bench.harness.picture import picture
+from tools.bench.harness.proxies import NOTHING, PEERS, Side, omni_command, proxy
+from tools.bench.memory import connection_memory, request_memory
 
 PROFILED = {"unary": "unary c=32", "stream": "stream 17k/s"}
 

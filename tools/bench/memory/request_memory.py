@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from time import monotonic
 
-from tools.bench.load_run import LegError, started
-from tools.bench.processes import rss_bytes
-from tools.bench.proxies import Side
+from tools.bench.harness.load_run import LegError, started
+from tools.bench.harness.processes import rss_bytes
+from tools.bench.harness.proxies import Side
 
 WAITING_SECS = 30.0
 WAITS = b'"user":"waits"'

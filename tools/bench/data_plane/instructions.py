@@ -11,8 +11,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from tools.bench.load_run import LegError
-from tools.bench.peers import ROOT, proxy_python
+from tools.bench.harness.load_run import LegError
+from tools.bench.harness.peers import ROOT, proxy_python
 
 MODES = ("unary", "stream")
 ROUNDS = 100
@@ -28,7 +28,7 @@ def count(mode: str) -> float:
     with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
         out = Path(folder) / "callgrind"
         flags = ["--quiet", "--tool=callgrind", f"--toggle-collect={COUNTED}"]
-        program = [proxy_python(), "-m", "tools.bench.hand_driven", mode, str(ROUNDS)]
+        program = [proxy_python(), "-m", "tools.bench.data_plane.hand_driven", mode, str(ROUNDS)]
         ran = subprocess.run(
             [valgrind, *flags, f"--callgrind-out-file={out}", *program],
             capture_output=True, text=True, check=False, cwd=ROOT,

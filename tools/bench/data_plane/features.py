@@ -12,8 +12,8 @@ from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-from tools.bench.load_run import KEY
-from tools.bench.proxies import Side, reconfigured
+from tools.bench.harness.load_run import KEY
+from tools.bench.harness.proxies import Side, reconfigured
 
 LIMITS = {"max_inflight": 10**6, "requests_per_minute": 10**9, "tokens_per_minute": 10**12}
 WORKER_KEY = "OMNI_PROXY_BENCH_KEY"

@@ -10,10 +10,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.bench.build import build
-from tools.bench.processes import cpu_secs, rss_mib, running
-from tools.bench.proxies import Place, Side, free_port
-from tools.bench.tls import bridge
+from tools.bench.harness.build import build
+from tools.bench.harness.processes import cpu_secs, rss_mib, running
+from tools.bench.harness.proxies import Place, Side, free_port
+from tools.bench.harness.tls import bridge
 
 WORKERS = 8
 WARM_MS = 700  # a stream's first events and an interpreter's warming are not what is measured

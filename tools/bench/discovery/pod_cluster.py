@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 import trio
 
 from omni_proxy.system.fd_limit import raise_fd_limit
-from tools.bench.simulated_worker import ANSWER, next_request
+from tools.bench.harness.simulated_worker import ANSWER, next_request
 
 PORT = 8000
 LATE_SECS = 0.35  # after the event no request should arrive, on a machine that is not full

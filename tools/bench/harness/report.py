@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from tools.bench.load_run import Leg
+from tools.bench.harness.load_run import Leg
 
 Round = dict[str, Leg]  # by the side's name
 

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tools.bench.build import cache
+from tools.bench.harness.build import cache
 
 VERSIONS = {"sglang-router": "0.3.2", "smg": "1.13.0", "py-spy": "0.4.3"}
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 INSTALL_SECS = 900
 LAST_LINES = 6
 NO_VENV = "Debian and Ubuntu have venv in a package of its own: apt install python3-venv"

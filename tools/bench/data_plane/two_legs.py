@@ -6,8 +6,8 @@ workers, which name a KV cache where they are asked for one.
 
 from dataclasses import replace
 
-from tools.bench.peers import VERSIONS, borrowed
-from tools.bench.proxies import ROUTER_WORDS, Place, Side, free_port, reconfigured
+from tools.bench.harness.peers import VERSIONS, borrowed
+from tools.bench.harness.proxies import ROUTER_WORDS, Place, Side, free_port, reconfigured
 
 CONNECTORS = ("sglang", "nixl", "mooncake")
 GOAL = 2.2  # times the CPU of a plain request

@@ -6,9 +6,9 @@
 import sys
 from dataclasses import dataclass
 
-from tools.bench import report
-from tools.bench.load_run import Load, fake_worker, run_leg
-from tools.bench.proxies import Side
+from tools.bench.harness import report
+from tools.bench.harness.load_run import Load, fake_worker, run_leg
+from tools.bench.harness.proxies import Side
 
 WITHOUT = Load("without", "unary", 32)
 WITH = Load("with a new field in each", "unique", 32)

@@ -9,22 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from tools.bench import (
-    connection_memory,
-    policies,
-    process_scaling,
-    report,
-    request_memory,
-    two_legs,
-)
-from tools.bench.admin_latency import front_waits
-from tools.bench.header_fields import new_field
-from tools.bench.load_run import LOADS, QUICK, LegError, Load, fake_worker
-from tools.bench.paired import Loads, measure
-from tools.bench.peers import NotInstalled
-from tools.bench.picture import Bar, Group
-from tools.bench.proxies import NOTHING, PEERS, Side, proxy
-from tools.bench.tls import NoTools
+from tools.bench import policies
+from tools.bench.data_plane import process_scaling, two_legs
+from tools.bench.data_plane.admin_latency import front_waits
+from tools.bench.data_plane.header_fields import new_field
+from tools.bench.harness import report
+from tools.bench.harness.load_run import LOADS, QUICK, LegError, Load, fake_worker
+from tools.bench.harness.paired import Loads, measure
+from tools.bench.harness.peers import NotInstalled
+from tools.bench.harness.picture import Bar, Group
+from tools.bench.harness.proxies import NOTHING, PEERS, Side, proxy
+from tools.bench.harness.tls import NoTools
+from tools.bench.memory import connection_memory, request_memory
 
 ROUTER = "sglang-router"
 PROCESSES = 2

@@ -26,11 +26,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tools.bench import report
-from tools.bench.load_run import LegError
-from tools.bench.peers import VERSIONS, borrowed
-from tools.bench.processes import running
-from tools.bench.proxies import OMNI_FILE, ROUTER_WORDS, Place, Side, free_port, omni_command
+from tools.bench.harness import report
+from tools.bench.harness.load_run import LegError
+from tools.bench.harness.peers import VERSIONS, borrowed
+from tools.bench.harness.processes import running
+from tools.bench.harness.proxies import (
+    OMNI_FILE,
+    ROUTER_WORDS,
+    Place,
+    Side,
+    free_port,
+    omni_command,
+)
 
 CAP_SECS = 3.0  # nothing is waited for longer
 LATE_SECS = 1.0  # until the end of a prefill engine's body

@@ -1,9 +1,9 @@
 """A data plane in one process with its clients and workers, driven batch by batch.
 
-`python -m tools.bench.hand_driven unary|stream ROUNDS`: in each round every client has a request
-answered or a streamed event relayed. What the data plane does in it runs inside `sys.call_tracing`,
-by which `instructions` finds it. Invariant: equal arguments do equal work. The clock moves by hand,
-no task of trio runs, and every answer is compared.
+`python -m tools.bench.data_plane.hand_driven unary|stream ROUNDS`: in each round every client has a
+request answered or a streamed event relayed. What the data plane does in it runs inside
+`sys.call_tracing`, by which `instructions` finds it. Invariant: equal arguments do equal work. The
+clock moves by hand, no task of trio runs, and every answer is compared.
 """
 
 import socket

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from subprocess import DEVNULL, PIPE
 
-from tools.bench.load_run import LegError, Load, fake_worker, started
-from tools.bench.processes import raise_descriptor_limit, rss_bytes, running
-from tools.bench.proxies import Side
+from tools.bench.harness.load_run import LegError, Load, fake_worker, started
+from tools.bench.harness.processes import raise_descriptor_limit, rss_bytes, running
+from tools.bench.harness.proxies import Side
 
 SPARE_DESCRIPTORS = 600  # the proxy's own, and what it keeps to its workers
 HELD_MS = 1500

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from subprocess import PIPE
 
-from tools.bench.load_run import LegError, Load, fake_worker, started
-from tools.bench.processes import running
-from tools.bench.proxies import Side, reconfigured
+from tools.bench.harness.load_run import LegError, Load, fake_worker, started
+from tools.bench.harness.processes import running
+from tools.bench.harness.proxies import Side, reconfigured
 
 PUSH = Load("unary c=64", "unary", 64)
 WORKERS_EACH = 4

@@ -1,0 +1,1 @@
+"""What the data plane costs: time, memory and instructions of requests, events and connections."""

@@ -1,0 +1,1 @@
+"""What discovery costs the event loop."""

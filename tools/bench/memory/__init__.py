@@ -1,0 +1,1 @@
+"""What memory connections and waiting requests hold."""
