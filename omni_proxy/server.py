@@ -67,7 +67,7 @@ from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.telemetry.operation_spans import encode_operation_span
 from omni_proxy.upgrade.control_socket import UpgradeService
-from omni_proxy.upgrade.incoming import Incoming, NoState
+from omni_proxy.upgrade.incoming import Incoming, NoState, NotReady
 from omni_proxy.upgrade.parts import ProgramParts
 from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
@@ -199,6 +199,7 @@ class Server:
             service_manager=self.service_manager,
             supervisors=lambda: self.supervisors,
             leave=self._handed_over.set,
+            unheard=self.discovery.unheard,
         )
 
     def _build_cluster(self, fleet: Fleet) -> ClusterMember:
@@ -329,7 +330,7 @@ class Server:
             self._take_activated_sockets()
             if self._incoming is not None:
                 self._incoming.inherit(self.data_plane, self.process_manager)
-            elif self.config_store.startup.launch:
+            if self._incoming is not None or self.config_store.startup.launch:
                 self.data_plane.listeners.held = True
             try:
                 self.config_store.start()
@@ -343,7 +344,12 @@ class Server:
             if self._is_activated:  # systemd keeps the files of its sockets
                 self.data_plane.listeners.keep_files()
             root.start_soon(self._handle_signals, root.cancel_scope)
-            await self._start_services(root)
+            try:
+                await self._start_services(root)
+            except NotReady as error:
+                root.cancel_scope.cancel()
+                _print(str(error))
+                return NEVER_READY
             # Objects of the start live on: keep them out of every later garbage collection.
             gc.collect()
             gc.freeze()
@@ -365,6 +371,8 @@ class Server:
                 first.append(self._supervisor_of("discovery"))
                 await root.start(first[-1].run)
             await self._incoming.take_over(self.upgrades.parts)
+            if not self._is_activated:
+                self.data_plane.listeners.take_files()
             root.start_soon(self._incoming.follow_predecessor)
         for supervisor in self.supervisors:
             if supervisor not in first:

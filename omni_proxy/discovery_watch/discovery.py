@@ -94,6 +94,15 @@ class Discovery:
             for source in self._sources.values()
         ]
 
+    def unheard(self) -> list[str]:
+        """The sources that have brought no list so far, each with the reason if it is known."""
+        found = (source.watcher.status for source in self._sources.values())
+        return [
+            f"{status.name} ({status.error})" if status.error else status.name
+            for status in found
+            if status.listed_at is None
+        ]
+
     def reason(self, worker: Worker) -> str:
         """Why discovery keeps new requests from the worker; "" where it does not."""
         if worker.cordon_reasons.isdisjoint(DISCOVERY_CORDONS):

@@ -189,6 +189,7 @@ class ProcessManager:
         """Start to listen where `listeners.held` prevented it. Raises OSError."""
         self.dataplane.open()
         if self.slots and self._port is not None:
+            self._port.paused = False
             self._stop_accepting(self._port)
         self._assign_sockets()
 

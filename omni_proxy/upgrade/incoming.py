@@ -1,8 +1,9 @@
 """The new program's side of an upgrade: takes the sockets and the state of the running one.
 
 Order: `wait_state` (before any service exists; it has the valid configuration by then), `inherit`
-before the listeners open, `take_over` once they have. Invariant: until the running program commits,
-this one changes nothing that outlives it: it writes no journal and no state file, and supervises no
+before the addresses are bound, `take_over` once they are. Invariants: nothing is accepted before
+the fleet's state is restored; until the running program commits, this one changes nothing that
+outlives it: it writes no journal and no state file, removes no socket's file, and supervises no
 replica. If the running program ends without a word, this one goes on: its sockets would be gone.
 """
 
@@ -56,6 +57,10 @@ POLL_SECS: Final = 0.02
 
 class NoState(Exception):
     """The running program has given up, or its state can't be read."""
+
+
+class NotReady(Exception):
+    """This program could not serve as the running one does, which goes on."""
 
 
 class Incoming:
@@ -123,20 +128,17 @@ class Incoming:
             process_manager.inherited = GroupSockets(sockets, record.group, record.steered)
 
     async def take_over(self, parts: ProgramParts) -> None:
-        """Listeners are open: go on with the fleet's state, and wait until the running program has
-        handed over everything."""
+        """Addresses are bound: go on with the fleet's state, accept, and wait until the running
+        program has handed over everything. Raises NotReady."""
         parts.data_plane.listeners.drop_inherited()
         parts.process_manager.inherited.close()
         parts.process_manager.inherited = GroupSockets()
-        with trio.move_on_after(FOUND_SECS):
-            while missing_workers(parts.fleet, self.state.workers):
-                if not parts.config_store.config.discover:
-                    break
-                await trio.sleep(POLL_SECS)
+        await self._wait_found(parts)
         count = restore_workers(parts.fleet, self.state.workers)
         self._restore_sessions(parts.data_plane)
         self._restore_callers(parts.data_plane)
         self._restore_trees(parts.data_plane)
+        self._open(parts.process_manager)
         for slot in list(parts.process_manager.slots.values()):
             while slot.handle is None or not slot.handle.accepts:  # noqa: ASYNC110
                 await trio.sleep(POLL_SECS)
@@ -148,6 +150,28 @@ class Incoming:
         parts.launcher.adopt(self._replicas)
         parts.config_store.predecessor = self
         _log.info("upgrade_taken_over version=%s workers=%d", self.state.version, count)
+
+    async def _wait_found(self, parts: ProgramParts) -> None:
+        """Until discovery has found what the running program has. Raises NotReady where a source of
+        it was not heard: then nobody knows whether those workers are gone."""
+        with trio.move_on_after(FOUND_SECS):
+            while missing_workers(parts.fleet, self.state.workers):
+                if not parts.config_store.config.discover:
+                    return
+                await trio.sleep(POLL_SECS)
+        missing, unheard = missing_workers(parts.fleet, self.state.workers), parts.unheard()
+        if missing and unheard:
+            raise NotReady(
+                f"discovery has not found {len(missing)} workers of the running program within "
+                f"{FOUND_SECS:g} s, and has heard nothing of {', '.join(unheard)}"
+            )
+
+    def _open(self, process_manager: ProcessManager) -> None:
+        """Accept. Raises NotReady."""
+        try:
+            process_manager.open()
+        except OSError as error:  # another program has bound an address that is new in the file
+            raise NotReady(f"cannot listen: {error.strerror or error}") from None
 
     def _restore_sessions(self, data_plane: DataPlane) -> None:
         """Of policies that have some, too, and which worker has stored which response."""

@@ -19,7 +19,8 @@ from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 @dataclass(frozen=True, slots=True)
 class ProgramParts:
     """`tree_seed`: of the hashes in prefix trees. `supervisors`: of all services. `leave`: end when
-    the last connection has ended."""
+    the last connection has ended. `unheard`: tables of discovery that have brought no list so far,
+    with the reason."""
 
     fleet: Fleet
     config_store: ConfigStore
@@ -32,3 +33,4 @@ class ProgramParts:
     service_manager: ServiceManager
     supervisors: Callable[[], list[Supervisor]]
     leave: Callable[[], None]
+    unheard: Callable[[], list[str]]

@@ -291,3 +291,21 @@ async def test_a_file_that_is_refused_is_named_and_the_old_program_goes_on(tmp_p
         assert "no_such" in failed.text
         assert (await status(running))["pid"] == running.process.pid
         assert (await running.ask()).status_code == 200
+
+
+async def test_a_new_program_that_fails_leaves_the_file_of_a_unix_socket(tmp_path):
+    path = tmp_path / "metrics"
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        async with upgradable(tmp_path, f'[admin]\nmetrics_listen = "unix:{path}"\n') as running:
+            text = running.file.read_text()
+            put(running.file, text.replace("port = 0", f"port = {taken.getsockname()[1]}"))
+            failed = await upgrade(running)
+            assert "cannot listen" in failed.text
+            assert path.is_socket()
+            put(running.file, text)
+            assert (await upgrade(running)).outcome == "done"
+            await until_gone(running.process.pid)
+            assert path.is_socket()
+    assert not path.exists()

@@ -193,6 +193,12 @@ class Listener:
         """Another program accepts on the socket: its file stays when this one closes."""
         self._file = None
 
+    def take_file(self) -> None:
+        """The file of a Unix socket goes with this listener."""
+        if self._is_file:
+            with contextlib.suppress(OSError):
+                self._file = os.lstat(self.address[5:])
+
     def set_file_mode(self, mode: int) -> None:
         """Set the permissions of a Unix socket's file."""
         if self._is_file:

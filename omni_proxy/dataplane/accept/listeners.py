@@ -105,7 +105,8 @@ class Listeners:
     def __init__(self, services: ExchangeServices) -> None:
         self.certificates = Certificates()
         self.relays = True  # model requests of connections that are accepted from now on
-        self.held = False  # addresses are bound, but do not listen yet
+        # Addresses are bound, but do not listen yet; of another program's sockets: accept nothing.
+        self.held = False
         # Listening sockets from another program, by address as configured: taken instead of new
         # ones.
         self.inherited: dict[str, socket.socket] = {}
@@ -150,10 +151,15 @@ class Listeners:
         opened: dict[ListenAddress, Listener] = {}
         for address in addresses:
             try:
-                sock = self.inherited.pop(str(address), None) or open_socket(
+                given = self.inherited.pop(str(address), None)
+                sock = given or open_socket(
                     address.host, address.port, listening=not self.held, mode=mode
                 )
-                opened[address] = Listener(self._services.loop, sock, self._accept)
+                listener = opened[address] = Listener(
+                    self._services.loop, sock, self._accept, keeps_file=given is not None
+                )
+                if self.held and listener.is_listening:
+                    listener.pause()
             except OSError as error:
                 self._close_all(opened)
                 error.filename = str(address)
@@ -232,6 +238,7 @@ class Listeners:
         self.held = False
         for address, listener in self._open:
             listener.listen()
+            listener.resume()
             self._log_listening(address, listener)
 
     def _log_listening(self, address: ListenAddress, listener: Listener) -> None:
@@ -271,6 +278,11 @@ class Listeners:
         """Another program accepts on the same sockets: their files stay."""
         for _, listener in self._open:
             listener.keep_file()
+
+    def take_files(self) -> None:
+        """The program before has handed over its sockets: their files are this one's to remove."""
+        for _, listener in self._open:
+            listener.take_file()
 
     def drop_inherited(self) -> None:
         """Close what no address of the configuration has taken."""

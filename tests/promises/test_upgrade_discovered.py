@@ -1,0 +1,45 @@
+"""Upgrades of a program whose workers are found: nothing is taken over without them."""
+
+import os
+import signal
+
+import pytest
+import trio
+
+from tests.discovery_watch.api_server import ApiServer
+from tests.promises.fleet_program import PROBES, program, put, workers
+from tests.promises.processes_fixture import serving
+from tests.promises.test_discovery import pod_of, table
+from tests.promises.test_upgrade import keep_asking, status, until_gone, upgrade
+
+pytestmark = pytest.mark.usefixtures("soon")
+
+
+async def test_no_request_meets_a_program_that_has_not_found_its_workers(tmp_path, nursery):
+    api = ApiServer()
+    await nursery.start(api.serve)
+    file = tmp_path / "proxy.toml"
+    async with workers("w") as (worker,):
+        put(file, "[server]\nport = 0\nprocesses = 2\n" + PROBES + table(api))
+        api.put(pod_of(worker))
+        async with program("--config", file) as running:
+            await running.until_routable(worker)
+            await running.until("/status", serving)
+            api.faults.silent = True
+            tally, stop = [0], trio.Event()
+            async with trio.open_nursery() as asking:
+                asking.start_soon(keep_asking, running, tally, stop)
+                asking.start_soon(keep_asking, running, tally, stop)
+                failed = await upgrade(running)
+                assert failed.outcome == "failed"
+                assert "heard nothing of pods" in failed.text
+                api.faults.silent = False
+                done = await upgrade(running)
+                assert done.outcome == "done", done.text
+                before = tally[0]
+                while tally[0] < before + 2:
+                    await trio.sleep(0.01)
+                stop.set()
+            assert (await status(running))["pid"] == done.pid
+            os.kill(done.pid, signal.SIGTERM)
+            await until_gone(done.pid)
