@@ -57,3 +57,10 @@ def test_it_takes_what_init_writes(tmp_path, lint, capsys):
     assert result.returncode == 0, result.stderr
     assert main(["check", str(file)]) == 0
     assert "ok" in capsys.readouterr().out
+
+
+def test_the_project_file_is_written_as_its_rules_say():
+    root = Path(__file__).parents[3]
+    command = [TAPLO, "fmt", "--check", "pyproject.toml"]
+    result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
