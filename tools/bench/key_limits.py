@@ -24,6 +24,8 @@ from typing import Any
 import httpx
 import trio
 
+from tools.program_address import program_address
+
 REQUESTS, IN_FLIGHT, TOKENS = 600, 4, 30_000
 LIMITS = {
     "rate": f"requests_per_minute = {REQUESTS}",
@@ -134,7 +136,7 @@ async def main(clients: int, processes: int, secs: float) -> bool:
             process = await nursery.start(
                 partial(trio.run_process, command, stderr=subprocess.PIPE, check=False)
             )
-            url = await _address(process)
+            url = await program_address(process)
             async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False) as client:
                 while (await client.get("/ready")).status_code != 200:  # noqa: ASYNC110  only by asking
                     await trio.sleep(0.05)
@@ -170,18 +172,6 @@ def judge(worker: CountingWorker, rows: dict[str, dict[str, Any]]) -> bool:
         good &= own == counted
         print(f"{name}: tokens counted {counted}, the worker's {own}; refused {row['refused']}")
     return good
-
-
-async def _address(process: trio.Process) -> str:
-    """Where it listens; what it writes later is not read, and little."""
-    output = b""
-    assert process.stderr is not None
-    with trio.fail_after(30):
-        async for piece in process.stderr:
-            output += piece
-            if found := re.search(rb"listening on (http:[^\s\"]+)", output):
-                return found[1].decode()
-    raise RuntimeError(f"the proxy did not start:\n{output.decode()}")
 
 
 def arguments() -> argparse.Namespace:

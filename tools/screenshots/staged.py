@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import httpx
 import trio
 
 from tools.http_requests import RequestReader
+from tools.program_address import program_address
 
 MODEL = "smollm2-135m"
 CLIENTS = 14
@@ -164,7 +164,7 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
         command = [sys.executable, "-m", "omni_proxy", "--config", str(file)]
         spawn = partial(trio.run_process, command, stderr=subprocess.PIPE, check=False)
         process = await nursery.start(spawn)
-        url = await _address(process)
+        url = await program_address(process)
         nursery.start_soon(_drop, process)
         client = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
         try:
@@ -186,17 +186,6 @@ def _configuration(pretenders: list[Pretender]) -> str:
     health = "[health]\ninterval_secs = 1\nsuccess_threshold = 1\n\n"
     server = "[server]\nport = 0\nqueue_size = 100\nusage_metrics = true\n\n"
     return f"{server}{health}{entries}[routing]\n"
-
-
-async def _address(process: trio.Process) -> str:
-    output = b""
-    assert process.stderr is not None
-    with trio.fail_after(20):
-        async for piece in process.stderr:
-            output += piece
-            if found := re.search(rb"listening on (http:[^\s\"]+)", output):
-                return found[1].decode()
-    raise RuntimeError(f"the proxy did not start:\n{output.decode()}")
 
 
 async def _drop(process: trio.Process) -> None:

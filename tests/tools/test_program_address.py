@@ -1,0 +1,28 @@
+import subprocess
+import sys
+
+import pytest
+import trio
+
+from tools.program_address import program_address
+
+LINE = "INFO listening on http://127.0.0.1:4711"
+
+
+async def started(nursery, line):
+    command = [sys.executable, "-S", "-c", f"import sys; print({line!r}, file=sys.stderr)"]
+    return await nursery.start(
+        lambda **task: trio.run_process(command, stderr=subprocess.PIPE, **task)
+    )
+
+
+async def test_it_is_read_off_the_log():
+    async with trio.open_nursery() as nursery:
+        assert await program_address(await started(nursery, LINE)) == "http://127.0.0.1:4711"
+
+
+async def test_of_a_program_that_ends_the_log_is_shown():
+    async with trio.open_nursery() as nursery:
+        process = await started(nursery, "no such file")
+        with pytest.raises(RuntimeError, match="no such file"):
+            await program_address(process)
