@@ -200,6 +200,23 @@ def read_body_key(value: object) -> object:
     return value
 
 
+# Words that are no targets of a log: as a path each would make a file of that name.
+_NO_LOG_TARGETS: Final = {
+    "stdout": 'write "-" for stdout',
+    "stderr": 'write "-" for stdout, or "/dev/stderr"',
+    **dict.fromkeys(("on", "true", "yes"), 'write "-" for stdout, or a path'),
+    **dict.fromkeys(("none", "false", "no"), 'write "off"'),
+}
+
+
+def read_log_target(value: object) -> object:
+    """`off`, `-` for stdout, or a path. Raises ValueError(reason, hint)."""
+    if isinstance(value, str) and (hint := _NO_LOG_TARGETS.get(value.lower())):
+        file = f'a file of that name is "./{value}"'
+        raise ValueError(f'"{value}" is neither "off" nor "-" nor a path', f"{hint}; {file}")
+    return value
+
+
 POLICIES: Final = (
     "round_robin", "least_request", "random", "power_of_two", "cache_aware",
     "consistent_hashing", "prefix_hash",
@@ -251,6 +268,7 @@ Size = Annotated[int, Meta(ge=1, le=2**53, extra={"read": read_size})]
 Weight = Annotated[int, Meta(ge=1, le=1_000_000)]
 Port = Annotated[int, Meta(ge=1, le=65535)]
 Name = Annotated[str, Meta(min_length=1)]
+LogTarget = Annotated[str, Meta(min_length=1, extra={"read": read_log_target})]
 Endpoint = Annotated[str, Meta(extra={"read": read_endpoint})]
 WorkerUrl = Annotated[str, Meta(extra={"read": read_worker_url})]
 OptionalWorkerUrl = Annotated[str, Meta(extra={"read": read_optional_url})]

@@ -29,6 +29,7 @@ from omni_proxy.config.fields import (
     KvEvents,
     KvReplay,
     Listen,
+    LogTarget,
     Loras,
     Method,
     Mode,
@@ -131,11 +132,10 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     log_format: Literal["text", "json"] = "text"
     # `off`, `-` for stdout, or a path: the program's own log goes there as well as to stderr.
     # Lines of data-plane processes go to stderr only.
-    log_file: Name = "off"
+    log_file: LogTarget = "off"
     # `off`, `-` for stdout, or a path.
-    access_log: Name = "off"
-    # As access_log; one JSON line per routed request.
-    route_log: Name = "off"
+    access_log: LogTarget = "off"
+    route_log: LogTarget = "off"  # as access_log; one JSON line per routed request
     # false: exchanges are not counted; /metrics then has workers and configuration only.
     metrics: bool = True
     # true: token counts are read from the last chunk of each response with a `usage`.
@@ -339,7 +339,7 @@ class AdminConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     allowed_hosts: tuple[HostName, ...] = ()
     # `off`, `-` for stdout, or a path: one JSON line for each call that changes something, refused
     # ones included.
-    audit_log: Name = "off"
+    audit_log: LogTarget = "off"
     # One weight update at a time: the next one waits this long, then 503.
     lock_timeout_secs: Duration = 300.0
     # For a single worker to answer a control call.

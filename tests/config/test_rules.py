@@ -16,6 +16,28 @@ def test_a_voice_owner_that_could_keep_no_voices_is_refused():
         parse(OWNED + 'capabilities = ["chat", "speech"]\n')
 
 
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ("server", "access_log"),
+        ("server", "route_log"),
+        ("server", "log_file"),
+        ("admin", "audit_log"),
+    ],
+)
+def test_a_word_that_names_no_target_of_a_log_is_refused(table, key):
+    for word, hint in [
+        ("stderr", "/dev/stderr"),
+        ("Stdout", '"-"'),
+        ("on", '"-"'),
+        ("no", '"off"'),
+    ]:
+        with pytest.raises(ConfigError, match=rf"{key}: .*{hint}.*\./{word}"):
+            parse(f'{table}.{key} = "{word}"')
+    for target in ("off", "-", "/dev/stderr", "./stderr", "logs/stdout"):
+        assert getattr(getattr(parse(f'{table}.{key} = "{target}"'), table), key) == target
+
+
 KV = '[[workers]]\nurl = "http://a:80"\n'
 
 
