@@ -3,17 +3,20 @@
 Invariant: the file is read only once it has been unchanged for `SETTLE_SECS`, so an editor that
 truncates first never empties the fleet. The folder is watched, for a watch on the file ends at the
 first rename; the file has changed when its signature through all links has, so a Kubernetes
-`..data` swap is noticed.
+`..data` swap is noticed. Where the system has no watch left (descriptors, inotify instances), the
+file is looked at as often as with one, and the watch is tried again.
 """
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 import trio
 from watchfiles import awatch
+from watchfiles._rust_notify import WatchfilesRustInternalError
 
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.system.files import FileSignature, file_signature
@@ -25,6 +28,9 @@ with suppress(ImportError):  # a private module: without this, awatch imports it
 SETTLE_SECS: Final = 0.1
 EMPTY_SETTLE_SECS: Final = 0.5  # an empty file is probably still being written
 POLL_MILLIS: Final = 500  # for files without inotify: network file systems, targets of links
+POLLS_PER_WATCH: Final = 60  # looks at the file before a watch that failed is tried again
+
+_log = logging.getLogger(__name__)
 
 
 class Reloader:
@@ -59,6 +65,22 @@ class Reloader:
                 self._service_manager.ready()
 
     async def _watch(self, file: Path) -> None:
+        reported = ""
+        while True:
+            try:
+                await self._watch_folder(file)
+            except (OSError, WatchfilesRustInternalError) as error:
+                if str(error) != reported:
+                    reported = str(error)
+                    _log.warning(
+                        "config_watch_failed file=%s error=%s, looking at it every %.1f s",
+                        file, error, POLL_MILLIS / 1000,
+                    )  # fmt: skip
+            for _ in range(POLLS_PER_WATCH):
+                await trio.sleep(POLL_MILLIS / 1000)
+                await self._look(file)
+
+    async def _watch_folder(self, file: Path) -> None:
         stop = trio.Event()
         try:
             async for _ in awatch(
@@ -71,11 +93,14 @@ class Reloader:
                 rust_timeout=POLL_MILLIS,
                 yield_on_timeout=True,
             ):
-                if file_signature(file) != self._signature:
-                    self._signature = await self._wait_settled(file)
-                    self.request_reload("file")
+                await self._look(file)
         finally:
             stop.set()  # otherwise its thread runs on for seconds
+
+    async def _look(self, file: Path) -> None:
+        if file_signature(file) != self._signature:
+            self._signature = await self._wait_settled(file)
+            self.request_reload("file")
 
     async def _wait_settled(self, file: Path) -> FileSignature | None:
         now = file_signature(file)

@@ -4,6 +4,7 @@ import pytest
 import trio
 import trio.lowlevel
 import trio.testing
+from watchfiles._rust_notify import WatchfilesRustInternalError
 
 from omni_proxy.runtime_config import reloader as reloading
 from omni_proxy.runtime_config.reloader import Reloader
@@ -47,6 +48,25 @@ async def test_an_edit_is_read_once_it_has_settled(nursery, file):
     file.write_text("two")
     await until(config_store, lambda asked: asked)
     assert config_store.asked == [("file", "two")]
+    nursery.cancel_scope.cancel()
+
+
+async def test_without_a_watch_the_file_is_polled_and_one_line_says_so(
+    nursery, file, monkeypatch, caplog, autojump_clock
+):
+    def no_watch(*_, **__):
+        raise WatchfilesRustInternalError("Too many open files (os error 24)")
+
+    monkeypatch.setattr(reloading, "awatch", no_watch)
+    config_store = fake_config_store(file)
+    await nursery.start(Reloader(config_store).run)
+    await trio.sleep(200)  # the watch is tried again, and fails again
+    file.write_text("two")
+    await until(config_store, lambda asked: asked)
+    assert config_store.asked == [("file", "two")]
+    (line,) = caplog.messages
+    assert "config_watch_failed" in line
+    assert "Too many open files" in line
     nursery.cancel_scope.cancel()
 
 
