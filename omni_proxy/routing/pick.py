@@ -174,9 +174,11 @@ def _unroutable_reasons(worker: Worker) -> list[str]:
     reasons = []
     if worker.disabled:
         reasons.append("disabled")
-    if worker.health.state.value != "healthy":
+    state = worker.health.state
+    if state is not Health.HEALTHY:
         error = worker.health.last_error
-        reasons.append(f"{worker.health.state.value}" + (f" ({error})" if error else ""))
+        word = "not checked yet" if state is Health.UNKNOWN and not error else state.value
+        reasons.append(word + (f" ({error})" if error else ""))
     elif worker.health.half_open_id:
         reasons.append("half-open: one request at a time until one succeeds")
     return reasons + [f"held: {hold}" for hold in sorted(worker.cordon_reasons)]

@@ -327,7 +327,7 @@ def test_reasons_are_ordered_by_importance():
     fleet.cordon(worker, "updating")
     assert ineligibility_reasons(fleet, worker, Requirements(CHAT)) == [
         "disabled",
-        "unknown",
+        "not checked yet",
         "held: updating",
         "full: 1 of 1 in flight",
     ]
