@@ -28,6 +28,7 @@ def _record(worker: Worker) -> WorkerRecord:
         url=worker.url,
         health=worker.health.record(),
         registered_at=worker.registered_at,
+        disabled_changed_at=worker.disabled_changed_at,
         cordons=tuple(sorted(worker.cordon_reasons)),
         weight_label=worker.version.label,
         weight_epoch=worker.version.epoch,
@@ -61,6 +62,7 @@ def restore_workers(fleet: Fleet, records: Iterable[WorkerRecord]) -> int:
 
 def _restore(fleet: Fleet, worker: Worker, record: WorkerRecord) -> None:
     worker.registered_at = record.registered_at or worker.registered_at
+    worker.disabled_changed_at = record.disabled_changed_at or worker.disabled_changed_at
     classes = {**record.routed, **record.succeeded, **record.failed}
     for traffic in classes:
         worker.add_counts(

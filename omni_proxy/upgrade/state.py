@@ -29,6 +29,7 @@ class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     url: str
     health: HealthRecord = HealthRecord()
     registered_at: datetime | None = None
+    disabled_changed_at: datetime | None = None
     cordons: tuple[str, ...] = ()
     weight_label: str | None = None
     weight_epoch: int = 0

@@ -1,7 +1,7 @@
 """The state as it goes from one program to the next."""
 
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from hypothesis import given
@@ -130,6 +130,7 @@ URLS = "http://10.0.0.1:1", "http://10.0.0.2:1"
 def test_a_fleet_goes_on_as_it_was():
     old, new = fleet_of(*URLS), fleet_of(*URLS)
     well, ejected = old.workers
+    ejected.disabled_changed_at = NOW - timedelta(hours=2)
     for _ in range(2):
         old.observe_probe(well, status=200, error=None, at=NOW, epoch=0)
     well.add_counts("chat", routed=7, succeeded=5, failed=2)
@@ -137,6 +138,7 @@ def test_a_fleet_goes_on_as_it_was():
     old.mark_dead(ejected, NOW, declared=True)
     assert restore_workers(new, worker_records(old)) == 2
     assert worker_records(new) == worker_records(old)
+    assert new.workers[1].disabled_changed_at == NOW - timedelta(hours=2)
     assert [worker.routable for worker in new.workers] == [True, False]
     assert new.candidates(None, 0) == [new.workers[0]]
 

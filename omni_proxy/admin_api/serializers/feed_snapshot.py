@@ -25,6 +25,7 @@ from omni_proxy.admin_api.serializers.worker_records import (
     reasons,
 )
 from omni_proxy.admin_api.services import Services
+from omni_proxy.config.state import DisabledBy
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker, shown_adapters
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
@@ -125,7 +126,8 @@ class Snapshots:
 
     def _row(self, worker: Worker, now: float, reason_of: Why) -> dict[str, object]:
         machine, instruments = worker.health, self._services.instruments
-        state_since = _state_since(worker, self._services.drains)
+        disabled_by = self._services.config_store.state.disabled_by.get(worker.url)
+        state_since = _state_since(worker, self._services.drains, disabled_by)
         if state_since is None and (holds := instruments.holds.of(worker)):
             state_since = _iso(min(holds.values()))
         counted = self._services.config_store.config.server.metrics
@@ -185,8 +187,11 @@ def _with_slowness(rows: list[dict[str, object]], at: float) -> list[dict[str, o
     return rows
 
 
-def _state_since(worker: Worker, drains: WorkerDrains) -> str | None:
-    """Since when the state that a screen shows first lasts; None if unknown.
+def _state_since(
+    worker: Worker, drains: WorkerDrains, disabled_by: DisabledBy | None
+) -> str | None:
+    """Since when the state that a screen shows first lasts; None if unknown. What disabled it over
+    HTTP is kept across restarts.
 
     A pause has its own time.
     """
@@ -194,10 +199,17 @@ def _state_since(worker: Worker, drains: WorkerDrains) -> str | None:
     if machine.state in (Health.DEAD, Health.UNHEALTHY):
         since: datetime | None = machine.since
     elif worker.disabled:
-        since = drains.state_since(worker) or worker.disabled_changed_at
+        since = drains.state_since(worker) or _disabled_at(worker, disabled_by)
     else:
         since = None if worker.cordon_reasons else machine.since
     return since.isoformat() if since else None
+
+
+def _disabled_at(worker: Worker, disabled_by: DisabledBy | None) -> datetime:
+    try:
+        return datetime.fromisoformat(disabled_by.at if disabled_by is not None else "")
+    except ValueError:  # a person may have edited the state file
+        return worker.disabled_changed_at
 
 
 def _point(point: Point) -> dict[str, object]:

@@ -4,6 +4,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
+from msgspec import structs
 
 from omni_proxy.admin_api.routes import dashboard_routes
 from omni_proxy.admin_api.serializers.worker_records import reasons
@@ -50,6 +51,16 @@ async def test_one_look_reports_fleet_history_ends_and_what_runs(api):
     assert (body["key_required"], body["refused_without_key"]) == (False, 0)
     assert body["usage_metrics"] is False
     assert body["weights"]["workers"][0]["worker"] == A
+
+
+async def test_since_when_a_worker_is_disabled_outlasts_the_program(api):
+    api.healthy(A)
+    await api.client().put(f"/workers/{api.worker(A).id}", json={"disabled": True})
+    store = api.config_store
+    record = structs.replace(store.state.disabled_by[A], at="2026-11-20T08:00:00+00:00")
+    store.state = structs.replace(store.state, disabled_by={A: record})
+    (row, _) = (await snapshot(api))["fleet"]
+    assert row["state_since"] == "2026-11-20T08:00:00+00:00"
 
 
 async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_workers(api):
