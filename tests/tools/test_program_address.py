@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import trio
@@ -11,9 +12,8 @@ LINE = "INFO listening on http://127.0.0.1:4711"
 
 async def started(nursery, line):
     command = [sys.executable, "-S", "-c", f"import sys; print({line!r}, file=sys.stderr)"]
-    return await nursery.start(
-        lambda **task: trio.run_process(command, stderr=subprocess.PIPE, **task)
-    )
+    spawn = partial(trio.run_process, command, stderr=subprocess.PIPE)
+    return await nursery.start(spawn)
 
 
 async def test_it_is_read_off_the_log():
