@@ -38,6 +38,7 @@ class DpRank(Worker):
         self.counts = zero_counters()
         self.dp_ranks = ()
         self.engine_load = None
+        self.is_plain = False
         self.follow_worker(1)
 
     def __getattr__(self, name: str) -> Any:

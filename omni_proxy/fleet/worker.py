@@ -87,6 +87,7 @@ class _RequestFields:
         "health",
         "in_flight",
         "inflight_bound",
+        "is_plain",
         "load_offset",
         "peak_in_flight",
         "route_line",
@@ -98,7 +99,8 @@ class Worker(_RequestFields):
     """A server behind a base URL. `in_flight` counts exchanges until their last byte, those of
     other proxies of the cluster too (`in_flight_elsewhere`). It gets none from `inflight_bound` on:
     `max_inflight`, or in a cluster what this proxy may have of it. A policy that looks for the
-    least load adds `load_offset`, which smooths what is in flight elsewhere."""
+    least load adds `load_offset`, which smooths what is in flight elsewhere. `is_plain`: it has no
+    bound and is no data-parallel rank, so a request is counted here and nowhere else."""
 
     __slots__ = (
         "adapters",
@@ -181,6 +183,7 @@ class Worker(_RequestFields):
         self.disabled = spec.disabled
         self.weight = spec.weight
         self.max_inflight = self.inflight_bound = spec.max_inflight
+        self.is_plain = not spec.max_inflight
         self.origin = spec.origin
         self.discovered = spec.discovered
         self.api_key_env = spec.api_key_env

@@ -64,33 +64,22 @@ async def test_a_change_of_the_policy_builds_another_and_any_other_change_keeps_
     assert dataplane.policy.name == "random"
 
 
-SPECIAL = [{"role": "decode"}, {"ranks": 2}, {"loras": ("a",)}]
+SPECIAL = [({"role": "decode"}, True), ({"loras": ("a",)}, True), ({"ranks": 2}, False)]
 
 
-@pytest.mark.parametrize("fields", SPECIAL, ids=str)
-async def test_a_fleet_is_plain_while_no_worker_has_a_role_ranks_or_adapters(tmp_path, fields):
+@pytest.mark.parametrize(("fields", "expected"), SPECIAL, ids=str)
+async def test_requests_are_special_while_some_worker_has_a_role_or_adapters(
+    tmp_path, fields, expected
+):
     fleet = fleet_of(entry("a"))
     dataplane = DataPlane(
         fleet, config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
     )
-    seen = [dataplane.balancer.is_plain]
+    seen = [dataplane.balancer.always_special]
     for entries in ([entry("a"), entry("b", **fields)], [entry("a")]):
         fleet.apply(entries, NOW)
-        seen.append(dataplane.balancer.is_plain)
-    assert seen == [True, False, True]
-
-
-async def test_requests_may_hold_an_alias_for_as_long_as_the_program_runs(tmp_path):
-    dataplane = DataPlane(
-        fleet_of(entry("a")), config_of(), admin_socket=str(tmp_path / "front"),
-        sources=Sources(lambda _: 0),
-    )  # fmt: skip
-    alias = "[[routing.models]]\nname = 'x'\ntargets = [{ model = 'm', weight = 1 }]\n"
-    seen = [dataplane.balancer.is_plain]
-    for config in (parse(f"[server]\nport = 0\n{alias}"), config_of()):
-        dataplane.configure(config)
-        seen.append(dataplane.balancer.is_plain)
-    assert seen == [True, False, False]
+        seen.append(dataplane.balancer.always_special)
+    assert seen == [False, expected, False]
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3, 5, 2**63, 2**191 - 1])

@@ -264,21 +264,20 @@ def set_requirements(
     need: Requirements,
     lines: Sequence[bytes],
     body: bytes,
-) -> None:
+) -> bool:
     """`lines`: the head, in parts. From here on `request_timeout_secs` bounds the exchange, unless
-    its response is a stream."""
+    its response is a stream. Returns whether the request may have an alias or two legs."""
     exchange.requirements = need
     exchange.stream = need.stream
     balancer = io.services.balancer
-    if not balancer.is_plain and (
-        balancer.always_special
-        or (balancer.aliases is not None and need.model in balancer.aliases.splits)
-    ):
-        _set_special(io, exchange, need, lines, body)
+    is_special = False
+    if balancer.always_special or need.alias is not None:
+        is_special = _set_special(io, exchange, need, lines, body)
     elif balancer.policy.needs_affinity_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
     if not need.stream:
         io.deadline = io.loop.now + io.settings.limits.total
+    return is_special
 
 
 def _set_special(
@@ -287,7 +286,7 @@ def _set_special(
     need: Requirements,
     lines: Sequence[bytes],
     body: bytes,
-) -> None:
+) -> bool:
     """What workers with roles, adapters and aliases make of it, and its affinity key."""
     services = io.services
     balancer, fleet = services.balancer, services.fleet
@@ -301,6 +300,7 @@ def _set_special(
         name_adapter(need, balancer.aliases, body)
     if balancer.aliases is not None:
         balancer.aliases.resolve(need, b"".join(lines), body)
+    return fleet.has_pools or need.alias is not None
 
 
 async def respond_by_worker(

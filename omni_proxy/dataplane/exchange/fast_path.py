@@ -174,7 +174,7 @@ class FastPath:
         try:
             need = requirements_of_fields(cached.route, cached.decode(body))
             balancer = services.balancer
-            if balancer.aliases is not None:
+            if balancer.aliases is not None and need.model in balancer.aliases.splits:
                 find_spans(balancer.aliases, need, cached.route, body, cached.head)
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
@@ -188,14 +188,14 @@ class FastPath:
             io.exchange, self._spare, self._request = exchange, None, chunk
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
             exchange.request_id = head_id or id_from_body(need)
-            set_requirements(io, exchange, need, lines, body)
+            is_special = set_requirements(io, exchange, need, lines, body)
             tracing = io.settings.tracing
             exchange.trace = (
                 tracing.begin_from_parts(lines, cached.trace_index) if tracing is not None else None
             )
             exchange.policy = balancer.policy.name
             target = worker = balancer.acquire(exchange)
-            if not balancer.is_plain and (exchange.legs or exchange.rank or need.alias):
+            if is_special or exchange.rank is not None:
                 if exchange.legs is not None:
                     return self._send_legs(exchange, lines, body)
                 body, target = self._body_for(exchange, need, body), exchange.rank or worker
@@ -288,7 +288,7 @@ class FastPath:
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
-        exchange.requirements = exchange.last_worker = None  # it may lie here for long
+        exchange.requirements = exchange.last_worker = exchange.last_rank = None  # it may lie long
         exchange.last_chunk = b""
         self._spare = exchange
         io.await_next_request()

@@ -6,6 +6,7 @@ alone says which workers of its route may serve it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -13,7 +14,7 @@ import msgspec
 from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.api_keys.callers import Callers, key_in, without_key_lines
 from omni_proxy.dataplane.tracing.trace_context import traceparent_index
-from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
+from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
 from omni_proxy.routing.rank_pinning import may_name_rank
 from omni_proxy.routing.routes import (
@@ -55,11 +56,29 @@ class CachedRequest:
         self.decode = decode_unless_ranked if source.has_ranks else decode_body
 
 
+class _RankedFields(BodyFields, gc=False):
+    """Also the keys that name a rank, as `rank_pinning` reads them."""
+
+    routed_dp_rank: msgspec.Raw = ABSENT
+    data_parallel_rank: msgspec.Raw = ABSENT
+
+
+_decode_ranked: Callable[[bytes], _RankedFields] = msgspec.json.Decoder(_RankedFields).decode
+
+
 def decode_unless_ranked(body: bytes) -> BodyFields:
     """As `decode_body`; also refuses, for the fast path alone, a body that may name a rank."""
-    if may_name_rank(body):
+    try:
+        fields = _decode_ranked(body)
+        if not body.isascii():  # what was skipped was not looked at
+            body.decode()
+    except MALFORMED:
+        if may_name_rank(body):
+            raise rank_error() from None
+        return decode_body(body)
+    if fields.routed_dp_rank or fields.data_parallel_rank:
         raise rank_error()
-    return decode_body(body)
+    return fields
 
 
 def rank_error() -> HttpError:

@@ -73,12 +73,9 @@ class Balancer:
         self.pools = pools
         self.affinity_keys = AffinityKeyReader(())
         self.aliases: ModelAliases | None = None  # None: there are none
-        # The fleet has no roles, ranks and adapters, and there was no alias since the start: then a
-        # request pays for none of them. False until `follow_fleet`.
-        self.is_plain = False
-        # Roles or adapters change what requests need; ranks do not, and aliases of some alone.
+        # Roles or adapters change what each request needs; ranks do not, and aliases that of those
+        # alone which name one.
         self.always_special = False
-        self._had_aliases = False
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
         # From then on, by the event loop's clock, the next request has its candidates recorded.
@@ -92,14 +89,11 @@ class Balancer:
         """Those of `config`; equal ones go on where they were."""
         before = self.aliases
         self.aliases = ModelAliases(config, before) if config.routing.models else None
-        self._had_aliases |= self.aliases is not None  # a request that waits may have one still
-        self.follow_fleet()
 
     def follow_fleet(self) -> None:
         """After each change of the fleet."""
         fleet = self._fleet
         self.always_special = fleet.has_pools or fleet.has_adapters
-        self.is_plain = not (self.always_special or fleet.has_ranks or self._had_aliases)
 
     def uses_pools(self, need: Requirements) -> bool:
         """Whether prefill and decode workers may take it."""
@@ -174,20 +168,17 @@ class Balancer:
         worker is in `exchange.legs`. Raises HttpError: none can take it."""
         need, fleet = exchange.requirements, self._fleet
         assert need is not None
-        is_special = not self.is_plain
-        if is_special and need.alias is not None and choose_target(need, self, tried):
+        if need.alias is not None and choose_target(need, self, tried):
             self._count_target(need.alias.split.name, need.model)
         if exchange.started_at >= self.record_from and not tried:
             self._record_candidates(exchange, need)
-        if is_special and fleet.has_pools and need.legs is not NO_LEGS:
+        if fleet.has_pools and need.legs is not NO_LEGS:
             worker = self._acquire_pair(exchange, need, tried)
         else:
             worker = pick_worker(fleet, need, self.policy, tried, self.voices.owner)
             worker.in_flight += 1
-            if is_special and fleet.has_ranks:
-                worker = self._take_rank(exchange, need, tried, worker)
-            elif fleet.has_inflight_limits and fleet.is_over_limit(worker):
-                worker = self._acquire_another(need, tried, worker)
+            if not worker.is_plain:
+                worker = self._settle(exchange, need, tried, worker)
         exchange.worker = worker
         exchange.version = worker.version
         if self._recorders.route_log is not None:
@@ -227,20 +218,16 @@ class Balancer:
                 prefill.in_flight += 1
                 leg = self._begin_prefill(exchange, prefill)
                 exchange.legs = TwoLegs(worker.kv_connector, leg)
-                exchange.last_rank = None
                 return worker
         return self._acquire_placement(exchange, need, tried)
 
-    def _take_rank(
+    def _settle(
         self, exchange: Exchange, need: Requirements, tried: Collection[Worker], target: Worker
     ) -> Worker:
-        """The worker of `target`, which may be a rank; `target` is counted already."""
+        """The worker of `target`, a rank or a worker with a bound, which is counted already."""
         fleet = self._fleet
         if isinstance(target, DpRank):
             target.worker.in_flight += 1  # as in `count_at_worker`
-        elif not fleet.has_inflight_limits:  # as in `note_rank`
-            exchange.last_rank = None
-            return target
         if fleet.has_inflight_limits and fleet.is_over_limit(target):
             target = self._acquire_another(need, tried, target)
         return note_rank(exchange, target)

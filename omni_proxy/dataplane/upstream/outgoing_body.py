@@ -43,10 +43,13 @@ def parts_for_target(need: Requirements, route: Route, body: bytes) -> Parts:
 def find_spans(
     aliases: ModelAliases, need: Requirements, route: Route, body: bytes, facts: HeadFacts
 ) -> None:
-    """Note where the body names its model, if that is an alias with `rewrite`. Raises HttpError
-    400."""
-    split = aliases.splits.get(need.model or "")
-    if split is not None and split.rewrite and need.alias is None:
+    """Give the request the alias that it names; with `rewrite` also where the body names it. Raises
+    HttpError 400."""
+    split = aliases.find(need.model)
+    if split is None or need.alias is not None:
+        return
+    need.alias = AliasRequirement(split)
+    if split.rewrite:
         fields = need.body_fields
         read = fields.model if fields is not None else None
-        need.alias = AliasRequirement(split, spans=model_spans(route, body, facts, read))
+        need.alias.spans = model_spans(route, body, facts, read)

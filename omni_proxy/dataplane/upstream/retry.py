@@ -58,7 +58,7 @@ class RetryState:
         self._release(worker)
         await self._back_off()
         try:
-            return self._io.services.balancer.acquire(self._exchange, self._tried)
+            return self._acquire()
         except HttpError as no_worker:
             return await self._queued(no_worker, error)
 
@@ -74,13 +74,21 @@ class RetryState:
         self._release(worker)
         await self._back_off()
         try:
-            another = io.services.balancer.acquire(exchange, self._tried)
+            another = self._acquire()
         except HttpError:
             return None
         self._note(target, failure)
         io.upstream = None
         start.release()
         return another
+
+    def _acquire(self) -> Worker:
+        """Raises HttpError."""
+        exchange = self._exchange
+        worker = self._io.services.balancer.acquire(exchange, self._tried)
+        if exchange.rank is None:
+            exchange.last_rank = None  # of an attempt before, perhaps at this worker
+        return worker
 
     def _count(self, worker: Worker, status: int) -> None:
         """Report a status that counts against the worker (`counts_as_failed`).

@@ -4,11 +4,11 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 KEPT = {
     "started_at", "head_at", "body_at", "client", "method", "target", "route", "idempotency_key",
     "request_id", "policy", "version", "worker_seen", "stream", "bytes_in", "ended_at",
-    "last_rank", "caller", "reserved", "request_bucket", "token_bucket", "spare_leg", "trace",
+    "caller", "reserved", "request_bucket", "token_bucket", "spare_leg", "trace",
 }  # fmt: skip
 # What the end of an exchange clears.
 CLEARED = {
-    "requirements", "last_worker", "rank", "last_chunk", "admitted", "held_bytes"
+    "requirements", "last_worker", "last_rank", "rank", "last_chunk", "admitted", "held_bytes"
 }  # fmt: skip
 # What the fast path never sets: an exchange that needs one of these goes on in the coroutine.
 NEVER_SET = {

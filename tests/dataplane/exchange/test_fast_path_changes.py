@@ -68,6 +68,47 @@ def test_another_setting_holds_for_the_next_request_of_an_open_connection(listen
     run_fast_and_slow(listeners, script, began={0, 2}, handed_over=0)
 
 
+ALIAS = """
+[[routing.models]]
+name = "alias"
+targets = [{ model = "target" }]
+"""
+
+
+def test_a_request_that_waits_keeps_its_alias_when_the_configuration_loses_it(listeners):
+    queue = "queue_size = 2\nqueue_timeout_secs = 5\n"
+
+    def script(world, client):
+        world.change(0, disabled=True)
+        world.change(1, disabled=True)
+        world.ask(client, chat_request(body=b'{"model": "alias", "messages": []}'))
+        world.reload(queue)
+        world.change(0, disabled=False)
+        world.answer(WHOLE)
+
+    world = run_fast_and_slow(listeners, script, queue + ALIAS, began={0, 1}, handed_over={0, 1})
+    assert world.log[-1]["target_model"] == "target"
+    assert any(b'"model": "target"' in end.came for end in world.lines)
+
+
+def test_a_worker_that_lost_its_ranks_is_logged_without_one(listeners):
+    def script(world, client):
+        for ranks in (2, 0, 2):
+            world.change(0, ranks=ranks)
+            for _ in range(3):
+                world.ask(client, chat_request())
+                world.answer(WHOLE)
+
+    def new_world(*given, short):
+        ranks = {"a": {"ranks": 2}, "b": {"ranks": 2, "disabled": True}}
+        return World(*given, short=short, fields=ranks)
+
+    world = run_fast_and_slow(
+        listeners, script, began=9, handed_over={2, 3, 4}, new_world=new_world
+    )
+    assert [line["rank"] is None for line in world.log[-9::3]] == [False, True, False]
+
+
 def test_a_response_of_a_worker_that_stopped_reading_is_relayed(listeners):
     def script(world, client):
         for end in world.idle_ends():

@@ -39,10 +39,10 @@ def counted(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("most", "feature"),
     [
-        (1.04, {"config": ALIAS}),  # the request names a model
-        (1.06, {"workers": ELSEWHERE}),
-        (1.2, {"workers": RANKS}),
-        (1.5, {"config": ALIAS, "model": "alias"}),
+        (1.01, {"config": ALIAS}),  # the request names a model
+        (1.01, {"workers": ELSEWHERE}),
+        (1.15, {"workers": RANKS}),
+        (1.45, {"config": ALIAS, "model": "alias"}),
         (1.04, {"workers": KEY}),
     ],
     ids=["aliases", "ranks_elsewhere", "ranks", "to_an_alias", "keys_of_workers"],
