@@ -18,12 +18,14 @@ from omni_proxy.cli.flags.engines import (
     ENGINES,
     EngineCommandError,
     EngineRequest,
+    PortsOverlapError,
     engine_capabilities,
     engine_command,
     engine_for,
     model_name,
+    ports_apart,
+    publishes,
 )
-from omni_proxy.cli.flags.kv_endpoints import PortsOverlapError, ports_apart, publishes
 from omni_proxy.cli.flags.peer_flags import router_flags_in
 from omni_proxy.cli.serve import routed, router_startup, start
 from omni_proxy.config.fields import CAPABILITIES

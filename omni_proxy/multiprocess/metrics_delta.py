@@ -20,8 +20,7 @@ from omni_proxy.multiprocess.ipc import (
     WindowDelta,
 )
 from omni_proxy.multiprocess.replicated_fleet import shared_ids
-from omni_proxy.telemetry.exemplars import Exemplars, Noted
-from omni_proxy.telemetry.histogram import DURATION, Histogram, LateHistogram
+from omni_proxy.telemetry.histogram import DURATION, Exemplars, Histogram, LateHistogram, Noted
 from omni_proxy.telemetry.metrics import LEGS, Metrics, RoutePhases, RouteSeries
 from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
 

@@ -24,7 +24,6 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.response_usage import read_cached_tokens, tokens_in
-from omni_proxy.telemetry.exemplars import Exemplars
 from omni_proxy.telemetry.histogram import (
     BETWEEN_CHUNKS,
     COARSE,
@@ -32,6 +31,7 @@ from omni_proxy.telemetry.histogram import (
     FINE,
     LONGEST_GAP,
     SHORT,
+    Exemplars,
     Histogram,
     LateHistogram,
 )

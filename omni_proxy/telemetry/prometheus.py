@@ -25,8 +25,16 @@ from prometheus_client.samples import Exemplar
 
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.telemetry.exemplars import FIRST, TOTAL, Exemplars, Key, marked
-from omni_proxy.telemetry.histogram import FINE, FIRST_CHUNK, Histogram
+from omni_proxy.telemetry.histogram import (
+    FINE,
+    FIRST,
+    FIRST_CHUNK,
+    TOTAL,
+    Exemplars,
+    Histogram,
+    Key,
+    marked,
+)
 from omni_proxy.telemetry.metrics import Metrics, RoutePhases, RouteSeries
 
 OPERATIONS: Final = {

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from omni_proxy.cli.client.tls_options import add_tls_arguments
-from omni_proxy.cli.flags.command_parser import CommandParser
-from omni_proxy.cli.flags.numbers import positive, whole
+from omni_proxy.cli.flags.command_parser import CommandParser, positive, whole
 from omni_proxy.simulate.workload import RATE_PER_WORKER, WORKLOADS
 
 REQUESTS: Final = 100  # of a made workload

@@ -28,9 +28,8 @@ from omni_proxy.cli.bench.arguments import (
     contradiction,
     parser,
 )
-from omni_proxy.cli.bench.load import LoadGenerator, LoadPlan
+from omni_proxy.cli.bench.load import LoadGenerator, LoadPlan, PromptTexts
 from omni_proxy.cli.bench.measurements import BenchFigures, LoadMeasurements
-from omni_proxy.cli.bench.prompts import PromptTexts
 from omni_proxy.cli.bench.report import draw, print_figures
 from omni_proxy.cli.bench.target import BenchTarget, TargetError, find_model, target_of
 from omni_proxy.cli.client.tls_options import ClientCertError, client_cert_of

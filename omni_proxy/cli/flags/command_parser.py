@@ -1,7 +1,8 @@
-"""The argument parser of every command, and what it says about flags that it does not know.
+"""The argument parser of every command, its types of numbers, and hints for unknown flags.
 
 Invariant: an unknown flag is refused with a hint where there is a likely counterpart: another name,
-the reason why it is missing, or the nearest flag. A wrong hint is worse than none.
+the reason why it is missing, or the nearest flag. A wrong hint is worse than none. PURE: bad input
+raises ArgumentTypeError with a text for the user.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NoReturn
 
 from omni_proxy.cli.flags.peer_flags import (
@@ -122,3 +123,39 @@ def nearest_flag(flag: str, options: Sequence[str]) -> str:
     wider = [name for name in options if parts < set(name.removeprefix("--").split("-"))]
     close = [name for name in wider if name.count("-") == flag.count("-") + 1]
     return close[0] if len(parts) > 1 and len(close) == 1 else ""
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """A reader of whole numbers from `low` to `high`; it raises ArgumentTypeError."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            _refuse(f"{text!r}: expected a whole number from {low} to {high}")
+        return value
+
+    return read
+
+
+def positive(text: str) -> float:
+    value = not_negative(text)
+    if not value:
+        _refuse(f"{text!r}: expected a number above 0")
+    return value
+
+
+def not_negative(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e15:
+        _refuse(f"{text!r}: expected a number, 0 or more")
+    return value
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(reason)

@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Final
 
-from omni_proxy.cli.flags.command_parser import CommandParser
-from omni_proxy.cli.flags.numbers import not_negative, positive, whole
+from omni_proxy.cli.flags.command_parser import CommandParser, not_negative, positive, whole
 from omni_proxy.config.fields import POLICIES
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import EXPECTED

@@ -2,6 +2,8 @@
 
     PUB     [topic, number, payload], the number in 8 bytes, from 0
     ROUTER  asked ["", first number]; answers the batches from there on, then number -1 without any
+    payload [unix seconds, [event ...], rank] as MessagePack; vLLM: an event is a map with its
+            `type`, hashes unsigned; SGLang: an array that begins with its type, hashes signed
 Contract: real-engines.md 4 (vLLM 0.32.0), features.md 7 (SGLang, whose answers have no topic).
 Invariant: `publish` never blocks; a batch that is dropped leaves a gap in the numbers, so that its
 subscribers notice. The sockets belong to the thread once it runs. After `close` the ports are free.
@@ -15,21 +17,27 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
+import msgspec
 import zmq
 
-from omni_proxy.replica.kv_events.held_blocks import BlockEvent, HeldBlocks
-from omni_proxy.replica.kv_events.payload import encode_batch
+from omni_proxy.replica.kv_events.held_blocks import (
+    BlockEvent,
+    BlocksRemoved,
+    BlocksStored,
+    HeldBlocks,
+)
 from omni_proxy.replica.kv_events.settings import (
     WILDCARD,
+    Form,
     KvEventSettings,
     bind_address,
     binds,
+    stage_information,
     tcp_parts,
 )
-from omni_proxy.replica.kv_events.sources import stage_information
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +47,64 @@ REPLAY_BYTES: Final = 64 * 2**20  # of payloads; a batch of a long text is large
 REQUEST_BYTES: Final = 64 * 2**10  # the longest message that is accepted
 LINGER_MS: Final = 200  # for batches that were published just before the end
 CLOSE_SECS: Final = 2.0
+MEDIUM: Final = "GPU"  # also on a CPU, as vLLM has it: the first tier of a cache
+RANK: Final = 0
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode_batch(form: Form, block_size: int, unix_secs: float, events: list[BlockEvent]) -> bytes:
+    """Fields for what this engine lacks (adapters, salts, other attention) are empty."""
+    convert = _vllm_events if form == "vllm" else _sglang_events
+    return _encoder.encode([unix_secs, list(convert(events, block_size)), RANK])
+
+
+def _vllm_events(events: Iterable[BlockEvent], block_size: int) -> Iterator[dict[str, Any]]:
+    for event in events:
+        match event:
+            case BlocksStored(hashes, parent, tokens):
+                yield {
+                    "type": "BlockStored",
+                    "block_hashes": hashes,
+                    "parent_block_hash": parent,
+                    "token_ids": tokens,
+                    "block_size": block_size,
+                    "lora_id": None,
+                    "medium": MEDIUM,
+                    "lora_name": None,
+                    "extra_keys": [None] * len(hashes),
+                    "group_idx": 0,
+                    "kv_cache_spec_kind": "full_attention",
+                }
+            case BlocksRemoved(hashes):
+                for each in hashes:
+                    yield {
+                        "type": "BlockRemoved",
+                        "block_hashes": [each],
+                        "medium": MEDIUM,
+                        "group_idx": 0,
+                    }
+            case _:
+                yield {"type": "AllBlocksCleared"}
+
+
+def _sglang_events(events: Iterable[BlockEvent], block_size: int) -> Iterator[list[Any]]:
+    for event in events:
+        match event:
+            case BlocksStored(hashes, parent, tokens):
+                above = None if parent is None else _signed(parent)
+                for number, each in enumerate(hashes):
+                    own = tokens[number * block_size : (number + 1) * block_size]
+                    yield ["BlockStored", [_signed(each)], above, own, block_size, None, MEDIUM]
+                    above = _signed(each)
+            case BlocksRemoved(hashes):
+                for each in hashes:
+                    yield ["BlockRemoved", [_signed(each)], MEDIUM]
+            case _:
+                yield ["AllBlocksCleared"]
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
 
 
 class ReplayBuffer:

@@ -1,16 +1,18 @@
-"""Settings of a publisher of KV events, the options of `omni-proxy replica` that set them, and what
-an endpoint of ZeroMQ means to it.
+"""Settings of a publisher of KV events, the options of `omni-proxy replica` that set them, and how
+vLLM and SGLang report where events are published.
 
-Contract: real-engines.md 4 (vLLM 0.32: keys, defaults, when it binds and when it connects).
+Contract: real-engines.md 4 (vLLM 0.32: keys, defaults, when it binds; `/kv_event_sources`),
+features.md 7 (`kv_events` of `/server_info`).
 Invariant: a `KvEventSettings` holds values in range, and endpoints of a known form; what is refused
-is refused before a model is loaded, by the option's name. Imports neither torch nor ZeroMQ.
+is refused before a model is loaded, by the option's name. What is reported is what was opened: for
+port 0 the port that was taken, for `*` this replica's address. Imports neither torch nor ZeroMQ.
 """
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final, Literal, TypeAlias
 
 import msgspec
@@ -207,3 +209,52 @@ def _config_settings(text: str) -> dict[str, Any]:
     settings = msgspec.structs.asdict(config)
     del settings["enable_kv_cache_events"], settings["publisher"]
     return settings | {"replay_endpoint": config.replay_endpoint or ""}
+
+
+INFO_KEY: Final = "kv_events"  # in the information of a stage
+
+
+def stage_information(
+    settings: KvEventSettings, endpoint: str, replay_endpoint: str
+) -> dict[str, Any]:
+    """What a stage reports of its publisher, with the endpoints that were opened."""
+    opened = {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+    return {INFO_KEY: msgspec.structs.asdict(settings) | opened}
+
+
+def vllm_sources(stages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """By rank; empty where nothing is published."""
+    return {
+        str(rank): {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": info["endpoint"],
+            "replay_endpoint": info["replay_endpoint"] or None,
+            "buffer_steps": info["buffer_steps"],
+            "hwm": info["hwm"],
+            "max_queue_size": info["max_queue_size"],
+            "topic": info["topic"],
+        }
+        for rank, info in enumerate(_publishers(stages))
+    }
+
+
+def sglang_source(stages: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """None where nothing is published, or not on a port of this replica."""
+    for info in _publishers(stages):
+        host, port = tcp_parts(info["endpoint"])
+        if host and binds(info["endpoint"]):
+            return {
+                "publisher": "zmq",
+                "endpoint_host": host,
+                "endpoint_port_base": port,
+                "block_size": info["block_size"],
+                "dp_size": 1,
+                "topic": info["topic"],
+                "replay_endpoint": info["replay_endpoint"] or None,
+            }
+    return None
+
+
+def _publishers(stages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [stage[INFO_KEY] for stage in stages if INFO_KEY in stage]

@@ -10,9 +10,11 @@ from omni_proxy.replica.kv_events.settings import (
     kv_event_params,
     kv_events_problem,
     parse_kv_event_settings,
+    sglang_source,
+    stage_information,
     tcp_parts,
+    vllm_sources,
 )
-from omni_proxy.replica.kv_events.sources import sglang_source, stage_information, vllm_sources
 from omni_proxy.replica.text.stage_settings import parse_settings
 
 

@@ -32,7 +32,7 @@ from omni_proxy.replica.api.native.admin_operations import (
 )
 from omni_proxy.replica.api.native.metrics import load_report, load_summary
 from omni_proxy.replica.api.route_context import RouteContext
-from omni_proxy.replica.kv_events.sources import sglang_source
+from omni_proxy.replica.kv_events.settings import sglang_source
 from omni_proxy.replica.pipeline.requests import GenerateRequest, RequestFailed, SamplingParams
 
 INSTANCE_HEADER = "x-omni-instance"

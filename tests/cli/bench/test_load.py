@@ -1,7 +1,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.cli.bench.prompts import PromptTexts
+from omni_proxy.cli.bench.load import PromptTexts
 from omni_proxy.simulate.workload import Request
 
 

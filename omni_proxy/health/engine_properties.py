@@ -1,0 +1,188 @@
+"""Reads from engines what is not configured: role and bootstrap port, ranks, adapters.
+
+Invariants: while the fleet has prefill or decode workers, a worker without a role gets no request
+until its engine was asked once, and what can't be asked is regular. Of `ranks = "auto"` and
+`loras = "auto"` a failed read keeps what is known. Adapters are read again after a call that loads
+or unloads one has passed through the proxy, and every half a minute.
+Sources: features.md 2.1 and 8 (/server_info of SGLang), captures of vLLM 0.32 (one series for each
+engine in /metrics). Both list an adapter with its base model as `parent`; vLLM takes the adapter's
+name as the model, SGLang only `model:adapter` or `lora_path`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Final, TypeGuard
+
+from omni_proxy.fleet.cordons import ROLE_CORDON
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import ReportedRole, Worker, adapter_names
+from omni_proxy.health.engine_pages import (
+    METRICS,
+    MODELS,
+    SERVER_INFO,
+    Fetch,
+    PageReader,
+    could_be_asked,
+)
+from omni_proxy.upstream_http.client import CallResult
+from omni_proxy.wire.bounded_json import TooManyValues, read_json
+
+_log = logging.getLogger(__name__)
+
+MAX_PORT: Final = 65535
+
+
+class EngineRoles(PageReader):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def wants(self, worker: Worker) -> bool:
+        return not worker.configured_role or worker.needs_bootstrap_port
+
+    def begin(self, worker: Worker, *, first: bool) -> None:
+        if first and self._fleet.has_pools and not worker.configured_role:
+            self._fleet.cordon(worker, ROLE_CORDON)
+
+    def end(self, worker: Worker) -> None:
+        if ROLE_CORDON in worker.cordon_reasons:
+            self._fleet.uncordon(worker, ROLE_CORDON)
+
+    async def read(self, worker: Worker, fetch: Fetch) -> bool:
+        result = await fetch(SERVER_INFO)
+        if not could_be_asked(result):
+            self.end(worker)
+            return False
+        role = role_of_info(result)
+        if role != worker.reported_role:
+            _log.info("worker_role worker=%s role=%s", worker.url, role or "regular")
+        self._fleet.report_bootstrap_port(worker, bootstrap_port_of_info(result))
+        self._fleet.report_role(worker, role)
+        return True
+
+
+def role_of_info(result: CallResult) -> ReportedRole:
+    """SGLang's `disaggregation_mode`; "" where it is null, "null", or no such key."""
+    mode = _field(result, "disaggregation_mode")
+    if mode == "prefill":
+        return "prefill"
+    return "decode" if mode == "decode" else ""
+
+
+def bootstrap_port_of_info(result: CallResult) -> int | None:
+    """SGLang's `disaggregation_bootstrap_port`; None where it is no port, or there is none."""
+    port = _field(result, "disaggregation_bootstrap_port")
+    if not isinstance(port, int) or isinstance(port, bool):
+        return None
+    return port if 1 <= port <= MAX_PORT else None
+
+
+def _field(result: CallResult, name: str) -> object:
+    body = result.json() if result.ok else None
+    return body.get(name) if isinstance(body, dict) else None
+
+
+MAX_RANKS: Final = 1024  # as the key `ranks` takes
+_ENGINE_SERIES: Final = re.compile(
+    rb'^vllm:num_requests_running\{[^}]*engine="(\d+)"', re.MULTILINE
+)
+
+
+class EngineRanks(PageReader):
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def wants(self, worker: Worker) -> bool:
+        return worker.ranks == "auto"
+
+    async def read(self, worker: Worker, fetch: Fetch) -> bool:
+        ranks = await _engine_ranks(fetch)
+        if ranks is None:
+            return False
+        if ranks != worker.reported_ranks:
+            _log.info("worker_ranks_reported worker=%s ranks=%d", worker.url, ranks)
+        self._fleet.report_ranks(worker, ranks)
+        return True
+
+
+async def _engine_ranks(fetch: Fetch) -> int | None:
+    """What the engine says; 1 if it says nothing of ranks, None if it could not be asked."""
+    info = await fetch(SERVER_INFO)
+    ranks = ranks_of_info(info) if info.ok else None
+    if ranks is not None:
+        return ranks
+    metrics = await fetch(METRICS)
+    if metrics.ok:
+        return ranks_of_metrics(metrics.body) or 1
+    return 1 if could_be_asked(metrics) and could_be_asked(info) else None
+
+
+def ranks_of_info(result: CallResult) -> int | None:
+    """SGLang's `dp_size`, or that of vLLM's configuration; None if there is neither."""
+    body = result.json()
+    if not isinstance(body, dict):
+        return None
+    found = body.get("dp_size")
+    config = body.get("vllm_config")
+    parallel = config.get("parallel_config") if isinstance(config, dict) else None
+    if found is None and isinstance(parallel, dict):
+        found = parallel.get("data_parallel_size")
+    return found if isinstance(found, int) and 1 <= found <= MAX_RANKS else None
+
+
+def ranks_of_metrics(text: bytes) -> int:
+    """vLLM has a series for each engine behind the URL; 0 without any."""
+    return min(len(set(_ENGINE_SERIES.findall(text))), MAX_RANKS)
+
+
+MAX_ADAPTERS: Final = 1000  # of one worker
+MAX_NAME_CHARS: Final = 1024
+REFRESH_SECS: Final = 30.0
+
+
+class AdapterList(PageReader):
+    refresh_secs = REFRESH_SECS
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+
+    def wants(self, worker: Worker) -> bool:
+        return worker.loras == "auto"
+
+    async def read(self, worker: Worker, fetch: Fetch) -> bool:
+        names = reported_adapters(await fetch(MODELS), worker.model)
+        if names is None:
+            return False
+        if names != worker.reported_adapters:
+            shown = ",".join(name for name in names if not name.startswith(":")) or "none"
+            _log.info("worker_adapters_reported worker=%s adapters=%s", worker.url, shown)
+            self._fleet.report_adapters(worker, names)
+        return True
+
+
+def reported_adapters(result: CallResult, model: str | None) -> tuple[str, ...] | None:
+    """How requests may name the adapters that a worker's list has; None for no list. `model`: as
+    the worker is configured."""
+    if not result.ok:
+        return None
+    try:
+        body = read_json(result.body)
+    except (TooManyValues, ValueError):
+        return None
+    cards = body.get("data") if isinstance(body, dict) else None
+    if not isinstance(cards, list):
+        return None
+    names: dict[str, None] = {}
+    for card in cards[:MAX_ADAPTERS]:
+        if not isinstance(card, dict):
+            continue
+        lora, parent = card.get("id"), card.get("parent")
+        if _is_name(lora) and _is_name(parent):
+            bare = card.get("owned_by") != "sglang"
+            names.update(dict.fromkeys(adapter_names(lora, (parent, model), bare=bare)))
+    return tuple(names)
+
+
+def _is_name(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) <= MAX_NAME_CHARS and value.isprintable()
