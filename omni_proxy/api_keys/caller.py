@@ -29,6 +29,8 @@ REQUEST_WINDOW: Final = REFUSED + len(REASONS)
 TOKEN_WINDOW: Final = REQUEST_WINDOW + WINDOW_CELLS
 SLOT_CELLS: Final = TOKEN_WINDOW + WINDOW_CELLS
 
+MAX_UNSORTED: Final = 64  # so no more responses are kept until their tokens are counted
+
 
 class SlotRows(Protocol):
     """Where the cells of slots are; see `LocalRows`."""
@@ -45,11 +47,10 @@ class SlotRows(Protocol):
         """Of other processes."""
 
 
-class TokenCounts(Protocol):
-    """As a response reports them."""
-
-    prompt_tokens: int
-    completion_tokens: int
+# A request that has ended: its response where that came whole, the bytes of its body, the status.
+Ended: TypeAlias = tuple[bytes, int, int]
+# Tokens of the prompts and of the completions of such requests, all together.
+CountTokens: TypeAlias = Callable[[Sequence[Ended]], tuple[int, int]]
 
 
 class LocalRows:
@@ -69,63 +70,82 @@ class LocalRows:
 
 
 class ApiCaller:
-    """`slot`: of its cells. All times are of the event loop's clock in seconds."""
+    """`slot`: of its cells. All times are of the event loop's clock in seconds.
+
+    Nothing is looked at while `begun < look_at` and the time is before `until`: then a request
+    begins by one more `begun`. `bound` is the same where neither models nor tokens are to be
+    checked, else 0. What has begun since the last look is counted in the windows with the
+    next one, in the bucket that it began in, since `until` is no later than the bucket's end.
+    """
 
     __slots__ = (
-        "_at_once", "_cells", "_fence", "_lines", "_lines_until", "_most", "_others",
-        "_published", "_request_rate", "_tries", "bound", "counts_later", "ended", "entry",
-        "has_rates", "input_tokens", "models", "name", "output_tokens", "priority", "requests",
-        "running", "slot", "token_rate", "tokens", "unsorted",
+        "_at_once", "_cells", "_count_tokens", "_fence", "_is_shared", "_limit", "_lines",
+        "_looked_at", "_most", "_others", "_over", "_published", "_rate", "_tokens_seen", "_tries",
+        "begun", "bound", "counts_later", "ended", "entry", "has_rates", "input_tokens", "look_at",
+        "models", "name", "output_tokens", "priority", "requests", "slot", "token_rate", "tokens",
+        "tokens_left", "unsorted", "until",
     )  # fmt: skip
 
-    def __init__(self, entry: CallerKey, slot: int, rows: SlotRows) -> None:
+    def __init__(
+        self, entry: CallerKey, slot: int, rows: SlotRows, count_tokens: CountTokens
+    ) -> None:
         self.name = entry.name
         self.slot = slot
-        # In flight here, those of `unsorted` included, and what of it is in the cells.
-        self.running = self._published = 0
-        # The tokens of requests that have ended and are not counted yet, where it `counts_later`.
-        self.unsorted: list[TokenCounts] = []
+        self._count_tokens = count_tokens
+        # Of all time, here: requests that began, and those that are in flight no more but for
+        # `unsorted`; what of their difference is in the cells.
+        self.begun = self._over = self._published = 0
+        self.unsorted: list[Ended] = []  # not counted yet, where it `counts_later`
         self.ended = self.input_tokens = self.output_tokens = 0  # not in the cells yet
         self._cells = cells = rows.own(slot)
         self.requests = RateWindow(cells, REQUEST_WINDOW)
         self.tokens = RateWindow(cells, TOKEN_WINDOW)
+        self._looked_at = self._limit = 0  # `begun` then, and where the rate ends
+        self.tokens_left = self._tokens_seen = 0  # of the rate: now, and then
+        self._is_shared = False
+        self._rate = self.token_rate = 0
         self.configure(entry, rows)
 
     def configure(self, entry: CallerKey, rows: SlotRows) -> None:
         """Other limits, or other processes; the counts stay."""
+        self._count_taken()
         self.entry = entry
         self.models = frozenset(entry.models)  # empty: all
         self.priority = entry.priority
         # Of `entry`; 0: none.
-        self._most, self._request_rate = entry.max_inflight, entry.requests_per_minute
+        self._most, self._rate = entry.max_inflight, entry.requests_per_minute
         self.token_rate = entry.tokens_per_minute
-        self.has_rates = bool(self._request_rate or self.token_rate)
-        self._lines, self._lines_until = b"", -inf
+        self.has_rates = bool(self._rate or self.token_rate)
         self._others = rows.others(self.slot)
         self._fence, self._tries = rows.fence, rows.tries
         for window in (self.requests, self.tokens):
             window.share_with(self._others, rows.fence, rows.tries)
         self._at_once = bool(self._most and self._others)
-        # That a request has ended decides nothing but whether there is room: see `unsorted`.
-        self.counts_later = not self._at_once
-        # Below so many in flight nothing is refused; 0: more is to be looked at.
-        is_simple = self.counts_later and not (self.has_rates or self.models)
-        self.bound = (self._most or inf) if is_simple else 0
+        # What others count is to be looked at for each request.
+        self._is_shared = bool(self._others and (self._most or self.has_rates))
+        # That a request has ended, and its tokens, decide nothing until the next look.
+        self.counts_later = not (self._at_once or self.token_rate)
+        self._lines, self.look_at, self.until = b"", 0, -inf
+        self.bound = 0
+        self._looked_at = self.begun
         self.publish()
 
     def retire(self) -> None:
         """Its name is configured no more: what is in flight still ends in the cells."""
+        self._count_taken()
         self._at_once, self.counts_later, self.bound = True, False, 0
+        self.look_at = 0
         self.publish()
 
     def publish(self) -> None:
-        """Bring the cells up to date."""
+        """Bring the cells up to date, but for the rates."""
         if self.unsorted:
             self._sort()
         cells = self._cells
-        if self.running != self._published:
-            cells[IN_FLIGHT] += self.running - self._published
-            self._published = self.running
+        in_flight = self.begun - self._over
+        if in_flight != self._published:
+            cells[IN_FLIGHT] += in_flight - self._published
+            self._published = in_flight
         if self.ended:
             cells[REQUESTS] += self.ended
             self.ended = 0
@@ -136,32 +156,69 @@ class ApiCaller:
 
     def _sort(self) -> None:
         ended, self.unsorted = self.unsorted, []
-        self.running -= len(ended)
+        self._over += len(ended)
         self.ended += len(ended)
-        self.input_tokens += sum([each.prompt_tokens for each in ended])
-        self.output_tokens += sum([each.completion_tokens for each in ended])
+        prompts, completions = self._count_tokens(ended)
+        self.input_tokens += prompts
+        self.output_tokens += completions
 
-    def _has_room(self) -> bool:
-        self._sort()
-        return self.running < self._most
+    def _count_taken(self) -> None:
+        """What was taken of the rates since the last look, in the buckets of then."""
+        if self._is_shared:
+            return  # it is counted at once
+        if self._rate:
+            self.requests.add(self.begun - self._looked_at)
+        if self.token_rate:
+            self.tokens.add(self._tokens_seen - self.tokens_left)
+        self._looked_at, self._tokens_seen = self.begun, self.tokens_left
+
+    def _look(self, now: float) -> None:
+        """See how many requests may begin until when without another look."""
+        if self.unsorted:
+            self._sort()
+        self._count_taken()
+        room = 0 if self._is_shared else MAX_UNSORTED
+        if self._most:
+            room = min(room, self._most - self.in_flight)
+        until = inf
+        if self.has_rates:
+            taken = self.requests.used(now)
+            self.tokens_left = self._tokens_seen = self.token_rate - self.tokens.used(now)
+            if self._rate:
+                left = max(0, self._rate - taken)
+                room, self._limit = min(room, left), self.begun + left
+            self._lines, until = self._lines_at(now)
+        self.until = -inf if self._is_shared else until
+        self.look_at = self.begun + room
+        self.bound = 0 if self.token_rate or self.models else self.look_at
 
     @property
     def in_flight(self) -> int:
         """Over all processes."""
-        return self.running - len(self.unsorted) + sum([cells[IN_FLIGHT] for cells in self._others])
+        here = self.begun - self._over - len(self.unsorted)
+        return here + sum([cells[IN_FLIGHT] for cells in self._others])
 
     def begin(self, now: float) -> Reason | None:
         """Count a request as in flight and as one of this minute; else why that may not be, and
-        nothing is counted. Below `bound` that is one more `running`."""
-        most = self._most
-        if most and self._others:
-            if not self._enter(most):
+        nothing is counted."""
+        if self.begun >= self.look_at or now >= self.until:
+            if self._is_shared:
+                return self._begin_beside_others(now)
+            self._look(now)
+            if self.begun >= self.look_at:
+                if self._most and self.in_flight >= self._most:
+                    return "max_inflight"
+                return "requests_per_minute"
+        self.begun += 1
+        return None
+
+    def _begin_beside_others(self, now: float) -> Reason | None:
+        if self._most:
+            if not self._enter(self._most):
                 return "max_inflight"
-        elif most and self.running >= most and not self._has_room():
-            return "max_inflight"
         else:
-            self.running += 1
-        if self._request_rate and not self.requests.take(1, self._request_rate, now):
+            self.begun += 1
+        if self._rate and not self.requests.take(1, self._rate, now):
             self._leave()
             return "requests_per_minute"
         return None
@@ -171,7 +228,7 @@ class ApiCaller:
         for _ in range(self._tries):
             if self.in_flight >= most:
                 return False
-            self.running += 1
+            self.begun += 1
             self.publish()
             self._fence()
             if self.in_flight <= most:
@@ -180,7 +237,7 @@ class ApiCaller:
         return False
 
     def _leave(self) -> None:
-        self.running -= 1
+        self._over += 1
         if self._at_once:
             self.publish()
 
@@ -188,9 +245,10 @@ class ApiCaller:
         """What `begin` counted in this bucket of `requests` counts no more: the request did not
         begin after all."""
         self._leave()
-        self._lines_until = -inf
-        if self._request_rate:
+        self._count_taken()
+        if self._rate:
             self.requests.settle(1, bucket, 0, now)
+        self.until = -inf
 
     def reserve(self, tokens: int, now: float) -> int | None:
         """How many tokens are reserved, None where they may not be. An estimate above the limit
@@ -200,56 +258,72 @@ class ApiCaller:
             return 0
         if tokens > limit:
             tokens = limit
-        return tokens if self.tokens.take(tokens, limit, now) else None
+        if self._is_shared:
+            return tokens if self.tokens.take(tokens, limit, now) else None
+        if now >= self.until:
+            self._look(now)
+        left = self.tokens_left - tokens
+        if left < 0:
+            return None
+        self.tokens_left = left
+        return tokens
 
     def is_in_debt(self, now: float) -> bool:
         """Whether not one token is left."""
-        limit = self.token_rate
-        return bool(limit) and self.tokens.used(now) >= limit
+        return bool(self.token_rate) and self.tokens_used(now) >= self.token_rate
 
     def end(self, reserved: int, bucket: int, prompt: int, completion: int, now: float) -> None:
         """It is in flight no more: the last call for a request. Tokens of the prompt and of the
         completion replace those that were reserved in this bucket of `tokens`."""
-        self.running -= 1
+        self._over += 1
         self.ended += 1
         self.input_tokens += prompt
         self.output_tokens += completion
         if self.token_rate:
-            self.settle(reserved, bucket, prompt + completion, now)
+            used = prompt + completion
+            if used and bucket == self.tokens.bucket and now < self.until:
+                self.tokens_left += reserved - used  # as `settle`, without a frame
+            else:
+                self.settle(reserved, bucket, used, now)
         if self._at_once:
             self.publish()
 
     def settle(self, reserved: int, bucket: int, used: int, now: float) -> None:
-        """What `end` does for the tokens, where the rest of it is to be counted later."""
-        self.tokens.settle(reserved, bucket, used, now)
-        if not used:  # so its bucket may be empty again
-            self._lines_until = -inf
+        """Tokens that were used replace those that were reserved in this bucket."""
+        if not self._is_shared and now >= self.until:
+            self._look(now)
+        more = used - reserved
+        if self._is_shared or (more < 0 and bucket != self.tokens.bucket):
+            before = self.tokens.total
+            self.tokens.settle(reserved, bucket, used, now)
+            freed = before - self.tokens.total
+            self.tokens_left += freed
+            self._tokens_seen += freed
+        else:
+            self.tokens_left -= more
+        if not used:  # so its bucket may be empty again, and what is told of that is wrong
+            self.until = -inf
 
     def count_refused(self, reason: Reason) -> None:
         self._cells[REFUSED + REASONS.index(reason)] += 1
 
     def rate_lines(self, now: float) -> bytes:
-        """Header lines that tell of its rates, b"" without any. Resets are in whole seconds, so the
-        lines are the same for a while but for what is left."""
-        if now >= self._lines_until:
-            self._lines, self._lines_until = self._lines_at(now)
-        rate, limit = self._request_rate, self.token_rate
-        requests, tokens = self.requests.total, self.tokens.total  # up to date: see `_lines_at`
-        if self._others:
-            requests, tokens = self.requests.used(now), self.tokens.used(now)
-        # No `max`: with it this takes half as long again.
-        requests = rate - requests if requests < rate else 0
-        tokens = limit - tokens if tokens < limit else 0
-        if rate and limit:
-            return self._lines % (requests, tokens)
-        return self._lines % (requests if rate else tokens) if self.has_rates else b""
+        """Header lines that tell of its rates, of which it has one. Resets are in whole seconds, so
+        the lines are the same for a while but for what is left."""
+        if now >= self.until:
+            self._look(now)
+        if self.token_rate:
+            left = self.tokens_left
+            left = left if left > 0 else 0  # noqa: FURB136 - each request
+            return self._lines % ((self._limit - self.begun, left) if self._rate else left)
+        return self._lines % (self._limit - self.begun)
 
     def _lines_at(self, now: float) -> tuple[bytes, float]:
         """With places for what is left, and until when they hold; so long both windows are in the
         same bucket."""
         lines, until = b"", inf
         for noun, limit, window in (
-            ("requests", self._request_rate, self.requests),
+            ("requests", self._rate, self.requests),
             ("tokens", self.token_rate, self.tokens),
         ):
             if limit:
@@ -258,15 +332,38 @@ class ApiCaller:
                 until = min(until, holds_until)
         return lines, until
 
+    def requests_used(self, now: float) -> int:
+        """Of `requests_per_minute`, over all processes."""
+        self._count_taken()
+        self.until = -inf  # the window may be in another bucket
+        return self.requests.used(now)
+
+    def tokens_used(self, now: float) -> int:
+        """Of `tokens_per_minute`, over all processes."""
+        if not self._is_shared and now < self.until:
+            return self.token_rate - self.tokens_left
+        self._count_taken()
+        self.until = -inf
+        return self.tokens.used(now)
+
+    def rate_rows(self, now: float) -> tuple[RateRows, RateRows]:
+        """What it has taken of its rates, for `restore` in another program."""
+        self._count_taken()
+        self.until = -inf
+        return self.requests.rows(now), self.tokens.rows(now)
+
     def restore(self, requests: RateRows, tokens: RateRows, now: float) -> None:
         """What it has taken of its rates in another program counts here."""
+        self._count_taken()
         self.requests.restore(requests, now)
         self.tokens.restore(tokens, now)
-        self._lines_until = -inf
+        self.until = -inf
 
     def retry_after(self, reason: Reason, tokens: int, now: float) -> int:
         """Whole seconds until a refused request may fit."""
         entry = self.entry
+        self._count_taken()
+        self.until = -inf
         match reason:
             case "requests_per_minute":
                 return self.requests.wait_secs(1, entry.requests_per_minute, now)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from hmac import compare_digest
 from typing import Final
 
-from omni_proxy.api_keys.caller import REFUSED, ApiCaller, LocalRows, SlotRows
+from omni_proxy.api_keys.caller import REFUSED, ApiCaller, CountTokens, LocalRows, SlotRows
 from omni_proxy.api_keys.key_table import KeyTable, presented_key
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
@@ -26,7 +26,8 @@ UNKNOWN_SLOT: Final = 0  # counts requests without a right key; names have the s
 class Callers:
     """`[server] api_key` and `[[keys]]`. `keyed`: there are some of the latter."""
 
-    def __init__(self) -> None:
+    def __init__(self, count_tokens: CountTokens) -> None:
+        self._count_tokens = count_tokens
         self.guarded = self.keyed = False
         self._server_key = b""
         self._table: KeyTable[CallerKey] = KeyTable()
@@ -50,7 +51,7 @@ class Callers:
             slot = slots[entry.name]
             caller = before.get(entry.name)
             if caller is None or caller.slot != slot or rows is not self._rows:
-                caller = ApiCaller(entry, slot, rows)
+                caller = ApiCaller(entry, slot, rows, self._count_tokens)
             else:
                 caller.configure(entry, rows)
             self._by_name[entry.name] = caller

@@ -76,6 +76,11 @@ class RateWindow:
         self._cells[self._place] += amount
         return True
 
+    def add(self, amount: int) -> None:
+        """Count what was taken in the present bucket, where that is known to fit."""
+        self.total += amount
+        self._cells[self._place] += amount
+
     def _take_shared(self, amount: int, limit: int) -> bool:
         for _ in range(self._tries):
             newest = self._newest()
@@ -83,12 +88,12 @@ class RateWindow:
                 self._advance(newest)
             if self._total() + amount > limit:
                 return False
-            self._add(amount)
+            self.add(amount)
             self._fence()
             late = self._newest() >= self.bucket + FRESH
             if not late and self._total() <= limit:
                 return True
-            self._add(-amount)
+            self.add(-amount)
         return False
 
     def settle(self, taken: int, bucket: int, actual: int, now: float) -> None:
@@ -163,10 +168,6 @@ class RateWindow:
             for cells in (self._cells, *self._others)
             if number <= cells[self._at - 1] < number + RING
         )
-
-    def _add(self, amount: int) -> None:
-        self.total += amount
-        self._cells[self._place] += amount
 
     def _newest(self) -> int:
         """The newest bucket of any other process."""

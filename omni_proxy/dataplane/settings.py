@@ -15,6 +15,7 @@ from omni_proxy.api_keys.callers import KEY_FIELDS, Callers
 from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.schema import Config
+from omni_proxy.dataplane.admission.response_tokens import count_tokens
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.tracing.request_trace import Tracing
@@ -70,7 +71,7 @@ class Settings:
     def __init__(self, config: Config, proxy_id: str) -> None:
         self._proxy_id = proxy_id.encode()  # see `wire.forwarded`
         self.forwarded: ForwardedHeaders | None = None  # None: nothing is written
-        self.callers = Callers()
+        self.callers = Callers(count_tokens)
         self.request_heads = self._head_caches()
         self._has_ranks = self._has_pools = False
         self.configure(config)

@@ -245,13 +245,12 @@ class Outgoing:
 
     def _caller_records(self) -> dict[str, CallerRecord]:
         now = time.monotonic()
-        return {
-            caller.name: CallerRecord(
-                requests=caller.requests.rows(now), tokens=caller.tokens.rows(now)
-            )
-            for caller in self._parts.data_plane.settings.callers
-            if caller.has_rates
-        }
+        records: dict[str, CallerRecord] = {}
+        for caller in self._parts.data_plane.settings.callers:
+            if caller.has_rates:
+                requests, tokens = caller.rate_rows(now)
+                records[caller.name] = CallerRecord(requests=requests, tokens=tokens)
+        return records
 
     async def _with_shared(self, state: HandoverState) -> HandoverState:
         """The state with the sessions of several processes."""

@@ -1,22 +1,33 @@
-from dataclasses import dataclass
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.api_keys.caller import ApiCaller, LocalRows, slot_totals
+from omni_proxy.api_keys.rate_window import WINDOW_CELLS, RateWindow
 from omni_proxy.config.api_keys import CallerKey
 
 START = 1000.0
 LIMITS = st.sampled_from([0, 5, 1000])
 # Seconds since the step before, tokens that are reserved, and tokens that come of it.
+STEP_SECS = st.sampled_from([0.0, 0.1, 0.49, 0.5, 3.0, 59.9, 61.0])
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from([0.0, 0.1, 0.49, 0.5, 3.0, 59.9, 61.0]),
+        STEP_SECS,
         st.integers(0, 4),
         st.integers(0, 7),
     ),
     max_size=12,
 )
+
+
+def count_tokens(ended):
+    """Of responses that end with three and four tokens."""
+    return 3 * len(ended), 4 * len(ended)
+
+
+def caller_of(rows=None, **limits):
+    return ApiCaller(
+        CallerKey(name="a", key_sha256="00" * 32, **limits), 1, rows or LocalRows(), count_tokens
+    )
 
 
 def lines_of(noun, limit, window, now):
@@ -27,6 +38,7 @@ def lines_of(noun, limit, window, now):
 
 
 def expected_lines(caller, now):
+    caller.rate_rows(now)  # so all is in the windows
     lines = lines_of("requests", caller.entry.requests_per_minute, caller.requests, now)
     lines += lines_of("tokens", caller.entry.tokens_per_minute, caller.tokens, now)
     return "".join(f"{line}\r\n" for line in lines).encode()
@@ -34,25 +46,27 @@ def expected_lines(caller, now):
 
 @given(LIMITS, LIMITS, STEPS)
 def test_headers_tell_what_the_windows_hold_at_each_time(requests, tokens, steps):
-    key = CallerKey(
-        name="a", key_sha256="00" * 32, requests_per_minute=requests, tokens_per_minute=tokens
-    )
-    caller, now = ApiCaller(key, 1, LocalRows()), START
+    caller, now = caller_of(requests_per_minute=requests, tokens_per_minute=tokens), START
+    other = caller_of(requests_per_minute=requests, tokens_per_minute=tokens)
+
+    def assert_lines():
+        if caller.has_rates:
+            assert caller.rate_lines(now) == expected_lines(other, now)
+
     for pause, reserved, used in steps:
         now += pause
-        assert caller.rate_lines(now) == expected_lines(caller, now)
-        if caller.begin(now) is None:
-            bucket, taken = caller.tokens.bucket, caller.reserve(reserved, now)
-            assert caller.rate_lines(now) == expected_lines(caller, now)
+        assert_lines()
+        why = other.begin(now)
+        assert caller.begin(now) == why
+        if why is None:
+            taken = caller.reserve(reserved, now)
+            assert taken == other.reserve(reserved, now)
+            bucket = caller.tokens.bucket
+            assert_lines()
             if taken is not None:
                 caller.end(taken, bucket, used, 0, now)
-        assert caller.rate_lines(now) == expected_lines(caller, now)
-
-
-@dataclass
-class Reported:
-    prompt_tokens: int
-    completion_tokens: int
+                other.end(taken, bucket, used, 0, now)
+        assert_lines()
 
 
 @given(
@@ -69,13 +83,12 @@ class Reported:
 )
 def test_what_is_counted_later_is_in_no_limit_and_in_all_totals(most, steps):
     """Requests begin and end as on the fast path."""
-    key = CallerKey(name="a", key_sha256="00" * 32, max_inflight=most)
     rows = LocalRows()
-    caller, running, ended, rate = ApiCaller(key, 1, rows), 0, 0, 0
+    caller, running, ended, rate = caller_of(rows, max_inflight=most), 0, 0, 0
     for step, *values in steps:
         if step == "begin":
-            if caller.running < caller.bound:
-                caller.running += 1
+            if caller.begun < caller.bound:
+                caller.begun += 1
                 began = True
             else:
                 began = caller.begin(START) is None
@@ -84,9 +97,7 @@ def test_what_is_counted_later_is_in_no_limit_and_in_all_totals(most, steps):
         elif step == "end" and running:
             running, ended = running - 1, ended + 1
             if caller.counts_later:
-                caller.unsorted.append(Reported(3, 4))
-                if caller.token_rate:
-                    caller.settle(0, caller.tokens.bucket, 7, START)
+                caller.unsorted.append((b"", 0, 200))
             else:
                 caller.end(0, caller.tokens.bucket, 3, 4, START)
         elif step == "publish":
@@ -100,3 +111,48 @@ def test_what_is_counted_later_is_in_no_limit_and_in_all_totals(most, steps):
     totals = slot_totals([rows.own(1)])
     counted = [totals[n] for n in ("in_flight", "requests", "input_tokens", "output_tokens")]
     assert counted == [running, ended, 3 * ended, 4 * ended]
+
+
+@given(
+    st.integers(1, 6), st.integers(0, 3), st.lists(st.tuples(STEP_SECS, st.booleans()), max_size=60)
+)
+def test_what_begins_between_two_looks_keeps_the_limits(rate, most, steps):
+    """Beside a list of the times at which requests began."""
+    caller, now, running = caller_of(requests_per_minute=rate, max_inflight=most), START, 0
+    began = []
+    for pause, ends in steps:
+        now += pause
+        if ends and running:
+            running -= 1
+            caller.unsorted.append((b"", 0, 200))
+        elif (why := caller.begin(now)) is None:
+            running, began = running + 1, [*began, now]
+            assert sum(each >= now - 60 for each in began) <= rate
+            assert not most or running <= most
+        elif why == "max_inflight":
+            assert running == most
+        else:
+            assert sum(each >= now - 60.5 for each in began) == rate
+        if pause > 3:
+            caller.publish()
+
+
+@given(st.integers(1, 30), STEPS)
+def test_tokens_are_reserved_and_settled_as_in_a_window_that_is_written_each_time(limit, steps):
+    caller, now, window = caller_of(tokens_per_minute=limit), START, RateWindow([0] * WINDOW_CELLS)
+    open_requests = []
+    for pause, reserved, used in steps:
+        now += pause
+        assert caller.begin(now) is None
+        taken = caller.reserve(reserved, now)
+        assert (taken is not None) == window.take(min(reserved, limit), limit, now)
+        if taken is None:
+            caller.cancel(caller.requests.bucket, now)
+        else:
+            open_requests.append((taken, caller.tokens.bucket, window.bucket, used))
+        if used % 2 and open_requests:  # some end in a later bucket
+            taken, bucket, same, tokens = open_requests.pop(0)
+            caller.end(taken, bucket, tokens, 0, now)
+            window.settle(taken, same, tokens, now)
+        assert caller.tokens_used(now) == window.used(now)
+        assert caller.is_in_debt(now) == (window.used(now) >= limit)

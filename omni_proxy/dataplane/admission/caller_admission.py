@@ -19,6 +19,7 @@ from omni_proxy.api_keys.token_usage import (
     estimate_prompt,
     max_tokens_in,
 )
+from omni_proxy.dataplane.admission.response_tokens import tokens_of
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.fleet.registry import Fleet
@@ -26,7 +27,6 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.response_usage import (
     OPENED_USAGE,
     USAGE,
-    counts_in,
     decode_usual,
 )
 from omni_proxy.wire.errors import HttpError
@@ -84,39 +84,44 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
 def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes) -> bool:
     """`begin` and `reserve` for the fast path, whose caller is known and whose body is whole. False
     if it may not go on there: then nothing counts, and the coroutine finds out why."""
-    if caller.running < caller.bound:
-        caller.running += 1
-        exchange.reserved = 0
-        return True
     now = exchange.started_at
     if caller.models and need.model not in caller.models:
         return False
+    tokens = 0
+    if not caller.token_rate:
+        exchange.reserved = 0
+        if caller.begun < caller.look_at and now < caller.until:
+            caller.begun += 1
+            return True
+    else:
+        tokens = -(-len(body) // BYTES_PER_TOKEN) + max_tokens_in(body)
+        left = caller.tokens_left - tokens
+        if left >= 0 and caller.begun < caller.look_at and now < caller.until:
+            # As `begin` and `reserve`, without a frame.
+            caller.begun += 1
+            caller.tokens_left, exchange.reserved = left, tokens
+            exchange.token_bucket = caller.tokens.bucket
+            return True
     if caller.begin(now) is not None:
         return False
-    exchange.reserved, exchange.request_bucket = 0, caller.requests.bucket
-    limit = caller.token_rate
-    if not limit:
-        return True
-    # As `reserve`, in one frame.
-    tokens = -(-len(body) // BYTES_PER_TOKEN) + max_tokens_in(body)
-    if tokens > limit:
-        tokens = limit
-    if not caller.tokens.take(tokens, limit, now):
+    exchange.reserved = 0
+    reserved = caller.reserve(tokens, now)
+    if reserved is None:
         cancel(exchange, now)
         return False
-    exchange.reserved, exchange.token_bucket = tokens, caller.tokens.bucket
+    exchange.reserved, exchange.token_bucket = reserved, caller.tokens.bucket
     return True
 
 
 def cancel(exchange: Exchange, now: float) -> None:
-    """It did not begin after all: nothing of it counts."""
+    """It did not begin after all, in the same moment: nothing of it counts."""
     caller, reserved = exchange.caller, exchange.reserved
     if caller is None or reserved == REFUSED:
         return
     exchange.reserved = REFUSED
     if reserved:
-        caller.tokens.settle(reserved, exchange.token_bucket, 0, now)
-    caller.cancel(exchange.request_bucket, now)
+        caller.settle(reserved, exchange.token_bucket, 0, now)
+    caller.cancel(caller.requests.bucket, now)
 
 
 def end(exchange: Exchange, caller: ApiCaller) -> None:
@@ -125,9 +130,7 @@ def end(exchange: Exchange, caller: ApiCaller) -> None:
     if reserved == REFUSED:
         return
     exchange.reserved = REFUSED
-    prompt, completion = counts_in(exchange.last_chunk)
-    if prompt is None or completion is None:
-        prompt, completion = _guess_used(exchange, prompt, completion)
+    prompt, completion = tokens_of(exchange)
     caller.end(reserved, exchange.token_bucket, prompt, completion, exchange.ended_at)
 
 
@@ -140,25 +143,9 @@ def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
         exchange.last_chunk = body
         return
     reserved, exchange.reserved = exchange.reserved, REFUSED
-    if not caller.counts_later:
-        bucket, now = exchange.token_bucket, exchange.response_head_at
-        caller.end(reserved, bucket, usage.prompt_tokens, usage.completion_tokens, now)
-        return
-    caller.unsorted.append(usage)
-    if caller.token_rate:
-        used = usage.prompt_tokens + usage.completion_tokens
-        caller.settle(reserved, exchange.token_bucket, used, exchange.response_head_at)
-
-
-def _guess_used(exchange: Exchange, prompt: int | None, completion: int | None) -> tuple[int, int]:
-    """Without a usage in the response tokens are guessed: by the request's size, and by the chunks
-    of a stream or the bytes of another response."""
-    if prompt is not None or completion is not None:
-        return prompt or 0, completion or 0
-    if not exchange.relayed or not 0 < exchange.status < 400:
-        return 0, 0  # no worker has computed anything for it
-    guessed = exchange.chunks if exchange.stream else exchange.bytes_out // BYTES_PER_TOKEN
-    return estimate_prompt(exchange.bytes_in), guessed
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+    bucket, now = exchange.token_bucket, exchange.response_head_at
+    caller.end(reserved, bucket, prompt, completion, now)
 
 
 def _models_of(fleet: Fleet) -> frozenset[str]:

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from omni_proxy.dataplane.admission.caller_admission import REFUSED
 from omni_proxy.dataplane.admission.caller_admission import begin_whole as begin_call
 from omni_proxy.dataplane.admission.caller_admission import cancel as cancel_call
 from omni_proxy.dataplane.admission.caller_admission import end_whole as end_call
@@ -159,7 +160,7 @@ class FastPath:
         exchange.caller = self.cached.caller
         return exchange
 
-    def _send(self, chunk: bytes) -> bool:
+    def _send(self, chunk: bytes) -> bool:  # noqa: C901 - each request, so no more frames
         """Whether a worker has this request, and nothing but its response is to be waited for. Else
         `io.exchange` says whether it has begun."""
         cached, io = self.cached, self._io
@@ -180,8 +181,12 @@ class FastPath:
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
             caller = cached.caller
-            if caller is not None and not begin_call(exchange, caller, need, body):
-                return False
+            if caller is not None:
+                if caller.begun < caller.bound and exchange.started_at < caller.until:
+                    caller.begun += 1
+                    exchange.reserved = 0
+                elif not begin_call(exchange, caller, need, body):
+                    return False
             if not services.inflight.admit(exchange, len(chunk)):
                 cancel_call(exchange, io.loop.now)
                 return False
@@ -249,10 +254,7 @@ class FastPath:
         before, _, after = head.partition(template.name)
         length, _, after = after.partition(_CRLF)
         if before != template.before or after != template.after:
-            known = io.services.response_heads.usual(head)
-            if known.plain:
-                pool.response_template = known  # for the next one
-            return False
+            return self._learn(pool, head)
         size = len(body)
         digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
         if (
@@ -267,19 +269,21 @@ class FastPath:
         ):
             return False
         exchange.response_head_at = exchange.first_at = io.loop.now
-        client.write_soon(
-            b"".join([
-                template.lines, *diagnostic_fields(exchange), exchange.version.lines,
-                length_line, body,
-            ])
-        )  # fmt: skip
+        client.write_soon(b"".join([
+            template.lines, *diagnostic_fields(exchange), exchange.version.lines, length_line, body,
+        ]))  # fmt: skip
         exchange.status, exchange.chunks, exchange.bytes_out = template.status, 1, size
         exchange.relayed, exchange.single_chunk = True, sent_at_once
         exchange.outcome = "completed"
         if io.settings.keeps_last_chunk or (exchange.trace is not None and exchange.trace.sampled):
             exchange.last_chunk = body
         if exchange.caller is not None:
-            end_call(exchange, exchange.caller, body)
+            caller = exchange.caller
+            if caller.counts_later:
+                caller.unsorted.append((body, exchange.bytes_in, exchange.status))
+                exchange.reserved = REFUSED
+            else:
+                end_call(exchange, caller, body)
         self._pool, self._request = None, b""
         self.waiting_on = client
         io.exchange = None
@@ -295,3 +299,10 @@ class FastPath:
         if client.readable:  # more has come, or its end
             io.step()
         return True
+
+    def _learn(self, pool: UpstreamPool, head: bytes) -> bool:
+        """False: this response is the coroutine's; the next one may be like it."""
+        known = self._io.services.response_heads.usual(head)
+        if known.plain:
+            pool.response_template = known
+        return False

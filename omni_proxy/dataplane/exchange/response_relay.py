@@ -321,7 +321,7 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
 def rate_lines(exchange: Exchange) -> bytes:
     """Header lines with the rates of its caller, as they are after its last phase so far."""
     caller = exchange.caller
-    if caller is None:
+    if caller is None or not caller.has_rates:
         return b""
     return caller.rate_lines(exchange.response_head_at or exchange.sent_at or exchange.head_at)
 

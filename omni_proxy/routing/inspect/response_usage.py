@@ -68,6 +68,8 @@ class _UsualEnd(msgspec.Struct, gc=False):
 # Of OPENED_USAGE and what follows the last USAGE of a body: for code that can't afford `counts_in`.
 # Raises msgspec.DecodeError, ValueError or RecursionError for what is not written as usual.
 decode_usual: Final = msgspec.json.Decoder(_UsualEnd).decode
+# Of a list of these.
+decode_usual_ends: Final = msgspec.json.Decoder(list[_UsualEnd]).decode
 
 
 def counts_in(body: bytes) -> tuple[int | None, int | None]:

@@ -262,9 +262,9 @@ def test_the_usage_of_a_response_replaces_what_was_reserved(listeners):
 
     def script(world, client):
         world.ask(client, request(body=body))
-        assert callers(world)["team-a"].tokens.used(world.clock()) == 99
+        assert callers(world)["team-a"].tokens_used(world.clock()) == 99
         world.answer(SETTLED)
-        assert callers(world)["team-a"].tokens.used(world.clock()) == 70
+        assert callers(world)["team-a"].tokens_used(world.clock()) == 70
         assert b"x-ratelimit-remaining-tokens: 1\r\n" in client.came
         world.ask(client, request(body=body))
         assert statuses(client) == [200, 429]
@@ -298,7 +298,7 @@ def test_a_stream_without_a_usage_counts_its_chunks(listeners):
         world.answer(STREAM_HEAD, *events, b"0\r\n\r\n")
         for _ in range(4):
             world.more()
-        used = callers(world)["team-a"].tokens.used(world.clock())
+        used = callers(world)["team-a"].tokens_used(world.clock())
         assert 8 + 3 <= used <= 8 + 4
 
     play(listeners, script, keys("tokens_per_minute = 100\n"), began=0)
@@ -311,7 +311,7 @@ def test_a_request_that_no_worker_has_computed_costs_no_tokens(listeners):
         world.ask(client, request())
         world.answer(broken)
         assert statuses(client) == [500]
-        assert callers(world)["team-a"].tokens.used(world.clock()) == 0
+        assert callers(world)["team-a"].tokens_used(world.clock()) == 0
 
     play(listeners, script, keys("tokens_per_minute = 100\n"), began=0)
 
@@ -344,7 +344,7 @@ def test_tokens_are_counted_however_a_response_reports_them(listeners, response,
             totals = slot_totals([rows.own(caller.slot)])
             return [totals[name] for name in ("requests", "input_tokens", "output_tokens")]
 
-        earlier, before = counts(), (caller.in_flight, caller.tokens.used(world.clock()))
+        earlier, before = counts(), (caller.in_flight, caller.tokens_used(world.clock()))
         for _ in range(2):
             world.ask(client, request())
             world.answer(whole(response))
@@ -352,7 +352,7 @@ def test_tokens_are_counted_however_a_response_reports_them(listeners, response,
         added = [now - then for now, then in zip(counts(), earlier, strict=True)]
         assert added == [2, 2 * used[0], 2 * used[1]]
         settled = 2 * sum(used) if limit else 0
-        assert (caller.in_flight, caller.tokens.used(world.clock())) == (
+        assert (caller.in_flight, caller.tokens_used(world.clock())) == (
             before[0], before[1] + settled,
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ def prioritized(room, priority, model=None):
     """A waiter whose caller has this priority."""
     key = CallerKey(name=f"p{priority}", key_sha256="00" * 32, priority=priority)
     waiter = Waiter(room, model)
-    waiter.exchange.caller = ApiCaller(key, 1, LocalRows())
+    waiter.exchange.caller = ApiCaller(key, 1, LocalRows(), lambda ended: (0, 0))
     waiter.start()
     return waiter
 

@@ -12,6 +12,10 @@ OPEN = CallerKey(name="a", key_sha256="00" * 32)
 NOW = 1000.0
 
 
+def no_tokens(ended):
+    return 0, 0
+
+
 @pytest.fixture
 def counters():
     """Of the main process and of two others, all in this one."""
@@ -25,7 +29,7 @@ def counters():
 
 
 def test_processes_share_the_limits_of_a_caller(counters):
-    callers = [ApiCaller(KEY, 1, each) for each in counters]
+    callers = [ApiCaller(KEY, 1, each, no_tokens) for each in counters]
     assert [caller.begin(NOW) for caller in callers] == [None, None, "max_inflight"]
     assert {caller.in_flight for caller in callers} == {2}
     callers[0].end(0, 0, 3, 4, NOW)
@@ -35,7 +39,7 @@ def test_processes_share_the_limits_of_a_caller(counters):
 
 
 def test_what_no_process_decides_by_is_shared_when_it_is_published(counters):
-    callers = [ApiCaller(OPEN, 1, each) for each in counters]
+    callers = [ApiCaller(OPEN, 1, each, no_tokens) for each in counters]
     for caller in callers:
         assert caller.begin(NOW) is None
     callers[0].end(0, 0, 3, 4, NOW)
@@ -48,7 +52,7 @@ def test_what_no_process_decides_by_is_shared_when_it_is_published(counters):
 
 
 def test_a_limit_that_comes_later_holds_over_what_is_in_flight_already(counters):
-    callers = [ApiCaller(OPEN, 1, each) for each in counters]
+    callers = [ApiCaller(OPEN, 1, each, no_tokens) for each in counters]
     for caller in callers[:2]:
         assert caller.begin(NOW) is None
     for caller, rows in zip(callers, counters, strict=True):
@@ -57,7 +61,7 @@ def test_a_limit_that_comes_later_holds_over_what_is_in_flight_already(counters)
 
 
 def test_requests_of_a_name_that_is_gone_end_in_its_cells(counters):
-    caller = ApiCaller(OPEN, 1, counters[1])
+    caller = ApiCaller(OPEN, 1, counters[1], no_tokens)
     assert caller.begin(NOW) is None
     caller.retire()
     assert counters[0].in_flight(1) == 1
@@ -67,14 +71,14 @@ def test_requests_of_a_name_that_is_gone_end_in_its_cells(counters):
 
 
 def test_what_a_process_had_in_flight_ends_with_it_and_its_rate_stays(counters):
-    first, second = (ApiCaller(KEY, 1, each) for each in counters[1:])
+    first, second = (ApiCaller(KEY, 1, each, no_tokens) for each in counters[1:])
     assert first.begin(NOW) is None
     assert first.begin(NOW) is None
     assert second.begin(NOW) == "max_inflight"
     counters[0].drop_in_flight(1, range(3))
     assert second.begin(NOW) is None
-    again = ApiCaller(KEY, 1, counters[1])  # the process that replaces it
-    assert again.requests.used(NOW) == 3
+    again = ApiCaller(KEY, 1, counters[1], no_tokens)  # the process that replaces it
+    assert again.requests_used(NOW) == 3
 
 
 def test_a_name_keeps_its_slot_and_a_released_one_is_used_last(counters):

@@ -1,0 +1,66 @@
+"""Tokens that requests took, as their responses report them, or guessed where those do not.
+
+Many responses are read in one call: msgspec's calls cost more than the few numbers behind them.
+Invariant: what is counted of a response does not depend on those beside it. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, itemgetter
+from typing import Final
+
+import msgspec
+
+from omni_proxy.api_keys.caller import Ended
+from omni_proxy.api_keys.token_usage import BYTES_PER_TOKEN, estimate_prompt
+from omni_proxy.dataplane.exchange.exchange import Exchange
+from omni_proxy.routing.inspect.response_usage import (
+    OPENED_USAGE,
+    USAGE,
+    counts_in,
+    decode_usual_ends,
+)
+
+_body: Final = itemgetter(0)
+_behind: Final = itemgetter(2)
+_OPENED: Final = b"[" + OPENED_USAGE
+_BETWEEN: Final = b"," + OPENED_USAGE
+_prompts: Final = attrgetter("usage.prompt_tokens")
+_completions: Final = attrgetter("usage.completion_tokens")
+
+
+def count_tokens(ended: Sequence[Ended]) -> tuple[int, int]:
+    """Of the prompts and of the completions of such requests, all together."""
+    if not ended:
+        return 0, 0
+    bodies = map(_body, ended)
+    # From the last `"usage"` on each is an object again once a brace stands before it.
+    ends = map(_behind, map(bytes.rpartition, bodies, repeat(USAGE)))
+    try:
+        found = decode_usual_ends(_OPENED + _BETWEEN.join(ends) + b"]")
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        found = []
+    if len(found) == len(ended):
+        return sum(map(_prompts, found)), sum(map(_completions, found))
+    prompts = completions = 0
+    for body, size, status in ended:
+        prompt, completion = counts_in(body)
+        if prompt is None and completion is None and 0 < status < 400:
+            prompt, completion = estimate_prompt(size), len(body) // BYTES_PER_TOKEN
+        prompts += prompt or 0
+        completions += completion or 0
+    return prompts, completions
+
+
+def tokens_of(exchange: Exchange) -> tuple[int, int]:
+    """Of the prompt and of the completion of one that is over. Guessed by the request's size, and
+    by the chunks of a stream or the bytes of another response."""
+    prompt, completion = counts_in(exchange.last_chunk)
+    if prompt is not None or completion is not None:
+        return prompt or 0, completion or 0
+    if not exchange.relayed or not 0 < exchange.status < 400:
+        return 0, 0  # no worker has computed anything for it
+    guessed = exchange.chunks if exchange.stream else exchange.bytes_out // BYTES_PER_TOKEN
+    return estimate_prompt(exchange.bytes_in), guessed
