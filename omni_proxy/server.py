@@ -316,6 +316,7 @@ class Server:
 
     async def run(self) -> int:
         _log.info("omni-proxy %s starts", __version__)
+        self.process_manager.tree_seed = self._tree_seed
         self.process_manager.watch_started(self.event_follower.repeat)
         self.data_plane.fleet.watch_health(log_health)
         async with trio.open_nursery() as root:

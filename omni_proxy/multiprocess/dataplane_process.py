@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import secrets
+import os
 import signal
 import socket
 import sys
@@ -41,12 +41,14 @@ from omni_proxy.multiprocess.ipc import (
     ListenCommand,
     ListenFailedEvent,
     LoadRow,
+    LoadTreesCommand,
     LogLinesEvent,
     ProcessCommand,
     ProcessEvent,
     ProcessStats,
     RequestFailedEvent,
     RequestSucceededEvent,
+    SaveTreesCommand,
     StartCommand,
     StateSnapshot,
 )
@@ -55,6 +57,7 @@ from omni_proxy.multiprocess.metrics_delta import MetricsDelta
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet, shared_ids
 from omni_proxy.multiprocess.shared_dataplane import SharedDataPlane
 from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters
+from omni_proxy.multiprocess.shared_memory.prefix_trees import load_trees, save_trees
 from omni_proxy.multiprocess.shared_memory.sessions import (
     SharedSessions,
     WorkerDirectory,
@@ -89,7 +92,6 @@ def main(argv: Sequence[str]) -> int:
         )
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    hash_with(secrets.randbits(64))
     trio.run(run, socket.socket(fileno=int(argv[0])))
     return 0
 
@@ -114,6 +116,7 @@ async def _serve(channel: IpcChannel[ProcessCommand], nursery: trio.Nursery) -> 
         for message in commands:
             if isinstance(message, StartCommand):
                 begin = message
+                hash_with(begin.tree_seed)
             elif process is None:
                 assert begin is not None
                 assert isinstance(message, StateSnapshot)
@@ -121,6 +124,8 @@ async def _serve(channel: IpcChannel[ProcessCommand], nursery: trio.Nursery) -> 
                 await nursery.start(process.run)
             elif isinstance(message, AbortCommand):
                 await process.abort(message)
+            elif isinstance(message, SaveTreesCommand | LoadTreesCommand):
+                await process.move_trees(message)
             else:
                 process.take(message)
             applied += 1
@@ -211,10 +216,24 @@ class DataPlaneProcess:
                 self._drain_started.set()
             case StartCommand():
                 raise AssertionError("a process gets StartCommand once")
+            case _:
+                raise AssertionError("it is awaited")
 
     async def abort(self, message: AbortCommand) -> None:
         findings = await self.dataplane.abort(message.target)
         self._send(AbortedEvent(message.number, findings))
+
+    async def move_trees(self, message: SaveTreesCommand | LoadTreesCommand) -> None:
+        try:
+            (descriptor,) = self._channel.take_descriptors()
+        except OSError as error:  # the descriptor limit
+            _log.warning("prefix_trees_left_out error=%r", error.strerror)
+            return
+        try:
+            saves = isinstance(message, SaveTreesCommand)
+            await (save_trees if saves else load_trees)(self.dataplane, descriptor)
+        finally:
+            os.close(descriptor)
 
     def _listen(self, count: int) -> None:
         try:

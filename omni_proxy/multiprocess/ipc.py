@@ -37,13 +37,15 @@ LENGTH_BYTES: Final = 4
 class StartCommand(Struct, frozen=True, tag=True):
     """The first command; the descriptors of shared counters, sessions and keys are attached.
 
-    `silent_secs`: without a message for so long, /ready of the process fails.
+    `silent_secs`: without a message for so long, /ready of the process fails. `tree_seed`: of the
+    hashes in prefix trees.
     """
 
     index: int
     admin_socket: str
     silent_secs: float
     proxy_id: str = ""
+    tree_seed: int = 0
 
 
 class VoiceListMessage(Struct, frozen=True):
@@ -126,6 +128,14 @@ class ClusterHintsEvent(Struct, frozen=True, tag=True):
     sessions: dict[bytes, int]
 
 
+class SaveTreesCommand(Struct, frozen=True, tag=True):
+    """Write the prefix trees to the attached file."""
+
+
+class LoadTreesCommand(Struct, frozen=True, tag=True):
+    """Go on with the prefix trees of the attached file."""
+
+
 class AbortCommand(Struct, frozen=True, tag=True):
     """Abort the matching requests that wait, and report where the others run (AbortedEvent)."""
 
@@ -148,6 +158,8 @@ ProcessCommand: TypeAlias = (
     | EngineLoadsCommand
     | KvChangesCommand
     | ClusterHintsCommand
+    | SaveTreesCommand
+    | LoadTreesCommand
     | AbortCommand
     | DrainCommand
 )

@@ -103,6 +103,7 @@ class ProcessManager:
         self._key_slots = KeySlots()
         self._fleet = fleet
         self.draining = False
+        self.tree_seed = 0  # of the hashes in prefix trees
         self.slots: dict[int, ProcessSlot] = {}  # by index
         self.worker_ids = WorkerIds(fleet, dataplane)
         self.exited_counts: Counter[str] = Counter()
@@ -396,9 +397,12 @@ class ProcessManager:
             )
             self.dataplane.use_sessions(self.session_tables[0])
             self.dataplane.balancer.response_owners = self.session_tables[1]
-        start = StartCommand(handle.index, self._admin_socket, SILENT_SECS, self.dataplane.proxy_id)
+        proxy_id = self.dataplane.proxy_id
+        start = StartCommand(
+            handle.index, self._admin_socket, SILENT_SECS, proxy_id, self.tree_seed
+        )
         counters = self.worker_ids.counters.descriptor, self.key_counters.descriptor
-        handle.send_start(start, *counters, *self._tables)
+        handle.send_files(start, *counters, *self._tables)
         self._publisher.send_all([handle])
         if rows := load_rows(self._fleet.targets(), self.worker_ids.ids):
             handle.send(EngineLoadsCommand(rows))

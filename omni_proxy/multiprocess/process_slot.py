@@ -28,7 +28,6 @@ from omni_proxy.multiprocess.ipc import (
     ProcessCommand,
     ProcessEvent,
     ProcessStats,
-    StartCommand,
     StateSnapshot,
 )
 
@@ -161,8 +160,9 @@ class ProcessHandle:
         descriptors = [sock.fileno() for sock in socks]
         return 0 if self.closed else self._channel.send(command, descriptors)
 
-    def send_start(self, start: StartCommand, *descriptors: int) -> None:
-        self._channel.send(start, descriptors)
+    def send_files(self, command: ProcessCommand, *descriptors: int) -> int:
+        """As `send`, with files or shared memory."""
+        return 0 if self.closed else self._channel.send(command, descriptors)
 
     async def wait_acknowledged(self, count: int) -> None:
         """Until `count` commands have taken effect there, or the process has ended."""

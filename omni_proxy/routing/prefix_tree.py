@@ -271,11 +271,9 @@ class PrefixTree(Generic[Holder]):
             self._newer[:], list(self._names),
         )  # fmt: skip
 
-    def restore(
-        self, names: Sequence[Holder | None], nodes: Iterable[tuple[int, bytes, int]]
-    ) -> None:
-        """Have the nodes of another tree; this one is new. `nodes`: the parent, as the number of an
-        earlier one (from 1 on) or ROOT, label and mask; the one that was used last comes first."""
+    def restore(self, names: Sequence[Holder | None]) -> None:
+        """Have the holders of another tree; this one is new, and nothing but `restore_nodes` is
+        called before all of its nodes are here."""
         for place, holder in enumerate(names):
             self._names.append(holder)
             if holder is None:
@@ -284,6 +282,10 @@ class PrefixTree(Generic[Holder]):
                 self._bits[holder], self._sizes[1 << place] = 1 << place, 0
                 self._live |= 1 << place
         self.membership += 1
+
+    def restore_nodes(self, nodes: Iterable[tuple[int, bytes, int]]) -> None:
+        """The next nodes: the parent, as the number of an earlier one (from 1 on) or ROOT, label
+        and mask; the one that was used last comes first."""
         older, newer = self._older, self._newer
         for parent, label, mask in nodes:
             node = self._grow(parent, label, mask)

@@ -37,7 +37,6 @@ from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
 from omni_proxy.upgrade.fleet_state import missing_workers, restore_workers
 from omni_proxy.upgrade.new_program import ENVIRONMENT
 from omni_proxy.upgrade.parts import ProgramParts
-from omni_proxy.upgrade.prefix_trees import UnreadableTree, decode_tree, restore_tree
 from omni_proxy.upgrade.state import (
     FORMATS,
     CommitMessage,
@@ -48,6 +47,7 @@ from omni_proxy.upgrade.state import (
     StateMessage,
     UnreadableMessage,
 )
+from omni_proxy.upgrade.tree_handover import load_all
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Incoming:
         self._stderr = stderr
         self._socks: list[socket.socket] = []
         self._replicas: list[HandedReplica] = []
-        self._trees = -1  # the descriptor
+        self._trees: dict[int, int] = {}  # descriptors by the indexes of processes
         self._gone = trio.Event()
 
     @classmethod
@@ -98,8 +98,10 @@ class Incoming:
         self.state = message.state
         record = self.state.listeners
         count = len(record.addresses) + len(record.slots)
-        if self.state.trees:
-            self._trees = descriptors.pop()
+        if self.state.tree_files:
+            start = len(descriptors) - len(self.state.tree_files)
+            self._trees = dict(zip(self.state.tree_files, descriptors[start:], strict=True))
+            del descriptors[start:]
         self._socks = [socket.socket(fileno=number) for number in descriptors[:count]]
         pairs = zip(descriptors[count::2], descriptors[count + 1 :: 2], strict=True)
         self._replicas = [
@@ -137,7 +139,7 @@ class Incoming:
         count = restore_workers(parts.fleet, self.state.workers)
         self._restore_sessions(parts.data_plane)
         self._restore_callers(parts.data_plane)
-        self._restore_trees(parts.data_plane)
+        await self._restore_trees(parts)
         self._open(parts.process_manager)
         for slot in list(parts.process_manager.slots.values()):
             while slot.handle is None or not slot.handle.accepts:  # noqa: ASYNC110
@@ -193,23 +195,12 @@ class Incoming:
             if taken is not None:
                 caller.restore(taken.requests, taken.tokens, time.monotonic())
 
-    def _restore_trees(self, data_plane: DataPlane) -> None:
-        """Those of policies that have one, too."""
-        if not self.state.trees:
-            return
-        targets = {target.url: target for target in data_plane.fleet.targets()}
-        with open(self._trees, "rb") as file:
-            file.seek(0)  # the writer has the same position
-            for record in self.state.trees:
-                data = file.read(record.size)
-                names = [targets.get(url) for url in record.holders]
-                tree = data_plane.policy_of(record.role).prefix_tree
-                if tree is None or tree.nodes:  # it has learned something already
-                    continue
-                try:
-                    restore_tree(tree, decode_tree(data, record.nodes, names))
-                except UnreadableTree as error:
-                    _log.warning("prefix_tree_unreadable pool=%s reason=%s", record.role, error)
+    async def _restore_trees(self, parts: ProgramParts) -> None:
+        try:
+            await load_all(parts, self._trees)
+        finally:
+            while self._trees:
+                os.close(self._trees.popitem()[1])
 
     def _restore_shared(self, parts: ProgramParts) -> None:
         """The sessions of several processes, where there are several again."""

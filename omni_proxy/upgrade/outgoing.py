@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -24,17 +24,13 @@ import trio
 from msgspec.structs import replace
 
 from omni_proxy import __version__
-from omni_proxy.config.fields import Role
 from omni_proxy.config.state import render_state
 from omni_proxy.fleet.cordons import CHANGING_CORDONS
-from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.policies.session_load import OwnSessions
 from omni_proxy.routing.policies.sticky import Sticky
-from omni_proxy.routing.prefix_tree import TreeColumns
 from omni_proxy.upgrade.fleet_state import worker_records
 from omni_proxy.upgrade.new_program import NewProgram, NewProgramFailed, new_program_argv
 from omni_proxy.upgrade.parts import ProgramParts
-from omni_proxy.upgrade.prefix_trees import encode_tree
 from omni_proxy.upgrade.state import (
     FORMATS,
     WITH_TREES,
@@ -46,8 +42,8 @@ from omni_proxy.upgrade.state import (
     ReadyMessage,
     StartedMessage,
     StateMessage,
-    TreeRecord,
 )
+from omni_proxy.upgrade.tree_handover import save_all
 
 _log = logging.getLogger(__name__)
 
@@ -263,17 +259,13 @@ class Outgoing:
     async def _with_trees(
         self, state: HandoverState, stack: ExitStack
     ) -> tuple[HandoverState, list[int]]:
-        """The state with the prefix trees as they are now, and their descriptor."""
-        policies = self._parts.data_plane.policies().items()
-        trees = {role: policy.prefix_tree for role, policy in policies}
-        columns = {role: tree.columns() for role, tree in trees.items() if tree and tree.nodes}
-        if not columns:
+        """The state with the prefix trees as they are now, and their descriptors."""
+        files = await save_all(self._parts, stack)
+        if not files:
             return state, []
-        descriptor = os.memfd_create("omni-proxy-trees", os.MFD_CLOEXEC)
-        stack.callback(os.close, descriptor)
-        records = await trio.to_thread.run_sync(_write_trees, descriptor, columns)
-        changed = replace(state, format=WITH_TREES, trees=records, tree_seed=self._parts.tree_seed)
-        return changed, [descriptor]
+        seed = self._parts.tree_seed
+        changed = replace(state, format=WITH_TREES, tree_files=tuple(files), tree_seed=seed)
+        return changed, list(files.values())
 
     async def _commit(self, new: NewProgram, ready: ReadyMessage, replicas: Sequence[int]) -> None:
         """The new program is ready, and takes over; `replicas`: the processes that it was given.
@@ -318,19 +310,6 @@ class Outgoing:
         for supervisor in self._parts.supervisors():
             if supervisor.name == "admin_api":
                 await supervisor.stop()
-
-
-def _write_trees(
-    descriptor: int, trees: Mapping[Role, TreeColumns[Worker]]
-) -> tuple[TreeRecord, ...]:
-    records: list[TreeRecord] = []
-    with open(descriptor, "wb", closefd=False) as file:
-        for role, columns in trees.items():
-            size = sum(map(file.write, encode_tree(columns)))
-            holders = tuple(holder.url if holder else "" for holder in columns.names)
-            nodes = len(columns.labels)
-            records.append(TreeRecord(role=role, nodes=nodes, size=size, holders=holders))
-    return tuple(records)
 
 
 def _listed(formats: Iterable[int]) -> str:

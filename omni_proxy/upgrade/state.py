@@ -2,7 +2,8 @@
 
 Invariant: what a reader does not know is ignored, and what is missing has a default, so a record
 may get further fields under the same number. A change that an older reader would misread needs
-another number: 2 has one more descriptor, of the prefix trees. Pure.
+another number: 3 has further descriptors, of files with prefix trees; 2 had another form of those.
+Pure.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from omni_proxy.fleet.health_state import HealthRecord
 from omni_proxy.launch.handed_replica import ReplicaRecord
 from omni_proxy.multiprocess.shared_memory.sessions import SharedRows
 
-FORMATS: Final = (1, 2)  # that this program reads and writes
-WITH_TREES: Final = 2
+FORMATS: Final = (1, 3)  # that this program reads and writes
+WITH_TREES: Final = 3
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -62,24 +63,14 @@ class CallerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tokens: RateRows = ()
 
 
-class TreeRecord(Struct, frozen=True, kw_only=True):
-    """The prefix tree of a pool's policy: how many nodes it has, how many bytes they take behind
-    those of the tree before, and whom each bit of a mask stands for (a URL; "" for nobody)."""
-
-    role: Role
-    nodes: int
-    size: int
-    holders: tuple[str, ...]
-
-
 class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Everything, at one moment. `format`: FORMATS[0], or WITH_TREES. `saved`: the text of a state
     file. `launch`: the [[launch]] entries of the command line. `replicas`: launched ones that run;
     of each come the descriptors of process and output, behind those of the sockets. `sessions`:
     key, URL of the worker or rank, and last use by CLOCK_MONOTONIC, oldest first; those of pools by
     role, and all of several processes as `shared_sessions`; `response_owners`: the workers of
-    stored responses alike. `callers`: by name. `trees`: their bytes are in the last descriptor;
-    `tree_seed`: of the hashes in them."""
+    stored responses alike. `callers`: by name. `tree_files`: the indexes of processes, 0 for the
+    main one, whose prefix trees are in the last descriptors; `tree_seed`: of the hashes in them."""
 
     format: int = FORMATS[0]
     version: str = ""
@@ -94,7 +85,7 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
     response_owners: tuple[tuple[str, str, float], ...] = ()
     shared_response_owners: SharedRows | None = None
     callers: dict[str, CallerRecord] = {}
-    trees: tuple[TreeRecord, ...] = ()
+    tree_files: tuple[int, ...] = ()
     tree_seed: int | None = None
 
 

@@ -62,7 +62,7 @@ class Control:
         self.handle.send(msgspec.structs.replace(known, **changes))
 
     async def begin(self, nursery) -> None:
-        self.handle.send_start(
+        self.handle.send_files(
             StartCommand(1, self.front, SILENT_SECS),
             self.counters.descriptor,
             self.key_counters.descriptor,

@@ -185,6 +185,31 @@ async def test_what_workers_have_cached_goes_along(tmp_path):
         assert "prefix_tree_unreadable" not in running.log
 
 
+async def test_every_process_goes_on_with_what_workers_have_cached(tmp_path):
+    more = 'processes = 2\n[routing]\npolicy = "cache_aware"\n'
+    async with upgradable(tmp_path, more, ("a", "b", "c")) as running:
+        running.client.headers["connection"] = "close"  # at any process, each time
+        others = (await running.get_json("/workers"))["workers"][1:]
+        for other in others:
+            await running.client.put(f"/workers/{other['worker_id']}", json={"disabled": True})
+        reported: dict = {}
+        while not all(tree_sizes(reported)):
+            await chat(running, PREFIX)  # until each process has had it
+            reported = await status(running)
+        for other in others:
+            await running.client.put(f"/workers/{other['worker_id']}", json={"disabled": False})
+        await running.until_routable(*running.fleet)
+        assert (await upgrade(running)).outcome == "done"
+        await running.until("/status", serving)
+        assert {await chat(running, f"{PREFIX} And {n}?") for n in range(12)} == {"a"}
+
+
+def tree_sizes(reported: dict) -> list[int]:
+    """Of both processes."""
+    rows = reported.get("data_plane", {}).get("processes", [{}])
+    return [row.get("policy", {}).get("tree_size", 0) for row in rows]
+
+
 @pytest.mark.parametrize("processes", ["", "processes = 2\n"], ids=["one", "several"])
 async def test_sessions_and_owners_of_stored_responses_go_along(tmp_path, processes):
     more = processes + "[routing]\nsticky_sessions = true\n"

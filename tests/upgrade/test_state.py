@@ -19,7 +19,6 @@ from omni_proxy.upgrade.state import (
     ReadyMessage,
     StartedMessage,
     StateMessage,
-    TreeRecord,
     UnreadableMessage,
     WorkerRecord,
     decode,
@@ -65,16 +64,7 @@ states = st.builds(
         st.sampled_from(["prefill", "decode"]),
         st.lists(st.tuples(names, names, st.floats(0, 1e9)), max_size=2).map(tuple),
     ),
-    trees=st.lists(
-        st.builds(
-            TreeRecord,
-            role=st.sampled_from(["regular", "prefill", "decode"]),
-            nodes=st.integers(0, 1 << 31),
-            size=st.integers(0, 1 << 40),
-            holders=st.lists(names, max_size=3).map(tuple),
-        ),
-        max_size=2,
-    ).map(tuple),
+    tree_files=st.lists(st.integers(0, 99), max_size=3).map(tuple),
     tree_seed=st.none() | st.integers(0, (1 << 64) - 1),
 )
 messages = (

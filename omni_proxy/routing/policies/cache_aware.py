@@ -196,6 +196,13 @@ class CacheAware(Policy):
     def prefix_tree(self) -> PrefixTree[Worker]:
         return self._tree
 
+    def adopt_tree(self, tree: PrefixTree[Worker]) -> None:
+        tree.max_size = self._rules.max_tree_size
+        self._tree = tree
+        self._feedback = CacheFeedback(tree, self._rules)
+        self._judged, self._small, self._among = ((), False, 0), ((), []), ((), -1, 0)
+        self._evicting |= tree.oversized
+
     def stats(self) -> dict[str, object]:
         tree = self._tree
         return {

@@ -101,6 +101,9 @@ class Policy(ABC):
         it."""
         return None
 
+    def adopt_tree(self, tree: PrefixTree[Worker]) -> None:  # noqa: B027
+        """That of a program before, in the place of the own one."""
+
     def stats(self) -> dict[str, object]:
         """JSON-able, for `policy` in GET /status."""
         return {}

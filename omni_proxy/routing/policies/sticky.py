@@ -192,6 +192,9 @@ class Sticky(Policy):
     def prefix_tree(self) -> PrefixTree[Worker] | None:
         return self.inner.prefix_tree
 
+    def adopt_tree(self, tree: PrefixTree[Worker]) -> None:
+        self.inner.adopt_tree(tree)
+
     def session_rows(self, most: int) -> list[SessionRow]:
         """For another program; none where the sessions are shared with other processes."""
         return self._sessions.rows(most) if isinstance(self._sessions, OwnSessions) else []

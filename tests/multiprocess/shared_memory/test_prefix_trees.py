@@ -1,18 +1,22 @@
 """A prefix tree goes from one program to the next as bytes."""
 
+import os
 from array import array
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.routing.prefix_tree import PrefixTree, TreeColumns
-from omni_proxy.upgrade.prefix_trees import (
+from omni_proxy.multiprocess.shared_memory.prefix_trees import (
     UnreadableTree,
     decode_tree,
     encode_tree,
+    read_trees,
     restore_tree,
+    tree_file,
+    write_trees,
 )
+from omni_proxy.routing.prefix_tree import PrefixTree, TreeColumns
 from tests.routing.test_prefix_tree import audit
 
 texts = st.text("ab", max_size=9).map(str.encode) | st.binary(max_size=12)
@@ -24,7 +28,7 @@ def copy_of(tree, size=1 << 20):
     columns = tree.columns()
     data = b"".join(encode_tree(columns))
     copy = PrefixTree(size)
-    restore_tree(copy, decode_tree(data, len(columns.labels), columns.names))
+    restore_tree(copy, decode_tree(data, len(columns.labels), columns.names), lambda: True)
     audit(copy)
     return copy
 
@@ -77,7 +81,7 @@ def test_what_is_no_tree_is_refused(data):
     parents, newer = array("I", data.draw(numbers)), array("I", data.draw(numbers))
     tree = PrefixTree(1 << 20)
     try:
-        restore_tree(tree, TreeColumns(labels, masks, parents, newer, ["x", None]))
+        restore_tree(tree, TreeColumns(labels, masks, parents, newer, ["x", None]), lambda: True)
     except UnreadableTree:
         assert not tree.nodes
         assert not tree.holders()
@@ -93,3 +97,63 @@ def test_bytes_that_were_cut_are_refused(size):
         decode_tree(data[:size], len(columns.labels), columns.names)
     with pytest.raises(UnreadableTree):
         decode_tree(data + b"x", len(columns.labels), columns.names)
+
+
+class Named:
+    def __init__(self, url):
+        self.url = url
+
+
+def through_file(trees, holders, go_on=lambda: True, cut=0):
+    """As another program reads them."""
+    file = tree_file()
+    try:
+        write_trees(file, {role: tree.columns() for role, tree in trees.items()})
+        os.ftruncate(file, os.fstat(file).st_size - cut)
+        return read_trees(file, holders, go_on)
+    finally:
+        os.close(file)
+
+
+def tree_of(*pairs):
+    tree = PrefixTree(1 << 20)
+    for text, holder in pairs:
+        tree.insert(text, holder)
+    return tree
+
+
+def test_a_file_has_the_trees_of_all_pools_without_holders_that_are_gone():
+    holders = {each.url: each for each in map(Named, ("http://one", "http://three"))}
+    first, second = Named("http://one"), Named("http://two")
+    trees = {
+        "regular": tree_of((b"abc", first), (b"abd", second)),
+        "prefill": tree_of((b"xyz", first)),
+    }
+    copies = through_file(trees, holders)
+    assert set(copies) == {"regular", "prefill"}
+    assert copies["regular"].depths(b"abc") == {holders["http://one"]: 3}
+    assert copies["regular"].depths(b"abd") == {holders["http://one"]: 2}
+    assert copies["prefill"].depths(b"xyzz") == {holders["http://one"]: 3}
+
+
+def test_of_a_file_that_takes_too_long_to_read_the_newest_are_kept():
+    worker = Named("http://one")
+    trees = {"regular": tree_of(*((b"%05d" % number, worker) for number in range(20_000)))}
+    turns = iter((True, False))
+    (copy,) = through_file(trees, {worker.url: worker}, lambda: next(turns)).values()
+    assert copy.match(b"19999")[0] == 5
+    assert copy.match(b"00000")[0] < 5
+    audit(copy)
+
+
+@pytest.mark.parametrize("cut", [1, 4, 40])
+def test_a_file_whose_writer_was_stopped_is_refused(cut):
+    worker = Named("http://one")
+    with pytest.raises(UnreadableTree):
+        through_file({"regular": tree_of((b"abc", worker))}, {}, cut=cut)
+
+
+def test_an_empty_file_has_no_tree():
+    file = tree_file()
+    assert read_trees(file, {}, lambda: True) == {}
+    os.close(file)

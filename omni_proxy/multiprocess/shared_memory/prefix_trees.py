@@ -1,0 +1,217 @@
+"""Prefix trees in a file in memory: how they get from one program into the next.
+
+    bytes of each tree | a TreeRecord for each, as JSON | length of those, 4 bytes
+
+Invariants: what is no tree is refused before anything of it is used; a file whose writer was
+stopped has no tree. All integers are in this machine's order: both programs run on it. Nothing here
+touches a tree that is in use for longer than `PrefixTree.columns` takes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Final, TypeVar
+
+import msgspec
+import trio
+from msgspec import Struct
+
+from omni_proxy.config.fields import Role
+from omni_proxy.dataplane.dataplane import DataPlane
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.prefix_tree import ROOT, PrefixTree, TreeColumns
+
+_log = logging.getLogger(__name__)
+
+Holder = TypeVar("Holder", bound=Hashable)
+
+SLICE: Final = 4096  # nodes in a piece of bytes, so that no piece takes long
+MOST_BYTES: Final = 256 << 20  # of a file
+RESTORE_SECS: Final = 4.0  # then what was used longest ago is left out
+_NUMBER: Final = array("I").itemsize
+_LENGTH: Final = 4  # bytes
+
+
+class UnreadableTree(Exception):
+    """The bytes or columns are of no tree."""
+
+
+class TreeRecord(Struct, frozen=True, kw_only=True):
+    """The prefix tree of a pool's policy: how many nodes it has, how many bytes they take behind
+    those of the tree before, and whom each bit of a mask stands for (a URL; "" for nobody)."""
+
+    role: Role
+    nodes: int
+    size: int
+    holders: tuple[str, ...]
+
+
+def tree_file() -> int:
+    """The descriptor of an empty file, to be closed by the caller. Raises OSError."""
+    return os.memfd_create("omni-proxy-trees", os.MFD_CLOEXEC)
+
+
+async def save_trees(data_plane: DataPlane, descriptor: int) -> None:
+    """The trees of all policies, as they are now, into an empty file."""
+    policies = data_plane.policies().items()
+    trees = {role: policy.prefix_tree for role, policy in policies}
+    columns = {role: tree.columns() for role, tree in trees.items() if tree and tree.nodes}
+    if columns:
+        await trio.to_thread.run_sync(write_trees, descriptor, columns)
+
+
+async def load_trees(data_plane: DataPlane, descriptor: int) -> None:
+    """What `save_trees` has written, for policies that have a tree, too; nothing that they know is
+    kept. Holders that are no workers here are left out."""
+    holders = {target.url: target for target in data_plane.fleet.targets()}
+    until = time.monotonic() + RESTORE_SECS
+    try:
+        trees = await trio.to_thread.run_sync(
+            read_trees, descriptor, holders, lambda: time.monotonic() < until
+        )
+    except UnreadableTree as error:
+        _log.warning("prefix_tree_unreadable reason=%s", error)
+        return
+    present = set(data_plane.fleet.targets())
+    for role, tree in trees.items():
+        for holder in tree.holders():
+            if holder not in present:  # it has left meanwhile
+                tree.forget(holder)
+        data_plane.policy_of(role).adopt_tree(tree)
+
+
+def write_trees(descriptor: int, trees: Mapping[Role, TreeColumns[Worker]]) -> None:
+    """Blocks. A tree with which the file would be larger than MOST_BYTES is left out."""
+    records: list[TreeRecord] = []
+    total = 0
+    with open(descriptor, "wb", closefd=False) as file:
+        for role, columns in trees.items():
+            size = _encoded_size(columns)
+            if total + size > MOST_BYTES:
+                _log.warning("prefix_tree_too_large pool=%s bytes=%d", role, size)
+                continue
+            file.writelines(encode_tree(columns))
+            total += size
+            holders = tuple(holder.url if holder else "" for holder in columns.names)
+            nodes = len(columns.labels)
+            records.append(TreeRecord(role=role, nodes=nodes, size=size, holders=holders))
+        text = msgspec.json.encode(records)
+        file.write(text + len(text).to_bytes(_LENGTH, "big"))
+
+
+def read_trees(
+    descriptor: int, holders: Mapping[str, Worker], go_on: Callable[[], bool]
+) -> dict[Role, PrefixTree[Worker]]:
+    """New trees by role; an empty file has none. Blocks. Where `go_on()` is false what was used
+    longest ago is left out. Raises UnreadableTree."""
+    data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+    if not data:
+        return {}
+    end = len(data) - _LENGTH
+    start = end - int.from_bytes(data[max(end, 0) :], "big")
+    if start < 0:
+        raise UnreadableTree("its end is missing")
+    try:
+        records = msgspec.json.decode(data[start:end], type=tuple[TreeRecord, ...])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UnreadableTree(str(error)) from None
+    trees: dict[Role, PrefixTree[Worker]] = {}
+    at = 0
+    for record in records:
+        names = [holders.get(url) for url in record.holders]
+        columns = decode_tree(data[at : at + record.size], record.nodes, names)
+        tree = trees[record.role] = PrefixTree(MOST_BYTES)
+        restore_tree(tree, columns, go_on)
+        at += record.size
+    return trees
+
+
+def restore_tree(
+    tree: PrefixTree[Holder], columns: TreeColumns[Holder], go_on: Callable[[], bool]
+) -> None:
+    """`tree` is new. Raises UnreadableTree before anything is in it."""
+    nodes = _nodes(columns)
+    tree.restore(columns.names)
+    for start in range(0, len(nodes), SLICE):
+        if not go_on():
+            break
+        tree.restore_nodes(nodes[start : start + SLICE])
+
+
+def _encoded_size(columns: TreeColumns[Holder]) -> int:
+    nodes = len(columns.labels)
+    return nodes * (3 * _NUMBER + _mask_bytes(columns.names)) + sum(map(len, columns.labels))
+
+
+def encode_tree(columns: TreeColumns[Holder]) -> Iterator[bytes]:
+    """Without the names, in pieces."""
+    labels, masks = columns.labels, columns.masks
+    width = _mask_bytes(columns.names)
+    for start in range(0, len(labels), SLICE):
+        yield array("I", map(len, labels[start : start + SLICE])).tobytes()
+    for piece in (columns.parents, columns.newer):
+        yield piece.tobytes()
+    for start in range(0, len(masks), SLICE):
+        yield b"".join([mask.to_bytes(width, "big") for mask in masks[start : start + SLICE]])
+    for start in range(0, len(labels), SLICE):
+        yield b"".join(labels[start : start + SLICE])
+
+
+def decode_tree(data: bytes, nodes: int, names: Sequence[Holder | None]) -> TreeColumns[Holder]:
+    """What `encode_tree` wrote of so many nodes. Raises UnreadableTree."""
+    width = _mask_bytes(names)
+    ends = [nodes * _NUMBER * count for count in range(4)]
+    ends.append(ends[-1] + nodes * width)
+    if ends[-1] > len(data):
+        raise UnreadableTree(f"{len(data)} bytes are too few for {nodes} nodes")
+    lengths, parents, newer = (array("I", data[a:b]) for a, b in pairwise(ends[:4]))
+    held = data[ends[3] : ends[4]]
+    cuts = list(accumulate(lengths, initial=ends[4]))
+    if cuts[-1] != len(data):
+        raise UnreadableTree(f"labels end at byte {cuts[-1]} of {len(data)}")
+    labels = [data[start:end] for start, end in pairwise(cuts)]
+    starts = range(0, nodes * width, width) if width else ()
+    masks = [int.from_bytes(held[start : start + width], "big") for start in starts]
+    return TreeColumns(labels, masks or [0] * nodes, parents, newer, list(names))
+
+
+def _mask_bytes(names: Sequence[object]) -> int:
+    return (len(names) + 7) // 8
+
+
+def _nodes(columns: TreeColumns[Holder]) -> list[tuple[int, bytes, int]]:
+    """As `PrefixTree.restore` takes them, without those that nobody holds."""
+    labels, masks, parents, newer, names = columns
+    count, known = len(labels), 1 << len(names)
+    if not count == len(masks) == len(parents) == len(newer) or not count:
+        raise UnreadableTree("columns of different lengths")
+    order: list[int] = []
+    node, passed = newer[ROOT], bytearray(count)
+    while node != ROOT:
+        if node >= count or passed[node] or not labels[node] or masks[node] >= known:
+            raise UnreadableTree(f"node {node} is in no tree")
+        passed[node] = 1
+        order.append(node)
+        node = newer[node]
+    nodes: list[tuple[int, bytes, int]] = []
+    numbers, kept = [-1] * count, [0] * count
+    numbers[ROOT], kept[ROOT] = ROOT, known - 1
+    edges: set[tuple[int, int]] = set()
+    for node in reversed(order):
+        parent, label = parents[node], labels[node]
+        if parent >= count or numbers[parent] < 0:
+            raise UnreadableTree(f"node {node} was used later than its parent")
+        if (parent, label[0]) in edges:
+            raise UnreadableTree(f"node {node} begins as another child of its parent")
+        edges.add((parent, label[0]))
+        numbers[node] = 0
+        mask = kept[node] = masks[node] & kept[parent]
+        if mask:
+            nodes.append((numbers[parent], label, mask))
+            numbers[node] = len(nodes)
+    return nodes
