@@ -283,14 +283,14 @@ def _remarks(
     if feed.watchdog.stalls:
         yield describe_stalls(feed.watchdog, parse_time(feed.at))
     for row in ordered:
-        if _needs_a_look(row, verdicts[row.id]):
+        if _needs_attention(row, verdicts[row.id]):
             yield f"{printable(row.name)} {verdicts[row.id].problem}"
     waiting = feed.admission.waiting
     if waiting and not any(row.routable and row.paused is None for row in feed.fleet):
         yield f"{waiting} requests wait for an available worker"
 
 
-def _needs_a_look(row: FleetRow, verdict: Diagnosis) -> bool:
+def _needs_attention(row: FleetRow, verdict: Diagnosis) -> bool:
     if verdict.state == "PAUSED":  # printed above, once for all
         return False
     return verdict.kind not in (WELL, LEAVING) or (

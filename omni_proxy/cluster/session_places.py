@@ -73,7 +73,7 @@ class PlacedSessions:
             for digest, target in sessions.items()
         )
 
-    def hear(self, rows: Mapping[int, bytes]) -> dict[bytes, int]:
+    def receive(self, rows: Mapping[int, bytes]) -> dict[bytes, int]:
         """Where sessions are that no later placement is known of."""
         found = {}
         for target, packed in rows.items():

@@ -54,12 +54,12 @@ class CutOffHold:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read, lease_secs)
                 while True:
-                    self._look(lease_secs)
+                    self._check(lease_secs)
                     await trio.sleep(lease_secs / LOOKS)
         finally:
             self._release()
 
-    def _look(self, lease_secs: float) -> None:
+    def _check(self, lease_secs: float) -> None:
         left = self._lease_left()
         if left is None or left > lease_secs / 2:
             self._labels = {worker: worker.version.label for worker in self._fleet.workers}
@@ -90,7 +90,7 @@ class CutOffHold:
                         self._seen_at[worker] = now
                     else:
                         self._seen_at.pop(worker, None)
-                self._look(lease_secs)
+                self._check(lease_secs)
             await trio.sleep(min(READ_SECS, lease_secs / LOOKS))
 
     def _release(self) -> None:

@@ -183,7 +183,7 @@ class ClusterMember:
             changed = self._changed
             if self.enabled:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._be_member)
+                    nursery.start_soon(self._run_membership)
                     await changed.wait()
                     nursery.cancel_scope.cancel()
             else:
@@ -213,7 +213,7 @@ class ClusterMember:
             self._changed.set()
             self._changed = trio.Event()
 
-    async def _be_member(self) -> None:
+    async def _run_membership(self) -> None:
         """With the present table, until cancelled."""
         self.name = f"{self.table.node or self._node_name()}/{secrets.token_hex(4)}"
         self._load = load = SharedLoad(self._fleet, self._view, self.name)

@@ -86,7 +86,7 @@ class Members:
         _, key = await connection.call(("SET", name, self._key, "NX"), ("GET", name))
         self._key = bytes(key) if key else self._key
         self._connection = connection
-        await self.look(connection)
+        await self.refresh(connection)
 
     def disconnect(self) -> None:
         self._connection = None
@@ -116,7 +116,7 @@ class Members:
         self._outcomes.pop(member, None)
         self._silent_since.pop(member, None)
 
-    async def look(self, connection: RedisConnection) -> set[str]:
+    async def refresh(self, connection: RedisConnection) -> set[str]:
         """The others whose leases hold. Raises StoreError."""
         own, cluster = self._names()
         found, addresses = await connection.call(
@@ -142,7 +142,7 @@ class Members:
         """Those that have to acknowledge. Raises StoreError."""
         if self._connection is None:
             raise StoreError("it is not connected")
-        live = await self.look(self._connection)
+        live = await self.refresh(self._connection)
         silent = {name for name, outcome in self._outcomes.items() if outcome == "silent"}
         return live | (set(self.unseen) - silent)
 
@@ -155,7 +155,7 @@ class Members:
             if self._connection is not None and (message or now - looked_at > LOOK_SECS):
                 looked_at = now
                 with suppress(StoreError), trio.move_on_after(CALL_SECS):
-                    await self.look(self._connection)
+                    await self.refresh(self._connection)
             if message is None:
                 self._outcomes.clear()
                 continue

@@ -52,7 +52,7 @@ class ProxyLoad:
     def hints(self) -> ClusterHints:
         return self._manager.dataplane.cluster_hints
 
-    def hear_prefixes(self, hashes: dict[int, bytes]) -> None:
+    def receive_prefixes(self, hashes: dict[int, bytes]) -> None:
         self.hints.prefixes.add(hashes)
         for handle in self._manager.handles:
             handle.send(ClusterHintsCommand(hashes))
@@ -60,7 +60,7 @@ class ProxyLoad:
     def spread_prefixes(self, hashes: dict[int, bytes]) -> None:
         """Of one of its processes, to all of them."""
         if self._manager.slots:
-            self.hear_prefixes(hashes)
+            self.receive_prefixes(hashes)
 
     def place_sessions(self, sessions: Mapping[bytes, int]) -> None:
         dataplane = self._manager.dataplane

@@ -33,7 +33,7 @@ class HintsView(Protocol):
 
     @property
     def hints(self) -> ClusterHints: ...
-    def hear_prefixes(self, hashes: dict[int, bytes]) -> None: ...
+    def receive_prefixes(self, hashes: dict[int, bytes]) -> None: ...
     def spread_prefixes(self, hashes: dict[int, bytes]) -> None: ...
     def place_sessions(self, sessions: Mapping[bytes, int]) -> None: ...
     def confirm_sessions(self, sessions: Mapping[bytes, int]) -> None: ...
@@ -79,10 +79,10 @@ class SharedHints:
     def take(self, message: PrefixesMessage | SessionsMessage | ForgottenMessage) -> None:
         match message:
             case PrefixesMessage(_, hashes) if self._shares("prefixes"):
-                self._view.hear_prefixes(hashes)
+                self._view.receive_prefixes(hashes)
             case SessionsMessage(_, rows) if self._shares("sessions"):
                 self._stamp()  # what was placed here before this was heard is older than it
-                self._view.place_sessions(self._placed.hear(rows))
+                self._view.place_sessions(self._placed.receive(rows))
             case ForgottenMessage(_, urls) if self._shares("prefixes"):
                 self._forget(urls)
 

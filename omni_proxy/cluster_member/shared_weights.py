@@ -144,7 +144,7 @@ class SharedWeights:
     async def release(self) -> None:
         """An operation is over: everybody gets to know how it ended. Never raises."""
         if not self.is_holder:
-            self._doubt_own_result()
+            self._mark_own_result_unverified()
             return
         try:
             busy = self._keeps_lease
@@ -239,7 +239,7 @@ class SharedWeights:
             self._lost_lease = ""
             await self._give_back(connection)
 
-    def _doubt_own_result(self) -> None:
+    def _mark_own_result_unverified(self) -> None:
         """Another proxy had the lease before this operation was over: both may have changed the
         same workers."""
         operation, state = self._operations.queue.current, self.followed.state

@@ -78,8 +78,8 @@ class _Reporter:
         if error and self._reported_errors.get(url) != error:
             self._reported_errors[url] = error
             may_retry = self.any_was_ready or url not in self.failed
-            outlook = _outlook(replica, may_retry=may_retry)
-            self._print_line(f"replica {url} is not ready: {error}; {outlook}")
+            note = _retry_note(replica, may_retry=may_retry)
+            self._print_line(f"replica {url} is not ready: {error}; {note}")
 
 
 def _has_failed(replica: ReplicaStatus) -> bool:
@@ -95,6 +95,6 @@ def _is_given_up(replica: ReplicaStatus) -> bool:
     return replica["state"] == "stopped" and bool(replica["last_error"])
 
 
-def _outlook(replica: ReplicaStatus, *, may_retry: bool) -> str:
+def _retry_note(replica: ReplicaStatus, *, may_retry: bool) -> str:
     retried = may_retry and not _is_given_up(replica)
     return "it is tried again" if retried else "it is not tried again"

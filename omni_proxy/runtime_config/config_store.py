@@ -59,7 +59,7 @@ Edit = Callable[[SavedState, Config], SavedState]
 class Predecessor(Protocol):
     """A program that still serves requests that came before an upgrade."""
 
-    def hurry(self) -> None:
+    def close_idle_connections(self) -> None:
         """Close connections that are idle."""
 
     async def wait_gone(self) -> None:
@@ -218,7 +218,7 @@ class ConfigStore:
         """Until the program before an upgrade serves no request any more: those know nothing of an
         operation on weights here, so none may run while there are any."""
         if self.predecessor is not None:
-            self.predecessor.hurry()
+            self.predecessor.close_idle_connections()
             await self.predecessor.wait_gone()
             self.predecessor = None
 

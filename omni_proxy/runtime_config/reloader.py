@@ -78,7 +78,7 @@ class Reloader:
                     )  # fmt: skip
             for _ in range(POLLS_PER_WATCH):
                 await trio.sleep(POLL_MILLIS / 1000)
-                await self._look(file)
+                await self._check(file)
 
     async def _watch_folder(self, file: Path) -> None:
         stop = trio.Event()
@@ -93,11 +93,11 @@ class Reloader:
                 rust_timeout=POLL_MILLIS,
                 yield_on_timeout=True,
             ):
-                await self._look(file)
+                await self._check(file)
         finally:
             stop.set()  # otherwise its thread runs on for seconds
 
-    async def _look(self, file: Path) -> None:
+    async def _check(self, file: Path) -> None:
         if file_signature(file) != self._signature:
             self._signature = await self._wait_settled(file)
             self.request_reload("file")

@@ -39,9 +39,9 @@ from omni_proxy.upgrade.new_program import ENVIRONMENT
 from omni_proxy.upgrade.parts import ProgramParts
 from omni_proxy.upgrade.state import (
     FORMATS,
+    CloseIdleMessage,
     CommitMessage,
     HandoverState,
-    HurryMessage,
     ReadyMessage,
     StartedMessage,
     StateMessage,
@@ -230,10 +230,10 @@ class Incoming:
         _log.info("upgrade_predecessor_ended")
         self._gone.set()
 
-    def hurry(self) -> None:
+    def close_idle_connections(self) -> None:
         """Have the program before close its idle connections."""
         try:
-            self._channel.send(HurryMessage())
+            self._channel.send(CloseIdleMessage())
         except ChannelClosed:
             return  # it is gone
 

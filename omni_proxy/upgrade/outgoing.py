@@ -35,9 +35,9 @@ from omni_proxy.upgrade.state import (
     FORMATS,
     WITH_TREES,
     CallerRecord,
+    CloseIdleMessage,
     CommitMessage,
     HandoverState,
-    HurryMessage,
     ListenerRecord,
     ReadyMessage,
     StartedMessage,
@@ -298,7 +298,7 @@ class Outgoing:
         successor = self._successor
         while successor is not None:
             try:
-                await successor.receive(HurryMessage)
+                await successor.receive(CloseIdleMessage)
             except NewProgramFailed:
                 return
             self._parts.process_manager.begin_drain()

@@ -113,11 +113,11 @@ class CommitMessage(Struct, frozen=True, tag="commit", tag_field="kind"):
     """From here on the new program is the one that changes things."""
 
 
-class HurryMessage(Struct, frozen=True, tag="hurry", tag_field="kind"):
+class CloseIdleMessage(Struct, frozen=True, tag="hurry", tag_field="kind"):
     """From the new program: close idle connections now."""
 
 
-Message: TypeAlias = StartedMessage | StateMessage | ReadyMessage | CommitMessage | HurryMessage
+Message: TypeAlias = StartedMessage | StateMessage | ReadyMessage | CommitMessage | CloseIdleMessage
 
 _encoder: Final = msgspec.json.Encoder()
 _decoder: Final[msgspec.json.Decoder[Message]] = msgspec.json.Decoder(Message)

@@ -99,7 +99,7 @@ class Steps(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.heard) < 2)
     @rule(kind=KINDS)
-    def hear(self, kind):
+    def receive(self, kind):
         url = f"http://{len(self.heard)}"
         status, body, error = ANSWER_OF[kind]
         self.operation.on_result(WorkerResult(url, status, body, error))

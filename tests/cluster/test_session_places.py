@@ -18,30 +18,30 @@ S, T = session_digest("s"), session_digest("t")
 def test_of_two_placements_at_once_both_proxies_have_the_later_one():
     one, two = PlacedSessions(), PlacedSessions()
     from_one, from_two = one.place({S: 1}, 1000), two.place({S: 2}, 1001)
-    assert one.hear(from_two) == {S: 2}
-    assert two.hear(from_one) == {}
+    assert one.receive(from_two) == {S: 2}
+    assert two.receive(from_one) == {}
 
 
 def test_a_placement_that_knows_of_another_one_follows_it_whatever_the_clocks_say():
     one, two = PlacedSessions(), PlacedSessions()
-    two.hear(one.place({S: 1}, 2000))
-    assert one.hear(two.place({S: 2}, 1000)) == {S: 2}
+    two.receive(one.place({S: 1}, 2000))
+    assert one.receive(two.place({S: 2}, 1000)) == {S: 2}
 
 
 def test_a_session_that_is_used_still_is_heard_of_again_and_moves_nothing():
     one, two = PlacedSessions(), PlacedSessions()
-    two.hear(one.place({S: 1}, 1000))
+    two.receive(one.place({S: 1}, 1000))
     moved = two.place({S: 2}, 1500)
-    assert two.hear(one.place({S: 1}, 2000)) == {}
-    assert one.hear(moved) == {S: 2}
-    assert two.hear(one.place({S: 2}, 3000)) == {S: 2}  # so that it does not expire there
+    assert two.receive(one.place({S: 1}, 2000)) == {}
+    assert one.receive(moved) == {S: 2}
+    assert two.receive(one.place({S: 2}, 3000)) == {S: 2}  # so that it does not expire there
 
 
 def test_a_joining_proxy_gets_all_that_are_not_finished():
     one, two = PlacedSessions(), PlacedSessions()
     one.place({S: 1, T: 2}, 1000)
     one.place({T: FINISHED}, 1001)
-    assert two.hear(one.newest()) == {S: 1}
+    assert two.receive(one.newest()) == {S: 1}
 
 
 def test_tables_are_bounded(monkeypatch):
@@ -72,10 +72,10 @@ def test_proxies_agree_when_each_has_heard_all(steps, order):
     for proxy, messages in zip(proxies, sent, strict=True):
         order.shuffle(messages)
         for rows in messages:
-            proxy.hear(rows)
+            proxy.receive(rows)
     first, second, third = (dict(proxy._known) for proxy in proxies)
     assert first == second == third
 
 
 def test_rows_of_another_length_are_ignored():
-    assert PlacedSessions().hear({1: b"x" * (ROW_BYTES - 1)}) == {}
+    assert PlacedSessions().receive({1: b"x" * (ROW_BYTES - 1)}) == {}

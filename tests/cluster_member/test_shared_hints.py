@@ -34,7 +34,7 @@ class Proxy:
         self.hints = self.dataplane.cluster_hints
         self.shared = SharedHints(self.fleet, self, lambda: self.now, lambda: table)
 
-    def hear_prefixes(self, hashes):
+    def receive_prefixes(self, hashes):
         self.hints.prefixes.add(hashes)
 
     def spread_prefixes(self, hashes):

@@ -22,7 +22,7 @@ class Naive:
         self.unanswered = 0  # failed requests without a good answer in between
         self.owes = self.trying = False
 
-    def hear(self, event):
+    def receive(self, event):
         if event == "revived":
             state = Health.UNKNOWN if self.state is Health.DEAD else self.state
             self.__init__(self.thresholds)
@@ -127,7 +127,7 @@ class HealthLife(RuleBasedStateMachine):
         self.before = self.machine.state, self.machine.epoch, self.machine.since
         self.now += timedelta(seconds=1)
         self.last = event
-        self.naive.hear(event)
+        self.naive.receive(event)
         return self.now
 
     @rule()

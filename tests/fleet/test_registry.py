@@ -31,10 +31,10 @@ class FleetLife(RuleBasedStateMachine):
         self.owing = set()  # who was ejected and has not made it good
         self.trying = {}  # the trial that runs, by URL
         self.notified = 0  # calls of the watcher
-        self.fleet.watch(self.hear)
+        self.fleet.watch(self.receive)
         self.reported = {}  # the role that its engine reported, by URL
 
-    def hear(self):
+    def receive(self):
         self.notified += 1
 
     def some(self, data):
@@ -239,7 +239,7 @@ def test_models_that_clients_name_do_not_fill_the_memory():
     assert len(fleet._candidates) <= CANDIDATE_LISTS
 
 
-def test_watchers_hear_of_health_once_per_change():
+def test_watchers_are_called_once_per_change_of_health():
     fleet = fleet_of(entry("a"), healthy=False)
     heard = []
     fleet.watch(lambda: heard.append(fleet.workers[0].health.state))

@@ -52,7 +52,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.unread[process] = []
 
     @invariant()
-    def at_most_one_believes_that_it_holds_the_lease(self):
+    def at_most_one_holds_the_lease(self):
         assert sum(self.believed.values()) <= 1
 
 

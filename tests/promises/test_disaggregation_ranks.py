@@ -41,7 +41,7 @@ def none_held(fleet):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
-async def test_both_engines_hear_their_rank_and_decode_that_of_prefill(monkeypatch, path):
+async def test_both_engines_get_their_rank_and_decode_that_of_prefill(monkeypatch, path):
     async with ranked_fleet(monkeypatch, "sglang") as (fleet, client):
         for _ in range(6):
             body = {"text": "a", "messages": []}
@@ -114,7 +114,7 @@ async def test_a_key_for_decode_alone_that_is_there_twice_reaches_no_engine(monk
         await eventually(lambda: none_held(fleet))
 
 
-async def test_vllm_engines_hear_their_ranks_by_header(monkeypatch):
+async def test_vllm_engines_get_their_ranks_by_header(monkeypatch):
     async with ranked_fleet(monkeypatch, "nixl") as (fleet, client):
         for _ in range(6):
             assert (await ask(client, {"messages": []})).status == 200

@@ -177,7 +177,7 @@ def test_fetches_side_by_side_download_once(index, cache):
         assert others_wait.wait(30)
         index.download(requirement, folder)
 
-    def hear(text: str) -> None:
+    def receive(text: str) -> None:
         reported.append(text)
         others_wait.set()
 
@@ -185,7 +185,7 @@ def test_fetches_side_by_side_download_once(index, cache):
     first = threading.Thread(target=lambda: found.append(fetch(MODEL, cache, str, slow)))
     first.start()
     assert in_download.wait(30)
-    found.append(fetch(MODEL, cache, hear, index.download))
+    found.append(fetch(MODEL, cache, receive, index.download))
     first.join()
     assert index.downloads == 1
     assert "waiting for another fetch" in reported[0]

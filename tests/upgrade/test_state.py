@@ -12,9 +12,9 @@ from omni_proxy.fleet.health_state import Health, HealthRecord
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.upgrade.fleet_state import missing_workers, restore_workers, worker_records
 from omni_proxy.upgrade.state import (
+    CloseIdleMessage,
     CommitMessage,
     HandoverState,
-    HurryMessage,
     ListenerRecord,
     ReadyMessage,
     StartedMessage,
@@ -72,7 +72,7 @@ messages = (
     | st.builds(StartedMessage, st.lists(st.integers(), max_size=3).map(tuple), names)
     | st.builds(ReadyMessage, st.integers(1, 1 << 22), names)
     | st.just(CommitMessage())
-    | st.just(HurryMessage())
+    | st.just(CloseIdleMessage())
 )
 
 

@@ -44,7 +44,7 @@ def test_append_adds_the_own_hop_if_there_is_none():
     ).lines  # fmt: skip
 
 
-def test_append_believes_the_one_before_us():
+def test_append_trusts_the_proxy_before_us():
     reported = prepared(ForwardedHeaders("append"), request(*CLAIMS, b"Via: 1.1 balancer"))
     assert fields_of(reported.lines) == [*CLAIMS, b"Via: 1.1 balancer", b"via: 1.1 omni-proxy"]
 

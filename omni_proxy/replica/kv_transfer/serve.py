@@ -47,7 +47,7 @@ HTTP_START: Final = b"GET "
 
 
 @dataclass(slots=True, eq=False)
-class _Meeting:
+class _Rendezvous:
     """One key: its prefill request, its connection, or both."""
 
     leg: Leg | None = None
@@ -71,7 +71,7 @@ class TransferServer:
         self._table = table
         self._engine_id = engine_id
         self._post = post
-        self._meetings: dict[str, _Meeting] = {}
+        self._rendezvous: dict[str, _Rendezvous] = {}
         self._lease_added = trio.Event()
         self._nursery: trio.Nursery | None = None
 
@@ -103,50 +103,50 @@ class TransferServer:
 
     def announce(self, leg: Leg) -> None:
         """A prefill request is here; a leg that waits fails if nobody connects in time."""
-        meeting = self._meetings.setdefault(leg.key, _Meeting())
-        meeting.leg = leg
-        meeting.notify()
-        if leg.waits and not meeting.connected and self._nursery is not None:
-            self._nursery.start_soon(self._await_decode, meeting, leg)
+        rendezvous = self._rendezvous.setdefault(leg.key, _Rendezvous())
+        rendezvous.leg = leg
+        rendezvous.notify()
+        if leg.waits and not rendezvous.connected and self._nursery is not None:
+            self._nursery.start_soon(self._await_decode, rendezvous, leg)
 
     def hand_over(self, leg: Leg, export: Export) -> None:
         """The KV of an announced leg is computed."""
-        meeting = self._meetings.get(leg.key)
-        if meeting is not None and meeting.leg is leg:
-            meeting.export = export
-            meeting.notify()
+        rendezvous = self._rendezvous.get(leg.key)
+        if rendezvous is not None and rendezvous.leg is leg:
+            rendezvous.export = export
+            rendezvous.notify()
 
     def kept(self, key: str) -> None:
         """The table has a new entry."""
         self._lease_added.set()
-        meeting = self._meetings.get(key)
-        if meeting is not None:
-            meeting.notify()
-            if not meeting.connected:
-                self._forget(key, meeting)
+        rendezvous = self._rendezvous.get(key)
+        if rendezvous is not None:
+            rendezvous.notify()
+            if not rendezvous.connected:
+                self._drop(key, rendezvous)
 
     def withdraw(self, leg: Leg, reason: str) -> None:
         """The prefill request has ended without a KV; its decode leg is refused."""
-        meeting = self._meetings.get(leg.key)
-        if meeting is not None and meeting.leg is leg:
-            meeting.leg, meeting.export, meeting.failure = None, None, reason
-            meeting.notify()
-            self._forget(leg.key, meeting)
+        rendezvous = self._rendezvous.get(leg.key)
+        if rendezvous is not None and rendezvous.leg is leg:
+            rendezvous.leg, rendezvous.export, rendezvous.failure = None, None, reason
+            rendezvous.notify()
+            self._drop(leg.key, rendezvous)
 
-    async def _await_decode(self, meeting: _Meeting, leg: Leg) -> None:
+    async def _await_decode(self, rendezvous: _Rendezvous, leg: Leg) -> None:
         secs = self._settings.wait_secs
         with trio.move_on_after(secs):
-            while not meeting.connected and meeting.leg is leg:
-                await meeting.changed.wait()
+            while not rendezvous.connected and rendezvous.leg is leg:
+                await rendezvous.changed.wait()
             return
-        if meeting.leg is leg and not meeting.connected:
-            self._forget(leg.key, meeting)
+        if rendezvous.leg is leg and not rendezvous.connected:
+            self._drop(leg.key, rendezvous)
             reason = f"no decode replica connected for {leg.key} within {secs:g} s"
             self._post(LegFailed(leg, reason))
 
-    def _forget(self, key: str, meeting: _Meeting) -> None:
-        if self._meetings.get(key) is meeting:
-            del self._meetings[key]
+    def _drop(self, key: str, rendezvous: _Rendezvous) -> None:
+        if self._rendezvous.get(key) is rendezvous:
+            del self._rendezvous[key]
 
     async def _expire_kept(self) -> None:
         while True:
@@ -202,15 +202,15 @@ class TransferServer:
         if hello.key.startswith(kept_key("")):
             await self._send_kept(stream, hello, self._claim(hello.key))
             return
-        meeting = self._meetings.setdefault(hello.key, _Meeting())
-        if meeting.connected:
+        rendezvous = self._rendezvous.setdefault(hello.key, _Rendezvous())
+        if rendezvous.connected:
             raise TransferFailed(f"{hello.key} is in use by another decode request")
-        meeting.connected = True
-        meeting.notify()
+        rendezvous.connected = True
+        rendezvous.notify()
         try:
-            await self._meet(stream, hello, meeting)
+            await self._offer(stream, hello, rendezvous)
         finally:
-            self._forget(hello.key, meeting)
+            self._drop(hello.key, rendezvous)
 
     def _claim(self, key: str) -> Export:
         try:
@@ -226,63 +226,71 @@ class TransferServer:
         finally:
             self._table.release(hello.key, reason)
 
-    async def _meet(self, stream: FrameStream, hello: Hello, meeting: _Meeting) -> None:
+    async def _offer(self, stream: FrameStream, hello: Hello, rendezvous: _Rendezvous) -> None:
         """Wait for the prefill request and its KV, then send it; each tells the other its end."""
         leg: Leg | None = None
         reason = "the transfer was cancelled"
         try:
-            leg = await self._await_leg(stream, hello, meeting)
+            leg = await self._await_leg(stream, hello, rendezvous)
             if leg is not None and leg.waits:
-                export = await self._await_export(stream, meeting)
+                export = await self._await_export(stream, rendezvous)
                 await self._send(stream, hello, export)
             else:
-                await self._send_kept(stream, hello, await self._await_kept(stream, hello, meeting))
+                await self._send_kept(
+                    stream, hello, await self._await_kept(stream, hello, rendezvous)
+                )
             reason = ""
         except (TransferFailed, WireError) as error:
             reason = str(error)
             raise
         finally:
-            if leg is not None and leg.waits and meeting.leg is leg:
+            if leg is not None and leg.waits and rendezvous.leg is leg:
                 ended = LegFailed(leg, reason) if reason else LegDone(leg)
                 self._post(ended)
 
-    async def _await_leg(self, stream: FrameStream, hello: Hello, meeting: _Meeting) -> Leg | None:
+    async def _await_leg(
+        self, stream: FrameStream, hello: Hello, rendezvous: _Rendezvous
+    ) -> Leg | None:
         """The prefill request; None if it has ended and left its KV. Raises TransferFailed."""
         key, secs = hello.key, self._settings.wait_secs
         with trio.move_on_after(secs):
             await self._wait_for(
                 stream,
-                meeting,
-                lambda: bool(meeting.leg or key in self._table or self._table.gone(key)),
+                rendezvous,
+                lambda: bool(rendezvous.leg or key in self._table or self._table.gone(key)),
             )
-        leg = meeting.leg
+        leg = rendezvous.leg
         if leg is None and key not in self._table:
             gone = self._table.gone(key) or f"no prefill request came for it within {secs:g} s"
             raise TransferFailed(f"no KV {key}: {gone}")
         if leg is not None and leg.prompt != hello.prompt:
             if leg.waits:
                 self._post(LegFailed(leg, "decode has another prompt for its room"))
-                meeting.leg = None
+                rendezvous.leg = None
             raise TransferFailed(f"{key} is another prompt's at the prefill replica")
         if leg is not None and leg.waits:
             self._post(LegMet(leg))
         return leg
 
-    async def _await_export(self, stream: FrameStream, meeting: _Meeting) -> Export:
+    async def _await_export(self, stream: FrameStream, rendezvous: _Rendezvous) -> Export:
         """Raises TransferFailed."""
-        await self._wait_for(stream, meeting, lambda: meeting.export is not None, says_wait=True)
-        assert meeting.export is not None
-        return meeting.export
+        await self._wait_for(
+            stream, rendezvous, lambda: rendezvous.export is not None, says_wait=True
+        )
+        assert rendezvous.export is not None
+        return rendezvous.export
 
-    async def _await_kept(self, stream: FrameStream, hello: Hello, meeting: _Meeting) -> Export:
+    async def _await_kept(
+        self, stream: FrameStream, hello: Hello, rendezvous: _Rendezvous
+    ) -> Export:
         """Raises TransferFailed."""
-        await self._wait_for(stream, meeting, lambda: hello.key in self._table, says_wait=True)
+        await self._wait_for(stream, rendezvous, lambda: hello.key in self._table, says_wait=True)
         return self._claim(hello.key)
 
     async def _wait_for(
         self,
         stream: FrameStream,
-        meeting: _Meeting,
+        rendezvous: _Rendezvous,
         holds: Callable[[], bool],
         *,
         says_wait: bool = False,
@@ -295,20 +303,20 @@ class TransferServer:
 
         async def watch() -> None:
             ended.append(await stream.wait_closed())
-            meeting.notify()
+            rendezvous.notify()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch)
-            while not holds() and not meeting.failure and not ended:
+            while not holds() and not rendezvous.failure and not ended:
                 with trio.move_on_after(self._settings.wait_secs / 4) as clock:
-                    await meeting.changed.wait()
+                    await rendezvous.changed.wait()
                 if clock.cancelled_caught and says_wait:
-                    await self._say_wait(stream, ended)
+                    await self._send_waits(stream, ended)
             nursery.cancel_scope.cancel()
-        if meeting.failure or ended:
-            raise TransferFailed(meeting.failure or ended[0])
+        if rendezvous.failure or ended:
+            raise TransferFailed(rendezvous.failure or ended[0])
 
-    async def _say_wait(self, stream: FrameStream, ended: list[str]) -> None:
+    async def _send_waits(self, stream: FrameStream, ended: list[str]) -> None:
         try:
             await stream.write(frame(FrameKind.WAIT))
         except TransferFailed as error:

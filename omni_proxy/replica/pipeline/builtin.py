@@ -53,13 +53,13 @@ def builtin_pipeline(options: BuiltinOptions) -> PipelineConfig:
     ]
     entries: dict[str, str] = {}
     if has_images:
-        stages.insert(0, _look(options))
+        stages.insert(0, _ocr(options))
         entries["chat+image"] = "look"
     if has_transcription:
         stages.insert(0, _transcribe(options, has_images))
         entries |= {"asr": "transcribe", "chat+audio": "transcribe"}
     if has_speech:
-        stages.append(_speak(options))
+        stages.append(_synthesize(options))
         entries["tts"] = "speak"
     return PipelineConfig(
         name="omni" if has_speech or has_transcription or has_images else "text",
@@ -115,7 +115,7 @@ def _transcribe(options: BuiltinOptions, has_images: bool) -> StageConfig:
     )
 
 
-def _look(options: BuiltinOptions) -> StageConfig:
+def _ocr(options: BuiltinOptions) -> StageConfig:
     return StageConfig(
         name="look",
         factory=f"{_PACKAGE}.stages.ocr:build",
@@ -125,7 +125,7 @@ def _look(options: BuiltinOptions) -> StageConfig:
     )
 
 
-def _speak(options: BuiltinOptions) -> StageConfig:
+def _synthesize(options: BuiltinOptions) -> StageConfig:
     return StageConfig(
         name="speak",
         factory=f"{_PACKAGE}.stages.synthesize:build",

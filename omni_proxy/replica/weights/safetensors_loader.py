@@ -195,7 +195,7 @@ class SafetensorsLoader:
     def as_they_are(self) -> list[_SelectedTensor]:
         return [each for each in self._wanted if self._as_it_is(each)]
 
-    def look(self, part: FileSelection) -> None:
+    def open_file(self, part: FileSelection) -> None:
         """Opens a file and checks its tensors; raises WeightsError if one does not fit, OSError."""
         file = self._files.enter_context(part.path.open("rb"))
         stored = StoredTensors(file, str(part.path))

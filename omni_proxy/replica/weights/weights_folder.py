@@ -105,7 +105,7 @@ class WeightsFolder:
         loading = SafetensorsLoader(target, self._buffers)
         try:
             for part in parts:
-                loading.look(part)
+                loading.open_file(part)
         except (WeightsError, OSError):
             with loading:
                 raise

@@ -122,7 +122,7 @@ class PublisherState:
             return
         if self._replays:
             self._unproven = True
-            self._doubt("the connection to the publisher broke")
+            self._mark_degraded("the connection to the publisher broke")
         else:
             self._lose("the connection to the publisher broke")
 
@@ -201,7 +201,7 @@ class PublisherState:
             self._lose(replay.broken or "the cache was cleared; its event is awaited")
         elif self._whole:  # else `_apply` has said why not
             self._unproven = False
-            self._believe("replayed from the first batch" if not replay.start else "")
+            self._mark_exact("replayed from the first batch" if not replay.start else "")
         self._take_held(now)
         if self._whole and self._replay is None:
             self._attempts = 0
@@ -234,7 +234,7 @@ class PublisherState:
             return
         self._replay = _Replay(start)
         self.ask = start
-        self._doubt(f"asks for batches from {start} on")
+        self._mark_degraded(f"asks for batches from {start} on")
 
     def _take_held(self, now: float) -> None:
         held, self._held, self._held_bytes = self._held, [], 0
@@ -281,7 +281,7 @@ class PublisherState:
         if now >= self._ignored_until:
             self._clear_due = False
         self._forget()
-        self._believe("heard from the first batch")
+        self._mark_exact("heard from the first batch")
         return True
 
     # The content of batches.
@@ -339,7 +339,7 @@ class PublisherState:
         self._whole = True
         if self._replay is None:  # else it may be one from before a flush
             self._ignored_until, self._clear_due = 0.0, False
-            self._believe("heard since its cache was cleared")
+            self._mark_exact("heard since its cache was cleared")
 
     def _store(self, event: StoredEvent) -> None:
         if event.medium not in MEDIA or not event.plain:
@@ -416,7 +416,7 @@ class PublisherState:
         self._next, self._newest_at, self._order_at = 0, 0.0, 0.0
         self._whole = True
 
-    def _believe(self, reason: str) -> None:
+    def _mark_exact(self, reason: str) -> None:
         self._whole = True
         self._retry_at, self._retry_secs = None, RETRY_SECS
         if reason or self.mode != "exact":
@@ -425,7 +425,7 @@ class PublisherState:
             self.mode = "exact"
             self._changes.append(HeldChange(ChangeOp.EXACT, []))
 
-    def _doubt(self, reason: str) -> None:
+    def _mark_degraded(self, reason: str) -> None:
         """Not exact for the moment; what is known is kept."""
         if self.mode == "exact":
             self.mode = "degraded"
@@ -434,7 +434,7 @@ class PublisherState:
 
     def _lose(self, reason: str) -> None:
         """Nothing that is known can be believed."""
-        self._doubt(reason)
+        self._mark_degraded(reason)
         if self._whole or self._next:
             self.mode = "degraded"
         self._whole = self._unproven = False

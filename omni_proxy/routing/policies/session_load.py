@@ -81,16 +81,16 @@ class OwnSessions:
         self._notes, self._prefix = notes, prefix
 
     def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
-        self._unhear(digest)
+        self._drop_received(digest)
         self._heard[digest] = (worker, now)
         if worker is not None:
             self._counts[worker] = self._counts.get(worker, 0) + 1
         if len(self._heard) > self._max:
-            self._unhear(next(iter(self._heard)))
+            self._drop_received(next(iter(self._heard)))
 
     def find(self, key: str, now: float) -> Worker | None:
         if self._heard:
-            self._take_heard(key)
+            self._take_received(key)
         session = self._sessions.get(key)
         if session is None or self._idle(session[1], now):
             return None
@@ -116,7 +116,7 @@ class OwnSessions:
             self._drop_oldest()
 
     def finish(self, key: str) -> bool:
-        self._take_heard(key)
+        self._take_received(key)
         session = self._sessions.pop(key, None)
         if session is None:
             return False
@@ -139,7 +139,7 @@ class OwnSessions:
             digest = next(iter(self._heard), None)
             if digest is None or not self._idle(self._heard[digest][1], now):
                 break
-            self._unhear(digest)
+            self._drop_received(digest)
 
     def rows(self, most: int) -> list[SessionRow]:
         """The `most` that were used last, oldest first."""
@@ -152,20 +152,20 @@ class OwnSessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def _take_heard(self, key: str) -> None:
+    def _take_received(self, key: str) -> None:
         """What was heard of it last holds."""
         digest = session_digest(self._prefix + key)
         heard = self._heard.get(digest)
         if heard is None:
             return
         worker, at = heard
-        self._unhear(digest)
+        self._drop_received(digest)
         if worker is not None:
             self._set(key, worker, at)
         elif (session := self._sessions.pop(key, None)) is not None:
             self._uncount(session[0])
 
-    def _unhear(self, digest: bytes) -> None:
+    def _drop_received(self, digest: bytes) -> None:
         worker, _ = self._heard.pop(digest, (None, 0.0))
         if worker is not None:
             self._uncount(worker)

@@ -54,7 +54,7 @@ class FleetView:
         self._fleet = context.operations.fleet
         self._journal = context.operations.journal
         self._store_service = store_service
-        self._rejected: dict[str, int] = {}  # URLs of newcomers that can't join, and their epoch
+        self._rejected: dict[str, int] = {}  # URLs of workers that can't join, and their epoch
 
     def presence(self) -> dict[str, Presence]:
         return {row.url: self._presence(row) for row in self._context.progress.now.workers}
@@ -74,7 +74,7 @@ class FleetView:
             return Presence.UNKNOWN if worker.weight_version is None else Presence.MISSED
         return Presence.SERVING if worker.routable else Presence.OUT
 
-    async def newcomers(self) -> list[RolloutWorker]:
+    async def joined_workers(self) -> list[RolloutWorker]:
         """Workers that joined the fleet since, or are healthy again."""
         state = self._context.progress.now
         urls = {row.url for row in state.workers if row.phase is not WorkerPhase.SKIPPED}
@@ -164,7 +164,7 @@ class RolloutDriver:
     async def _advance(self) -> None:
         progress = self._progress
         await trio.lowlevel.checkpoint()
-        await self._look()
+        await self._observe_fleet()
         decision = state_machine.decide(progress.now, self._view.presence())
         if isinstance(decision, Finish):
             await self._finish(decision)
@@ -175,11 +175,11 @@ class RolloutDriver:
             with trio.move_on_after(POLL_SECS):
                 await progress.changed.wait()
 
-    async def _look(self) -> None:
+    async def _observe_fleet(self) -> None:
         progress = self._progress
         progress.put(state_machine.observe(progress.now, self._view.presence()))
         if progress.now.phase is not RolloutPhase.ROLLING_BACK:
-            joined = await self._view.newcomers()
+            joined = await self._view.joined_workers()
             if joined and progress.now.phase in (RolloutPhase.RUNNING, RolloutPhase.PAUSED):
                 progress.put(state_machine.join(progress.now, joined))
 

@@ -350,7 +350,7 @@ class SyncLifecycle:
         )
         if self._fan_out is not None:
             # If only one member is lost, the others may still succeed.
-            self._fan_out.fail(cause, hurry=not name)
+            self._fan_out.fail(cause, all_fail=not name)
         elif not self.busy.locked():
             self.end_if_over()
 

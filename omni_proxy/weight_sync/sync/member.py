@@ -111,7 +111,7 @@ class WorkerMember:
 
 
 LATE_SECS: Final = 2.0
-HURRIED_SECS: Final = 1.0
+SHORT_GRACE_SECS: Final = 1.0
 
 MemberCall = Callable[[Member], Awaitable[WorkerResult]]
 OnResult = Callable[[WorkerResult], None]
@@ -137,14 +137,14 @@ class GroupFanOut:
         self._members = members
         self._call = call
         self._on_result = on_result
-        self._hurried = False
+        self._all_fail = False
         self._decided = trio.Event()
         self._all_done = trio.Event()
 
-    def fail(self, cause: str, *, hurry: bool = False) -> None:
-        """It cannot succeed any more. `hurry`: the other members will not succeed either."""
+    def fail(self, cause: str, *, all_fail: bool = False) -> None:
+        """It cannot succeed any more. `all_fail`: the other members will not succeed either."""
         self.cause = self.cause or cause
-        self._hurried = self._hurried or hurry
+        self._all_fail = self._all_fail or all_fail
         self._decided.set()
 
     async def run(self, timeouts: FanOutTimeouts) -> list[WorkerResult]:
@@ -158,8 +158,8 @@ class GroupFanOut:
                 waiting = ", ".join(member.name for member in self._waiting())
                 self.fail(f"no answer within {timeouts.within_secs:g} s: {waiting}")
             if timeouts.grace_secs and not self._all_done.is_set():
-                hurried = min(timeouts.grace_secs, HURRIED_SECS)
-                with trio.move_on_after(hurried if self._hurried else timeouts.grace_secs):
+                shortened = min(timeouts.grace_secs, SHORT_GRACE_SECS)
+                with trio.move_on_after(shortened if self._all_fail else timeouts.grace_secs):
                     await self._all_done.wait()
             if timeouts.undo is not None and not self._all_done.is_set():
                 for member in self._waiting():

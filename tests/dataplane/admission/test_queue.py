@@ -26,12 +26,12 @@ def test_free_capacity_is_handed_to_a_waiter_first(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     first, waiting = room.come(), room.come()
     first.finish()
-    newcomer = room.come()  # the one that waits has not run yet
+    arrived = room.come()  # the one that waits has not run yet
     room.turn()
     assert (room.gone_in, room.queue.waiting) == ([waiting], 1)
     waiting.finish()
     room.turn()
-    assert room.gone_in == [newcomer]
+    assert room.gone_in == [arrived]
 
 
 def test_a_waiter_for_one_model_does_not_block_another_model(room_of):

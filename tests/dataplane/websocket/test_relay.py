@@ -228,13 +228,13 @@ async def test_a_silent_client_gets_a_config_timeout(monkeypatch):
 async def test_a_message_past_its_limit_closes_both_sides(first):
     closings = []
 
-    async def hear(socket):
+    async def receive(socket):
         while not isinstance(event := await socket.event(), CloseConnection):
             assert len(event.data) < 1000
         closings.append(int(event.code))
         await socket.close()
 
-    worker = Worker(hear)
+    worker = Worker(receive)
     async with running(worker, config="max_payload_size = 1000\n") as setting:
         async with setting.client() as client:
             if not first:
@@ -256,13 +256,13 @@ async def test_a_message_past_its_limit_closes_both_sides(first):
 async def test_only_the_first_message_may_be_longer_than_128_kib():
     heard = []
 
-    async def hear(socket):
+    async def receive(socket):
         heard.append(len(await socket.text()))
         await socket.say("go on")
         while not isinstance(event := await socket.event(), CloseConnection):
             heard.append(len(event.data))
 
-    async with running(Worker(hear)) as setting, setting.client() as client:
+    async with running(Worker(receive)) as setting, setting.client() as client:
         await client.say(CONFIG + " " * 1_000_000)
         assert await client.text() == "go on"
         await client.send(BytesMessage(data=b"x" * 131072))

@@ -212,13 +212,13 @@ async def test_a_client_that_leaves_ends_the_session_at_its_worker_at_once():
 async def test_a_client_that_closes_politely_hands_its_code_to_the_worker():
     heard = []
 
-    async def hear(socket):
+    async def receive(socket):
         await socket.text()
         await socket.say("ready")
         heard.append(await socket.closed())
         await socket.close()
 
-    worker = Worker(hear)
+    worker = Worker(receive)
     async with running(worker) as setting:
         async with setting.client() as client:
             await client.say(CONFIG)

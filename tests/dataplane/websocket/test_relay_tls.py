@@ -52,7 +52,7 @@ async def test_a_session_passes_both_ways_sealed():
         assert setting.counts() == (1, 0)
 
 
-async def test_a_worker_that_shows_nothing_we_believe_in_gets_no_session():
+async def test_a_worker_without_a_trusted_certificate_gets_no_session():
     once = TLS + "[routing]\nmax_total_retries = 1\n"
     worker = SecureWorker(narrate)
     async with running(worker, config=once) as setting:

@@ -60,7 +60,7 @@ def speak(payload, emit_chunk, aborted):
     return reported | {"usage": usage, "engine_time_s": 0.25}
 
 
-def hear(payload, emit_chunk, aborted):
+def transcribe(payload, emit_chunk, aborted):
     SEEN.append(payload.request)
     (audio,) = payload.data["raw_inputs"]["audios"]
     samples = np.frombuffer(audio["audio_data"], "<f4")
@@ -87,16 +87,16 @@ def build_voice(name):
 
 
 def build_ear(name):
-    return FunctionScheduler(name, hear, concurrency=6)
+    return FunctionScheduler(name, transcribe, concurrency=6)
 
 
 PIPELINE = PipelineConfig(
     name="sound",
     entry="speak",
-    entries={"tts": "speak", "asr": "hear"},
+    entries={"tts": "speak", "asr": "transcribe"},
     stages=(
         StageConfig(name="speak", factory=f"{__name__}:build_voice", terminal=True),
-        StageConfig(name="hear", factory=f"{__name__}:build_ear", terminal=True),
+        StageConfig(name="transcribe", factory=f"{__name__}:build_ear", terminal=True),
     ),
 )
 

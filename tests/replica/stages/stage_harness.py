@@ -50,7 +50,7 @@ class Stage:
         self.inbox = Inbox()
         self._messages = queue.SimpleQueue()
 
-    def hear(self, message) -> None:
+    def receive(self, message) -> None:
         if isinstance(message, Result | StageFailure | ResultChunk):
             self._messages.put(message)
 
@@ -100,7 +100,7 @@ class Stage:
 @contextmanager
 def running(scheduler):
     stage = Stage()
-    thread = threading.Thread(target=scheduler.run, args=(stage.inbox, stage.hear))
+    thread = threading.Thread(target=scheduler.run, args=(stage.inbox, stage.receive))
     thread.start()
     try:
         yield stage

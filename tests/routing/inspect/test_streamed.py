@@ -14,11 +14,11 @@ from tests.fleet.entries import entry, fleet_of
 CHAT, SPEECH, SPOKEN, VOICES = (
     "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/voices",
 )  # fmt: skip
-HEARS = frozenset(("audio_input", "chat"))
-STREAMS = HEARS | {"streaming"}
+AUDIO = frozenset(("audio_input", "chat"))
+STREAMS = AUDIO | {"streaming"}
 NAMED = fleet_of(entry("a", model="m", capabilities=STREAMS))
 NAMELESS = fleet_of(entry("a", capabilities=STREAMS))
-MIXED = fleet_of(entry("a", capabilities=STREAMS), entry("b", capabilities=HEARS))
+MIXED = fleet_of(entry("a", capabilities=STREAMS), entry("b", capabilities=AUDIO))
 FILE = ("file", "x" * 50)
 
 

@@ -18,11 +18,11 @@ class Before:
     """The program before the upgrade."""
 
     def __init__(self) -> None:
-        self.hurried = 0
+        self.closed_idle = 0
         self.gone = trio.Event()
 
-    def hurry(self) -> None:
-        self.hurried += 1
+    def close_idle_connections(self) -> None:
+        self.closed_idle += 1
 
     async def wait_gone(self) -> None:
         await self.gone.wait()
@@ -33,7 +33,7 @@ class Store(FakeConfigStore):
 
     async def wait_predecessor_gone(self):
         if self.predecessor is not None:
-            self.predecessor.hurry()
+            self.predecessor.close_idle_connections()
             await self.predecessor.wait_gone()
             self.predecessor = None
 
@@ -65,7 +65,7 @@ async def test_an_operation_waits_and_has_idle_connections_closed(queue, nursery
 
     nursery.start_soon(run_it)
     await trio.sleep(4)
-    assert (before.hurried, done) == (1, [])
+    assert (before.closed_idle, done) == (1, [])
     before.gone.set()
     await trio.sleep(0.1)
     assert done == [200]

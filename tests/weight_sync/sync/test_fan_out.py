@@ -80,13 +80,13 @@ async def test_a_fan_out_can_be_failed_from_outside(autojump_clock, nursery):
     assert (one.cause, trio.current_time()) == ("the trainer is gone", 2)
 
 
-async def test_a_hurried_failure_shortens_the_grace_time(autojump_clock, nursery):
+async def test_a_failure_of_all_members_shortens_the_grace_time(autojump_clock, nursery):
     late = Member("a", 300)
     one = fan(late)
 
     async def know():
         await trio.sleep(2)
-        one.fail("the trainer is gone", hurry=True)
+        one.fail("the trainer is gone", all_fail=True)
 
     nursery.start_soon(know)
     await one.run(FanOutTimeouts(900, grace_secs=5, undo=undo))

@@ -70,7 +70,7 @@ class Socket:
                 return event
             self.protocol.receive_data(await self.stream.receive_some())
 
-    async def hear(self):
+    async def receive(self):
         """The next complete message."""
         parts = []
         while True:
@@ -132,14 +132,14 @@ async def test_a_session_synthesizes_and_closes(wire):
     socket = Socket(await dial())
     await socket.open()
     await socket.say("session.config", session={"stream_audio": True})
-    assert (await socket.hear())["type"] == "session.configured"
+    assert (await socket.receive())["type"] == "session.configured"
     await socket.say("input.text", text="Hello there.")
-    assert (await socket.hear())["type"] == "audio.start"
-    assert await socket.hear() == encode_audio(wave("Hello there").tobytes(), RATE, "pcm")
-    assert (await socket.hear())["type"] == "audio.done"
+    assert (await socket.receive())["type"] == "audio.start"
+    assert await socket.receive() == encode_audio(wave("Hello there").tobytes(), RATE, "pcm")
+    assert (await socket.receive())["type"] == "audio.done"
     await socket.say("input.done")
-    assert (await socket.hear())["type"] == "session.done"
-    closing = await socket.hear()
+    assert (await socket.receive())["type"] == "session.done"
+    closing = await socket.receive()
     assert isinstance(closing, CloseConnection)
     assert closing.code == 1000
 
@@ -149,8 +149,8 @@ async def test_a_session_that_is_refused_reports_why_in_its_closing(wire):
     socket = Socket(await dial())
     await socket.open()
     await socket.stream.send_all(socket.protocol.send(BytesMessage(b"")))
-    assert (await socket.hear())["type"] == "error"
-    closing = await socket.hear()
+    assert (await socket.receive())["type"] == "error"
+    closing = await socket.receive()
     assert (closing.code, closing.reason) == (1003, "messages must be text frames, not binary ones")
 
 
@@ -159,7 +159,7 @@ async def test_hanging_up_aborts_a_session(wire):
     socket = Socket(await dial())
     await socket.open()
     await socket.say("session.config")
-    await socket.hear()
+    await socket.receive()
     await socket.say("input.text", text="HELD.")
     await trio.to_thread.run_sync(HOLDING.wait)
     assert it.live == 1

@@ -25,13 +25,13 @@ class Talk:
     async def say(self, kind, **fields):
         await self.socket.send(json.dumps({"type": kind, **fields}))
 
-    async def hear(self):
+    async def receive(self):
         frame = await self.socket.receive()
         return json.loads(frame) if isinstance(frame, str) else frame
 
     async def configure(self, **session):
         await self.say("session.config", session=session)
-        return await self.hear()
+        return await self.receive()
 
     async def ends(self):
         """The closing code, which must be the next message."""
@@ -40,7 +40,7 @@ class Talk:
         return closed.value.args[0]
 
     async def ends_with_error(self):
-        error = await self.hear()
+        error = await self.receive()
         assert error["type"] == "error"
         assert {"message", "error_type"} <= error.keys()
         return error, await self.ends()
@@ -63,7 +63,7 @@ async def test_a_session_synthesizes_by_sentence_and_closes_at_its_end():
             "split_granularity": "sentence",
         }
         await session.say("input.text", text="Hello there. Good")
-        assert await session.hear() == {
+        assert await session.receive() == {
             "type": "audio.start",
             "id": f"{session_id}-0",
             "sentence_index": 0,
@@ -72,8 +72,8 @@ async def test_a_session_synthesizes_by_sentence_and_closes_at_its_end():
             "sample_rate": RATE,
         }
         audio = pcm("Hello there")
-        assert await session.hear() == audio
-        assert await session.hear() == {
+        assert await session.receive() == audio
+        assert await session.receive() == {
             "type": "audio.done",
             "id": f"{session_id}-0",
             "sentence_index": 0,
@@ -82,7 +82,7 @@ async def test_a_session_synthesizes_by_sentence_and_closes_at_its_end():
         }
         await session.say("input.text", text=" day")
         await session.say("input.commit")
-        start, audio, done, committed = [await session.hear() for _ in range(4)]
+        start, audio, done, committed = [await session.receive() for _ in range(4)]
         assert (start["sentence_text"], start["sentence_index"]) == ("Good day", 1)
         assert audio == pcm("Good day")
         assert done["error"] is False
@@ -95,7 +95,7 @@ async def test_a_session_synthesizes_by_sentence_and_closes_at_its_end():
         }
         await session.say("input.text", text="Last one")
         await session.say("input.done")
-        start, audio, done, last = [await session.hear() for _ in range(4)]
+        start, audio, done, last = [await session.receive() for _ in range(4)]
         assert (start["sentence_index"], audio) == (2, pcm("Last one"))
         assert last == {"type": "session.done", "session_id": session_id, "total_sentences": 3}
         assert await session.ends() == 1000
@@ -107,12 +107,12 @@ async def test_streamed_audio_keeps_the_chunks_of_the_synthesizer():
         configured = await session.configure(stream_audio=True, split_granularity="clause")
         assert (configured["stream_audio"], configured["split_granularity"]) == (True, "clause")
         await session.say("input.text", text="Version 1.0 here, ")
-        start, one, two, done = [await session.hear() for _ in range(4)]
+        start, one, two, done = [await session.receive() for _ in range(4)]
         assert start["sentence_text"] == "Version 1.0 here,"
         assert (one, two) == (pcm("Version 1"), pcm("0 here,"))
         assert done["total_bytes"] == len(one) + len(two)
         await session.say("input.commit")
-        assert (await session.hear())["segment_sentences"] == 1
+        assert (await session.receive())["segment_sentences"] == 1
         assert SEEN[0].params["stream"] is True
 
 
@@ -121,13 +121,13 @@ async def test_flat_settings_are_accepted_and_wav_files_are_complete(monkeypatch
     async with replica() as it, talk(it) as socket:
         session = Talk(socket)
         await session.say("session.config", response_format="wav", speed=2, voice="alloy")
-        assert (await session.hear())["response_format"] == "wav"
+        assert (await session.receive())["response_format"] == "wav"
         await session.say("input.text", text="Hello there.")
-        assert (await session.hear())["format"] == "wav"
+        assert (await session.receive())["format"] == "wav"
         whole = encode_audio(wave("Hello there").tobytes(), RATE, "wav")
-        frames = [await session.hear(), await session.hear()]
+        frames = [await session.receive(), await session.receive()]
         assert frames == [whole[:300], whole[300:]]
-        assert (await session.hear())["total_bytes"] == len(whole)
+        assert (await session.receive())["total_bytes"] == len(whole)
         assert SEEN[0].metadata["tts_params"] == {
             "voice": "alloy",
             "response_format": "wav",
@@ -149,16 +149,16 @@ async def test_a_failed_sentence_is_reported_and_the_session_continues(text, bef
         session = Talk(socket)
         await session.configure(stream_audio=True)
         await session.say("input.text", text=text)
-        start = await session.hear()
+        start = await session.receive()
         assert (start["type"], start["sample_rate"]) == ("audio.start", RATE)
         for sentence in before:
-            assert await session.hear() == pcm(sentence)
-        error, done = await session.hear(), await session.hear()
+            assert await session.receive() == pcm(sentence)
+        error, done = await session.receive(), await session.receive()
         assert (error["type"], error["message"], error["error_type"]) == ("error", message, kind)
         assert (done["type"], done["error"]) == ("audio.done", True)
         assert done["total_bytes"] == sum(len(pcm(sentence)) for sentence in before)
         await session.say("input.text", text="Fine.")
-        assert (await session.hear())["sentence_index"] == 1
+        assert (await session.receive())["sentence_index"] == 1
 
 
 @pytest.mark.parametrize(
@@ -178,11 +178,11 @@ async def test_a_message_that_means_nothing_is_reported_and_forgiven(frame, para
         session = Talk(socket)
         await session.configure()
         await socket.send(frame)
-        error = await session.hear()
+        error = await session.receive()
         assert (error["type"], error["error_type"]) == ("error", "BadRequestError")
         assert error.get("param") == param
         await session.say("input.done")
-        assert (await session.hear())["total_sentences"] == 0
+        assert (await session.receive())["total_sentences"] == 0
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ async def test_a_frame_of_just_the_limit_is_taken():
         await session.configure()
         await session.say("input.text", text=" " * (128 * 1024 - empty))
         await session.say("input.done")
-        assert (await session.hear())["type"] == "session.done"
+        assert (await session.receive())["type"] == "session.done"
 
 
 async def test_settings_must_arrive_within_ten_seconds(mock_clock):
@@ -277,7 +277,7 @@ async def test_a_client_may_be_silent_for_thirty_seconds(mock_clock):
             await trio.testing.wait_all_tasks_blocked()
             mock_clock.jump(29.9)
             await session.say("input.commit")
-            assert (await session.hear())["type"] == "input.committed"
+            assert (await session.receive())["type"] == "input.committed"
         await trio.testing.wait_all_tasks_blocked()
         mock_clock.jump(30.1)
         error, code = await session.ends_with_error()
@@ -311,7 +311,7 @@ async def test_messages_during_a_synthesis_are_queued():
         async with trio.open_nursery() as nursery:
             nursery.start_soon(write)
             while frame.get("type") != "session.done":
-                frame = await session.hear()
+                frame = await session.receive()
                 if isinstance(frame, bytes):
                     frame = {}
                 elif frame["type"] == "audio.start":
