@@ -198,6 +198,7 @@ class Server:
             supervisors=lambda: self.supervisors,
             leave=self._handed_over.set,
             unheard=self.discovery.unheard,
+            picker=lambda: self.picker,
         )
 
     def _build_cluster(self, fleet: Fleet) -> ClusterMember:
@@ -216,6 +217,8 @@ class Server:
         if config_store.startup.picker:
             self.data_plane.listeners.relays = False
             self.picker.serve_envoy(self.data_plane.services, config_store)
+        if self._incoming is not None:
+            self.picker.take_over()
         return Services(
             fleet=self.data_plane.fleet,
             config_store=config_store,
@@ -369,7 +372,9 @@ class Server:
             if self.config_store.config.discover:
                 first.append(self._supervisor_of("discovery"))
                 await root.start(first[-1].run)
-            await self._incoming.take_over(self.upgrades.parts)
+            envoy = [each for each in self.supervisors if each.name == "envoy"]
+            first += envoy
+            await self._incoming.take_over(self.upgrades.parts, root, envoy)
             if not self._is_activated:
                 self.data_plane.listeners.take_files()
             root.start_soon(self._incoming.follow_predecessor)
@@ -486,6 +491,7 @@ class Server:
     async def _end_when_drained(self, root_scope: trio.CancelScope) -> None:
         server = self.config_store.config.server
         with trio.move_on_after(server.drain_timeout_secs) as scope:
+            self.picker.begin_drain()
             await self.process_manager.drained()
             await self.picker.drained()
         if scope.cancelled_caught:

@@ -19,6 +19,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.exchange.exchange_io import finalize
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans
+from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker
 from omni_proxy.picker.pick_request import PickRequest
 from omni_proxy.routing.inspect.affinity_key import session_key
@@ -210,6 +211,23 @@ class Picker:
             raise _as_answer(error) from None
         self._publish()
         return exchange.rank or worker
+
+    def restore(self, target: Worker, path: str) -> Exchange:
+        """Count a request for a model route at the worker or rank where another program has
+        acquired it, within no limit."""
+        exchange = Exchange(self.now, "-")
+        exchange.method, exchange.target = "POST", path
+        configured = self._services.settings.routes
+        exchange.route = match_route("POST", path) or match_configured(configured, "POST", path)
+        self._services.inflight.admit(exchange)
+        worker = exchange.worker = target.worker
+        worker.in_flight += 1
+        if isinstance(target, DpRank):
+            exchange.rank = target
+            target.in_flight += 1
+        exchange.version = worker.version
+        self._publish()
+        return exchange
 
     def release(self, exchange: Exchange, *, failed: bool = False) -> None:
         """The request is over: nothing counts it any more. A second call does nothing."""

@@ -1,8 +1,8 @@
 """Reservations with leases: what is held under an id until it is released, or its lease ends.
 
 Invariant: an id names at most one reservation, and each item that was added is given back exactly
-once, by `release` or by `expire`. Pure: the time of each call is an argument, in seconds of one
-clock.
+once, by `release`, `expire` or `take_all`. Pure: the time of each call is an argument, in seconds
+of one clock.
 """
 
 from __future__ import annotations
@@ -65,6 +65,18 @@ class Reservations(Generic[Item]):
                 items.append(self._held.pop(end[2]).item)
         self.expired += len(items)
         return items
+
+    def take_all(self) -> list[Item]:
+        """What is held, which is given back."""
+        items = [held.item for held in self._held.values()]
+        self._held.clear()
+        self._ends.clear()
+        return items
+
+    def rows(self) -> list[tuple[str, Item, float]]:
+        """Id, item and the end of the lease of each, the one that ends first in front."""
+        current = sorted(end for end in self._ends if self._is_current(end))
+        return [(name, self._held[name].item, ends_at) for ends_at, _, name in current]
 
     def next_end(self) -> float:
         """When the next lease ends; infinity without any."""

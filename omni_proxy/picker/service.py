@@ -1,15 +1,15 @@
 """Reservations over HTTP: a worker that is counted as busy until its lease ends or it is released.
 
 Contract: each reservation is released once, by its owner, by the end of its lease, or by the end of
-the program with all others. The state machine is `reservations`; here are the clock and the task.
+the program with all others; in an upgrade the next program has them from `hand_over` on. The state
+machine is `reservations`; here are the clock and the task.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from secrets import token_hex
 from typing import Final, Protocol
 
@@ -21,6 +21,7 @@ from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.picker.pick_request import Selection
 from omni_proxy.picker.picker import Picker
+from omni_proxy.picker.reservation_record import ReservationRecord
 from omni_proxy.picker.reservations import Reservations
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
@@ -53,6 +54,8 @@ class EnvoyView(Protocol):
 
     def status(self) -> dict[str, object]: ...
     async def run(self, *, task_status: trio.TaskStatus[None]) -> None: ...
+    def take_over(self) -> None: ...
+    def begin_drain(self) -> None: ...
     async def drained(self) -> None: ...
 
 
@@ -65,6 +68,9 @@ class PickerService:
         self._reservations: Reservations[Exchange] = Reservations()
         self._envoy: EnvoyView | None = None  # of `omni-proxy picker`
         self._changed = trio.Event()  # a lease may end sooner than the task has thought
+        self._restored = trio.Event()  # what another program hands over is here
+        self._restored.set()
+        self.successor = ""  # path of the admin socket of the program that has the reservations
 
     def serve_envoy(self, services: ExchangeServices, config_store: ConfigStore) -> None:
         """Needs the packages of the extra `picker`; imported here, for the proxy has no use for
@@ -79,6 +85,47 @@ class PickerService:
         envoy = self._envoy
         return [] if envoy is None else [("envoy", envoy.run)]
 
+    @property
+    def listens(self) -> bool:
+        """Whether Envoy can reach it, where it is to."""
+        address = self._config().picker.grpc_listen
+        envoy = self._envoy
+        return envoy is None or not address or envoy.status()["grpc_listen"] is not None
+
+    def take_over(self) -> None:
+        """Another program runs still: its address is shared, and callers wait for `restore`."""
+        self._restored = trio.Event()
+        if self._envoy is not None:
+            self._envoy.take_over()
+
+    def restore(self, records: Sequence[ReservationRecord], targets: Mapping[str, Worker]) -> None:
+        """What the other program has handed over. Those at workers that are gone end."""
+        for record in records:
+            target = targets.get(record.url)
+            if target is not None and record.reservation_id not in self._reservations:
+                exchange = self._picker.restore(target, record.path)
+                self._reservations.add(record.reservation_id, exchange, record.ends_at)
+        self._restored.set()
+        self._changed.set()
+
+    def hand_over(self, successor: str) -> tuple[ReservationRecord, ...]:
+        """What is reserved, which counts here no more; later calls belong to `successor`."""
+        self.successor = successor
+        records = tuple(
+            ReservationRecord(
+                reservation_id=name, url=target.url, ends_at=ends_at, path=_path(exchange)
+            )
+            for name, exchange, ends_at in self._reservations.rows()
+            if (target := exchange.sent_to) is not None
+        )
+        self._release_all()
+        return records
+
+    def begin_drain(self) -> None:
+        """Take no new request of Envoy; those that run go on."""
+        if self._envoy is not None:
+            self._envoy.begin_drain()
+
     async def drained(self) -> None:
         """Until Envoy has the last response; the caller's scope bounds it."""
         if self._envoy is not None:
@@ -91,6 +138,7 @@ class PickerService:
 
     async def reserve(self, selection: Selection) -> Choice:
         """Raises HttpError, 409 for an id in use."""
+        await self._restored.wait()
         exchange = await self._picker.inspect(selection.request)
         reservation_id = selection.selection_id or token_hex(16)
         self._refuse_unless_new(reservation_id)
@@ -103,8 +151,9 @@ class PickerService:
             self._changed.set()
         return Choice(target, _target_model(exchange), reservation_id, lease)
 
-    def release(self, reservation_id: str) -> None:
+    async def release(self, reservation_id: str) -> None:
         """Raises HttpError 404 for an unknown id, or one whose lease has ended."""
+        await self._restored.wait()
         exchange = self._reservations.release(reservation_id)
         if exchange is None:
             message = f"no reservation {reservation_id!r}: it was released, or its lease has ended"
@@ -153,8 +202,12 @@ class PickerService:
             _log.warning("reservations_expired count=%d", len(expired))
 
     def _release_all(self) -> None:
-        for exchange in self._reservations.expire(inf):
+        for exchange in self._reservations.take_all():
             self._picker.release(exchange)
+
+
+def _path(exchange: Exchange) -> str:
+    return exchange.target.partition("?")[0]
 
 
 def _target_model(exchange: Exchange) -> str | None:

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Final
@@ -30,9 +30,11 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.launch.handed_replica import HandedReplica
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.reuseport_group import GroupSockets
+from omni_proxy.picker.reservation_record import ReservationRecord
 from omni_proxy.routing.policies.session_load import SessionRow
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.supervisor import Supervisor
 from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
 from omni_proxy.upgrade.fleet_state import missing_workers, restore_workers
 from omni_proxy.upgrade.new_program import ENVIRONMENT
@@ -73,6 +75,7 @@ class Incoming:
         self._socks: list[socket.socket] = []
         self._replicas: list[HandedReplica] = []
         self._trees: dict[int, int] = {}  # descriptors by the indexes of processes
+        self._reservations: tuple[ReservationRecord, ...] = ()
         self._gone = trio.Event()
 
     @classmethod
@@ -129,9 +132,12 @@ class Incoming:
             sockets = dict(zip(record.slots, self._socks[count:], strict=True))
             process_manager.inherited = GroupSockets(sockets, record.group, record.steered)
 
-    async def take_over(self, parts: ProgramParts) -> None:
+    async def take_over(
+        self, parts: ProgramParts, root: trio.Nursery, envoy: Iterable[Supervisor]
+    ) -> None:
         """Addresses are bound: go on with the fleet's state, accept, and wait until the running
-        program has handed over everything. Raises NotReady."""
+        program has handed over everything. `envoy` is started once picks can be made, for Envoy
+        must find it before the running program takes no more. Raises NotReady."""
         parts.data_plane.listeners.drop_inherited()
         parts.process_manager.inherited.close()
         parts.process_manager.inherited = GroupSockets()
@@ -145,11 +151,18 @@ class Incoming:
             while slot.handle is None or not slot.handle.accepts:  # noqa: ASYNC110
                 await trio.sleep(POLL_SECS)
         self._restore_shared(parts)
+        for supervisor in envoy:
+            await root.start(supervisor.run)
+        if not parts.picker().listens:
+            address = parts.config_store.config.picker.grpc_listen
+            raise NotReady(f"cannot listen for Envoy on {address}")
         await trio.to_thread.run_sync(
             self._channel.send, ReadyMessage(os.getpid(), str(parts.admin_socket))
         )
         await self._wait_commit()
         parts.launcher.adopt(self._replicas)
+        targets = {target.url: target for target in parts.fleet.targets()}
+        parts.picker().restore(self._reservations, targets)
         parts.config_store.predecessor = self
         _log.info("upgrade_taken_over version=%s workers=%d", self.state.version, count)
 
@@ -217,6 +230,7 @@ class Incoming:
             )
             if not isinstance(message, CommitMessage):
                 raise ChannelClosed(f"{type(message).__name__} instead of CommitMessage")
+            self._reservations = message.reservations
         except (ChannelClosed, UnreadableMessage) as error:
             _log.error("upgrade_commit_missing reason=%r: the other program has ended", str(error))
         os.dup2(self._stderr, 2)

@@ -53,8 +53,11 @@ STOP_SECS: Final = 5.0  # for services to end
 ADMIN_SECS: Final = 1.0  # for control requests in flight
 # What goes on until the last connection has ended.
 KEPT_SERVICES: Final = frozenset(
-    ("access_log", "route_log", "audit_log", "log_file", "spans", "ticker", "upgrade", "admin_api")
-)
+    (
+        "access_log", "route_log", "audit_log", "log_file", "spans", "ticker", "upgrade",
+        "admin_api", "picker", "envoy",
+    )
+)  # fmt: skip
 
 Report = Callable[[str], None]
 StartSoon = Callable[[Callable[[], Awaitable[None]]], None]
@@ -281,12 +284,13 @@ class Outgoing:
                 for supervisor in ending:
                     nursery.start_soon(supervisor.stop)
         try:
-            await new.send(CommitMessage())
+            await new.send(CommitMessage(parts.picker().hand_over(ready.admin_socket)))
         except NewProgramFailed as error:  # it has taken over the sockets: nobody else may
             _log.error("upgraded_program_ended: %s", error)
         _redirect(parts.admin_socket, ready.admin_socket)
         parts.data_plane.listeners.keep_files()
         parts.process_manager.begin_drain(keeps_idle=True)
+        parts.picker().begin_drain()
         self._start_soon(self._follow_successor)
         self._start_soon(self._end_admin_api)
         parts.leave()

@@ -10,6 +10,7 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.launch.launcher import Launcher
 from omni_proxy.multiprocess.process_manager import ProcessManager
+from omni_proxy.picker.service import PickerService
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.service_manager import ServiceManager
@@ -31,6 +32,7 @@ class ProgramParts:
     admin_socket: Path
     tree_seed: int
     service_manager: ServiceManager
+    picker: Callable[[], PickerService]
     supervisors: Callable[[], list[Supervisor]]
     leave: Callable[[], None]
     unheard: Callable[[], list[str]]

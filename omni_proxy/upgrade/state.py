@@ -19,6 +19,7 @@ from omni_proxy.config.fields import Role
 from omni_proxy.fleet.health_state import HealthRecord
 from omni_proxy.launch.handed_replica import ReplicaRecord
 from omni_proxy.multiprocess.shared_memory.sessions import SharedRows
+from omni_proxy.picker.reservation_record import ReservationRecord
 
 FORMATS: Final = (1, 3)  # that this program reads and writes
 WITH_TREES: Final = 3
@@ -110,7 +111,10 @@ class ReadyMessage(Struct, frozen=True, tag="ready", tag_field="kind"):
 
 
 class CommitMessage(Struct, frozen=True, tag="commit", tag_field="kind"):
-    """From here on the new program is the one that changes things."""
+    """From here on the new program is the one that changes things. `reservations`: of the picker,
+    which change up to this moment."""
+
+    reservations: tuple[ReservationRecord, ...] = ()
 
 
 class CloseIdleMessage(Struct, frozen=True, tag="hurry", tag_field="kind"):

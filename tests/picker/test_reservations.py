@@ -46,11 +46,19 @@ class NaiveReservations(RuleBasedStateMachine):
         self.held = [each for each in self.held if each not in ended]
         self.given_back += [item for _, item, _ in ended]
 
+    @rule()
+    def end(self):
+        assert sorted(self.real.take_all()) == sorted(item for _, item, _ in self.held)
+        self.given_back += [item for _, item, _ in self.held]
+        self.held = []
+
     @invariant()
     def both_agree(self):
         assert len(self.real) == len(self.held)
         assert self.real.next_end() == min((end for end, _, _ in self.held), default=inf)
         assert all(self.real.get(name) == item for _, item, name in self.held)
+        rows = [(end, item, name) for name, item, end in self.real.rows()]
+        assert rows == sorted(self.held)
         assert len(self.given_back) == len(set(self.given_back))
 
 

@@ -35,7 +35,7 @@ async def test_a_reservation_ends_with_its_lease_and_the_callers_lease_wins(
     assert fixture.counts == [0, 0]
     assert fixture.service.status() == {"reservations": 0, "expired": 2}
     with pytest.raises(HttpError) as gone:
-        fixture.service.release(short.reservation_id)
+        await fixture.service.release(short.reservation_id)
     assert gone.value.status == 404
 
 
@@ -45,7 +45,7 @@ async def test_the_callers_id_is_the_reservations_and_names_one_at_a_time(fixtur
     with pytest.raises(HttpError) as taken:
         await reserve(fixture, b'{"selection_id": "mine"}')
     assert (taken.value.status, choice.target.url in taken.value.message) == (409, True)
-    fixture.service.release("mine")
+    await fixture.service.release("mine")
     assert fixture.counts == [0, 0]
     await reserve(fixture, b'{"selection_id": "mine"}')
 
@@ -61,3 +61,57 @@ async def test_the_end_of_the_service_releases_everything(fixture, nursery):
     nursery.cancel_scope.cancel()
     await wait_until_idle()
     assert fixture.counts == [0, 0]
+
+
+def restore_at(fixture, records):
+    targets = {target.url: target for target in fixture.fleet.targets()}
+    fixture.service.restore(records, targets)
+
+
+async def test_reservations_go_to_the_next_program_and_count_there_until_their_lease_ends(
+    fixture, nursery, autojump_clock
+):
+    fixture.dataplane.services.inflight.in_flight = 0
+    choice = await reserve(fixture, b'{"selection_id": "mine", "path": "/generate"}')
+    records = fixture.service.hand_over("/next.sock")
+    assert (fixture.service.successor, fixture.counts) == ("/next.sock", [0, 0])
+    assert [(each.reservation_id, each.url) for each in records] == [("mine", choice.target.url)]
+    successor = PickerService(fixture.picker, lambda: fixture.config)
+    fixture.service = successor
+    await nursery.start(successor.run)
+    restore_at(fixture, records)
+    assert [worker.in_flight for worker in fixture.fleet.workers if worker == choice.target] == [1]
+    assert fixture.dataplane.services.inflight.in_flight == 1
+    await trio.sleep(9)
+    assert sum(fixture.counts) == 1
+    await trio.sleep(1.1)
+    assert (fixture.counts, successor.status()["expired"]) == ([0, 0], 1)
+    assert fixture.dataplane.services.inflight.in_flight == 0
+
+
+async def test_a_reservation_at_a_worker_that_the_next_program_lacks_ends(fixture):
+    await reserve(fixture, b'{"selection_id": "mine"}')
+    records = fixture.service.hand_over("/next.sock")
+    fixture.service.restore(records, {})
+    assert (fixture.counts, fixture.service.status()["reservations"]) == ([0, 0], 0)
+
+
+async def test_callers_wait_for_what_another_program_hands_over(fixture, nursery):
+    await reserve(fixture, b'{"selection_id": "mine"}')
+    records = fixture.service.hand_over("/next.sock")
+    fixture.service = PickerService(fixture.picker, lambda: fixture.config)
+    fixture.service.take_over()
+    nursery.start_soon(fixture.service.release, "mine")
+    await wait_until_idle()
+    restore_at(fixture, records)
+    await wait_until_idle()
+    assert (fixture.counts, fixture.service.status()["reservations"]) == ([0, 0], 0)
+
+
+async def test_a_rank_that_was_reserved_is_counted_with_its_worker():
+    fixture = picker_over(entry("a", ranks=2), config=CONFIG)
+    rank = next(target for target in fixture.fleet.targets() if target.worker is not target)
+    exchange = fixture.picker.restore(rank, "/generate")
+    assert (rank.in_flight, fixture.counts) == (1, [1])
+    fixture.picker.release(exchange)
+    assert (rank.in_flight, fixture.counts) == (0, [0])

@@ -1,20 +1,25 @@
 """POST /select, POST /select_and_reserve, DELETE /reservations/{id}: the worker for a request that
 the caller sends itself (features.md 10).
 
-Invariant: nobody waits here. Where no worker can take the request now, the answer is 503 at once.
+Invariant: nobody waits here for a worker. Where none can take the request now, the answer is 503 at
+once. After an upgrade the new program answers, also on connections to this one.
 """
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
+from typing import Final
+from urllib.parse import quote, urlsplit
 
-from quart import Quart, Response
+import httpx
+from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.services import PickerView, Services, WorkerChoice
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.picker.pick_request import read_selection
 from omni_proxy.wire.errors import HttpError
+
+SUCCESSOR_SECS: Final = 10.0
 
 
 class PickerRoutes:
@@ -35,11 +40,15 @@ class PickerRoutes:
         return json_response(choice_record(await self._picker().select(selection)))
 
     async def reserve(self) -> Response:
-        selection = read_selection(await body_bytes())
-        return json_response(choice_record(await self._picker().reserve(selection)))
+        body = await body_bytes()
+        if successor := self._picker().successor:
+            return await _answer_of(successor, "/select_and_reserve", body)
+        return json_response(choice_record(await self._picker().reserve(read_selection(body))))
 
     async def release(self, reservation_id: str) -> Response:
-        self._picker().release(reservation_id)
+        if successor := self._picker().successor:
+            return await _answer_of(successor, f"/reservations/{quote(reservation_id, safe='')}")
+        await self._picker().release(reservation_id)
         return json_response({"reservation_id": reservation_id, "released": True})
 
     def _picker(self) -> PickerView:
@@ -47,6 +56,22 @@ class PickerRoutes:
         if picker is None:
             raise HttpError(503, "the picker does not run", "picker_unavailable")
         return picker
+
+
+async def _answer_of(admin_socket: str, target: str, body: bytes = b"") -> Response:
+    """Of the program that has the reservations, to the present request."""
+    transport = httpx.AsyncHTTPTransport(uds=admin_socket)
+    kept = ("content-type", "authorization", "x-api-key")
+    headers = {name: request.headers[name] for name in kept if name in request.headers}
+    async with httpx.AsyncClient(transport=transport, timeout=SUCCESSOR_SECS) as client:
+        try:
+            answer = await client.request(
+                request.method, f"http://picker{target}", content=body, headers=headers
+            )
+        except httpx.HTTPError as error:
+            message = f"the program that an upgrade has started does not answer: {error}"
+            raise HttpError(503, message, "picker_unavailable") from None
+    return Response(answer.content, answer.status_code, dict(answer.headers))
 
 
 def choice_record(choice: WorkerChoice) -> dict[str, object]:

@@ -19,6 +19,7 @@ from typing import Final
 import grpc
 import trio
 
+from omni_proxy.picker.ext_proc.grpc_address import GrpcAddress
 from omni_proxy.picker.ext_proc.messages import Destination
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
 from omni_proxy.picker.ext_proc.protocol import ProcessingRequest, ProcessingResponse
@@ -26,6 +27,8 @@ from omni_proxy.picker.ext_proc.stream import Asked, EnvoyStream
 from omni_proxy.wire.errors import HttpError
 
 _log = logging.getLogger(__name__)
+# It warns of each stream that a stop has refused, for which Envoy asks again.
+logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 MESSAGE_OVERHEAD_BYTES: Final = 1024 * 1024  # of a head, beside the largest body
@@ -41,10 +44,12 @@ class Limits:
 
 
 class GrpcServer:
-    """`listen`: `host:port` or `unix:PATH`."""
+    """`listen`: `host:port` or `unix:PATH`; `shared` with a server that this one replaces."""
 
-    def __init__(self, listen: str, limits: Limits, picks: EnvoyPicks) -> None:
-        self._listen = listen
+    def __init__(
+        self, listen: str, limits: Limits, picks: EnvoyPicks, *, shared: bool = False
+    ) -> None:
+        self._listen = GrpcAddress(listen, shared=shared)
         self._limits = limits
         self._picks = picks
         self._token = trio.lowlevel.current_trio_token()
@@ -97,13 +102,8 @@ class GrpcServer:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),)
         )
-        try:
-            port = server.add_insecure_port(self._listen)
-        except RuntimeError:
-            raise OSError(f"cannot listen on {self._listen}") from None
+        self.address = self._listen.bind(server.add_insecure_port)
         await server.start()
-        host = self._listen.rpartition(":")[0]
-        self.address = self._listen if self._listen.startswith("unix:") else f"{host}:{port}"
         _log.info("listening on %s for Envoy's external processor", self.address)
         self._loop, self._stop, self._cut = asyncio.get_running_loop(), stop, cut
         listens()
@@ -115,6 +115,7 @@ class GrpcServer:
         for end in ends:
             end.cancel()
         await server.stop(None)
+        self._listen.unlink()
 
     async def _process(
         self, messages: AsyncIterator[ProcessingRequest], context: grpc.aio.ServicerContext
@@ -145,6 +146,8 @@ class GrpcServer:
             facts.complete = facts.complete or stream.ends_unseen
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except asyncio.CancelledError:
+            return  # the stream is cut; gRPC would log a traceback of it
         finally:
             self._note_held(held, 0)
             self.streams -= 1

@@ -30,6 +30,7 @@ class EnvoyService:
         self._changed = trio.Event()
         self._servers: list[GrpcServer] = []  # the newest is the last one
         self._ended = trio.Event()  # set, and replaced, when a server has ended
+        self._shared = False  # another program listens at the same address
         config_store.subscribe(self._follow_config)
 
     def status(self) -> dict[str, object]:
@@ -37,6 +38,10 @@ class EnvoyService:
             "grpc_listen": self._servers[-1].address if self._servers else None,
             "streams": sum(server.streams for server in self._servers),
         }
+
+    def take_over(self) -> None:
+        """From another program, which listens until this one does."""
+        self._shared = True
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. Raises OSError where it can't listen."""
@@ -55,7 +60,8 @@ class EnvoyService:
         if not config.picker.grpc_listen:
             return None
         limits = Limits(config.server.max_payload_size, config.server.max_held_bytes)
-        server = GrpcServer(config.picker.grpc_listen, limits, picks)
+        server = GrpcServer(config.picker.grpc_listen, limits, picks, shared=self._shared)
+        self._shared = False
         await nursery.start(self._run, server)
         return server
 
@@ -68,10 +74,14 @@ class EnvoyService:
             self._ended.set()
             self._ended = trio.Event()
 
-    async def drained(self) -> None:
-        """Accept no new stream; until the last one has ended. The caller's scope bounds it."""
+    def begin_drain(self) -> None:
+        """Accept no new stream."""
         for server in self._servers:
             server.stop(self._drain_secs())
+
+    async def drained(self) -> None:
+        """The same; until the last stream has ended. The caller's scope bounds it."""
+        self.begin_drain()
         while self._servers:
             await self._ended.wait()
 

@@ -1,4 +1,7 @@
+import json
+
 import pytest
+import trio
 
 from omni_proxy.admin_api.routes.picker_routes import endpoint_of
 from omni_proxy.config.parse import parse
@@ -6,6 +9,7 @@ from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.picker.picker import Picker
 from omni_proxy.picker.service import PickerService
 from tests.admin_api.api_fixture import A, B, build_api, entry
+from tools.http_requests import RequestReader
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -90,3 +94,33 @@ async def test_the_audit_log_has_no_line_for_each_request(api):
 )
 def test_an_endpoint_has_the_port_of_its_scheme(url, endpoint):
     assert endpoint_of(url) == endpoint
+
+
+async def test_after_an_upgrade_the_new_program_answers(api, nursery, tmp_path):
+    path, asked = tmp_path / "admin.sock", []
+
+    async def answer(stream):
+        head, body = await RequestReader(stream).read()
+        asked.append((head.split(b"\r\n")[0], body))
+        await stream.send_all(b"HTTP/1.1 409 Conflict\r\ncontent-length: 2\r\n\r\n{}")
+
+    sock = trio.socket.socket(trio.socket.AF_UNIX)
+    await sock.bind(str(path))
+    sock.listen()
+    nursery.start_soon(trio.serve_listeners, answer, [trio.SocketListener(sock)])
+    assert (await post(api, "/select_and_reserve", {**CHAT, "selection_id": "a"}))[0] == 200
+    assert len(api.services.picker.hand_over(str(path))) == 1
+    assert await post(api, "/select_and_reserve", CHAT) == (409, None)
+    assert (await api.client().delete("/reservations/a%2Fb%25")).status_code == 409
+    lines = [b"POST /select_and_reserve HTTP/1.1", b"DELETE /reservations/a%2Fb%25 HTTP/1.1"]
+    assert [line for line, _ in asked] == lines
+    assert json.loads(asked[0][1]) == CHAT
+    assert api.worker(A).in_flight == 0
+    nursery.cancel_scope.cancel()
+    path.unlink()
+
+
+async def test_a_new_program_that_has_ended_is_named(api, tmp_path):
+    api.services.picker.hand_over(str(tmp_path / "nobody.sock"))
+    status, body = await post(api, "/select_and_reserve", CHAT)
+    assert (status, body["error"]["code"]) == (503, "picker_unavailable")

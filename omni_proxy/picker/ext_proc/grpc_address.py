@@ -1,0 +1,71 @@
+"""The address of a gRPC server: claimed for one program, or shared with the one that it replaces.
+
+gRPC binds with SO_REUSEPORT, so that a new program can listen before the old one stops; a Unix
+socket is bound beside its path and then renamed, for the same reason. Invariant: without `shared`
+no two programs have one address, and no file but a socket is ever replaced or removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+
+class GrpcAddress:
+    """`listen`: `host:port` or `unix:PATH`. `shared`: another program listens there still."""
+
+    def __init__(self, listen: str, *, shared: bool) -> None:
+        self._listen = listen
+        self._shared = shared
+        self._path = Path(listen[5:]) if listen.startswith("unix:") else None
+        self._inode = 0
+
+    def bind(self, add_port: Callable[[str], int]) -> str:
+        """The address as bound. `add_port`: of a gRPC server. Raises OSError."""
+        try:
+            if self._path is not None:
+                self._bind_path(self._path, add_port)
+                return self._listen
+            host, _, port = self._listen.rpartition(":")
+            if port != "0" and not self._shared:
+                _refuse_if_taken(host.strip("[]"), int(port))
+            return f"{host}:{add_port(self._listen)}"
+        except (OSError, RuntimeError) as error:
+            reason = getattr(error, "strerror", None) or "gRPC refuses the address"
+            number = getattr(error, "errno", None) or errno.EADDRNOTAVAIL
+            raise OSError(number, f"cannot listen for Envoy: {reason}", self._listen) from None
+
+    def unlink(self) -> None:
+        """Remove the file of a Unix socket, unless another program has replaced it."""
+        path = self._path
+        if path is not None and path.exists() and path.stat().st_ino == self._inode:
+            path.unlink()
+
+    def _bind_path(self, path: Path, add_port: Callable[[str], int]) -> None:
+        if path.exists():
+            if not stat.S_ISSOCK(path.stat().st_mode):
+                raise OSError(errno.EEXIST, "a file that is no socket has this path")
+            if not self._shared and _is_served(path):
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+        aside = path.with_name(f"{path.name}.{os.getpid()}")
+        add_port(f"unix:{aside}")
+        self._inode = aside.stat().st_ino
+        aside.replace(path)
+
+
+def _refuse_if_taken(host: str, port: int) -> None:
+    """Raises OSError. A socket without SO_REUSEPORT can't be bound where another listens."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, kind, _, _, address in found:
+        with socket.socket(family, kind) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
+
+
+def _is_served(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        return sock.connect_ex(str(path)) == 0
