@@ -74,7 +74,8 @@ class Balancer:
         self.affinity_keys = AffinityKeyReader(())
         self.aliases: ModelAliases | None = None  # None: there are none
         # Roles or adapters change what each request needs; ranks do not, and aliases that of those
-        # alone which name one.
+        # alone which name one. The fleet may have workers before its first change.
+        self.always_special = fleet.has_pools or fleet.has_adapters
         self.always_special = False
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
