@@ -129,7 +129,7 @@ class Settings:
             has_ranks=self._has_ranks,
             has_pools=self._has_pools,
             callers=self.callers if self.callers.guarded else None,
-            is_traced=self.tracing is not None,
+            tracing=self.tracing,
         )
 
     def _forward(self, headers: ForwardedHeaders) -> None:

@@ -10,6 +10,7 @@ reported to outlier ejection here.
 
 from __future__ import annotations
 
+from random import getrandbits
 from typing import Final
 
 import msgspec
@@ -30,7 +31,12 @@ from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.tracing.request_trace import trace_parts
+from omni_proxy.dataplane.tracing.request_trace import (
+    DRAW_BITS,
+    UNSAMPLED,
+    UNSAMPLED_LINE,
+    trace_parts,
+)
 from omni_proxy.dataplane.upstream.attempt import (
     CACHED_LENGTHS,
     LENGTHS,
@@ -132,6 +138,8 @@ class FastPath:
             request_id=exchange.request_id,
         )
         exchange.body = body
+        if exchange.trace is None and self.cached.tracing is not None:
+            exchange.trace = UNSAMPLED  # for further attempts
         return head
 
     def _sent(self) -> SentRequest | None:
@@ -180,8 +188,7 @@ class FastPath:
             exchange = self._spare or self._new_exchange()
             exchange.recycle(io.loop.now)
             exchange.bytes_in = size
-            caller = cached.caller
-            if caller is not None:
+            if (caller := cached.caller) is not None:
                 if caller.begun < caller.bound and exchange.started_at < caller.until:
                     caller.begun += 1
                     exchange.reserved = 0
@@ -194,10 +201,12 @@ class FastPath:
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
             exchange.request_id = head_id or id_from_body(need)
             is_special = set_requirements(io, exchange, need, lines, body)
-            tracing = io.settings.tracing
-            exchange.trace = (
-                tracing.begin_from_parts(lines, cached.trace_index) if tracing is not None else None
-            )
+            exchange.trace, tracing = None, cached.tracing
+            if tracing is not None:
+                if (draw := getrandbits(DRAW_BITS)) >= cached.sampled_below:
+                    lines.append(UNSAMPLED_LINE % draw)
+                else:
+                    exchange.trace = tracing.begin_from_parts(lines, cached.trace_index)
             exchange.policy = balancer.policy.name
             target = worker = balancer.acquire(exchange)
             if is_special or exchange.rank is not None:
@@ -213,7 +222,7 @@ class FastPath:
             return False
         io.upstream = self.waiting_on = upstream
         self._pool = pool
-        if worker.api_key_env or (exchange.trace is not None and exchange.trace.sampled):
+        if worker.api_key_env or exchange.trace is not None:
             lines = self._lines_for(exchange, target, lines)
         request = encode_request(pool.host_line, lines, length_line, body)
         start_waiting(io, exchange, io.settings.limits.response_head)
@@ -222,8 +231,8 @@ class FastPath:
 
     def _lines_for(self, exchange: Exchange, target: Worker, lines: list[bytes]) -> list[bytes]:
         """With the trace's context, and with the worker's own key."""
-        trace = exchange.trace
-        if trace is not None and trace.sampled:
+        trace = exchange.trace  # sampled, or None
+        if trace is not None:
             trace_parts(trace, lines, self.cached.trace_index, target, self._io.loop.now)
         return [with_key(target.worker, b"".join(lines))]
 
@@ -275,7 +284,7 @@ class FastPath:
         exchange.status, exchange.chunks, exchange.bytes_out = template.status, 1, size
         exchange.relayed, exchange.single_chunk = True, sent_at_once
         exchange.outcome = "completed"
-        if io.settings.keeps_last_chunk or (exchange.trace is not None and exchange.trace.sampled):
+        if io.settings.keeps_last_chunk or exchange.trace is not None:
             exchange.last_chunk = body
         if exchange.caller is not None:
             caller = exchange.caller

@@ -13,6 +13,7 @@ import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.api_keys.callers import Callers, key_in, without_key_lines
+from omni_proxy.dataplane.tracing.request_trace import EVERY, Tracing
 from omni_proxy.dataplane.tracing.trace_context import traceparent_index
 from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
@@ -35,7 +36,17 @@ from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead
 class CachedRequest:
     """`head` of such a request, without the fields that vary; `source`: the cache it is from."""
 
-    __slots__ = ("caller", "decode", "head", "route", "source", "template", "trace_index")
+    __slots__ = (
+        "caller",
+        "decode",
+        "head",
+        "route",
+        "sampled_below",
+        "source",
+        "template",
+        "trace_index",
+        "tracing",
+    )
 
     def __init__(
         self, head: RequestHead, template: HeadTemplate, route: Route, source: FastPathCache
@@ -50,6 +61,10 @@ class CachedRequest:
         self.trace_index = traceparent_index(
             [(same, after is not None) for same, _, _, after in template.steps]
         )
+        # Below it a draw is not the whole of the matter.
+        self.tracing, self.sampled_below = source.tracing, EVERY
+        if source.tracing is not None and self.trace_index < 0:
+            self.sampled_below = source.tracing.sampled_below
         self.route = route
         self.source = source
         # Raises HttpError for a body that can't take the fast path.
@@ -107,7 +122,7 @@ class FastPathCache:
     """Cached requests of all connections, under one configuration. Of the fleet: `has_ranks`; then
     requests that may name a data-parallel rank are not among them. `has_pools`: some of them may be
     served in two legs. `callers`: where requests need a key; then a template holds it, so that all
-    requests of one have the same. `is_traced`: workers get a trace
+    requests of one have the same. `tracing`: where workers get a trace
     context."""
 
     def __init__(
@@ -117,11 +132,11 @@ class FastPathCache:
         has_ranks: bool = False,
         has_pools: bool = False,
         callers: Callers | None = None,
-        is_traced: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self.has_ranks = has_ranks
         self.has_pools = has_pools
-        self.is_traced = is_traced
+        self.tracing = tracing
         self._callers = callers
         self._routes = routes
         self._by_template: LruCache[HeadTemplate, CachedRequest | _Never] = LruCache(TEMPLATES)
@@ -154,7 +169,7 @@ class FastPathCache:
         special = hinted or head.origin or head.upgrade or head.expects_continue or head.http_1_0
         if special or not head.keep_alive or not has_json_body(route, head):
             return None
-        if self.is_traced and has_fixed_traceparent(template):
+        if self.tracing is not None and has_fixed_traceparent(template):
             return None  # there is no place to write another one
         cached = CachedRequest(head, template, route, self)
         return self._authorized(cached, key_in(head.lines)) if self._callers else cached

@@ -8,7 +8,7 @@ nothing is kept of a request that is not sampled.
 
 from __future__ import annotations
 
-from random import getrandbits, random
+from random import getrandbits
 from typing import Final
 
 from omni_proxy.dataplane.tracing.trace_context import (
@@ -20,6 +20,8 @@ from omni_proxy.dataplane.tracing.trace_context import (
 )
 from omni_proxy.fleet.worker import Worker
 
+DRAW_BITS: Final = 64
+EVERY: Final = 1 << DRAW_BITS
 MAX_SPANS: Final = 64  # of one request; further attempts are sent, and not recorded
 
 
@@ -94,34 +96,35 @@ UNSAMPLED: Final = RequestTrace(b"", sampled=False)
 
 
 class Tracing:
-    """Begins traces. `sampling`: the share of those that begin here, 0 to 1."""
+    """Begins traces. `sampling`: the share of those that begin here, 0 to 1; of `DRAW_BITS` random
+    bits those that are below `sampled_below` make a trace sampled."""
 
     def __init__(self, sampling: float) -> None:
-        self._sampling = sampling
+        self.sampled_below = int(sampling * EVERY)
 
     def begin(self, parent: TraceParent | None) -> RequestTrace:
         if parent is not None:
             return RequestTrace(parent.trace_id, parent.span_id) if parent.sampled else UNSAMPLED
-        if random() < self._sampling:
+        if getrandbits(DRAW_BITS) < self.sampled_below:
             return RequestTrace(new_trace_id())
         return UNSAMPLED
 
     def begin_from_head(self, lines: bytes) -> RequestTrace:
         return self.begin(read_traceparent(lines))
 
-    def begin_from_parts(self, parts: list[bytes], index: int) -> RequestTrace:
-        """Of a head in parts; `index`: where the value of its traceparent is, -1 for none. They get
-        what a worker is told of a request that is not sampled; else see `trace_parts`."""
+    def begin_from_parts(self, parts: list[bytes], index: int) -> RequestTrace | None:
+        """Of a head in parts, see `trace_parts`; None where it is not sampled. `index`: where the
+        value of its traceparent is. With -1 there is none, and it has been drawn that the trace is
+        sampled; else the parts get `UNSAMPLED_LINE`."""
         if index < 0:
-            if random() < self._sampling:
-                return RequestTrace(new_trace_id())
-            parts.append(_UNSAMPLED_LINE % getrandbits(64))
-            return UNSAMPLED
+            return RequestTrace(new_trace_id())
         parent = parse_traceparent(parts[index])
         trace = self.begin(parent)
-        if parent is None and not trace.sampled:
+        if trace.sampled:
+            return trace
+        if parent is None:
             parts[index] = _unsampled_value()
-        return trace
+        return None
 
 
 def trace_parts(
@@ -137,10 +140,10 @@ def trace_parts(
 
 
 # One half of the id of a trace that nobody records is of the process, and so is its span: half as
-# many random digits cost half as much.
+# many random digits cost half as much. The line is for the bits that were drawn for it.
 _UNSAMPLED: Final = b"00-%016x%%016x-%016x-00" % (getrandbits(64) or 1, getrandbits(64) or 1)
-_UNSAMPLED_LINE: Final = b"traceparent: " + _UNSAMPLED + b"\r\n"
+UNSAMPLED_LINE: Final = b"traceparent: " + _UNSAMPLED + b"\r\n"
 
 
 def _unsampled_value() -> bytes:
-    return _UNSAMPLED % getrandbits(64)
+    return _UNSAMPLED % getrandbits(DRAW_BITS)

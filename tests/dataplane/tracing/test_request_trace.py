@@ -1,8 +1,12 @@
+from random import getrandbits
+
 import pytest
 
 from omni_proxy.dataplane.tracing.request_trace import (
+    DRAW_BITS,
     MAX_SPANS,
     UNSAMPLED,
+    UNSAMPLED_LINE,
     RequestTrace,
     Tracing,
     trace_parts,
@@ -63,6 +67,14 @@ def test_the_spans_of_one_request_are_bounded():
 LINES = b"POST / HTTP/1.1\r\n"
 
 
+def begin_unsampled(parts, index):
+    """As the fast path."""
+    if index < 0:
+        parts.append(UNSAMPLED_LINE % getrandbits(DRAW_BITS))
+    else:
+        assert Tracing(0.0).begin_from_parts(parts, index) is None
+
+
 def test_an_unsampled_request_gets_the_flag_and_keeps_a_context_that_it_has():
     sent = UNSAMPLED.lines_for_attempt(LINES, A, 1.0)
     own = parse_traceparent(sent.removeprefix(LINES + b"traceparent: ").rstrip())
@@ -82,7 +94,7 @@ def test_a_head_in_parts_gets_what_a_whole_head_gets(trace, value):
     if trace.sampled:
         trace_parts(trace, parts, index, A, 1.0)
     else:
-        assert Tracing(0.0).begin_from_parts(parts, index) is UNSAMPLED
+        begin_unsampled(parts, index)
 
     def ids(lines):
         found = parse_traceparent(lines.partition(b"traceparent: ")[2].rstrip())
@@ -100,7 +112,7 @@ def test_a_head_in_parts_gets_what_a_whole_head_gets(trace, value):
 def test_requests_that_are_not_sampled_have_trace_ids_of_their_own():
     heads = [[LINES] for _ in range(100)]
     for parts in heads:
-        Tracing(0.0).begin_from_parts(parts, -1)
+        begin_unsampled(parts, -1)
     assert len({b"".join(parts) for parts in heads}) == 100
 
 
