@@ -3,8 +3,9 @@
 Another proxy may change weights then without this one knowing. So, once weights have ever been
 changed, a worker gets requests only while it reports the version that it had when the store was
 last heard; the others are held (`cut_off`) until it is heard again. Versions are read before the
-lease ends, so that a worker that proves itself is not held at all. Invariant: with a lease that
-holds nothing is held, and neither is it where no weights were ever changed.
+lease ends, so that a worker that proves itself is not held at all. With `on_loss = "refuse"` none
+can: all are held. Invariant: with a lease that holds nothing is held, and neither is it where no
+weights were ever changed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ ReadLabels = Callable[[Sequence[Worker]], Awaitable[dict[Worker, str | None]]]
 
 
 class CutOffHold:
-    """`lease_left()`: seconds until it ends, negative after that; None: nothing is to be held."""
+    """`lease_left()`: seconds until it ends, negative after that; None: nothing is to be held.
+    `trusts()`: whether workers that prove themselves get requests."""
 
     def __init__(
-        self, fleet: Fleet, lease_left: Callable[[], float | None], read_labels: ReadLabels
+        self,
+        fleet: Fleet,
+        lease_left: Callable[[], float | None],
+        read_labels: ReadLabels,
+        trusts: Callable[[], bool],
     ) -> None:
         self._fleet = fleet
         self._lease_left = lease_left
         self._read_labels = read_labels
+        self._trusts = trusts
         self._labels: dict[Worker, str | None] = {}  # as they were when the store was last heard
         self._seen_at: dict[Worker, float] = {}  # when a worker last reported that
         self._logged = False
@@ -67,9 +74,9 @@ class CutOffHold:
         if left is None or left > lease_secs / LOOKS:
             self._release()
             return
-        now = trio.current_time()
+        now, trusts = trio.current_time(), self._trusts()
         for worker in self._fleet.workers:
-            is_proven = now - self._seen_at.get(worker, float("-inf")) < 2 * READ_SECS
+            is_proven = trusts and now - self._seen_at.get(worker, float("-inf")) < 2 * READ_SECS
             if not is_proven and CUT_OFF not in worker.cordon_reasons:
                 self._fleet.cordon(worker, CUT_OFF)
             elif is_proven and CUT_OFF in worker.cordon_reasons:

@@ -110,7 +110,10 @@ class ClusterMember:
         self._hints = SharedHints(fleet, view, self._store_now, lambda: self.table)
         handler = CallHandler(self._outgoing, self._apply_call, self._take_reply)
         self._members = Members(lambda: (self.name, self.table.name), handler)
-        self._cut_off = CutOffHold(fleet, self._lease_left, lambda each: read_labels(each, {}))
+        self._cut_off = CutOffHold(
+            fleet, self._lease_left, lambda each: read_labels(each, {}),
+            lambda: self.table.on_loss == "alone",
+        )  # fmt: skip
         self._save_journal = operations.journal.save_adopted
         self._applied = trio.Event()  # a state of another proxy: to be saved and acknowledged
         self._nursery: trio.Nursery | None = None

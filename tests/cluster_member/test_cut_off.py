@@ -30,7 +30,7 @@ class Cluster:
             self.fleet.set_version(worker, "v1", 1)
         self.labels: dict[str, str | None] = {worker.url: "v1" for worker in self.fleet.workers}
         self.renewed_at = 0.0
-        self.changed_once = True
+        self.changed_once = self.trusts = True
 
     def lease_left(self):
         return self.renewed_at + LEASE - trio.current_time() if self.changed_once else None
@@ -46,7 +46,9 @@ class Cluster:
 @asynccontextmanager
 async def cut_off(clock):
     cluster = Cluster(clock)
-    hold = cluster.hold = CutOffHold(cluster.fleet, cluster.lease_left, cluster.read)
+    hold = cluster.hold = CutOffHold(
+        cluster.fleet, cluster.lease_left, cluster.read, lambda: cluster.trusts
+    )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(hold.run, LEASE)
         yield cluster
@@ -83,6 +85,18 @@ async def test_a_worker_whose_version_changes_while_the_proxy_is_cut_off_is_held
         cluster.labels["http://a:1"] = "v2"
         await trio.sleep(3)
         assert cluster.held() == ["http://a:1"]
+
+
+async def test_with_refusal_no_worker_proves_itself(autojump_clock):
+    async with cut_off(autojump_clock) as cluster:
+        cluster.trusts = False
+        await trio.sleep(LEASE / 2)
+        assert cluster.held() == []
+        await trio.sleep(LEASE / 2)
+        assert cluster.held() == ["http://a:1", "http://b:1"]
+        cluster.renewed_at = trio.current_time()
+        await trio.sleep(1)
+        assert cluster.held() == []
 
 
 async def test_nothing_is_held_where_weights_were_never_changed(autojump_clock):

@@ -5,6 +5,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import jsonschema_rs
 import pytest
 import yaml
 
@@ -15,6 +16,50 @@ FOLDER = ROOT / "contrib/kubernetes"
 MANIFESTS = ("omni-proxy.yaml", "valkey.yaml")
 SCHEMAS = "1.37"
 NAME = "app.kubernetes.io/name"
+# Of the Prometheus operator's ServiceMonitor (v1) what is used here, in its types: no maintained
+# package has its schema for the Python of the tests.
+TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
+MONITOR = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "monitoring.coreos.com/v1"},
+        "kind": {"const": "ServiceMonitor"},
+        "metadata": {
+            "required": ["name"],
+            "properties": {"name": {"type": "string"}, "labels": TEXTS},
+            "additionalProperties": False,
+        },
+        "spec": {
+            "required": ["selector", "endpoints"],
+            "properties": {
+                "selector": {
+                    "properties": {"matchLabels": TEXTS},
+                    "required": ["matchLabels"],
+                    "additionalProperties": False,
+                },
+                "endpoints": {
+                    "type": "array",
+                    "minItems": 1,
+                    "items": {
+                        "properties": {
+                            "port": {"type": "string"},
+                            "path": {"type": "string"},
+                            "interval": {
+                                "type": "string",
+                                "pattern": "^([0-9]+h)?([0-9]+m)?([0-9]+s)?([0-9]+ms)?$",
+                            },
+                        },
+                        "required": ["port"],
+                        "additionalProperties": False,
+                    },
+                },
+            },
+            "additionalProperties": False,
+        },
+    },
+    "additionalProperties": False,
+}
 
 
 def things(text: str) -> list[dict]:
@@ -41,7 +86,9 @@ def check(found: list[dict]) -> None:
     import kubernetes_validate  # takes more than a second, which each process would pay
 
     for thing in found:
-        if thing["kind"] != "ServiceMonitor":  # a resource of the Prometheus operator
+        if thing["kind"] == "ServiceMonitor":  # a resource of the Prometheus operator
+            jsonschema_rs.validate(MONITOR, thing)
+        else:
             kubernetes_validate.validate(thing, SCHEMAS, strict=True)
     for deployment in (each for each in found if each["kind"] == "Deployment"):
         labels = deployment["spec"]["template"]["metadata"]["labels"]
@@ -81,9 +128,25 @@ def agree(found: list[dict]) -> None:
         binding = named(found, f"{role['kind']}Binding")
         assert binding["roleRef"]["name"] == role["metadata"]["name"]
         assert binding["subjects"][0]["name"] == pod["serviceAccountName"]
+    for policy in (each for each in found if each["kind"] == "NetworkPolicy"):
+        if "valkey" not in policy["metadata"]["name"]:
+            reaches(policy, deployment["spec"]["template"]["metadata"]["labels"], ports)
     if config.cluster.url and "valkey" in config.cluster.url:
         service = named(found, "Service", "valkey")["metadata"]["name"]
         assert config.cluster.url == f"redis://{service}:6379/0"
+
+
+def reaches(policy: dict, labels: dict, ports: dict[str, int]) -> None:
+    """Clients the named ports of the proxies, and these each other at any port: a member of a
+    cluster is called at one that the system chooses."""
+    spec = policy["spec"]
+    clients, members = spec["ingress"]
+    assert spec["podSelector"]["matchLabels"].items() <= labels.items()
+    assert {port["port"] for port in clients["ports"]} == set(ports)
+    assert "from" not in clients
+    assert "ports" not in members
+    (peer,) = members["from"]
+    assert peer["podSelector"]["matchLabels"].items() <= labels.items()
 
 
 def test_the_manifests_are_what_the_api_takes_and_agree_with_each_other():
@@ -107,6 +170,7 @@ def test_the_kustomization_names_files_that_are_there():
 
 def test_the_service_monitor_scrapes_the_port_of_the_service():
     (monitor,) = things((FOLDER / "servicemonitor.yaml").read_text())
+    jsonschema_rs.validate(MONITOR, monitor)
     service = named(manifests(), "Service")
     assert monitor["apiVersion"] == "monitoring.coreos.com/v1"
     assert (
@@ -140,6 +204,7 @@ def test_kubectl_builds_the_kustomization():
         {"cluster": {"url": "rediss://store:6379/0"}, "podDisruptionBudget": {"enabled": False}},
         {
             "cluster": {"enabled": False},
+            "networkPolicy": {"enabled": False},
             "replicas": 1,
             "image": {"tag": "x"},
             "podAnnotations": {"a": "b"},
