@@ -76,7 +76,6 @@ class Balancer:
         # Roles or adapters change what each request needs; ranks do not, and aliases that of those
         # alone which name one. The fleet may have workers before its first change.
         self.always_special = fleet.has_pools or fleet.has_adapters
-        self.always_special = False
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
         # From then on, by the event loop's clock, the next request has its candidates recorded.
