@@ -1,4 +1,5 @@
 import ast
+import re
 import subprocess
 import sys
 
@@ -118,6 +119,18 @@ def test_no_file_imports_one_that_imports_it_types_included():
     names = {name_of(path) for path in sources()}
     graph = {name_of(path): imported_files(path, names) for path in sources()}
     assert cycles(graph) == []
+
+
+def test_the_files_that_a_post_enters_are_few_and_call_only_the_next_ones():
+    design = (ROOT / "docs/design.md").read_text()
+    names = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", design, re.MULTILINE)
+    assert names[0] == "dataplane/loop/event_loop.py"
+    assert len(names) <= 11
+    modules = [name_of(PACKAGE / name) for name in names]
+    for number, name in enumerate(names):
+        used = set(imports(PACKAGE / name))
+        back = {each for each in used if each.startswith(tuple(f"{m}." for m in modules[:number]))}
+        assert back == set(), name
 
 
 def test_a_cycle_over_three_files_is_found():

@@ -23,7 +23,7 @@ from omni_proxy.watchdog import (
 )
 
 PROGRAM = """
-import logging, re, sys, time, trio
+import logging, math, re, sys, time, trio
 from omni_proxy.watchdog import Watchdog
 
 def {act}
@@ -50,14 +50,17 @@ COMPUTES = """act():
         pass
 """
 HOLDS_THE_GIL = """act():
-    for length in range(20, 40):  # how long it takes depends on the machine
-        began = time.monotonic()
+    length = 20
+    while True:  # how long it takes depends on the machine
+        began = time.thread_time()
         re.match("(a|aa)+$", "a" * length + "b")
-        if time.monotonic() - began > 1.8:
+        took = time.thread_time() - began
+        if took > 1.7:
             until = time.process_time() + 20
             while not dog.stalls and time.process_time() < until:
                 pass  # until the other thread has found it here
             return
+        length += max(math.ceil(math.log(1.8 / took, 1.618)), 1)  # each byte more takes 1.618 times
 """
 
 

@@ -82,6 +82,7 @@ def test_what_killed_writes_left_is_swept_at_the_start_and_nothing_else(path):
 
 def test_a_folder_that_is_not_there_has_no_leftovers(tmp_path):
     StateFile(tmp_path / "no such folder" / "s.toml", SavedState())
+    assert list(tmp_path.iterdir()) == []
 
 
 async def test_what_the_disk_has_is_not_written_again(path):

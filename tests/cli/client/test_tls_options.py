@@ -39,7 +39,7 @@ def test_the_systems_authorities_are_nobodys_to_change():
 def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
     both = tmp_path / "both.pem"
     both.write_bytes((FILES / "client.pem").read_bytes() + (FILES / "client-key.pem").read_bytes())
-    create_tls_context(ClientCert(cert=str(both)))
+    assert create_tls_context(ClientCert(cert=str(both))).verify_mode is ssl.CERT_REQUIRED
 
 
 @pytest.mark.parametrize(

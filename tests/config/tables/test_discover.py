@@ -56,7 +56,9 @@ def test_what_can_not_work_is_refused_with_its_key(text, reason):
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8001", "[::1]:8001", "localhost"])
 def test_a_token_may_go_to_a_loopback_address_in_clear_text(host):
-    parse(f'[[discover]]\napi_server = "http://{host}"\nnamespace = "n"\ntoken_file = "t"')
+    text = f'[[discover]]\napi_server = "http://{host}"\nnamespace = "n"\ntoken_file = "t"'
+    (source,) = parse(text).discover
+    assert (source.api_server, source.token_file) == (f"http://{host}", "t")
 
 
 def test_a_configuration_shows_it_as_the_file_has_it_and_a_change_of_it_by_its_name():

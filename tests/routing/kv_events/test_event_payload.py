@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from omni_proxy.routing.kv_events.event_payload import (
     ClearedEvent,
+    DecodedBatch,
     RemovedEvent,
     StoredEvent,
     UndecodablePayload,
@@ -125,7 +126,7 @@ def test_what_is_no_batch_is_refused(payload):
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_batch_or_refused(payload):
     with suppress(UndecodablePayload):
-        decode_batch(payload)
+        assert isinstance(decode_batch(payload), DecodedBatch)
 
 
 JSON = st.recursive(
