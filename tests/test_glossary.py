@@ -137,3 +137,27 @@ def test_no_public_class_name_is_used_in_two_files():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, []).append(name_of(path))
     assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}
+
+
+@pytest.mark.parametrize(
+    ("term", "file"),
+    [
+        ("retry", "dataplane/upstream/retry.py"),
+        ("response relay", "dataplane/exchange/response_relay.py"),
+        ("config reloader", "runtime_config/reloader.py"),
+        ("health prober", "health/prober.py"),
+        ("outlier ejection", "fleet/outlier_ejection.py"),
+        ("cache aware", "routing/policies/cache_aware.py"),
+        ("admission queue", "dataplane/admission/queue.py"),
+        ("access log", "dataplane/exchange/access_log.py"),
+        ("tls termination", "dataplane/accept/tls_termination.py"),
+        ("version store", "weight_sync/store/version_store.py"),
+        ("protocol trainer group", "weight_sync/protocol/trainer_group.py"),
+        ("shared memory counters", "multiprocess/shared_memory/worker_counters.py"),
+        ("chat template", "replica/models/chat_template.py"),
+        ("prefix cache", "replica/text/prefix_cache.py"),
+    ],
+)
+def test_who_knows_the_field_finds_it_by_the_names_of_files(term, file):
+    assert (PACKAGE / file).exists()
+    assert set(term.split()) <= words_of(file)

@@ -5,7 +5,7 @@ joining (`rendezvous.py`, `broadcast/backend.py`) -> ready <-> receiving what wa
 group, because a group that failed once hangs later. All calls block: each needs a thread of its
 own. `destroy` and `close` may be called while another thread is inside `init` or `receive`: that
 call then raises GroupError within POLL_SECS. It has no HTTP, model or scheduler. At the proxy, for
-all members at once, the protocol is the state machine of `weight_sync/protocol/sync.py`.
+all members at once, the protocol is the state machine of `weight_sync/protocol/trainer_group.py`.
 """
 
 from __future__ import annotations

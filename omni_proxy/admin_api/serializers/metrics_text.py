@@ -30,7 +30,7 @@ from omni_proxy.fleet.worker import KV_MODES
 from omni_proxy.telemetry.metrics import SyncMetrics
 from omni_proxy.telemetry.prometheus import counters, gauges, histograms, one, total
 from omni_proxy.upstream_http.client import CallResult
-from omni_proxy.weight_sync.protocol.sync import SyncState
+from omni_proxy.weight_sync.protocol.trainer_group import SyncState
 
 
 def of_program(services: Services) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate
-from omni_proxy.weight_sync.protocol.sync import WeightSync
+from omni_proxy.weight_sync.protocol.trainer_group import WeightSync
 
 FAILED: Final = "failed"
 RECEIVING: Final = "receiving"

@@ -25,7 +25,7 @@ from omni_proxy.weight_sync.delivery.proxy_rank import NAME
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
 from omni_proxy.weight_sync.protocol.requests import UpdateFlags
-from omni_proxy.weight_sync.protocol.sync import SyncState, WeightSync
+from omni_proxy.weight_sync.protocol.trainer_group import SyncState, WeightSync
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.version_store import UnknownVersion
 from omni_proxy.weight_sync.sync.lifecycle import SyncLifecycle

@@ -43,7 +43,7 @@ from omni_proxy.weight_sync.protocol.requests import (
     parse_object,
     parse_transfer_init,
 )
-from omni_proxy.weight_sync.protocol.sync import GroupOwner, InvalidTransition, SyncState
+from omni_proxy.weight_sync.protocol.trainer_group import GroupOwner, InvalidTransition, SyncState
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.sync.commit import RoundCommit, RoundDelivery
 from omni_proxy.weight_sync.sync.lifecycle import DESTROY_TIMEOUT_SECS, SyncLifecycle

@@ -33,7 +33,7 @@ from omni_proxy.weight_sync.protocol.requests import (
     parse_object,
     parse_prepare,
 )
-from omni_proxy.weight_sync.protocol.sync import (
+from omni_proxy.weight_sync.protocol.trainer_group import (
     GroupOwner,
     InvalidTransition,
     SyncEvent,

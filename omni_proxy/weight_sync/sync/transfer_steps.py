@@ -33,7 +33,7 @@ from omni_proxy.weight_sync.protocol.requests import (
     parse_transfer_init,
     parse_transfer_update,
 )
-from omni_proxy.weight_sync.protocol.sync import (
+from omni_proxy.weight_sync.protocol.trainer_group import (
     GroupOwner,
     InvalidTransition,
     SyncEvent,

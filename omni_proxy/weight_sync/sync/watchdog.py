@@ -21,7 +21,7 @@ from omni_proxy.process_group.rendezvous import StoreConnection, connect_store
 from omni_proxy.process_group.tensor_plan import GroupError
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.protocol.member_reports import ReceiveProgress, StallDetector
-from omni_proxy.weight_sync.protocol.sync import SyncState, WeightSync
+from omni_proxy.weight_sync.protocol.trainer_group import SyncState, WeightSync
 from omni_proxy.weight_sync.sync.member import Member
 from omni_proxy.weight_sync.worker_calls import wait_until_refused
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.weight_sync.protocol.requests import RankRange, UpdateFlags
-from omni_proxy.weight_sync.protocol.sync import (
+from omni_proxy.weight_sync.protocol.trainer_group import (
     TRANSITIONS,
     GroupOwner,
     InvalidTransition,
