@@ -196,6 +196,7 @@ VOICE_CAPABILITIES = ("speech", "audio_input")
 def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
     launch = tables.get("launch", [])
     yield from _incomplete_pairs(tables.get("server", {}))
+    yield from _incomplete_picker_tls(tables)
     yield from _tls_without_effect(tables)
     yield from _failure_policy_without_store(tables.get("weight_sync", {}))
     for index, entry in enumerate(launch):
@@ -288,6 +289,14 @@ def _incomplete_pairs(server: Mapping[str, Any]) -> Iterator[Finding]:
     for key, counterpart in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
         if server.get(key) and not server.get(counterpart):
             yield ("server", key), f"needs {counterpart}, too", ""
+
+
+def _incomplete_picker_tls(tables: Mapping[str, Any]) -> Iterator[Finding]:
+    picker = tables.get("picker", {})
+    cert, key, authorities = "grpc_tls_cert", "grpc_tls_key", "grpc_tls_client_ca"
+    for name, counterpart in ((cert, key), (key, cert), (authorities, cert)):
+        if picker.get(name) and not picker.get(counterpart):
+            yield ("picker", name), f"needs {counterpart}, too", ""
 
 
 def _tls_without_effect(tables: Mapping[str, Any]) -> Iterator[Finding]:

@@ -111,9 +111,22 @@ def listener_tls_files(server: ServerConfig) -> tuple[str, ...]:
     return tuple(file for file in files if file)
 
 
-def server_context(server: ServerConfig) -> ssl.SSLContext:
-    """For listeners with `tls_cert`. Raises ConfigError naming the keys whose files are wrong."""
-    problems = list(_server_problems(server))
+def picker_tls(config: Config) -> ServerConfig | None:
+    """The files of the gRPC listener, under the names of `[server]`; None without TLS."""
+    picker = config.picker
+    if not picker.grpc_tls_cert:
+        return None
+    return ServerConfig(
+        tls_cert=picker.grpc_tls_cert,
+        tls_key=picker.grpc_tls_key,
+        tls_client_ca=picker.grpc_tls_client_ca,
+    )
+
+
+def server_context(server: ServerConfig, prefix: str = "server.") -> ssl.SSLContext:
+    """For listeners with `tls_cert`. Raises ConfigError naming the keys whose files are wrong;
+    `prefix` is what these begin with."""
+    problems = list(_server_problems(server, prefix))
     if problems:
         raise ConfigError(problems, "")
     context = _new_server_context()
@@ -128,6 +141,9 @@ def server_context(server: ServerConfig) -> ssl.SSLContext:
 def check_tls_files(config: Config, file: str) -> None:
     """Raises ConfigError with every PEM file that can't be used; `file` is the configuration."""
     problems = list(_server_problems(config.server)) if config.server.tls_cert else []
+    picker = picker_tls(config)
+    if picker is not None:
+        problems += _server_problems(picker, "picker.grpc_")
     keys = {("server.tls_worker_ca", config.server.tls_worker_ca): None}
     for index, entry in enumerate(config.workers):
         keys[f"workers[{index}].tls_ca", entry.tls_ca] = None
@@ -152,7 +168,7 @@ def _discovery_problems(entry: DiscoverEntry, key: str) -> Iterator[Problem]:
             yield Problem(f"{key}.{role}", None, str(error))
 
 
-def _server_problems(server: ServerConfig) -> Iterator[Problem]:
+def _server_problems(server: ServerConfig, prefix: str = "server.") -> Iterator[Problem]:
     files: tuple[tuple[PemRole, str], ...] = (("cert", server.tls_cert), ("key", server.tls_key))
     readable = True
     for role, file in files:
@@ -160,14 +176,14 @@ def _server_problems(server: ServerConfig) -> Iterator[Problem]:
             _require_readable(role, file)
         except PemError as error:
             readable = False
-            yield Problem(f"server.tls_{role}", None, str(error))
+            yield Problem(f"{prefix}tls_{role}", None, str(error))
     if readable:
         try:
             load_certificate(_new_server_context(), server.tls_cert, server.tls_key)
         except PemError as error:
-            yield Problem(f"server.tls_{error.role}", None, str(error))
+            yield Problem(f"{prefix}tls_{error.role}", None, str(error))
     if server.tls_client_ca:
-        yield from _authorities_problems("server.tls_client_ca", server.tls_client_ca)
+        yield from _authorities_problems(f"{prefix}tls_client_ca", server.tls_client_ca)
 
 
 def _authorities_problems(key: str, file: str) -> Iterator[Problem]:

@@ -34,6 +34,9 @@ SPELLED = {
     "server.request_id_headers": st.sampled_from([(), ("x-session-id",), ("X-A", "x-b")]),
     "observe.otlp_endpoint": st.sampled_from(["", "http://c:4318", "https://c/otlp"]),
     "picker.grpc_listen": PLACES,
+    "picker.grpc_tls_cert": st.just(""),  # needs others beside it
+    "picker.grpc_tls_key": st.just(""),
+    "picker.grpc_tls_client_ca": st.just(""),
     "cluster.url": st.sampled_from(["", "redis://a", "rediss://u:p@b:7000/3"]),
     "cluster.url_env": st.just(""),  # stands for the URL
     "cluster.password_file": st.just(""),  # needs one of them

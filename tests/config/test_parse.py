@@ -180,6 +180,10 @@ def test_a_policy_that_needs_kept_versions_needs_a_mode_that_keeps_them():
 def test_a_certificate_requires_its_key():
     assert any("needs tls_key" in output for output in problems("server.tls_cert = 'a'"))
     assert any("needs tls_cert" in output for output in problems("server.tls_key = 'a'"))
+    assert any("needs grpc_tls_key" in each for each in problems("picker.grpc_tls_cert = 'a'"))
+    assert any(
+        "needs grpc_tls_cert" in each for each in problems("picker.grpc_tls_client_ca = 'a'")
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ class Ports(SimpleNamespace):
     """Of one Envoy, and of one picker beside it."""
 
 
+def beside(at: Ports) -> Ports:
+    """Another Envoy of the same picker."""
+    return Ports(envoy=free_port(), grpc=at.grpc, http=at.http)
+
+
 def ports() -> Ports:
     return Ports(envoy=free_port(), grpc=free_port(), http=free_port())
 

@@ -6,13 +6,12 @@ from urllib.parse import quote
 import pytest
 import trio
 
-from tests.ports import free_port
 from tests.promises.envoy_program import (
     DUPLEX,
     NO_BODY,
     OPEN,
     PATIENCE_SECS,
-    Ports,
+    beside,
     envoy,
     idle,
     needs_envoy,
@@ -32,11 +31,6 @@ targets = [{ model = "m", weight = 1 }]
 
 def in_flight(body):
     return sum(worker["in_flight"] for worker in body["workers"])
-
-
-def closed_at(at):
-    """Another Envoy beside the same picker."""
-    return Ports(envoy=free_port(), grpc=at.grpc, http=at.http)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -131,7 +125,7 @@ async def test_an_alias_is_rewritten_on_the_way_through_envoy(tmp_path, mode):
 async def test_without_a_picker_envoy_refuses_or_goes_on_alone_as_configured(tmp_path):
     async with (
         picked(tmp_path) as here,
-        envoy(tmp_path, closed_at(here.at), here.fleet, OPEN) as open_client,
+        envoy(tmp_path, beside(here.at), here.fleet, OPEN) as open_client,
     ):
         here.picker.process.kill()
         await here.picker.process.wait()

@@ -126,3 +126,11 @@ def test_an_unverified_context_checks_neither_chain_nor_name():
 )
 def test_an_error_text_has_no_numbers(error, text):
     assert tls_contexts.tls_error_text(error) == text
+
+
+def test_files_of_the_picker_are_named_by_its_own_keys(tmp_path):
+    text = f'[picker]\ngrpc_tls_cert = "{tmp_path}/a.pem"\ngrpc_tls_key = "{tmp_path}/b.pem"\n'
+    with pytest.raises(ConfigError) as refused:
+        tls_contexts.check_tls_files(parse(text), "picker.toml")
+    keys = [problem.path for problem in refused.value.problems]
+    assert keys == ["picker.grpc_tls_cert", "picker.grpc_tls_key"]

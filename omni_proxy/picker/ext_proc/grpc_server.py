@@ -1,4 +1,4 @@
-"""The gRPC server for Envoy: in a thread with an asyncio loop of its own, beside trio's.
+"""The gRPC server for Envoy: in the thread of an asyncio loop, beside trio's.
 
 Contract: nothing of trio's is touched in that thread; what has to be picked or counted is handed
 over by `TrioToken.run_sync_soon`, in the order of the messages, and answered by the asyncio loop's
@@ -8,18 +8,21 @@ thread and no stream is left.
 
 from __future__ import annotations
 
-import asyncio  # noqa: TID251  grpc's server runs on asyncio; its loop has a thread of its own
+import asyncio  # noqa: TID251  grpc's server runs on asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Final
 
 import grpc
 import trio
 
+from omni_proxy.picker.ext_proc.asyncio_thread import AsyncioThread
 from omni_proxy.picker.ext_proc.grpc_address import GrpcAddress
+from omni_proxy.picker.ext_proc.grpc_tls import GrpcTls
 from omni_proxy.picker.ext_proc.messages import Destination
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
 from omni_proxy.picker.ext_proc.protocol import ProcessingRequest, ProcessingResponse
@@ -43,13 +46,21 @@ class Limits:
     held: int
 
 
-class GrpcServer:
-    """`listen`: `host:port` or `unix:PATH`; `shared` with a server that this one replaces."""
+@dataclass(frozen=True, slots=True)
+class ListenSettings:
+    """`address`: `host:port` or `unix:PATH`. `shared`: with a server that this one replaces."""
 
-    def __init__(
-        self, listen: str, limits: Limits, picks: EnvoyPicks, *, shared: bool = False
-    ) -> None:
-        self._listen = GrpcAddress(listen, shared=shared)
+    address: str
+    tls: GrpcTls | None = None
+    shared: bool = False
+
+
+class GrpcServer:
+    """`run` listens, `stop` ends it."""
+
+    def __init__(self, listen: ListenSettings, limits: Limits, picks: EnvoyPicks) -> None:
+        self._listen = GrpcAddress(listen.address, shared=listen.shared)
+        self._tls = listen.tls
         self._limits = limits
         self._picks = picks
         self._token = trio.lowlevel.current_trio_token()
@@ -58,29 +69,39 @@ class GrpcServer:
         self._cut: asyncio.Event | None = None
         self._grace = 0.0
         self._held_bytes = 0
+        self._refusal: OSError | None = None  # it could not listen
         self.address = ""  # as bound, once it listens
         self.streams = 0
 
-    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(self, thread: AsyncioThread, *, task_status: trio.TaskStatus[None]) -> None:
         """Serve until cancelled, or until `stop` and the end of the streams. Raises OSError where
         it can't listen."""
-        listening = trio.Event()
+        listening, ended = trio.Event(), trio.Event()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._in_thread, listening, nursery.cancel_scope)
+            nursery.start_soon(self._in_thread, thread, listening, ended)
             try:
                 await listening.wait()
-                task_status.started()
-                await trio.sleep_forever()
+                if self._refusal is None:
+                    task_status.started()
+                await ended.wait()
             finally:
                 self.stop(0.0)
+        if self._refusal is not None:
+            raise self._refusal
 
-    async def _in_thread(self, listening: trio.Event, scope: trio.CancelScope) -> None:
+    async def _in_thread(
+        self, thread: AsyncioThread, listening: trio.Event, ended: trio.Event
+    ) -> None:
         def listens() -> None:
             self._token.run_sync_soon(listening.set)
 
         # It ends by `stop`, so that cancelling leaves no thread behind.
-        await trio.to_thread.run_sync(lambda: asyncio.run(self._serve(listens)))
-        scope.cancel()
+        try:
+            await thread.call(self._serve(listens))
+        except OSError as error:
+            self._refusal = error
+            listening.set()
+        ended.set()
 
     def stop(self, grace_secs: float) -> None:
         """Accept no new stream, and end what is left after so long."""
@@ -102,7 +123,7 @@ class GrpcServer:
         server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),)
         )
-        self.address = self._listen.bind(server.add_insecure_port)
+        self.address = self._listen.bind(partial(self._add_port, server))
         await server.start()
         _log.info("listening on %s for Envoy's external processor", self.address)
         self._loop, self._stop, self._cut = asyncio.get_running_loop(), stop, cut
@@ -116,6 +137,12 @@ class GrpcServer:
             end.cancel()
         await server.stop(None)
         self._listen.unlink()
+
+    def _add_port(self, server: grpc.aio.Server, address: str) -> int:
+        """Raises OSError for certificates that can't be used, RuntimeError of gRPC."""
+        if self._tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, self._tls.credentials()))
 
     async def _process(
         self, messages: AsyncIterator[ProcessingRequest], context: grpc.aio.ServicerContext

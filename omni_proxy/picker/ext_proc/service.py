@@ -1,23 +1,37 @@
 """Envoy's external processor as a service of the running program: its server, by the configuration.
 
-Invariant: a change of `[picker] grpc_listen` opens the new address before the old one drains, and
-limits of bodies are those of the time when the server began.
+Invariant: a change of `[picker] grpc_listen` or of its TLS opens a new server before the old one
+drains, which goes on where the new one can't listen. Limits of bodies are those of the time when
+the server began.
 """
 
 from __future__ import annotations
 
-from typing import Final
+import logging
+from functools import partial
+from typing import Final, Protocol
 
 import trio
 
-from omni_proxy.config.schema import Config
+from omni_proxy.config.schema import Config, ServerConfig
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.picker.ext_proc.grpc_server import GrpcServer, Limits
+from omni_proxy.picker.ext_proc.asyncio_thread import AsyncioThread
+from omni_proxy.picker.ext_proc.grpc_server import GrpcServer, Limits, ListenSettings
+from omni_proxy.picker.ext_proc.grpc_tls import GrpcTls
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks
 from omni_proxy.picker.picker import Picker
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.system.tls_contexts import picker_tls
+
+_log = logging.getLogger(__name__)
 
 UNBOUNDED_SECS: Final = 86400.0  # to drain, where `drain_timeout_secs` is 0
+
+
+class _RunServer(Protocol):
+    """Until it has ended."""
+
+    async def __call__(self, server: GrpcServer, *, task_status: trio.TaskStatus[None]) -> None: ...
 
 
 class EnvoyService:
@@ -45,30 +59,56 @@ class EnvoyService:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Until cancelled. Raises OSError where it can't listen."""
-        async with trio.open_nursery() as nursery:
-            picks = EnvoyPicks(self._picker, self._services, nursery)
-            while True:
-                self._changed = trio.Event()
-                server = await self._open(nursery, picks)
-                task_status.started()
-                await self._changed.wait()
-                if server is not None:
-                    server.stop(self._drain_secs())
+        thread, refusal = AsyncioThread(), None
+        async with trio.open_nursery() as outer:
+            await outer.start(thread.run)
+            try:
+                async with trio.open_nursery() as nursery:
+                    picks = EnvoyPicks(self._picker, self._services, nursery)
+                    refusal = await self._replace(nursery, partial(self._run, thread), picks)
+                    while refusal is None:
+                        task_status.started()
+                        await self._changed.wait()
+                        await self._replace(nursery, partial(self._run, thread), picks)
+            finally:
+                thread.stop()
+        if refusal is not None:
+            raise refusal
 
-    async def _open(self, nursery: trio.Nursery, picks: EnvoyPicks) -> GrpcServer | None:
+    async def _replace(
+        self, nursery: trio.Nursery, run: _RunServer, picks: EnvoyPicks
+    ) -> OSError | None:
+        """A server by the configuration in force, then the others drain; the error if it can't
+        listen, then they go on."""
+        self._changed = trio.Event()
+        before = list(self._servers)
+        try:
+            await self._open(nursery, run, picks)
+        except OSError as error:
+            _log.error('grpc_listen_refused error="%s"', error)
+            return error
+        for server in before:
+            server.stop(self._drain_secs())
+        return None
+
+    async def _open(self, nursery: trio.Nursery, run: _RunServer, picks: EnvoyPicks) -> None:
         config = self._config_store.config
-        if not config.picker.grpc_listen:
-            return None
+        address, files = config.picker.grpc_listen, picker_tls(config)
+        if not address:
+            return
         limits = Limits(config.server.max_payload_size, config.server.max_held_bytes)
-        server = GrpcServer(config.picker.grpc_listen, limits, picks, shared=self._shared)
+        shared = self._shared or any(server.address == address for server in self._servers)
         self._shared = False
-        await nursery.start(self._run, server)
-        return server
+        tls = GrpcTls(files) if files is not None else None
+        server = GrpcServer(ListenSettings(address, tls, shared), limits, picks)
+        await nursery.start(run, server)
 
-    async def _run(self, server: GrpcServer, task_status: trio.TaskStatus[None]) -> None:
+    async def _run(
+        self, thread: AsyncioThread, server: GrpcServer, *, task_status: trio.TaskStatus[None]
+    ) -> None:
         self._servers.append(server)
         try:
-            await server.run(task_status=task_status)
+            await server.run(thread, task_status=task_status)
         finally:
             self._servers.remove(server)
             self._ended.set()
@@ -89,5 +129,9 @@ class EnvoyService:
         return self._config_store.config.server.drain_timeout_secs or UNBOUNDED_SECS
 
     def _follow_config(self, old: Config, new: Config) -> None:
-        if old.picker.grpc_listen != new.picker.grpc_listen:
+        if _listener(old) != _listener(new):
             self._changed.set()
+
+
+def _listener(config: Config) -> tuple[str, ServerConfig | None]:
+    return config.picker.grpc_listen, picker_tls(config)

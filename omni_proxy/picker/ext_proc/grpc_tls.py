@@ -1,0 +1,66 @@
+"""TLS of the gRPC listener: its certificate and whom it trusts, read again when the files change.
+
+Invariant: files are looked at when a connection begins, and only a complete set that fits together
+replaces the one in use. gRPC calls `_newest` in a thread of its own, one connection at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import grpc
+
+from omni_proxy.config.problem import ConfigError
+from omni_proxy.config.schema import ServerConfig
+from omni_proxy.system.files import FileSignature, file_signature
+from omni_proxy.system.tls_contexts import listener_tls_files, server_context
+
+_log = logging.getLogger(__name__)
+
+
+class GrpcTls:
+    """`server`: the files in `tls_cert`, `tls_key`, `tls_client_ca`; the last one may be empty."""
+
+    def __init__(self, server: ServerConfig) -> None:
+        self._server = server
+        self._signatures = self._signatures_now()
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Raises OSError where the files can't be used."""
+        try:
+            first = self._read()
+        except ConfigError as error:
+            raise OSError(None, str(error)) from None
+        return grpc.dynamic_ssl_server_credentials(
+            first, self._newest, require_client_authentication=bool(self._server.tls_client_ca)
+        )
+
+    def _newest(self) -> grpc.ServerCertificateConfiguration | None:
+        """None where what is in use stays. Raises nothing: gRPC would refuse the connection."""
+        signatures = self._signatures_now()
+        if signatures == self._signatures:
+            return None
+        try:
+            found = self._read()
+        except (ConfigError, OSError) as error:
+            self._signatures = signatures
+            file = self._server.tls_cert
+            _log.error('certificate_reload_failed file=%s error="%s"', file, error)
+            return None
+        if signatures != self._signatures_now():
+            return None  # one of them is being replaced: the next connection looks again
+        self._signatures = signatures
+        _log.info("certificate_reloaded file=%s", self._server.tls_cert)
+        return found
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        """Raises ConfigError, OSError."""
+        server = self._server
+        server_context(server, "picker.grpc_")  # gRPC would not say what is wrong
+        key, cert = Path(server.tls_key).read_bytes(), Path(server.tls_cert).read_bytes()
+        authorities = Path(server.tls_client_ca).read_bytes() if server.tls_client_ca else None
+        return grpc.ssl_server_certificate_configuration([(key, cert)], authorities)
+
+    def _signatures_now(self) -> tuple[FileSignature | None, ...]:
+        return tuple(map(file_signature, listener_tls_files(self._server)))
