@@ -102,8 +102,11 @@ def private_runtime_dir() -> Iterator[Path]:
 
 
 def _choose_parent() -> Path:
-    """The folder for temporary files, or another one where its path is too long for a socket."""
-    for parent in (tempfile.gettempdir(), *FALLBACK_PARENTS):
+    """The service manager's for this program (systemd.exec(5), RuntimeDirectory=), which commands
+    outside of the service see, too; else that for temporary files, or another one where its path is
+    too long for a socket."""
+    managed = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[:1]
+    for parent in (*filter(None, managed), tempfile.gettempdir(), *FALLBACK_PARENTS):
         if len(os.fsencode(parent)) <= MAX_PARENT_BYTES and os.access(parent, os.W_OK):
             return Path(parent)
     return Path(tempfile.gettempdir())  # the later bind reports what is wrong

@@ -1,8 +1,11 @@
 """The service file, judged by systemd's own tool where it is installed."""
 
 import configparser
+import os
+import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -12,14 +15,40 @@ from tests.tree import ROOT
 UNIT = ROOT / "contrib/systemd/omni-proxy.service"
 
 
-def test_the_service_outlasts_a_drain():
+def service() -> configparser.SectionProxy:
     unit = configparser.ConfigParser(interpolation=None)
     unit.optionxform = str
     unit.read_string(UNIT.read_text())
+    return unit["Service"]
+
+
+def test_the_service_outlasts_a_drain():
     server = ServerConfig()
-    assert (
-        int(unit["Service"]["TimeoutStopSec"]) > server.ready_off_secs + server.drain_timeout_secs
+    assert int(service()["TimeoutStopSec"]) > server.ready_off_secs + server.drain_timeout_secs
+
+
+def test_a_stop_waits_for_the_end_of_a_drain_whoever_the_parent_is(tmp_path):
+    code = (
+        "import pathlib, signal, time\n"
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
+        "print(flush=True)\n"
+        "signal.sigwait([signal.SIGTERM])\n"
+        "time.sleep(0.3)\n"
+        f"pathlib.Path({str(tmp_path / 'drained')!r}).touch()"
     )
+    with subprocess.Popen([sys.executable, "-SEc", code], stdout=subprocess.PIPE) as main:
+        main.stdout.readline()
+        stop = subprocess.Popen(
+            shlex.split(service()["ExecStop"]), env={**os.environ, "MAINPID": str(main.pid)}
+        )
+        main.wait()
+        assert stop.wait() == 0
+    assert (tmp_path / "drained").exists()
+
+
+def test_commands_outside_of_the_service_see_its_folder():
+    assert service()["PrivateTmp"] == "yes"  # so /tmp is no place for it
+    assert service()["RuntimeDirectory"] == "omni-proxy"
 
 
 def test_systemd_accepts_the_service(tmp_path):

@@ -74,3 +74,15 @@ def test_a_link_is_not_followed(parent, tmp_path_factory):
     os.utime(parent / f"{PREFIX}link", (then, then), follow_symlinks=False)
     with private_runtime_dir():
         assert (target / "kept").exists()
+
+
+def test_the_folder_of_the_service_manager_comes_first(parent, monkeypatch):
+    managed = parent / "m"
+    managed.mkdir()
+    monkeypatch.setattr(files, "MAX_PARENT_BYTES", len(str(managed)))
+    monkeypatch.setenv("RUNTIME_DIRECTORY", f"{managed}:/nowhere")
+    with private_runtime_dir() as folder:
+        assert folder.parent == managed
+    managed.rmdir()
+    with private_runtime_dir() as folder:
+        assert folder.parent == parent
