@@ -58,7 +58,6 @@ from omni_proxy.routing.inspect.body_fields import BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import JsonText
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_transfer import nixl
-from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, transfer_params
 from omni_proxy.routing.kv_transfer.plain_chat import (
     chat_with_params,
     decode_chat,
@@ -93,8 +92,8 @@ class FastPairPath(FastPath):
     """`loop` as for `Interruptible`."""
 
     __slots__ = (
-        "_after_prefill", "_body", "_engine_lines", "_is_chat", "_json", "_leg", "_lines", "_path",
-        "_random_below", "_spare_leg", "_transfer_due", "loop",
+        "_after_prefill", "_body", "_engine_lines", "_fault", "_is_chat", "_json", "_leg", "_lines",
+        "_path", "_random_below", "_spare_leg", "_transfer_due", "loop",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
@@ -109,19 +108,32 @@ class FastPairPath(FastPath):
         self._engine_lines: EngineLines | None = None  # made for the first pair of vLLM's
         self._random_below = io.services.random_below
         self._after_prefill = _AfterPrefill(self)
+        self._fault: Exception | None = None  # of the proxy, in a leg's step
         self._transfer_due = 0.0
         self._spare_leg: PrefillLeg | None = None  # of the last request, to be used again
 
     def go_on_after_prefill(self) -> None:
-        """The leg that decode's has waited for is over."""
+        """The leg that decode's has waited for is over, and decode's was not sent in its step."""
         io, leg = self._io, self._leg
         if leg is None or self.client.task is not self:
             return  # woken after `stop`
+        fault, self._fault = self._fault, None
         try:
-            if leg.failure is not None or not self._send_after_prefill(leg):
-                io.step()
+            was_tried = leg.ended_directly or leg.failure is not None
+            if was_tried or not self._send_after_prefill(leg):
+                io.step(fault)
         except Exception as failure:  # as in the class above
             io.step(failure)
+
+    def _prefill_ended(self, leg: PrefillLeg) -> None:
+        """In the leg's own step: decode's leg leaves, unless the coroutine has to go on."""
+        if self._leg is not leg or not leg.ended_directly or self.client.task is not self:
+            return
+        try:
+            if self._send_after_prefill(leg):
+                self._after_prefill.waiting_on = None  # it is not to be woken
+        except Exception as fault:  # as in the class above, for the next step
+            self._fault = fault
 
     def takes(self, error: BaseException) -> bool:
         return self._leg is not None or isinstance(error, PhaseTimeout)
@@ -184,7 +196,10 @@ class FastPairPath(FastPath):
         leg.send_directly(prefill_pool, self.cached.head, text, length_line, for_prefill)
         if for_decode is None:
             self._body = body
-            io.set_timeout("prefill", io.settings.limits.total)
+            leg.on_end = self._prefill_ended
+            # As `set_timeout`, without a frame.
+            io.phase, due = "prefill", io.loop.now + io.settings.limits.total
+            io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
             self.waiting_on, self._after_prefill.waiting_on = None, leg
             return True
         if self._has_failed(leg):
@@ -241,11 +256,10 @@ class FastPairPath(FastPath):
         if legs.connector == "mooncake":
             rank = legs.prefill.rank if legs.prefill is not None else None
             index = rank.index if rank is not None else 0
-            engine_id = self._io.services.engine_ids.find(prefill, index)
-            if engine_id is None:
+            both = self._io.services.engine_ids.transfer(prefill, index, self._random_below)
+            if both is None:
                 return None
-            address = bootstrap_address(prefill.url, prefill.bootstrap_port or 0)
-            params, own_params = transfer_params(address, engine_id, self._random_below)
+            params, own_params = both
         plain = one_token_chat(body, fields, params) if self._is_chat else None
         if plain is not None:
             return plain, None if own_params is None else chat_with_params(body, own_params)
@@ -274,8 +288,9 @@ class FastPairPath(FastPath):
         exchange, json = self._io.exchange, self._json
         if exchange is None or exchange.legs is None or exchange.worker is None:
             return False
-        worker = exchange.worker
-        pool = self._io.services.pools.of(exchange.rank or worker)
+        worker, pools = exchange.worker, self._io.services.pools
+        target = exchange.rank or worker
+        pool = pools.known.get(target) or pools.of(target)
         if not pool.idle or worker.version is not exchange.version:
             return False
         if leg.worker.version is not leg.exchange.version:

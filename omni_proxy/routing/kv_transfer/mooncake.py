@@ -44,9 +44,9 @@ def mooncake_legs(
 
 def transfer_params(address: str, engine_id: str, random_below: RandomBelow) -> tuple[bytes, bytes]:
     """`kv_transfer_params` of the prefill and the decode leg; the arguments as above."""
-    text = f"{random_below(_MOST_DRAWN):032x}"
-    uuid = f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
-    transfer_id = f'"transfer_id":"xfer-{uuid}"}}'.encode()
+    text = b"%032x" % random_below(_MOST_DRAWN)
+    uuid = text[:8], text[8:12], text[12:16], text[16:20], text[20:]  # as a UUID is written
+    transfer_id = b'"transfer_id":"xfer-%b-%b-%b-%b-%b"}' % uuid
     return _REMOTE_DECODE + transfer_id, _remote_prefill(address, engine_id) + transfer_id
 
 
@@ -94,6 +94,16 @@ class EngineIds:
         """None if it has to be asked: never asked, restarted, or forgotten after a failure."""
         instance, engine_ids = self._known.get(worker.url, ("", _NONE))
         return engine_ids.get(rank) if instance == worker.instance else None
+
+    def transfer(
+        self, worker: Worker, rank: int, random_below: RandomBelow
+    ) -> tuple[bytes, bytes] | None:
+        """As `transfer_params`; None where `find` has none."""
+        known = self._known.get(worker.url)
+        if known is None or known[0] != worker.instance or rank not in known[1]:
+            return None
+        address = bootstrap_address(worker.url, worker.bootstrap_port or 0)
+        return transfer_params(address, known[1][rank], random_below)
 
     def keep(self, worker: Worker, engine_ids: Mapping[int, str]) -> None:
         """`engine_ids`: by data-parallel rank."""

@@ -52,6 +52,15 @@ _decode: Callable[[bytes], ChatFields] = msgspec.json.Decoder(ChatFields).decode
 # Keys that are removed, or that have a place of their own in the body.
 _removed = attrgetter("min_tokens", "min_completion_tokens", "stream_options", "kv_transfer_params")
 _NONE_REMOVED: Final = (ABSENT,) * 4
+# All but `max_tokens`: most bodies have none of them.
+_beside_limit = attrgetter(
+    "stream", "max_completion_tokens", "min_tokens", "min_completion_tokens", "stream_options",
+    "kv_transfer_params",
+)  # fmt: skip
+_NONE_BESIDE: Final = (None, *(ABSENT,) * 5)
+_PARAMS: Final = b'{"kv_transfer_params":'
+_NO_STREAM: Final = b',"stream":false,'
+_NO_STREAM_ONE_TOKEN: Final = b',"stream":false,"max_tokens":1,'
 
 
 def decode_chat(body: bytes) -> BodyFields:
@@ -108,9 +117,28 @@ def one_token_chat(body: bytes, fields: BodyFields | None, params: bytes) -> byt
     if (
         type(fields) is not ChatFields
         or not body.startswith(_FIRST)
-        or _removed(fields) != _NONE_REMOVED
         or (body.find(_BACKSLASH) >= 0 and body.find(ESCAPED_LETTER) >= 0)
     ):
+        return None
+    if _beside_limit(fields) != _NONE_BESIDE:
+        return _one_token_of(body, fields, params)
+    if body.find(_STREAM) >= 0:
+        return None  # null, or a key within another value
+    limit = fields.max_tokens
+    if not limit:
+        return b"".join((_PARAMS, params, _NO_STREAM_ONE_TOKEN, body[1:]))
+    at = body.find(_MAX_TOKENS)
+    end = at + len(_MAX_TOKENS)
+    if at < 0 or body.find(_MAX_TOKENS, end) >= 0:
+        return None
+    value = bytes(limit)
+    at = body.find(value, end)  # as in `_value_at`
+    return b"".join((_PARAMS, params, _NO_STREAM, body[1:at], _ONE, body[at + len(value) :]))
+
+
+def _one_token_of(body: bytes, fields: ChatFields, params: bytes) -> bytes | None:
+    """The same where there is more to change than `max_tokens`."""
+    if _removed(fields) != _NONE_REMOVED:
         return None
     added, places = b"", list[tuple[int, int, bytes]]()
     if fields.stream is None:
@@ -129,7 +157,7 @@ def one_token_chat(body: bytes, fields: BodyFields | None, params: bytes) -> byt
     if fields.max_completion_tokens:
         value = bytes(fields.max_completion_tokens)
         places.append((_value_at(body, _OPTIONAL_LIMIT, value), len(value), _ONE))
-    return _replaced(body, [b'{"kv_transfer_params":', params, b",", added], places)
+    return _replaced(body, [_PARAMS, params, b",", added], places)
 
 
 def _replaced(

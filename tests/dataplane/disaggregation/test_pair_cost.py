@@ -7,7 +7,7 @@ from tests.dataplane.both_drivers import World
 from tests.dataplane.bytecodes import WHOLE, count_bytecodes, small_post
 from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, answer, world_of
 
-MOST = 2.2
+MOST = 2.1
 CONNECTORS = ("sglang", "nixl", "mooncake")
 ALIAS = """
 [[routing.models]]
