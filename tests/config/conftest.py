@@ -29,6 +29,10 @@ SPELLED = {
     "server.tls_client_ca": st.just(""),
     "admin.listen": PLACES,
     "admin.metrics_listen": PLACES,
+    **dict.fromkeys(
+        ("server.access_log", "server.route_log", "server.log_file", "admin.audit_log"),
+        st.sampled_from(["off", "-", "access.log", "/dev/stderr"]),
+    ),
     "server.cors_allow_origins": st.sampled_from([(), ("*",), ("https://a.test", "tauri://b:1")]),
     "admin.allowed_hosts": st.sampled_from([(), ("a",), ("proxy.internal", "b_c")]),
     "server.request_id_headers": st.sampled_from([(), ("x-session-id",), ("X-A", "x-b")]),
