@@ -68,7 +68,7 @@ PAGES = (
 
 # Which argument of these calls is the code of an error.
 CODE_AT = {"HttpError": 2, "bad": 1, "_bad": 1, "AttemptFailed": 0}
-PLACES = {"{path}": "x", "{worker_id}": A, "{request_id}": "abc", "{name}": "anna"}
+PLACES = {"{path}": "x", "{worker_id}": A, "{request_id}": "abc", "{name}": "anna", "{caller}": "a"}
 
 
 def blocks(page, language):
@@ -303,6 +303,9 @@ async def test_every_documented_route_is_served(method, path):
         if path == "/weights/rollback":  # it is there, and no version is
             assert (await answer.get_json())["error"]["code"] == "no_versions"
             return
+        if path == "/keys/{caller}":  # it is there, and no caller is
+            assert (await answer.get_json())["error"]["code"] == "unknown_caller"
+            return
         assert answer.status_code not in (404, 405)
 
 
@@ -316,7 +319,7 @@ def test_every_route_is_documented():
     rules = build_api().app.url_map.iter_rules()
     for rule in (each for each in rules if each.rule != CONFIGURED):
         path = rule.rule.replace("<path:path>", "{path}").replace("<path:model>", "{model}")
-        path = path.replace("<path:reservation_id>", "{id}")
+        path = path.replace("<path:reservation_id>", "{id}").replace("<path:caller>", "{caller}")
         path = re.sub(r"<[^>]+>", "{worker_id}", path)
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
     assert served == set(documented_routes())

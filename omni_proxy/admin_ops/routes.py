@@ -173,7 +173,9 @@ _PATHS: Final = frozenset(
         "/v1/rl/workers", "/select", "/select_and_reserve",
     )
 )  # fmt: skip
-_BELOW: Final = ("/workers/", "/v1/models/", "/v1/rl/workers/", "/v1/rl/engine/", "/reservations/")
+_BELOW: Final = (
+    "/workers/", "/keys/", "/v1/models/", "/v1/rl/workers/", "/v1/rl/engine/", "/reservations/",
+)  # fmt: skip
 
 
 def paths() -> frozenset[str]:

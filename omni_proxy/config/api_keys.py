@@ -92,6 +92,10 @@ class CallerKey(KeySource, frozen=True, kw_only=True, forbid_unknown_fields=True
     priority: Priority = 0
 
 
+class SavedKey(CallerKey, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One that was added over HTTP, by its SHA-256."""
+
+
 def source_findings(
     entries: Sequence[Mapping[str, Any]], path: Path
 ) -> Iterator[tuple[Path, str, str]]:

@@ -1,9 +1,9 @@
 """The saved state: what was changed over HTTP, as TOML text. The program never writes FILE.
 
-Six parts: added workers, overrides (`switches`) of workers that another source names, tombstones
+Seven parts: added workers, overrides (`switches`) of workers that another source names, tombstones
 for such workers that were deleted, workers to be deleted once they are drained (`leaving`), who
-disabled a worker (`disabled_by`), and the uploaded voices. Parsed as strictly as FILE: a
-text with a problem is refused as a whole.
+disabled a worker (`disabled_by`), the uploaded voices, and added callers. Parsed as strictly
+as FILE: a text with a problem is refused as a whole.
 """
 
 from typing import Any, Final, Literal
@@ -12,6 +12,7 @@ import msgspec
 import tomli_w
 from msgspec import Struct
 
+from omni_proxy.config.api_keys import SavedKey, source_findings
 from omni_proxy.config.fields import (
     CAPABILITIES,
     BootstrapPort,
@@ -29,7 +30,7 @@ from omni_proxy.config.parse import config_error, decode_text, parse_tables
 from omni_proxy.config.validate import Finding, walk
 
 _HEAD: Final = """\
-# Written by omni-proxy: workers and switches that were set over HTTP.
+# Written by omni-proxy: workers, switches and keys that were set over HTTP.
 # Stop the program before you change it, or delete it to go back to the configuration file.
 """
 
@@ -95,13 +96,14 @@ class SavedState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     voices: SavedVoices = SavedVoices()
     leaving: tuple[str, ...] = ()  # URLs of workers to be deleted once they are drained
     disabled_by: dict[str, DisabledBy] = {}  # of workers that HTTP disabled, by URL
+    keys: tuple[SavedKey, ...] = ()
 
 
 def read_state(text: str | bytes, file: str) -> SavedState:
     """Raises ConfigError with all problems of the text."""
     text = decode_text(text, file)
     values, findings = walk(parse_tables(text, file), SavedState)
-    findings += _duplicate_urls(values)
+    findings += [*_duplicate_urls(values), *source_findings(values.get("keys", []), ("keys",))]
     if findings:
         raise config_error(findings, text, file)
     return msgspec.convert(values, SavedState)
@@ -116,6 +118,10 @@ def render_state(state: SavedState) -> str:
     spelled["voices"] = {
         key: value for key, value in spelled["voices"].items() if value not in ("", None)
     }
+    spelled["keys"] = [
+        {name: value for name, value in key.items() if value not in ("", 0, [], ())}
+        for key in spelled["keys"]
+    ]
     spelled["tombstones"] = {
         url: fingerprint
         for url, fingerprint in state.tombstones.items()

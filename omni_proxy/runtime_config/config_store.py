@@ -38,6 +38,7 @@ from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState, SavedVoices
+from omni_proxy.config.tables.saved_keys import with_saved_keys, without_hidden_keys
 from omni_proxy.fleet.health_state import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.policies.plugins import check_policy
@@ -120,6 +121,7 @@ class ConfigStore:
         reject_own_addresses(self.config, startup.given_urls, str(self.file or ""))
         self.state_file = state_path(startup, self.config)
         self.state = load_state(self.state_file)
+        self.config = with_saved_keys(self.config, self.state)
         self._state_writer = StateFile(self.state_file, self.state)
         self.revision = 0
         self.last_reload: dict[str, Any] = {}
@@ -169,9 +171,8 @@ class ConfigStore:
             if not self._matches(if_match):
                 return ChangeResult("precondition_failed", self.revision)
             try:
-                new = self.startup.effective_config(
-                    await trio.to_thread.run_sync(read_file, self.file)
-                )
+                content = await trio.to_thread.run_sync(read_file, self.file)
+                new = with_saved_keys(self.startup.effective_config(content), self.state)
                 await trio.to_thread.run_sync(check_tls_files, new, str(self.file or ""))
                 await trio.to_thread.run_sync(check_keys, new, str(self.file or ""))
                 check_routes(new, str(self.file or ""))
@@ -182,7 +183,7 @@ class ConfigStore:
             except ConfigError as error:
                 return self._refuse(source, error)
             new = self._without_deferred(new)
-            state = self._pruned(self.state, new)
+            state = without_hidden_keys(self._pruned(self.state, new), new)
             changed = await self._change(source, new, state)
             self._report_deferred()
             return changed
@@ -213,6 +214,7 @@ class ConfigStore:
         """Go on with the state of another program, before `start`; the file may have an older
         one."""
         self.state = state
+        self.config = with_saved_keys(self.config, state)
 
     async def wait_predecessor_gone(self) -> None:
         """Until the program before an upgrade serves no request any more: those know nothing of an
@@ -229,14 +231,14 @@ class ConfigStore:
             new, self._deferred = self._deferred, None
             if new is not None and not self.membership_lock.held:
                 state = self._pruned(self.state, new)
-                await self._change("file", new, state)
+                await self._change("file", with_saved_keys(new, state), state)
             self._report_deferred()
 
     async def change(
         self, edit: Edit, if_match: str | None = None, *, at_once: bool = False, own: bool = True
     ) -> ChangeResult:
-        """Edit the saved state: workers and switches that were set over HTTP; not `own`: of no
-        concern to `on_change`.
+        """Edit the saved state: workers, switches and keys that were set over HTTP. Not `own`: of
+        no concern to `on_change`.
 
         An exception of `edit` passes through, and nothing changes. Raises HttpError 503 where the
         membership lock is held for too long.
@@ -251,7 +253,8 @@ class ConfigStore:
                     self.config, state
                 ):
                     before = self.state
-                    result = await self._change("api", self.config, state)
+                    new = with_saved_keys(self.config, state)
+                    result = await self._change("api", new, state)
                     if own and result.outcome == "applied":
                         self.on_change(before, self.state)
                     return result

@@ -20,6 +20,7 @@ from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import AdminConfig, Config, RoutingConfig, WorkerEntry
 from omni_proxy.config.state import SavedState
+from omni_proxy.config.tables.saved_keys import with_saved_keys
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
@@ -81,6 +82,7 @@ class FakeConfigStore:
         if state == self.state:
             return Outcome("unchanged", self.revision)
         self.state = state
+        self.config = with_saved_keys(self.config, state)
         self.revision += 1
         self.apply()
         return Outcome("applied", self.revision)

@@ -172,17 +172,16 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         await fill(page, "#key-priority", "-2")
         await shows(page, "#keying-first", "each request without a key is refused")
         await page.press("Enter")
-        limits = ("max_inflight = 4", 'models = ["m", "n"]', "priority = -2")
-        await shows(page, "#new-key", "[[keys]]", *limits)
+        await shows(page, "#new-key", "shown once", "In force now")
         assert await page.tell("document.querySelector('#keying .main').innerText") == "Close"
         made, entry = await page.tell(
-            "[...document.querySelectorAll('#new-key pre')].map((it) => it.innerText)"
+            "[...document.querySelectorAll('#new-key pre')].map((it) => it.textContent)"
         )
-        assert f'"{hashlib.sha256(made.encode()).hexdigest()}"' in entry
+        digest = hashlib.sha256(made.encode()).hexdigest()
+        limits = ("max_inflight = 4", 'models = ["m", "n"]', "priority = -2")
+        assert all(words in entry for words in (f'"{digest}"', "[[keys]]", *limits))
         await page.click("#keying-no")
         assert made not in await page.tell("document.documentElement.outerHTML")
-        file = tmp_path / "proxy.toml"
-        file.write_text(f"{file.read_text()}\n{entry}")
         await shows(page, "#callers", "team-a", "0 of 4", "models m, n")
 
         await fill(page, "#chat-model", "m")
@@ -201,6 +200,14 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         stored = "[localStorage.length, sessionStorage.length, document.cookie]"
         assert await page.tell(stored) == [0, 0, ""]
         assert [url for url in page.asked if made in url] == []
+
+        file = tmp_path / "proxy.toml"
+        assert digest not in file.read_text()
+        assert digest in (tmp_path / "proxy.state.toml").read_text()  # a restart keeps it
+        await page.click("#caller-rows button")
+        await shows(page, "#confirm", "model routes are then open to everyone")
+        await page.click("#confirm-yes")
+        await shows(page, "#no-callers", "whoever reaches the port")
 
 
 SLOW_ONES = """(() => {

@@ -1,12 +1,15 @@
 import stat
+from functools import partial
 
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from omni_proxy.config.api_keys import SavedKey
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import with_added, with_deleted, with_override
 from omni_proxy.config.parse import ConfigError
+from omni_proxy.config.tables.saved_keys import with_key
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
@@ -188,6 +191,26 @@ async def test_changes_over_http_are_saved_and_loaded_again(file, config_store, 
     saved = tmp_path / "proxy.state.toml"
     assert stat.S_IMODE(saved.stat().st_mode) == 0o600
     assert urls(config_store) == urls(store_of(file)) == [B]
+
+
+async def test_a_caller_that_was_added_outlasts_reloads_and_the_program_until_the_file_names_it(
+    file, config_store
+):
+    heard = []
+    config_store.subscribe(lambda old, new: heard.append([key.name for key in new.keys]))
+    key = SavedKey(name="team-a", key_sha256="ab" * 32)
+    await config_store.change(partial(with_key, key))
+    assert heard == [["team-a"]]
+    file.write_text(toml(A, B))
+    await config_store.reload("file")
+    assert config_store.config.keys == (key,)
+    assert store_of(file).config.keys == (key,)
+    entry_of_file = f'\n[[keys]]\nname = "team-a"\nkey_sha256 = "{"cd" * 32}"\n'
+    file.write_text(toml(A) + entry_of_file)
+    await config_store.reload("file")
+    file.write_text(toml(A))
+    await config_store.reload("file")
+    assert config_store.config.keys == ()
 
 
 async def test_an_added_and_deleted_worker_leaves_the_state_as_it_was(config_store):

@@ -150,6 +150,14 @@ def _fleet() -> Iterator[RouteDoc]:
 def _program() -> Iterator[RouteDoc]:
     yield RouteDoc("get", "/metrics", "the proxy's own metrics", {200: PLAIN}, (503,))
     yield RouteDoc("get", "/keys", "the callers of model routes and their usage", {200: "Keys"})
+    yield RouteDoc(
+        "post", "/keys", "add a caller by the hash of its key", {200: "KeyChanged"},
+        (400, 409, 412), "NewKey",
+    )  # fmt: skip
+    yield RouteDoc(
+        "delete", "/keys/{caller}", "remove a caller that was added so", {200: "KeyChanged"},
+        (404, 409, 412),
+    )  # fmt: skip
     once_flag = Parameter("once", FLAG, "one snapshot as JSON, in place of an event each second")
     yield RouteDoc(
         "get",
@@ -329,6 +337,7 @@ KEY = (
 PLACES = {
     "model": "the id of a model",
     "reservation_id": "of the answer, encoded",
+    "caller": "the name of a caller, encoded as one segment",
     "worker_id": "the worker's URL, encoded as one segment, or its id",
     "path": "a path of the engine, of one or more segments",
 }

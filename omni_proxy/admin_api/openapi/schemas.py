@@ -282,11 +282,12 @@ SCHEMAS: Final[dict[str, Schema]] = {
         keys=listed(shape(
             name=TEXT, models=listed(TEXT), max_inflight=COUNT, requests_per_minute=COUNT,
             tokens_per_minute=COUNT, priority={"type": "integer"}, in_flight=COUNT, requests=COUNT,
-            input_tokens=COUNT, output_tokens=COUNT,
+            input_tokens=COUNT, output_tokens=COUNT, origin={"enum": ["file", "api"]},
             refused=shape(**dict.fromkeys(REASONS, COUNT)),
         )),
         **_KEY_REFUSALS, error=TEXT_OR_NULL,
     ),
+    "KeyChanged": shape(status=TEXT, name=TEXT, key_required=FLAG),
     "Status": shape(
         version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
         revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
@@ -304,6 +305,18 @@ SCHEMAS: Final[dict[str, Schema]] = {
                 stats=shape(prefill_count=COUNT, decode_count=COUNT, regular_count=COUNT),
             ),
         ]
+    },
+    "NewKey": {
+        **body(
+            name={"type": "string", "pattern": "^[A-Za-z0-9_.:@/-]{1,64}$"},
+            key_sha256={"type": "string", "pattern": "^[0-9a-f]{64}$"},
+            models=listed({"type": "string", "minLength": 1}),
+            max_inflight={**COUNT, "maximum": MAX_COUNT},
+            requests_per_minute={**COUNT, "maximum": MAX_COUNT},
+            tokens_per_minute={**COUNT, "maximum": MAX_COUNT},
+            priority={"type": "integer", "minimum": -1000, "maximum": 1000},
+        ),
+        "required": ["name", "key_sha256"],
     },
     "NewWorker": {
         **body(

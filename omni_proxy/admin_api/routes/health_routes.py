@@ -1,4 +1,4 @@
-"""Liveness, readiness and health of the fleet; status, configuration, callers, and reload.
+"""Liveness, readiness and health of the fleet; status, configuration, reload, and callers.
 
 Invariant: no route here waits for a worker. If a key is configured, a client without it sees the
 counts of /ready and /health, and no worker's address.
@@ -6,26 +6,47 @@ counts of /ready and /health, and no worker's address.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from functools import partial
 
 from quart import Quart, Response
 
 from omni_proxy import __version__
 from omni_proxy.admin_api.access import KeyCheck
-from omni_proxy.admin_api.responses import etag, if_match, json_response, raise_on_mismatch
+from omni_proxy.admin_api.fleet_changes import FleetChanges
+from omni_proxy.admin_api.responses import (
+    bad_request,
+    etag,
+    if_match,
+    json_object,
+    json_response,
+    raise_on_mismatch,
+)
 from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
 from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
 from omni_proxy.admin_api.serializers.readiness import describe_reason, is_opening, unready
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.config.diff import redacted
+from omni_proxy.config.schema import Config
+from omni_proxy.config.state import SavedState
+from omni_proxy.config.tables.saved_keys import (
+    KeyKnown,
+    KeyRefused,
+    read_saved_key,
+    with_key,
+    without_key,
+)
 from omni_proxy.fleet.cordons import WEIGHT_CORDONS
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.partners import can_serve
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
+
+_log = logging.getLogger(__name__)
 
 PRIVATE = ("workers", "voice_routing")
 
@@ -172,13 +193,17 @@ class ConfigRoutes:
 
 
 class KeyRoutes:
-    """The callers of model routes, their limits and what they have used."""
+    """The callers of model routes: their limits and usage, and keys that HTTP adds. A key itself
+    never comes here, and its hash never leaves; entries of FILE are only shown."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        self._changes = FleetChanges(services)
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/keys", "keys", self.show)
+        app.add_url_rule("/keys", "add_key", self.add, methods=["POST"])
+        app.add_url_rule("/keys/<path:caller>", "remove_key", self.remove, methods=["DELETE"])
 
     async def show(self) -> Response:
         services = self._services
@@ -189,3 +214,45 @@ class KeyRoutes:
                 "error": services.keys_error() or None,
             }
         )
+
+    async def add(self) -> Response:
+        """In force, in all processes, when it is answered."""
+        try:
+            key = read_saved_key(await json_object())
+            await self._changes.change(partial(with_key, key), at_once=True)
+        except KeyRefused as refused:
+            raise bad_request(str(refused)) from None
+        except KeyKnown as known:
+            raise HttpError(409, str(known), "caller_already_exists") from None
+        _log.info("caller_key_added name=%s", key.name)
+        return self._done(key.name)
+
+    async def remove(self, caller: str) -> Response:
+        """Its requests in flight go on; the next one is refused."""
+
+        def edit(state: SavedState, config: Config) -> SavedState:
+            try:
+                return without_key(state, caller)
+            except KeyError:
+                raise _not_here(caller, config) from None
+
+        await self._changes.change(edit, at_once=True)
+        _log.info("caller_key_removed name=%s", caller)
+        return self._done(caller)
+
+    def _done(self, name: str) -> Response:
+        store = self._services.config_store
+        body = {"status": "ok", "name": name, "key_required": _key_required(store.config)}
+        return json_response(body, headers=etag(store.revision))
+
+
+def _key_required(config: Config) -> bool:
+    """Whether model routes are closed to requests without a key."""
+    return bool(config.server.api_key or config.keys)
+
+
+def _not_here(name: str, config: Config) -> HttpError:
+    if any(entry.name == name for entry in config.keys):
+        message = f"{name} stands in the configuration file: remove its [[keys]] entry there"
+        return HttpError(409, message, "caller_in_file")
+    return HttpError(404, f"there is no caller {name}", "unknown_caller")

@@ -11,6 +11,7 @@ from prometheus_client import Metric
 
 from omni_proxy.admin_api.services import Services
 from omni_proxy.api_keys.caller import REASONS
+from omni_proxy.config.api_keys import SavedKey
 from omni_proxy.telemetry.prometheus import counters, gauges
 
 UNKNOWN = ""  # the name of those without a right key
@@ -29,6 +30,7 @@ def key_records(services: Services) -> list[dict[str, object]]:
             "requests_per_minute": entry.requests_per_minute,
             "tokens_per_minute": entry.tokens_per_minute,
             "priority": entry.priority,
+            "origin": "api" if isinstance(entry, SavedKey) else "file",
             **_usage(usage.get(entry.name, {})),
         }
         for entry in services.config_store.config.keys

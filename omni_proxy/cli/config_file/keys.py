@@ -1,8 +1,10 @@
-"""`omni-proxy keys ...`: makes keys and their hashes, says whose a key is, and what callers use.
+"""`omni-proxy keys ...`: makes keys and their hashes, adds callers to a running proxy, says whose a
+key is, and what callers use.
 
-Only `usage` calls anybody, a running proxy. A key is read from stdin and never an argument, which
-other users of the machine could see; none is printed but a new one. Exit status 0: done; 1: `check`
-found no owner of the key; 2: no usable key, a refused configuration, or no proxy to reach.
+`add`, `remove` and `usage` call a running proxy, which gets no more than the hash of a key. A key
+is read from stdin and never an argument, which other users of the machine could see; none is
+printed but a new one. Exit status 0: done; 1: `check` found no owner of the key; 2: no usable key,
+a refused configuration or change, or no proxy to reach.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import asdict, dataclass
 from hmac import compare_digest
 from pathlib import Path
 from typing import Final
+from urllib.parse import quote
 
 from omni_proxy.api_keys.resolve import MAX_KEY_BYTES, UnusableKey, sha256_of_key
 from omni_proxy.cli.client.admin_client import (
@@ -45,7 +48,7 @@ CLOSES: Final = "With the first such entry, model routes answer 401 to everyone 
 _USAGE: Final = ("CALLER", "BUSY", "REQUESTS", "IN", "OUT", "REQ/MIN", "TOKENS/MIN", "REFUSED")
 _EPILOG = """\
 examples:
-  omni-proxy keys new --name team-a --max-inflight 4 --tokens-per-minute 100000
+  omni-proxy keys add team-a --max-inflight 4 --tokens-per-minute 100000
   omni-proxy keys new --name team-b --models qwen3-32b lora-b --priority 5
   omni-proxy keys usage
   omni-proxy keys hash < /run/secrets/team-a
@@ -71,18 +74,14 @@ def parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     new = commands.add_parser("new", help="print a new key, and its hash or its entry for FILE")
     new.add_argument("--name", type=_name, help="of the caller: prints its [[keys]] entry for FILE")
-    for limit in LIMITS:
-        new.add_argument(
-            f"--{limit.replace('_', '-')}", metavar="N", type=_limit, help="with --name: a limit"
-        )
-    new.add_argument(
-        "--models", metavar="NAME", nargs="+", type=_model,
-        help="with --name: the models that its requests may name (default all)",
-    )  # fmt: skip
-    new.add_argument(
-        "--priority", metavar="N", type=_priority,
-        help="with --name: of requests that wait, a higher one leaves the queue first (default 0)",
-    )  # fmt: skip
+    _add_limits(new, "with --name: ")
+    add = commands.add_parser("add", help="add a caller to a running proxy, with a new key")
+    add.add_argument("name", metavar="NAME", type=_name, help="of the caller, such as team-a")
+    _add_limits(add)
+    add_target_arguments(add)
+    remove = commands.add_parser("remove", help="remove a caller that was added so")
+    remove.add_argument("name", metavar="NAME", type=_name, help="as `keys usage` shows it")
+    add_target_arguments(remove)
     usage = commands.add_parser("usage", help="what the callers of a running proxy have used")
     add_target_arguments(usage)
     digest = commands.add_parser("hash", help="print the hash of the key on stdin, for key_sha256")
@@ -90,9 +89,26 @@ def parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--config", metavar="FILE", type=Path, required=True, help="the TOML file that has the keys"
     )
-    for command in (new, digest, check, usage):
+    for command in (new, add, remove, digest, check, usage):
         command.add_argument("--json", action="store_true", help="for machines: one object")
     return parser
+
+
+def _add_limits(command: argparse.ArgumentParser, where: str = "") -> None:
+    for limit in LIMITS:
+        words = limit.replace("_", " ").replace("max inflight", "requests in flight")
+        command.add_argument(
+            f"--{limit.replace('_', '-')}", metavar="N", type=_limit,
+            help=f"{where}at most so many {words} (default no limit)",
+        )  # fmt: skip
+    command.add_argument(
+        "--models", metavar="NAME", nargs="+", type=_model,
+        help=f"{where}the models that its requests may name (default all)",
+    )  # fmt: skip
+    command.add_argument(
+        "--priority", metavar="N", type=_priority,
+        help=f"{where}of requests that wait, a higher one leaves the queue first (default 0)",
+    )  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,8 +116,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if arguments.command == "new":
             return _new(arguments)
-        if arguments.command == "usage":
-            return _usage(arguments)
+        if call := {"usage": _usage, "add": _add, "remove": _remove}.get(arguments.command):
+            return call(arguments)
         digest = sha256_of_key(_read_key())
         if arguments.command == "hash":
             print(json.dumps({"key_sha256": digest}) if arguments.json else digest)
@@ -150,11 +166,60 @@ def _priority(text: str) -> int:
     return value
 
 
-def _new(arguments: argparse.Namespace) -> int:
+def _made() -> tuple[str, dict[str, str]]:
     key = PREFIX + secrets.token_urlsafe(KEY_BYTES)
-    made = {"key": key, "key_sha256": sha256_of_key(key.encode())}
+    return key, {"key": key, "key_sha256": sha256_of_key(key.encode())}
+
+
+def _limits_of(arguments: argparse.Namespace) -> JsonObject:
     names = ("models", *LIMITS, "priority")
-    limits = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+
+
+def _add(arguments: argparse.Namespace) -> int:
+    key, made = _made()
+    entry = {"name": arguments.name, "key_sha256": made["key_sha256"], **_limits_of(arguments)}
+    with AdminClient(admin_target_of(arguments), ANSWER_SECS) as proxy:
+        first = not proxy.get("/feed?once=true").body.get("key_required")
+        reply = proxy.send("POST", "/keys", entry)
+    if reply.refusal:
+        print(f"omni-proxy keys: {printable(reply.refusal)}", file=sys.stderr)
+        return UNUSABLE
+    if arguments.json:
+        print(json.dumps(made | entry))
+        return 0
+    print(f"The key, for {arguments.name} alone; it is shown once:\n{key}\n")
+    print(f"In force now, and kept. What it uses: omni-proxy keys usage{_target_words(arguments)}")
+    if first:
+        print("It is the first key: from now on model routes answer 401 to requests without one.")
+    return 0
+
+
+def _target_words(arguments: argparse.Namespace) -> str:
+    """For the next command, the same proxy."""
+    if arguments.config:
+        return f" --config {arguments.config}"
+    return f" --url {arguments.url}" if arguments.url else ""
+
+
+def _remove(arguments: argparse.Namespace) -> int:
+    with AdminClient(admin_target_of(arguments), ANSWER_SECS) as proxy:
+        reply = proxy.send("DELETE", f"/keys/{quote(arguments.name, safe='')}")
+    if reply.refusal:
+        print(f"omni-proxy keys: {printable(reply.refusal)}", file=sys.stderr)
+        return UNUSABLE
+    if arguments.json:
+        print(json.dumps(reply.body))
+        return 0
+    print(f"{arguments.name} is removed: its key is refused from now on")
+    if not reply.body.get("key_required"):
+        print("It was the last key: model routes are open to everyone who reaches them.")
+    return 0
+
+
+def _new(arguments: argparse.Namespace) -> int:
+    key, made = _made()
+    limits = _limits_of(arguments)
     if limits and not arguments.name:
         print("omni-proxy keys: limits stand in an entry: give it a --name", file=sys.stderr)
         return UNUSABLE
@@ -191,7 +256,7 @@ def usage_lines(body: JsonObject) -> list[str]:
     """Of a response of GET /keys."""
     callers = body.get("keys") or []
     if not callers:
-        none = "no callers: the configuration has no [[keys]]; `omni-proxy keys new --name NAME`"
+        none = "no callers: `omni-proxy keys add NAME` adds one"
         return [none, *_refusal_lines(body)]
 
     def row(caller: JsonObject) -> tuple[object, ...]:

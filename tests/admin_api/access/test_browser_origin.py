@@ -29,6 +29,7 @@ POST /start_weight_update  POST /start_draft_weight_update  POST /finish_weight_
 POST /reset_prefix_cache  POST /load_lora_adapter  POST /unload_lora_adapter
 POST /v1/load_lora_adapter  POST /v1/unload_lora_adapter
 POST /abort_request  POST /abort_requests
+POST /keys  DELETE /keys/<path:caller>
 POST /select  POST /select_and_reserve  DELETE /reservations/<path:reservation_id>
 """
 ENGINE = ("/v1/rl/engine/<path:path>", "/v1/rl/workers/<path:name>/engine/<path:path>")

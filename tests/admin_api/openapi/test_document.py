@@ -22,6 +22,7 @@ def test_it_describes_every_route_of_the_front_and_nothing_else():
         path = (
             rule.rule.replace("<path:path>", "{path}")
             .replace("<path:model>", "{model}")
+            .replace("<path:caller>", "{caller}")
             .replace("<path:name>", "{worker_id}")
             .replace("<path:reservation_id>", "{reservation_id}")
         )

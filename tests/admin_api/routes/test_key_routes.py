@@ -37,3 +37,25 @@ async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
 async def test_callers_are_shown_with_the_admin_key_only():
     api = build_api(entry(A), key="s3cret")
     assert (await api.client().get("/keys")).status_code == 401
+
+
+async def test_a_caller_is_added_and_removed_over_http():
+    digest = "cd" * 32
+    of_file = CallerKey(name="file", key_sha256="ab" * 32)
+    api = build_api(entry(A), keys=(of_file,))
+    client = api.client()
+    caller = {"name": "team/b", "key_sha256": digest, "models": ["m"], "requests_per_minute": 60}
+    assert (await client.post("/keys", json=caller)).status_code == 200
+    for other in (caller, caller | {"name": "c"}, caller | {"key_sha256": of_file.key_sha256}):
+        assert (await client.post("/keys", json=other)).status_code == 409
+    shown = await (await client.get("/keys")).get_json()
+    assert [(each["name"], each["origin"]) for each in shown["keys"]] == [
+        ("file", "file"),
+        ("team/b", "api"),
+    ]
+    assert digest not in str(shown) + str(await (await client.get("/config")).get_json())
+    assert (await client.post("/keys", json={"name": "x", "key": "k"})).status_code == 400
+    assert (await client.delete("/keys/file")).status_code == 409
+    removed = await client.delete("/keys/team%2Fb")
+    assert (await removed.get_json())["key_required"] is True
+    assert (await client.delete("/keys/team%2Fb")).status_code == 404

@@ -88,6 +88,23 @@ def test_what_callers_use_is_a_table(proxy, capsys):
     assert main(["usage", "--url", "http://127.0.0.1:1"]) == 2
 
 
+def test_a_caller_is_added_by_the_hash_of_a_new_key(proxy, capsys):
+    proxy.says["/keys"] = (200, {"status": "ok", "name": "team-a", "key_required": True})
+    proxy.says["/feed"] = (200, {"key_required": False})
+    assert main(["add", "team-a", "--max-inflight", "4", "--url", proxy.url]) == 0
+    out = capsys.readouterr().out
+    key = re.search(r"^omni-\S+$", out, re.MULTILINE)[0]
+    asked = str(proxy.asked)
+    assert (digest_of(key) in asked, key in asked) == (True, False)
+    assert "answer 401" in out
+    proxy.says["/keys/team%2Fa"] = (200, {"status": "ok", "name": "team/a", "key_required": False})
+    assert main(["remove", "team/a", "--url", proxy.url]) == 0
+    assert "open to everyone" in capsys.readouterr().out
+    proxy.says["/keys"] = (409, {"error": {"message": "there is a caller team-a already"}})
+    assert main(["add", "team-a", "--url", proxy.url]) == 2
+    assert capsys.readouterr().err == "omni-proxy keys: there is a caller team-a already\n"
+
+
 def digest_of(key):
     return sha256(key.encode()).hexdigest()
 

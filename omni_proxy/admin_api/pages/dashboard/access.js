@@ -26,7 +26,7 @@ const KEY_CODES = ["admin_key_required", "admin_key_invalid"];
 function locks(status, told) { return status === 401 || status === 403 && told?.error?.code !== "role_not_allowed"; }
 
 /* ---- what the key of this reader may do ---- */
-const NEEDS = { read: ["read", "operate", "weights", "all"], operate: ["operate", "all"], weights: ["weights", "all"] };
+const NEEDS = { read: ["read", "operate", "weights", "all"], operate: ["operate", "all"], weights: ["weights", "all"], all: ["all"] };
 const may = (role) => NEEDS[role].includes(last?.reader?.role ?? "all");
 function whyNot(role) {
   const { name, role: has } = last.reader;

@@ -1,4 +1,4 @@
-/* Callers of model routes by the names of their keys: limits and usage; and making a key, which the proxy never sees. */
+/* Callers of model routes by the names of their keys: limits and usage; and adding one, by the hash of a key that the proxy never sees. */
 empties("caller-rows", "new-key");
 function usage(used, limit) {
   if (!limit) return count(used);
@@ -13,7 +13,7 @@ function paintCallers() {
   show($("no-callers"), !callers.length);
   say($("no-callers"), last.key_required ? "All callers share the key of [server] api_key; no [[keys]]." : "No [[keys]]: whoever reaches the port may send requests.");
   fill($("caller-rows"), [callers, refused], () => [...callers.map((caller) => callerRow(
-    make("td", "", make("b", "", caller.name), make("div", "quiet small", caller.models?.length ? `models ${caller.models.join(", ")}` : "")),
+    make("td", "", make("b", "", caller.name), caller.origin === "api" ? removing(caller.name) : "", make("div", "quiet small", caller.models?.length ? `models ${caller.models.join(", ")}` : "")),
     make("td", "", usage(caller.in_flight, caller.max_inflight)),
     make("td", "", count(caller.requests), make("div", "quiet small", caller.requests_per_minute ? `at most ${count(caller.requests_per_minute)} a minute` : "")),
     make("td", "", `${count(caller.input_tokens)}, ${count(caller.output_tokens)}`, make("div", "quiet small", caller.tokens_per_minute ? `at most ${count(caller.tokens_per_minute)} a minute` : "")),
@@ -24,10 +24,21 @@ function callerRow(...cells) {
   cells.forEach((cell, at) => { if (at) cell.dataset.name = CALLER_COLUMNS[at]; });
   return make("tr", "", ...cells);
 }
-/* Once a key is shown the next step is to put its entry into the file, not to make another. */
+function removing(name) {
+  const button = pressed("Remove", "plain small", () => removeCaller(name));
+  mark(button, "aria-label", `Remove ${name}`);
+  permit(button, "all");
+  return button;
+}
+async function removeCaller(name) {
+  const left = (last.keys ?? []).length === 1 ? " It is the last key: model routes are then open to everyone, unless [server] api_key is set." : "";
+  if (!await sure(`Remove ${name}?`, `Its key is refused from then on; its requests in flight will finish.${left}`, "Remove it")) return;
+  await change(`Removing ${name}`, `${name} was removed`, "DELETE", `keys/${encodeURIComponent(name)}`);
+}
+/* Once a key is shown the next step is to hand it over, not to make another. */
 function showKey(...parts) {
   $("new-key").replaceChildren(...parts);
-  say($("keying-make"), parts.length ? "Make another" : "Make a key");
+  say($("keying-make"), parts.length ? "Add another" : "Add it");
   dress($("keying-make"), parts.length ? "" : "main");
   dress($("keying-no"), parts.length ? "main" : "");
 }
@@ -54,9 +65,19 @@ $("keying-form").addEventListener("submit", async (event) => {
   const random = btoa(String.fromCharCode(...crypto.getRandomValues(new Uint8Array(KEY_BYTES)))).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
   const made = `omni-${random}`, digest = new Uint8Array(await crypto.subtle.digest("SHA-256", new TextEncoder().encode(made)));
   const hash = [...digest].map((each) => each.toString(16).padStart(2, "0")).join("");
+  const numbers = limits.filter(([, id]) => $(id).value).map(([key, id]) => [key, Number($(id).value)]);
+  const answer = await ask("POST", "keys", JSON.stringify({ name, key_sha256: hash, models, ...Object.fromEntries(numbers) }), JSON_BODY);
+  if (!answer.ok && answer.status !== 403) {
+    showKey(make("p", "bad", `Not added: ${answer.why}`));
+    say($("keying-make"), "Add it");
+    return;
+  }
+  const file = last?.config_file ?? "the configuration file";
+  const entry = make("details", "", make("summary", "small", `Its entry, to keep it in ${file} instead`), copied(lines(hash)));
+  entry.open = !answer.ok;
   showKey(
-    make("p", "", make("b", "", "1. "), `The key, for ${name}. It is shown once, and sent nowhere:`), copied(made),
-    make("p", "", make("b", "", "2. "), `Its entry, for the end of ${last?.config_file ?? "the configuration file"}; the file is read again when it changes:`), copied(lines(hash)));
+    make("p", "", `The key, for ${name}. It is shown once, and sent nowhere:`), copied(made),
+    make("p", answer.ok ? "ok" : "warn", answer.ok ? "In force now: its row shows what it uses." : `Your key may not add callers (${answer.why}). Who may change the file adds this entry:`), entry);
 });
 function copied(text) {
   const button = pressed("Copy", "", async () => {
