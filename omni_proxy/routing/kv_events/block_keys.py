@@ -28,7 +28,7 @@ def root_key(block_size: int) -> int:
     return crc32(b"%d" % block_size) << 32 | 1
 
 
-def extend_key(key: int, spelled: bytes) -> int:
+def extend_key(key: int, spelled: bytes | memoryview) -> int:
     """The key behind `key`, so many bytes further."""
     return crc32(spelled, key >> 32) << 32 | adler32(spelled, key & _ADLER_MASK)
 

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 from omni_proxy.routing.inspect.prefix_text import LIMIT
 from omni_proxy.routing.kv_events.block_keys import spell
 from omni_proxy.routing.kv_events.prompt_blocks import PromptBlocks
+from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
 from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.tree_key import text_length
 
@@ -46,16 +47,16 @@ class TextQuestion(NamedTuple):
 class KnownText:
     """`length` in bytes, and how many `tokens` that is."""
 
-    __slots__ = ("_spelled", "length", "tokens")
+    __slots__ = ("_ids", "length", "tokens")
 
     def __init__(self, length: int, tokens: Sequence[int]) -> None:
         self.length = length
         self.tokens = len(tokens)
-        self._spelled = spell(tokens)
+        self._ids = SpelledIds(spell(tokens), len(tokens))
 
     def blocks(self, block_size: int, tokens: int) -> PromptBlocks:
         """Of the first `tokens`."""
-        return PromptBlocks(self._spelled, self.tokens, block_size, tokens)
+        return PromptBlocks(self._ids, block_size, tokens)
 
 
 class FoundText(NamedTuple):

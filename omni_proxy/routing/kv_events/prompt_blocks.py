@@ -14,25 +14,22 @@ from itertools import islice
 from typing import Final
 
 from omni_proxy.routing.kv_events.block_keys import extend_key, root_key
+from omni_proxy.routing.kv_events.spelled_ids import COMMA, SpelledIds
 
-COMMA: Final = b","
-# An id with its comma is shorter, so that looking for the next few has a bound; any other spelling
-# is found too, by looking further.
-_ID_BYTES: Final = 12
 _STATE_BYTES: Final = 200
 
 
 class PromptBlocks:
-    """Of so many `tokens`, spelled with a comma before each, in blocks of one size. `most`: only so
-    many tokens count."""
+    """Of so many `tokens`, in blocks of one size. `most`: only so many tokens count."""
 
-    __slots__ = ("_spelled", "_states", "count", "size", "tokens")
+    __slots__ = ("_ids", "_states", "count", "size", "tokens")
 
-    def __init__(self, spelled: bytes, tokens: int, size: int, most: int | None = None) -> None:
+    def __init__(self, ids: SpelledIds, size: int, most: int | None = None) -> None:
+        tokens = ids.tokens
         self.size = size
         self.tokens = tokens
         self.count = (tokens if most is None else min(most, tokens)) // size  # of whole blocks
-        self._spelled = spelled
+        self._ids = ids
         # Number of a block: where it ends in the spelling, and its key.
         self._states: dict[int, tuple[int, int]] = {0: (0, root_key(size))}
 
@@ -41,8 +38,8 @@ class PromptBlocks:
         state = self._states.get(number)
         if state is None:
             begin, key = self._states[after]
-            end = self._end_of(number, after, begin)
-            state = (end, extend_key(key, self._spelled[begin:end]))
+            end = self._ids.end_of(number * self.size)
+            state = (end, extend_key(key, self._ids.view[begin:end]))
             self._states[number] = state
         return state[1]
 
@@ -52,7 +49,7 @@ class PromptBlocks:
         number, end, key = 0, 0, self._states[0][1]
         before = (end, key)
         try:
-            for block in islice(_blocks_of(self.size)(self._spelled), self.count):
+            for block in islice(_blocks_of(self.size)(self._ids.spelled), self.count):
                 before = (end, key)
                 number, end, key = number + 1, block.end(), extend_key(key, block[0])
                 yield key
@@ -63,7 +60,7 @@ class PromptBlocks:
     @property
     def memory(self) -> int:
         """Bytes, about."""
-        return len(self._spelled) + _STATE_BYTES * len(self._states)
+        return len(self._ids.spelled) + _STATE_BYTES * len(self._states)
 
     def looked_at(self, held: int) -> list[int]:
         """The keys that were asked for, of blocks behind the first `held`."""
@@ -71,9 +68,9 @@ class PromptBlocks:
 
     def common(self, other: PromptBlocks) -> int:
         """How many leading blocks both have, which are of one size."""
-        if other is self or other._spelled == self._spelled:
+        ours, theirs = self._ids.spelled, other._ids.spelled
+        if ours == theirs:
             return min(self.count, other.count)
-        ours, theirs = self._spelled, other._spelled
         low, high = 0, min(len(ours), len(theirs))
         while low < high:  # so many bytes are equal, and no more than so many
             at = (low + high + 1) >> 1
@@ -86,42 +83,10 @@ class PromptBlocks:
             tokens -= 1  # the last one goes on, in one of them
         return min(tokens // self.size, self.count, other.count)
 
-    def _end_of(self, number: int, after: int, begin: int) -> int:
-        """Where a block ends. The commas between are counted up to about there."""
-        spelled, length, size = self._spelled, len(self._spelled), self.size
-        behind = self.tokens - number * size
-        if behind < size:
-            return _nth_last_comma(spelled, begin, length, behind) if behind else length
-        tokens = (number - after) * size
-        at = begin + (length - begin) * tokens // (tokens + behind)
-        missing = tokens - spelled.count(COMMA, begin, at)
-        if missing >= 0:  # the comma behind so many more
-            return _nth_comma(spelled, at, missing + 1)
-        return _nth_last_comma(spelled, begin, at, -missing)
-
 
 @lru_cache(maxsize=64)
 def _blocks_of(size: int) -> Callable[[bytes], Iterator[re.Match[bytes]]]:
     return re.compile(rb"(?:,[^,]++){%d}" % size).finditer
-
-
-def _nth_comma(spelled: bytes, begin: int, nth: int) -> int:
-    near = spelled[begin : begin + _ID_BYTES * nth].split(COMMA, nth)
-    if len(near) <= nth:
-        near = spelled[begin:].split(COMMA, nth)
-        if len(near) <= nth:
-            return len(spelled)
-        return len(spelled) - len(near[-1]) - 1
-    return min(len(spelled), begin + _ID_BYTES * nth) - len(near[-1]) - 1
-
-
-def _nth_last_comma(spelled: bytes, begin: int, end: int, nth: int) -> int:
-    start = max(begin, end - _ID_BYTES * nth)
-    near = spelled[start:end].rsplit(COMMA, nth)
-    if len(near) <= nth:
-        start = begin
-        near = spelled[start:end].rsplit(COMMA, nth)
-    return start + len(near[0])
 
 
 def _ends(spelled: bytes, at: int) -> bool:

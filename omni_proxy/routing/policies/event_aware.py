@@ -14,9 +14,11 @@ preview changes nothing. Source: features.md 7.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Final, NamedTuple
 
 import msgspec
+from xxhash import xxh3_128_digest
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
@@ -25,13 +27,13 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.tokenize_body import template_mark, tokenize_body
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.known_texts import MIN_BYTES, TextQuestion
-from omni_proxy.routing.kv_events.prompt_blocks import COMMA, PromptBlocks
+from omni_proxy.routing.kv_events.prompt_blocks import PromptBlocks
+from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
 from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice, prompt_text
 from omni_proxy.routing.policies.cache_feedback import PromptText
 from omni_proxy.routing.tree_key import MOST_BLOCK, tree_key
 
 RECENT: Final = 64  # prompts
-RECENT_END: Final = 64  # bytes of its end that a prompt is looked for by; then all are compared
 
 
 class _Group(NamedTuple):
@@ -42,13 +44,14 @@ class _Group(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """`by_url`: the trusted ones of the candidates; `rest`: the others."""
+    """`by_url`: the trusted ones of the candidates; `rest`: the others; `sizes`: of the blocks."""
 
     candidates: Sequence[Worker]
     membership: int
     groups: tuple[_Group, ...]
     by_url: dict[str, Worker]
     rest: tuple[Worker, ...]
+    sizes: frozenset[int]
 
 
 class _Found(NamedTuple):
@@ -62,9 +65,8 @@ class _Found(NamedTuple):
 
 
 class _Recent(NamedTuple):
-    """A prompt as a body spelled it, and what `_Prompt` has of it."""
+    """What `_Prompt` has of a prompt."""
 
-    raw: msgspec.Raw
     tokens: int
     blocks: dict[int, PromptBlocks]
 
@@ -78,7 +80,7 @@ class _Prompt(NamedTuple):
     is_text: bool = False
 
 
-_NONE = _Known((), -1, (), {}, ())
+_NONE = _Known((), -1, (), {}, (), frozenset())
 
 
 class EventAware(CacheAware):
@@ -92,7 +94,7 @@ class EventAware(CacheAware):
         self._by_events = routing.cache_aware.source == "events"
         self._tokenizes = routing.cache_aware.tokenize == "engine"
         self._known = _NONE
-        self._recent: dict[bytes, _Recent] = {}
+        self._recent: dict[bytes, _Recent] = {}  # by a digest of the spelling
 
     def use_blocks(self, blocks: BlockIndex) -> None:
         self._blocks, self._known = blocks, _NONE
@@ -188,8 +190,7 @@ class EventAware(CacheAware):
         raw = spelled_tokens(requirements)
         if raw is None:
             return self._text_prompt(candidates, requirements, known) if self._tokenizes else None
-        sizes = {group.block_size for group in known.groups if group.block_size}
-        tokens, blocks_by_size = self._blocks_of(raw, sizes)
+        tokens, blocks_by_size = self._blocks_of(raw, known.sizes)
         return _Prompt(tokens, blocks_by_size, known) if tokens else None
 
     def _text_prompt(
@@ -202,8 +203,7 @@ class EventAware(CacheAware):
         found = blocks.texts.find(_marked(text, requirements), text.length)
         if found is None or self._inferred(text, candidates) > found.shared + MOST_BLOCK:
             return None
-        sizes = {group.block_size for group in known.groups if group.block_size}
-        by_size = {size: found.known.blocks(size, found.tokens) for size in sizes}
+        by_size = {size: found.known.blocks(size, found.tokens) for size in known.sizes}
         if not any(
             blocks.match(by_size[group.block_size], group.mask, self._now)[0]
             for group in known.groups
@@ -231,20 +231,21 @@ class EventAware(CacheAware):
         if body is not None:
             blocks.texts.ask(TextQuestion(worker.worker.url, key, text.length, body))
 
-    def _blocks_of(self, raw: msgspec.Raw, sizes: set[int]) -> tuple[int, dict[int, PromptBlocks]]:
+    def _blocks_of(
+        self, raw: msgspec.Raw, sizes: AbstractSet[int]
+    ) -> tuple[int, dict[int, PromptBlocks]]:
         """How many tokens the prompt has, 0 for none, and its blocks. Samples of one prompt come
         one after another: what was found out of the last prompts is kept."""
-        end = bytes(memoryview(raw)[-RECENT_END:])
-        recent = self._recent.get(end)
-        if recent is not None and recent.raw == raw and recent.blocks.keys() >= sizes:
+        digest = xxh3_128_digest(raw)
+        recent = self._recent.get(digest)
+        if recent is not None and recent.blocks.keys() >= sizes:
             return recent.tokens, recent.blocks
-        spelled = spelled_ids(raw)
-        tokens = spelled.count(COMMA)
-        blocks = {size: PromptBlocks(spelled, tokens, size) for size in sizes}
+        ids = SpelledIds(*spelled_ids(raw))
+        blocks = {size: PromptBlocks(ids, size) for size in sizes}
         if len(self._recent) >= RECENT:
             del self._recent[next(iter(self._recent))]
-        self._recent[end] = _Recent(raw.copy(), tokens, blocks)
-        return tokens, blocks
+        self._recent[digest] = _Recent(ids.tokens, blocks)
+        return ids.tokens, blocks
 
     def _choose_known(
         self, candidates: Sequence[Worker], requirements: Requirements, prompt: _Prompt
@@ -343,4 +344,5 @@ def _known_of(candidates: Sequence[Worker], blocks: BlockIndex) -> _Known:
         size = blocks.block_size(worker.url)
         masks[size] = masks.get(size, 0) | blocks.bit_of(worker.url)
     groups = tuple(_Group(size, mask) for size, mask in masks.items())
-    return _Known(candidates, blocks.membership, groups, by_url, tuple(rest))
+    sizes = frozenset(masks) - {0}
+    return _Known(candidates, blocks.membership, groups, by_url, tuple(rest), sizes)

@@ -11,11 +11,12 @@ from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.prompt_tokens import spelled_ids, spelled_tokens
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
 from omni_proxy.routing.kv_events.block_keys import spell
+from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
 
 
 def prompt_tokens(need):
     raw = spelled_tokens(need)
-    spelled = b"" if raw is None else spelled_ids(raw)
+    spelled = b"" if raw is None else spelled_ids(raw)[0]
     return [int(token) for token in spelled.split(b",")[1:]] or None
 
 
@@ -112,4 +113,13 @@ def test_ids_are_spelled_as_a_parser_reads_them(body):
     if len(value) == 1 and isinstance(value[0], list):
         value = value[0]
     plain = all(type(each) is int and each >= 0 for each in value)
-    assert spelled_ids(msgspec.Raw(body.encode())) == (spell(value) if plain else b"")
+    spelled, _ = spelled_ids(msgspec.Raw(body.encode()))
+    assert spelled == (spell(value) if plain else b"")
+
+
+@given(st.lists(st.integers(0, 2**20), max_size=20), st.sampled_from([",", ", ", " , ", ",\n "]))
+def test_ids_are_counted_where_all_are_spelled_alike(ids, between):
+    raw = msgspec.Raw(b"[%b]" % between.join(map(str, ids)).encode())
+    spelled, tokens = spelled_ids(raw)
+    assert tokens in {len(ids), None if ids else 0}
+    assert SpelledIds(spelled, tokens).tokens == len(ids)

@@ -7,6 +7,7 @@ from omni_proxy.routing.kv_events.prompt_blocks import PromptBlocks
 from omni_proxy.routing.kv_events.publisher_state import (
     PublisherState,
 )
+from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
 
 SIZE = 2
 
@@ -63,7 +64,7 @@ class Engine:
 
 
 def blocks_of(tokens, size=SIZE):
-    return PromptBlocks(spell(list(tokens)), len(tokens), size)
+    return PromptBlocks(SpelledIds(spell(list(tokens)), len(tokens)), size)
 
 
 def keys_of(prompts):

@@ -45,10 +45,12 @@ RECEIVE_BYTES = 65536
 class DrivenDataPlane:
     """`clients` are their ends of connections; workers listen on Unix sockets in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, config: str = CONFIG, workers: int = WORKERS, clients: int = CLIENTS
+    ) -> None:
         self._now = 1000.0
         self._numbers = iter(range(1 << 30))
-        self._listeners = [self._listener(folder / f"{number}") for number in range(WORKERS)]
+        self._listeners = [self._listener(folder / f"{number}") for number in range(workers)]
         fleet = Fleet()
         now = datetime(2026, 1, 1, tzinfo=UTC)
         fleet.apply([self._spec(listener) for listener in self._listeners], now)
@@ -59,12 +61,12 @@ class DrivenDataPlane:
                 )
         sources = Sources(lambda bound: 0, lambda: self._now)
         self._dataplane = DataPlane(
-            fleet, parse(CONFIG), admin_socket=str(folder / "admin"), sources=sources
+            fleet, parse(config), admin_socket=str(folder / "admin"), sources=sources
         )
         recent = RecentWindow()
         self._dataplane.recorders.meters = Metrics(fleet, recent, lambda: self._now)
         self._upstream: list[socket.socket] = []
-        self.clients = [self._client() for _ in range(CLIENTS)]
+        self.clients = [self._client() for _ in range(clients)]
 
     @staticmethod
     def _listener(path: Path) -> socket.socket:

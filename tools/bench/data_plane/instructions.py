@@ -22,15 +22,20 @@ MISSING = "counts with valgrind, which is not installed: apt install valgrind"
 
 def count(mode: str) -> float:
     """Per request or event. Raises LegError, NotInstalled."""
+    return instructions_of(["tools.bench.data_plane.hand_driven", mode, str(ROUNDS)])
+
+
+def instructions_of(program: list[str]) -> float:
+    """By what the module prints: how often it did what it counts. Raises as `count`."""
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise LegError(MISSING)
     with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
         out = Path(folder) / "callgrind"
         flags = ["--quiet", "--tool=callgrind", f"--toggle-collect={COUNTED}"]
-        program = [proxy_python(), "-m", "tools.bench.data_plane.hand_driven", mode, str(ROUNDS)]
         ran = subprocess.run(
-            [valgrind, *flags, f"--callgrind-out-file={out}", *program],
+            [valgrind, *flags, f"--callgrind-out-file={out}",
+             proxy_python(), "-m", *program],
             capture_output=True, text=True, check=False, cwd=ROOT,
             env={**os.environ, "PYTHONHASHSEED": "0"},
         )  # fmt: skip

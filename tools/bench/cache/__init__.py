@@ -1,0 +1,1 @@
+"""What routing by caches costs: KV events beside inferring, and learning from answers."""
