@@ -126,8 +126,17 @@ class Picker:
             reserve(exchange, need, services.fleet, len(body), now)
         except HttpError as error:
             self.finish(exchange, error)
-            raise
+            raise error.with_headers(*self.rate_headers(exchange)) from None
         return exchange
+
+    def rate_headers(self, exchange: Exchange) -> list[tuple[str, str]]:
+        """What the response says of the rates of its caller, if it has some."""
+        caller = exchange.caller
+        if caller is None or not caller.has_rates:
+            return []
+        lines = caller.rate_lines(self.now).decode("latin-1").split("\r\n")
+        pairs = (line.partition(": ") for line in lines if line)
+        return [(name, value) for name, _, value in pairs]
 
     def _require(
         self, request: PickRequest, exchange: Exchange, known: Requirements | None

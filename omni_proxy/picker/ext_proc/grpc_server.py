@@ -19,6 +19,7 @@ from typing import Final
 
 import grpc
 import trio
+from google.protobuf.message import DecodeError
 
 from omni_proxy.picker.ext_proc.asyncio_thread import AsyncioThread
 from omni_proxy.picker.ext_proc.grpc_address import GrpcAddress
@@ -35,6 +36,7 @@ logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 MESSAGE_OVERHEAD_BYTES: Final = 1024 * 1024  # of a head, beside the largest body
+LEAST_MESSAGE_BYTES: Final = 128 * 1024 * 1024  # gRPC takes them, so that the answer may be 413
 MOST_BYTES: Final = 2**31 - 1  # of a message of gRPC
 
 
@@ -113,8 +115,10 @@ class GrpcServer:
 
     async def _serve(self, listens: Callable[[], None]) -> None:
         stop, cut = asyncio.Event(), asyncio.Event()
-        most = min(MOST_BYTES, self._limits.body + MESSAGE_OVERHEAD_BYTES)
-        server = grpc.aio.server(options=[("grpc.max_receive_message_length", most)])
+        most = max(LEAST_MESSAGE_BYTES, self._limits.body + MESSAGE_OVERHEAD_BYTES)
+        server = grpc.aio.server(
+            options=[("grpc.max_receive_message_length", min(MOST_BYTES, most))]
+        )
         handler = grpc.stream_stream_rpc_method_handler(
             self._process,
             request_deserializer=ProcessingRequest.FromString,
@@ -171,7 +175,7 @@ class GrpcServer:
                 if stream.over:
                     break
             facts.complete = facts.complete or stream.ends_unseen
-        except ValueError as error:
+        except (ValueError, DecodeError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
             return  # the stream is cut; gRPC would log a traceback of it

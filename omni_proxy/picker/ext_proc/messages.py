@@ -41,12 +41,14 @@ _CONTINUE: Final = CommonResponse()
 
 class Destination(msgspec.Struct, gc=False):
     """Where a request goes: `endpoint` is `ip:port`. `headers` replace those of these names,
-    `removed` ones are not sent on. `body`: None for the client's own."""
+    `removed` ones are not sent on. `body`: None for the client's own. `answer_headers`: of the
+    response."""
 
     endpoint: str
     headers: Mapping[str, str] = {}
     removed: Sequence[str] = ()
     body: bytes | None = None
+    answer_headers: Sequence[tuple[str, str]] = ()
 
 
 def read_headers(headers: HeaderMap) -> dict[str, str]:
@@ -132,8 +134,13 @@ def request_trailers() -> ProcessingResponse:
     return ProcessingResponse(request_trailers=TrailersResponse())
 
 
-def response_headers() -> ProcessingResponse:
-    return ProcessingResponse(response_headers=HeadersResponse(response=_CONTINUE))
+def response_headers(added: Sequence[tuple[str, str]] = ()) -> ProcessingResponse:
+    if not added:
+        return ProcessingResponse(response_headers=HeadersResponse(response=_CONTINUE))
+    mutation = HeaderMutation(set_headers=[_option(*each) for each in added])
+    return ProcessingResponse(
+        response_headers=HeadersResponse(response=CommonResponse(header_mutation=mutation))
+    )
 
 
 def response_body() -> ProcessingResponse:

@@ -123,7 +123,7 @@ class EnvoyPicks:
             target = self._picker.acquire(exchange, outside)
         except HttpError as error:
             self._picker.finish(exchange, error)
-            raise
+            raise error.with_headers(*self._picker.rate_headers(exchange)) from None
         ticket.exchange = exchange
         exchange.sent_at = self._services.loop.now
         if ticket.ended:  # while a large body was read
@@ -176,7 +176,8 @@ class EnvoyPicks:
             removed = tuple(sorted(name.decode() for name in KEY_FIELDS))
         parts = changed_parts(exchange)
         body = None if parts is None else b"".join(parts)
-        return Destination(endpoint, headers, removed, body)
+        rates = self._picker.rate_headers(exchange)
+        return Destination(endpoint, headers, removed, body, rates)
 
     def _refuse(self, ticket: Ticket, error: HttpError, answer: Answer) -> None:
         exchange, ticket.exchange = ticket.exchange, None

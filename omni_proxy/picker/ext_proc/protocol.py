@@ -39,6 +39,18 @@ ENUMS: Final[Mapping[str, Mapping[str, int]]] = {
     },
 }
 
+
+def _phases(first: int, oneof: str, *types: str) -> tuple[Field, ...]:
+    """One field for each part of a request and its response, numbered from `first` on; `types` are
+    those of heads, bodies and trailers."""
+    return tuple(
+        Field(first + 2 * index + offset, f"{side}_{part}", f"{_SERVICE}.{name}", oneof=oneof)
+        for index, (part, name) in enumerate(zip(_PHASES, types, strict=True))
+        for offset, side in enumerate(("request", "response"))
+    )
+
+
+_PHASES: Final = ("headers", "body", "trailers")
 _PARTS: Final[Mapping[str, Sequence[Field]]] = {
     f"{_CORE}.HeaderValue": (
         Field(1, "key", "string"),
@@ -68,12 +80,7 @@ _REQUEST: Final[Mapping[str, Sequence[Field]]] = {
         Field(2, "response_body_mode", _BODY_MODE),
     ),
     f"{_SERVICE}.ProcessingRequest": (
-        Field(2, "request_headers", f"{_SERVICE}.HttpHeaders", oneof="request"),
-        Field(3, "response_headers", f"{_SERVICE}.HttpHeaders", oneof="request"),
-        Field(4, "request_body", f"{_SERVICE}.HttpBody", oneof="request"),
-        Field(5, "response_body", f"{_SERVICE}.HttpBody", oneof="request"),
-        Field(6, "request_trailers", f"{_SERVICE}.HttpTrailers", oneof="request"),
-        Field(7, "response_trailers", f"{_SERVICE}.HttpTrailers", oneof="request"),
+        *_phases(2, "request", "HttpHeaders", "HttpBody", "HttpTrailers"),
         Field(8, "metadata_context", f"{_CORE}.Metadata"),
         Field(11, "protocol_config", f"{_SERVICE}.ProtocolConfiguration"),
     ),
@@ -107,12 +114,7 @@ _RESPONSE: Final[Mapping[str, Sequence[Field]]] = {
         Field(5, "details", "string"),
     ),
     f"{_SERVICE}.ProcessingResponse": (
-        Field(1, "request_headers", f"{_SERVICE}.HeadersResponse", oneof="response"),
-        Field(2, "response_headers", f"{_SERVICE}.HeadersResponse", oneof="response"),
-        Field(3, "request_body", f"{_SERVICE}.BodyResponse", oneof="response"),
-        Field(4, "response_body", f"{_SERVICE}.BodyResponse", oneof="response"),
-        Field(5, "request_trailers", f"{_SERVICE}.TrailersResponse", oneof="response"),
-        Field(6, "response_trailers", f"{_SERVICE}.TrailersResponse", oneof="response"),
+        *_phases(1, "response", "HeadersResponse", "BodyResponse", "TrailersResponse"),
         Field(7, "immediate_response", f"{_SERVICE}.ImmediateResponse", oneof="response"),
         Field(8, "dynamic_metadata", STRUCT),
     ),

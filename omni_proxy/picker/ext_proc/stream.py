@@ -9,6 +9,7 @@ destination says. Pure: it neither picks nor waits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -51,9 +52,10 @@ class EnvoyStream:
         self._headers: dict[str, str] = {}
         self._subset: frozenset[str] | None = None
         self._parts: list[bytes] = []
-        self._picked = False
+        self._begun = self._picked = False
         self._waits_for = ""  # the message that brought the pick about
         self._ends = True  # the body of the request does, no trailers follow
+        self._answer_headers: Sequence[tuple[str, str]] = ()
         self.asked: Asked | None = None
         self.held_bytes = 0  # of the request's body
         self.status = 0
@@ -71,6 +73,7 @@ class EnvoyStream:
         """The answers, [] where they depend on a pick. Raises HttpError 413, which `refused` takes;
         ValueError for a message that has no place here."""
         kind = message.WhichOneof("request")
+        self._check_order(kind)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
@@ -80,6 +83,7 @@ class EnvoyStream:
                 ProcessingMode.STREAMED,
             )
         if kind == "request_headers":
+            self._begun = True
             self._subset = messages.subset_of(message)
             return self._request_headers(message.request_headers)
         if kind == "request_body":
@@ -95,10 +99,19 @@ class EnvoyStream:
             return [messages.response_trailers()]
         raise ValueError(f"no message of a request or response: {kind}")
 
+    def _check_order(self, kind: str | None) -> None:
+        """Envoy may answer by itself before it shows the request, and shows that response. Raises
+        ValueError."""
+        if kind == "request_headers" and self._begun:
+            raise ValueError("a second head in one stream, which is one request")
+        if kind in ("request_body", "request_trailers") and not self._begun:
+            raise ValueError(f"{kind} without request_headers: request_header_mode must be SEND")
+
     def picked(self, to: Destination) -> list[ProcessingResponse]:
         """The answers once `asked` has a destination."""
         asked, self.asked = self.asked, None
         assert asked is not None
+        self._answer_headers = to.answer_headers
         if self._waits_for == "headers":
             return [messages.headers_to(to)]
         if self._request_mode != _DUPLEX:
@@ -149,7 +162,7 @@ class EnvoyStream:
         self.status = int(text) if text.isdecimal() else 0
         if head.end_of_stream:
             self._complete()
-        return [messages.response_headers()]
+        return [messages.response_headers(self._answer_headers)]
 
     def _response_body(self, body: HttpBody) -> list[ProcessingResponse]:
         chunk = body.body

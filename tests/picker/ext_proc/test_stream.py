@@ -214,3 +214,18 @@ def test_without_its_body_the_end_of_a_response_is_the_end_of_the_stream(answers
     assert not stream.ends_unseen
     stream.receive(response_head())
     assert stream.ends_unseen == (answers == NONE)
+
+
+def test_a_second_head_or_a_body_without_one_is_refused():
+    stream = EnvoyStream(100)
+    stream.receive(head(end=True))
+    with pytest.raises(ValueError, match="a second head"):
+        stream.receive(head(end=True))
+    with pytest.raises(ValueError, match="request_header_mode must be SEND"):
+        EnvoyStream(100).receive(request_body(b"x"))
+
+
+def test_a_response_that_envoy_makes_before_it_shows_the_request_goes_on():
+    stream = EnvoyStream(100)
+    assert kinds(stream.receive(response_head("401", end=True))) == ["response_headers"]
+    assert (stream.asked, stream.complete, stream.status) == (None, True, 401)
