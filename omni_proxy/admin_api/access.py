@@ -122,7 +122,7 @@ class KeyCheck:
         """Whether the current request, of a known route, is more than reading, or the choice of a
         worker for one request."""
         config = self._config_store.config
-        if request.path.startswith(PICKS):
+        if request.method == "OPTIONS" or request.path.startswith(PICKS):
             return False
         if not needs_key(request.method, request.path, config.admin):
             return False

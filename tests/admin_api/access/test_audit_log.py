@@ -69,7 +69,8 @@ async def test_a_get_that_changes_something_is_a_line(lines):
     ("method", "path"),
     [
         ("GET", "/config"), ("GET", "/workers"), ("HEAD", "/status"), ("POST", "/explain"),
-        ("POST", "/finish_session?session_id=x"), ("OPTIONS", "/workers"), ("POST", "/nowhere"),
+        ("POST", "/finish_session?session_id=x"), ("OPTIONS", "/workers"), ("OPTIONS", "/reload"),
+        ("POST", "/nowhere"),
         ("DELETE", "/live"), ("GET", "/metrics"), ("GET", "/v1/rl/engine/health?selector=x!%3Dy"),
     ],
 )  # fmt: skip
