@@ -21,7 +21,7 @@ from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.tracing.request_trace import Tracing
 from omni_proxy.routing.policies.cache_feedback import learns_from_answers
 from omni_proxy.routing.routes import configured_routes
-from omni_proxy.wire.cors import Cors
+from omni_proxy.wire.cors import RATE_FIELDS, Cors
 from omni_proxy.wire.forwarded import ForwardedHeaders
 from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
 
@@ -92,7 +92,8 @@ class Settings:
                 tuple(name.lower().encode() for name in server.request_id_headers),
             )
         )
-        readable_fields = filter(None, (server.request_id_header,))
+        rates = RATE_FIELDS if config.keys else ()
+        readable_fields = filter(None, (server.request_id_header, *rates))
         self.cors = Cors(server.cors_allow_origins, readable_fields)
         self.half_close_aborts = server.half_close == "abort"
         self.access_log_is_json = server.log_format == "json"

@@ -18,6 +18,12 @@ EXPOSED: Final = (
     "x-omni-weight-epoch", "x-omni-weight-version-end", "x-omni-weight-epoch-end", "retry-after",
     "etag", "location",
 )  # fmt: skip
+# Those of callers' limits: see `api_keys.caller`.
+RATE_FIELDS: Final = tuple(
+    f"x-ratelimit-{what}-{noun}"
+    for noun in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
+)
 _OF_WORKERS: Final = re.compile(rb"(?i)(?<=\r\n)access-control-[^\r\n]*\r\n")
 _NAMES: Final = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~,\t -]*")
 

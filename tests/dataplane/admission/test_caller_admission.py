@@ -357,3 +357,20 @@ def test_tokens_are_counted_however_a_response_reports_them(listeners, response,
         )  # fmt: skip
 
     play(listeners, script, keys(limit), began={1, 2})
+
+
+def test_a_page_of_another_origin_may_read_the_rates(listeners):
+    fields = (bearer(KEYS[0]), b"origin: https://app.example")
+
+    def script(world, client):
+        world.ask(client, chat_request(fields=fields))
+        world.answer(WHOLE)
+        exposed = re.search(rb"access-control-expose-headers: ([^\r]*)", client.came)[1].split(
+            b", "
+        )
+        sent = set(re.findall(rb"\r\n(x-ratelimit-[a-z-]+):", client.came))
+        assert len(sent) == 6
+        assert sent <= set(exposed)
+
+    limits = "requests_per_minute = 9\ntokens_per_minute = 999\n"
+    play(listeners, script, keys(limits, more="cors_allow_origins = ['*']"))
