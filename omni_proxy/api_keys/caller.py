@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import inf
+from operator import attrgetter
 from typing import Final, Literal, Protocol, TypeAlias
 
 from omni_proxy.api_keys.rate_window import WINDOW_CELLS, Cells, RateWindow, no_fence
@@ -53,6 +54,17 @@ Ended: TypeAlias = tuple[bytes, int, int]
 CountTokens: TypeAlias = Callable[[Sequence[Ended]], tuple[int, int]]
 
 
+class TokenCounts(Protocol):
+    """As a response reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+_prompt_tokens: Final = attrgetter("prompt_tokens")
+_completion_tokens: Final = attrgetter("completion_tokens")
+
+
 class LocalRows:
     """Cells of one process alone."""
 
@@ -79,11 +91,11 @@ class ApiCaller:
     """
 
     __slots__ = (
-        "_at_once", "_cells", "_count_tokens", "_fence", "_is_shared", "_limit", "_lines",
-        "_looked_at", "_most", "_others", "_over", "_published", "_rate", "_tokens_seen", "_tries",
-        "begun", "bound", "counts_later", "ended", "entry", "has_rates", "input_tokens", "look_at",
-        "models", "name", "output_tokens", "priority", "requests", "slot", "token_rate", "tokens",
-        "tokens_left", "unsorted", "until",
+        "_cells", "_count_tokens", "_fence", "_is_shared", "_limit", "_lines", "_looked_at",
+        "_most", "_others", "_over", "_published", "_rate", "_tokens_seen", "_tries", "begun",
+        "bound", "counts_at_once", "counts_later", "ended", "entry", "has_rates", "input_tokens",
+        "look_at", "models", "name", "output_tokens", "priority", "requests", "settled", "slot",
+        "token_rate", "tokens", "tokens_left", "unsorted", "until",
     )  # fmt: skip
 
     def __init__(
@@ -93,9 +105,10 @@ class ApiCaller:
         self.slot = slot
         self._count_tokens = count_tokens
         # Of all time, here: requests that began, and those that are in flight no more but for
-        # `unsorted`; what of their difference is in the cells.
+        # `unsorted` and `settled`; what of their difference is in the cells.
         self.begun = self._over = self._published = 0
         self.unsorted: list[Ended] = []  # not counted yet, where it `counts_later`
+        self.settled: list[TokenCounts] = []  # the same, where their tokens decide something
         self.ended = self.input_tokens = self.output_tokens = 0  # not in the cells yet
         self._cells = cells = rows.own(slot)
         self.requests = RateWindow(cells, REQUEST_WINDOW)
@@ -120,11 +133,11 @@ class ApiCaller:
         self._fence, self._tries = rows.fence, rows.tries
         for window in (self.requests, self.tokens):
             window.share_with(self._others, rows.fence, rows.tries)
-        self._at_once = bool(self._most and self._others)
+        self.counts_at_once = bool(self._most and self._others)
         # What others count is to be looked at for each request.
         self._is_shared = bool(self._others and (self._most or self.has_rates))
         # That a request has ended, and its tokens, decide nothing until the next look.
-        self.counts_later = not (self._at_once or self.token_rate)
+        self.counts_later = not (self.counts_at_once or self.token_rate)
         self._lines, self.look_at, self.until = b"", 0, -inf
         self.bound = 0
         self._looked_at = self.begun
@@ -133,13 +146,13 @@ class ApiCaller:
     def retire(self) -> None:
         """Its name is configured no more: what is in flight still ends in the cells."""
         self._count_taken()
-        self._at_once, self.counts_later, self.bound = True, False, 0
+        self.counts_at_once, self.counts_later, self.bound = True, False, 0
         self.look_at = 0
         self.publish()
 
     def publish(self) -> None:
         """Bring the cells up to date, but for the rates."""
-        if self.unsorted:
+        if self.unsorted or self.settled:
             self._sort()
         cells = self._cells
         in_flight = self.begun - self._over
@@ -156,11 +169,13 @@ class ApiCaller:
 
     def _sort(self) -> None:
         ended, self.unsorted = self.unsorted, []
-        self._over += len(ended)
-        self.ended += len(ended)
+        settled, self.settled = self.settled, []
+        count = len(ended) + len(settled)
+        self._over += count
+        self.ended += count
         prompts, completions = self._count_tokens(ended)
-        self.input_tokens += prompts
-        self.output_tokens += completions
+        self.input_tokens += prompts + sum(map(_prompt_tokens, settled))
+        self.output_tokens += completions + sum(map(_completion_tokens, settled))
 
     def _count_taken(self) -> None:
         """What was taken of the rates since the last look, in the buckets of then."""
@@ -174,7 +189,7 @@ class ApiCaller:
 
     def _look(self, now: float) -> None:
         """See how many requests may begin until when without another look."""
-        if self.unsorted:
+        if self.unsorted or self.settled:
             self._sort()
         self._count_taken()
         room = 0 if self._is_shared else MAX_UNSORTED
@@ -195,7 +210,7 @@ class ApiCaller:
     @property
     def in_flight(self) -> int:
         """Over all processes."""
-        here = self.begun - self._over - len(self.unsorted)
+        here = self.begun - self._over - len(self.unsorted) - len(self.settled)
         return here + sum([cells[IN_FLIGHT] for cells in self._others])
 
     def begin(self, now: float) -> Reason | None:
@@ -238,7 +253,7 @@ class ApiCaller:
 
     def _leave(self) -> None:
         self._over += 1
-        if self._at_once:
+        if self.counts_at_once:
             self.publish()
 
     def cancel(self, bucket: int, now: float) -> None:
@@ -280,12 +295,8 @@ class ApiCaller:
         self.input_tokens += prompt
         self.output_tokens += completion
         if self.token_rate:
-            used = prompt + completion
-            if used and bucket == self.tokens.bucket and now < self.until:
-                self.tokens_left += reserved - used  # as `settle`, without a frame
-            else:
-                self.settle(reserved, bucket, used, now)
-        if self._at_once:
+            self.settle(reserved, bucket, prompt + completion, now)
+        if self.counts_at_once:
             self.publish()
 
     def settle(self, reserved: int, bucket: int, used: int, now: float) -> None:

@@ -94,7 +94,7 @@ def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body:
             caller.begun += 1
             return True
     else:
-        tokens = -(-len(body) // BYTES_PER_TOKEN) + max_tokens_in(body)
+        tokens = (len(body) + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN + max_tokens_in(body)
         left = caller.tokens_left - tokens
         if left >= 0 and caller.begun < caller.look_at and now < caller.until:
             # As `begin` and `reserve`, without a frame.
@@ -142,10 +142,15 @@ def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
     except (msgspec.DecodeError, ValueError, RecursionError):
         exchange.last_chunk = body
         return
-    reserved, exchange.reserved = exchange.reserved, REFUSED
-    prompt, completion = usage.prompt_tokens, usage.completion_tokens
-    bucket, now = exchange.token_bucket, exchange.response_head_at
-    caller.end(reserved, bucket, prompt, completion, now)
+    used, now = usage.prompt_tokens + usage.completion_tokens, exchange.response_head_at
+    if used and exchange.token_bucket == caller.tokens.bucket and now < caller.until:
+        caller.tokens_left += exchange.reserved - used  # as `settle`, without a frame
+    elif caller.token_rate:
+        caller.settle(exchange.reserved, exchange.token_bucket, used, now)
+    exchange.reserved = REFUSED
+    caller.settled.append(usage)
+    if caller.counts_at_once:
+        caller.publish()
 
 
 def _models_of(fleet: Fleet) -> frozenset[str]:

@@ -27,8 +27,9 @@ _body: Final = itemgetter(0)
 _behind: Final = itemgetter(2)
 _OPENED: Final = b"[" + OPENED_USAGE
 _BETWEEN: Final = b"," + OPENED_USAGE
-_prompts: Final = attrgetter("usage.prompt_tokens")
-_completions: Final = attrgetter("usage.completion_tokens")
+_usage: Final = attrgetter("usage")
+_prompts: Final = attrgetter("prompt_tokens")
+_completions: Final = attrgetter("completion_tokens")
 
 
 def count_tokens(ended: Sequence[Ended]) -> tuple[int, int]:
@@ -39,7 +40,7 @@ def count_tokens(ended: Sequence[Ended]) -> tuple[int, int]:
     # From the last `"usage"` on each is an object again once a brace stands before it.
     ends = map(_behind, map(bytes.rpartition, bodies, repeat(USAGE)))
     try:
-        found = decode_usual_ends(_OPENED + _BETWEEN.join(ends) + b"]")
+        found = list(map(_usage, decode_usual_ends(_OPENED + _BETWEEN.join(ends) + b"]")))
     except (msgspec.DecodeError, ValueError, RecursionError):
         found = []
     if len(found) == len(ended):

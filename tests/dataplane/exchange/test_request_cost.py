@@ -1,10 +1,14 @@
-"""What aliases, ranks and workers with keys of their own cost a small POST, in bytecodes: these do
-not depend on the machine's load."""
+"""What aliases, ranks, keys and traces cost a small POST, in bytecodes: these do not depend on the
+machine's load."""
+
+from hashlib import sha256
 
 import pytest
 
+from omni_proxy.api_keys.caller import MAX_UNSORTED
 from tests.dataplane.both_drivers import World
 from tests.dataplane.bytecodes import WHOLE, count_bytecodes, small_post
+from tests.dataplane.disaggregation.pair_world import answer
 
 NAMES = "abcd"
 ALIAS = """
@@ -55,3 +59,45 @@ def test_a_small_post_takes_at_most_so_many_times_the_bytecodes(counted, most, f
 def test_the_clients_own_key_costs_nothing_more_where_the_worker_has_one(counted):
     without = counted("without", workers=KEY)
     assert counted("with", b"authorization: Bearer theirs", workers=KEY) == without
+
+
+CALLER = f"""
+[[keys]]
+name = "team"
+key_sha256 = "{sha256(b"key").hexdigest()}"
+"""
+MOST = "max_inflight = 100\n"
+REQUESTS = "requests_per_minute = 100000\n"
+TOKENS = "tokens_per_minute = 100000000\n"
+TRACED = "[observe]\notlp_endpoint = 'http://127.0.0.1:1'\ntrace_sampling = 0\n"
+USAGE = answer(b'{"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 4}}')
+
+
+@pytest.fixture
+def counted_with_ends(tmp_path, monkeypatch):
+    """With what is counted of so many requests together."""
+    monkeypatch.setattr("tests.dataplane.bytecodes.REQUESTS", MAX_UNSORTED)
+
+    def count(name, config=""):
+        request, served = small_post(b"authorization: Bearer key"), 0
+
+        def serve(world, client):
+            nonlocal served
+            world.ask(client, request)
+            world.answer(USAGE)
+            served += 1
+            if served % MAX_UNSORTED == 0:
+                world.dataplane.settings.callers.publish()
+
+        return count_bytecodes(tmp_path / name, "a", lambda each: World(each, config), serve)
+
+    return count
+
+
+def test_a_key_its_limits_and_a_trace_that_is_not_sampled_cost_little(counted_with_ends):
+    plain = counted_with_ends("plain")
+    assert plain < counted_with_ends("key", CALLER) < 1.035 * plain
+    assert counted_with_ends("most", CALLER + MOST) < 1.035 * plain
+    assert counted_with_ends("rate", CALLER + MOST + REQUESTS) < 1.06 * plain
+    assert counted_with_ends("all", CALLER + MOST + REQUESTS + TOKENS) < 1.15 * plain
+    assert plain < counted_with_ends("trace", TRACED) < plain + 20
