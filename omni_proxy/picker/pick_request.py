@@ -30,7 +30,8 @@ Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 
 class PickRequest(msgspec.Struct, gc=False):
     """`session`: the bytes that name it, b"" for what head and body name. `model`: where the body
-    names none. `as_caller`: it may need a key of [[keys]], as on a model route."""
+    names none. `as_caller`: it may need a key of [[keys]], as on a model route. `takes_pair`:
+    whoever sends it can name a prefill worker to the decode worker."""
 
     head: RequestHead
     body: bytes
@@ -38,6 +39,7 @@ class PickRequest(msgspec.Struct, gc=False):
     model: str = ""
     client: str = "-"
     as_caller: bool = False
+    takes_pair: bool = False
 
 
 class _SelectBody(msgspec.Struct, gc=False):

@@ -2,8 +2,8 @@
 
 Invariant: a pick is that of a relayed request with the same head and body, and its worker is
 counted in the same accounts until `release`, which undoes everything that `acquire` counted. It
-never waits for a worker: where nobody can take the request, that is an error at once. Prefill and
-decode workers are not picked, for they serve a request in two calls.
+never waits for a worker: where nobody can take the request, that is an error at once. A prefill and
+a decode worker are picked only for who can have the second one call the first.
 """
 
 from __future__ import annotations
@@ -173,7 +173,11 @@ class Picker:
         services, route = self._services, exchange.route
         balancer, lines, body = services.balancer, request.head.lines, request.body
         assert route is not None
-        if balancer.policy.needs_affinity_key:
+        needs_key = balancer.policy.needs_affinity_key
+        if request.takes_pair and services.fleet.has_pools:
+            need.legs = route.legs
+            needs_key = balancer.needs_affinity_key
+        if needs_key:
             if request.session:
                 need.affinity_key = session_key(request.session)
             else:
@@ -237,6 +241,21 @@ class Picker:
         exchange.version = worker.version
         self._publish()
         return exchange
+
+    @staticmethod
+    def prefill_of(exchange: Exchange) -> Worker | None:
+        """The worker that computes its prompt for the decode worker; None where that does both."""
+        leg = exchange.legs.prefill if exchange.legs is not None else None
+        return leg.worker if leg is not None else None
+
+    def end_prefill(self, exchange: Exchange) -> None:
+        """The response has begun: its prefill worker is free. A second call does nothing."""
+        worker = self.prefill_of(exchange)
+        if worker is not None and exchange.legs is not None and exchange.legs.prefill is not None:
+            self._services.balancer.release(exchange.legs.prefill, worker, SUCCEEDED)
+            if self._services.queue.waiting:
+                self._services.queue.serve()
+            self._publish()
 
     def release(self, exchange: Exchange, *, failed: bool = False) -> None:
         """The request is over: nothing counts it any more. A second call does nothing."""

@@ -42,6 +42,12 @@ class Endpoints:
         self._found[address] = (float("inf"), endpoints)
         return endpoints
 
+    def newest(self, worker: Worker) -> tuple[str, ...]:
+        """The same however old they are; () without any."""
+        address = worker.worker.address
+        found = None if isinstance(address, str) else self._found.get(address)
+        return found[1] if found is not None else ()
+
     async def resolve(self, worker: Worker) -> tuple[str, ...]:
         """The same, after a look at DNS if needed. Raises HttpError 503."""
         known = self.known(worker)

@@ -167,7 +167,7 @@ class GrpcServer:
                 if stream.asked is not None:
                     found = await self._pick(ticket, stream.asked)
                     answers = _answers(stream, found)
-                _note_times(stream, facts)
+                self._note_progress(stream, ticket, facts)
                 if stream.complete:
                     self._end(ticket, facts)
                 for answer in answers:
@@ -183,6 +183,11 @@ class GrpcServer:
             self._note_held(held, 0)
             self.streams -= 1
             self._end(ticket, facts)
+
+    def _note_progress(self, stream: EnvoyStream, ticket: Ticket, facts: ResponseFacts) -> None:
+        if stream.has_pair and stream.status and not facts.status:
+            self._token.run_sync_soon(self._picks.begin_response, ticket)
+        _note_times(stream, facts)
 
     async def _pick(self, ticket: Ticket, asked: Asked) -> Destination | HttpError:
         loop = asyncio.get_running_loop()

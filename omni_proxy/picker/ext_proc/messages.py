@@ -32,6 +32,7 @@ from omni_proxy.wire.errors import HttpError
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 DESTINATION_NAMESPACE: Final = "envoy.lb"
+PREFILLER: Final = "x-prefiller-host-port"  # of llm-d, to the proxy beside a decode worker
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
 CHUNK_BYTES: Final = 64_000  # of a body that goes back to Envoy, which buffers by such sizes

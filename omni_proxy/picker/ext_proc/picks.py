@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -22,7 +22,7 @@ from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.picker.ext_proc.endpoints import Endpoints
-from omni_proxy.picker.ext_proc.messages import Destination
+from omni_proxy.picker.ext_proc.messages import PREFILLER, Destination
 from omni_proxy.picker.ext_proc.stream import Asked
 from omni_proxy.picker.pick_request import PickRequest, head_of
 from omni_proxy.picker.picker import Picker
@@ -129,43 +129,53 @@ class EnvoyPicks:
         if ticket.ended:  # while a large body was read
             self.end(ticket, ResponseFacts())
             return
-        known = self.endpoints.known(target)
-        if known is None:
-            self._nursery.start_soon(self._answer_slowly, ticket, target, asked, answer)
+        prefill = self._picker.prefill_of(exchange)
+        both = (target,) if prefill is None else (target, prefill)
+        if any(self.endpoints.known(each) is None for each in both):
+            self._nursery.start_soon(self._answer_slowly, ticket, both, asked, answer)
             return
-        self._answer(ticket, target, known, asked, answer)
+        self._answer(ticket, both, asked, answer)
 
     async def _answer_slowly(
-        self, ticket: Ticket, target: Worker, asked: Asked, answer: Answer
+        self, ticket: Ticket, targets: Sequence[Worker], asked: Asked, answer: Answer
     ) -> None:
         try:
-            found = await self.endpoints.resolve(target)
+            for target in targets:
+                await self.endpoints.resolve(target)
         except HttpError as error:
             self._refuse(ticket, error, answer)
             return
-        self._answer(ticket, target, found, asked, answer)
+        self._answer(ticket, targets, asked, answer)
 
     def _answer(
-        self, ticket: Ticket, target: Worker, found: tuple[str, ...], asked: Asked, answer: Answer
+        self, ticket: Ticket, targets: Sequence[Worker], asked: Asked, answer: Answer
     ) -> None:
+        """`targets`: the worker, and where there are two, the one that computes the prompt."""
         exchange = ticket.exchange
         if exchange is None:  # Envoy has gone meanwhile
             return
-        if not found:
-            message = f"Envoy can't reach {target.url}: it has no address of the network"
-            self._refuse(ticket, HttpError(503, message, "worker_unresolved"), answer)
-            return
+        found = [self.endpoints.newest(target) for target in targets]
+        for target, endpoints in zip(targets, found, strict=True):
+            if not endpoints:
+                message = f"Envoy can't reach {target.url}: it has no address of the network"
+                self._refuse(ticket, HttpError(503, message, "worker_unresolved"), answer)
+                return
         subset = asked.subset
-        endpoint = next((each for each in found if subset is None or each in subset), found[0])
-        to = self._destination(exchange, target, endpoint)
+        endpoint, *prefill = (
+            next((each for each in endpoints if subset is None or each in subset), endpoints[0])
+            for endpoints in found
+        )
+        to = self._destination(exchange, targets[0], endpoint, prefill)
         exchange.body = b""
         if exchange.requirements is not None:
             exchange.requirements.body_fields = None  # which refers to it, too
         answer(to)
 
-    def _destination(self, exchange: Exchange, target: Worker, endpoint: str) -> Destination:
-        headers: dict[str, str] = {}
-        removed: tuple[str, ...] = ()
+    def _destination(
+        self, exchange: Exchange, target: Worker, endpoint: str, prefill: Sequence[str]
+    ) -> Destination:
+        headers = {PREFILLER: prefill[0]} if prefill else {}
+        removed: tuple[str, ...] = () if prefill else (PREFILLER,)  # a client must not name it
         worker = target.worker
         if isinstance(target, DpRank):
             headers["x-data-parallel-rank"] = str(target.index)
@@ -173,7 +183,7 @@ class EnvoyPicks:
         if key:
             headers["authorization"] = f"Bearer {key}"
         elif self._services.settings.callers.keyed:
-            removed = tuple(sorted(name.decode() for name in KEY_FIELDS))
+            removed += tuple(sorted(name.decode() for name in KEY_FIELDS))
         parts = changed_parts(exchange)
         body = None if parts is None else b"".join(parts)
         rates = self._picker.rate_headers(exchange)
@@ -184,6 +194,11 @@ class EnvoyPicks:
         if exchange is not None:
             self._picker.finish(exchange, error)
         answer(error)
+
+    def begin_response(self, ticket: Ticket) -> None:
+        """Its head has come."""
+        if ticket.exchange is not None:
+            self._picker.end_prefill(ticket.exchange)
 
     def end(self, ticket: Ticket, facts: ResponseFacts) -> None:
         """Envoy has the whole response, or the stream has ended. A second call does nothing."""
@@ -202,6 +217,8 @@ class EnvoyPicks:
         else:
             ended = "stream_cancelled" if exchange.relayed else "client_disconnected"
             exchange.end(ended, "client")
+        if facts.status:
+            self._picker.end_prefill(exchange)
         if worker is not None:
             self._report(exchange, worker)
         self._picker.finish(exchange)
@@ -233,6 +250,7 @@ def request_of(asked: Asked) -> PickRequest:
         body=asked.body,
         client=client or "-",
         as_caller=True,
+        takes_pair=True,
     )
 
 

@@ -57,6 +57,7 @@ class EnvoyStream:
         self._ends = True  # the body of the request does, no trailers follow
         self._answer_headers: Sequence[tuple[str, str]] = ()
         self.asked: Asked | None = None
+        self.has_pair = False  # a prefill worker waits for the head of the response
         self.held_bytes = 0  # of the request's body
         self.status = 0
         self.complete = self.over = False
@@ -112,6 +113,7 @@ class EnvoyStream:
         asked, self.asked = self.asked, None
         assert asked is not None
         self._answer_headers = to.answer_headers
+        self.has_pair = messages.PREFILLER in to.headers
         if self._waits_for == "headers":
             return [messages.headers_to(to)]
         if self._request_mode != _DUPLEX:

@@ -110,3 +110,48 @@ async def test_a_host_name_is_resolved_and_one_without_address_is_503(nursery, m
 async def test_a_head_that_would_not_be_relayed_is_refused(envoy):
     envoy.begin(**{"x y": "z"})
     assert envoy.answers[0].status == 400
+
+
+@pytest.fixture
+async def pools(nursery):
+    """A prefill worker, A, and a decode worker, B."""
+    common = {"kv_connector": "nixl"}
+    entries = entry(A, role="prefill", **common), entry(B, role="decode", **common)
+    return Envoy(picker_over(*entries), nursery)
+
+
+async def test_a_decode_worker_gets_the_prefill_worker_by_a_header_and_both_are_counted(pools):
+    ticket = pools.begin()
+    (to,) = pools.answers
+    assert (to.endpoint, to.headers) == (f"{B}:1", {"x-prefiller-host-port": f"{A}:1"})
+    assert pools.fixture.counts == [1, 1]
+    for _ in range(2):
+        pools.picks.begin_response(ticket)
+        assert pools.fixture.counts == [0, 1]
+    pools.picks.end(ticket, ResponseFacts(status=200, complete=True))
+    assert pools.fixture.counts == [0, 0]
+
+
+@pytest.mark.parametrize("facts", [ResponseFacts(), ResponseFacts(status=200, complete=True)])
+async def test_the_end_of_a_request_frees_its_prefill_worker(pools, facts):
+    pools.picks.end(pools.begin(), facts)
+    assert pools.fixture.counts == [0, 0]
+
+
+async def test_without_a_prefill_worker_a_clients_own_one_is_removed(envoy):
+    envoy.begin(**{"x-prefiller-host-port": "169.254.169.254:80"})
+    (to,) = envoy.answers
+    assert (to.headers, to.removed) == ({}, ("x-prefiller-host-port",))
+
+
+async def test_a_prefill_worker_that_has_no_address_refuses_the_request(nursery):
+    entries = (
+        entry(A, role="prefill", kv_connector="nixl"),
+        entry(B, role="decode", kv_connector="nixl"),
+    )
+    envoy = Envoy(picker_over(*entries), nursery)
+    prefill = envoy.fixture.fleet.workers[0]
+    envoy.picks.endpoints._found[prefill.address] = (float("inf"), ())
+    envoy.begin()
+    (error,) = envoy.answers
+    assert (error.code, envoy.fixture.counts) == ("worker_unresolved", [0, 0])
