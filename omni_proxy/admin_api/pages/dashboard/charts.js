@@ -141,9 +141,10 @@ function trafficWords() {
 }
 function drawCharts() {
   say($("traffic-says"), last.metrics === false ? OFF : trafficWords());
-  const step = past.step_secs, begin = past.from, end = begin + past.secs;
+  const step = past.step_secs, end = past.from + past.secs;
+  const begin = Math.max(past.from, Math.min(end - LEAST_SECS, firstKnown()));
   const length = past.series.in_flight.length;
-  const chosen = cross === null ? null : Math.round(cross * (length - 1));
+  const chosen = cross === null ? null : Math.min(length - 1, Math.floor((begin - past.from + cross * (end - begin)) / step));
   for (const chart of CHARTS) drawChart(chart, begin, end, step, chosen);
   fill($("chart-values"), past.from + past.secs + scope, () => [make("table", "", make("thead", "", make("tr", "", ...["Series", "now", "mean", "highest"].map((name) => make("th", "", name)))),
     make("tbody", "", ...CHARTS.flatMap((chart) => chart.lines.map(([name, word]) => {
@@ -155,6 +156,12 @@ function drawCharts() {
 /* The running step may have nothing yet. */
 const newest = (name) => past.series[name].at(-1) ?? past.series[name].at(-2) ?? null;
 
+/* A young proxy's charts begin with it: else most of each would be empty. */
+const LEAST_SECS = 120;
+function firstKnown() {
+  const at = Object.values(past.series).map((values) => values.findIndex(known)).filter((each) => each >= 0);
+  return past.from + Math.min(...at, past.secs / past.step_secs) * past.step_secs;
+}
 function drawChart(chart, begin, end, step, chosen) {
   const width = Math.max(120, chart.svg.clientWidth || 400);
   mark(chart.svg, "viewBox", `0 0 ${width} ${TALL}`);
@@ -171,7 +178,7 @@ function drawChart(chart, begin, end, step, chosen) {
       chart.fixed.append(words);
     });
   }
-  const spots = (series) => series.map((value, at) => [x(begin + (at + 0.5) * step), known(value) ? y(value) : null]);
+  const spots = (series) => series.map((value, at) => [x(past.from + (at + 0.5) * step), known(value) ? y(value) : null]);
   mark(chart.other, "d", trace(spots(other)));
   chart.lines.forEach(([name], index) => {
     const { area, line } = chart.paths[index], series = past.series[name], points = spots(series);
@@ -180,7 +187,7 @@ function drawChart(chart, begin, end, step, chosen) {
     say(chart.values[index], chart.unit(chosen === null ? newest(name) : series[chosen]));
   });
   mark(chart.cross, "visibility", chosen === null ? "hidden" : "visible");
-  const at = chosen === null ? null : begin + (chosen + 0.5) * step;
+  const at = chosen === null ? null : past.from + (chosen + 0.5) * step;
   if (at !== null) for (const name of ["x1", "x2"]) mark(chart.cross, name, x(at).toFixed(1));
   say(chart.at, at === null ? "" : clock(at, step < 60));
   mark(chart.at, "title", at === null ? "" : utc(at));
@@ -188,8 +195,9 @@ function drawChart(chart, begin, end, step, chosen) {
   const now = chart.lines.map(([name, word]) => `${word} ${known(newest(name)) ? chart.unit(newest(name)) : "not known"}`).join(", ");
   mark(chart.svg, "aria-label", `${chart.name} of ${scope === THIS_PROXY ? "this proxy" : scope ? short(decodeURIComponent(scope)) : "the fleet"} over the last ${words}; now ${now}; at most ${values.length ? chart.unit(Math.max(...values)) : "not known"}`);
 }
+const TICKS = [30, 60, 180, 360, 600, 1200, 3600, 7200];
 function drawAxes(chart, width, x, y, { begin, end, high }) {
-  const step = { 900: 180, 3600: 600, 21600: 3600 }[range] * (width > 300 ? 1 : 2);
+  const step = TICKS.find((secs) => (end - begin) / secs <= (width > 300 ? 6 : 3));
   const marks = [];
   for (let at = Math.ceil(begin / step) * step; at <= end - step / 9; at += step) if (x(at) > LEFT + 14) marks.push(at);
   chart.fixed.replaceChildren(
@@ -200,7 +208,7 @@ function drawAxes(chart, width, x, y, { begin, end, high }) {
     }),
     ...marks.map((at) => {
       const words = draw("text", { class: "axis", x: x(at), y: BOTTOM + 15, "text-anchor": "middle" });
-      words.textContent = clock(at, false);
+      words.textContent = clock(at, step < 60);
       return words;
     }));
   chart.spans.replaceChildren(...operations().filter((each) => each.to > begin).map((each) => {

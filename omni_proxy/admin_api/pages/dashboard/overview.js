@@ -112,7 +112,7 @@ function firstProblem(error) {
 const tiles = new Map();
 cleaners.push(() => tiles.clear());
 empties("alerts", "tiles", "foot", "reader");
-function tile(name, value, kind = "") {
+function tile(name, value, kind = "", hint = "") {
   let it = tiles.get(name);
   if (!it) {
     it = make("dd");
@@ -120,7 +120,7 @@ function tile(name, value, kind = "") {
     tiles.set(name, it);
   }
   say(it, value);
-  mark(it, "title", value);
+  mark(it, "title", hint || value);
   dress(it, kind);
 }
 function lately(name, secs) {
@@ -139,9 +139,13 @@ function paintTiles(fleet, able) {
   tile("Waiting", count(waiting), waiting ? "warn" : "");
   tile("First token p50", minute.length ? millis(median(minute.map((point) => point.first_p50_ms))) : "–");
   tile("First token p99", minute.length ? millis(Math.max(...minute.map((point) => point.first_p99_ms))) : "–");
+  const gaps = fleet.map((worker) => worker.minute?.between_p50_ms).filter(known);
+  tile("Between tokens", gaps.length ? millis(median(gaps)) : "–");
+  const tokens = fleet.map(allTokens).filter(known), prompts = fleet.map((worker) => worker.minute?.input_tokens_per_sec).filter(known);
+  const sum = (values) => values.reduce((total, value) => total + value, 0);
+  tile("Tokens/s out", tokens.length ? count(sum(tokens)) : "–", "", last.usage_metrics ? prompts.length ? `${count(sum(prompts))} of prompts` : "" : "counted with [server] usage_metrics");
   const matched = last.policy?.matched_ratio;
   tile("Policy", last.policy?.name ?? "–", "word");
   if (known(matched)) tile("Prefix matched", `${Math.round(100 * matched)} %`);
-  tile("Revision", count(last.revision));
 }
 

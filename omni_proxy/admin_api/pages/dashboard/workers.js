@@ -169,6 +169,7 @@ function paintRow(row, worker, slow) {
   row.tail.style.width = (100 * (worker.first_p99_ms ?? 0)) / longest + "%";
   spark(row.spark, worker);
   say(row.tokens, count(allTokens(worker)));
+  say(row.prompts, known(worker.minute?.input_tokens_per_sec) ? `${count(worker.minute.input_tokens_per_sec)} in` : "");
   say(row.cache, share(worker.minute?.cache_hit_ratio));
   say(row.label, worker.weight_version ?? "–");
   mark(row.label, "title", worker.weight_version ?? "not known");
@@ -197,7 +198,7 @@ function newRow(id) {
     make("td", "num", part("load", "span"), part("queue", "div", "quiet small")),
     make("td", "num", part("rate", "span")),
     make("td", "firsts", make("div", "first", part("first", "span", "says"), row.spark), make("div", "bar", part("tail", "i", "tail"), part("body", "i", "body"))),
-    make("td", "num", part("tokens", "span")),
+    make("td", "num", part("tokens", "span"), part("prompts", "div", "quiet small")),
     make("td", "num", part("cache", "span")),
     make("td", "num", part("errors", "span")),
     make("td", "", part("label", "div", "one"), part("epoch", "div", "quiet small")),
