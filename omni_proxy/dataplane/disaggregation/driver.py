@@ -96,13 +96,14 @@ async def respond_in_two_legs(
 class SentPair(msgspec.Struct, gc=False):
     """Legs that the fast path has sent. `json`: of the body, if it was read. `decode`: None while
     prefill's answer is waited for. `transfer_due`: as in the driver. `error`: was thrown in
-    meanwhile."""
+    meanwhile. `with_rid`: the answer gets the client's own id."""
 
     leg: PrefillLeg
     json: JsonText | None
     decode: SentRequest | None
     transfer_due: float
     error: BaseException | None
+    with_rid: SglangLegs | None
 
 
 class TwoLegDriver:
@@ -185,8 +186,11 @@ class TwoLegDriver:
                 raise leg.failure
             await self._requests.read(self._io)
             return await self._after_prefill(legs, leg)
-        head = self._requests.decode_head(legs.connector, is_read=False)
-        return await self._answer(head, leg if legs.connector != "nixl" else None, sent.decode)
+        made = sent.with_rid
+        head = self._requests.decode_head(legs.connector, is_read=made is not None)
+        begun = leg if legs.connector != "nixl" else None
+        start = await self._answer(head, begun, sent.decode)
+        return start if made is None else await self._rewritten(start, made, leg)
 
     async def _by_protocol(self, legs: TwoLegs, body: JsonText) -> ResponseStart:
         prefill = legs.prefill.worker if legs.prefill is not None else None

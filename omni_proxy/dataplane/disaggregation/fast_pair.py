@@ -4,8 +4,8 @@
     nixl               prefill's leg leaves, and when its whole answer has come, decode's
 
 It calls what the driver calls and decides nothing of its own. At the first step that is not
-ordinary (an answer in parts or an error, a leg that fails, a time-out, a client that leaves, an
-answer that is to be changed, a trace that is sampled) the driver goes on with what was sent.
+ordinary (an answer in parts or an error, a leg that fails, a time-out, a client that leaves, log
+probabilities that are to be merged, a trace that is sampled) the driver goes on with what was sent.
 Contract: as for `exchange.fast_path`; a leg that has begun is never sent again by the driver.
 """
 
@@ -26,6 +26,7 @@ from omni_proxy.dataplane.disaggregation.leg_requests import (
     for_prefill_rank,
     for_rank,
     with_prefill_rank,
+    without_encoding,
 )
 from omni_proxy.dataplane.disaggregation.prefill_leg import (
     Interrupt,
@@ -49,6 +50,7 @@ from omni_proxy.dataplane.upstream.attempt import (
     encode_request,
     length_lines,
     start_waiting,
+    usual_body,
 )
 from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
@@ -64,7 +66,8 @@ from omni_proxy.routing.kv_transfer.plain_chat import (
     one_token_chat,
     sglang_chat,
 )
-from omni_proxy.routing.kv_transfer.sglang import CHAT, sglang_legs
+from omni_proxy.routing.kv_transfer.sglang import CHAT, SglangLegs, sglang_legs
+from omni_proxy.routing.kv_transfer.sglang_response import ClientIds, is_one_id
 from omni_proxy.routing.rank_pinning import may_name_rank
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
@@ -85,6 +88,7 @@ _DECODE_CHAT: Final = {
     decode_body: decode_chat,
     decode_unless_ranked: _decode_chat_unless_ranked,
 }
+_CRLF: Final = b"\r\n"
 _Bodies: TypeAlias = tuple[bytes, bytes | None]
 
 
@@ -93,7 +97,7 @@ class FastPairPath(FastPath):
 
     __slots__ = (
         "_after_prefill", "_body", "_engine_lines", "_fault", "_is_chat", "_json", "_leg", "_lines",
-        "_path", "_random_below", "_spare_leg", "_transfer_due", "loop",
+        "_path", "_random_below", "_spare_leg", "_transfer_due", "_with_rid", "loop",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
@@ -109,6 +113,7 @@ class FastPairPath(FastPath):
         self._random_below = io.services.random_below
         self._after_prefill = _AfterPrefill(self)
         self._fault: Exception | None = None  # of the proxy, in a leg's step
+        self._with_rid: SglangLegs | None = None  # where the answer gets the client's own id
         self._transfer_due = 0.0
         self._spare_leg: PrefillLeg | None = None  # of the last request, to be used again
 
@@ -144,7 +149,8 @@ class FastPairPath(FastPath):
         if leg is None:
             return super().continuation(exchange)
         head, error = self._head(exchange), self.error
-        sent = SentPair(leg, json, self._sent(), self._transfer_due, error)
+        made, self._with_rid = self._with_rid, None
+        sent = SentPair(leg, json, self._sent(), self._transfer_due, error, made)
         return respond_in_two_legs(self._io, exchange, head, respond_by_worker, sent)
 
     def interrupt(self, leg: PrefillLeg) -> bool:
@@ -169,7 +175,7 @@ class FastPairPath(FastPath):
             pool = known.get(target) or pools.of(target)
         if not prefill_pool.idle or not pool.idle or (trace is not None and trace.sampled):
             return False
-        self._json, size = None, len(body)  # not that of the last request
+        self._json, self._with_rid, size = None, None, len(body)  # not that of the last request
         if need.alias is not None:
             body = b"".join(parts_for_target(need, self.cached.route, body))
         bodies = (
@@ -180,7 +186,8 @@ class FastPairPath(FastPath):
         if bodies is None or not io.services.inflight.try_to_hold(exchange, 2 * size):
             return False
         if legs.connector == "sglang":
-            self._lines = text = b"".join(lines)
+            text = b"".join(lines)
+            self._lines = text if self._with_rid is None else without_encoding(text)
         else:
             text = self._vllm_lines(lines, exchange.request_id, is_read=waits)
         text = with_key(prefill, text) if prefill.api_key_env else text
@@ -236,9 +243,10 @@ class FastPairPath(FastPath):
             return for_prefill, for_decode
         self._json = json = JsonText(body, is_checked=True)  # its fields were read
         made = sglang_legs(path, json, prefill.url, port, random_below)
-        if made.client_rid or made.merges_logprobs:
+        if made.merges_logprobs or (made.client_rid and not is_one_id(made.client_rid)):
             return None
         legs.rid = made.rid
+        self._with_rid = made if made.client_rid else None
         if rank is None and prefill_rank is None:
             both = json.splice(made.prefill, made.text)
             return both, both
@@ -328,6 +336,12 @@ class FastPairPath(FastPath):
             return False
         if pool.response_template.status >= 400:
             pool.response_template = NOT_CACHED  # what it is now is noted in the next step
+        if self._with_rid is not None:
+            services = self._io.services
+            body = usual_body(pool, chunk, services.response_heads, services.fleet)
+            if body is None:
+                return False
+            chunk = _with_own_id(self._with_rid, pool, chunk, body)
         at_once = exchange.sent_at == exchange.started_at
         self._leg = None
         if not super()._relay(exchange, upstream, chunk, sent_at_once=at_once):
@@ -353,6 +367,15 @@ class FastPairPath(FastPath):
             self._spare_leg = leg
             if self._spare is not None:
                 self._spare.spare_leg = leg.exchange
+
+
+def _with_own_id(made: SglangLegs, pool: UpstreamPool, chunk: bytes, body: bytes) -> bytes:
+    """A whole answer with the client's id. `body`: of `chunk`, which is like the last answer."""
+    name = pool.response_template.name
+    before, _, after = chunk[: len(chunk) - len(body)].partition(name)
+    _, end, after = after.partition(_CRLF)
+    body = ClientIds(made.rid, made.client_rid).restore(body)
+    return b"".join((before, name, length_lines(len(body))[0], end, after, body))
 
 
 class _AfterPrefill:

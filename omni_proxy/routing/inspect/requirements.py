@@ -136,6 +136,8 @@ _RARE = {
 }  # fmt: skip
 _rare_values = attrgetter(*_RARE)
 _NO_RARE = (ABSENT,) * len(_RARE)
+_ids_left_out = attrgetter(*(name for name in _RARE if name != "rid"))
+_NO_MEDIA = _NO_RARE[1:]
 
 
 class _UsualPart(msgspec.Struct, gc=False):
@@ -288,7 +290,8 @@ def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
         mask |= _parts(payload.messages, spelled)
     requirements = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
     if _rare_values(payload) != _NO_RARE:
-        requirements.mask |= _media(payload)
+        if _ids_left_out(payload) != _NO_MEDIA:  # clients of SGLang send an id alone
+            requirements.mask |= _media(payload)
         requirements.rids = read_rids(payload.rid)
     if route.traffic != "generation":
         _read_speech(route, payload, requirements)

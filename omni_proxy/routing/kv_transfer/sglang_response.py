@@ -34,10 +34,15 @@ _DATA: Final = re.compile(rb"(?m)^(data: ?)(\{.*\})\r?$")
 Logprobs = Mapping[int, bytes]  # by the prompt's number: the elements of its list as JSON
 
 
+def is_one_id(given: bytes) -> bool:
+    """Whether this `rid` names the whole request. `given`: as JSON."""
+    return given.startswith(b'"') and given != b'""'
+
+
 class ClientIds:
     """Puts the client's ids in the place of ours. `given`: the client's `rid` as JSON."""
 
-    __slots__ = ("_base", "_by_number", "_pattern", "_whole")
+    __slots__ = ("_base", "_by_number", "_whole")
 
     def __init__(self, rid: str, given: bytes) -> None:
         raw = msgspec.Raw(given)
@@ -46,14 +51,14 @@ class ClientIds:
         self._by_number = [
             bytes(item)[1:-1] if starts_with(item, b'"') else b"" for item in read_elements(raw)
         ]
-        self._pattern = re.compile(re.escape(self._base) + rb"(?:_([0-9]{1,9}))?\b")
 
     def restore(self, text: bytes) -> bytes:
         if self._base not in text:
             return text
         if self._whole:
             return text.replace(self._base, self._whole)
-        return self._pattern.sub(self._numbered, text)
+        pattern = re.compile(re.escape(self._base) + rb"(?:_([0-9]{1,9}))?\b")
+        return pattern.sub(self._numbered, text)
 
     def _numbered(self, found: re.Match[bytes]) -> bytes:
         number = int(found[1] or 0)  # without one it is no batch

@@ -6,6 +6,7 @@ from tests.dataplane.both_drivers import HEAD, World, run_fast_and_slow
 from tests.dataplane.both_drivers import chat_request as chat_request
 
 SERVER = "[server]\nlog_format = 'json'\n"
+CONNECTORS = ["sglang", "nixl", "mooncake"]
 NAMES = {"p": "prefill", "q": "prefill", "d": "decode", "e": "decode"}
 PARAMS = b'{"remote_engine_id": "e", "remote_block_ids": [1, 2]}'
 PREFILL = b'{"id": "p", "kv_transfer_params": %b}' % PARAMS
@@ -82,6 +83,16 @@ def run_pairs(listeners, script, connector="sglang", config="", *, ranks=0, **ex
     """As `run_fast_and_slow`; `ranks`: of each worker."""
     new_world = world_of(connector, ranks)
     return run_fast_and_slow(listeners, script, config, new_world=new_world, **expected)
+
+
+def finish(world):
+    """Whatever follows: retries, aborts, the other leg."""
+    for _ in range(12):
+        world.more()
+        world.answer()
+    world.wait(2)
+    for _ in range(6):
+        world.answer()
 
 
 def bodies(end):

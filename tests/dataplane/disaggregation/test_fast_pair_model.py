@@ -18,12 +18,17 @@ ANSWERS = st.one_of(
     PLANS,
     st.sampled_from([
         (answer(KV_ERROR, b"500 Oh"),),
+        (answer(b'{"id": "%b"}' % (b"0" * 32)),),  # of a request whose random numbers are 0
         (answer(PREFILL)[:60], answer(PREFILL)[60:]),
     ]),
 )  # fmt: skip
 WHO, AT = st.integers(0, 2), st.integers(0, 3)
+# As clients of SGLang write them, too.
+LIKE_WITH_ID = LIKE | st.tuples(
+    st.just(b"one"), st.sampled_from([b'{"rid": "mine"}', b'{"rid": ["a"]}', b'{"rid": ""}'])
+)
 STEPS = st.one_of(
-    *[st.tuples(st.just("exchange"), st.integers(0, 1), LIKE, ANSWERS, ANSWERS)] * 4,
+    *[st.tuples(st.just("exchange"), st.integers(0, 1), LIKE_WITH_ID, ANSWERS, ANSWERS)] * 4,
     *[st.tuples(st.just("like"), st.integers(0, 1), LIKE)] * 2,
     st.tuples(st.just("ask"), WHO, REQUESTS, st.sampled_from(["", "", "half", "dies", "early"])),
     *[st.tuples(st.just("answer_of"), st.sampled_from(sorted(NAMES)), ANSWERS)] * 3,

@@ -3,11 +3,12 @@ machine's load. The goal of docs/performance.md, at most 2.2 times, is for CPU t
 
 import pytest
 
-from tests.dataplane.both_drivers import World
+from tests.dataplane.both_drivers import World, chat_request
 from tests.dataplane.bytecodes import WHOLE, count_bytecodes, small_post
 from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, answer, world_of
 
 MOST = 2.1
+MOST_WITH_ID = 2.8
 CONNECTORS = ("sglang", "nixl", "mooncake")
 ALIAS = """
 [[routing.models]]
@@ -41,6 +42,23 @@ def assert_bound(folder, request, plain_world, pair_world, prepare=None):
     for connector in CONNECTORS:
         pair = counted(connector, pair_world(connector), serving_pair(request))
         assert plain < pair < MOST * plain, connector
+
+
+def test_a_clients_own_id_costs_less_than_the_drivers_path(tmp_path):
+    """Also where the answer has it, which is written anew."""
+    id_of_ours = b"0" * 32
+    request = chat_request(body=b'{"messages": [], "rid": "mine"}')
+
+    def serve(world, client):
+        world.ask(client, request)
+        world.prefill(answer(PREFILL))
+        world.decode(answer(b'{"id": "%b"}' % id_of_ours))
+
+    plain = count_bytecodes(
+        tmp_path / "plain", NAMES, lambda at: World(at, "[server]\n"), serving_plain(request)
+    )
+    with_id = count_bytecodes(tmp_path / "with_id", NAMES, world_of("sglang"), serve)
+    assert plain < with_id < MOST_WITH_ID * plain
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
