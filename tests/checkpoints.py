@@ -27,6 +27,7 @@ CALLS = frozenset(
 )  # fmt: skip
 TURNS = frozenset(("must_wait_for", "count_read"))
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
 QUIET, LOUD = False, True  # a path without a checkpoint, and one with
 
 
@@ -144,9 +145,12 @@ class Tree:
     def quiet_loops(self, module: ast.AST) -> Iterator[tuple[str, ast.While]]:
         """Loops that break the rule, with the name of their function."""
         for function in _functions(module):
-            self.enter(function)
-            for node in _own(function):
-                if isinstance(node, ast.While) and _awaits(node) and self.may_spin(node):
+            loops = [node for node in _own(function) if isinstance(node, ast.While)]
+            loops = [node for node in loops if _awaits(node)]
+            if loops:
+                self.enter(function)
+            for node in loops:
+                if self.may_spin(node):
                     yield function.name, node
 
     def may_spin(self, loop: ast.While) -> bool:
@@ -309,14 +313,16 @@ def _functions(node: ast.AST) -> Iterator[FUNCTIONS]:
         yield from _functions(child)
 
 
-def _own(function: ast.AST) -> Iterator[ast.AST]:
+@cache
+def _own(function: ast.AST) -> tuple[ast.AST, ...]:
     """What stands in it, and not in a function inside it."""
-    waiting = list(ast.iter_child_nodes(function))
+    found, waiting = [], list(ast.iter_child_nodes(function))
     while waiting:
         node = waiting.pop()
-        yield node
-        if not isinstance(node, FUNCTIONS | ast.Lambda | ast.ClassDef):
+        found.append(node)
+        if not isinstance(node, SCOPES):
             waiting += ast.iter_child_nodes(node)
+    return tuple(found)
 
 
 def _awaits(loop: ast.While) -> bool:
@@ -326,8 +332,10 @@ def _awaits(loop: ast.While) -> bool:
 
 def _is_loud(tree: Tree, node: ast.AST | None) -> bool:
     """Whether its evaluation passes a checkpoint for certain."""
+    if node is None or not _may_pause(node):
+        return False
     match node:
-        case None | ast.Lambda() | ast.GeneratorExp() | ast.ListComp() | ast.SetComp():
+        case ast.Lambda() | ast.GeneratorExp() | ast.ListComp() | ast.SetComp():
             return False
         case ast.DictComp():
             return False
@@ -341,6 +349,13 @@ def _is_loud(tree: Tree, node: ast.AST | None) -> bool:
         case ast.Yield():
             return node.value is None or _is_checkpoint(tree, node.value)
     return any(_is_loud(tree, child) for child in ast.iter_child_nodes(node))
+
+
+@cache
+def _may_pause(node: ast.AST) -> bool:
+    if isinstance(node, ast.Await | ast.Yield):
+        return True
+    return any(map(_may_pause, ast.iter_child_nodes(node)))
 
 
 def _is_checkpoint(tree: Tree, awaited: ast.expr) -> bool:
