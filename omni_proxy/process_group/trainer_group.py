@@ -13,11 +13,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from omni_proxy.process_group.blocking_call import AbandonedThreads, BlockingCall, CancelToken
 from omni_proxy.process_group.broadcast.backend import (
@@ -84,6 +84,27 @@ class GroupState(StrEnum):
     READY = "ready"
     ARMING = "arming"  # only in the parent of a receiver process
     RECEIVING = "receiving"
+
+
+class _Joined(Protocol):
+    state: GroupState
+
+
+_Group = TypeVar("_Group", bound=_Joined)
+
+
+def ready_group(groups: Mapping[str, _Group], drop_reasons: Mapping[str, str], name: str) -> _Group:
+    """The group that may receive now. `drop_reasons`: why groups are gone. Raises GroupError."""
+    group = groups.get(name)
+    if group is None and name in drop_reasons:
+        raise GroupError(
+            f"group {name!r} is gone ({drop_reasons[name]}): call init_weights_update_group again"
+        )
+    if group is None:
+        raise GroupError(f"group {name!r} is not initialized: call init_weights_update_group first")
+    if group.state is not GroupState.READY:
+        raise GroupError(f"group {name!r} is {group.state}: one receive at a time")
+    return group
 
 
 class _JoinedGroup:
@@ -319,18 +340,7 @@ class Groups:
 
     def _claim(self, group_name: str) -> _JoinedGroup:
         with self._lock:
-            group = self._groups.get(group_name)
-            if group is None and group_name in self._drop_reasons:
-                raise GroupError(
-                    f"group {group_name!r} is gone ({self._drop_reasons[group_name]}): call "
-                    "init_weights_update_group again"
-                )
-            if group is None:
-                raise GroupError(
-                    f"group {group_name!r} is not initialized: call init_weights_update_group first"
-                )
-            if group.state is not GroupState.READY:
-                raise GroupError(f"group {group_name!r} is {group.state}: one receive at a time")
+            group = ready_group(self._groups, self._drop_reasons, group_name)
             group.state = GroupState.RECEIVING
             return group
 

@@ -40,7 +40,12 @@ from omni_proxy.process_group.fork.ipc import (
 from omni_proxy.process_group.fork.subprocess_sender import SubprocessSender
 from omni_proxy.process_group.rendezvous import HostedRendezvous, Rendezvous, validated_address
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
-from omni_proxy.process_group.trainer_group import MAX_DROP_REASONS, GroupLimits, GroupState
+from omni_proxy.process_group.trainer_group import (
+    MAX_DROP_REASONS,
+    GroupLimits,
+    GroupState,
+    ready_group,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -222,18 +227,7 @@ class SubprocessReceiver:
 
     def _claim(self, name: str) -> _ChildGroup:
         with self._lock:
-            group = self._groups.get(name)
-            if group is None and name in self._drop_reasons:
-                raise GroupError(
-                    f"group {name!r} is gone ({self._drop_reasons[name]}): call "
-                    "init_weights_update_group again"
-                )
-            if group is None:
-                raise GroupError(
-                    f"group {name!r} is not initialized: call init_weights_update_group first"
-                )
-            if group.state is not GroupState.READY:
-                raise GroupError(f"group {name!r} is {group.state}: one receive at a time")
+            group = ready_group(self._groups, self._drop_reasons, name)
             group.state = GroupState.ARMING
             return group
 

@@ -6,13 +6,12 @@ always printable, and practically never ends by itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import product
 
 import torch
 
 from omni_proxy.replica.models.llama import Llama, LlamaConfig
-from omni_proxy.replica.models.tokenizer import ControlTokens
+from omni_proxy.replica.models.tokenizer import ByteTokenizer, ControlTokens
 
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 PUNCTUATION = (". ", ", ", "? ", "! ", "; ", ": ", " - ", "'s", "...", "), ", " (", ".\n")
@@ -41,7 +40,7 @@ GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0, "down_proj": 2.0}
 FIRST_SYLLABLE = len(CONTROLS) + 256
 
 
-class TinyTokenizer:
+class TinyTokenizer(ByteTokenizer):
     """Longest syllable first, single bytes for everything else: any text round-trips."""
 
     def __init__(self) -> None:
@@ -55,18 +54,6 @@ class TinyTokenizer:
         self.control_names = CONTROLS
         self.vocab_size = len(self._bytes)
         self.eos_ids = frozenset({CONTROLS.index("<|endoftext|>"), CONTROLS.index("<|im_end|>")})
-
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        return self._controls.encode(text, self._plain) if special else self._plain(text)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._bytes[token_id]
-
-    def control_name(self, token_id: int) -> str | None:
-        return self._controls.names.get(token_id)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def _plain(self, text: str) -> list[int]:
         ids: list[int] = []

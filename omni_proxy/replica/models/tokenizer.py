@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -102,7 +103,30 @@ class ControlTokens:
         return ids
 
 
-class BytePairTokenizer:
+class ByteTokenizer(ABC):
+    """Tokens that are bytes, and control tokens by their names; how text is cut is a subclass's."""
+
+    _bytes: list[bytes]  # by token id; empty for control tokens
+    _controls: ControlTokens
+
+    def encode(self, text: str, *, special: bool = False) -> list[int]:
+        return self._controls.encode(text, self._plain) if special else self._plain(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes[token_id]
+
+    def control_name(self, token_id: int) -> str | None:
+        return self._controls.names.get(token_id)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
+
+    @abstractmethod
+    def _plain(self, text: str) -> list[int]:
+        """The ids of text in which control tokens mean nothing."""
+
+
+class BytePairTokenizer(ByteTokenizer):
     """Byte-pair encoding over a vocabulary whose ids are in the order of its merges.
 
     A vocabulary may lack bytes that its training never met; characters that need one are read as
@@ -132,18 +156,6 @@ class BytePairTokenizer:
         self.vocab_size = len(vocabulary)
         self.eos_ids = frozenset(eos_ids)
         self.control_names = self._controls.ids.keys()
-
-    def encode(self, text: str, *, special: bool = False) -> list[int]:
-        return self._controls.encode(text, self._plain) if special else self._plain(text)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._bytes[token_id]
-
-    def control_name(self, token_id: int) -> str | None:
-        return self._controls.names.get(token_id)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return b"".join(map(self.token_bytes, ids)).decode("utf-8", errors="replace")
 
     def _plain(self, text: str) -> list[int]:
         text = self._spellable(text)

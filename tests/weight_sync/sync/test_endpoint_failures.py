@@ -30,6 +30,10 @@ pytestmark = pytest.mark.usefixtures("listening")
 ENGINES = SyncEngines
 
 
+async def complete(trainer, responses):
+    responses.append(await trainer.ask(COMPLETE, weight_version="v2"))
+
+
 # Repeated calls
 
 
@@ -64,13 +68,9 @@ async def test_two_simultaneous_completes_get_the_same_response(trainer, engines
     engines.close_gate(COMPLETE, B)
     responses = []
     async with trio.open_nursery() as nursery:
-
-        async def complete():
-            responses.append(await trainer.ask(COMPLETE, weight_version="v2"))
-
-        nursery.start_soon(complete)
+        nursery.start_soon(complete, trainer, responses)
         await engines.arrived[B, COMPLETE].wait()
-        nursery.start_soon(complete)
+        nursery.start_soon(complete, trainer, responses)
         with trio.fail_after(30):
             while not trainer.api.operations.waiting:  # noqa: ASYNC110  # nothing rings for it
                 await trio.sleep(0.01)
@@ -100,11 +100,7 @@ async def test_an_operator_ends_a_sync_whose_members_do_not_answer(trainer, engi
     engines.close_gate(COMPLETE)
     responses = []
     async with trio.open_nursery() as nursery:
-
-        async def complete():
-            responses.append(await trainer.ask(COMPLETE, weight_version="v2"))
-
-        nursery.start_soon(complete)
+        nursery.start_soon(complete, trainer, responses)
         await engines.arrived[A, COMPLETE].wait()
         aborted = await trainer.api.operations.sync.abort("ops from 10.0.0.9")
         engines.open_gate(COMPLETE)
