@@ -17,6 +17,12 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.prefix_tree import InsertedText
 
 MOST_UNANSWERED: Final = 4096  # per worker; beyond, the oldest ones count as answered
+# Of a worker whose last so many answers were as predicted, one in so many is compared.
+AGREED: Final = 32
+AGREED_SHARE: Final = 16
+# Of a worker whose last so many answers reported nothing, one in so many is asked.
+SILENT: Final = 32
+_NEVER: Final = 1 << 62
 
 
 class CacheLearner(Protocol):
@@ -30,15 +36,24 @@ class CacheLearner(Protocol):
 class CacheReports:
     """What one worker's answers have said of its cache, and what it still has to answer.
 
-    `backlog`: prompt tokens that are believed to be uncached, of its unanswered prompts.
+    `backlog`: prompt tokens that are believed to be uncached, of its unanswered prompts. `skips`:
+    prompts that are sent without a prediction, until the next one that has one. Where some have
+    none, nobody knows which prompts are on their way: nothing is unlearned until all have one again
+    and one of these was answered, for engines begin prompts about as they come. `number`, here: of
+    the newest prompt.
     """
 
     __slots__ = (
-        "answers", "backlog", "corrections", "misses", "predicted", "reported", "reuses", "silent",
-        "unanswered",
+        "agreed", "answers", "backlog", "corrections", "judged_from", "misses", "period",
+        "predicted", "reported", "reuses", "silent", "skips", "unanswered", "unjudged_until",
     )  # fmt: skip
 
     def __init__(self) -> None:
+        self.agreed = 0  # answers since the last one that differed
+        self.period = 1  # one in so many prompts has a prediction
+        self.skips = 0
+        self.judged_from = 0  # an answer to an older prompt unlearns nothing
+        self.unjudged_until = 0  # the newest prompt when all began to have one again
         self.backlog = 0
         self.answers = 0  # that reported something
         self.predicted = self.reported = 0  # tokens, summed over them
@@ -51,7 +66,6 @@ class CacheReports:
     def note(self, predicted: int, reported: int) -> None:
         """Prompt tokens of one answer that were believed to be cached, and that were."""
         self.answers += 1
-        self.silent = 0
         self.predicted += predicted
         self.reported += reported
         if self.reuses:
@@ -60,6 +74,37 @@ class CacheReports:
             self.reuses, self.misses = True, 0
         elif predicted:
             self.misses += 1
+
+    def note_silence(self) -> None:
+        """An answer reported nothing."""
+        self.silent += 1
+        if self.silent == SILENT + 1:
+            self._follow_one_in(SILENT)
+
+    def judge(self, prompt: int, number: int, *, agrees: bool) -> bool:
+        """The answer to this prompt is as predicted, or not. Whether it may be learned from."""
+        if self.silent:
+            if self.silent > SILENT:
+                self._follow_all(number)
+            self.silent = 0
+        if agrees:
+            self.agreed += 1
+            if self.agreed == AGREED:
+                self._follow_one_in(AGREED_SHARE)
+        elif self.agreed >= AGREED:
+            self._follow_all(number)
+        else:
+            self.agreed = 0
+        if self.period == 1 and self.judged_from == _NEVER and prompt > self.unjudged_until:
+            self.judged_from = number + 1
+        return prompt >= self.judged_from
+
+    def _follow_one_in(self, period: int) -> None:
+        self.period, self.skips, self.judged_from = period, period - 1, _NEVER
+
+    def _follow_all(self, number: int) -> None:
+        self.agreed, self.period, self.skips = 0, 1, 0
+        self.unjudged_until = number
 
     def as_facts(self) -> dict[str, int]:
         """JSON-able."""

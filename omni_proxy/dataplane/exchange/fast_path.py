@@ -282,9 +282,10 @@ class FastPath:
             template.lines, *diagnostic_fields(exchange), exchange.version.lines, length_line, body,
         ]))  # fmt: skip
         exchange.status, exchange.chunks, exchange.bytes_out = template.status, 1, size
-        exchange.relayed, exchange.single_chunk = True, sent_at_once
-        exchange.outcome = "completed"
-        if io.settings.keeps_last_chunk or exchange.trace is not None:
+        exchange.relayed, exchange.single_chunk, exchange.outcome = True, sent_at_once, "completed"
+        need, is_read = exchange.requirements, io.settings.counts_usage
+        learns = need is not None and need.prediction is not None
+        if learns or is_read or exchange.trace is not None:
             exchange.last_chunk = body
         if exchange.caller is not None:
             caller = exchange.caller

@@ -86,7 +86,7 @@ def learn_from(
     """`answer`: its end, by the worker of this prediction; `sent_bytes`: of the request."""
     counts = read_cached_tokens(answer)
     if counts is None:
-        prediction.reports.silent += 1
+        prediction.reports.note_silence()
         return
     predicted = prediction.learner.learn(prediction, *counts, sent_bytes)
     if predicted is not None and recorders.meters is not None:

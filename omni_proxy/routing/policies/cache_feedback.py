@@ -30,8 +30,6 @@ from omni_proxy.routing.tree_key import key_length, text_length
 BLOCK_TOKENS = 128
 # An engine that reports 0 so many times where more was predicted, and never more, has no cache.
 MISSES = 16
-# Of a worker whose last so many answers reported nothing, one in so many is asked.
-SILENT = 32
 MEDIA = IMAGE | AUDIO | VIDEO
 CUT_LENGTH = LIMIT - 1  # beside the mark
 
@@ -67,16 +65,21 @@ class CacheFeedback:
     def insert(self, text: PromptText, worker: Worker, requirements: Requirements) -> None:
         """The worker gets the text: it holds it from now on."""
         rules = self.rules
-        counts_cost = rules.score == "cost"
-        if not rules.feedback and not counts_cost:
+        if not rules.feedback and rules.score != "cost":
             self._tree.insert(text.key, worker)
             return
         self._number = number = self._number + 1
+        reports = self.reports.get(worker) or self._reports_of(worker)
+        skips, counts_cost = reports.skips, rules.score == "cost"
+        if skips and not counts_cost:
+            reports.skips = skips - 1
+            self._tree.insert(text[2], worker, number)
+            if requirements.prediction is not None:
+                self._end_attempt(requirements)
+            return
+        reports.skips = reports.period - 1
         whole, start, key = text
         inserted = self._tree.insert(key, worker, number)
-        reports = self.reports.get(worker) or self._reports_of(worker)
-        if reports.silent > SILENT and number % SILENT and not counts_cost:
-            return
         prediction = CachePrediction(
             self, worker, reports, inserted, start, len(whole) - start, 0, number
         )
@@ -93,9 +96,19 @@ class CacheFeedback:
         """The worker gets a prompt of so many tokens, and is known to have `held` of them."""
         reports = self.reports.get(worker) or self._reports_of(worker)
         self._number = number = self._number + 1
-        if self.rules.feedback and (reports.silent <= SILENT or not number % SILENT):
-            prediction = CachePrediction(self, worker, reports, None, 0, tokens, held, number)
-            self._sent(prediction, reports, requirements)
+        if not self.rules.feedback:
+            return
+        if reports.skips:
+            reports.skips -= 1
+            self._end_attempt(requirements)
+            return
+        reports.skips = reports.period - 1
+        prediction = CachePrediction(self, worker, reports, None, 0, tokens, held, number)
+        self._sent(prediction, reports, requirements)
+
+    def _end_attempt(self, requirements: Requirements) -> None:
+        """What was predicted for an earlier attempt does not hold for this one."""
+        requirements.prediction = without_those_of(self, requirements.prediction)
 
     def _reports_of(self, worker: Worker) -> CacheReports:
         reports = self.reports[worker] = CacheReports()
@@ -118,10 +131,10 @@ class CacheFeedback:
         if text is None:
             if not length:
                 return None
-            predicted = min(
-                prediction.held, prompt
-            )  # its blocks were counted: nothing was inferred
+            predicted = min(prediction.held, prompt)
             reports.note(predicted, cached)
+            # Its blocks were counted: nothing was inferred, so nothing is corrected.
+            self._judge(prediction, agrees=predicted <= cached + BLOCK_TOKENS)
             return predicted
         held = length
         if text.held < text.length:
@@ -130,9 +143,17 @@ class CacheFeedback:
             length = max(length, sent)
         predicted = held * prompt // length
         reports.note(predicted, cached)
-        if predicted > cached + BLOCK_TOKENS:  # else it may be nothing but a block
+        agrees = predicted <= cached + BLOCK_TOKENS  # else it may be nothing but a block
+        if self._judge(prediction, agrees=agrees) and not agrees:
             self._correct(prediction, text, cached, predicted, length / prompt)
         return predicted
+
+    def _judge(self, prediction: CachePrediction, *, agrees: bool) -> bool:
+        """Whether a difference may be learned from."""
+        if self.rules.score == "cost":  # whose backlog needs all prompts
+            prediction.reports.silent = 0
+            return True
+        return prediction.reports.judge(prediction.number, self._number, agrees=agrees)
 
     def _correct(
         self, prediction: CachePrediction, text: InsertedText, cached: int, predicted: int,

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
-from omni_proxy.routing.cache_prediction import note_first_byte
+from omni_proxy.routing import cache_prediction
+from omni_proxy.routing.cache_prediction import AGREED, AGREED_SHARE, SILENT, note_first_byte
 from omni_proxy.routing.inspect.body_fields import body_fields_of
 from omni_proxy.routing.inspect.prefix_text import LIMIT
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
@@ -179,6 +180,76 @@ def test_a_request_that_is_sent_again_waits_at_its_new_worker_alone():
     assert second.former is None
 
 
+def agreeing(answers=AGREED):
+    """A policy whose worker has answered so often as was predicted."""
+    policy, (worker,) = cache_aware(), workers(0)
+    for _ in range(answers):
+        answered(policy, worker, chat(FIRST), TOKENS)
+    return policy, worker
+
+
+def test_of_a_worker_that_answers_as_predicted_one_answer_in_so_many_is_compared():
+    policy, worker = agreeing()
+    followed = [sent(policy, worker, chat(FIRST)) is not None for _ in range(2 * AGREED_SHARE)]
+    assert followed == ([False] * (AGREED_SHARE - 1) + [True]) * 2
+
+
+def test_prompts_without_a_prediction_are_remembered_all_the_same():
+    policy, worker = agreeing()
+    assert sent(policy, worker, chat(SECOND)) is None
+    assert held(policy, worker, SECOND) == 2 * HALF
+
+
+def test_a_prompt_on_its_way_without_a_prediction_is_no_eviction():
+    policy, worker = agreeing()
+    on_its_way = SHARED + "d" * HALF
+    assert sent(policy, worker, chat(on_its_way)) is None
+    while (differs := sent(policy, worker, chat(SECOND))) is None:
+        pass
+    policy._feedback.learn(differs, 0, TOKENS, 0)
+    answered(policy, worker, chat(SECOND), 0)
+    assert held(policy, worker, on_its_way) == 2 * HALF
+
+
+def test_after_a_difference_all_answers_are_compared_and_corrections_resume():
+    policy, worker = agreeing()
+    while (differs := sent(policy, worker, chat(SECOND))) is None:
+        pass
+    policy._feedback.learn(differs, 0, TOKENS, 0)  # older prompts may be on their way
+    assert answered(policy, worker, chat(SECOND), 0) == TOKENS  # nor has a later one been answered
+    assert held(policy, worker, FIRST) == 2 * HALF
+    assert not policy.stats()["corrections"]
+    assert answered(policy, worker, chat(SHARED + "c" * HALF), 0) == TOKENS // 2
+    assert held(policy, worker, FIRST) == HALF
+    assert policy.stats()["corrections"] == 1
+
+
+def test_a_worker_that_reports_nothing_is_asked_now_and_then_until_it_reports():
+    policy, worker = reusing()
+    for _ in range(SILENT + 1):
+        sent(policy, worker, chat(FIRST)).reports.note_silence()
+    followed = [sent(policy, worker, chat(FIRST)) for _ in range(SILENT)]
+    assert [prediction is not None for prediction in followed] == [False] * (SILENT - 1) + [True]
+    policy._feedback.learn(followed[-1], TOKENS, TOKENS, 0)
+    assert all(sent(policy, worker, chat(FIRST)) for _ in range(3))
+
+
+def test_the_cost_model_needs_every_prompt():
+    policy, (worker,) = cache_aware(score="cost"), workers(0)
+    for _ in range(AGREED + 2):
+        assert answered(policy, worker, chat(FIRST), TOKENS) is not None
+
+
+def test_the_prediction_of_an_earlier_attempt_ends_where_the_next_worker_is_not_compared():
+    policy, (one, other) = cache_aware(), workers(0, 0)
+    for _ in range(AGREED):
+        answered(policy, other, chat(FIRST), TOKENS)
+    request = chat(FIRST)
+    first = sent(policy, one, request)
+    assert sent(policy, other, request) is None
+    assert first.answered
+
+
 def test_explain_shows_what_answers_have_reported():
     policy, worker = reusing()
     answered(policy, worker, chat(FIRST), 0)
@@ -202,6 +273,9 @@ class AgainstAnEngine(RuleBasedStateMachine):
         self.cache = OrderedDict()  # prefixes that are cached, the longest unused first
         self.waiting, self.computed = [], []
 
+    def next_one(self, data):
+        return data.draw(st.integers(0, len(self.waiting) - 1))
+
     @rule(path=st.lists(st.sampled_from("ab"), min_size=3, max_size=7))
     def ask(self, path):
         text = "".join(letter * self.BLOCK * self.BYTES for letter in path)
@@ -214,7 +288,7 @@ class AgainstAnEngine(RuleBasedStateMachine):
         """The engine begins with a request, and ends it then or later."""
         if not self.waiting:
             return
-        path, prediction = self.waiting.pop(data.draw(st.integers(0, len(self.waiting) - 1)))
+        path, prediction = self.waiting.pop(self.next_one(data))
         names = ["".join(path[:end]) for end in range(1, len(path) + 1)]
         found = next((at for at, name in enumerate(names) if name not in self.cache), len(names))
         for name in reversed(names):
@@ -234,7 +308,8 @@ class AgainstAnEngine(RuleBasedStateMachine):
         place = data.draw(st.integers(0, len(self.computed) - 1))
         prediction, found, blocks = self.computed.pop(place)
         tokens = blocks * self.BLOCK
-        self.policy._feedback.learn(prediction, min(found * self.BLOCK, tokens - 1), tokens, 0)
+        if prediction is not None:
+            self.policy._feedback.learn(prediction, min(found * self.BLOCK, tokens - 1), tokens, 0)
 
     @rule()
     def flush(self):
@@ -258,3 +333,23 @@ class AgainstAnEngine(RuleBasedStateMachine):
 
 TestAgainstAnEngine = AgainstAnEngine.TestCase
 TestAgainstAnEngine.settings = settings(max_examples=examples(150), stateful_step_count=20)
+
+
+class AgainstAnEngineInOrder(AgainstAnEngine):
+    """The same of an engine that begins prompts as they come, of which few answers are compared."""
+
+    def __init__(self):
+        super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(cache_prediction, "AGREED", 2)
+        self.patch.setattr(cache_prediction, "AGREED_SHARE", 3)
+
+    def teardown(self):
+        self.patch.undo()
+
+    def next_one(self, data):
+        return 0
+
+
+TestAgainstAnEngineInOrder = AgainstAnEngineInOrder.TestCase
+TestAgainstAnEngineInOrder.settings = settings(max_examples=examples(150), stateful_step_count=30)
