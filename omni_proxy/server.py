@@ -357,11 +357,9 @@ class Server:
             gc.freeze()
             gc.set_threshold(10_000, 20, 50)
             self.watchdog.end_startup()
-            if self.data_plane.listeners.held:
-                status = await self._open_when_ready()
-                if status:
-                    root.cancel_scope.cancel()
-                    return status
+            if self.data_plane.listeners.held and (status := await self._open_when_ready()):
+                root.cancel_scope.cancel()
+                return status
         _log.info("omni-proxy has stopped")
         return 0
 
@@ -474,6 +472,7 @@ class Server:
     async def _shut_down(self, root_scope: trio.CancelScope) -> None:
         server = self.config_store.config.server
         self.service_manager.stopping()
+        self.upgrades.outgoing.stop()
         if server.ready_off_secs:
             _log.info("shutdown_started ready_off=%gs", server.ready_off_secs)
             await trio.sleep(server.ready_off_secs)

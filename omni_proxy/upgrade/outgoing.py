@@ -59,6 +59,8 @@ KEPT_SERVICES: Final = frozenset(
     )
 )  # fmt: skip
 
+SHUTTING_DOWN: Final = "this program is shutting down"
+
 Report = Callable[[str], None]
 StartSoon = Callable[[Callable[[], Awaitable[None]]], None]
 
@@ -74,7 +76,8 @@ class Outgoing:
         self._parts = parts
         self._start_soon = start_soon
         self._successor: NewProgram | None = None
-        self.running = self.handed_over = False
+        self.running = self.handed_over = self._stopped = False
+        self._scope = trio.CancelScope()  # of the upgrade in progress
         self.last_error = ""
 
     def status(self) -> dict[str, object]:
@@ -91,10 +94,12 @@ class Outgoing:
         timeout_secs = self._parts.config_store.config.server.upgrade_timeout_secs
         _log.info("upgrade_started binary=%s timeout=%gs", binary or "same", timeout_secs)
         try:
-            with trio.move_on_after(timeout_secs):
+            with trio.move_on_after(timeout_secs) as self._scope:
                 pid = await self._start_and_hand_over(binary, report)
                 _log.info("upgrade_done pid=%d", pid)
                 return pid
+            if self._stopped:
+                raise UpgradeFailed(SHUTTING_DOWN)
             waits = self._busy()
             why = f": an operation on weights goes on: {waits}" if waits else ""
             raise UpgradeFailed(f"the new program was not ready within {timeout_secs:g} s{why}")
@@ -105,6 +110,11 @@ class Outgoing:
         finally:
             self.running = False
 
+    def stop(self) -> None:
+        """This program shuts down: nobody takes over any more."""
+        self._stopped = True
+        self._scope.cancel()
+
     def end(self) -> None:
         """This program has served its last request."""
         if self._successor is not None:
@@ -113,8 +123,8 @@ class Outgoing:
     def _refusal(self, binary: str | None) -> str:
         if self.running:
             return "an upgrade is running already"
-        if self.handed_over or self._parts.data_plane.draining:
-            return "this program is shutting down"
+        if self.handed_over or self._stopped:
+            return SHUTTING_DOWN
         if os.getpid() == 1:
             return (
                 "this program is process 1 of its container, which ends with it: replace the "
