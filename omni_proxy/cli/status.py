@@ -10,8 +10,9 @@ import json
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from statistics import median
 from textwrap import wrap
 from typing import Final
 
@@ -53,6 +54,7 @@ from omni_proxy.cli.screen.text_table import (
     NOTHING,
     display_width,
     format_age,
+    format_millis,
     parse_time,
     printable,
     truncate,
@@ -64,6 +66,7 @@ ROWS: Final = 12
 REMARKS: Final = 8
 _LABEL_WIDTH: Final = 10
 LEGEND: Final = "P50, P99: from sending to the first chunk; they, REQ/S and ERR: last minute"
+GAP_LEGEND: Final = "P50, P99: to the first chunk, GAP: between two; figures are of the last minute"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -116,7 +119,9 @@ def render_status(feed: FeedModel, url: str, width: int = WIDTH, rows: int = ROW
     for line in _summary(feed, url, width):
         lines += wrap(line, width, subsequent_indent=" " * _LABEL_WIDTH)
     if ordered:
-        lines += ["", *fleet_table(ordered[:rows], verdicts, width), *wrap(LEGEND, width)]
+        table = fleet_table(ordered[:rows], verdicts, width)
+        legend = GAP_LEGEND if " GAP " in table[0] else LEGEND
+        lines += ["", *table, *wrap(legend, width)]
         if len(ordered) > rows:
             hidden = Counter(verdicts[row.id].kind for row in ordered[rows:])
             kinds = ", ".join(f"{count} {kind}" for kind, count in hidden.items())
@@ -151,6 +156,8 @@ def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
     yield f"process   {feed.pid}, up {age}, revision {feed.revision} of {file}"
     yield f"workers   {describe_fleet(feed.fleet)}"
     yield f"requests  {describe_requests(feed, feed.history)}"
+    if tokens := describe_tokens(feed.fleet):
+        yield f"tokens    {tokens}"
     yield f"policy    {printable(feed.policy.get('name', NOTHING))}"
     yield f"reload    {describe_reload(feed.last_reload, now)}"
     if weights := describe_weights(feed):
@@ -161,6 +168,24 @@ def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
         yield f"cluster   {describe_cluster(feed.cluster)}"
     for line in paused_lines(feed):
         yield f"PAUSED    {line}"
+
+
+def describe_tokens(fleet: Iterable[FleetRow]) -> str:
+    """Of the last minute; "" while none are counted."""
+    minutes = [row.minute for row in fleet]
+    out = [each.output_tokens_per_sec for each in minutes if each.output_tokens_per_sec is not None]
+    if not out:
+        return ""
+    prompts = [(each.input_tokens_per_sec or 0.0, each.cache_hit_ratio) for each in minutes]
+    cached = [(rate, share) for rate, share in prompts if rate and share is not None]
+    gaps = [each.between_p50_ms for each in minutes if each.between_p50_ms is not None]
+    parts = [f"{sum(out):.0f}/s out, {sum(rate for rate, _ in prompts):.0f}/s in"]
+    if gaps:
+        parts.append(f"{format_millis(median(gaps))} between two")
+    if cached:
+        hits = sum(rate * share for rate, share in cached) / sum(rate for rate, _ in cached)
+        parts.append(f"{hits:.0%} of prompts cached")
+    return "; ".join(parts)
 
 
 def describe_source(source: DiscoverySource) -> str:

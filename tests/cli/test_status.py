@@ -59,6 +59,29 @@ def test_the_last_minute_is_the_one_that_the_proxy_counted(proxy, capsys):
     assert "last minute: 251 ended, 3 errors (1.2 %)" in capsys.readouterr().out
 
 
+def test_tokens_are_shown_where_they_are_counted_and_before_a_name_is_cut():
+    def minute(rate, share):
+        return {
+            "between_p50_ms": 62.0, "input_tokens_per_sec": 300.0, "output_tokens_per_sec": rate,
+            "cache_hit_ratio": share,
+        }  # fmt: skip
+
+    rows = row("10.0.0.1:8000", minute=minute(35.2, 0.5)), row("10.0.0.2:8000", minute=minute(9, 1))
+    whole = feed_of(feed(*rows))
+    lines = render_status(whole, "http://p", 120)
+    assert "tokens    44/s out, 600/s in; 62 ms between two; 75% of prompts cached" in lines
+    head = next(line for line in lines if line.startswith("WORKER"))
+    assert head.split()[-6:] == ["P99", "GAP", "TOK/S", "CACHE", "ERR", "WEIGHTS"]
+    (first,) = (line for line in lines if line.startswith("10.0.0.1:8000"))
+    assert first.split()[-6:-2] == ["62", "ms", "35", "50%"]
+    narrow = render_status(whole, "http://p", 60)
+    assert any(line.startswith("10.0.0.1:8000") for line in narrow)
+    assert "TOK/S" not in "".join(narrow)
+    uncounted = render_status(feed_of(feed(row("10.0.0.1:8000"))), "http://p", 120)
+    assert "TOK/S" not in "".join(uncounted)
+    assert not any(line.startswith("tokens") for line in uncounted)
+
+
 def test_a_machine_gets_the_picture_as_it_is(proxy, capsys):
     proxy.says["/feed"] = (200, PICTURE)
     assert main(["status", "--json", "--url", proxy.url]) == 0

@@ -23,7 +23,7 @@ commands:
   omni-proxy init [FILE]     write FILE: it asks for what no flag sets
   omni-proxy check FILE      validate FILE; binds nothing
   omni-proxy schema          JSON schema of FILE, for editors
-  omni-proxy keys ...        new: make a key; hash, check: of a key on stdin; usage
+  omni-proxy keys ...        give callers keys with limits: add, remove, usage; new, hash, check
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
   omni-proxy launch ...      start replicas and the proxy in front of them
   omni-proxy picker ...      choose workers for Envoy and other callers; relay nothing

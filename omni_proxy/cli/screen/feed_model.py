@@ -44,6 +44,9 @@ class MinuteRow(Struct, frozen=True):
     """Means over a worker's last minute."""
 
     between_p50_ms: float | None = None  # between two chunks of a stream
+    input_tokens_per_sec: float | None = None
+    output_tokens_per_sec: float | None = None
+    cache_hit_ratio: float | None = None  # 0 to 1, of prompt tokens
 
 
 class SlowRow(Struct, frozen=True):

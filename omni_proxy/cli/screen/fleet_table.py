@@ -20,8 +20,13 @@ from omni_proxy.cli.screen.text_table import (
     truncate_middle,
 )
 
-HEAD: Final = ("WORKER", "ROLE", "STATE", "BUSY", "SESS", "REQ/S", "P50", "P99", "ERR", "WEIGHTS")
-_RIGHT: Final = ("BUSY", "SESS", "REQ/S", "P50", "P99", "ERR")
+HEAD: Final = (
+    "WORKER", "ROLE", "STATE", "BUSY", "SESS", "REQ/S", "P50", "P99", "GAP", "TOK/S", "CACHE",
+    "ERR", "WEIGHTS",
+)  # fmt: skip
+_RIGHT: Final = ("BUSY", "SESS", "REQ/S", "P50", "P99", "GAP", "TOK/S", "CACHE", "ERR")
+# Dropped while no worker has them, and before a name is cut, in this order.
+_TOKENS: Final = ("GAP", "CACHE", "TOK/S")
 # Columns dropped on a narrow screen, in this order.
 _SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "SESS", "BUSY", "P99", "ROLE")
 _SESSIONS: Final = "SESS"  # dropped while there are none
@@ -34,13 +39,15 @@ def fleet_table(
     rows: Sequence[FleetRow],
     verdicts: Mapping[str, Diagnosis],
     width: int,
-    sort_column: str = "",
-    sort_mark: str = "",
+    sorting: tuple[str, str] = ("", ""),
+    reserved: int = 0,
 ) -> list[str]:
     """A header line, then one per worker, at most `width` columns wide if possible.
 
-    The title of `sort_column` gets `sort_mark`; this column is never dropped.
+    The title in `sorting` gets the mark there; this column is never dropped. `reserved`: columns
+    of the screen that the figures of tokens leave for something else.
     """
+    sort_column, sort_mark = sorting
     cells = [_cells(row, verdicts[row.id]) for row in rows]
     titles = list(HEAD)
     spare = [title for title in _SPARE if title != sort_column]
@@ -51,9 +58,12 @@ def fleet_table(
     for title, is_empty in empty.items():
         if is_empty and sort_column != title:
             spare.remove(title)
-            column = titles.index(title)
-            for row_cells in (titles, *cells):
-                del row_cells[column]
+            _drop(title, titles, cells)
+    for title in _TOKENS:
+        wide = max(map(display_width, render_table(titles, cells))) > width - reserved
+        column = titles.index(title)
+        if wide or all(row_cells[column] == NOTHING for row_cells in cells):
+            _drop(title, titles, cells)
     right_aligned = [title + sort_mark if title == sort_column else title for title in _RIGHT]
     while True:
         head = [title + sort_mark if title == sort_column else title for title in titles]
@@ -69,12 +79,16 @@ def fleet_table(
         )
         if name_width >= _LEAST_NAME or not spare:
             break
-        column = titles.index(spare.pop(0))
-        for row in (titles, *cells):
-            del row[column]
+        _drop(spare.pop(0), titles, cells)
     for row in cells:
         row[0] = truncate_middle(row[0], max(_LEAST_NAME, name_width))
     return render_table(head, cells, right_aligned)
+
+
+def _drop(title: str, titles: list[str], cells: list[list[str]]) -> None:
+    column = titles.index(title)
+    for row in (titles, *cells):
+        del row[column]
 
 
 def _cells(row: FleetRow, verdict: Diagnosis) -> list[str]:
@@ -87,6 +101,9 @@ def _cells(row: FleetRow, verdict: Diagnosis) -> list[str]:
         f"{row.rate:.1f}",
         format_millis(row.first_p50_ms),
         format_millis(row.first_p99_ms),
+        format_millis(row.minute.between_p50_ms),
+        NOTHING if (rate := row.minute.output_tokens_per_sec) is None else f"{rate:.0f}",
+        NOTHING if (share := row.minute.cache_hit_ratio) is None else f"{share:.0%}",
         str(row.errors),
         truncate(printable(row.weight_version or NOTHING), _WEIGHTS_WIDTH),
     ]

@@ -63,6 +63,7 @@ HELP: Final = (
     ("y", "confirm; any other key cancels"),
 )
 UNCUT: Final = 1 << 16  # columns; no line is wider
+_WHY_WIDTH: Final = 30  # columns that a wide table leaves for it
 _LEAST_WHY: Final = 12  # columns; a shorter reason is useless
 FEW_ROWS: Final = 4  # have priority over the lines below them
 _ABOUT_LINES: Final = 4  # the selected worker, the message, the keys
@@ -205,7 +206,7 @@ def _body(view: TopView, width: int) -> Iterator[Line]:
     name, _, greatest_first = ORDERS[view.order]
     sort_mark = "▼" if greatest_first is not view.reversed else "▲"
     # All rows, not only the visible ones: columns must not jump while scrolling.
-    table = fleet_table(view.rows, view.verdicts, width, name, sort_mark)
+    table = fleet_table(view.rows, view.verdicts, width, (name, sort_mark), _WHY_WIDTH)
     title, *lines = _with_reasons(table, [view.verdicts[row.id] for row in view.rows], width)
     yield title, "bold reverse"
     if not view.rows:
