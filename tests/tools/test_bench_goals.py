@@ -6,7 +6,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from tools.bench.data_plane import goals, process_scaling
+from tools.bench.data_plane import goals, process_scaling, two_legs
 from tools.bench.harness import load_run, peers, proxies, report
 from tools.bench.harness.build import build, compiler
 from tools.bench.harness.picture import Bar, Group, picture
@@ -30,7 +30,7 @@ def installing(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         if "venv" in argv:
             bin_folder = Path(argv[-1]) / "bin"
             bin_folder.mkdir(parents=True)
-            for name in ("python", "smg"):
+            for name in ("python", "smg", "sglang-router", "vllm-router"):
                 (bin_folder / name).write_text("#!/bin/sh\n")
                 (bin_folder / name).chmod(0o755)
 
@@ -136,6 +136,32 @@ def test_a_router_gets_its_workers_and_a_port_for_its_metrics(
         *("--worker-urls", "http://127.0.0.1:8"),
     ]
     assert int(words[-1]) not in (7, 8, 9)
+
+
+PEER_MODES = [
+    ("sglang-router", "sglang", ["launch", "--pd-disaggregation"], "8998"),
+    ("vllm-router", "mooncake", ["--vllm-pd-disaggregation", "--kv-connector", "mooncake"], "8"),
+]
+
+
+@pytest.mark.parametrize(("name", "connector", "mode", "port"), PEER_MODES)
+def test_a_router_gets_half_of_the_workers_for_prefill(
+    installing: list[list[str]],
+    tmp_path: Path,
+    name: str,
+    connector: str,
+    mode: list[str],
+    port: str,
+) -> None:
+    side = two_legs.router_in_two_legs(name, connector)
+    assert side.name == f"{name} {peers.VERSIONS[name]} {connector}"
+    assert side.command is not None
+    words = side.command(proxies.Place(7, [8, 9], tmp_path))
+    assert words[1 : 1 + len(mode)] == mode
+    at = words.index("--prefill")
+    assert words[at : at + 5] == [
+        *("--prefill", "http://127.0.0.1:8", port, "--decode", "http://127.0.0.1:9")
+    ]
 
 
 def test_a_router_is_installed_once(

@@ -197,7 +197,7 @@ def _tls(how: Measuring, found: Found) -> None:
 
 
 def _two_legs(how: Measuring, found: Found) -> None:
-    sides = two_legs.sides(how.ours(), with_router=False)
+    sides = two_legs.sides(how.ours())
     loads = measure(sides, _loads(["unary c=32"]), how.rounds, how.secs)
     found.loads |= {f"{load}, two legs": rounds for load, rounds in loads.items()}
     found.faults += report.faults(loads)

@@ -92,7 +92,7 @@ def paired(arguments: argparse.Namespace) -> int:
 
 def legs(arguments: argparse.Namespace) -> int:
     """Requests in two legs beside plain ones."""
-    sides = two_legs.sides(_ours(arguments), with_router=two_legs.ROUTER in arguments.peer)
+    sides = two_legs.sides(_ours(arguments), arguments.peer)
     return _by_the_first(arguments, sides, f" (goal: at most {two_legs.GOAL})")
 
 

@@ -4,14 +4,22 @@ The workers answer at once, so that only the proxies' own work is measured; half
 workers, which name a KV cache where they are asked for one.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from tools.bench.harness.peers import VERSIONS, borrowed
-from tools.bench.harness.proxies import ROUTER_WORDS, Place, Side, free_port, reconfigured
+from tools.bench.harness.proxies import Place, Side, free_port, reconfigured, router_words
 
 CONNECTORS = ("sglang", "nixl", "mooncake")
 GOAL = 2.2  # times the CPU of a plain request
-ROUTER = "sglang-router"
+# Of each router the protocols that it has, with the words that ask for them.
+ROUTERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "sglang-router": {"sglang": ("launch", "--pd-disaggregation")},
+    "vllm-router": {
+        connector: ("--vllm-pd-disaggregation", "--kv-connector", connector)
+        for connector in ("nixl", "mooncake")
+    },
+}
 
 
 def in_two_legs(ours: Side, connector: str) -> Side:
@@ -38,27 +46,37 @@ def _bootstrap(worker: str, connector: str, is_prefill: bool) -> str:
     return f"bootstrap_port = {port}\n"
 
 
-def router_in_two_legs() -> Side:
+def router_in_two_legs(name: str, connector: str) -> Side:
     """Raises NotInstalled."""
-    program = str(borrowed(ROUTER))
+    program, mode = str(borrowed(name)), ROUTERS[name][connector]
 
     def command(place: Place) -> list[str]:
         urls = [f"http://127.0.0.1:{port}" for port in place.workers]
         half = len(urls) // 2
         return [
-            *(program, "launch", "--host", "127.0.0.1", "--port", str(place.port)),
-            "--pd-disaggregation",
-            *(word for url in urls[:half] for word in ("--prefill", url, "8998")),
+            *(program, *mode, "--host", "127.0.0.1", "--port", str(place.port)),
+            *(word for url in urls[:half] for word in ("--prefill", url, _port(url, connector))),
             *(word for url in urls[half:] for word in ("--decode", url)),
-            *ROUTER_WORDS,
+            *router_words(name),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
         ]
 
-    return Side(f"{ROUTER} {VERSIONS[ROUTER]} two legs", command)
+    return Side(f"{name} {VERSIONS[name]} {connector}", command)
 
 
-def sides(ours: Side, *, with_router: bool) -> list[Side]:
-    """The plain one first. Raises NotInstalled."""
+def _port(url: str, connector: str) -> str:
+    """Of the bootstrap server: the worker itself answers for Mooncake's."""
+    return url.rpartition(":")[2] if connector == "mooncake" else "8998"
+
+
+def sides(ours: Side, peers: Collection[str] = ()) -> list[Side]:
+    """The plain one first. `peers`: those that know two legs are measured, too. Raises
+    NotInstalled."""
     plain = replace(ours, name=f"{ours.name} plain")
     found = [plain, *(in_two_legs(ours, connector) for connector in CONNECTORS)]
-    return [*found, router_in_two_legs()] if with_router else found
+    return found + [
+        router_in_two_legs(name, connector)
+        for name, modes in ROUTERS.items()
+        if name in peers
+        for connector in modes
+    ]

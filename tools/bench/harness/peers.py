@@ -15,7 +15,12 @@ from pathlib import Path
 
 from tools.bench.harness.build import cache
 
-VERSIONS = {"sglang-router": "0.3.2", "smg": "1.13.0", "py-spy": "0.4.3"}
+VERSIONS = {
+    "sglang-router": "0.3.2",
+    "smg": "1.13.0",
+    "vllm-router": "0.1.17",
+    "py-spy": "0.4.3",
+}
 ROOT = Path(__file__).parents[3]
 INSTALL_SECS = 900
 LAST_LINES = 6

@@ -103,6 +103,10 @@ def haproxy(*, secure: bool = False) -> Side | None:
     return Side(f"haproxy {version}{' TLS' if secure else ''}", command, secure)
 
 
+def router_words(name: str) -> tuple[str, ...]:
+    return (*ROUTER_WORDS[:-1], "warning") if name == "vllm-router" else ROUTER_WORDS
+
+
 def router(name: str, *, secure: bool = False) -> Side:
     """One of the routers that come as a package. Raises NotInstalled, NoTools."""
     if secure:
@@ -112,8 +116,9 @@ def router(name: str, *, secure: bool = False) -> Side:
     def command(place: Place) -> list[str]:
         urls = [f"http://127.0.0.1:{port}" for port in place.workers]
         return [
-            *(program, "launch", "--host", "127.0.0.1", "--port", str(place.port)),
-            *("--worker-urls", *urls, *ROUTER_WORDS),
+            *(program, *(("launch",) if name != "vllm-router" else ())),
+            *("--host", "127.0.0.1", "--port", str(place.port)),
+            *("--worker-urls", *urls, *router_words(name)),
             *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())),
         ]
 
@@ -124,6 +129,7 @@ PEERS: dict[str, Callable[..., Side | None]] = {
     "haproxy": haproxy,
     "sglang-router": partial(router, "sglang-router"),
     "smg": partial(router, "smg"),
+    "vllm-router": partial(router, "vllm-router"),
 }
 
 
