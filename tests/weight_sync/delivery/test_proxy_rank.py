@@ -28,16 +28,25 @@ def settings():
 
 
 @pytest.fixture
-async def rank(tmp_path, settings):
-    def now():
-        return WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"), **settings)
+def read_settings(tmp_path, settings):
+    """As the configuration is read at each use: a test may change `settings`."""
+    folder = str(tmp_path / "versions")
+    return lambda: WeightSyncConfig(mode="receive", store_dir=folder, **settings)
 
-    made = ProxyRank(StoreService(now, tmp_path), now)
+
+@pytest.fixture
+def store_service(tmp_path, read_settings):
+    return StoreService(read_settings, tmp_path)
+
+
+@pytest.fixture
+async def rank(store_service, read_settings):
+    made = ProxyRank(store_service, read_settings)
     with trio.fail_after(PATIENCE_SECS):
         yield made
         await made.close()
-    if made._store_service.store is not None:
-        delete_store(made._store_service.store)
+    if store_service.store is not None:
+        delete_store(store_service.store)
 
 
 def body(tensors=TENSORS, names=None, **more):
@@ -77,7 +86,7 @@ async def left(rank, trainer):
     return answer
 
 
-async def test_a_whole_sync_becomes_a_version_in_one_file(rank, pool):
+async def test_a_whole_sync_becomes_a_version_in_one_file(rank, store_service, pool):
     trainer = await joined(rank, pool)
     ready = await rank.prepare(batched(TENSORS[:2], TENSORS[2:]))
     assert (ready.success, ready.body["status"]) == (True, "ready")
@@ -86,7 +95,7 @@ async def test_a_whole_sync_becomes_a_version_in_one_file(rank, pool):
     done = await rank.complete(b'{"group_name": "g"}')
     assert (done.success, done.body["num_buckets_received"]) == (True, 2)
     version = await rank.seal("step-1")
-    store = rank._store_service.store
+    store = store_service.store
     assert list(version.manifest.files) == ["model.safetensors"]
     assert set(version.digests) == {"t1", "t2", "t3", "t4"}
     assert store.digest(version)
@@ -95,7 +104,7 @@ async def test_a_whole_sync_becomes_a_version_in_one_file(rank, pool):
 
 
 @pytest.mark.parametrize("how", [{}, {"flattened": True}])
-async def test_parts_received_one_by_one_become_one_version(rank, pool, how):
+async def test_parts_received_one_by_one_become_one_version(rank, store_service, pool, how):
     trainer = await joined(rank, pool)
     more = {"load_format": "flattened_bucket"} if how else {}
     for part in (TENSORS[:2], TENSORS[2:]):
@@ -104,7 +113,7 @@ async def test_parts_received_one_by_one_become_one_version(rank, pool, how):
         assert (await rank.complete(b'{"group_name": "g"}')).success
     version = await rank.seal(None)
     assert len(version.manifest.files) == 2
-    assert rank._store_service.store.digest(version)
+    assert store_service.store.digest(version)
     await left(rank, trainer)
 
 
@@ -136,7 +145,8 @@ async def test_the_first_byte_may_arrive_as_late_as_the_slowest_rank_is_armed(po
     def now():
         return WeightSyncConfig(mode="receive", store_dir=str(tmp_path / "versions"), **values)
 
-    rank = ProxyRank(StoreService(now, tmp_path), now)
+    store_service = StoreService(now, tmp_path)
+    rank = ProxyRank(store_service, now)
     with trio.fail_after(PATIENCE_SECS):
         trainer = await joined(rank, pool)
         one = TENSORS[:1]  # a single tensor: between several, a busy machine could stall
@@ -148,7 +158,7 @@ async def test_the_first_byte_may_arrive_as_late_as_the_slowest_rank_is_armed(po
         await rank.discard()
         await left(rank, trainer)
         await rank.close()
-    delete_store(rank._store_service.store)
+    delete_store(store_service.store)
 
 
 async def test_both_phases_may_be_one_call(rank, pool):
@@ -160,14 +170,16 @@ async def test_both_phases_may_be_one_call(rank, pool):
     await left(rank, trainer)
 
 
-async def test_a_receive_that_is_not_completed_leaves_nothing_behind(rank, pool, tmp_path):
+async def test_a_receive_that_is_not_completed_leaves_nothing_behind(
+    rank, store_service, pool, tmp_path
+):
     trainer = await joined(rank, pool)
     assert (await rank.prepare(body())).success
     folder = rank._draft.folder
     assert folder.is_dir()
     assert (await left(rank, trainer)).success
     assert not folder.exists()
-    assert not rank._store_service.store.in_use
+    assert not store_service.store.in_use
     with pytest.raises(LookupError):
         await rank.seal("s")
 
@@ -245,7 +257,8 @@ async def test_the_child_process_ends_when_versions_are_off_and_the_group_is_gon
     def now():
         return WeightSyncConfig(mode=modes[-1], store_dir=str(tmp_path / "versions"))
 
-    rank = ProxyRank(StoreService(now, tmp_path), now)
+    store_service = StoreService(now, tmp_path)
+    rank = ProxyRank(store_service, now)
     with trio.fail_after(PATIENCE_SECS):
         trainer = await joined(rank, pool)
         receiver = rank._receiver
@@ -270,7 +283,7 @@ async def test_the_child_process_ends_when_versions_are_off_and_the_group_is_gon
         modes.append("receive")
         await left(rank, await joined(rank, pool))
         await rank.close()
-    delete_store(rank._store_service.store)
+    delete_store(store_service.store)
 
 
 @pytest.mark.parametrize("settings", [{"isolation": "thread", "init_timeout_secs": 120}])
