@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from statistics import median
 from textwrap import wrap
 from typing import Final
 
@@ -181,7 +180,7 @@ def describe_tokens(fleet: Iterable[FleetRow]) -> str:
     gaps = [each.between_p50_ms for each in minutes if each.between_p50_ms is not None]
     parts = [f"{sum(out):.0f}/s out, {sum(rate for rate, _ in prompts):.0f}/s in"]
     if gaps:
-        parts.append(f"{format_millis(median(gaps))} between two")
+        parts.append(f"{format_millis(sorted(gaps)[len(gaps) // 2])} between two")
     if cached:
         hits = sum(rate * share for rate, share in cached) / sum(rate for rate, _ in cached)
         parts.append(f"{hits:.0%} of prompts cached")

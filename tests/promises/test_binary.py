@@ -18,7 +18,7 @@ from tests.tree import ROOT, sources
 from tools.archive import pack
 
 BUILD_SECS = 400
-MOST_BYTES = 15_000_000  # 14.8 MB where it was written; a library more would be seen
+MOST_BYTES = 15_300_000  # 15.0 MB where it was written; a library more would be seen
 UNKNOWN_NAME = """
 [[discover]]
 name = "d"

@@ -149,7 +149,8 @@ def routes() -> list[tuple[str, str]]:
 def place(method: str, rule: str, fleet: Fleet) -> str:
     """Raises KeyError for a parameter that nobody has thought of here."""
     worker = fleet.spare() if method == "DELETE" else fleet.urls[0]
-    of = {"name": quote(worker, safe=""), "path": ENGINE, "model": "m", "reservation_id": "x"}
+    of = {"name": quote(worker, safe=""), "path": ENGINE, "model": "m"}
+    of |= {"reservation_id": "x", "caller": "x"}
     path = re.sub(r"<path:(\w+)>", lambda found: of[found[1]], rule)
     return f"{path}?selector=model!%3Dx" if rule.startswith("/v1/rl/engine") else path
 
