@@ -14,10 +14,13 @@ from tools.bench.calibration import (
     BLOCK_TOKENS,
     SYSTEM_TOKENS,
     Clients,
+    Compared,
     FleetError,
     chats,
     prompt_of,
     simulated,
+    summary_of,
+    trouble_of,
 )
 
 
@@ -104,3 +107,29 @@ def test_replicas_on_too_few_cores_take_longer():
     shared_core = simulated(spec, OpenLoop(requests), 2, "round_robin", 1).ttft_ms["p90"]
     assert alone == pytest.approx(1000)
     assert shared_core == pytest.approx(2000)
+
+
+@pytest.mark.parametrize(
+    ("before", "afterwards", "others", "trouble"),
+    [
+        (100.0, 120.0, 0.1, ""),
+        (100.0, 130.0, 0.0, "prefill was 100 tokens/s and 130"),
+        (130.0, 100.0, 0.0, "prefill was 100 tokens/s and 130"),
+        (100.0, 100.0, 0.5, "other programs used 0.50 cores"),
+    ],
+)
+def test_a_round_on_a_busy_machine_says_so(before, afterwards, others, trouble):
+    specs = [EngineSpec(prefill_tokens_per_sec=rate) for rate in (before, afterwards)]
+    assert trouble_of(*specs, others) == trouble
+
+
+def test_a_round_is_within_the_bounds_by_its_first_token_and_its_hit_rate():
+    rounds = [
+        Compared(1.2, -5.0, ""), Compared(0.79, 0.0, ""), Compared(1.0, 5.1, "unsteady"),
+    ]  # fmt: skip
+    assert [each.is_within for each in rounds] == [True, False, False]
+    counted = "1 of 3 rounds, 1 of them not steady, within 20% and 5 points: "
+    assert f"{counted}NOT WITHIN" in summary_of(1.5, rounds)
+    assert summary_of(1.5, rounds[:1]).endswith(": WITHIN")
+    assert summary_of(1.5, [rounds[0], rounds[2]]).endswith("points: WITHIN")
+    assert "NOT SHOWN" in summary_of(1.5, rounds[2:])

@@ -7,6 +7,10 @@ times of the workload, a next turn after the answer before it; and simulates the
 the mean of both measurements. Tokens of a prompt are drawn for its blocks, so that prompts share
 exactly what they share in the simulation. Replicas compute in one thread each: where there are more
 of them than cores, a simulated step takes longer while more replicas compute than there are cores.
+
+A round says something of a quiet machine alone: where both measurements of a replica differ, or
+other programs used the cores, it is repeated, and marked if that did not help. The last lines say
+for each rate whether the steady rounds are within the bounds.
 """
 
 import argparse
@@ -18,6 +22,7 @@ import socket
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -45,6 +50,12 @@ FIRST_ID, LAST_ID = 1000, 40_000  # ordinary words of the vocabulary
 SYSTEM_PROMPTS, SYSTEM_TOKENS = 6, 256
 TURNS = (1, 7)
 THINK_SECS = 6.0
+
+
+# Within so much of the simulated p50 of the first token, and so many points of its hit rate.
+TTFT_SHARE, HIT_POINTS = 0.2, 5.0
+STEADY_SHARE = 1.25  # prefill before by that afterwards, or the reverse
+OTHERS_CORES = 0.25  # that other programs may use meanwhile
 
 
 class FleetError(Exception):
@@ -284,18 +295,62 @@ def _row(name: str, run: Run) -> tuple[str, float, float, float, float]:
     return name, run.hit_rate, run.ttft_ms["p50"], run.ttft_ms["p90"], run.total_ms["p50"]
 
 
-def one_round(arguments: argparse.Namespace, seed: int) -> tuple[float, float]:
-    """The first-token p50 of the real fleet by the simulated one, and how many points of the hit
-    rate are between them."""
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """`ratio`: the first-token p50 of the real fleet by the simulated one; `points` of the hit rate
+    that the real one is above. `trouble`: why the round says little, if it does."""
 
+    ratio: float
+    points: float
+    trouble: str
+
+    @property
+    def is_within(self) -> bool:
+        return abs(self.ratio - 1) <= TTFT_SHARE and abs(self.points) <= HIT_POINTS
+
+
+def _busy_secs() -> float:
+    """User and system time of all programs of this machine; 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/stat") as file:
+        fields = file.readline().split()[1:]
+        # User, nice, system, irq, softirq.
+        ticks = sum(int(fields[place]) for place in (0, 1, 2, 5, 6))
+        return ticks / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
+def trouble_of(before: EngineSpec, after: EngineSpec, others: float) -> str:
+    """Why the model can't be that of the replicas during the round. `others`: cores that other
+    programs used."""
+    rates = sorted((before.prefill_tokens_per_sec, after.prefill_tokens_per_sec))
+    if rates[1] > STEADY_SHARE * rates[0]:
+        return f"prefill was {rates[0]:.0f} tokens/s and {rates[1]:.0f}"
+    if others > OTHERS_CORES:
+        return f"other programs used {others:.2f} cores"
+    return ""
+
+
+def steady_round(arguments: argparse.Namespace, rate: float, seed: int) -> Compared:
+    """The same round again where the machine was not quiet."""
+    for _ in range(arguments.repeats):
+        compared = one_round(arguments, rate, seed)
+        if not compared.trouble:
+            return compared
+        print(f"  not steady: {compared.trouble}; the round is repeated", flush=True)
+    return one_round(arguments, rate, seed)
+
+
+def one_round(arguments: argparse.Namespace, rate: float, seed: int) -> Compared:
     def workload() -> Workload:
-        return chats(arguments.requests, arguments.rate, random.Random(f"{seed} workload"))
+        return chats(arguments.requests, rate, random.Random(f"{seed} workload"))
 
     with fleet(arguments.replicas, arguments.policy) as real:
         before = measure(real.workers[0])
-        used = cpu_secs(real.pid)
+        used, own, busy = cpu_secs(real.pid), time.process_time(), _busy_secs()
         seen = trio.run(Clients(real.url, workload()).run)
         seen.cpu_secs = cpu_secs(real.pid) - used
+        own = time.process_time() - own
+        others = (_busy_secs() - busy - seen.cpu_secs - own) / seen.duration_secs
         after = measure(real.workers[0])
     spec = mean_spec(before, after)
     cores = arguments.cores
@@ -305,10 +360,10 @@ def one_round(arguments: argparse.Namespace, seed: int) -> tuple[float, float]:
         replace(spec, slots=0), workload(), arguments.replicas, arguments.policy, cores
     )
     first, total = sorted(seen.first_secs), sorted(seen.total_secs)
-    print(f"round {seed + 1}: {_spec_text(before)}; afterwards {_spec_text(after)}")
+    print(f"seed {seed}, {rate:g} requests/s: {_spec_text(before)}; then {_spec_text(after)}")
     print(
-        f"  {len(first)} requests in {seen.duration_secs:.0f} s, "
-        f"{seen.cpu_secs / seen.duration_secs:.2f} cores busy"
+        f"  {len(first)} requests in {seen.duration_secs:.0f} s, the fleet used "
+        f"{seen.cpu_secs / seen.duration_secs:.2f} cores, other programs {max(0.0, others):.2f}"
     )
     print(f"  {'':24}{'hit %':>8}{'p50':>8}{'p90':>8}{'total p50':>11}   (ms)")
     real_ms = [percentile(first, 50), percentile(first, 90), percentile(total, 50)]
@@ -320,7 +375,27 @@ def one_round(arguments: argparse.Namespace, seed: int) -> tuple[float, float]:
     ]
     for name, hit, p50, p90, whole in rows:
         print(f"  {name:24}{hit * 100:8.1f}{p50:8.0f}{p90:8.0f}{whole:11.0f}", flush=True)
-    return rows[0][2] / rows[1][2], (seen.hit_rate - found.hit_rate) * 100
+    points = (seen.hit_rate - found.hit_rate) * 100
+    return Compared(rows[0][2] / rows[1][2], points, trouble_of(before, after, others))
+
+
+def summary_of(rate: float, rounds: Sequence[Compared]) -> str:
+    ratios = [each.ratio for each in rounds]
+    points = [each.points for each in rounds]
+    within = sum(each.is_within for each in rounds)
+    unsteady = sum(bool(each.trouble) for each in rounds)
+    noted = f", {unsteady} of them not steady," if unsteady else ""
+    steady = [each for each in rounds if not each.trouble]
+    verdict = "WITHIN" if all(each.is_within for each in steady) else "NOT WITHIN"
+    if not steady:
+        verdict = "NOT SHOWN: no round was steady, repeat it on a quiet machine"
+    return (
+        f"{rate:g} requests/s: first-token p50, real by simulated: {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f}); hit rate, real less simulated: "
+        f"{statistics.median(points):+.1f} points ({min(points):+.1f} to {max(points):+.1f}); "
+        f"{within} of {len(rounds)} rounds{noted} within {TTFT_SHARE:.0%} and "
+        f"{HIT_POINTS:g} points: {verdict}"
+    )
 
 
 def main() -> int:
@@ -333,24 +408,25 @@ def main() -> int:
     add("--rounds", type=int, default=3, metavar="N", help="each with another seed (3)")
     add("--seed", type=int, default=0, metavar="N", help="of the first round's workload (0)")
     add("--requests", type=int, default=200, metavar="N", help="of each round (200)")
-    add("--rate", type=float, default=1.0, metavar="R", help="requests a second, about (1)")
+    add("--rate", type=float, action="append", metavar="R", dest="rates",
+        help="requests a second, about; may be repeated (1.2)")  # fmt: skip
+    add("--repeats", type=int, default=1, metavar="N",
+        help="of a round in which the machine was not quiet (1)")  # fmt: skip
     add("--replicas", type=int, default=4, metavar="N", help="of llama.cpp, one thread each (4)")
     add("--policy", default="cache_aware", help="(cache_aware)")
     add("--cores", type=int, default=os.cpu_count(), metavar="N", help="of this machine")
     arguments = parser.parse_args()
     end_on_signals()
+    seeds = range(arguments.seed, arguments.seed + arguments.rounds)
     try:
-        seeds = range(arguments.seed, arguments.seed + arguments.rounds)
-        rounds = [one_round(arguments, seed) for seed in seeds]
+        summaries = [
+            summary_of(rate, [steady_round(arguments, rate, seed) for seed in seeds])
+            for rate in arguments.rates or [1.2]
+        ]
     except (FleetError, CalibrationError) as error:
         print(f"tools.bench.calibration: {error}", file=sys.stderr)
         return 1
-    ratios, points = zip(*rounds, strict=True)
-    print(
-        f"first-token p50, real by simulated: {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f}); hit rate, real less simulated: "
-        f"{statistics.median(points):+.1f} points ({min(points):+.1f} to {max(points):+.1f})"
-    )
+    print("\n".join(summaries))
     return 0
 
 
