@@ -147,7 +147,7 @@ class BlockIndex:
         depth, held = self._match_stored(prompt, among)
         if not self._predicted and not self._predicted_before:
             return depth, held
-        for guess in self._guesses(prompt, depth, now):
+        for guess in self._guesses(prompt, now):
             if not guess.bit & among:
                 continue
             guessed = prompt.common(guess.blocks)
@@ -168,12 +168,17 @@ class BlockIndex:
         return max((depth, held), (depth_each, held_each))
 
     def _match_ends(self, prompt: PromptBlocks, among: int) -> tuple[int, int]:
-        high = prompt.count
-        if not high or not (held := self._stored(prompt.key(1)) & among):
+        high, parts, key_of = prompt.count, self._parts, prompt.key
+        if not high:
+            return 0, 0
+        key = key_of(1)
+        held = parts[key & _LOW].get(key, 0) & among
+        if not held:
             return 0, 0
         depth, at = 1, high  # most prompts are known whole, or nearly so
         while depth < high:
-            mask = self._stored(prompt.key(at, depth)) & among
+            key = key_of(at, depth)
+            mask = parts[key & _LOW].get(key, 0) & among
             if mask:
                 depth, held = at, mask
             else:
@@ -185,25 +190,22 @@ class BlockIndex:
         depth = held = 0
         if among:
             for key in prompt.each_key():
-                among &= self._stored(key)
+                among &= self._parts[key & _LOW].get(key, 0)
                 if not among:
                     break
                 held = among
                 depth += 1
         return depth, held
 
-    def _stored(self, key: int) -> int:
-        return self._parts[key & _LOW].get(key, 0)
-
-    def _guesses(self, prompt: PromptBlocks, depth: int, now: float) -> Iterator[PredictedPrompt]:
-        """Prompts that were sent and have a block of this one, each once. `depth`: as stored."""
+    def _guesses(self, prompt: PromptBlocks, now: float) -> Iterator[PredictedPrompt]:
+        """Prompts that were sent and have a block of this one, each once."""
         if prompt.count:
-            prompt.key(prompt.count, depth)  # by which an equal prompt is found
+            prompt.last_key()  # by which an equal prompt is found
         seen: list[PredictedPrompt] = []
         for predicted in (self._predicted, self._predicted_before):
-            for key in prompt.looked_at(0) if predicted else ():
-                guess = predicted.get(key)
-                if guess is not None and guess.until > now and guess not in seen:
+            for key in predicted.keys() & prompt.asked:
+                guess = predicted[key]
+                if guess.until > now and guess not in seen:
                     seen.append(guess)
                     yield guess
 
@@ -228,12 +230,15 @@ class BlockIndex:
     def predict(self, holder: str, prompt: PromptBlocks, now: float) -> None:
         """This prompt was sent to it: until its events come, it counts as cached there."""
         self._turn(now)
-        bit = self._admit(holder)
-        depth, _ = self._match_stored(prompt, bit)
-        if depth < prompt.count:
-            prompt.key(prompt.count, depth)
+        bit, parts = self._admit(holder), self._parts
+        if not prompt.count:
+            return
+        prompt.key(1)  # by which a prompt with the same beginning is found
+        prompt.last_key()
+        new = [key for key in prompt.asked if not parts[key & _LOW].get(key, 0) & bit]
+        if new:
             guess = PredictedPrompt(bit, now + PREDICTED_SECS, prompt)
-            self._predicted.update(dict.fromkeys(prompt.looked_at(depth), guess))
+            self._predicted.update(dict.fromkeys(new, guess))
             self._predicted_bytes += prompt.memory
 
     def maintain(self, now: float) -> bool:

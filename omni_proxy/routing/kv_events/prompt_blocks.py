@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import islice
 from typing import Final
 
-from omni_proxy.routing.kv_events.block_keys import extend_key, root_key
+from omni_proxy.routing.kv_events.block_keys import extend_key, root_key, tail_bytes
 from omni_proxy.routing.kv_events.spelled_ids import COMMA, SpelledIds
 
 _STATE_BYTES: Final = 200
@@ -22,53 +22,61 @@ _STATE_BYTES: Final = 200
 class PromptBlocks:
     """Of so many `tokens`, in blocks of one size. `most`: only so many tokens count."""
 
-    __slots__ = ("_ids", "_states", "count", "size", "tokens")
+    __slots__ = (
+        "_end_of", "_spelled", "_states", "_tail", "_view", "asked", "count", "size", "tokens",
+    )  # fmt: skip
 
     def __init__(self, ids: SpelledIds, size: int, most: int | None = None) -> None:
         tokens = ids.tokens
         self.size = size
         self.tokens = tokens
         self.count = (tokens if most is None else min(most, tokens)) // size  # of whole blocks
-        self._ids = ids
+        self.asked: set[int] = set()  # keys
+        self._spelled, self._view, self._end_of = ids.spelled, ids.view, ids.end_of
+        self._tail = tail_bytes(size)
         # Number of a block: where it ends in the spelling, and its key.
         self._states: dict[int, tuple[int, int]] = {0: (0, root_key(size))}
 
     def key(self, number: int, after: int = 0) -> int:
         """Of block `number`, from 1 to `count`. `after`: one before it whose key was asked for."""
         state = self._states.get(number)
-        if state is None:
-            begin, key = self._states[after]
-            end = self._ids.end_of(number * self.size)
-            state = (end, extend_key(key, self._ids.view[begin:end]))
-            self._states[number] = state
-        return state[1]
+        if state is not None:
+            return state[1]
+        begin, before = self._states[after]
+        end = self._end_of(number * self.size)
+        last = self._spelled[end - self._tail : end]
+        key = extend_key(before, self._view[begin:end], last)
+        self._states[number] = (end, key)
+        self.asked.add(key)
+        return key
+
+    def last_key(self) -> int:
+        """Of the last block, if there is any."""
+        return self.key(self.count, max(self._states))
 
     def each_key(self) -> Iterator[int]:
         """Of all blocks, the first one first. Where the caller stops, that block and the one before
         it count as asked for."""
-        number, end, key = 0, 0, self._states[0][1]
+        number, end, key, tail = 0, 0, self._states[0][1], self._tail
         before = (end, key)
         try:
-            for block in islice(_blocks_of(self.size)(self._ids.spelled), self.count):
-                before = (end, key)
-                number, end, key = number + 1, block.end(), extend_key(key, block[0])
+            for found in islice(_blocks_of(self.size)(self._spelled), self.count):
+                before, block = (end, key), found[0]
+                number, end, key = number + 1, found.end(), extend_key(key, block, block[-tail:])
                 yield key
         finally:
             if number:
                 self._states[number - 1], self._states[number] = before, (end, key)
+                self.asked.update((before[1], key) if number > 1 else (key,))
 
     @property
     def memory(self) -> int:
         """Bytes, about."""
-        return len(self._ids.spelled) + _STATE_BYTES * len(self._states)
-
-    def looked_at(self, held: int) -> list[int]:
-        """The keys that were asked for, of blocks behind the first `held`."""
-        return [key for number, (_, key) in self._states.items() if number > held]
+        return len(self._spelled) + _STATE_BYTES * len(self._states)
 
     def common(self, other: PromptBlocks) -> int:
         """How many leading blocks both have, which are of one size."""
-        ours, theirs = self._ids.spelled, other._ids.spelled
+        ours, theirs = self._spelled, other._spelled
         if ours == theirs:
             return min(self.count, other.count)
         low, high = 0, min(len(ours), len(theirs))

@@ -16,6 +16,8 @@ IDS = st.lists(st.integers(0, 3) | st.integers(0, 2**20) | st.just(2**62), max_s
 def part(request, monkeypatch):
     monkeypatch.setattr(tested, "PART", request.param)
     monkeypatch.setattr(tested, "_FEW", request.param % 4)
+    monkeypatch.setattr(tested, "LONG", request.param * 2)
+    monkeypatch.setattr(tested, "_EARLY", request.param % 5)
 
 
 @pytest.mark.usefixtures("part")
