@@ -5,8 +5,9 @@ PURE. Times are in milliseconds, rates are shares from 0 to 1. Percentiles are t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from math import ceil
 from typing import Final
 
@@ -14,6 +15,7 @@ from omni_proxy.simulate.simulation import Simulation
 from omni_proxy.simulate.workload import Facts
 
 PERCENTILES: Final = (50, 90, 99)
+MOST_FAILURES: Final = 5  # reasons that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,7 @@ class Run:
     goodput_rps: float | None  # None without a deadline
     ttft_ms: Mapping[str, float]
     total_ms: Mapping[str, float]
+    failures: Mapping[str, int] = field(default_factory=dict)  # why, and how many
 
 
 def summarize(
@@ -60,6 +63,7 @@ def summarize(
         goodput_rps=goodput,
         ttft_ms=spread_ms(outcomes.first_token_secs),
         total_ms=spread_ms(outcomes.total_secs),
+        failures=dict(outcomes.failures),
     )
 
 
@@ -92,8 +96,33 @@ def as_json(seed: int, workers: int, facts: Facts, runs: Sequence[Run]) -> dict[
             "duration_secs": round(facts.duration_secs, 3),
             "best_possible_hit_rate": round(facts.best_possible_hit_rate, 6),
         },
-        "runs": [asdict(run) for run in runs],
+        "runs": [_without_failures(asdict(run)) for run in runs],
     }
+
+
+def _without_failures(run: dict[str, object]) -> dict[str, object]:
+    del run["failures"]
+    return run
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """What a table does not say: why requests failed, and that a swept key changed nothing."""
+    failures: Counter[str] = Counter()
+    for run in runs:
+        failures.update(run.failures)
+    lines = [f"failed: {count} {why}" for why, count in failures.most_common(MOST_FAILURES)]
+    for key in runs[0].settings if runs else ():
+        figures: dict[str, set[str]] = {}
+        for run in runs:
+            others = {name: value for name, value in run.settings.items() if name != key}
+            figures.setdefault(f"{run.policy} {others}", set()).add(
+                str(asdict(replace(run, settings={})))
+            )
+        if len({str(run.settings[key]) for run in runs}) > 1 and all(
+            len(each) == 1 for each in figures.values()
+        ):
+            lines.append(f"no figure depends on {key} here")
+    return lines
 
 
 def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
@@ -110,7 +139,7 @@ def table(runs: Sequence[Run]) -> tuple[list[str], list[list[str]]]:
         row += [f"{run.completed}", f"{run.failed}", f"{run.retries}", f"{run.hit_rate * 100:.1f}"]
         row.append(f"{run.imbalance:.2f}")
         for spread in (run.ttft_ms, run.total_ms):
-            row += [_ms(spread[f"p{percent}"]) for percent in PERCENTILES]
+            row += [_ms(spread[f"p{percent}"]) if run.completed else "-" for percent in PERCENTILES]
         if with_goodput:
             row.append(f"{run.goodput_rps or 0:.2f}")
         rows.append(row)

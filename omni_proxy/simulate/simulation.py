@@ -7,6 +7,7 @@ configured interval. Invariant: no chance but that of `seed`, no real time, no I
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
@@ -69,6 +70,7 @@ class Outcomes:
 
     completed: int = 0
     failed: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # why, and how many
     retries: int = 0
     first_token_secs: list[float] = field(default_factory=list)
     total_secs: list[float] = field(default_factory=list)
@@ -85,7 +87,7 @@ class _OpenConnection:
 class SimulatedExchange(ExchangeIO):
     """One client's request: what `dataplane.exchange.exchange_steps` does, at modelled engines."""
 
-    __slots__ = ("_broken", "_ended", "_first_at", "_refused", "number", "request", "simulation")
+    __slots__ = ("_ended", "_first_at", "_refused", "broken", "number", "request", "simulation")
 
     def __init__(self, simulation: Simulation, request: Request, number: int) -> None:
         services = simulation.services
@@ -103,7 +105,7 @@ class SimulatedExchange(ExchangeIO):
         self.number = number  # different for each request of a run
         self._first_at = 0.0
         self._ended = self._refused = False
-        self._broken = ""
+        self.broken = ""
 
     def set_timeout(self, phase: str, secs: float) -> None:
         super().set_timeout(phase, secs)
@@ -172,7 +174,7 @@ class SimulatedExchange(ExchangeIO):
         exchange.sent_at = self.loop.now
         if not engine.alive:
             raise AttemptFailed("connect_failure", "ConnectError: Connection refused")
-        self._ended, self._broken = False, ""
+        self._ended, self.broken = False, ""
         self.set_timeout("wait", self.settings.limits.response_head)
         engine.submit(self.request, self, self.loop.now)
         try:
@@ -183,12 +185,12 @@ class SimulatedExchange(ExchangeIO):
             engine.cancel(self)
             raise AttemptFailed("response_timeout", "ReadTimeout: no head in time", 504) from None
         exchange.status = 400 if self._refused else 200
-        if not self._broken or self._refused:
+        if not self.broken or self._refused:
             exchange.end("completed", "")
         elif self._first_at:
-            exchange.end("stream_error", "worker", self._broken)
+            exchange.end("stream_error", "worker", self.broken)
         else:
-            raise AttemptFailed("reset_before_response", f"RemoteProtocolError: {self._broken}")
+            raise AttemptFailed("reset_before_response", f"RemoteProtocolError: {self.broken}")
 
     def on_first_token(self) -> None:
         exchange = self.exchange
@@ -208,7 +210,7 @@ class SimulatedExchange(ExchangeIO):
         self.loop.wake(self)
 
     def on_failed(self, error: str, *, refused: bool = False) -> None:
-        self._broken, self._refused, self._ended = error, refused, True
+        self.broken, self._refused, self._ended = error, refused, True
         self.loop.wake(self)
 
 
@@ -304,6 +306,7 @@ class Simulation:
             outcomes.total_secs.append(now - exchange.started_at)
         else:
             outcomes.failed += 1
+            outcomes.failures[io.broken or exchange.error or f"status {exchange.status}"] += 1
         for request in self._workload.next_after(io.request, now):
             self._active += 1
             self.time.schedule(request.at, self._start, request)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import gzip
 import re
-from collections.abc import Callable, Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Final, TypeVar
@@ -24,6 +25,7 @@ BYTES_PER_EVENT: Final = 240  # of an OpenAI stream: one token with its JSON aro
 GZIP_MAGIC: Final = b"\x1f\x8b"
 CSV_HEADER: Final = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 MAX_TOKENS: Final = 100_000_000
+MAX_DAYS: Final = 30  # between two requests of a trace
 
 Line = TypeVar("Line")
 
@@ -85,6 +87,8 @@ def _read_all(
             break
         try:
             request = read(line)
+            if request is not None:
+                _check_time(request, requests)
         except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
             raise TraceError(f"{path}:{number}: {error}") from None
         if request is not None:
@@ -92,6 +96,16 @@ def _read_all(
     if not requests:
         raise TraceError(f"{path}:1: no request in it")
     return requests
+
+
+def _check_time(request: Request, before: Sequence[Request]) -> None:
+    """Raises ValueError: a time in another unit would be years of health checks."""
+    days = abs(request.at - before[0].at) / 86400 if before else 0.0
+    if days > MAX_DAYS:
+        raise ValueError(
+            f"its time is {days:.6g} days from that of the first request, at most {MAX_DAYS} are "
+            "simulated; in .jsonl `timestamp` counts milliseconds"
+        )
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -108,6 +122,8 @@ def _content(path: Path) -> bytes:
         raise TraceError(f"{path}: {error.strerror or error}") from None
     except EOFError:
         raise TraceError(f"{path}: the compressed file is incomplete") from None
+    except zlib.error as error:
+        raise TraceError(f"{path}: the compressed file is damaged: {error}") from None
 
 
 _decode_mooncake = msgspec.json.Decoder(_MooncakeLine).decode
@@ -154,7 +170,11 @@ def _csv_request(line: bytes) -> Request:
     fields = line.decode().split(",")
     if len(fields) != CSV_HEADER.count(b",") + 1:
         raise ValueError(f"expected {CSV_HEADER.count(b',') + 1} fields, found {len(fields)}")
-    at = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", fields[0]))
+    try:
+        at = datetime.fromisoformat(re.sub(r"(\.\d{6})\d+", r"\1", fields[0]))
+    except ValueError:
+        expected = "expected one like 2023-11-16 18:17:03.98"
+        raise ValueError(f"TIMESTAMP is {fields[0]!r:.60}, {expected}") from None
     prompt, answer = int(fields[1]), int(fields[2])
     return Request(
         at.timestamp(), _tokens("ContextTokens", prompt), _tokens("GeneratedTokens", answer)

@@ -107,3 +107,16 @@ def test_a_route_log_gives_its_completed_generation_requests(tmp_path):
     first, second = read_route_log(path).requests
     assert (first.at, first.input_tokens, first.output_tokens, first.model) == (0.0, 1000, 10, "m")
     assert (second.at, second.output_tokens) == (0.5, 600)
+
+
+def test_a_damaged_file_and_times_in_another_unit_are_refused(tmp_path):
+    compressed = bytearray(gzip.compress(lines(MOONCAKE * 20).encode()))
+    compressed[20:24] = b"\xff" * 4
+    damaged = tmp_path / "damaged.jsonl.gz"
+    damaged.write_bytes(compressed)
+    with pytest.raises(TraceError, match="the compressed file is damaged"):
+        read_trace(damaged)
+    far = tmp_path / "far.jsonl"
+    far.write_text(lines([MOONCAKE[0], MOONCAKE[1] | {"timestamp": 1e15}]))
+    with pytest.raises(TraceError, match=r"far\.jsonl:2: .* counts milliseconds"):
+        read_trace(far)

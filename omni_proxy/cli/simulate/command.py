@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import Fault, parse_fault
 from omni_proxy.simulate.kv_feed import reads_events
 from omni_proxy.simulate.plot import svg
-from omni_proxy.simulate.report import Run, as_json, summarize, table
+from omni_proxy.simulate.report import Run, as_json, notes, summarize, table
 from omni_proxy.simulate.simulation import Scenario, Simulation, simulated_worker
 from omni_proxy.simulate.traces import TraceError, read_route_log, read_trace
 from omni_proxy.simulate.workload import WORKLOADS, Facts, Workload
@@ -67,6 +68,8 @@ def main(argv: Sequence[str]) -> int:
             print(_as_flags(spec))
             return 0
         plan = _plan(arguments, spec)
+        if arguments.plot is not None:
+            _check_plot(arguments.plot)
         began_at = monotonic()
         facts, runs = _run(plan)
         wall_secs = monotonic() - began_at
@@ -85,6 +88,8 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(_heading(facts, len(plan.workers), wall_secs)))
     head, rows = table(runs)
     print("\n".join(render_table(head, rows, right_aligned=head[1:])))
+    if about := notes(runs):
+        print("\n" + "\n".join(map(printable, about)))
     return 0
 
 
@@ -94,6 +99,10 @@ def _plan(arguments: argparse.Namespace, spec: EngineSpec) -> _Plan:
     config = _parsed(tables, file)
     policies = _policies(arguments, config)
     sweeps = [_sweep(text) for text in arguments.sweep]
+    keys = [key for key, _ in sweeps]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise _InputError(f"--sweep {key}: is given twice; write all its values in one")
     runs = []
     for policy in policies:
         for values in product(*(choices for _, choices in sweeps)):
@@ -142,6 +151,16 @@ def _heading(facts: Facts, workers: int, wall_secs: float) -> list[str]:
         f"times in ms; simulated in {wall_secs:.1f} s",
         "",
     ]
+
+
+def _check_plot(path: Path) -> None:
+    """Before minutes of simulation, not after them. Raises _InputError."""
+    if path.is_dir():
+        raise _InputError(f"--plot {path}: is a directory, expected the name of a file")
+    if not path.parent.is_dir():
+        raise _InputError(f"--plot {path}: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise _InputError(f"--plot {path}: can't be written")
 
 
 def _write_plot(path: Path, facts: Facts, workers: int, runs: Sequence[Run]) -> None:
@@ -215,7 +234,7 @@ def _with(
             if not isinstance(table, dict):
                 raise _InputError(f"--sweep {key}: {name} is no table of the configuration")
         table[last] = value
-    return _parsed(changed, f"{file} with --sweep" if settings else file)
+    return _parsed(changed, f"{file} with {'--sweep' if settings else f'policy {policy}'}")
 
 
 def _policies(arguments: argparse.Namespace, config: Config) -> list[str]:
@@ -233,6 +252,8 @@ def _sweep(text: str) -> tuple[str, list[object]]:
     key, equals, values = text.partition("=")
     if not equals or not key.strip() or not values.strip():
         raise _InputError(f"--sweep {text}: expected KEY=A,B")
+    if key.strip() == "routing.policy":
+        raise _InputError("--sweep routing.policy: policies are compared with --policies A,B")
     return key.strip(), [_value(value.strip()) for value in values.split(",")]
 
 

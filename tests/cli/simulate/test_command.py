@@ -144,3 +144,30 @@ def test_roles_and_ranks_are_refused(capsys, tmp_path):
     status, _, err = run(capsys, "--workload", "uniform", "--config", str(file))
     assert status == 2
     assert "not simulated" in err
+
+
+def test_failures_and_keys_without_effect_are_listed_below_the_table(capsys):
+    words = ("--policies", "random", "--kv-tokens", "1")
+    status, out, _ = run(capsys, *SMALL, *words, "--sweep", "server.port=1,2")
+    assert status == 0
+    assert "failed: 120 the request is longer than the KV memory" in out
+    assert "no figure depends on server.port here" in out
+    rows = [line.split() for line in out.splitlines() if line.startswith("random")]
+    assert [row[-1] for row in rows] == ["-", "-"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("--plot", "/nowhere/at/all.svg"), "there is no directory /nowhere/at"),
+        (("--plot", "/"), "--plot /: is a directory"),
+        (("--sweep", "routing.policy=random"), "--policies A,B"),
+        (("--sweep", "server.port=1", "--sweep", "server.port=2"), "is given twice"),
+        (("--policies", "random,foo"), 'defaults with policy foo:2: routing.policy: "foo"'),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_simulated(capsys, monkeypatch, words, named):
+    monkeypatch.setattr("omni_proxy.cli.simulate.command.Simulation", None)
+    status, out, err = run(capsys, *SMALL, *words)
+    assert (status, out) == (2, "")
+    assert named in err
