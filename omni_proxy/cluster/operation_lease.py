@@ -45,6 +45,25 @@ redis.call('SET', KEYS[2], ARGV[3])
 if tonumber(redis.call('GET', KEYS[1]) or '0') < token then redis.call('SET', KEYS[1], token) end
 return 1
 """
+# KEYS: lease. ARGV: milliseconds. Who has it. None lasts longer than that: the store ends keys by
+# its wall clock, and a clock that was set back would let the lease of a dead holder last.
+READ: Final = """
+local held = redis.call('GET', KEYS[1])
+if held and redis.call('PTTL', KEYS[1]) > tonumber(ARGV[1]) then
+  redis.call('PEXPIRE', KEYS[1], ARGV[1])
+end
+return held
+"""
+# KEYS: leases of members. ARGV: milliseconds, as for READ. For each 1 if it holds.
+READ_MEMBERS: Final = """
+local holds = {}
+for place, key in ipairs(KEYS) do
+  local left = redis.call('PTTL', key)
+  if left > tonumber(ARGV[1]) then redis.call('PEXPIRE', key, ARGV[1]) end
+  holds[place] = left == -2 and 0 or 1
+end
+return holds
+"""
 # KEYS: lease. ARGV: its value.
 RELEASE: Final = """
 if redis.call('GET', KEYS[1]) == ARGV[1] then redis.call('DEL', KEYS[1]) end

@@ -1,7 +1,7 @@
 """Keeps this proxy a member of its cluster: the connection to the store, heartbeats, what arrives.
 
 Invariant: nothing of a request waits for the store, and no failure of it ends more than the
-connection, which is made again with back-off. A batch that gets no reply in time counts as a lost
+connection, which is made again with back-off. A call that gets no reply in time counts as a lost
 connection. While there is none, peers that are not heard of are gone after `lease_secs`, as for
 everybody else. A reload that changes [cluster] begins anew.
 """
@@ -109,7 +109,11 @@ class ClusterMember:
         self._health = SharedHealth(fleet, prober, lambda: self.table)
         self._hints = SharedHints(fleet, view, self._store_now, lambda: self.table)
         handler = CallHandler(self._outgoing, self._apply_call, self._take_reply)
-        self._members = Members(lambda: (self.name, self.table.name), handler)
+        self._members = Members(
+            lambda: (self.name, self.table.name),
+            lambda: int(1000 * self.table.lease_secs),
+            handler,
+        )
         self._cut_off = CutOffHold(
             fleet, self._lease_left, lambda each: read_labels(each, {}),
             lambda: self.table.on_loss == "alone",
@@ -260,9 +264,10 @@ class ClusterMember:
         config = self._config_store.config
         address = await trio.to_thread.run_sync(read_address, config)
         tls = await trio.to_thread.run_sync(tls_context, address, config)
-        deadline = trio.current_time() + self._patience_secs
-        with trio.CancelScope(deadline=deadline) as scope:
-            async with connected(address, self._on_message, tls) as connection:
+        patience = self._patience_secs
+        with trio.move_on_after(patience) as scope:
+            async with connected(address, self._on_message, tls, patience) as connection:
+                scope.deadline = math.inf  # each reply has its own
                 await connection.call(("SUBSCRIBE", self._channel))
                 await self._members.connect(connection)
                 await self._listen(connection.local_host)
@@ -273,7 +278,6 @@ class ClusterMember:
                 await self._workers.connect(connection)
                 hello = encode(HelloMessage(self.name))
                 await connection.call(("PUBLISH", self._channel, hello))
-                scope.deadline = math.inf
                 backoff.reset()
                 self.connection = connection
                 self._note_connected()
@@ -282,21 +286,18 @@ class ClusterMember:
                     nursery.start_soon(self._acknowledge, connection, load)
                     await self._publish(connection, load)
         if scope.cancelled_caught:
-            raise StoreError(f"no reply for {self._patience_secs:g} s")
+            raise StoreError(f"no reply for {patience:g} s")
 
     async def _publish(self, connection: RedisConnection, load: SharedLoad) -> None:
         """Again and again, until the connection is lost. Raises StoreError."""
         try:
             while True:
-                with trio.move_on_after(self._patience_secs) as scope:
-                    await self._send_batch(connection, load)
-                    await self._weights.tick(connection)
-                    await self._workers.tick(connection, self.name)
-                    await self._health.tick(connection, self.name)
-                    await self._figures.tick(connection, self._channel, self.name)
-                    await self._hints.tick(connection, self.name)
-                if scope.cancelled_caught:
-                    raise StoreError(f"no reply for {self._patience_secs:g} s")
+                await self._send_batch(connection, load)
+                await self._weights.tick(connection)
+                await self._workers.tick(connection, self.name)
+                await self._health.tick(connection, self.name)
+                await self._figures.tick(connection, self._channel, self.name)
+                await self._hints.tick(connection, self.name)
                 await trio.sleep(self.table.publish_secs)
         except trio.Cancelled:
             with trio.move_on_after(BYE_SECS) as scope:
@@ -319,8 +320,7 @@ class ClusterMember:
             batch.append(("PUBLISH", self._channel, encode(message)))
         if beats:
             self._heartbeat_at = now
-            lease_ms = int(1000 * table.lease_secs)
-            batch += [*self._members.registration(lease_ms), ("TIME",)]
+            batch += [*self._members.registration(), ("TIME",)]
             of_weights = self._weights.heartbeat()
             replies = (await connection.call(*batch, *of_weights))[len(batch) - 1 :]
             secs, microsecs = map(int, replies[0])

@@ -24,6 +24,7 @@ import msgspec
 import trio
 from msgspec import Struct
 
+from omni_proxy.cluster.operation_lease import READ_MEMBERS
 from omni_proxy.cluster_member.store.redis_connection import Command, RedisConnection, StoreError
 
 _log = logging.getLogger(__name__)
@@ -62,10 +63,17 @@ class CallHandler:
 
 
 class Members:
-    """`name()`: the own one, and that of the cluster."""
+    """`names()`: the own one, and that of the cluster. `lease_ms()`: for how long a sign of life
+    holds."""
 
-    def __init__(self, names: Callable[[], tuple[str, str]], handler: CallHandler) -> None:
+    def __init__(
+        self,
+        names: Callable[[], tuple[str, str]],
+        lease_ms: Callable[[], int],
+        handler: CallHandler,
+    ) -> None:
         self._names = names
+        self._lease_ms = lease_ms
         self._handler = handler
         self._key = secrets.token_bytes(MAC_BYTES)
         self._address = ""  # of this member: host and port
@@ -91,11 +99,11 @@ class Members:
     def disconnect(self) -> None:
         self._connection = None
 
-    def registration(self, lease_ms: int) -> list[Command]:
+    def registration(self) -> list[Command]:
         """To be sent again and again."""
         own, cluster = self._names()
         commands: list[Command] = [
-            ("SET", f"{cluster}:lease:{own}", "", "PX", lease_ms),
+            ("SET", f"{cluster}:lease:{own}", "", "PX", self._lease_ms()),
             ("SADD", f"{cluster}:nodes", own),
         ]
         if self._address:
@@ -132,8 +140,10 @@ class Members:
             self._live = set()
             return self._live
         leases = (f"{cluster}:lease:{name}" for name in others)
-        (values,) = await connection.call(("MGET", *leases))
-        self._live = {name for name, value in zip(others, values, strict=True) if value is not None}
+        (holds,) = await connection.call(
+            ("EVAL", READ_MEMBERS, len(others), *leases, self._lease_ms())
+        )
+        self._live = {name for name, holds_still in zip(others, holds, strict=True) if holds_still}
         if gone := [name for name in others if name not in self._live]:
             await connection.call(("SREM", f"{cluster}:nodes", *gone))
         return self._live

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from omni_proxy.cluster.messages import ResumedMessage, WeightsMessage, encode
 from omni_proxy.cluster.operation_lease import (
     ACQUIRE,
+    READ,
     RELEASE,
     RENEW,
     RESTORE,
@@ -162,7 +163,7 @@ class SharedWeights:
         renew: list[Command] = []
         if self.is_holder:
             renew = [("EVAL", RENEW, 1, self._lease_key, self._lease_value, self._lease_ms)]
-        return [("GET", self._lease_key), *renew]
+        return [("EVAL", READ, 1, self._lease_key, self._lease_ms), *renew]
 
     def take_heartbeat(self, replies: list[Any]) -> None:
         value = replies[0]

@@ -35,10 +35,9 @@ class Store:
                 case "HGETALL":
                     self.looks += 1
                     replies.append(dict(self.addresses))
-                case "MGET":
-                    replies.append(
-                        [self.leases[each.rpartition(":")[2].encode()] for each in arguments]
-                    )
+                case "EVAL":
+                    names = [key.rpartition(":")[2].encode() for key in arguments[2:-1]]
+                    replies.append([self.leases[each] is not None for each in names])
                 case "SREM" | "HDEL":
                     for each in arguments[1:]:
                         self.leases.pop(each.encode(), None)
@@ -54,14 +53,14 @@ class Member:
     def __init__(self, name):
         self.name, self.outgoing, self.applied, self.replies = name, None, [], []
         handler = CallHandler(lambda: self.outgoing, self._apply, self.replies.append)
-        self.members = Members(lambda: (self.name, "omni"), handler)
+        self.members = Members(lambda: (self.name, "omni"), lambda: 1000, handler)
 
     async def _apply(self, message):
         self.applied.append(message)
         return [b"applied by " + self.name.encode()]
 
     def join(self, store, *, live):
-        for name, *arguments in self.members.registration(1000):
+        for name, *arguments in self.members.registration():
             if name == "HSET":
                 store.addresses[self.name.encode()] = arguments[2].encode()
         store.leases[self.name.encode()] = b"" if live else None

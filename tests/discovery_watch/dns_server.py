@@ -10,6 +10,8 @@ import dns.rdatatype
 import dns.rrset
 import trio
 
+MAX_LINKS = 40  # of CNAMEs in one answer
+
 
 class DnsServer:
     """`zone`: by name and type, the TTL and the records; `None` for a name that does not exist."""
@@ -65,16 +67,26 @@ class DnsServer:
             return answer.to_wire()
         if name in self.rcodes:
             answer.set_rcode(self.rcodes[name])
-        elif (name, kind) in self.zone:
+        else:
+            self._resolve(answer, question.name, kind)
+        return answer.to_wire()
+
+    def _resolve(self, answer, asked, kind):
+        name, links = asked.to_text().rstrip("."), 0
+        while (name, "CNAME") in self.zone and links < MAX_LINKS:
+            ttl, (target,) = self.zone[name, "CNAME"]
+            answer.answer.append(dns.rrset.from_text(asked, ttl, "IN", "CNAME", target))
+            asked, links = dns.name.from_text(target), links + 1
+            name = target.rstrip(".")
+        if (name, kind) in self.zone:
             ttl, records = self.zone[name, kind]
             if records:
-                answer.answer.append(dns.rrset.from_text(question.name, ttl, "IN", kind, *records))
+                answer.answer.append(dns.rrset.from_text(asked, ttl, "IN", kind, *records))
             for other, other_ttl, ip in self.additional:
                 found = dns.rrset.from_text(dns.name.from_text(other), other_ttl, "IN", "A", ip)
                 answer.additional.append(found)
         elif not any(known == name for known, _ in self.zone):
             answer.set_rcode(dns.rcode.NXDOMAIN)
-        return answer.to_wire()
 
 
 async def _two_sockets() -> tuple[trio.SocketListener, trio.socket.SocketType]:

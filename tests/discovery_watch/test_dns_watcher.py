@@ -3,6 +3,7 @@ import pytest
 import trio
 
 from omni_proxy.config.parse import parse
+from omni_proxy.discovery_watch import dns_watcher
 from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
 from tests.discovery_watch.dns_server import DnsServer
 
@@ -130,6 +131,65 @@ async def test_a_long_answer_comes_over_tcp(server, watching):
     server.put("engines.test", "A", *(f"10.0.1.{n}" for n in range(200)))
     watched = watching("engines.test")
     await watched.until({f"10.0.1.{n}:30000": "open" for n in range(200)})
+
+
+async def test_a_server_that_does_not_answer_is_a_failure_until_it_does(
+    server, watching, monkeypatch
+):
+    monkeypatch.setattr(dns_watcher, "TRY_SECS", 0.05)
+    monkeypatch.setattr(dns_watcher, "ANSWER_SECS", 0.1)
+    server.put("engines.test", "A", "10.0.0.1")
+    watched = watching("engines.test")
+    await watched.until({"10.0.0.1:30000": "open"})
+    server.silent = True
+    server.put("engines.test", "A", "10.0.0.2")
+    await watched.asked_again(3)
+    assert watched.found() == {"10.0.0.1:30000": "open"}
+    assert watched.watcher.status.state == "stale"
+    server.silent = False
+    await watched.until({"10.0.0.1:30000": "leaving", "10.0.0.2:30000": "open"})
+
+
+async def test_an_alias_of_an_alias_leads_to_addresses(server, watching):
+    server.put("engines.test", "CNAME", "blue.test.", ttl=300)
+    server.put("blue.test", "CNAME", "pool.test.", ttl=300)
+    server.put("pool.test", "A", "10.0.0.1", "10.0.0.2", ttl=300)
+    watched = watching("engines.test", "port = 8000")
+    await watched.until({"10.0.0.1:8000": "open", "10.0.0.2:8000": "open"})
+    server.put("green.test", "A", "10.0.0.3")
+    server.put("engines.test", "CNAME", "green.test.")
+    await watched.until(
+        {"10.0.0.1:8000": "leaving", "10.0.0.2:8000": "leaving", "10.0.0.3:8000": "open"}
+    )
+
+
+async def test_aliases_in_a_circle_are_a_failure(server, watching):
+    server.put("engines.test", "A", "10.0.0.1")
+    watched = watching("engines.test")
+    await watched.until({"10.0.0.1:30000": "open"})
+    server.zone.clear()
+    server.put("engines.test", "CNAME", "pool.test.")
+    server.put("pool.test", "CNAME", "engines.test.")
+    await watched.asked_again(4)
+    assert watched.found() == {"10.0.0.1:30000": "open"}
+    assert watched.watcher.status.state == "stale"
+
+
+async def test_another_port_of_an_srv_record_is_another_worker(server, watching):
+    server.put("a.test", "A", "10.0.0.1")
+    server.put(SRV, "SRV", "0 1 8001 a.test.")
+    watched = watching(SRV)
+    await watched.until({"10.0.0.1:8001": "open"})
+    server.put(SRV, "SRV", "0 1 8002 a.test.")
+    await watched.until({"10.0.0.1:8001": "leaving", "10.0.0.1:8002": "open"})
+
+
+async def test_the_shortest_ttl_of_the_way_counts(server, watching):
+    server.put("engines.test", "CNAME", "pool.test.", ttl=0)
+    server.put("pool.test", "A", "10.0.0.1", ttl=300)
+    watched = watching("engines.test")
+    _, ttl_secs = await watched.watcher._ask()
+    assert ttl_secs == 0
 
 
 async def test_no_server_at_all_is_a_failure(server, watching):

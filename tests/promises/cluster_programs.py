@@ -14,10 +14,10 @@ LEASE_SECS = 0.5
 @asynccontextmanager
 async def cluster(
     tmp_path, *, count=2, more="", bound=0, table="", names=("a", "b"), probes="",
-    routing="policy = 'least_request'",
+    routing="policy = 'least_request'", options=(),
 ):  # fmt: skip
     """A store, workers, and programs that know each other. The first reaches it by `relay`."""
-    async with redis_server() as store, workers(*names) as fleet:
+    async with redis_server(*options) as store, workers(*names) as fleet:
         programs = []
         store.relay = Relay(store.port)
         async with trio.open_nursery() as nursery:

@@ -49,10 +49,14 @@ class _Batch:
 
 
 class RedisConnection:
-    """`local_host`: the address of this machine that it goes out from, "" if unknown."""
+    """`local_host`: the address of this machine that it goes out from, "" if unknown. Replies of
+    one `call` may take `patience_secs`: a connection over a long line is slow, and not lost."""
 
-    def __init__(self, stream: trio.abc.Stream, on_message: OnMessage) -> None:
+    def __init__(
+        self, stream: trio.abc.Stream, on_message: OnMessage, patience_secs: float
+    ) -> None:
         self._stream = stream
+        self._patience_secs = patience_secs
         self._on_message = on_message
         self._reader = hiredis.Reader(protocolError=StoreError, replyError=StoreRefused)
         self._batches: deque[_Batch] = deque()  # in the order in which they were sent
@@ -63,8 +67,11 @@ class RedisConnection:
     async def call(self, *commands: Command) -> list[Any]:
         """Replies in order. Raises StoreError, also for a reply that is an error; then every other
         command of the batch was carried out."""
-        batch = await self.send(*commands)
-        await batch.arrived.wait()
+        with trio.move_on_after(self._patience_secs) as scope:
+            batch = await self.send(*commands)
+            await batch.arrived.wait()
+        if scope.cancelled_caught:
+            raise StoreError(f"no reply for {self._patience_secs:g} s")
         for reply in batch.replies:
             if isinstance(reply, StoreRefused):
                 raise reply
@@ -120,7 +127,7 @@ class RedisConnection:
 
 @asynccontextmanager
 async def connected(
-    address: StoreAddress, on_message: OnMessage, tls: ssl.SSLContext | None
+    address: StoreAddress, on_message: OnMessage, tls: ssl.SSLContext | None, patience_secs: float
 ) -> AsyncIterator[RedisConnection]:
     """A connection that has said HELLO and selected its database. Raises StoreError."""
     try:
@@ -131,7 +138,7 @@ async def connected(
     stream: trio.abc.Stream = socket_stream
     if tls is not None:
         stream = trio.SSLStream(stream, tls, server_hostname=address.host)
-    connection = RedisConnection(stream, on_message)
+    connection = RedisConnection(stream, on_message, patience_secs)
     connection.local_host = local_host
     try:
         async with trio.open_nursery() as nursery:

@@ -14,16 +14,18 @@ from tests.redis_server import needs_store, redis_server
 
 pytestmark = needs_store
 
+PATIENCE_SECS = 30
+
 
 def ignore(channel, payload):
     pass
 
 
 @asynccontextmanager
-async def store(on_message=ignore):
+async def store(on_message=ignore, patience_secs=PATIENCE_SECS):
     async with (
         redis_server() as server,
-        connected(store_address(server.url), on_message, None) as connection,
+        connected(store_address(server.url), on_message, None, patience_secs) as connection,
     ):
         yield server, connection
 
@@ -51,6 +53,14 @@ async def test_replies_of_a_caller_that_gave_up_reach_no_other():
         assert await connection.call(("GET", "a")) == [b"late"]
 
 
+async def test_replies_that_do_not_come_in_time_are_an_error():
+    async with store(patience_secs=0.05) as (server, connection):
+        server.pause()
+        with pytest.raises(StoreError, match=r"no reply for 0\.05 s"):
+            await connection.call(("GET", "a"))
+        server.resume()
+
+
 async def test_a_reply_that_is_an_error_is_raised_and_the_connection_goes_on():
     async with store() as (_, connection):
         with pytest.raises(StoreRefused) as caught:
@@ -62,10 +72,12 @@ async def test_a_reply_that_is_an_error_is_raised_and_the_connection_goes_on():
 async def test_a_wrong_password_is_refused_by_name():
     async with redis_server("--requirepass", "right") as server:
         address = store_address(server.url)
-        async with connected(address._replace(password="right"), ignore, None) as connection:
+        async with connected(
+            address._replace(password="right"), ignore, None, PATIENCE_SECS
+        ) as connection:
             assert await connection.call(("PING",)) == [b"PONG"]
         with pytest.RaisesGroup(pytest.RaisesExc(StoreRefused, match="WRONGPASS")):
-            async with connected(address._replace(password="wrong"), ignore, None):
+            async with connected(address._replace(password="wrong"), ignore, None, PATIENCE_SECS):
                 pass
 
 
@@ -80,7 +92,7 @@ async def test_nobody_listens():
     async with redis_server() as server:
         server.kill()
         with pytest.raises(StoreError, match="can't be reached"):
-            async with connected(store_address(server.url), ignore, None):
+            async with connected(store_address(server.url), ignore, None, PATIENCE_SECS):
                 pass
 
 
@@ -88,7 +100,7 @@ async def test_over_tls_the_certificate_is_compared_with_the_address():
     async with redis_server("--requirepass", "right", tls=True) as server:
         address = store_address(server.url)._replace(password="right")
         assert address.tls
-        async with connected(address, ignore, believing()) as connection:
+        async with connected(address, ignore, believing(), PATIENCE_SECS) as connection:
             big = b"x" * 300_000  # more than one record of TLS
             assert await connection.call(("SET", "a", big), ("GET", "a")) == [b"OK", big]
         await refuses(
@@ -106,7 +118,7 @@ async def test_over_tls_the_certificate_is_compared_with_the_address():
 async def refuses(address, context, reason):
     """The connection can't be made, for this reason."""
     with pytest.raises((StoreError, ExceptionGroup)) as caught:
-        async with connected(address, ignore, context):
+        async with connected(address, ignore, context, PATIENCE_SECS):
             pass
     error = caught.value
     while isinstance(error, ExceptionGroup):
@@ -118,7 +130,7 @@ async def test_a_user_of_an_access_list_logs_in_by_name_and_is_refused_what_it_m
     rules = ("--user", "proxy", "on", ">right", "~omni:*", "&omni:*", "+@all")
     async with redis_server(*rules) as server:
         address = store_address(server.url)._replace(user="proxy", password="right")
-        async with connected(address, ignore, None) as connection:
+        async with connected(address, ignore, None, PATIENCE_SECS) as connection:
             assert await connection.call(("SET", "omni:a", "1")) == [b"OK"]
             with pytest.raises(StoreRefused, match="NOPERM") as caught:
                 await connection.call(("SET", "another", "1"))

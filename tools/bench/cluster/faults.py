@@ -35,6 +35,7 @@ class Relay:
         self._store_port = store_port
         self._open: set[trio.CancelScope] = set()
         self.is_cut = False
+        self.delay = 0.0  # seconds, each way
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
@@ -55,21 +56,33 @@ class Relay:
                 await trio.open_tcp_stream("127.0.0.1", self._store_port) as store,
                 trio.open_nursery() as nursery,
             ):
-                nursery.start_soon(_copy, stream, store)
-                await _copy(store, stream)
+                nursery.start_soon(self._copy, stream, store)
+                await self._copy(store, stream)
                 nursery.cancel_scope.cancel()
         self._open.discard(scope)
         await self._drop_if_cut()
 
+    async def _copy(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
+        """Each piece `delay` after it came, in order, as over a long line."""
+        late, arriving = trio.open_memory_channel[tuple[float, bytes]](4096)
+
+        async def receive() -> None:
+            async with late:
+                while piece := await source.receive_some(65536):
+                    await late.send((trio.current_time() + self.delay, piece))
+
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(receive)
+                async for when, piece in arriving:
+                    await trio.sleep_until(when)
+                    await target.send_all(piece)
+        except* (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+
     async def _drop_if_cut(self) -> None:
         if self.is_cut:
             await trio.sleep_forever()  # as a network that drops everything
-
-
-async def _copy(source: trio.SocketStream, target: trio.SocketStream) -> None:
-    with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-        while piece := await source.receive_some(65536):
-            await target.send_all(piece)
 
 
 @contextmanager

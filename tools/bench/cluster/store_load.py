@@ -24,7 +24,7 @@ from omni_proxy.cluster_member.store.redis_connection import RedisConnection, co
 from omni_proxy.config.tables.cluster import store_address
 from tools.bench.cluster.fleet import store
 
-PUBLISH_SECS, HEARTBEAT_SECS = 0.05, 1.25
+PUBLISH_SECS, HEARTBEAT_SECS, PATIENCE_SECS = 0.05, 1.25, 30
 CHANNEL, MARKER = "omni:members", 0
 
 
@@ -52,7 +52,7 @@ async def reader(
         if made_at is not None:
             changes.staleness.append(trio.current_time() - made_at)
 
-    async with connected(store_address(url), take, None) as connection:
+    async with connected(store_address(url), take, None, PATIENCE_SECS) as connection:
         await connection.call(("SUBSCRIBE", CHANNEL))
         yield connection
 
@@ -96,7 +96,10 @@ async def figures(connection: RedisConnection) -> tuple[int, int, int]:
 async def measure(url: str, proxies: int, workers: int, secs: float) -> None:
     keys = [target_key(f"http://10.1.{n >> 8}.{n & 255}:8000") for n in range(workers)]
     changes = Changes()
-    async with trio.open_nursery() as nursery, connected(store_address(url), _ignore, None) as info:
+    async with (
+        trio.open_nursery() as nursery,
+        connected(store_address(url), _ignore, None, PATIENCE_SECS) as info,
+    ):
 
         async def be(number: int) -> None:
             peers = PeerCounts("the reader") if number == proxies - 1 else None

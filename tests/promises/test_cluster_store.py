@@ -1,0 +1,129 @@
+"""A store that is there and serves badly: no memory, another password, slow replies, a clock that jumps."""
+
+import hiredis
+import trio
+
+from tests.promises.cluster_programs import cluster, connected, lost, members
+from tests.promises.fleet_program import record, routable
+from tests.promises.test_cluster_weights import begin_update, update
+from tests.promises.test_cluster_weights import cluster as cluster_of_weights
+from tests.redis_server import needs_store
+
+pytestmark = needs_store
+
+HOUR_MS = 3_600_000
+
+
+async def tell(store, *commands):
+    """Replies of the store, as an operator would get them."""
+    reader, replies = hiredis.Reader(), []
+    async with await trio.open_tcp_stream("127.0.0.1", store.port) as stream:
+        for command in commands:
+            await stream.send_all(hiredis.pack_command(command))
+            while (reply := reader.gets()) is False:
+                reader.feed(await stream.receive_some(65536))
+            replies.append(reply)
+    return replies
+
+
+def joined(reply):
+    return connected(reply) and members(reply) == 2
+
+
+def error_of(reply):
+    return reply["cluster"]["error"] or ""
+
+
+async def test_a_store_without_memory_is_as_one_that_is_not_there(tmp_path):
+    async with cluster(tmp_path) as (store, fleet, programs):
+        first = programs[0]
+        assert await tell(store, ("CONFIG", "SET", "maxmemory", "1")) == [b"OK"]
+        for running in programs:
+            await running.until("/status", lambda reply: lost(reply) and "OOM" in error_of(reply))
+            assert (await running.ask()).status_code == 200
+            assert routable(await running.get_json("/workers")) == {w.url for w in fleet}
+        body = {"model_path": "m"}
+        refused = await first.client.post("/update_weights_from_disk", json=body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "cluster_store_lost")
+        await tell(store, ("CONFIG", "SET", "maxmemory", "0"))
+        for running in programs:
+            await running.until("/status", joined)
+
+
+async def test_a_password_that_changes_is_read_again(tmp_path):
+    file = tmp_path / "password"
+    file.write_text("unused")
+    table = f'password_file = "{file}"'
+    options = ("--requirepass", "unused")
+    async with cluster(tmp_path, table=table, options=options) as (store, _, programs):
+        await tell(
+            store, ("AUTH", "unused"), ("CONFIG", "SET", "requirepass", "another"),
+            ("CLIENT", "KILL", "TYPE", "pubsub"),
+        )  # fmt: skip
+        for running in programs:
+            await running.until("/status", lambda reply: "password is wrong" in error_of(reply))
+            assert (await running.ask()).status_code == 200
+            assert "another" not in running.log
+        file.write_text("another")
+        for running in programs:
+            await running.until("/status", joined)
+
+
+async def test_a_slow_store_is_not_lost(tmp_path):
+    async with cluster(tmp_path) as (store, fleet, (slow, other)):
+        store.relay.delay = 0.04  # of ten replies until it is connected, more than a lease
+        store.relay.cut()
+        store.relay.is_cut = False
+        await slow.until("/status", lambda reply: reply["cluster"]["losses"] == 1)
+        await slow.until("/status", joined)
+        worker, _ = fleet
+        for each in fleet:
+            each.gate = trio.Event()
+        async with trio.open_nursery() as nursery:
+            for _ in range(2):
+                nursery.start_soon(slow.ask)
+            await other.until("/workers", lambda reply: record(reply, worker)["in_flight"] == 1)
+            for each in fleet:
+                each.gate.set()
+        await other.until("/workers", lambda reply: record(reply, worker)["in_flight"] == 0)
+        status = await slow.get_json("/status")
+        assert (status["cluster"]["losses"], joined(status)) == (1, True)
+
+
+async def test_leases_of_the_dead_end_though_the_clock_of_the_store_was_set_back(tmp_path):
+    async with cluster_of_weights(tmp_path) as (store, (busy, other), (first, second)):
+        name = (await first.get_json("/status"))["cluster"]["member"]
+        with trio.CancelScope() as scope:
+            async with trio.open_nursery() as nursery:
+                await begin_update(nursery, first, busy, "v1")
+                nursery.cancel_scope.cancel()
+            scope.cancel()
+        first.process.kill()
+        await first.process.wait()
+        await tell(
+            store, ("SADD", "omni:nodes", name),
+            ("SET", f"omni:lease:{name}", "", "PX", HOUR_MS),
+            ("SET", "omni:weights-lease", f"1:{name}", "PX", HOUR_MS),
+        )  # fmt: skip
+        await second.until(
+            "/workers", lambda reply: record(reply, busy)["held_by"] == ["uncertain"]
+        )
+        busy.gate.set()
+        assert (await update(second, "v2")).status_code == 200
+        await second.until_routable(busy, other)
+
+
+async def test_leases_of_the_living_come_back_after_the_clock_of_the_store_was_set_on(tmp_path):
+    async with cluster_of_weights(tmp_path) as (store, fleet, programs):
+        first, second = programs
+        assert (await update(first, "v1")).status_code == 200
+        keys = [
+            f"omni:lease:{(await each.get_json('/status'))['cluster']['member']}"
+            for each in programs
+        ]
+        assert (await tell(store, ("DEL", *keys))) == [2]
+        assert (await update(second, "v2")).status_code == 200
+        for running in programs:
+            await running.until_routable(*fleet)
+            status = await running.get_json("/status")
+            assert (joined(status), status["cluster"]["losses"]) == (True, 0)
