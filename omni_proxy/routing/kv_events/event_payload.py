@@ -16,6 +16,7 @@ import msgspec
 
 MAX_BLOCK_SIZE: Final = 65536  # tokens
 MAX_TOKEN: Final = (1 << 32) - 1
+MAX_UNDECODABLE: Final = 1000  # events of a batch; what is behind them is not looked at
 _WORD: Final = (1 << 64) - 1
 # Where the fields of the array form stand; a map has them by name.
 _STORED_FIELDS: Final = (
@@ -98,6 +99,8 @@ def decode_batch(payload: bytes) -> DecodedBatch:
             event = _event(row)
         except (ValueError, TypeError, LookupError) as error:
             batch.undecodable.append(f"{_kind(row)}: {error}"[:200])
+            if len(batch.undecodable) >= MAX_UNDECODABLE:
+                break
         else:
             if event is not None:
                 batch.events.append(event)

@@ -33,7 +33,7 @@ from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 MAX_HELD_BATCHES: Final = 10_000  # that came during a replay
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
 MAX_REPLAYS: Final = 3  # in a row, without a batch that followed
-FLUSH_SETTLE_SECS: Final = 1.0  # events this long after a flush may have left the engine before it
+FLUSH_SETTLE_SECS: Final = 5.0  # events this long after a flush may have left the engine before it
 RETRY_SECS: Final = 5.0  # after a replay that got no answer, doubling
 MAX_RETRY_SECS: Final = 60.0
 _DIGESTS: Final = 256  # of the last batches, by which one that comes twice is known
@@ -290,14 +290,17 @@ class PublisherState:
         """Take over a batch whose place in the order is right, or that may clear everything."""
         self._next = number + 1
         self._digests[number] = hash(payload)
-        while self._replay is None and len(self._digests) > _DIGESTS:
+        # What came during a replay may be in it, too.
+        most = _DIGESTS if self._replay is None else _DIGESTS + MAX_HELD_BATCHES
+        while len(self._digests) > most:
             del self._digests[next(iter(self._digests))]
         try:
             batch = decode_batch(payload)
         except UndecodablePayload as error:
             self._not_understood(1, str(error))
             return
-        is_late = batch.at < self._order_at
+        # Numbers without a gap prove the order; an engine's clock may be set back.
+        is_late = batch.at < self._order_at and not self._whole
         self._newest_at = max(self._newest_at, batch.at)
         self._order_at = max(self._order_at, batch.at)
         if batch.undecodable:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.routing.kv_events.event_payload import (
+    MAX_UNDECODABLE,
     ClearedEvent,
     DecodedBatch,
     RemovedEvent,
@@ -146,3 +147,8 @@ JSON = st.recursive(
 def test_any_values_of_fields_are_an_event_or_counted(event):
     found = decode_batch(batch(event))
     assert len(found.events) + len(found.undecodable) <= 1
+
+
+def test_of_a_batch_of_nonsense_a_bounded_part_is_looked_at():
+    batch = decode_batch(msgspec.msgpack.encode([1.0, [[]] * (2 * MAX_UNDECODABLE)]))
+    assert len(batch.undecodable) == MAX_UNDECODABLE

@@ -63,6 +63,11 @@ class Wire(RuleBasedStateMachine):
     def clear(self, fate):
         self._send(self.engine.clear(), fate)
 
+    @precondition(lambda self: not self.waiting)
+    @rule()
+    def set_the_clock_of_the_engine_back(self):
+        self.engine.at -= 50.0
+
     @rule()
     def flush(self):
         """By us; the engine tells it with its next batch."""

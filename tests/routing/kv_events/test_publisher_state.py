@@ -1,6 +1,7 @@
 import msgspec
 import pytest
 
+from omni_proxy.routing.kv_events import publisher_state as tested
 from omni_proxy.routing.kv_events.publisher_state import (
     FLUSH_SETTLE_SECS,
     RETRY_SECS,
@@ -274,3 +275,23 @@ def test_the_oldest_blocks_are_dropped_first():
     state = heard(engine)
     state.drop_oldest(1)
     assert believed(state) == keys_of({(3, 4)})
+
+
+def test_a_cleared_cache_is_believed_though_the_clock_of_the_engine_was_set_back():
+    engine = Engine()
+    state = heard(engine, engine.store((1, 2)))
+    assert state.blocks
+    engine.at -= 3600.0
+    state.receive(*engine.clear(), 0.0)
+    assert (state.mode, len(state.blocks)) == ("exact", 0)
+
+
+def test_a_replay_without_an_end_takes_bounded_memory(monkeypatch):
+    monkeypatch.setattr(tested, "MAX_HELD_BATCHES", 10)
+    engine = Engine()
+    state = PublisherState(replays=True)
+    state.connected(0.0)
+    for _ in range(1000):
+        state.replayed(*engine.store((1, 2)), 0.0)
+    assert len(state._digests) <= tested._DIGESTS + 10
+    assert state.mode != "exact"
