@@ -105,18 +105,21 @@ class Facts:
     mean_output_tokens: float
     duration_secs: float
     best_possible_hit_rate: float
+    best_possible_token_rate: float = 0.0
 
 
 @dataclass(slots=True)
 class FactsCounter:
     """Counts requests in the order in which they come. The best possible hit rate is that of one
-    worker that never forgets: the share of blocks that are leading blocks of an earlier prompt."""
+    worker that never forgets: the share of blocks, or of tokens, that an earlier prompt began with,
+    too."""
 
     requests: int = 0
     _input: int = 0
     _output: int = 0
     _blocks: int = 0
     _seen_blocks: int = 0
+    _seen_tokens: int = 0
     _first_at: float = 0.0
     _last_at: float = 0.0
     _known: set[int] = field(default_factory=set)
@@ -131,9 +134,11 @@ class FactsCounter:
         self._blocks += request.block_count
         known = self._known
         leading = True
-        for block in request.blocks:
+        for place, block in enumerate(request.blocks):
             leading = leading and block in known
-            self._seen_blocks += leading
+            if leading:
+                self._seen_blocks += 1
+                self._seen_tokens += request.block_size(place)
             known.add(block)
 
     def facts(self) -> Facts:
@@ -144,6 +149,7 @@ class FactsCounter:
             self._output / requests,
             self._last_at - self._first_at,
             self._seen_blocks / max(1, self._blocks),
+            self._seen_tokens / max(1, self._input),
         )
 
 

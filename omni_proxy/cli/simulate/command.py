@@ -146,8 +146,8 @@ def _heading(facts: Facts, workers: int, wall_secs: float) -> list[str]:
         f"{facts.requests} requests in {facts.duration_secs:.0f} s, mean "
         f"{facts.mean_input_tokens:.0f} tokens in and {facts.mean_output_tokens:.0f} out; "
         f"{workers} workers",
-        f"best possible hit rate {facts.best_possible_hit_rate * 100:.1f} %: one worker that never "
-        "forgets",
+        f"best possible hit rate {facts.best_possible_hit_rate * 100:.1f} %, of tokens "
+        f"{facts.best_possible_token_rate * 100:.1f} %: one worker that never forgets",
         f"times in ms; simulated in {wall_secs:.1f} s",
         "",
     ]

@@ -96,6 +96,8 @@ def test_a_trace_is_replayed(capsys, tmp_path):
     )
     result = found(capsys, "--trace", str(trace), "--workers", "1", "--policies", "random")
     assert result["workload"]["best_possible_hit_rate"] == pytest.approx(3 / 8)
+    words = ("--trace", str(trace), "--policies", "random")
+    assert "best possible hit rate 37.5 %, of tokens 64.0 %: " in run(capsys, *words)[1]
     assert result["runs"][0]["hit_rate"] == pytest.approx(3 / 8)
 
 
