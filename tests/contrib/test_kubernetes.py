@@ -131,6 +131,10 @@ def agree(found: list[dict]) -> None:
     for policy in (each for each in found if each["kind"] == "NetworkPolicy"):
         if "valkey" not in policy["metadata"]["name"]:
             reaches(policy, deployment["spec"]["template"]["metadata"]["labels"], ports)
+    variables = {each["name"] for each in pod["containers"][0].get("env", [])}
+    assert config.cluster.url_env in {"", *variables}
+    valkeys = {each["metadata"]["name"] for each in found if "valkey" in each["metadata"]["name"]}
+    assert bool(valkeys) is ("valkey" in config.cluster.url)
     if config.cluster.url and "valkey" in config.cluster.url:
         service = named(found, "Service", "valkey")["metadata"]["name"]
         assert config.cluster.url == f"redis://{service}:6379/0"
@@ -201,6 +205,9 @@ def test_kubectl_builds_the_kustomization():
         {"serviceMonitor": {"enabled": True, "labels": {"team": "a"}}, "adminKeySecret": "k"},
         {"discovery": {"allNamespaces": True, "port": "http", "modelLabel": "m"}},
         {"discovery": {"selector": ""}, "config": '[[workers]]\nurl = "http://engine:8000"\n'},
+        {"cluster": {"urlSecret": "store"}},
+        {"cluster": {"urlSecret": "store"}, "adminKeySecret": "k"},
+        {"cluster": {"enabled": False, "urlSecret": "store"}},
         {"cluster": {"url": "rediss://store:6379/0"}, "podDisruptionBudget": {"enabled": False}},
         {
             "cluster": {"enabled": False},

@@ -95,12 +95,14 @@ async def post(port: int, path: str, body: dict[str, object]) -> tuple[int, str]
 
 @dataclass
 class Traffic:
-    """Requests through all proxies. `wrong`: the header named another version than the worker."""
+    """Requests through all proxies. `wrong`: the header named another version than the worker, or
+    none; `wrong_heads` says which."""
 
     ports: list[int]
     answered: int = 0
     wrong: int = 0
     failures: list[str] = field(default_factory=list)
+    wrong_heads: list[str] = field(default_factory=list)
 
     async def run(self, clients: int) -> None:
         async with trio.open_nursery() as nursery:
@@ -118,7 +120,11 @@ class Traffic:
             self.answered += 1
             head, _, body = text.partition("\r\n\r\n")
             version = json.loads(body)["version"]
-            self.wrong += f"x-omni-weight-version: {version}\r\n" not in head.lower() + "\r\n"
+            named = f"x-omni-weight-version: {version}\r\n" in head.lower() + "\r\n"
+            if not named:
+                self.wrong += 1
+                lines = [line for line in head.splitlines() if line.startswith("x-omni-weight")]
+                self.wrong_heads.append(f"{port}, request {self.answered}, {version}: {lines}")
 
 
 @asynccontextmanager
@@ -161,8 +167,8 @@ async def measure(arguments: argparse.Namespace, store_url: str) -> None:
                 f"{len(traffic.failures)} failed, {mixed} of {served} mixed, {traffic.wrong} with "
                 "the header of another version"
             )
-            for failure in traffic.failures[:3]:
-                print(failure)
+            for line in (*traffic.failures[:3], *traffic.wrong_heads[:3]):
+                print(line)
             for port in ports if arguments.status else ():
                 text = (await fetch(port, "/status")).partition("\r\n\r\n")[2]
                 print(json.dumps(json.loads(text)["cluster"], indent=1))
