@@ -4,3 +4,7 @@
 """
 
 __version__ = "0.1.0"
+
+from omni_proxy import native
+
+native.use()

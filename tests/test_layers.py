@@ -17,6 +17,7 @@ SHARED = (
     "watchdog",
     "origins",
     "backoff",
+    "native",
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (
@@ -82,7 +83,7 @@ def test_starting_the_proxy_never_imports_torch_a_model_runtime_or_zeromq():
 
 def test_every_package_has_a_layer():
     names = {path.stem for path in PACKAGE.iterdir() if path.name != "__pycache__"}
-    assert names - {"py", "__init__"} == set(LAYERS)
+    assert names - {"py", "__init__", "_native"} == set(LAYERS)
 
 
 def imported_files(path, names) -> set[str]:

@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from omni_proxy import __version__
+from omni_proxy import __version__, native
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.serve import start
 from omni_proxy.compat.router_args import RouterArgsBase
@@ -34,7 +34,7 @@ def router_parser(args_class: type[RouterArgsBase], program: str) -> argparse.Ar
         prog=program,
         description="Route to workers that run already (omni-proxy).",
     )
-    parser.add_argument("--version", action="version", version=f"omni-proxy {__version__}")
+    parser.add_argument("--version", action="version", version=native.full_version(__version__))
     args_class.add_cli_args(parser)
     return parser
 

@@ -77,22 +77,22 @@ def counts_by_class(counts: list[int], kind: int) -> dict[str, int]:
     }
 
 
-class _RequestFields:
+class WorkerLoad:
+    """What policies compare, and what each attempt counts."""
+
+    __slots__ = ("counts", "in_flight", "load_offset", "peak_in_flight")
+
+    counts: list[int]
+    in_flight: int
+    load_offset: float
+    peak_in_flight: int
+
+
+class _RequestFields(WorkerLoad):
     """Fields that every request touches. The slots of a base class come first in memory, so these
     share cache lines."""
 
-    __slots__ = (
-        "api_key_env",
-        "counts",
-        "health",
-        "in_flight",
-        "inflight_bound",
-        "is_plain",
-        "load_offset",
-        "peak_in_flight",
-        "route_line",
-        "version",
-    )
+    __slots__ = ("api_key_env", "health", "inflight_bound", "is_plain", "route_line", "version")
 
 
 class Worker(_RequestFields):

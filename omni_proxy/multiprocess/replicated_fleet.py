@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Any, Final
 
 from omni_proxy.config.fields import Role
 from omni_proxy.config.overlay import WorkerSpec
@@ -21,6 +21,7 @@ from omni_proxy.fleet.worker import (
     HALF_OPEN_ELSEWHERE,
     RankIds,
     Worker,
+    WorkerLoad,
     WorkerState,
     apply_state,
 )
@@ -49,6 +50,9 @@ MIN_RECOUNT_PAUSE_SECS: Final = 0.0002
 SendEvent = Callable[[ProcessEvent], object]
 
 
+_total: Any = WorkerLoad.__dict__["in_flight"]
+
+
 class _SharedCount:
     """An `in_flight` that is written to the shared counters at once: the sum over all processes.
     In a cluster its `inflight_bound` and `load_offset` are read there, too.
@@ -60,30 +64,28 @@ class _SharedCount:
     inflight_bound: int
     load_offset: float
     _own: int
-    _total: int
     _row: Cells
 
     def _begin(self, ids: tuple[int, int], row: Cells) -> None:
         """`ids`: its serial number, and its cell in each row."""
         self.serial, self.cell = ids
         self._row = row
-        self._own = self._total = 0
+        self._own = 0
+        _total.__set__(self, 0)
 
-    @property
-    def in_flight(self) -> int:
-        return self._total
-
-    @in_flight.setter
-    def in_flight(self, total: int) -> None:
-        self._own += total - self._total
-        self._total = total
+    def _set_in_flight(self, total: int) -> None:
+        self._own += total - self.in_flight
+        _total.__set__(self, total)
         self._row[self.cell] = self._own
+
+    # The field of the base keeps the sum, so that it is read there without a frame.
+    in_flight = property(_total.__get__, _set_in_flight)
 
     def recount(self, others: Sequence[Cells]) -> None:
         total, cell = self._own, self.cell
         for row in others:
             total += row[cell]
-        self._total = total
+        _total.__set__(self, total)
 
     def follow_cluster(self, bounds: Cells, offsets: Cells) -> None:
         """Rows of the shared counters in which the main process has them."""
@@ -94,7 +96,7 @@ class _SharedCount:
 class SharedWorker(_SharedCount, Worker):
     """A worker with a cell in the shared counters."""
 
-    __slots__ = ("_own", "_row", "_total", "cell", "serial")
+    __slots__ = ("_own", "_row", "cell", "serial")
 
     def __init__(self, entry: WorkerSpec, now: datetime, ids: tuple[int, int], row: Cells) -> None:
         self._begin(ids, row)
@@ -104,7 +106,7 @@ class SharedWorker(_SharedCount, Worker):
 class SharedDpRank(_SharedCount, DpRank):
     """A data-parallel rank with one; its requests are counted in its worker's cell, too."""
 
-    __slots__ = ("_own", "_row", "_total", "cell", "serial")
+    __slots__ = ("_own", "_row", "cell", "serial")
 
     def __init__(self, worker: Worker, index: int, ids: tuple[int, int], row: Cells) -> None:
         self._begin(ids, row)

@@ -12,8 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from msgspec import structs
-
 from omni_proxy.config.fields import Role
 from omni_proxy.fleet.cordons import (
     CATCHING_UP,
@@ -209,13 +207,19 @@ def _model_counts(fleet: Fleet, requirements: Requirements, role: Role) -> bool:
     )
 
 
+def changed(requirements: Requirements, **fields: object) -> Requirements:
+    """A copy with these fields in it."""
+    values = {name: getattr(requirements, name) for name in Requirements.__match_args__}
+    return Requirements(**{**values, **fields})
+
+
 def no_worker_error(
     fleet: Fleet, requirements: Requirements, owner: str = "", role: Role = "regular"
 ) -> HttpError:
     """The 503 for a request that no worker can take, with the first reason that explains it; the
     400 where only the rank that it names can't."""
     if requirements.dp_rank != ANY_RANK and role == "regular":
-        others = eligible_workers(fleet, structs.replace(requirements, dp_rank=ANY_RANK), owner)
+        others = eligible_workers(fleet, changed(requirements, dp_rank=ANY_RANK), owner)
         if others:
             return rank_error(others, fleet.workers, requirements.dp_rank)
     held_workers = workers_held_for_update(fleet, requirements, owner, role)

@@ -22,6 +22,7 @@ from omni_proxy.wire.request import (
     drop_fields,
     is_persistent,
 )
+from omni_proxy.wire.scan.whole_chunks import READS_CHUNKS, are_whole_chunks
 
 # Interim (1xx) heads before one response: two or three are of use, and each costs an iteration.
 INTERIM_HEADS = 100
@@ -64,8 +65,8 @@ class UpstreamResponse:
     """One response, fed in chunks after its head. It is llhttp's callback object too."""
 
     __slots__ = (
-        "excess", "framing", "keep_alive", "lines", "parser", "refused", "remaining", "sse",
-        "status", "whole",
+        "between", "excess", "framing", "keep_alive", "lines", "parser", "refused", "remaining",
+        "sse", "status", "whole",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -78,6 +79,7 @@ class UpstreamResponse:
         self.sse = False
         self.whole = False
         self.excess = False
+        self.between = READS_CHUNKS  # llhttp has seen none of a chunk that has not ended
         self.refused = b""  # the data of a chunked body that broke its framing
 
     def read_head(self, head: bytes, *, to_head: bool) -> None:
@@ -153,6 +155,9 @@ class UpstreamResponse:
         response.
         """
         if self.framing is CHUNKED and self.parser is not None:
+            if self.between and are_whole_chunks(piece):
+                return piece
+            self.between = False
             try:
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade:  # another response follows this one

@@ -1,5 +1,6 @@
 """Workers as tests need them: an entry by a short name, all else plain."""
 
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from omni_proxy.config.fields import CAPABILITIES
@@ -27,8 +28,10 @@ def heal(fleet: Fleet, worker: Worker) -> None:
         fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=worker.health.epoch)
 
 
-def fleet_of(*entries: WorkerSpec, healthy: bool = True) -> Fleet:
-    fleet = Fleet()
+def fleet_of(
+    *entries: WorkerSpec, healthy: bool = True, kind: Callable[[], Fleet] = Fleet
+) -> Fleet:
+    fleet = kind()
     fleet.apply(entries, NOW)
     for worker in fleet.workers if healthy else ():
         heal(fleet, worker)

@@ -41,6 +41,21 @@ def unable(number):
     return fail
 
 
+class FullEpoll:
+    """An epoll that takes no more descriptors; methods of a compiled EventLoop can't be replaced."""
+
+    def __init__(self, epoll, number):
+        self._epoll = epoll
+        self.register = unable(number)
+
+    def __getattr__(self, name):
+        return getattr(self._epoll, name)
+
+
+def fill_epoll(monkeypatch, loop, number):
+    monkeypatch.setattr(loop, "_epoll", FullEpoll(loop._epoll, number))
+
+
 @pytest.mark.parametrize(
     ("text", "part", "number"),
     [
@@ -61,7 +76,7 @@ async def test_a_reload_without_free_descriptors_changes_nothing_and_works_later
     if part == "dup":
         monkeypatch.setattr(Listener, "dup_socket", unable(number))
     else:
-        monkeypatch.setattr(processes.dataplane.loop, "register", unable(number))
+        fill_epoll(monkeypatch, processes.dataplane.loop, number)
     file.write_text(text.replace("FOLDER", str(tmp_path)))
     reported = await config_store.reload("file")
     assert (reported.outcome, reported.revision) == ("refused", 1)
@@ -79,7 +94,7 @@ async def test_the_main_process_can_always_accept_again(running_server, monkeypa
     file.write_text("[server]\nport = 0\nprocesses = 2\n")
     await config_store.reload("file")
     monkeypatch.setattr(Listener, "dup_socket", unable(errno.EMFILE))
-    monkeypatch.setattr(processes.dataplane.loop, "register", unable(errno.ENOSPC))
+    fill_epoll(monkeypatch, processes.dataplane.loop, errno.ENOSPC)
     processes._port.pause()
     processes._port.resume()
     assert not processes._port.paused

@@ -306,10 +306,10 @@ def test_a_reload_keeps_the_place_of_aliases_that_stay(fleet):
     ],
 )
 def test_an_adapter_beside_the_model_counts_as_sglang_reads_it(model, adapter, expected):
-    need = Requirements(CHAT, model, body_fields=BodyFields())
+    need = Requirements(CHAT, model, decoded=BodyFields())
     name_adapter(need, aliases_of(), b'{"lora_path": "%b"}' % adapter.encode())
     assert need.model == expected
-    need = Requirements(CHAT, model, body_fields=BodyFields(), large_body_class="generation")
+    need = Requirements(CHAT, model, decoded=BodyFields(), large_body_class="generation")
     need.adapter = adapter
     name_adapter(need, aliases_of(), b"")
     assert need.model == expected

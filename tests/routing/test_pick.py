@@ -149,7 +149,7 @@ def test_under_every_policy_the_next_try_is_at_another_worker(name):
     fleet = fleet_of(entry("a"), entry("b"), entry("c"))
     made = build_policy(RoutingConfig(policy=name), random.randrange, 0.0)
     need = Requirements(
-        CHAT, body_fields=body_fields_of({"prompt": "the same beginning " * 9}), affinity_key="k"
+        CHAT, decoded=body_fields_of({"prompt": "the same beginning " * 9}), affinity_key="k"
     )
     for spare in fleet.workers * 2:
         tried = {worker for worker in fleet.workers if worker is not spare}

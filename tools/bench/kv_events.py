@@ -102,7 +102,7 @@ def picked(policy: Policy, workers: list[Worker], bodies: list[bytes]) -> float:
     """Seconds of CPU for each."""
     begun = process_time()
     for body in bodies:
-        policy.pick(workers, Requirements(0, body_fields=decode_body(body)))
+        policy.pick(workers, Requirements(0, decoded=decode_body(body)))
     return (process_time() - begun) / len(bodies)
 
 

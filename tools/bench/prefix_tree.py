@@ -117,7 +117,7 @@ def need(text: str) -> Requirements:
     messages = [
         {"role": "system", "content": text[:half]}, {"role": "user", "content": text[half:]},
     ]  # fmt: skip
-    return Requirements(0, body_fields=body_fields_of({"messages": messages}))
+    return Requirements(0, decoded=body_fields_of({"messages": messages}))
 
 
 def report_policy(characters: int) -> None:

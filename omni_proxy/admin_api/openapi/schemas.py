@@ -290,7 +290,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
     "KeyChanged": shape(status=TEXT, name=TEXT, key_required=FLAG),
     "Status": shape(
         version=TEXT, pid=COUNT, started_at=TIME, uptime_secs=NUMBER, listeners=listed(TEXT),
-        revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
+        build=TEXT, revision=COUNT, config_file=TEXT_OR_NULL, state_file=TEXT_OR_NULL,
         state_error=TEXT_OR_NULL, last_reload=OBJECT, supervisors=listed(OBJECT),
         watchdog=OBJECT, data_plane=OBJECT, door=OBJECT, fleet=shape(**COUNTED),
         launch=listed(OBJECT), **_KEY_REFUSALS, kv_modes=OBJECT,

@@ -13,7 +13,7 @@ from functools import partial
 
 from quart import Quart, Response
 
-from omni_proxy import __version__
+from omni_proxy import __version__, native
 from omni_proxy.admin_api.access import KeyCheck
 from omni_proxy.admin_api.fleet_changes import FleetChanges
 from omni_proxy.admin_api.responses import (
@@ -119,6 +119,7 @@ class FleetHealthRoutes:
                 "started_at": services.started_at.isoformat(),
                 "uptime_secs": round(time.monotonic() - services.started, 3),
                 "listeners": services.data_plane.addresses(),
+                "build": native.build(),
                 "revision": config_store.revision,
                 "config_file": str(config_store.file) if config_store.file else None,
                 "state_file": str(config_store.state_file) if config_store.state_file else None,

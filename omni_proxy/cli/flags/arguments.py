@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from omni_proxy import __version__
+from omni_proxy import __version__, native
 from omni_proxy.cli.flags.command_parser import CommandParser
 from omni_proxy.cli.flags.peer_flags import add_ignored_flags, add_mapped_flags
 from omni_proxy.config.fields import POLICIES, read_address
@@ -244,7 +244,7 @@ def _add_serving(
 
     `policy` is the command's default policy.
     """
-    parser.add_argument("--version", action="version", version=f"omni-proxy {__version__}")
+    parser.add_argument("--version", action="version", version=native.full_version(__version__))
     parser.add_argument(
         "--config", metavar="FILE", type=Path, help="the TOML file, reloaded when it changes"
     )

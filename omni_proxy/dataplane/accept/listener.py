@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable
 from typing import Final
 
-from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.loop.event_loop import EventLoop, IoHandler
 from omni_proxy.system.fd_limit import EXHAUSTION_ERRNOS, accept_fd_limit, lowest_free_fd
 from omni_proxy.wire.proxy_protocol import format_peer
 
@@ -88,7 +88,7 @@ def _remove_stale_file(path: str) -> None:
     os.unlink(path)
 
 
-class Listener:
+class Listener(IoHandler):
     """`on_accept` gets each accepted socket and the peer's address as text.
 
     `keeps_file`: do not remove the file of a Unix socket. Raises OSError where the socket can't be

@@ -327,7 +327,7 @@ class FastPairPath(FastPath):
         return not upstream.readable
 
     def _relay(
-        self, exchange: Exchange, upstream: Stream, chunk: bytes, *, sent_at_once: bool = True
+        self, exchange: Exchange, upstream: Stream, chunk: bytes, sent_at_once: bool = True
     ) -> bool:
         leg, legs, pool, worker = self._leg, exchange.legs, self._pool, exchange.worker
         if leg is None or legs is None or pool is None or worker is None:
@@ -344,7 +344,7 @@ class FastPairPath(FastPath):
             chunk = _with_own_id(self._with_rid, pool, chunk, body)
         at_once = exchange.sent_at == exchange.started_at
         self._leg = None
-        if not super()._relay(exchange, upstream, chunk, sent_at_once=at_once):
+        if not super()._relay(exchange, upstream, chunk, at_once):
             self._leg = leg
             return False
         exchange.legs, self._body = None, b""

@@ -146,10 +146,6 @@ class Connection(ExchangeIO):
             self.fast_path = fast_path_for(self, cached)
         return head
 
-    def await_next_request(self) -> None:
-        self.phase, self.deadline = "idle", inf
-        self.phase_deadline = self.loop.now + self.settings.limits.client_idle
-
     async def _read_head(self) -> bytes:
         """The next head, whole; b"" where the client is done, or the fast path has begun an
         exchange that can't go on there.

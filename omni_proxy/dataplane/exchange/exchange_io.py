@@ -9,8 +9,8 @@ counts hold nothing of this exchange.
 from __future__ import annotations
 
 import socket
-from abc import abstractmethod
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final, Literal, Protocol
 
 from omni_proxy.dataplane.admission.caller_admission import end as end_call
@@ -148,9 +148,10 @@ class ExchangeIO(AttemptIO):
         exchange.body_at = self.loop.now
         return body
 
-    @abstractmethod
     def await_next_request(self) -> None:
         """The time-outs of a connection that is idle."""
+        self.phase, self.deadline = "idle", inf
+        self.phase_deadline = self.loop.now + self.settings.limits.client_idle
 
 
 def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None:

@@ -30,7 +30,7 @@ from omni_proxy.dataplane.exchange.fast_path_cache import CachedRequest
 from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
-from omni_proxy.dataplane.loop.task import PhaseTimeout
+from omni_proxy.dataplane.loop.task import EventHandler, PhaseTimeout
 from omni_proxy.dataplane.tracing.request_trace import (
     DRAW_BITS,
     UNSAMPLED,
@@ -50,6 +50,7 @@ from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
 from omni_proxy.dataplane.upstream.response_reports import take_load
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
+from omni_proxy.routing.inspect.usual_body import read_usual
 from omni_proxy.routing.rank_pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
@@ -58,18 +59,17 @@ _BLANK: Final = b"\r\n\r\n"
 _CRLF: Final = b"\r\n"
 
 
-class FastPath:
+class FastPath(EventHandler):
     """Handles the events of a connection's streams from `start` to `stop`."""
 
-    __slots__ = (
-        "_io", "_pool", "_received", "_request", "_spare", "cached", "client", "error",
-        "waiting_on",
-    )  # fmt: skip
+    __slots__ = ("_io", "_pool", "_received", "_request", "_spare", "cached", "error")
+
+    client: Stream
 
     def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
+        super().__init__()
         self.client = io.client
         self.cached = cached
-        self.waiting_on: object = None
         self.error: BaseException | None = None  # thrown in, for the coroutine
         self._io = io
         self._pool: UpstreamPool | None = None  # of the upstream that has the request
@@ -88,8 +88,8 @@ class FastPath:
         if io.upstream is not None:
             io.upstream.task = io
 
-    def step(self) -> None:
-        """An event of the stream that is waited for."""
+    def step(self, error: BaseException | None = None) -> None:
+        """An event of the stream that is waited for; never with an error, see `throw`."""
         io = self._io
         exchange = io.exchange
         stream = self.client if exchange is None else io.upstream
@@ -175,13 +175,13 @@ class FastPath:
         template, services = cached.template, io.services
         head, blank, body = chunk.partition(_BLANK)
         size = len(body)
-        # As `length_lines`, without a frame.
         digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
         lines = template.match(head, digits)
         if lines is None or not blank or cached.source is not io.settings.fast_path_cache:
             return False
         try:
-            need = requirements_of_fields(cached.route, cached.decode(body))
+            usual = read_usual(cached.route, body) if cached.reads_usual else None
+            need = usual or requirements_of_fields(cached.route, cached.decode(body))
             balancer = services.balancer
             if balancer.aliases is not None and need.model in balancer.aliases.splits:
                 find_spans(balancer.aliases, need, cached.route, body, cached.head)
@@ -250,7 +250,7 @@ class FastPath:
         return False
 
     def _relay(
-        self, exchange: Exchange, upstream: Stream, chunk: bytes, *, sent_at_once: bool = True
+        self, exchange: Exchange, upstream: Stream, chunk: bytes, sent_at_once: bool = True
     ) -> bool:
         """Whether it is like the last response and nothing else is to be done; then it was sent,
         and the connection waits for the next request. `sent_at_once`: the request was."""

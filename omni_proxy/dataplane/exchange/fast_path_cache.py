@@ -17,6 +17,7 @@ from omni_proxy.dataplane.tracing.request_trace import EVERY, Tracing
 from omni_proxy.dataplane.tracing.trace_context import traceparent_index
 from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
+from omni_proxy.routing.inspect.usual_body import READS_BODIES
 from omni_proxy.routing.rank_pinning import may_name_rank
 from omni_proxy.routing.routes import (
     UNPINNED,
@@ -30,7 +31,8 @@ from omni_proxy.routing.voice_pinning import SPEECH_TRAFFIC
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
-from omni_proxy.wire.request import RANK_HINT, HeadTemplate, RequestHead
+from omni_proxy.wire.request import RANK_HINT, RequestHead
+from omni_proxy.wire.scan.head_template import HeadTemplate
 
 
 class CachedRequest:
@@ -40,6 +42,7 @@ class CachedRequest:
         "caller",
         "decode",
         "head",
+        "reads_usual",
         "route",
         "sampled_below",
         "source",
@@ -67,6 +70,7 @@ class CachedRequest:
             self.sampled_below = source.tracing.sampled_below
         self.route = route
         self.source = source
+        self.reads_usual = READS_BODIES and route.traffic == "generation" and not source.has_ranks
         # Raises HttpError for a body that can't take the fast path.
         self.decode = decode_unless_ranked if source.has_ranks else decode_body
 
@@ -195,4 +199,7 @@ def _without_key(template: HeadTemplate) -> HeadTemplate:
         (same, size, forbidden, after if after is None else without_key_lines(after))
         for same, size, forbidden, after in template.steps
     )
-    return msgspec.structs.replace(template, first=without_key_lines(template.first), steps=steps)
+    return HeadTemplate(
+        without_key_lines(template.first), steps, template.last,
+        counted=template.counted, id_index=template.id_index,
+    )  # fmt: skip

@@ -25,6 +25,7 @@ from omni_proxy.dataplane.exchange.exchange import (
 )
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
+from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, await_direct, pause
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.routing.cache_prediction import note_first_byte
@@ -142,12 +143,11 @@ def _relay_chunks(
     What an event touches is in no cache when it comes: so sums are kept in this frame until the
     end, and a bare `yield` is what `await pause` is elsewhere.
     """
-    response, upstream, client, loop = start.response, start.stream, io.client, io.loop
-    idle, deadline, keeps_last_chunk = (
-        io.settings.limits.idle,
-        io.deadline,
-        io.settings.keeps_last_chunk or exchange.reads_usage(),
-    )
+    upstream: Stream = start.stream
+    client: Stream = io.client
+    response, loop = start.response, io.loop
+    idle, deadline = io.settings.limits.idle, io.deadline
+    keeps_last_chunk = io.settings.keeps_last_chunk or exchange.reads_usage()
     gaps = _gap_recorder(io, exchange)
     late, before, longest = gaps.late, exchange.first_at, 0.0
     count, size, tail, chunk = exchange.chunks, exchange.bytes_out, exchange.last_chunk, start.chunk
@@ -309,6 +309,11 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
         now = exchange.response_head_at or exchange.sent_at or exchange.head_at
         rates = exchange.caller.rate_lines(now)
         return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT, rates
+    return _fields_of_attempts(exchange, worker_line)
+
+
+def _fields_of_attempts(exchange: Exchange, worker_line: bytes) -> tuple[bytes, ...]:
+    """Where one has failed."""
     number = _ATTEMPT % exchange.attempts
     results = ", ".join(
         f"{worker.display_id}={result}" for worker, result in exchange.attempt_results()

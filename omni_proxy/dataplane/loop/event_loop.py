@@ -27,10 +27,13 @@ HOST_CHECK_SECS: Final = 0.001  # between two checks whether trio has ready I/O
 MAX_EVENTS: Final = 64  # per iteration; each may be a request that takes milliseconds
 
 
-class IoHandler(Protocol):
+class IoHandler:
     """An object whose descriptor is in the epoll set: it gets the events."""
 
-    def on_event(self, mask: int) -> None: ...
+    __slots__ = ()
+
+    def on_event(self, mask: int) -> None:
+        raise NotImplementedError
 
 
 class Steppable(Protocol):
@@ -53,10 +56,13 @@ class LoopTask(Protocol):
     def close_coroutine(self) -> None: ...
 
 
-class PendingWriter(Protocol):
+class PendingWriter(IoHandler):
     """A stream with bytes to send at the end of the iteration."""
 
-    def flush(self) -> None: ...
+    __slots__ = ()
+
+    def flush(self) -> None:
+        raise NotImplementedError
 
 
 class EventLoop:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from select import EPOLLERR, EPOLLHUP, EPOLLIN, EPOLLOUT, EPOLLRDHUP
 from typing import Final
 
-from omni_proxy.dataplane.loop.event_loop import EventLoop
+from omni_proxy.dataplane.loop.event_loop import EventLoop, PendingWriter
+from omni_proxy.dataplane.loop.sockets import receiver, sender
 from omni_proxy.dataplane.loop.task import (
     ANY_STREAM,
     ClientDisconnected,
@@ -33,7 +34,7 @@ MAX_PENDING_WRITERS: Final = 32  # then all are flushed at once, so that the fir
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
-class Stream:
+class Stream(PendingWriter):
     """A socket in the epoll set, of a client or a worker.
 
     `readable`: there may be bytes to read. `peer_closed`: the peer has closed its sending side, or
@@ -52,8 +53,8 @@ class Stream:
         self.loop = loop
         self.sock = sock
         self.fd = sock.fileno()
-        self.recv = sock.recv
-        self.send = sock.send
+        self.recv = receiver(sock)
+        self.send = sender(sock)
         self.readable = False
         self.peer_closed = False
         self.closed = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import types
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Coroutine, Generator
 from math import inf
 from typing import Any, Final, Protocol, TypeVar, cast
@@ -62,22 +61,29 @@ class Readable(Protocol):
     readable: bool
 
 
-class EventHandler(Protocol):
-    """Gets the events of a stream: a connection task, or its fast path."""
+class EventHandler:
+    """Gets the events of a stream: a connection task, or its fast path. `client`: the stream of the
+    client, if there is one."""
 
-    waiting_on: object
+    __slots__ = ("client", "waiting_on")
 
-    @property
-    def client(self) -> Readable | None: ...
+    client: Readable | None
 
-    def step(self) -> None: ...
+    def __init__(self) -> None:
+        self.client = None
+        self.waiting_on: object = None
 
-    def throw(self, error: BaseException) -> None: ...
+    def step(self, error: BaseException | None = None) -> None:
+        raise NotImplementedError
 
-    def is_disconnect(self, mask: int) -> bool: ...
+    def throw(self, error: BaseException) -> None:
+        raise NotImplementedError
+
+    def is_disconnect(self, mask: int) -> bool:
+        raise NotImplementedError
 
 
-class ConnectionTask(ABC):
+class ConnectionTask(EventHandler):
     """A coroutine with its state.
 
     `phase`: what it is doing. `phase_deadline`: until when, in seconds of `EventLoop.now`, `inf`
@@ -87,21 +93,16 @@ class ConnectionTask(ABC):
     __slots__ = (
         "_callers",
         "_coro",
-        "client",
         "loop",
         "phase",
         "phase_deadline",
         "reads_since_pause",
         "started_at",
-        "waiting_on",
     )  # fmt: skip
 
-    client: Readable | None
-
     def __init__(self, loop: EventLoop) -> None:
+        super().__init__()
         self.loop = loop
-        self.client = None
-        self.waiting_on: object = None
         self.phase_deadline = inf
         self.phase = "start"
         self.started_at = loop.now
@@ -109,9 +110,9 @@ class ConnectionTask(ABC):
         self._coro: Resumable[Any] | None = None
         self._callers: list[Resumable[Any]] = []  # coroutines that wait in `await_direct`
 
-    @abstractmethod
     async def serve(self) -> None:
         """The whole life of the connection; it closes its own streams."""
+        raise NotImplementedError
 
     def is_disconnect(self, mask: int) -> bool:
         """Whether this close or error event of the client's stream ends the task."""

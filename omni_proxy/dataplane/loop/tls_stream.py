@@ -93,6 +93,80 @@ def _reset(why: str) -> ConnectionResetError:
     return ConnectionResetError(errno.ECONNRESET, why)
 
 
+class TlsWriter:
+    """Encrypts what a stream sends. An object of its own: so a stream can hold its `send` as it
+    holds that of a plain socket.
+
+    `unsent`: encrypted bytes that the socket did not take, of `unsent_size` bytes of the caller.
+    """
+
+    __slots__ = ("_encrypt", "_outgoing", "_send", "unsent", "unsent_size")
+
+    def __init__(self, handshake: TlsHandshake, send: Callable[[bytes], int]) -> None:
+        self._outgoing = handshake.outgoing
+        self._encrypt = handshake.tls.write
+        self._send = send
+        self.unsent = b""
+        self.unsent_size = 0
+
+    def send(self, chunk: bytes | bytearray | memoryview) -> int:
+        """How many bytes of `chunk` the socket has taken. Raises OSError."""
+        size = len(chunk)
+        if self.unsent or size > PORTION_BYTES:
+            return self._send_in_portions(memoryview(chunk))
+        self._encrypt(chunk)
+        self._send_encrypted(self._outgoing.read(), size)
+        return size
+
+    def _send_encrypted(self, encrypted: bytes, size: int) -> None:
+        """`size`: how many of the caller's bytes these are.
+
+        Raises BlockingIOError where the socket did not take all.
+        """
+        try:
+            sent = self._send(encrypted)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(encrypted):
+            self.unsent, self.unsent_size = encrypted[sent:], size
+            raise BlockingIOError
+
+    def _send_in_portions(self, view: memoryview) -> int:
+        """Goes on until the socket is full: only then epoll reports when it is writable."""
+        done = self._send_unsent() if self.unsent else 0
+        while done < len(view):
+            portion = view[done : done + PORTION_BYTES]
+            self._encrypt(portion)
+            try:
+                self._send_encrypted(self._outgoing.read(), len(portion))
+            except BlockingIOError:
+                if not done:
+                    raise
+                break
+            done += len(portion)
+        return done
+
+    def _send_unsent(self) -> int:
+        """Send `unsent`. Raises BlockingIOError while the socket is full."""
+        self.unsent = self.unsent[self._send(self.unsent) :]
+        if self.unsent:
+            raise BlockingIOError
+        return self.unsent_size
+
+    def send_reply(self) -> None:
+        """Answer the peer's TLS (e.g. a key update), behind what waits to be sent."""
+        if not self.unsent:
+            with contextlib.suppress(OSError):  # the next read raises it
+                self._send_encrypted(self._outgoing.read(), 0)
+
+    def send_alerts(self) -> None:
+        """Send TLS's own messages: close_notify or an alert."""
+        messages = self._outgoing.read()
+        if messages and not self.unsent:
+            with contextlib.suppress(OSError):
+                self._send(messages)
+
+
 class TlsStream(Stream):
     """Takes the place of the plain stream that the handshake was made on.
 
@@ -102,14 +176,11 @@ class TlsStream(Stream):
     __slots__ = (
         "_decrypt",
         "_decrypted",
-        "_encrypt",
         "_has_encrypted",
         "_incoming",
         "_outgoing",
-        "_send",
         "_tls",
-        "_unsent",
-        "_unsent_size",
+        "_writer",
     )  # fmt: skip
 
     is_tls = True
@@ -131,12 +202,10 @@ class TlsStream(Stream):
         self._incoming = handshake.incoming
         self._outgoing = handshake.outgoing
         self._decrypt: Callable[[int], bytes] = handshake.tls.read
-        self._encrypt = handshake.tls.write
-        self._send = plain.send
+        self._writer = TlsWriter(handshake, plain.send)
+        self.send = self._writer.send
         self._has_encrypted = True  # encrypted bytes were read that may hold a whole record
-        self._unsent = b""  # encrypted, and not taken by the socket yet
         self._decrypted = b""  # decrypted by `has_input`, for the next read
-        self._unsent_size = 0  # how many of the caller's bytes are in `_unsent`
         plain.closed = True
         self.loop.replace_handler(self.fd, self)
 
@@ -168,11 +237,11 @@ class TlsStream(Stream):
             self._has_encrypted = False
             self.readable = not drained
             if self._outgoing.pending:
-                self._send_reply()
+                self._writer.send_reply()
             return None
         except ssl.SSLError:
             self._has_encrypted = True  # the next read raises it again
-            self._send_alerts()
+            self._writer.send_alerts()
             raise
         # The next read after the end returns b"" again.
         self._has_encrypted = has_more = (
@@ -205,43 +274,6 @@ class TlsStream(Stream):
             self._decrypt = self._tls.read
         return chunk
 
-    def send(self, chunk: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        """How many bytes of `chunk` the socket has taken. Raises OSError."""
-        size = len(chunk)
-        if self._unsent or size > PORTION_BYTES:
-            return self._send_in_portions(memoryview(chunk))
-        self._encrypt(chunk)
-        self._send_encrypted(self._outgoing.read(), size)
-        return size
-
-    def _send_encrypted(self, encrypted: bytes, size: int) -> None:
-        """`size`: how many of the caller's bytes these are.
-
-        Raises BlockingIOError where the socket did not take all.
-        """
-        try:
-            sent = self._send(encrypted)
-        except BlockingIOError:
-            sent = 0
-        if sent < len(encrypted):
-            self._unsent, self._unsent_size = encrypted[sent:], size
-            raise BlockingIOError
-
-    def _send_in_portions(self, view: memoryview) -> int:
-        """Goes on until the socket is full: only then epoll reports when it is writable."""
-        done = self._send_unsent() if self._unsent else 0
-        while done < len(view):
-            portion = view[done : done + PORTION_BYTES]
-            self._encrypt(portion)
-            try:
-                self._send_encrypted(self._outgoing.read(), len(portion))
-            except BlockingIOError:
-                if not done:
-                    raise
-                break
-            done += len(portion)
-        return done
-
     def sendmsg(self, chunks: Sequence[bytes | memoryview]) -> int:
         if sum(map(len, chunks)) <= PORTION_BYTES:
             return self.send(b"".join(chunks))
@@ -258,13 +290,6 @@ class TlsStream(Stream):
                 break
         return done  # less than all only where the socket is full, see `_send_in_portions`
 
-    def _send_unsent(self) -> int:
-        """Send `_unsent`. Raises BlockingIOError while the socket is full."""
-        self._unsent = self._unsent[self._send(self._unsent) :]
-        if self._unsent:
-            raise BlockingIOError
-        return self._unsent_size
-
     def send_eof(self) -> None:
         """From here on `read` returns encrypted bytes as they come: only good for draining."""
         self._send_close_notify()
@@ -280,20 +305,7 @@ class TlsStream(Stream):
 
     def _send_close_notify(self) -> None:
         """Send close_notify; without it the peer takes the close for a cut connection."""
-        if not self._unsent:
+        if not self._writer.unsent:
             with contextlib.suppress(ssl.SSLError):
                 self._tls.unwrap()  # raises: the peer's close_notify is not waited for
-            self._send_alerts()
-
-    def _send_reply(self) -> None:
-        """Answer the peer's TLS (e.g. a key update), behind what waits to be sent."""
-        if not self._unsent:
-            with contextlib.suppress(OSError):  # the next read raises it
-                self._send_encrypted(self._outgoing.read(), 0)
-
-    def _send_alerts(self) -> None:
-        """Send TLS's own messages: close_notify or an alert."""
-        messages = self._outgoing.read()
-        if messages and not self._unsent:
-            with contextlib.suppress(OSError):
-                self._send(messages)
+            self._writer.send_alerts()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from msgspec.structs import replace
-
 from omni_proxy.config.fields import Role
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.partners import pinned
 from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
 from omni_proxy.routing.pick import (
+    changed,
     filter_by_version,
     has_room,
     no_worker_error,
@@ -31,7 +30,7 @@ def no_pair_error(fleet: Fleet, need: Requirements, owner: str = "") -> HttpErro
     """With the first reason that explains it: of the decode pool, then of the prefill pool, then
     why no two pair; the 400 where only the rank that it names can't. Raises HttpError 404."""
     if need.dp_rank != ANY_RANK:
-        any_rank = replace(need, dp_rank=ANY_RANK)
+        any_rank = changed(need, dp_rank=ANY_RANK)
         others = [each for each in _pools(fleet, any_rank)[1] if has_room(each)]
         if others and not candidates_of_rank(others, need.dp_rank):
             return rank_error(others, fleet.workers, need.dp_rank)
@@ -77,7 +76,7 @@ def of_leg(fleet: Fleet, need: Requirements, role: Role) -> Requirements:
     named = fleet.get(need.named_worker) if need.pinning is NAMED else None
     if named is None or named.role in (role, "regular"):
         return need
-    return replace(need, pinning=UNPINNED, named_worker="")
+    return changed(need, pinning=UNPINNED, named_worker="")
 
 
 def _no_match_error(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> HttpError:

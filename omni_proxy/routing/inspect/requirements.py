@@ -97,7 +97,7 @@ class Requirements(msgspec.Struct, gc=False):
     request_id: str = ""
     pinning: Pinning = UNPINNED
     named_worker: str = ""  # id or URL, for Pinning.NAMED
-    body_fields: BodyFields | None = None  # its fields, for policies that read the prompt
+    decoded: BodyFields | None = None  # what `body_fields` returns
     affinity_key: str = ""  # keeps a session on its worker, for policies that use it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
     rids: tuple[str, ...] = ()  # its names at the engine, where the body gives them (SGLang)
@@ -111,6 +111,18 @@ class Requirements(msgspec.Struct, gc=False):
     alias: AliasRequirement | None = None  # then `model` is its target's, once that is chosen
     # What the newest pick believed of the worker's cache, where a policy learns from the answer.
     prediction: CachePrediction | None = None
+    undecoded: bytes = b""  # the body, until `body_fields` is read, where it need not be
+
+    @property
+    def body_fields(self) -> BodyFields | None:
+        """Its fields, for policies that read the prompt."""
+        if self.undecoded:
+            self.decoded, self.undecoded = decode_body(self.undecoded), b""
+        return self.decoded
+
+    @body_fields.setter
+    def body_fields(self, fields: BodyFields | None) -> None:
+        self.decoded, self.undecoded = fields, b""
 
     @property
     def asked_model(self) -> str | None:
@@ -131,8 +143,8 @@ MAX_MODEL_CHARS = 1024
 # Fields that hardly any body has, and what they need; `rid` is looked for with them.
 _RARE = {
     "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
-    "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0, "output_modalities": 0,
-    "rid": 0,
+    "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0,
+    "output_modalities": 0, "rid": 0,
 }  # fmt: skip
 _rare_values = attrgetter(*_RARE)
 _NO_RARE = (ABSENT,) * len(_RARE)
@@ -410,11 +422,8 @@ def _apply_hints(
         requirements.mask |= STREAMING if requirements.stream else 0
     if b"capabilities" in hints:
         mask = _hinted_mask(hints[b"capabilities"].decode("latin-1"), prefix)
-        if (
-            source == "JSON body"
-            and not requirements.large_body_class
-            and mask & ~requirements.mask
-        ):
+        read_whole = source == "JSON body" and not requirements.large_body_class
+        if read_whole and mask & ~requirements.mask:
             raise _bad(f"{prefix}capabilities conflicts with JSON body")
         requirements.mask |= mask
 
@@ -438,27 +447,22 @@ def settle_unread(fleet: Fleet, requirements: Requirements) -> None:
     hints give them. Raises HttpError 400."""
     given_hints = requirements.given_hints
     candidates = fleet.candidates(None, requirements.mask)
-    batch = (
-        requirements.large_body_class == "speech_batch"
-    )  # its items may name other models than it does
+    # Its items may name other models than it does.
+    batch = requirements.large_body_class == "speech_batch"
     mixed = len({worker.model for worker in candidates}) > 1
     if mixed and b"model" not in given_hints and (batch or requirements.model is None):
         kind = "large speech batch requests" if batch else "large JSON requests"
-        raise HttpError(
-            400,
-            f"{kind} across mixed-model workers require x-sglang-omni-route-model",
-            "model_hint_required",
-        )
+        message = f"{kind} across mixed-model workers require x-sglang-omni-route-model"
+        raise HttpError(400, message, "model_hint_required")
     if b"capabilities" in given_hints or not candidates:
         return
     widest = max((worker.mask for worker in candidates), key=int.bit_count)
     if any(worker.mask & ~widest for worker in candidates):
-        raise HttpError(
-            400,
+        message = (
             "large JSON requests across mixed-capability workers require "
-            "x-sglang-omni-route-capabilities",
-            "capabilities_hint_required",
+            "x-sglang-omni-route-capabilities"
         )
+        raise HttpError(400, message, "capabilities_hint_required")
     if any(worker.mask != widest for worker in candidates):
         requirements.mask |= widest
 
@@ -476,9 +480,8 @@ def requirements_of_beginning(
     if has_json_body(route, facts):
         if fleet.has_ranks:  # the body may name a rank, or get a key that does
             return None
-        return (
-            requirements_of_hints(route, facts) if facts.hints.keys() >= _ENOUGH_FOR_JSON else None
-        )
+        enough = facts.hints.keys() >= _ENOUGH_FOR_JSON
+        return requirements_of_hints(route, facts) if enough else None
     if route.body_kind is not FORM:
         return inspect_request(route, b"", facts)
     texts, hints = form_fields(beginning, facts.content_type), facts.hints

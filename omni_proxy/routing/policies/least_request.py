@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.fleet.worker import Worker
+from omni_proxy.fleet.worker import Worker, WorkerLoad
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
 
@@ -87,10 +87,11 @@ class LeastRequest(Policy):
             self._twice = [*candidates, *candidates]
         count, offset = len(candidates), self._turn
         start = offset % count
-        best = candidates[start]
+        best: WorkerLoad = candidates[start]
         fewest = best.in_flight + best.load_offset
         if fewest > 0:
             twice, place = self._twice, start
+            worker: WorkerLoad
             for at in range(start + 1, start + count):
                 worker = twice[at]
                 load = worker.in_flight + worker.load_offset
@@ -100,7 +101,7 @@ class LeastRequest(Policy):
                         break
             offset += place - start
         self._turn = offset + 1
-        return best
+        return best  # type: ignore[return-value]
 
     def preview_pick(
         self, candidates: Sequence[Worker], requirements: Requirements

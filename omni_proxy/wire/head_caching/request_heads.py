@@ -24,11 +24,10 @@ from omni_proxy.wire.request import (
     COUNT,
     READ_FIELDS,
     REQUEST_ID_FIELDS,
-    HeadTemplate,
     RequestHead,
-    Step,
     parse_request_head,
 )
+from omni_proxy.wire.scan.head_template import HeadTemplate, Step
 
 CRLF: Final = b"\r\n"
 LENGTH_NAME: Final = b"content-length"

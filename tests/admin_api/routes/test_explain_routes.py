@@ -124,7 +124,7 @@ async def test_a_response_goes_where_its_instructions_and_input_were_sent():
         "input": [{"role": "user", "content": "Why"}],
     }
     fields = keyed_fields(json.dumps(first).encode(), ("instructions", "input"))
-    policy.record_pick(api.worker(B), Requirements(0, "m", body_fields=fields))
+    policy.record_pick(api.worker(B), Requirements(0, "m", decoded=fields))
     for question, url in (("Why not", B), ("Why " * 400, A)):
         body = {**first, "input": [{"role": "user", "content": question}]}
         answer = await api.client().post("/explain?path=/v1/responses", json=body)

@@ -3,10 +3,12 @@ machine's load. The goal of docs/performance.md, at most 2.2 times, is for CPU t
 
 import pytest
 
+from omni_proxy import native
 from tests.dataplane.both_drivers import World, chat_request
 from tests.dataplane.bytecodes import WHOLE, count_bytecodes, small_post
 from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, answer, world_of
 
+pytestmark = pytest.mark.skipif(native.build() == "native", reason="compiled code has no bytecodes")
 MOST = 2.1
 MOST_WITH_ID = 2.8
 CONNECTORS = ("sglang", "nixl", "mooncake")

@@ -5,11 +5,13 @@ from hashlib import sha256
 
 import pytest
 
+from omni_proxy import native
 from omni_proxy.api_keys.caller import MAX_UNSORTED
 from tests.dataplane.both_drivers import World
 from tests.dataplane.bytecodes import WHOLE, count_bytecodes, small_post
 from tests.dataplane.disaggregation.pair_world import answer
 
+pytestmark = pytest.mark.skipif(native.build() == "native", reason="compiled code has no bytecodes")
 NAMES = "abcd"
 ALIAS = """
 [[routing.models]]

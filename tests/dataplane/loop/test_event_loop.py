@@ -6,7 +6,7 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from omni_proxy.dataplane.loop.event_loop import MAX_EVENTS, EventLoop
+from omni_proxy.dataplane.loop.event_loop import MAX_EVENTS, EventLoop, IoHandler
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import (
     ANY_STREAM,
@@ -144,7 +144,7 @@ async def test_a_task_can_ignore_a_half_close(loop, wires):
 async def test_a_stream_closed_in_an_iteration_gets_no_more_of_its_events(loop, wires):
     seen = []
 
-    class ClosesTheOther:
+    class ClosesTheOther(IoHandler):
         def __init__(self, fd, other):
             self.fd, self.other = fd, other
 

@@ -6,6 +6,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.upstream.acquire import CHOICES
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import SUCCEEDED
 from omni_proxy.routing.disaggregation.pick_record import BURST
 from omni_proxy.routing.inspect.requirements import Requirements
@@ -13,9 +14,19 @@ from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of
 
 
+class ContestedFleet(Fleet):
+    def __init__(self):
+        super().__init__()
+        self.times, self.asked = 0, []
+
+    def is_over_limit(self, worker):
+        self.asked.append(worker)
+        return len(self.asked) <= self.times
+
+
 @pytest.fixture
 async def dataplane():
-    fleet = fleet_of(entry("a", max_inflight=2), entry("b", max_inflight=2))
+    fleet = fleet_of(entry("a", max_inflight=2), entry("b", max_inflight=2), kind=ContestedFleet)
     return DataPlane(
         fleet, parse("[server]\n"), admin_socket="/nowhere", sources=Sources(lambda n: 0)
     )
@@ -23,14 +34,8 @@ async def dataplane():
 
 def quicker(fleet, times):
     """Others take the place `times` times, and have gone again at the next choice."""
-    asked = []
-
-    def is_over_limit(worker):
-        asked.append(worker)
-        return len(asked) <= times
-
-    fleet.is_over_limit = is_over_limit
-    return asked
+    fleet.times = times
+    return fleet.asked
 
 
 def request():

@@ -20,7 +20,7 @@ def pools_of(*, policy="round_robin", **rules):
 
 def request(text="", **fields):
     body = decode_body(b'{"prompt": "%s"}' % text.encode()) if text else None
-    plain = {"mask": CHAT, "legs": BOTH_ENGINES, "body_fields": body}
+    plain = {"mask": CHAT, "legs": BOTH_ENGINES, "decoded": body}
     return Requirements(**(plain | fields))
 
 

@@ -269,7 +269,7 @@ def test_what_is_behind_the_compared_text_counts_as_not_cached(key):
     def asked(size, **fields):
         value = "x" * size if key == "prompt" else [7] * (size // 2)
         body = json.dumps({key: value}, separators=(",", ":")).encode()
-        return request(body_fields=decode_body(body), **fields)
+        return request(decoded=decode_body(body), **fields)
 
     per_token = 4 if key == "prompt" else 2
     assert chooser.names(asked(LIMIT + 400 * per_token)) == ("d0", "p0")

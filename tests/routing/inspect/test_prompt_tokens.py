@@ -21,7 +21,7 @@ def prompt_tokens(need):
 
 
 def tokens_of(body, *, mask=0):
-    return prompt_tokens(Requirements(mask, body_fields=decode_body(json.dumps(body).encode())))
+    return prompt_tokens(Requirements(mask, decoded=decode_body(json.dumps(body).encode())))
 
 
 @pytest.mark.parametrize("key", ["prompt", "input_ids", "token_ids"])
@@ -81,7 +81,7 @@ def test_an_absent_salt_spelled_as_null_makes_no_difference():
 )
 def test_a_configured_route_has_the_tokens_of_its_one_key_that_is_there(body, expected):
     fields = keyed_fields(json.dumps(body).encode(), ("instructions", "ids"))
-    assert prompt_tokens(Requirements(0, body_fields=fields)) == expected
+    assert prompt_tokens(Requirements(0, decoded=fields)) == expected
 
 
 def test_only_the_first_tokens_of_a_long_prompt_are_compared(monkeypatch):

@@ -13,7 +13,7 @@ TOOLS = [{"type": "function", "function": {"name": "look"}}]
 
 
 def need(body, *, mask=0, model=None):
-    return Requirements(mask, model, body_fields=decode_body(json.dumps(body).encode()))
+    return Requirements(mask, model, decoded=decode_body(json.dumps(body).encode()))
 
 
 def asked(body, **more):
@@ -55,7 +55,7 @@ def test_what_a_worker_would_tokenize_otherwise_is_not_asked_about(body):
 def test_media_and_bodies_that_are_no_json_are_not_asked_about():
     assert asked(CHAT, mask=IMAGE) is None
     assert tokenize_body(Requirements(0)) is None
-    odd = Requirements(0, body_fields=decode_body(b'{"prompt": "a", "top_p": NaN}'))
+    odd = Requirements(0, decoded=decode_body(b'{"prompt": "a", "top_p": NaN}'))
     assert tokenize_body(odd) is None
 
 

@@ -28,7 +28,7 @@ def weighing(*weights):
 
 def chat(text, model=None, key=""):
     body = body_fields_of({"messages": [{"role": "user", "content": text}]})
-    return Requirements(0, model=model, body_fields=body, affinity_key=key)
+    return Requirements(0, model=model, decoded=body, affinity_key=key)
 
 
 def first(_):

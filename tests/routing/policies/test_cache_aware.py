@@ -161,8 +161,7 @@ def test_models_that_only_clients_name_make_no_trees():
 def test_a_request_without_text_takes_the_shortest_queue_and_is_not_stored():
     policy, fleet = cache_aware(), workers(2, 1, 1)
     picked = Counter(
-        policy.pick(fleet, need).url
-        for need in [NEED, Requirements(0, body_fields=BodyFields())] * 4
+        policy.pick(fleet, need).url for need in [NEED, Requirements(0, decoded=BodyFields())] * 4
     )
     assert picked == {fleet[1].url: 4, fleet[2].url: 4}
     assert (branch_of(policy), policy.stats()["tree_size"]) == ({"no_text": 8}, 0)

@@ -97,10 +97,7 @@ def test_all_of_a_prompt_counts_where_its_text_is_cut():
     long = chat("t" * 3 * LIMIT)
     assert 3 * LIMIT // 4 <= count_prompt_tokens(LIMIT - 1, long) < 3 * LIMIT // 4 + 50
     assert count_prompt_tokens(400, long) == 100
-    assert (
-        count_prompt_tokens(LIMIT - 1, Requirements(0, body_fields=body_fields_of({})))
-        == LIMIT // 4
-    )
+    assert count_prompt_tokens(LIMIT - 1, Requirements(0, decoded=body_fields_of({}))) == LIMIT // 4
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 3)])

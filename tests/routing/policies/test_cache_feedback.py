@@ -131,9 +131,9 @@ def test_a_worker_that_always_reports_0_is_left_alone_after_some_answers():
 @pytest.mark.parametrize(
     "request_",
     [
-        Requirements(IMAGE, body_fields=chat(SECOND).body_fields),
-        Requirements(0, body_fields=body_fields_of({"prompt": [FIRST, SECOND]})),
-        Requirements(0, body_fields=body_fields_of({"input_ids": [[1, 2], [3, 4]]})),
+        Requirements(IMAGE, decoded=chat(SECOND).body_fields),
+        Requirements(0, decoded=body_fields_of({"prompt": [FIRST, SECOND]})),
+        Requirements(0, decoded=body_fields_of({"input_ids": [[1, 2], [3, 4]]})),
     ],
 )
 def test_media_and_several_prompts_are_not_judged(request_):
@@ -146,7 +146,7 @@ def test_media_and_several_prompts_are_not_judged(request_):
 def test_token_ids_and_long_texts_are_judged():
     policy, worker = reusing()
     for prompt in ([1234] * 2000, [[1234] * 2000]):
-        need = Requirements(0, body_fields=body_fields_of({"prompt": prompt}))
+        need = Requirements(0, decoded=body_fields_of({"prompt": prompt}))
         judged = answered(policy, worker, need, 0) is not None
         assert judged is (prompt[0] == 1234)
     text = "t" * (2 * LIMIT)

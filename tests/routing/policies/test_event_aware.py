@@ -25,9 +25,7 @@ def policy_of(index, config=EVENTS):
 
 
 def tokens(ids, key="prompt", **fields):
-    return Requirements(
-        0, body_fields=BodyFields(**{key: msgspec.Raw(str(ids).encode())}), **fields
-    )
+    return Requirements(0, decoded=BodyFields(**{key: msgspec.Raw(str(ids).encode())}), **fields)
 
 
 def exact(index, worker, *prompts, size=SIZE):

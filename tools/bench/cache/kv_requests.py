@@ -107,7 +107,7 @@ class DrivenFleet(DrivenDataPlane):
             stored = HeldChange(ChangeOp.STORE, list(block_keys(prompt, BLOCK)))
             index.apply(worker.url, [*(begun if number < WORKERS else ()), stored])
             body = json.dumps({self._case.key: prompt}, separators=(self._case.separator, ":"))
-            policy.record_pick(worker, Requirements(0, body_fields=decode_body(body.encode())))
+            policy.record_pick(worker, Requirements(0, decoded=decode_body(body.encode())))
 
     def request(self, number: int, body: bytes, cached: int, measure: str) -> None:
         client = self.clients[0]

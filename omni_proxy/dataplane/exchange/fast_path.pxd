@@ -1,0 +1,40 @@
+cimport cython
+
+from omni_proxy.dataplane.exchange.exchange cimport Exchange
+from omni_proxy.dataplane.exchange.exchange_io cimport ExchangeIO, finalize
+from omni_proxy.dataplane.exchange.exchange_steps cimport set_requirements
+from omni_proxy.dataplane.exchange.fast_path_cache cimport CachedRequest
+from omni_proxy.dataplane.exchange.response_relay cimport diagnostic_fields
+from omni_proxy.dataplane.loop.stream cimport Stream
+from omni_proxy.dataplane.loop.task cimport EventHandler
+from omni_proxy.dataplane.services cimport ExchangeServices
+from omni_proxy.dataplane.upstream.acquire cimport Balancer
+from omni_proxy.dataplane.upstream.attempt cimport encode_request, length_lines, start_waiting
+from omni_proxy.dataplane.upstream.pool cimport UpstreamPool
+from omni_proxy.wire.head_caching.response_heads cimport CachedResponseHead
+from omni_proxy.routing.inspect.requirements cimport Requirements
+from omni_proxy.routing.inspect.usual_body cimport read_usual
+from omni_proxy.wire.scan.head_template cimport HeadTemplate
+
+cdef class FastPath(EventHandler):
+    cdef public ExchangeIO _io
+    cdef public UpstreamPool _pool
+    cdef public Exchange _spare
+    cdef public bytes _request, _received
+    cdef public CachedRequest cached
+    cdef public object error
+
+    @cython.locals(stream=Stream, exchange=Exchange, io=ExchangeIO)
+    cpdef step(self, error=*)
+    cpdef _wait_on(self, Stream stream)
+    cpdef Exchange _new_exchange(self)
+    @cython.locals(exchange=Exchange, template=HeadTemplate, head=bytes, body=bytes, size=Py_ssize_t,
+                   lines=list, digits=bytes, length_line=bytes, upstream=Stream, pool=UpstreamPool,
+                   balancer=Balancer, need=Requirements, services=ExchangeServices)
+    cpdef bint _send(self, bytes chunk) except -1
+    cpdef bint _send_legs(self, Exchange exchange, list lines, bytes body) except -1
+    @cython.locals(template=CachedResponseHead, head=bytes, before=bytes, after=bytes, length=bytes,
+                   body=bytes, digits=bytes, length_line=bytes, size=Py_ssize_t, client=Stream)
+    cpdef bint _relay(
+        self, Exchange exchange, Stream upstream, bytes chunk, bint sent_at_once=*
+    ) except -1

@@ -1,0 +1,13 @@
+from omni_proxy.dataplane.exchange.exchange cimport Exchange, Recorders
+from omni_proxy.fleet.registry cimport Fleet
+from omni_proxy.routing.pick cimport pick_worker
+
+cdef class Balancer:
+    cdef public object policy, pools, affinity_keys, aliases, voices, response_owners
+    cdef public bint is_plain, _had_aliases, always_special
+    cdef public Fleet _fleet
+    cdef public object _pairing, _policies, record_from
+    cdef public Recorders _recorders
+
+    cpdef acquire(self, Exchange exchange, tried=*)
+    cpdef release(self, Exchange exchange, worker, Py_ssize_t result)

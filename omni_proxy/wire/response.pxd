@@ -1,0 +1,7 @@
+cdef class UpstreamResponse:
+    cdef public object parser, framing
+    cdef public Py_ssize_t status, remaining
+    cdef public bytes lines, refused
+    cdef public bint keep_alive, sse, whole, excess, between
+
+    cpdef bytes feed(self, bytes piece)

@@ -1,0 +1,1 @@
+cpdef bint are_whole_chunks(bytes piece) noexcept
