@@ -21,6 +21,7 @@ from omni_proxy.routing.policies import Policy
 MOST_CANDIDATES: Final = 16
 INTERVAL_SECS: Final = 0.5
 BURST: Final = 10
+BURST_WORKERS: Final = 1000  # of all records of a burst together: they may be one turn of the loop
 SECS_PER_WORKER: Final = 0.005
 TEXT_CHARS: Final = 200
 
@@ -49,9 +50,12 @@ class PickRecord(NamedTuple):
 
 def next_record(last_due: float, now: float, fleet: Fleet) -> float:
     """From when on the next one may be made, with one made `now`. The mean is one in an interval;
-    after a while without requests, `BURST` may follow each other at once."""
-    interval = INTERVAL_SECS + SECS_PER_WORKER * len(fleet.workers)
-    return max(last_due, now - BURST * interval) + interval
+    after a while without requests, up to `BURST` may follow each other at once, fewer in a large
+    fleet."""
+    workers = len(fleet.workers)
+    interval = INTERVAL_SECS + SECS_PER_WORKER * workers
+    burst = max(1, min(BURST, BURST_WORKERS // max(1, workers)))
+    return max(last_due, now - burst * interval) + interval
 
 
 def record_pick(

@@ -2,6 +2,7 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.disaggregation.pick_record import (
     BURST,
+    BURST_WORKERS,
     INTERVAL_SECS,
     MOST_CANDIDATES,
     next_record,
@@ -35,7 +36,18 @@ def test_of_a_large_fleet_there_are_a_few_rows_and_records_are_rarer():
     record = recorded(fleet)
     assert (len(record.candidates), record.total) == (MOST_CANDIDATES, 200)
     assert next_record(50.0, 50.0, fleet) == 50 + INTERVAL_SECS + 1
-    assert next_record(0.0, 50.0, fleet) == 50 - (BURST - 1) * (INTERVAL_SECS + 1)
+    at_once = BURST_WORKERS // 200
+    assert at_once < BURST
+    assert next_record(0.0, 50.0, fleet) == 50 - (at_once - 1) * (INTERVAL_SECS + 1)
+
+
+def test_records_that_follow_each_other_at_once_are_of_so_many_workers_together():
+    for workers, at_once in ((1, BURST), (BURST_WORKERS // 2, 2), (BURST_WORKERS * 2, 1)):
+        fleet = fleet_of(*(entry(f"w{at}") for at in range(workers)))
+        due, made = 0.0, 0
+        while due < 50_000:
+            due, made = next_record(due, 50_000, fleet), made + 1
+        assert made == at_once
 
 
 def test_facts_are_the_numbers_that_the_policy_has_of_a_worker():
