@@ -113,8 +113,8 @@ def test_replicas_on_too_few_cores_take_longer():
     ("before", "afterwards", "others", "trouble"),
     [
         (100.0, 120.0, 0.1, ""),
-        (100.0, 130.0, 0.0, "prefill was 100 tokens/s and 130"),
-        (130.0, 100.0, 0.0, "prefill was 100 tokens/s and 130"),
+        (100.0, 130.0, 0.0, "a prompt of 256 tokens took 1.97 s and 2.56 s"),
+        (130.0, 100.0, 0.0, "a prompt of 256 tokens took 1.97 s and 2.56 s"),
         (100.0, 100.0, 0.5, "other programs used 0.50 cores"),
     ],
 )

@@ -54,7 +54,7 @@ THINK_SECS = 6.0
 
 # Within so much of the simulated p50 of the first token, and so many points of its hit rate.
 TTFT_SHARE, HIT_POINTS = 0.2, 5.0
-STEADY_SHARE = 1.25  # prefill before by that afterwards, or the reverse
+STEADY_SHARE = 1.25  # a prompt's time before by that afterwards, or the reverse
 OTHERS_CORES = 0.25  # that other programs may use meanwhile
 
 
@@ -322,12 +322,16 @@ def _busy_secs() -> float:
 def trouble_of(before: EngineSpec, after: EngineSpec, others: float) -> str:
     """Why the model can't be that of the replicas during the round. `others`: cores that other
     programs used."""
-    rates = sorted((before.prefill_tokens_per_sec, after.prefill_tokens_per_sec))
-    if rates[1] > STEADY_SHARE * rates[0]:
-        return f"prefill was {rates[0]:.0f} tokens/s and {rates[1]:.0f}"
+    times = sorted(map(_prompt_secs, (before, after)))
+    if times[1] > STEADY_SHARE * times[0]:
+        return f"a prompt of {SYSTEM_TOKENS} tokens took {times[0]:.2f} s and {times[1]:.2f} s"
     if others > OTHERS_CORES:
         return f"other programs used {others:.2f} cores"
     return ""
+
+
+def _prompt_secs(spec: EngineSpec) -> float:
+    return spec.prefill_overhead_ms / 1000 + SYSTEM_TOKENS / spec.prefill_tokens_per_sec
 
 
 def steady_round(arguments: argparse.Namespace, rate: float, seed: int) -> Compared:
