@@ -45,7 +45,7 @@ def test_records_that_follow_each_other_at_once_are_of_so_many_workers_together(
     for workers, at_once in ((1, BURST), (BURST_WORKERS // 2, 2), (BURST_WORKERS * 2, 1)):
         fleet = fleet_of(*(entry(f"w{at}") for at in range(workers)))
         due, made = 0.0, 0
-        while due < 50_000:
+        while due < 50_000 - 0.001:
             due, made = next_record(due, 50_000, fleet), made + 1
         assert made == at_once
 
