@@ -251,6 +251,31 @@ async def test_pauses_between_failures_grow(api, watching, monkeypatch):
     assert pauses[-1] == pod_watcher.LONGEST_PAUSE_SECS / 2
 
 
+async def test_a_server_that_finds_each_version_too_old_is_listed_ever_more_rarely(
+    api, watching, monkeypatch
+):
+    pauses = []
+    sleep = trio.sleep
+
+    async def noted(secs):
+        pauses.append(secs)
+        await sleep(0)
+
+    monkeypatch.setattr(pod_watcher.trio, "sleep", noted)
+    api.put(pod("a"))
+    api.faults.watch_status = 410
+    watched = watching()
+    with trio.fail_after(20):
+        while len(pauses) < 12:
+            await sleep(0.005)
+    assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
+    assert pauses[-1] == pod_watcher.LONGEST_PAUSE_SECS / 2
+    assert (watched.found(), watched.status.state) == ({"a": "open"}, "synced")
+    api.put(pod("b"))  # a list brings what no watch does
+    while watched.found() != {"a": "open", "b": "open"}:
+        await sleep(0.005)
+
+
 async def test_a_list_that_was_cut_changes_nothing(api, watching):
     api.faults.cut_list = 150
     api.put(pod("a"))
