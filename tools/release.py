@@ -31,7 +31,7 @@ PARTS: Final = (
     "CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "LICENSE", "MANIFEST.in", "README.md",
     "pyproject.toml", "config", "contrib", "docs", "omni_proxy", "packages", "tests", "tools",
 )  # fmt: skip
-IGNORED: Final = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
+IGNORED: Final = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", "_native", ".*")
 NEVER_REMOVED: Final = ("pip", "setuptools")
 START_SECS: Final = 60
 
