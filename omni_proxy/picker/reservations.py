@@ -1,4 +1,5 @@
-"""Reservations with leases: what is held under an id until it is released, or its lease ends.
+"""Reservations with leases: what is held under an id until it is released, or its lease ends, and
+one as a program hands it over to the next in an upgrade.
 
 Invariant: an id names at most one reservation, and each item that was added is given back exactly
 once, by `release`, `expire` or `take_all`. Pure: the time of each call is an argument, in seconds
@@ -10,6 +11,8 @@ from __future__ import annotations
 import heapq
 from math import inf
 from typing import Final, Generic, NamedTuple, TypeVar
+
+from msgspec import Struct
 
 Item = TypeVar("Item")
 _SPARE: Final = 64  # entries of released reservations that are kept without a look at them
@@ -87,3 +90,13 @@ class Reservations(Generic[Item]):
     def _is_current(self, end: tuple[float, int, str]) -> bool:
         held = self._held.get(end[2])
         return held is not None and held.number == end[1]
+
+
+class ReservationRecord(Struct, frozen=True, kw_only=True):
+    """`url`: of the worker or rank. `ends_at`: of its lease, by CLOCK_MONOTONIC. `path`: the model
+    route that it is for."""
+
+    reservation_id: str
+    url: str
+    ends_at: float
+    path: str

@@ -30,7 +30,7 @@ from omni_proxy.dataplane.dataplane import DataPlane
 from omni_proxy.launch.handed_replica import HandedReplica
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.reuseport_group import GroupSockets
-from omni_proxy.picker.reservation_record import ReservationRecord
+from omni_proxy.picker.reservations import ReservationRecord
 from omni_proxy.routing.policies.session_load import SessionRow
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.runtime_config.config_store import ConfigStore

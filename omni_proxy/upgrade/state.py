@@ -19,7 +19,7 @@ from omni_proxy.config.fields import Role
 from omni_proxy.fleet.health_state import HealthRecord
 from omni_proxy.launch.handed_replica import ReplicaRecord
 from omni_proxy.multiprocess.shared_memory.sessions import SharedRows
-from omni_proxy.picker.reservation_record import ReservationRecord
+from omni_proxy.picker.reservations import ReservationRecord
 
 FORMATS: Final = (1, 3)  # that this program reads and writes
 WITH_TREES: Final = 3
