@@ -26,13 +26,14 @@ from omni_proxy.discovery.object_list import LineBuffer, walk_list
 from omni_proxy.discovery.pods import EventType, Pod, PodState
 from omni_proxy.discovery.source_status import SourceStatus
 from omni_proxy.discovery_watch.api_connection import (
+    ALL_NAMESPACES,
     ApiEndpoint,
     ApiError,
     ApiResponse,
     ApiSilence,
+    ClusterAccess,
     get,
 )
-from omni_proxy.discovery_watch.cluster_access import ALL_NAMESPACES, ClusterAccess
 
 _log = logging.getLogger(__name__)
 

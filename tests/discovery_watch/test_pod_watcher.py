@@ -8,7 +8,7 @@ import trio
 
 from omni_proxy.config.parse import parse
 from omni_proxy.discovery_watch import pod_watcher
-from omni_proxy.discovery_watch.cluster_access import ClusterAccess
+from omni_proxy.discovery_watch.api_connection import ClusterAccess
 from omni_proxy.discovery_watch.pod_watcher import PodWatcher
 from tests.discovery_watch.api_server import pod
 

@@ -7,8 +7,7 @@ import pytest
 import trio
 
 from omni_proxy.config.parse import parse
-from omni_proxy.discovery_watch.api_connection import ApiError, get
-from omni_proxy.discovery_watch.cluster_access import ClusterAccess
+from omni_proxy.discovery_watch.api_connection import ApiError, ClusterAccess, get
 from tests.discovery_watch.api_server import ApiServer
 from tests.promises.tls_helpers import AUTHORITY, FILES, showing
 
