@@ -10,7 +10,7 @@ import pytest
 import trio
 
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.dataplane.accept import certificates
+from omni_proxy.dataplane.accept import tls_termination
 from omni_proxy.dataplane.exchange import fast_path
 from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, Truncated, client_of, post
@@ -318,7 +318,7 @@ def shown_at(client):
 
 
 async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(certificates, "POLL_SECS", 0.02)
+    monkeypatch.setattr(tls_termination, "POLL_SECS", 0.02)
     copied(tmp_path, "server")
     config = f"[server]\ntls_cert = '{tmp_path}/mine.pem'\ntls_key = '{tmp_path}/mine-key.pem'\n"
     async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:

@@ -1,13 +1,25 @@
-"""TLS of a downstream connection: its handshake. What follows is as on any other connection.
+"""TLS termination: the certificate of the listeners, and the handshake of a downstream connection.
 
-Invariant: nothing is read as a request before the handshake is done, which `client_head_secs`
-bounds. A client that speaks plain HTTP here gets a 400 in plain HTTP.
+Invariant: `Certificates.context` is always one that works. A renewed pair on disk is loaded within
+seconds without a reload of the configuration; a broken one is logged once, and the current one
+stays. Connections keep the certificate that they began with. Nothing is read as a request before
+the handshake is done, which `client_head_secs` bounds; a client that speaks plain HTTP here gets a
+400 in plain HTTP.
 """
 
 from __future__ import annotations
 
+import logging
 import ssl
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final
 
+import trio
+
+from omni_proxy.config.problem import ConfigError
+from omni_proxy.config.schema import ServerConfig
 from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.tls_stream import (
@@ -16,7 +28,98 @@ from omni_proxy.dataplane.loop.tls_stream import (
     TlsStream,
     read_handshake_bytes,
 )
+from omni_proxy.system.files import FileSignature, file_signature
+from omni_proxy.system.tls_contexts import listener_tls_files, server_context
 from omni_proxy.wire.errors import HttpError
+
+_log = logging.getLogger(__name__)
+
+POLL_SECS: Final = 2.0
+
+FileSignatures = tuple[FileSignature | None, ...]
+
+
+class Certificates:
+    """`context` is None while the listeners speak plain HTTP."""
+
+    def __init__(self) -> None:
+        self.context: ssl.SSLContext | None = None
+        self.error = ""  # of the newest files, where they could not be loaded
+        self._server = ServerConfig()
+        self._signatures: FileSignatures = ()  # when they were last read
+        self._loaded_at = ""
+
+    def prepare(self, new: ServerConfig) -> Callable[[], None]:
+        """Load the files that `new` names; the result applies them. Raises ConfigError."""
+        if not new.tls_cert:
+            return partial(self._apply, new, None, ())
+        signatures = _file_signatures(new)
+        if (
+            self.context is not None
+            and _identity(new) == _identity(self._server)
+            and signatures == self._signatures
+        ):
+            return partial(self._apply_unchanged, new)
+        return partial(self._apply, new, server_context(new), signatures)
+
+    def _apply_unchanged(self, new: ServerConfig) -> None:
+        self._server = new
+
+    def _apply(
+        self, new: ServerConfig, context: ssl.SSLContext | None, signatures: FileSignatures
+    ) -> None:
+        self._server, self.context, self._signatures, self.error = new, context, signatures, ""
+        self._loaded_at = datetime.now(UTC).isoformat()
+
+    async def run(self) -> None:
+        """Poll the files until cancelled."""
+        while True:
+            await trio.sleep(POLL_SECS)
+            if self.context is not None:
+                await self._poll()
+
+    async def _poll(self) -> None:
+        """Reload the files where they have changed, and are complete: unchanged for a moment."""
+        server = self._server
+        signatures = await trio.to_thread.run_sync(_file_signatures, server)
+        while signatures != self._signatures and server is self._server:
+            await trio.sleep(POLL_SECS / 4)  # one of the two may not be written yet
+            previous, signatures = (
+                signatures,
+                await trio.to_thread.run_sync(_file_signatures, server),
+            )
+            if signatures == previous:
+                await self._reload(server, signatures)
+
+    async def _reload(self, server: ServerConfig, signatures: FileSignatures) -> None:
+        try:
+            context = await trio.to_thread.run_sync(server_context, server)
+        except ConfigError as error:
+            if server is self._server:
+                self._signatures, self.error = signatures, str(error)
+                _log.error('certificate_reload_failed file=%s error="%s"', server.tls_cert, error)
+            return
+        if server is self._server:
+            self._apply(server, context, signatures)
+            _log.info("certificate_reloaded file=%s", server.tls_cert)
+
+    def status(self) -> dict[str, object] | None:
+        if self.context is None:
+            return None
+        return {
+            "certificate": self._server.tls_cert,
+            "read_at": self._loaded_at,
+            "clients_verified": self.context.verify_mode != ssl.CERT_NONE,
+            "error": self.error or None,
+        }
+
+
+def _identity(server: ServerConfig) -> tuple[object, ...]:
+    return (*listener_tls_files(server), server.tls_client_require)
+
+
+def _file_signatures(server: ServerConfig) -> FileSignatures:
+    return tuple(map(file_signature, listener_tls_files(server)))
 
 
 async def accept_tls(

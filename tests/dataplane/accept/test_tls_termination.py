@@ -6,8 +6,8 @@ import trio
 
 from omni_proxy.config.problem import ConfigError
 from omni_proxy.config.schema import ServerConfig
-from omni_proxy.dataplane.accept import certificates
-from omni_proxy.dataplane.accept.certificates import Certificates
+from omni_proxy.dataplane.accept import tls_termination
+from omni_proxy.dataplane.accept.tls_termination import Certificates
 from tests.dataplane.loop_script import until
 from tests.promises.tls_helpers import FILES
 
@@ -59,7 +59,7 @@ def test_nothing_changes_before_the_commit_or_after_an_error():
 
 @pytest.fixture
 async def polled(files, nursery, monkeypatch):
-    monkeypatch.setattr(certificates, "POLL_SECS", 0.01)
+    monkeypatch.setattr(tls_termination, "POLL_SECS", 0.01)
     reloader = Certificates()
     reloader.prepare(files[0])()
     nursery.start_soon(reloader.run)
