@@ -44,11 +44,17 @@ class Supervisor:
         self._since = datetime.now(UTC)
         self._scope = trio.CancelScope()
         self._over = trio.Event()
+        self._resumed = trio.Event()
 
     async def stop(self) -> None:
-        """End it for good, and wait until it has ended. It must have been started."""
+        """End it, and wait until it has ended. It must have been started; `resume` starts it
+        again."""
         self._scope.cancel()
         await self._over.wait()
+
+    def resume(self) -> None:
+        """Run it again after `stop`, also while that one still waits for its end."""
+        self._resumed.set()
 
     def status(self) -> dict[str, object]:
         return {
@@ -69,16 +75,22 @@ class Supervisor:
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Reports `started` when the first run does, or when it fails: it never blocks the
         start."""
+        started = _StartedOnce(task_status, lambda: self._enter("running"))
         try:
-            with self._scope:
-                await self._run_again_and_again(task_status)
-            if self._scope.cancelled_caught:
+            while True:
+                with self._scope:
+                    await self._run_again_and_again(started)
+                if not self._scope.cancelled_caught:
+                    return
                 self._enter("ended")
+                self._over.set()
+                await self._resumed.wait()
+                self._scope = trio.CancelScope()
+                self._over, self._resumed = trio.Event(), trio.Event()
         finally:
             self._over.set()
 
-    async def _run_again_and_again(self, task_status: trio.TaskStatus[None]) -> None:
-        started = _StartedOnce(task_status, lambda: self._enter("running"))
+    async def _run_again_and_again(self, started: _StartedOnce) -> None:
         backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, RESET_SECS)
         while True:
             started_at = trio.current_time()

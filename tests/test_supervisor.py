@@ -1,5 +1,6 @@
 import pytest
 import trio
+import trio.testing
 
 from omni_proxy.supervisor import (
     FIRST_PAUSE_SECS,
@@ -111,3 +112,16 @@ def test_a_service_that_was_renamed_has_a_row_under_its_old_name_too():
     assert (new["name"], new["state"]) == ("ticker", "starting")
     assert old == {**new, "name": "pulse", "same_as": "ticker"}
     assert Supervisor("drains", lambda status: None).rows()[0].keys() == new.keys()
+
+
+async def test_a_service_that_was_stopped_runs_again(nursery, clock):
+    service = FailingService(None, None)
+    supervisor = Supervisor("service", service.run)
+    await nursery.start(supervisor.run)
+    for runs in (2, 3):
+        await supervisor.stop()
+        assert supervisor.status()["state"] == "ended"
+        service.runs.append(None)
+        supervisor.resume()
+        await trio.testing.wait_all_tasks_blocked()
+        assert (supervisor.status()["state"], len(service.starts)) == ("running", runs)

@@ -59,7 +59,9 @@ class Launcher:
         return [replica.status() for _, replica in sorted(self._replicas.items())]
 
     def adopt(self, replicas: Iterable[HandedReplica]) -> None:
-        """Go on with replicas of another program, before `run`."""
+        """Go on with replicas of another program, before `run`; or with own ones that were
+        released to a program which has failed."""
+        self._released = False
         self._handed = {(each.record.name, each.record.index): each for each in replicas}
 
     def hand_over(self) -> list[HandedReplica]:

@@ -26,8 +26,11 @@ from msgspec.structs import replace
 from omni_proxy import __version__
 from omni_proxy.config.state import render_state
 from omni_proxy.fleet.cordons import CHANGING_CORDONS
+from omni_proxy.launch.handed_replica import HandedReplica
+from omni_proxy.picker.reservations import ReservationRecord
 from omni_proxy.routing.policies.session_load import OwnSessions
 from omni_proxy.routing.policies.sticky import Sticky
+from omni_proxy.supervisor import Supervisor
 from omni_proxy.upgrade.fleet_state import worker_records
 from omni_proxy.upgrade.new_program import NewProgram, NewProgramFailed, new_program_argv
 from omni_proxy.upgrade.parts import ProgramParts
@@ -179,8 +182,8 @@ class Outgoing:
             ready, _ = await new.receive(ReadyMessage)
             report(f"process {ready.pid} accepts connections")
             with trio.CancelScope(shield=True):
-                keep_frozen()
                 await self._commit(new, ready, [each.pid for each in state.replicas])
+                keep_frozen()
             report("this program ends when its last request has ended")
             return ready.pid
 
@@ -282,10 +285,11 @@ class Outgoing:
 
     async def _commit(self, new: NewProgram, ready: ReadyMessage, replicas: Sequence[int]) -> None:
         """The new program is ready, and takes over; `replicas`: the processes that it was given.
-        Can't fail."""
-        self.handed_over = True
-        self._successor = new
+        Raises NewProgramFailed where it has ended before that, UpgradeFailed without descriptors:
+        then everything goes on here."""
         parts = self._parts
+        kept = self._keep_replicas(replicas)
+        self.handed_over = True
         parts.service_manager.silent = True
         parts.launcher.release(replicas)
         ending = [row for row in parts.supervisors() if row.name not in KEPT_SERVICES]
@@ -293,10 +297,15 @@ class Outgoing:
             async with trio.open_nursery() as nursery:
                 for supervisor in ending:
                     nursery.start_soon(supervisor.stop)
+        reservations = parts.picker().hand_over(ready.admin_socket)
         try:
-            await new.send(CommitMessage(parts.picker().hand_over(ready.admin_socket)))
-        except NewProgramFailed as error:  # it has taken over the sockets: nobody else may
-            _log.error("upgraded_program_ended: %s", error)
+            await new.send(CommitMessage(reservations))
+        except NewProgramFailed:
+            self._go_on(ending, kept, reservations)
+            raise
+        for replica in kept:
+            replica.close()
+        self._successor = new
         _redirect(parts.admin_socket, ready.admin_socket)
         parts.data_plane.listeners.keep_files()
         parts.process_manager.begin_drain(keeps_idle=True)
@@ -306,6 +315,35 @@ class Outgoing:
         parts.leave()
         with trio.move_on_after(ADMIN_SECS):  # from here on control requests reach the new program
             await parts.process_manager.acknowledged()
+
+    def _keep_replicas(self, pids: Sequence[int]) -> list[HandedReplica]:
+        """Those that were handed over, with descriptors of this program's own. Raises
+        UpgradeFailed."""
+        try:
+            found = self._parts.launcher.hand_over()
+        except OSError as error:
+            raise UpgradeFailed(f"launched replicas: {error.strerror}") from None
+        for each in found:
+            if each.record.pid not in pids:
+                each.close()
+        return [each for each in found if each.record.pid in pids]
+
+    def _go_on(
+        self,
+        ended: Iterable[Supervisor],
+        replicas: Iterable[HandedReplica],
+        reservations: Sequence[ReservationRecord],
+    ) -> None:
+        """Nobody has taken over: run again what has ended."""
+        parts = self._parts
+        self.handed_over = False
+        parts.service_manager.silent = False
+        targets = {target.url: target for target in parts.fleet.targets()}
+        parts.picker().successor = ""
+        parts.picker().restore(reservations, targets)
+        parts.launcher.adopt(replicas)
+        for supervisor in ended:
+            supervisor.resume()
 
     async def _follow_successor(self) -> None:
         """Do what the new program asks for, until it ends."""

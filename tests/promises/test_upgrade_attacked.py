@@ -1,13 +1,20 @@
-"""What comes between an upgrade's beginning and its end: another one, or a shutdown."""
+"""What comes between an upgrade's beginning and its end: another one, a shutdown, the end of the
+new program."""
 
+import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 import trio
 
+import omni_proxy
+from tests.ports import free_run
 from tests.promises.clients import client_of, post
 from tests.promises.fleet_program import program, put, toml, workers
-from tests.promises.test_upgrade import address, upgradable, upgrade
+from tests.promises.test_launch import REPLICA, launch, until_ready
+from tests.promises.test_upgrade import address, script, status, until_gone, upgradable, upgrade
 
 pytestmark = pytest.mark.usefixtures("soon")
 
@@ -53,3 +60,52 @@ async def test_a_shutdown_during_an_upgrade_leaves_no_program(tmp_path):
             assert "shutting down" in reports[0].text
             with pytest.raises(OSError):
                 await trio.open_tcp_stream("127.0.0.1", running.client.base_url.port)
+
+
+# Says that it accepts, and is gone when the running program answers.
+GONE = f"""
+import os, socket, sys
+sys.path[:0] = {[str(Path(omni_proxy.__file__).parents[1]), *sys.path]!r}
+from omni_proxy.upgrade.channel import HandoverChannel
+from omni_proxy.upgrade.state import FORMATS, ReadyMessage, StartedMessage
+number = int(os.environ["OMNI_PROXY_UPGRADE"].split()[0])
+channel = HandoverChannel(socket.socket(fileno=number))
+channel.send(StartedMessage(FORMATS, "gone"))
+channel.receive()
+channel.send(ReadyMessage(os.getpid(), "none"))
+"""
+
+
+async def test_a_new_program_that_ends_before_it_takes_over_leaves_the_old_one_whole(tmp_path):
+    """Its services, its replicas and its reservations go on, and another upgrade is done."""
+    replica, file = tmp_path / "replica.py", tmp_path / "proxy.toml"
+    replica.write_text(REPLICA)
+    command = f'["{sys.executable}", "-S", "{replica}", "{{port}}"]'
+    file.write_text(launch(command, free_run(2)))
+    async with program("--config", file) as running:
+        before = await until_ready(running)
+        reserved = await running.client.post("/select_and_reserve", json={})
+        assert reserved.status_code == 200, reserved.text
+        failed = await upgrade(running, script(tmp_path, GONE))
+        assert failed.outcome == "failed"
+        assert "the new program failed" in failed.text
+        body = await status(running)
+        assert (body["pid"], body["upgrade"]["state"]) == (running.process.pid, "idle")
+        assert [row["pid"] for row in await until_ready(running)] == [row["pid"] for row in before]
+        assert (await running.client.get("/ready")).status_code == 200
+        name = reserved.json()["reservation_id"]
+        assert (await running.client.delete(f"/reservations/{name}")).status_code == 200
+        assert (await running.client.post("/reload")).status_code == 200
+        os.kill(before[0]["pid"], signal.SIGKILL)
+        await running.says(r"replica_failed replica=local\[0\]")
+        replicas = [row["pid"] for row in await until_ready(running)]
+        done = await upgrade(running)
+        assert done.outcome == "done", done
+        await running.client.aclose()
+        assert await running.process.wait() == 0
+        running.client = type(running.client)(base_url=running.client.base_url, timeout=60)
+        assert [row["pid"] for row in await until_ready(running)] == replicas
+        os.kill(done.pid, signal.SIGTERM)
+        with trio.fail_after(20):
+            for pid in (done.pid, *replicas):
+                await until_gone(pid)
