@@ -1,4 +1,5 @@
-"""In-flight counts of the other proxies: merged, and dropped when their proxy is silent.
+"""In-flight counts of the other proxies: merged, dropped when their proxy is silent, and smoothed
+for policies that look for the least load.
 
 Invariant: `totals` is, for each target, the sum over all peers whose last message is at most
 `lease_secs` old; a target without any is not in it. After a gap in a peer's numbers its counts stay
@@ -9,6 +10,7 @@ changes only, or all on request. Pure: the time is an argument, in monotonic sec
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import sqrt
 from typing import Final
 
 from omni_proxy.cluster.messages import CountsMessage
@@ -114,3 +116,27 @@ class OwnCounts:
         self._in_flight, self._waits = dict(in_flight), waits
         self._number += 1
         return CountsMessage(self.member, self._number, whole, total, waits, changes)
+
+
+FAST_SHARE: Final = 0.5
+FLUCTUATIONS: Final = 2.0  # a difference of so many times the square root is no fluctuation
+SAME: Final = 0.05
+FIRST: Final = 0.1  # where nothing was: enough to prefer a worker that is idle
+
+
+# Smoothing. Counts of others are a moment old, and each proxy follows them: all would fill the
+# worker that looked emptiest, and overshoot together. Ordinary fluctuation therefore passes by a
+# low-pass filter, so that proxies correct what lasts, each by its own exact counts at once. A
+# difference beyond fluctuation, as of a burst or of a proxy that died, is followed fast.
+def first_seen(before: float, total: int) -> float:
+    """The value at the moment in which a total comes, before the next look."""
+    return before or min(FIRST, total)
+
+
+def smoothed(before: float, total: int, share: float) -> float:
+    """The value after one more look. `share`: of the difference that an ordinary look makes up."""
+    difference = total - before
+    if abs(difference) > FLUCTUATIONS * sqrt(max(total, before) + 1):
+        share = max(share, FAST_SHARE)
+    value = before + min(1.0, share) * difference
+    return float(total) if abs(total - value) < SAME else value

@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 from omni_proxy.cluster.messages import CountsMessage, target_key
-from omni_proxy.cluster.peer_counts import OwnCounts, Peer, PeerCounts
+from omni_proxy.cluster.peer_counts import OwnCounts, Peer, PeerCounts, first_seen, smoothed
 from omni_proxy.cluster.slot_share import Sharing, Use, own_limit, share_of
-from omni_proxy.cluster.smoothing import first_seen, smoothed
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
