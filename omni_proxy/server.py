@@ -63,7 +63,7 @@ from omni_proxy.system.service_manager import ServiceManager
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
-from omni_proxy.telemetry.operation_spans import encode_operation_span
+from omni_proxy.telemetry.span_exporter import encode_operation_span
 from omni_proxy.upgrade.control_socket import UpgradeService
 from omni_proxy.upgrade.incoming import Incoming, NoState, NotReady
 from omni_proxy.upgrade.parts import ProgramParts
