@@ -25,7 +25,7 @@ COMMANDS: Final = {
     "launch": "omni_proxy.cli.launch",
     "launch-router": "omni_proxy.cli.launch:main_router",
     "logs": "omni_proxy.cli.logs.command",
-    "picker": "omni_proxy.cli.picker.command",
+    "picker": "omni_proxy.cli.picker",
     "replica": "omni_proxy.replica.command",
     "schema": "omni_proxy.cli.config_file.schema",
     "serve": "omni_proxy.cli.serve",

@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.cli.picker import command
+from omni_proxy.cli import picker
 
 URL = "http://127.0.0.1:1"
 
@@ -8,26 +8,26 @@ URL = "http://127.0.0.1:1"
 @pytest.fixture
 def started(monkeypatch):
     startups = []
-    monkeypatch.setattr(command, "start", lambda startup: startups.append(startup) or 0)
+    monkeypatch.setattr(picker, "start", lambda startup: startups.append(startup) or 0)
     return startups
 
 
 def test_it_serves_with_one_process_and_relays_nothing(started, monkeypatch):
-    monkeypatch.setattr(command, "_is_installed", lambda name: True)
-    assert command.main(["--worker-urls", URL, "--port", "0"]) == 0
+    monkeypatch.setattr(picker, "_is_installed", lambda name: True)
+    assert picker.main(["--worker-urls", URL, "--port", "0"]) == 0
     assert started[0].picker
     assert started[0].overrides["server.processes"] == 1
 
 
 def test_it_names_the_packages_that_are_missing(started, monkeypatch, capsys):
-    monkeypatch.setattr(command, "NEEDED", ("no_such_package", "json.no_such.module"))
-    assert command.main(["--worker-urls", URL]) == 2
+    monkeypatch.setattr(picker, "NEEDED", ("no_such_package", "json.no_such.module"))
+    assert picker.main(["--worker-urls", URL]) == 2
     assert "omni-proxy[picker]" in capsys.readouterr().err
     assert started == []
 
 
 def test_without_workers_it_says_what_to_name(started, capsys):
     with pytest.raises(SystemExit) as ended:
-        command.main(["--port", "0"])
+        picker.main(["--port", "0"])
     assert ended.value.code == 2
     assert "--config FILE" in capsys.readouterr().err

@@ -1,1 +1,0 @@
-"""`omni-proxy picker`."""
