@@ -172,7 +172,7 @@ class TlsUpstreamPool(UpstreamPool):
             session = stream.session
             if session is not None and stream.context is self._context:
                 self._session = session
-        super().release(stream)
+        UpstreamPool.release(self, stream)  # compiled methods have no `super()`
 
     def _drop(self, stream: Stream) -> None:
         """Unless TLS alone has read something: servers send session tickets at any time."""
