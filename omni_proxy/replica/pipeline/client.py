@@ -63,8 +63,9 @@ class Generation:
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        self._open()
+        # First: `async with` does not leave what was cancelled while it was entered.
         await trio.lowlevel.checkpoint_if_cancelled()
+        self._open()
         return self
 
     async def __aexit__(

@@ -84,6 +84,17 @@ async def test_being_cancelled_while_waiting_aborts(autojump_clock):
     assert transport.aborts == ["r"]
 
 
+async def test_one_that_is_cancelled_as_it_is_entered_leaves_no_request():
+    transport = FakeTransport(ends=False)
+    generation = transport.client.generate(HI, "r")
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        async with generation:
+            raise AssertionError("entered")
+    assert scope.cancelled_caught
+    assert transport.client.health()["total_requests"] == 0
+
+
 async def test_an_error_in_the_readers_own_code_aborts():
     transport = FakeTransport(ends=False)
     with pytest.raises(ZeroDivisionError):
