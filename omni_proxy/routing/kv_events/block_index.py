@@ -15,9 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Final, NamedTuple
 
+from omni_proxy.routing.kv_events.block_keys import PromptBlocks
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 from omni_proxy.routing.kv_events.known_texts import KnownTexts
-from omni_proxy.routing.kv_events.prompt_blocks import PromptBlocks
 
 # Parted by the lowest bits of the key, so that no growth of a table takes long.
 _PARTS: Final = 256

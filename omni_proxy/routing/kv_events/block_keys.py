@@ -3,21 +3,26 @@
     spelling of a prompt  b",5,17,…,9": each id with a comma before it
     key of a block        CRC-32 of it to the block's end, 12 bits of its length, 20 of its end
 
-Equal tokens give equal keys, whatever engine computed them, and a prompt that a request spells is
-read once for them (`prompt_blocks`). Invariants: a key is all that is needed to go on with the next
-block; keys are the same in every process of one build. Who wants two prompts with one key can make
-them, and gets requests to a worker that has computed another one, no more. Must not be stored.
+Equal tokens give equal keys, whatever engine computed them, and `PromptBlocks` reads the bytes of a
+prompt once for them, no id as a number. Invariants: a key is all that is needed to go on with the
+next block; keys are the same in every process of one build, and must not be stored. Who wants two
+prompts with one key can make them, and gets requests to a worker that has computed another one, no
+more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice, pairwise
 from typing import Final
 from zlib import crc32
 
 import msgspec
 from xxhash import xxh32_intdigest
+
+from omni_proxy.routing.kv_events.spelled_ids import COMMA, SpelledIds
 
 _TAIL_BITS: Final = 20
 _TAIL_MASK: Final = (1 << _TAIL_BITS) - 1
@@ -62,3 +67,94 @@ def extend_keys(key: int, tokens: Sequence[int], block_size: int) -> list[int]:
 def block_keys(tokens: Sequence[int], block_size: int) -> list[int]:
     """The keys of a prompt's whole blocks, the first one first."""
     return extend_keys(root_key(block_size), tokens, block_size)
+
+
+_STATE_BYTES: Final = 200
+
+
+class PromptBlocks:
+    """Of so many `tokens`, in blocks of one size. `most`: only so many tokens count.
+
+    A block's key covers all that is before it, so a match looks at a few blocks of a prompt and
+    sums the bytes between them, instead of naming each. Invariant: `key(n)` is what `block_keys`
+    gives for the same tokens. Takes time in proportion to the bytes up to the block.
+    """
+
+    __slots__ = (
+        "_end_of", "_spelled", "_states", "_tail", "_view", "asked", "count", "size", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, ids: SpelledIds, size: int, most: int | None = None) -> None:
+        tokens = ids.tokens
+        self.size = size
+        self.tokens = tokens
+        self.count = (tokens if most is None else min(most, tokens)) // size  # of whole blocks
+        self.asked: set[int] = set()  # keys
+        self._spelled, self._view, self._end_of = ids.spelled, ids.view, ids.end_of
+        self._tail = tail_bytes(size)
+        # Number of a block: where it ends in the spelling, and its key.
+        self._states: dict[int, tuple[int, int]] = {0: (0, root_key(size))}
+
+    def key(self, number: int, after: int = 0) -> int:
+        """Of block `number`, from 1 to `count`. `after`: one before it whose key was asked for."""
+        state = self._states.get(number)
+        if state is not None:
+            return state[1]
+        begin, before = self._states[after]
+        end = self._end_of(number * self.size)
+        last = self._spelled[end - self._tail : end]
+        key = extend_key(before, self._view[begin:end], last)
+        self._states[number] = (end, key)
+        self.asked.add(key)
+        return key
+
+    def last_key(self) -> int:
+        """Of the last block, if there is any."""
+        return self.key(self.count, max(self._states))
+
+    def each_key(self) -> Iterator[int]:
+        """Of all blocks, the first one first. Where the caller stops, that block and the one before
+        it count as asked for."""
+        number, end, key, tail = 0, 0, self._states[0][1], self._tail
+        before = (end, key)
+        try:
+            for found in islice(_blocks_of(self.size)(self._spelled), self.count):
+                before, block = (end, key), found[0]
+                number, end, key = number + 1, found.end(), extend_key(key, block, block[-tail:])
+                yield key
+        finally:
+            if number:
+                self._states[number - 1], self._states[number] = before, (end, key)
+                self.asked.update((before[1], key) if number > 1 else (key,))
+
+    @property
+    def memory(self) -> int:
+        """Bytes, about."""
+        return len(self._spelled) + _STATE_BYTES * len(self._states)
+
+    def common(self, other: PromptBlocks) -> int:
+        """How many leading blocks both have, which are of one size."""
+        ours, theirs = self._spelled, other._spelled
+        if ours == theirs:
+            return min(self.count, other.count)
+        low, high = 0, min(len(ours), len(theirs))
+        while low < high:  # so many bytes are equal, and no more than so many
+            at = (low + high + 1) >> 1
+            if ours[low:at] == theirs[low:at]:
+                low = at
+            else:
+                high = at - 1
+        tokens = ours.count(COMMA, 0, low)
+        if not (_ends(ours, low) and _ends(theirs, low)):
+            tokens -= 1  # the last one goes on, in one of them
+        return min(tokens // self.size, self.count, other.count)
+
+
+@lru_cache(maxsize=64)
+def _blocks_of(size: int) -> Callable[[bytes], Iterator[re.Match[bytes]]]:
+    return re.compile(rb"(?:,[^,]++){%d}" % size).finditer
+
+
+def _ends(spelled: bytes, at: int) -> bool:
+    """Whether an id ends there."""
+    return at == len(spelled) or spelled.startswith(COMMA, at)

@@ -2,8 +2,7 @@
 
 import msgspec
 
-from omni_proxy.routing.kv_events.block_keys import block_keys, spell
-from omni_proxy.routing.kv_events.prompt_blocks import PromptBlocks
+from omni_proxy.routing.kv_events.block_keys import PromptBlocks, block_keys, spell
 from omni_proxy.routing.kv_events.publisher_state import (
     PublisherState,
 )
