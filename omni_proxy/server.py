@@ -30,8 +30,7 @@ from omni_proxy.admin_api.services import KvEventFacts, Services
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.cluster_member.member import ClusterMember
-from omni_proxy.cluster_member.own_figures import OwnFigures
-from omni_proxy.cluster_member.proxy_load import ProxyLoad
+from omni_proxy.cluster_member.own_figures import OwnFigures, ProxyLoad
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import Config

@@ -43,18 +43,16 @@ from omni_proxy.cluster_member.shared_hints import HintsView, SharedHints
 from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
 from omni_proxy.cluster_member.shared_weights import SharedWeights
 from omni_proxy.cluster_member.shared_workers import SharedWorkers
-from omni_proxy.cluster_member.store.credentials import (
-    CredentialError,
-    read_address,
-    shown_url,
-    tls_context,
-)
-from omni_proxy.cluster_member.store.redis_connection import (
+from omni_proxy.cluster_member.store_connection import (
     Command,
+    CredentialError,
     RedisConnection,
     StoreError,
     StoreRefused,
     connected,
+    read_address,
+    shown_url,
+    tls_context,
 )
 from omni_proxy.cluster_member.weight_state import decode_state
 from omni_proxy.config.schema import Config

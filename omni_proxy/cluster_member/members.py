@@ -25,7 +25,7 @@ import trio
 from msgspec import Struct
 
 from omni_proxy.cluster.operation_lease import READ_MEMBERS
-from omni_proxy.cluster_member.store.redis_connection import Command, RedisConnection, StoreError
+from omni_proxy.cluster_member.store_connection import Command, RedisConnection, StoreError
 
 _log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from omni_proxy.cluster.messages import HealthMessage, encode
-from omni_proxy.cluster_member.store.redis_connection import RedisConnection
+from omni_proxy.cluster_member.store_connection import RedisConnection
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet

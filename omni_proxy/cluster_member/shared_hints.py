@@ -18,7 +18,7 @@ from omni_proxy.cluster.messages import (
     encode,
 )
 from omni_proxy.cluster.session_places import PlacedSessions
-from omni_proxy.cluster_member.store.redis_connection import RedisConnection
+from omni_proxy.cluster_member.store_connection import RedisConnection
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

@@ -27,7 +27,7 @@ from omni_proxy.cluster.operation_lease import (
     Acknowledgements,
     MemberLease,
 )
-from omni_proxy.cluster_member.store.redis_connection import Command, RedisConnection, StoreError
+from omni_proxy.cluster_member.store_connection import Command, RedisConnection, StoreError
 from omni_proxy.cluster_member.weight_state import (
     FollowedWeights,
     WeightState,

@@ -23,7 +23,7 @@ from omni_proxy.cluster.worker_changes import (
     split_stored,
     with_change,
 )
-from omni_proxy.cluster_member.store.redis_connection import RedisConnection
+from omni_proxy.cluster_member.store_connection import RedisConnection
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState
 from omni_proxy.config.tables.cluster import ClusterConfig

@@ -1,7 +1,7 @@
 """The table `[cluster]`: several proxies over one fleet, and the store that they share.
 
 Invariant: the URL may hold a password, so no error repeats it, and `hide_password` is what is
-shown. Values only: `cluster_member.store.credentials` reads the environment and the file.
+shown. Values only: `cluster_member.store_connection` reads the environment and the file.
 """
 
 import re

@@ -20,7 +20,7 @@ import trio
 
 from omni_proxy.cluster.messages import CountsMessage, decode, encode, target_key
 from omni_proxy.cluster.peer_counts import OwnCounts, PeerCounts
-from omni_proxy.cluster_member.store.redis_connection import RedisConnection, connected
+from omni_proxy.cluster_member.store_connection import RedisConnection, connected
 from omni_proxy.config.tables.cluster import store_address
 from tools.bench.cluster.fleet import store
 

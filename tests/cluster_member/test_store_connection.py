@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import pytest
 import trio
 
-from omni_proxy.cluster_member.store.redis_connection import StoreError, StoreRefused, connected
+from omni_proxy.cluster_member.store_connection import StoreError, StoreRefused, connected
 from omni_proxy.config.tables.cluster import store_address
 from tests.promises.tls_helpers import FILES, believing
 from tests.redis_server import needs_store, redis_server

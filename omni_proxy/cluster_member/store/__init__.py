@@ -1,1 +1,0 @@
-"""The store of a cluster: where it is, and a connection to it."""
