@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio  # noqa: TID251  grpc's server runs on asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -21,7 +21,6 @@ import grpc
 import trio
 from google.protobuf.message import DecodeError
 
-from omni_proxy.picker.ext_proc.asyncio_thread import AsyncioThread
 from omni_proxy.picker.ext_proc.grpc_address import GrpcAddress
 from omni_proxy.picker.ext_proc.grpc_tls import GrpcTls
 from omni_proxy.picker.ext_proc.messages import Destination
@@ -29,6 +28,42 @@ from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
 from omni_proxy.picker.ext_proc.protocol import ProcessingRequest, ProcessingResponse
 from omni_proxy.picker.ext_proc.stream import Asked, EnvoyStream
 from omni_proxy.wire.errors import HttpError
+
+
+class AsyncioThread:
+    """One asyncio loop in one thread, where all gRPC servers of a process run.
+
+    gRPC has one queue of events for all loops, and loses some of them where one of its loops is
+    closed while others run. `run` it, then `call`; `stop` once nothing is called any more.
+    """
+
+    def __init__(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._loop = asyncio.new_event_loop()
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Until `stop`: cancelling does not end it, for what runs in it must end first."""
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(trio.to_thread.run_sync, self._main)
+                task_status.started()
+
+    def _main(self) -> None:
+        self._loop.run_forever()
+        self._loop.close()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def call(self, task: Coroutine[object, object, None]) -> None:
+        """Until it has ended; cancelling does not end it. Raises what it raises."""
+        ended = trio.Event()
+        future = asyncio.run_coroutine_threadsafe(task, self._loop)
+        future.add_done_callback(lambda _: self._token.run_sync_soon(ended.set))
+        with trio.CancelScope(shield=True):
+            await ended.wait()
+        future.result()
+
 
 _log = logging.getLogger(__name__)
 # It warns of each stream that a stop has refused, for which Envoy asks again.

@@ -15,8 +15,7 @@ import trio
 
 from omni_proxy.config.schema import Config, ServerConfig
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.picker.ext_proc.asyncio_thread import AsyncioThread
-from omni_proxy.picker.ext_proc.grpc_server import GrpcServer, Limits, ListenSettings
+from omni_proxy.picker.ext_proc.grpc_server import AsyncioThread, GrpcServer, Limits, ListenSettings
 from omni_proxy.picker.ext_proc.grpc_tls import GrpcTls
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks
 from omni_proxy.picker.picker import Picker
