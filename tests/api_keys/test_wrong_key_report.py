@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from omni_proxy.api_keys.wrong_key_report import PAUSE_SECS, RecentRefusals, WrongKeyReport
 
 
-@given(st.lists(st.tuples(st.floats(0, 90), st.integers(0, 5)), max_size=40))
+@given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 5)), max_size=40))
 def test_each_refused_request_is_in_one_line_and_lines_are_a_minute_apart(steps):
     report, now, refused, lines = WrongKeyReport(), 0.0, 0, []
     for pause, more in steps:
