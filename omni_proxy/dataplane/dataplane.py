@@ -351,7 +351,7 @@ class DataPlane:
         self.pools.on_fleet_change(workers)
         removed = self.voices.update_presence({worker.url for worker in workers})
         if removed:
-            _log.warning("the worker that kept the uploaded voices was removed: %s", removed)
+            _log.warning("voice_owner_removed worker=%s", removed)
         self.update_gate.on_fleet_change()
         self.queue.serve(changed=True)
 

@@ -344,7 +344,7 @@ class Lifecycle:
                 details = {**details, DAMAGED: True}
                 message = f"The weights are damaged: update them before you continue. {error}"
             case _:
-                log.error("a weight update failed", exc_info=error)
+                log.error("weight_update_failed", exc_info=error)
                 message = f"{type(error).__name__}: {error}. Nothing was changed: {held}"
         if options.keep_pause or options.pause_on_failure:
             self._hold()
