@@ -11,6 +11,12 @@ SLOW_SECS = 0.15
 # Two minutes are shown where there is no more: the axis of times has seconds.
 BEGINS_WITH_THE_PROXY = """[...document.querySelectorAll("#charts .axis")].some(
     (it) => /^\\d\\d:\\d\\d:[03]0$/.test(it.textContent))"""
+ROWS_OF_TILES = (
+    "new Set([...document.querySelectorAll('#tiles dt')].map((it) => it.offsetTop)).size"
+)
+CUT_TIMES = """[...document.querySelectorAll("#charts svg")].flatMap((svg) =>
+    [...svg.querySelectorAll(".axis")].filter((it) =>
+        it.getBoundingClientRect().right > svg.getBoundingClientRect().right + 1)).length"""
 REQUESTS = 24  # of three workers, at least five each
 
 
@@ -50,7 +56,9 @@ async def test_a_slow_worker_is_found_one_is_added_another_drained_and_a_team_ge
                 page, "#alerts", f"{slow} is slow", "first chunk after", "the others' after"
             )
             await page.until(BEGINS_WITH_THE_PROXY)
-            await shows(page, "#tiles", "Tokens/s out", "Between tokens")
+            await shows(page, "#tiles", "Tokens/s out", "Between tokens", "Policy")
+            assert await page.tell(ROWS_OF_TILES) == 1
+            assert await page.tell(CUT_TIMES) == 0
             assert presses == 0
 
             await press("#add")

@@ -198,8 +198,8 @@ function drawChart(chart, begin, end, step, chosen) {
 const TICKS = [30, 60, 180, 360, 600, 1200, 3600, 7200];
 function drawAxes(chart, width, x, y, { begin, end, high }) {
   const step = TICKS.find((secs) => (end - begin) / secs <= (width > 300 ? 6 : 3));
-  const marks = [];
-  for (let at = Math.ceil(begin / step) * step; at <= end - step / 9; at += step) if (x(at) > LEFT + 14) marks.push(at);
+  const half = step < 60 ? 27 : 18, marks = []; // of the words in pixels: what has no room is left out, not cut
+  for (let at = Math.ceil(begin / step) * step; at <= end - step / 9; at += step) if (x(at) > LEFT + 14 && x(at) + half <= width) marks.push(at);
   chart.fixed.replaceChildren(
     ...[0, 0.5, 1].flatMap((part) => {
       const height = y(high * part), words = draw("text", { class: "axis", x: LEFT - 5, y: height + 4, "text-anchor": "end" });

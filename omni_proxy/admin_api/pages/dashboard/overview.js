@@ -145,7 +145,6 @@ function paintTiles(fleet, able) {
   const sum = (values) => values.reduce((total, value) => total + value, 0);
   tile("Tokens/s out", tokens.length ? count(sum(tokens)) : "–", "", last.usage_metrics ? prompts.length ? `${count(sum(prompts))} of prompts` : "" : "counted with [server] usage_metrics");
   const matched = last.policy?.matched_ratio;
-  tile("Policy", last.policy?.name ?? "–", "word");
-  if (known(matched)) tile("Prefix matched", `${Math.round(100 * matched)} %`);
+  tile("Policy", last.policy?.name ?? "–", "word", known(matched) ? `${Math.round(100 * matched)} % of all prompt text was in its prefix tree` : "");
 }
 
