@@ -170,6 +170,7 @@ async def test_a_killed_process_leaves_nothing_counted_at_a_rank(tmp_path):
                 body = await running.get_json("/status")
                 busy = [row for row in body["data_plane"]["processes"] if row["in_flight"]]
             await kill(busy[0]["pid"])
+            await running.reconnect()
             await running.until("/status", lambda body: serving(body, 2))
             await running.until("/workers", holds_what_is_left)
             left = (await running.get_json("/workers"))["workers"][0]["in_flight"]
