@@ -106,6 +106,24 @@ async def test_a_clients_trace_is_continued_on_either_path():
             )
 
 
+@pytest.mark.parametrize("config", [OBSERVED, UNSAMPLED], ids=["sampled", "unsampled"])
+@pytest.mark.parametrize(
+    ("traceparent", "kept"), [("00-nonsense", ""), (None, ""), (parent()[13:], "a=b")]
+)
+async def test_a_tracestate_goes_with_its_own_trace_only(config, traceparent, kept):
+    given = [] if traceparent is None else [f"traceparent: {traceparent}"]
+    async with dataplane_before(GOOD, config=config) as (opened, client):
+        traced(opened)
+        for number in range(4):  # the last on the fast path
+            state = f"tracestate: a=b{number}"
+            await answered(client, post(CHAT, *given, state, "x-other: 1"))
+            (call,) = opened.workers[0].calls
+            fields = dict(call.fields)
+            assert fields.get("tracestate", "") == (kept and f"{kept}{number}")
+            assert fields["x-other"] == "1"
+            assert parse_traceparent(fields["traceparent"].encode())
+
+
 async def test_a_request_that_is_not_sampled_leaves_no_span_and_the_worker_gets_the_flag():
     async with dataplane_before(GOOD, config=UNSAMPLED) as (opened, client):
         spans = traced(opened)

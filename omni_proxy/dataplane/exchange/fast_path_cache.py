@@ -14,7 +14,7 @@ import msgspec
 from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.api_keys.callers import Callers, key_in, without_key_lines
 from omni_proxy.dataplane.tracing.request_trace import EVERY, Tracing
-from omni_proxy.dataplane.tracing.trace_context import traceparent_index
+from omni_proxy.dataplane.tracing.trace_context import has_state_alone, traceparent_index
 from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
 from omni_proxy.routing.inspect.usual_body import READS_BODIES
@@ -173,8 +173,10 @@ class FastPathCache:
         special = hinted or head.origin or head.upgrade or head.expects_continue or head.http_1_0
         if special or not head.keep_alive or not has_json_body(route, head):
             return None
-        if self.tracing is not None and has_fixed_traceparent(template):
-            return None  # there is no place to write another one
+        if self.tracing is not None and (
+            has_fixed_traceparent(template) or has_state_alone(head.lines)
+        ):
+            return None  # what is to be written or dropped has no place of its own
         cached = CachedRequest(head, template, route, self)
         return self._authorized(cached, key_in(head.lines)) if self._callers else cached
 

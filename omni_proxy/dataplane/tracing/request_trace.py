@@ -13,6 +13,7 @@ from typing import Final
 
 from omni_proxy.dataplane.tracing.trace_context import (
     TraceParent,
+    drop_state,
     format_traceparent,
     parse_traceparent,
     read_traceparent,
@@ -119,6 +120,8 @@ class Tracing:
         if index < 0:
             return RequestTrace(new_trace_id())
         parent = parse_traceparent(parts[index])
+        if parent is None:
+            drop_state(parts, index)
         trace = self.begin(parent)
         if trace.sampled:
             return trace

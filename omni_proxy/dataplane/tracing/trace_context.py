@@ -2,7 +2,7 @@
 
 Pure. Invariant: what is not a valid field is as if there were none (a new trace begins, Trace
 Context 2.2.2, 3.2.2.3), and only version 00 is written. `tracestate` is not read: it passes
-unchanged. Source: https://www.w3.org/TR/trace-context-1/
+unchanged where the trace is continued, and is dropped where another one begins (3.3, 4.3). Source: https://www.w3.org/TR/trace-context-1/
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ from typing import Final
 import msgspec
 
 from omni_proxy.wire.forwarded import field_value
-from omni_proxy.wire.request import drop_fields
+from omni_proxy.wire.request import drop_field, drop_fields
 
 FIELD: Final = b"traceparent"
+STATE: Final = b"tracestate"
 _FIELDS: Final = frozenset((FIELD,))
+_BOTH: Final = frozenset((FIELD, STATE))
 _SAMPLED: Final = 1
 # Later versions may have more behind another dash; version ff is invalid.
 _VALUE: Final = re.compile(
@@ -52,9 +54,25 @@ def format_traceparent(trace_id: bytes, span_id: bytes, *, sampled: bool) -> byt
 
 def with_traceparent(lines: bytes, value: bytes) -> bytes:
     """The lines of a head with this value in place of any other."""
-    if FIELD in lines.lower():
+    lowered = lines.lower()
+    if STATE in lowered and read_traceparent(lines) is None:
+        lines = drop_fields(lines, _BOTH)
+    elif FIELD in lowered:
         lines = drop_fields(lines, _FIELDS)
     return b"%btraceparent: %b\r\n" % (lines, value)
+
+
+def drop_state(parts: list[bytes], index: int) -> None:
+    """Of a head in parts whose traceparent, at this index, begins no trace here: it stays there."""
+    before, after = b"".join(parts[:index]), b"".join(parts[index + 1 :])
+    parts[:index] = [b""] * (index - 1) + [drop_field(before, STATE)]
+    parts[index + 1 :] = [drop_field(after, STATE)]
+
+
+def has_state_alone(lines: bytes) -> bool:
+    """Whether a head has a tracestate and no traceparent."""
+    lowered = lines.lower()
+    return b"\r\n%b:" % STATE in lowered and b"\r\n%b:" % FIELD not in lowered
 
 
 def traceparent_index(parts: list[tuple[bytes, bool]]) -> int:
