@@ -302,6 +302,24 @@ async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_pat
         assert len(await page.tell(ROWS)) == 200
 
 
+FAILED = """(() => {
+    stop();
+    const workers = [...Array(9).keys()].map((each) => (
+        {worker: "http://10.0.0." + each, progress: "failed", reason: each ? "ConnectError" : "status 500"}));
+    const past = {id: "1", path: "/pause_generation", http_status: 502, ended_at: last.at, secs: 1, workers};
+    last.weights = {...last.weights, history: [past]};
+    paint();
+})()"""
+
+
+async def test_a_failed_operation_has_a_line_for_each_reason(page, tmp_path):
+    async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, row(fleet[0]), "takes requests")
+        await page.tell(FAILED)
+        same = "10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 4 more: ConnectError"
+        await shows(page, "#weights-past", "failed, 502", "10.0.0.0: status 500", same)
+
+
 SYNCING = """(() => {
     stop();
     const owner = {group_name: "g", master: "10.0.0.9:29500", caller: "trainer-7 from 10.0.0.9", age_secs: 130};

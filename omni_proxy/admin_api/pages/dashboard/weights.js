@@ -71,7 +71,20 @@ function nowRunning(running) {
   const steps = make("ol", "steps", ...STEPS.map((step, index) => make("li", index < at ? "done" : index === at ? "now" : "", step)));
   return make("div", "box", make("b", "", running.path), ` runs for ${ago(running.age_secs)}, ${answered} of ${one((running.workers ?? []).length, "worker")} answered`, make("span", "quiet", running.caller ? ` · ${running.caller}` : ""), steps,
     last.weights.sync?.owner ? null : make("div", "quiet small", "It ends by itself: what workers load can't be called back."),
-    ...(running.workers ?? []).filter((each) => each.reason).map((each) => make("div", "bad", `${short(each.worker)}: ${each.reason}`)));
+    ...reasonLines("bad", (running.workers ?? []).filter((each) => each.reason)));
+}
+/* A line for each reason: workers mostly fail for the same one. */
+const NAMES_SHOWN = 4;
+function reasonLines(kind, workers) {
+  const reasons = new Map();
+  for (const each of workers) {
+    const reason = each.reason ?? "failed";
+    reasons.set(reason, [...(reasons.get(reason) ?? []), short(each.worker)]);
+  }
+  return [...reasons].map(([reason, names]) => {
+    const more = names.length - NAMES_SHOWN;
+    return make("div", kind, `${names.slice(0, NAMES_SHOWN).join(", ")}${more > 0 ? ` and ${more} more` : ""}: ${reason}`);
+  });
 }
 function finished(each) {
   const failed = (each.workers ?? []).filter((worker) => worker.progress === "failed");
@@ -81,6 +94,6 @@ function finished(each) {
     make("div", "", make("span", "quiet", time(each.ended_at), " "), make("b", "", each.path), " ", make("b", each.success ? "ok" : "bad", result), took,
       make("span", "quiet", [known(each.weight_epoch) && each.weight_epoch && ` · epoch ${each.weight_epoch}`, each.caller && ` · ${each.caller}`].filter(Boolean).join(""))),
     !each.success && each.message ? make("div", "small", plain(each.message)) : null,
-    ...failed.map((worker) => make("div", "small", `${short(worker.worker)}: ${worker.reason ?? "failed"}`)));
+    ...reasonLines("small", failed));
 }
 
