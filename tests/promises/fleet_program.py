@@ -112,7 +112,7 @@ class Program:
         self._stderr = stderr
         self.log = ""
         self._more = trio.Event()
-        self.client = _client()
+        self.client = httpx.AsyncClient(timeout=PATIENCE_SECS, trust_env=False, verify=False)
 
     async def listen(self) -> None:
         async for piece in self._stderr:
@@ -131,13 +131,6 @@ class Program:
         url = (await self.says(r"listening on (http:[^\s\"]+)"))[1]
         self.client.base_url = httpx.URL(url)
         await self.until("/live", lambda body: body.get("status") == "alive")
-
-    async def reconnect(self) -> None:
-        """After one of its processes was killed: kept connections may have been that one's."""
-        url = self.client.base_url
-        await self.client.aclose()
-        self.client = _client()
-        self.client.base_url = url
 
     async def get_json(self, path: str) -> dict:
         return (await self.client.get(path)).json()
@@ -175,10 +168,6 @@ class Program:
                 await self.process.wait()
             self.process.kill()
             await self.process.wait()
-
-
-def _client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=PATIENCE_SECS, trust_env=False, verify=False)
 
 
 def urls(reported: dict) -> list[str]:

@@ -93,6 +93,19 @@ async def read_whole_stream(stream) -> bool:
     return True
 
 
+async def until_one_closed(streams) -> None:
+    """Of a process that was killed: the id that the program knows may be that of a process which
+    stands in for it and ends a moment earlier."""
+    async with trio.open_nursery() as nursery:
+
+        async def watch(stream):
+            await stream.until_closed()
+            nursery.cancel_scope.cancel()
+
+        for stream in streams:
+            nursery.start_soon(watch, stream)
+
+
 def open_gates(running) -> None:
     for worker in running.fleet:
         worker.gate.set()

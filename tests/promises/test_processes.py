@@ -17,6 +17,7 @@ from tests.promises.processes_fixture import (
     run_processes,
     send_requests,
     serving,
+    until_one_closed,
 )
 
 
@@ -91,7 +92,7 @@ async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(t
         assert sum(await in_flight(running)) == count
         victim = (await running.get_json("/status"))["data_plane"]["processes"][0]
         os.kill(victim["pid"], signal.SIGKILL)
-        await until_gone(victim["pid"])  # until then, it may be what the next request connects to
+        await until_one_closed(streams)  # until then, it may be what the next request connects to
         lost = victim["in_flight"]
         assert 0 < lost < count
         await running.until(
