@@ -268,11 +268,7 @@ class Server:
             Supervisor("weights", self.weight_operations.run),
             Supervisor("prober", self.prober.run),
             Supervisor("launcher", self.launcher.run),
-            Supervisor(
-                "outlier_ejector",
-                self.outlier_removal.run,
-                old_name="ejector",
-            ),
+            Supervisor("outlier_ejector", self.outlier_removal.run, old_name="ejector"),
             Supervisor("drains", self.drains.run),
             Supervisor("discovery", self.discovery.run),
             Supervisor("engine_pages", self.engine_pages.run),
@@ -359,6 +355,7 @@ class Server:
             if self.data_plane.listeners.held and (status := await self._open_when_ready()):
                 root.cancel_scope.cancel()
                 return status
+        await self.launcher.end_handed()
         _log.info("omni-proxy has stopped")
         return 0
 
@@ -470,6 +467,8 @@ class Server:
 
     async def _shut_down(self, root_scope: trio.CancelScope) -> None:
         server = self.config_store.config.server
+        if self._incoming is not None and not self._incoming.decline():
+            await self.upgrades.open.wait()  # what is handed over needs an owner that ends it
         self.service_manager.stopping()
         self.upgrades.outgoing.stop()
         if server.ready_off_secs:

@@ -64,6 +64,18 @@ class Launcher:
         self._released = False
         self._handed = {(each.record.name, each.record.index): each for each in replicas}
 
+    async def end_handed(self) -> None:
+        """End what `adopt` was given and `run` has not gone on with. Can't be cancelled."""
+        handed, self._handed = self._handed, {}
+        if not handed:
+            return
+        guard = ParentDeathGuard()  # not attached: this program ends only after the replicas
+        with trio.CancelScope(shield=True):
+            async with trio.open_nursery() as nursery:
+                for each in handed.values():
+                    child = await guard.adopt(each, lambda _: None)
+                    nursery.start_soon(child.stop)
+
     def hand_over(self) -> list[HandedReplica]:
         """All processes that run, for another program. Raises OSError."""
         found = [replica.hand_over() for replica in self._replicas.values()]

@@ -280,7 +280,6 @@ class ReplicaProcess:
         backoff = Backoff(FIRST_DELAY_SECS, LAST_DELAY_SECS, RESET_SECS)
         try:
             while not self.retired:
-                await trio.lowlevel.checkpoint()  # a start may fail without one
                 self._end_requested = trio.Event()
                 if self._handed is None:
                     self._running_entry = self.entry
@@ -288,6 +287,9 @@ class ReplicaProcess:
                 if self._failure and not self.ending:
                     await self._back_off(backoff, jitter)
                 await self._link.wait_membership_released()
+                # A start may fail without one. Not before it: a handed process first gets an
+                # owner that ends it.
+                await trio.lowlevel.checkpoint()
         finally:
             self._gpus.release(self._allocated_gpus)
             if not self._released:

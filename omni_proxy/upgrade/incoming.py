@@ -10,6 +10,7 @@ replica. If the running program ends without a word, this one goes on: its socke
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -77,6 +78,7 @@ class Incoming:
         self._trees: dict[int, int] = {}  # descriptors by the indexes of processes
         self._reservations: tuple[ReservationRecord, ...] = ()
         self._gone = trio.Event()
+        self._offered = self._declined = self._answered = False
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> Incoming | None:
@@ -156,15 +158,23 @@ class Incoming:
         if not parts.picker().listens:
             address = parts.config_store.config.picker.grpc_listen
             raise NotReady(f"cannot listen for Envoy on {address}")
+        if self._declined:
+            await trio.sleep_forever()  # until the shutdown has ended
+        self._offered = True
         await trio.to_thread.run_sync(
             self._channel.send, ReadyMessage(os.getpid(), str(parts.admin_socket))
         )
-        await self._wait_commit()
-        parts.launcher.adopt(self._replicas)
+        await self._wait_commit(parts)
         targets = {target.url: target for target in parts.fleet.targets()}
         parts.picker().restore(self._reservations, targets)
         parts.config_store.predecessor = self
         _log.info("upgrade_taken_over version=%s workers=%d", self.state.version, count)
+
+    def decline(self) -> bool:
+        """This program shuts down: it does not take over, so that the running one goes on. False
+        where it has offered that already, and may own everything."""
+        self._declined = not self._offered
+        return self._declined
 
     async def _wait_found(self, parts: ProgramParts) -> None:
         """Until discovery has found what the running program has. Raises NotReady where a source of
@@ -223,18 +233,41 @@ class Incoming:
             if rows is not None:
                 table.restore(rows, targets.get)
 
-    async def _wait_commit(self) -> None:
-        try:
-            message, _ = await trio.to_thread.run_sync(
-                self._channel.receive, abandon_on_cancel=True
-            )
-            if not isinstance(message, CommitMessage):
-                raise ChannelClosed(f"{type(message).__name__} instead of CommitMessage")
-            self._reservations = message.reservations
-        except (ChannelClosed, UnreadableMessage) as error:
-            _log.error("upgrade_commit_missing reason=%r: the other program has ended", str(error))
+    async def _wait_commit(self, parts: ProgramParts) -> None:
+        """Wait until this program owns everything. Where that is cancelled, either the running
+        program can't commit any more and goes on, or the launcher has the replicas."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._shut_when_cancelled)
+            with trio.CancelScope(shield=True):
+                error = await trio.to_thread.run_sync(self._receive_commit)
+            cancelled = trio.current_effective_deadline() == -math.inf
+            if not error or not cancelled:
+                parts.launcher.adopt(self._replicas)
+            self._answered = True
+            nursery.cancel_scope.cancel()
+        if error:
+            _log.error("upgrade_commit_missing reason=%r: the other program has ended", error)
         os.dup2(self._stderr, 2)
         os.close(self._stderr)
+
+    async def _shut_when_cancelled(self) -> None:
+        """A message that has come stays readable, and the other side can send none."""
+        try:
+            await trio.sleep_forever()
+        finally:
+            if not self._answered:
+                self._channel.shut()
+
+    def _receive_commit(self) -> str:
+        """Why there was none, or "". Blocks."""
+        try:
+            message, _ = self._channel.receive()
+        except (ChannelClosed, UnreadableMessage) as error:
+            return str(error)
+        if not isinstance(message, CommitMessage):
+            return f"{type(message).__name__} instead of CommitMessage"
+        self._reservations = message.reservations
+        return ""
 
     async def follow_predecessor(self) -> None:
         """Until the last request of the program before has ended."""

@@ -354,3 +354,31 @@ async def test_output_is_logged_with_the_name_of_the_replica(base_port, caplog):
     caplog.set_level("INFO", logger="omni_proxy.launch")
     async with running(entry(base_port, name="chat")) as fixture:
         await fixture.until(lambda: f"chat[0] listening on {base_port}" in caplog.messages)
+
+
+async def test_a_handed_process_that_was_not_gone_on_with_is_ended(base_port):
+    async with running(entry(base_port)) as first:
+        await first.until_states("ready")
+        (pid,) = first.pids()
+        next_launcher = LauncherFixture().launcher
+        next_launcher.adopt(first.launcher.hand_over())
+        first.launcher.release([pid])
+        assert alive(pid)
+        await next_launcher.end_handed()
+        assert not alive(pid)
+
+
+async def test_a_launcher_that_is_ended_at_once_ends_what_it_was_handed(base_port):
+    async with running(entry(base_port)) as first:
+        await first.until_states("ready")
+        (pid,) = first.pids()
+        handed = first.launcher.hand_over()
+        first.launcher.release([pid])
+        second = LauncherFixture()
+        second.config_store.apply(entry(base_port))
+        second.launcher.adopt(handed)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(second.launcher.run)
+            nursery.cancel_scope.cancel()
+        await second.launcher.end_handed()
+        assert not alive(pid)

@@ -50,3 +50,19 @@ async def test_replicas_go_on_and_the_new_program_restarts_and_ends_them(tmp_pat
         finally:  # of a test that failed; its guard ends the replicas
             with suppress(ProcessLookupError):
                 os.kill(done.pid, signal.SIGKILL)
+
+
+async def test_a_new_program_that_ends_at_once_ends_the_replicas(tmp_path):
+    script, file = tmp_path / "replica.py", tmp_path / "proxy.toml"
+    script.write_text(REPLICA)
+    file.write_text(launch(f'["{sys.executable}", "-S", "{script}", "{{port}}"]', free_run(2)))
+    async with program("--config", file) as running:
+        replicas = [row["pid"] for row in await until_ready(running)]
+        done = await upgrade(running)
+        os.kill(done.pid, signal.SIGTERM)
+        try:
+            await until_gone(done.pid)
+            assert not any(map(alive, replicas))  # it ends after them
+        finally:
+            for pid in filter(alive, [done.pid, *replicas]):
+                os.kill(pid, signal.SIGKILL)
