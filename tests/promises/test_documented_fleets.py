@@ -210,7 +210,7 @@ async def test_a_replica_of_the_page_lives_in_two_processes_and_is_profiled(tmp_
         page.next(("omni-proxy replica --speech", "curl "))
     in_json = page.next("curl ")
     with trio.fail_after(DEADLINE_SECS):
-        async with terminal(tmp_path, places) as typing:
+        async with terminal(tmp_path, places, forking_interpreter()) as typing:
             await typing.leave_running(page.next("omni-proxy replica --model tiny --own-process"))
             await healthy(url)
             person = json.loads(await typing.type(in_json))["choices"][0]
@@ -244,7 +244,7 @@ async def test_the_documented_replica_serves_chat_speech_and_transcription(tmp_p
     page, port = Page("docs/replica.md"), free_port()
     places = {"31000": str(port), "curl ": "curl -sS --fail-with-body "}
     with trio.fail_after(DEADLINE_SECS):
-        async with terminal(tmp_path, places) as typing:
+        async with terminal(tmp_path, places, forking_interpreter()) as typing:
             await typing.leave_running(page.next("omni-proxy replica --speech"))
             await healthy(f"http://127.0.0.1:{port}")
             body = json.loads(await typing.type(page.next("curl ")))

@@ -6,6 +6,7 @@ is measured by the program's watchdog in the CPU time of its loop, so a busy mac
 
 import json
 import re
+from functools import cache
 from itertools import count
 from urllib.parse import quote
 
@@ -107,6 +108,7 @@ class Bad:
             await call.send(counted(body, "content-type: application/json"))
 
 
+@cache
 def flood(line: str) -> bytes:
     """As much as is read of a worker, of what takes longest."""
     if line.startswith("GET /metrics"):
@@ -116,6 +118,7 @@ def flood(line: str) -> bytes:
     return b'{"success":true,"data":[%b{}],"loads":[%b{}]}' % (many, many)
 
 
+@cache
 def fill(line: str) -> bytes:
     """As much as is taken, within all bounds."""
     if line.startswith("GET /metrics"):
