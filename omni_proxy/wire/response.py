@@ -26,6 +26,7 @@ from omni_proxy.wire.scan.whole_chunks import READS_CHUNKS, are_whole_chunks
 
 # Interim (1xx) heads before one response: two or three are of use, and each costs an iteration.
 INTERIM_HEADS = 100
+MAX_LENGTH = 10**18  # as of a request: no count of bytes overflows in the native build
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
 _CHUNK_SIZE = re.compile(rb"(?:\A|(?<=\r\n))([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?\r\n")
 # A worker can't remove the length from the client's response by nominating it.
@@ -128,7 +129,9 @@ class UpstreamResponse:
                 elif name == b"connection":
                     connection.append(value)
             elif read.lower() == b"content-length":
-                length = int(value)  # llhttp has validated it
+                length = int(value)  # llhttp has validated it: below 2**64
+                if length >= MAX_LENGTH:
+                    raise UpstreamProtocolError("the content-length is too large")
             else:
                 self.sse = value[:17].lower() == b"text/event-stream"
         kept.append(head[at:-2])

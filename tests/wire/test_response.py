@@ -50,6 +50,7 @@ GARBAGE = {
     "a list of lengths": head(b"content-length: 5, 5"),
     "a negative length": head(b"content-length: -5"),
     "an empty length": head(b"content-length:"),
+    "a length that no integer of the machine holds": head(b"content-length: 9223372036854775808"),
     "another coding": head(b"transfer-encoding: gzip"),
     "a list of codings": head(b"transfer-encoding: gzip, chunked"),
     "two codings": head(b"transfer-encoding: chunked", b"transfer-encoding: chunked"),
