@@ -1,7 +1,7 @@
 """Builds the native form of the hot modules: the same .py files, with the .pxd files beside them.
 
-tools/build-native calls it, by an interpreter that has Cython: `native.py WORK OUT`. WORK keeps
-what was made before, so only what changed is compiled. Classes that a .pxd declares become C
+tools/build-native calls it, by an interpreter that has Cython: `-m tools.native WORK OUT`. WORK
+keeps what was made before, so only what changed is compiled. Classes that a .pxd declares become C
 structs; functions that it declares are called as C. What no .pxd names stays Python's, compiled.
 """
 
@@ -13,6 +13,8 @@ import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+
+from tools.native_constants import with_values
 
 ROOT = Path(__file__).parents[1]
 # A read of a field of None raises, an index is checked, and so is what a typed field is set to.
@@ -89,7 +91,10 @@ def copy_sources(folder: Path) -> None:
         source = source_of(ROOT, name)
         pxd = source.with_suffix(".pxd")
         declared = set(_CLASS.findall(pxd.read_text())) if pxd.exists() else set()
-        _write(folder / source.relative_to(ROOT), without_slots(source.read_text(), declared))
+        text = source.read_text()
+        if source.suffix == ".py":
+            text = with_values(without_slots(text, declared), ROOT)
+        _write(folder / source.relative_to(ROOT), text)
     for pxd in ROOT.glob("omni_proxy/**/*.pxd"):
         _write(folder / pxd.relative_to(ROOT), pxd.read_text())
 

@@ -1,0 +1,68 @@
+"""The values of constants, in what is compiled."""
+
+import pytest
+
+from tests.tree import ROOT
+from tools.native import MODULES, source_of
+from tools.native_constants import with_values
+
+DEFINED = """
+from select import EPOLLIN
+from typing import Final
+from other.numbers import FAR as NEAR, UNKNOWN
+
+SIZE: Final = 4 * 1024
+NONE: Final = -1
+LINE: Final = b"\\r\\n"
+FIRST, SECOND = range(2)
+CHANGED = 3
+TWICE: Final = 1
+TWICE: Final = 2
+NAMES: Final = ("a",)
+lower: Final = 5
+"""
+
+
+def compiled(body, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "numbers.py").write_text("FAR: Final = 1 << 3\nUNKNOWN = FAR\n")
+    text = with_values(f"{DEFINED}\ndef asked(one):\n    return {body}\n", tmp_path)
+    assert text.startswith(DEFINED), "what a module defines stays as it was"
+    return text.rpartition("return ")[2].strip()
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        ("one < SIZE", "one < 4096"),
+        ("one - NONE", "one - (-1)"),
+        ("(LINE, FIRST, SECOND)", "(b'\\r\\n', 0, 1)"),
+        ("EPOLLIN | NEAR", "1 | 8"),
+        ("SIZE + one.SIZE + SIZE", "4096 + one.SIZE + 4096"),
+        ("one(SIZE=SIZE)", "one(SIZE=4096)"),
+    ],
+)
+def test_a_number_stands_where_a_function_reads_its_name(body, value, tmp_path):
+    assert compiled(body, tmp_path) == value
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["CHANGED", "TWICE", "NAMES", "lower", "UNKNOWN", "[SIZE for SIZE in one]", 'f"{SIZE}"'],
+)
+def test_what_may_be_another_value_is_read_when_it_runs(body, tmp_path):
+    assert compiled(body, tmp_path) == body
+
+
+def test_a_parameter_of_the_same_name_is_the_caller_s(tmp_path):
+    text = "SIZE: Final = 4\n\ndef asked(SIZE):\n    return SIZE\n"
+    assert with_values(text, tmp_path) == text
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_each_module_stays_a_program(name):
+    source = source_of(ROOT, name)
+    if source.suffix == ".py":
+        text = source.read_text()
+        compile(with_values(text, ROOT), name, "exec")
+        assert with_values(text, ROOT).count("\n") == text.count("\n")
