@@ -54,6 +54,7 @@ MODULES = (
     "omni_proxy.routing.pick",
     "omni_proxy.routing.policies.least_request",
     "omni_proxy.routing.policies.round_robin",
+    "omni_proxy.telemetry.bucket_index",
     "omni_proxy.telemetry.metrics",
     "omni_proxy.telemetry.recent_window",
     "omni_proxy.wire.head_caching.response_heads",

@@ -1,6 +1,7 @@
 cimport cython
 
 from omni_proxy.dataplane.exchange.exchange cimport Exchange
+from omni_proxy.telemetry.bucket_index cimport bucket_of
 from omni_proxy.telemetry.recent_window cimport RecentWindow
 
 cdef class RoutePhases:
@@ -21,7 +22,7 @@ cdef class RouteSeries(SingleChunkCounts):
 
 cdef class Metrics:
     cdef public object _clock, failed_attempts, ejections, health_changes, exemplars
-    cdef public Py_ssize_t retries
+    cdef public Py_ssize_t retries, _at_once
     cdef public object alias_targets, legs
     cdef public Py_ssize_t transfer_failures
     cdef public object fallbacks, cached_tokens

@@ -12,7 +12,6 @@ every reader of a series gathers it first.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
 from itertools import compress
@@ -24,6 +23,7 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.response_usage import read_cached_tokens, tokens_in
+from omni_proxy.telemetry.bucket_index import bucket_of
 from omni_proxy.telemetry.histogram import (
     BETWEEN_CHUNKS,
     COARSE,
@@ -149,10 +149,15 @@ class Metrics:
     """Since the start of the program; series of removed workers are dropped."""
 
     def __init__(
-        self, fleet: Fleet, recent: RecentWindow, clock: Callable[[], float] = monotonic
+        self,
+        fleet: Fleet,
+        recent: RecentWindow,
+        clock: Callable[[], float] = monotonic,
+        at_once: int = AT_ONCE,
     ) -> None:
-        """`clock`: that of the event loop."""
+        """`clock`: that of the event loop. `at_once`: so many times are sorted in together."""
         self._clock = clock
+        self._at_once = at_once
         self.failed_attempts: Counter[tuple[Worker, str]] = Counter()
         self.ejections: Counter[Worker] = Counter()
         self.health_changes: Counter[tuple[Worker, Health]] = Counter()
@@ -233,8 +238,8 @@ class Metrics:
         request of the fleet's."""
         times, started = self.legs["prefill"], exchange.started_at
         head_at, ended = exchange.response_head_at, exchange.ended_at
-        index = bisect_left(FINE, head_at - started)
-        at = COARSE[index] if head_at == ended else bisect_left(DURATION, ended - started)
+        index = bucket_of(FINE, head_at - started)
+        at = COARSE[index] if head_at == ended else bucket_of(DURATION, ended - started)
         times.counts[at] += 1
         times.sum += ended - started
         sums = self._recent.sums
@@ -251,7 +256,7 @@ class Metrics:
             self.fallbacks[legs.fallback] += 1
         if exchange.outcome == "completed" and exchange.sent_at:
             times, secs = self.legs["decode"], exchange.ended_at - exchange.sent_at
-            times.counts[bisect_left(DURATION, secs)] += 1
+            times.counts[bucket_of(DURATION, secs)] += 1
             times.sum += secs
 
     def count_gaps(self, worker: Worker) -> int:
@@ -310,10 +315,10 @@ class Metrics:
         secs = ended - started
         if not exchange.single_chunk and exchange.response_head_at != ended:
             phases = cell.phases
-            phases.head.counts[bisect_left(FINE, secs)] -= 1
+            phases.head.counts[bucket_of(FINE, secs)] -= 1
             phases.head.sum -= secs
             phases.heads.append(exchange.response_head_at - started)
-        index = bisect_left(FINE, secs)
+        index = bucket_of(FINE, secs)
         cell.single_chunk_counts[index] += 1
         cell.single_chunk_secs += secs
         cell.bytes_in += exchange.bytes_in
@@ -323,7 +328,7 @@ class Metrics:
         if recent.completed_left or exchange.candidates is not None:
             recent.note_completed(exchange, worker)
         proxy_secs.append(exchange.own_secs + clock() - ended)
-        if len(proxy_secs) >= AT_ONCE:
+        if len(proxy_secs) >= self._at_once:
             cell.phases.gather()
 
     def _counts_for(self, cell: RouteSeries, requested: str | None) -> bool:
@@ -358,12 +363,12 @@ class Metrics:
         cell.bytes_out += exchange.bytes_out
         cell.chunks += exchange.chunks
         secs = ended - exchange.started_at
-        cell.total.counts[bisect_left(DURATION, secs)] += 1
+        cell.total.counts[bucket_of(DURATION, secs)] += 1
         cell.total.sum += secs
         first, index = exchange.first_at, -1
         if first:
             secs = first - exchange.started_at
-            index = bisect_left(FINE, secs)
+            index = bucket_of(FINE, secs)
             cell.first.counts[index] += 1
             cell.first.sum += secs
             if exchange.longest_gap and exchange.stream:
@@ -373,7 +378,7 @@ class Metrics:
             if exchange.response_head_at:
                 phases.heads.append(exchange.response_head_at - exchange.sent_at)
             phases.own.append(exchange.own_secs + self._clock() - ended)
-            if len(phases.own) >= AT_ONCE:
+            if len(phases.own) >= self._at_once:
                 phases.gather()
         if (
             exchange.queued_secs
@@ -394,7 +399,7 @@ class Metrics:
         if index >= 0:
             second.firsts[index] += 1
             if exchange.sent_at != exchange.started_at:  # earlier time is not the worker's
-                index = bisect_left(FINE, exchange.first_at - exchange.sent_at)
+                index = bucket_of(FINE, exchange.first_at - exchange.sent_at)
             slot.firsts[index] += 1
         if exchange.status >= 400 or exchange.outcome != "completed" or exchange.attempts > 1:
             recent.note_failed(exchange, worker, slot)
@@ -474,16 +479,10 @@ def _keep(counted: Counter[K], keys: set[K]) -> None:
         del counted[key]
 
 
-# Results of weight syncs over a group: steps, their time, aborts, and bytes.
-#
-# Invariant: every label value is one of this program; nothing from a trainer becomes one.
-
-
 class SyncMetrics:
-    """`ended`: phase and "ok" or "failed"; `secs`: by phase; `aborts`: by what ended a sync.
-
-    `nbytes`: bytes received by members, as they report it, else as announced.
-    """
+    """Weight syncs over a group. `ended`: phase and "ok" or "failed"; `secs`: by phase; `aborts`:
+    by what ended a sync. `nbytes`: received by members, as they report it, else as announced.
+    Invariant: every label value is one of this program; nothing from a trainer becomes one."""
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, str]] = Counter()

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.telemetry import metrics
 from omni_proxy.telemetry.histogram import DURATION, FINE, SHORT, Histogram
 from omni_proxy.telemetry.metrics import OTHER, Metrics
 from omni_proxy.telemetry.recent_window import TEXT_CHARS, RecentWindow
@@ -85,17 +84,15 @@ def test_every_reader_sees_everything_that_has_ended(steps, at_once):
         RecentWindow(),
         Naive(),
     )
-    meters = Metrics(fleet, recent)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(metrics, "AT_ONCE", at_once)
-        for step in steps:
-            if isinstance(step, str):
-                read(step, meters, recent, fleet.workers[0])
-                continue
-            which, asked, unlike = step
-            exchange = whole(**(asked | unlike))
-            meters.record(exchange, fleet.workers[which])
-            naive.count(exchange, fleet.workers[which])
+    meters = Metrics(fleet, recent, at_once=at_once)
+    for step in steps:
+        if isinstance(step, str):
+            read(step, meters, recent, fleet.workers[0])
+            continue
+        which, asked, unlike = step
+        exchange = whole(**(asked | unlike))
+        meters.record(exchange, fleet.workers[which])
+        naive.count(exchange, fleet.workers[which])
     cells = meters.series
     assert {w: sum(c.ends.values()) for (_, w), c in cells.items()} == dict(totals(naive.ends))
     for (_, worker), cell in cells.items():
@@ -143,11 +140,10 @@ def test_a_long_name_is_not_kept():
     assert cell.model_key == "x"
 
 
-def test_times_that_wait_to_be_sorted_in_are_bounded(monkeypatch):
-    monkeypatch.setattr(metrics, "AT_ONCE", 10)
+def test_times_that_wait_to_be_sorted_in_are_bounded():
     fleet = fleet_of(entry("a"))
     (a,) = fleet.workers
-    meters = Metrics(fleet, RecentWindow())
+    meters = Metrics(fleet, RecentWindow(), at_once=10)
     for number in range(25):
         early = {"response_head_at": 100.1} if number % 2 else {"sent_at": 100.05}
         meters.record(whole(**early), a)

@@ -1,0 +1,1 @@
+cpdef Py_ssize_t bucket_of(tuple bounds, double secs) except -1
