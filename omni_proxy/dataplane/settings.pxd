@@ -2,7 +2,7 @@ cdef class AdmissionLimits:
     cdef public double connect, response_head, first_byte, idle, client_idle, client_head
     cdef public double client_body, total
     cdef public object max_body
-    cdef public Py_ssize_t held
+    cdef public Py_ssize_t held, in_flight
     cdef public double sse_keepalive, transfer, prefill_head
 
 cdef class Settings:

@@ -40,6 +40,7 @@ class AdmissionLimits:
     total: float
     max_body: int
     held: int
+    in_flight: int  # 0: no bound
     sse_keepalive: float
     transfer: float  # longest silence of a pair before its first byte
     prefill_head: float  # of both the shorter: a pair that stays silent is ended
@@ -59,6 +60,7 @@ def limits_of(config: Config) -> AdmissionLimits:
         total=server.request_timeout_secs or inf,
         max_body=server.max_payload_size,
         held=server.max_held_bytes,
+        in_flight=server.max_inflight,
         sse_keepalive=server.sse_keepalive_secs,  # 0: none
         transfer=transfer,
         prefill_head=min(times.response_head_secs or inf, transfer),

@@ -50,7 +50,7 @@ class SharedInFlight(InFlight):
 
     def is_over_limit(self) -> bool:
         fence()
-        return self.in_flight > self._settings.config.server.max_inflight
+        return self.in_flight > self._settings.limits.in_flight
 
 
 class SharedDataPlane(DataPlane):

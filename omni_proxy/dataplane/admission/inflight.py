@@ -27,16 +27,16 @@ class InFlight:
         self.held_bytes = 0  # of requests
 
     def has_slot(self) -> bool:
-        bound = self._settings.config.server.max_inflight
+        bound = self._settings.limits.in_flight
         return not bound or self.in_flight + self.elsewhere < bound
 
     def admit(self, exchange: Exchange, held: int = 0) -> bool:
         """Count it, and `held` bytes of its request; False where one of the bounds is reached, then
         neither is counted."""
-        settings, held_bytes = self._settings, self.held_bytes + held
-        if held and held_bytes > settings.limits.held:
+        limits, held_bytes = self._settings.limits, self.held_bytes + held
+        if held and held_bytes > limits.held:
             return False
-        bound, before = settings.config.server.max_inflight, self.in_flight
+        bound, before = limits.in_flight, self.in_flight
         if bound and before + self.elsewhere >= bound:
             return False
         self.in_flight = before + 1

@@ -18,6 +18,7 @@ cdef class EventLoop:
     cdef public object _epoll
     cdef public list _closing
     cdef public list pending_writers
+    cdef public Py_ssize_t max_pending_writers
     cdef public list _ready
     cdef public double _host_checked_at
     cdef public object _host

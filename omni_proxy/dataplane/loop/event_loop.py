@@ -22,6 +22,8 @@ import trio
 from omni_proxy.dataplane.loop.trio_scheduling import HostLoop
 
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
+# Then all are flushed at once, so that the first waits not long. Not final: tests set it.
+MAX_PENDING_WRITERS = 32
 BUSY_POLL_SECS: Final = 0.004  # under load, waiting in epoll is cheaper than waiting in trio
 HOST_CHECK_SECS: Final = 0.001  # between two checks whether trio has ready I/O
 MAX_EVENTS: Final = 64  # per iteration; each may be a request that takes milliseconds
@@ -83,6 +85,7 @@ class EventLoop:
         self._epoll = epoll()
         self._closing: list[socket.socket] = []
         self.pending_writers: list[PendingWriter] = []  # flushed at the end of this iteration
+        self.max_pending_writers = MAX_PENDING_WRITERS
         self._ready: list[Steppable] = []  # step in the next iteration, event or not
         self._host_checked_at = self.now
         self._host: HostLoop | None = None  # set while the loop runs

@@ -1,3 +1,5 @@
+cimport cython
+
 from omni_proxy.dataplane.loop.event_loop cimport EventLoop, PendingWriter
 from omni_proxy.dataplane.loop.task cimport EventHandler
 
@@ -17,5 +19,7 @@ cdef class Stream(PendingWriter):
 
     cpdef on_event(self, int mask)
     cpdef write_soon(self, bytes chunk)
+    @cython.locals(pending=bytes, sent=Py_ssize_t)
     cpdef flush(self)
+    @cython.locals(chunk=bytes)
     cpdef read(self, Py_ssize_t size)

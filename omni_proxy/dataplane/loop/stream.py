@@ -30,7 +30,6 @@ PEER_CLOSED: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
 HUNG_UP: Final = EPOLLHUP | EPOLLERR  # both directions are closed, not only the peer's sending side
 INPUT_EVENTS: Final = EPOLLIN | PEER_CLOSED
 READ_WRITE: Final = EPOLLIN | EPOLLOUT  # what most events are; to compare is cheaper than to mask
-MAX_PENDING_WRITERS: Final = 32  # then all are flushed at once, so that the first waits not long
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
@@ -92,10 +91,11 @@ class Stream(PendingWriter):
             self.pending += chunk
             return
         self.pending = chunk
-        waiting = self.loop.pending_writers
+        loop = self.loop
+        waiting = loop.pending_writers
         waiting.append(self)
-        if len(waiting) >= MAX_PENDING_WRITERS:
-            self.loop.flush_writes()
+        if len(waiting) >= loop.max_pending_writers:
+            loop.flush_writes()
 
     def flush(self) -> None:
         """Send of `pending` what the socket takes now. The next read reports a broken peer."""

@@ -18,7 +18,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange, Recorders, TwoLegs
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
-from omni_proxy.fleet.worker import FAILED, Worker
+from omni_proxy.fleet.worker import FAILED, Worker, WorkerLoad
 from omni_proxy.routing.disaggregation.errors import held_for_update, no_pair_error
 from omni_proxy.routing.disaggregation.pairing import (
     Pairing,
@@ -185,13 +185,14 @@ class Balancer:
             state = worker.health.state.value
             exchange.worker_seen = (state, worker.disabled, worker.routable)
         exchange.attempts += 1
-        if worker.in_flight > worker.peak_in_flight:
-            worker.peak_in_flight = worker.in_flight
+        load: WorkerLoad = worker  # which the native build reads in place
+        if load.in_flight > load.peak_in_flight:
+            load.peak_in_flight = load.in_flight
         if worker.health.breaker_tripped:
             exchange.half_open_id = fleet.begin_half_open(worker)
-        route = exchange.route
-        if route is not None:
-            worker.counts[route.counter_index] += 1
+        if exchange.route is not None:
+            counts, index = load.counts, exchange.route.counter_index
+            counts[index] += 1
         return worker
 
     def _record_candidates(self, exchange: Exchange, need: Requirements) -> None:
@@ -330,9 +331,9 @@ class Balancer:
         if exchange.half_open_id:
             self._fleet.end_half_open(worker, exchange.half_open_id)
             exchange.half_open_id = 0
-        route = exchange.route
-        if route is not None:
-            worker.counts[route.counter_index + result] += 1
+        if exchange.route is not None:
+            counts, index = worker.counts, exchange.route.counter_index + result
+            counts[index] += 1
 
     def release_prefill(self, legs: TwoLegs) -> None:
         """Release the prefill worker of a leg that has not begun; one that has begun does it by

@@ -1,3 +1,5 @@
+cimport cython
+
 from omni_proxy.dataplane.exchange.exchange cimport Exchange
 from omni_proxy.dataplane.exchange.exchange_io cimport AttemptIO
 from omni_proxy.dataplane.loop.event_loop cimport EventLoop
@@ -6,4 +8,5 @@ from omni_proxy.dataplane.upstream.pool cimport UpstreamPool
 
 cpdef tuple length_lines(Py_ssize_t size)
 cpdef bytes encode_request(bytes host_line, list lines, bytes length_line, bytes body)
+@cython.locals(loop=EventLoop, now=double, due=double)
 cpdef start_waiting(AttemptIO io, Exchange exchange, double secs)

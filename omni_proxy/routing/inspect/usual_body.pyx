@@ -30,6 +30,7 @@ READS_BODIES = True
 cdef enum:
     MAX_DEPTH = 60
 cdef Py_ssize_t _longest = MAX_MODEL_CHARS, _streaming = STREAMING
+cdef Requirements _default = Requirements(0)
 cdef str _model = ""  # the newest one, which most requests name again
 
 
@@ -173,6 +174,27 @@ cdef str _model_at(const char *name, Py_ssize_t size):
     return _model
 
 
+cdef Requirements _new():
+    """With the defaults of all fields. `Requirements()` reads twenty arguments for it."""
+    cdef Requirements need = Requirements.__new__(Requirements)
+    need.request_id = _default.request_id
+    need.named_worker = _default.named_worker
+    need.decoded = _default.decoded
+    need.affinity_key = _default.affinity_key
+    need.version_constraint = _default.version_constraint
+    need.rids = _default.rids
+    need.adapter = _default.adapter
+    need.large_body_class = _default.large_body_class
+    need.given_hints = _default.given_hints
+    need.ranks_in_large_body = _default.ranks_in_large_body
+    need.dp_rank = _default.dp_rank
+    need.names_rank_in_body = _default.names_rank_in_body
+    need.legs = _default.legs
+    need.alias = _default.alias
+    need.prediction = _default.prediction
+    return need
+
+
 cpdef Requirements read_usual(route, bytes body):
     cdef const char *text = PyBytes_AS_STRING(body)
     cdef Py_ssize_t end = PyBytes_GET_SIZE(body)
@@ -218,8 +240,10 @@ cpdef Requirements read_usual(route, bytes body):
     if at >= end or text[at] != c"}" or _skip_spaces(text, at + 1, end) != end:
         return None
     cdef Py_ssize_t mask = route.mask
-    cdef Requirements need = Requirements(
-        mask | _streaming if stream else mask, model, stream, "", route.pinning
-    )
+    cdef Requirements need = _new()
+    need.mask = mask | _streaming if stream else mask
+    need.model = model
+    need.stream = stream
+    need.pinning = route.pinning
     need.undecoded = body  # in case that a policy reads more of it
     return need

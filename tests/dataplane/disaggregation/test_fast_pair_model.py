@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.dataplane.loop import stream
+from omni_proxy.dataplane.loop import event_loop
 from tests.dataplane.both_drivers import worker_sockets
 from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, answer, world_of
 from tests.dataplane.exchange.test_fast_path_model import LIKE, PLANS, REQUESTS, Course, configured
@@ -91,7 +91,7 @@ def listeners(tmp_path):
 def course(listeners, reported, *, short):
     kind, (server, routing), at_once, ids, steps = reported
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
+        patch.setattr(event_loop, "MAX_PENDING_WRITERS", 1 if at_once else 32)
         patch.setenv("KEY_OF_A_WORKER", "secret")
         made = world_of(*kind)(listeners, configured(server, routing), short=short)
         with made.at_work() as world:

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from omni_proxy.dataplane.loop import stream
+from omni_proxy.dataplane.loop import event_loop
 from tests.dataplane.both_drivers import (
     WHOLE,
     World,
@@ -125,7 +125,7 @@ def test_a_kept_connection_that_has_died_is_dialled_anew_once(
     listeners, monkeypatch, at_once, speaks
 ):
     """Its end comes with the same events as the request, behind it."""
-    monkeypatch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
+    monkeypatch.setattr(event_loop, "MAX_PENDING_WRITERS", 1 if at_once else 32)
 
     def script(world, client):
         client.sock.sendall(chat_request())
@@ -148,7 +148,7 @@ def test_a_kept_connection_that_has_died_is_dialled_anew_once(
 def test_a_way_that_was_given_up_reads_no_more_of_its_client(listeners, monkeypatch):
     """What was to be sent at once could not be, and the next request has come before the turn's
     end."""
-    monkeypatch.setattr(stream, "MAX_PENDING_WRITERS", 1)
+    monkeypatch.setattr(event_loop, "MAX_PENDING_WRITERS", 1)
 
     def script(world, client):
         loop = world.dataplane.loop

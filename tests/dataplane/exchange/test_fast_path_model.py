@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.config.parse import parse
-from omni_proxy.dataplane.loop import stream
+from omni_proxy.dataplane.loop import event_loop
 from tests.dataplane.both_drivers import WHOLE, World, chat_request, worker_sockets
 from tests.example_counts import examples
 
@@ -276,7 +276,7 @@ def listeners(tmp_path):
 def course(listeners, reported, *, short):
     (server, routing), (slow, at_once, ids, traced), steps = reported
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "MAX_PENDING_WRITERS", 1 if at_once else stream.MAX_PENDING_WRITERS)
+        patch.setattr(event_loop, "MAX_PENDING_WRITERS", 1 if at_once else 32)
         patch.setenv("KEY_OF_A_WORKER", "secret")
         made = World(listeners, configured(server, routing), short=short)
         with made.at_work() as world:

@@ -9,8 +9,8 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from omni_proxy.dataplane.loop.event_loop import EventLoop
-from omni_proxy.dataplane.loop.stream import MAX_PENDING_WRITERS, Stream
+from omni_proxy.dataplane.loop.event_loop import MAX_PENDING_WRITERS, EventLoop
+from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import pause
 from tests.dataplane.loop_script import Scripted, until
 from tests.dataplane.manual_loop import ManualLoop, chat, received
