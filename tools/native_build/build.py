@@ -1,8 +1,9 @@
 """Builds the native form of the hot modules: the same .py files, with the .pxd files beside them.
 
-tools/build-native calls it, by an interpreter that has Cython: `-m tools.native WORK OUT`. WORK
-keeps what was made before, so only what changed is compiled. Classes that a .pxd declares become C
-structs; functions that it declares are called as C. What no .pxd names stays Python's, compiled.
+tools/build-native calls it, with an interpreter that has Cython: `-m tools.native_build.build WORK
+OUT`. WORK keeps what was made before, so only what changed is compiled. Classes that a .pxd
+declares become C structs; functions that it declares are called as C. What no .pxd names stays
+Python's, compiled.
 """
 
 import os
@@ -14,9 +15,9 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-from tools.native_constants import with_values
+from tools.native_build.constants import with_values
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A read of a field of None raises, an index is checked, and so is what a typed field is set to.
 DIRECTIVES = {
     "language_level": "3",

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.tree import ROOT
-from tools.native import MODULES, source_of
-from tools.native_constants import with_values
+from tools.native_build.build import MODULES, source_of
+from tools.native_build.constants import with_values
 
 DEFINED = """
 from select import EPOLLIN

@@ -1,0 +1,1 @@
+"""The native build: the hot modules as C. It needs Cython, and nothing of the program."""
