@@ -150,6 +150,8 @@ class SharedSessions:
         return (before, used) if before >> SERIAL_BITS == mark else (0, 0)
 
     def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
+        if not self._buckets:
+            return  # no policy of this proxy keeps sessions
         if worker is None:
             self._remove(digest)
         elif (ids := self._workers.ids(worker)) is not None:

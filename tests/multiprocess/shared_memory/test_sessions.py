@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_proxy.cluster.session_places import session_digest
 from omni_proxy.multiprocess.replicated_fleet import SharedWorker
 from omni_proxy.multiprocess.shared_memory import sessions as shared_sessions
 from omni_proxy.multiprocess.shared_memory.sessions import (
@@ -91,6 +92,17 @@ def test_a_session_of_a_removed_worker_is_not_found(row):
     one.keep("me", workers[3], 0.0)
     del workers[3]
     assert other.find("me", 1.0) is None
+
+
+def test_a_session_of_another_proxy_is_no_concern_of_one_whose_policy_keeps_none(row):
+    workers, (tuned, _) = world(row)
+    descriptor = create_sessions()
+    directory = WorkerDirectory(workers.get, lambda worker: (worker.serial, worker.cell), list)
+    untuned = SharedSessions(descriptor, directory, recounts=True)
+    digest = session_digest("me")
+    for worker in (workers[1], None):
+        untuned.place(digest, worker, 1.0)
+    assert counts(untuned, workers) == counts(tuned, workers) == [0, 0, 0, 0]
 
 
 def test_every_process_sees_how_many_sessions_a_worker_has(row):
