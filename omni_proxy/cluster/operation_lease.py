@@ -38,20 +38,23 @@ RESTORE: Final = """
 local stored = redis.call('GET', KEYS[2])
 local token, number = tonumber(ARGV[1]), tonumber(ARGV[2])
 if stored then
-  local known = cmsgpack.unpack(stored)
-  if known.token > token or (known.token == token and known.number >= number) then return 0 end
+  local is_read, known = pcall(cmsgpack.unpack, stored)
+  local held = is_read and type(known) == 'table' and tonumber(known.token)
+  if held and (held > token or (held == token and (tonumber(known.number) or 0) >= number)) then
+    return 0
+  end
 end
 redis.call('SET', KEYS[2], ARGV[3])
-if tonumber(redis.call('GET', KEYS[1]) or '0') < token then redis.call('SET', KEYS[1], token) end
+local used = tonumber(redis.call('GET', KEYS[1]) or '0') or 0
+if used < token then redis.call('SET', KEYS[1], ARGV[1]) end
 return 1
 """
 # KEYS: lease. ARGV: milliseconds. Who has it. None lasts longer than that: the store ends keys by
 # its wall clock, and a clock that was set back would let the lease of a dead holder last.
 READ: Final = """
 local held = redis.call('GET', KEYS[1])
-if held and redis.call('PTTL', KEYS[1]) > tonumber(ARGV[1]) then
-  redis.call('PEXPIRE', KEYS[1], ARGV[1])
-end
+local left = redis.call('PTTL', KEYS[1])
+if left > tonumber(ARGV[1]) or left == -1 then redis.call('PEXPIRE', KEYS[1], ARGV[1]) end
 return held
 """
 # KEYS: leases of members. ARGV: milliseconds, as for READ. For each 1 if it holds.
@@ -59,7 +62,7 @@ READ_MEMBERS: Final = """
 local holds = {}
 for place, key in ipairs(KEYS) do
   local left = redis.call('PTTL', key)
-  if left > tonumber(ARGV[1]) then redis.call('PEXPIRE', key, ARGV[1]) end
+  if left > tonumber(ARGV[1]) or left == -1 then redis.call('PEXPIRE', key, ARGV[1]) end
   holds[place] = left == -2 and 0 or 1
 end
 return holds
@@ -85,6 +88,12 @@ class Acknowledgements:
     def missing(self, members: Iterable[str], number: int) -> list[str]:
         """Those that have not applied it."""
         return sorted(name for name in members if self._numbers.get(name, 0) < number)
+
+
+def token_of(value: bytes | None) -> int:
+    """Of a lease's value; 0 for none, and for one that no proxy has written."""
+    digits = (value or b"").partition(b":")[0]
+    return int(digits) if digits.isdigit() and len(digits) < 20 else 0
 
 
 class MemberLease:

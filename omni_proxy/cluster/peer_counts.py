@@ -3,8 +3,9 @@ for policies that look for the least load.
 
 Invariant: `totals` is, for each target, the sum over all peers whose last message is at most
 `lease_secs` old; a target without any is not in it. After a gap in a peer's numbers its counts stay
-as they were until it publishes all of them. `OwnCounts` is the other side: what a proxy publishes,
-changes only, or all on request. Pure: the time is an argument, in monotonic seconds.
+as they were until it publishes all of them. No count is negative, whatever a peer publishes.
+`OwnCounts` is the other side: what a proxy publishes, changes only, or all on request. Pure: the
+time is an argument, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Final
 
 from omni_proxy.cluster.messages import CountsMessage
 
+MOST_IN_FLIGHT: Final = (
+    1 << 20
+)  # at one target, of one peer: more are none that a proxy has counted
 _NOTHING: Final[frozenset[int]] = frozenset()
 
 
@@ -52,7 +56,7 @@ class PeerCounts:
         follows = peer.is_whole and message.number == peer.number + 1
         peer.heard_at = now
         peer.number = message.number
-        peer.total, peer.waits = message.total, message.waits
+        peer.total, peer.waits = _bounded(message.total), message.waits
         peer.is_whole = message.whole or follows
         if not peer.is_whole:
             return _NOTHING
@@ -60,7 +64,7 @@ class PeerCounts:
         if message.whole:
             changed |= peer.in_flight.keys()
         for target in changed:
-            self._set(peer, target, message.in_flight.get(target, 0))
+            self._set(peer, target, _bounded(message.in_flight.get(target, 0)))
         return changed
 
     def leave(self, member: str) -> Iterable[int]:
@@ -89,6 +93,10 @@ class PeerCounts:
             self.totals[target] = total
         else:
             self.totals.pop(target, None)
+
+
+def _bounded(count: int) -> int:
+    return min(max(count, 0), MOST_IN_FLIGHT)
 
 
 class OwnCounts:

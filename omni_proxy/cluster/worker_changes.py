@@ -2,11 +2,13 @@
 
 Invariant: `with_change(state, change)` has of that URL exactly what the state had from which the
 change was made, and of all others what `state` has. Voices are no part of it. The order of changes
-of a URL is that of the store's revisions: the last writer holds. Pure.
+of a URL is that of the store's revisions: the last writer holds. A change is read as strictly as
+the saved state at the next start: what the store has may not be what a proxy has written. Pure.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Final, TypeVar
 
@@ -14,14 +16,24 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from omni_proxy.config.state import DisabledBy, SavedState, StateWorker, WorkerOverride
+from omni_proxy.config.problem import ConfigError
+from omni_proxy.config.state import (
+    DisabledBy,
+    SavedState,
+    StateWorker,
+    WorkerOverride,
+    read_state,
+    render_state,
+)
+from omni_proxy.config.url import normalize_url
 
 Value = TypeVar("Value")
 
 # KEYS: changes by URL. ARGV: URL, revision, change, channel, message. 1 if it is the newest.
 PUT: Final = """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
-if known and tonumber(string.match(known, '^%d+')) >= tonumber(ARGV[2]) then return 0 end
+local newest = known and string.match(known, '^(%d+):')
+if newest and tonumber(newest) >= tonumber(ARGV[2]) then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ':' .. ARGV[3])
 redis.call('PUBLISH', ARGV[4], ARGV[5])
 return 1
@@ -41,6 +53,7 @@ class WorkerChange(Struct, frozen=True, kw_only=True):
 
 
 _decoder: Final = msgspec.msgpack.Decoder(WorkerChange)
+_REVISION: Final = re.compile(rb"[0-9]{1,18}\Z")
 
 
 def encode_change(change: WorkerChange) -> bytes:
@@ -48,17 +61,32 @@ def encode_change(change: WorkerChange) -> bytes:
 
 
 def decode_change(payload: bytes) -> WorkerChange | None:
-    """None for what this release can't read."""
+    """None for what this release can't read, and for what no saved state may have."""
     try:
-        return _decoder.decode(payload)
+        change = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+    return change if _is_allowed(change) else None
+
+
+def _is_allowed(change: WorkerChange) -> bool:
+    """A worker that is added has its own URL, and none that only FILE may name."""
+    if change.added is not None and change.added.url != change.url:
+        return False
+    state = with_change(SavedState(), replace(change, tombstone=""))
+    try:
+        return (
+            normalize_url(change.url, allow_unix=True) == change.url
+            and read_state(render_state(state), "the store") == state
+        )
+    except (ValueError, ConfigError):
+        return False
 
 
 def split_stored(value: bytes) -> tuple[int, WorkerChange | None]:
     """Revision and change of a value that PUT has stored."""
     revision, _, payload = value.partition(b":")
-    return int(revision), decode_change(payload)
+    return (int(revision), decode_change(payload)) if _REVISION.match(revision) else (0, None)
 
 
 def change_of(state: SavedState, url: str) -> WorkerChange:

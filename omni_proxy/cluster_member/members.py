@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
@@ -38,6 +39,7 @@ MOST_CALLS: Final = 16  # that are answered at a time
 MOST_BYTES: Final = 8 << 20  # of one message
 MAC_BYTES: Final = 32
 LENGTH_BYTES: Final = 4
+_ADDRESS: Final = re.compile(r"\S+ ([0-9]{1,5})\Z")
 _BROKEN: Final = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
 
 
@@ -130,12 +132,13 @@ class Members:
         found, addresses = await connection.call(
             ("SMEMBERS", f"{cluster}:nodes"), ("HGETALL", f"{cluster}:addresses")
         )
-        for name, address in addresses.items() if isinstance(addresses, dict) else ():
-            if name.decode() != own:
-                self._addresses[name.decode()] = address.decode()
+        for key, value in addresses.items() if isinstance(addresses, dict) else ():
+            name, address = _text(key), _text(value)
+            if name and name != own and _is_address(address):
+                self._addresses[name] = address
         while len(self._addresses) > MOST_KNOWN:
             self._addresses.popitem(last=False)
-        others = sorted({name.decode() for name in found} - {own})
+        others = sorted({name for key in found if (name := _text(key))} - {own})
         if not others:
             self._live = set()
             return self._live
@@ -254,6 +257,19 @@ class Members:
             with suppress(StoreError):
                 addresses = f"{self._names()[1]}:addresses"
                 await self._connection.send(("HDEL", addresses, member))
+
+
+def _text(stored: bytes) -> str:
+    """ "" for what no member has written."""
+    try:
+        return stored.decode()
+    except UnicodeDecodeError:
+        return ""
+
+
+def _is_address(text: str) -> bool:
+    found = _ADDRESS.match(text)
+    return found is not None and 0 < int(found[1]) < 1 << 16
 
 
 def signed(payload: bytes, key: bytes, before: bytes = b"") -> bytes:

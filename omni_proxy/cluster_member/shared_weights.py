@@ -26,6 +26,7 @@ from omni_proxy.cluster.operation_lease import (
     WRITE,
     Acknowledgements,
     MemberLease,
+    token_of,
 )
 from omni_proxy.cluster_member.store_connection import Command, RedisConnection, StoreError
 from omni_proxy.cluster_member.weight_state import (
@@ -170,7 +171,7 @@ class SharedWeights:
         if self.is_holder and len(replies) > 1 and not replies[1]:
             self._lose("it has ended in the store")
         state = self.followed.state
-        token = int(value.partition(b":")[0]) if value else 0
+        token = token_of(value)
         if state.busy and token != state.token and not self.is_holder:
             if state.holder != self._member.name:
                 self.followed.orphan(_lost(state))

@@ -98,8 +98,11 @@ class SharedWorkers:
                 del self._unpublished[url]
 
     def take(self, message: WorkerMessage) -> None:
+        if not self._shares:
+            return
         change = decode_change(message.change)
-        if change is None or not self._shares:
+        if change is None:
+            _log.warning("cluster_workers_unreadable member=%r", message.member[:200])
             return
         if message.revision > self._revisions.get(change.url, 0):
             self._revisions[change.url] = message.revision

@@ -1,6 +1,6 @@
 """Who has acknowledged a hold, and how long this proxy's own lease holds."""
 
-from omni_proxy.cluster.operation_lease import Acknowledgements, MemberLease
+from omni_proxy.cluster.operation_lease import Acknowledgements, MemberLease, token_of
 
 
 def test_a_member_is_missing_until_it_has_acknowledged_that_number_or_a_later_one():
@@ -26,3 +26,9 @@ def test_a_lease_counts_from_before_its_command_was_sent():
     lease.renewed(10.0)
     assert lease.holds(14.9, 5.0)
     assert not lease.holds(15.0, 5.0)
+
+
+def test_a_lease_that_no_proxy_has_written_has_no_token():
+    assert token_of(b"12:one") == 12
+    for value in (None, b"", b"abc", b"-1:one", b"1" * 5000, "\u0661:one".encode()):
+        assert token_of(value) == 0

@@ -1,10 +1,17 @@
 """Counts of peers against a model that keeps every message, and what a proxy publishes."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cluster.messages import CountsMessage, decode, encode, target_key
-from omni_proxy.cluster.peer_counts import OwnCounts, PeerCounts, first_seen, smoothed
+from omni_proxy.cluster.peer_counts import (
+    MOST_IN_FLIGHT,
+    OwnCounts,
+    PeerCounts,
+    first_seen,
+    smoothed,
+)
 
 MEMBERS = ("a", "b", "c")
 TARGETS = st.integers(0, 4)
@@ -85,6 +92,16 @@ def test_a_proxy_does_not_count_its_own_messages():
     heard = PeerCounts("me")
     heard.take(CountsMessage("me", 1, True, 4, False, {1: 4}), 0.0)
     assert heard.totals == {}
+
+
+@pytest.mark.parametrize(
+    ("published", "count"), [(-5, 0), (-(2**63), 0), (2**64 - 1, MOST_IN_FLIGHT)]
+)
+def test_what_no_proxy_can_have_in_flight_is_bounded(published, count):
+    counts = PeerCounts("own")
+    counts.take(CountsMessage("peer", 1, True, published, False, {7: published}), now=0.0)
+    assert counts.totals.get(7, 0) == count
+    assert counts.peers["peer"].total == count
 
 
 def test_a_message_that_cannot_be_read_is_none():

@@ -1,9 +1,11 @@
 """Changes of workers, as values that another proxy applies."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cluster.worker_changes import (
+    WorkerChange,
     change_of,
     changes_between,
     decode_change,
@@ -11,7 +13,13 @@ from omni_proxy.cluster.worker_changes import (
     split_stored,
     with_change,
 )
-from omni_proxy.config.state import DisabledBy, SavedState, StateWorker, WorkerOverride
+from omni_proxy.config.state import (
+    FLAG_FINGERPRINT,
+    DisabledBy,
+    SavedState,
+    StateWorker,
+    WorkerOverride,
+)
 
 URLS = ("http://a:1", "http://b:1", "http://c:1")
 EACH = st.sampled_from(URLS)
@@ -56,3 +64,30 @@ def test_a_change_survives_its_encoding(state, url):
 
 def test_a_change_that_cannot_be_read_is_none():
     assert decode_change(b"\xc1") is None
+    for value in (b"", b"x:", b"-1:", b"1" * 5000 + b":"):
+        assert split_stored(value) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        WorkerChange(url="not a url", added=StateWorker(url="not a url")),
+        WorkerChange(url="http://a:1", added=StateWorker(url="http://b:1")),
+        WorkerChange(url="HTTP://A:1", added=StateWorker(url="HTTP://A:1")),
+        WorkerChange(url="unix:/run/x.sock", added=StateWorker(url="unix:/run/x.sock")),
+        WorkerChange(url="http://169.254.169.254", added=StateWorker(url="http://169.254.169.254")),
+        WorkerChange(url="http://a:1", added=StateWorker(url="http://a:1", weight=-1)),
+        WorkerChange(url="http://a:1", switch=WorkerOverride(max_inflight=-1)),
+        WorkerChange(url="x" * 1000, tombstone="y"),
+    ],
+)
+def test_a_change_that_no_saved_state_may_have_is_none(change):
+    assert decode_change(encode_change(change)) is None
+
+
+def test_a_worker_of_the_configuration_file_may_be_a_socket():
+    for change in (
+        WorkerChange(url="unix:/run/x.sock", switch=WorkerOverride(disabled=True)),
+        WorkerChange(url="unix:/run/x.sock", tombstone=FLAG_FINGERPRINT, leaves=True),
+    ):
+        assert decode_change(encode_change(change)) == change

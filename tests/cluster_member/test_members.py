@@ -150,6 +150,17 @@ async def test_a_member_is_remembered_by_others_when_the_store_has_lost_everythi
         assert await one.members.needed() == set()
 
 
+async def test_what_no_member_has_written_into_the_store_is_ignored(monkeypatch):
+    async with two_members(monkeypatch, live=True) as (store, one, _, _):
+        store.leases[b"\xff\xfe"] = b""
+        for name, address in (
+            (b"\xff", b"127.0.0.1 1"), (b"a", b"\xff 1"), (b"b", b"127.0.0.1 x"), (b"c", b""),
+            (b"d", b"127.0.0.1 99999"), (b"e", b"127.0.0.1 0"),
+        ):  # fmt: skip
+            store.addresses[name] = address
+        assert await one.members.needed() == {"two"}
+
+
 @pytest.mark.parametrize(
     "change", [lambda sent: sent[:-1] + b"x", lambda sent: sent[:20], lambda _: b"\xff" * 40]
 )

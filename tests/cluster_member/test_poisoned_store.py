@@ -1,0 +1,40 @@
+"""The scripts of the store over values that no proxy has written."""
+
+from omni_proxy.cluster.operation_lease import READ, READ_MEMBERS, RESTORE
+from omni_proxy.cluster.worker_changes import PUT
+from omni_proxy.cluster_member.store_connection import connected
+from omni_proxy.cluster_member.weight_state import WeightState, decode_state, encode_state
+from omni_proxy.config.tables.cluster import store_address
+from tests.redis_server import needs_store, redis_server
+
+pytestmark = needs_store
+
+
+async def test_a_value_that_no_proxy_has_written_is_written_over():
+    state = WeightState(token=5, number=1, holder="one")
+    restore = ("EVAL", RESTORE, 2, "token", "state", 5, 1, encode_state(state))
+    async with redis_server() as server:
+        address = store_address(server.url)
+        async with connected(address, lambda *_: None, None, 10.0) as connection:
+            for poison in (b"\xc1", b"\x80", b"\x01", b"x", b"\x81\xa5token\xa1x"):
+                await connection.call(("SET", "state", poison), ("SET", "token", "abc"))
+                assert await connection.call(restore) == [1]
+                stored, token = await connection.call(("GET", "state"), ("GET", "token"))
+                assert decode_state(stored) == state
+                assert token == b"5"
+            for poison in (b"abc", b"", b"12", b":x"):
+                await connection.call(("HSET", "workers", "http://a:1", poison))
+                put = ("EVAL", PUT, 1, "workers", "http://a:1", 3, "new", "channel", "message")
+                assert await connection.call(put) == [1]
+                assert await connection.call(("HGET", "workers", "http://a:1")) == [b"3:new"]
+
+
+async def test_no_lease_lasts_for_ever():
+    async with redis_server() as server:
+        address = store_address(server.url)
+        async with connected(address, lambda *_: None, None, 10.0) as connection:
+            await connection.call(("SET", "lease", "7:one"), ("SET", "member", ""))
+            assert await connection.call(("EVAL", READ, 1, "lease", 50)) == [b"7:one"]
+            assert await connection.call(("EVAL", READ_MEMBERS, 1, "member", 50)) == [[1]]
+            left = await connection.call(("PTTL", "lease"), ("PTTL", "member"))
+            assert all(each == -2 or 0 <= each <= 50 for each in left)
