@@ -64,7 +64,7 @@ from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.telemetry.span_exporter import encode_operation_span
 from omni_proxy.upgrade.control_socket import UpgradeService
-from omni_proxy.upgrade.incoming import Incoming, NoState, NotReady
+from omni_proxy.upgrade.incoming import Incoming, NoState, NotReady, take_state
 from omni_proxy.upgrade.parts import ProgramParts
 from omni_proxy.watchdog import Watchdog
 from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
@@ -75,6 +75,7 @@ _log = logging.getLogger(__name__)
 BAD_CONFIGURATION = 2
 CANNOT_LISTEN = 1
 NEVER_READY = 1
+NOT_TAKEN_OVER = 3  # of an upgrade: the running program goes on
 
 
 def run(startup: Startup) -> int:
@@ -84,13 +85,14 @@ def run(startup: Startup) -> int:
     try:
         config_store = ConfigStore(startup, fleet)
         if incoming is not None:  # what is on the disk may change until the state has come
-            startup = incoming.wait_state(startup)
+            startup, incoming = take_state(incoming, startup)
             fleet = Fleet()
             config_store = ConfigStore(startup, fleet)
+        if incoming is not None:
             incoming.adopt_state(config_store)
     except (ConfigError, NoState) as error:
         print(error, file=sys.stderr)  # noqa: T201  the log isn't configured yet
-        return BAD_CONFIGURATION
+        return NOT_TAKEN_OVER if isinstance(error, NoState) else BAD_CONFIGURATION
     configure(config_store.config.server.log_level, config_store.config.server.log_format)
     raise_fd_limit()
     with private_runtime_dir() as runtime_dir:
@@ -346,7 +348,7 @@ class Server:
             except NotReady as error:
                 root.cancel_scope.cancel()
                 _print(str(error))
-                return NEVER_READY
+                return NOT_TAKEN_OVER
             # Objects of the start live on: keep them out of every later garbage collection.
             gc.collect()
             gc.freeze()

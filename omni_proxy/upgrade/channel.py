@@ -8,7 +8,9 @@ in a thread. Invariant: what was received is either handed to the caller or clos
 from __future__ import annotations
 
 import os
+import select
 import socket
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
@@ -16,12 +18,41 @@ from typing import Final
 from omni_proxy.upgrade.state import Message, decode, encode
 
 HEAD_BYTES: Final = 8
+PEER: Final = struct.Struct("3i")  # pid, user, group
 MAX_BYTES: Final = 1 << 30
 BATCH: Final = 200  # descriptors; the kernel takes 253 at once
 
 
 class ChannelClosed(Exception):
     """The other program has closed the socket, or it has ended."""
+
+
+class Creator:
+    """The process that has made a pair of sockets, by a pidfd."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._pidfd: int | None = None
+        self._was_gone = False
+        peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
+        pid, _, _ = PEER.unpack(peer)
+        if pid:  # 0: of another pid namespace, so nobody here can tell
+            try:
+                self._pidfd = os.pidfd_open(pid)
+            except OSError as error:
+                self._was_gone = isinstance(error, ProcessLookupError)
+
+    def has_ended(self, secs: float) -> bool:
+        """Whether it ends within this time; False where that can't be seen. Blocks."""
+        if self._pidfd is None:
+            return self._was_gone
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        return bool(ended.poll(secs * 1000))
+
+    def close(self) -> None:
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 class HandoverChannel:
@@ -31,6 +62,9 @@ class HandoverChannel:
         sock.setblocking(True)
         sock.set_inheritable(False)
         self._sock = sock
+
+    def creator(self) -> Creator:
+        return Creator(self._sock)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
         """Raises ChannelClosed."""

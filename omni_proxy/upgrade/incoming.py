@@ -4,7 +4,8 @@ Order: `wait_state` (before any service exists; it has the valid configuration b
 before the addresses are bound, `take_over` once they are. Invariants: nothing is accepted before
 the fleet's state is restored; until the running program commits, this one changes nothing that
 outlives it: it writes no journal and no state file, removes no socket's file, and supervises no
-replica. If the running program ends without a word, this one goes on: its sockets would be gone.
+replica. If the running program is killed, this one goes on with what it has been given: nobody else
+would serve. If that has only given up, this one ends.
 """
 
 from __future__ import annotations
@@ -58,8 +59,15 @@ FOUND_SECS: Final = 5.0  # for discovery to find the workers that the running pr
 POLL_SECS: Final = 0.02
 
 
+KILLED_SECS: Final = 2.0  # from the end of the connection to that of a program that was killed
+
+
 class NoState(Exception):
-    """The running program has given up, or its state can't be read."""
+    """The running program goes on without this one, or its state can't be read."""
+
+
+class PredecessorKilled(Exception):
+    """The running program has ended, and has handed over nothing."""
 
 
 class NotReady(Exception):
@@ -72,6 +80,7 @@ class Incoming:
     def __init__(self, channel: HandoverChannel, stderr: int) -> None:
         self.state = HandoverState()
         self._channel = channel
+        self._predecessor = channel.creator()
         self._stderr = stderr
         self._socks: list[socket.socket] = []
         self._replicas: list[HandedReplica] = []
@@ -79,6 +88,7 @@ class Incoming:
         self._reservations: tuple[ReservationRecord, ...] = ()
         self._gone = trio.Event()
         self._offered = self._declined = self._answered = False
+        self._shut = self._given_up = False  # the connection by this program; the upgrade
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> Incoming | None:
@@ -92,12 +102,16 @@ class Incoming:
 
     def wait_state(self, startup: Startup) -> Startup:
         """The configuration is valid: get the state. Returns the startup to go on with, whose
-        replicas are those that run already. Blocks. Raises NoState."""
+        replicas are those that run already. Blocks. Raises NoState, PredecessorKilled."""
         try:
             self._channel.send(StartedMessage(FORMATS, __version__))
             message, descriptors = self._channel.receive()
-        except (ChannelClosed, UnreadableMessage) as error:
-            raise NoState(f"no state from the running program: {error}") from None
+        except ChannelClosed as error:
+            if self._predecessor.has_ended(KILLED_SECS):
+                raise PredecessorKilled from None
+            raise NoState(f"the running program has ended the upgrade: {error}") from None
+        except UnreadableMessage as error:
+            raise NoState(f"the running program's state can't be read: {error}") from None
         if not isinstance(message, StateMessage) or message.state.format not in FORMATS:
             raise NoState("the running program's state has a format that this version can't read")
         self.state = message.state
@@ -118,6 +132,16 @@ class Incoming:
         if not startup.launch:
             return startup
         return _with_launch(startup, self.state)
+
+    def go_alone(self) -> None:
+        """Nobody reads any more what this program prints, or answers it."""
+        self._take_stderr()
+        self._channel.close()
+        self._predecessor.close()
+
+    def _take_stderr(self) -> None:
+        os.dup2(self._stderr, 2)
+        os.close(self._stderr)
 
     def adopt_state(self, config_store: ConfigStore) -> None:
         """What was changed over HTTP. Raises ConfigError."""
@@ -161,9 +185,10 @@ class Incoming:
         if self._declined:
             await trio.sleep_forever()  # until the shutdown has ended
         self._offered = True
-        await trio.to_thread.run_sync(
-            self._channel.send, ReadyMessage(os.getpid(), str(parts.admin_socket))
-        )
+        with suppress(ChannelClosed):  # then no commit comes, either
+            await trio.to_thread.run_sync(
+                self._channel.send, ReadyMessage(os.getpid(), str(parts.admin_socket))
+            )
         await self._wait_commit(parts)
         targets = {target.url: target for target in parts.fleet.targets()}
         parts.picker().restore(self._reservations, targets)
@@ -235,20 +260,22 @@ class Incoming:
 
     async def _wait_commit(self, parts: ProgramParts) -> None:
         """Wait until this program owns everything. Where that is cancelled, either the running
-        program can't commit any more and goes on, or the launcher has the replicas."""
+        program can't commit any more and goes on, or the launcher has the replicas. Raises
+        NotReady where that goes on in any case."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._shut_when_cancelled)
             with trio.CancelScope(shield=True):
                 error = await trio.to_thread.run_sync(self._receive_commit)
             cancelled = trio.current_effective_deadline() == -math.inf
-            if not error or not cancelled:
+            if not error or not (cancelled or self._given_up):
                 parts.launcher.adopt(self._replicas)
             self._answered = True
             nursery.cancel_scope.cancel()
+        if self._given_up:
+            raise NotReady(f"the running program has ended the upgrade, and goes on: {error}")
+        self._take_stderr()
         if error:
             _log.error("upgrade_commit_missing reason=%r: the other program has ended", error)
-        os.dup2(self._stderr, 2)
-        os.close(self._stderr)
 
     async def _shut_when_cancelled(self) -> None:
         """A message that has come stays readable, and the other side can send none."""
@@ -256,13 +283,17 @@ class Incoming:
             await trio.sleep_forever()
         finally:
             if not self._answered:
+                self._shut = True
                 self._channel.shut()
 
     def _receive_commit(self) -> str:
         """Why there was none, or "". Blocks."""
         try:
             message, _ = self._channel.receive()
-        except (ChannelClosed, UnreadableMessage) as error:
+        except ChannelClosed as error:
+            self._given_up = not self._shut and not self._predecessor.has_ended(KILLED_SECS)
+            return str(error)
+        except UnreadableMessage as error:
             return str(error)
         if not isinstance(message, CommitMessage):
             return f"{type(message).__name__} instead of CommitMessage"
@@ -274,6 +305,7 @@ class Incoming:
         with suppress(ChannelClosed, UnreadableMessage):
             await trio.to_thread.run_sync(self._channel.receive, abandon_on_cancel=True)
         self._channel.close()
+        self._predecessor.close()
         _log.info("upgrade_predecessor_ended")
         self._gone.set()
 
@@ -286,6 +318,17 @@ class Incoming:
 
     async def wait_gone(self) -> None:
         await self._gone.wait()
+
+
+def take_state(incoming: Incoming, startup: Startup) -> tuple[Startup, Incoming | None]:
+    """The startup to go on with. Without a program that could hand over anything it is a start as
+    any other. Blocks. Raises NoState."""
+    try:
+        return incoming.wait_state(startup), incoming
+    except PredecessorKilled:
+        incoming.go_alone()
+        warning = "upgrade_predecessor_killed: it has handed over nothing, so this is a start"
+        return replace(startup, warnings=(*startup.warnings, warning)), None
 
 
 def _with_launch(startup: Startup, state: HandoverState) -> Startup:

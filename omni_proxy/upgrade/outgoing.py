@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -51,6 +52,7 @@ from omni_proxy.upgrade.tree_handover import save_all
 _log = logging.getLogger(__name__)
 
 BUSY_POLL_SECS: Final = 0.1
+STEP_SECS: Final = 0.5  # in which the time of an upgrade is counted
 MAX_SESSIONS: Final = 50_000  # handed over: the state is made in one turn of the event loop
 STOP_SECS: Final = 5.0  # for services to end
 ADMIN_SECS: Final = 1.0  # for control requests in flight
@@ -97,7 +99,8 @@ class Outgoing:
         timeout_secs = self._parts.config_store.config.server.upgrade_timeout_secs
         _log.info("upgrade_started binary=%s timeout=%gs", binary or "same", timeout_secs)
         try:
-            with trio.move_on_after(timeout_secs) as self._scope:
+            with trio.CancelScope() as self._scope:
+                self._start_soon(partial(self._end_late, self._scope, timeout_secs))
                 pid = await self._start_and_hand_over(binary, report)
                 _log.info("upgrade_done pid=%d", pid)
                 return pid
@@ -112,6 +115,15 @@ class Outgoing:
             raise
         finally:
             self.running = False
+
+    async def _end_late(self, scope: trio.CancelScope, secs: float) -> None:
+        """Cancel an upgrade after this time. A time in which this program was stopped (SIGSTOP)
+        does not count: the new one may have accepted connections meanwhile."""
+        while secs > 0 and self.running and scope is self._scope:
+            await trio.sleep(min(secs, STEP_SECS))
+            secs -= STEP_SECS
+        if self.running and scope is self._scope:
+            scope.cancel()
 
     def stop(self) -> None:
         """This program shuts down: nobody takes over any more."""

@@ -6,9 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import trio
+from trio.testing import RaisesGroup, wait_all_tasks_blocked
 
+from omni_proxy.config.flags import Startup
 from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
-from omni_proxy.upgrade.incoming import Incoming
+from omni_proxy.upgrade.incoming import Incoming, NoState, NotReady, take_state
+from omni_proxy.upgrade.outgoing import Outgoing
 from omni_proxy.upgrade.state import CommitMessage
 
 
@@ -56,3 +59,37 @@ def test_a_program_declines_only_until_it_has_offered_to_take_over(incoming):
     assert incoming.decline()
     incoming._offered = True
     assert not incoming.decline()
+
+
+async def test_a_running_program_that_gives_up_before_the_commit_goes_on_alone(
+    ends, incoming, adopted, monkeypatch
+):
+    monkeypatch.setattr("omni_proxy.upgrade.incoming.KILLED_SECS", 0)
+    parts = SimpleNamespace(launcher=SimpleNamespace(adopt=adopted.append))
+    ends[0].shut()
+    with RaisesGroup(NotReady, allow_unwrapped=True):
+        await incoming._wait_commit(parts)
+    assert adopted == []
+
+
+def test_without_a_state_from_a_program_that_lives_there_is_no_start(ends, incoming, monkeypatch):
+    monkeypatch.setattr("omni_proxy.upgrade.incoming.KILLED_SECS", 0)
+    ends[0].shut()
+    with pytest.raises(NoState, match="has ended the upgrade"):
+        take_state(incoming, Startup(None, {}, (), ""))
+
+
+async def test_the_time_in_which_the_running_program_was_stopped_does_not_count(mock_clock):
+    outgoing = Outgoing(None, None)
+    outgoing.running = True
+    async with trio.open_nursery() as nursery:
+        with trio.CancelScope() as outgoing._scope:
+            nursery.start_soon(outgoing._end_late, outgoing._scope, 60)
+            await wait_all_tasks_blocked()
+            mock_clock.jump(1000)
+            await wait_all_tasks_blocked()
+            assert not outgoing._scope.cancel_called
+            for _ in range(120):
+                mock_clock.jump(0.5)
+                await wait_all_tasks_blocked()
+        assert outgoing._scope.cancel_called

@@ -1,0 +1,166 @@
+"""One of the two programs of an upgrade is killed, or stopped, at a step of it: the other serves."""
+
+import os
+import signal
+import sys
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import trio
+
+import omni_proxy
+from tests.ports import free_run
+from tests.promises.fleet_program import program, put, toml, workers
+from tests.promises.test_upgrade import script, status, until_gone, upgrade
+
+pytestmark = pytest.mark.usefixtures("soon")
+
+# The real program, which waits before each of its messages: it makes the file NAME, and goes on
+# once there is NAME.go.
+STEPPING = f"""
+import sys, time
+from pathlib import Path
+sys.path[:0] = {[str(Path(omni_proxy.__file__).parents[1]), *sys.path]!r}
+from omni_proxy.cli import main
+from omni_proxy.upgrade.channel import HandoverChannel
+send = HandoverChannel.send
+def step(channel, message, descriptors=()):
+    file = Path(__file__).with_name(type(message).__name__)
+    file.touch()
+    while not Path(f"{{file}}.go").exists():
+        time.sleep(0.01)
+    send(channel, message, descriptors)
+HandoverChannel.send = step
+sys.exit(main())
+"""
+STARTED, READY = "StartedMessage", "ReadyMessage"
+
+
+@asynccontextmanager
+async def upgrading(tmp_path, step, more=""):
+    """The program, its worker, and what `upgrade` reports of a new program that waits before this
+    message."""
+    binary, file, reports = script(tmp_path, STEPPING), tmp_path / "proxy.toml", []
+    async with workers("w") as fleet:
+        put(file, toml(fleet, port=free_run(1), more=more))
+        async with program("--config", file) as running, trio.open_nursery() as nursery:
+            await running.until_routable(*fleet)
+
+            async def one():
+                try:
+                    reports.append(await upgrade(running, binary))
+                except ConnectionError:  # the old program was killed
+                    reports.append(None)
+
+            nursery.start_soon(one)
+            if step == READY:
+                (tmp_path / f"{STARTED}.go").touch()
+            while not (tmp_path / step).exists():
+                await trio.sleep(0.01)
+            yield running, fleet, reports
+
+
+def go_on(tmp_path):
+    for name in (STARTED, READY):
+        (tmp_path / f"{name}.go").touch()
+
+
+async def new_connections(running) -> None:
+    """What the client had open was of the program that was killed."""
+    url = running.client.base_url
+    await running.client.aclose()
+    running.client = type(running.client)(base_url=url, timeout=60, trust_env=False)
+
+
+async def until_it_serves(running, fleet) -> int:
+    """The pid of another program than the first, once a request was answered by it."""
+    await new_connections(running)
+    with trio.fail_after(60):
+        while True:
+            try:
+                pid = (await status(running))["pid"]
+                break
+            except httpx.TransportError:  # nobody listens yet
+                await trio.sleep(0.05)
+    await running.until_routable(*fleet)
+    assert (await running.ask()).status_code == 200
+    return pid
+
+
+async def end(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+    await until_gone(pid)
+
+
+@pytest.mark.parametrize("more", ["", "processes = 2\n"], ids=["one", "processes"])
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [(STARTED, "upgrade_predecessor_killed"), (READY, "upgrade_commit_missing")],
+    ids=["with nothing handed over", "with the state handed over"],
+)
+async def test_the_new_program_serves_where_the_old_one_is_killed(tmp_path, step, says, more):
+    async with upgrading(tmp_path, step, more) as (running, fleet, _):
+        running.process.kill()
+        await running.process.wait()
+        go_on(tmp_path)
+        await running.says(says)
+        pid = await until_it_serves(running, fleet)
+        assert pid != running.process.pid
+        assert not (await status(running))["upgrade"]["last_error"]
+        await end(pid)
+
+
+@pytest.mark.parametrize("step", [STARTED, READY])
+async def test_the_old_program_serves_where_the_new_one_is_killed(tmp_path, step):
+    async with upgrading(tmp_path, step) as (running, fleet, reports):
+        (pid,) = children_of(running.process.pid, str(tmp_path / "binary"))
+        os.kill(pid, signal.SIGKILL)
+        await running.says("upgrade_failed.*SIGKILL")
+        assert (await status(running))["pid"] == running.process.pid
+        assert (await running.ask()).status_code == 200
+        done = await upgrade(running)
+        assert done.outcome == "done", done
+        await running.client.aclose()
+        assert await running.process.wait() == 0
+        await new_connections(running)
+        assert (await status(running))["pid"] == done.pid
+        await running.until_routable(*fleet)
+        await end(done.pid)
+    assert [report.outcome for report in reports] == ["failed"]
+
+
+def children_of(pid: int, word: str) -> list[int]:
+    """The child processes with this word in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == pid and word in words:
+            found.append(int(path.name))
+    return found
+
+
+async def test_the_new_program_serves_while_the_old_one_is_stopped_and_takes_over_after_it(
+    tmp_path,
+):
+    async with upgrading(tmp_path, READY) as (running, _, reports):
+        first = running.process.pid
+        running.process.send_signal(signal.SIGSTOP)
+        go_on(tmp_path)
+        await new_connections(running)
+        assert (await running.ask()).status_code == 200
+        assert (await status(running))["pid"] != first
+        assert reports == []
+        running.process.send_signal(signal.SIGCONT)
+        await running.says("upgrade_taken_over")
+        await running.client.aclose()
+        assert await running.process.wait() == 0
+        await new_connections(running)
+        assert (await running.ask()).status_code == 200
+        await end((await status(running))["pid"])
+    assert [report.outcome for report in reports] == ["done"]
