@@ -82,8 +82,18 @@ class ParentDeathGuard:
         return ChildProcess(process, on_line, self)
 
     async def adopt(self, handed: HandedReplica, on_line: Callable[[str], None]) -> ChildProcess:
-        """A process that another program started, and has handed over. Raises OSError."""
-        process = HandedProcess(handed)
+        """A process that another program started, and has handed over. Raises OSError where nobody
+        could read its output: it is ended then."""
+        try:
+            process = HandedProcess(handed)
+        except OSError as error:
+            log.error(
+                "replica_not_resumed pid=%d error=%r: it is ended",
+                handed.record.pid,
+                error.strerror,
+            )
+            await handed.end(TERM_SECS, KILL_SECS)
+            raise
         with trio.CancelScope(shield=True):
             await self._send_groups(self._groups | {process.pid})
         return ChildProcess(process, on_line, self)

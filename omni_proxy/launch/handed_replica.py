@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import select
+import signal
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -42,9 +44,21 @@ class HandedReplica:
         os.close(self.pidfd)
         os.close(self.output)
 
+    async def end(self, term_secs: float, kill_secs: float) -> None:
+        """End its group without reading its output, and close the descriptors. Can't be
+        cancelled."""
+        with trio.CancelScope(shield=True):
+            for number, secs in (signal.SIGTERM, term_secs), (signal.SIGKILL, kill_secs):
+                with suppress(ProcessLookupError):
+                    os.killpg(self.record.pid, number)
+                with trio.move_on_after(secs):
+                    await trio.lowlevel.wait_readable(self.pidfd)
+        self.close()
+
 
 class HandedProcess:
-    """What `ChildProcess` uses of a trio.Process. Takes over the descriptors."""
+    """What `ChildProcess` uses of a trio.Process. Takes over the descriptors; where it raises
+    OSError they still are the caller's."""
 
     def __init__(self, handed: HandedReplica) -> None:
         self.pid = handed.record.pid

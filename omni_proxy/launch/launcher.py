@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 
 import trio
 
@@ -73,8 +74,7 @@ class Launcher:
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 for each in handed.values():
-                    child = await guard.adopt(each, lambda _: None)
-                    nursery.start_soon(child.stop)
+                    nursery.start_soon(_end_handed, guard, each)
 
     def hand_over(self) -> list[HandedReplica]:
         """All processes that run, for another program. Raises OSError."""
@@ -109,8 +109,7 @@ class Launcher:
                         nursery.start_soon(self._run_replica, key, replica)
                     unwanted, self._handed = self._handed, {}  # no entry has them any more
                     for handed in unwanted.values():
-                        child = await guard.adopt(handed, lambda _: None)
-                        nursery.start_soon(child.stop)
+                        nursery.start_soon(_end_handed, guard, handed)
                     await self._changed.wait()
         finally:
             if self._released:
@@ -147,6 +146,12 @@ class Launcher:
         # Not renewed by `run`: between two runs of it the event would stay set.
         event, self._state_changed = self._state_changed, trio.Event()
         event.set()
+
+
+async def _end_handed(guard: ParentDeathGuard, handed: HandedReplica) -> None:
+    with trio.CancelScope(shield=True), suppress(OSError):  # it has ended already then
+        child = await guard.adopt(handed, lambda _: None)
+        await child.stop()
 
 
 def _restart_outdated(replicas: list[ReplicaProcess]) -> None:

@@ -339,7 +339,8 @@ class ReplicaProcess:
         try:
             return await self._guard.adopt(handed, self._log_line)
         except OSError as error:
-            raise ReplicaStartError(f"cannot go on with it: {error.strerror}") from error
+            message = f"cannot go on with it after an upgrade: {error.strerror}; it was ended"
+            raise ReplicaStartError(message) from error
 
     async def _start(self) -> ChildProcess:
         """Raises ReplicaStartError."""

@@ -1,12 +1,15 @@
 import os
 import signal
+import socket
 import sys
 
+import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.launch.child_process import LINE_CHARS, OutputLines, ParentDeathGuard
+from omni_proxy.launch.handed_replica import HandedReplica, ReplicaRecord
 from tests.processes import until_gone
 
 GUARDED_PROGRAM = """
@@ -52,6 +55,27 @@ async def test_the_last_output_is_read_after_the_child_has_ended():
     await child.stop()
     await guard.detach()
     assert lines[-1] == "last line"
+
+
+async def handed_without_output():
+    """A running process, and what another program has handed over of it: an output that can't be
+    opened anew, as a pipe can't without /proc."""
+    process = await trio.lowlevel.open_process(["sleep", "600"], start_new_session=True)
+    with socket.socket() as output:
+        descriptors = os.pidfd_open(process.pid), os.dup(output.fileno())
+    record = ReplicaRecord(name="local", index=0, pid=process.pid)
+    return process, HandedReplica(record, *descriptors)
+
+
+async def test_a_handed_process_that_nobody_can_go_on_with_is_ended(caplog):
+    process, handed = await handed_without_output()
+    with pytest.raises(OSError):
+        await ParentDeathGuard().adopt(handed, print)
+    assert await process.wait() == -signal.SIGTERM
+    assert f"replica_not_resumed pid={process.pid}" in caplog.text
+    for descriptor in (handed.pidfd, handed.output):
+        with pytest.raises(OSError):
+            os.fstat(descriptor)
 
 
 @given(st.lists(st.text("ab \r\n", max_size=50)), st.data())
