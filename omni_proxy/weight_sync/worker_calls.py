@@ -176,6 +176,15 @@ async def read_labels(
     return labels
 
 
+async def read_label(worker: Worker) -> tuple[str | None, bool]:
+    """Its weight version, and whether it could be asked: else it may answer later."""
+    for path in LABEL_PATHS:
+        (result,) = await call_all([worker], Call("GET", path, timeout_secs=LABEL_SECS))
+        if not result.refused:
+            return (version_of(result.body), True) if result.success else (None, False)
+    return None, True
+
+
 async def request_checksums(
     workers: Sequence[Worker], headers: Mapping[str, str], timeout_secs: float
 ) -> list[WorkerResult]:

@@ -8,6 +8,7 @@ import trio
 
 from tests.discovery_watch.api_server import ApiServer, pod
 from tests.discovery_watch.dns_server import DnsServer
+from tests.promises.engines import engines as labelled_engines
 from tests.promises.fleet_program import PROBES, program, put, record, routable, urls, workers
 
 SERVER = "[server]\nport = 0\n"
@@ -216,3 +217,21 @@ async def test_a_table_comes_and_goes_with_the_file(api, engines, file):
         assert (record(body, one)["origin"], record(body, two)["origin"]) == ("file", "discover")
         put(file, SERVER + PROBES + named)
         await running.until_routable(one)
+
+
+async def test_a_label_that_could_not_be_read_at_first_is_read_later(api, file):
+    """Though the health of the pod's worker does not change meanwhile."""
+    async with labelled_engines(1) as (engine,):
+        engine.name, engine.version = "one", "v7"
+        engine.says["/model_info"] = 503, {"error": "still loading"}
+        put(file, SERVER + PROBES + table(api))
+        api.put(pod_of(engine))
+        async with program("--config", file) as running:
+            await running.until_routable(engine)
+            while "/model_info" not in engine.paths():
+                await trio.sleep(0.01)
+            del engine.says["/model_info"]
+            await running.until(
+                "/workers", lambda body: record(body, engine)["weight_version"] == "v7"
+            )
+        assert engine.paths().count("/model_info") == 2

@@ -1,4 +1,5 @@
-"""Reads the weight version of each worker when it becomes healthy or restarts.
+"""Reads the weight version of each worker when it becomes healthy or restarts; a read that failed
+is repeated with back-off.
 
 Invariant: a worker gets an epoch only if its label or digest proves it; if its label is unknown,
 the old label is not assumed. A worker that returns without the weights of the last update that
@@ -14,6 +15,7 @@ from typing import Final
 import trio
 
 from omni_proxy.admin_ops.results import NOT_FLUSHED
+from omni_proxy.backoff import Backoff
 from omni_proxy.fleet.cordons import UNPROVEN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
@@ -25,10 +27,12 @@ from omni_proxy.weight_sync.worker_calls import (
     compare_checksums,
     continue_generation,
     flush_worker_cache,
-    read_labels,
+    read_label,
 )
 
-RETRY_SECS = 5.0
+RETRY_SECS = 5.0  # for an engine that reports no label, though it was given one
+FIRST_PAUSE_SECS: Final = 1.0  # after a failed read, doubling
+LONGEST_PAUSE_SECS: Final = 30.0
 CHECKSUM_SECS = 300.0
 MAX_CONCURRENT: Final = 64  # concurrent probes when a whole fleet starts
 TURNS_EACH: Final = 4  # event loop turns per probe: health probes go first, a label is not urgent
@@ -114,23 +118,25 @@ class VersionProbe:
         return self._journal.published.target_for(worker.url, worker.model)
 
     async def _probe(self, worker: Worker, token: object, returned: bool) -> None:
+        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS)
         try:
             while self._is_healthy(worker) and self._latest.get(worker) is token:
                 async with self._slots:
                     await self._throttle.wait_turn()
                     version = worker.version
-                    label = (await read_labels([worker], {}))[worker]
+                    label, was_asked = await read_label(worker)
                 if self._busy(worker) or worker.version is not version:
                     return
                 self.record_label(worker, label)
                 target = self._target(worker)
-                if target is None or target.label is None or label is not None:
+                is_expected = target is not None and target.label is not None
+                if was_asked and (label is not None or not is_expected):
                     uncertain = worker.url in self._journal.uncertain
                     if target is not None and (returned or uncertain or version.label is None):
                         await self._check(worker, target, label)
                     return
                 self._uncordon(worker)  # it reports no label, so nothing is claimed of it
-                await trio.sleep(RETRY_SECS)
+                await trio.sleep(RETRY_SECS if was_asked else backoff.next_delay())
         finally:
             if self._latest.get(worker) is token:
                 del self._latest[worker]

@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import trio
 from trio.testing import wait_all_tasks_blocked
 
@@ -15,12 +17,12 @@ async def test_probes_are_bounded_in_number_and_all_workers_are_probed(
 ):
     gate, asked = trio.Event(), []
 
-    async def read_labels(workers, headers):
-        asked.extend(workers)
+    async def read_label(worker):
+        asked.append(worker)
         await gate.wait()
-        return dict.fromkeys(workers, "v1")
+        return "v1", True
 
-    monkeypatch.setattr(version_probe, "read_labels", read_labels)
+    monkeypatch.setattr(version_probe, "read_label", read_label)
     fleet = Fleet()
     journal = StateJournal(fleet, JournalFile(tmp_path))
     made = VersionProbe(fleet, journal, lambda _: False, lambda: False)
@@ -34,3 +36,26 @@ async def test_probes_are_bounded_in_number_and_all_workers_are_probed(
     await wait_all_tasks_blocked()
     assert set(asked) == set(fleet.workers)
     assert {worker.weight_version for worker in fleet.workers} == {"v1"}
+
+
+async def test_a_read_that_failed_is_repeated_further_and_further_apart(
+    tmp_path, monkeypatch, nursery, autojump_clock
+):
+    asked = []
+
+    async def read_label(worker):
+        asked.append(trio.current_time())
+        return ("v1", True) if len(asked) == 8 else (None, False)
+
+    monkeypatch.setattr(version_probe, "read_label", read_label)
+    fleet = Fleet()
+    journal = StateJournal(fleet, JournalFile(tmp_path))
+    made = VersionProbe(fleet, journal, lambda _: False, lambda: False)
+    made.nursery = nursery
+    fleet.apply([entry("w")], NOW)
+    (worker,) = fleet.workers
+    heal(fleet, worker)
+    await trio.sleep(100)
+    pauses = [round(later - earlier) for earlier, later in pairwise(asked)]
+    assert pauses == [1, 2, 4, 8, 16, 30, 30]
+    assert worker.weight_version == "v1"
