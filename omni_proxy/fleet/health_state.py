@@ -80,6 +80,7 @@ class HealthMachine(OutlierEjection):
     """State and counters of one worker; every method is one atomic change."""
 
     __slots__ = (
+        "_exit_error",
         "_failure_run",
         "consecutive_failures",
         "consecutive_successes",
@@ -105,6 +106,7 @@ class HealthMachine(OutlierEjection):
         self.declared_dead = False  # by an operator, not by probes or the launcher
         self.epoch = 0  # rises with mark_dead and revive: a probe begun before is void
         self.probe_failed = False  # the current run of failures has a failed probe in it
+        self._exit_error = ""  # why its process has exited, while no other has been ready
         self._failure_run = 0  # failures in a row since the last ejection, compared with `fall`
 
     def record_probe_success(
@@ -175,6 +177,7 @@ class HealthMachine(OutlierEjection):
         """Its process has exited: unhealthy at once, without a threshold."""
         if self.state is Health.DEAD:
             return
+        self._exit_error = error
         self._note(at, None, error)
         self._count()
         self.epoch += 1
@@ -190,6 +193,7 @@ class HealthMachine(OutlierEjection):
     def revive(self, at: datetime) -> None:
         """Reset all counters; only a dead worker changes state (it becomes unknown)."""
         self.epoch += 1
+        self._exit_error = ""
         self.consecutive_failures = self._failure_run = 0
         self.consecutive_successes = 0
         self.probe_failed = False
@@ -222,8 +226,12 @@ class HealthMachine(OutlierEjection):
         self._failure_run += in_failure_run
 
     def _note(self, at: datetime, status: int | None, error: str | None) -> None:
+        """After the exit of its process a refused connection says less than why it has exited."""
         self.last_checked_at = at
         self.last_status_code = status
+        if error is None:
+            self._exit_error = ""
+        error = error and (self._exit_error or error)
         self.last_error = error[:LAST_ERROR_CHARS] if error is not None else None
 
     def _enter(self, state: Health, at: datetime) -> None:

@@ -362,3 +362,20 @@ def test_a_long_error_is_kept_in_part():
     machine.record_probe_failure(Thresholds(), NOW, 500, "x" * 10_000)
     assert machine.last_error == "x" * LAST_ERROR_CHARS
     assert machine.last_status_code == 500
+
+
+def test_why_a_process_has_exited_is_kept_until_another_is_ready():
+    machine = HealthMachine(NOW)
+    machine.process_exited(NOW, "process ended with signal SIGKILL")
+    machine.record_probe_failure(Thresholds(), NOW, None, "Connection refused")
+    machine.record_request_failure(Thresholds(), NOW, None, "Connection refused")
+    assert machine.last_error == "process ended with signal SIGKILL"
+    machine.process_exited(NOW, "process ended with exit status 1")
+    assert machine.last_error == "process ended with exit status 1"
+    machine.revive(NOW)
+    machine.record_probe_failure(Thresholds(), NOW, None, "no answer within 2 s")
+    assert machine.last_error == "no answer within 2 s"
+    machine.process_exited(NOW, "gone")
+    machine.record_probe_success(Thresholds(), NOW, 200)
+    machine.record_probe_failure(Thresholds(), NOW, 503, "status=503")
+    assert machine.last_error == "status=503"
