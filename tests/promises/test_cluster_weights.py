@@ -40,6 +40,7 @@ async def cluster(tmp_path, *, lease_secs=1.0, count=2):
                 programs.append(running)
             for running in programs:
                 await running.until("/status", lambda reply: reply["cluster"]["members"] == count)
+                await running.until("/workers", lambda reply: labels(reply) == {"v0"})
             yield store, fleet, programs
         finally:
             for worker in fleet:

@@ -222,6 +222,8 @@ async def test_engines_of_both_dialects_are_updated_and_taken_back(tmp_path, mod
                     running, model_path=str(newer), weight_version="v3", pause_after_canary=True
                 )
                 await running.until(ROLLOUT, lambda body: body["state"] == "paused")
+                while "v3" not in clients.texts:
+                    await trio.sleep(0.01)
                 newer.unlink()
                 await running.client.post(f"{ROLLOUT}/resume")
                 body = await ended(running)
