@@ -191,7 +191,9 @@ def test_a_receive_that_never_ends_is_ended_by_destroying_its_group(stage, train
     ended = [reported for reported in stage.seen if getattr(reported, "op_id", "") == receiving]
     answer = ended[0] if ended else stage.answer(receiving)
     assert not answer.success
-    assert "was destroyed" in answer.message
+    # Whether it still was being armed is a matter of time.
+    words = ("was destroyed", "was ended while it was armed")
+    assert any(each in answer.message for each in words)
     assert answer.data["engine_paused"] is True
     assert stage.checksum() == before
     assert trainer.tell("destroy", group="g") == {"destroyed": True}
