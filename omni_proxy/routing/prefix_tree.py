@@ -29,6 +29,7 @@ PRUNED_PER_SLICE = 64  # nodes; up to ten microseconds each, to find their child
 PRUNED_PER_REPORT = 8
 PRUNED_PER_INSERT = 1
 MOST_TO_PRUNE: Final = 4096
+MASKS_KNOWN: Final = 256  # whose holders are kept: few masks are matched again and again
 _WRAP: Final = 0xFFFFFFFF
 # A node costs up to 200 bytes beside its label: texts that share all but a letter would fill the
 # memory long before their letters fill `max_size`. So the whole tree has 5/4 + 200/128 bytes at
@@ -94,6 +95,7 @@ class PrefixTree(Generic[Holder]):
         self._sweeping = 0  # those of the dead that the present pass wipes
         self._cursor = 1
         self._waste: list[object] = []
+        self._named: tuple[int, dict[int, tuple[Holder, ...]]] = (0, {})  # of this membership
         self._generation = 0
         # Subtrees that a holder has lost, except what was used at that number or later: node and
         # generation, holder, number.
@@ -147,9 +149,17 @@ class PrefixTree(Generic[Holder]):
             mask |= self._bits.get(holder, 0)
         return mask
 
-    def named(self, mask: int) -> list[Holder]:
-        digits = bin(mask)[:1:-1].encode().translate(_DIGITS)
-        return [name for name in compress(self._names, digits) if name is not None]
+    def named(self, mask: int) -> Sequence[Holder]:
+        if self._named[0] != self.membership:
+            self._named = (self.membership, {})
+        known = self._named[1]
+        found = known.get(mask)
+        if found is None:
+            digits = bin(mask)[:1:-1].encode().translate(_DIGITS)
+            found = tuple(name for name in compress(self._names, digits) if name is not None)
+            if len(known) < MASKS_KNOWN:
+                known[mask] = found
+        return found
 
     def match(self, text: bytes, among: int = -1) -> tuple[int, int]:
         """The length of the text that any holder of the mask `among` has, and the mask of all

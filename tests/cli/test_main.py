@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import omni_proxy
+from omni_proxy import native
 from omni_proxy.cli import COMMANDS, INNER, check, main
 from omni_proxy.config.schema import Config
 
@@ -207,7 +208,7 @@ def test_the_version_is_reported(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
     assert end.value.code == 0
-    assert capsys.readouterr().out == f"omni-proxy {omni_proxy.__version__}\n"
+    assert capsys.readouterr().out == f"{native.full_version(omni_proxy.__version__)}\n"
 
 
 def test_the_replica_gets_the_words_after_its_name(monkeypatch):

@@ -53,6 +53,11 @@ MODULES = (
     "omni_proxy.routing.inspect.requirements",
     "omni_proxy.routing.inspect.usual_body",
     "omni_proxy.routing.pick",
+    "omni_proxy.routing.inspect.prefix_text",
+    "omni_proxy.routing.prefix_tree",
+    "omni_proxy.routing.tree_key",
+    "omni_proxy.routing.policies.cache_aware",
+    "omni_proxy.routing.policies.cache_feedback",
     "omni_proxy.routing.policies.least_request",
     "omni_proxy.routing.policies.round_robin",
     "omni_proxy.telemetry.bucket_index",
@@ -69,6 +74,7 @@ ANNOTATED = frozenset(
 )
 _STRUCT = re.compile(r"class (\w+)\(msgspec\.Struct, gc=False\):")
 _SLOTTED = re.compile(r"(@dataclass\()(frozen=True)?(?:, )?slots=True\)\nclass (\w+)")
+_GENERIC = re.compile(r"class (\w+)\(Generic\[\w+\]\):")
 _CIMPORT = re.compile(r"^from (\S+) cimport", re.MULTILINE)
 _CLASS = re.compile(r"^cdef class (\w+)", re.MULTILINE)
 
@@ -84,7 +90,10 @@ def without_slots(text: str, declared: set[str]) -> str:
     def as_data_class(found: re.Match[str]) -> str:
         return f"@dataclass\nclass {found[1]}:" if found[1] in declared else found[0]
 
-    return _STRUCT.sub(as_data_class, _SLOTTED.sub(plain, text))
+    def not_generic(found: re.Match[str]) -> str:
+        return f"class {found[1]}:" if found[1] in declared else found[0]
+
+    return _STRUCT.sub(as_data_class, _SLOTTED.sub(plain, _GENERIC.sub(not_generic, text)))
 
 
 def copy_sources(folder: Path) -> None:

@@ -237,13 +237,13 @@ class CacheAware(Policy):
             return self._by_cost(candidates, text, requirements)
         depth, holders = self._tree.match(text.key, self._mask_of(candidates))
         matched, branch = text.matching(depth), "matched"
-        named = None
+        named: Sequence[Worker] | None = None
         if self._hints is not None and (heard := self._heard(text, matched, candidates)):
             matched, branch = max(heard.values()), "heard"
             named = [worker for worker, length in heard.items() if length == matched]
         if matched > rules.cache_threshold * text.length:
             named = self._tree.named(holders) if named is None else named
-            choice = self._among_holders(matched, named)._replace(branch=branch)
+            choice = self._among_holders(matched, named, branch)
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 return self._shortest_queue(candidates, "spilled", choice)
             return choice
@@ -278,8 +278,8 @@ class CacheAware(Policy):
     def _without_match(self, candidates: Sequence[Worker], more: int, matched: int) -> CacheChoice:
         """`more`: bytes that the tree of the chosen one gets."""
         if self._rules.fallback == "least_loaded":
-            return self._shortest_queue(candidates, "least_loaded")._replace(matched=matched)
-        return self._smallest_tree(candidates, more)._replace(matched=matched)
+            return self._shortest_queue(candidates, "least_loaded", matched=matched)
+        return self._smallest_tree(candidates, more, matched)
 
     def _by_cost(
         self, candidates: Sequence[Worker], text: PromptText, requirements: Requirements
@@ -299,24 +299,32 @@ class CacheAware(Policy):
         return PromptCost(tokens, held, self._feedback.reports, self._rules)
 
     def _shortest_queue(
-        self, candidates: Sequence[Worker], branch: str, instead: CacheChoice | None = None
+        self,
+        candidates: Sequence[Worker],
+        branch: str,
+        instead: CacheChoice | None = None,
+        matched: int = 0,
     ) -> CacheChoice:
         worker, ties = least(candidates, self._turn)
         if instead is None:
-            return CacheChoice(worker, branch, ties)
+            return CacheChoice(worker, branch, ties, matched)
         return instead._replace(worker=worker, branch=branch, ties=ties)
 
-    def _among_holders(self, matched: int, holders: Sequence[Worker]) -> CacheChoice:
+    def _among_holders(
+        self, matched: int, holders: Sequence[Worker], branch: str = "matched"
+    ) -> CacheChoice:
         if self._rules.holders == "all":
             worker, ties = least(holders, self._turn)
         else:
             worker, ties = holders[self._turn % len(holders)], len(holders)
-        return CacheChoice(worker, "matched", ties, matched, tuple(holders))
+        return CacheChoice(worker, branch, ties, matched, tuple(holders))
 
-    def _smallest_tree(self, candidates: Sequence[Worker], more: int) -> CacheChoice:
+    def _smallest_tree(
+        self, candidates: Sequence[Worker], more: int, matched: int = 0
+    ) -> CacheChoice:
         of, small = self._small
         if of is candidates and small:
-            return CacheChoice(small[-1], "smallest_tree", 0)
+            return CacheChoice(small[-1], "smallest_tree", 0, matched)
         sizes = self._sizes(candidates)
         spared = self._slow_start.spared(candidates, sizes)
         ranked = _small_alike(candidates, sizes, spared, more)
@@ -326,7 +334,7 @@ class CacheAware(Policy):
         ties = [index for load, size, index in ranked if (load, size) == best]
         worker = candidates[ties[self._turn % len(ties)]]
         return CacheChoice(
-            worker, "smallest_tree", len(ties), spared=tuple(spared), sizes=sizes, ranked=ranked
+            worker, "smallest_tree", len(ties), matched, (), tuple(spared), sizes, ranked
         )
 
     def _chose_small(self, choice: CacheChoice, candidates: Sequence[Worker]) -> None:
@@ -393,25 +401,25 @@ class CacheAware(Policy):
     def _words_for(self, choice: CacheChoice, share: str) -> str:
         worker = choice.worker
         queue = f"the shortest queue is taken: {load_word(worker)}"
-        match choice.branch:
-            case "no_text":
-                return f"the request has no text, {queue}"
-            case "imbalanced":
-                return f"loads differ beyond the balance thresholds, {queue}"
-            case "spilled":
-                return f"{share}, but its holders have too much in flight; {queue}"
-            case "cost" if choice.cost is not None:
-                uncached, backlog, running = choice.cost.terms(worker).values()
-                return (
-                    f"the lowest cost: {uncached} tokens to compute, {backlog} before them, "
-                    f"and {running} for what is in flight; {share}"
-                )
-            case "matched" | "heard" as branch:
-                names = ", ".join(holder.display_id for holder in choice.holders)
-                source = ", as another proxy has published" if branch == "heard" else ""
-                return f"{share}, held by {names}{source}"
-            case "least_loaded":
-                return f"only {share}, {queue}"
+        branch = choice.branch
+        if branch == "no_text":
+            return f"the request has no text, {queue}"
+        if branch == "imbalanced":
+            return f"loads differ beyond the balance thresholds, {queue}"
+        if branch == "spilled":
+            return f"{share}, but its holders have too much in flight; {queue}"
+        if branch == "cost" and choice.cost is not None:
+            uncached, backlog, running = choice.cost.terms(worker).values()
+            return (
+                f"the lowest cost: {uncached} tokens to compute, {backlog} before them, "
+                f"and {running} for what is in flight; {share}"
+            )
+        if branch in ("matched", "heard"):
+            names = ", ".join(holder.display_id for holder in choice.holders)
+            source = ", as another proxy has published" if branch == "heard" else ""
+            return f"{share}, held by {names}{source}"
+        if branch == "least_loaded":
+            return f"only {share}, {queue}"
         size = self._tree.size_of(worker)
         spared = ", ".join(candidate.display_id for candidate in choice.spared)
         more = f" (not {spared}, which warms up)" if spared else ""
