@@ -1,7 +1,8 @@
 """Requests of Envoy at the picker, in trio's thread: begun, answered with a destination, ended.
 
 Contract: `begin` answers exactly once, and never waits itself; after `end` nothing counts the
-request, whichever of the two comes first in time. Both are called in the order of Envoy's messages.
+request, whichever of the two comes first in time. Both are called in the order of Envoy's messages,
+and raise nothing: trio calls them, and would end the program.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class EnvoyPicks:
         ticket.exchange = exchange
         exchange.sent_at = self._services.loop.now
         if ticket.ended:  # while a large body was read
-            self.end(ticket, ResponseFacts())
+            self._end(ticket, ResponseFacts())
             return
         prefill = self._picker.prefill_of(exchange)
         both = (target,) if prefill is None else (target, prefill)
@@ -197,11 +198,20 @@ class EnvoyPicks:
 
     def begin_response(self, ticket: Ticket) -> None:
         """Its head has come."""
-        if ticket.exchange is not None:
-            self._picker.end_prefill(ticket.exchange)
+        try:
+            if ticket.exchange is not None:
+                self._picker.end_prefill(ticket.exchange)
+        except Exception:
+            _log.exception("pick_prefill_end_failed")
 
     def end(self, ticket: Ticket, facts: ResponseFacts) -> None:
         """Envoy has the whole response, or the stream has ended. A second call does nothing."""
+        try:
+            self._end(ticket, facts)
+        except Exception:
+            _log.exception("pick_end_failed")
+
+    def _end(self, ticket: Ticket, facts: ResponseFacts) -> None:
         ticket.ended = True
         exchange, ticket.exchange = ticket.exchange, None
         if exchange is None:

@@ -9,6 +9,7 @@ destination says. Pure: it neither picks nor waits.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
@@ -28,6 +29,7 @@ from omni_proxy.wire.errors import HttpError
 _NONE: Final = ProcessingMode.NONE
 _BUFFERED: Final = (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
 _DUPLEX: Final = ProcessingMode.FULL_DUPLEX_STREAMED
+_STATUS: Final = re.compile(r"[1-9][0-9]{2}\Z")
 KEPT_CHUNK_BYTES: Final = 65536  # of a response: its end tells the tokens
 
 
@@ -161,7 +163,7 @@ class EnvoyStream:
 
     def _response_headers(self, head: HttpHeaders) -> list[ProcessingResponse]:
         text = messages.read_headers(head.headers).get(":status", "")
-        self.status = int(text) if text.isdecimal() else 0
+        self.status = int(text) if _STATUS.match(text) else 0
         if head.end_of_stream:
             self._complete()
         return [messages.response_headers(self._answer_headers)]

@@ -45,6 +45,20 @@ async def test_a_request_is_counted_from_its_pick_until_its_end_and_only_once(en
     assert (envoy.fixture.dataplane.in_flight, ended["completed"]) == (0, 1)
 
 
+async def test_a_fault_at_the_end_of_a_request_is_logged_and_ends_no_program(
+    envoy, monkeypatch, caplog
+):
+    ticket = envoy.begin()
+
+    def fail(*_):
+        raise OverflowError("too large")
+
+    monkeypatch.setattr(envoy.fixture.picker, "end_prefill", fail)
+    envoy.picks.begin_response(ticket)
+    envoy.picks.end(ticket, ResponseFacts(status=200, complete=True))
+    assert caplog.messages == ["pick_prefill_end_failed", "pick_end_failed"]
+
+
 async def test_a_refusal_counts_nothing_but_the_refusal(envoy):
     envoy.begin(b'{"model": "x", "messages": []}', subset=frozenset())
     (error,) = envoy.answers

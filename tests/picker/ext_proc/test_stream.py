@@ -229,3 +229,12 @@ def test_a_response_that_envoy_makes_before_it_shows_the_request_goes_on():
     stream = EnvoyStream(100)
     assert kinds(stream.receive(response_head("401", end=True))) == ["response_headers"]
     assert (stream.asked, stream.complete, stream.status) == (None, True, 401)
+
+
+@pytest.mark.parametrize(
+    "status", ["", "9" * 30, "9" * 5000, "-5", "0", "099", "20", "\u0662\u0660\u0660"]
+)
+def test_a_status_that_is_no_number_of_three_digits_is_none(status):
+    stream = EnvoyStream(100)
+    stream.receive(response_head(status))
+    assert stream.status == 0
