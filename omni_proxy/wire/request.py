@@ -42,6 +42,7 @@ HINTS = {
 RANK_HINT = b"data-parallel-rank"  # as the header of that name is keyed among them
 LOAD_HINT = b"load-format"  # the client wants the engine's load in the response
 _KEY_LINE = re.compile(rb"\r\n(?i:authorization|x-api-key)[ \t]*:[^\r\n]*")
+_CREDENTIAL = re.compile(rb"\r\n(?i:(authorization)|x-api-key)[ \t]*:")
 HINTED_FIELDS = {**HINTS, b"x-data-parallel-rank": RANK_HINT}
 _CONDITIONS = frozenset((b"x-omni-weight-version", b"x-omni-min-weight-epoch"))
 
@@ -152,6 +153,7 @@ def parse_request_head(head: bytes) -> RequestHead:
         raise _bad("the request line is not METHOD TARGET HTTP/1.1, with one space between each")
     lines, fields = _split(head)
     host = _host(fields, optional=version == "1.0")
+    _check_credentials(head)
     target = _origin_form(line[1], method, host)
     nominated = connection_options(fields.get(b"connection", ()))
     if not PLAIN_OPTIONS.issuperset(nominated):
@@ -285,6 +287,13 @@ def _host(fields: _Fields, *, optional: bool) -> bytes:
 
 def _request_id(fields: _Fields) -> bytes:
     return next((fields[name][0] for name in REQUEST_ID_FIELDS if fields.get(name, [b""])[0]), b"")
+
+
+def _check_credentials(head: bytes) -> None:
+    """The key that is checked here has to be the one that others read (RFC 9110 5.3, 11.6.2)."""
+    is_bearer = [bool(name) for name in _CREDENTIAL.findall(head)]
+    if len(is_bearer) > len(set(is_bearer)):
+        raise _bad("Authorization or X-Api-Key is given twice")
 
 
 def _origin_form(target: bytes, method: bytes, host: bytes) -> bytes:

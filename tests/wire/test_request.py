@@ -161,6 +161,24 @@ def test_conditions_on_weights_are_read_and_stripped_and_may_be_written_again():
     assert parse_request_head(request(b"x-omni-weight-version-end: v")).lines.count(b"version-end")
 
 
+@pytest.mark.parametrize("name", [b"Authorization", b"X-Api-Key"])
+@pytest.mark.parametrize("between", [b"", b"Accept: a\r\n"])
+def test_a_second_credential_is_refused(name, between):
+    """Another program may go by the last one, where the key that was checked is the first."""
+    lines = b"%b: Bearer a\r\n%b%b: Bearer b\r\n" % (name, between, name.lower())
+    raw = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n%b\r\n" % lines
+    with pytest.raises(HttpError) as refused:
+        parse_request_head(raw)
+    assert refused.value.status == 400
+    assert "given twice" in refused.value.message
+
+
+def test_one_credential_of_each_kind_passes():
+    lines = b"Authorization: Basic a\r\nX-Api-Key: b\r\nX-Authorization: c\r\n"
+    head = parse_request_head(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n%b\r\n" % lines)
+    assert lines in head.lines
+
+
 @pytest.mark.parametrize("name", [b"x-omni-weight-version", b"x-omni-min-weight-epoch"])
 def test_a_weight_version_condition_may_occur_once(name):
     with pytest.raises(HttpError) as caught:
