@@ -34,6 +34,9 @@ for name, share in SHARES.items():
     )
 settings.load_profile("patient")
 
+# Imports and collected tests are no garbage: to look for some among them takes a third of their time.
+gc.disable()
+
 GIVEN_UP_SECS = 90.0
 OUTSIDE_GLOO = ("weights-digest", "weights-pages")  # one that waits for bytes may wait for ever
 
@@ -66,6 +69,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """A worker holds a million objects of imported modules and collected tests. No garbage
     collection that a test asks for, or sets off, needs to look at them."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
