@@ -155,7 +155,8 @@ def _boolean(kind: inspect.BoolType, value: object, loc: Loc, problems: Problems
     if not isinstance(value, str | int | float) or (isinstance(value, float) and value % 1):
         problems.append(problem("bool_type", loc, message, value))
         return value
-    word = value.lower() if isinstance(value, str) else f"{value:g}"
+    # An integer may be too large for a float.
+    word = value.lower() if isinstance(value, str) else str(int(value)) if value in (0, 1) else ""
     if word not in _YES | _NO:
         problems.append(
             problem("bool_parsing", loc, f"{message}, unable to interpret input", value)
@@ -278,6 +279,8 @@ def _not_json(data: bytes) -> dict[str, Any]:
         position, reason = error.start, "Not UTF-8"
     except RecursionError:
         reason = "Nested too deeply"
+    except ValueError:
+        reason = "A number has too many digits"
     return {
         "type": "json_invalid",
         "loc": ["body", position],

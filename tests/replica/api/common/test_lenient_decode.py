@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.replica.api.common.errors import InvalidBody
-from omni_proxy.replica.api.common.lenient_decode import MAX_PROBLEMS, MISSING, validate
+from omni_proxy.replica.api.common.lenient_decode import MAX_PROBLEMS, MISSING, _not_json, validate
 
 
 class Message(msgspec.Struct):
@@ -127,3 +127,18 @@ def test_of_very_many_problems_the_first_are_reported():
             validate(Body, {"messages": many, "stop": [1] * 1000})
         places = [each["loc"][:3] for each in refused.value.problems]
         assert places == [["body", "messages", at] for at in range(MAX_PROBLEMS)]
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400), 2**64])
+def test_an_integer_that_no_float_holds_is_no_boolean(number):
+    with pytest.raises(InvalidBody) as refusal:
+        validate(Body, {"messages": [], "flag": number})
+    assert [item["type"] for item in refusal.value.problems] == ["bool_parsing"]
+
+
+def test_a_number_of_too_many_digits_is_no_json():
+    item = _not_json(b'{"a": ' + b"9" * 5000 + b"}")
+    assert (item["type"], item["ctx"]) == (
+        "json_invalid",
+        {"error": "A number has too many digits"},
+    )
