@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import trio
-from trio.testing import RaisesGroup, wait_all_tasks_blocked
+from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.config.flags import Startup
 from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
@@ -67,7 +67,7 @@ async def test_a_running_program_that_gives_up_before_the_commit_goes_on_alone(
     monkeypatch.setattr("omni_proxy.upgrade.incoming.KILLED_SECS", 0)
     parts = SimpleNamespace(launcher=SimpleNamespace(adopt=adopted.append))
     ends[0].shut()
-    with RaisesGroup(NotReady, allow_unwrapped=True):
+    with pytest.raises(NotReady):
         await incoming._wait_commit(parts)
     assert adopted == []
 
