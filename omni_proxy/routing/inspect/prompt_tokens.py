@@ -23,8 +23,11 @@ from omni_proxy.routing.inspect.body_fields import (
 )
 from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
+from omni_proxy.routing.kv_events.spelled_ids import without_spaces
 
-MAX_BYTES: Final = 512 * 1024  # ids behind them hardly change where a prompt is cached
+MAX_BYTES = (
+    512 * 1024
+)  # ids behind them hardly change where a prompt is cached; not final: tests set it
 _WHITE_SPACE: Final = b" \t\r\n"
 _LINE_SPACE: Final = b"\t\r\n"
 _OF_OTHER_VALUES: Final = b'".eE-n{['  # one of them is in whatever else can stand in a list
@@ -61,7 +64,7 @@ def spelled_ids(raw: msgspec.Raw) -> tuple[bytes, int | None]:
     elif b" " in spelled:
         length = len(spelled)
         is_uniform = _IS_SPACED.match(spelled) and not spelled.endswith(b" ")
-        spelled = spelled.translate(None, b" ")
+        spelled = without_spaces(spelled)
         spaces = length - len(spelled) if is_uniform else 0
     if spelled.startswith(b",["):
         if not spelled.endswith(b"]"):

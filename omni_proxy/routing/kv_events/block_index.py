@@ -24,7 +24,9 @@ _PARTS: Final = 256
 _LOW: Final = _PARTS - 1
 SWEPT_PER_SLICE: Final = 4096  # blocks, and at most one part more
 PREDICTED_SECS: Final = 2.0  # a sent prompt counts as cached for so long without an event
-MAX_PREDICTED: Final = 1 << 25  # bytes of spelled prompts; older predictions go first
+MAX_PREDICTED = (
+    1 << 25
+)  # bytes of spelled prompts; older predictions go first; not final: tests set it
 KEY_BYTES: Final = 36  # an integer of 64 bits
 
 

@@ -4,7 +4,8 @@ Counting commas is what a long list costs most: a processor can't foresee where 
 that looks for each is slow. A copy with 1 for a comma and 0 for all else has their number as its
 sum, which Adler-32 has in its lower half and computes without looking; a short list is not worth
 the copy. Each search leaves a mark for the next ones. Invariant: `end_of` counts as `bytes.split`
-would; who says a wrong number of ids gets places that are no ends of so many, and no error.
+would; who says a wrong number of ids gets places that are no ends of so many, and no error. The
+native build has `spelled_ids.pyx` in its place, which counts all commas itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,10 @@ _SUM: Final = 0xFFFF  # Adler-32's sum of all bytes, and one
 _ID_BYTES: Final = 12
 _FEW: Final = 32  # ids from an end that are looked for from there
 _EARLY: Final = 24  # bytes before the guessed place, so that the right one is seldom before it
+
+
+def without_spaces(spelled: bytes) -> bytes:
+    return spelled.translate(None, b" ")
 
 
 class SpelledIds:
