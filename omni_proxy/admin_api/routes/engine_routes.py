@@ -70,9 +70,12 @@ class EngineRoutes:
         reasons = {}
         for worker in self._routable():
             response = await self._first_of(worker, ("/get_model_info", "/model_info"))
-            generated = response.json() if response.ok else None
-            if isinstance(generated, dict):  # encoded again: NaN becomes null
-                return json_response(generated)
+            found = response.json() if response.ok else None
+            if response.status in ROUTE_ABSENT:  # as at vLLM
+                models = await self._first_of(worker, ("/v1/models",))
+                found = _info_of_models(models.json()) if models.ok else None
+            if isinstance(found, dict):  # encoded again: NaN becomes null
+                return json_response(found)
             reasons[worker.url] = "no JSON object" if response.ok else response.failure
         raise _nothing("model_info", reasons)
 
@@ -167,6 +170,17 @@ class EngineRoutes:
                 break
         assert result is not None
         return result
+
+
+def _info_of_models(models: object) -> dict[str, object] | None:
+    """What GET /v1/models says of the first model."""
+    cards = models.get("data") if isinstance(models, dict) else None
+    card = cards[0] if isinstance(cards, list) and cards else None
+    name = card.get("root") or card.get("id") if isinstance(card, dict) else None
+    if not isinstance(card, dict) or not isinstance(name, str):
+        return None
+    length = card.get("max_model_len")
+    return {"model_path": name} | ({"max_model_len": length} if isinstance(length, int) else {})
 
 
 def _credentials() -> dict[str, str]:

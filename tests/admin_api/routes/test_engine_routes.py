@@ -92,6 +92,22 @@ async def test_model_info_is_the_first_routable_workers_own(api, engines):
     assert [r.url.path for r in engines.requests][-2:] == ["/get_model_info", "/model_info"]
 
 
+async def test_model_info_of_an_engine_without_such_a_route_is_that_of_its_list_of_models(
+    api, engines
+):
+    api.healthy(A)
+    card = {"id": "name", "root": "/models/m", "max_model_len": 2048}
+    engines.set_reply(A, "/v1/models", {"data": [card]})
+    info = {"model_path": "/models/m", "max_model_len": 2048}
+    assert await got(api, "/get_model_info") == (200, info)
+    engines.set_reply(A, "/v1/models", {"data": [{"id": "name", "root": None}]})
+    assert await got(api, "/get_model_info") == (200, {"model_path": "name"})
+    for junk in ([], {"data": {}}, {"data": [1]}, {"data": [{"id": 5}]}, {}):
+        engines.set_reply(A, "/v1/models", junk)
+        status, body = await got(api, "/get_model_info")
+        assert (status, body["details"]) == (502, {A: "status=404"})
+
+
 @pytest.mark.parametrize(
     "junk", [b"", b"{", b"[1]", b"[" * 90_000, b'{"x": [' + b"{}," * MAX_VALUES + b"{}]}"]
 )
