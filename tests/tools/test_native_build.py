@@ -4,7 +4,7 @@ import pytest
 
 from tests.tree import ROOT
 from tools.native_build.build import MODULES, source_of
-from tools.native_build.constants import with_values
+from tools.native_build.constants import sources_of_constants, with_values
 
 DEFINED = """
 from select import EPOLLIN
@@ -66,3 +66,15 @@ def test_each_module_stays_a_program(name):
         text = source.read_text()
         compile(with_values(text, ROOT), name, "exec")
         assert with_values(text, ROOT).count("\n") == text.count("\n")
+
+
+def test_the_modules_whose_numbers_are_in_a_module_are_known(tmp_path):
+    for name, text in {
+        "a": "from b import SIZE, far\nfrom c import lower\n",
+        "b": "from d import SIZE\nfrom a import OTHER\n",
+        "c": "",
+        "d": "SIZE: Final = 1\n",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    found = sources_of_constants(tmp_path / "a.py", tmp_path)
+    assert sorted(path.stem for path in found) == ["a", "b", "d"]

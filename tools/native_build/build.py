@@ -1,21 +1,33 @@
 """Builds the native form of the hot modules: the same .py files, with the .pxd files beside them.
 
-tools/build-native calls it, with an interpreter that has Cython: `-m tools.native_build.build WORK
-OUT`. WORK keeps what was made before, so only what changed is compiled. Classes that a .pxd
-declares become C structs; functions that it declares are called as C. What no .pxd names stays
-Python's, compiled.
+tools/build-native calls it, with an interpreter that has Cython: `-m tools.native_build.build CACHE
+OUT`. Classes that a .pxd declares become C structs; functions that it declares are called as C.
+What no .pxd names stays Python's, compiled.
+
+CACHE keeps what was made, by the hash of all that it was made of. OUT gets a folder that is
+complete before it has its name, and then, in one step, the manifest that names it (see
+omni_proxy.native): a program that starts meanwhile finds the set before or the set after, and one
+that has just started the files that it was told of.
 """
 
+import fcntl
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from hashlib import sha256
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
-from tools.native_build.constants import with_values
+from tools.native_build.constants import sources_of_constants, with_values
 
 ROOT = Path(__file__).parents[2]
 # A read of a field of None raises, an index is checked, and so is what a typed field is set to.
@@ -28,6 +40,9 @@ DIRECTIVES = {
 }
 FLAGS = ("-O2", "-fPIC", "-shared", "-w", "-fno-semantic-interposition", "-fwrapv")
 SUFFIX = EXTENSION_SUFFIXES[0]
+MANIFEST = "manifest.json"
+LOCK = ".lock"
+UNUSED_SECS = 14 * 24 * 3600.0
 # A .pyx in the place of the .py is what has no Python: such modules are few and small.
 MODULES = (
     "omni_proxy.dataplane.loop.event_loop",
@@ -101,34 +116,58 @@ def without_slots(text: str, declared: set[str]) -> str:
     return _STRUCT.sub(as_data_class, _SLOTTED.sub(plain, _GENERIC.sub(not_generic, text)))
 
 
-def copy_sources(folder: Path) -> None:
-    """What Cython reads, each file only if it has changed."""
-    for name in MODULES:
-        source = source_of(ROOT, name)
-        pxd = source.with_suffix(".pxd")
-        declared = set(_CLASS.findall(pxd.read_text())) if pxd.exists() else set()
-        text = source.read_text()
-        if source.suffix == ".py":
-            text = with_values(without_slots(text, declared), ROOT)
-        _write(folder / source.relative_to(ROOT), text)
-    for pxd in ROOT.glob("omni_proxy/**/*.pxd"):
-        _write(folder / pxd.relative_to(ROOT), pxd.read_text())
+class Source(NamedTuple):
+    """A file as it was read, once: what is compiled is what the manifest tells of."""
+
+    text: str
+    size: int
+    changed_at: int
+    digest: str
+
+
+class Job(NamedTuple):
+    """What each module is made with."""
+
+    sources: Path
+    cache: Path
+    compiler: tuple[str, ...]
+
+
+def read_sources(root: Path) -> dict[str, Source]:
+    """Of each module its .py, .pyx and .pxd, and what it has numbers of, by their paths from the
+    root."""
+    paths = {source_of(root, name).with_suffix(".py") for name in MODULES}
+    paths |= {found for path in list(paths) for found in sources_of_constants(path, root)}
+    paths |= {source_of(root, name) for name in MODULES}
+    paths |= set(root.glob("omni_proxy/**/*.pxd"))
+    found = {}
+    for path in sorted(paths):
+        seen, data = path.stat(), path.read_bytes()
+        digest = sha256(data).hexdigest()
+        found[str(path.relative_to(root))] = Source(
+            data.decode(), len(data), seen.st_mtime_ns, digest
+        )
+    return found
+
+
+def write_sources(sources: dict[str, Source], folder: Path) -> None:
+    """As Cython reads them."""
+    for name, source in sources.items():
+        target = folder / name
+        declared = sources.get(str(Path(name).with_suffix(".pxd")))
+        classes = set(_CLASS.findall(declared.text)) if declared else set()
+        text = source.text
+        if target.suffix == ".py":
+            text = with_values(without_slots(text, classes), ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for package in target.relative_to(folder).parents[:-1]:
+            (folder / package / "__init__.py").touch()
+        target.write_text(text)
 
 
 def source_of(root: Path, name: str) -> Path:
     path = root / f"{name.replace('.', '/')}.pyx"
     return path if path.exists() else path.with_suffix(".py")
-
-
-def _write(target: Path, text: str) -> None:
-    if target.exists() and target.read_text() == text:
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
-    folder = target.parent
-    while folder.name != "src":
-        (folder / "__init__.py").touch()
-        folder = folder.parent
 
 
 def read_by(source: Path, root: Path) -> set[Path]:
@@ -139,75 +178,147 @@ def read_by(source: Path, root: Path) -> set[Path]:
         path = left.pop()
         if path not in found and path.exists():
             found.add(path)
-            names = _CIMPORT.findall(path.read_text()) if path.suffix == ".pxd" else ()
+            names = () if path.suffix == ".py" else _CIMPORT.findall(path.read_text())
             left += [root / f"{name.replace('.', '/')}.pxd" for name in names]
     return found
 
 
-def translate(work: Path) -> bool:
-    """To C; whether all could be."""
+def make_one(job: Job, name: str) -> Path | None:
+    """The compiled module, in the cache; None where the compiler has said why not."""
+    from Cython import __version__  # type: ignore[import-not-found]
+
+    source = source_of(job.sources, name)
+    directives = DIRECTIVES | {"annotation_typing": name in ANNOTATED}
+    key = sha256(repr((__version__, directives, name)).encode())
+    for path in sorted(read_by(source, job.sources)):
+        key.update(f"{path.relative_to(job.sources)}\n{path.read_text()}".encode())
+    code = job.cache / f"{name}-{key.hexdigest()[:24]}.c"
+    if not _is_kept(code) and not translate(job, source, name, directives, code):
+        return None
+    key.update(repr(job.compiler).encode())
+    library = job.cache / f"{name}-{key.hexdigest()[:24]}{SUFFIX}"
+    if not _is_kept(library):
+        made = library.with_suffix(f".{os.getpid()}")
+        argv = [*job.compiler[1:], str(code), "-o", str(made)]
+        if subprocess.run(argv, check=False).returncode != 0:
+            return None
+        made.replace(library)
+    return library
+
+
+def translate(job: Job, source: Path, name: str, directives: dict[str, object], to: Path) -> bool:
+    """To C."""
     from Cython.Compiler.Errors import CompileError  # type: ignore[import-not-found]
     from Cython.Compiler.Main import (  # type: ignore[import-not-found]
         CompilationOptions,
         compile_single,
     )
 
-    folder, whole = work / "src", True
-    copy_sources(folder)
-    os.chdir(folder)
-    for name in MODULES:
-        source, target = source_of(folder, name), work / f"{name}.c"
-        newest = max(path.stat().st_mtime for path in read_by(source, folder))
-        if target.exists() and target.stat().st_mtime > newest:
-            continue
-        directives = DIRECTIVES | {"annotation_typing": name in ANNOTATED}
-        options = CompilationOptions(
-            compiler_directives=directives, output_file=str(target), include_path=["."]
-        )
-        try:
-            path = str(source.relative_to(folder))
-            failed = compile_single(path, options, full_module_name=name).num_errors > 0
-        except CompileError:
-            failed = True
-        if failed:
-            whole = False
-            target.unlink(missing_ok=True)
-    return whole
+    os.chdir(job.sources)
+    made = to.with_suffix(f".{os.getpid()}.c")
+    options = CompilationOptions(
+        compiler_directives=directives, output_file=str(made), include_path=["."]
+    )
+    try:
+        path = str(source.relative_to(job.sources))
+        failed = compile_single(path, options, full_module_name=name).num_errors > 0
+    except CompileError:
+        failed = True
+    if failed:
+        made.unlink(missing_ok=True)
+    else:
+        made.replace(to)
+    return not failed
 
 
-def compile_one(name: str, work: Path, out: Path) -> bool:
-    source, target = work / f"{name}.c", out / f"{name}{SUFFIX}"
-    if target.exists() and target.stat().st_mtime > source.stat().st_mtime:
-        return True
-    include = sysconfig.get_paths()["include"]
+def _is_kept(path: Path) -> bool:
+    try:
+        os.utime(path)  # in use: see `forget`
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def forget(cache: Path) -> None:
+    """What no build has used for long."""
+    for path in cache.iterdir():
+        if path.stat().st_mtime < time.time() - UNUSED_SECS:
+            path.unlink(missing_ok=True)
+
+
+def compiler() -> tuple[str, ...]:
+    """Its version, which belongs to the key of what it makes, and how it is called."""
+    name = os.environ.get("CC", "cc")
+    try:
+        version = subprocess.run([name, "--version"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"tools/build-native: a C compiler is wanted, and there is none (CC): {error}")
     more = os.environ.get("NATIVE_FLAGS", "").split()
-    argv = [
-        os.environ.get("CC", "cc"),
-        *FLAGS,
-        *more,
-        f"-I{include}",
-        str(source),
-        "-o",
-        str(target),
-    ]
-    return subprocess.run(argv, check=False).returncode == 0
+    return version.stdout, name, *FLAGS, *more, f"-I{sysconfig.get_paths()['include']}"
+
+
+def publish(libraries: list[Path], sources: dict[str, Source], out: Path) -> None:
+    """Make the set the one that is used: a folder with a name of its own, then the manifest."""
+    digest = sha256()
+    for library in libraries:
+        digest.update(library.read_bytes())
+    folder = digest.hexdigest()[:16]
+    sizes = {name: library.stat().st_size for name, library in zip(MODULES, libraries, strict=True)}
+    manifest = {
+        "suffix": SUFFIX,
+        "folder": folder,
+        "modules": sizes,
+        "sources": {name: [*source[1:]] for name, source in sources.items()},
+    }
+    staged = Path(tempfile.mkdtemp(prefix=".new-", dir=out))
+    try:
+        for name, library in zip(MODULES, libraries, strict=True):
+            shutil.copy(library, staged / f"{name}{SUFFIX}")
+        staged.chmod(0o755)
+        if not _are_in(out / folder, sizes):
+            shutil.rmtree(out / folder, ignore_errors=True)
+            staged.rename(out / folder)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    written = out / f".{MANIFEST}"
+    written.write_text(json.dumps(manifest, indent=1) + "\n")
+    written.chmod(0o644)
+    before = _folder_of(out / MANIFEST)
+    written.replace(out / MANIFEST)
+    for path in out.iterdir():
+        if path.name not in (folder, before, MANIFEST, LOCK):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _are_in(folder: Path, sizes: dict[str, int]) -> bool:
+    files = {name: folder / f"{name}{SUFFIX}" for name in sizes}
+    return all(file.exists() and file.stat().st_size == sizes[name] for name, file in files.items())
+
+
+def _folder_of(manifest: Path) -> str:
+    try:
+        return str(json.loads(manifest.read_bytes())["folder"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def main() -> int:
-    work, out = (Path(word).resolve() for word in sys.argv[1:3])
-    work.mkdir(parents=True, exist_ok=True)
+    cache, out = (Path(word).resolve() for word in sys.argv[1:3])
+    cache.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
-    if not translate(work):
-        return 1
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        whole = all(list(pool.map(lambda name: compile_one(name, work, out), MODULES)))
-    for stale in out.glob(f"*{SUFFIX}"):
-        if stale.name.removesuffix(SUFFIX) not in MODULES:
-            stale.unlink()
-    if whole:
-        for name in MODULES:  # also those whose text gave the same C: see `native.newer_source`
-            (out / f"{name}{SUFFIX}").touch()
-    return 0 if whole else 1
+    with open(out / LOCK, "w") as lock, tempfile.TemporaryDirectory() as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # two builds into one folder: one after the other
+        sources = read_sources(ROOT)
+        write_sources(sources, Path(scratch))
+        job = Job(Path(scratch), cache, compiler())
+        with ProcessPoolExecutor(os.cpu_count()) as pool:
+            made = list(pool.map(partial(make_one, job), MODULES))
+        libraries = [library for library in made if library is not None]
+        if len(libraries) < len(MODULES):
+            return 1
+        publish(libraries, sources, out)
+    forget(cache)
+    return 0
 
 
 if __name__ == "__main__":

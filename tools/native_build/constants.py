@@ -48,6 +48,21 @@ def with_values(text: str, root: Path) -> str:
     return b"".join(lines).decode()
 
 
+def sources_of_constants(path: Path, root: Path) -> set[Path]:
+    """The modules of the program that this one has values of, directly or not."""
+    found: set[Path] = set()
+    left = [path]
+    while left:
+        for statement in ast.parse(left.pop().read_text()).body:
+            if isinstance(statement, ast.ImportFrom) and statement.module:
+                source = _source(statement.module, root)
+                capitals = any(alias.name.isupper() for alias in statement.names)
+                if capitals and source.exists() and source not in found:
+                    found.add(source)
+                    left.append(source)
+    return found
+
+
 def constants_of(tree: ast.Module, root: Path) -> dict[str, Value]:
     """Those that the module defines or imports."""
     known: dict[str, Value] = {}
@@ -84,10 +99,14 @@ def _imported(module: str, root: Path) -> dict[str, Value]:
     if module in _OF_PYTHON:
         found = vars(importlib.import_module(module))
         return {name: int(value) for name, value in found.items() if isinstance(value, int)}
-    source = root / f"{module.replace('.', '/')}.py"
+    source = _source(module, root)
     if not source.exists():
         return {}
     return constants_of(ast.parse(source.read_text()), root)
+
+
+def _source(module: str, root: Path) -> Path:
+    return root / f"{module.replace('.', '/')}.py"
 
 
 def _unpacked(
