@@ -6,7 +6,6 @@ signals, which the main process handles. A command has applied effect when it is
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import signal
@@ -65,6 +64,7 @@ from omni_proxy.multiprocess.shared_memory.sessions import (
 )
 from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
 from omni_proxy.routing.tree_key import hash_with
+from omni_proxy.system.garbage import collect_before_serving
 from omni_proxy.telemetry.line_log import OFF, QUEUE_BYTES
 from omni_proxy.telemetry.logs import configure
 from omni_proxy.watchdog import Watchdog
@@ -284,9 +284,7 @@ class DataPlaneProcess:
             )  # fmt: skip
             for chore in chores:
                 nursery.start_soon(chore)
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(10_000, 20, 50)
+            collect_before_serving()
             self._watchdog.end_startup()
             task_status.started()
             await self._drain_started.wait()
