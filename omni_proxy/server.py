@@ -7,7 +7,6 @@ status 0.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import os
@@ -58,6 +57,7 @@ from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.fd_limit import raise_fd_limit
 from omni_proxy.system.files import private_runtime_dir
+from omni_proxy.system.garbage import collect_before_serving, keep_what_there_is
 from omni_proxy.system.service_manager import ServiceManager
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog
@@ -73,8 +73,8 @@ from omni_proxy.weight_sync.state_journal import JournalFile, folder_for
 _log = logging.getLogger(__name__)
 
 BAD_CONFIGURATION = 2
-CANNOT_LISTEN = 1
-NEVER_READY = 1
+CANNOT_LISTEN = NEVER_READY = 1
+OPEN_SECS = 5.0  # for all services to begin, of a change over HTTP
 NOT_TAKEN_OVER = 3  # of an upgrade: the running program goes on
 
 
@@ -302,20 +302,24 @@ class Server:
         change holds in every process."""
         app = create_app(services)
 
-        async def collect_counters() -> None:
+        async def before() -> None:
             self.process_manager.count()
+            if request.method not in ("GET", "HEAD"):  # in an upgrade nothing changes until then
+                with trio.move_on_after(OPEN_SECS):
+                    await self.upgrades.open.wait()
 
         async def await_replicated(response: Response) -> Response:
             if request.method not in ("GET", "HEAD"):
                 await self.process_manager.await_replicated()
             return response
 
-        app.before_request(collect_counters)
+        app.before_request(before)
         app.after_request(await_replicated)
         return app
 
     async def run(self) -> int:
         _log.info("omni-proxy %s starts", __version__)
+        collect_before_serving()
         self.process_manager.tree_seed = self._tree_seed
         self.process_manager.watch_started(self.event_follower.repeat)
         self.data_plane.fleet.watch_health(log_health)
@@ -349,10 +353,7 @@ class Server:
                 root.cancel_scope.cancel()
                 _print(str(error))
                 return NOT_TAKEN_OVER
-            # Objects of the start live on: keep them out of every later garbage collection.
-            gc.collect()
-            gc.freeze()
-            gc.set_threshold(10_000, 20, 50)
+            keep_what_there_is()
             self.watchdog.end_startup()
             if self.data_plane.listeners.held and (status := await self._open_when_ready()):
                 root.cancel_scope.cancel()
