@@ -14,7 +14,7 @@ from typing import TypeVar
 import trio
 
 from omni_proxy.dataplane.admission.caller_admission import begin as begin_call
-from omni_proxy.dataplane.admission.caller_admission import reserve
+from omni_proxy.dataplane.admission.caller_admission import check_models_form, reserve
 from omni_proxy.dataplane.exchange.exchange import Exchange, id_from_body
 from omni_proxy.dataplane.exchange.exchange_io import finalize
 from omni_proxy.dataplane.services import ExchangeServices
@@ -123,6 +123,7 @@ class Picker:
             self._require(request, exchange, known)
             need = exchange.requirements
             assert need is not None
+            check_models_form(exchange, head)
             reserve(exchange, need, services.fleet, len(body), now)
         except HttpError as error:
             self.finish(exchange, error)

@@ -23,12 +23,14 @@ from omni_proxy.dataplane.admission.response_tokens import tokens_of
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.inspect.model_field import check_form
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.response_usage import (
     OPENED_USAGE,
     USAGE,
     decode_usual,
 )
+from omni_proxy.routing.routes import FORM
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
@@ -58,6 +60,16 @@ def begin(settings: Settings, exchange: Exchange, head: RequestHead, now: float)
     except HttpError as error:
         error.close = bool(head.length)  # its body has not been read
         raise
+
+
+def check_models_form(exchange: Exchange, head: RequestHead) -> None:
+    """Raises HttpError 400 for a form of a caller with models that may name another one to the
+    worker."""
+    caller, route, body = exchange.caller, exchange.route, exchange.body
+    if caller is None or not caller.models or route is None or not body:
+        return
+    if route.body_kind is FORM:
+        check_form(body, head.content_type)
 
 
 def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now: float) -> None:

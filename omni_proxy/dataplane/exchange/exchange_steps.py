@@ -16,7 +16,7 @@ from urllib.parse import unquote
 from omni_proxy.admin_ops.routes import is_known
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.caller_admission import begin as begin_call
-from omni_proxy.dataplane.admission.caller_admission import reserve
+from omni_proxy.dataplane.admission.caller_admission import check_models_form, reserve
 from omni_proxy.dataplane.disaggregation.driver import respond_in_two_legs
 from omni_proxy.dataplane.exchange.exchange import (
     Exchange,
@@ -245,6 +245,7 @@ def _inspected(
     exchange.request_id = head.request_id or id_from_body(need)
     if exchange.caller is not None:
         size = max(len(exchange.body), head.length)
+        check_models_form(exchange, head)
         reserve(exchange, need, services.fleet, size, io.loop.now)
     if services.balancer.aliases is not None:
         find_spans(services.balancer.aliases, need, route, exchange.body, head)

@@ -14,7 +14,13 @@ from typing import Final, TypeAlias
 
 import msgspec
 
-from omni_proxy.routing.inspect.body_fields import form_values, invalid_json, read_elements
+from omni_proxy.routing.inspect.body_fields import (
+    MAX_PART_HEAD_BYTES,
+    MAX_PARTS,
+    form_values,
+    invalid_json,
+    read_elements,
+)
 from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER, find_members, object_at
 from omni_proxy.routing.inspect.large_json import JsonMember, key_text, walk_members
 from omni_proxy.routing.inspect.requirements import HeadFacts, has_json_body
@@ -28,6 +34,14 @@ _BATCH: Final = "speech_batch"  # its items may name the model, too
 _MODEL: Final = b'"model"'
 _BACKSLASH: Final = b"\\"  # one byte is found in a tenth of the time
 _BLANKS: Final = b" \t\r\n"
+_BOUNDARIES: Final = re.compile(rb'boundary="?([0-9A-Za-z\'()+_,./:=?-]{1,70})"?', re.IGNORECASE)
+_IS_DISPOSITION: Final = re.compile(rb"content-disposition[ \t]*:", re.IGNORECASE)
+_DISPOSITION: Final = re.compile(
+    rb'content-disposition: *form-data; *name="([^"\\]*)"'
+    rb'(?:; *filename="[^"]*")?(?:; *filename\*=[^;" ]+)?\Z',
+    re.IGNORECASE,
+)
+_ODD: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]")  # lines that readers end differently
 _TO_ELEMENT: Final = re.compile(rb"[ \t\r\n]*+,?[ \t\r\n]*+")
 
 
@@ -104,6 +118,47 @@ def _only(found: Iterable[Span]) -> list[Span]:
         message = "the body names its model twice, so it is not clear which one is meant"
         raise HttpError(400, message, "duplicate_key")
     return spans
+
+
+def check_form(body: bytes, content_type: bytes) -> None:
+    """For a caller that may use some models only. Raises HttpError 400 where another reader of the
+    form could see another model: it is named twice, or a part is not written as clients do."""
+    boundaries = _BOUNDARIES.findall(content_type)
+    delimiter = b"\r\n--" + b"".join(boundaries)
+    if len(boundaries) != 1 or not body.startswith(delimiter[2:]):
+        raise _unclear()
+    models, at = 0, len(delimiter) - 2
+    for _ in range(MAX_PARTS):
+        if body[at : at + 2] == b"--" and not body[at + 2 : at + 64].strip(b"\r\n"):
+            break
+        head, blank, value = body[at : at + MAX_PART_HEAD_BYTES].partition(b"\r\n\r\n")
+        name = _name_of_part(head)
+        if not blank or name is None or value.startswith(delimiter[2:]):
+            raise _unclear()
+        models += name == b"model"
+        at = body.find(delimiter, at + len(head) + len(blank)) + len(delimiter)
+        if at < len(delimiter):
+            raise _unclear()
+    else:
+        raise _unclear()
+    if models > 1:
+        message = "the body names its model twice, so it is not clear which one is meant"
+        raise HttpError(400, message, "duplicate_key")
+
+
+def _name_of_part(head: bytes) -> bytes | None:
+    """In lower case; None for a head that two readers may take differently."""
+    first, *lines = head.split(b"\r\n")
+    named = [line for line in lines if _IS_DISPOSITION.match(line)]
+    found = _DISPOSITION.match(named[0]) if len(named) == 1 else None
+    if first or found is None or _ODD.search(head):
+        return None
+    return found[1].lower()
+
+
+def _unclear() -> HttpError:
+    message = "with an API key that has models, a form must be plain multipart/form-data"
+    return HttpError(400, message, "malformed_body")
 
 
 def _of_items(route: Route, body: bytes, members: Iterable[JsonMember]) -> Iterator[Span]:

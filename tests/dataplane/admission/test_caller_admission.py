@@ -250,6 +250,28 @@ def test_a_model_that_the_key_does_not_allow_is_403(listeners):
     play(listeners, script, keys('models = ["m", "alias"]\n'), began=1)
 
 
+PART = b'--X\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
+
+
+def test_a_form_that_names_two_models_is_refused_where_the_key_allows_one(listeners):
+    def form(*models):
+        body = b"".join(PART % model for model in models) + b"--X--\r\n"
+        head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: a\r\n" + bearer(KEYS[0])
+        kind = b"content-type: multipart/form-data; boundary=X\r\n"
+        return b"%b\r\n%bcontent-length: %d\r\n\r\n%b" % (head, kind, len(body), body)
+
+    def script(world, client):
+        world.ask(client, form(b"m"))
+        world.answer(WHOLE)
+        for models in ((b"m", b"n"), (b"n", b"m"), (b"n",)):
+            world.ask(client, form(*models))
+        assert statuses(client) == [200, 400, 400, 403]
+        assert client.came.count(b"duplicate_key") == 2
+        assert callers(world)["team-a"].in_flight == 0
+
+    play(listeners, script, keys('models = ["m"]\n'), began={0, 1})
+
+
 USAGE = b'{"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 40}}'
 SETTLED = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
     len(USAGE),

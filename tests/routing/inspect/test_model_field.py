@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.routing.inspect import model_field
-from omni_proxy.routing.inspect.body_fields import decode_body
+from omni_proxy.routing.inspect.body_fields import MAX_PARTS, decode_body
 from omni_proxy.routing.inspect.model_field import (
+    check_form,
     model_spans,
     session_spans,
     walk_model_spans,
@@ -187,3 +188,52 @@ def test_the_first_message_of_a_session_names_it(first, expected):
 def test_a_session_message_with_two_sessions_is_refused():
     with pytest.raises(HttpError):
         session_spans('{"session":{"model":"a"},"session":{"model":"b"}}')
+
+
+PLAIN = b'--X\r\nContent-Disposition: form-data; name="model"\r\n\r\nm\r\n'
+FILE = (
+    b'--X\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n'
+    b"Content-Type: audio/wav\r\n\r\nRIFF\n--X\r\n\r\n"
+)
+OF_X = b"multipart/form-data; boundary=X"
+
+
+@pytest.mark.parametrize("parts", [[PLAIN], [PLAIN, FILE], [FILE, PLAIN], [FILE]])
+@pytest.mark.parametrize("end", [b"--X--", b"--X--\r\n"])
+def test_a_form_as_clients_write_it_is_clear(parts, end):
+    check_form(b"".join(parts) + end, OF_X)
+    check_form(bytearray(b"".join(parts) + end), b'multipart/form-data; boundary="X"')
+
+
+def hidden(line, more=b""):
+    return b"--X\r\n" + line + b"\r\n" + more + b"\r\nz\r\n"
+
+
+NAMED = b'content-disposition: form-data; name="model"'
+
+
+@pytest.mark.parametrize(
+    ("body", "content_type", "code"),
+    [
+        (PLAIN + PLAIN + b"--X--", OF_X, "duplicate_key"),
+        (PLAIN + hidden(b'content-disposition: form-data; name="MODEL"') + b"--X--", OF_X, "duplicate_key"),
+        (PLAIN + hidden(NAMED.replace(b"; ", b'; name="x"; ')) + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + hidden(NAMED + b'; xfilename="q"') + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + hidden(NAMED.replace(b'"', b"")) + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + hidden(b'content-disposition: form-data; name="a"', NAMED + b"\r\n") + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + hidden(b"x: y") + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + hidden(b'content-disposition: form-data;\r\n name="model"') + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + b"--Xy\r\n\r\nq\r\n" + PLAIN + b"--X--", OF_X, "malformed_body"),
+        (b"preamble\r\n" + PLAIN + b"--X--", OF_X, "malformed_body"),
+        (PLAIN, OF_X, "malformed_body"),
+        (PLAIN + b"--X--" + PLAIN, OF_X, "malformed_body"),
+        (PLAIN + b"--X\r\n" + NAMED + b"\r\n\r\n--X--", OF_X, "malformed_body"),
+        (PLAIN + b"--X--", OF_X + b"; boundary=Y", "malformed_body"),
+        (PLAIN + b"--X--", b"text/plain", "malformed_body"),
+        (FILE * (MAX_PARTS + 1) + b"--X--", OF_X, "malformed_body"),
+    ],
+)  # fmt: skip
+def test_a_form_that_two_readers_may_take_differently_is_refused(body, content_type, code):
+    with pytest.raises(HttpError) as refusal:
+        check_form(body, content_type)
+    assert (refusal.value.status, refusal.value.code) == (400, code)
