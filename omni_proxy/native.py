@@ -82,10 +82,12 @@ def usable_set(folder: Path) -> dict[str, str]:
         suffix, modules = manifest["suffix"], folder / manifest["folder"]
         if suffix != EXTENSION_SUFFIXES[0]:
             raise NotUsable(f"is of another Python ({suffix})")
+        files = {name: str(modules / f"{name}{suffix}") for name in manifest["modules"]}
+        if getattr(sys, "frozen", False):
+            return files  # a single file was put together as one, and has no text to compare with
         for path, (size, changed_at, digest) in manifest["sources"].items():
             if not is_unchanged(SOURCES / path, size, changed_at, digest):
                 raise NotUsable(f"was made of another {path}")
-        files = {name: str(modules / f"{name}{suffix}") for name in manifest["modules"]}
         for name, size in manifest["modules"].items():
             if os.stat(files[name]).st_size != size:
                 raise NotUsable(f"is damaged at {name}")

@@ -177,3 +177,8 @@ def test_the_manifest_has_every_file_that_is_compiled():
         sources
     )
     assert {Path(name).suffix for name in sources} == {".py", ".pxd", ".pyx"}
+
+
+def test_a_single_file_has_no_text_to_compare_with(folder):
+    change(folder, lambda manifest: manifest["sources"].update({"omni_proxy/x.pxd": [0, 0, ""]}))
+    assert run(folder, f"import sys\nsys.frozen = True\n{SHOW}") == (NATIVE, "")
