@@ -102,5 +102,6 @@ def may_use(caller: ApiCaller, model: str | None, fleet_models: frozenset[str]) 
     if not caller.models:
         return True
     if model:
-        return model in caller.models
+        base, _, adapter = model.partition(":")
+        return model in caller.models or (base in caller.models and adapter in caller.models)
     return bool(fleet_models) and fleet_models <= caller.models

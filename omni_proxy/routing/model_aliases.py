@@ -20,7 +20,7 @@ from omni_proxy.routing.inspect.affinity_key import (
     affinity_key_reader,
     affinity_keys_of,
 )
-from omni_proxy.routing.inspect.body_fields import adapter_of_body
+from omni_proxy.routing.inspect.body_fields import adapters_of_body
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
@@ -76,9 +76,12 @@ def name_adapter(need: Requirements, aliases: ModelAliases | None, body: bytes) 
     model = need.model or ""
     if need.body_fields is None or ":" in model:
         return
-    adapter = need.adapter if need.large_body_class else adapter_of_body(body)
-    if adapter and (aliases is None or aliases.find(model) is None):
-        need.model = f"{model}:{adapter}"
+    adapters = need.adapters_in_large_body
+    if not need.large_body_class and b"lora_path" in body:
+        adapters = adapters_of_body(body)
+    # A batch may name several: its worker has to have all.
+    if len(adapters) == 1 and (aliases is None or aliases.find(model) is None):
+        need.model = f"{model}:{next(iter(adapters))}"
 
 
 class TargetChecks(Protocol):

@@ -8,6 +8,7 @@ the head's lines, so no worker gets it. Nothing here waits: above a limit the re
 
 from __future__ import annotations
 
+import re
 from typing import Final
 
 import msgspec
@@ -23,6 +24,7 @@ from omni_proxy.dataplane.admission.response_tokens import tokens_of
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.fleet.registry import Fleet
+from omni_proxy.routing.inspect.body_fields import adapters_of_body
 from omni_proxy.routing.inspect.model_field import check_form
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.response_usage import (
@@ -35,6 +37,7 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
 REFUSED: Final = -1
+_MAY_NAME_ADAPTERS: Final = re.compile(rb"lora_path|\\u")  # a key may be spelled with escapes
 _EXPLAINED: Final = {
     "max_inflight": "requests in flight",
     "requests_per_minute": "requests in a minute",
@@ -78,9 +81,11 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
     caller = exchange.caller
     if caller is None:
         return
-    if caller.models and not may_use(caller, need.model, _models_of(fleet)):
-        caller.count_refused("model")
-        raise _model_refusal(caller, need.model)
+    if caller.models:
+        refused = _refused_model(caller, need, exchange.body, fleet)
+        if refused is not None:
+            caller.count_refused("model")
+            raise _model_refusal(caller, refused)
     if not caller.token_rate:
         return
     tokens = estimate_prompt(size) + max_tokens_in(exchange.body)
@@ -97,7 +102,7 @@ def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body:
     """`begin` and `reserve` for the fast path, whose caller is known and whose body is whole. False
     if it may not go on there: then nothing counts, and the coroutine finds out why."""
     now = exchange.started_at
-    if caller.models and need.model not in caller.models:
+    if caller.models and (need.model not in caller.models or _MAY_NAME_ADAPTERS.search(body)):
         return False
     tokens = 0
     if not caller.token_rate:
@@ -170,6 +175,22 @@ def _models_of(fleet: Fleet) -> frozenset[str]:
     if not all(worker.model for worker in fleet.workers):
         return frozenset()
     return frozenset(fleet.models)
+
+
+def _refused_model(
+    caller: ApiCaller, need: Requirements, body: bytes | bytearray | None, fleet: Fleet
+) -> str | None:
+    """What it asks for that it may not use, "" for no name; None where it may use all of it. An
+    adapter beside the model (SGLang's `lora_path`) is allowed by its own name."""
+    if not may_use(caller, need.model, _models_of(fleet)):
+        return need.model or ""
+    adapters = need.adapters_in_large_body
+    if body and not need.large_body_class:
+        adapters = adapters_of_body(bytes(body))
+    for adapter in sorted(adapters):
+        if adapter not in caller.models and f"{need.model}:{adapter}" not in caller.models:
+            return adapter
+    return None
 
 
 def _model_refusal(caller: ApiCaller, model: str | None) -> HttpError:

@@ -273,22 +273,18 @@ class ObjectListReader(Generic[Fields]):
             yield from match
 
 
-def adapter_of_body(body: bytes) -> str:
-    """What its key `lora_path` names (SGLang); "" for none."""
-    if b"lora_path" not in body:
-        return ""
+def adapters_of_body(body: bytes) -> frozenset[str]:
+    """All that its key `lora_path` (SGLang) names, however that key is spelled."""
     try:
-        return read_adapter(_decode_adapter(body).lora_path)
+        return read_adapters(_decode_adapter(body).lora_path)
     except MALFORMED:
-        return ""
+        return frozenset()
 
 
-def read_adapter(raw: msgspec.Raw) -> str:
-    """The adapter that SGLang's `lora_path` names: a name, or a list of them for a batch; "" for
-    none, and for a batch with several, whose worker has to have all."""
+def read_adapters(raw: msgspec.Raw) -> frozenset[str]:
+    """What `lora_path` names: a name, or a list of them for a batch."""
     values = read_elements(raw) if is_list(raw) else [raw]
-    names = {read_text(value) for value in values} - {None, ""}
-    return names.pop() or "" if len(names) == 1 else ""
+    return frozenset(filter(None, map(read_text, values)))
 
 
 def read_rids(raw: msgspec.Raw) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ cdef class Requirements:
     cdef public str affinity_key
     cdef public object version_constraint
     cdef public tuple rids
-    cdef public str adapter, large_body_class
+    cdef public object adapters_in_large_body
+    cdef public str large_body_class
     cdef public object given_hints
     cdef public tuple ranks_in_large_body
     cdef public Py_ssize_t dp_rank

@@ -27,7 +27,7 @@ from omni_proxy.routing.inspect.body_fields import (
     decode_body,
     form_fields,
     is_truthy,
-    read_adapter,
+    read_adapters,
     read_elements,
     read_rids,
     read_text,
@@ -101,7 +101,7 @@ class Requirements(msgspec.Struct, gc=False):
     affinity_key: str = ""  # keeps a session on its worker, for policies that use it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
     rids: tuple[str, ...] = ()  # its names at the engine, where the body gives them (SGLang)
-    adapter: str = ""  # that a large body names beside its model (SGLang's `lora_path`)
+    adapters_in_large_body: frozenset[str] = frozenset()  # beside its model (SGLang's `lora_path`)
     large_body_class: str = ""  # the traffic class of a body that was too large to be read whole
     given_hints: frozenset[bytes] = frozenset()  # of such a request: its hints
     ranks_in_large_body: tuple[tuple[str, bytes], ...] = ()  # of such a request: keys and values
@@ -236,7 +236,7 @@ def requirements_of_large_json(
     if route.traffic.startswith("speech"):
         requirements.mask |= AUDIO  # a voice reference is what makes such a body large
     requirements.large_body_class = route.traffic
-    requirements.adapter = read_adapter(msgspec.Raw(bytes(top.lora_path)))
+    requirements.adapters_in_large_body = read_adapters(msgspec.Raw(bytes(top.lora_path)))
     requirements.ranks_in_large_body = tuple(
         (name, bytes(value))
         for name in ("routed_dp_rank", "data_parallel_rank")

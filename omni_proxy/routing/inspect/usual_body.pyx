@@ -183,7 +183,7 @@ cdef Requirements _new():
     need.affinity_key = _default.affinity_key
     need.version_constraint = _default.version_constraint
     need.rids = _default.rids
-    need.adapter = _default.adapter
+    need.adapters_in_large_body = _default.adapters_in_large_body
     need.large_body_class = _default.large_body_class
     need.given_hints = _default.given_hints
     need.ranks_in_large_body = _default.ranks_in_large_body

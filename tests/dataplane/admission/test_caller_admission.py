@@ -253,6 +253,33 @@ def test_a_model_that_the_key_does_not_allow_is_403(listeners):
 PART = b'--X\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
 
 
+@pytest.mark.parametrize(
+    ("body", "allowed"),
+    [
+        (b'{"model": "m", "lora_path": "z"}', False),
+        (b'{"model": "m", "lora_path": ["a", "z"]}', False),
+        (b'{"model": "m", "lor\\u0061_path": "z"}', False),
+        (b'{"model": "m", "lora_path": "a", "lora_path": "z"}', False),
+        (b'{"model": "m:z"}', False),
+        (b'{"model": "m", "lora_path": "a"}', True),
+        (b'{"model": "m", "lora_path": ["a", null]}', True),
+        (b'{"model": "m", "lora_path": null}', True),
+        (b'{"model": "m", "lora_path": "b"}', True),
+        (b'{"model": "m:a"}', True),
+        (b'{"model": "m", "text": "\\u00e9"}', True),
+    ],
+)
+def test_an_adapter_beside_the_model_must_be_allowed_too(listeners, body, allowed):
+    def script(world, client):
+        world.ask(client, request(body=body))
+        if allowed:
+            world.answer(WHOLE)
+            world.turn()
+        assert statuses(client) == [200 if allowed else 403]
+
+    play(listeners, script, keys('models = ["m", "a", "m:b"]\n'), began={0, 1})
+
+
 def test_a_form_that_names_two_models_is_refused_where_the_key_allows_one(listeners):
     def form(*models):
         body = b"".join(PART % model for model in models) + b"--X--\r\n"

@@ -136,3 +136,19 @@ def test_large_speech_may_hold_a_reference():
 
 def test_without_a_routable_worker_nothing_is_refused_here():
     settle_unread(fleet(), look(large()))
+
+
+@pytest.mark.parametrize(
+    ("spelled", "names"),
+    [
+        (b'"lora_path": "z"', {"z"}),
+        (b'"lora_path": ["a", null, "z"]', {"a", "z"}),
+        (b'"lor\\u0061_path": "z"', {"z"}),
+        (b'"lora_path": "a", "lora_path": "z"', {"z"}),
+        (b'"lora_path": null', set()),
+        (b'"text": "lora_path"', set()),
+    ],
+)
+def test_all_adapters_that_it_names_are_known(spelled, names):
+    body = b'{"model": "m", %b, "more": "%b"}' % (spelled, b"x" * LARGE_BYTES)
+    assert look(body).adapters_in_large_body == names
