@@ -5,7 +5,7 @@ import pytest
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.parse import parse
 from omni_proxy.fleet.worker import CAPABILITY_BITS
-from omni_proxy.routing.inspect.body_fields import BodyFields, adapter_of_body
+from omni_proxy.routing.inspect.body_fields import BodyFields, adapters_of_body
 from omni_proxy.routing.inspect.large_json import LARGE_BYTES
 from omni_proxy.routing.inspect.requirements import (
     RequestFacts,
@@ -310,32 +310,39 @@ def test_an_adapter_beside_the_model_counts_as_sglang_reads_it(model, adapter, e
     name_adapter(need, aliases_of(), b'{"lora_path": "%b"}' % adapter.encode())
     assert need.model == expected
     need = Requirements(CHAT, model, decoded=BodyFields(), large_body_class="generation")
-    need.adapter = adapter
+    need.adapters_in_large_body = frozenset(filter(None, [adapter]))
     name_adapter(need, aliases_of(), b"")
     assert need.model == expected
 
 
 @pytest.mark.parametrize(
-    ("body", "adapter"),
+    ("body", "adapters"),
     [
-        (b'{"lora_path": "a"}', "a"),
-        (b'{"lora_path": ["a", null, "a"]}', "a"),
-        (b'{"lora_path": ["a", "b"]}', ""),
-        (b'{"lora_path": null}', ""),
-        (b'{"lora_path": 3}', ""),
-        (b"{}", ""),
+        (b'{"lora_path": "a"}', {"a"}),
+        (b'{"lora_path": ["a", null, "a"]}', {"a"}),
+        (b'{"lora_path": ["a", "b"]}', {"a", "b"}),
+        (b'{"lora_path": null}', set()),
+        (b'{"lora_path": 3}', set()),
+        (b"{}", set()),
     ],
 )
-def test_the_adapter_of_a_body_is_read(body, adapter):
-    assert adapter_of_body(body) == adapter
+def test_the_adapters_of_a_body_are_read(body, adapters):
+    assert adapters_of_body(body) == adapters
     route = match_route("POST", "/generate")
     large = body[:-1] + (b"," if len(body) > 2 else b"") + b'"text": "%b"}' % bytes(LARGE_BYTES)
     large = large.replace(b"\0", b"x")
-    assert inspect_request(route, large, RequestFacts(b"application/json")).adapter == adapter
+    need = inspect_request(route, large, RequestFacts(b"application/json"))
+    assert need.adapters_in_large_body == adapters
+
+
+def test_a_batch_with_several_adapters_keeps_its_model():
+    need = Requirements(CHAT, "base", decoded=BodyFields())
+    name_adapter(need, aliases_of(), b'{"lora_path": ["a", "b"]}')
+    assert need.model == "base"
 
 
 def test_what_is_no_json_names_no_adapter():
-    assert adapter_of_body(b'{"lora_path": ') == ""
+    assert adapters_of_body(b'{"lora_path": ') == frozenset()
 
 
 def test_a_target_may_be_an_adapter():
