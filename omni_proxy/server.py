@@ -318,7 +318,7 @@ class Server:
         return app
 
     async def run(self) -> int:
-        _log.info("omni-proxy %s starts", __version__)
+        _log.info("proxy_started version=%s", __version__)
         collect_before_serving()
         self.process_manager.tree_seed = self._tree_seed
         self.process_manager.watch_started(self.event_follower.repeat)
@@ -359,7 +359,7 @@ class Server:
                 root.cancel_scope.cancel()
                 return status
         await self.launcher.end_handed()
-        _log.info("omni-proxy has stopped")
+        _log.info("proxy_stopped")
         return 0
 
     async def _start_services(self, root: trio.Nursery) -> None:

@@ -111,7 +111,7 @@ class Outgoing:
             raise UpgradeFailed(f"the new program was not ready within {timeout_secs:g} s{why}")
         except UpgradeFailed as failure:
             self.last_error = str(failure)
-            _log.error("upgrade_failed: this program goes on: %s", failure)
+            _log.error("upgrade_failed error=%r", str(failure))
             raise
         finally:
             self.running = False

@@ -161,7 +161,7 @@ async def test_ready_fails_before_the_drain_begins(tmp_path, script):
 async def test_an_idle_program_ends_at_once(tmp_path, script):
     async with running_over(script, tmp_path) as running:
         assert await running.leave() == 0
-        await running.says("omni-proxy has stopped")
+        await running.says("proxy_stopped")
 
 
 async def test_a_port_in_use_stops_the_start_with_a_message(tmp_path):

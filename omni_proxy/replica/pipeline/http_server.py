@@ -213,7 +213,7 @@ class _ServerLifecycle:
                 if self.runtime is not None:
                     self.runtime.stop_waiting()
             else:
-                log.info("draining signal=%s", signal.Signals(number).name)
+                log.info("drain_started signal=%s", signal.Signals(number).name)
                 self.stopping.set()
 
     async def serve(
