@@ -1,4 +1,4 @@
-"""What every route gets: the pipeline client, names, the operator's settings, and request metrics.
+"""Services for every route: the pipeline client, names, operator settings, request metrics.
 
 Invariant: nothing here changes while the app serves, except what `meters` counts. The module
 imports no route, so that every route can import it. Names and units of metrics are SGLang's, so
@@ -34,7 +34,7 @@ _LABELS = ("model_name",)
 ADMIN_KEY_VARIABLE = "SGLANG_OMNI_ADMIN_KEY"
 MIB = 1024 * 1024
 SpeechStreamFormat = Literal["sse", "pcm", "openai-sse"]
-# Whose routes for trainers and operators are served; model routes are always served.
+# Engines whose trainer and operator routes can be served; model routes are always served.
 Dialect = Literal["both", "sglang", "vllm"]
 
 

@@ -63,7 +63,7 @@ class Generation:
         self._closed = False
 
     async def __aenter__(self) -> Self:
-        # First: `async with` does not leave what was cancelled while it was entered.
+        # Check before opening: `__aexit__` is not called if `__aenter__` is cancelled.
         await trio.lowlevel.checkpoint_if_cancelled()
         self._open()
         return self
@@ -157,10 +157,10 @@ class Client:
         return self._coordinator.abort(request_id)
 
     def end_early(self, wanted: Callable[[str], bool]) -> list[str]:
-        """Abort the live requests whose id is `wanted`; they return what they have. Return ids.
+        """End the live requests whose id is `wanted`, with their partial output; return ids.
 
-        Their readers get a result with `finish_reason` abort; RequestAborted where none generates
-        text.
+        Their readers get a result with `finish_reason` abort, or RequestAborted if no stage of the
+        request generates text.
         """
         return self._coordinator.end_early(wanted)
 

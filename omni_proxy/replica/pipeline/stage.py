@@ -181,9 +181,7 @@ class FunctionScheduler:
                     emit,
                     StageFailure(job.payload.request_id, self._stage, str(error), "caller"),
                 )
-            except (
-                Exception
-            ) as error:  # the function is anyone's: its fault is that request's alone
+            except Exception as error:  # user code may raise anything: only this request fails
                 log.exception("request_failed stage=%s", self._stage)
                 reason = f"{type(error).__name__}: {error}"
                 self._finish(job, emit, StageFailure(job.payload.request_id, self._stage, reason))
@@ -293,10 +291,8 @@ def missing_package_message(fault: ModuleNotFoundError) -> str:
     return f"the package {name} is not installed: pip install 'omni-proxy[replica]'"
 
 
-# Where a stage runs: a thread of this process. A host can be run again after it has ended.
-#
-# Invariant: when `live` returns, every stage of the host has posted its `StageEnded`, unless it was
-# cancelled: a thread cannot be ended from outside, so it gets a Shutdown and is left behind.
+# Hosts: a stage runs in a thread of this process, and can be run again after it has ended.
+# A cancelled `live` sends Shutdown and leaves the thread running, since it cannot be killed.
 
 
 class StageHost(Protocol):
@@ -330,9 +326,8 @@ class StageThread:
         token = trio.lowlevel.current_trio_token()
         ended = trio.Event()
         if self._has_run:
-            self._inbox = make_inbox(
-                self._config.name
-            )  # what the last life left is of no use any more
+            # Drop the messages that the previous run did not handle.
+            self._inbox = make_inbox(self._config.name)
         self._has_run = True
         config, inbox = self._config, self._inbox
 

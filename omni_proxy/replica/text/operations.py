@@ -5,7 +5,8 @@
 Invariant: an operation runs in the scheduler's thread between two batches, so it never sees a
 partial one; only the long steps of a slow operation run in a thread of their own. Such a step halts
 the stage unless it is a `BackgroundStep`; one halting step runs at a time, others wait for it.
-Messages are handled meanwhile. An exception becomes the result and never ends the loop.
+The scheduler handles messages during a step. An exception becomes the operation's result and never
+ends the loop.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DAMAGED: Final = "weights_damaged"
 
 
 class OperableScheduler(Protocol):
-    """What the operations of this module need of the scheduler; TextScheduler has it."""
+    """The methods of TextScheduler that the operations of this module use."""
 
     worker: ModelWorker
     cache: PrefixCache[SequenceKV]
@@ -339,7 +340,7 @@ def _run_in_thread(op_id: str, step: Callable[[], Any], post: Post) -> None:
 
 
 class WaitingScheduler(Protocol):
-    """What `pause_when_idle` needs of the scheduler; TextScheduler has it."""
+    """The methods of TextScheduler that `pause_when_idle` uses."""
 
     def await_idle(self) -> threading.Event: ...
     def pause(self, mode: PauseMode) -> int: ...
@@ -348,7 +349,7 @@ class WaitingScheduler(Protocol):
 
 
 def pause_when_idle(scheduler: WaitingScheduler, order: Admin) -> Steps:
-    """Pause once every request that is there has ended; later ones wait from now on."""
+    """Pause when every current request has ended; later requests wait from now on."""
     idle = scheduler.await_idle()
     yield BackgroundStep(InterruptibleCall(lambda: idle.wait(), lambda why: idle.set()))
     if not scheduler.holding:

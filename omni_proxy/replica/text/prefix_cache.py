@@ -13,7 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class CacheableKV(Protocol):
-    """What the cache needs of a sequence's KV; `length` counts tokens."""
+    """The interface of a KV that can be cached; `length` counts tokens."""
 
     @property
     def length(self) -> int: ...
@@ -26,7 +26,7 @@ class CacheListener(Protocol):
     """Called after each change of the entries, in the thread that made it."""
 
     def on_kept(self, tokens: tuple[int, ...], dropped: Sequence[tuple[int, ...]]) -> None:
-        """An entry with these tokens came; the others went for it."""
+        """An entry with `tokens` was stored; the entries in `dropped` were evicted for it."""
 
     def on_cleared(self) -> None: ...
 

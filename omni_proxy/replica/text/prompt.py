@@ -17,7 +17,7 @@ from omni_proxy.replica.text.sampling import Sampling, SamplingError, parse_samp
 
 
 class PromptError(Exception):
-    """The request cannot be computed; `kind` is whose fault it is."""
+    """The request cannot be computed; `kind` says whether the caller or the server is at fault."""
 
     def __init__(self, message: str, kind: FailureKind = "caller") -> None:
         super().__init__(message)

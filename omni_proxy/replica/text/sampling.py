@@ -232,9 +232,9 @@ class TokenSampler:
     def _draw(self, logits: Tensor) -> int:
         """Sample by the Gumbel-max trick: add random noise to each logit, take the maximum.
 
-        This samples each token with its probability, like inverse transform sampling. But logits
-        that differ in their last bits, as they do between batches, then change the result only if
-        two tokens are almost level, not wherever the cumulative sum has moved a little.
+        Each token is sampled with its probability, as in inverse transform sampling. Logits differ
+        in their last bits between batches. Here that changes the result only if two tokens are
+        nearly equal; with a cumulative sum any small shift could change it.
         """
         import torch
 

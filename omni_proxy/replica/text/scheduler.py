@@ -105,8 +105,8 @@ class TextScheduler:
             stage_name, min(worker.context, limits.max_total_tokens), worker.vocabulary
         )
         self._embeds: deque[Prompt] = deque()
-        self._idle: threading.Event | None = None  # set once all requests before it have ended
-        self._held: list[Prompt] = []  # requests received after that
+        self._idle: threading.Event | None = None  # set when all earlier requests have ended
+        self._held: list[Prompt] = []  # requests received since `_idle` was created
         self._compiling = ConstraintCompiler(stage_name, ConstraintFactory(worker.tokenizer))
         self._clock = clock
         self._metrics = SchedulerMetrics(reported_s=clock())
@@ -138,9 +138,9 @@ class TextScheduler:
         self._weight_version = version
 
     def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None:
-        """Serve until Shutdown; requests held then get no answer."""
+        """Serve until Shutdown; requests that are still held get no answer."""
         self.emit = emit
-        # In a queue of the stage's messages these are the only ones that are its own.
+        # The inbox is typed for messages of the pipeline; these two the stage posts to itself.
         self._post = cast("Callable[[StepDone | CompiledConstraint], None]", inbox.put)
         try:
             while self._drain(inbox):
@@ -296,7 +296,7 @@ class TextScheduler:
         return dropped + self._compiling.forget(request_id)
 
     def _end_early(self, request_id: str) -> None:
-        """Answer a request with what it has; one without any result is dropped."""
+        """Answer a request with its partial output; a request without any is dropped."""
         sequence = self.batch_queue.find(request_id)
         if sequence is not None:
             self._metrics.aborted += 1
@@ -322,7 +322,7 @@ class TextScheduler:
     # Used by operations
 
     def weights_changed(self) -> None:
-        """Forget what was computed with other weights; running sequences must not go on with it."""
+        """Flush the prefix cache; the caller must end or retract the running sequences."""
         self.cache.flush()
 
     def pause(self, mode: PauseMode) -> int:
@@ -343,7 +343,7 @@ class TextScheduler:
     def await_idle(self) -> threading.Event:
         """Hold new requests until `resume`; the event is set once all others have ended.
 
-        They are computed for that even where a pause has stopped them.
+        Earlier requests are computed to their end even if the scheduler was paused.
         """
         self.paused, self.pause_mode = False, None
         if self._idle is None:

@@ -181,16 +181,16 @@ class Sequence:
         return self._stops.feed(self._characters.flush()) + self._stops.flush()
 
     def end_early(self) -> None:
-        """No more tokens follow, so unreleased text is part of the response."""
+        """End the sequence now; text that was held back becomes part of the response."""
         self._text.append(self._flush_text())
         self.finish_reason = "abort"
 
     def end_version(self, label: str) -> None:
-        """The tokens up to here were made by weights of this version, later ones are not."""
+        """Attribute the tokens generated so far to this weight version."""
         self._versions.append((label, self.completion_tokens))
 
     def _weight_versions(self, label: str) -> list[dict[str, Any]]:
-        """Which tokens of the answer were made by which weights, now of version `label`."""
+        """The ranges of response tokens by weight version; the last range has version `label`."""
         spans: list[dict[str, Any]] = []
         start = 0
         for version, end in [*self._versions, (label, self.completion_tokens)]:

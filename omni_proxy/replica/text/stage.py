@@ -33,7 +33,7 @@ def build(stage_name: str, **params: Any) -> TextScheduler:
     from omni_proxy.replica.kv_events.publisher import KvEventPublisher, PublishedChanges
 
     with ExitStack() as on_error:
-        # First, since a port that is in use is found at once.
+        # Before the model is loaded, so that a port in use is reported at once.
         publisher = KvEventPublisher(settings.events)
         on_error.callback(publisher.close)
         scheduler = _scheduler(stage_name, settings)

@@ -1,4 +1,4 @@
-"""Parameters of the text stage, checked before a model is loaded, and what is made of them.
+"""Parameters of the text stage, checked before a model is loaded, and the objects built from them.
 
 Invariant: a `TextSettings` holds values in range. It imports neither the stage's factory nor the
 tensor-parallel leader, which both import it.

@@ -19,7 +19,7 @@ from werkzeug.exceptions import HTTPException, MethodNotAllowed, RequestEntityTo
 
 from omni_proxy.replica.pipeline.requests import QueueFullError, RequestFailed
 
-# What the methods of a pipeline client raise, besides cancellation.
+# The exceptions that methods of a pipeline client raise, besides cancellation.
 CLIENT_ERRORS = (QueueFullError, RequestFailed)
 ClientError: TypeAlias = QueueFullError | RequestFailed
 

@@ -1,7 +1,7 @@
-"""KV transfers at the HTTP routes: from a body's fields to requests, and into the response.
+"""KV transfers at the HTTP routes: reads them from request bodies, writes them into responses.
 
-Invariant: on a replica without a role nothing here has an effect. The fields are those of the raw
-body, since every route that generates text takes them.
+Invariant: on a replica without a prefill or decode role nothing here has an effect. The fields are
+read from the raw body, because every route that generates text accepts them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_transfers(
     request_id: str,
     prompts: int = 1,
 ) -> list[GenerateRequest]:
-    """The requests of one body, with the transfer of each. Raises DetailError 400."""
+    """Return the requests of one body, each with its KV transfer. Raises DetailError 400."""
     fields = given if isinstance(given, dict) else {}
     try:
         specs = context.transfer.specs(fields, request_id, len(requests), prompts)
@@ -46,8 +46,10 @@ def with_transfers(
 
 
 def leg_fields(context: RouteContext, given: dict[str, Any]) -> dict[str, Any]:
-    """A body's fields without what a prefill leg has no use for: vLLM's router asks every one for
-    a token at least, and the answer is decode's."""
+    """Return a body's fields; for a prefill leg, without the minimum token counts.
+
+    vLLM's router sets `min_tokens` on every leg, but only the decode leg generates the response.
+    """
     if context.transfer.role != "prefill":
         return given
     return {name: value for name, value in given.items() if name not in LEAST_FIELDS}
@@ -61,17 +63,19 @@ def transfer_answer(results: Iterable[CompletionResult]) -> dict[str, Any]:
 
 
 async def release_kept(context: RouteContext, which: dict[str, Any]) -> None:
-    """Free KVs that wait to be fetched although their requests have ended.
+    """Free kept KVs of requests that have ended but whose KV was not fetched yet.
 
-    `which` has the `ids` of requests, the `prefix` of ids, or `all`.
+    `which` selects them by the `ids` of requests, by the `prefix` of ids, or `all` of them.
     """
     if context.transfer.role == "prefill":
         await context.client.admin("release_kv", which, None, RELEASE_SECS)
 
 
 def given_id(context: RouteContext, *named: object) -> str | None:
-    """The request's id: the first of the body's that is a text, else, where a router prepared the
-    request for vLLM, that of the header; None if there is none."""
+    """Return the request's id, or None: the first non-empty string of `named`, the body's ids.
+
+    Without one, the request id header counts if the replica has a role and a vLLM connector.
+    """
     for name in named:
         if isinstance(name, str) and name:
             return name

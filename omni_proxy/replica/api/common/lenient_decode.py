@@ -1,14 +1,10 @@
-"""Lenient decoding: converts values that mean the same, and lists those that do not fit. Pure.
+"""Lenient decoding of JSON bodies into msgspec Structs, with problems reported as FastAPI does.
 
-Invariant: the list of problems is empty exactly if the coerced value can be converted. Up to
-MAX_PROBLEMS problems are listed, not only the first. Types, locations and messages are those of
-pydantic.
-
-JSON bodies into msgspec Structs, with every problem listed as FastAPI lists it.
-
-Invariant: a value that fits the Struct is taken as it is; a value that means the same in another
-type ("5" or 5.0 for 5) is converted; anything else is a 422 item `{type, loc, msg, input[, ctx]}`
-(api-server.md 1.0). A body that is not JSON is refused before anything else is checked.
+A value of the right type is used unchanged. A value of another type with the same meaning ("5" or
+5.0 for 5) is converted. Any other value is a 422 item `{type, loc, msg, input[, ctx]}`
+(api-server.md 1.0), with pydantic's types, locations and messages. Invariant: the list of problems
+is empty exactly if the coerced value can be converted; up to MAX_PROBLEMS problems are listed, not
+only the first. A body that is not JSON is refused before any field is checked.
 """
 
 from __future__ import annotations

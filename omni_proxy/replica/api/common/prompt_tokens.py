@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template for routes that count or decode tokens.
 
-Invariant: loaded once, in a thread, by the first request that needs them; a server whose routes do
-not need them never loads them. What it returns is what the pipeline's prompt stage would compute.
+Invariant: the first request that needs them loads them, once, in a thread; a server without such
+requests never loads them. The tokens are the same that the pipeline's prompt stage computes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class PromptTokens:
         self._builder: PromptBuilder | None = None
 
     async def of_text(self, text: str) -> list[int]:
-        """Raises DetailError 501 without a model, 400 for a text that cannot be a prompt."""
+        """Tokens of a text. Raises DetailError 501 without a model, 400 for an invalid prompt."""
         builder = await self._loaded()
         return await trio.to_thread.run_sync(_checked, builder.text_tokens, text)
 
@@ -47,7 +47,7 @@ class PromptTokens:
         return await trio.to_thread.run_sync(_checked, tokens)
 
     async def spelled(self, ids: Iterable[int]) -> list[str]:
-        """The text of each token, and the name of a control token. Raises DetailError."""
+        """The text of each token; for a control token its name. Raises DetailError."""
         tokenizer = (await self._loaded()).tokenizer
         pieces = []
         for token in ids:
@@ -63,7 +63,7 @@ class PromptTokens:
         return pieces
 
     async def text(self, ids: Sequence[int], *, control_names: bool) -> str:
-        """The text of these tokens, characters that span several of them included."""
+        """The text of these tokens together; a character may span several tokens."""
         names = await self.spelled(ids)
         tokenizer = (await self._loaded()).tokenizer
         parts, run = [], list[int]()
@@ -76,7 +76,7 @@ class PromptTokens:
         return "".join([*parts, tokenizer.decode(run)])
 
     async def context(self) -> int:
-        """The most tokens of prompt and answer together."""
+        """Maximum number of tokens of a prompt and its response together."""
         return (await self._loaded()).context
 
     async def _loaded(self) -> PromptBuilder:
@@ -90,7 +90,7 @@ class PromptTokens:
 
 
 def _load(model: str) -> PromptBuilder:
-    # Most servers never need it, so its imports are local.
+    # Most servers never tokenize for a route, so the import is local.
     from omni_proxy.replica.stages.prepare import load_prompt_builder
 
     return load_prompt_builder(model)

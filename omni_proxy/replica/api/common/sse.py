@@ -1,13 +1,10 @@
-"""Server-sent events over a running generation.
+"""Server-sent events over a running generation: immediate streams and deferred streams.
 
-Invariant: nothing is submitted before the response head is sent. When the reader stops, the
-generation is left, which aborts it. There is no `with` across a yield here: Quart enters and leaves
-the body, in one task.
-
-Streams whose response starts only with the first output: earlier failures are plain HTTP errors.
-
-Invariant: a generation that was started is closed when its request ends, even if the client
-disconnected between the handler's return and the first byte, so that the body was never entered.
+An `EventStream` sends the response head first and then submits the request. A `DeferredStream`
+waits for the first output before it sends the head, so that earlier failures are plain HTTP errors.
+Invariant: when the client disconnects, the generation is closed, which aborts it, even if Quart
+never entered the response body. No `with` block spans a yield: Quart enters and exits the body, in
+one task.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from omni_proxy.replica.pipeline.requests import GenerateChunk
 
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream; charset=utf-8"
-# Of streams whose events have names: Anthropic's messages and OpenAI's responses.
+# Streams with named events: Anthropic's messages and OpenAI's responses.
 EVENT_STREAM_HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -75,7 +72,7 @@ def named_event(name: str, payload: dict[str, Any]) -> bytes:
 
 
 def error_event(message: str, status: int) -> Event:
-    """The event for a failure after the stream has begun (api-server.md 1.3)."""
+    """The event that reports a failure after the stream has begun (api-server.md 1.3)."""
     return {"error": {"message": message, "type": error_type(status), "code": status}}
 
 

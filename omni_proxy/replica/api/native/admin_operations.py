@@ -25,7 +25,7 @@ from omni_proxy.replica.api.route_context import RouteContext
 
 MODEL_INFO_TIMEOUT_SECS = 30.0
 SHARED_FACTS = ("weight_version", "model_path", "load_format")
-# Facts for trainers, read from the first stage that has weights.
+# Values for trainers, read from the first stage that has weights.
 MODEL_FACTS = ("weight_sync", "dtype", "kv_cache_dtype", "cache_epoch", "disable_radix_cache")
 KV_FACTS = "kv_transfer"  # of prefill and decode replicas
 PAUSED_COUNT = "num_paused_requests"

@@ -1,4 +1,4 @@
-"""What this server reports of itself: health, the model card, and SGLang's server info and load.
+"""Status routes: health, the model card, and SGLang's server info and load.
 
 Invariant: the keys of /health and of a card are exactly those of api-server.md 1.1 and 1.2, in that
 order. /health never waits for a stage, and server info waits only briefly: if a stage is busy with
@@ -235,7 +235,7 @@ class InfoRoutes:
         return self._facts
 
     def _roles(self, facts: dict[str, Any]) -> dict[str, Any]:
-        """Whether prefill and decode are apart, and where KVs are fetched."""
+        """Whether prefill and decode run on separate replicas, and where KVs are fetched."""
         transfer = self._context.transfer
         if transfer.role == "null":
             return {"disaggregation_mode": "null"}

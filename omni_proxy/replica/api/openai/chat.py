@@ -1,14 +1,12 @@
-"""POST /v1/chat/completions (api-server.md 1.3).
+"""POST /v1/chat/completions (api-server.md 1.3): the route, and the format of its responses.
 
-Invariant: null is the same as absent. Unknown fields are ignored, unless they would change the
-response: then they are refused by name. Errors are `{"detail"}`, or an event once a stream has
-begun.
+Invariant of requests: null is the same as absent. Unknown fields are ignored, unless they would
+change the response: then they are refused by name. Errors are `{"detail"}`, or an event once a
+stream has begun.
 
-Chat responses made of chunks and results, in the formats of api-server.md 1.3. No I/O.
-
-Invariant: keys without a value are left out, except `finish_reason`; the finish event comes last
-and alone carries `usage` (with several choices, the last finish event of all); text and audio never
-share a delta; no text after a stop string is sent.
+Invariant of responses: keys without a value are left out, except `finish_reason`. The finish event
+is the last one and the only one with `usage` (with several choices, the last finish event of all).
+Text and audio never share a delta. No text after a stop string is sent.
 """
 
 from __future__ import annotations

@@ -58,7 +58,8 @@ async def complete_all(
 
     async with trio.open_nursery() as nursery:
         for request, request_id in zip(requests, ids, strict=True):
-            # In their order: of prefill and decode legs both would wait for others than theirs.
+            # Start in order: a prefill leg waits for its decode leg. If the two replicas started
+            # different prompts first, each would wait for the other.
             await slots.acquire()
             nursery.start_soon(complete, request, request_id)
     if failures:
@@ -121,7 +122,7 @@ class MergedStream:
     ) -> None:
         with out:
             for generation in self._generations:
-                await self._slots.acquire()  # in their order, as above
+                await self._slots.acquire()  # start in order: see complete_all
                 nursery.start_soon(self._forward, generation, out.clone())
 
     async def _forward(

@@ -42,8 +42,8 @@ from omni_proxy.replica.text.sampling import SamplingError, parse_biases
 # Integers that fit into a msgpack message between stages.
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 PositiveInt64 = Annotated[int, Meta(ge=1, le=2**63 - 1)]
-MAX_PROMPTS = 2048  # OpenAI's bound for inputs, and one of what a single body may make us compute
-MAX_PROMPT_TOKENS = 1 << 20  # of one prompt; no model here reads as many, and each is looked at
+MAX_PROMPTS = 2048  # OpenAI's limit for inputs; also bounds the work of a single body
+MAX_PROMPT_TOKENS = 1 << 20  # above any context here; bounds the time to validate a prompt
 Prompt: TypeAlias = str | list[int]
 _USE_RESPONSE_FORMAT = "ask for a JSON schema in response_format instead"
 UNSUPPORTED_FIELDS = {
@@ -75,7 +75,7 @@ NO_TOOLS = "this server calls no tools; leave it out, or ask for a JSON schema i
 TEXT_TOOL_CHOICES = (None, "auto", "none")
 FIELD = "response_format"
 KINDS = ("text", "json_object", "json_schema")
-MAX_MESSAGES = 10_000  # more than fits into any model's context; every message is parsed here
+MAX_MESSAGES = 10_000  # above any context here; bounds the time to parse them
 MAX_IMAGES = 16  # per request; OCR of one image takes seconds
 TEXT_PARTS = ("text", "input_text")
 VIDEO_PARTS = ("video_url", "video", "input_video")

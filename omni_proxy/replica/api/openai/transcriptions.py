@@ -1,13 +1,11 @@
-"""POST /v1/audio/transcriptions, and the refusals of translations and diarizations.
+"""POST /v1/audio/transcriptions, its response formats, and the refusal of related routes.
 
-Invariant: an upload is decoded before it is submitted to the pipeline; errors are `{"detail"}`,
-except those of translations, which are OpenAI's. At most MAX_LONG_UPLOADS long uploads are
-processed at once. Source: api-server.md 1.8.
-
-Transcripts as JSON, text, subtitles or a stream of events (api-server.md 1.8).
-
-Invariant: a key whose value is unknown is left out, except in verbose_json. Subtitles use the times
-of the segments; nothing is interpolated.
+Transcripts are returned as JSON, text, subtitles or a stream of events; translations and
+diarizations are refused. Invariant: an upload is decoded before it is submitted to the pipeline.
+Errors are `{"detail"}`, except those of translations, which are OpenAI's. At most MAX_LONG_UPLOADS
+long uploads are processed at once. A key whose value is unknown is left out, except in
+verbose_json. Subtitles use the times of the segments; nothing is interpolated. Source:
+api-server.md 1.8.
 """
 
 from __future__ import annotations

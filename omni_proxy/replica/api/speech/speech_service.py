@@ -1,4 +1,4 @@
-"""What all speech routes share: checks, reference audio, and synthesis by the pipeline.
+"""Shared by all speech routes: checks, reference audio, and synthesis by the pipeline.
 
 Invariant: requests are refused before they reach the pipeline; nothing is synthesized in another
 voice or format than the requested one. Source: api-server.md 1.4.

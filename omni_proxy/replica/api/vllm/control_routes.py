@@ -70,7 +70,7 @@ class EngineCalls:
     # Pause and sleep
 
     async def pause(self, mode: PauseChoice, *, clear_cache: bool = True) -> None:
-        """Returns once no batch is computed any more; new requests wait for `resume`."""
+        """Returns when no batch is being computed; new requests wait for `resume`."""
         match mode:
             case "keep":
                 await self.run("pause_generation", {"mode": "in_place"})
@@ -80,7 +80,7 @@ class EngineCalls:
             case "abort":
                 await self.run("pause_generation", {"mode": "in_place"})
                 self._context.client.end_early(lambda _: True)
-        # Answered after every stage has ended its requests: they share an inbox.
+        # The answer follows the aborts: a stage handles both in the order of one inbox.
         await self.run("flush_cache" if clear_cache else "model_info")
 
     async def resume(self) -> None:
@@ -111,7 +111,7 @@ class EngineCalls:
     # Requests
 
     def abort(self, request_ids: Sequence[str]) -> int:
-        """Abort these requests, which return what they have; returns how many were live."""
+        """Abort these requests, which return their partial output; returns how many were live."""
         return len(self._context.client.end_early(id_matcher(request_ids)))
 
     def abort_all(self) -> int:
@@ -123,7 +123,7 @@ class EngineCalls:
 
 
 def id_matcher(wanted: Iterable[str]) -> Callable[[str], bool]:
-    """Ids as the caller sent them or as the responses have them; with all choices of a request."""
+    """Return a matcher of request ids, as sent or as returned; it matches all choices."""
     names = set(wanted)
     names |= {bare_id(name) for name in names}
 
@@ -148,7 +148,7 @@ def without_choice(request_id: str) -> str:
 
 
 def _named(ids: list[str]) -> dict[str, Any]:
-    """Requests as the caller named them, and as their responses do."""
+    """The named request ids, with and without the prefix that responses add."""
     return {"ids": [*ids, *map(bare_id, ids)]}
 
 
@@ -212,7 +212,7 @@ class ControlRoutes:
         return empty_response()
 
     async def _ids_of_body(self) -> list[str] | None:
-        """None if the body has none; raises VllmError."""
+        """The ids in the body, or None; raises VllmError."""
         body = await _object_body()
         require_key(self._context)
         ids = body.get("request_ids")
@@ -298,7 +298,7 @@ def _framework_error(message: str) -> VllmError:
 
 
 async def _object_body() -> dict[str, Any]:
-    """Raises VllmError if there is none, as vLLM's control routes do."""
+    """The JSON object in the body; raises VllmError without one, as vLLM's control routes do."""
     body = await json_body()
     if body is MISSING:
         raise _framework_error("Invalid JSON format")

@@ -1,8 +1,9 @@
-"""The load in the head of a response, where the request asks for it, as vLLM tells it.
+"""vLLM's load header: adds the replica's load to a response if the request asks for it.
 
-`endpoint-load-metrics-format: JSON` or `TEXT` gets `endpoint-load-metrics` with the requests that
-wait and the share of the KV cache in use, as the stages reported them last. Invariant: only whole
-200 responses of completion routes have it, no stream: vLLM's have none either.
+A request with `endpoint-load-metrics-format: JSON` or `TEXT` gets a response header
+`endpoint-load-metrics` with the number of waiting requests and the share of the KV cache in use, as
+last reported by the stages. Invariant: only non-streamed 200 responses of the completion routes
+have the header, as in vLLM.
 Source: real-engines.md 5.3.
 """
 

@@ -6,7 +6,7 @@
 Invariant: a stream has all of these events in this order, or ends with an `error` event. The first
 text opens the text block; an empty response has none in a stream, and an empty one if it is not
 streamed, as in vLLM. Errors of the engine are Anthropic's, invalid bodies vLLM's 400. Tools are
-accepted if the model may choose not to call one, which is what it does; a required call is refused.
+accepted if the model may choose not to call one (it never does); a required call is refused.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from omni_proxy.replica.pipeline.requests import (
     SamplingParams,
 )
 
-# A line that a coding agent puts into its system prompt; it differs in each request.
+# A line that a coding agent adds to its system prompt. It differs in each request, which would
+# defeat the prefix cache.
 BILLING_LINE = "x-anthropic-billing-header"
 REQUIRED_CALLS = ("any", "tool")
 

@@ -97,7 +97,7 @@ class ResponseStore:
         return self._stored.get(response_id)
 
     def put(self, response: StoredResponse) -> None:
-        """Stores a response, or its new state."""
+        """Store a response, or replace its stored state."""
         if not self.limit:
             return
         response_id = response.body["id"]
@@ -109,7 +109,7 @@ class ResponseStore:
             self.delete(next(iter(self._stored)))
 
     def delete(self, response_id: str) -> bool:
-        """Whether there was one; a generation that is still running is ended."""
+        """Delete a response and end its generation; False if it is not stored."""
         response = self._stored.pop(response_id, None)
         self._sizes.pop(response_id, None)
         if response is None:

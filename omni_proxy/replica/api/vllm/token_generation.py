@@ -1,8 +1,8 @@
-"""POST /inference/v1/generate: tokens in, tokens out, and which weights made which tokens.
+"""POST /inference/v1/generate: tokens in, tokens out, with the weight version of each token.
 
 Invariant: the ids of a response, all its events together, are exactly the tokens that were sampled,
-an end-of-text token included; `weight_versions` covers each of them once. Text is only made where
-`output_mode` asks for it. An aborted request ends with what it has.
+an end-of-text token included; `weight_versions` covers each of them once. Text is decoded only
+if `output_mode` requests it. An aborted request returns its partial output.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class TokenRoutes:
 
 
 def to_request(body: TokensBody) -> GenerateRequest:
-    """Raises DetailError 400 for log probabilities that cannot be given."""
+    """Raises DetailError 400 for log probabilities that are not available."""
     given = body.sampling_params
     top = given.logprobs
     if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
@@ -194,7 +194,7 @@ class TokenResponse:
         return choice | ({"text": part.text} if self.mode == "text" else {})
 
     def _stop_reason(self, hit: str | int | None) -> str | int | None:
-        """An end-of-text token is no reason in vLLM, unless the caller named it."""
+        """vLLM reports an end-of-text token as the reason only if the caller listed it."""
         return hit if isinstance(hit, str) or hit in self._stop_ids else None
 
     def _logprobs(self, part: CompletionResult | GenerateChunk) -> dict[str, Any] | None:

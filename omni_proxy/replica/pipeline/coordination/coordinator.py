@@ -73,7 +73,7 @@ class RequestState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """`ends_early`: its next stage is to end it as soon as it has got it."""
+    """`ends_early`: the next stage must end the request as soon as it receives it."""
 
     flow: RequestFlow
     delivery: Delivery
@@ -86,7 +86,7 @@ class _Request:
 
 
 class Coordinator:
-    """The hub: stages call `receive`, the client opens, reads and releases deliveries."""
+    """Stages call `receive`; the client opens, reads and releases deliveries."""
 
     def __init__(self, plan: Plan, transport: StageTransport) -> None:
         self.plan = plan
@@ -136,10 +136,11 @@ class Coordinator:
         return True
 
     def end_early(self, wanted: Callable[[str], bool]) -> list[str]:
-        """Abort live requests, which return what they have so far; return their ids.
+        """End the wanted live requests with their partial output; return their ids.
 
-        Each is answered with `finish_reason` abort by the stage that generates its text; where
-        another stage has it, and does not hand it on to such a one, it is aborted.
+        The stage that generates a request's text answers it with `finish_reason` abort. If the
+        request is at another stage, and that stage does not pass it to one that can end requests
+        early, the request is aborted.
         """
         ended = [
             entry
@@ -163,11 +164,11 @@ class Coordinator:
     def _send_end(self, entry: _Request, stages: Iterable[str]) -> None:
         for stage in stages:
             if self._ready.get(stage, {}).get("ends_early"):
-                with suppress(StageUnavailable):  # then its end fails the request
+                with suppress(StageUnavailable):  # the end of the stage fails the request
                     self._send(stage, EndEarly(entry.flow.request_id))
 
     def release(self, delivery: Delivery) -> None:
-        """The reader is gone: abort the request unless it has ended, and free its id."""
+        """The reader has left: abort the request unless it has ended, and free its id."""
         entry = self._requests.get(delivery.request_id)
         if entry is not None and entry.delivery is delivery:
             self.abort(delivery.request_id)
@@ -298,9 +299,8 @@ class Coordinator:
         if entry := self._live(request_id):
             self._end_early(entry, RequestState.FAILED, error)
         elif ended_entry := self._requests.get(request_id):
-            ended_entry.delivery.end = (
-                error  # its end is not read yet, so chunks before it are dropped
-            )
+            # The end was not read yet: replace it, and drop the chunks before it.
+            ended_entry.delivery.end = error
 
     def _send(self, stage: str, message: StageInput) -> None:
         if stage in self._down and not isinstance(message, Abort | ProfilerStart | ProfilerStop):

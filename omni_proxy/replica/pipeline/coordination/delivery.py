@@ -1,12 +1,11 @@
-"""The queue from the coordinator to one reader: chunks in order, then exactly one end.
+"""Delivery of a request's output to its reader: the queue, its chunks, and the joined response.
 
-Invariant: the bytes that wait for readers are bounded, per reader and in total; above a bound a
-stream ends with an error. Every method but `take` is synchronous.
-
-From stage output to the reader's chunks, and from chunks to one complete response.
-
-Invariant: of each stage's text, tokens, log probabilities and audio every part is sent once,
-streamed or at the end; the last chunk, and no other, is terminal and has a finish reason.
+`Delivery` is the queue from the coordinator to one reader: chunks in order, then exactly one end.
+`ChunkSplitter` makes chunks of stage output; `ChunkAssembler` joins chunks into one response.
+Invariant: queued bytes are bounded, per reader and in total; above a bound the stream ends with an
+error. Each part of a stage's text, tokens, log probabilities and audio is sent once, streamed or at
+the end. Only the last chunk is terminal and has a finish reason. Every method but `take` is
+synchronous.
 """
 
 from __future__ import annotations
