@@ -1,1 +1,1 @@
-"""What the prefix cache holds, published over ZeroMQ in the forms of vLLM and SGLang."""
+"""KV events: prefix cache contents, published over ZeroMQ in vLLM's and SGLang's formats."""

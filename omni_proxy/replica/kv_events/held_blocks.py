@@ -1,9 +1,8 @@
-"""Which blocks of tokens a prefix cache holds, as events of their coming and going.
+"""The blocks of tokens that a prefix cache holds, and events for stored and removed blocks. Pure.
 
-A block is `block_size` tokens after the blocks before it; its hash covers these, too, so that equal
-hashes mean equal beginnings, in every replica and after a restart. Invariant: a block is held while
-at least one entry of the cache has all of its tokens; events bring a reader that has seen all of
-them to exactly `held`. PURE: nothing is sent from here.
+A block is `block_size` tokens. Its hash covers its tokens and all blocks before it, so equal hashes
+mean equal prefixes, in every replica and after a restart. Invariant: a block is held while at least
+one cache entry has all of its tokens; a reader of all events knows exactly the blocks of `held`.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class HeldBlocks:
     def change(
         self, added: tuple[int, ...], dropped: Iterable[tuple[int, ...]]
     ) -> list[BlockEvent]:
-        """One entry came and others went for it; removals come first, as they made the room."""
+        """One entry was stored and others evicted for it; events of the removals come first."""
         chain = tuple(block_hashes(added, self._block_size))
         known = next((at for at, each in enumerate(chain) if not self._holders[each]), len(chain))
         self._chains[added] = chain

@@ -126,8 +126,8 @@ class ReplayBuffer:
 
 
 class KvEventPublisher:
-    """`endpoint` and `replay_endpoint` are what a subscriber is to use: with the port that was
-    taken, and `*` for the address of the replica.
+    """`endpoint` and `replay_endpoint` are for subscribers: with the bound port, and with `*` in
+    place of the replica's address.
 
     Raises OSError if an endpoint cannot be opened. `publish` is for one thread alone.
     """
@@ -161,11 +161,11 @@ class KvEventPublisher:
 
     @property
     def information(self) -> dict[str, Any]:
-        """For the stage's facts."""
+        """The endpoints, for the stage's static information."""
         return stage_information(self.settings, self.endpoint, self.replay_endpoint)
 
     def publish(self, events: list[BlockEvent]) -> None:
-        """Send one batch, soon; it is dropped where too many wait."""
+        """Queue one batch for sending; it is dropped if the queue is full."""
         if self._closing or not events:
             return
         number, self._next = self._next, self._next + 1
@@ -178,7 +178,7 @@ class KvEventPublisher:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Send what waits and close the sockets; may be called again."""
+        """Send the queued batches and close the sockets; idempotent."""
         if self._closing:
             return
         self._closing = True

@@ -1,6 +1,6 @@
-"""What the transfer thread and the stage's thread tell each other. Values only.
+"""Messages between the transfer thread and the stage's thread. Values only.
 
-Invariant: an order is answered once, unless it was withdrawn before: then it is not.
+Invariant: each order is answered exactly once, or never if it was withdrawn first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leg:
-    """A prefill request whose KV decode will ask for by `key`; `waits`: until it has asked."""
+    """A prefill request whose KV decode fetches by `key`; `waits`: computed only once it asks."""
 
     key: str
     request_id: str
@@ -44,21 +44,21 @@ class FetchOrder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LegMet:
-    """Decode has connected for it."""
+    """Decode has connected for this leg."""
 
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LegDone:
-    """Decode has its KV."""
+    """Decode has received the KV of this leg."""
 
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LegFailed:
-    """Decode will not get its KV."""
+    """Decode will not receive the KV of this leg."""
 
     leg: Leg
     reason: str
@@ -82,7 +82,7 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class ThreadEnded:
-    """The transfer thread has ended unasked; nothing is transferred any more."""
+    """The transfer thread has ended unexpectedly; no more KVs are transferred."""
 
     reason: str
 

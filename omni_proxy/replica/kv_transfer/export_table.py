@@ -1,8 +1,8 @@
 """The KVs that a prefill replica keeps until decode fetches them.
 
-Invariant: at most `max_bytes` are held, and each at most `lease_secs`; a KV is claimed once, by
-whoever names its key, and never again. Memory is freed when it was fetched, when its request is
-aborted, when its lease ends, and when the weights change. Safe to call from several threads.
+Invariant: at most `max_bytes` are held, and each KV at most `lease_secs`. A KV can be claimed only
+once, by its key. Its memory is freed when it was fetched, its request is aborted, its lease ends,
+or the weights change. Thread-safe.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ExportTable:
             return self._held()
 
     def keep(self, export: Export) -> bool:
-        """Hold it until its lease ends; False if there is no room, or the key is in use."""
+        """Keep the KV until its lease ends; False if there is no room or the key is in use."""
         with self._lock:
             self._expire()
             if export.key in self._entries or self._held() + export.nbytes > self._max_bytes:
@@ -88,7 +88,7 @@ class ExportTable:
             return True
 
     def claim(self, key: str) -> Export:
-        """Take it for one reader, who calls `release`. Raises ClaimError."""
+        """Claim the KV for one reader, which must call `release`. Raises ClaimError."""
         with self._lock:
             self._expire()
             entry = self._entries.get(key)
@@ -104,12 +104,12 @@ class ExportTable:
         return self._gone.get(key, "")
 
     def release(self, key: str, reason: str = "it has been fetched already") -> None:
-        """Free it; who asks again gets the reason."""
+        """Free the KV; later claims of its key fail with the reason."""
         with self._lock:
             self._drop(key, reason)
 
     def drop(self, wanted: Callable[[Export], bool], reason: str) -> int:
-        """Free all that are `wanted`, also while they are read; return how many there were."""
+        """Free the KVs that match `wanted`, even while they are read; return their number."""
         with self._lock:
             keys = [key for key, entry in self._entries.items() if wanted(entry.export)]
             for key in keys:
@@ -117,7 +117,7 @@ class ExportTable:
             return len(keys)
 
     def expire(self) -> float | None:
-        """Free what has outlived its lease; return the seconds until the next lease ends."""
+        """Free KVs whose lease has ended; return the seconds until the next lease ends."""
         with self._lock:
             self._expire()
             ends = [entry.ends_at for entry in self._entries.values() if not entry.claimed]

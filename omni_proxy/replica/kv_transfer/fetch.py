@@ -1,8 +1,8 @@
 """The decode side: gets the KV of a prompt from a prefill replica.
 
-Invariant: a fetch ends by its clocks, whatever the peer does; it connects to allowed addresses
-only; what it returns has the sizes of this model and is complete. At most `max_bytes` are fetched
-or wait for their request at a time.
+Invariant: deadlines end a fetch whatever the peer does. A fetch connects only to allowed addresses
+and returns a complete KV with this model's sizes. At most `max_bytes` are in memory at a time,
+being fetched or waiting for their request.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from omni_proxy.replica.kv_transfer.wire import (
 )
 
 CONNECT_SECS = 5.0
-SILENCE = 1.25  # times the wait: prefill, which waits as long, is to say why there is no KV
+SILENCE = 1.25  # longer than prefill's own wait, so that prefill reports why there is no KV
 
 
 class ByteBudget:
-    """A bounded number of bytes that tasks take and anyone of the same thread gives back."""
+    """A byte budget: tasks take from it, and any code of the same thread gives back."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -43,7 +43,7 @@ class ByteBudget:
         return self._taken
 
     async def take(self, count: int) -> None:
-        """Wait until they are free. Raises TransferFailed if there are not so many in all."""
+        """Wait until that many bytes are free. Raises TransferFailed if the budget is smaller."""
         if count > self._total:
             raise TransferFailed(
                 f"the KV has {count} bytes and this replica takes {self._total}: raise "
@@ -95,7 +95,7 @@ class Fetcher:
         return logits, offer.cached_tokens
 
     async def _await_offer(self, stream: FrameStream, hello: bytes) -> Offer:
-        """Each WAIT says that prefill is at work, and starts the clock anew."""
+        """Wait for the offer; each WAIT message from prefill restarts the deadline."""
         secs = SILENCE * self._settings.wait_secs
         kind, body, unsent = FrameKind.WAIT, b"", hello
         while kind is FrameKind.WAIT:
@@ -109,7 +109,7 @@ class Fetcher:
         return parse(body, Offer)
 
     def _check(self, offer: Offer, order: FetchOrder) -> None:
-        """Raises TransferFailed for anything but the KV that was asked for."""
+        """Raises TransferFailed if the offer is not the requested KV."""
         dtype_bytes = order.kv.layer(0).element_size()
         expected = (
             order.kv.shape.layers,

@@ -1,7 +1,7 @@
-"""Frames over a trio socket, and what both sides of a transfer share.
+"""Frames over a trio socket, for both sides of a transfer.
 
-Invariant: a read returns the whole of what was asked for, or raises; nothing is read beyond it.
-Deadlines are the caller's.
+Invariant: a read returns all requested bytes or raises, and reads nothing beyond them. The caller
+sets deadlines.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class FrameStream:
         await self.write(data)
 
     async def wait_closed(self) -> str:
-        """Return how the peer ended the connection, or that it spoke out of turn."""
+        """Wait until the peer closes; return how it did, or that it sent unexpected data."""
         try:
             data = await self._socket.recv(1)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""What a request body says about a KV transfer, in the words of SGLang and of vLLM. Pure.
+"""The KV transfer fields of a request body, in the formats of SGLang and vLLM. Pure.
 
     sglang    bootstrap_host, bootstrap_port, bootstrap_room; lists of them for several prompts
     nixl      kv_transfer_params: the prefill leg asks for them, the decode leg brings them back
@@ -27,7 +27,7 @@ PARAMS: Final = "kv_transfer_params"
 MAX_ROOM: Final = 2**63 - 1
 MAX_NAME_CHARS: Final = 255
 LAST_PORT: Final = 65535
-# SGLang's words for a request that a router did not prepare.
+# SGLang's message for a request that was not prepared by a router.
 NO_ROOM = (
     "Disaggregated request received without bootstrap room id: send it through a router, which "
     "puts bootstrap_host, bootstrap_port and bootstrap_room into it"
@@ -39,10 +39,10 @@ class InvalidTransfer(ValueError):
 
 
 class Serve(Struct, frozen=True, tag="serve"):
-    """Prefill: hand the KV of the prompt to whoever asks for `key`.
+    """Prefill: serve the prompt's KV to the replica that requests `key`.
 
-    An empty key means that the response names one. `waits`: compute only once decode has connected,
-    and answer only once it has the KV.
+    With an empty key the response contains a generated one. `waits`: compute the prompt only after
+    decode has connected, and answer only after decode has the KV.
     """
 
     key: str = ""
@@ -183,7 +183,7 @@ def nixl_params(
 
 
 def to_params(spec: TransferSpec) -> dict[str, Any]:
-    """As the parameters of a stage, which survive msgpack."""
+    """Convert to parameters of a stage, which can be encoded as msgpack."""
     params: dict[str, Any] = msgspec.to_builtins(spec)
     return params
 

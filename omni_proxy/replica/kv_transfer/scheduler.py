@@ -2,10 +2,10 @@
 
     prefill  [room: wait for decode] ──> queue ──> one token ──> [room: wait until it is fetched]
     decode   fetch ──> queue ──> the first token from the fetched logits ──> decode as ever
-Invariant: a KV is used only by a model with the very weights it was computed with; else its request
-fails with a KVTransferError, or is computed anew here if it was already accepted. A request that
-ends early takes its transfer with it, and the other replica is told. Requests without a transfer
-are scheduled as by any other replica.
+Invariant: a KV is used only with the same weights that it was computed with. With other weights its
+request fails with a KVTransferError, or is recomputed here if the KV was already accepted. A
+request that ends early ends its transfer, too, and the other replica is notified. Requests without
+a transfer are scheduled as on any other replica.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NO_ROOM = "there is no memory to keep the KV: raise --kv-max-bytes, or fetch soo
 
 @dataclass(slots=True, eq=False)
 class _Fetching:
-    """One transfer to here, and the requests that wait for it. `generation`: of the weights."""
+    """One running fetch and the requests that wait for it. `generation` counts weight changes."""
 
     order: FetchOrder
     generation: int
@@ -104,7 +104,7 @@ class TransferScheduler(TextScheduler):
         self.register_admin("model_info", model_info)
 
     def run(self, inbox: SimpleQueue[StageInput], emit: Emit) -> None:
-        # In a queue of the stage's messages these are the only ones that are its own.
+        # The inbox is typed for messages of the pipeline; these the stage posts to itself.
         self._transfers.start(cast("Post", inbox.put))
         try:
             super().run(inbox, emit)
@@ -145,7 +145,7 @@ class TransferScheduler(TextScheduler):
         held = self._idle is not None
         if held or prompt.transfer is None or prompt.request_id in self._ready:
             super()._enqueue(prompt)
-        elif self._slow.halting:  # the digest of half-changed weights would be no one's
+        elif self._slow.halting:  # half-changed weights have no valid digest
             self._pending.append(prompt)
         elif isinstance(prompt.transfer, Fetch):
             self._begin_fetch(prompt, prompt.transfer)
@@ -171,7 +171,7 @@ class TransferScheduler(TextScheduler):
             self._legs[request_id] = leg
             self._transfers.announce(leg)
         if spec.waits:
-            # The rest is decode's: as SGLang's prefill, it makes one token.
+            # Decode generates the rest; prefill makes one token, as in SGLang.
             self._unmet[request_id] = replace(prompt, max_new_tokens=1)
         else:
             self._ready.add(request_id)
@@ -201,11 +201,11 @@ class TransferScheduler(TextScheduler):
             self._keep(sequence, spec, data)
 
     def _keep(self, sequence: Sequence, spec: Serve, data: dict[str, Any]) -> None:
-        """Keep the KV and answer; the answer names it, unless the request did."""
+        """Keep the KV and answer the request; the answer has the key if the request had none."""
         request_id = sequence.request_id
         handle = f"{request_id}-{secrets.token_hex(8)}"
         export = self._export(sequence, spec.key or kept_key(handle))
-        # Nobody would learn the name of a KV from a stream.
+        # A stream has no field for the key of the KV.
         nameless = sequence.prompt.streamed and not spec.key
         kept = not nameless and self._transfers.table.keep(export)
         if spec.key and not kept:
@@ -213,7 +213,7 @@ class TransferScheduler(TextScheduler):
             return
         if kept:
             self._transfers.kept(export.key)
-            self._legs.pop(request_id, None)  # decode may come whenever it likes
+            self._legs.pop(request_id, None)  # decode may connect at any time
         if kept and not spec.key:
             address, engine = self._transfers.address, self._transfers.engine_id
             blocks = -(-export.tokens // PAGE_TOKENS)
@@ -364,8 +364,7 @@ class TransferScheduler(TextScheduler):
         return dropped
 
     def _end_transfer(self, request_id: str, reason: str) -> None:
-        """Forget everything of this request's transfer; the other replica is told why, if the
-        transfer is not over."""
+        """Drop this request's transfer; if it is not over, tell the other replica why."""
         spec = self._specs.pop(request_id, None)
         self._ready.discard(request_id)
         self._unmet.pop(request_id, None)

@@ -1,11 +1,11 @@
-"""The prefill side: a port where decode replicas fetch KVs, and routers ask who is here.
+"""The prefill side: a port where decode replicas fetch KVs and routers query this replica.
 
     HELLO kept:ID         a KV that a response named: it is there, or refused
     HELLO room:N          met by the prefill request of that room, which is computed only then
     HELLO transfer:ID     met by the prefill request of that id, whenever it is computed
     GET /query, /health   HTTP, for Mooncake's routers
-Invariant: every wait has a deadline; a key has one connection at a time. If one of two legs that
-met is lost, the other one is told at once. KVs are read only: the stage goes on with its own.
+Invariant: every wait has a deadline; a key has one connection at a time. If one of two connected
+legs is lost, the other leg is notified at once. KVs are only read, never changed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TransferServer:
                 await slots.acquire()
                 try:
                     connection, _ = await sock.accept()
-                except OSError as error:  # out of descriptors, or a client that left already
+                except OSError as error:  # out of descriptors, or the client has disconnected
                     slots.release()
                     log.warning("kv_accept_failed error=%s", error)
                     await trio.sleep(0.1)
@@ -102,7 +102,7 @@ class TransferServer:
     # Orders of the stage
 
     def announce(self, leg: Leg) -> None:
-        """A prefill request is here; a leg that waits fails if nobody connects in time."""
+        """A prefill request has arrived; if it `waits`, it fails unless decode connects in time."""
         rendezvous = self._rendezvous.setdefault(leg.key, _Rendezvous())
         rendezvous.leg = leg
         rendezvous.notify()
@@ -117,7 +117,7 @@ class TransferServer:
             rendezvous.notify()
 
     def kept(self, key: str) -> None:
-        """The table has a new entry."""
+        """A KV was added to the export table."""
         self._lease_added.set()
         rendezvous = self._rendezvous.get(key)
         if rendezvous is not None:
@@ -227,7 +227,7 @@ class TransferServer:
             self._table.release(hello.key, reason)
 
     async def _offer(self, stream: FrameStream, hello: Hello, rendezvous: _Rendezvous) -> None:
-        """Wait for the prefill request and its KV, then send it; each tells the other its end."""
+        """Wait for the prefill request and its KV, then send it; report a lost leg to the other."""
         leg: Leg | None = None
         reason = "the transfer was cancelled"
         try:
@@ -347,7 +347,7 @@ class TransferServer:
     # HTTP
 
     async def _answer_http(self, stream: FrameStream) -> None:
-        """GET /query says who is here, by data-parallel rank; GET /health that it listens."""
+        """GET /query returns this replica by data-parallel rank; GET /health returns 200."""
         line = await stream.read_head(MAX_HEAD_BYTES)
         bodies = {
             b"/query": {"0": {"engine_id": self._engine_id}},

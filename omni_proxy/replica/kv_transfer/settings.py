@@ -34,10 +34,10 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 class TransferSettings:
     """`role` "null" is a replica that transfers nothing.
 
-    A prefill replica listens on `host` and `port` (0: any free one), and tells decode to come to
+    A prefill replica listens on `host` and `port` (0: any free one), and advertises the address
     `advertise`, by default `host`. It keeps at most `max_bytes` for `lease_secs`. A leg waits
-    `wait_secs` for any word of the other one, a transfer may take `transfer_secs`. A decode replica
-    fetches from `peers` only: addresses, networks, or "any".
+    `wait_secs` for any message of the other leg; a transfer may take `transfer_secs`. A decode
+    replica fetches from `peers` only: addresses, networks, or "any".
     """
 
     role: Role = "null"

@@ -1,8 +1,8 @@
-"""KVs as bytes, and the digests that say whether two replicas may share one.
+"""KVs as bytes, and the digests that decide whether two replicas may share a KV.
 
-Invariant: what is read into a KV is what was written out of another of the same sizes, byte for
-byte; nothing is converted. Digests are over the live weights: compute them in the stage's thread,
-while no operation changes a weight.
+Invariant: a KV read from bytes equals the KV that was written, byte for byte; nothing
+is converted. Digests are over the live weights: compute them in the stage's thread, while no
+operation changes a weight.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omni_proxy.replica.kv_transfer.wire import Identity
 from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.text_model import ModelWorker
 
-DIGEST_THREADS = 4  # hashing leaves the interpreter lock to others
+DIGEST_THREADS = 4  # hashing releases the interpreter lock
 
 
 def identity(worker: ModelWorker, weight_version: str, weights: str) -> Identity:

@@ -1,7 +1,7 @@
 """The thread that transfers KVs: a trio loop beside the stage's thread.
 
-Invariant: the stage's thread never waits for it, but at the start and the end; tensors that are in
-a transfer belong to this thread until it has reported its end. When `close` returns, the port is
+Invariant: the stage's thread waits for this thread only at start and close. Tensors of a transfer
+belong to this thread until it reports the end of the transfer. When `close` returns, the port is
 free and no transfer runs.
 """
 
@@ -59,7 +59,7 @@ class TransferThread:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where decode replicas are told to come; port 0 if this one serves no KV."""
+        """The address advertised to decode replicas; port 0 if this replica serves no KV."""
         port = self._listener.getsockname()[1] if self._listener is not None else 0
         return self.settings.advertised, int(port)
 
@@ -154,11 +154,11 @@ class TransferThread:
                 await self._take(nbytes)
                 taken = True
                 logits, cached = await self._fetcher.fetch(order)
-                taken = False  # whoever takes the KV gives the bytes back
+                taken = False  # the receiver of the KV returns the bytes to the budget
                 self._post(Fetched(order, logits, cached))
         except TransferFailed as error:
             self._post(FetchFailed(order, str(error)))
-        except Exception as error:  # one fetch must not end the others
+        except Exception as error:  # a failed fetch must not end the others
             log.exception("kv_fetch_failed")
             self._post(FetchFailed(order, f"{type(error).__name__}: {error}"))
         finally:

@@ -1,9 +1,9 @@
 """The protocol between decode and prefill replicas: frames on one TCP connection. Pure.
 
-    decode ──HELLO──> prefill        what it wants, and the model and weights that it has
-           <──WAIT*── <──OFFER──     prefill is at work on it; then what there is to read
+    decode ──HELLO──> prefill        the KV it requests, and its own model and weights
+           <──WAIT*── <──OFFER──     prefill is computing the KV; then the sizes to read
            <──DATA──…                one frame per layer, then one with the last token's logits
-           ──DONE──>                 prefill may free it
+           ──DONE──>                 prefill may free the KV
            <──REFUSE──               instead of any answer: why there is no KV
 A frame is 12 bytes (magic, version, kind, length; big-endian) and a body: msgpack, but for DATA.
 Invariant: a length above the bound of its kind is refused before a byte of the body is read.
@@ -52,7 +52,7 @@ class Identity(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True):
-    """What decode wants; `prompt` is the digest of its `tokens` token ids."""
+    """Decode's request for a KV; `prompt` is the digest of its `tokens` token ids."""
 
     key: str
     engine_id: str
@@ -127,7 +127,7 @@ def parse(body: bytes, form: type[Body]) -> Body:
 
 
 def difference(decode: Identity, prefill: Identity) -> str:
-    """Why decode cannot use a KV of prefill, in words for either side; "" if it can."""
+    """Why decode cannot use a KV of prefill, as text for either side; "" if it can."""
     if decode.sizes != prefill.sizes:
         return (
             f"the models differ: decode has {decode.model} ({decode.sizes}), prefill "
