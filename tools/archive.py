@@ -1,6 +1,6 @@
 """`python -m tools.archive FOLDER OUT.pyz`: packs an installed program into one file.
 
-Whoever runs the file needs the same minor version of Python, and the same kind of machine.
+Running the file requires the same minor version of Python and the same platform.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The first code of dist/omni-proxy.pyz: unpacks once, then runs what it has unpacked.
 
-Compiled modules can't be loaded out of a zip file. Invariant: a folder that is there is whole, for
-it is renamed into its place; standard library only.
+Compiled modules can't be loaded from a zip file. Invariant: an unpacked folder is complete, because
+an atomic rename puts it in place. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
 
 
 def _folder(zipped: zipfile.ZipFile, content: str) -> Path:
-    """Where this content is unpacked, by us now if need be."""
+    """The folder with this archive's unpacked content; unpacks it if it is missing."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-proxy"
     try:
         base.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -50,13 +50,13 @@ def _folder(zipped: zipfile.ZipFile, content: str) -> Path:
         made = _unpacked(zipped, Path(tempfile.mkdtemp(dir=base)))
         try:
             made.rename(there)
-        except OSError:  # somebody else was quicker
+        except OSError:  # another process unpacked it first
             shutil.rmtree(made)
     return there
 
 
 def _for_this_run(zipped: zipfile.ZipFile, content: str) -> Path:
-    """A user without a home unpacks at each start; our own processes share that."""
+    """Without a home folder each start unpacks anew; child processes share the folder."""
     known, _, folder = os.environ.get(UNPACKED, "").partition(" ")
     if known == content and os.path.isdir(folder):
         return Path(folder)

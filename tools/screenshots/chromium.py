@@ -250,7 +250,7 @@ class Browser:
                 nursery.cancel_scope.cancel()
 
     def close(self) -> None:
-        os.close(self._to)  # it leaves when nobody can speak to it any more
+        os.close(self._to)  # the browser exits when its pipes are closed
         os.close(self._out)
         try:
             self._process.wait(5)

@@ -1,4 +1,4 @@
-"""A fleet as people on call meet it, for pictures: the real proxy, workers that only pretend.
+"""A fleet with typical incidents, for screenshots: the real proxy over simulated workers.
 
 One worker is slow, one dies on the way, one is being drained, and the last edit of the file is
 refused.
@@ -172,7 +172,7 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
                 yield Stage(url, file, pretenders, client)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)  # nobody is to be waited for
+            process.send_signal(signal.SIGTERM)  # no request is waited for
             nursery.cancel_scope.deadline = trio.current_time() + 10
             with trio.CancelScope(shield=True), trio.move_on_after(10):
                 await process.wait()

@@ -63,7 +63,7 @@ class Relay:
         await self._drop_if_cut()
 
     async def _copy(self, source: trio.SocketStream, target: trio.SocketStream) -> None:
-        """Each piece `delay` after it came, in order, as over a long line."""
+        """Forward each chunk in order after `delay`, as over a slow network."""
         late, arriving = trio.open_memory_channel[tuple[float, bytes]](4096)
 
         async def receive() -> None:

@@ -1,8 +1,8 @@
 """Workers, proxies, a store and clients on loopback, for figures about a cluster.
 
-Workers and clients live in this process and count what is in flight at each worker as it is: not
-what any proxy believes. Proxies and the store are processes. Not a model of an engine: a request
-takes a time that is drawn, whatever else runs.
+Workers and clients run in this process and count the requests that are really in flight at each
+worker, not those that a proxy assumes. Proxies and the store are processes. Not a model of an
+engine: each request takes a random time, independent of the load.
 """
 
 from __future__ import annotations

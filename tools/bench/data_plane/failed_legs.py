@@ -1,4 +1,4 @@
-"""How soon a client hears of a leg that has failed, and how soon the other engine is free again.
+"""How soon a client gets an error for a failed leg, and how soon the other engine is free again.
 
 The rows are what users of other routers have reported. The engines wait for each other in a
 bootstrap room as SGLang's do, and keep what waits there until it is aborted by its `rid`, whether
@@ -68,7 +68,7 @@ role = "decode"
 
 
 class Rooms:
-    """Where the legs meet. `held`: what wakes each request that waits in an engine's queue."""
+    """Bootstrap rooms of both legs. `held`: the wake-up of each request in an engine's queue."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class Rooms:
             return self._sides.setdefault((room, name), threading.Event())
 
     def wait(self, key: tuple[str, str], event: threading.Event) -> bool:
-        """In the queue; False if it was aborted there."""
+        """Wait in the queue; False if the request was aborted there."""
         aborted = self.held[key] = threading.Event()
         give_up_at = time.monotonic() + 2 * CAP_SECS
         try:
@@ -125,7 +125,7 @@ class Engine(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A router has left."""
+        """Ignore errors of a router that has disconnected."""
 
     def close_connections(self) -> None:
         for each in list(self._open):
@@ -133,7 +133,7 @@ class Engine(ThreadingHTTPServer):
                 each.shutdown(socket.SHUT_RDWR)
 
     def leave(self) -> None:
-        """From now on its port refuses."""
+        """Stop listening: the port refuses connections from now on."""
         self.shutdown()
         self.server_close()
         self.close_connections()
@@ -208,7 +208,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Write no log."""
 
 
 @dataclass(slots=True)
@@ -392,7 +392,8 @@ def measure(side: Side, rounds: int) -> dict[str, list[Seen]]:
             print(f"  {name} with {side.name}", file=sys.stderr)
             for _ in range(rounds):
                 found.setdefault(name, []).append(row(fleet))
-                if not _serves(fleet):  # a good one between two bad ones: nobody is ejected
+                # A good request between two bad ones, so that no worker is ejected.
+                if not _serves(fleet):
                     raise LegError(f"{side.name} does not serve any more after: {name}")
     return found
 

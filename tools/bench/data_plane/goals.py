@@ -1,7 +1,7 @@
 """Everything the proxy promises of its cost, measured in one run: goals beside figures.
 
-A part that can't be measured here (a peer that is missing, too few descriptors) says why in its
-row, and the others are measured all the same.
+If a part can't be measured here (a missing peer, too few descriptors), its row has the reason and
+the other parts are still measured.
 """
 
 import sys

@@ -29,7 +29,7 @@ REST_SHARE = 0.1  # of one core: probes go on
 
 
 class LegError(Exception):
-    """A process of this leg did not do its part; says which and what it said."""
+    """A process of this leg failed; the text names the process and has its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _follow(reported: Iterable[str], pid: int | None) -> tuple[float, float, str
 
 
 def _refusal(port: int) -> str:
-    """Why a first request does not get its answer; empty when it does."""
+    """Why the first request fails; empty if it succeeds."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=2)
     try:
         fields = {
@@ -167,7 +167,7 @@ def _refusal(port: int) -> str:
 
 
 def _wait_settled(port: int, count: int, process: subprocess.Popen[str]) -> None:
-    """Where the proxy tells of its workers: until it knows all, for probes cost CPU too."""
+    """Wait until the proxy has probed all workers, because probes cost CPU, too."""
     give_up_at = time.monotonic() + READY_SECS
     while time.monotonic() < give_up_at and not all(
         _settled(port, path, count) for path in ("/health", "/workers")
@@ -177,7 +177,7 @@ def _wait_settled(port: int, count: int, process: subprocess.Popen[str]) -> None
 
 
 def _wait_at_rest(process: subprocess.Popen[str]) -> None:
-    """Until it does next to nothing: what a large fleet's start leaves to do is no request's."""
+    """Wait until the proxy is idle, so that start-up work of a large fleet is not measured."""
     give_up_at = time.monotonic() + READY_SECS
     busy = True
     while busy and time.monotonic() < give_up_at and process.poll() is None:
@@ -188,7 +188,7 @@ def _wait_at_rest(process: subprocess.Popen[str]) -> None:
 
 
 def _settled(port: int, path: str, count: int) -> bool:
-    """True also where this path does not tell."""
+    """Also True if the proxy has no such status path."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)

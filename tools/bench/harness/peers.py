@@ -1,8 +1,8 @@
 """Programs of others that the bench borrows, each in an environment of its own in the user's cache.
 
-Installed when first asked for, in one fixed version, since figures of different versions do not
-compare. Nothing is taken for installed whose last step did not end well, and the project's own
-environment is left alone.
+A program is installed on first use, in one fixed version, because figures of different versions are
+not comparable. An installation counts only if its last step succeeded. The project's own
+environment is never changed.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ NO_PACKAGE = "is this machine online, and does its registry (pip config list) ha
 
 
 class NotInstalled(Exception):
-    """A program could not be had; says which, why, and what mends it."""
+    """A program could not be installed; the text names it, the reason and a remedy."""
 
 
 def borrowed(name: str) -> Path:
@@ -57,7 +57,7 @@ def _make(place: Path, wanted: str) -> None:
 
 
 def _step(argv: list[str], wanted: str, advice: str) -> None:
-    """What pip says goes on to the terminal: it is the progress."""
+    """Run one step; pip writes its progress to the terminal."""
     try:
         ran = subprocess.run(
             argv, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True,
@@ -85,7 +85,7 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Two benches at once install one after the other."""
+    """Lock: concurrent benches install one after the other."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,7 +1,7 @@
 """TLS for the bench: a certificate, and a bridge between the load, which speaks plain, and a side.
 
-The bridge is an HAProxy of its own that only seals and opens bytes, one connection for one. It
-stands in every leg alike, and its CPU time is not counted.
+The bridge is a separate HAProxy that only encrypts and decrypts, one upstream connection for each
+client connection. Every leg has the same bridge, and its CPU time is not counted.
 """
 
 import shutil
@@ -49,7 +49,7 @@ def make_pair(folder: Path) -> tuple[Path, Path]:
 
 @contextmanager
 def bridge(port: int, target: int, folder: Path) -> Iterator[None]:
-    """Whoever connects to `port` speaks TLS to `target` without knowing it."""
+    """Forward plain connections to `port` over TLS to `target`."""
     program = shutil.which("haproxy")
     if program is None:
         raise NoTools("TLS is measured with the programs openssl and haproxy; haproxy is not there")

@@ -146,7 +146,7 @@ def _sync(at: Fleet, tensors: Mapping[str, Any], label: str, plain: float) -> li
 
 
 def _late_joiner(at: Fleet, plain: float) -> list[Figure]:
-    """What a worker that comes late is told to do, of the version that the store holds."""
+    """Time the update of a worker that joins late, from the version in the store."""
     with httpx.Client(timeout=CALL_SECS, trust_env=False) as client:
         held = client.get(f"{at.proxy}/weights/versions").json()["versions"][0]
         body = {"model_path": held["path"], "weight_version": held["version"]}

@@ -1,7 +1,7 @@
-"""How late the proxy's loop is while weights move, and how late a process that only sleeps.
+"""The delay of the proxy's event loop during weight updates, and that of a sleeping process.
 
-The second is what the machine itself does to everybody; what the first is beyond it is the
-proxy's own. Both look as often as the proxy's metric does, over all rounds together.
+The second delay is caused by the machine; the difference between both is caused by the proxy. Both
+are sampled at the interval of the proxy's metric, over all rounds together.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def quantile_bound(counts: Mapping[float, int]) -> float:
 
 
 def main() -> None:
-    """Sleeps on and on, and says each time by how many seconds that was too long."""
+    """Sleep repeatedly; print each time by how many seconds the sleep was too long."""
     never = threading.Event()
     while True:
         due = time.monotonic() + STEP_SECS

@@ -1,6 +1,6 @@
-"""One process that broadcasts, and who receives from it: torch alone, and our receiver.
+"""A process that broadcasts, and its receivers: plain torch, and our receiver.
 
-The yardstick of all weights figures is `Plain`: a gloo broadcast into memory that was touched.
+The baseline of all weights figures is `Plain`: a gloo broadcast into memory that was touched.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def sender(count: int, nbytes: int) -> Iterator[Sender]:
 
 
 class Plain:
-    """The yardstick: torch alone, into blocks that are there already."""
+    """The baseline: plain torch, into blocks that are allocated already."""
 
     def __init__(self, sends: Sender) -> None:
         import torch
