@@ -3,9 +3,9 @@ vLLM and SGLang report where events are published.
 
 Contract: real-engines.md 4 (vLLM 0.32: keys, defaults, when it binds; `/kv_event_sources`),
 features.md 7 (`kv_events` of `/server_info`).
-Invariant: a `KvEventSettings` holds values in range, and endpoints of a known form; what is refused
-is refused before a model is loaded, by the option's name. What is reported is what was opened: for
-port 0 the port that was taken, for `*` this replica's address. Imports neither torch nor ZeroMQ.
+Invariant: a `KvEventSettings` holds values in range, and endpoints of a known form; invalid values
+are refused before a model is loaded, by the option's name. Reported endpoints have the
+bound port for port 0, and this replica's address for `*`. Imports neither torch nor ZeroMQ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class KvEventSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """`endpoint` "" publishes nothing, `replay_endpoint` "" repeats nothing.
 
     `host` is what `*` of an endpoint stands for: the address that the replica serves HTTP on, so
-    that prompts are readable nowhere else. The last `buffer_steps` batches can be asked for again.
+    that prompts are readable nowhere else. The last `buffer_steps` batches can be replayed.
     `hwm` is how many batches wait for a slow subscriber, `max_queue_size` for the publisher; more
     are dropped.
     """
@@ -180,7 +180,7 @@ def form_of(arguments: argparse.Namespace) -> Form:
 
 
 def kv_events_problem(arguments: argparse.Namespace) -> str:
-    """Why these arguments make no publisher; "" if they do, or if none is wanted."""
+    """Why these arguments are invalid for a publisher; "" if they are valid or none is set."""
     plain = arguments.kv_events or arguments.kv_replay
     if arguments.kv_events_config is not None and plain:
         return "--kv-events-config takes the place of --kv-events and --kv-replay: leave them out"

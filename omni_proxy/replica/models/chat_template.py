@@ -1,7 +1,7 @@
 """The chat template of a model: messages to the text that the model was trained to continue.
 
-Invariant: a template is Jinja that is part of the weights, so it is rendered in a sandbox: it gets
-messages and token names, no objects of this program.
+Invariant: a template is Jinja code from the model file, so it is rendered in a sandbox: it gets
+messages and token names, but no objects of this program.
 """
 
 from __future__ import annotations

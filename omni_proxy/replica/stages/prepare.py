@@ -41,7 +41,7 @@ EDGE = "\ufdd0"  # a noncharacter: templates neither write nor test for it
 
 
 class ControlTokenEscape:
-    """For one rendering: `escape` what goes into the template, `encode` what it returned."""
+    """For one rendering: `escape` the template's input, then `encode` the rendered text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

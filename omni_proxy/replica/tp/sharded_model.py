@@ -283,7 +283,7 @@ class MirroredKV(SequenceKV):
         self._journal.note(TRUNCATE, self.number, length)
 
     def __del__(self) -> None:
-        journal = getattr(self, "_journal", None)  # none where its memory could not be had
+        journal = getattr(self, "_journal", None)  # None if its memory could not be allocated
         if journal is not None:
             journal.note(FREE, self.number)
 

@@ -321,7 +321,7 @@ class TrainerGroups:
         if destroy:
             self._destroy(current.transfer.group_name)
 
-    # Looking
+    # Status
 
     def refresh(self) -> None:
         """Update the state if the receive has ended on its own."""

@@ -276,7 +276,7 @@ class WeightActions:
         data = {"new_version": version, "num_paused_requests": dropped}
         return True, f"Weight version updated to {version}.", data, None
 
-    # Looking
+    # Status
 
     def get_weights_by_name(self, order: Admin) -> Steps:
         name = order.payload.get("name")
