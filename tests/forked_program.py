@@ -28,7 +28,7 @@ def main(folder: str, words: list[str]) -> int:
         connection.connect(f"{folder}/{server}")
     except OSError:  # there is no such fork server, or not any more
         os.execv(sys.executable, [sys.executable, *words])
-    opened = [number for number in map(int, os.listdir("/proc/self/fd")) if number < 1000]
+    opened = [int(number) for number in os.listdir("/proc/self/fd")]
     given = [number for number in opened if number != connection.fileno() and is_open(number)]
     environ = {key.decode(): value.decode() for key, value in os.environ.items()}
     asked = marshal.dumps((words[1:], environ, os.getcwd(), given))

@@ -1,8 +1,12 @@
+import fcntl
+import os
+import socket
 import subprocess
 import sys
 import time
 
 from tests.processes import alive
+from tests.program_forkserver import forking_interpreter
 
 # Its first thread ends, and another one waits for stdin.
 THREAD_LEFT = """
@@ -23,3 +27,18 @@ def test_a_process_lives_until_its_last_thread_has_ended():
         while alive(process.pid):
             time.sleep(0.01)  # noqa: TID251
     assert process.returncode == -9
+
+
+def test_a_fork_gets_descriptors_with_large_numbers():
+    """As many as a worker of the tests has open."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 1000)
+        try:
+            command = [forking_interpreter(), "-m", "omni_proxy", "replica", "stage-process"]
+            process = subprocess.Popen([*command, str(number)], pass_fds=[number])
+        finally:
+            os.close(number)
+        theirs.close()
+        ours.shutdown(socket.SHUT_WR)  # nothing to do: it ends
+        assert process.wait(60) == 0
