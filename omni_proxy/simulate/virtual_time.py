@@ -6,7 +6,6 @@ the order in which they were scheduled, so equal input gives equal results.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any
@@ -60,7 +59,6 @@ class VirtualLoop(EventLoop):
         for task in list(self.tasks):
             task.close_coroutine()
         self._epoll.close()
-        os.close(self._wakeup_fd)
 
 
 class VirtualTimers(Timers):

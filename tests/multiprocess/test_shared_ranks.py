@@ -57,7 +57,6 @@ class Processes:
 
     def close(self):
         self.proxy.loop._epoll.close()
-        os.close(self.proxy.loop._wakeup_fd)
 
 
 @pytest.fixture(scope="module")

@@ -90,18 +90,18 @@ class EventLoop:
         self._host_checked_at = self.now
         self._host: HostLoop | None = None  # set while the loop runs
         self._parked = False  # waits in trio for an event or the wake-up descriptor
-        # Written by `wake`. Edge-triggered: it need not be read.
-        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._epoll.register(self._wakeup_fd, EPOLLIN | EPOLLET)
-        # Indexed by descriptor.
-        self._handlers: list[IoHandler | None] = [None] * (self._wakeup_fd + 1)
+        self._wakeup_fd = -1  # open while the loop runs
+        self._handlers: list[IoHandler | None] = []  # indexed by descriptor
 
     def register(self, fd: int, handler: IoHandler) -> None:
-        handlers = self._handlers
-        if fd >= len(handlers):
-            handlers += [None] * (fd + 1 - len(handlers))
+        self._make_room(fd)
         self._epoll.register(fd, ALL_EVENTS)
-        handlers[fd] = handler
+        self._handlers[fd] = handler
+
+    def _make_room(self, fd: int) -> None:
+        missing = fd + 1 - len(self._handlers)
+        if missing > 0:
+            self._handlers += [None] * missing
 
     def replace_handler(self, fd: int, handler: IoHandler) -> None:
         """From now on `handler` gets the events of a registered descriptor."""
@@ -170,6 +170,7 @@ class EventLoop:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled; then run every task's `finally` blocks and close every socket."""
         host = self._host = HostLoop(self.clock)
+        self._open_wakeup()
         trio.lowlevel.add_instrument(host)
         try:
             task_status.started()
@@ -195,6 +196,12 @@ class EventLoop:
             self.flush()
             self._epoll.close()
             os.close(self._wakeup_fd)
+
+    def _open_wakeup(self) -> None:
+        """What `wake` writes to. Edge-triggered: it need not be read."""
+        self._wakeup_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._make_room(self._wakeup_fd)  # its events have no handler
+        self._epoll.register(self._wakeup_fd, EPOLLIN | EPOLLET)
 
     def _run_batch(self, events: list[tuple[int, int]]) -> None:
         clock, handlers = self.clock, self._handlers

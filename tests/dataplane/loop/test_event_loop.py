@@ -1,3 +1,4 @@
+import os
 import socket
 from select import EPOLLHUP, EPOLLOUT, EPOLLRDHUP
 
@@ -291,6 +292,13 @@ async def test_cancelling_the_loop_runs_every_finally_and_closes_every_socket():
         assert task.ends[0].sock.fileno() == -1
         assert task.ends[1].recv(1) == b""
         task.ends[1].close()
+
+
+def test_a_loop_that_never_ran_leaves_no_descriptor_open():
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        EventLoop()
+    assert os.listdir("/proc/self/fd") == before
 
 
 async def test_tasks_ended_is_set_when_the_last_task_has_ended(loop, wires):

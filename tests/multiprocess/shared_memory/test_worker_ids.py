@@ -26,7 +26,6 @@ def worker_ids():
     )
     yield WorkerIds(fleet, dataplane)
     dataplane.loop._epoll.close()
-    os.close(dataplane.loop._wakeup_fd)
 
 
 @pytest.fixture
@@ -113,7 +112,6 @@ def test_workers_never_share_a_counter_cell(counters, steps):
         for _, worker in running:
             worker.in_flight -= 1
         proxy.loop._epoll.close()
-        os.close(proxy.loop._wakeup_fd)
 
 
 def test_a_worker_keeps_its_count_while_thousands_of_others_change(worker_ids):
