@@ -56,8 +56,8 @@ from omni_proxy.runtime_config.reloader import Reloader
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.fd_limit import raise_fd_limit
-from omni_proxy.system.files import private_runtime_dir
 from omni_proxy.system.garbage import collect_before_serving, keep_what_there_is
+from omni_proxy.system.runtime_dir import private_runtime_dir
 from omni_proxy.system.service_manager import ServiceManager
 from omni_proxy.telemetry.instruments import Instruments
 from omni_proxy.telemetry.line_log import LineLog

@@ -15,7 +15,12 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.parse import ConfigError, Problem
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState, read_state, render_state
-from omni_proxy.system.files import file_signature, remove_stale_temporaries, write_atomically
+from omni_proxy.system.files import (
+    file_signature,
+    read_regular_file,
+    remove_stale_temporaries,
+    write_atomically,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +40,7 @@ def load_state(path: Path | None) -> SavedState:
     if path is None:
         return SavedState()
     try:
-        return read_state(path.read_bytes(), str(path))
+        return read_state(read_regular_file(path), str(path))
     except (FileNotFoundError, NotADirectoryError):
         return SavedState()
     except OSError as error:

@@ -54,6 +54,12 @@ def test_one_that_cannot_be_read_is_refused_with_its_cure(tmp_path, place, why):
         load_state(tmp_path / place)
 
 
+def test_a_fifo_is_refused_and_not_waited_for(path):
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="cannot be read: Not a regular file"):
+        load_state(path)
+
+
 async def test_what_could_not_be_written_is_tried_again(path, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -3,14 +3,14 @@ import tempfile
 
 import pytest
 
-from omni_proxy.system import files
-from omni_proxy.system.files import MIN_STALE_SECS, PREFIX, private_runtime_dir
+from omni_proxy.system import runtime_dir
+from omni_proxy.system.runtime_dir import MIN_STALE_SECS, PREFIX, private_runtime_dir
 
 
 @pytest.fixture(autouse=True)
 def parent(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(files, "MAX_PARENT_BYTES", len(str(tmp_path)))
+    monkeypatch.setattr(runtime_dir, "MAX_PARENT_BYTES", len(str(tmp_path)))
     return tmp_path
 
 
@@ -35,10 +35,10 @@ def test_a_short_parent_is_chosen_where_the_usual_one_is_too_long(parent, monkey
     deep = parent / ("d" * 80)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    monkeypatch.setattr(files, "FALLBACK_PARENTS", ("/nowhere", str(parent)))
+    monkeypatch.setattr(runtime_dir, "FALLBACK_PARENTS", ("/nowhere", str(parent)))
     with private_runtime_dir() as folder:
         assert folder.parent == parent
-    monkeypatch.setattr(files, "FALLBACK_PARENTS", ())
+    monkeypatch.setattr(runtime_dir, "FALLBACK_PARENTS", ())
     with private_runtime_dir() as folder:
         assert folder.parent == deep
 
@@ -61,7 +61,7 @@ def test_a_folder_in_use_or_recent_or_of_another_user_stays(parent, monkeypatch)
     assert fresh.is_dir()
     assert elsewhere.is_dir()
     foreign = make_folder(parent, "foreign")
-    monkeypatch.setattr(files.os, "getuid", lambda: -1)
+    monkeypatch.setattr(runtime_dir.os, "getuid", lambda: -1)
     with private_runtime_dir():
         assert foreign.is_dir()
 
@@ -79,7 +79,7 @@ def test_a_link_is_not_followed(parent, tmp_path_factory):
 def test_the_folder_of_the_service_manager_comes_first(parent, monkeypatch):
     managed = parent / "m"
     managed.mkdir()
-    monkeypatch.setattr(files, "MAX_PARENT_BYTES", len(str(managed)))
+    monkeypatch.setattr(runtime_dir, "MAX_PARENT_BYTES", len(str(managed)))
     monkeypatch.setenv("RUNTIME_DIRECTORY", f"{managed}:/nowhere")
     with private_runtime_dir() as folder:
         assert folder.parent == managed
