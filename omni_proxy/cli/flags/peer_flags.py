@@ -64,7 +64,8 @@ _Names = tuple[str, ...]
 # Why a setting has no effect here; names that take no value, one, and any number of values.
 _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
     (
-        "another worker is tried at once, and the same ones after 50 ms, doubling to 1 s",
+        "a retry on another worker is immediate; on the same workers it waits 50 ms, doubling "
+        "to 1 s",
         (),
         (
             "--retry-initial-backoff-ms", "--retry-max-backoff-ms", "--retry-backoff-multiplier",
@@ -73,13 +74,13 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         (),
     ),
     (
-        "an ejected worker is probed at once, and one trial request brings it back",
+        "an ejected worker is probed immediately, and one half-open request brings it back",
         (),
         ("--cb-success-threshold", "--cb-timeout-duration-secs", "--cb-window-duration-secs"),
         (),
     ),
     (
-        "a worker that is still starting gets requests as soon as its probes are good",
+        "a starting worker gets requests as soon as its probes succeed",
         (),
         (
             "--worker-startup-check-interval", "--worker-startup-delay",
@@ -87,13 +88,14 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         (),
     ),
     (
-        "requests in flight are bounded (--max-concurrent-requests), their rate is not",
+        "--max-concurrent-requests bounds requests in flight; requests_per_minute of [[keys]] "
+        "bounds the rate of a caller",
         (),
         ("--rate-limit-tokens-per-second",),
         (),
     ),
     (
-        "a worker that is out is probed, at --health-check-endpoint, until probes succeed",
+        "an unhealthy worker is probed at --health-check-endpoint until probes succeed",
         (
             "--remove-unhealthy-workers", "--no-remove-unhealthy-workers",
             "--worker-auto-recovery", "--no-worker-auto-recovery",
@@ -101,7 +103,7 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         ("--worker-stall-secs", "--worker-wedge-secs", "--worker-stale-secs"),
         (),
     ),
-    ("a request goes to the workers of its model without it", ("--enable-igw",), (), ()),
+    ("requests are always routed by their model", ("--enable-igw",), (), ()),
     (
         "/v1/rl is always served; [admin] worker_timeout_secs bounds a call",
         ("--enable-rl",),
@@ -123,7 +125,8 @@ _TUNING: Final[tuple[tuple[str, _Names, _Names, _Names], ...]] = (
         (),
     ),
     (
-        "load is the number of requests in flight at each worker; engines are not queried",
+        "load is the number of requests in flight; load_poll_secs, overload_waiting and "
+        "overload_kv_usage of [routing] add what engines report",
         (
             "--disable-load-monitoring", "--worker-overload-protection",
             "--disable-worker-overload-protection", "--worker-overload-shed",
@@ -174,7 +177,7 @@ WITHOUT_EFFECT: Final[dict[str, tuple[str, str | int | None]]] = {
 # Features that do not exist here, by flag; a name that ends with "-" is a prefix of flags.
 _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
     (
-        "encoders on workers of their own are not supported; use workers that encode, too",
+        "separate encoder workers are not supported; use workers that encode, too",
         ("--epd-disaggregation", "--encode", "--encode-"),
     ),
     (
@@ -202,7 +205,7 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ("--discovery-",),
     ),
     (
-        "annotations of the pods have other names here, which docs/discovery.md lists",
+        "pod annotations have other names here, which docs/discovery.md lists",
         ("--kv-connector-", "--kv-engine-id-"),
     ),
     (
@@ -220,25 +223,26 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
     ("tools are not called here; the client calls them", ("--mcp-",)),
     ("no middleware runs here; put it into a gateway in front", ("--enable-wasm", "--wasm-")),
     (
-        "proxies share no state; run several behind a load balancer that checks GET /ready",
+        "proxies share state through Valkey or Redis: [cluster] of a configuration file",
         ("--enable-mesh", "--mesh-"),
     ),
     (
-        "clients are not authenticated; --admin-api-key protects changes, and a gateway in front "
-        "may protect model traffic",
+        "[[keys]] of a configuration file has callers with keys and limits; --api-key is one "
+        "key for all, --admin-api-key protects changes",
         ("--control-plane-", "--jwt-", "--tenant-", "--trust-tenant-header"),
     ),
     (
-        "spans are sent by OTLP over HTTP where [observe] otlp_endpoint of a configuration file "
-        "says so",
+        "[observe] otlp_endpoint of a configuration file sends spans by OTLP over HTTP",
         ("--enable-trace", "--otlp-"),
     ),
     (
-        "requests have no priorities; waiting ones are served in order of arrival",
+        "priority of [[keys]] orders waiting requests of different callers; those of equal "
+        "priority keep their order of arrival",
         ("--priority-scheduler-", "--enable-program-scheduling", "--program-scheduling-"),
     ),
     (
-        "KV events are not read; --policy cache_aware infers what is cached from what was sent",
+        'source = "events" of [routing.cache_aware] follows the KV events of engines; it has no '
+        'such parameters',
         (
             "--kv-penalty-", "--kv-aware-", "--kv-event-", "--pd-kv-events",
             "--router-temperature",
@@ -249,7 +253,7 @@ _MISSING: Final[tuple[tuple[str, _Names], ...]] = (
         ("--multimodal-", "--mm-", "--rdma-", "--log-mm-timing", "--zmq-"),
     ),
     ("GET /live and /ready answer on the port that serves", ("--health-check-port",)),
-    ("a model has the name that its workers give it", ("--model-alias",)),
+    ("[[routing.models]] of a configuration file has aliases", ("--model-alias",)),
     (
         "no client certificate is sent to workers; api_key_env in [[workers]] names a key for them",
         ("--client-cert-path", "--client-key-path"),

@@ -260,3 +260,13 @@ def test_each_warning_is_in_the_log(started, monkeypatch, caplog, tmp_path):
 def test_the_migration_page_has_the_flag(flag):
     named = f"{flag}…" if flag.endswith("-") else flag
     assert f"`{named}`" in MIGRATION
+
+
+REASONS = [*((name, why) for name, (why, _) in WITHOUT_EFFECT.items()), *MISSING.items()]
+
+
+@pytest.mark.parametrize(("flag", "reason"), REASONS, ids=[name for name, _ in REASONS])
+def test_the_migration_page_gives_the_same_reason(flag, reason):
+    named = f"{flag}…" if flag.endswith("-") else flag
+    rows = [line for line in MIGRATION.splitlines() if f"`{named}`" in line.split(" | ")[0]]
+    assert [row for row in rows if row.endswith(f"| {reason} |")], rows
