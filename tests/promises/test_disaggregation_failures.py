@@ -120,6 +120,29 @@ async def test_a_failure_counts_for_the_leg_that_failed(connector, leg):
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_the_statuses_of_one_request_count_once_for_each_worker(connector, leg):
+    """A request that a worker can't answer would eject it by its own retries."""
+    config = '[routing]\nmax_total_retries = 3\nretry_on = ["502"]\n'
+    config += '[routing.disaggregation]\nfallback = "refuse"'
+    async with fleet_of(connector, config=config) as (fleet, client):
+        bad = fleet.prefills[0] if leg == "prefill" else fleet.decodes[0]
+        tries = []
+        answer_502 = failing("502 Bad Gateway", b"{}")
+
+        async def counted(call):
+            tries.append(call)
+            return await answer_502(call)
+
+        bad.fault = counted
+        await client.send(CHAT)
+        assert (await client.answer()).status == 502
+        await all_freed(fleet)
+        assert len(tries) == 3
+        assert fleet.failures() == {bad.url: 1}
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_an_error_of_the_transfer_counts_against_no_worker(connector, leg):
     config = '[routing]\nmax_total_retries = 1\nretry_on = ["500"]\n'
     config += '[routing.disaggregation]\nfallback = "refuse"'

@@ -177,7 +177,7 @@ class TwoLegDriver:
 
     async def _go_on(self, legs: TwoLegs, sent: SentPair) -> ResponseStart:
         leg = self._leg = sent.leg
-        leg.on_end, leg.waiter = self._leg_ended, self._io
+        leg.on_end, leg.waiter, leg.statuses = self._leg_ended, self._io, self._retry.statuses
         self._transfer_due = sent.transfer_due
         if sent.decode is None:
             if sent.error is not None:
@@ -267,7 +267,7 @@ class TwoLegDriver:
         head = requests.prefill_head(legs.connector, keeps=keeps, has_ranks=has_ranks)
         leg = self._leg = PrefillLeg(io, legs, io, keeps=keeps)
         leg.connections = "redialled" if legs.connector == "nixl" else self._connections
-        leg.on_end = self._leg_ended
+        leg.on_end, leg.statuses = self._leg_ended, self._retry.statuses
         leg.send(head, body)
         return leg
 

@@ -10,19 +10,17 @@ from __future__ import annotations
 from omni_proxy.dataplane.disaggregation.prefill_leg import PairFailed
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
-from omni_proxy.dataplane.loop.task import ClientDisconnected
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import STALE_CONNECTION
 from omni_proxy.dataplane.upstream.retry import (
-    CHANCES,
+    FailedStatuses,
     allowed_attempts,
-    counts_as_failed,
+    back_off,
     may_retry,
-    pause_secs,
+    queue_for_retry,
 )
 from omni_proxy.dataplane.upstream.side_task import HeldResponse
 from omni_proxy.fleet.worker import FAILED, Worker
-from omni_proxy.wire.aborted_reply import CODE as ABORTED
 from omni_proxy.wire.errors import HttpError
 
 
@@ -31,6 +29,7 @@ class PairRetry:
 
     __slots__ = (
         "_body_bytes", "_exchange", "_io", "_pauses", "_reported", "_transfers", "_tried",
+        "statuses",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, exchange: Exchange) -> None:
@@ -38,7 +37,8 @@ class PairRetry:
         self._exchange = exchange
         self._body_bytes = len(exchange.body)
         self._tried: set[Worker] = set()
-        self._reported: set[Worker] = set()  # decode workers; once for each, as for any retry
+        self.statuses = FailedStatuses()  # of both legs
+        self._reported: set[Worker] = set()  # decode workers with another failure; once for each
         self._pauses = 0
         self._transfers = 0  # failed ones
 
@@ -60,15 +60,21 @@ class PairRetry:
         if is_stale:
             self._exchange.attempts -= 1  # as a redial of a plain request, which is not counted
         else:
-            await self._back_off()
+            await self._pause()
         try:
             balancer.acquire(self._exchange, self._tried)
         except HttpError as no_pair:
             if failed.response is not None:
                 return failed.response
-            await self._queued(no_pair, failed)
+            await queue_for_retry(
+                self._io, self._exchange, self._tried, no_pair, failed.as_http_error()
+            )
         self._keep_counts("" if is_stale else failed.kind)
         return None
+
+    async def _pause(self) -> None:
+        if await back_off(self._io, self._exchange, self._tried, self._pauses):
+            self._pauses += 1
 
     def _note(self, failed: PairFailed) -> None:
         """Whose failure it is."""
@@ -85,13 +91,13 @@ class PairRetry:
                 self._keep_counts()
             return
         self._tried.add(failed.worker)
-        if failed.leg == "prefill" or failed.error is not None or failed.worker in self._reported:
+        if failed.leg == "prefill" or failed.error is not None:
             return
-        retry_on = services.settings.config.routing.retry_on
-        status = failed.status if failed.response is not None else None
-        if status is None or counts_as_failed(status, retry_on):
+        if failed.response is not None:
+            self.statuses.report(services, exchange, failed.worker, failed.status)
+        elif failed.worker not in self._reported:
             self._reported.add(failed.worker)
-            report_failure(services.fleet, exchange, failed.worker, str(failed), status)
+            report_failure(services.fleet, exchange, failed.worker, str(failed))
 
     def _pair(self) -> list[Worker]:
         legs = self._exchange.legs
@@ -142,24 +148,3 @@ class PairRetry:
         if failed.response is not None:
             return failed.response
         raise failed.as_http_error()
-
-    async def _back_off(self) -> None:
-        """Pause, but only where every pair that could take it has been tried."""
-        io, need = self._io, self._exchange.requirements
-        assert need is not None
-        if not io.services.balancer.all_tried(need, self._tried):
-            return
-        if io.client.peer_closed and io.settings.half_close_aborts:
-            raise ClientDisconnected
-        io.phase, io.phase_deadline = "backoff", io.deadline
-        secs = pause_secs(self._pauses, io.services.random_below(CHANCES) / CHANCES)
-        await io.services.timers.sleep(io, secs)
-        self._pauses += 1
-
-    async def _queued(self, no_pair: HttpError, failed: PairFailed) -> None:
-        """Wait for a pair, if that is allowed; else the failure says more than the queue."""
-        io = self._io
-        try:
-            await io.services.queue.wait_for_worker(io, self._exchange, no_pair, self._tried)
-        except HttpError as refusal:
-            raise refusal if refusal.code == ABORTED else failed.as_http_error() from None

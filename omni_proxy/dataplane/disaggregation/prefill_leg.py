@@ -32,7 +32,7 @@ from omni_proxy.dataplane.upstream.attempt import (
 )
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
-from omni_proxy.dataplane.upstream.retry import counts_as_failed
+from omni_proxy.dataplane.upstream.retry import FailedStatuses
 from omni_proxy.dataplane.upstream.side_task import (
     HeldResponse,
     SideTask,
@@ -113,7 +113,8 @@ class PrefillLeg(SideTask):
 
     __slots__ = (
         "_cancelled", "_head", "_keeps", "_lines", "_pool", "_prediction", "_sent", "_sent_bytes",
-        "ended_directly", "exchange", "failure", "is_stream", "kept", "on_end", "worker",
+        "ended_directly", "exchange", "failure", "is_stream", "kept", "on_end", "statuses",
+        "worker",
     )  # fmt: skip
 
     def __init__(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
@@ -123,6 +124,7 @@ class PrefillLeg(SideTask):
         self.kept = b""
         self.is_stream = False
         self.on_end: Callable[[PrefillLeg], None] = ignore_end
+        self.statuses: FailedStatuses | None = None  # of the request; None: this is its first leg
         self._cancelled = False
         self._pool: UpstreamPool | None = None  # of the connection that it uses without a coroutine
         self._sent: SentRequest | None = None  # on that, where a coroutine has to go on
@@ -331,8 +333,9 @@ class PrefillLeg(SideTask):
             return
         if failure.response is None:
             report_failure(services.fleet, self.exchange, self.worker, str(failure))
-        elif counts_as_failed(failure.status, services.settings.config.routing.retry_on):
-            report_failure(services.fleet, self.exchange, self.worker, str(failure), failure.status)
+        else:
+            statuses = self.statuses or FailedStatuses()
+            statuses.report(services, self.exchange, self.worker, failure.status)
 
 
 def limit_by_transfer(io: ExchangeIO) -> float:

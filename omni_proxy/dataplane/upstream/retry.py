@@ -15,6 +15,7 @@ from omni_proxy.backoff import exponential_delay
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.task import ClientDisconnected
+from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.fleet.worker import FAILED, Worker
@@ -26,18 +27,44 @@ FIRST_PAUSE_SECS: Final = 0.05
 LONGEST_PAUSE_SECS: Final = 1.0
 
 
+class FailedStatuses:
+    """Reports statuses that count against a worker (`counts_as_failed`) to outlier ejection.
+
+    Once for each worker that one request was sent to: otherwise a request that no worker can answer
+    would eject a worker by its own retries.
+    """
+
+    __slots__ = ("_reported",)
+
+    def __init__(self) -> None:
+        self._reported: set[Worker] = set()
+
+    def report(
+        self, services: ExchangeServices, exchange: Exchange, worker: Worker, status: int
+    ) -> None:
+        if not counts_as_failed(status, services.settings.config.routing.retry_on):
+            return
+        if worker not in self._reported:
+            self._reported.add(worker)
+            report_failure(services.fleet, exchange, worker, f"status={status}", status)
+
+
 class RetryState:
     """The failed attempts of one request. `body_bytes`: the size of its body."""
 
-    __slots__ = ("_body_bytes", "_counted", "_exchange", "_io", "_pauses", "_tried")
+    __slots__ = ("_body_bytes", "_exchange", "_io", "_pauses", "_statuses", "_tried")
 
     def __init__(self, io: ExchangeIO, exchange: Exchange, body_bytes: int) -> None:
         self._io = io
         self._exchange = exchange
         self._body_bytes = body_bytes
         self._tried: set[Worker] = set()
-        self._counted: set[Worker] = set()  # whose status was reported as a failure
+        self._statuses = FailedStatuses()
         self._pauses = 0
+
+    def report_status(self, worker: Worker, status: int) -> None:
+        """A response of `worker` had this status; it may be one that counts as a failure."""
+        self._statuses.report(self._io.services, self._exchange, worker, status)
 
     async def next_worker(self, failure: str, error: HttpError) -> Worker:
         """The worker of the next attempt. Raises `error` where there is none, ClientDisconnected,
@@ -56,23 +83,23 @@ class RetryState:
             error.message += f"; not tried again: its body is larger than {most} bytes"
             raise error
         self._release(worker)
-        await self._back_off()
+        await self._pause()
         try:
             return self._acquire()
         except HttpError as no_worker:
-            return await self._queued(no_worker, error)
+            return await queue_for_retry(self._io, self._exchange, self._tried, no_worker, error)
 
     async def worker_after_response(self, start: ResponseStart) -> Worker | None:
         """The same for a response of 400 and above; None where the client gets it as it is."""
         io, exchange, worker = self._io, self._exchange, self._exchange.worker
         assert worker is not None
-        self._count(worker, start.response.status)
+        self.report_status(worker, start.response.status)
         failure = str(start.response.status)
         if not self._is_allowed(failure) or self._is_too_large() or io.body_stream is not None:
             return None
         target = exchange.rank or worker
         self._release(worker)
-        await self._back_off()
+        await self._pause()
         try:
             another = self._acquire()
         except HttpError:
@@ -89,19 +116,6 @@ class RetryState:
         if exchange.rank is None:
             exchange.last_rank = None  # of an attempt before, perhaps at this worker
         return worker
-
-    def _count(self, worker: Worker, status: int) -> None:
-        """Report a status that counts against the worker (`counts_as_failed`).
-
-        Once for each worker that this request was sent to: else a request that no worker can
-        answer would eject one by its own repetitions.
-        """
-        services = self._io.services
-        if not counts_as_failed(status, services.settings.config.routing.retry_on):
-            return
-        if worker not in self._counted:
-            self._counted.add(worker)
-            report_failure(services.fleet, self._exchange, worker, f"status={status}", status)
 
     def _is_allowed(self, failure: str) -> bool:
         routing = self._io.settings.config.routing
@@ -124,28 +138,44 @@ class RetryState:
         self._io.services.balancer.release(self._exchange, worker, FAILED)
         self._io.services.queue.serve()
 
-    async def _back_off(self) -> None:
-        """Pause, but only where every worker that could take it has been tried."""
-        io, need = self._io, self._exchange.requirements
-        services = io.services
-        assert need is not None
-        if not services.balancer.all_tried(need, self._tried):
-            return
-        if io.client.peer_closed and io.settings.half_close_aborts:
-            raise ClientDisconnected
-        io.phase, io.phase_deadline = "backoff", io.deadline
-        secs = pause_secs(self._pauses, services.random_below(CHANCES) / CHANCES)
-        await services.timers.sleep(io, secs)
-        self._pauses += 1
+    async def _pause(self) -> None:
+        if await back_off(self._io, self._exchange, self._tried, self._pauses):
+            self._pauses += 1
 
-    async def _queued(self, no_worker: HttpError, error: HttpError) -> Worker:
-        """Wait for a worker, if that is allowed. The failure of the attempt says more than the
-        queue's error."""
-        queue = self._io.services.queue
-        try:
-            return await queue.wait_for_worker(self._io, self._exchange, no_worker, self._tried)
-        except HttpError as refusal:
-            raise refusal if refusal.code == ABORTED else error from None
+
+async def back_off(
+    io: ExchangeIO, exchange: Exchange, tried: Collection[Worker], made: int
+) -> bool:
+    """Pause if every worker that could take the request has been tried, and return whether it did.
+    `made`: earlier pauses of this request. Raises ClientDisconnected, PhaseTimeout."""
+    services, need = io.services, exchange.requirements
+    assert need is not None
+    if not services.balancer.all_tried(need, tried):
+        return False
+    if io.client.peer_closed and io.settings.half_close_aborts:
+        raise ClientDisconnected
+    io.phase, io.phase_deadline = "backoff", io.deadline
+    secs = pause_secs(made, services.random_below(CHANCES) / CHANCES)
+    await services.timers.sleep(io, secs)
+    return True
+
+
+async def queue_for_retry(
+    io: ExchangeIO,
+    exchange: Exchange,
+    tried: Collection[Worker],
+    no_worker: HttpError,
+    failure: HttpError,
+) -> Worker:
+    """Wait in the admission queue, if it is on, after an attempt that failed with `failure`.
+
+    Raises `failure` if no worker became free: it explains more than the queue's own error, except
+    for an abort of the request.
+    """
+    try:
+        return await io.services.queue.wait_for_worker(io, exchange, no_worker, tried)
+    except HttpError as refusal:
+        raise refusal if refusal.code == ABORTED else failure from None
 
 
 def allowed_attempts(max_total_retries: int) -> int:

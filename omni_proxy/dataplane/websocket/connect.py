@@ -7,6 +7,8 @@ and the statuses that count against a worker's health are reported as those of a
 
 from __future__ import annotations
 
+from typing import Final
+
 from wsproto.utilities import generate_nonce
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
@@ -16,12 +18,16 @@ from omni_proxy.dataplane.loop.task import PhaseTimeout
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, lines_for_rank
 from omni_proxy.dataplane.upstream.pool import with_key
-from omni_proxy.dataplane.upstream.retry import RetryState, counts_as_failed
+from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
 from omni_proxy.wire.websocket import encode_handshake, parse_handshake_response
+
+# Kinds of a response with another status than 101; the client's error event has them as `reason`.
+REFUSED: Final = "status"
+UNAVAILABLE: Final = "503"
 
 
 async def connect_worker(
@@ -44,11 +50,13 @@ async def connect_worker(
             stream_and_rest = await _open(io, exchange, head, worker)
         except AttemptFailed as failed:
             _close_upstream(io)
-            if counts_as_failed(failed.status, io.settings.config.routing.retry_on):
-                status = failed.status if failed.kind == "status" else None
-                report_failure(services.fleet, exchange, worker, failed.error, status)
             retry = retry or RetryState(io, exchange, 0)
-            kind = str(failed.status) if failed.kind == "status" else failed.kind
+            kind = failed.kind
+            if kind in (REFUSED, UNAVAILABLE):
+                kind = str(failed.status)
+                retry.report_status(worker, failed.status)
+            else:
+                report_failure(services.fleet, exchange, worker, failed.error)
             try:
                 worker = await retry.next_worker(kind, _client_error(failed))
             except HttpError:
@@ -96,7 +104,8 @@ async def _open(
         late = "ReadTimeout: no answer to the handshake in time"
         raise AttemptFailed("response_timeout", late, 504) from None
     if status != 101:
-        raise AttemptFailed("503" if status == 503 else "status", f"status={status}", status)
+        kind = UNAVAILABLE if status == 503 else REFUSED
+        raise AttemptFailed(kind, f"status={status}", status)
     exchange.response_head_at = io.loop.now
     return upstream, rest
 

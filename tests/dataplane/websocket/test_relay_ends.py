@@ -62,6 +62,17 @@ async def test_a_handshake_counts_against_its_worker_as_an_answer_does(status, f
         assert setting.machine().consecutive_failures == failures
 
 
+async def test_the_refusals_of_one_session_count_once_for_its_worker():
+    retried = '[routing]\nmax_total_retries = 3\nretry_on = ["500"]\n'
+    async with running(Worker(listen, refuse=500), config=retried) as setting:
+        async with setting.client() as client:
+            await client.say(CONFIG)
+            await client.error()
+            await client.close()
+        await setting.settled()
+        assert setting.machine().consecutive_failures == 1
+
+
 class Flooding(Worker):
     """Answers a handshake with interim heads, for as long as somebody listens."""
 
