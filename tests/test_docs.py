@@ -60,10 +60,8 @@ GUIDES = (
     README, ROUTING, MIGRATION, REPLICA, INSTALL, START, TRAINERS, CONFIGURATION, OPERATIONS,
 )  # fmt: skip
 PAGES = (
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/bench.md", "docs/configuration.md", "docs/dashboard.md", "docs/discovery.md",
-    "docs/design.md", "docs/glossary.md", "docs/http.md", "docs/install.md", "docs/keys.md",
-    "docs/migration.md", "docs/operations.md", "docs/performance.md", "docs/replica.md", "docs/rl.md", "docs/routing.md",
-    "docs/scale.md", "docs/security.md", "docs/start.md", "docs/trainers.md", "docs/weight-sync.md",
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md",
+    *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md")),
 )  # fmt: skip
 
 # Which argument of these calls is the code of an error.
