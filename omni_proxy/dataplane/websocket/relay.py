@@ -113,12 +113,15 @@ class _Session:
         route = exchange.route
         assert route is not None
         need = exchange.requirements = inspect_session(route, first, RequestFacts(b"", head.hints))
+        balancer = io.services.balancer
         reserve(exchange, need, io.services.fleet, len(first), io.loop.now)
-        pin_to_voice_owner(io.services.balancer.voices, route.traffic, need)
+        pin_to_voice_owner(balancer.voices, route.traffic, need)
         if io.services.fleet.has_ranks:
             pin_to_rank(need, head.hints, b"")
-        if io.services.balancer.aliases is not None:
-            io.services.balancer.aliases.resolve(need, head.lines, b"")
+        if balancer.policy.needs_affinity_key:
+            need.affinity_key = balancer.affinity_keys.read(head.lines, b"")
+        if balancer.aliases is not None:
+            balancer.aliases.resolve(need, head.lines, b"")
             if need.alias is not None and need.alias.split.rewrite:
                 need.alias.spans = session_spans(first)
         io.services.inflight.hold(exchange, len(first))

@@ -68,6 +68,20 @@ async def test_the_handshake_keeps_the_clients_fields_and_the_query_and_offers_n
         assert b"x-sglang-omni-route-capabilities" not in names
 
 
+@pytest.mark.parametrize("keyed", [True, False])
+async def test_sessions_with_one_key_stay_at_one_worker(keyed):
+    workers = Worker(narrate), Worker(narrate)
+    config = "[routing]\nsticky_sessions = true\n"
+    async with running(*workers, config=config) as setting:
+        headers = [(b"X-Session-Id", b"anna")] if keyed else []
+        for _ in range(4):
+            async with setting.client(PATH, headers) as client:
+                await speak(client)
+                await heard_all(client)
+        await setting.settled()
+    assert sorted(len(worker.requests) for worker in workers) == ([0, 4] if keyed else [2, 2])
+
+
 @pytest.mark.parametrize("named", [None, b"1"])
 async def test_the_handshake_names_the_data_parallel_rank(named):
     worker = Worker(narrate)
