@@ -9,7 +9,8 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import finalize
-from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask
+from omni_proxy.dataplane.loop.io_task import IoTask
+from omni_proxy.dataplane.loop.task import ClientDisconnected
 from omni_proxy.fleet.worker import CAPABILITY_BITS
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.routes import NO_LEGS
@@ -17,13 +18,12 @@ from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import fleet_of
 
 
-class Waiter(ConnectionTask):
+class Waiter(IoTask):
     """Asks for a slot, then for a worker of `model`; holds what it got until `finish`."""
 
     def __init__(self, room, model=None, version=None, legs=NO_LEGS):
         super().__init__(room.dataplane.loop)
         self.room, self.dataplane, self.model = room, room.dataplane, model
-        self.deadline = inf
         self.client = SimpleNamespace(peer_closed=False)
         self.exchange = Exchange(self.loop.now, "test")
         self.exchange.requirements = Requirements(

@@ -21,7 +21,7 @@ from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.update_gate import UpdateGate
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.loop.io_task import IoTask
-from omni_proxy.dataplane.loop.task import ClientDisconnected, PhaseTimeout, pause
+from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.fleet.registry import Fleet
@@ -281,8 +281,7 @@ class Queue:
             self._inflight.rejected += 1
             full = f"the queue is full: {self.waiting} requests wait"
             raise _overloaded(error, full, "queue_full", server.overload_status)
-        if io.client.peer_closed and self._settings.half_close_aborts:
-            raise ClientDisconnected
+        io.check_client(half_close_aborts=self._settings.half_close_aborts)
         started_at = io.loop.now
         self._enqueue(waiter)
         timeout_secs = server.queue_timeout_secs or inf

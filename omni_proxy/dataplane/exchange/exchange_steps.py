@@ -35,7 +35,7 @@ from omni_proxy.dataplane.exchange.request_body import RequestBody
 from omni_proxy.dataplane.exchange.response_relay import relay
 from omni_proxy.dataplane.exchange.sse_keepalive import SseKeepAlive
 from omni_proxy.dataplane.exchange.stored_responses import read_keys
-from omni_proxy.dataplane.loop.task import ClientDisconnected, pause
+from omni_proxy.dataplane.loop.task import pause
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, SentRequest, run_attempt
 from omni_proxy.dataplane.upstream.outcome import release_body, report_end
@@ -252,8 +252,7 @@ def _inspected(
     set_requirements(io, exchange, need, (head.lines,), exchange.body)
     if io.settings.forwarded is not None:
         add_forwarded(io.settings.forwarded, exchange, head)
-    if io.client.peer_closed and io.settings.half_close_aborts:
-        raise ClientDisconnected
+    io.check_client(half_close_aborts=io.settings.half_close_aborts)
     if need.stream and io.settings.limits.sse_keepalive:
         io.keepalive = SseKeepAlive(io, exchange, head)
     return respond_by_worker(io, exchange, head)

@@ -245,8 +245,7 @@ async def _send_slowly(io: ExchangeIO, view: memoryview) -> None:
                 break
         io.waiting_on = client
         await pause
-        if client.peer_closed and io.settings.half_close_aborts:
-            raise ClientDisconnected
+        io.check_client(half_close_aborts=io.settings.half_close_aborts)
     io.phase = phase
 
 

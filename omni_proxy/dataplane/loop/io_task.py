@@ -11,7 +11,7 @@ from math import inf
 
 from omni_proxy.dataplane.loop.event_loop import EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
-from omni_proxy.dataplane.loop.task import ConnectionTask, pause
+from omni_proxy.dataplane.loop.task import ClientDisconnected, ConnectionTask, pause
 
 READ_BYTES = 16384
 
@@ -26,6 +26,12 @@ class IoTask(ConnectionTask):
     def __init__(self, loop: EventLoop) -> None:
         super().__init__(loop)
         self.deadline = inf
+
+    def check_client(self, *, half_close_aborts: bool) -> None:
+        """Raise ClientDisconnected if the client has closed its side and that counts as a
+        disconnect. For the moments before and after waits that do not watch the client."""
+        if half_close_aborts and self.client.peer_closed:
+            raise ClientDisconnected
 
     def set_timeout(self, phase: str, secs: float) -> None:
         """Enter a phase that may last `secs`."""

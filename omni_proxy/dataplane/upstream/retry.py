@@ -14,7 +14,6 @@ from typing import Final
 from omni_proxy.backoff import exponential_delay
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
-from omni_proxy.dataplane.loop.task import ClientDisconnected
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.pool import ResponseStart
@@ -152,8 +151,7 @@ async def back_off(
     assert need is not None
     if not services.balancer.all_tried(need, tried):
         return False
-    if io.client.peer_closed and io.settings.half_close_aborts:
-        raise ClientDisconnected
+    io.check_client(half_close_aborts=io.settings.half_close_aborts)
     io.phase, io.phase_deadline = "backoff", io.deadline
     secs = pause_secs(made, services.random_below(CHANCES) / CHANCES)
     await services.timers.sleep(io, secs)
