@@ -99,20 +99,21 @@ READ_AS: Final = {
 }
 HEAD: Final = """# Configuration
 
-Every table and key of the file, made from the program by `tools/configuration-page`. A file with
-all of them is [config/example.toml](../config/example.toml), and
-`omni-proxy check config/example.toml` judges one without starting anything.
-[routing.md](routing.md) explains the policies, [trainers.md](trainers.md) the weights.
+Every table and key of the configuration file. `tools/configuration-page` generates this page from
+the program. [config/example.toml](../config/example.toml) has all keys, and
+`omni-proxy check config/example.toml` validates a file without starting anything.
+[routing.md](routing.md) explains the policies, [trainers.md](trainers.md) weight updates.
 
-* Only the keys that say so are required, and no table is. An unknown key is refused, with the
-  nearest one named.
-* Every key is hot: save the file and it holds. SIGHUP and `POST /reload` do the same, nothing
-  needs a restart, and a file that is refused changes nothing.
-* A flag, where a key has one, wins over the file.
+* A key is required only if its default says so; no table is. An unknown key is refused, and the
+  error names the most similar key.
+* A saved file takes effect immediately. SIGHUP and `POST /reload` also apply it. No key needs a
+  restart, and a file that is refused changes nothing.
+* The flag of a key overrides the file.
 
 `omni-proxy init FILE` writes a first file with comments. It asks for the workers' URLs, the policy,
-the address, the access log and, beyond this machine, the admin key; flags replace the questions,
-and a file that exists stays unless `--force` is given. What it writes passes `check`.
+the address, the access log and, if the address is reachable from other machines, the admin key.
+Flags replace the questions, and an existing file is kept unless `--force` is given. The file
+passes `check`.
 
 `omni-proxy schema` prints the JSON schema of the file, and `omni-proxy init --schema` writes it
 beside FILE. Editors with taplo, such as Even Better TOML, then complete keys and mark wrong ones in
@@ -122,7 +123,8 @@ a file whose first line is
 #:schema ./omni-proxy.schema.json
 ```
 
-The same checks on the command line, such as in CI: `taplo lint proxy.toml` (`pip install taplo`).
+For the same checks on the command line, for example in CI, run `taplo lint proxy.toml`
+(`pip install taplo`).
 """
 
 

@@ -56,7 +56,7 @@ from omni_proxy.config.url import normalize_url
 
 
 class TimeoutsConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The clocks of one exchange; 0 stops a clock."""
+    """The timeouts of one exchange; 0 disables one."""
 
     # A worker in the same network answers a SYN in milliseconds: past this it is unreachable.
     connect_secs: Duration = 5.0
@@ -153,7 +153,7 @@ class ServerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class CacheAwareConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The cache_aware policy: requests with a common beginning go to one worker."""
+    """The cache_aware policy: requests with a common prefix go to one worker."""
 
     # Least matching share of the text for the match to decide.
     cache_threshold: Annotated[float, Meta(ge=0, le=1)] = 0.5
@@ -197,8 +197,8 @@ class PrefixHashConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class DisaggregationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Requests in two legs: a prefill worker computes the prompt's KV cache, a decode worker goes
-    on from it."""
+    """Requests in two legs: a prefill worker computes the prompt's KV cache, a decode worker
+    continues from it."""
 
     # The policy that picks the prefill worker; empty: routing.policy.
     prefill_policy: PoolPolicyName = ""
@@ -222,7 +222,7 @@ class AliasTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class ModelAlias(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model name of the proxy's own: requests for it go to workers of other models, by weight."""
+    """An alias: requests for its name go to workers of other models, by weight."""
 
     # What requests name.
     name: Name

@@ -96,7 +96,7 @@ SHARED: Final[tuple[Shared, ...]] = get_args(Shared)
 
 
 class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Several proxies over one fleet, which share what they know in a Valkey or Redis."""
+    """Several proxies over one fleet, which share their state in a Valkey or Redis."""
 
     # "redis://[user:password@]host:6379/0", or rediss:// for TLS; empty, without url_env: this
     # proxy is alone.

@@ -68,7 +68,7 @@ PodPort: TypeAlias = Port | Name
 
 
 class DiscoverEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Workers that are found: pods of Kubernetes, or addresses in DNS."""
+    """Discovered workers: pods of Kubernetes, or addresses in DNS."""
 
     # In logs, metrics and GET /status.
     name: Name = "pods"

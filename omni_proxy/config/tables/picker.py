@@ -10,7 +10,7 @@ ReservationLease = Annotated[float, Meta(gt=0, le=86400)]
 
 
 class PickerConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Choosing workers for others that send the requests."""
+    """Choosing workers for requests that other programs relay."""
 
     # Of `omni-proxy picker`: where Envoy's external processor is served, "host:port" or
     # "unix:PATH"; empty: nowhere.
