@@ -10,7 +10,9 @@ copy of `forked_program` there. Only with OWN_INTERPRETERS in its environment is
 
 from __future__ import annotations
 
+import atexit
 import fcntl
+import gc
 import importlib
 import json
 import marshal
@@ -30,6 +32,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import trio
 
@@ -346,16 +349,36 @@ class _Server:
 def main(control: int, listener: int, stand_in: str, imported: list[str]) -> list[str] | None:
     for name in imported:
         importlib.import_module(name)
+    # Imported modules are no garbage: a collection in a fork need not look at them, nor copy them.
+    gc.collect()
+    gc.freeze()
     threads = os.listdir("/proc/self/task")
     if len(threads) > 1:
         raise RuntimeError(f"importing {imported} has started {len(threads) - 1} threads")
     return serve(socket.socket(fileno=control), socket.socket(fileno=listener), stand_in)
 
 
+def run_program(module: str, words: list[str]) -> NoReturn:
+    """Run it and end as the interpreter does, but leave its memory to the kernel: to take apart what
+    a fork has only inherited costs more than most tests let it do."""
+    sys.argv = ["omni-proxy", *words]
+    status: object = None
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit((status or 0) & 0xFF)
+
+
 if __name__ == "__main__":
-    # In a fork nothing of the fork server is left on the stack: it ends as any program does.
+    # In a fork nothing of the fork server is left on the stack.
     given = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
     if given is not None:
-        module, *words = given
-        sys.argv = ["omni-proxy", *words]
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        run_program(given[0], given[1:])
