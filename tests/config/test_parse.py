@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config import fields
-from omni_proxy.config.fields import CAPABILITIES
+from omni_proxy.config.fields import CAPABILITIES, POLICIES
 from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
 
@@ -48,9 +48,8 @@ capabilities = ["chatt"]
         "proxy.toml:2: server.prot: unknown key; did you mean `port`?",
         "proxy.toml:3: server.port: expected a whole number, got a string",
         "proxy.toml:4: servr: unknown key; did you mean `server`?",
-        'proxy.toml:6: routing.policy: "leastrequest" is not one of cache_aware, '
-        "consistent_hashing, least_request, power_of_two, prefix_hash, random, round_robin; "
-        "did you mean `least_request`?",
+        'proxy.toml:6: routing.policy: "leastrequest" is not one of '
+        f"{', '.join(sorted(POLICIES))}; did you mean `least_request`?",
         "proxy.toml:8: workers[0].url: must be a base URL without a path",
         'proxy.toml:9: workers[0].capabilities[0]: "chatt" is not one of audio_input, '
         "audio_output, chat, image_input, speech, streaming, video_input; did you mean `chat`?",

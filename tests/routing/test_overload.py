@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import DisaggregationConfig, RoutingConfig
 from omni_proxy.fleet.engine_load import LoadBounds
 from omni_proxy.fleet.worker import CAPABILITY_BITS
@@ -18,10 +19,6 @@ from omni_proxy.wire.load_report import EngineLoad, LoadReport
 from tests.fleet.entries import entry, fleet_of
 
 CHAT = CAPABILITY_BITS["chat"]
-POLICIES = (
-    "round_robin", "least_request", "random", "power_of_two", "consistent_hashing", "prefix_hash",
-    "cache_aware",
-)  # fmt: skip
 VETO = "overloaded: 9 requests wait in its engine, 8 or more are too many"
 
 

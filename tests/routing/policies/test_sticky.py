@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from omni_proxy.config.fields import POLICIES
 from omni_proxy.config.schema import CacheAwareConfig, RoutingConfig
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.routing import policies
@@ -10,17 +11,12 @@ from omni_proxy.routing.policies.session_load import DROPPED_PER_SLICE
 from omni_proxy.wire.errors import HttpError
 from tests.routing.policies.chats import NEED, build, chat, first, weighing, workers
 
-NAMES = (
-    "round_robin", "random", "least_request", "power_of_two", "cache_aware", "consistent_hashing",
-    "prefix_hash",
-)  # fmt: skip
-
 
 def sticky(policy="round_robin", **more):
     return build(policy, sticky_sessions=True, **more)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", POLICIES)
 def test_a_key_stays_with_its_worker_under_any_policy(name):
     policy, fleet = sticky(name, below=random.Random(4).randrange), workers(0, 0, 0)
     assert (policy.name, policy.needs_affinity_key) == (name, True)
