@@ -1,10 +1,10 @@
-"""Loads as engines report them, and the veto that keeps requests from those above a bound.
+"""Loads as engines report them, and the veto that excludes overloaded workers from picks.
 
-A worker, or a data-parallel rank, whose engine reported a figure at or above a bound gets no new
-request while another that could take it is below the bounds. Invariants: `below_bounds` never
-leaves nothing; a report older than `max_age_secs` counts for nothing; without bounds nothing is
-overloaded. The load of a worker remains its requests in flight: reports only veto. Pure: the time
-is an argument, `now` is the clock of whoever picks.
+A worker, or a data-parallel rank, whose engine reported a value at or above a bound gets no new
+request while another candidate is below the bounds. Invariants: `below_bounds` never returns an
+empty list for a non-empty one; a report older than `max_age_secs` is ignored; without bounds no
+worker is overloaded. Policies still compare requests in flight: a report is only a veto. Must not
+read a clock: `now` is set to the clock of the caller that picks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omni_proxy.wire.load_report import EngineLoad, LoadReport, total_load
 
 
 class LoadBounds(NamedTuple):
-    """0: no bound."""
+    """Bounds on reported loads; 0: no bound."""
 
     waiting: int = 0
     kv_usage: float = 0.0
@@ -39,9 +39,9 @@ class LoadBounds(NamedTuple):
         """Why the engine counts as overloaded; "" if it does not."""
         waiting, usage = report
         if self.waiting and waiting is not None and waiting >= self.waiting:
-            return f"{waiting:g} requests wait in its engine, {self.waiting} or more are too many"
+            return f"{waiting:g} requests wait in its engine (limit: {self.waiting})"
         if self.kv_usage and usage is not None and usage >= self.kv_usage:
-            return f"{usage:.0%} of its KV cache are in use, {self.kv_usage:.0%} are too many"
+            return f"{usage:.0%} of its KV cache is in use (limit: {self.kv_usage:.0%})"
         return ""
 
 
@@ -56,15 +56,15 @@ def _never() -> float:
 
 
 class EngineLoads:
-    """`bounds`: change them by `configure` only. `overloaded`: empty while there is nothing to
-    veto, which is cheap to see."""
+    """`bounds`: change them by `configure` only. `overloaded`: empty while no target is overloaded,
+    so that a pick only has to check for an empty dict."""
 
     __slots__ = ("_watchers", "bounds", "now", "overloaded")
 
     def __init__(self) -> None:
         self.bounds = LoadBounds()
         self.now: Callable[[], float] = _never
-        self.overloaded: dict[Worker, float] = {}  # workers and ranks: until when that holds
+        self.overloaded: dict[Worker, float] = {}  # worker or rank -> time at which it expires
         self._watchers: list[Callable[[Worker], None]] = []
 
     def watch(self, callback: Callable[[Worker], None]) -> None:
@@ -72,7 +72,7 @@ class EngineLoads:
         self._watchers.append(callback)
 
     def configure(self, bounds: LoadBounds, targets: Sequence[Worker]) -> None:
-        """`targets`: all workers and ranks, whose last reports are judged anew."""
+        """Set the bounds, and compare the last reports of `targets`, all workers and ranks."""
         self.bounds = bounds
         self.overloaded.clear()
         for target in targets:
@@ -80,13 +80,14 @@ class EngineLoads:
                 self._judge(target, target.engine_load)
 
     def report(self, target: Worker, load: EngineLoad) -> None:
-        """Of a worker or a rank, by its engine."""
+        """Record what the engine of a worker or a rank reported, and notify the watchers."""
         if self.take(target, load):
             for callback in self._watchers:
                 callback(target)
 
     def take(self, target: Worker, load: EngineLoad) -> bool:
-        """The same as another process got it; false for one that is older than the last."""
+        """Record a report without notifying, also one received by another process. False if it is
+        older than the last one."""
         before = target.engine_load
         if before is not None and before.at > load.at:
             return False
@@ -95,15 +96,15 @@ class EngineLoads:
         return True
 
     def report_engines(self, worker: Worker, loads: Mapping[int, LoadReport], at: float) -> None:
-        """Of all engines behind the worker's URL, by rank. A worker without ranks has the sum of
-        what waits and the mean of the shares."""
+        """Record the reports of all engines behind the worker's URL, by rank index. The worker
+        itself gets the sum of the queue lengths and the mean of the KV cache usage."""
         for index, rank in enumerate(worker.dp_ranks):
             if index in loads:
                 self.report(rank, EngineLoad(loads[index], at))
         self.report(worker, EngineLoad(total_load(loads), at))
 
     def below_bounds(self, candidates: Sequence[Worker]) -> Sequence[Worker]:
-        """Those that are not overloaded; all of them where there are no others."""
+        """The candidates that are not overloaded; all candidates if every one is."""
         now = self.now()
         for target in [each for each, until in self.overloaded.items() if until < now]:
             del self.overloaded[target]
@@ -112,7 +113,8 @@ class EngineLoads:
         return [each for each in candidates if not self.is_overloaded(each)] or candidates
 
     def is_overloaded(self, target: Worker) -> bool:
-        """By its own report; a rank without one by its worker's, a worker with ranks by theirs."""
+        """Uses the target's own report. A rank without one uses its worker's; a worker with ranks
+        is overloaded if all of its ranks are."""
         if target.dp_ranks:
             return all(map(self.is_overloaded, target.dp_ranks))
         judged = target if target.engine_load is not None else target.worker
@@ -129,7 +131,7 @@ class EngineLoads:
         )
 
     def reasons(self, eligible: Sequence[Worker]) -> Iterator[tuple[Worker, str]]:
-        """Who of them is left out of a pick, and why."""
+        """The eligible targets that a pick leaves out, each with the reason."""
         below = set(self.below_bounds(eligible))
         for target in eligible:
             load = target.engine_load or target.worker.engine_load

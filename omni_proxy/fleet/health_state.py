@@ -43,7 +43,7 @@ class Thresholds:
     eject: Health = Health.UNHEALTHY
     max_failed_requests: int = 0  # failed requests in a row that eject; 0: no such bound
     probe_failures_only: bool = (
-        False  # `fall` counts failed probes alone, as sglang-router's health check does
+        False  # `fall` counts only failed probes, as sglang-router's health check does
     )
 
 
@@ -53,7 +53,7 @@ def thresholds_of(config: Config, *, probe_failures_only: bool = False) -> Thres
         rise=config.health.success_threshold,
         fall=config.health.failure_threshold,
         on_threshold=Health(config.health.on_threshold),
-        # eject = "remove": unhealthy at once, `health/outlier_removal.py` removes it later.
+        # eject = "remove": unhealthy immediately, `health/outlier_removal.py` removes it later.
         eject=Health.DEAD if eject == "dead" else Health.UNHEALTHY,
         max_failed_requests=config.routing.max_worker_retries,
         probe_failures_only=probe_failures_only,
@@ -61,7 +61,8 @@ def thresholds_of(config: Config, *, probe_failures_only: bool = False) -> Thres
 
 
 class HealthRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What another program needs to go on with a machine; but for `since` the same names."""
+    """The state of a `HealthMachine` as the next program restores it. Each field has the name of
+    its attribute."""
 
     state: Health = Health.UNKNOWN
     since: datetime | None = None
@@ -104,9 +105,9 @@ class HealthMachine(OutlierEjection):
         self.last_checked_at: datetime | None = None
         self.since = now
         self.declared_dead = False  # by an operator, not by probes or the launcher
-        self.epoch = 0  # rises with mark_dead and revive: a probe begun before is void
+        self.epoch = 0  # rises with mark_dead and revive: results of earlier probes are ignored
         self.probe_failed = False  # the current run of failures has a failed probe in it
-        self._exit_error = ""  # why its process has exited, while no other has been ready
+        self._exit_error = ""  # why its process exited; "" once a probe has succeeded
         self._failure_run = 0  # failures in a row since the last ejection, compared with `fall`
 
     def record_probe_success(
@@ -143,8 +144,9 @@ class HealthMachine(OutlierEjection):
     ) -> bool:
         """Count a failed request that is evidence about the worker's health; True if it ejected it.
 
-        While the worker is ejected or half-open a failure is only noted, as the request began
-        before; unless it is the half-open request, whose number is `half_open_id`.
+        While the worker is ejected or half-open, a failure is recorded but not counted, because the
+        request began before the ejection; except for the half-open request, whose number is
+        `half_open_id`.
         """
         if self.state is Health.DEAD:
             return False
@@ -174,7 +176,7 @@ class HealthMachine(OutlierEjection):
         return closed
 
     def process_exited(self, at: datetime, error: str) -> None:
-        """Its process has exited: unhealthy at once, without a threshold."""
+        """Its process has exited: unhealthy immediately, without a threshold."""
         if self.state is Health.DEAD:
             return
         self._exit_error = error
@@ -185,7 +187,7 @@ class HealthMachine(OutlierEjection):
         self._enter(Health.UNHEALTHY, at)
 
     def mark_dead(self, at: datetime, *, declared: bool = False) -> None:
-        """`declared`: by an operator; only `revive` by an operator undoes it."""
+        """`declared`: by an operator, so only an operator's `revive` undoes it."""
         self.epoch += 1
         self.declared_dead = self.declared_dead or declared
         self._enter(Health.DEAD, at)
@@ -203,12 +205,12 @@ class HealthMachine(OutlierEjection):
             self._enter(Health.UNKNOWN, at)
 
     def record(self) -> HealthRecord:
-        """A half-open request in flight is left out: another program may begin the next."""
+        """The state without a half-open request in flight: the next program may begin another."""
         names = HealthRecord.__struct_fields__
         return HealthRecord(**{name: getattr(self, name) for name in names})
 
     def restore(self, record: HealthRecord) -> None:
-        """Go on where another program was."""
+        """Continue with the state of the previous program."""
         for name in HealthRecord.__struct_fields__:
             setattr(self, name, getattr(record, name))
         self.since = record.since or self.since
@@ -226,7 +228,7 @@ class HealthMachine(OutlierEjection):
         self._failure_run += in_failure_run
 
     def _note(self, at: datetime, status: int | None, error: str | None) -> None:
-        """After the exit of its process a refused connection says less than why it has exited."""
+        """Record a result. An exit error replaces later errors until a probe succeeds."""
         self.last_checked_at = at
         self.last_status_code = status
         if error is None:

@@ -1,22 +1,22 @@
-"""Outlier ejection of one worker, and the circuit breaker through which it comes back.
+"""Outlier ejection of one worker, and the circuit breaker through which it returns to rotation.
 
     closed ──a failed request too many──> open ──probes good again──> half-open ──success──> closed
                                             ^                             │
                                             └────────────failure──────────┘
 
-Closed: it is ejected when `max_worker_retries` requests in a row have failed, or the run of
-failures reaches `failure_threshold`. Open: no request; there is no ejection time, probes end it.
-Half-open: one request at a time, until one succeeds. Invariant: while it is not closed only the
-half-open request is evidence, as any other began before. Must not do I/O or read a clock. States:
-`health_state.py`; `eject = "remove"`: `health/outlier_removal.py`. Source: omni-router.md 9.
+Closed: the worker is ejected when `max_worker_retries` requests in a row have failed, or the run of
+failures reaches `failure_threshold`. Open: no requests; there is no ejection time, good probes end
+it. Half-open: one request at a time, until one succeeds. Invariant: while it is not closed, only
+the half-open request counts, because all others began before. Must not do I/O or read a clock.
+States: `health_state.py`; `eject = "remove"`: `health/outlier_removal.py`. omni-router.md 9.
 """
 
 from __future__ import annotations
 
 
 class OutlierEjection:
-    """The base of `HealthMachine`: slots of a base class come first in memory, and every request
-    reads these."""
+    """The base class of `HealthMachine`. Every request reads these slots, and slots of a base class
+    come first in memory."""
 
     __slots__ = ("breaker_tripped", "failed_requests", "half_open_count", "half_open_id")
 
@@ -27,7 +27,8 @@ class OutlierEjection:
         self.half_open_count = 0  # half-open requests begun so far
 
     def is_evidence(self, half_open_id: int) -> bool:
-        """Whether the result of a request counts; `half_open_id`: its number, 0 for any other."""
+        """Whether the result of a request counts. `half_open_id`: the number of a half-open
+        request, 0 for any other."""
         return not self.breaker_tripped or half_open_id == self.half_open_id != 0
 
     def count_failure(self, limit: int, *, over_threshold: bool) -> bool:
@@ -45,19 +46,19 @@ class OutlierEjection:
         return closed
 
     def reset_breaker(self) -> None:
-        """Nothing that was counted says anything of the worker any more."""
+        """Close the breaker and clear the counters: earlier results no longer apply."""
         self.breaker_tripped = False
         self.half_open_id = self.failed_requests = 0
 
     def begin_half_open(self) -> int:
-        """One request goes to the worker, and no other until it has ended; returns its number."""
+        """Begin the half-open request; no other is routed until it ends. Returns its number."""
         self.half_open_count += 1
         self.half_open_id = self.half_open_count
         return self.half_open_id
 
     def end_half_open(self, half_open_id: int) -> bool:
-        """The request ended without evidence: the next may be half-open. False if it was
-        recorded."""
+        """The half-open request ended without a result that counts: the next request may be
+        half-open. False if its result was recorded."""
         if half_open_id != self.half_open_id:
             return False
         self.half_open_id = 0

@@ -21,7 +21,7 @@ from omni_proxy.fleet.health_state import Health, Thresholds
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import ReportedRole, Worker
 
-CANDIDATE_LISTS = 1024  # clients choose model names: a bound on memory
+CANDIDATE_LISTS = 1024  # bounds memory: clients choose the model names in the keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class MembershipChange:
 
 
 async def _no_replicas() -> None:
-    """With one process there is nothing to wait for."""
+    """With one process there is no replication to wait for."""
 
 
 class Fleet:
@@ -47,11 +47,11 @@ class Fleet:
         self.revision = 0
         # Returns when every process that routes requests has this state.
         self.await_replicated: Callable[[], Awaitable[None]] = _no_replicas
-        # Returns when no other proxy of a cluster sends requests to workers that are cordoned for
-        # their weights. Raises HttpError 503 where that can't be had: then no call may be sent.
+        # Returns when no other proxy of the cluster sends requests to workers that are cordoned for
+        # their weights. Raises HttpError 503 if that can't be ensured; then no call may be sent.
         self.await_cluster: Callable[[], Awaitable[None]] = _no_replicas
         self.thresholds = Thresholds()
-        self.loads = EngineLoads()  # their reports change no candidates, only picks
+        self.loads = EngineLoads()  # load reports affect picks, not the candidate lists
         self.has_inflight_limits = (
             False  # some worker has a max_inflight: a pick looks at free slots
         )
@@ -61,7 +61,7 @@ class Fleet:
         self.has_pools = False  # some worker is a prefill or decode worker
         self.had_workers = False  # a worker was registered at some time since the start
         self._by_url: dict[str, Worker] = {}
-        # Of all workers, with their adapters; replaced, never changed in place.
+        # Models and adapters of all workers; replaced, never changed in place.
         self.models: set[str] = set()
         self._adapters: frozenset[str] = frozenset()
         self._has_base_models = False
@@ -77,7 +77,7 @@ class Fleet:
         self._replaced_watchers: list[Callable[[Worker], None]] = []
 
     async def await_held(self) -> None:
-        """As `await_replicated` and `await_cluster`."""
+        """Wait for both `await_replicated` and `await_cluster`. Raises HttpError 503."""
         await self.await_replicated()
         await self.await_cluster()
 
@@ -87,7 +87,7 @@ class Fleet:
 
     @property
     def live_workers(self) -> list[Worker]:
-        """Those that operations on all workers are for: not dead, and not leaving the fleet."""
+        """The workers that fleet-wide operations include: not dead, and not leaving the fleet."""
         return [
             worker
             for worker in self._by_url.values()
@@ -96,11 +96,11 @@ class Fleet:
         ]
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """`callback` runs synchronously after each change of membership, health or switch.
+        """`callback` runs synchronously after each change of membership, settings or state.
 
-        Thousands of workers may start within seconds: a callback that visits all of them belongs to
-        `watch_members`, one that visits a single worker to `watch_worker`. Each change calls one of
-        the two.
+        Thousands of workers may start within seconds: register a callback that visits all workers
+        with `watch_members`, and one that visits a single worker with `watch_worker`. Each change
+        calls the callbacks of exactly one of the two.
         """
         self._watchers.append(callback)
 
@@ -120,7 +120,7 @@ class Fleet:
         return self._by_url.get(url)
 
     def get(self, id_or_url: str) -> Worker | None:
-        """By URL or worker id, percent-encoded or not (omni-router.md 2)."""
+        """Look up a worker by URL or worker id, percent-encoded or not (omni-router.md 2)."""
         return self._by_url.get(id_or_url) or self._by_url.get(unquote(id_or_url))
 
     def apply(self, entries: Sequence[WorkerSpec], now: datetime) -> MembershipChange:
@@ -158,7 +158,7 @@ class Fleet:
         return change
 
     def set_elsewhere(self, target: Worker, count: int) -> None:
-        """So many requests of other proxies are in flight at a worker or rank."""
+        """Set how many requests of other proxies are in flight at a worker or rank."""
         target.in_flight += count - target.in_flight_elsewhere
         target.in_flight_elsewhere = count
 
@@ -176,7 +176,7 @@ class Fleet:
         ignored (omni-router.md 8). The list is cached until the fleet changes.
         """
         if model is not None and model not in self.models:
-            # One key for all unknown names: clients choose them, any number and of any length.
+            # One key for all unknown names, because clients may send any number of them.
             model = "" if self._has_base_models else None
         key = (model, mask)
         candidates = self._candidates.get(key)
@@ -188,7 +188,8 @@ class Fleet:
         return candidates
 
     def pool(self, role: Role, model: str | None, mask: int) -> list[Worker]:
-        """As `candidates`, of the workers with this role; cached as long."""
+        """As `candidates`, but of the workers with this role. Also cached until the fleet
+        changes."""
         if role == "regular":
             return self.candidates(model, mask)
         if model is not None and model not in self.models:
@@ -215,7 +216,7 @@ class Fleet:
     def observe_probe(
         self, worker: Worker, *, status: int | None, error: str | None, at: datetime, epoch: int
     ) -> None:
-        """Record a probe result; `error` is None for a good one, a stale epoch voids it."""
+        """Record a probe result. `error`: None for a good probe. Ignored if `epoch` is stale."""
         if epoch != worker.health.epoch:
             return
         before = worker.health.state
@@ -239,23 +240,24 @@ class Fleet:
                 callback(worker)
 
     def observe_success(self, worker: Worker, half_open_id: int = 0) -> None:
-        """Needed only while `health.failed_requests` is not 0; `half_open_id` as above."""
+        """Needed only while `health.failed_requests` is not 0. `half_open_id`: the number of the
+        half-open request, 0 for any other."""
         if worker.health.record_request_success(half_open_id):
             self._changed(worker)
 
     def begin_half_open(self, worker: Worker) -> int:
-        """A request goes to a half-open worker: no other until it ended. Returns its number."""
+        """Begin the half-open request; no other is routed until it ends. Returns its number."""
         half_open_id = worker.health.begin_half_open()
         self._changed(worker)
         return half_open_id
 
     def end_half_open(self, worker: Worker, half_open_id: int) -> None:
-        """The request ended; without evidence the next one is half-open again."""
+        """The half-open request ended. If its result did not count, the next one is half-open."""
         if worker.health.end_half_open(half_open_id):
             self._changed(worker)
 
     def process_exited(self, worker: Worker, error: str, at: datetime) -> None:
-        """The launcher saw its process exit."""
+        """The launcher reports that the worker's process exited."""
         before = worker.health.state
         worker.health.process_exited(at, error)
         self._notify_health(worker, before)
@@ -263,7 +265,7 @@ class Fleet:
         self.cache_cleared(worker)
 
     def mark_dead(self, worker: Worker, at: datetime, *, declared: bool = False) -> None:
-        """`declared`: by an operator; a restart of its process then leaves it dead."""
+        """`declared`: by an operator, so the worker stays dead after a restart of its process."""
         before = worker.health.state
         worker.health.mark_dead(at, declared=declared)
         self._notify_health(worker, before)
@@ -292,25 +294,27 @@ class Fleet:
             self._changed(worker)
 
     def report_role(self, worker: Worker, role: ReportedRole) -> None:
-        """Take over the role that its engine reports; a configured one is stronger."""
+        """Apply the role that its engine reports; a configured role takes precedence."""
         if worker.report_role(role):
             self._note_roles()
             self._changed(worker)
 
     def report_bootstrap_port(self, worker: Worker, port: int | None) -> None:
-        """Take over the port that its engine reports; a configured one of a prefill worker is
-        stronger."""
+        """Apply the port that its engine reports; a port configured for a prefill worker takes
+        precedence."""
         if worker.report_bootstrap_port(port):
             self._changed(worker)
 
     def report_adapters(self, worker: Worker, names: tuple[str, ...]) -> None:
-        """Take over the adapters that its engine has, as `adapter_names`, for `loras = "auto"`."""
+        """Apply the adapters that its engine reports, named as by `adapter_names`; used with
+        `loras = "auto"`."""
         if worker.report_adapters(names):
             self._note_models()
             self._changed()
 
     def report_ranks(self, worker: Worker, ranks: int) -> None:
-        """Take over how many data-parallel ranks its engine has, for `ranks = "auto"`."""
+        """Apply the number of data-parallel ranks that its engine reports; used with
+        `ranks = "auto"`."""
         before, worker.reported_ranks = worker.rank_count, ranks
         if worker.rank_count != before:
             replaced = self._follow_ranks(self._by_url.values())
@@ -318,19 +322,19 @@ class Fleet:
             self._replaced(replaced)
 
     def restored(self, worker: Worker) -> None:
-        """Its state was set to that of another program, which counts as no event of its health."""
+        """The worker's state was restored from the previous program: health watchers don't run."""
         self._note_roles()
         self._note_models()
         self._changed(worker)
 
     def set_hop_line(self, worker: Worker, hop_line: bytes) -> None:
-        """Set the header line of its requests by which a proxy loop is detected."""
+        """Set the header line that is added to the worker's requests to detect a proxy loop."""
         if hop_line != worker.hop_line:
             worker.hop_line = hop_line
             self._changed(worker)
 
     def count_by_state(self) -> dict[str, int]:
-        """Worker counts by state, by their names in the API."""
+        """Worker counts by state, under their names in the API."""
         workers = self._by_url.values()
         states = [worker.health.state for worker in workers]
         return {
@@ -348,11 +352,11 @@ class Fleet:
         self._ejection_watchers.append(callback)
 
     def watch_cache_cleared(self, callback: Callable[[Worker], None]) -> None:
-        """`callback(worker)` when its prefix cache is gone; may run twice for one cause."""
+        """`callback(worker)` after its prefix cache was lost; may run twice for one cause."""
         self._cache_watchers.append(callback)
 
     def cache_cleared(self, worker: Worker) -> None:
-        """Its prefix cache was lost: removed, restarted or flushed."""
+        """The worker's prefix cache was lost: it was removed, restarted or flushed."""
         for callback in self._cache_watchers:
             callback(worker)
 
@@ -375,12 +379,12 @@ class Fleet:
         self.has_pools = any(worker.role != "regular" for worker in self._by_url.values())
 
     def watch_replaced(self, callback: Callable[[Worker], None]) -> None:
-        """`callback(target)` after a change of `ranks` by which this rank, or this worker itself,
-        is not picked any more."""
+        """`callback(target)` when a change of `ranks` takes a rank out of picks, or a worker whose
+        ranks are now picked instead."""
         self._replaced_watchers.append(callback)
 
     def known_ranks(self, worker: Worker) -> Sequence[DpRank]:
-        """All that it has, or had before a change: what they have in flight is its own."""
+        """All ranks that the worker has or had: requests in flight at former ranks still count."""
         return self._known_ranks.get(worker, ())
 
     def targets(self) -> list[Worker]:
@@ -394,7 +398,7 @@ class Fleet:
                 callback(target)
 
     def _follow_ranks(self, workers: Iterable[Worker]) -> list[Worker]:
-        """Give each worker the ranks that it has now. Returns what is not picked any more."""
+        """Set each worker's current ranks. Returns the ranks and workers no longer picked."""
         replaced: list[Worker] = []
         self.has_ranks = False
         for worker in workers:

@@ -1,8 +1,8 @@
-"""The voice registry: which worker keeps the uploaded voices, and their names.
+"""The voice registry: which worker stores the uploaded voices, and their names.
 
 Invariant: while the names are unknown (`names` is None) every named voice counts as uploaded, so no
 request reaches a worker that lacks its voice. A list that was requested before the last change is
-never applied. Source: omni-router.md 13. No I/O, no clock.
+never applied. Must not do I/O or read a clock. Source: omni-router.md 13.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class VoiceRegistry:
         self._name_watchers: list[Callable[[], None]] = []
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """`callback()` after each change that makes a refresh of the names necessary."""
+        """`callback()` after each change that requires a refresh of the names."""
         self._watchers.append(callback)
 
     def watch_names(self, callback: Callable[[], None]) -> None:
@@ -48,14 +48,14 @@ class VoiceRegistry:
         self.names = None if names is None else frozenset(names)
 
     def voices_changed(self, owner: str) -> None:
-        """This worker took an upload or a deletion: it is the owner, and its names changed."""
+        """This worker accepted an upload or a deletion: it is the owner, and its names changed."""
         if owner != self.owner:
             self._set_owner(owner)
         else:
             self._invalidate()
 
     def set_names(self, generation: int, names: Iterable[str]) -> bool:
-        """Apply a list of the owner. False, and nothing applied, after a change in between."""
+        """Apply the owner's list. False, without applying it, if a change came in between."""
         if generation != self.generation:
             return False
         listed = frozenset(name.lower() for name in names)
@@ -68,21 +68,21 @@ class VoiceRegistry:
         return True
 
     def refresh_failed(self, generation: int, error: str) -> None:
-        """A refresh failed: the known names stay."""
+        """Record a failed refresh; the known names stay."""
         if generation == self.generation:
             self.refresh_error = error
             self.current = False
 
     def follow(self, owner: str, names: Iterable[str] | None) -> None:
-        """Take over the state of the main process."""
+        """Copy the state of the main process."""
         self.owner = owner
         self.names = None if names is None else frozenset(names)
 
     def update_presence(self, urls: Iterable[str]) -> str:
         """Drop an owner that left the fleet; returns its URL, "" if none did.
 
-        A configured owner stays. A restored one that is not registered yet is waited for: a
-        launched replica registers after the state was read.
+        A configured owner stays. A restored owner that has not registered yet stays too: a launched
+        replica registers after the state was read.
         """
         if not self.owner:
             return ""

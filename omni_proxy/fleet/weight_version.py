@@ -1,8 +1,8 @@
 """The version of a worker's weights: the label that the worker reports, and the proxy's own epoch.
 
-Invariant: `lines` may stand in a response head whatever the label holds. A label that is not plain
-header text is percent-encoded; one that is too long is cut and followed by its hash. Versions with
-equal label and epoch are equal.
+Invariant: `lines` are valid header lines for any label. A label that is not plain header text is
+percent-encoded; one that is too long is truncated and followed by its hash. Versions with equal
+label and epoch are equal.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class WeightVersion:
     def end_header_lines(self, start: WeightVersion) -> bytes:
         """Trailer lines for a response that began with `start` and ends with this version.
 
-        b"" if they are the same. Without a label the field is empty: changed to a version that is
-        not known yet.
+        b"" if they are the same. The field is empty if this version has no label: the weights
+        changed to a version that is not known yet.
         """
         if not self.differs_from(start):
             return b""
@@ -46,7 +46,7 @@ class WeightVersion:
         return lines.encode("ascii")
 
     def differs_from(self, start: WeightVersion) -> bool:
-        """A label that only became known in between is no change of the weights."""
+        """Whether the weights changed; a label that only became known since is no change."""
         became_known = start == UNKNOWN_VERSION and not self.epoch
         return self != start and not became_known
 

@@ -3,9 +3,9 @@
 Invariant: `routable` is true exactly while the worker is healthy, enabled, not cordoned and has no
 half-open request in flight. Membership and health change only through `Fleet`. A traffic class has
 the same offset in the counters of every worker; they are one flat list, because a dict of objects
-would touch many cache lines per request. `apply_state(worker, worker_state(...))` leaves out
-nothing that decides whether and for what a worker is picked, so another process can route by it.
-Must not do I/O, read a clock or make JSON.
+would touch many cache lines per request. `apply_state(worker, worker_state(...))` copies everything
+that decides whether a worker is picked for a request, so another process can route by it. Must not
+do I/O, read a clock or make JSON.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _sorted_names(mask: int) -> tuple[str, ...]:
     return tuple(sorted(name for name, bit in CAPABILITY_BITS.items() if mask & bit))
 
 
-CLASSES: Final = 16  # at most so many traffic classes
+CLASSES: Final = 16  # the maximum number of traffic classes
 ROUTED, SUCCEEDED, FAILED = range(3)  # attempts begun, and the results of those that ended
 _KINDS: Final = 3
 
@@ -69,7 +69,7 @@ def zero_counters() -> list[int]:
 
 
 def counts_by_class(counts: list[int], kind: int) -> dict[str, int]:
-    """Counts of one kind by traffic class, classes without any left out."""
+    """Counts of one kind by traffic class, without classes whose count is 0."""
     return {
         traffic: counts[offset + kind]
         for traffic, offset in _offsets.items()
@@ -78,7 +78,7 @@ def counts_by_class(counts: list[int], kind: int) -> dict[str, int]:
 
 
 class WorkerLoad:
-    """What policies compare, and what each attempt counts."""
+    """The counters that each attempt updates and policies compare."""
 
     __slots__ = ("counts", "in_flight", "load_offset", "peak_in_flight")
 
@@ -96,11 +96,14 @@ class _RequestFields(WorkerLoad):
 
 
 class Worker(_RequestFields):
-    """A server behind a base URL. `in_flight` counts exchanges until their last byte, those of
-    other proxies of the cluster too (`in_flight_elsewhere`). It gets none from `inflight_bound` on:
-    `max_inflight`, or in a cluster what this proxy may have of it. A policy that looks for the
-    least load adds `load_offset`, which smooths what is in flight elsewhere. `is_plain`: it has no
-    bound and is no data-parallel rank, so a request is counted here and nowhere else."""
+    """A server behind a base URL.
+
+    `in_flight`: exchanges in flight until their last byte, including those of other proxies of the
+    cluster (`in_flight_elsewhere`). `inflight_bound`: at this number it gets no more requests; it
+    is `max_inflight`, or in a cluster this proxy's share of it. `load_offset`: added by policies
+    that look for the least load, to smooth the number in flight elsewhere. `is_plain`: it has no
+    bound and is no data-parallel rank, so a request is counted only here.
+    """
 
     __slots__ = (
         "adapters",
@@ -159,23 +162,22 @@ class Worker(_RequestFields):
         self.peak_in_flight = 0
         self.cordon_reasons: set[str] = set()
         self.health_body: object = None
-        self.instance = ""  # process identity from its last good probe
+        self.instance = ""  # identity of its process, from its last good probe
         self.hop_line = b""  # header line for a worker that is a proxy, see `wire.forwarded`
         self.version: WeightVersion = UNKNOWN_VERSION
-        self.reported_role: ReportedRole = ""  # by its engine; counts if none is configured
-        self.reported_bootstrap_port: int | None = None  # the same
+        self.reported_role: ReportedRole = ""  # by its engine; used if none is configured
+        self.reported_bootstrap_port: int | None = None  # likewise
         self.counts = zero_counters()
-        self.engine_load: EngineLoad | None = None  # as its engine reported it last
-        self.dp_ranks: tuple[Worker, ...] = ()  # what is picked in its place, where it has ranks
+        self.engine_load: EngineLoad | None = None  # the last report of its engine
+        self.dp_ranks: tuple[Worker, ...] = ()  # its ranks, picked instead of the worker itself
         self.reported_adapters: tuple[str, ...] = ()  # by its engine, for `loras = "auto"`
         self.reported_ranks = 0  # by its engine, for `ranks = "auto"`; 0: unknown
-        self.kv_mode: KvMode = "off"  # what is known of its cache by its KV events, and why
+        self.kv_mode: KvMode = "off"  # how complete its cache index is, and why
         self.kv_reason = ""
         self.configure(spec)
 
     def configure(self, spec: WorkerSpec) -> None:
-        """Take over the settings of a spec with the same URL; health, counts and connections
-        stay."""
+        """Apply a spec with the same URL; health, counts and connections stay."""
         self.spec = spec
         self.model = spec.model
         self.capabilities = spec.capabilities
@@ -201,7 +203,7 @@ class Worker(_RequestFields):
         self._note_adapters()
 
     def _note_adapters(self) -> None:
-        """The names under which requests may ask for its adapters."""
+        """Set the names by which requests select its adapters."""
         if self.loras == "auto":
             self.adapters = frozenset(self.reported_adapters)
         else:
@@ -210,12 +212,12 @@ class Worker(_RequestFields):
             )
 
     def serves(self, model: str | None) -> bool:
-        """Whether this is its model, or one of its adapters."""
+        """Whether `model` is its model or one of its adapters."""
         return model is not None and (model == self.model or model in self.adapters)
 
     def is_other_than(self, spec: WorkerSpec) -> bool:
-        """Whether discovery found another server under the same URL: nothing of this one, neither
-        health nor caches, says anything of that one."""
+        """Whether discovery found another server at the same URL. The health and caches of this
+        worker don't apply to that server."""
         found, now = self.discovered, spec.discovered
         return found is not None and now is not None and found.uid != now.uid
 
@@ -225,40 +227,41 @@ class Worker(_RequestFields):
 
     @property
     def worker(self) -> Worker:
-        """Itself; of a data-parallel rank the worker that it belongs to."""
+        """The worker itself; for a data-parallel rank, the worker that the rank belongs to."""
         return self
 
     @property
     def rank_count(self) -> int:
-        """The data-parallel ranks behind its URL; 1 while they are to be asked for."""
+        """The number of data-parallel ranks behind its URL; 1 until its engine has reported it."""
         return max(1, self.reported_ranks) if self.ranks == "auto" else self.ranks or 1
 
     def report_role(self, role: ReportedRole) -> bool:
-        """Take over what its engine reports, "" for nothing; whether its role changed."""
+        """Apply the role that its engine reports, "" for none. Returns whether its role changed."""
         self.reported_role = role
         before, self.role = self.role, self.configured_role or role or "regular"
         return self.role != before
 
     def report_bootstrap_port(self, port: int | None) -> bool:
-        """Take over what its engine reports, None for nothing; whether its port changed."""
+        """Apply the port that its engine reports, None for none. Returns whether its port
+        changed."""
         self.reported_bootstrap_port = port
         before = self.bootstrap_port
         self._note_bootstrap_port()
         return self.bootstrap_port != before
 
     def _note_bootstrap_port(self) -> None:
-        """Without a configured role the configured port may be the default for prefill workers."""
+        # Without a configured role, the configured port may only be the default of prefill workers.
         configured, reported = self.configured_bootstrap_port, self.reported_bootstrap_port
         first = configured if self.configured_role else reported
         self.bootstrap_port = first or reported or configured
 
     @property
     def needs_bootstrap_port(self) -> bool:
-        """Whether its engine's is to be used, because none is configured."""
+        """Whether the port must be read from its engine, because none is configured."""
         return self.configured_role == "prefill" and not self.configured_bootstrap_port
 
     def report_adapters(self, names: tuple[str, ...]) -> bool:
-        """Take over what its engine reports; whether that makes a difference."""
+        """Apply the adapters that its engine reports. Returns whether its adapter names changed."""
         self.reported_adapters = names
         before = self.adapters
         self._note_adapters()
@@ -295,7 +298,7 @@ class Worker(_RequestFields):
 
     @property
     def weight_epoch(self) -> int:
-        """The proxy's own number of its weights; 0: not from an update through the proxy."""
+        """The proxy's own number for its weights; 0 if they came from no update of the proxy."""
         return self.version.epoch
 
     @property
@@ -306,25 +309,25 @@ class Worker(_RequestFields):
 
 
 def adapter_names(lora: str, models: Iterable[str | None], *, bare: bool = True) -> list[str]:
-    """How requests may name an adapter: vLLM takes its name as the model (`bare`), SGLang
-    `model:adapter`, or the key `lora_path`, for which `:adapter` stands."""
+    """The names by which requests may select an adapter. vLLM: the adapter's name as the model
+    (`bare`). SGLang: `model:adapter`, or the key `lora_path`, represented as `:adapter`."""
     qualified = [f"{model}:{lora}" for model in models if model]
     return [*([lora] if bare else []), *dict.fromkeys(qualified), f":{lora}"]
 
 
 def shown_adapters(worker: Worker) -> list[str]:
-    """The names of its adapters, without forms that only `lora_path` has."""
+    """The names of its adapters, sorted, without the `:adapter` form of `lora_path`."""
     return sorted(name for name in worker.adapters if not name.startswith(":"))
 
 
 RankIds: TypeAlias = tuple[tuple[int, int], ...]  # serial and cell of each data-parallel rank
 
-HALF_OPEN_ELSEWHERE: Final = -1  # a `half_open_id`: the request is, or may be, another process's
+HALF_OPEN_ELSEWHERE: Final = -1  # a `half_open_id`: only another process may have or begin one
 
 
 class WorkerState(Struct, frozen=True, array_like=True):
-    """`serial` differs for two workers that had the same URL one after the other; `cell` is the
-    index of its shared in-flight counter."""
+    """A worker's state as a value for other processes. `serial` differs for two workers that had
+    the same URL one after the other; `cell` is the index of its shared in-flight counter."""
 
     entry: WorkerSpec
     serial: int
@@ -334,7 +337,7 @@ class WorkerState(Struct, frozen=True, array_like=True):
     last_error: str | None
     failed: bool  # some request failed since the last successful one
     breaker_tripped: bool  # ejected, and no half-open request has succeeded yet
-    half_open_taken: bool  # one is in flight, or only another process may begin it
+    half_open_taken: bool  # one is in flight, or may be begun only by another process
     half_open_count: int  # half-open requests begun so far
     cordon_reasons: tuple[str, ...]
     label: str | None
@@ -373,7 +376,8 @@ def worker_state(worker: Worker, serial: int, cell: int, rank_ids: RankIds = ())
 
 
 def apply_state(worker: Worker, state: WorkerState) -> bool:
-    """Apply all but the spec and the half-open request; whether a pick or a request can change."""
+    """Apply all fields except the spec and the half-open request. Returns whether picks or requests
+    may change."""
     health = worker.health
     before = (
         health.state,

@@ -111,7 +111,7 @@ def test_the_reason_has_the_figure_and_the_bound():
     it.loads.configure(LoadBounds(8, 0.0, MAX_AGE), it.fleet.targets())
     ((target, reason),) = it.loads.reasons(it.workers)
     assert target is a
-    assert reason == "overloaded: 9 requests wait in its engine, 8 or more are too many"
+    assert reason == "overloaded: 9 requests wait in its engine (limit: 8)"
 
 
 def test_watchers_get_reports_of_engines_but_not_those_of_other_processes():

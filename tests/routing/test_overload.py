@@ -19,7 +19,7 @@ from omni_proxy.wire.load_report import EngineLoad, LoadReport
 from tests.fleet.entries import entry, fleet_of
 
 CHAT = CAPABILITY_BITS["chat"]
-VETO = "overloaded: 9 requests wait in its engine, 8 or more are too many"
+VETO = "overloaded: 9 requests wait in its engine (limit: 8)"
 
 
 def fleet_with(*entries, overloaded=()):
