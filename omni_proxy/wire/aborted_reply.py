@@ -1,9 +1,9 @@
-"""The reply to a request that was aborted while it waited: as an engine ends an aborted request.
+"""The reply to a request that was aborted while queued; it equals an engine's for an aborted one.
 
 Pure; `made_at` is Unix time in seconds. Invariant: the reply has the shape of the route's own
-responses, no tokens, and the finish reason `abort`; a stream is one such event and `[DONE]`, where
-the route's streams end so. Routes that generate no text get an error. Sources: features.md 3.1 and
-4 (contracts), the Messages and Responses APIs for the events of those two.
+responses, no tokens, and the finish reason `abort`. A stream is one such event, followed by
+`[DONE]` if the route's streams end with it. Routes that generate no text get an error. Sources:
+features.md 3.1 and 4 (contracts); the Messages and Responses APIs for the events of those two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Fields = dict[str, object]
 
 
 class AbortedRequest(NamedTuple):
-    """`ids`: the ids that its body gave, several for a batch; `request_id` is used where it gave
+    """`ids`: the request ids in its body, several for a batch. `request_id`: used if the body has
     none."""
 
     path: str
@@ -38,7 +38,7 @@ class AbortedRequest(NamedTuple):
 
 
 class AbortedReply(HttpError):
-    """A whole response of status 200 in the place of a worker's."""
+    """A complete response with status 200, sent instead of a worker's response."""
 
     def __init__(self, payload: bytes, content_type: str) -> None:
         super().__init__(200, MESSAGE, CODE)
@@ -111,7 +111,7 @@ def _tokens(request: AbortedRequest) -> Fields:
 
 
 def _message(request: AbortedRequest) -> Fields:
-    """The Messages API, which has no stop reason for it: null, as vLLM has it."""
+    """The Messages API has no stop reason for an abort: null, as vLLM returns."""
     return {
         "id": request.id,
         "type": "message",
@@ -125,7 +125,7 @@ def _message(request: AbortedRequest) -> Fields:
 
 
 def _response(request: AbortedRequest) -> Fields:
-    """The Responses API, whose status for it is `cancelled`."""
+    """The Responses API reports an abort as the status `cancelled`."""
     return {
         "id": request.id,
         "object": "response",

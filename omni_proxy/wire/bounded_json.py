@@ -1,6 +1,6 @@
 """JSON from other servers, parsed with a limit on the number of values.
 
-Invariant: a text with more values than the limit is refused before one of them is created. A limit
+Invariant: a text with more values than the limit is refused before any of them is created. A limit
 in bytes is not enough: 4 MB can be one string or a million objects. Parsing holds the GIL, so a
 thread would not help.
 """
@@ -13,16 +13,16 @@ from typing import Final
 import msgspec
 
 MAX_VALUES: Final = 100_000
-SPARE_LEVELS: Final = 50  # what was read is written again, inside other values
+SPARE_LEVELS: Final = 50  # recursion levels left for encoding the value inside other values
 
 
 class TooManyValues(ValueError):
-    """It was not read."""
+    """The text has more values than the limit, and was not parsed."""
 
 
 def without_lone_surrogates(raw: bytes, value: object) -> object:
-    """`value`, which was read from `raw`, with question marks for what JSON can spell and UTF-8 can
-    not."""
+    """`value`, which was parsed from `raw`, with each lone surrogate replaced by a question mark:
+    JSON can escape them, UTF-8 can't encode them."""
     if b"\\u" not in raw:
         return value
     try:
@@ -38,7 +38,7 @@ def max_value_count(raw: bytes) -> int:
 
 
 def read_json(raw: bytes, max_values: int = MAX_VALUES) -> object:
-    """Raises ValueError for what is no JSON, TooManyValues past the bound."""
+    """Raises ValueError if `raw` is not JSON, TooManyValues beyond `max_values`."""
     if max_value_count(raw) > max_values:
         raise TooManyValues(f"more than {max_values} values")
     try:
@@ -48,11 +48,11 @@ def read_json(raw: bytes, max_values: int = MAX_VALUES) -> object:
 
 
 def _loads(raw: bytes, levels: int) -> object:
-    """With so many levels of recursion left to spare."""
+    """Parse with `levels` more stack frames in use, so that they are free afterwards."""
     if levels:
         return _loads(raw, levels - 1)
     try:
         return msgspec.json.decode(raw)
     except msgspec.DecodeError:
         pass
-    return json.loads(raw)  # several times as slow, but it accepts NaN and other encodings
+    return json.loads(raw)  # slower, but it accepts NaN and other encodings

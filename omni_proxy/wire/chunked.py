@@ -1,8 +1,8 @@
 """Chunked transfer coding: request bodies parsed to their exact end, and chunks encoded.
 
-llhttp does not report how many bytes belong to a message, and the next request follows it. So the
-framing is parsed here, strictly: sizes are plain hexadecimal, lines end with CRLF, trailers are
-dropped. Invariant: `feed` never consumes a byte past the end of the body.
+llhttp does not report how many bytes belong to a message, and the next request may follow
+immediately. So the framing is parsed here, strictly: sizes are plain hexadecimal, lines end with
+CRLF, trailers are dropped. Invariant: `feed` never consumes a byte past the end of the body.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ LAST_CHUNK = b"0\r\n\r\n"
 MAX_LINE_BYTES = 4096  # a size line with its extensions
 MAX_TRAILER_BYTES = 16384
 _SIZE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;[^\r\n\x00]*)?\Z")
-# Trailers are dropped, but validated like the fields of a head, so that no parser can differ.
+# Trailers are dropped, but validated like header fields, so that no other parser reads them
+# differently.
 _FIELD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t -~\x80-\xff]*\Z")
 
 
@@ -29,7 +30,8 @@ def _bad(message: str) -> HttpError:
 
 
 class ChunkedBody:
-    """`feed` received bytes; read `payload` when `whole`; bytes after the body stay in `rest`."""
+    """Pass received bytes to `feed`; once `whole` is true, `payload` is the body and `rest` the
+    bytes after it."""
 
     __slots__ = ("_buffer", "_chunk", "_limit", "_read", "_trailer", "payload", "whole")
 
@@ -37,7 +39,7 @@ class ChunkedBody:
         self.payload: list[bytes] = []
         self.whole = False
         self._buffer = bytearray()
-        self._chunk = 0  # missing bytes of the current chunk, with its CRLF
+        self._chunk = 0  # bytes missing from the current chunk, including its CRLF
         self._read = 0
         self._limit = limit
         self._trailer = -1  # bytes of trailer read; -1 before the last chunk
@@ -63,7 +65,7 @@ class ChunkedBody:
             if self._trailer > MAX_TRAILER_BYTES:
                 raise _bad("the trailer is too long")
             if line and not _FIELD.match(line):
-                raise _bad("a line of the trailer is no field")
+                raise _bad("a trailer line is not a valid field")
             self.whole = not line
             return True
         found = _SIZE.match(line)
@@ -80,7 +82,7 @@ class ChunkedBody:
         return True
 
     def _take_chunk(self) -> bool:
-        """Move payload as it arrives, so that a large chunk is never held twice."""
+        """Move payload as it arrives, so that a large chunk is never in memory twice."""
         have = len(self._buffer)
         if self._chunk > 2 and have:
             part = bytes(self._buffer[: min(have, self._chunk - 2)])

@@ -1,6 +1,6 @@
-"""Cross-origin requests: the fields that let a page of another origin read a response (Fetch, 3.2).
+"""CORS: the fields that let a page of another origin read a response (Fetch, 3.2).
 
-Never with credentials. Invariant: an origin that is not allowed gets no field.
+Credentials are never allowed. Invariant: an origin that is not allowed gets no field.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Final
 
 ANY: Final = "*"
 PREFLIGHT_SECS: Final = 600
-# What scripts may read of an answer beside the few fields that they always may.
+# Response fields that scripts may read in addition to the CORS-safelisted ones.
 EXPOSED: Final = (
     "x-request-id", "x-sglang-omni-request-id", "x-sglang-omni-worker",
     "x-sglang-omni-route-attempt", "x-omni-attempts", "x-omni-weight-version",
     "x-omni-weight-epoch", "x-omni-weight-version-end", "x-omni-weight-epoch-end", "retry-after",
     "etag", "location",
 )  # fmt: skip
-# Those of callers' limits: see `api_keys.caller`.
+# Fields that report a caller's limits: see `api_keys.caller`.
 RATE_FIELDS: Final = tuple(
     f"x-ratelimit-{what}-{noun}"
     for noun in ("requests", "tokens")
@@ -31,7 +31,7 @@ Fields = tuple[tuple[str, str], ...]
 
 
 class Cors:
-    """`origins` as the configuration has them; `more` are further fields that scripts may read."""
+    """`origins`: the configured values. `more`: further fields that scripts may read."""
 
     def __init__(self, origins: Sequence[str], more: Iterable[str] = ()) -> None:
         self._any = ANY in origins
@@ -47,17 +47,18 @@ class Cors:
         return self._any or origin.lower() in self._origins
 
     def fields(self, origin: str) -> Fields:
-        """For an answer; () where its page may not read it."""
+        """The fields to add to a response; () if the origin is not allowed."""
         if not self.allows(origin):
             return ()
         return (*self._who(origin), ("access-control-expose-headers", self._exposed))
 
     def lines(self, origin: bytes) -> bytes:
-        """The same as field lines of a head."""
+        """The same fields as header lines."""
         return self._lines or encode_fields(self.fields(origin.decode("latin-1")))
 
     def preflight(self, origin: str, methods: Iterable[str], asked: str | None) -> Fields:
-        """For the response to a preflight that requests the fields `asked`; () if it is refused."""
+        """The fields of the response to a preflight; () if the origin is not allowed. `asked`: its
+        Access-Control-Request-Headers."""
         if not self.allows(origin):
             return ()
         fields = [
@@ -80,5 +81,5 @@ def encode_fields(fields: Fields) -> bytes:
 
 
 def drop_cors_fields(lines: bytes) -> bytes:
-    """A worker's field lines without its own policy: to browsers this proxy is the server."""
+    """Header lines of a worker without its own CORS policy: the proxy's policy applies instead."""
     return _OF_WORKERS.sub(b"", lines)

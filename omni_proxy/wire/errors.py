@@ -1,13 +1,13 @@
-"""Errors by whose fault they are, and the bytes of a local reply.
+"""Exceptions by the side that caused them, and the bytes of a local reply.
 
-    HttpError: a local reply; a 4xx is the client's fault, 502 and 504 a worker's, else the proxy's
-    DownstreamError: the client's fault, no reply       ClientDisconnected, ProxyHeaderError
-    UpstreamError: a worker's fault, may be retried     UpstreamProtocolError, AttemptFailed
-    PhaseTimeout: of the side that the phase waits for
-    any other exception: internal, a bug; it ends its connection or service, with a traceback
+    HttpError: a local reply; 4xx: the client, 502 and 504: a worker, other 5xx: the proxy
+    DownstreamError: the client, no reply is sent       ClientDisconnected, ProxyHeaderError
+    UpstreamError: a worker, may be retried             UpstreamProtocolError, AttemptFailed
+    PhaseTimeout: the side that the phase waits for
+    any other exception: a bug; it ends its connection or service, with a traceback
 
-Invariant: each error body is `{"error": {"message", "type", "code"}}` (docs/design.md), made here
-only.
+Invariant: each error body is `{"error": {"message", "type", "code"}}` (docs/design.md), and is
+created only here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import msgspec
 
 
 def to_json(value: object) -> bytes:
-    """As JSON. Text from a client's JSON may have lone surrogates, which UTF-8 has not: escaped."""
+    """Encode as JSON. Lone surrogates, which a client's JSON may contain, are escaped because
+    UTF-8 can't encode them."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -27,17 +28,17 @@ def to_json(value: object) -> bytes:
 
 
 class DownstreamError(Exception):
-    """The client's fault, and there is no reply to send."""
+    """Caused by the client; no reply can be sent."""
 
 
 class UpstreamError(Exception):
-    """A worker's fault."""
+    """Caused by a worker."""
 
 
 class HttpError(Exception):
     """A local reply: `status`, `message`, and `code`, the machine-readable reason.
 
-    `close`: the connection can't be kept, as the rest of the request is not trusted or not read.
+    `close`: the connection can't be reused, because the rest of the request is untrusted or unread.
     `extra`: see `error_body`.
     """
 
@@ -73,9 +74,9 @@ class HttpError(Exception):
 
 
 def error_body(message: str, type_: str, code: str | int, /, **extra: object) -> bytes:
-    """The JSON error body. `reason=` goes inside `error`, any other extra (`detail=`) beside it.
+    """The JSON error body. `reason=` goes inside `error`, any other extra (`detail=`) next to it.
 
-    `top_code=` becomes a `code` beside `error`, where clients of sgl-model-gateway read it.
+    `top_code=` becomes a top-level `code`, which clients of sgl-model-gateway read.
     """
     error: dict[str, object] = {"message": message, "type": type_, "code": code}
     if "reason" in extra:

@@ -1,11 +1,11 @@
 """Header fields that the proxy adds to a request: X-Forwarded-*, Via, request id, hop.
 
-`append` keeps the values of the proxy before this one; `replace` drops what clients send. Loop
-detection: responses of the admin API carry the proxy's id, so a health check learns which workers
+`append` keeps the values of the previous proxy; `replace` drops the values that clients send. Loop
+detection: responses of the admin API carry the proxy's id, so health checks find the workers that
 are proxies; requests to those carry a hop field with the id of each proxy on the path; a request
-with our own id gets 508. Invariant: what is the same for all requests of one head template is added
-once (`prepare`); a worker that is no omni-proxy gets no hop field, and an x-omni-received field
-that a client sent is dropped.
+with this proxy's own id gets 508. Invariant: fields that are the same for all requests of one head
+template are added once (`prepare`); a worker that is no omni-proxy gets no hop field, and an
+x-omni-received field that a client sent is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead, drop_fields
 
 VIA_NAME: Final = b"omni-proxy"
-# With underscores, too: to a worker behind CGI or WSGI they are the same names.
+# Also with underscores: CGI and WSGI map both spellings to the same name.
 _CLAIMS: Final = re.compile(
     rb"(?i)(?<=\r\n)(?:x[-_]forwarded[-_][^:\r\n]*|forwarded|x[-_]real[-_]ip)(?=:)"
 )
@@ -30,9 +30,9 @@ _READ: Final = frozenset((_PROTO, _HOST))
 
 @dataclass(frozen=True, slots=True)
 class ForwardedHeaders:
-    """`forwarded` as the configuration has it; `id_name` is the field of the request id, or empty.
-    `id_sources` are further fields that may hold it, in lower case; the first one with a value
-    counts. False if there is nothing to write or read.
+    """`forwarded`: the configured value. `id_name`: the field of the request id, or empty.
+    `id_sources`: further fields that may have the id, in lower case; the first one with a value is
+    used. False if there is nothing to write or read.
     """
 
     forwarded: str = "off"
@@ -43,11 +43,11 @@ class ForwardedHeaders:
         return self.forwarded != "off" or bool(self.id_name) or bool(self.id_sources)
 
     def read_fields(self) -> frozenset[bytes]:
-        """Lower-case names of the fields that `prepare` reads, without that of the id."""
+        """Lower-case names of the fields that `prepare` reads, without `id_fields`."""
         return _READ if self.forwarded != "off" else frozenset()
 
     def id_fields(self) -> frozenset[bytes]:
-        """Lower-case names of the fields that may hold the request id."""
+        """Lower-case names of the fields that may have the request id."""
         return frozenset((self.id_name, *self.id_sources))
 
     def prepare(self, head: RequestHead, *, secure: bool) -> None:
@@ -69,7 +69,7 @@ class ForwardedHeaders:
         head.lines += b"via: %b %b\r\n" % (b"1.0" if head.http_1_0 else b"1.1", VIA_NAME)
 
     def forwarded_for_line(self, peer: str) -> bytes:
-        """X-Forwarded-For as a separate line after the received ones; empty without an address."""
+        """An X-Forwarded-For line to add after the received ones; empty without an address."""
         address = peer.rpartition(":")[0].strip("[]")
         if self.forwarded == "off" or not address:
             return b""
@@ -79,7 +79,7 @@ class ForwardedHeaders:
         return b"%b: %b\r\n" % (self.id_name, request_id)
 
     def set_request_id(self, lines: bytes, request_id: bytes) -> bytes:
-        """Field lines with the id; a field that the client sent is unchanged."""
+        """Header lines with the id; an id that the client sent is kept."""
         if field_value(lines, self.id_name):
             return lines
         return drop_fields(lines, frozenset((self.id_name,))) + self.request_id_line(request_id)
@@ -112,12 +112,12 @@ def reject_loop(head: bytes, proxy_id: bytes) -> None:
     The id is random, so it is searched in the whole head.
     """
     if proxy_id and proxy_id in head:
-        message = "this request came back to the proxy: some worker leads to the proxy itself"
+        message = "the request already passed this proxy: the URL of some worker leads back to it"
         raise HttpError(508, message, "loop_detected", close=True)
 
 
-# How an admin request was received: scheme, Host and kind of listener. The admin API listens on a
-# private socket whose client is the data plane, so the data plane adds one field to each request.
+# How an admin request was received: scheme, Host and kind of listener. The data plane forwards
+# admin requests to the private socket of the admin API, and adds one field with these values.
 
 FIELD: Final = b"x-omni-received"
 
@@ -132,7 +132,7 @@ class ReceivedVia:
 
 
 def with_received(lines: bytes, host: bytes, *, secure: bool, local: bool) -> bytes:
-    """Field lines with this field, and without any other of its name."""
+    """Header lines with this field added, and any field of that name from the client dropped."""
     if FIELD in lines.lower():
         lines = drop_fields(lines, frozenset((FIELD,)))
     scheme = b"https" if secure else b"http"

@@ -1,12 +1,13 @@
-"""What engines tell of their load: in a response's header, in metrics, in JSON.
+"""Load reports of engines: from a response header, from metrics, from JSON.
 
     vLLM, Triton    endpoint-load-metrics: JSON {"named_metrics": {...}}, or TEXT named_metrics.x=1,
-                    where the request has endpoint-load-metrics-format
+                    if the request has endpoint-load-metrics-format
     /metrics        a series for each engine: label `engine` (vLLM) or `dp_rank` (SGLang)
     /v1/loads       SGLang: {"loads": [{"dp_rank", "num_waiting_reqs", "token_usage"}]}
 
-Invariant: what is no finite number from 0 on, and a share above 1, is not told. Pure; no error for
-any input. Sources: real-engines.md 5.3, features.md 10, captures of vLLM 0.32.
+Invariant: a value that is not a finite number of at least 0, or a usage above 1, counts as not
+reported. Pure; raises for no input. Sources: real-engines.md 5.3, features.md 10, captures of vLLM
+0.32.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ LOAD_NAME: Final = b"endpoint-load-metrics"
 LOAD_FORMAT_NAME: Final = b"endpoint-load-metrics-format"
 LOAD_FORMAT_LINE: Final = LOAD_FORMAT_NAME + b": JSON\r\n"
 MAX_VALUE_BYTES: Final = 4096
-MAX_ENGINES: Final = 1024  # behind one URL, as the key `ranks` takes
+MAX_ENGINES: Final = 1024  # behind one URL; also the maximum of the key `ranks`
 
 _FIELD: Final = b"\r\n" + LOAD_NAME + b":"
 _ANY_CASE: Final = re.compile(rb"\r\n(?i:endpoint-load-metrics)[ \t]*:([^\r\n]*)(?=\r\n|\Z)")
-_AS_VLLM: Final = b" JSON "  # how the value begins
+_AS_VLLM: Final = b" JSON "  # prefix of the value as vLLM writes it
 _TEXT_PREFIX: Final = "named_metrics."
 WAITING: Final = "num_requests_waiting"
 KV_USAGE: Final = "kv_cache_usage_perc"
@@ -50,7 +51,7 @@ _ENGINE_LABEL: Final = re.compile(rb'(?:^|,)[ \t]*(?:engine|dp_rank)="(\d{1,4})"
 
 class LoadReport(NamedTuple):
     """`waiting`: requests in the engine's queue. `kv_usage`: the share of its KV cache in use, 0 to
-    1. None: not told."""
+    1. None: not reported."""
 
     waiting: float | None = None
     kv_usage: float | None = None
@@ -60,22 +61,23 @@ NO_REPORT: Final = LoadReport()
 
 
 class EngineLoad(NamedTuple):
-    """A report, and when it came, in seconds of the monotonic clock."""
+    """A report, and the time at which it arrived, in seconds of the monotonic clock."""
 
     report: LoadReport
     at: float
 
 
 def split_load_field(head: bytes) -> tuple[bytes, bytes]:
-    """A response's head without the field, and the field's value; b"" where there is none that is
-    written as vLLM does."""
+    """A response's head without the field, and the field's value. Finds only vLLM's spelling;
+    b"" if the head does not have it."""
     before, name, after = head.partition(_FIELD)
     value, end, rest = after.partition(b"\r\n")
     return (before + end + rest, value) if name else (head, b"")
 
 
 def find_load_field(head: bytes) -> tuple[bytes, bytes]:
-    """The same of any spelling; of several fields the first one's value, and none of them stays."""
+    """As `split_load_field`, with any spelling. If the field is repeated, all are removed and the
+    first value is returned."""
     found = _ANY_CASE.search(head)
     return (_ANY_CASE.sub(b"", head), found[1]) if found is not None else (head, b"")
 
@@ -93,7 +95,7 @@ _decode: Final = msgspec.json.Decoder(_OrcaReport).decode
 
 
 def load_of_header(value: bytes) -> LoadReport:
-    """Of the field's value."""
+    """The report in the field's value."""
     if len(value) > MAX_VALUE_BYTES:
         return NO_REPORT
     text = value.removeprefix(_AS_VLLM)
@@ -120,8 +122,8 @@ def _load_of_text(text: str) -> LoadReport:
 
 
 def loads_of_metrics(text: bytes) -> dict[int, LoadReport]:
-    """By number of the engine, 0 where the series have none; {} if no series is known. Of series
-    with the same number, such as those of tensor-parallel ranks, the largest counts."""
+    """Reports by engine number, 0 if a series has none; {} if no series is known. For several
+    series with the same number, as of tensor-parallel ranks, the largest value is used."""
     loads: dict[int, LoadReport] = {}
     for name, labels, value in _SERIES.findall(text):
         label = _ENGINE_LABEL.search(labels)
@@ -134,7 +136,8 @@ def loads_of_metrics(text: bytes) -> dict[int, LoadReport]:
 
 
 def pieces_of(text: bytes, size: int = 1 << 18) -> Iterator[bytes]:
-    """Whole lines of a long text, in pieces of about `size` bytes, for `loads_of_metrics`."""
+    """Split a long text into pieces of about `size` bytes of complete lines, for
+    `loads_of_metrics`."""
     start = 0
     while start < len(text):
         end = text.find(b"\n", start + size)
@@ -144,7 +147,7 @@ def pieces_of(text: bytes, size: int = 1 << 18) -> Iterator[bytes]:
 
 
 def add_loads(loads: dict[int, LoadReport], more: Mapping[int, LoadReport]) -> None:
-    """`more`: of another piece of the same text."""
+    """Merge `more`, the reports in another piece of the same text, into `loads`."""
     for engine, report in more.items():
         loads[engine] = _larger(loads.get(engine, NO_REPORT), report)
 
@@ -156,13 +159,13 @@ def _larger(one: LoadReport, other: LoadReport) -> LoadReport:
 
 
 def loads_of_records(body: object) -> dict[int, LoadReport]:
-    """Of the JSON of /v1/loads, by rank; {} if it is none, or has no record."""
+    """Reports in the parsed JSON of /v1/loads, by rank; {} if it has no valid record."""
     records = body.get("loads") if isinstance(body, dict) else None
     if not isinstance(records, list) or len(records) > MAX_ENGINES:
         return {}
     loads: dict[int, LoadReport] = {}
     for place, record in enumerate(records):
-        # omni-proxy's own report counts requests in flight where an engine tells nothing.
+        # An omni-proxy reports its own requests in flight for engines that report nothing.
         if not isinstance(record, dict) or record.get("source") == "proxy":
             continue
         rank = record.get("dp_rank")
@@ -174,7 +177,7 @@ def loads_of_records(body: object) -> dict[int, LoadReport]:
 
 
 def total_load(loads: Mapping[int, LoadReport]) -> LoadReport:
-    """Of several engines behind one URL: all that wait, and the mean of the shares."""
+    """The load of several engines behind one URL: the sum of `waiting`, the mean of `kv_usage`."""
     waiting = [each.waiting for each in loads.values() if each.waiting is not None]
     usage = [each.kv_usage for each in loads.values() if each.kv_usage is not None]
     return LoadReport(sum(waiting) if waiting else None, sum(usage) / len(usage) if usage else None)
@@ -188,7 +191,7 @@ def _report(waiting: float | None, kv_usage: float | None) -> LoadReport:
 
 
 def _as_number(value: object) -> float | None:
-    """JSON can spell numbers that no float holds."""
+    """None if it is no number, or a JSON number that is too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

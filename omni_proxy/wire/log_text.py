@@ -1,4 +1,4 @@
-"""Text from outside made safe for logs: secrets in queries masked, control characters escaped.
+"""Untrusted text made safe for logs: secrets in queries masked, control characters escaped.
 
 Invariant: the result has no value of a query parameter named in SECRETS, in any case or percent
 encoding, and no character that a terminal interprets or that ends a line. Pure.
@@ -34,24 +34,24 @@ def mask_secrets(target: str) -> str:
 
 
 def mask_secrets_in_text(text: str) -> str:
-    """The same for all targets and URLs in a text; a value ends at a blank or a quote."""
+    """Mask the secrets of all targets and URLs in a text. A value ends at a blank or a quote."""
     return _IN_TEXT.sub(rf"\1{MASK}", text) if "?" in text else text
 
 
 def ascii_json(record: bytes) -> bytes:
-    """JSON in UTF-8 as the same JSON in printable ASCII (RFC 8259 7)."""
+    """Escape JSON so that it is printable ASCII with the same meaning (RFC 8259 7)."""
     if record.isascii() and b"\x7f" not in record:
         return record
     return _NOT_ASCII.sub(_as_json, record.decode()).encode()
 
 
 def escape_unprintable(text: str) -> str:
-    """Lines of text with all else that is not printable escaped as in Python."""
+    """Escape unprintable characters, except for line ends and tabs, as in a Python string."""
     return text if text.isascii() and text.isprintable() else _ODD.sub(escape_match, text)
 
 
 def escape_match(found: re.Match[str]) -> str:
-    """For `re.sub`: what is printable stays, but for spaces and what separates lines."""
+    """For `re.sub`: escapes a character unless it is printable and not ASCII."""
     char = found[0]
     if char.isprintable() and not char.isascii():
         return char

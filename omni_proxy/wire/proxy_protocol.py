@@ -1,8 +1,8 @@
-"""The PROXY protocol, versions 1 and 2: the client's address, as a load balancer gives it.
+"""The PROXY protocol, versions 1 and 2: the client's address as sent by a load balancer.
 
-`parse_proxy_header` takes the bytes received so far and never reads past the end of the header;
-anything else, or a header longer than `MAX_BYTES`, raises ProxyHeaderError. Extensions are
-skipped. Source: haproxy.org, proxy-protocol.txt.
+Invariant: `parse_proxy_header` gets the bytes received so far and never reads past the end of the
+header; bytes that are no header, or a header longer than `MAX_BYTES`, raise ProxyHeaderError.
+Extensions are skipped. Source: haproxy.org, proxy-protocol.txt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ProxyHeaderError(DownstreamError):
 
 
 class ProxyHeader(NamedTuple):
-    """`length`: its size in bytes. `peer`: HOST:PORT of the client, "" if it is not given."""
+    """`length`: its size in bytes. `peer`: HOST:PORT of the client, "" if the header has none."""
 
     length: int
     peer: str
@@ -49,25 +49,25 @@ def parse_proxy_header(data: bytes) -> ProxyHeader | None:
 
 def _read_v1(data: bytes) -> ProxyHeader | None:
     if not (data.startswith(b"PROXY ") or b"PROXY ".startswith(data)):
-        raise ProxyHeaderError("neither version of the PROXY protocol begins like this")
+        raise ProxyHeaderError("the connection does not begin with a PROXY header")
     end = data.find(b"\r\n", 0, _V1_BYTES)
     if end < 0:
         if len(data) >= _V1_BYTES or b"\n" in data or b"\r" in data[:-1]:
-            raise ProxyHeaderError("the line of version 1 does not end")
+            raise ProxyHeaderError("the version 1 line is too long or does not end with CRLF")
         return None
     line = data[:end]
     if _UNKNOWN.match(line):
         return ProxyHeader(end + 2, "")
     found = _LINE.match(line)
     if found is None:
-        raise ProxyHeaderError("the line of version 1 is malformed")
+        raise ProxyHeaderError("the version 1 line is malformed")
     kind = IPv4Address if found[1] == b"TCP4" else IPv6Address
     try:
         source, _ = (kind(text.decode()) for text in found.group(2, 3))
     except AddressValueError as error:
         raise ProxyHeaderError(str(error)) from None
     if max(int(found[4]), int(found[5])) > 65535:
-        raise ProxyHeaderError("a port above 65535")
+        raise ProxyHeaderError("port above 65535")
     return ProxyHeader(end + 2, _format_address(source, int(found[4])))
 
 
@@ -77,9 +77,9 @@ def _read_v2(data: bytes) -> ProxyHeader | None:
     command, family = data[12], data[13]
     length = _V2_HEAD_BYTES + int.from_bytes(data[14:16], "big")
     if command not in (_LOCAL, _PROXY):
-        raise ProxyHeaderError(f"version and command {command:#04x}")
+        raise ProxyHeaderError(f"unsupported version and command {command:#04x}")
     if length > MAX_BYTES:
-        raise ProxyHeaderError(f"a header of {length} bytes")
+        raise ProxyHeaderError(f"the header of {length} bytes exceeds {MAX_BYTES}")
     if len(data) < length:
         return None
     if command == _LOCAL or family in _V2_OTHERS:
@@ -97,10 +97,10 @@ def _format_address(address: IPv4Address | IPv6Address, port: int) -> str:
     return format_peer(str(mapped or address), port)
 
 
-# The client's address as text, `1.2.3.4:567` or `[::1]:567`, and the field that gives it to the
+# The client's address as text, `1.2.3.4:567` or `[::1]:567`, and the field that sends it to the
 # admin API. An IPv4 client of a dual-stack socket is shown as IPv4.
 
-FIELD: Final = b"x-omni-peer"  # in a control request; the proxy's own is the last one
+FIELD: Final = b"x-omni-peer"  # in a control request; only the last one is from the proxy
 _MAPPED: Final = "::ffff:"
 
 
@@ -113,7 +113,7 @@ def format_peer(host: str, port: int) -> str:
 
 
 def peer_field(peer: str) -> bytes:
-    """A field line that names the client; empty for one without an address (a Unix socket)."""
+    """A header line with the client's address; empty if it has none (a Unix socket)."""
     return b"%b: %b\r\n" % (FIELD, peer.encode("latin-1", "replace")) if peer else b""
 
 

@@ -1,6 +1,6 @@
-"""Request heads: validated as a whole, cleaned once, kept as the bytes that a worker gets.
+"""Request heads: validated as a whole, cleaned once, stored as the bytes that a worker gets.
 
-Invariant: a `RequestHead` has exactly one meaning. What two parsers could read differently
+Invariant: a `RequestHead` has exactly one meaning. A head that two parsers could read differently
 (contradicting lengths, folded lines, bare line feeds, a second Host) is refused here and never
 reaches a worker. llhttp parses; one regular expression finds the fields that the proxy handles.
 """
@@ -20,12 +20,12 @@ from omni_proxy.wire.log_text import mask_secrets
 from omni_proxy.wire.scan.head_template import HeadTemplate
 
 _CRLF: Final = b"\r\n"
-# Bytes that a varying value must not contain: in a field that is passed on unread (RFC 9110 5.5),
-# and in one that may be the request id, to which surrounding spaces do not belong. The cost of the
-# check grows with their number.
+# Bytes that a varying value must not contain: CONTROLS in a field that is forwarded unread
+# (RFC 9110 5.5), CONTROLS_AND_SPACES in a field that may be the request id, which does not include
+# surrounding spaces. The cost of the check grows with their number.
 CONTROLS: Final = bytes(range(0x09)) + bytes(range(0x0A, 0x20)) + b"\x7f"
 CONTROLS_AND_SPACES: Final = CONTROLS + b"\t "
-# In their place if the value is the content-length.
+# Used instead of those if the value is the content-length.
 COUNT: Final = b""
 
 MAX_HEAD_BYTES = 65536
@@ -39,7 +39,7 @@ HINTS = {
     b"x-omni-weight-version": b"weight-version",
     b"x-omni-min-weight-epoch": b"min-weight-epoch",
 }
-RANK_HINT = b"data-parallel-rank"  # as the header of that name is keyed among them
+RANK_HINT = b"data-parallel-rank"  # key of x-data-parallel-rank in `RequestHead.hints`
 LOAD_HINT = b"load-format"  # the client wants the engine's load in the response
 _KEY_LINE = re.compile(rb"\r\n(?i:authorization|x-api-key)[ \t]*:[^\r\n]*")
 _CREDENTIAL = re.compile(rb"\r\n(?i:(authorization)|x-api-key)[ \t]*:")
@@ -53,7 +53,7 @@ _ENDING = (
     b"content-length", b"expect", *HINTS,
 )  # fmt: skip
 REQUEST_ID_FIELDS = (b"x-sglang-omni-request-id", b"x-request-id", b"x-correlation-id")
-# Read and forwarded.
+# Fields that are read and forwarded.
 _PASSED = (
     b"content-type", *REQUEST_ID_FIELDS, b"idempotency-key", b"sec-websocket-key", b"origin",
     b"x-omni-hop", b"x-data-parallel-rank", LOAD_FORMAT_NAME,
@@ -65,7 +65,7 @@ _OURS = re.compile(
 )
 # Stricter than llhttp, which accepts several spaces, RTSP and fragments (RFC 9112 3).
 _REQUEST_LINE = re.compile(rb"[A-Z-]+ ([!-\"$-~]+) HTTP/1\.[01]\r\n")
-_REQUEST_LINE_SPARE = 64  # room for method and version beside the longest target
+_REQUEST_LINE_SPARE = 64  # room for method and version in addition to the longest target
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _ABSOLUTE = re.compile(rb"(?i:https?)://([^/?]*)(.*)")
 _PORT = rb"(?:[0-9]{0,4}|[0-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5])"
@@ -75,7 +75,7 @@ PLAIN_OPTIONS = frozenset((b"keep-alive", b"close", b"upgrade"))
 
 
 class RequestHead(msgspec.Struct, gc=False):
-    """A parsed request head: all that other modules use of it."""
+    """A parsed request head."""
 
     method: bytes
     target: bytes  # in origin form, as it is forwarded
@@ -92,7 +92,7 @@ class RequestHead(msgspec.Struct, gc=False):
     idempotency_key: bool = False
     hints: dict[bytes, bytes] = {}
     origin: bytes = b""
-    log_words: tuple[str, str, str] = ("", "", "")  # method, target without secrets, path: as text
+    log_words: tuple[str, str, str] = ("", "", "")  # as text: method, target without secrets, path
     template: HeadTemplate | None = None  # its cached template, if it has one
 
 
@@ -113,8 +113,8 @@ def skip_empty_lines(buffer: bytes) -> bytes:
 def find_head_end(buffer: bytes | bytearray, searched: int = 0) -> int:
     """The end of the head (past its blank line), 0 while it is incomplete.
 
-    `searched` bytes were searched before. Raises HttpError 414 or 431 when the head is too large,
-    and 400 at once for bytes that can't begin a request (TLS).
+    `searched`: how many bytes previous calls have searched. Raises HttpError 414 or 431 if the head
+    is too large, and 400 immediately for bytes that can't begin a request (TLS).
     """
     end = buffer.find(b"\r\n\r\n", searched - 3 if searched > 3 else 0)
     if 0 <= end <= MAX_HEAD_BYTES - 4:
@@ -194,7 +194,7 @@ def _parsed(head: bytes) -> httptools.HttpRequestParser:
     try:
         parser.feed_data(head)
     except httptools.HttpParserUpgrade:
-        pass  # llhttp stops here for the caller to decide: `upgrade` in the head
+        pass  # llhttp leaves an upgrade to its user: `RequestHead.upgrade`
     except httptools.HttpParserError as error:
         raise _bad(f"malformed request head: {error}") from None
     if b"\r\n " in head or b"\r\n\t" in head:
@@ -206,10 +206,10 @@ _Fields = dict[bytes, list[bytes]]
 
 
 def _split(head: bytes) -> tuple[bytes, _Fields]:
-    """The field lines of the client that are forwarded, and every field that is read."""
+    """The client's header lines that are forwarded, and every field that is read."""
     kept: list[bytes] = []
     fields: _Fields = {}
-    at = head.index(b"\r\n")  # the request line is written again
+    at = head.index(b"\r\n")  # without the request line, which the caller writes
     for found in _OURS.finditer(head, at):
         ours, passed, value = found.groups()
         fields.setdefault((ours or passed).lower(), []).append(value.rstrip(b" \t"))
@@ -226,7 +226,7 @@ def _hints(fields: _Fields) -> dict[bytes, bytes]:
         raise _bad("a weight version condition is given twice")
     hints = {HINTS[name]: values[0] for name, values in fields.items() if name in HINTS}
     ranks = fields.get(b"x-data-parallel-rank")
-    if ranks is not None:  # it is passed on, too: the engine may be the one that reads it
+    if ranks is not None:  # it is also forwarded, because an engine may read it
         hints[RANK_HINT] = ranks[0] if len(set(ranks)) == 1 else b", ".join(ranks)
     if LOAD_FORMAT_NAME in fields:  # likewise
         hints[LOAD_HINT] = fields[LOAD_FORMAT_NAME][0]
@@ -234,7 +234,7 @@ def _hints(fields: _Fields) -> dict[bytes, bytes]:
 
 
 def hint_lines(hints: Mapping[bytes, bytes]) -> bytes:
-    """Hints as field lines again."""
+    """The header lines of `hints`."""
     hint_values = {name: hints[key] for name, key in HINTS.items() if key in hints}
     return b"".join(b"%b: %b\r\n" % field for field in hint_values.items())
 
@@ -245,12 +245,12 @@ def _first(fields: _Fields, name: bytes) -> bytes:
 
 
 def is_persistent(options: frozenset[bytes], *, http_1_0: bool) -> bool:
-    """RFC 9112 9.3. llhttp forgets the options once a message is complete."""
+    """RFC 9112 9.3. Computed here because llhttp drops the options when a message is complete."""
     return b"close" not in options and (not http_1_0 or b"keep-alive" in options)
 
 
 def connection_options(connection: Iterable[bytes]) -> frozenset[bytes]:
-    """The field names and options in values of `connection`, lower case."""
+    """The field names and options in the values of `connection`, in lower case."""
     tokens = (token.strip().lower() for value in connection for token in value.split(b","))
     return frozenset(token for token in tokens if token)
 
@@ -290,7 +290,8 @@ def _request_id(fields: _Fields) -> bytes:
 
 
 def _check_credentials(head: bytes) -> None:
-    """The key that is checked here has to be the one that others read (RFC 9110 5.3, 11.6.2)."""
+    """Refuse a repeated credential: a worker could read another key than the one that the proxy
+    has checked (RFC 9110 5.3, 11.6.2)."""
     is_bearer = [bool(name) for name in _CREDENTIAL.findall(head)]
     if len(is_bearer) > len(set(is_bearer)):
         raise _bad("Authorization or X-Api-Key is given twice")
@@ -311,7 +312,7 @@ def _origin_form(target: bytes, method: bytes, host: bytes) -> bytes:
 
 
 def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
-    """Field lines without those of these lower-case names (nominated ones: RFC 9110 7.6.1)."""
+    """Header lines without the fields `names`, in lower case (nominated ones: RFC 9110 7.6.1)."""
     kept = [
         line + b"\r\n"
         for line in lines.split(b"\r\n")[:-1]
@@ -321,8 +322,8 @@ def drop_fields(lines: bytes, names: frozenset[bytes]) -> bytes:
 
 
 def drop_field(lines: bytes, name: bytes) -> bytes:
-    """As `drop_fields` of one name, behind the first line of a request, whose names have no blanks
-    beside them."""
+    """As `drop_fields`, for one lower-case name and lines that begin with a request line and have
+    no blanks around field names."""
     field = b"\r\n%b:" % name
     at = lines.lower().find(field)
     while at >= 0:
@@ -332,5 +333,5 @@ def drop_field(lines: bytes, name: bytes) -> bytes:
 
 
 def set_bearer(lines: bytes, key: bytes) -> bytes:
-    """The lines of a head, behind its first one with this key as their only one."""
+    """The lines of a head with `key` as their only credential."""
     return b"%bauthorization: Bearer %b\r\n" % (_KEY_LINE.sub(b"", lines), key)

@@ -1,8 +1,8 @@
 """A worker's response: the head cleaned, the body followed to its exact end.
 
-Invariant: `whole` becomes true only by the framing, and no byte past the end is passed on
-(response splitting); `excess`: such bytes arrived, and the connection can't be reused. Body
-bytes are never changed here.
+Invariant: only the framing makes `whole` true, and no byte past the end is forwarded (response
+splitting). `excess`: such bytes arrived, and the connection can't be reused. Body bytes are never
+changed here.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from omni_proxy.wire.request import (
 )
 from omni_proxy.wire.scan.whole_chunks import READS_CHUNKS, are_whole_chunks
 
-# Interim (1xx) heads before one response: two or three are of use, and each costs an iteration.
+# Limit of interim (1xx) heads before one response: more than two or three are never useful, and
+# each costs an iteration.
 INTERIM_HEADS = 100
-MAX_LENGTH = 10**18  # as of a request: no count of bytes overflows in the native build
+MAX_LENGTH = 10**18  # as for requests: byte counts must not overflow in the native build
 _STATUS_LINE = re.compile(rb"HTTP/1\.[01] [0-9]{3}(?: [\t -~\x80-\xff]*)?\r\n")
 _CHUNK_SIZE = re.compile(rb"(?:\A|(?<=\r\n))([0-9A-Fa-f]{1,15})(?:[ \t]*;[^\r\n]*)?\r\n")
 # A worker can't remove the length from the client's response by nominating it.
 _STAYING = PLAIN_OPTIONS | {b"content-length"}
-# Fields of which only the proxy's own values may reach a client
-# (`dataplane.exchange.response_relay`, `fleet.weight_version`): a worker could claim to be
-# another one, or to have other weights.
+# Fields that only the proxy may send to a client (`dataplane.exchange.response_relay`,
+# `fleet.weight_version`): a worker could claim to be another one, or to have other weights.
 DIAGNOSTICS = (
     b"x-sglang-omni-worker", b"x-sglang-omni-request-id", b"x-sglang-omni-route-attempt",
     b"x-omni-attempts", b"x-omni-weight-version", b"x-omni-weight-version-end",
@@ -54,7 +54,7 @@ class Framing(Enum):
     CLOSE = "close"
 
 
-# A module's name is looked up ten times faster than a member of an enum (Python 3.11).
+# Looking up a module global is much faster than a member of an enum (Python 3.11).
 LENGTH, CHUNKED, CLOSE = Framing
 
 
@@ -63,7 +63,7 @@ class UpstreamProtocolError(UpstreamError):
 
 
 class UpstreamResponse:
-    """One response, fed in chunks after its head. It is llhttp's callback object too."""
+    """One response: call `read_head`, then `feed` its body. Also the callback object of llhttp."""
 
     __slots__ = (
         "between", "excess", "framing", "keep_alive", "lines", "parser", "refused", "remaining",
@@ -71,7 +71,7 @@ class UpstreamResponse:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.parser: httptools.HttpResponseParser | None = None  # made by `read_head`
+        self.parser: httptools.HttpResponseParser | None = None  # set by `read_head`
         self.status = 0
         self.lines = b""  # status line and the worker's own fields, each ended by CRLF
         self.framing = LENGTH
@@ -80,14 +80,14 @@ class UpstreamResponse:
         self.sse = False
         self.whole = False
         self.excess = False
-        self.between = READS_CHUNKS  # llhttp has seen none of a chunk that has not ended
-        self.refused = b""  # the data of a chunked body that broke its framing
+        self.between = READS_CHUNKS  # llhttp is between two chunks, so it can skip whole chunks
+        self.refused = b""  # the piece of a chunked body with the framing error
 
     def read_head(self, head: bytes, *, to_head: bool) -> None:
         """Parse one complete head; `to_head`: the request was a HEAD.
 
-        Raises UpstreamProtocolError. After a 1xx head the response is still to come: feed the next
-        head to a new UpstreamResponse.
+        Raises UpstreamProtocolError. After a 1xx head the response is yet to arrive: parse the next
+        head with a new UpstreamResponse.
         """
         if b"\r\n " in head or b"\r\n\t" in head:
             raise UpstreamProtocolError("folded header line")
@@ -135,13 +135,13 @@ class UpstreamResponse:
             else:
                 self.sse = value[:17].lower() == b"text/event-stream"
         kept.append(head[at:-2])
-        lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may use HTTP/1.0, the proxy does not
+        lines = b"HTTP/1.1" + b"".join(kept)[8:]  # a worker may use HTTP/1.0
         nominated = connection_options(connection)
         self.keep_alive = is_persistent(nominated, http_1_0=head.startswith(b"HTTP/1.0"))
         names = nominated - _STAYING
         self.lines = drop_fields(lines, names) if names else lines
         if codings:
-            # With any other coding llhttp would take all until the connection's end as the body.
+            # With any other coding, llhttp would read until the end of the connection as the body.
             if codings != [b"chunked"]:
                 raise UpstreamProtocolError("a transfer-encoding other than chunked")
             self.framing = CHUNKED
@@ -153,9 +153,8 @@ class UpstreamResponse:
     def feed(self, piece: bytes) -> bytes:
         """Follow the body; returns the part of `piece` that belongs to it.
 
-        Raises UpstreamProtocolError if the framing is broken, or if bytes follow the last chunk:
-        how many of them are the body's is unknown then, and they could be taken for another
-        response.
+        Raises UpstreamProtocolError if the framing is invalid, or if bytes follow the last chunk:
+        then it is unknown where the body ends, and the rest could be taken for another response.
         """
         if self.framing is CHUNKED and self.parser is not None:
             if self.between and are_whole_chunks(piece):
@@ -183,7 +182,7 @@ class UpstreamResponse:
         return piece
 
     def _without_stray_lines(self, piece: bytes) -> bytes:
-        """llhttp skips empty lines after the last chunk; a client may not."""
+        """Drop empty lines after the last chunk: llhttp skips them, but a client may not."""
         end = len(piece.rstrip(b"\r\n")) + 4
         if 4 < end < len(piece):
             self.excess = True
@@ -193,10 +192,10 @@ class UpstreamResponse:
     def is_between_chunks(self, last: bytes) -> bool:
         """Whether the accepted body, whose last piece is `last`, ends at the end of a chunk.
 
-        Call it once: nothing can be fed afterwards. A callback of llhttp for each chunk would make
-        each event a tenth slower, so a last chunk is fed and must be accepted. After a refused
-        piece that is impossible: then `last` must end with a complete chunk, and the refused piece
-        must be invalid after one.
+        Call it once: nothing can be fed afterwards. A callback for each chunk would slow down every
+        event, so instead a last chunk is fed, which llhttp accepts only between chunks. After a
+        refused piece that is impossible: then `last` must end with a complete chunk, and the
+        refused piece must be invalid after one.
         """
         if self.parser is None:
             return False
@@ -227,7 +226,7 @@ def check_interim(count: int) -> None:
 def _ends_with_chunk(piece: bytes) -> bool:
     """Whether a piece ends with a complete chunk.
 
-    It may begin inside a chunk: the first line counts from which on it parses as chunks.
+    It may begin inside a chunk, so parsing starts at the first line that begins a valid chunk.
     """
     for found in _CHUNK_SIZE.finditer(piece):
         ended = _ends_after_chunks(piece, found)
@@ -237,7 +236,8 @@ def _ends_with_chunk(piece: bytes) -> bool:
 
 
 def _ends_after_chunks(piece: bytes, size: re.Match[bytes]) -> bool | None:
-    """Follow the chunks from a size line on; None if no chunk begins there."""
+    """Whether the piece ends after a chunk, parsed from a size line; None if no chunk begins
+    there."""
     at: re.Match[bytes] | None = size
     while at is not None:
         end = at.end() + int(at[1], 16)
@@ -288,7 +288,7 @@ class Unchunker:
         self._payload.append(payload)
 
     def feed(self, piece: bytes) -> bytes:
-        """Only for pieces that an `UpstreamResponse` has accepted."""
+        """The payload in `piece`, which an `UpstreamResponse` has accepted."""
         self._parser.feed_data(piece)
         payload = b"".join(self._payload)
         self._payload.clear()
@@ -296,7 +296,8 @@ class Unchunker:
 
 
 def add_reason_phrase(response: UpstreamResponse) -> bytes:
-    """Its lines, with the standard reason phrase if the server (Hypercorn) sends an empty one."""
+    """The response's lines, with the standard reason phrase if the server sent an empty one, as
+    Hypercorn does."""
     bare = b"HTTP/1.1 %d \r\n" % response.status
     if not response.lines.startswith(bare):
         return response.lines

@@ -2,8 +2,8 @@
 
 wsproto reads and writes the frames. The heads are written here, so that a client's fields reach
 the worker unchanged; wsproto's own handshake would rewrite them and refuse hosts that IDNA can't
-encode. Invariant: no extension and no subprotocol is ever agreed on, so payloads pass unchanged
-and messages may be fragmented again (RFC 6455 5.4).
+encode. Invariant: no extension and no subprotocol is ever negotiated, so payloads are forwarded
+unchanged, and messages may be refragmented (RFC 6455 5.4).
 
 `SpeechEvents` is the state of a speech session as the worker's text messages report it; it neither
 changes nor delays them. Source: the events of `/v1/audio/speech/stream`.
@@ -24,7 +24,7 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.response import UpstreamProtocolError, UpstreamResponse
 
-PONGS_HELD_BYTES = 4096  # beyond it the peer pings without reading: further pongs are dropped
+PONGS_HELD_BYTES = 4096  # further pongs are dropped, because the peer pings without reading
 
 _KEY = re.compile(rb"[A-Za-z0-9+/]{22}==\Z")
 _FIELD = re.compile(rb"\r\n(?i:(upgrade|sec-websocket-[a-z0-9-]+))[ \t]*:[ \t]*([^\r\n]*)")
@@ -58,7 +58,8 @@ def _only_websocket(message: str, *, close: bool) -> HttpError:
 
 
 def encode_handshake(lines: bytes, host_line: bytes, key: bytes) -> bytes:
-    """The handshake for a worker, with a client's own lines. `key` is base64 of 16 random bytes."""
+    """The handshake for a worker, with the client's header lines. `key`: base64 of 16 random
+    bytes."""
     return (
         b"%b%bupgrade: websocket\r\nconnection: upgrade\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: %b\r\n\r\n"
@@ -67,8 +68,8 @@ def encode_handshake(lines: bytes, host_line: bytes, key: bytes) -> bytes:
 
 
 def parse_handshake_response(raw: bytes, key: bytes) -> int:
-    """The status of a worker's handshake response. Raises UpstreamProtocolError, also for a 101
-    that does not accept this handshake."""
+    """The status of a worker's handshake response. Raises UpstreamProtocolError if it is malformed,
+    or a 101 that does not accept this handshake."""
     response = UpstreamResponse()
     response.read_head(raw, to_head=False)
     if response.status == 101:
@@ -78,7 +79,9 @@ def parse_handshake_response(raw: bytes, key: bytes) -> int:
         if fields.get(b"sec-websocket-accept") != generate_accept_token(key):
             raise UpstreamProtocolError("its sec-websocket-accept does not match the key")
         if b"sec-websocket-extensions" in fields or b"sec-websocket-protocol" in fields:
-            raise UpstreamProtocolError("it accepts an extension or subprotocol not offered")
+            raise UpstreamProtocolError(
+                "it accepts an extension or subprotocol that was not offered"
+            )
     return response.status
 
 
@@ -89,8 +92,8 @@ def _fields(raw: bytes) -> dict[bytes, bytes]:
 class WebSocketFrames:
     """One side of a session: `feed` its bytes and read `events`; bytes to send to it are in `out`.
 
-    `left`: its closing frame or invalid bytes were received, and all that follows is ignored.
-    `in_message`: the beginning of a message was sent to it, and not its end.
+    `left`: its closing frame or invalid bytes were received; further bytes are ignored.
+    `in_message`: the first fragments of a message were sent to it, but not the last.
     """
 
     __slots__ = ("_parts", "_size", "_ws", "broken", "in_message", "left", "out")
@@ -117,7 +120,7 @@ class WebSocketFrames:
                 continue
             if isinstance(event, CloseConnection):
                 self.left = True
-                # wsproto reports a violation as a close too, without a change of its state.
+                # wsproto also reports a protocol violation as a close, but keeps its state.
                 self.broken = self._ws.state in (
                     ConnectionState.OPEN,
                     ConnectionState.LOCAL_CLOSING,
@@ -153,13 +156,13 @@ class WebSocketFrames:
         self.in_message = not finished
 
     def close(self, code: int, reason: str) -> None:
-        """Queue the closing frame, or the reply to the peer's; only the first one is sent."""
+        """Queue the closing frame, or the reply to the peer's; later calls do nothing."""
         if self._ws.state in (ConnectionState.OPEN, ConnectionState.REMOTE_CLOSING):
             self.out += self._ws.send(CloseConnection(code=code, reason=reason))
 
 
 def error_event(error: HttpError) -> str:
-    """A router-made error as a message of the session (omni-router.md 12)."""
+    """An error of the proxy as a message of the session (omni-router.md 12)."""
     event = {"type": "error", "message": error.message, "error_type": error.type}
     numeric = isinstance(error.code, int)
     reason = error.extra.get("reason") if numeric else error.code
@@ -168,14 +171,14 @@ def error_event(error: HttpError) -> str:
 
 
 def close_code(status: int) -> int:
-    """The closing code for a router-made error (omni-router.md 12)."""
+    """The closing code for an error of the proxy (omni-router.md 12)."""
     special = {413: 1009, 429: 1013, 503: 1013}
     return special.get(status, 1008 if status < 500 else 1011)
 
 
 MAX_EVENT_BYTES = 65536
 
-# The session failed, and the worker is healthy (omni-router.md 12).
+# With these codes the session failed, but the worker is healthy (omni-router.md 12).
 _APPLICATION_CODES = frozenset((1002, 1003, 1007, 1008, 1009, 1010, 1013))
 
 

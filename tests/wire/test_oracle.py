@@ -106,7 +106,7 @@ STRICTER = {
     "a chunk size is not a plain": (
         "controls in an extension, which h11 takes", chunked(b"1;a=\x00\r\na\r\n" + END),
     ),
-    "a line of the trailer is no field": (
+    "a trailer line is not a valid field": (
         "h11 has not come to its end yet, or unfolds it", chunked(b"0\r\na: b\r\n c\r\n\r\n"),
     ),
 }  # fmt: skip

@@ -1,2 +1,2 @@
-"""Caches of parsed heads: requests and responses that differ in few values from earlier ones.
+"""Caches of parsed heads, for requests and responses that differ from earlier ones in few values.
 Pure."""

@@ -1,4 +1,4 @@
-"""Bounded tables: an LRU cache, and the doorkeeper of TinyLFU that admits what is seen twice.
+"""Bounded tables: an LRU cache, and TinyLFU's doorkeeper, which admits keys seen twice.
 
 Invariant: no table exceeds its limit, and a new entry evicts the least recently used one.
 """
@@ -42,7 +42,7 @@ class LruCache(Generic[K, V]):
 class Doorkeeper:
     """Whether a key was seen before, among the last `most` new keys.
 
-    It keeps hashes only: a collision admits one key too early, and has no other effect.
+    It stores only hashes: a collision admits one key too early, and has no other effect.
     """
 
     __slots__ = ("_most", "_seen")
@@ -52,7 +52,7 @@ class Doorkeeper:
         self._most = most
 
     def admits(self, key: Hashable) -> bool:
-        """False the first time, True the second time; then the key is forgotten."""
+        """False the first time, True the second time, which also removes the key."""
         hashed = hash(key)
         if hashed in self._seen:
             del self._seen[hashed]

@@ -1,11 +1,11 @@
-"""A cache of parsed request heads, in which only the values of some fields differ.
+"""A cache of parsed request heads that differ only in the values of some fields.
 
 The key of a head is its request line, the fields that the proxy reads, and the names of all others.
-The second head of a key is learned: varying values are replaced by unique marks and the parser
-reads the result, so equal values in two fields cannot mislead. Later heads are compared with the
-template. Invariant: a hit equals what `parse_request_head` returns for the same bytes; a head that
-is not plainly well-formed is parsed each time. Entries hold credentials: the cache is bounded and
-never shown.
+The second head of a key becomes a template: its varying values are replaced by unique marks, and
+the result is parsed, so equal values of two fields are not confused. Later heads are compared with
+the template. Invariant: a hit equals what `parse_request_head` returns for the same bytes; a head
+that is not plainly well-formed is parsed each time. Entries contain credentials: the cache is
+bounded, and its contents are never shown.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def learn_template(
 ) -> tuple[RequestHead, HeadTemplate] | None:
     """The parsed head and the template for heads like `sample`, a complete head.
 
-    `varying`: indexes of the lines whose values vary; `ids`: lower-case names of fields that may
-    hold the request id. None if the parser does not pass the values on unchanged.
+    `varying`: indexes of the lines whose values vary. `ids`: lower-case names of fields that may
+    have the request id. None if the parser does not copy the values unchanged.
     """
     lines = sample[:-4].split(CRLF)
     stem = blake2b(sample, digest_size=16).hexdigest()  # no head contains its own hash
@@ -60,7 +60,7 @@ def learn_template(
         return None
     after = _text_after_marks(head.lines, marks)
     if head.lines.count(stem.encode()) != len(after) or not _only_in_lines(head, stem):
-        return None  # a mark occurs twice, or in another place
+        return None  # a mark occurs twice, or outside the lines
     id_of = next((at for at, mark in marks.items() if mark == head.request_id), None)
     if id_of not in after and stem.encode() in head.request_id:
         return None
@@ -94,18 +94,18 @@ def _steps(
 
 
 def name_of(field: bytes) -> bytes:
-    """Of one field line, in lower case."""
+    """The name in a header line, in lower case."""
     return field.partition(b":")[0].lower()
 
 
 def _up_to_value(field: bytes) -> bytes:
-    """The part of a field line before its value."""
+    """The part of a header line before its value."""
     name, _, value = field.partition(b":")
     return name + b": " if value[:1] == b" " else name + b":"
 
 
 def _only_in_lines(head: RequestHead, stem: str) -> bool:
-    """Whether no part of the parsed head but its lines and its request id holds a mark."""
+    """Whether marks occur only in the lines and the request id of the parsed head."""
     others = [
         getattr(head, name)
         for name in RequestHead.__struct_fields__
@@ -129,13 +129,13 @@ def _text_after_marks(lines: bytes, marks: dict[int, bytes]) -> dict[int, bytes]
 
 
 TEMPLATES: Final = 1024
-# A larger head, or one with more varying values, is parsed: comparing it would cost as much.
+# Larger heads, and heads with more varying values, are parsed: comparing them would cost as much.
 TEMPLATE_BYTES: Final = 8192
 TEMPLATE_FIELDS: Final = 64
 MOST_VARYING: Final = 16
 
 _LENGTH: Final = re.compile(rb"\r\n(?i:content-length): ?([0-9]{1,15})\r\n")
-# Fields of which the key has only the name: any value that is not empty matches.
+# Fields that the proxy reads, but whose values are not in the key: any non-empty value matches.
 _ANY_VALUE: Final = frozenset((LENGTH_NAME, b"idempotency-key", *REQUEST_ID_FIELDS))
 
 Key = tuple[bytes, ...]
@@ -143,8 +143,8 @@ Parse = Callable[[bytes], RequestHead]
 
 
 class RequestHeadCache:
-    """`parse_request_head` with a cache; `secure`: the forwarded headers are those of TLS. `read`:
-    further fields, in lower case, of which heads with one template have the same values."""
+    """`parse_request_head` with a cache. `secure`: the forwarded headers report TLS. `read`:
+    further fields, in lower case, whose values are part of the key."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class RequestHeadCache:
             self._ids |= forwarded.id_fields()
         self._known: LruCache[Key, _Template] = LruCache(TEMPLATES)
         self._seen_once = Doorkeeper(TEMPLATES)
-        self._last: _Template | None = None  # the next head most often has the same template
+        self._last: _Template | None = None  # tried first: the next head often matches it too
 
     def parse(self, head: bytes) -> RequestHead:
         """Raises HttpError, as `parse_request_head` does."""
@@ -188,7 +188,7 @@ class RequestHeadCache:
         return found
 
     def _learn(self, key: Key, template: _Template | None, head: bytes) -> _Template | None:
-        """The template to build again with this head, None if there is none."""
+        """The template to build or rebuild with this head, None if there is none."""
         if template is not None:
             return template if template.add_varying(head) else None
         if not key or not self._seen_once.admits(key):
@@ -224,14 +224,14 @@ class RequestHeadCache:
         return tuple(key)
 
     def _always_varying(self, head: bytes) -> frozenset[int]:
-        """Lines of fields that vary always, whatever two heads have in common."""
+        """Indexes of lines whose values always count as varying, even if two heads agree."""
         names = self._ids | {LENGTH_NAME}
         fields = enumerate(head[:-4].split(CRLF))
         return frozenset(at for at, field in fields if name_of(field) in names)
 
 
 class _Template:
-    """The heads of one key. `template` is None if they are parsed each time."""
+    """The entry of one key. `template`: None if its heads are parsed each time."""
 
     __slots__ = ("_head", "_sample", "_varying", "key", "template")
 
@@ -287,7 +287,7 @@ class _Template:
         parse_request_head: Parse,
         ids: frozenset[bytes],
     ) -> None:
-        """Build the template, and use it if it gives `parsed` for the sample."""
+        """Build the template; it is used only if it returns `parsed` for the sample."""
         self.template = None
         if len(self._varying) > MOST_VARYING:
             return

@@ -1,8 +1,8 @@
-"""A cache of parsed response heads, in which only the content-length differs.
+"""A cache of parsed response heads that differ only in the content-length.
 
 The key is the head without its content-length. Invariant: a hit equals what
-`UpstreamResponse.read_head` returns for the same bytes (the order of fields with different names
-aside). Responses that are not framed by a length are parsed each time.
+`UpstreamResponse.read_head` returns for the same bytes, except for the order of fields with
+different names. Responses that are not framed by a length are parsed each time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from omni_proxy.wire.response import LENGTH, UpstreamResponse
 MAX_ENTRIES: Final = 1024
 
 _LENGTH_FIELD = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ?([0-9]{1,15})(?=\r\n)")
-# A head with another spelling is parsed each time.
+# The spellings of content-length that are cached; a head with another one is parsed each time.
 _AS_UVICORN: Final = b"\r\ncontent-length: "
 _AS_OTHERS: Final = b"\r\nContent-Length: "
 
@@ -26,7 +26,8 @@ _AS_OTHERS: Final = b"\r\nContent-Length: "
 class CachedResponseHead:
     """The constant parts of a worker's response heads.
 
-    `name`: its spelling of content-length, which is between `before` and `after`; `lines` lack it.
+    `name`: the content-length as the worker spells it, between `before` and `after`. `lines` don't
+    include it.
     """
 
     before: bytes

@@ -1,1 +1,1 @@
-"""What is found in the bytes of a message without a parser, by Python or by the native build."""
+"""Scanners that search the bytes of a message without a parser, in Python or natively."""

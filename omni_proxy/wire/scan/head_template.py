@@ -1,8 +1,8 @@
-"""The template of a request head: which heads are written like one that was parsed.
+"""The template of a request head: matches heads that differ from a parsed one only in some values.
 
-Pure. Invariant: a head that matches differs from the parsed one in nothing but its varying values,
-and none of those holds a byte that it must not. The native build has `head_template.pyx` in its
-place, which compares without a copy of the head.
+Pure. Invariant: a head that matches differs from the parsed one only in its varying values, and
+none of those contains a forbidden byte. The native build uses `head_template.pyx` instead, which
+compares without copying the head.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class HeadTemplate:
 
     Each step leads to one value: the constant text since the value before it (with its line end)
     up to the colon of the value's field, the length of that text, the bytes that the value must
-    not contain, and the text that is sent after the value. That is None for a field that is not
-    forwarded, such as the content-length, which is written again. `last` is the text after the
-    last value, without the blank line.
+    not contain, and the text that is sent after the value: None for a field that is not forwarded,
+    such as the content-length, which the proxy writes. `last` is the text after the last value,
+    without the blank line.
     """
 
     __slots__ = ("counted", "first", "id_index", "last", "steps")
@@ -29,11 +29,11 @@ class HeadTemplate:
     def __init__(
         self, first: bytes, steps: tuple[Step, ...], last: bytes, *, counted: bool, id_index: int
     ) -> None:
-        self.first = first  # of the forwarded lines, up to the first value in them
+        self.first = first  # the forwarded lines up to their first varying value
         self.steps = steps
         self.last = last
-        self.counted = counted  # the content-length is among them
-        self.id_index = id_index  # index of the request id among the parts; -1: none of the values
+        self.counted = counted  # the content-length is one of the varying values
+        self.id_index = id_index  # index of the request id in the parts; -1: it does not vary
 
     def match(self, head: bytes, length: bytes | None) -> list[bytes] | None:
         """The lines to forward, in parts, for a head without its blank line.

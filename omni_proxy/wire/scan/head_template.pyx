@@ -1,6 +1,6 @@
-"""`head_template.py` for the native build: the same comparison, without a copy of the head.
+"""`head_template.py` for the native build: the same comparison, without copying the head.
 
-Invariant: no byte is read at or behind `end`.
+Invariant: no byte at or after `end` is read.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -17,7 +17,7 @@ cdef bint _same(const char *text, Py_ssize_t left, bytes other) noexcept:
 
 cdef bint _holds(const char *text, Py_ssize_t size, bytes forbidden) noexcept:
     cdef Py_ssize_t at
-    for at in range(size):  # beside these no byte is ever forbidden
+    for at in range(size):  # only control characters and the space are ever forbidden
         if <unsigned char>text[at] <= 0x20 or text[at] == 0x7f:
             if memchr(PyBytes_AS_STRING(forbidden), text[at], PyBytes_GET_SIZE(forbidden)):
                 return True

@@ -1,8 +1,8 @@
-"""Whether a piece of a chunked body is whole chunks, none of them the last one.
+"""Checks whether a piece of a chunked body consists of whole chunks, none of them the last one.
 
-Here for the native build, whose `whole_chunks.pyx` stands in the place of this file: for Python
-llhttp is faster. Invariant: llhttp accepts such a piece between two chunks, and is between two
-chunks again behind it, so it need not see it.
+The check itself is in the native build's `whole_chunks.pyx`, which replaces this file; in Python,
+llhttp is faster. Invariant: llhttp, between two chunks, would accept such a piece and be between
+two chunks again after it, so the piece need not be fed to it.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ READS_CHUNKS: Final = False
 
 
 def are_whole_chunks(piece: bytes) -> bool:
-    """False where that was not found."""
+    """False if `piece` is anything else, and always in Python."""
     return False

@@ -1,4 +1,4 @@
-"""`whole_chunks.py` for the native build. Invariant: no byte is read at or behind `end`."""
+"""`whole_chunks.py` for the native build. Invariant: no byte at or after `end` is read."""
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
 
