@@ -1,11 +1,11 @@
 """The client for the proxy's own calls to workers: to one, or to many in parallel.
 
-Probes, admin operations and model lists go through it; requests of clients go through the data
-plane. Invariant: only literal addresses are dialled, no proxy variable is read, no redirect is
-followed, and no connection outlives its call. A call that fails costs its own result and no other:
-`call_worker` and `broadcast` never raise for what a worker does, and change no health and no
-counter. The event loop gets a turn after each `READ_BYTES` of a response, however many chunks it
-has: h11 parses all that a read brought, and httpx reads 64 KiB at once.
+Probes, admin operations and model lists use it; requests of clients go through the data plane.
+Invariant: only literal addresses are dialled, no proxy environment variable is read, no redirect is
+followed, and no connection outlives its call. A failed call affects only its own result:
+`call_worker` and `broadcast` never raise because of a worker, and change no health state and no
+counter. Reads are limited to `READ_BYTES`, so that other tasks run in between however many chunks a
+response has: h11 parses everything that one read returned, and httpx reads 64 KiB by default.
 """
 
 from __future__ import annotations
@@ -86,11 +86,12 @@ class _Backend(httpcore.AsyncNetworkBackend):
 
 
 class BufferedTransport(httpx.AsyncHTTPTransport):
-    """httpx's own, without proxies, over a pool with small reads. `uds` is a socket's path."""
+    """httpx's transport without proxies, over a pool with small reads. `uds`: path of a Unix
+    socket, None for TCP."""
 
     def __init__(self, context: ssl.SSLContext, limits: httpx.Limits, uds: str | None) -> None:
         super().__init__(verify=context, trust_env=False, limits=limits, uds=uds)
-        # httpx takes no network backend: the pool that it has just made, and not used, is replaced.
+        # httpx has no parameter for the network backend, so its unused pool is replaced.
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=context,
             max_connections=limits.max_connections,
@@ -100,17 +101,17 @@ class BufferedTransport(httpx.AsyncHTTPTransport):
         )
 
 
-# Statuses of a worker that does not have the route, or not this method of it.
+# Statuses of a worker that lacks the route, or its method.
 ROUTE_ABSENT: Final = (404, 405, 501)
-MAX_PARALLEL_CALLS: Final = 64  # of one broadcast; further calls wait for a free place
+MAX_PARALLEL_CALLS: Final = 64  # of one broadcast; further calls wait for a free slot
 
-# A worker may close a kept connection in the moment it is reused, which would count as a failed
-# probe; a new connection also shows whether the worker still accepts.
+# Connections are not reused: a worker may close one at the moment of its reuse, which would count
+# as a failed probe; a new connection also shows whether the worker still accepts connections.
 _LIMITS: Final = httpx.Limits(max_connections=4, max_keepalive_connections=0)
-# ValueError: an endpoint or a key of the configuration that can't be written into a request.
+# ValueError: a configured endpoint or key that can't be encoded in a request.
 _CALL_ERRORS: Final = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError)
 
-# The hop marks of the admin request that is being answered: calls to workers for it carry them on.
+# Hop header of the admin request in progress; the calls to workers made for it forward it.
 incoming_hops: ContextVar[str] = ContextVar("incoming_hops", default="")
 
 
@@ -129,7 +130,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallResult:
-    """The response of one worker; without a response `status` is None and `error` the reason."""
+    """The response of one worker. Without a response `status` is None and `error` the reason."""
 
     worker: Worker
     status: int | None
@@ -137,7 +138,7 @@ class CallResult:
     error: str
     secs: float
     content_type: str = ""
-    detail: str = ""  # the message of the exception, whose type is `error`
+    detail: str = ""  # the message of the exception whose type is in `error`
 
     @property
     def ok(self) -> bool:
@@ -145,7 +146,7 @@ class CallResult:
 
     @property
     def failure(self) -> str:
-        """Why the call did not succeed, in a few words."""
+        """A short reason why the call did not succeed."""
         return self.error or f"status={self.status}"
 
     def json(self) -> object:
@@ -157,8 +158,10 @@ class CallResult:
 
 
 async def call_worker(worker: Worker, call: Call) -> CallResult:
-    """Make one call and read the whole response. Never raises for what the worker does."""
-    await trio.lowlevel.checkpoint()  # some errors have none, and callers retry in a loop
+    """Make one call and read the whole response. Never raises because of the worker."""
+    await (
+        trio.lowlevel.checkpoint()
+    )  # some failures have none, and callers retry in loops
     started_at = trio.current_time()
     status, body, error, content_type = None, b"", "ReadTimeout", ""
     detail = ""
@@ -180,10 +183,10 @@ async def broadcast(
     max_parallel: float = MAX_PARALLEL_CALLS,
     on_result: Callable[[CallResult], None] = lambda _: None,
 ) -> list[CallResult]:
-    """The same call to all workers; the results are in the order of the workers.
+    """Make the same call to all workers. The results are in the order of the workers.
 
-    `on_result` gets each result when it arrives. `max_parallel` is `math.inf` for calls whose
-    responses wait for each other: any bound would be a deadlock.
+    `on_result` is called with each result when it arrives. `max_parallel` must be `math.inf` for
+    calls whose responses wait for each other: a bound could deadlock.
     """
     targets = list(workers)
     results: dict[Worker, CallResult] = {}
@@ -209,7 +212,7 @@ class WorkerClient:
         self._tls_context: ssl.SSLContext | None = None
 
     async def client(self) -> httpx.AsyncClient:
-        """Raises OSError where the CA file can't be read."""
+        """Raises OSError if the CA file can't be read."""
         tls_context = tls_context_for(self._worker)
         if self._client is None or tls_context is not self._tls_context:
             await self.close()
@@ -223,9 +226,8 @@ class WorkerClient:
 
 
 def open_client(worker: Worker) -> httpx.AsyncClient:
-    """The caller closes it, and opens another one once `tls_context_for` returns another context.
-
-    Raises OSError where `tls_context_for` does.
+    """A client for one worker, which the caller must close. It keeps the TLS context of now: open a
+    new one when `tls_context_for` returns another. Raises OSError as `tls_context_for` does.
     """
     path = dial_address(worker.url)
     uds = path if isinstance(path, str) else None
@@ -241,7 +243,8 @@ def open_client(worker: Worker) -> httpx.AsyncClient:
 
 
 def tls_context_for(worker: Worker) -> ssl.SSLContext | None:
-    """The context that requests of clients use too; None without TLS. Raises OSError."""
+    """The worker's TLS context, shared with the data plane; None without TLS. Raises OSError if the
+    CA file can't be read."""
     if not worker.url.startswith("https://"):
         return None
     return client_context(worker.tls_ca, verify=worker.tls_verify)
@@ -249,14 +252,16 @@ def tls_context_for(worker: Worker) -> ssl.SSLContext | None:
 
 @cache
 def _plain_context() -> ssl.SSLContext:
-    """One for all clients of plain HTTP, where it is not used: httpx would make one for each."""
+    """A context shared by all clients of plain HTTP. It is unused, but httpx would create one for
+    each client."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 def build_request(
     client: httpx.AsyncClient, worker: Worker, address: tuple[str, int] | str, call: Call
 ) -> httpx.Request:
-    """The call to a literal address of the worker, with the worker's own name as Host and SNI."""
+    """A request to `address`, a literal address of the worker, with the host name in the worker's
+    URL as Host and SNI."""
     base = httpx.URL("http://localhost" if worker.url.startswith("unix:") else worker.url)
     headers = {"host": base.netloc.decode("ascii"), **call.headers, **_credentials(worker)}
     headers |= _hop_headers(worker, call.headers)
@@ -271,8 +276,8 @@ def build_request(
 
 
 def _hop_headers(worker: Worker, headers: Mapping[str, str]) -> dict[str, str]:
-    """The hop marks of the proxies before this one, then its own; only for a worker that is a
-    proxy itself (`wire.forwarded`)."""
+    """The hop header: ids of the previous proxies, then this proxy's; only for a worker that is a
+    proxy (`wire.forwarded`)."""
     previous = headers.get(HOP_FIELD) or incoming_hops.get()
     proxy_id = worker.hop_line.decode("ascii").partition(": ")[2].strip()
     marks = ", ".join(hop for hop in (previous, proxy_id) if hop)
@@ -285,10 +290,10 @@ def _credentials(worker: Worker) -> dict[str, str]:
 
 
 async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes | None:
-    """The body as sent, or None when it is longer than that.
+    """The body as sent, or None if it is longer than `max_bytes`.
 
-    A longer body is read to its end and dropped: leaving httpx's nested generators half-way would
-    leak them to the garbage collector. The deadline of the caller ends an endless body.
+    A longer body is read to its end and dropped: abandoning httpx's nested generators would leave
+    them to the garbage collector. The caller's deadline ends an endless body.
     """
     body = bytearray()
     length = 0
@@ -300,7 +305,7 @@ async def read_bounded(response: httpx.Response, max_bytes: int) -> bytes | None
 
 
 async def _send(worker: Worker, call: Call) -> tuple[int, bytes | None, str]:
-    """Status, body (None when it is too long) and content type."""
+    """Status, body (None if it is too long) and content type."""
     async with open_client(worker) as client:
         request = build_request(client, worker, worker.address, call)
         response = await client.send(request, stream=True)

@@ -1,6 +1,6 @@
-"""Operations that engines have under different paths: flush the cache, generate a token.
+"""Operations that engines serve at different paths: flush the cache, generate a token.
 
-Invariant: success is the engine's confirmation of the operation, never another route's 200.
+Invariant: only the engine's confirmation of the operation is a success, never another route's 200.
 Sources: routers.md 1.6, real-engines.md 5.
 """
 
@@ -21,7 +21,7 @@ _TOKEN: Final = {"max_tokens": 1, "temperature": 0}
 async def flush_cache(
     worker: Worker, headers: Mapping[str, str], timeout_secs: float
 ) -> CallResult:
-    """The outcome of the first flush route that the worker has."""
+    """The result of the first flush route that the worker has."""
     calls = [Call("POST", path, headers=headers, timeout_secs=timeout_secs) for path in FLUSH_PATHS]
     return await _first_of(worker, calls)
 
@@ -29,7 +29,7 @@ async def flush_cache(
 async def generate_token(
     worker: Worker, headers: Mapping[str, str], timeout_secs: float
 ) -> CallResult:
-    """A health check that generates, where the worker has one; else one token of a completion."""
+    """Call the worker's generating health check if it has one, else generate one token."""
     sent = {**headers, **_JSON}
     completion = {"prompt": "hi", **_TOKEN, **({"model": worker.model} if worker.model else {})}
     sampling = {"text": "hi", "sampling_params": {"max_new_tokens": 1, "temperature": 0}}
@@ -42,7 +42,7 @@ async def generate_token(
 
 
 async def _first_of(worker: Worker, calls: list[Call]) -> CallResult:
-    """The response of the first route that the worker has; of the last one if it has none."""
+    """The response of the first route that the worker has, else of the last route."""
     for call in calls[:-1]:
         outcome = await call_worker(worker, call)
         if outcome.status not in ROUTE_ABSENT:

@@ -1,6 +1,6 @@
-"""Reads a streamed answer of an OpenAI-compatible server, in the pieces in which it arrives.
+"""Incremental parser of a streamed response of an OpenAI-compatible server.
 
-PURE. Invariant: equal bytes give equal events, however they are split. Comments (keep-alive) and
+Pure. Invariant: equal bytes give equal events, however they are split. Comments (keep-alive) and
 fields other than `data` are skipped. Source: HTML Standard, 9.2.6 (interpreting an event stream);
 OpenAI's chunks of `/v1/chat/completions` and `/v1/completions`.
 """
@@ -14,27 +14,27 @@ import msgspec
 
 DONE: Final = b"[DONE]"
 MAX_EVENT_BYTES: Final = 16 * 1024 * 1024
-MAX_TOKENS: Final = 2**53  # that a server is believed to have counted in one request
+MAX_TOKENS: Final = 2**53  # a larger token count in a response is ignored
 _BOM: Final = b"\xef\xbb\xbf"
-# Fields of a chat delta that hold what the model generated.
+# Fields of a chat delta with generated output.
 _GENERATED: Final = ("content", "reasoning_content", "reasoning", "refusal", "tool_calls")
 
 
 class EventStreamError(Exception):
-    """The stream can't be read, or holds an error of the server; the text says which."""
+    """The stream is invalid, or contains an error event of the server; see the message."""
 
 
 class EventStreamReader:
-    """`feed` takes bytes and returns the data of the events that are complete with them.
+    """Pass received bytes to `feed`, which returns the data of each event that they complete.
 
-    An event that no blank line ends is dropped, as the standard says.
+    An event that is not followed by a blank line is dropped, as the standard requires.
     """
 
     def __init__(self) -> None:
-        self._line = bytearray()  # of the line that is not complete
-        self._data: list[bytes] = []  # of the event that is not complete
+        self._line = bytearray()  # the incomplete line
+        self._data: list[bytes] = []  # data lines of the incomplete event
         self._size = 0
-        self._after_cr = False  # a LF that comes next belongs to it
+        self._after_cr = False  # the last byte was CR: a following LF is part of that line end
         self._first = True
 
     def feed(self, chunk: bytes) -> list[bytes]:
@@ -45,7 +45,7 @@ class EventStreamReader:
         if self._after_cr:
             chunk = chunk.removeprefix(b"\n")
         self._after_cr = ends_in_cr
-        # bytes.splitlines: LF, CR and CRLF, and no other character.
+        # bytes.splitlines splits only at LF, CR and CRLF.
         events: list[bytes] = []
         for piece in chunk.splitlines(keepends=True):
             text = piece.rstrip(b"\r\n")
@@ -75,7 +75,7 @@ class EventStreamReader:
 
 
 class TokenUsage(msgspec.Struct, frozen=True):
-    """What the server counted. `cached`: None if it does not say."""
+    """Token counts reported by the server. `cached`: None if it does not report it."""
 
     input: int
     output: int
@@ -84,7 +84,7 @@ class TokenUsage(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class AnswerChunk:
-    """One event. `text`: what was generated; `generated` is also true for calls of tools."""
+    """One event. `text`: the generated text. `generated`: the event has text or a tool call."""
 
     text: str = ""
     generated: bool = False

@@ -1,12 +1,12 @@
-"""Resolves host names to addresses, none of which is a cloud metadata service.
+"""Resolves host names to addresses, and refuses addresses of cloud metadata services.
 
-Invariant: the result is a literal address that `refused_address` accepts; one bad address among
-several refuses the whole name. Nothing is cached: a name is resolved each time.
+Invariant: the result is a literal address that `refused_address` accepts; one refused address among
+several refuses the whole name. Results are not cached.
 
-Also checks whether a worker's address is one that this proxy listens on: its requests would loop.
-Invariant: a name that can't be resolved in time is no error here; a loop that addresses don't show
-(a forwarded port, another proxy) is ended by the hop header, see `wire.forwarded`. Blocking:
-call it in a thread, except for `is_own_address`.
+`reject_own_addresses` finds workers whose address this proxy listens on: their requests would loop.
+Invariant: a name that can't be resolved in time is no error here. The hop header ends loops that
+addresses don't reveal (a forwarded port, another proxy), see `wire.forwarded`. It blocks, so call
+it in a thread.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ Address = tuple[str, int]
 
 
 class RefusedAddress(Exception):
-    """The name leads where no worker may be."""
+    """The name resolves to an address that workers must not have."""
 
 
 async def resolve(host: str, port: int) -> Address:
-    """The first address of `host`. Raises RefusedAddress, or OSError when there is none."""
+    """The first address of `host`. Raises RefusedAddress, or OSError if it has none."""
     return (await addresses(host, port))[0]
 
 
 async def addresses(host: str, port: int) -> tuple[Address, ...]:
-    """Every address of `host` in the system's order; a literal address is its own.
+    """Every address of `host` in the system's order; a literal address is returned as it is.
 
-    Raises RefusedAddress, or OSError when there is none.
+    Raises RefusedAddress, or OSError if it has none.
     """
     if _is_literal(host):
         resolved_hosts = [host]
     else:
         try:
             answers = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_STREAM)
-        except UnicodeError as error:  # a label that IDNA can't write
+        except UnicodeError as error:  # a label that IDNA can't encode
             raise OSError(f"{host} is no host name: {error}") from None
         resolved_hosts = list(dict.fromkeys(str(info[4][0]) for info in answers))
     for ip in resolved_hosts:
@@ -72,7 +72,7 @@ _Ip = IPv4Address | IPv6Address
 
 
 def is_own_address(address: Address, listeners: Iterable[Address]) -> bool:
-    """Whether a connection to this literal address reaches one of the listeners, literal too."""
+    """Whether a connection to `address` reaches one of the listeners. All addresses are literal."""
     ip = _ip(address[0])
     return ip is not None and any(
         address[1] == port and _reaches(ip, at) for host, port in listeners if (at := _ip(host))
@@ -88,7 +88,7 @@ def _ip(text: str) -> _Ip | None:
 
 
 def _reaches(ip: _Ip, listener: _Ip) -> bool:
-    if ip.is_unspecified:  # to dial it is to dial loopback
+    if ip.is_unspecified:  # dialing it reaches loopback
         return listener.is_unspecified or listener.is_loopback
     if not listener.is_unspecified:
         return ip == listener
@@ -97,7 +97,7 @@ def _reaches(ip: _Ip, listener: _Ip) -> bool:
 
 
 def _of_this_machine(ip: _Ip) -> bool:
-    """Only an address of an own interface can be bound to."""
+    """Whether the address belongs to an interface of this machine: only those can be bound."""
     family = socket.AF_INET if ip.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -108,7 +108,7 @@ def _of_this_machine(ip: _Ip) -> bool:
 
 
 def parse_listeners(addresses: Iterable[str]) -> list[Address]:
-    """The addresses of listeners given as `host:port`; Unix sockets have none."""
+    """Parse `host:port` addresses of listeners; Unix sockets are skipped."""
     resolved_hosts = []
     for address in addresses:
         host, _, port = address.rpartition("://")[2].rpartition(":")
@@ -118,13 +118,14 @@ def parse_listeners(addresses: Iterable[str]) -> list[Address]:
 
 
 def reject_own_addresses(config: Config, flag_urls: Sequence[str], file: str) -> None:
-    """Raises ConfigError for workers of FILE and of the command line that are this proxy."""
+    """Raises ConfigError for workers in `file` or on the command line whose URL leads to this
+    proxy. Blocks for at most RESOLVE_SECS."""
     listeners = _configured(config)
     ports = {port for _, port in listeners}
     urls = [(f"workers[{i}].url", entry.url) for i, entry in enumerate(config.workers)]
     urls += [("--worker-urls", url) for url in flag_urls]
     dialled = [(key, url, dial_address(url)) for key, url in urls]
-    # A host with another port than ours is not resolved.
+    # A host is resolved only if its port is one of this proxy's.
     near = [
         (key, url, at) for key, url, at in dialled if not isinstance(at, str) and at[1] in ports
     ]
@@ -142,7 +143,7 @@ def reject_own_addresses(config: Config, flag_urls: Sequence[str], file: str) ->
 
 
 def _configured(config: Config) -> list[Address]:
-    """The listeners with a fixed port; port 0 is unknown until the start."""
+    """The configured listeners with a fixed port; port 0 is chosen only at the start."""
     server, admin = config.server, config.admin
     listeners = [] if server.host.startswith("unix:") else [(server.host, server.port)]
     if admin.listen and not admin.listen.startswith("unix:"):
@@ -151,7 +152,7 @@ def _configured(config: Config) -> list[Address]:
 
 
 def _resolved(hosts: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """What could be found out within RESOLVE_SECS; a literal address is its own."""
+    """The addresses of each host that resolves within RESOLVE_SECS, all hosts together."""
     resolved_hosts: dict[str, tuple[str, ...]] = {}
 
     def look_up(host: str) -> None:
