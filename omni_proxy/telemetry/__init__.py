@@ -1,4 +1,4 @@
 """Metrics, the recent window, the program's own log, and best-effort lines such as the access log.
 
-Invariant: nothing here may fail a request, delay it or grow with it.
+Invariant: nothing here fails or delays a request, and memory does not grow with their number.
 """

@@ -1,5 +1,5 @@
-"""Which bucket of a histogram a value belongs to. The native build has `bucket_index.pyx` in its
-place, which compares numbers and no objects."""
+"""Finds the histogram bucket of a value. The native build uses `bucket_index.pyx` instead, which
+compares C doubles rather than Python objects."""
 
 from bisect import bisect_left as bucket_of
 

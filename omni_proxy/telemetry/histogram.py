@@ -1,9 +1,9 @@
 """Histograms that cost a bisect and two additions per value, and exemplars of their buckets.
 
-Invariant: `counts` has one entry per bound and one for values above the last; a bound belongs to
-the bucket below it, as in Prometheus. Bounds are in seconds. An exemplar is the trace of the newest
-sampled request that fell into a bucket: at most one for each bucket of a histogram, each route and
-each worker of the fleet. Source: OpenMetrics 1.0, "Exemplars".
+Invariant: `counts` has one entry per bound and one for values above the last; a value equal to a
+bound counts in the bucket below it, as in Prometheus. Bounds are in seconds. An exemplar is the
+trace of the newest sampled request in a bucket: at most one for each bucket, route and worker of
+the fleet. Source: OpenMetrics 1.0, "Exemplars".
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from omni_proxy.dataplane.exchange.exchange import Exchange
 
 
-# What the metrics of other gateways use, so that dashboards can be compared.
+# The bounds that other gateways use, so that dashboards can be compared.
 DURATION: Final = tuple(0.01 * 2**n for n in range(14))
 FIRST_CHUNK: Final = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
@@ -33,8 +33,8 @@ LONGEST_GAP: Final = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120
 SHORT: Final = (
     0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0,
 )  # fmt: skip
-# For quantiles: four per octave, so that an estimate is at most 19 % off. The bounds of the times
-# that most answers share are among them, so that one search serves all of those.
+# For quantiles: four per octave, so that an estimate is at most 19 % off. They include the bounds
+# of FIRST_CHUNK and DURATION, so that one search finds the buckets of all three.
 _OCTAVES: Final = tuple(0.00025 * 2 ** (n / 4) for n in range(89))
 FINE: Final[tuple[float, ...]] = tuple(sorted({*FIRST_CHUNK, *DURATION, *_OCTAVES}))
 # For each bucket of FINE, its bucket of DURATION.
@@ -42,7 +42,7 @@ COARSE: Final = (*(bisect_left(DURATION, bound) for bound in FINE), len(DURATION
 
 
 class Histogram:
-    """A caller that counts many values may inline it, as `telemetry` does."""
+    """A histogram of times in seconds. Hot callers inline `observe`, as `Metrics` does."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -56,7 +56,7 @@ class Histogram:
         self.sum += secs
 
     def observe_all(self, values: list[float]) -> None:
-        """As `telemetry` does each of them, for a tenth of its price; `many` is empty then."""
+        """Count all values, much faster than one by one. Sorts and then empties `values`."""
         self.sum += sum(values)
         values.sort()
         below = 0
@@ -71,14 +71,14 @@ class Histogram:
         values.clear()
 
     def clear(self) -> None:
-        """In place: counting continues."""
+        """Reset to zero in place, so that references to `counts` stay valid."""
         self.counts[:] = [0] * len(self.counts)
         self.sum = 0.0
 
     def buckets(self, bounds: tuple[float, ...] = ()) -> list[tuple[str, float]]:
-        """As an exposition has them: upper bound as text, and how many lie at or below it.
+        """The rows of a Prometheus exposition: upper bound as text, and the count at or below it.
 
-        `bounds`: only these of the bounds.
+        `bounds`: the subset of the bounds to return; empty for all.
         """
         bounds_shown = frozenset(bounds or self.bounds)
         rows: list[tuple[str, float]] = []
@@ -91,8 +91,8 @@ class Histogram:
 
 
 class LateHistogram(Histogram):
-    """Writers append values to `late`, always the same list, and merge them when there are many;
-    readers merge first."""
+    """A histogram with deferred counting: writers append values to `late`, whose identity never
+    changes, and call `sort_in` when it is long; readers merge automatically."""
 
     __slots__ = ("_counts", "_sum", "late")
 
@@ -116,7 +116,7 @@ class LateHistogram(Histogram):
             self.sort_in()
         return self._sum
 
-    @sum.setter  # noqa: A003  as the base has it
+    @sum.setter  # noqa: A003  name of the base class
     def sum(self, total: float) -> None:
         self._sum = total
 
@@ -131,7 +131,7 @@ class LateHistogram(Histogram):
 
 
 def quantile(counts: Sequence[int], share: float, bounds: tuple[float, ...] = FINE) -> float | None:
-    """Of values counted by their index in `bounds`; None without values."""
+    """The quantile `share`, 0 to 1, of values counted by bucket of `bounds`; None if none."""
     target = sum(counts) * share
     below = 0
     for index, count in enumerate(counts):
@@ -144,7 +144,7 @@ def quantile(counts: Sequence[int], share: float, bounds: tuple[float, ...] = FI
 
 
 TOTAL, FIRST = 0, 1  # the histograms: request duration, time to the first chunk
-BOUNDS: Final = (DURATION, FIRST_CHUNK)  # of each, as exported
+BOUNDS: Final = (DURATION, FIRST_CHUNK)  # the exported bounds of each
 _LE: Final = tuple((*(f"{bound:.10g}" for bound in bounds), "+Inf") for bounds in BOUNDS)
 
 Key = tuple[str, Worker | None]  # route, worker
@@ -165,7 +165,7 @@ class Exemplars:
         self._noted: dict[Key, tuple[dict[int, Noted], dict[int, Noted]]] = {}
 
     def note(self, exchange: Exchange, worker: Worker | None, at: float) -> None:
-        """Of an exchange that is over and whose trace is sampled. `at`: Unix time."""
+        """Add an exchange that has ended and whose trace is sampled. `at`: Unix time."""
         if exchange.route is None or exchange.trace is None:
             return
         key, trace_id = (exchange.route.path, worker), exchange.trace.trace_id.decode()
@@ -174,7 +174,7 @@ class Exemplars:
             self.put(key, FIRST, Noted(trace_id, exchange.first_at - exchange.started_at, at))
 
     def put(self, key: Key, kind: int, noted: Noted) -> None:
-        """`kind`: TOTAL or FIRST. An older one than its bucket has is dropped."""
+        """`kind`: TOTAL or FIRST. Dropped if the bucket has a newer exemplar."""
         buckets = self._noted.setdefault(key, ({}, {}))[kind]
         place = bisect_left(BOUNDS[kind], noted.secs)
         if place not in buckets or buckets[place].at <= noted.at:
@@ -187,12 +187,12 @@ class Exemplars:
                     yield key, kind, noted
 
     def keep(self, workers: Collection[Worker | None]) -> None:
-        """Those of others go."""
+        """Drop the exemplars of all other workers."""
         for key in [key for key in self._noted if key[1] not in workers]:
             del self._noted[key]
 
     def marks(self, keys: Iterable[Key], kind: int) -> dict[str, Exemplar]:
-        """By the upper bound of the bucket, as text; the newest of several series."""
+        """The newest exemplar of each bucket over all `keys`, by its upper bound as text."""
         newest: dict[int, Noted] = {}
         for key in keys:
             if key in self._noted:
@@ -206,7 +206,7 @@ class Exemplars:
 
 
 def marked(buckets: list[Bucket], marks: Mapping[str, Exemplar]) -> list[MarkedBucket]:
-    """Buckets of an exposition, with the exemplars of some."""
+    """Buckets of an exposition, with the exemplars in `marks` added."""
     if not marks:
         return list(buckets)
     return [(le, count, marks[le]) if le in marks else (le, count) for le, count in buckets]

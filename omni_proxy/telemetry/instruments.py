@@ -1,10 +1,10 @@
 """All instruments of the running process as one value, the stall detector, and the ticker.
 
-Invariants: the ticker measures trio's loop as its tasks see it: if it wakes late, all other tasks
-wake late too. The stall detector finds workers that have requests in flight and send nothing, long
-before their probes fail; it is pure, bounded by the fleet, and each tick visits a fifth of it.
-Progress is an exchange that ends or a further chunk of a stream; a WebSocket session for speech
-may be silent for any time.
+The ticker measures the delay of trio's loop: if it wakes late, all other tasks wake late too. The
+stall detector finds workers that have requests in flight and send nothing, long before their probes
+fail. Invariant: it is pure, its memory is bounded by the fleet, and each tick visits a fifth of the
+workers. Progress is an exchange that ends or a further chunk of a stream; WebSocket sessions for
+speech don't count, because they may be silent for any time.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from omni_proxy.telemetry.span_exporter import SpanExporter
 
-PARTS: Final = 5  # so each worker is looked at every five seconds
+PARTS: Final = 5  # each tick checks one part, so each worker is checked every five seconds
 LEAST_SECS: Final = 15.0
-USUAL_TIMES: Final = 3.0  # so many times what most of its answers took to begin
-MOST: Final = 0.95  # one that was stuck before must not make that usual
-UNKNOWN_SECS: Final = 60.0  # of one that has never answered
+USUAL_TIMES: Final = 3.0  # factor over the worker's usual time to the first chunk
+MOST: Final = 0.95  # quantile that counts as usual: earlier stalls must not raise it
+UNKNOWN_SECS: Final = 60.0  # for a worker that has sent no response so far
 SESSIONS: Final = "tts_websocket"
 
 
 class EngineStallDetector:
-    """`tick` gets the Unix time, once a second."""
+    """Call `tick` once a second, with the Unix time."""
 
     def __init__(self, fleet: Fleet, meters: Metrics, recent: RecentWindow) -> None:
         self._fleet = fleet
         self._meters = meters
         self._recent = recent
         self._part = 0
-        # Progress at the last check, and since when it is unchanged.
+        # Progress at the last check, and the time since which it has not changed.
         self._progress: dict[Worker, tuple[int, float]] = {}
 
     def tick(self, at: float) -> None:
@@ -62,7 +62,7 @@ class EngineStallDetector:
             }
 
     def silent_secs(self, worker: Worker, at: float) -> float | None:
-        """Seconds without a response byte, if that is longer than usual for this worker."""
+        """Seconds without progress, if that is unusually long for this worker, else None."""
         if worker not in self._progress or not _busy(worker):
             return None
         progress, since = self._progress[worker]
@@ -83,8 +83,8 @@ class EngineStallDetector:
 
 
 class HoldTimes:
-    """Since when the proxy holds a worker out of rotation, by reason: `tick` gets the Unix time,
-    once a second. Bounded by the fleet; a hold of before the start is one of its first second."""
+    """The times at which workers were cordoned, by reason. Call `tick` once a second, with the Unix
+    time. Bounded by the fleet; a cordon from before the start counts from its first second."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -98,7 +98,7 @@ class HoldTimes:
                 self._since[worker] = {name: known.get(name, at) for name in worker.cordon_reasons}
 
     def of(self, worker: Worker) -> dict[str, float]:
-        """Unix times; a hold of the last second may be missing."""
+        """Unix times by reason; a cordon of the last second may be missing."""
         since = self._since.get(worker, {})
         return {name: since[name] for name in sorted(worker.cordon_reasons & since.keys())}
 
@@ -138,7 +138,7 @@ class Instruments:
         self.holds.tick(at)
 
 
-STEP_SECS: Final = 0.05  # a shorter stall is not seen
+STEP_SECS: Final = 0.05  # shorter stalls are not detected
 STEPS: Final = 20  # in a second
 
 

@@ -1,9 +1,9 @@
 """A best-effort sink of whole lines, such as the access log and the route log.
 
 Invariant: `write` neither waits nor raises. Lines that can't be written in time are dropped and
-counted; a file that can't be opened costs lines, never a request. After a write that broke off
-inside a line, as on a full disk, the next write begins a new line. The file is opened for each
-flush and its folder created if it is missing, so that both may be moved or deleted at any time.
+counted; if a file can't be opened, lines are lost, but no request fails. After a partial write, as
+on a full disk, the next write begins a new line. The file is opened for each flush and its folder
+created if it is missing, so that both may be moved or deleted at any time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import trio
 
 OFF, STDOUT = "off", "-"
 QUEUE_BYTES = 8 * 1024 * 1024
-GATHER_SECS = 0.1  # a flush costs a thread hop and an open(): some 300 us, shared by all its lines
+GATHER_SECS = 0.1  # the cost of a flush, a thread hop and an open(), is shared by all its lines
 LAST_FLUSH_SECS = 2
 COMPLAIN_SECS = 60
 
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class LineLog:
-    """Lines go in by `write`; `run` takes them to the target, which may change at any time."""
+    """`write` queues lines; `run` writes them to the target, which may change at any time."""
 
     def __init__(self, target: str = OFF) -> None:
         self._target = target
@@ -35,8 +35,8 @@ class LineLog:
         self._filled = trio.Event()
         self._complained_at = float("-inf")
         self._thread = trio.CapacityLimiter(1)
-        self._torn = ""  # the target whose last line has no end
-        self.dropped = 0  # lines that did not fit
+        self._torn = ""  # the target whose last line is incomplete
+        self.dropped = 0  # lines that did not fit into the queue
         self.failed = 0  # lines that could not be written
 
     @property
@@ -45,11 +45,11 @@ class LineLog:
         return self._target != OFF
 
     def retarget(self, target: str) -> None:
-        """Turn to stdout ("-"), a path or nothing ("off"); lines that wait go there too."""
+        """Write to stdout ("-"), a path, or nowhere ("off"). Also applies to queued lines."""
         self._target = target
 
     def write(self, record: bytes) -> None:
-        """Take one line, without its end."""
+        """Queue one line, without its line end."""
         if self._target == OFF:
             return
         if self._queued_bytes + len(record) > QUEUE_BYTES:
@@ -88,7 +88,7 @@ class LineLog:
         if target == OFF:
             return
         try:
-            # Abandoned if a pipe behind stdout is full: the shutdown must not wait for its reader.
+            # Abandoned on shutdown, which must not wait for the reader of a full stdout pipe.
             await trio.to_thread.run_sync(
                 _put, target, blob, target == self._torn,
                 limiter=self._thread, abandon_on_cancel=True,
@@ -110,7 +110,7 @@ class LineLog:
 
 
 class _BrokenOff(OSError):
-    """`lines` are in the file, and a part of the next one."""
+    """A partial write: `lines` whole lines are in the file, and a part of the next one."""
 
     def __init__(self, error: OSError, lines: int) -> None:
         super().__init__(error.errno, error.strerror)
@@ -130,13 +130,13 @@ def _put(target: str, blob: bytes, torn: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("ab", buffering=0)
     with file:
-        if blob and torn and file.seekable() and file.tell():  # not one that was begun since
+        if blob and torn and file.seekable() and file.tell():  # not a file created since
             file.write(b"\n")
         _put_all(file, blob)
 
 
 def _put_all(file: FileIO, blob: bytes) -> None:
-    """Raises OSError; _BrokenOff where a part has been written that is no whole line."""
+    """Raises OSError, or _BrokenOff if a part of `blob` has been written."""
     unwritten = memoryview(blob)
     while unwritten:
         try:

@@ -1,10 +1,10 @@
-"""The program's own log: lines on stderr, as text or JSON, and in a file where one is configured.
+"""The program's own log: lines on stderr, as text or JSON, and in a file if one is configured.
 
 Invariants: `configure` may be called at any time and leaves exactly one handler of this module for
-each of the two on the root logger; other handlers are not touched. Neither a reader of stderr that
-does not read nor a slow disk blocks anything: a line that can be written at once is written at once
-in the calling thread, so a crash loses none of it; others are queued for a thread, and beyond
-`QUEUE_BYTES` they are dropped and counted. A line holds no secret of a query and no terminal
+each of the two on the root logger; other handlers are not touched. Neither a stalled reader of
+stderr nor a slow disk blocks a caller: a line that can be written without blocking is written in
+the calling thread, so that a crash does not lose it; others are queued for a thread, and beyond
+`QUEUE_BYTES` they are dropped and counted. A line contains no secret of a query and no terminal
 control sequence.
 """
 
@@ -26,12 +26,12 @@ from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.wire.log_text import ascii_json, escape_unprintable, mask_secrets_in_text
 
 QUEUE_BYTES: Final = 4 * 1024 * 1024
-CLOSE_SECS: Final = 1.0  # for the queue to be written at the end
-_ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that polls as writable takes so much at once
+CLOSE_SECS: Final = 1.0  # how long `close` waits for the queue to be written
+_ATOMIC_BYTES: Final = select.PIPE_BUF  # a pipe that polls as writable has room for this much
 
 
 class NonBlockingHandler(logging.StreamHandler[TextIO]):
-    """A stream handler whose reader may stall."""
+    """A stream handler that does not block if the stream's reader stalls."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
@@ -48,7 +48,7 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
 
     def emit(self, record: logging.LogRecord) -> None:
         fd = self._fd()
-        if fd is None:  # no descriptor behind the stream, so nothing can stall
+        if fd is None:  # the stream has no file descriptor, so it can't block
             super().emit(record)
             return
         try:
@@ -85,7 +85,7 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
         self._queue_bytes += len(line)
 
     def _write_queue(self, fd: int) -> None:
-        """Runs in the thread. Lines taken from the queue are lost if the reader is gone."""
+        """Runs in the thread. Lines taken from the queue are lost if the reader has closed."""
         while (lines := self._take_queue()) is not None:
             try:
                 while lines:
@@ -109,7 +109,7 @@ class NonBlockingHandler(logging.StreamHandler[TextIO]):
 
 
 def _write_at_once(fd: int, line: bytes) -> bool:
-    """Write the line, unless the write might block. An error of a file or pipe loses the line."""
+    """Write the line. False if the write might block; if it fails, the line is lost."""
     if len(line) > _ATOMIC_BYTES or os.isatty(fd):  # a terminal doesn't report how much it accepts
         return False
     poll = select.poll()
@@ -125,23 +125,23 @@ def _write_at_once(fd: int, line: bytes) -> bool:
     return True
 
 
-# They log each request, or each event of a watched folder, at level info.
+# These libraries log each request, or each event of a watched folder, at level info.
 CHATTY = ("httpx", "httpcore", "hpack", "watchfiles")
 
 
 class _Writer(NonBlockingHandler):
-    """Marks the program's own handler."""
+    """The handler for stderr; a class of its own, so that `configure` can find it."""
 
 
 class _Copier(logging.Handler):
-    """Ours, too: hands each line to the log of the file."""
+    """The handler for the file: writes each line to its `LineLog`."""
 
     def __init__(self, lines: LineLog) -> None:
         super().__init__()
         self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
-        # Its own error message would go to the same handler.
+        # Warnings of the LineLog itself must not be written to the file that fails.
         if self._lines.on and record.name != line_log.__name__:
             self._lines.write(self.format(record).encode(errors="backslashreplace"))
 
@@ -171,8 +171,8 @@ class _Text(logging.Formatter):
 
 
 def configure(level: str, format_: str, file: LineLog | None = None) -> None:
-    """`level` as in `[server] log_level`; `format_` is "text" or "json". `file` gets all lines,
-    from the first call that names it."""
+    """Set up the root logger. `level`: as in `[server] log_level`. `format_`: "text" or "json".
+    `file`: also receives all lines, from the first call that passes it."""
     root = logging.getLogger()
     root.setLevel(level.upper())
     for name in CHATTY:

@@ -1,13 +1,13 @@
 """Counts of finished exchanges, and of streams while they run, as plain numbers.
 
 Invariant: `record` is cheap, and neither waits nor fails. Its labels are bounded: routes are those
-of the route table, workers those of the fleet, and a model that no worker names is "other". Nothing
-here reads a body, except the last chunk of one if its `usage` is wanted.
+of the route table, workers those of the fleet, and a model that no worker serves is "other". No
+body is read, except for its last chunk if the `usage` in it is counted.
 
 Exchanges are counted in one `RouteSeries` per route and worker and one `RoutePhases` per route.
-Invariant: a response of a single chunk is counted in `SingleChunkCounts` alone, at the
-cost of one index and three sums, until `gather` distributes it to the histograms that are read. So
-every reader of a series gathers it first.
+Invariant: a response of a single chunk is counted only in `SingleChunkCounts`, at the cost of one
+index and three sums, until `gather` distributes it to the exported histograms. So every reader of
+a series must gather it first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _PLACES: Final = range(len(FINE) + 1)
 class RoutePhases:
     """The times of one route, over all workers.
 
-    `heads` and `own` are times of `head` and `overhead` that still have to be sorted in.
+    `heads` and `own`: times that have yet to be counted in `head` and `overhead`.
     """
 
     __slots__ = ("connect", "head", "heads", "longest_gap", "overhead", "own", "queue")
@@ -70,10 +70,11 @@ class RoutePhases:
 
 
 class SingleChunkCounts:
-    """Counters of every request, in one object: with many workers none of it is in a CPU cache.
+    """Counters of single-chunk responses. They are in one object because with many workers each
+    access is a miss of the CPU caches.
 
-    `single_chunk_counts`: requests at each index of FINE, by their time. All of them ended with
-    2xx, for one model: `model_key` as the client wrote it, `model` as its label.
+    `single_chunk_counts`: requests by bucket of FINE. All ended with 2xx, and have the same model:
+    `model_key` as the client sent it, `model` as its label.
     """
 
     __slots__ = (
@@ -96,7 +97,7 @@ class SingleChunkCounts:
 
 
 class RouteSeries(SingleChunkCounts):
-    """One route on one worker; no worker if none was tried."""
+    """The series of one route on one worker, or of requests that were sent to no worker."""
 
     __slots__ = (
         "between", "cached_tokens", "chunks", "ends", "first", "prompt_tokens", "tokens", "total",
@@ -110,12 +111,12 @@ class RouteSeries(SingleChunkCounts):
         self.between = LateHistogram(BETWEEN_CHUNKS)
         self.chunks = 0
         self.tokens: Counter[tuple[str | None, str]] = Counter()  # model, type
-        # Of answers that report both: how many tokens of their prompts were cached, and all.
+        # Of responses that report both: the cached tokens and all tokens of their prompts.
         self.cached_tokens = self.prompt_tokens = 0
 
     def gather(self, recent: WindowCounts) -> None:
-        """Distribute single-chunk responses to the histograms, and to the worker's slot. Cheap per
-        index: it runs for all workers at once."""
+        """Distribute single-chunk responses to the histograms, and to the worker's slot. It runs
+        for all workers in one call, so the loop over indexes must be cheap."""
         counts = list(compress(self.single_chunk_counts, self.single_chunk_counts))
         indices = list(compress(_PLACES, self.single_chunk_counts))
         total, first, head = self.total, self.first, self.phases.head
@@ -137,16 +138,16 @@ class RouteSeries(SingleChunkCounts):
 
 OTHER: Final = "other"
 MODEL_LABELS: Final = 1000
-ADMIN_API: Final = "front"  # the route of whatever is not model traffic
+ADMIN_API: Final = "front"  # route label of everything that is not model traffic
 LEGS: Final = ("prefill", "decode")
-AT_ONCE: Final = 2048  # times that are sorted in together: a third of a millisecond
-UNREAD: Final = "unread"  # no head that could be read
+AT_ONCE: Final = 2048  # how many times are merged into a histogram in one call
+UNREAD: Final = "unread"  # route label of requests without a readable head
 
 K = TypeVar("K")
 
 
 class Metrics:
-    """Since the start of the program; series of removed workers are dropped."""
+    """All counts since the start of the program; series of removed workers are dropped."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class Metrics:
         clock: Callable[[], float] = monotonic,
         at_once: int = AT_ONCE,
     ) -> None:
-        """`clock`: that of the event loop. `at_once`: so many times are sorted in together."""
+        """`clock`: that of the event loop. `at_once`: see AT_ONCE."""
         self._clock = clock
         self._at_once = at_once
         self.failed_attempts: Counter[tuple[Worker, str]] = Counter()
@@ -167,7 +168,7 @@ class Metrics:
         self.legs = {leg: Histogram(DURATION) for leg in LEGS}  # times of legs that ended well
         self.transfer_failures = 0  # of KV caches
         self.fallbacks: Counter[str] = Counter()  # by reason: decode worked without prefill
-        # Prompt tokens that were believed to be cached, and that were, where answers report them.
+        # Prompt tokens that were predicted to be cached, and that were, if responses report them.
         self.cached_tokens: dict[Worker, tuple[int, int]] = {}
         self._phases: dict[str, RoutePhases] = {}
         self._series: dict[str, dict[Worker | None, RouteSeries]] = {}
@@ -202,7 +203,7 @@ class Metrics:
         return self._fleet.workers
 
     def series_for(self, route: str, worker: Worker | None) -> RouteSeries:
-        """That one, made where it has to be."""
+        """The series of this route and worker, created if it does not exist."""
         cells = self._series.get(route)
         if cells is None:
             cells = self._series[route] = {}
@@ -213,7 +214,7 @@ class Metrics:
         return cell
 
     def gap_histogram(self, exchange: Exchange) -> LateHistogram | None:
-        """Where the relay counts the gaps of this stream while it lasts; None: nowhere."""
+        """The histogram for the gaps of this stream while it runs; None if it has no route."""
         return (
             self.series_for(exchange.route.path, exchange.worker).between
             if exchange.route is not None
@@ -221,12 +222,12 @@ class Metrics:
         )
 
     def count_target(self, alias: str, target: str) -> None:
-        """A request for an alias goes to this target; both are names of the configuration."""
+        """Count a request for an alias that goes to this target. Both names are configured."""
         self.alias_targets[alias, target] += 1
 
     def count_cached(self, worker: Worker, predicted: int, reported: int) -> None:
-        """Prompt tokens of one answer that the worker was believed to have cached, and that it
-        had."""
+        """Count prompt tokens of one response: those predicted to be cached, and those that the
+        worker reported as cached."""
         before = self.cached_tokens.get(worker, (0, 0))
         self.cached_tokens[worker] = (before[0] + predicted, before[1] + reported)
 
@@ -234,8 +235,8 @@ class Metrics:
         self.exemplars.note(exchange, worker, time())
 
     def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
-        """A prefill leg ended well: it counts in the last minute of its worker, and not as a
-        request of the fleet's."""
+        """Count a prefill leg that succeeded. It counts in the last minute of its worker, but not
+        as a request of the fleet."""
         times, started = self.legs["prefill"], exchange.started_at
         head_at, ended = exchange.response_head_at, exchange.ended_at
         index = bucket_of(FINE, head_at - started)
@@ -260,18 +261,18 @@ class Metrics:
             times.sum += secs
 
     def count_gaps(self, worker: Worker) -> int:
-        """The count over its streams, running ones included."""
+        """The number of gaps between chunks over all streams of the worker, also running ones."""
         return sum(sum(cell.between.counts) for cell in self.cells_of(worker))
 
     def cells_of(self, worker: Worker) -> list[RouteSeries]:
-        """Its series of all routes; gather it first."""
+        """The worker's series of all routes; call `gather` first."""
         return [cells[worker] for cells in self._series.values() if worker in cells]
 
     def phases_for(self, route: str) -> RoutePhases:
         return self._phases.setdefault(route, RoutePhases())
 
     def gather(self, worker: Worker | None) -> None:
-        """Make readable what was counted of this worker; None: of all."""
+        """Merge deferred counts of this worker, or of all for None, into their histograms."""
         for cells in self._series.values():
             if worker is None:
                 for cause, cell in cells.items():
@@ -289,8 +290,8 @@ class Metrics:
     def record(self, exchange: Exchange, worker: Worker | None) -> None:
         """Record an ended exchange; keeps no reference to it.
 
-        The most frequent case comes first: a response in one chunk, to a request that was sent at
-        once. All its phases are then one time, except for a head that came earlier.
+        The most frequent case comes first: a response in one chunk, to a request that was sent
+        immediately. Then all its phases took equally long, except for a head that arrived earlier.
         """
         route = exchange.route
         if route is None:
@@ -340,12 +341,13 @@ class Metrics:
             cell.model = model
         if requested is None:
             cell.model_key = None
-        else:  # one string for all cells: with many workers each one's own is in no cache
+        else:  # one string for all cells, so that comparing it does not miss the CPU cache
             cell.model_key = intern(requested) if len(requested) <= TEXT_CHARS else NO_MODEL_SEEN
         return True
 
     def _label(self, model: str | None) -> str | None:
-        """Of a model that a worker has; adapters may come and go, so labels are bounded."""
+        """The metric label of a model. Only models of workers get one; their number is bounded,
+        because adapters may be loaded and unloaded."""
         if model is None or model in self._labels:
             return model
         if model not in self._models or len(self._labels) >= MODEL_LABELS:
@@ -390,7 +392,7 @@ class Metrics:
         self._count_recent(exchange, worker, index)
 
     def _count_recent(self, exchange: Exchange, worker: Worker | None, index: int) -> None:
-        """`place` in FINE: time to the client's first chunk; -1 without one."""
+        """`index`: bucket of FINE of the time to the client's first chunk; -1 without one."""
         recent = self._recent
         second = recent.second
         second.requests += 1
@@ -398,7 +400,7 @@ class Metrics:
         slot.requests += 1
         if index >= 0:
             second.firsts[index] += 1
-            if exchange.sent_at != exchange.started_at:  # earlier time is not the worker's
+            if exchange.sent_at != exchange.started_at:  # the time before is not the worker's
                 index = bucket_of(FINE, exchange.first_at - exchange.sent_at)
             slot.firsts[index] += 1
         if exchange.status >= 400 or exchange.outcome != "completed" or exchange.attempts > 1:
@@ -449,7 +451,8 @@ class Metrics:
                     cell.model_key = NO_MODEL_SEEN
 
     def drop_removed_workers(self) -> None:
-        """Who is not in the fleet any more; an exchange of one may have ended after it went."""
+        """Drop the counts of workers that are not in the fleet. Not done only on removal, because
+        an exchange may end after its worker was removed."""
         current = {*self._fleet.workers, None}
         for cells in self._series.values():
             for worker in cells.keys() - current:
@@ -464,7 +467,7 @@ class Metrics:
 
 
 def _was_single_chunk(exchange: Exchange) -> bool:
-    """As `exchange.single_chunk`, of one that a coroutine has run."""
+    """As `exchange.single_chunk`, for an exchange that was run by a coroutine."""
     return (
         exchange.first_at == exchange.ended_at
         and exchange.sent_at == exchange.started_at
@@ -480,9 +483,9 @@ def _keep(counted: Counter[K], keys: set[K]) -> None:
 
 
 class SyncMetrics:
-    """Weight syncs over a group. `ended`: phase and "ok" or "failed"; `secs`: by phase; `aborts`:
-    by what ended a sync. `nbytes`: received by members, as they report it, else as announced.
-    Invariant: every label value is one of this program; nothing from a trainer becomes one."""
+    """Weight syncs over a process group. `ended`: counts by phase and "ok" or "failed". `secs`: by
+    phase. `aborts`: by cause. `nbytes`: bytes received by members, as reported, else as announced.
+    Invariant: every label value is defined in the code; no text from a trainer becomes one."""
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, str]] = Counter()

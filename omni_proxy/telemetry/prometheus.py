@@ -1,12 +1,12 @@
 """`Metrics` and the fleet as Prometheus metric families (docs/operations.md explains each).
 
 Invariant: each label is bounded by the route table, the fleet, or a list in the code. A large
-family is yielded in parts, one right after the other, so that the caller can yield to the event
-loop in between; counting may go on meanwhile.
+family is yielded in consecutive parts, so that the caller can yield to the event loop in between;
+counting may continue in that time.
 
 Also the request times under OpenTelemetry's names for generative AI clients: over all workers, by
-operation and model, as dashboards for those names expect. Invariant: a few
-series for each model that a worker names, whatever the size of the fleet.
+operation and model, as dashboards for those names expect. Invariant: a few series for each model
+that a worker serves, whatever the size of the fleet.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ OPERATIONS: Final = {
     "/generate": "generate_content",
 }
 LABELS: Final = ("gen_ai_operation_name", "gen_ai_request_model")
-CELLS_AT_ONCE: Final = 100  # to be added up: about a millisecond
-# Name, meaning, times, and which exemplars they have.
+CELLS_AT_ONCE: Final = 100  # series that are summed before the caller may yield
+# Name, help text, histogram, and the kind of its exemplars.
 NAMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram], int | None], ...]] = (
     ("duration", "From first byte to last byte", lambda cell: cell.total, TOTAL),
     (
         "time_to_first_chunk",
-        "From a request's first byte to its answer's",
+        "From a request's first byte to its response's",
         lambda cell: cell.first,
         FIRST,
     ),
     (
         "time_per_output_chunk",
-        "Between two chunks of a stream, each such time, also while it lasts",
+        "Each gap between two chunks of a stream, counted while it runs",
         lambda cell: cell.between,
         None,
     ),
@@ -66,7 +66,7 @@ NAMES: Final[tuple[tuple[str, str, Callable[[RouteSeries], Histogram], int | Non
 def otel_families(
     cells: list[tuple[str, Worker | None, RouteSeries]], exemplars: Exemplars | None = None
 ) -> Iterator[Metric]:
-    """Yields empty parts in between, so that the caller can yield to the event loop."""
+    """Also yields empty families, so that the caller can yield to the event loop."""
     present = [
         ((OPERATIONS[route], worker.model or ""), cell)
         for route, worker, cell in cells
@@ -103,7 +103,7 @@ def _add(sums: dict[tuple[str, str], Histogram], key: tuple[str, str], more: His
     exchange.sum += more.sum
 
 
-PART: Final = 200  # samples, about a millisecond of work
+PART: Final = 200  # samples in one part of a family
 BY_SERIES: Final = ("route", "worker")
 
 Labels = Sequence[str]
@@ -137,8 +137,8 @@ def histograms(
     rows: Iterable[tuple[Labels, Histogram]],
     marks_of: Callable[[Labels], Mapping[str, Exemplar]] = lambda _: {},
 ) -> Iterator[Metric]:
-    """Empty histograms are left out: each would be twenty lines of zeros. `marks_of`: the exemplars
-    of a row."""
+    """Empty histograms are left out: each would be twenty lines of zeros. `marks_of`: returns the
+    exemplars of a row."""
     rows_with_samples = (
         (key, marked(of.buckets(_exported_bounds(of)), marks_of(key)), of.sum)
         for key, of in rows
@@ -150,7 +150,7 @@ def histograms(
 
 
 def _exported_bounds(times: Histogram) -> tuple[float, ...]:
-    """Fine bounds, which the recent window needs for quantiles, are exported as coarser ones."""
+    """The recent window needs fine bounds for quantiles; coarser ones are exported."""
     return FIRST_CHUNK if times.bounds is FINE else times.bounds
 
 
@@ -209,8 +209,8 @@ STATES: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
     ("worker_in_flight", "Requests in flight", lambda w: w.in_flight - w.in_flight_elsewhere),
     ("worker_weight_epoch", "The weight epoch, 0 if unknown", lambda w: w.weight_epoch),
 )
-# Exported while they are 1: for nearly all workers they would be 0. Not for counters: one that
-# appears with the value 1 hides its first increase from rate().
+# Exported only while they are 1, because for nearly all workers they would be 0. Never do so with
+# counters: rate() misses the first increase of one that appears with the value 1.
 WHILE_TRUE: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
     ("worker_disabled", "1 while an operator has disabled it", lambda w: w.disabled),
     ("worker_half_open", "1 while its breaker is half-open", lambda w: w.health.is_half_open),
@@ -279,11 +279,11 @@ def _tokens(series: SeriesRows) -> Iterator[Metric]:
 
 
 def _cached_tokens(metrics: Metrics) -> Iterator[Metric]:
-    """Of answers that report their cached tokens, so that the two can be compared."""
+    """Counts only responses that report their cached tokens, so that the two are comparable."""
     counts = [(worker.url, *counts) for worker, counts in metrics.cached_tokens.items()]
     texts = {
-        "predicted": "Prompt tokens that a worker was believed to have cached",
-        "told": "Prompt tokens that a worker had cached, by its own answers",
+        "predicted": "Prompt tokens that were predicted to be cached at a worker",
+        "told": "Prompt tokens that a worker reported as cached in its responses",
     }
     for at, (kind, text) in enumerate(texts.items(), start=1):
         rows = (((row[0],), int(row[at])) for row in counts)
@@ -296,10 +296,10 @@ def _attempts(metrics: Metrics) -> Iterator[Metric]:
         ("alias", "target"), metrics.alias_targets.items(),
     )  # fmt: skip
     yield from histograms(
-        "leg_seconds", "Time of a leg that ended well, of requests in two legs", ("leg",),
+        "leg_seconds", "Time of successful legs of requests in two legs", ("leg",),
         (([leg], times) for leg, times in metrics.legs.items()),
     )  # fmt: skip
-    text = "KV caches that could not be passed to the decode worker"
+    text = "KV caches that could not be transferred to the decode worker"
     yield total("kv_transfer_failures", text, metrics.transfer_failures)
     yield from counters(
         "prefill_fallbacks", "Requests whose decode worker computed the prompt itself", ("reason",),
@@ -321,7 +321,7 @@ def _attempts(metrics: Metrics) -> Iterator[Metric]:
 
 
 def _ranks(workers: Sequence[Worker]) -> Iterator[Metric]:
-    """Of workers with data-parallel ranks; nothing where there are none."""
+    """Metrics of data-parallel ranks; yields nothing if no worker has any."""
     ranks = [((w.url, str(n)), rank) for w in workers for n, rank in enumerate(w.dp_ranks)]
     if not ranks:
         return
@@ -341,20 +341,20 @@ def _ranks(workers: Sequence[Worker]) -> Iterator[Metric]:
 
 
 def _engine_loads(fleet: Fleet) -> Iterator[Metric]:
-    """No sample of a worker whose engine reported nothing, or too long ago."""
+    """A worker without a recent load report of its engine has no samples."""
     loads = fleet.loads
     fresh = [
         (worker, worker.engine_load.report)
         for worker in fleet.workers
         if worker.engine_load is not None and not loads.is_stale(worker.engine_load)
     ]
-    text = "Requests that wait in its engine, as that reported"
+    text = "Requests waiting in the worker's engine, as it reported"
     waiting = [((w.url,), load.waiting) for w, load in fresh if load.waiting is not None]
     yield from gauges("worker_engine_waiting", text, ("worker",), waiting)
-    text = "Share of its engine's KV cache in use, as that reported"
+    text = "Share of the engine's KV cache in use, as it reported"
     usage = [((w.url,), load.kv_usage) for w, load in fresh if load.kv_usage is not None]
     yield from gauges("worker_engine_kv_usage", text, ("worker",), usage)
-    text = "1 while its engine's load keeps new requests away, if another worker can take them"
+    text = "1 while new requests avoid the worker because of the load that its engine reported"
     rows = [((worker.url,), loads.is_overloaded(worker)) for worker, _ in fresh]
     yield from gauges("worker_overloaded", text, ("worker",), rows)
 
@@ -375,14 +375,14 @@ def fleet_families(fleet: Fleet) -> Iterator[Metric]:
     yield from _ranks(workers)
     yield from _engine_loads(fleet)
     half_open = [((w.url,), w.health.half_open_count) for w in workers]
-    text = "Half-open requests that it got"
+    text = "Half-open requests sent to the worker"
     yield from counters("worker_half_open_requests", text, ("worker",), half_open)
     text = "Old name of omni_proxy_worker_half_open_requests_total"  # for one release
     yield from counters("worker_trials", text, ("worker",), half_open)
     health = (((w.url, w.health.state.value), 1) for w in workers)
     yield from gauges("worker_health", "1 for its state", ("worker", "state"), health)
     cordons = (((w.url, reason), 1) for w in workers for reason in sorted(w.cordon_reasons))
-    text = "1 for each reason why the proxy cordons it"
+    text = "1 for each cordon reason of the worker"
     yield from gauges("worker_held", text, ("worker", "reason"), cordons)
     info = (((w.url, w.model or "", w.origin), 1) for w in workers)
     labels = ("worker", "model", "origin")

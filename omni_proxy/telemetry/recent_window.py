@@ -1,8 +1,8 @@
 """The recent past: a point per second for 15 minutes, each worker's last minute, recent exchanges.
 
-Invariant: everything here is bounded, whatever clients send. Pure: `tick` gets the clock, once a
-second; `Metrics` adds the finished exchanges. A worker's last minute is its total now less its
-total then, so nothing has to be reset for each worker while requests go on.
+Invariant: everything here is bounded, whatever clients send. Pure: `tick` is called once a second
+with the time; `Metrics` adds the finished exchanges. A worker's last minute is the difference of
+two totals, so no counter has to be reset while requests are counted.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ MARK_SECS: Final = 10
 WINDOW_SECS: Final = 60  # a worker's window has its last 50 to 60 seconds, never more
 KEPT_ENDS: Final = 50
 KEPT_FAILURES: Final = 150
-ENDS_PER_SECOND: Final = 5  # else a busy second would displace all others
+ENDS_PER_SECOND: Final = 5  # so that a busy second does not displace all others
 FAILURES_PER_SECOND: Final = 30
 TEXT_CHARS: Final = 200
 
 
 @dataclass(slots=True)
 class WindowCounts:
-    """Counts of a time. `firsts`: first chunks by bucket of FINE."""
+    """Counts over some time. `firsts`: first chunks by bucket of FINE."""
 
     requests: int = 0
     errors: int = 0
     troubles: int = 0
-    marked_at: float = 0.0  # when the last copy of it was kept
+    marked_at: float = 0.0  # Unix time of its last copy
     firsts: list[int] = field(default_factory=lambda: [0] * (len(FINE) + 1))
 
     def copy(self) -> WindowCounts:
@@ -59,7 +59,7 @@ class Point(NamedTuple):
 
 
 class WorkerWindow(NamedTuple):
-    """A worker's last minute. `answers`: responses that began; the latencies are theirs."""
+    """A worker's last minute. `answers`: responses that began, which the latencies are of."""
 
     rate: float
     errors: int
@@ -69,27 +69,28 @@ class WorkerWindow(NamedTuple):
 
 
 class RequestSteps(NamedTuple):
-    """What an exchange went through; times in seconds, from its first byte where they are ends."""
+    """The steps of an exchange, in seconds. `sent_secs` and `head_secs` count from its first
+    byte."""
 
     prefill: str = ""  # the worker of its prefill leg, if it had one
     prefill_secs: float | None = None
     fallback: str = ""  # why there was no prefill leg
     tried: tuple[tuple[str, str], ...] = ()  # each attempt's worker and result, if one failed
     queued_secs: float = 0.0
-    sent_secs: float | None = None  # it left for the worker
-    head_secs: float | None = None  # the head of the response came
+    sent_secs: float | None = None  # when it was sent to the worker
+    head_secs: float | None = None  # when the head of the response arrived
     longest_gap: float = 0.0
     policy: str = ""
     caller: str = ""  # the name of its key in [[keys]]
     client: str = ""
-    trace_id: str = ""  # if its spans are sent
+    trace_id: str = ""  # if its trace is sampled
     stream: bool = False
     bytes_in: int = 0
     bytes_out: int = 0
     chunks: int = 0
-    rank: str = ""  # the data-parallel rank, where the worker has ranks
+    rank: str = ""  # the data-parallel rank, if the worker has ranks
     weight_version: str = ""
-    candidates: PickRecord | None = None  # where they were recorded
+    candidates: PickRecord | None = None  # if they were recorded
 
 
 class FinishedExchange(NamedTuple):
@@ -108,20 +109,20 @@ class FinishedExchange(NamedTuple):
     first_secs: float | None
     total_secs: float
     request_id: str
-    target_model: str | None = None  # of an alias, which is `model`
+    target_model: str | None = None  # the alias target, if `model` is an alias
     steps: RequestSteps = RequestSteps()
 
 
 def _gather_nothing(_: Worker | None) -> None:
-    """Everything is in `sums` already."""
+    """The default of `RecentWindow.gather`: nothing is deferred."""
 
 
 class RecentWindow:
-    """The data plane's meters count into `second` and `sums`, and note some of the ends: of good
-    ones `completed_left` more in this second.
+    """`Metrics` counts into `second` and `sums`, and adds some of the finished exchanges.
 
-    `single_chunk_counts`: what `second` still lacks, by its place in FINE. `gather(worker)` brings
-    into `sums` what the meters hold back of that worker, of all for None.
+    `completed_left`: how many more completed exchanges may be added in this second.
+    `single_chunk_counts`: counts by bucket of FINE that have yet to be added to `second`.
+    `gather(worker)` merges the deferred counts of a worker, or of all for None, into `sums`.
     """
 
     def __init__(self) -> None:
@@ -129,11 +130,10 @@ class RecentWindow:
         self.second = WindowCounts()
         self.single_chunk_counts = [0] * (len(FINE) + 1)
         self.completed_left = ENDS_PER_SECOND
-        self.sums: dict[Worker | None, WindowCounts] = {}  # of each worker, since it was added
+        self.sums: dict[Worker | None, WindowCounts] = {}  # totals since the worker was added
         self.gather: Callable[[Worker | None], None] = _gather_nothing
-        self._began = 0.0  # Unix time, as all here
-        # How much it was at which times; the oldest is the one that `worker_window` needs, or soon
-        # will.
+        self._began = 0.0  # Unix time
+        # Copies of the totals, with their Unix times, of about the last WINDOW_SECS.
         self._marks: dict[Worker | None, deque[tuple[float, WindowCounts]]] = {}
         self._ends: deque[FinishedExchange] = deque(maxlen=KEPT_ENDS)
         self._troubles: deque[FinishedExchange] = deque(maxlen=KEPT_FAILURES)
@@ -145,13 +145,12 @@ class RecentWindow:
             self._marks.pop(worker, None)
 
     def note_completed(self, exchange: Exchange, worker: Worker | None) -> None:
-        """Note an exchange that completed."""
+        """Add an exchange that completed."""
         self.completed_left = max(0, self.completed_left - 1)
         self._ends.append(_end_of(exchange, worker))
 
     def note_failed(self, exchange: Exchange, worker: Worker | None, slot: WindowCounts) -> None:
-        """Note one that did not complete; it counts as an error unless it was the client's
-        fault."""
+        """Add an exchange that failed; it counts as an error unless the client caused it."""
         cut = (
             exchange.outcome != "completed"
             and exchange.status < 400
@@ -165,7 +164,7 @@ class RecentWindow:
             self._troubles.append(_end_of(exchange, worker))
 
     def add_finished(self, end: FinishedExchange, *, failed: bool) -> None:
-        """Add one of another process, with times of the same clock."""
+        """Add an exchange of another process, with times of the same clock."""
         (self._troubles if failed else self._ends).append(end)
 
     def current_second(self) -> WindowCounts:
@@ -176,7 +175,7 @@ class RecentWindow:
         return second
 
     def tick(self, at: float, in_flight: int, waiting: int) -> WindowCounts:
-        """A second has ended, at the Unix time `at`; what it had."""
+        """End the current second, at the Unix time `at`. Returns its counts."""
         self._began = self._began or at - 1
         second, self.second = self.current_second(), WindowCounts()
         self.completed_left = ENDS_PER_SECOND
@@ -187,7 +186,7 @@ class RecentWindow:
         return second
 
     def _mark(self, at: float) -> None:
-        """Keep a copy of each worker's counts every ten seconds, of a tenth of them per tick."""
+        """Copy each worker's totals every ten seconds; each call copies a tenth of the workers."""
         since = at - MARK_SECS
         due = (worker for worker, slot in self.sums.items() if slot.marked_at <= since)
         for worker in list(islice(due, len(self.sums) // MARK_SECS + 1)):
@@ -202,8 +201,8 @@ class RecentWindow:
     def last_minute(self) -> tuple[int, int]:
         """Requests that ended in the last minute, and errors among them.
 
-        As in `worker_window` the running second counts, so that the fleet never has less than its
-        workers.
+        As in `worker_window` the running second counts, so that the fleet's numbers are never below
+        those of its workers.
         """
         second = self.current_second()
         last = list(islice(reversed(self.points), WINDOW_SECS))
@@ -216,7 +215,7 @@ class RecentWindow:
         start = max(self._began or at - 1, at - WINDOW_SECS)
         marks = self._marks.get(worker, ())
         if marks and at - marks[0][0] > WINDOW_SECS:
-            # Never more than the minute of `points`, shown on the same screen.
+            # Never longer than the minute of `points`, which is shown on the same screen.
             inside = (mark for mark in marks if at - mark[0] <= WINDOW_SECS)
             start, then = next(inside, marks[-1])
         recent = WindowCounts(
@@ -228,7 +227,7 @@ class RecentWindow:
         return WorkerWindow(rate, recent.errors, sum(recent.firsts), *_firsts(recent))
 
     def ends(self) -> list[FinishedExchange]:
-        """Newest first."""
+        """Recent exchanges, newest first."""
         return sorted((*self._ends, *self._troubles), key=lambda end: end.at, reverse=True)
 
     def since(self, at: int) -> Iterable[Point]:
@@ -242,7 +241,7 @@ class RecentWindow:
 
 
 def _end_of(exchange: Exchange, worker: Worker | None) -> FinishedExchange:
-    """Texts are truncated: clients and workers choose them."""
+    """Texts are truncated because clients and workers choose them."""
     requirements, route = exchange.requirements, exchange.route
     model = requirements.asked_model if requirements is not None else None
     target = requirements.target_model if requirements is not None else None

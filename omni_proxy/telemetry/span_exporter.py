@@ -2,11 +2,12 @@
 
 Invariant: `write` neither waits nor raises; encoding and sending happen in a thread, with the
 OpenTelemetry SDK, which is imported there at the first export. Spans that can't be sent in time are
-dropped and counted: a collector that is away costs spans, never a request. The SDK's own variables
-hold, such as OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES.
+dropped and counted: if the collector is unreachable, spans are lost, but no request fails. The
+SDK's environment variables apply, such as OTEL_EXPORTER_OTLP_HEADERS and OTEL_RESOURCE_ATTRIBUTES.
 
-`encode_operation_span` writes a weight operation as such a record: its trace is the caller's where
-it sent a `traceparent`, else the operation's own id; nothing of a body is in it but the version.
+`encode_operation_span` encodes a weight operation as a span record. Its trace is the one of the
+caller's `traceparent`, else the operation's id. Of the response it has only status, version and
+error.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ PATH: Final = "/v1/traces"
 QUEUE_BYTES: Final = 8 * 1024 * 1024
 BATCH: Final = 512  # requests
 GATHER_SECS: Final = 1.0
-SEND_SECS: Final = 10.0  # of one batch, with the SDK's retries
+SEND_SECS: Final = 10.0  # limit for one batch, with the SDK's retries
 LAST_SEND_SECS: Final = 2.0
 COMPLAIN_SECS: Final = 60.0
 _decode = msgspec.json.Decoder(list[SpanRecord]).decode
 
 
 class SpanExporter:
-    """Records go in by `write`, each the spans of a request; `run` sends them to the endpoint,
+    """`write` queues records, each with the spans of one request; `run` sends them to the endpoint,
     which may change at any time."""
 
     def __init__(self) -> None:
         self.exported = 0  # spans
-        self.failed = 0  # spans that the collector did not take
+        self.failed = 0  # spans that the collector did not accept
         self.dropped = 0  # records that did not fit into the queue
         self._endpoint = ""
         self._queue: deque[bytes] = deque()
@@ -61,13 +62,13 @@ class SpanExporter:
         self._sender: _Sender | None = None
 
     def retarget(self, endpoint: str) -> None:
-        """Base URL of a collector; "" sends nothing."""
+        """Set the base URL of the collector; "" disables the export."""
         self._endpoint = endpoint
         if not endpoint:
             self._take(len(self._queue))
 
     def write(self, record: bytes) -> None:
-        """Take the spans of one request, as `encode_spans` has them."""
+        """Queue the spans of one request, as encoded by `encode_spans`."""
         if not self._endpoint:
             return
         if self._queued_bytes + len(record) > QUEUE_BYTES:
@@ -88,7 +89,7 @@ class SpanExporter:
         }
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Send until cancelled, then what waits, once."""
+        """Send until cancelled, then try to send the rest of the queue."""
         task_status.started()
         try:
             while True:
@@ -128,16 +129,16 @@ class SpanExporter:
 
 
 class _Sender:
-    """Blocking: to be called in a thread, one call at a time."""
+    """Blocking: call it in a thread, one call at a time."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self._exporter: OTLPSpanExporter | None = None
-        # Of all spans: to make a resource starts a thread for each of its detectors.
+        # Shared by all spans: creating a resource starts a thread for each of its detectors.
         self._origin: tuple[Resource, InstrumentationScope] | None = None
 
     def send(self, records: Sequence[bytes]) -> tuple[int, int]:
-        """How many spans were sent, and how many were not."""
+        """Returns how many spans were sent, and how many failed."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
         from opentelemetry.sdk.trace.export import SpanExportResult
@@ -148,7 +149,7 @@ class _Sender:
             scope = InstrumentationScope("omni_proxy", __version__)
             self._origin = Resource.create(about), scope
         if self._exporter is None:
-            # Its lines would come with each batch; ours come once a minute.
+            # The SDK would log each failed batch; this module logs at most once a minute.
             logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
             self._exporter = OTLPSpanExporter(endpoint=self.endpoint + PATH, timeout=SEND_SECS)
         origin = self._origin
@@ -185,8 +186,8 @@ def _sdk_span(record: SpanRecord, resource: Resource, scope: InstrumentationScop
 def encode_operation_span(
     operation: Operation, response: AdminResponse, secs: float, ended_ns: int
 ) -> bytes | None:
-    """`secs`: from its request to its end; `ended_ns`: since 1970. None where the caller's trace is
-    not sampled."""
+    """`secs`: from its request to its end. `ended_ns`: Unix time in nanoseconds. None if the
+    caller's trace is not sampled."""
     parent = parse_traceparent(operation.trace_parent.encode("latin-1", "replace"))
     if parent is not None and not parent.sampled:
         return None

@@ -159,9 +159,7 @@ class CallResult:
 
 async def call_worker(worker: Worker, call: Call) -> CallResult:
     """Make one call and read the whole response. Never raises because of the worker."""
-    await (
-        trio.lowlevel.checkpoint()
-    )  # some failures have none, and callers retry in loops
+    await trio.lowlevel.checkpoint()  # some failures have none, and callers retry in loops
     started_at = trio.current_time()
     status, body, error, content_type = None, b"", "ReadTimeout", ""
     detail = ""

@@ -1,1 +1,1 @@
-"""The last hours of the fleet and of each worker, for charts."""
+"""Time series of the last hours of the fleet and of each worker, for charts."""

@@ -1,8 +1,8 @@
-"""Series of the last 15 minutes, hour and six hours, of the fleet and of each worker.
+"""Time series of the last 15 minutes, hour and six hours, of the fleet and of each worker.
 
-Invariant: bounded memory: POINTS points of each range for the fleet and for MOST_WORKERS workers,
-whatever happens. Pure: the time is an argument, in Unix seconds. What was counted belongs to the
-point in which it was read. A point without a sample has no value (None), never a zero.
+Invariant: memory is bounded: POINTS points of each range for the fleet and for MOST_WORKERS
+workers. A point without a sample has no value (None), never a zero. Pure: the time is an argument,
+in Unix seconds. An event counts in the point in which the counters were read.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.histogram import BETWEEN_CHUNKS, FINE, quantile
 
 POINTS: Final = 180
-# Seconds of a point, by the seconds of the whole range.
+# Seconds per point, by the seconds of the whole range.
 STEPS: Final = {900: 5, 3600: 20, 21600: 120}
-MOST_WORKERS: Final = 512  # some 24 KiB for each
+MOST_WORKERS: Final = 512  # about 24 KiB each
 SERIES: Final = (
     "requests_per_sec", "errors_per_sec", "in_flight", "waiting", "input_tokens_per_sec",
     "output_tokens_per_sec", "first_p50_ms", "first_p95_ms", "between_p50_ms", "between_p95_ms",
     "cache_hit_ratio",
 )  # fmt: skip
-# Of each worker's last minute, beside what `telemetry.recent_window` has of it.
+# Series reported for each worker's last minute, in addition to `telemetry.recent_window`.
 MINUTE_SERIES: Final = (
     "waiting", "input_tokens_per_sec", "output_tokens_per_sec", "between_p50_ms", "cache_hit_ratio",
 )  # fmt: skip
@@ -38,10 +38,11 @@ _COUNTED: Final = (
 
 
 class WorkerTotals(NamedTuple):
-    """Counted since some moment; they only rise.
+    """Monotonic totals of one worker.
 
-    `prompt_tokens`: of answers that report how many of them were cached. `firsts`: first chunks by
-    bucket of FINE; `gaps`: times between chunks by bucket of BETWEEN_CHUNKS; both empty for none.
+    `prompt_tokens`: only of responses that report how many of them were cached. `firsts`: first
+    chunks by bucket of FINE. `gaps`: times between chunks by bucket of BETWEEN_CHUNKS. Both are
+    empty if there are none.
     """
 
     requests: int = 0
@@ -56,7 +57,7 @@ class WorkerTotals(NamedTuple):
 
 @dataclass(slots=True)
 class Bin:
-    """What a point has so far. `secs`: the time that its counts are of."""
+    """The running counts of a point. `secs`: the time that they cover."""
 
     requests: int = 0
     errors: int = 0
@@ -64,7 +65,7 @@ class Bin:
     output_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    reports_tokens: bool = False  # some answer has reported its tokens
+    reports_tokens: bool = False  # some response has reported its tokens
     secs: float = 0.0
     in_flight: int = 0  # the sum over `samples`
     samples: int = 0
@@ -86,7 +87,7 @@ class Bin:
                 sums[bucket] = sums.get(bucket, 0) + count
 
     def values(self) -> tuple[float, ...]:
-        """In the order of SERIES; nan for what is not known."""
+        """Values in the order of SERIES; nan if unknown."""
         token_secs = self.secs if self.reports_tokens else 0.0
         return (
             _share(self.requests, self.secs),
@@ -118,7 +119,7 @@ def _quantile_ms(sparse: dict[int, int], bounds: tuple[float, ...], share: float
 
 
 class _Ring:
-    """Points of one range; `slot` is the number of the running one since 1970."""
+    """The points of one range. `slot`: number of the running point, counted from the Unix epoch."""
 
     __slots__ = ("_columns", "_now", "_step", "slot")
 
@@ -133,7 +134,7 @@ class _Ring:
         self._now.add(counts)
 
     def read(self, name: str, at: float) -> list[float | None]:
-        """POINTS values, the last one of the point that `at` is in."""
+        """POINTS values; the last one is of the point that contains `at`."""
         column = SERIES.index(name)
         newest = int(at // self._step)
         values = self._columns[column]
@@ -156,7 +157,7 @@ class _Ring:
         return float(f"{sum(values) / len(values):.4g}") if values else None
 
     def _move(self, slot: int) -> None:
-        """To a later point. A clock that was set back begins anew: its past is in the future."""
+        """Move to a later point. All points are cleared if the clock was set back."""
         if slot == self.slot:
             return
         if self.slot < slot < self.slot + POINTS:
@@ -184,8 +185,8 @@ class Track:
     def sample(
         self, at: float, totals: WorkerTotals, in_flight: int, waiting: float | None = None
     ) -> Bin:
-        """What was counted since the last sample, which is in the series then. The first sample
-        counts nothing: its totals may be of any time."""
+        """Add what was counted since the last sample to the series, and return it. The first sample
+        counts nothing, because its totals may be old."""
         before, self._before = self._before, totals
         secs, self._last_at = at - self._last_at, at
         counts = Bin(in_flight=in_flight, samples=1, waiting=waiting)
@@ -193,7 +194,7 @@ class Track:
             counts.secs = secs
             counts.reports_tokens = bool(totals.input_tokens or totals.output_tokens)
             for name in _COUNTED:
-                # Totals that fell began anew.
+                # A total that fell was reset.
                 setattr(counts, name, max(0, getattr(totals, name) - getattr(before, name)))
             counts.firsts = dict(_increase(before.firsts, totals.firsts))
             counts.gaps = dict(_increase(before.gaps, totals.gaps))
@@ -209,7 +210,7 @@ class Track:
         return self._rings[secs].read(name, at)
 
     def mean(self, secs: int, name: str, at: float, points: int) -> float | None:
-        """Of the newest points that are over; None where nothing is known of any."""
+        """The mean of the newest `points` points that have ended; None if none has a value."""
         return self._rings[secs].mean(name, at, points)
 
 
@@ -223,10 +224,11 @@ def _increase(before: Sequence[int], now: Sequence[int]) -> Iterator[tuple[int, 
 
 
 class History:
-    """`sample_worker` some seconds apart, `end_second` once a second.
+    """The tracks of the fleet and its workers. Call `sample_worker` every few seconds for each
+    worker, and `end_second` once a second.
 
-    `cluster`: the fleet through all proxies of a cluster, None without one. `elsewhere`: requests
-    in flight at the other proxies, and waiting there.
+    `cluster`: the fleet's track over all proxies of a cluster, None without one. `elsewhere`:
+    requests in flight and waiting at the other proxies.
     """
 
     def __init__(self) -> None:
@@ -262,7 +264,7 @@ class History:
                 return
             track = self.workers[worker] = Track()
         counts = track.sample(at, totals, worker.in_flight, waiting)
-        # What `end_second` can't know: it is counted by worker only.
+        # Counts that `end_second` does not get, because they are counted only by worker.
         rest = Bin(
             input_tokens=counts.input_tokens, output_tokens=counts.output_tokens,
             prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens,
@@ -275,16 +277,16 @@ class History:
             self.cluster.add(at, rest)
 
     def follow_cluster(self, *, member: bool) -> None:
-        """The past of a cluster begins with this proxy's own."""
+        """Start or stop the track of the cluster. It starts as a copy of this proxy's own."""
         if member and self.cluster is None:
             self.cluster, self._unsent = deepcopy(self.fleet), Bin()
         elif not member:
             self.cluster, self.elsewhere = None, (0, 0)
 
     def add_of_peer(self, at: float, counts: Bin) -> None:
-        """What another proxy has counted."""
+        """Add what another proxy has counted."""
         if self.cluster is not None:
-            # The time is this proxy's own: sums of all are of the same seconds.
+            # Time and samples are already counted here: all proxies count the same seconds.
             counts.secs = counts.samples = counts.in_flight = 0
             counts.waiting = None
             self.cluster.add(at, counts)
@@ -294,14 +296,14 @@ class History:
         return taken
 
     def minute_of(self, worker: Worker, at: float) -> dict[str, float | None]:
-        """The means of some series over a worker's last minute; None where nothing is known."""
+        """The means of MINUTE_SERIES over a worker's last minute; None if unknown."""
         track = self.workers.get(worker)
         if track is None:
             return dict.fromkeys(MINUTE_SERIES)
         return {name: track.mean(MINUTE_RANGE, name, at, MINUTE_POINTS) for name in MINUTE_SERIES}
 
     def keep(self, workers: Collection[Worker]) -> None:
-        """Forget all others."""
+        """Drop the tracks of all other workers."""
         for worker in self.workers.keys() - workers:
             del self.workers[worker]
 

@@ -1,7 +1,7 @@
-"""Reads the counters of the fleet into its history, from the ticker.
+"""Samples the counters of the fleet into its history, driven by the ticker.
 
-Invariant: requests pay nothing for it. Each worker is read once in each of the shortest points, a
-few of them in each step of the ticker, so that the event loop never waits for all of them.
+Invariant: it adds no work to requests. Each worker is read once in each point of the shortest
+range, a few in each step of the ticker, so that no step takes long.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
 
 ROUND_SECS: Final = min(STEPS.values())
-# The part of a round in which all are read: late steps still fall into it.
+# The share of a round in which all workers are read, so that late steps still fall into the round.
 BUSY_SHARE: Final = 0.9
 
 
 class HistorySampler:
-    """`step` gets the Unix time, 20 times a second; `end_second` also what that second had."""
+    """Call `step` 20 times a second, with the Unix time, and `end_second` with each second's
+    counts."""
 
     def __init__(self, fleet: Fleet, metrics: Metrics, recent: RecentWindow) -> None:
         self.history = History()
@@ -31,7 +32,7 @@ class HistorySampler:
         self._metrics = metrics
         self._recent = recent
         self._round = 0.0
-        self._next = 0  # the first worker that this round has not read
+        self._next = 0  # index of the first worker that this round has not read
 
     def end_second(self, at: float, second: WindowCounts, in_flight: int, waiting: int) -> None:
         counts = (second.requests, second.errors, second.firsts)
@@ -69,7 +70,7 @@ class HistorySampler:
         )
 
     def _waiting(self, worker: Worker) -> float | None:
-        """In the queue of its engine, as that says."""
+        """Requests in the queue of its engine, as it reported; None if unknown."""
         load = worker.engine_load
         if load is None or self._fleet.loads.is_stale(load):
             return None
