@@ -1,7 +1,7 @@
-"""A listening socket of the event loop: accepts, and hands each connection to a callback.
+"""A listening socket of the event loop: accepts connections and passes each to a callback.
 
-Invariant: it is bound before it is needed (`open_socket` and the constructor alone may fail) and
-closed once. Near the descriptor limit it stops accepting, logs that, and goes on at a later
+Invariant: it is bound before it is needed (only `open_socket` and the constructor may fail) and
+closed once. Near the descriptor limit it stops accepting, logs that, and resumes at a later
 `retry_accepting`, so that accepted connections get descriptors for their upstream connections.
 """
 
@@ -23,16 +23,16 @@ from omni_proxy.wire.proxy_protocol import format_peer
 _log = logging.getLogger(__name__)
 
 BACKLOG: Final = 4096
-ACCEPTS_PER_EVENT: Final = 64  # then other streams get their turn
+ACCEPTS_PER_EVENT: Final = 64  # so that other streams are not delayed
 
 
 def open_socket(
     host: str, port: int, *, listening: bool = True, mode: int = 0o660
 ) -> socket.socket:
-    """Bind a socket, and listen unless that comes later: until then connections are refused.
+    """Bind a socket, and listen if `listening`: otherwise connections are refused until `listen`.
 
-    `mode`: of the file of a `unix:PATH` host. Raises OSError, also for a host that is no address of
-    this machine.
+    `mode`: permissions of the file of a `unix:PATH` host. Raises OSError, also if `host` is no
+    address of this machine.
     """
     if host.startswith("unix:"):
         return _open_unix_socket(host[5:], listening=listening, mode=mode)
@@ -45,7 +45,7 @@ def open_socket(
         sock.bind(address)
         if listening:
             sock.listen(BACKLOG)
-        else:  # with it another program could bind a port that does not listen
+        else:  # with SO_REUSEADDR another program could bind the port while it does not listen
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         sock.setblocking(False)
     except OSError:
@@ -55,7 +55,7 @@ def open_socket(
 
 
 def _open_unix_socket(path: str, *, listening: bool, mode: int) -> socket.socket:
-    """Replaces a stale socket file, on which no program listens; any other file stays."""
+    """Replaces a stale socket file, on which no program listens. Raises OSError for other files."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale_file(path)
@@ -71,13 +71,13 @@ def _open_unix_socket(path: str, *, listening: bool, mode: int) -> socket.socket
 
 
 def _remove_stale_file(path: str) -> None:
-    """Remove a stale socket file. Raises OSError where a program listens, or it is no socket."""
+    """Remove a stale socket file. Raises OSError if a program listens on it, or it is no socket."""
     try:
         stat_result = os.lstat(path)
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(stat_result.st_mode):
-        raise FileExistsError(errno.EEXIST, "there is a file of that name, and it is no socket")
+        raise FileExistsError(errno.EEXIST, "a file of that name exists and is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         code = probe.connect_ex(path)
@@ -89,10 +89,10 @@ def _remove_stale_file(path: str) -> None:
 
 
 class Listener(IoHandler):
-    """`on_accept` gets each accepted socket and the peer's address as text.
+    """`on_accept` is called with each accepted socket and the peer's address as text.
 
-    `keeps_file`: do not remove the file of a Unix socket. Raises OSError where the socket can't be
-    registered; it is closed then.
+    `keeps_file`: do not remove the file of a Unix socket. Raises OSError if the socket can't be
+    registered, after closing it.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class Listener(IoHandler):
         self._loop = loop
         self._sock = sock
         self.on_accept = welcome
-        self._stalled = False  # connections may wait for which no event comes
+        self._stalled = False  # connections may be waiting that no event will report
         self._at_fd_limit = False  # near the descriptor limit: accept no more
-        self._pause_logged = False  # that was logged, once until the backlog is empty
+        self._pause_logged = False  # the limit was logged; reset when the backlog is empty
         self._max_fd = accept_fd_limit()
         self._is_file = sock.family == socket.AF_UNIX
         self.address = _address_text(sock)
@@ -118,12 +118,12 @@ class Listener(IoHandler):
         if self.is_listening:
             try:
                 loop.register(self._fd, self)
-            except OSError:  # ENOSPC, ENOMEM: bounds of epoll
+            except OSError:  # ENOSPC, ENOMEM: limits of epoll
                 self.close()
                 raise
 
     def listen(self) -> None:
-        """Listen, if the socket does not yet. Raises OSError."""
+        """Start listening, unless the socket already does. Raises OSError."""
         if not self.is_listening:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._sock.listen(BACKLOG)
@@ -146,14 +146,14 @@ class Listener(IoHandler):
             at_limit = sock.fileno() >= self._max_fd
             try:
                 self._accept_one(sock, peer)
-            except OSError as error:  # epoll registers no more sockets: only this one ends
+            except OSError as error:  # epoll can't register the socket: close only this one
                 sock.close()
                 self._on_accept_error(error)
                 return
             if at_limit:
                 self._on_accept_error(OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
                 return
-        self._loop.rearm(self._fd)  # more may wait, and an edge comes only once
+        self._loop.rearm(self._fd)  # more may be waiting, and epoll reports an edge only once
 
     def _accept_one(self, sock: socket.socket, peer: tuple[str, int]) -> None:
         sock.setblocking(False)
@@ -164,7 +164,7 @@ class Listener(IoHandler):
         self.on_accept(sock, format_peer(peer[0], peer[1]))
 
     def retry_accepting(self) -> None:
-        """Go on where accepting had to stop; called with each sweep."""
+        """Resume accepting after an error or the descriptor limit; called with each sweep."""
         self._max_fd = accept_fd_limit()
         if self._at_fd_limit:
             self._at_fd_limit = lowest_free_fd(self._fd) >= self._max_fd
@@ -176,12 +176,12 @@ class Listener(IoHandler):
         return bool(self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
     def pause(self) -> None:
-        """Accept nothing until `resume`; the socket stays open for other processes that have it."""
+        """Accept nothing until `resume`; the socket stays open for processes that share it."""
         self._stalled = False
         self._loop.suspend(self._fd)
 
     def resume(self) -> None:
-        """Accept again, also what came meanwhile. Can't fail."""
+        """Accept again, including connections that arrived since `pause`. Can't fail."""
         with contextlib.suppress(ValueError):  # the event loop has ended
             self._loop.rearm(self._fd)
 
@@ -190,11 +190,11 @@ class Listener(IoHandler):
         return self._sock.dup()
 
     def keep_file(self) -> None:
-        """Another program accepts on the socket: its file stays when this one closes."""
+        """Keep the socket's file on close, because another program accepts on the socket."""
         self._file = None
 
     def take_file(self) -> None:
-        """The file of a Unix socket goes with this listener."""
+        """Remove the file of a Unix socket when this listener closes."""
         if self._is_file:
             with contextlib.suppress(OSError):
                 self._file = os.lstat(self.address[5:])
@@ -211,7 +211,7 @@ class Listener(IoHandler):
         self._loop.unregister(self._fd, self._sock)
 
     def _remove_file(self, own_stat: os.stat_result) -> None:
-        """Remove its file, unless another program has put its own there."""
+        """Remove its file, unless another program has replaced it."""
         with contextlib.suppress(OSError):
             stat_result = os.lstat(self.address[5:])
             if (stat_result.st_dev, stat_result.st_ino) == (own_stat.st_dev, own_stat.st_ino):

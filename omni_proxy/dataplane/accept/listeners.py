@@ -1,9 +1,9 @@
-"""The listeners of the data plane: the public one, and those for admin requests and for metrics
-where they are configured.
+"""The listeners of the data plane: the public one, and those configured for admin requests and for
+metrics.
 
-Contract: `prepare` opens and reads everything that a configuration needs, and alone may fail; its
-`commit` can't. An address that stays keeps its socket, whatever else changes; a new one is open
-before an old one closes.
+Contract: `prepare` opens and reads everything that a configuration needs, and may fail; the
+resulting `commit` can't. An address that stays keeps its socket, whatever else changes; new sockets
+are opened before old ones are closed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A host with its port, or a `unix:PATH` host; `admin`: for admin requests only, and `metrics`:
-    for those for metrics only."""
+    """A host with its port, or a `unix:PATH` host. `admin`: serves only admin requests. `metrics`:
+    of those, serves only metrics."""
 
     host: str
     port: int
@@ -45,7 +45,7 @@ class ListenAddress:
 
 
 def listen_addresses(config: Config) -> list[ListenAddress]:
-    """Of the configuration, the public one first."""
+    """The configured addresses, the public one first."""
     addresses = [ListenAddress(config.server.host, config.server.port)]
     if config.admin.listen:
         addresses.append(_parse_address(config.admin.listen, admin=True))
@@ -63,8 +63,8 @@ def _parse_address(where: str, *, admin: bool, metrics: bool = False) -> ListenA
 
 
 class ServedAt(NamedTuple):
-    """URLs of the listener that takes model traffic, and of the one that has the dashboard; "" for
-    a Unix socket and for none that is open."""
+    """URLs of the listeners that serve model traffic and the dashboard; "" if that is a Unix socket
+    or not open."""
 
     models: str
     dashboard: str
@@ -72,9 +72,9 @@ class ServedAt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PreparedListeners:
-    """Everything that a configuration needs, open. A call applies it; `cancel` closes it again.
+    """Opened listeners that are not in use yet. A call applies them; `cancel` closes them.
 
-    `public`: the listener of [server] host and port, as it will be.
+    `public`: the listener of [server] host and port after `commit`.
     """
 
     public: Listener | None
@@ -100,21 +100,20 @@ def _is_bound_to(sock: socket.socket, address: ListenAddress) -> bool:
 
 
 class Listeners:
-    """All listeners, and what each does with an accepted socket."""
+    """All listeners, and the callback of each for accepted sockets."""
 
     def __init__(self, services: ExchangeServices) -> None:
         self.certificates = Certificates()
-        self.relays = True  # model requests of connections that are accepted from now on
-        # Addresses are bound, but do not listen yet; of another program's sockets: accept nothing.
+        self.relays = True  # connections accepted from now on may send model requests
+        # New sockets are bound but do not listen yet; inherited sockets listen but accept nothing.
         self.held = False
-        # Listening sockets from another program, by address as configured: taken instead of new
-        # ones.
+        # Listening sockets of another program, by address as configured: used instead of new ones.
         self.inherited: dict[str, socket.socket] = {}
         self._services = services
         self._open: list[tuple[ListenAddress, Listener]] = []  # the public one first
 
     def prepare(self, new: Config, *, opens: bool) -> PreparedListeners:
-        """Without `opens` the listeners stay as they are.
+        """Open the listeners of `new`. If `opens` is false, only the certificates are prepared.
 
         Raises ConfigError, and OSError with the address as its `filename`.
         """
@@ -147,7 +146,7 @@ class Listeners:
     def _open_all(
         self, addresses: Sequence[ListenAddress], mode: int
     ) -> dict[ListenAddress, Listener]:
-        """Open all; they accept from the next iteration on. Raises OSError, and none is open."""
+        """Open all; they accept from the next iteration on. Raises OSError, and then closes all."""
         opened: dict[ListenAddress, Listener] = {}
         for address in addresses:
             try:
@@ -172,7 +171,7 @@ class Listeners:
         self._services.loop.flush()
 
     def _replace(self, wanted: list[tuple[ListenAddress, Listener]]) -> None:
-        """Close listeners that `wanted` has not; their connections go on."""
+        """Close listeners that are not in `wanted`; their connections continue."""
         stay = {address for address, _ in wanted}
         for address, listener in self._open:
             if address not in stay:
@@ -181,9 +180,10 @@ class Listeners:
         self._services.loop.flush()
 
     def listen_on(self, socks: Sequence[socket.socket], *, admin: bool) -> None:
-        """Replace the listeners of this kind; `keeps_file` applies to `socks`.
+        """Replace the listeners of this kind by `socks`, whose files are kept on close.
 
-        Raises OSError where they can't be registered: then all of `socks` are closed, and no other.
+        Raises OSError if they can't be registered. Then all of `socks` are closed, and the current
+        listeners stay.
         """
         loop, on_accept = self._services.loop, self._accept
         new_listeners: list[Listener] = []
@@ -203,7 +203,7 @@ class Listeners:
         self._set_callbacks()
 
     def _set_callbacks(self) -> None:
-        """Choose the callback of each listener, so that no connection has to."""
+        """Choose the callback of each listener once, rather than for each connection."""
         for address, listener in self._open:
             listener.on_accept = self._callback_for(address)
 
@@ -229,12 +229,12 @@ class Listeners:
         return accept_tls
 
     def _accept(self, sock: socket.socket, peer: str) -> None:
-        """Of a listener that has no callback of its own yet."""
+        """The callback of a new listener until `_set_callbacks`."""
         self._services.totals.accepted += 1
         Connection(self._services, sock, peer).start()
 
     def open(self) -> None:
-        """Listen where `held` prevented it. Raises OSError."""
+        """Clear `held`: listen and accept on all sockets. Raises OSError."""
         self.held = False
         for address, listener in self._open:
             listener.listen()
@@ -253,8 +253,8 @@ class Listeners:
         return f"{'http' if self.certificates.context is None else 'https'}://{listener.address}"
 
     def inherit(self, socks: Sequence[socket.socket], config: Config) -> list[str]:
-        """Take listening sockets by the addresses that they are bound to. The others are closed;
-        returns their addresses."""
+        """Store the listening sockets that are bound to a configured address in `inherited`. Closes
+        the others, and returns their addresses."""
         for address in listen_addresses(config):
             for sock in socks:
                 if sock.fileno() >= 0 and _is_bound_to(sock, address):
@@ -266,7 +266,7 @@ class Listeners:
         return names
 
     def dup_sockets(self) -> dict[str, socket.socket]:
-        """Duplicates of the listening sockets by address as configured, to be closed by the caller.
+        """Duplicates of the listening sockets by address as configured; the caller closes them.
         Raises OSError."""
         return {
             str(address): listener.dup_socket()
@@ -275,17 +275,17 @@ class Listeners:
         }
 
     def keep_files(self) -> None:
-        """Another program accepts on the same sockets: their files stay."""
+        """Keep the files of all sockets on close, because another program accepts on them."""
         for _, listener in self._open:
             listener.keep_file()
 
     def take_files(self) -> None:
-        """The program before has handed over its sockets: their files are this one's to remove."""
+        """Remove the files on close, after the previous program has handed over its sockets."""
         for _, listener in self._open:
             listener.take_file()
 
     def drop_inherited(self) -> None:
-        """Close what no address of the configuration has taken."""
+        """Close the inherited sockets that no configured address uses."""
         while self.inherited:
             self.inherited.popitem()[1].close()
 
@@ -293,7 +293,7 @@ class Listeners:
         return [listener.address for _, listener in self._open]
 
     def urls(self) -> list[str]:
-        """With their schemes."""
+        """The addresses of all listeners as URLs, `unix:PATH` for a Unix socket."""
         return [self._url(address, listener) for address, listener in self._open]
 
     def served_at(self) -> ServedAt:
@@ -310,7 +310,7 @@ class Listeners:
             listener.retry_accepting()
 
     def close(self, *, admin: bool | None = None) -> None:
-        """All of them, or those of one kind."""
+        """Close the admin listeners, or the others, or all if `admin` is None."""
         for address, listener in self._open:
             if admin in (None, address.admin):
                 listener.close()

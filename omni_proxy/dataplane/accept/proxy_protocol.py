@@ -1,9 +1,9 @@
-"""The PROXY protocol header at the start of a connection, before TLS (HAProxy's proxy-
-protocol.txt).
+"""Reads the PROXY protocol header at the start of a connection, before TLS (HAProxy's
+proxy-protocol.txt).
 
-Invariant: only the header is read from the socket, whatever follows it; from then on `peer` is the
-client's address. Garbage, silence (`client_head_secs`) and an end close the connection without a
-response: the sender is not one of our load balancers.
+Invariant: only the header is read from the socket, whatever follows it; afterwards `peer` is the
+client's address. An invalid header, a timeout (`client_head_secs`) and a close end the connection
+without a response, because the sender is not a configured load balancer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def read_proxy_header(io: ExchangeIO) -> None:
         data = client.peek(MAX_BYTES)
         if data is not None:
             header = _parse(io, data)
-            client.readable = False  # bytes that were peeked at give no new edge, later ones do
+            client.readable = False  # peeked bytes cause no new edge, later ones do
             if header is None and (client.peer_closed or len(data) == MAX_BYTES):
                 raise ClientDisconnected
     client.recv(header.length)

@@ -1,10 +1,10 @@
 """TLS termination: the certificate of the listeners, and the handshake of a downstream connection.
 
-Invariant: `Certificates.context` is always one that works. A renewed pair on disk is loaded within
-seconds without a reload of the configuration; a broken one is logged once, and the current one
-stays. Connections keep the certificate that they began with. Nothing is read as a request before
-the handshake is done, which `client_head_secs` bounds; a client that speaks plain HTTP here gets a
-400 in plain HTTP.
+Invariant: `Certificates.context` is always valid. A renewed pair on disk is loaded within seconds
+without a reload of the configuration; an invalid one is logged once, and the current one stays.
+Connections keep the certificate that they began with. No bytes are parsed as a request before the
+handshake is done, which must take at most `client_head_secs`. A client that sends plain HTTP gets
+a 400 in plain HTTP.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ FileSignatures = tuple[FileSignature | None, ...]
 
 
 class Certificates:
-    """`context` is None while the listeners speak plain HTTP."""
+    """The certificate of the listeners. `context`: None while they use plain HTTP."""
 
     def __init__(self) -> None:
         self.context: ssl.SSLContext | None = None
-        self.error = ""  # of the newest files, where they could not be loaded
+        self.error = ""  # why the newest files could not be loaded
         self._server = ServerConfig()
         self._signatures: FileSignatures = ()  # when they were last read
         self._loaded_at = ""
 
     def prepare(self, new: ServerConfig) -> Callable[[], None]:
-        """Load the files that `new` names; the result applies them. Raises ConfigError."""
+        """Load the files named in `new`. Call the result to apply them. Raises ConfigError."""
         if not new.tls_cert:
             return partial(self._apply, new, None, ())
         signatures = _file_signatures(new)
@@ -79,11 +79,11 @@ class Certificates:
                 await self._poll()
 
     async def _poll(self) -> None:
-        """Reload the files where they have changed, and are complete: unchanged for a moment."""
+        """Reload the files if they have changed and then stayed unchanged for a moment."""
         server = self._server
         signatures = await trio.to_thread.run_sync(_file_signatures, server)
         while signatures != self._signatures and server is self._server:
-            await trio.sleep(POLL_SECS / 4)  # one of the two may not be written yet
+            await trio.sleep(POLL_SECS / 4)  # one of the two files may still be incomplete
             previous, signatures = (
                 signatures,
                 await trio.to_thread.run_sync(_file_signatures, server),
@@ -125,10 +125,10 @@ def _file_signatures(server: ServerConfig) -> FileSignatures:
 async def accept_tls(
     io: ExchangeIO, context: ssl.SSLContext, *, reads_proxy_header: bool
 ) -> TlsStream:
-    """The stream in the place of `io.client`; `reads_proxy_header`: the PROXY header comes first.
+    """Do the TLS handshake; returns the stream that replaces `io.client`.
 
-    Raises HttpError for plain HTTP, ClientDisconnected, PhaseTimeout, OSError for a handshake that
-    failed.
+    `reads_proxy_header`: a PROXY header comes first. Raises HttpError for plain HTTP,
+    ClientDisconnected, PhaseTimeout, and OSError for a handshake that failed.
     """
     if reads_proxy_header:
         await read_proxy_header(io)
@@ -136,7 +136,7 @@ async def accept_tls(
     first = await read_handshake_bytes(io, io.client)
     if first[:1] != RECORD and first[:1].isalpha():
         raise HttpError(
-            400, "this listener requires TLS, and the request is plain HTTP: use https://",
+            400, "this listener requires TLS, but the request is plain HTTP: use https://",
             "plain_http_on_tls_port", close=True,
         )  # fmt: skip
     handshake = TlsHandshake(context)

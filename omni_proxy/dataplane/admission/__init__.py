@@ -1,1 +1,1 @@
-"""Admission: the limits of requests, the queue, and the gate during weight updates."""
+"""Admission: limits on requests, the queue, and the gate during weight updates."""

@@ -1,9 +1,10 @@
-"""The limits of a caller's key on one exchange: begun at its head, reserved once its body is known,
-ended by `exchange_io.finalize`.
+"""Applies the limits of a caller's key to an exchange: `begin` at its head, `reserve` once its body
+is known, `end` in `exchange_io.finalize`.
 
-Invariant: `Exchange.caller` is set for a request with a key of `[[keys]]`, and `reserved` is
-REFUSED until it counts; what counts is ended exactly once. From `begin` on the key is no part of
-the head's lines, so no worker gets it. Nothing here waits: above a limit the reply is 429 at once.
+Invariant: `Exchange.caller` is set for a request with a key of `[[keys]]`. `reserved` is REFUSED
+until the exchange counts against the limits; each exchange that counts is ended exactly once.
+`begin` removes the key from the head's lines, so no worker gets it. Nothing here waits: above a
+limit the reply is an immediate 429.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
 REFUSED: Final = -1
-_MAY_NAME_ADAPTERS: Final = re.compile(rb"lora_path|\\u")  # a key may be spelled with escapes
+_MAY_NAME_ADAPTERS: Final = re.compile(rb"lora_path|\\u")  # a JSON key may contain escapes
 _EXPLAINED: Final = {
     "max_inflight": "requests in flight",
     "requests_per_minute": "requests in a minute",
@@ -66,8 +67,8 @@ def begin(settings: Settings, exchange: Exchange, head: RequestHead, now: float)
 
 
 def check_models_form(exchange: Exchange, head: RequestHead) -> None:
-    """Raises HttpError 400 for a form of a caller with models that may name another one to the
-    worker."""
+    """Raises HttpError 400 if the caller is limited to some models, and the worker might read
+    another model from the form than the proxy."""
     caller, route, body = exchange.caller, exchange.route, exchange.body
     if caller is None or not caller.models or route is None or not body:
         return
@@ -76,7 +77,7 @@ def check_models_form(exchange: Exchange, head: RequestHead) -> None:
 
 
 def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now: float) -> None:
-    """Check the model, and reserve tokens for a body of so many bytes. Raises HttpError 403 and
+    """Check the model, and reserve tokens for a body of `size` bytes. Raises HttpError 403 and
     429."""
     caller = exchange.caller
     if caller is None:
@@ -99,8 +100,8 @@ def reserve(exchange: Exchange, need: Requirements, fleet: Fleet, size: int, now
 
 
 def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body: bytes) -> bool:
-    """`begin` and `reserve` for the fast path, whose caller is known and whose body is whole. False
-    if it may not go on there: then nothing counts, and the coroutine finds out why."""
+    """`begin` and `reserve` for the fast path, if the caller is known and the body complete. False
+    if a limit may apply: then nothing is counted, and the coroutine decides."""
     now = exchange.started_at
     if caller.models and (need.model not in caller.models or _MAY_NAME_ADAPTERS.search(body)):
         return False
@@ -114,7 +115,7 @@ def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body:
         tokens = (len(body) + BYTES_PER_TOKEN - 1) // BYTES_PER_TOKEN + max_tokens_in(body)
         left = caller.tokens_left - tokens
         if left >= 0 and caller.begun < caller.look_at and now < caller.until:
-            # As `begin` and `reserve`, without a frame.
+            # `begin` and `reserve`, inlined.
             caller.begun += 1
             caller.tokens_left, exchange.reserved = left, tokens
             exchange.token_bucket = caller.tokens.bucket
@@ -131,7 +132,7 @@ def begin_whole(exchange: Exchange, caller: ApiCaller, need: Requirements, body:
 
 
 def cancel(exchange: Exchange, now: float) -> None:
-    """It did not begin after all, in the same moment: nothing of it counts."""
+    """Undo `begin_whole` immediately after it: the exchange does not count."""
     caller, reserved = exchange.caller, exchange.reserved
     if caller is None or reserved == REFUSED:
         return
@@ -142,7 +143,7 @@ def cancel(exchange: Exchange, now: float) -> None:
 
 
 def end(exchange: Exchange, caller: ApiCaller) -> None:
-    """What it took replaces what was reserved, and it is in flight no more."""
+    """End the exchange: its actual tokens replace the reserved ones."""
     reserved = exchange.reserved
     if reserved == REFUSED:
         return
@@ -152,8 +153,8 @@ def end(exchange: Exchange, caller: ApiCaller) -> None:
 
 
 def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
-    """`end` for the fast path, whose exchange counts and whose response is whole. Where that tells
-    its tokens as most do: else `end` is still to be called, and reads `last_chunk`."""
+    """`end` for the fast path, for an exchange that counts and a complete response. If its usage
+    does not have the usual form, `end` must still be called, and reads `last_chunk`."""
     try:
         usage = decode_usual(OPENED_USAGE + body.rpartition(USAGE)[2]).usage
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -161,7 +162,7 @@ def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
         return
     used, now = usage.prompt_tokens + usage.completion_tokens, exchange.response_head_at
     if used and exchange.token_bucket == caller.tokens.bucket and now < caller.until:
-        caller.tokens_left += exchange.reserved - used  # as `settle`, without a frame
+        caller.tokens_left += exchange.reserved - used  # `settle`, inlined
     elif caller.token_rate:
         caller.settle(exchange.reserved, exchange.token_bucket, used, now)
     exchange.reserved = REFUSED
@@ -171,7 +172,7 @@ def end_whole(exchange: Exchange, caller: ApiCaller, body: bytes) -> None:
 
 
 def _models_of(fleet: Fleet) -> frozenset[str]:
-    """Empty if a worker may serve a model that is not known."""
+    """The models of all workers; empty if the model of some worker is unknown."""
     if not all(worker.model for worker in fleet.workers):
         return frozenset()
     return frozenset(fleet.models)
@@ -180,8 +181,9 @@ def _models_of(fleet: Fleet) -> frozenset[str]:
 def _refused_model(
     caller: ApiCaller, need: Requirements, body: bytes | bytearray | None, fleet: Fleet
 ) -> str | None:
-    """What it asks for that it may not use, "" for no name; None where it may use all of it. An
-    adapter beside the model (SGLang's `lora_path`) is allowed by its own name."""
+    """The requested model or adapter that the caller may not use, "" if the request names none;
+    None if all are allowed. An adapter in addition to the model (SGLang's `lora_path`) is allowed
+    by its own name."""
     if not may_use(caller, need.model, _models_of(fleet)):
         return need.model or ""
     adapters = need.adapters_in_large_body

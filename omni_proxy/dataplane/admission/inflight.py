@@ -1,9 +1,9 @@
-"""How many exchanges are in flight, and how many bytes of their requests are held in memory.
+"""Counts of exchanges in flight, and of bytes of their requests held in memory.
 
-Invariant: `in_flight` is never above `[server] max_inflight`, where that is set, and `held_bytes`
-grows only up to `[server] max_held_bytes`. An exchange is counted once: its `admitted` and
-`held_bytes` say what of these counts is its own; only this file writes them, and
-`exchange_io.finalize`, which gives both up.
+Invariant: `in_flight` is never above `[server] max_inflight`, if that is set, and `held_bytes`
+grows only up to `[server] max_held_bytes`. An exchange is counted once: its share of the counts is
+in its `admitted` and `held_bytes`, which only this file and `exchange_io.finalize` write;
+`finalize` releases both.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from omni_proxy.wire.errors import HttpError
 
 
 class InFlight:
-    """The accounts of admission. `draining`: no new connections, each ends with its response.
-    `closes_idle`: connections without a request end, too."""
+    """The counters of admission. `draining`: no new connections; each ends after its response.
+    `closes_idle`: connections without a request are closed, too."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.draining = self.closes_idle = False
         self.in_flight = 0
-        self.elsewhere = 0  # at other proxies of the cluster, which the bound is for as well
+        self.elsewhere = 0  # in flight at other proxies of the cluster, which share the bound
         self.peak_in_flight = 0
         self.rejected = 0
-        self.held_bytes = 0  # of requests
+        self.held_bytes = 0
 
     def has_slot(self) -> bool:
         bound = self._settings.limits.in_flight
         return not bound or self.in_flight + self.elsewhere < bound
 
     def admit(self, exchange: Exchange, held: int = 0) -> bool:
-        """Count it, and `held` bytes of its request; False where one of the bounds is reached, then
-        neither is counted."""
+        """Count the exchange, and `held` bytes of its request. False, counting neither, if one of
+        the bounds is reached."""
         limits, held_bytes = self._settings.limits, self.held_bytes + held
         if held and held_bytes > limits.held:
             return False
@@ -51,28 +51,28 @@ class InFlight:
         return True
 
     def is_over_limit(self) -> bool:
-        """Whether another process has been quicker to the last slot: there is none."""
+        """Whether another process took the last slot. Never with one process."""
         return False
 
     def dismiss(self, exchange: Exchange) -> None:
-        """Count it no more."""
+        """Stop counting the exchange as in flight."""
         if exchange.admitted:
             exchange.admitted = False
             self.in_flight -= 1
 
     def hold(self, exchange: Exchange, size: int) -> None:
-        """So many bytes more of its request stay in memory. Raises HttpError 503."""
+        """Count `size` more bytes of its request as held in memory. Raises HttpError 503."""
         self.check_room(size)
         exchange.held_bytes += size
         self.held_bytes += size
 
     def release_bytes(self, exchange: Exchange) -> None:
-        """The bytes of its request are needed no more."""
+        """Stop counting the bytes of its request."""
         self.held_bytes -= exchange.held_bytes
         exchange.held_bytes = 0
 
     def try_to_hold(self, exchange: Exchange, size: int) -> bool:
-        """As `hold`; False where it would raise."""
+        """As `hold`, but returns False instead of raising."""
         if self.held_bytes + size > self._settings.limits.held:
             return False
         exchange.held_bytes += size
@@ -80,7 +80,7 @@ class InFlight:
         return True
 
     def check_room(self, size: int) -> None:
-        """Raises HttpError 503 where so many bytes more of requests may not be held."""
+        """Raises HttpError 503 if `size` more bytes would exceed the bound."""
         if self.held_bytes + size > self._settings.limits.held:
             self.rejected += 1
             raise _too_many_bytes()

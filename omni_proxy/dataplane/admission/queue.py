@@ -1,12 +1,12 @@
 """The admission queue: requests that wait for a slot of the fleet, or for a worker.
 
-Contract: a waiter is a paused connection task. Whatever makes room (an exchange that ends, a change
-of the fleet or of a limit) calls `serve`, which gives the room away at once: the worker is acquired
-and counted before the waiter runs. So room that a new request sees is room that no waiter can use,
-and no request overtakes one that waits for the same workers (FIFO). A line that can't move does not
-block another. A request whose session waits for a worker is in the line of that worker. Requests of
-callers with a priority are ordered by it and by their wait (`_order`), which does not change while
-they wait. An empty queue costs nothing.
+Contract: a waiter is a paused connection task. Each event that frees a slot (an exchange that ends,
+a change of the fleet or of a limit) calls `serve`, which assigns it immediately: the worker is
+acquired and counted before the waiter runs. So a slot that a new request finds is one that no
+waiter can use, and no request overtakes one that waits for the same workers (FIFO). A blocked line
+does not block another. A request whose session waits for a worker is in the line of that worker.
+Requests of callers with a priority are ordered by priority and waiting time (`_order`); their order
+does not change while they wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.routes import UNPINNED
 from omni_proxy.wire.errors import HttpError
 
-# Codes of errors that may pass in a moment, so that waiting makes sense.
+# Codes of errors that may be temporary, so that a request waits.
 WEIGHT_CODES: Final = frozenset(("weights_updating", "paused", "weights_uncertain"))
 WAITABLE_CODES: Final = WEIGHT_CODES | {
     "all_disabled", "all_held", "none_healthy", "all_full", "no_workers",
@@ -42,20 +42,20 @@ WAITABLE_CODES: Final = WEIGHT_CODES | {
 MAX_STALE_ENTRIES: Final = 64
 
 
-Order = tuple[float, float, int]  # of waiters; the lowest goes first. The last one is its number
+Order = tuple[float, float, int]  # sort key of a waiter, lowest first; the last item is its number
 
 
 def _order(priority: int, aging_secs: float, now: float, number: int) -> Order:
-    """With aging, a priority is worth so many times `aging_secs` of waiting: whoever has both more
-    of it and waits longer goes first, and no one waits for ever."""
+    """With aging, each level of priority equals `aging_secs` of waiting, so no request waits for
+    ever."""
     if not aging_secs:
         return -priority, now, number
     return 0, now - priority * aging_secs, number
 
 
 class _Line:
-    """The waiters with equal requirements; `key` stands for those. `entry`: the number of its entry
-    among the lines that are full; an earlier one is stale."""
+    """The waiters with equal requirements, which `key` identifies. `entry`: number of the line's
+    current entry in `Queue._full`; entries with another number are stale."""
 
     __slots__ = ("_heap", "entry", "key", "waiters")
 
@@ -63,7 +63,7 @@ class _Line:
         self.key = key
         self.entry = 0
         self.waiters: dict[Order, _Waiter] = {}
-        self._heap: list[Order] = []  # also of waiters that have left
+        self._heap: list[Order] = []  # may contain waiters that have left
 
     def add(self, waiter: _Waiter) -> None:
         self.waiters[waiter.order] = waiter
@@ -81,7 +81,7 @@ _NO_LINE: Final = _Line(())
 
 
 class _Waiter:
-    """One waiter. Without requirements it waits for a slot: its body has not been read."""
+    """One waiter. `need`: None if it waits for a slot before its body is read."""
 
     __slots__ = ("admitted", "exchange", "io", "line", "need", "order", "since", "tried")
 
@@ -97,7 +97,7 @@ class _Waiter:
 
 
 class Queue:
-    """All waiters of a data plane; `waiting`: how many there are."""
+    """All waiters of a data plane; `waiting`: their number."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Queue:
         self._update_gate = update_gate
         self._last_number = 0
         self._lines: dict[Hashable, _Line] = {}
-        # Each line is in one of the two: in `_full` by its first waiter if a worker could take it
-        # but has no room, in `_stuck` if none can before the fleet changes.
+        # Each line is in one of two: `_full`, ordered by first waiters, if some eligible worker has
+        # no free slot; `_stuck` if no worker is eligible until the fleet changes.
         self._full: list[tuple[Order, int, _Line]] = []
         self._last_entry = 0
         self._aging_secs = 0.0
@@ -129,8 +129,8 @@ class Queue:
     async def wait_for_slot(self, io: IoTask, exchange: Exchange, *, unread: bool) -> None:
         """Wait for a slot of [server] max_inflight, and take it.
 
-        Without a queue it raises HttpError `overload_status` at once (omni-router.md 10). Raises
-        HttpError, ClientDisconnected, PhaseTimeout.
+        Without a queue it raises HttpError `overload_status` immediately (omni-router.md 10).
+        Raises HttpError, ClientDisconnected, PhaseTimeout.
         """
         if self._inflight.admit(exchange):
             return
@@ -147,9 +147,9 @@ class Queue:
     async def wait_for_worker(
         self, io: IoTask, exchange: Exchange, error: HttpError, tried: Collection[Worker] = ()
     ) -> Worker:
-        """Wait for a worker, and acquire it; `error`: why there is none now.
+        """Wait for a worker, and acquire it. `error`: why none is available now.
 
-        While it waits it gives up its slot, which other requests may use. Raises HttpError,
+        The request releases its slot of `max_inflight` while it waits. Raises HttpError,
         ClientDisconnected, PhaseTimeout.
         """
         if error.code in WEIGHT_CODES and exchange.requirements is not None:
@@ -168,7 +168,8 @@ class Queue:
         return exchange.worker
 
     def serve(self, *, changed: bool = False) -> None:
-        """Admit every waiter that can go; `changed`: the fleet or a limit has, so any might."""
+        """Admit all waiters that a worker can take. `changed`: the fleet or a limit has changed, so
+        stuck lines are tried too."""
         if not self.waiting:
             return
         self._changed |= changed
@@ -204,12 +205,12 @@ class Queue:
             self._push(line)
 
     def _push(self, line: _Line) -> None:
-        """It is full, in the order of its first waiter."""
+        """Add the line to `_full`, ordered by its first waiter."""
         self._last_entry = line.entry = self._last_entry + 1
         heappush(self._full, (line.first, line.entry, line))
 
     def _requeue_all(self) -> None:
-        """No line is stuck any more; and lines are formed anew if models matter now, or no more."""
+        """Move stuck lines to `_full`; rebuild all lines if their keys or order have changed."""
         aging_secs = self._settings.config.server.priority_aging_secs
         if self._names_models == self._fleet.has_named_models and aging_secs == self._aging_secs:
             for line in self._stuck:
@@ -241,13 +242,13 @@ class Queue:
             return False
         self._remove(waiter)
         waiter.admitted = True
-        waiter.io.phase_deadline = inf  # it has what it waited for, and runs in the next iteration
+        waiter.io.phase_deadline = inf  # it is admitted, and runs in the next iteration
         waiter.io.loop.wake(waiter.io)
         return True
 
     def _hold(self, waiter: _Waiter) -> bool:
-        """Whether it has to wait for the worker of its session, which was updated or paused
-        meanwhile: then it has changed to the line of that worker."""
+        """Move the waiter to the line of its session's worker if that worker has been cordoned for
+        its weights since. Returns whether it moved."""
         key, line = self._key(waiter.need), waiter.line
         if key == line.key or self._held_worker(waiter.need) is None:
             return False
@@ -264,7 +265,7 @@ class Queue:
         return _line_key(need, self._held_worker(need), names_models=self._names_models)
 
     def _has_eligible_worker(self, waiter: _Waiter) -> bool:
-        """Whether a worker could take it that only has no room."""
+        """Whether an eligible worker only lacks a free slot."""
         need = waiter.need
         if need is None:
             return True
@@ -273,7 +274,7 @@ class Queue:
         return self._balancer.could_take(need)
 
     async def _wait(self, waiter: _Waiter, error: HttpError) -> None:
-        """`error`: why it can't go now. Raises HttpError if the queue is full, or after a
+        """`error`: why the request must wait. Raises HttpError if the queue is full, or after a
         timeout."""
         io, exchange = waiter.io, waiter.exchange
         server = self._settings.config.server
@@ -322,7 +323,7 @@ class Queue:
         return _order(priority, self._aging_secs, waiter.since, number)
 
     def _add_to_line(self, waiter: _Waiter) -> None:
-        """Add it to the line of its requirements."""
+        """Add the waiter to the line of its requirements."""
         key = self._key(waiter.need)
         line, is_new = self._lines.get(key), False
         if line is None:
@@ -336,7 +337,7 @@ class Queue:
             self._push(line)
 
     def _drop_stale_entries(self) -> None:
-        """Those of empty lines too, which no round has come across."""
+        """Remove stale entries from `_full` if there are many, also those of empty lines."""
         if len(self._full) > 2 * len(self._lines) + MAX_STALE_ENTRIES:
             self._full = [
                 each for each in self._full if each[2].waiters and each[1] == each[2].entry
@@ -344,7 +345,7 @@ class Queue:
             heapify(self._full)
 
     def _remove(self, waiter: _Waiter) -> None:
-        """It waits no longer. Its line's entry in the heap is corrected in a later round."""
+        """Remove the waiter. Its line's entry in `_full` is corrected in a later round."""
         line = waiter.line
         del line.waiters[waiter.order]
         self.waiting -= 1
@@ -354,8 +355,8 @@ class Queue:
 
 
 def _line_key(need: Requirements | None, held: Worker | None, *, names_models: bool) -> Hashable:
-    """Equal for requests that the same workers can take; a model counts if a worker names one.
-    `held`: the only worker that may take it, since its session waits for that."""
+    """A key that is equal for requests that the same workers can take. The model counts only if
+    some worker has one. `held`: the cordoned worker that the request's session waits for."""
     if need is None:
         return None
     model = need.asked_model if names_models else None
@@ -365,14 +366,15 @@ def _line_key(need: Requirements | None, held: Worker | None, *, names_models: b
 
 
 def _timeout_status(error: HttpError, server: ServerConfig) -> int:
-    """The status after a wait that was too long. Without a worker in rotation the fleet is not busy
-    but broken: then it is 503 whatever is configured."""
+    """The status after a timeout in the queue. If no worker is in rotation, the fleet is not busy
+    but unavailable: then it is 503 whatever is configured."""
     busy = error.code == "all_full" or not isinstance(error.code, str)
     return 408 if busy and server.overload_status == 429 else 503
 
 
 def _overloaded(error: HttpError, waited: str, reason: str, status: int) -> HttpError:
-    """The error of omni-router.md 10; where no worker is in rotation, that stays its reason."""
+    """The error of omni-router.md 10. After a timeout without a worker in rotation, the reason is
+    `error.code`."""
     missing = reason == "queue_timeout" and isinstance(error.code, str)
     return HttpError(
         status, f"{error.message}; {waited}", status,

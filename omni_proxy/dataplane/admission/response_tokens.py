@@ -1,7 +1,7 @@
-"""Tokens that requests took, as their responses report them, or guessed where those do not.
+"""Token counts of requests, as their responses report them, or else estimated.
 
-Many responses are read in one call: msgspec's calls cost more than the few numbers behind them.
-Invariant: what is counted of a response does not depend on those beside it. Pure.
+Many responses are parsed in one call, because a call of msgspec costs more than the few numbers
+that it returns. Invariant: the counts of a response do not depend on the others in the call. Pure.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _completions: Final = attrgetter("completion_tokens")
 
 
 def count_tokens(ended: Sequence[Ended]) -> tuple[int, int]:
-    """Of the prompts and of the completions of such requests, all together."""
+    """The sums of prompt tokens and of completion tokens of all `ended` requests."""
     if not ended:
         return 0, 0
     bodies = map(_body, ended)
-    # From the last `"usage"` on each is an object again once a brace stands before it.
+    # The text after the last `"usage"` of a body is a JSON object again once OPENED_USAGE precedes.
     ends = map(_behind, map(bytes.rpartition, bodies, repeat(USAGE)))
     try:
         found = list(map(_usage, decode_usual_ends(_OPENED + _BETWEEN.join(ends) + b"]")))
@@ -56,12 +56,13 @@ def count_tokens(ended: Sequence[Ended]) -> tuple[int, int]:
 
 
 def tokens_of(exchange: Exchange) -> tuple[int, int]:
-    """Of the prompt and of the completion of one that is over. Guessed by the request's size, and
-    by the chunks of a stream or the bytes of another response."""
+    """Prompt and completion tokens of an exchange that has ended. If the response does not report
+    them, they are estimated from the request's size, and from the chunks of a stream or the bytes
+    of another response."""
     prompt, completion = counts_in(exchange.last_chunk)
     if prompt is not None or completion is not None:
         return prompt or 0, completion or 0
     if not exchange.relayed or not 0 < exchange.status < 400:
-        return 0, 0  # no worker has computed anything for it
+        return 0, 0  # no worker generated tokens
     guessed = exchange.chunks if exchange.stream else exchange.bytes_out // BYTES_PER_TOKEN
     return estimate_prompt(exchange.bytes_in), guessed

@@ -1,9 +1,9 @@
-"""Whether a request may wait while an operation on weights cordons every worker that could take it,
+"""Decides whether a request waits while a weight operation cordons every worker that could take it,
 or the worker of its session.
 
-Contract: asked only about a request that no worker can take, and only where that is the reason.
-[weight_sync] while_updating and [routing] while_paused decide whether it may wait. Since when a
-worker is out is counted from the change of the fleet that showed it.
+Contract: `check` is called only for a request that no worker can take for that reason.
+[weight_sync] while_updating and [routing] while_paused decide whether it may wait. The time of a
+cordon counts from the change of the fleet that reported it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_proxy.wire.errors import HttpError
 
 
 class UpdateGate:
-    """Since when each worker is cordoned for its weights."""
+    """The times since which workers are cordoned for their weights."""
 
     def __init__(
         self, loop: EventLoop, fleet: Fleet, settings: Settings, balancer: Balancer
@@ -40,7 +40,7 @@ class UpdateGate:
         self._since = {worker: before.get(worker, now) for worker in held}
 
     def on_worker_change(self, worker: Worker) -> None:
-        """Only this worker has changed."""
+        """As `on_fleet_change`, if only this worker has changed."""
         if worker.cordon_reasons & WEIGHT_CORDONS and self._fleet.find(worker.url) is worker:
             self._since.setdefault(worker, self._loop.now)
         else:
@@ -57,16 +57,16 @@ class UpdateGate:
 
 
 def reasons_to_hold_sessions(config: Config) -> frozenset[str]:
-    """For which cordons of its worker a session waits, as any request would that nobody else can
-    take. Without a queue nothing waits: the session moves."""
+    """The cordon reasons of its worker for which a session waits rather than moves to another.
+    Empty without a queue."""
     if not config.server.queue_size:
         return frozenset()
     return frozenset(reason for reason in HOLDING_CORDONS if not _sheds(config, (reason,)))
 
 
 def _sheds(config: Config, holds: Iterable[str]) -> bool:
-    """A worker with several cordons is back when the last one ends."""
+    """Whether some of the cordons sheds requests: the worker returns only after the last one."""
     updating, paused = config.weight_sync.while_updating, config.routing.while_paused
-    # With while_paused = "pass" the cordon PAUSED is there only during the call itself.
+    # With while_paused = "pass" a worker has the cordon PAUSED only during the call itself.
     policy_by_cordon = {PAUSED: updating if paused == "pass" else paused}
     return any(policy_by_cordon.get(hold, updating) == "shed" for hold in holds)

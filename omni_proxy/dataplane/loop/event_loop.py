@@ -1,9 +1,9 @@
 """The data plane's event loop: one trio task, one epoll set, every socket that carries requests.
 
-It runs plain coroutines (see `task`) and gives trio's other tasks a turn when they need one.
+It runs plain coroutines (see `task`) and yields to trio's other tasks when they need to run.
 Invariant: sockets are closed after the iteration, so that a stale event can't reach a reused
-descriptor; an exception ends the connection that it came from and no other. It awaits trio in two
-places only, and no other task of trio waits longer than one iteration plus `HOST_CHECK_SECS`.
+descriptor; an exception ends only the connection that raised it. It awaits trio in only two
+places, and no other task of trio waits longer than one iteration plus `HOST_CHECK_SECS`.
 A trio task for each connection would cost more CPU per request: see docs/performance.md.
 """
 
@@ -22,15 +22,16 @@ import trio
 from omni_proxy.dataplane.loop.trio_scheduling import HostLoop
 
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
-# Then all are flushed at once, so that the first waits not long. Not final: tests set it.
+# At this number all are flushed immediately, which bounds the delay of the first one. Not Final:
+# tests set it.
 MAX_PENDING_WRITERS = 32
 BUSY_POLL_SECS: Final = 0.004  # under load, waiting in epoll is cheaper than waiting in trio
-HOST_CHECK_SECS: Final = 0.001  # between two checks whether trio has ready I/O
+HOST_CHECK_SECS: Final = 0.001  # interval of checks whether trio has ready I/O
 MAX_EVENTS: Final = 64  # per iteration; each may be a request that takes milliseconds
 
 
 class IoHandler:
-    """An object whose descriptor is in the epoll set: it gets the events."""
+    """An object that receives the events of a descriptor in the epoll set."""
 
     __slots__ = ()
 
@@ -39,7 +40,7 @@ class IoHandler:
 
 
 class Steppable(Protocol):
-    """What `call_soon` steps: a connection task, or its fast path."""
+    """An object that `call_soon` can step: a connection task, or its fast path."""
 
     waiting_on: object
 
@@ -47,7 +48,7 @@ class Steppable(Protocol):
 
 
 class LoopTask(Protocol):
-    """What the event loop has to know of a connection task (`loop.task.ConnectionTask`)."""
+    """The part of a connection task (`loop.task.ConnectionTask`) that the event loop uses."""
 
     phase: str
     phase_deadline: float
@@ -70,23 +71,23 @@ class PendingWriter(IoHandler):
 class EventLoop:
     """Owns the epoll set and runs the connection tasks; GET /status shows `tasks`.
 
-    `clock`: seconds, never backwards. `now` is its time when the present iteration began.
+    `clock`: monotonic time in seconds. `now`: its value at the start of the current iteration.
     """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.clock = clock
         self.now = clock()  # read once per iteration: all timeouts of connections count from it
         self.tasks: set[LoopTask] = set()
-        self.side_tasks = 0  # of `tasks`: no connections, but requests beside one
+        self.side_tasks = 0  # how many of `tasks` are additional requests of a connection
         self.ended = False  # no task may be started any more
-        self.admin_exchanges = 0  # in flight; while there are any, trio must not wait in epoll
+        self.admin_exchanges = 0  # in flight: the loop must not block in its own epoll meanwhile
         self.failures = 0
         self.tasks_ended = trio.Event()  # set, and replaced by a new one, when the last task ends
         self._epoll = epoll()
         self._closing: list[socket.socket] = []
         self.pending_writers: list[PendingWriter] = []  # flushed at the end of this iteration
         self.max_pending_writers = MAX_PENDING_WRITERS
-        self._ready: list[Steppable] = []  # step in the next iteration, event or not
+        self._ready: list[Steppable] = []  # stepped in the next iteration, even without an event
         self._host_checked_at = self.now
         self._host: HostLoop | None = None  # set while the loop runs
         self._parked = False  # waits in trio for an event or the wake-up descriptor
@@ -104,16 +105,16 @@ class EventLoop:
             self._handlers += [None] * missing
 
     def replace_handler(self, fd: int, handler: IoHandler) -> None:
-        """From now on `handler` gets the events of a registered descriptor."""
+        """Pass the events of a registered descriptor to `handler` from now on."""
         self._handlers[fd] = handler
 
     def suspend(self, fd: int) -> None:
-        """No events for it until `rearm`. It stays registered, so that neither call can fail."""
+        """Deliver no events until `rearm`. The descriptor stays registered, so neither can fail."""
         with contextlib.suppress(ValueError):  # the loop has ended
             self._epoll.modify(fd, 0)
 
     def rearm(self, fd: int) -> None:
-        """Deliver its events again in the next iteration, as far as they still hold."""
+        """Deliver the descriptor's current events again in the next iteration."""
         self._epoll.modify(fd, ALL_EVENTS)
 
     def unregister(self, fd: int, sock: socket.socket) -> None:
@@ -130,19 +131,19 @@ class EventLoop:
             writer.flush()
 
     def call_soon(self, task: Steppable) -> None:
-        """Step it in the next iteration, after the events that have come by then."""
+        """Step the task in the next iteration, after the events of that iteration."""
         task.waiting_on = None
         self._ready.append(task)
 
     def wake(self, task: Steppable) -> None:
-        """As `call_soon`, and also ends the wait in trio: needed outside an iteration."""
+        """As `call_soon`, but also ends a wait in trio: required outside an iteration."""
         self.call_soon(task)
         if self._parked:
             self._parked = False
             os.eventfd_write(self._wakeup_fd, 1)
 
     def request_host_turn(self) -> None:
-        """Call it after moving a deadline of trio from inside a connection task."""
+        """Yield to trio soon. Call it after changing a trio deadline from a connection task."""
         if self._host is not None:
             self._host.request_turn()
 
@@ -151,14 +152,14 @@ class EventLoop:
         return len(self.tasks) - self.side_tasks
 
     def remove_task(self, task: LoopTask) -> None:
-        """Its coroutine has ended."""
+        """Remove a task whose coroutine has ended."""
         self.tasks.discard(task)
         if not self.tasks:
             self.tasks_ended.set()
             self.tasks_ended = trio.Event()
 
     def flush(self) -> None:
-        """Send what is pending and close unregistered sockets. Call after stepping tasks from
+        """Flush pending writers and close unregistered sockets. Call it after stepping tasks
         outside an iteration."""
         if self.pending_writers:
             self.flush_writes()

@@ -1,8 +1,7 @@
-"""Reads, writes and time-outs of a connection's coroutine: the I/O that an exchange is run with.
+"""Reads, writes and timeouts of a connection's coroutine.
 
-Contract: `read`, `write` and `flush` wait for the peer under the time-out of the present phase, and
-raise PhaseTimeout when it is over. A phase never lasts longer than `deadline`, which bounds the
-whole exchange.
+Contract: `read`, `write` and `flush` wait for the peer until the timeout of the current phase, and
+then raise PhaseTimeout. No phase outlasts `deadline`, which bounds the whole exchange.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ READ_BYTES = 16384
 
 
 class IoTask(ConnectionTask):
-    """A task that serves `client`."""
+    """A connection task that serves the stream `client`."""
 
     __slots__ = ("deadline",)
 
@@ -37,7 +36,7 @@ class IoTask(ConnectionTask):
         """Enter a phase that may last `secs`."""
         self.phase = phase
         due = self.loop.now + secs
-        # min() would cost as much as all the rest of this.
+        # Not min(), because the call would double the cost of this method.
         self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
 
     async def read(self, stream: Stream, size: int = READ_BYTES) -> bytes:
@@ -50,7 +49,7 @@ class IoTask(ConnectionTask):
                 return chunk
 
     async def write(self, stream: Stream, chunk: bytes) -> None:
-        """Send all of it, behind what is pending; waits for a peer that reads slowly."""
+        """Send `chunk` after the pending bytes; waits for a peer that reads slowly."""
         if stream.pending:
             await self.flush(stream)
         try:
@@ -67,7 +66,7 @@ class IoTask(ConnectionTask):
                 continue
 
     async def flush(self, stream: Stream) -> None:
-        """Send what `write_soon` has left pending."""
+        """Send the pending bytes of `write_soon`."""
         while stream.pending:
             stream.flush()
             if stream.pending:

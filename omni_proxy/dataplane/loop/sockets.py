@@ -1,5 +1,5 @@
-"""How a stream reads and writes its socket. The native build has `sockets.pyx` in its place, which
-makes the same system calls without Python's socket module between."""
+"""The recv and send functions of a stream's socket. The native build uses `sockets.pyx` instead,
+which makes the same system calls without Python's socket module."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 
 def receiver(sock: socket.socket) -> Callable[..., bytes]:
-    """As `sock.recv`, which it is here."""
+    """A function with the signature of `sock.recv`."""
     return sock.recv
 
 
 def sender(sock: socket.socket) -> Callable[[bytes | bytearray | memoryview], int]:
-    """As `sock.send`."""
+    """A function with the signature of `sock.send`."""
     return sock.send

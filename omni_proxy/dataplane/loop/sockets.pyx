@@ -1,8 +1,7 @@
-"""`sockets.py` for the native build: recv(2) and send(2) of a socket that does not block.
+"""`sockets.py` for the native build: recv(2) and send(2) of a non-blocking socket.
 
-Invariant: the descriptor is read from the socket object at each call, so a socket that was closed
-is never mistaken for another one with the same number. Must not release the interpreter's lock:
-neither call waits.
+Invariant: the descriptor is read from the socket object at each call, so after a close no other
+socket with the same number is used by mistake. Must not release the GIL: neither call waits.
 """
 
 from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
@@ -20,7 +19,7 @@ cdef extern from "sys/socket.h" nogil:
 
 cdef extern from *:
     """
-    /* The beginning of CPython's PySocketSockObject, the same since 2.x. */
+    /* The first fields of CPython's PySocketSockObject, unchanged since 2.x. */
     typedef struct { PyObject_HEAD int sock_fd; } omni_socket;
     """
     ctypedef struct omni_socket:
@@ -29,7 +28,7 @@ cdef extern from *:
 cdef enum:
     ROOM = 65536
 
-cdef char room[ROOM]  # one thread reads; what came is copied before the next read
+cdef char room[ROOM]  # only one thread reads, and copies the bytes before the next read
 
 
 cdef class Receiver:
@@ -79,7 +78,7 @@ cdef class Sender:
 
 
 def receiver(sock):
-    return Receiver(sock).receive  # a method, since calls of objects take longer
+    return Receiver(sock).receive  # a bound method: calling an object would be slower
 
 
 def sender(sock):

@@ -1,8 +1,8 @@
-"""Sockets in the event loop's epoll set, of clients and of workers; and how to connect one.
+"""Streams: sockets of clients and workers in the event loop's epoll set; and `connect`.
 
-Invariant: nothing but a `Stream` touches its socket. It is registered once, edge-triggered, so an
-edge that no task waits for is kept in `readable`. `close` unregisters it at once; the event loop
-closes the descriptor after the iteration.
+Invariant: only a `Stream` uses its socket. It is registered once, edge-triggered, so an edge that
+no task waits for is stored in `readable`. `close` unregisters it immediately; the event loop closes
+the descriptor after the iteration.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from omni_proxy.dataplane.loop.task import (
 PEER_CLOSED: Final = EPOLLRDHUP | EPOLLHUP | EPOLLERR
 HUNG_UP: Final = EPOLLHUP | EPOLLERR  # both directions are closed, not only the peer's sending side
 INPUT_EVENTS: Final = EPOLLIN | PEER_CLOSED
-READ_WRITE: Final = EPOLLIN | EPOLLOUT  # what most events are; to compare is cheaper than to mask
+READ_WRITE: Final = EPOLLIN | EPOLLOUT  # the most frequent mask, compared first
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)
 
 
@@ -37,8 +37,8 @@ class Stream(PendingWriter):
     """A socket in the epoll set, of a client or a worker.
 
     `readable`: there may be bytes to read. `peer_closed`: the peer has closed its sending side, or
-    the connection broke. `pending`: bytes of `write_soon` that are not sent yet; while there are
-    any, `send` itself must not be called.
+    the connection failed. `pending`: bytes of `write_soon` that are not sent yet; while there are
+    any, `send` must not be called directly.
     """
 
     __slots__ = (
@@ -82,10 +82,10 @@ class Stream(PendingWriter):
             task.throw(ClientDisconnected())
 
     def write_soon(self, chunk: bytes) -> None:
-        """Send it at the end of this iteration, together with what other streams send.
+        """Send `chunk` at the end of this iteration, together with those of other streams.
 
-        So a peer wakes up once and finds everything that there is for it. What its socket does not
-        take then stays in `pending`.
+        So a peer wakes up once and finds all of its bytes. Bytes that the socket does not accept
+        then stay in `pending`.
         """
         if self.pending:
             self.pending += chunk
@@ -98,7 +98,7 @@ class Stream(PendingWriter):
             loop.flush_writes()
 
     def flush(self) -> None:
-        """Send of `pending` what the socket takes now. The next read reports a broken peer."""
+        """Send as much of `pending` as the socket accepts. The next read reports an error."""
         pending, send = self.pending, self.send
         if not pending:
             return
@@ -115,9 +115,9 @@ class Stream(PendingWriter):
                 self.loop.wake(task)
 
     def send_from(self, out: bytearray) -> int:
-        """Send `out`, behind what is pending, and remove what the socket took from it.
+        """Send `out` after the pending bytes, and remove the bytes that the socket accepted.
 
-        How many bytes that was. Raises OSError.
+        Returns their number. Raises OSError.
         """
         self.flush()
         if self.pending or not out:
@@ -130,31 +130,31 @@ class Stream(PendingWriter):
         return sent
 
     def read(self, size: int) -> bytes | None:
-        """The bytes that are there: None for none yet, b"" for the peer's close. Raises OSError."""
+        """Received bytes: None if none have arrived, b"" at the peer's close. Raises OSError."""
         recv = self.recv  # CPython calls a local faster than an attribute that is no method
         try:
             chunk = recv(size)
         except BlockingIOError:
             self.readable = False
             return None
-        # A short read has emptied the socket; a close that was seen gives no new edge.
+        # A short read has drained the socket. A close is reported by no further edge.
         self.readable = len(chunk) == size or self.peer_closed
         return chunk
 
     def sendmsg(self, chunks: Sequence[bytes | memoryview]) -> int:
-        """As one `send` of all `chunks`."""
+        """Send `chunks` as if they were joined."""
         return self.sock.sendmsg(chunks)
 
     def has_input(self) -> bool:
-        """Whether there are bytes, or the peer's close, still to be read."""
+        """Whether bytes, or the peer's close, are still to be read."""
         return self.readable
 
     def send_eof(self) -> None:
-        """Close the sending side; reading goes on. Raises OSError."""
+        """Close the sending side; reading continues. Raises OSError."""
         self.sock.shutdown(socket.SHUT_WR)
 
     def shut_down(self) -> None:
-        """Both directions: the next read sees the end."""
+        """Close both directions: the next read returns b""."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
@@ -167,7 +167,7 @@ class Stream(PendingWriter):
             return None
 
     def close(self, *, reset: bool = False) -> None:
-        """Unregister now; the socket itself is closed after the iteration."""
+        """Unregister the socket now; it is closed after the iteration."""
         if not self.closed:
             self.closed = True
             if self.pending and not reset:
@@ -179,9 +179,9 @@ class Stream(PendingWriter):
 
 
 async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Stream:
-    """Connect to (host, port) or a Unix socket's path; `task` gets its events.
+    """Connect to (host, port) or a Unix socket's path; `task` receives the stream's events.
 
-    Raises OSError; the task's `phase_deadline` bounds it.
+    Raises OSError. The task's `phase_deadline` limits the time.
     """
     if isinstance(address, str):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -192,7 +192,7 @@ async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Strea
     sock.setblocking(False)
     try:
         code = sock.connect_ex(address)
-    except OSError:  # of an address that is none
+    except OSError:  # the address is invalid
         sock.close()
         raise
     if code not in (0, errno.EINPROGRESS):
@@ -206,8 +206,8 @@ async def connect(task: ConnectionTask, address: tuple[str, int] | str) -> Strea
             code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if code:
                 raise OSError(code, os.strerror(code))
-        # To a free port in the ephemeral range the socket can connect to itself (TCP simultaneous
-        # open): that counts as refused.
+        # A socket can connect to itself if the port is free and ephemeral (TCP simultaneous open):
+        # treat that as refused.
         if not isinstance(address, str) and sock.getsockname() == sock.getpeername():
             raise OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
     except BaseException:

@@ -1,9 +1,9 @@
 """Connection tasks: the coroutines that the event loop steps, one for each client connection.
 
 A task sets `waiting_on` and then awaits `pause`; the event loop steps it when that stream has an
-event. Invariant: a coroutine awaits nothing but `pause` (in a generator under `await_direct` a bare
-`yield` is the same); an await of trio is refused with an error, since trio could never resume it.
-However a task ends, its own `finally` blocks run, and no task outlives the event loop.
+event. Invariant: a coroutine awaits only `pause` (in a generator under `await_direct` a bare
+`yield` is equivalent); an await of trio raises an error, because trio could never resume it.
+However a task ends, its `finally` blocks run, and no task outlives the event loop.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ T = TypeVar("T")
 Resumable = Coroutine[Any, Any, T] | Generator[Any, Any, T]
 
 ANY_STREAM: Final = object()  # in `waiting_on`: an event of any stream of the task
-READS_PER_STEP: Final = 16  # then other connections get their turn
+READS_PER_STEP: Final = 16  # so that other connections are not delayed
 
 
 class ClientDisconnected(DownstreamError):
-    """The client closed its connection, so there is nothing to send a response to."""
+    """The client closed its connection, so no response can be sent."""
 
 
 class PhaseTimeout(Exception):
-    """The task's `phase_deadline` has passed; the text is its `phase`."""
+    """The task's `phase_deadline` has passed; the message is its `phase`."""
 
 
 class _Pause:
-    """Yields None once. A tuple's iterator does that without a frame of its own."""
+    """Yields None once. A tuple's iterator does that without creating a frame."""
 
     __await__ = (None,).__iter__
 
@@ -48,22 +48,22 @@ pause: Final = cast("Awaitable[None]", _Pause())
 def await_direct(inner: Resumable[T]) -> Generator[Any, Any, T]:
     """Await `inner` so that the event loop steps it directly.
 
-    Otherwise every event passes through each frame between the event loop and `pause`, and a relay
-    is about ten frames deep.
+    Otherwise every event resumes each frame between the event loop and `pause`, and a relay is
+    about ten frames deep.
     """
     result: T = yield inner
     return result
 
 
 class Readable(Protocol):
-    """What a task waits for: a stream (`loop.stream.Stream`)."""
+    """The part of a stream (`loop.stream.Stream`) that a task uses to wait for it."""
 
     readable: bool
 
 
 class EventHandler:
-    """Gets the events of a stream: a connection task, or its fast path. `client`: the stream of the
-    client, if there is one."""
+    """Receives the events of streams: a connection task, or its fast path. `client`: the client's
+    stream, if it has one."""
 
     __slots__ = ("client", "waiting_on")
 
@@ -86,8 +86,8 @@ class EventHandler:
 class ConnectionTask(EventHandler):
     """A coroutine with its state.
 
-    `phase`: what it is doing. `phase_deadline`: until when, in seconds of `EventLoop.now`, `inf`
-    for no limit.
+    `phase`: its current activity. `phase_deadline`: when the phase times out, in seconds of
+    `EventLoop.now`, `inf` for never.
     """
 
     __slots__ = (
@@ -111,7 +111,7 @@ class ConnectionTask(EventHandler):
         self._callers: list[Resumable[Any]] = []  # coroutines that wait in `await_direct`
 
     async def serve(self) -> None:
-        """The whole life of the connection; it closes its own streams."""
+        """Serve the connection until its end, and close its streams."""
         raise NotImplementedError
 
     def is_disconnect(self, mask: int) -> bool:
@@ -126,8 +126,8 @@ class ConnectionTask(EventHandler):
     def must_wait_for(self, stream: Readable) -> bool:
         """Whether the task has to `pause` before the next read of `stream`.
 
-        Also true after `READS_PER_STEP` reads where there is more to read: a peer that always has
-        more must not keep other connections waiting.
+        Also true after `READS_PER_STEP` reads, even if there is more to read: a peer that sends
+        continuously must not delay other connections.
         """
         if not stream.readable:
             self.waiting_on = stream
@@ -135,7 +135,7 @@ class ConnectionTask(EventHandler):
         return self.count_read()
 
     def count_read(self) -> bool:
-        """Count one unit of work. True where the task has to `pause` before the next one."""
+        """Count one unit of work. True if the task has to `pause` before the next one."""
         self.reads_since_pause += 1
         if self.reads_since_pause < READS_PER_STEP:
             return False
@@ -150,7 +150,7 @@ class ConnectionTask(EventHandler):
         self.step(PhaseTimeout(self.phase))
 
     def step(self, error: BaseException | None = None) -> None:
-        """Run until the next `pause` or to the end; `error` is thrown in first."""
+        """Run until the next `pause` or the end. `error`: an exception to throw into it first."""
         if self._coro is None:
             return
         self.reads_since_pause = 0
@@ -174,7 +174,7 @@ class ConnectionTask(EventHandler):
                     self._callers.append(coro)
                     self._coro = yielded
                     value = error = None
-                else:  # what trio yields: only trio could resume it
+                else:  # a value yielded by trio, which only trio could resume
                     error = RuntimeError("a connection task must not await trio")
         self.loop.remove_task(self)
 
@@ -189,7 +189,7 @@ class ConnectionTask(EventHandler):
         self.loop.failures += 1
 
     def close_coroutine(self) -> None:
-        """Run the `finally` blocks, innermost first: the event loop ends."""
+        """Run the `finally` blocks, innermost first, because the event loop ends."""
         coro, self._coro = self._coro, None
         self.loop.remove_task(self)
         if coro is not None:

@@ -1,10 +1,10 @@
 """Timeouts of connection tasks: phase deadlines, checked in sweeps, and exact sleeps for back-off.
 
-A phase deadline is one float of the task, and one sweep over all tasks every `SWEEP_SECS` throws
+A phase deadline is one float of the task. Every `SWEEP_SECS` a sweep over all tasks throws
 `PhaseTimeout` into those that are past it, so a deadline is late by at most that. `Timers` is for
-pauses shorter than a sweep: one trio task sleeps until the earliest end, and for ever while no task
-sleeps. Invariant: a sleep ends no earlier than asked and at most one turn of trio later; a task
-that something else was thrown into is not stepped by its timer any more.
+sleeps shorter than a sweep: one trio task sleeps until the earliest end, or for ever while no task
+sleeps. Invariant: a sleep ends no earlier than requested and at most one scheduling round of trio
+later; if an exception is thrown into a sleeping task, its timer does not step it any more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SWEEP_SECS: Final = 0.25
 
 
 def expire_tasks(loop: EventLoop) -> None:
-    """One sweep. Reads the clock itself: `loop.now` may be as old as the last iteration."""
+    """One sweep. It reads the clock, because `loop.now` is as old as the last iteration."""
     loop.now = now = loop.clock()
     for task in [task for task in loop.tasks if task.phase_deadline < now]:
         task.on_phase_timeout()
@@ -31,7 +31,8 @@ def expire_tasks(loop: EventLoop) -> None:
 
 
 async def run_sweeps(loop: EventLoop, *chores: Callable[[], None]) -> None:
-    """Sweep until cancelled; `chores` run along (idle upstream connections, paused listeners)."""
+    """Sweep until cancelled. `chores`: called after each sweep (idle upstream connections, paused
+    listeners)."""
     while True:
         await trio.sleep(SWEEP_SECS)
         expire_tasks(loop)
@@ -41,13 +42,13 @@ async def run_sweeps(loop: EventLoop, *chores: Callable[[], None]) -> None:
 
 
 class _Sleep:
-    """One sleep of a task. Without a task it is over, and stays in the heap until its time."""
+    """One sleep of a task. `task`: None once it has ended; it stays in the heap until its time."""
 
     __slots__ = ("ends_at", "number", "task")
 
     def __init__(self, ends_at: float, number: int, task: ConnectionTask) -> None:
         self.ends_at = ends_at
-        self.number = number  # of two that end at the same time the earlier one ends first
+        self.number = number  # orders sleeps that end at the same time by their start
         self.task: ConnectionTask | None = task
 
     def __lt__(self, other: _Sleep) -> bool:
@@ -55,7 +56,7 @@ class _Sleep:
 
 
 class Timers:
-    """Sleeps of connection tasks. Times are those of trio's clock."""
+    """Sleeps of connection tasks. Times are of trio's clock."""
 
     def __init__(self, loop: EventLoop) -> None:
         self._loop = loop
@@ -64,7 +65,7 @@ class Timers:
         self._scope = trio.CancelScope()
 
     async def sleep(self, task: ConnectionTask, secs: float) -> None:
-        """Call it from `task` itself. Raises what is thrown into the task meanwhile."""
+        """Call it from `task` itself. Raises any exception that is thrown into the task."""
         self._started += 1
         sleep = _Sleep(trio.current_time() + secs, self._started, task)
         heappush(self._heap, sleep)
@@ -79,7 +80,7 @@ class Timers:
             sleep.task = None
 
     async def run(self) -> None:
-        """Step the tasks whose sleep is over, until cancelled."""
+        """Step the tasks whose sleep has ended, until cancelled."""
         while True:
             self._step_due()
             # No other task of trio runs between here and the sleep, so no new one can be missed.
@@ -88,7 +89,7 @@ class Timers:
                 await trio.sleep_forever()
 
     def _step_due(self) -> None:
-        """Steps the tasks itself, as a sweep does, so that each is checked at the last moment."""
+        """Step due tasks directly, as a sweep does: stepping one may end the sleep of another."""
         heap, now = self._heap, trio.current_time()
         while heap and (heap[0].task is None or heap[0].ends_at <= now):
             sleep = heappop(heap)

@@ -1,9 +1,9 @@
 """TLS on a socket of the event loop: the handshake, and a `Stream` that is encrypted on the wire.
 
-OpenSSL works on two memory buffers and never sees the socket, so an event costs one system call, as
-it does without TLS. Invariant: encrypted bytes leave in their order, and `send` counts only what
-the socket has taken, so timeouts and back-pressure follow the client's own pace. A connection that
-ends without TLS's close_notify is an error, never a regular end (RFC 8446, 6.1).
+OpenSSL reads and writes two memory buffers rather than the socket, so an event costs one system
+call, as without TLS. Invariant: encrypted bytes are sent in order, and `send` counts only bytes
+that the socket has accepted, so timeouts and back-pressure follow the client's pace. A connection
+that ends without TLS's close_notify is an error, never a regular end (RFC 8446, 6.1).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Final
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import ConnectionTask, pause
 
-RECORD_BYTES: Final = 16384  # the most that a TLS record holds
-ENCRYPTED_READ_BYTES: Final = 2 * RECORD_BYTES  # at most, in one read
-PORTION_BYTES: Final = 65536  # encrypted at once; also the most that waits while the socket is full
+RECORD_BYTES: Final = 16384  # maximum payload of a TLS record
+ENCRYPTED_READ_BYTES: Final = 2 * RECORD_BYTES  # maximum of one read
+PORTION_BYTES: Final = 65536  # encrypted in one call, so also the maximum of `unsent_size`
 RECORD: Final = b"\x16"  # the first byte of a handshake
 
 
 class TlsHandshake:
-    """OpenSSL's state of one connection, with the buffers that it reads from and writes to."""
+    """OpenSSL's state of one connection, with the memory buffers that it reads and writes."""
 
     __slots__ = ("incoming", "outgoing", "tls")
 
@@ -35,7 +35,7 @@ class TlsHandshake:
         server_name: str | None = None,
         session: ssl.SSLSession | None = None,
     ) -> None:
-        """As a client of `server_name`; without one as a server."""
+        """`server_name`: the server to connect to as a client; None for the server side."""
         self.incoming = ssl.MemoryBIO()
         self.outgoing = ssl.MemoryBIO()
         self.tls = context.wrap_bio(
@@ -47,7 +47,8 @@ class TlsHandshake:
         )
 
     async def run(self, task: ConnectionTask, plain: Stream) -> TlsStream:
-        """Shake hands; from then on `plain` belongs to the result. Raises OSError."""
+        """Do the handshake. The result replaces `plain`, which must not be used any more. Raises
+        OSError."""
         while True:
             done = self._advance(plain)
             if self.outgoing.pending:
@@ -63,13 +64,13 @@ class TlsHandshake:
             return False
         except ssl.SSLError:
             with contextlib.suppress(OSError):
-                plain.send(self.outgoing.read())  # the alert that tells why
+                plain.send(self.outgoing.read())  # the alert with the reason
             raise
         return True
 
 
 async def read_handshake_bytes(task: ConnectionTask, plain: Stream) -> bytes:
-    """Wait for more bytes. Raises OSError, also when the peer closes."""
+    """Wait for more bytes. Raises OSError, also if the peer closes."""
     while True:
         if task.must_wait_for(plain):
             await pause
@@ -94,10 +95,10 @@ def _reset(why: str) -> ConnectionResetError:
 
 
 class TlsWriter:
-    """Encrypts what a stream sends. An object of its own: so a stream can hold its `send` as it
-    holds that of a plain socket.
+    """Encrypts what a stream sends. A separate object, so that a stream can store its `send` like
+    that of a plain socket.
 
-    `unsent`: encrypted bytes that the socket did not take, of `unsent_size` bytes of the caller.
+    `unsent`: encrypted bytes that the socket did not accept, of `unsent_size` bytes of plaintext.
     """
 
     __slots__ = ("_encrypt", "_outgoing", "_send", "unsent", "unsent_size")
@@ -110,7 +111,7 @@ class TlsWriter:
         self.unsent_size = 0
 
     def send(self, chunk: bytes | bytearray | memoryview) -> int:
-        """How many bytes of `chunk` the socket has taken. Raises OSError."""
+        """Returns how many bytes of `chunk` the socket has accepted. Raises OSError."""
         size = len(chunk)
         if self.unsent or size > PORTION_BYTES:
             return self._send_in_portions(memoryview(chunk))
@@ -119,9 +120,9 @@ class TlsWriter:
         return size
 
     def _send_encrypted(self, encrypted: bytes, size: int) -> None:
-        """`size`: how many of the caller's bytes these are.
+        """`size`: the number of plaintext bytes.
 
-        Raises BlockingIOError where the socket did not take all.
+        Raises BlockingIOError if the socket did not accept all bytes.
         """
         try:
             sent = self._send(encrypted)
@@ -132,7 +133,7 @@ class TlsWriter:
             raise BlockingIOError
 
     def _send_in_portions(self, view: memoryview) -> int:
-        """Goes on until the socket is full: only then epoll reports when it is writable."""
+        """Send until the socket is full: only then does epoll report when it is writable."""
         done = self._send_unsent() if self.unsent else 0
         while done < len(view):
             portion = view[done : done + PORTION_BYTES]
@@ -154,13 +155,14 @@ class TlsWriter:
         return self.unsent_size
 
     def send_reply(self) -> None:
-        """Answer the peer's TLS (e.g. a key update), behind what waits to be sent."""
+        """Send OpenSSL's reply to the peer (e.g. to a key update), unless bytes are unsent: then it
+        is sent after them."""
         if not self.unsent:
             with contextlib.suppress(OSError):  # the next read raises it
                 self._send_encrypted(self._outgoing.read(), 0)
 
     def send_alerts(self) -> None:
-        """Send TLS's own messages: close_notify or an alert."""
+        """Send TLS messages: close_notify or an alert."""
         messages = self._outgoing.read()
         if messages and not self.unsent:
             with contextlib.suppress(OSError):
@@ -168,9 +170,9 @@ class TlsWriter:
 
 
 class TlsStream(Stream):
-    """Takes the place of the plain stream that the handshake was made on.
+    """An encrypted stream, which replaces the plain stream of the handshake.
 
-    Once `send` has raised BlockingIOError, the next call has to begin with the same bytes.
+    Once `send` has raised BlockingIOError, the next call must begin with the same bytes.
     """
 
     __slots__ = (
@@ -186,12 +188,12 @@ class TlsStream(Stream):
     is_tls = True
 
     def __init__(self, plain: Stream, handshake: TlsHandshake) -> None:
-        # Not `Stream.__init__`, which registers the socket: it is registered, and stays so.
+        # `Stream.__init__` is not called: it would register the socket a second time.
         self.loop = plain.loop
         self.sock = plain.sock
         self.fd = plain.fd
         self.recv = plain.recv
-        self.readable = True  # the first request may have come along with the handshake
+        self.readable = True  # the first request may have arrived with the handshake
         self.peer_closed = plain.peer_closed
         self.closed = plain.closed
         self.pending = b""
@@ -204,7 +206,7 @@ class TlsStream(Stream):
         self._decrypt: Callable[[int], bytes] = handshake.tls.read
         self._writer = TlsWriter(handshake, plain.send)
         self.send = self._writer.send
-        self._has_encrypted = True  # encrypted bytes were read that may hold a whole record
+        self._has_encrypted = True  # OpenSSL may have enough encrypted bytes for another record
         self._decrypted = b""  # decrypted by `has_input`, for the next read
         plain.closed = True
         self.loop.replace_handler(self.fd, self)
@@ -215,7 +217,7 @@ class TlsStream(Stream):
 
     @property
     def session(self) -> ssl.SSLSession | None:
-        """For resumption: makes the next handshake with the same server shorter."""
+        """The session for resumption, which shortens the next handshake with the same server."""
         return self._tls.session
 
     def read(self, size: int) -> bytes | None:
@@ -251,7 +253,8 @@ class TlsStream(Stream):
         return chunk
 
     def has_input(self) -> bool:
-        """Decrypts, since what came may be for TLS alone; keeps the bytes that it finds."""
+        """Decrypts, because the received bytes may be TLS messages without data; stores the data
+        for the next read."""
         while self.readable and not self._decrypted:
             try:
                 decrypted = self.read(RECORD_BYTES)
@@ -268,7 +271,7 @@ class TlsStream(Stream):
         self._decrypt, self._has_encrypted, self.readable = self._read_decrypted, True, True
 
     def _read_decrypted(self, size: int) -> bytes:
-        """In the place of OpenSSL's read: returns what `has_input` has decrypted."""
+        """Replaces OpenSSL's read: returns the bytes that `has_input` has decrypted."""
         chunk, self._decrypted = self._decrypted[:size], self._decrypted[size:]
         if not self._decrypted:
             self._decrypt = self._tls.read
@@ -288,10 +291,10 @@ class TlsStream(Stream):
             done += sent
             if sent < len(chunk):
                 break
-        return done  # less than all only where the socket is full, see `_send_in_portions`
+        return done  # less than all only if the socket is full, see `_send_in_portions`
 
     def send_eof(self) -> None:
-        """From here on `read` returns encrypted bytes as they come: only good for draining."""
+        """Close the sending side. Afterwards `read` returns encrypted bytes, only for draining."""
         self._send_close_notify()
         self._decrypt = self._incoming.read
         self._has_encrypted = self._incoming.pending > 0  # what OpenSSL itself has buffered is lost
@@ -304,8 +307,8 @@ class TlsStream(Stream):
         super().close(reset=reset)
 
     def _send_close_notify(self) -> None:
-        """Send close_notify; without it the peer takes the close for a cut connection."""
+        """Send close_notify; without it the peer treats the close as a truncated connection."""
         if not self._writer.unsent:
             with contextlib.suppress(ssl.SSLError):
-                self._tls.unwrap()  # raises: the peer's close_notify is not waited for
+                self._tls.unwrap()  # raises, because the peer's close_notify is not awaited
             self._writer.send_alerts()

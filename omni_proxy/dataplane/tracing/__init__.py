@@ -1,1 +1,1 @@
-"""Traces of exchanges: W3C context to the workers, and records of spans for the exporter."""
+"""Traces of exchanges: W3C trace context for workers, and span records for the exporter."""

@@ -1,9 +1,9 @@
 """The trace of one request: its ids, and the spans of its attempts and waits while it runs.
 
-A worker gets the id of its attempt's span as `traceparent`. Of a request that is not sampled it
-gets the flag 00, so that it begins no trace of its own. Invariant: the trace, and whether it is
-sampled, come from the client's context where there is one (W3C Trace Context 3.2). No I/O, and
-nothing is kept of a request that is not sampled.
+A worker gets the id of its attempt's span as `traceparent`, and the flag 00 if the request is not
+sampled, so that it starts no trace of its own. Invariant: the trace id and the sampling decision
+are those of the client's context if it sent one (W3C Trace Context 3.2). No I/O, and no data is
+stored for a request that is not sampled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_proxy.fleet.worker import Worker
 
 DRAW_BITS: Final = 64
 EVERY: Final = 1 << DRAW_BITS
-MAX_SPANS: Final = 64  # of one request; further attempts are sent, and not recorded
+MAX_SPANS: Final = 64  # of one request; further attempts are not recorded
 
 
 def new_trace_id() -> bytes:
@@ -35,7 +35,7 @@ def new_span_id() -> bytes:
 
 
 class AttemptSpan:
-    """An attempt at `target`, a worker or one of its ranks. Times are the event loop's; `error`:
+    """An attempt at `target`, a worker or one of its ranks. Times are the event loop's. `error`:
     why it failed, as in `retry_on`, or ""."""
 
     __slots__ = ("ended_at", "error", "span_id", "started_at", "target")
@@ -44,12 +44,12 @@ class AttemptSpan:
         self.span_id = new_span_id()
         self.target = target
         self.started_at = started_at
-        self.ended_at = 0.0  # 0: not over, or at the end of the request
+        self.ended_at = 0.0  # 0: still running, or ended with the request
         self.error = ""
 
 
 class RequestTrace:
-    """`parent_id`: the span that sent the request, or b"". `span_id`: that of the request here."""
+    """`parent_id`: the client's span, or b"". `span_id`: the server span of the request."""
 
     __slots__ = ("attempts", "parent_id", "sampled", "span_id", "trace_id", "waits")
 
@@ -59,10 +59,10 @@ class RequestTrace:
         self.span_id = new_span_id()
         self.sampled = sampled
         self.attempts: list[AttemptSpan] = []
-        self.waits: list[tuple[float, float]] = []  # in the queue
+        self.waits: list[tuple[float, float]] = []  # start and end of each wait in the queue
 
     def begin_attempt(self, target: Worker | None, now: float) -> bytes:
-        """The traceparent for it."""
+        """Begin the span of an attempt; returns the traceparent to send."""
         if not self.sampled:
             return _unsampled_value()
         span_id = self.span_id
@@ -76,13 +76,13 @@ class RequestTrace:
         return format_traceparent(self.trace_id, span_id, sampled=True)
 
     def lines_for_attempt(self, lines: bytes, target: Worker | None, now: float) -> bytes:
-        """The lines of a head as this attempt sends them."""
+        """The lines of a head with the traceparent of this attempt."""
         if not self.sampled and read_traceparent(lines) is not None:
-            return lines  # the client's own, not sampled either
+            return lines  # with the client's own traceparent, which is not sampled either
         return with_traceparent(lines, self.begin_attempt(target, now))
 
     def end_attempt(self, target: Worker, now: float, error: str) -> None:
-        """The last attempt at it has failed."""
+        """End the span of the last attempt at `target`, which has failed."""
         for span in reversed(self.attempts):
             if span.target.worker is target.worker and not span.ended_at:
                 span.ended_at, span.error = now, error
@@ -97,8 +97,8 @@ UNSAMPLED: Final = RequestTrace(b"", sampled=False)
 
 
 class Tracing:
-    """Begins traces. `sampling`: the share of those that begin here, 0 to 1; of `DRAW_BITS` random
-    bits those that are below `sampled_below` make a trace sampled."""
+    """Begins traces. `sampling`: the sampled share of the traces that begin here, 0 to 1. A trace
+    is sampled if a number of `DRAW_BITS` random bits is below `sampled_below`."""
 
     def __init__(self, sampling: float) -> None:
         self.sampled_below = int(sampling * EVERY)
@@ -114,9 +114,11 @@ class Tracing:
         return self.begin(read_traceparent(lines))
 
     def begin_from_parts(self, parts: list[bytes], index: int) -> RequestTrace | None:
-        """Of a head in parts, see `trace_parts`; None where it is not sampled. `index`: where the
-        value of its traceparent is. With -1 there is none, and it has been drawn that the trace is
-        sampled; else the parts get `UNSAMPLED_LINE`."""
+        """Begin the trace of a head in parts, see `trace_parts`; None if it is not sampled.
+
+        `index`: index of the traceparent's value in `parts`. -1: the head has none, and the caller
+        has already decided to sample; otherwise it appends `UNSAMPLED_LINE`.
+        """
         if index < 0:
             return RequestTrace(new_trace_id())
         parent = parse_traceparent(parts[index])
@@ -133,8 +135,8 @@ class Tracing:
 def trace_parts(
     trace: RequestTrace, parts: list[bytes], index: int, target: Worker, now: float
 ) -> None:
-    """As `lines_for_attempt`, of a head in parts and a request that is sampled; an index as
-    above."""
+    """As `lines_for_attempt`, for a head in parts and a sampled request. `index`: index of the
+    traceparent's value in `parts`, -1 if it has none."""
     value = trace.begin_attempt(target, now)
     if index < 0:
         parts.append(b"traceparent: %b\r\n" % value)
@@ -142,8 +144,9 @@ def trace_parts(
         parts[index] = value
 
 
-# One half of the id of a trace that nobody records is of the process, and so is its span: half as
-# many random digits cost half as much. The line is for the bits that were drawn for it.
+# The ids of an unsampled trace are recorded nowhere, so only half of the trace id is random; the
+# other half and the span id are constant in the process, which is cheaper. The line is formatted
+# with the random bits of the sampling decision.
 _UNSAMPLED: Final = b"00-%016x%%016x-%016x-00" % (getrandbits(64) or 1, getrandbits(64) or 1)
 UNSAMPLED_LINE: Final = b"traceparent: " + _UNSAMPLED + b"\r\n"
 

@@ -1,9 +1,9 @@
-"""The spans of a request that is over, as one line for the exporter.
+"""The spans of a request that has ended, as one record for the exporter.
 
-One server span; one client span for each attempt at a worker, of both legs where there are two; one
-internal span for each wait in the queue. Invariant: an attribute has nothing of a body but the
-model's name and token counts, and nothing of a header. Names are those of the OpenTelemetry
-semantic conventions for HTTP and for generative AI.
+One server span; one client span for each attempt at a worker, of both legs if there are two; one
+internal span for each wait in the queue. Invariant: of a body, attributes contain only the model's
+name and token counts; of headers, nothing. Names follow the OpenTelemetry semantic conventions for
+HTTP and for generative AI.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _encode = msgspec.json.encode
 
 
 class SpanRecord(msgspec.Struct, gc=False, omit_defaults=True):
-    """Ids in hexadecimal digits, times in nanoseconds since 1970. `error`: its status is ERROR, and
-    this says why."""
+    """Ids in hexadecimal digits, times in Unix nanoseconds. `error`: the reason if the span's
+    status is ERROR, else ""."""
 
     trace_id: str
     span_id: str
@@ -48,7 +48,7 @@ class SpanRecord(msgspec.Struct, gc=False, omit_defaults=True):
 
 
 def spans_of(exchange: Exchange, trace: RequestTrace, offset_ns: int) -> list[SpanRecord]:
-    """The server span first. `offset_ns`: what the event loop's time lacks to Unix time."""
+    """All spans, the server span first. `offset_ns`: Unix time minus the event loop's time."""
     trace_id, server_id = trace.trace_id.decode(), trace.span_id.decode()
 
     def ns(at: float) -> int:
@@ -152,7 +152,7 @@ def _end_of(exchange: Exchange, attempt: AttemptSpan) -> float:
 def _attempt_attributes(
     exchange: Exchange, attempt: AttemptSpan, before: list[AttemptSpan]
 ) -> tuple[dict[str, Attribute], str]:
-    """With the error, "" for none."""
+    """The attributes of an attempt's span, and its error, "" for none."""
     target = attempt.target
     place = urlsplit(target.worker.url)
     attributes: dict[str, Attribute] = {

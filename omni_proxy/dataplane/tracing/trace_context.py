@@ -1,8 +1,9 @@
 """W3C trace context: reads and writes the `traceparent` field of a request.
 
-Pure. Invariant: what is not a valid field is as if there were none (a new trace begins, Trace
-Context 2.2.2, 3.2.2.3), and only version 00 is written. `tracestate` is not read: it passes
-unchanged where the trace is continued, and is dropped where another one begins (3.3, 4.3). Source: https://www.w3.org/TR/trace-context-1/
+Pure. Invariant: an invalid field is ignored, so a new trace begins (Trace Context 2.2.2, 3.2.2.3),
+and only version 00 is written. `tracestate` is not read: it is forwarded unchanged if the trace
+continues, and dropped if a new one begins (3.3, 4.3).
+Source: https://www.w3.org/TR/trace-context-1/
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ STATE: Final = b"tracestate"
 _FIELDS: Final = frozenset((FIELD,))
 _BOTH: Final = frozenset((FIELD, STATE))
 _SAMPLED: Final = 1
-# Later versions may have more behind another dash; version ff is invalid.
+# Later versions may have more fields after another dash; version ff is invalid.
 _VALUE: Final = re.compile(
     rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
 
 
 class TraceParent(msgspec.Struct, frozen=True, gc=False):
-    """`trace_id` has 32 hexadecimal digits, `span_id` 16: of the span that sent the request."""
+    """`trace_id`: 32 hexadecimal digits. `span_id`: 16, of the span that sent the request."""
 
     trace_id: bytes
     span_id: bytes
@@ -35,7 +36,7 @@ class TraceParent(msgspec.Struct, frozen=True, gc=False):
 
 
 def parse_traceparent(value: bytes) -> TraceParent | None:
-    """None for what is no valid value."""
+    """None if the value is invalid."""
     found = _VALUE.fullmatch(value)
     if found is None or (found[1] == b"00" and found[5] is not None):
         return None
@@ -43,7 +44,7 @@ def parse_traceparent(value: bytes) -> TraceParent | None:
 
 
 def read_traceparent(lines: bytes) -> TraceParent | None:
-    """Of the lines of a head."""
+    """The trace context in the lines of a head; None without a valid one."""
     value = field_value(lines, FIELD)
     return parse_traceparent(value) if value else None
 
@@ -53,7 +54,7 @@ def format_traceparent(trace_id: bytes, span_id: bytes, *, sampled: bool) -> byt
 
 
 def with_traceparent(lines: bytes, value: bytes) -> bytes:
-    """The lines of a head with this value in place of any other."""
+    """The lines of a head with `value` as the only traceparent."""
     lowered = lines.lower()
     if STATE in lowered and read_traceparent(lines) is None:
         lines = drop_fields(lines, _BOTH)
@@ -63,7 +64,8 @@ def with_traceparent(lines: bytes, value: bytes) -> bytes:
 
 
 def drop_state(parts: list[bytes], index: int) -> None:
-    """Of a head in parts whose traceparent, at this index, begins no trace here: it stays there."""
+    """Drop the tracestate from a head in parts. `index`: that of its invalid traceparent, which
+    keeps its index."""
     before, after = b"".join(parts[:index]), b"".join(parts[index + 1 :])
     parts[:index] = [b""] * (index - 1) + [drop_field(before, STATE)]
     parts[index + 1 :] = [drop_field(after, STATE)]
@@ -76,8 +78,8 @@ def has_state_alone(lines: bytes) -> bool:
 
 
 def traceparent_index(parts: list[tuple[bytes, bool]]) -> int:
-    """Where the field's value is among the parts that a head template matches to, or -1. `parts`:
-    for each varying value the text before it, and whether the value is forwarded."""
+    """The index of the traceparent's value in the parts that a head template returns, or -1.
+    `parts`: for each varying value the text before it, and whether the value is forwarded."""
     forwarded = 0
     for before, is_forwarded in parts:
         if is_forwarded:
