@@ -27,7 +27,7 @@ class DpRank(Worker):
         # Worker.__init__ is not called: it would hide the worker's attributes.
         self._worker = worker
         self.index = index
-        # URL@RANK is the notation of other routers; this URL is never dialed.
+        # URL@RANK is the notation of other routers; this URL is never dialled.
         self.url = f"{worker.url}@{index}"
         self.id = f"{worker.id}@{index}"
         self.display_id = f"{worker.display_id}@{index}"

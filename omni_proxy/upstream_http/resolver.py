@@ -88,7 +88,7 @@ def _ip(text: str) -> _Ip | None:
 
 
 def _reaches(ip: _Ip, listener: _Ip) -> bool:
-    if ip.is_unspecified:  # dialing it reaches loopback
+    if ip.is_unspecified:  # dialling it reaches loopback
         return listener.is_unspecified or listener.is_loopback
     if not listener.is_unspecified:
         return ip == listener

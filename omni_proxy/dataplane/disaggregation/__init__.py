@@ -1,1 +1,1 @@
-"""Requests in two legs: one worker computes the prompt, another one goes on from it."""
+"""Requests in two legs: a prefill worker computes the prompt, a decode worker the response."""

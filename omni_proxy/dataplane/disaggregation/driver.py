@@ -1,11 +1,11 @@
 """A request in two legs, from the acquired pair to the client's last byte.
 
-SGLang and Mooncake: both legs are sent at once. NIXL: prefill first. The client's response is
-always the decode worker's and takes the ordinary relay, unless prefill refuses the request.
-Contract: until the decode worker's first chunk nothing leaves for the client, so that a failure of
-either leg ends both at once and the request may start anew with another pair; from then on the
-decode worker decides. No KV reference is ever sent to two decode workers: each attempt begins at
-prefill.
+SGLang and Mooncake: both legs are sent at the same time. NIXL: prefill first. The client's response
+is the decode worker's, sent by the ordinary relay, unless the prefill worker refuses the request.
+Contract: nothing is sent to the client until the decode worker's first chunk, so a failure of
+either leg ends both immediately, and the request may be retried with another pair; from then on
+only the decode worker's response counts. No KV reference is sent to two decode workers: each
+attempt begins with prefill.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ async def respond_in_two_legs(
     respond_alone: RespondAlone,
     sent: SentPair | None = None,
 ) -> bool:
-    """The pair in `exchange` is acquired. `respond_alone`: for a retry that a regular worker takes.
-    Raises HttpError if no pair answered, PhaseTimeout, ClientDisconnected."""
+    """Respond with the pair that `exchange` has acquired. `respond_alone`: called for a retry at a
+    regular worker. Returns whether the client's connection continues. Raises HttpError if no pair
+    responded, PhaseTimeout, ClientDisconnected."""
     driver = TwoLegDriver(io, exchange, head, sent)
     try:
         start = await driver.first_response()
@@ -94,9 +95,9 @@ async def respond_in_two_legs(
 
 
 class SentPair(msgspec.Struct, gc=False):
-    """Legs that the fast path has sent. `json`: of the body, if it was read. `decode`: None while
-    prefill's answer is waited for. `transfer_due`: as in the driver. `error`: was thrown in
-    meanwhile. `with_rid`: the answer gets the client's own id."""
+    """Legs that the fast path has sent. `json`: the body, if it was parsed. `decode`: None while
+    the prefill response is outstanding. `transfer_due`: as in the driver. `error`: an exception
+    thrown into the fast path. `with_rid`: set if the response must get the client's own id."""
 
     leg: PrefillLeg
     json: JsonText | None
@@ -107,7 +108,7 @@ class SentPair(msgspec.Struct, gc=False):
 
 
 class TwoLegDriver:
-    """`is_answered_by_prefill`: what the client gets is the prefill worker's error."""
+    """`is_answered_by_prefill`: the client gets an error response of the prefill worker."""
 
     def __init__(
         self, io: ExchangeIO, exchange: Exchange, head: RequestHead, sent: SentPair | None
@@ -119,23 +120,23 @@ class TwoLegDriver:
         self._requests = LegRequests(exchange, head, sent.json if sent is not None else None)
         self._sent = sent
         self._leg: PrefillLeg | None = None
-        self._open_to: PrefillLeg | None = None  # whose failure may interrupt what is waited for
+        self._open_to: PrefillLeg | None = None  # the leg whose failure interrupts the current wait
         self._asked: Worker | None = None  # the decode worker that has the request
-        # No room and no KV reference reaches an engine twice: where an idle connection breaks, the
-        # pair starts anew on new connections.
+        # No room or KV reference may reach an engine twice: if an idle connection breaks, the pair
+        # is retried on new connections.
         self._connections: Connections = "idle"
-        self._transfer_due = 0.0  # when the decode worker must have begun, prefill being done
+        self._transfer_due = 0.0  # deadline for the decode worker's start after prefill has ended
         self._retry = PairRetry(io, exchange)
         if sent is None:
-            # Two more copies, one for each leg, as long as they may be sent.
+            # Two more copies of the body, one for each leg, until the request can't be sent again.
             io.services.inflight.hold(exchange, 2 * len(exchange.body))
 
     def drop_body(self) -> None:
-        """The request is not sent again."""
+        """Release the body, because the request is not sent again."""
         self._requests.drop()
 
     async def first_response(self) -> ResponseStart | None:
-        """What the client gets; None where a regular worker is acquired in the end."""
+        """The response for the client; None if a retry has acquired a regular worker."""
         exchange = self._exchange
         while True:
             legs = exchange.legs
@@ -208,7 +209,7 @@ class TwoLegDriver:
         legs.rid = made.rid
         rank = legs.prefill.rank if legs.prefill is not None else None
         edits = with_prefill_rank(made.decode, rank)
-        self._requests.decode_body(edits)  # a key that is there twice is refused before any leg
+        self._requests.decode_body(edits)  # refuses a repeated key before any leg is sent
         leg = self._start_leg(legs, made.prefill, keeps=made.merges_logprobs)
         rewrites = bool(made.client_rid) or made.merges_logprobs
         start = await self._decode(edits, leg, is_read=rewrites)
@@ -238,7 +239,8 @@ class TwoLegDriver:
         return await self._decode(made.decode, leg)
 
     async def _engine_id(self, prefill: Worker, rank: DpRank | None) -> str:
-        """Of the prefill engine; asked once for each of its processes. Raises PairFailed."""
+        """The id of the prefill engine, queried once for each of its processes. Raises
+        PairFailed."""
         services = self._io.services
         index = rank.index if rank is not None else 0
         known = services.engine_ids.find(prefill, index)
@@ -254,8 +256,8 @@ class TwoLegDriver:
         services.engine_ids.keep(prefill, query.engine_ids)
         found = query.engine_ids.get(index)
         if found is None:
-            reason = query.error or f"it names no data-parallel rank {index}"
-            error = f"its bootstrap server does not name its engine: {reason}"
+            reason = query.error or f"no id for data-parallel rank {index}"
+            error = f"its bootstrap server returned no engine id: {reason}"
             raise PairFailed("prefill", prefill, "connect_failure", error)
         return found
 
@@ -274,7 +276,8 @@ class TwoLegDriver:
     async def _decode(
         self, edits: Edits, leg: PrefillLeg | None, *, is_read: bool = False
     ) -> ResponseStart:
-        """Up to its first chunk. Raises PairFailed, AttemptFailed, UpstreamProtocolError."""
+        """Send the decode leg, and wait for its first chunk. Raises PairFailed, AttemptFailed,
+        UpstreamProtocolError."""
         exchange, requests = self._exchange, self._requests
         assert exchange.legs is not None
         if leg is not None and leg.failure is not None:
@@ -286,13 +289,13 @@ class TwoLegDriver:
     async def _answer(
         self, head: RequestHead, leg: PrefillLeg | None, sent: SentRequest | None = None
     ) -> ResponseStart:
-        """The same of the request as it is; `sent`: the decode worker has it."""
+        """As `_decode`, with the body in `exchange`. `sent`: the request, if already sent."""
         io, exchange = self._io, self._exchange
         worker, legs = exchange.worker, exchange.legs
         assert worker is not None
         assert legs is not None
         self._asked = worker
-        is_thrown_into = sent is not None and sent.error is not None  # which came first
+        is_thrown_into = sent is not None and sent.error is not None  # precedes the leg's failure
         if leg is not None and leg.failure is not None and not is_thrown_into:
             raise leg.failure
         self._open_to = leg
@@ -324,14 +327,14 @@ class TwoLegDriver:
         return failure_of_response("decode", worker, hold_response(start, payload), status)
 
     def _is_transfer_timeout(self, kind: str) -> bool:
-        """Prefill is done, and the decode worker has said nothing since."""
+        """Whether the decode worker sent nothing in time after prefill had ended."""
         return kind == "response_timeout" and 0 < self._transfer_due <= self.loop.now
 
     async def _first_chunk(self, start: ResponseStart) -> None:
-        """Raises AttemptFailed, UpstreamProtocolError."""
+        """Wait for the first chunk. Raises AttemptFailed, UpstreamProtocolError."""
         io, response, stream = self._io, start.response, start.stream
         io.set_timeout("first", io.settings.limits.first_byte)
-        if self._transfer_due:  # the head of the answer is no sign of the transfer's end
+        if self._transfer_due:  # a response head does not prove that the transfer has ended
             io.phase_deadline = min(io.phase_deadline, self._transfer_due)
         while not start.chunk and not response.whole:
             try:
@@ -341,19 +344,19 @@ class TwoLegDriver:
                 raise AnswerCut(error.strerror or "reset") from None
             except PhaseTimeout:
                 raise AttemptFailed(
-                    "response_timeout", "ReadTimeout: nothing came behind the answer's head", 504
+                    "response_timeout", "ReadTimeout: no body after the response head", 504
                 ) from None
             if received == b"":
                 if response.framing is CLOSE:
                     return
-                raise AnswerCut("the worker closed before the answer's end")
+                raise AnswerCut("the worker closed before the end of the response")
             if received:
                 start.chunk = response.feed(received)
 
     async def _rewritten(
         self, start: ResponseStart, made: SglangLegs, leg: PrefillLeg
     ) -> ResponseStart:
-        """The answer with the client's own id and with the prompt's log probabilities."""
+        """The response with the client's own id and with the prompt's log probabilities."""
         io, response = self._io, start.response
         logprobs = {}
         if made.merges_logprobs:
@@ -374,19 +377,19 @@ class TwoLegDriver:
         return hold_response(start, rewriter.rewrite_body(payload))
 
     async def _whole_answer(self, start: ResponseStart) -> bytes:
-        """Raises AttemptFailed, UpstreamProtocolError."""
+        """Read the whole body. Raises AttemptFailed, UpstreamProtocolError."""
         try:
             payload = await read_body(self._io, start, "first", MAX_KEPT_BYTES)
         except OSError as error:
             raise AnswerCut(error.strerror or "reset") from None
         except PhaseTimeout:
-            error_text = "ReadTimeout: the worker fell silent in its answer"
+            error_text = "ReadTimeout: the worker stopped sending its response"
             raise AttemptFailed("response_timeout", error_text, 504) from None
         self._asked = None
         return payload
 
     def _check_versions(self) -> None:
-        """A prompt of one version must not go on with another. Raises PairFailed."""
+        """Both legs must have used the same weights throughout. Raises PairFailed."""
         exchange = self._exchange
         legs, worker = exchange.legs, exchange.worker
         prefill = legs.prefill if legs is not None else None
@@ -394,12 +397,13 @@ class TwoLegDriver:
             return
         if worker.version is exchange.version and self._leg.worker.version is prefill.version:
             return
-        failure = PairFailed("decode", worker, "weights_changed", "new weights came meanwhile", 503)
+        error = "the weights changed between the legs"
+        failure = PairFailed("decode", worker, "weights_changed", error, 503)
         failure.is_transfer = True
         raise failure
 
     def _leg_ended(self, leg: PrefillLeg) -> None:
-        """In the leg's own step."""
+        """Called in the leg's own step."""
         if self._open_to is not leg:
             return
         if leg.failure is not None:
@@ -408,14 +412,15 @@ class TwoLegDriver:
         self._transfer_due = limit_by_transfer(self._io)
 
     def interrupt(self, leg: PrefillLeg) -> bool:
-        """End what the exchange waits for by the leg's failure; False: not now, it runs first."""
+        """End the exchange's current wait with the leg's failure. False if it must be called again,
+        because the exchange has yet to run."""
         io = self._io
         if self._open_to is not leg or leg.failure is None:
             return True
         if io.waiting_on is None:
             return False
         self._open_to = None
-        if io.waiting_on is io.client:  # in the middle of a comment to the client
+        if io.waiting_on is io.client:  # a keep-alive comment is only partially sent
             if io.upstream is not None:
                 io.upstream.readable = True
                 io.upstream.shut_down()
@@ -424,13 +429,13 @@ class TwoLegDriver:
         return True
 
     def _stop(self) -> None:
-        """End both legs where they still run."""
+        """End both legs if they are still running."""
         legs, services = self._exchange.legs, self._io.services
         rid = legs.rid if legs is not None else ""
         leg, self._leg, self._transfer_due = self._leg, None, 0.0
         if leg is not None:
             leg.cancel()
-            # Its engine may have restarted, which only the decode engine notices.
+            # The prefill engine may have restarted, which only the decode engine detects.
             services.engine_ids.forget(leg.worker)
             if not leg.is_answered:
                 abort_at(services, leg.worker, rid)
@@ -440,17 +445,18 @@ class TwoLegDriver:
             abort_at(services, asked, rid)
 
     def end(self) -> None:
-        """The exchange is over: a leg that still runs is of use only if the response is whole."""
+        """The exchange has ended. A prefill leg may continue only if the response is complete."""
         if self._exchange.outcome != "completed":
             self._stop()
-        if self._leg is not None:  # no cycle is left for the collector
+        if self._leg is not None:  # break the reference cycle
             legs = self._exchange.legs
             self._leg.on_end = partial(free_late_leg, legs.rid if legs is not None else "")
             self._leg = None
 
 
 def take_params(legs: TwoLegs, leg: PrefillLeg) -> bytes | None:
-    """What NIXL's decode engine gets of prefill's whole answer; None for nothing."""
+    """The KV transfer parameters in the prefill response, for NIXL's decode engine; None if it has
+    none."""
     params = nixl.read_params(leg.kept)
     if params is None:
         legs.fallback = "no_params"
@@ -459,7 +465,7 @@ def take_params(legs: TwoLegs, leg: PrefillLeg) -> bytes | None:
 
 
 def free_late_leg(rid: str, leg: PrefillLeg) -> None:
-    """It has failed after the end of the response: its engine waits for a decode engine which has
-    never come, whatever that one answered."""
+    """Abort a prefill leg that failed after the end of the response: its engine may wait for a
+    decode engine that never connects."""
     if not leg.is_answered:
         abort_at(leg.services, leg.worker, rid)

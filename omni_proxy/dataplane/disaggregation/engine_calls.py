@@ -1,7 +1,7 @@
-"""Calls to engines that go with a pair: aborts by id, and Mooncake's question for an engine's id.
+"""Additional calls to the engines of a pair: aborts by id, and Mooncake's query of an engine's id.
 
-Contract: an abort is sent at once and nobody waits for it; that it fails changes nothing, since the
-engine has its own clock for what the proxy could not end. Source: features.md 2.3, 2.6.
+Contract: an abort is sent immediately and not awaited; its failure is ignored, because the engine
+has its own timeout for requests that were not aborted. Source: features.md 2.3, 2.6.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.response import UpstreamProtocolError
 
 CALL_SECS: Final = 5.0
-AGAIN_SECS: Final = 1.0  # until the second abort
+AGAIN_SECS: Final = 1.0  # delay of the second abort
 _JSON_LINE: Final = b"content-type: application/json\r\n"
 _FAILURES: Final = (AttemptFailed, HttpError, UpstreamProtocolError, OSError, PhaseTimeout)
 _log = logging.getLogger(__name__)
 
 
 class AbortCall(SideTask):
-    """POST /abort_request with a `rid` of ours, twice, to one engine."""
+    """POST /abort_request with the proxy's `rid`, twice, to one engine."""
 
     __slots__ = ("_rid", "_worker")
 
@@ -42,7 +42,7 @@ class AbortCall(SideTask):
 
     async def run(self) -> None:
         await self._call()
-        # The engine may have got the abort before the request, which came on another connection.
+        # The request was sent on another connection: the abort may have overtaken it.
         await self.services.timers.sleep(self, AGAIN_SECS)
         self.deadline = self.loop.now + CALL_SECS
         await self._call()
@@ -60,15 +60,15 @@ class AbortCall(SideTask):
 
 
 def abort_at(services: ExchangeServices, worker: Worker, rid: str) -> None:
-    """Have SGLang's engine free what it holds of the request: a closed connection does not free a
-    request that waits for its pair."""
+    """Make SGLang's engine release the request: closing the connection does not end a request that
+    waits for the other leg."""
     if rid and not services.loop.ended:
         AbortCall(services, worker, rid).start()
 
 
 def abort_legs(services: ExchangeServices, exchange: Exchange) -> None:
-    """Abort both legs by the id that the engines know; for other protocols the client's own id is
-    theirs, too. The decode worker's answer then ends as its engine ends aborted ones."""
+    """Abort both legs by the id that the proxy has given them; with other protocols the engines use
+    the client's own id. The decode worker's response then ends like any aborted one."""
     legs = exchange.legs
     if legs is None or exchange.worker is None:
         return
@@ -79,7 +79,7 @@ def abort_legs(services: ExchangeServices, exchange: Exchange) -> None:
 
 
 class EngineIdQuery(SideTask):
-    """GET /query at a prefill worker's bootstrap server. `engine_ids`: by data-parallel rank; none
+    """GET /query at a prefill worker's bootstrap server. `engine_ids`: by data-parallel rank; empty
     if it failed, with the reason in `error`."""
 
     __slots__ = ("_pool", "engine_ids", "error")

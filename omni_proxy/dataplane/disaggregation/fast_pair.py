@@ -1,12 +1,12 @@
 """The fast path of requests in two legs: both legs from the event loop, without a coroutine.
 
-    sglang, mooncake   both legs leave at once; decode's whole answer is relayed
-    nixl               prefill's leg leaves, and when its whole answer has come, decode's
+    sglang, mooncake   both legs are sent at the same time; decode's response is relayed
+    nixl               the prefill leg is sent; after its complete response, the decode leg
 
-It calls what the driver calls and decides nothing of its own. At the first step that is not
-ordinary (an answer in parts or an error, a leg that fails, a time-out, a client that leaves, log
-probabilities that are to be merged, a trace that is sampled) the driver goes on with what was sent.
-Contract: as for `exchange.fast_path`; a leg that has begun is never sent again by the driver.
+It calls the same functions as the driver and makes no decisions of its own. At the first unusual
+step (a response in parts or an error, a leg that fails, a timeout, a client that disconnects, log
+probabilities to merge, a sampled trace) the driver continues with the legs that were sent.
+Contract: as for `exchange.fast_path`; the driver never sends a leg again that has begun.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
 
 def fast_path_for(io: ExchangeIO, cached: CachedRequest) -> FastPath:
-    """Of requests that are written like `cached`."""
+    """The fast path for requests with the head of `cached`."""
     in_legs = cached.source.has_pools and cached.route.legs.connectors
     return FastPairPath(io, cached) if in_legs else FastPath(io, cached)
 
@@ -93,7 +93,7 @@ _Bodies: TypeAlias = tuple[bytes, bytes | None]
 
 
 class FastPairPath(FastPath):
-    """`loop` as for `Interruptible`."""
+    """The fast path of one connection for requests in two legs; `loop` as for `Interruptible`."""
 
     __slots__ = (
         "_after_prefill", "_body", "_engine_lines", "_fault", "_is_chat", "_json", "_leg", "_lines",
@@ -103,22 +103,22 @@ class FastPairPath(FastPath):
     def __init__(self, io: ExchangeIO, cached: CachedRequest) -> None:
         super().__init__(io, cached)
         self.loop: EventLoop = io.loop
-        self._leg: PrefillLeg | None = None  # of the present exchange, once it is sent
+        self._leg: PrefillLeg | None = None  # of the current exchange, once it is sent
         self._path = cached.head.log_words[2]
         self._is_chat = self._path == CHAT
-        self._body = b""  # that NIXL's decode engine will get, but for what prefill answers
-        self._json: JsonText | None = None  # the client's body, if it was read
-        self._lines = b""  # of its head
-        self._engine_lines: EngineLines | None = None  # made for the first pair of vLLM's
+        self._body = b""  # for NIXL's decode engine, still without prefill's parameters
+        self._json: JsonText | None = None  # the client's body, if it was parsed
+        self._lines = b""  # head lines of the decode leg
+        self._engine_lines: EngineLines | None = None  # created for the first pair of vLLM workers
         self._random_below = io.services.random_below
         self._after_prefill = _AfterPrefill(self)
-        self._fault: Exception | None = None  # of the proxy, in a leg's step
-        self._with_rid: SglangLegs | None = None  # where the answer gets the client's own id
+        self._fault: Exception | None = None  # a bug that was raised in a leg's step
+        self._with_rid: SglangLegs | None = None  # set if the response must get the client's own id
         self._transfer_due = 0.0
-        self._spare_leg: PrefillLeg | None = None  # of the last request, to be used again
+        self._spare_leg: PrefillLeg | None = None  # of the last request, for reuse
 
     def go_on_after_prefill(self) -> None:
-        """The leg that decode's has waited for is over, and decode's was not sent in its step."""
+        """The prefill leg has ended, and its step did not send the decode leg."""
         io, leg = self._io, self._leg
         if leg is None or self.client.task is not self:
             return  # woken after `stop`
@@ -127,17 +127,17 @@ class FastPairPath(FastPath):
             was_tried = leg.ended_directly or leg.failure is not None
             if was_tried or not self._send_after_prefill(leg):
                 io.step(fault)
-        except Exception as failure:  # as in the class above
+        except Exception as failure:  # as in `FastPath.step`
             io.step(failure)
 
     def _prefill_ended(self, leg: PrefillLeg) -> None:
-        """In the leg's own step: decode's leg leaves, unless the coroutine has to go on."""
+        """Called in the leg's own step: send the decode leg, unless the coroutine must continue."""
         if self._leg is not leg or not leg.ended_directly or self.client.task is not self:
             return
         try:
             if self._send_after_prefill(leg):
-                self._after_prefill.waiting_on = None  # it is not to be woken
-        except Exception as fault:  # as in the class above, for the next step
+                self._after_prefill.waiting_on = None  # so that it is not woken
+        except Exception as fault:  # a bug: raised in the next step
             self._fault = fault
 
     def takes(self, error: BaseException) -> bool:
@@ -154,13 +154,14 @@ class FastPairPath(FastPath):
         return respond_in_two_legs(self._io, exchange, head, respond_by_worker, sent)
 
     def interrupt(self, leg: PrefillLeg) -> bool:
-        """The leg has failed, so the coroutine goes on, unless decode's answer was quicker."""
+        """The leg has failed, so the coroutine continues, unless the response came first."""
         if self._leg is leg and self.client.task is self:
             self._io.step()
         return True
 
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
-        """Raises HttpError, while nothing is sent; what can't be sent so is the driver's."""
+        """Send the legs. False if the driver must continue. Raises HttpError before anything is
+        sent."""
         legs, need, worker, io = exchange.legs, exchange.requirements, exchange.worker, self._io
         other = legs.prefill if legs is not None else None
         prefill = other.worker if other is not None else None
@@ -175,7 +176,7 @@ class FastPairPath(FastPath):
             pool = known.get(target) or pools.of(target)
         if not prefill_pool.idle or not pool.idle or (trace is not None and trace.sampled):
             return False
-        self._json, self._with_rid, size = None, None, len(body)  # not that of the last request
+        self._json, self._with_rid, size = None, None, len(body)  # clear the last request's
         if need.alias is not None:
             body = b"".join(parts_for_target(need, self.cached.route, body))
         bodies = (
@@ -204,7 +205,7 @@ class FastPairPath(FastPath):
         if for_decode is None:
             self._body = body
             leg.on_end = self._prefill_ended
-            # As `set_timeout`, without a frame.
+            # `set_timeout`, inlined.
             io.phase, due = "prefill", io.loop.now + io.settings.limits.total
             io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
             self.waiting_on, self._after_prefill.waiting_on = None, leg
@@ -217,13 +218,13 @@ class FastPairPath(FastPath):
         return self._send_decode(exchange, pool, length_line, for_decode)
 
     def _has_failed(self, leg: PrefillLeg) -> bool:
-        """At once, its connection being broken: then decode is not asked."""
+        """Whether the leg failed immediately, on a broken connection: then decode is not sent."""
         if leg.upstream is not None and leg.upstream.readable:
             leg.step()
         return leg.failure is not None
 
     def _vllm_lines(self, parts: list[bytes], request_id: bytes, *, is_read: bool) -> bytes:
-        """For the prefill leg; decode's are kept."""
+        """Head lines of the prefill leg; those of the decode leg are stored in `_lines`."""
         made = self._engine_lines
         if made is None:
             made = self._engine_lines = EngineLines(self.cached.template)
@@ -233,7 +234,8 @@ class FastPairPath(FastPath):
     def _sglang_bodies(
         self, legs: TwoLegs, prefill: Worker, body: bytes, need: Requirements, rank: DpRank | None
     ) -> _Bodies | None:
-        """Of both legs, None where the driver knows; `rank`: of decode. Raises HttpError 400."""
+        """Bodies of both legs; None if the driver must continue. `rank`: of the decode worker.
+        Raises HttpError 400."""
         path, port, random_below = self._path, prefill.bootstrap_port, self._random_below
         prefill_rank = legs.prefill.rank if legs.prefill is not None else None
         index = prefill_rank.index if prefill_rank is not None else None
@@ -241,7 +243,7 @@ class FastPairPath(FastPath):
         if plain is not None:
             legs.rid, for_prefill, for_decode = plain
             return for_prefill, for_decode
-        self._json = json = JsonText(body, is_checked=True)  # its fields were read
+        self._json = json = JsonText(body, is_checked=True)  # its fields were validated
         made = sglang_legs(path, json, prefill.url, port, random_below)
         if made.merges_logprobs or (made.client_rid and not is_one_id(made.client_rid)):
             return None
@@ -259,7 +261,7 @@ class FastPairPath(FastPath):
     def _vllm_bodies(
         self, legs: TwoLegs, prefill: Worker, body: bytes, fields: BodyFields | None
     ) -> _Bodies | None:
-        """The same; decode's is None while it waits for prefill."""
+        """As `_sglang_bodies`; decode's is None if it depends on the prefill response."""
         params, own_params = nixl.REMOTE_DECODE, None
         if legs.connector == "mooncake":
             rank = legs.prefill.rank if legs.prefill is not None else None
@@ -279,7 +281,7 @@ class FastPairPath(FastPath):
         return made, None if own_params is None else json.splice(nixl.decode_edits(own_params))
 
     def _leg_ended(self, leg: PrefillLeg) -> None:
-        """In the leg's own step, while decode's answer is waited for."""
+        """Called in the leg's own step, while the decode response is outstanding."""
         if self._leg is not leg:
             return
         if leg.failure is not None:
@@ -292,7 +294,8 @@ class FastPairPath(FastPath):
         self._transfer_due = due if due < inf else 0.0
 
     def _send_after_prefill(self, leg: PrefillLeg) -> bool:
-        """NIXL: decode's leg, with what prefill answered; False where the driver has to send it."""
+        """NIXL: send the decode leg with the parameters of the prefill response. False if the
+        driver must send it."""
         exchange, json = self._io.exchange, self._json
         if exchange is None or exchange.legs is None or exchange.worker is None:
             return False
@@ -306,14 +309,14 @@ class FastPairPath(FastPath):
         params = take_params(exchange.legs, leg)
         if json is None:
             body = chat_with_params(self._body, params)
-        else:  # a key that is there twice was refused when the body was changed for prefill
+        else:  # a repeated key was refused when the body was spliced for prefill
             body = json.splice(nixl.decode_edits(params))
         return self._send_decode(exchange, pool, length_lines(len(body))[1], body)
 
     def _send_decode(
         self, exchange: Exchange, pool: UpstreamPool, length_line: bytes, body: bytes
     ) -> bool:
-        """There is an idle connection."""
+        """Send the decode leg on an idle connection, which `pool` must have."""
         io, upstream = self._io, pool.idle.pop()
         upstream.task = self
         io.upstream = self.waiting_on = upstream
@@ -335,7 +338,7 @@ class FastPairPath(FastPath):
         if worker.version is not exchange.version or leg.worker.version is not leg.exchange.version:
             return False
         if pool.response_template.status >= 400:
-            pool.response_template = NOT_CACHED  # what it is now is noted in the next step
+            pool.response_template = NOT_CACHED  # the next step sets it for this response
         if self._with_rid is not None:
             services = self._io.services
             body = usual_body(pool, chunk, services.response_heads, services.fleet)
@@ -357,12 +360,12 @@ class FastPairPath(FastPath):
         return True
 
     def _late_leg_ended(self, rid: str, leg: PrefillLeg) -> None:
-        """Behind the end of the response."""
+        """The leg ended after the response."""
         free_late_leg(rid, leg)
         self._keep(leg)
 
     def _keep(self, leg: PrefillLeg) -> None:
-        """To be used again, if it has ended as most do."""
+        """Keep the leg for reuse, if it ended on the fast path."""
         if leg.ended_directly:
             self._spare_leg = leg
             if self._spare is not None:
@@ -370,7 +373,8 @@ class FastPairPath(FastPath):
 
 
 def _with_own_id(made: SglangLegs, pool: UpstreamPool, chunk: bytes, body: bytes) -> bytes:
-    """A whole answer with the client's id. `body`: of `chunk`, which is like the last answer."""
+    """A complete response with the client's id. `body`: the body in `chunk`, whose head matches
+    the pool's template."""
     name = pool.response_template.name
     before, _, after = chunk[: len(chunk) - len(body)].partition(name)
     _, end, after = after.partition(_CRLF)
@@ -379,7 +383,7 @@ def _with_own_id(made: SglangLegs, pool: UpstreamPool, chunk: bytes, body: bytes
 
 
 class _AfterPrefill:
-    """Waits for a prefill leg, where decode's request has to."""
+    """Waits for a prefill leg if the decode leg depends on its response."""
 
     __slots__ = ("_of", "waiting_on")
 

@@ -1,7 +1,7 @@
-"""What the legs of a request are sent: the client's body and head lines with each leg's changes.
+"""The requests of both legs: the client's body and head lines with each leg's changes.
 
-Invariant: a change of a body is a splice, and a key is only changed where an engine needs it; the
-rank that a client names is that of the decode worker. Nothing is sent here.
+Invariant: a body is changed by splicing, and only in keys that an engine requires; the rank that a
+client names is that of the decode worker. Nothing is sent here.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_field, drop_fie
 from omni_proxy.wire.scan.head_template import HeadTemplate
 
 _ID: Final = b"x-request-id"
-_ENCODING: Final = b"accept-encoding"  # an answer that is read must be plain
+_ENCODING: Final = b"accept-encoding"  # a response that the proxy reads must not be compressed
 PREFILL_RANK: Final = "disagg_prefill_dp_rank"  # for SGLang's decode engine
 
 
 class LegRequests:
-    """Of one request; `json` is known after `read`."""
+    """The legs of one request; `json` is set by `read`."""
 
     __slots__ = ("_exchange", "_head", "_model", "_spliced", "json", "path", "whole_body")
 
@@ -40,16 +40,16 @@ class LegRequests:
         self.json = json
         self._exchange = exchange
         self._head = head
-        self._model: str | None = None  # of an alias's target, which `json` has
-        self._spliced: tuple[Edits, bytes] | None = None  # the last changes, and what they made
+        self._model: str | None = None  # the alias target's model that was written into `json`
+        self._spliced: tuple[Edits, bytes] | None = None  # the last edits, and their result
 
     def drop(self) -> None:
-        """The request is not sent again: a stream may last for long."""
+        """Release the body, because the request is not sent again and a stream may last long."""
         self.whole_body, self.json, self._spliced = b"", None, None
 
     async def read(self, io: ExchangeIO) -> JsonText:
-        """The client's body, with the model of the present target if that is an alias's. Raises
-        HttpError 400."""
+        """The client's body; for an alias with the model of the current target. Raises HttpError
+        400."""
         need, route = self._exchange.requirements, self._exchange.route
         assert need is not None
         assert route is not None
@@ -62,7 +62,7 @@ class LegRequests:
         return self.json
 
     def body(self, edits: Edits) -> bytes:
-        """The changed body; both legs of SGLang mostly get the same one."""
+        """The body after `edits`. The last one is cached: SGLang's legs mostly get the same one."""
         if self._spliced is None or self._spliced[0] is not edits:
             assert self.json is not None
             self._spliced = edits, self.json.splice(edits)
@@ -77,7 +77,7 @@ class LegRequests:
         return self.body(for_rank(exchange.requirements, self.path, edits, exchange.rank))
 
     def prefill_head(self, connector: str, *, keeps: bool, has_ranks: bool) -> RequestHead:
-        """`keeps`: its answer is read. `has_ranks`: some worker of the fleet has."""
+        """`keeps`: its response is read. `has_ranks`: some worker of the fleet has ranks."""
         lines = self._lines(connector)
         # A rank that the client names is that of the decode worker.
         names_rank = has_ranks and RANK_HINT in self._head.hints
@@ -88,7 +88,7 @@ class LegRequests:
         return self._head_with(lines)
 
     def decode_head(self, connector: str, *, is_read: bool) -> RequestHead:
-        """`is_read`: its answer is changed on its way."""
+        """`is_read`: the proxy reads and changes its response."""
         lines = self._lines(connector)
         return self._head_with(without_encoding(lines) if is_read else lines)
 
@@ -101,12 +101,12 @@ class LegRequests:
 
 
 def path_of(exchange: Exchange) -> str:
-    """Without the query."""
+    """The path of the request target, without the query."""
     return exchange.target.partition("?")[0]
 
 
 def for_rank(need: Requirements | None, path: str, edits: Edits, rank: DpRank | None) -> Edits:
-    """With the key that names the rank, where the engine hears no header."""
+    """`edits` with the key that names the rank, for paths where engines ignore the header."""
     if rank is None or need is None or path not in BODY_ONLY_PATHS:
         return edits
     return edits if need.names_rank_in_body else {**edits, BODY_KEY: b"%d" % rank.index}
@@ -115,7 +115,7 @@ def for_rank(need: Requirements | None, path: str, edits: Edits, rank: DpRank | 
 def for_prefill_rank(
     need: Requirements | None, path: str, edits: Edits, rank: DpRank | None
 ) -> Edits:
-    """The same for the prefill leg: what the client names is the rank of the decode worker."""
+    """`edits` with the prefill rank; the rank that a client names is that of the decode worker."""
     if need is None or not need.names_rank_in_body:
         return for_rank(need, path, edits, rank)
     own = b"%d" % rank.index if rank is not None else None
@@ -123,12 +123,14 @@ def for_prefill_rank(
 
 
 def with_prefill_rank(edits: Edits, rank: DpRank | None) -> Edits:
-    """For SGLang's decode engine: which rank of the prefill engine has its prompt."""
+    """`edits` with the rank of the prefill engine that has the prompt, for SGLang's decode
+    engine."""
     return edits if rank is None else {**edits, PREFILL_RANK: b"%d" % rank.index}
 
 
 def lines_for_engines(connector: str, lines: bytes, request_id: bytes) -> bytes:
-    """vLLM's engines get one request id on both legs: the client's, or else ours."""
+    """`lines` with a request id, which vLLM's engines need on both legs: the client's, or else the
+    proxy's."""
     if connector == "sglang" or field_value(lines, _ID):
         return lines
     return lines + _id_line(request_id)
@@ -139,22 +141,22 @@ def _id_line(request_id: bytes) -> bytes:
 
 
 def without_encoding(lines: bytes) -> bytes:
-    """Of a request whose answer is read."""
+    """`lines` without accept-encoding, for a request whose response is read."""
     return drop_field(lines, _ENCODING)
 
 
 class EngineLines:
-    """As `lines_for_engines` and `without_encoding`, of heads with one template. Its methods change
-    `parts`, those of one head, and are called in this order."""
+    """`lines_for_engines` and `without_encoding` for heads with one template. Its methods change
+    `parts`, the parts of one head, and must be called in their order here."""
 
     __slots__ = ("_changes", "_has_id")
 
     def __init__(self, template: HeadTemplate) -> None:
         texts = [template.first, *(after for *_, after in template.steps if after is not None)]
-        self._has_id = bool(field_value(b"-".join(texts), _ID))  # a value that varies is not empty
+        self._has_id = bool(field_value(b"-".join(texts), _ID))  # "-" stands for a varying value
         ends = [text.lower().rpartition(b"\r\n")[2] for text in texts[:-1]]
         varies = any(end.startswith(_ENCODING + b":") for end in ends)
-        # The parts that are others without the field; None where that is not known.
+        # Index and text of the parts that change without accept-encoding; None if it varies.
         self._changes: list[tuple[int, bytes]] | None = None if varies else [
             (2 * number, changed)
             for number, text in enumerate(texts)
@@ -168,7 +170,7 @@ class EngineLines:
         return b"".join(parts)
 
     def of_read(self, parts: list[bytes], lines: bytes) -> bytes:
-        """`lines` of `parts`, where the answer is read."""
+        """`lines`, which are the joined `parts`, for a request whose response is read."""
         if self._changes is None:
             return without_encoding(lines)
         if not self._changes:
@@ -179,7 +181,7 @@ class EngineLines:
 
 
 async def _read_json(io: ExchangeIO, body: bytes) -> JsonText:
-    """Raises HttpError 400."""
+    """Parse the body; a large one in slices. Raises HttpError 400."""
     if len(body) <= ONE_PASS_BYTES:
         return JsonText(body)
     members: list[JsonMember] = []

@@ -1,9 +1,9 @@
-"""Acquire a worker for an attempt and release it at the attempt's end: counts, trials, bounds.
+"""Acquires a worker for an attempt and releases it at its end: counts, half-open requests, bounds.
 
 Invariant: a worker that was acquired is released exactly once, and no worker has more in flight
-than its `max_inflight`, over all data-plane processes; the same holds for a data-parallel rank,
-which is counted with its worker. Nothing is awaited between the choice and the count. A prefill and
-a decode worker are acquired together; each is released when its leg ends.
+than its `max_inflight`, over all data-plane processes; likewise for a data-parallel rank, which is
+counted with its worker. Nothing is awaited between the choice and the count. A prefill and a decode
+worker are acquired together; each is released when its leg ends.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from omni_proxy.routing.routes import NO_LEGS
 from omni_proxy.routing.stored_responses import ResponseOwners, own_response_owners
 from omni_proxy.wire.errors import HttpError
 
-# Two processes that both give up the same place find it free again at their next choice; that this
-# happens three times in a row is less likely than one in a million.
+# Two processes that take the same last slot both give it up, and then choose again. That this
+# happens CHOICES times in a row is extremely unlikely.
 CHOICES: Final = 3
 
 
 class Balancer:
-    """Chooses the worker of each attempt by the policy in force."""
+    """Chooses the worker of each attempt by the current policy."""
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class Balancer:
         self.policy = policy  # of regular workers
         self.pools = pools
         self.affinity_keys = AffinityKeyReader(())
-        self.aliases: ModelAliases | None = None  # None: there are none
-        # Roles or adapters change what each request needs; ranks do not, and aliases that of those
-        # alone which name one. The fleet may have workers before its first change.
+        self.aliases: ModelAliases | None = None  # None: none are configured
+        # Roles or adapters affect the requirements of every request; aliases only those of requests
+        # that name one; ranks affect none. The fleet may have workers before its first change.
         self.always_special = fleet.has_pools or fleet.has_adapters
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
-        # From then on, by the event loop's clock, the next request has its candidates recorded.
+        # The first request after this time of the event loop's clock has its candidates recorded.
         self.record_from = inf
         self._fleet = fleet
         self._pairing = Pairing(fleet)
@@ -86,17 +86,17 @@ class Balancer:
         self._recorders = recorders
 
     def configure_aliases(self, config: Config) -> None:
-        """Those of `config`; equal ones go on where they were."""
+        """Apply the aliases of `config`; unchanged ones keep their state."""
         before = self.aliases
         self.aliases = ModelAliases(config, before) if config.routing.models else None
 
     def follow_fleet(self) -> None:
-        """After each change of the fleet."""
+        """Call it after each change of the fleet."""
         fleet = self._fleet
         self.always_special = fleet.has_pools or fleet.has_adapters
 
     def uses_pools(self, need: Requirements) -> bool:
-        """Whether prefill and decode workers may take it."""
+        """Whether prefill and decode workers may take the request."""
         return self._fleet.has_pools and need.legs is not NO_LEGS
 
     @property
@@ -112,13 +112,14 @@ class Balancer:
         return self.can_take(need)
 
     def can_take(self, need: Requirements) -> bool:
-        """The same of a request for `need.model`."""
+        """As `is_eligible`, for `need.model` rather than an alias."""
         if self.uses_pools(need):
             return is_eligible(self._pairing, need, self.pools, self.voices.owner)
         return bool(eligible_workers(self._fleet, need, self.voices.owner))
 
     def could_take(self, need: Requirements) -> bool:
-        """Whether there is a worker for it that only has no room. Raises HttpError 404."""
+        """Whether a worker could take it, possibly after waiting for a slot. Raises HttpError
+        404."""
         if need.alias is not None:
             return any_target(need, self._could_take)
         return self._could_take(need)
@@ -129,21 +130,21 @@ class Balancer:
         return bool(filter_by_version(need, self._fleet.candidates(need.model, need.mask)))
 
     def all_tried(self, need: Requirements, tried: Collection[Worker]) -> bool:
-        """Whether the next attempt can only go where one has failed; false if there is no worker
-        for it. Raises HttpError 404."""
+        """Whether an attempt has failed at every eligible worker; false if none is eligible. Raises
+        HttpError 404."""
         if need.alias is not None:
             return all_targets_tried(need, self, tried)
         return self.has_tried_all(need, tried)
 
     def has_tried_all(self, need: Requirements, tried: Collection[Worker]) -> bool:
-        """The same of a request for `need.model`."""
+        """As `all_tried`, for `need.model` rather than an alias."""
         if self.uses_pools(need):
             return all_tried(self._pairing, need, self.pools, tried, self.voices.owner)
         workers = eligible_workers(self._fleet, need, self.voices.owner)
         return bool(workers) and all(target.worker in tried for target in workers)
 
     def error_for(self, need: Requirements) -> HttpError:
-        """Why nobody can take a request for `need.model` now."""
+        """Why no worker can take a request for `need.model` now."""
         error = no_worker_error(self._fleet, need, self.voices.owner)
         if self.uses_pools(need) and error.code in ("no_regular_worker", "model_not_found"):
             return no_pair_error(self._fleet, need, self.voices.owner)
@@ -158,14 +159,15 @@ class Balancer:
         return list(workers_held_for_update(self._fleet, need, self.voices.owner))
 
     def held_worker(self, need: Requirements) -> Worker | None:
-        """The worker that the request's session waits for; None where it does not wait."""
+        """The worker that the request's session waits for; None if it does not wait."""
         if self.uses_pools(need) and (held := self.pools.held_worker(need)) is not None:
             return held
         return self.policy.held_worker(need) if isinstance(self.policy, Sticky) else None
 
     def acquire(self, exchange: Exchange, tried: Collection[Worker] = ()) -> Worker:
-        """Begin an attempt at the worker that this returns. If it is served in two legs, its other
-        worker is in `exchange.legs`. Raises HttpError: none can take it."""
+        """Choose a worker, count the attempt at it, and return it. If the request is served in two
+        legs, the prefill worker is in `exchange.legs`. Raises HttpError if no worker can take
+        it."""
         need, fleet = exchange.requirements, self._fleet
         assert need is not None
         if need.alias is not None and choose_target(need, self, tried):
@@ -185,7 +187,7 @@ class Balancer:
             state = worker.health.state.value
             exchange.worker_seen = (state, worker.disabled, worker.routable)
         exchange.attempts += 1
-        load: WorkerLoad = worker  # which the native build reads in place
+        load: WorkerLoad = worker  # typed for direct slot access in the native build
         if load.in_flight > load.peak_in_flight:
             load.peak_in_flight = load.in_flight
         if worker.health.breaker_tripped:
@@ -197,11 +199,11 @@ class Balancer:
 
     def _record_candidates(self, exchange: Exchange, need: Requirements) -> None:
         if exchange.candidates is not None:
-            return  # it is picked for once more, after it has waited
+            return  # a repeated pick, after waiting in the queue
         fleet, meters = self._fleet, self._recorders.meters
         self.record_from = next_record(self.record_from, exchange.started_at, fleet)
         policies = (self.policy, *self.pools.built.values())
-        # Without meters nobody keeps requests that have ended.
+        # Without meters, finished requests are stored nowhere.
         if meters is not None and all(policy.explains_itself for policy in policies):
             owner = self.voices.owner
             exchange.candidates = record_pick(fleet, need, self.policy, self.pools, owner)
@@ -209,7 +211,7 @@ class Balancer:
     def _acquire_pair(
         self, exchange: Exchange, need: Requirements, tried: Collection[Worker]
     ) -> Worker:
-        """The same where there are pools."""
+        """Choose and count the workers of a request that may be served in two legs."""
         fleet = self._fleet
         if not (tried or fleet.has_ranks or fleet.has_inflight_limits):
             pair = pick_usual_pair(self._pairing, need, self.pools)
@@ -225,7 +227,8 @@ class Balancer:
     def _settle(
         self, exchange: Exchange, need: Requirements, tried: Collection[Worker], target: Worker
     ) -> Worker:
-        """The worker of `target`, a rank or a worker with a bound, which is counted already."""
+        """The worker of `target`, a rank or a worker with a bound, whose `in_flight` was already
+        increased. If another process took its last slot, another one is chosen."""
         fleet = self._fleet
         if isinstance(target, DpRank):
             target.worker.in_flight += 1  # as in `count_at_worker`
@@ -236,7 +239,7 @@ class Balancer:
     def _acquire_another(
         self, need: Requirements, tried: Collection[Worker], full: Worker
     ) -> Worker:
-        """Another process has taken the last place of `full` in the same moment."""
+        """Choose again, because another process took the last slot of `full` concurrently."""
         fleet = self._fleet
         full.in_flight -= 1
         count_at_worker(full, -1)
@@ -253,7 +256,7 @@ class Balancer:
     def _acquire_placement(
         self, exchange: Exchange, need: Requirements, tried: Collection[Worker]
     ) -> Worker:
-        """Counts both workers as in flight and begins the prefill leg. Raises HttpError."""
+        """Choose a pair, count both workers and begin the prefill leg. Raises HttpError."""
         fleet = self._fleet
         policies = self._policies
         if policies.regular is not self.policy:
@@ -274,11 +277,11 @@ class Balancer:
         return note_rank(exchange, target)
 
     def _begin_prefill(self, exchange: Exchange, target: Worker) -> Exchange:
-        """The leg as an exchange of its own. `target`, a worker or a rank, is counted already."""
+        """The prefill leg as a separate exchange. `target`: a worker or a rank, already counted."""
         leg, exchange.spare_leg = exchange.spare_leg, None
         if leg is None:
             leg = Exchange(0.0, exchange.client)
-        else:  # which has ended well: what such a leg never sets is as new
+        else:  # it succeeded, so only the fields that such a leg sets need a reset
             leg.started_at = leg.sent_at = leg.response_head_at = leg.ended_at = 0.0
             leg.status, leg.outcome = 0, ""
         leg.route, leg.requirements = exchange.route, exchange.requirements
@@ -299,7 +302,7 @@ class Balancer:
         return leg
 
     def _count(self, placement: Placement) -> bool:
-        """Whether both workers had room, over all processes; then they are counted."""
+        """Count both workers. False, counting none, if one has no free slot over all processes."""
         fleet, prefill, worker = self._fleet, placement.prefill, placement.worker
         if not (fleet.has_ranks or fleet.has_inflight_limits):
             worker.in_flight += 1
@@ -322,7 +325,7 @@ class Balancer:
             self._recorders.meters.count_target(alias, target)
 
     def release(self, exchange: Exchange, worker: Worker, result: int) -> None:
-        """The attempt at `worker`, the present one, is over: SUCCEEDED or FAILED. The caller serves
+        """End the current attempt at `worker`. `result`: SUCCEEDED or FAILED. The caller must serve
         the admission queue."""
         exchange.worker, exchange.last_worker = None, worker
         worker.in_flight -= 1
@@ -336,21 +339,21 @@ class Balancer:
             counts[index] += 1
 
     def release_prefill(self, legs: TwoLegs) -> None:
-        """Release the prefill worker of a leg that has not begun; one that has begun does it by
-        itself. The caller serves the admission queue."""
+        """Release the prefill worker of a leg that has not begun; a leg that has begun releases its
+        worker itself. The caller must serve the admission queue."""
         leg = legs.prefill
         if leg is not None and not legs.begun and leg.worker is not None:
             self.release(leg, leg.worker, FAILED)
 
 
 def count_at_worker(target: Worker, requests: int) -> None:
-    """Count requests in flight at the worker of a rank, where they were counted at the rank."""
+    """If `target` is a rank, also count its requests in flight at its worker."""
     if isinstance(target, DpRank):
         target.worker.in_flight += requests
 
 
 def note_rank(exchange: Exchange, target: Worker) -> Worker:
-    """The worker of the attempt; if a rank was picked, the exchange holds it from now on."""
+    """The worker of the attempt. If a rank was picked, it is counted and stored in `exchange`."""
     if not isinstance(target, DpRank):
         exchange.last_rank = None
         return target
@@ -362,7 +365,7 @@ def note_rank(exchange: Exchange, target: Worker) -> Worker:
 
 
 def release_rank(exchange: Exchange, rank: DpRank, result: int) -> None:
-    """The attempt is over, and was released at the rank's worker."""
+    """End the attempt at the rank, after it was released at the rank's worker."""
     exchange.rank, exchange.last_rank = None, rank
     rank.in_flight -= 1
     if exchange.route is not None:
@@ -372,7 +375,7 @@ def release_rank(exchange: Exchange, rank: DpRank, result: int) -> None:
 def report_failure(
     fleet: Fleet, exchange: Exchange, worker: Worker, error: str, status: int | None = None
 ) -> None:
-    """Let outlier ejection know of a failure that was the worker's."""
+    """Report a failure of the worker to outlier ejection."""
     fleet.observe_request_failure(
         worker, status=status, error=error, at=datetime.now(UTC), half_open_id=exchange.half_open_id
     )

@@ -1,8 +1,9 @@
 """One attempt at an upstream: a connection, the request on it, and the head of the response.
 
-Contract: nothing has left for the client here, so every failure is an AttemptFailed and the caller
-may retry. A connection that was idle and broke without a byte is dialled anew once, uncounted
-(RFC 9112 9.3.1). `encode_request` is the one writer of requests, for the fast path, too.
+Contract: nothing has been sent to the client yet, so every failure is an AttemptFailed and the
+caller may retry. If an idle connection broke without a byte, a new one is dialled once, without
+counting an attempt (RFC 9112 9.3.1). All requests are written by `encode_request`, also those of
+the fast path.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_fields
 from omni_proxy.wire.response import UpstreamProtocolError, check_interim, find_response_head_end
 
-JOIN_BYTES: Final = READ_BYTES  # what came in one read leaves in one send
+JOIN_BYTES: Final = READ_BYTES  # a request that was received in one read is sent in one send
 CACHED_LENGTHS: Final = 4096
-# An idle connection broke without a byte: the worker may have read the request, or may not.
+# An idle connection broke without a byte: the worker may or may not have read the request.
 STALE_CONNECTION: Final = "stale_connection"
 _Parts = Sequence[bytes | memoryview]
 _BLANK: Final = b"\r\n\r\n"
@@ -42,17 +43,17 @@ def _format_length(size: int) -> tuple[bytes, bytes]:
     return b"%d" % size, b"content-length: %d\r\n\r\n" % size
 
 
-# Looking a length up touches two cache lines, formatting it fifty.
+# Looking up a length touches far fewer cache lines than formatting it.
 LENGTHS: Final = tuple(map(_format_length, range(CACHED_LENGTHS)))
 
 
 def length_lines(size: int) -> tuple[bytes, bytes]:
-    """The length of a body: its digits, and a head's last line with the blank one."""
+    """The length of a body: its digits, and the content-length line with the blank line."""
     return LENGTHS[size] if size < CACHED_LENGTHS else _format_length(size)
 
 
 class AttemptFailed(UpstreamError):
-    """`kind` as in `retry_on`; `status`: for the client, where no other attempt follows."""
+    """`kind`: as in `retry_on`. `status`: for the client, if no other attempt follows."""
 
     def __init__(self, kind: str, error: str, status: int = 502) -> None:
         super().__init__(error)
@@ -66,31 +67,32 @@ class _Broke(Exception):
 
     def __init__(self, why: str, *, silent: bool) -> None:
         super().__init__(why)
-        self.silent = silent  # not one byte had come
+        self.silent = silent  # no byte of the response was received
 
 
 class SentRequest(msgspec.Struct, gc=False):
-    """A request that an upstream has got already."""
+    """A request that was already sent to an upstream."""
 
     pool: UpstreamPool
     stream: Stream
-    received: bytes = b""  # of its response, already read
-    error: BaseException | None = None  # was thrown in: its time is over, or the client has left
+    received: bytes = b""  # bytes of its response that were already read
+    error: BaseException | None = None  # to raise: a timeout, or the client has disconnected
 
 
 def encode_request(host_line: bytes, lines: list[bytes], length_line: bytes, body: bytes) -> bytes:
-    """`lines`: the request line and header lines, in parts; the list is used up. `host_line`: the
-    pool's own lines. Whatever came in, a content-length goes out, of `length_lines`."""
+    """The bytes of a request. `lines`: the request line and header lines, in parts; the list is
+    modified. `host_line`: the pool's own lines. `length_line`: of `length_lines`; the body is
+    framed by it, however the client framed it."""
     lines += host_line, length_line, body
     return b"".join(lines)
 
 
 def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
-    """The request leaves now; `secs` for the head of its response."""
+    """Note that the request is sent now. `secs`: the timeout for the head of its response."""
     loop = io.loop
     clock = loop.clock
     exchange.sent_at = now = loop.now
-    # What the iteration took until now was the proxy's own time.
+    # The time since the start of the iteration was spent in the proxy.
     exchange.own_secs += clock() - now
     io.phase, due = "wait", now + secs
     io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
@@ -99,8 +101,8 @@ def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
 def usual_body(
     pool: UpstreamPool, chunk: bytes, heads: ResponseHeadCache, fleet: Fleet
 ) -> bytes | None:
-    """The body of a whole response that is written like the worker's last one; None for any other.
-    `FastPath` has the same in a frame of its own."""
+    """The body of a complete response whose head is like the worker's last one; None for any other.
+    `FastPath._relay` has an inlined copy."""
     template = pool.response_template
     head, _, body = chunk.partition(_BLANK)
     if pool.asks_for_load:
@@ -122,8 +124,8 @@ async def run_attempt(
     pool: UpstreamPool,
     sent: SentRequest | None = None,
 ) -> ResponseStart:
-    """Dial, send `head` and `exchange.body`, and wait for the response's head; `sent`: only the
-    last of it. Raises AttemptFailed."""
+    """Dial, send `head` and `exchange.body`, and wait for the response's head. `sent`: a request
+    that was already sent, whose response is awaited. Raises AttemptFailed."""
     may_redial = io.connections != "new"
     while True:
         stream = sent.stream if sent else _idle_stream(io, pool, may_redial=may_redial)
@@ -149,14 +151,14 @@ async def run_attempt(
         except UpstreamProtocolError as garbage:
             io.close_upstream()
             raise AttemptFailed("bad_response", f"RemoteProtocolError: {garbage}") from None
-        except HttpError:  # of the rest of the body
+        except HttpError:  # raised by the rest of the request body
             io.close_upstream()
             raise
         except PhaseTimeout as expired:
             io.close_upstream()
             if io.phase == "body":  # the client was too slow
                 raise
-            error = f"ReadTimeout: no answer's head in time (phase {expired})"
+            error = f"ReadTimeout: no response head in time (phase {expired})"
             raise AttemptFailed("response_timeout", error, 504) from None
 
 
@@ -169,10 +171,10 @@ def _resume(
 
 
 def _idle_stream(io: AttemptIO, pool: UpstreamPool, *, may_redial: bool) -> Stream | None:
-    """An idle connection, where one will do.
+    """An idle connection, if one may be used.
 
-    Not for a body that streams: a dead connection could cost it. And not after a dead one: a worker
-    that restarts has closed all of them, though not all ends have been seen yet.
+    None for a streamed body, which a dead connection would lose. And None after a dead connection:
+    a worker that restarts closes all of them, but not all closes have been reported yet.
     """
     return pool.reuse(io) if may_redial and io.body_stream is None else None
 
@@ -190,7 +192,7 @@ async def _dial(io: AttemptIO, pool: UpstreamPool) -> Stream:
 
 
 def _no_descriptors(error: OSError) -> HttpError:
-    """Not the worker's fault, so it is not reported as its failure."""
+    """The proxy ran out of descriptors, so this is not reported as a failure of the worker."""
     message = f"router overloaded: no connection to a worker can be opened: {error.strerror}"
     return HttpError(
         503, message, 503, type="overloaded_error", reason="descriptors"
@@ -243,7 +245,8 @@ def _encode(
 
 
 def lines_for_rank(exchange: Exchange, head: RequestHead) -> bytes:
-    """The head's lines; for a rank, which its pool names, without a rank that the client named."""
+    """The head's lines. If the attempt has a rank, the client's rank header is dropped, because the
+    pool adds its own."""
     if exchange.rank is None or RANK_HINT not in head.hints:
         return head.lines
     return drop_fields(head.lines, RANK_FIELD)
@@ -255,7 +258,7 @@ async def _response_start(
     sent: SentRequest,
     body_stream: StreamedBody | None = None,
 ) -> ResponseStart:
-    """Wait for the head of the response; `body_stream` goes on being sent until then."""
+    """Wait for the head of the response, and send `body_stream` until it arrives."""
     stream, buffer, interim = sent.stream, b"", 0
     chunk: bytes | None = sent.received or None
     while True:
@@ -274,7 +277,7 @@ async def _response_start(
             if chunk is None:
                 continue
         if not chunk:
-            raise _Broke("the worker closed without an answer", silent=not buffer)
+            raise _Broke("the worker closed without a response", silent=not buffer)
         received, chunk = buffer + chunk, None
         found = _parse_start(io, head, sent, received)
         if isinstance(found, ResponseStart):
@@ -286,7 +289,7 @@ async def _response_start(
 
 
 async def _stream_body(io: AttemptIO, body_stream: StreamedBody, stream: Stream) -> bool:
-    """False where the worker said something before the end of the body, or broke."""
+    """False if the worker responded before the end of the body, or the connection broke."""
     all_sent = await body_stream.stream_to(stream)
     io.set_timeout("wait", io.response_head_secs)
     return all_sent
@@ -295,7 +298,7 @@ async def _stream_body(io: AttemptIO, body_stream: StreamedBody, stream: Stream)
 def _parse_start(
     io: AttemptIO, head: RequestHead, sent: SentRequest, received: bytes
 ) -> ResponseStart | bytes:
-    """The final response in `received`, or what is left of it behind interim responses."""
+    """The final response in `received`, or the rest of `received` after interim responses."""
     interim = 0
     response_heads = io.services.response_heads
     while end := find_response_head_end(received):
@@ -307,20 +310,20 @@ def _parse_start(
         if response.status >= 200:
             bodiless = response.whole
             if bodiless:
-                response.excess = bool(received)  # relayed, it could be taken for a response
+                response.excess = bool(received)  # not relayed: it could be taken for a response
                 received = b""
             elif received:
                 received = response.feed(received)
             return ResponseStart(sent.pool, sent.stream, response, received, bodiless)
         if response.status == 101:
-            raise UpstreamProtocolError("an upgrade that nobody asked for")
+            raise UpstreamProtocolError("an upgrade that was not requested")
         interim += 1
         check_interim(interim)
     return received
 
 
 async def _send_large(io: AttemptIO, stream: Stream, request: _Parts) -> bool:
-    """A request that is too large to be joined; whether all of it was sent."""
+    """Send a request that is too large to be joined. Returns whether all of it was sent."""
     try:
         sent = stream.sendmsg(request)
     except BlockingIOError:
@@ -329,7 +332,7 @@ async def _send_large(io: AttemptIO, stream: Stream, request: _Parts) -> bool:
         stream.readable = True  # its response, or its end, is waiting to be read
         return False
     secs = io.phase_deadline - io.loop.now
-    for part in request:  # each for itself: joining them would copy the body
+    for part in request:  # separately, because joining them would copy the body
         if sent < len(part) and not await _send_part(io, stream, memoryview(part)[sent:], secs):
             return False
         sent = max(0, sent - len(part))
@@ -337,7 +340,7 @@ async def _send_large(io: AttemptIO, stream: Stream, request: _Parts) -> bool:
 
 
 async def _send_part(io: AttemptIO, stream: Stream, view: memoryview, secs: float) -> bool:
-    """False where the worker responded (413, say) or broke before it had read everything."""
+    """False if the worker responded (e.g. 413) or the connection broke before all was sent."""
     io.set_timeout("send", secs)
     while not stream.has_input():
         try:
@@ -348,7 +351,7 @@ async def _send_part(io: AttemptIO, stream: Stream, view: memoryview, secs: floa
             return False
         if not view:
             return True
-        io.waiting_on = stream  # it is full, so there will be an event when it is not
+        io.waiting_on = stream  # its buffer is full, so epoll will report when it is writable
         await pause
         io.set_timeout("send", secs)
     return False

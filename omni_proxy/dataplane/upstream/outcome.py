@@ -1,7 +1,7 @@
-"""After the last attempt: what is no longer needed, and what its end says about the worker.
+"""After the last attempt: releases the body, and reports the result to outlier ejection.
 
-Contract: outlier ejection is told of broken bodies and of responses that ended well; never of a
-client that left.
+Contract: outlier ejection gets broken bodies and successful responses; never a disconnect of the
+client.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from omni_proxy.routing.routes import VOICE_OWNER
 
 
 def release_body(io: ExchangeIO, exchange: Exchange) -> None:
-    """The request is not sent again, and no other worker is chosen for it."""
+    """Release the request body: the request is not sent again."""
     exchange.body = b""
     if exchange.requirements is not None:
-        exchange.requirements.body_fields = None  # which refers to it, too
+        exchange.requirements.body_fields = None  # it refers to the body
     if exchange.held_bytes:
         io.services.inflight.release_bytes(exchange)
 
 
 def report_end(io: ExchangeIO, exchange: Exchange, worker: Worker) -> None:
-    """What the end of a response says about its worker."""
+    """Report the end of a response to outlier ejection and the voice registry."""
     services, route = io.services, exchange.route
     if exchange.error and exchange.ended_by == "worker":
         report_failure(services.fleet, exchange, worker, exchange.error)
@@ -36,5 +36,5 @@ def report_end(io: ExchangeIO, exchange: Exchange, worker: Worker) -> None:
 
 
 def _changed_voices(exchange: Exchange) -> bool:
-    """From the first upload on its worker is the one that keeps the voices (omni-router.md 13)."""
+    """Whether an upload or deletion succeeded: its worker owns the voices (omni-router.md 13)."""
     return exchange.method in ("POST", "DELETE") and 200 <= exchange.status < 300

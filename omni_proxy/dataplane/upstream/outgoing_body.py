@@ -1,8 +1,8 @@
-"""The body that an attempt sends: the client's bytes, or with what this attempt changes in them.
+"""The body that an attempt sends: the client's body, or a changed copy.
 
-That is the model of an alias with `rewrite`, and the key that names a data-parallel rank where the
-engine ignores the header. Invariant: without either it is the client's body itself, and a change is
-a splice. What a leg of a request changes further, it changes in what `changed_parts` returns.
+An alias with `rewrite` changes the model, and a data-parallel rank adds the key that names it if
+the engine ignores the header. Invariant: without either the client's body is sent, and changes are
+made by splicing. The legs of a request change the body further.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from omni_proxy.routing.weighted_split import AliasRequirement
 
 
 def changed_parts(exchange: Exchange) -> Parts | None:
-    """The body for the present attempt, in parts which refer to the client's body; None where it is
-    that body."""
+    """The body for the current attempt, in parts that refer to the client's body; None if it is
+    unchanged."""
     need, route, body, rank = (
         exchange.requirements, exchange.route, exchange.body, exchange.rank
     )  # fmt: skip
     if need is None or route is None or not body or exchange.legs is not None:
-        return None  # in two legs `dataplane.disaggregation.driver` has changed it
+        return None  # in two legs `dataplane.disaggregation.driver` changes it
     parts = None
     if need.alias is not None and need.alias.spans:
         parts = parts_for_target(need, route, body)
@@ -33,7 +33,7 @@ def changed_parts(exchange: Exchange) -> Parts | None:
 
 
 def parts_for_target(need: Requirements, route: Route, body: bytes) -> Parts:
-    """`body` with the target's model, where `find_spans` has found that it names one."""
+    """`body` with the target's model, if `find_spans` has found a model in it."""
     alias, model = need.alias, need.target_model
     if alias is None or model is None or not alias.spans:
         return [body]
@@ -43,7 +43,7 @@ def parts_for_target(need: Requirements, route: Route, body: bytes) -> Parts:
 def find_spans(
     aliases: ModelAliases, need: Requirements, route: Route, body: bytes, facts: HeadFacts
 ) -> None:
-    """Give the request the alias that it names; with `rewrite` also where the body names it. Raises
+    """Set the alias that the request names; with `rewrite` also its positions in the body. Raises
     HttpError 400."""
     split = aliases.find(need.model)
     if split is None or need.alias is not None:

@@ -1,8 +1,8 @@
 """Upstream pools: connections to each worker and to the admin API, idle ones reused.
 
-Invariant: an idle connection stays in the epoll set; any event but "writable" means that it is
-dead, and it is dropped, so reusing one needs no probe. One that broke, was cut, or has unread bytes
-never comes back.
+Invariant: an idle connection stays in the epoll set and is dropped on any event except "writable",
+so reusing one needs no probe. A connection that broke, was aborted, or has unread bytes never
+returns to its pool.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from omni_proxy.wire.request import set_bearer
 from omni_proxy.wire.response import UpstreamResponse
 
 IDLE_SECS: Final = 30.0  # shorter than the keep-alive of any known server, the admin API's included
-# The Host of requests of the [admin] listener and of that for metrics, see admin_api.access.
+# Host fields that mark requests of the [admin] listener and the metrics listener, see
+# admin_api.access.
 ADMIN_HOST: Final = "admin"
 METRICS_HOST: Final = "metrics"
 
@@ -56,11 +57,11 @@ class UpstreamPool:
         self._address = address
         self.worker: Worker | None = None
         self.host_line = f"host: {host}\r\n".encode("latin-1")
-        self.asks_for_load = False  # `host_line` asks the engine to tell its load
-        self.hop_line = b""  # the part of it that marks our hop, see `wire.forwarded`
-        self.idle: list[Stream] = []  # last in, first out: the rest may grow old and go
+        self.asks_for_load = False  # `host_line` has the field that requests the engine's load
+        self.hop_line = b""  # the hop field in `host_line`, see `wire.forwarded`
+        self.idle: list[Stream] = []  # last in, first out, so that surplus connections expire
         self.closed = False
-        self.response_template = NOT_CACHED  # how the worker writes its responses
+        self.response_template = NOT_CACHED  # of the worker's last response head
 
     def reuse(self, task: EventHandler) -> Stream | None:
         """An idle connection, now owned by `task`."""
@@ -72,7 +73,7 @@ class UpstreamPool:
 
     @property
     def address(self) -> tuple[str, int] | str:
-        """Read at each dial: a worker's name may resolve anew."""
+        """The current address: a worker's name may be resolved again at any time."""
         return self._address if self.worker is None else self.worker.address
 
     async def dial(self, task: ConnectionTask) -> Stream:
@@ -80,7 +81,7 @@ class UpstreamPool:
         return await connect(task, self.address)
 
     def suits(self, worker: Worker) -> bool:
-        """Whether it still fits the worker as that is configured now."""
+        """Whether it matches the worker's current configuration."""
         return self.hop_line == worker.hop_line
 
     def release(self, stream: Stream) -> None:
@@ -124,7 +125,7 @@ def _is_empty(stream: Stream) -> bool:
 
 
 class AdminApiPool(UpstreamPool):
-    """To the admin API, whose responses may take any time."""
+    """Connections to the admin API, whose responses may take any time."""
 
     __slots__ = ()
 
@@ -132,7 +133,7 @@ class AdminApiPool(UpstreamPool):
 
 
 class TlsUpstreamPool(UpstreamPool):
-    """To an https worker. `ca` and `verify` are the worker's `tls_ca` and `tls_verify`."""
+    """Connections to an https worker. `ca` and `verify`: its `tls_ca` and `tls_verify`."""
 
     __slots__ = ("_context", "_name", "_session", "ca", "verify")
 
@@ -142,7 +143,7 @@ class TlsUpstreamPool(UpstreamPool):
         super().__init__(loop, address, host)
         self.ca = ca
         self.verify = verify
-        # As its URL has it, without the port: an address may have been resolved from it.
+        # The host name in its URL, without the port; `address` may be resolved from it.
         self._name = urlsplit(f"//{host}").hostname or host
         self._context: ssl.SSLContext | None = None
         self._session: ssl.SSLSession | None = None  # of `_context`
@@ -152,7 +153,7 @@ class TlsUpstreamPool(UpstreamPool):
         return same and super().suits(worker)
 
     async def dial(self, task: ConnectionTask) -> Stream:
-        """With its handshake; the task's clock bounds both. Raises OSError."""
+        """Connect and do the handshake, within the task's phase deadline. Raises OSError."""
         context = client_context(self.ca, verify=self.verify)
         if context is not self._context:
             self._context, self._session = context, None
@@ -175,7 +176,8 @@ class TlsUpstreamPool(UpstreamPool):
         UpstreamPool.release(self, stream)  # compiled methods have no `super()`
 
     def _drop(self, stream: Stream) -> None:
-        """Unless TLS alone has read something: servers send session tickets at any time."""
+        """Drop the connection, unless only TLS messages arrived: servers send session tickets at
+        any time."""
         with contextlib.suppress(OSError):
             if not stream.peer_closed and stream.read(1) is None:
                 return
@@ -183,8 +185,8 @@ class TlsUpstreamPool(UpstreamPool):
 
 
 class RankPool(UpstreamPool):
-    """The connections of a rank's worker, for requests that name the rank: every connection may
-    carry requests for each of the ranks."""
+    """The connections of a rank's worker, for requests that name the rank. All ranks share
+    them."""
 
     __slots__ = ("_of_worker",)
 
@@ -202,28 +204,28 @@ class RankPool(UpstreamPool):
         self._of_worker.release(stream)
 
     def sweep(self) -> None:
-        """Its worker's pool does."""
+        """Does nothing: the worker's pool sweeps the connections."""
 
     def close(self) -> None:
-        """Likewise."""
+        """Does nothing: the worker's pool closes the connections."""
 
 
 class UpstreamPools:
-    """All pools. Those of workers follow the fleet: a removed worker's idle connections close at
-    once, those in use at the end of their exchange."""
+    """All pools. Those of workers follow the fleet: a removed worker's idle connections are closed
+    immediately, those in use at the end of their exchange."""
 
     def __init__(self, loop: EventLoop, admin_socket: str) -> None:
         self._loop = loop
         self._asks_for_load = False
-        self.known: dict[Worker, UpstreamPool] = {}  # of workers, and of ranks; read by `of`
+        self.known: dict[Worker, UpstreamPool] = {}  # by worker or rank; read by `of`
         self._members: Collection[Worker] | None = None  # None: no change of the fleet yet
-        # The admin API tells its listeners apart by the Host, which only the proxy can write.
+        # The admin API identifies the listener by the Host, which only the proxy can set.
         self.admin_api = AdminApiPool(loop, admin_socket, "front")
         self.admin_listener = AdminApiPool(loop, admin_socket, ADMIN_HOST)
         self.metrics_listener = AdminApiPool(loop, admin_socket, METRICS_HOST)
 
     def of(self, worker: Worker) -> UpstreamPool:
-        """`worker`: or a rank."""
+        """The pool of a worker or rank, created if it does not exist."""
         pool = self.known.get(worker)
         if pool is None:
             if isinstance(worker, DpRank):
@@ -235,12 +237,12 @@ class UpstreamPools:
                     pool.host_line += LOAD_FORMAT_LINE
             if self._members is None or worker.worker in self._members:
                 self.known[worker] = pool
-            else:  # a request goes on at a worker that was removed: nothing is kept for the next
+            else:  # the worker was removed during a request: its connection is not kept
                 pool.closed = True
         return pool
 
     def ask_for_load(self, asks: bool) -> None:
-        """Whether requests ask for the load of the engine, see `response_reports`."""
+        """Set whether requests ask for the load of the engine, see `response_reports`."""
         if asks != self._asks_for_load:
             self._asks_for_load = asks
             for pool in self.known.values():
@@ -250,7 +252,7 @@ class UpstreamPools:
     def on_fleet_change(self, workers: Collection[Worker]) -> None:
         self._members = workers
         for worker in list(self.known):
-            if worker not in workers:  # pools of ranks are made anew when they are needed
+            if worker not in workers:  # also pools of ranks, which are created again on demand
                 self.known.pop(worker).close()
             else:
                 self.on_worker_change(worker)
@@ -272,7 +274,7 @@ class UpstreamPools:
             pool.close()
 
     def keep_no_admin_connections(self) -> None:
-        """The next control request dials: its path may lead elsewhere from now on."""
+        """Close the idle admin connections, because another server may listen on the path now."""
         for pool in (self.admin_api, self.admin_listener, self.metrics_listener):
             pool.close()
 
@@ -281,7 +283,7 @@ class UpstreamPools:
 
 
 def pool_for(loop: EventLoop, worker: Worker) -> UpstreamPool:
-    """A new one, as the worker's URL says."""
+    """A new pool for the worker's URL."""
     pool = _new_pool(loop, worker)
     pool.worker = worker
     pool.hop_line = worker.hop_line
@@ -299,21 +301,21 @@ def _new_pool(loop: EventLoop, worker: Worker) -> UpstreamPool:
 
 
 class ResponseStart(msgspec.Struct, gc=False):
-    """The head of a response, and the bytes of its body that came with it, already parsed."""
+    """The head of a response, and the body bytes that arrived with it, already parsed."""
 
     pool: UpstreamPool
     stream: Stream
     response: UpstreamResponse
     chunk: bytes
     bodiless: bool  # it ended with its head
-    all_sent: bool = True  # the whole request has left
+    all_sent: bool = True  # the whole request was sent
 
     def close(self) -> None:
-        """What is left of the response is not wanted."""
+        """Close the connection, and drop the rest of the response."""
         self.stream.close()
 
     def release(self) -> None:
-        """Keep the connection where its response has ended cleanly, else close it."""
+        """Keep the connection if its response has ended cleanly, else close it."""
         response = self.response
         reusable = response.whole and response.keep_alive and not response.excess
         if reusable and self.all_sent:
@@ -323,6 +325,6 @@ class ResponseStart(msgspec.Struct, gc=False):
 
 
 def with_key(worker: Worker, lines: bytes) -> bytes:
-    """The lines of a head with the worker's own key, where it has one that is set."""
+    """The lines of a head with the worker's own key, if it has one and its variable is set."""
     key = os.environ.get(worker.api_key_env, "") if worker.api_key_env else ""
     return set_bearer(lines, key.encode("latin-1", "replace")) if key else lines

@@ -1,12 +1,12 @@
-"""What a worker reports in its responses: the load of its engine, in the head, and what it had in
-its cache, in the body, handed to the policy that sent the prompt there.
+"""Reads workers' reports from responses: the engine's load from the head, and the number of cached
+tokens from the body, for the policy that picked the worker.
 
-Contract: no byte of a body changes, and nothing here fails. The request asks for the load
-(`UpstreamPool.asks_for_load`); the field reaches only a client that has asked for it itself, as the
-engine wrote it (real-engines.md 5.3), and of a worker with data-parallel ranks nothing is asked.
-The cache's report is read from the last chunk of a complete 2xx; in two legs the protocol says
-whose cache is meant: SGLang's decode engine reports what prefill had cached; with NIXL the prefill
-engine's own answer is read. A decode worker that has computed the prompt itself reports its own.
+Contract: no byte of a body is changed, and no function raises. The proxy requests the load
+(`UpstreamPool.asks_for_load`), but not from workers with data-parallel ranks; the client gets the
+field only if it requested it, as the engine wrote it (real-engines.md 5.3). The cache report is in
+the last chunk of a complete 2xx. In two legs SGLang's decode engine reports the prefill engine's
+cache; with NIXL the prefill response is read. A decode worker that computed the prompt itself
+reports its own cache.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ if TYPE_CHECKING:
 
 
 def host_line_of(pool: UpstreamPool, head: RequestHead) -> bytes:
-    """The pool's own lines of a request; where the client asks for the load, it alone asks."""
+    """The pool's lines of a request, without the load field if the client has sent its own."""
     if pool.asks_for_load and LOAD_HINT in head.hints:
         return pool.host_line.replace(LOAD_FORMAT_LINE, b"")
     return pool.host_line
 
 
 def take_load(fleet: Fleet, pool: UpstreamPool, top: bytes) -> bytes:
-    """A response's head as most engines write it, without the field, which is reported."""
+    """Report the load field of a response, if it has vLLM's spelling. Returns the head without
+    it."""
     rest, value = split_load_field(top)
     if value:
         _report(fleet, pool, value)
@@ -49,7 +50,8 @@ def take_load(fleet: Fleet, pool: UpstreamPool, top: bytes) -> bytes:
 
 
 def read_load(fleet: Fleet, pool: UpstreamPool, top: bytes, head: RequestHead) -> bytes:
-    """The same of any head; `head`: of the request."""
+    """As `take_load`, with any spelling; the field stays if the client requested it. `head`: of the
+    request."""
     rest, value = find_load_field(top)
     if value:
         _report(fleet, pool, value)
@@ -64,7 +66,7 @@ def _report(fleet: Fleet, pool: UpstreamPool, value: bytes) -> None:
 
 
 def settle_prediction(recorders: Recorders, exchange: Exchange, need: Requirements) -> None:
-    """The exchange is over: learn from its answer, if it says anything."""
+    """At the end of the exchange: learn from the cache report of its response, if it has one."""
     prediction, need.prediction = need.prediction, None
     if prediction is None:
         return
@@ -83,7 +85,8 @@ def settle_prediction(recorders: Recorders, exchange: Exchange, need: Requiremen
 def learn_from(
     recorders: Recorders, prediction: CachePrediction, answer: bytes, sent_bytes: int
 ) -> None:
-    """`answer`: its end, by the worker of this prediction; `sent_bytes`: of the request."""
+    """`answer`: the last chunk of the response of the prediction's worker. `sent_bytes`: size of
+    the request body."""
     counts = read_cached_tokens(answer)
     if counts is None:
         prediction.reports.note_silence()
@@ -94,7 +97,7 @@ def learn_from(
 
 
 def prediction_of_leg(leg: Exchange) -> CachePrediction | None:
-    """That of the policy that picked the prefill worker."""
+    """The prediction of the policy that picked the prefill worker."""
     need = leg.requirements
     return _prediction_for("prefill", need.prediction) if need is not None else None
 
@@ -108,7 +111,7 @@ def _of_reporting_worker(
 
 
 def _prediction_for(role: Role, prediction: CachePrediction | None) -> CachePrediction | None:
-    """That of the policy that picked a worker of this role."""
+    """The prediction of the policy that picked a worker of this role."""
     while prediction is not None and prediction.worker.worker.role != role:
         prediction = prediction.former
     return prediction

@@ -1,7 +1,7 @@
-"""A request to a worker beside an exchange: a task of its own in the event loop, without a client.
+"""Side tasks: additional requests to workers, each in its own task of the event loop.
 
-Invariants: it closes its connection and releases what it holds however it ends; it never steps the
-exchange that it belongs to in its own step, but wakes it. Must not write to a client.
+Invariants: a side task closes its connection and releases its resources however it ends; it never
+steps its exchange directly, but wakes it. Must not write to a client.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ READ_BYTES: Final = 65536
 
 
 class AnswerCut(UpstreamProtocolError):
-    """The connection broke within an answer of which the client has got nothing."""
+    """The connection broke within a response of which nothing was sent to the client."""
 
 
 class SideTask(AttemptIO):
-    """`readable`: it has ended. An exchange may wait for that as for a stream."""
+    """`readable`: it has ended, so that an exchange can wait for it as for a stream."""
 
     __slots__ = ("readable", "waiter")
 
     def __init__(self, services: ExchangeServices, waiter: Steppable | None = None) -> None:
         super().__init__(services)
         self.readable = False
-        self.waiter = waiter  # which may wait for the end
+        self.waiter = waiter  # woken at the end, if it waits for this task
 
     @abstractmethod
     async def run(self) -> None:
-        """All of it. Raises nothing but bugs."""
+        """Do the whole task. Must not raise, except for bugs."""
 
     def ended(self) -> None:
-        """Release what it holds; once."""
+        """Release its resources; called once."""
 
     def start(self) -> None:
         self.loop.side_tasks += 1
@@ -53,7 +53,7 @@ class SideTask(AttemptIO):
             self.finish()
 
     def finish(self) -> None:
-        """It is over, however it ended; whoever waits for that goes on in this iteration."""
+        """End the task, whatever the result, and wake its waiter."""
         self.loop.side_tasks -= 1
         self.close_upstream()
         self.readable = True
@@ -63,13 +63,13 @@ class SideTask(AttemptIO):
             self.loop.wake(waiter)
 
     def cancel(self) -> None:
-        """End it now; not from inside of it."""
+        """End the task now. Must not be called from the task itself."""
         if not self.readable:
             self.close_coroutine()
 
 
 async def wait_for(io: AttemptIO, source: Readable) -> None:
-    """Until `source` is readable; meanwhile the client gets keep-alive comments, if configured."""
+    """Wait until `source` is readable; the client gets keep-alive comments, if configured."""
     while not source.readable:
         io.waiting_on = source
         if io.keepalive is None:
@@ -79,7 +79,7 @@ async def wait_for(io: AttemptIO, source: Readable) -> None:
 
 
 async def wait_for_read(io: AttemptIO, stream: Stream) -> None:
-    """Until `stream` may have something to read, and other connections have had their turn."""
+    """Wait until `stream` may have bytes to read; also yields to other connections."""
     if io.must_wait_for(stream):
         if io.keepalive is None:
             await pause
@@ -88,20 +88,20 @@ async def wait_for_read(io: AttemptIO, stream: Stream) -> None:
 
 
 class HeldResponse(ResponseStart):
-    """A response whose whole body is in `chunk`; its connection was given back."""
+    """A response whose whole body is in `chunk`; its connection was already released."""
 
     def close(self) -> None:
-        """There is nothing left to close."""
+        """Does nothing: the connection was already released."""
 
     def release(self) -> None:
-        """There is nothing left to release."""
+        """Does nothing: the connection was already released."""
 
 
 async def read_body(io: AttemptIO, start: ResponseStart, phase: str, most: int = 0) -> bytes:
-    """Read a response to its end, its payload up to `most` bytes; 0 to drop it.
+    """Read a response to its end, and release its connection. Returns its payload.
 
-    Afterwards its connection was given back. Raises UpstreamProtocolError (broken, or longer than
-    `most`), OSError, PhaseTimeout.
+    `most`: maximum size of the payload; 0 to drop it. Raises UpstreamProtocolError (broken, or
+    longer than `most`), OSError, PhaseTimeout.
     """
     response, stream = start.response, start.stream
     unwrap = Unchunker().feed if response.framing is CHUNKED and most else bytes
@@ -123,7 +123,7 @@ async def read_body(io: AttemptIO, start: ResponseStart, phase: str, most: int =
         if not received:
             if response.framing is CLOSE:
                 break
-            raise AnswerCut("the worker closed before the answer's end")
+            raise AnswerCut("the worker closed before the end of the response")
         chunk = response.feed(received)
     io.upstream = None
     start.release()
@@ -131,7 +131,7 @@ async def read_body(io: AttemptIO, start: ResponseStart, phase: str, most: int =
 
 
 def hold_response(start: ResponseStart, payload: bytes) -> HeldResponse:
-    """The response with this body, which `read_body` has read, or which is made of that."""
+    """The response with `payload` as its body: the result of `read_body`, or a changed copy."""
     response = start.response
     response.framing, response.remaining, response.whole = LENGTH, 0, True
     lines = drop_fields(response.lines, frozenset((b"content-length",)))
@@ -140,7 +140,7 @@ def hold_response(start: ResponseStart, payload: bytes) -> HeldResponse:
 
 
 def head_for(method: bytes, target: bytes, lines: bytes = b"", *, length: int = 0) -> RequestHead:
-    """The head of a request that the proxy itself makes."""
+    """The head of a request that the proxy creates."""
     return RequestHead(
         method=method,
         target=target,
