@@ -1,7 +1,7 @@
-"""The lines of the two logs: what each of them says of an exchange that is over.
+"""The records of the access log and the route log for an exchange that has ended.
 
-Invariant: a line holds whatever a client sent but secrets of its query, is one line all the same,
-and a terminal obeys nothing in it; JSON is ASCII. Source of the route log's keys: omni-router.md
+Invariant: secrets in the query are masked; other text of clients is escaped, so that a record is
+one line without control characters. JSON is ASCII. Source of the route log's keys: omni-router.md
 14.
 """
 
@@ -24,7 +24,7 @@ _UNSHOWN = re.compile(r"[\s\\\x00-\x1f\x7f]|[^\x00-\x7f]")
 def write_logs(
     recorders: Recorders, exchange: Exchange, worker: Worker | None, *, as_json: bool
 ) -> None:
-    """One line in each log that is kept; `as_json`: of the access log."""
+    """Write one line to each enabled log. `as_json`: format of the access log."""
     if recorders.access_log is not None:
         line = access_record(exchange, worker)
         recorders.access_log.write(ascii_json(line) if as_json else access_text(line))
@@ -42,8 +42,8 @@ def _ms(later: float, earlier: float) -> float | None:
 
 
 def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
-    """One JSON line: who, what, where to, the time to each phase, and who ended it in which
-    phase."""
+    """The access log record as a JSON line. Each time is counted from the first byte of the
+    request."""
     start, need = exchange.started_at, exchange.requirements
     spans = worker is not None and exchange.spans_versions(worker)
     record = {
@@ -89,7 +89,7 @@ def access_record(exchange: Exchange, worker: Worker | None) -> bytes:
 
 
 def _legs_fields(exchange: Exchange, worker: Worker | None) -> dict[str, object]:
-    """Of a request for prefill and decode workers: both, and how long each leg took."""
+    """Fields of a request in two legs: both workers, and the time of each leg."""
     legs = exchange.legs
     if legs is None:
         return {}
@@ -115,13 +115,13 @@ def _trace_fields(exchange: Exchange) -> dict[str, object]:
 
 
 def _rank_index(exchange: Exchange) -> int | None:
-    """The data-parallel rank of the last attempt; None where its worker has none."""
+    """The data-parallel rank of the last attempt; None if its worker has no ranks."""
     target = exchange.sent_to
     return target.index if isinstance(target, DpRank) else None
 
 
 def access_text(line: bytes) -> bytes:
-    """The same record for people, empty fields left out. No field holds a space."""
+    """The access log record as readable text, without empty fields. No field contains a space."""
     record = msgspec.json.decode(line)
     tried = record.pop("tried")
     if len(tried) > 1:
@@ -138,7 +138,7 @@ def access_text(line: bytes) -> bytes:
 
 
 def _escaped(found: re.Match[str]) -> str:
-    """A client names its model: no line and no field of the log may be of its making."""
+    """Escape a character, so that text of clients can't inject lines or fields."""
     return "\\x20" if found[0] == " " else escape_match(found)
 
 

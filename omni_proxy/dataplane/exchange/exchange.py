@@ -1,5 +1,5 @@
-"""One request with its response, as data: what it is, how far it has come, how it ended; and the
-interfaces of what observes it, log sinks and metrics.
+"""One request with its response as data: its state and its result; and the interfaces of its
+observers, log sinks and metrics.
 
 Invariant: nothing here does I/O or reads a clock. The event loop (fast path) and the coroutine of
 the connection write the same object, one after the other; `exchange_io.finalize` reads it at the
@@ -28,7 +28,8 @@ REQUEST_ID_NAME: Final = b"X-SGLang-Omni-Request-ID: "
 
 
 class Exchange:
-    """Times are of the event loop's clock in seconds, 0.0 for a phase that was not reached."""
+    """One exchange. Times are of the event loop's clock in seconds, 0.0 for a phase that was not
+    reached."""
 
     __slots__ = (
         "admitted", "attempts", "body", "body_at", "bytes_in", "bytes_out", "caller",
@@ -47,48 +48,48 @@ class Exchange:
         self.client = client  # address of the client
         self.head_at = 0.0
         self.body_at = 0.0
-        self.sent_at = 0.0  # the request left for the worker
-        self.response_head_at = 0.0  # the head of the response came
-        self.first_at = 0.0  # the first chunk of its body
+        self.sent_at = 0.0  # the request was sent to the worker
+        self.response_head_at = 0.0  # the head of the response arrived
+        self.first_at = 0.0  # the first chunk of its body arrived
         self.ended_at = 0.0
         self.queued_secs = 0.0
-        self.connect_secs = 0.0  # of the newest connection that had to be opened
-        self.own_secs = 0.0  # of the proxy: from the events that it came with to its sending
+        self.connect_secs = 0.0  # of the last connection that had to be opened
+        self.own_secs = 0.0  # time spent in the proxy until the request was sent
         self.longest_gap = 0.0  # seconds between two chunks of the response
-        self.method = "-"  # until the head could be parsed
+        self.method = "-"  # until the head has been parsed
         self.target = "-"
         self.request_id = b""
         self.cors = b""  # header lines that let a page of another origin read the response
-        self.request_id_line = b""  # the header line with the request id, where one is configured
+        self.request_id_line = b""  # the header line with the request id, if one is configured
         self.idempotency_key = False
-        self.trace: RequestTrace | None = None  # where traces are sent
+        self.trace: RequestTrace | None = None  # if tracing is enabled
         self.route: Route | None = None
         self.requirements: Requirements | None = None
         self.policy = ""
-        self.candidates: PickRecord | None = None  # of its first pick, where they were recorded
-        self.caller: ApiCaller | None = None  # with a key of [[keys]]
+        self.candidates: PickRecord | None = None  # of its first pick, if they were recorded
+        self.caller: ApiCaller | None = None  # the owner of its key in [[keys]]
         self.reserved = -1  # tokens; these three are of `admission.caller_admission`
         self.request_bucket = self.token_bucket = 0
-        self.body = b""  # of the request, as long as it may have to be sent again
-        self.worker: Worker | None = None  # of the present attempt
-        self.rank: DpRank | None = None  # of `worker`, where that has ranks
-        self.legs: TwoLegs | None = None  # of the present attempt, at a decode worker
-        # The prefill leg of the last request that used this exchange, to be used again, too.
+        self.body = b""  # of the request, as long as it may be sent again
+        self.worker: Worker | None = None  # of the current attempt
+        self.rank: DpRank | None = None  # of `worker`, if that has ranks
+        self.legs: TwoLegs | None = None  # of the current attempt, at a decode worker
+        # The prefill leg of the last request that used this object, for reuse.
         self.spare_leg: Exchange | None = None
-        # Of the last attempt that is over.
+        # Of the last attempt that has ended.
         self.last_worker: Worker | None = None
         self.last_rank: DpRank | None = None
-        self.version: WeightVersion = UNKNOWN_VERSION  # of the worker when the attempt began
+        self.version: WeightVersion = UNKNOWN_VERSION  # of the worker at the start of the attempt
         self.worker_seen: tuple[str, bool, bool] = ("", False, False)
         self.attempts = 0
         # Failed attempts: worker or rank, and the result.
         self.failed_attempts: list[tuple[Worker, str]] | None = None
-        self.half_open_id = 0  # the number of the half-open trial that the present attempt is
-        self.last_chunk = b""  # of the response, where token counts are read in it
+        self.half_open_id = 0  # number of the current attempt as a half-open request, else 0
+        self.last_chunk = b""  # of the response, if token counts are read from it
         self.admitted = False  # counted as in flight
         self.held_bytes = 0  # of its request, counted in `inflight.held_bytes`
-        self.relayed = False  # bytes of a response have left for the client
-        # Sent at once at the first attempt, and its response sent on whole when it came.
+        self.relayed = False  # bytes of a response were sent to the client
+        # Sent immediately and only once; its response was relayed in one chunk.
         self.single_chunk = False
         self.stream = False
         self.status = 0
@@ -101,9 +102,9 @@ class Exchange:
         self.phase = ""
 
     def recycle(self, now: float) -> None:
-        """Make it as new, for the next request with the same head on the same connection. Only for
-        an exchange that the fast path has completed: what that never sets is left alone, and so are
-        the facts of the head and what each request sets before anything reads it."""
+        """Reset it for the next request with the same head on the same connection. Only for an
+        exchange that the fast path has completed: fields that the fast path never sets are not
+        reset, nor fields of the head, nor fields that every request sets before they are read."""
         self.started_at = self.head_at = self.body_at = now
         self.sent_at = self.response_head_at = self.first_at = self.own_secs = 0.0
         self.attempts = self.status = self.bytes_out = self.chunks = 0
@@ -112,7 +113,7 @@ class Exchange:
         self.candidates = None
 
     def end(self, outcome: str, by: str, error: str = "", *, phase: str = "") -> None:
-        """Note how it ended and where; the first call stands."""
+        """Record how it ended and in which phase; only the first call counts."""
         if not self.outcome:
             self.outcome, self.ended_by, self.error, self.phase = outcome, by, error, phase
 
@@ -126,33 +127,33 @@ class Exchange:
 
     @property
     def sent_to(self) -> Worker | None:
-        """What the present attempt, or else the last one, was sent to: a rank, or a worker that has
-        none."""
+        """The target of the current attempt, or else of the last one: a rank, or a worker without
+        ranks."""
         if self.worker is not None:
             return self.rank or self.worker
         rank = self.last_rank
         return rank if rank is not None and rank.worker is self.last_worker else self.last_worker
 
     def reads_usage(self) -> bool:
-        """Whether its caller or its trace is told the tokens of the response."""
+        """Whether its caller or its trace needs the token counts of the response."""
         return self.caller is not None or (self.trace is not None and self.trace.sampled)
 
     def spans_versions(self, worker: Worker) -> bool:
-        """Whether its response began with other weights than it ended with."""
+        """Whether the weights changed between the start and the end of its response."""
         return self.relayed and worker.version.differs_from(self.version)
 
 
 class TwoLegs(msgspec.Struct, gc=False, eq=False):
-    """The other leg of an exchange whose own worker is a decode worker."""
+    """The prefill leg of an exchange whose own worker is a decode worker."""
 
     connector: str
-    # The present or last prefill leg, as an exchange of its own; None while the decode worker
-    # computes the prompt itself, then `fallback` says why.
+    # The current or last prefill leg, as a separate exchange; None if the decode worker computes
+    # the prompt itself, for the reason in `fallback`.
     prefill: Exchange | None
     fallback: str = ""
-    begun: bool = False  # the leg runs, and will release its worker by itself
-    rid: str = ""  # what SGLang's engines call the request
-    transfer_failures: int = 0  # of the KV cache
+    begun: bool = False  # the leg runs, and will release its own worker
+    rid: str = ""  # the request id for SGLang's engines
+    transfer_failures: int = 0  # failed transfers of the KV cache
 
 
 def new_request_id() -> bytes:
@@ -160,8 +161,8 @@ def new_request_id() -> bytes:
 
 
 def id_from_body(need: Requirements) -> bytes:
-    """The id of a request whose head has none. One from a body may hold anything; in a head only
-    visible ASCII may stand."""
+    """The id of a request whose head has none: the one in its body if it is valid in a header, else
+    a new one."""
     text = need.request_id
     if text and len(text) <= 256 and text.isascii() and text.isprintable():
         return text.encode()
@@ -169,7 +170,7 @@ def id_from_body(need: Requirements) -> bytes:
 
 
 def add_forwarded(forwarded: ForwardedHeaders, exchange: Exchange, head: RequestHead) -> None:
-    """Add the client's address and the request id to the lines that go on, as configured."""
+    """Add the client's address and the request id to the forwarded lines, as configured."""
     head.lines += forwarded.forwarded_for_line(exchange.client)
     if forwarded.id_name:
         head.lines = forwarded.set_request_id(head.lines, exchange.request_id)
@@ -177,41 +178,42 @@ def add_forwarded(forwarded: ForwardedHeaders, exchange: Exchange, head: Request
 
 
 class LineSink(Protocol):
-    """Takes log lines; each at once, and drops it rather than wait."""
+    """Accepts log lines without waiting; drops a line that it can't store."""
 
     def write(self, record: bytes) -> None: ...
 
 
 class GapRecorder(Protocol):
-    """Seconds between two chunks of a response: appended to `late`, sorted into buckets later."""
+    """Counts seconds between two chunks of a response. Callers append them to `late`, and call
+    `sort_in` when there are many."""
 
     late: list[float]
 
     def sort_in(self) -> None:
-        """Empties `late`, which stays the same list."""
+        """Count and clear `late`, which stays the same list."""
 
 
 class RequestObserver(Protocol):
-    """Counts exchanges that have ended, and what of the others can't wait for that."""
+    """Counts exchanges that have ended, and some events of running ones."""
 
     def record(self, exchange: Exchange, worker: Worker | None) -> None: ...
 
     def note_trace(self, exchange: Exchange, worker: Worker | None) -> None:
-        """It has ended, and its trace is sampled."""
+        """The exchange has ended, and its trace is sampled."""
 
     def record_prefill(self, exchange: Exchange, worker: Worker) -> None:
-        """A prefill leg ended well."""
+        """A prefill leg succeeded."""
 
     def gap_histogram(self, exchange: Exchange) -> GapRecorder | None: ...
 
     def count_target(self, alias: str, target: str) -> None: ...
 
     def count_cached(self, worker: Worker, predicted: int, reported: int) -> None:
-        """Prompt tokens that the worker was believed to have cached, and that it had."""
+        """Count prompt tokens that were predicted to be cached, and that the worker reported."""
 
 
 class Recorders:
-    """The observers in use; None where one is switched off."""
+    """The current observers; None for one that is disabled."""
 
     def __init__(self) -> None:
         self.access_log: LineSink | None = None
@@ -221,7 +223,7 @@ class Recorders:
 
 
 class UnobservedGaps:
-    """Gaps that nothing counts: taken all the same, so that the relay need not ask."""
+    """A `GapRecorder` that discards the gaps, so that the relay needs no check."""
 
     def __init__(self) -> None:
         self.late: list[float] = []

@@ -1,9 +1,9 @@
-"""The connection as an exchange sees it: I/O with time-outs, what is open meanwhile, and the end.
+"""The connection as the steps of an exchange use it: I/O with timeouts, the upstream, the end.
 
 Contract: the steps of an exchange take `(io, exchange)`. An upstream connection that they leave
-open is closed by `downstream.connection` at the end, however that comes. `finalize` runs exactly
-once per exchange, called by the connection or by the fast path in its place; after it the in-flight
-counts hold nothing of this exchange.
+open is closed by `downstream.connection` at the end, whatever the result. `finalize` runs exactly
+once per exchange, called by the connection or the fast path; afterwards the exchange is in none of
+the in-flight counts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from omni_proxy.wire.response import UpstreamResponse
 
 
 class StreamedBody(Protocol):
-    """A request body that is sent on while it comes: `exchange.request_body`."""
+    """A request body that is forwarded while it arrives: `exchange.request_body`."""
 
     whole: bool
     poured: bool
@@ -40,7 +40,7 @@ class StreamedBody(Protocol):
 
 
 class KeepAlive(Protocol):
-    """SSE keep-alive of the response, where it is configured: `exchange.sse_keepalive`."""
+    """SSE keep-alive of the response, if configured: `exchange.sse_keepalive`."""
 
     begun: bool
 
@@ -56,8 +56,8 @@ class KeepAlive(Protocol):
 
 
 class ResponseReader(Protocol):
-    """Reads what is relayed, of the one exchange that it is for: `exchange.stored_responses`.
-    `framing`: a `BodyFraming` of `exchange.response_relay`, or None."""
+    """Reads the relayed response of one exchange: `exchange.stored_responses`. `framing`: a
+    `BodyFraming` of `exchange.response_relay`, or None."""
 
     exchange: Exchange
 
@@ -67,8 +67,8 @@ class ResponseReader(Protocol):
 @dataclass(frozen=True, slots=True)
 class ListenerRole:
     """Which requests the connections of a listener may send. `admin_only`: all go to the admin API.
-    `metrics_only`: likewise, and it answers for metrics alone. `relays`: model requests go to
-    workers; else the admin API refuses them."""
+    `metrics_only`: likewise, and it serves only metrics. `relays`: model requests go to workers;
+    otherwise the admin API refuses them."""
 
     admin_only: bool = False
     metrics_only: bool = False
@@ -78,14 +78,14 @@ class ListenerRole:
 PUBLIC: Final = ListenerRole()
 
 
-# How an attempt gets its connection. "redialled": an idle one, and once a new one in silence if
-# that breaks without a byte. "idle": the same, but what broke fails the attempt, for a request that
-# must not reach the worker twice. "new": no idle one.
+# How an attempt gets its connection. "redialled": an idle one; if that breaks without a byte, a new
+# one, once. "idle": an idle one, but if that breaks the attempt fails, because the request must not
+# reach the worker twice. "new": no idle one.
 Connections = Literal["redialled", "idle", "new"]
 
 
 class AttemptIO(IoTask):
-    """What an attempt at a worker needs of the task that makes it."""
+    """The task of an attempt at a worker: its connection, its timeouts and the services."""
 
     __slots__ = ("body_stream", "connections", "keepalive", "services", "settings", "upstream")
 
@@ -94,13 +94,13 @@ class AttemptIO(IoTask):
         self.connections: Connections = "redialled"
         self.services = services
         self.settings = services.settings
-        self.upstream: Stream | None = None  # closed at the end unless its pool has taken it back
+        self.upstream: Stream | None = None  # closed at the end unless it was released to its pool
         self.body_stream: StreamedBody | None = None
         self.keepalive: KeepAlive | None = None
 
     @property
     def response_head_secs(self) -> float:
-        """How long a worker may take until the head of its response."""
+        """The timeout for the head of a worker's response, in seconds."""
         return self.settings.limits.response_head
 
     def close_upstream(self) -> None:
@@ -110,7 +110,7 @@ class AttemptIO(IoTask):
 
 
 class ExchangeIO(AttemptIO):
-    """One client connection with the exchange that runs on it."""
+    """One client connection with its current exchange."""
 
     __slots__ = (
         "close_after_response", "exchange", "head_bytes", "peer", "rest", "role", "watch",
@@ -128,17 +128,17 @@ class ExchangeIO(AttemptIO):
         self.peer = peer
         self.client = Stream(services.loop, sock, self)
         self.exchange: Exchange | None = None
-        self.watch: ResponseReader | None = None  # of an exchange whose response is read
+        self.watch: ResponseReader | None = None  # set if the response of its exchange is read
         self.close_after_response = False
-        self.rest = b""  # read from the client, not yet consumed
-        self.head_bytes = 0  # size of the present request's head
+        self.rest = b""  # bytes read from the client, not yet consumed
+        self.head_bytes = 0  # size of the current request's head
 
     def is_disconnect(self, mask: int) -> bool:
         return bool(mask & (PEER_CLOSED if self.settings.half_close_aborts else HUNG_UP))
 
     def take_received_body(self, exchange: Exchange, length: int, limit: int) -> bytes | None:
-        """The body where all of it came with its head; None where more must be read. Raises
-        HttpError 413."""
+        """The body if all of it arrived with its head; None if more must be read. Raises HttpError
+        413."""
         if length > limit:
             raise HttpError(413, "payload too large", "payload_too_large", close=True)
         if not 0 <= length <= len(self.rest):
@@ -149,14 +149,14 @@ class ExchangeIO(AttemptIO):
         return body
 
     def await_next_request(self) -> None:
-        """The time-outs of a connection that is idle."""
+        """Set the timeouts of an idle connection."""
         self.phase, self.deadline = "idle", inf
         self.phase_deadline = self.loop.now + self.settings.limits.client_idle
 
 
 def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None:
-    """Release what the exchange holds, count it and log it. `phase`: what the connection was doing
-    when it ended."""
+    """Release the resources of the exchange, count it and log it. `phase`: of the connection when
+    it ended."""
     worker, outcome = exchange.worker, exchange.outcome or "cut_by_proxy"
     exchange.phase = exchange.phase or phase
     exchange.ended_at = services.loop.now
@@ -179,7 +179,7 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
     totals, recorders = services.totals, services.recorders
     if worker is not None and worker.version is not exchange.version:
         totals.across_versions += exchange.spans_versions(worker)
-    inflight = services.inflight  # in this frame: it is the last of each request
+    inflight = services.inflight  # `dismiss` and `release_bytes`, inlined
     if exchange.admitted:
         exchange.admitted = False
         inflight.in_flight -= 1
@@ -196,8 +196,8 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
 
 
 def _settle_rarer(services: ExchangeServices, exchange: Exchange, worker: Worker | None) -> None:
-    """What only some exchanges have: another leg, a trace, a caller, and a policy or metrics that
-    read the answer."""
+    """End the parts that only some exchanges have: another leg, a trace, a caller, and a policy or
+    metrics that read the response."""
     if exchange.legs is not None:
         services.balancer.release_prefill(exchange.legs)
     trace, recorders = exchange.trace, services.recorders

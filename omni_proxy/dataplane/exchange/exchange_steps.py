@@ -1,9 +1,8 @@
 """The steps of an exchange in a coroutine: route, admit, inspect, try workers, relay.
 
-Invariant: an attempt is repeated only while not one byte of a response has left for the client.
-Every worker acquired is released again, on every path. Outlier ejection is told of transport
-errors, time-outs before the head, broken bodies, 502 and 504, and 500 where that is retried; never
-of a client that left.
+Invariant: an attempt is retried only while no byte of a response was sent to the client. Every
+worker acquired is released, on every path. Outlier ejection gets transport errors, timeouts before
+the head, broken bodies, 502 and 504, and 500 if that is retried; never a disconnect of the client.
 """
 
 from __future__ import annotations
@@ -72,16 +71,17 @@ Found = TypeVar("Found")
 
 
 def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
-    """The coroutine that responds to it; its result says whether the connection goes on.
+    """The coroutine that responds to the request; its result is whether the connection continues.
 
-    Both this and that raise HttpError, that also PhaseTimeout and ClientDisconnected. Functions
-    here return coroutines where they can: each frame would be resumed through at every event.
+    This function raises HttpError; the coroutine also PhaseTimeout and ClientDisconnected.
+    Functions here return coroutines rather than await them, because every event resumes each frame
+    on the stack.
     """
     exchange.head_at = io.loop.now
     exchange.method, exchange.target, path = head.log_words
     settings = io.settings
     if settings.forwarded is not None:
-        exchange.request_id = head.request_id  # for a local reply, too
+        exchange.request_id = head.request_id  # also for local replies
     if io.role.admin_only or not io.role.relays:
         return _respond_by_admin_api(io, exchange, head)
     if head.origin:
@@ -95,7 +95,7 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
             return reply_to_preflight(io, exchange, head, wrong.allowed)
         raise _wrong_method(head, wrong) from None
     if route is None:
-        exchange.cors = b""  # those routes have rules of their own
+        exchange.cors = b""  # admin routes have their own CORS rules
         return _respond_by_admin_api(io, exchange, head)
     exchange.route = route
     exchange.idempotency_key = head.idempotency_key
@@ -105,7 +105,7 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
         begin_call(settings, exchange, head, io.loop.now)
     if route.websocket:
         check_websocket_origin(io, head)
-        return websocket_relay.session(io, exchange, head)  # admits when it can reply in its way
+        return websocket_relay.session(io, exchange, head)  # admits after the handshake
     if not io.services.inflight.admit(exchange):
         return _wait_for_slot(io, exchange, head)
     return _admitted(io, exchange, head)
@@ -114,7 +114,7 @@ def respond(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response:
 def _wrong_method(head: RequestHead, wrong: MethodNotAllowed) -> HttpError:
     allowed = ", ".join(sorted(wrong.allowed))
     return HttpError(
-        405, f"this path takes {allowed}", "method_not_allowed",
+        405, f"this path accepts only {allowed}", "method_not_allowed",
         close=bool(head.length), detail="Method Not Allowed",
     ).with_headers(("allow", allowed))  # fmt: skip
 
@@ -137,7 +137,7 @@ def _admitted(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> Response
 
 
 async def _read_body(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
-    """Until it is whole, or until its worker can be chosen: then it is streamed."""
+    """Read the body until it is complete, or until its worker can be chosen; then stream it."""
     body = await _start_body(io, exchange, head, io.settings.limits.max_body)
     may_stream = head.length > LARGE_BYTES or not await body.hold(LARGE_BYTES)
     need = _streamable(io, exchange, head, body) if may_stream else None
@@ -163,13 +163,13 @@ async def _start_body(
 async def _walk(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, body: RequestBody
 ) -> Requirements | None:
-    """The requirements of a body that is too large to be parsed in one iteration; None where it is
-    no JSON."""
+    """The requirements of a body that is too large to be parsed in one iteration; None if it is not
+    JSON."""
     route = exchange.route
     assert route is not None
     if not has_json_body(route, head):
         return None
-    io.phase_deadline = io.deadline  # all of it has come
+    io.phase_deadline = io.deadline  # the whole body has arrived
     fields = await _in_slices(io, walk_large_json(body.held_whole()))
     need = requirements_of_large_json(route, fields, head)
     split = _rewriting_split(io, need)
@@ -180,7 +180,7 @@ async def _walk(
 
 
 async def _in_slices(io: ExchangeIO, walk: Generator[None, None, Found]) -> Found:
-    """What the walk finds; other connections have a turn between two slices."""
+    """The result of the walk; yields to other connections between two slices."""
     while True:
         try:
             next(walk)
@@ -194,23 +194,23 @@ async def _in_slices(io: ExchangeIO, walk: Generator[None, None, Found]) -> Foun
 def _streamable(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, body: RequestBody
 ) -> Requirements | None:
-    """The requirements of a large body, where they are known before all of it has come."""
+    """The requirements of a large body, if they are known before all of it has arrived."""
     assert exchange.route is not None
     if body.whole or (io.services.fleet.has_pools and exchange.route.legs.connectors):
-        return None  # in two legs a body is sent twice, with keys of the proxy's own
+        return None  # in two legs the body is sent twice, with keys added by the proxy
     if exchange.caller is not None and exchange.caller.models:
-        return None  # the model that it names decides whether it may be sent at all
-    io.body_stream = body  # an error from here on leaves the rest of it unread
+        return None  # the model in the body decides whether the request is allowed
+    io.body_stream = body  # after an error from here on, the rest of it is unread
     need = requirements_of_beginning(io.services.fleet, exchange.route, body.beginning, head)
     if need is not None and _rewriting_split(io, need) is not None:
-        need = None  # the body's model may be in the part that has not come yet
+        need = None  # the model to rewrite may be in the part that has not arrived
     if need is None:
         io.body_stream = None
     return need
 
 
 def _rewriting_split(io: ExchangeIO, need: Requirements) -> Split | None:
-    """Of the alias that it names, if its requests get the target's model."""
+    """The split of the alias that the request names, if that rewrites the model."""
     aliases = io.services.balancer.aliases
     split = aliases.find(need.model) if aliases is not None else None
     return split if split is not None and split.rewrite else None
@@ -219,7 +219,8 @@ def _rewriting_split(io: ExchangeIO, need: Requirements) -> Split | None:
 async def _stream(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, need: Requirements
 ) -> bool:
-    """A response that came before the body's end is relayed, then the connection ends."""
+    """Stream the body. If the response arrives before its end, relay it and close the
+    connection."""
     keep = await _inspected(io, exchange, head, need)
     body, io.body_stream = io.body_stream, None
     if body is not None and not body.whole and not io.client.closed:
@@ -265,8 +266,9 @@ def set_requirements(
     lines: Sequence[bytes],
     body: bytes,
 ) -> bool:
-    """`lines`: the head, in parts. From here on `request_timeout_secs` bounds the exchange, unless
-    its response is a stream. Returns whether the request may have an alias or two legs."""
+    """Set the requirements of the exchange. From here on `request_timeout_secs` bounds it, unless
+    its response is a stream. `lines`: the head, in parts. Returns whether the request may have an
+    alias or two legs."""
     exchange.requirements = need
     exchange.stream = need.stream
     balancer = io.services.balancer
@@ -287,10 +289,10 @@ def _set_special(
     lines: Sequence[bytes],
     body: bytes,
 ) -> bool:
-    """What workers with roles, adapters and aliases make of it, and its affinity key."""
+    """Complete `need` for fleets with roles, adapters or aliases; also sets its affinity key."""
     services = io.services
     balancer, fleet = services.balancer, services.fleet
-    wants_key = balancer.policy.needs_affinity_key  # here: `Balancer.needs_affinity_key` is a frame
+    wants_key = balancer.policy.needs_affinity_key  # `Balancer.needs_affinity_key`, inlined
     if fleet.has_pools and exchange.route is not None:
         need.legs = exchange.route.legs
         wants_key = wants_key or balancer.pools.needs_affinity_key
@@ -306,8 +308,8 @@ def _set_special(
 async def respond_by_worker(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, sent: SentRequest | None = None
 ) -> bool:
-    """Try workers until one responds; `sent`: the first has the request already. Raises HttpError
-    when none did."""
+    """Try workers until one responds, and relay its response. `sent`: the request, if it was
+    already sent to the first one. Raises HttpError if none responded."""
     services, need = io.services, exchange.requirements
     assert need is not None
     exchange.policy = exchange.policy or services.balancer.policy.name
@@ -344,7 +346,7 @@ async def respond_by_worker(
 
 
 async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool:
-    """The admin API is one more upstream: same relay, no policy, no health, no diagnostics."""
+    """Relay to the admin API: as for a worker, but without policy, health and diagnostics."""
     settings, pools = io.settings, io.services.pools
     limit = settings.config.admin.max_body_bytes
     body = io.take_received_body(exchange, head.length, limit)
@@ -371,13 +373,13 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
             pool = pools.metrics_listener
         start = await run_attempt(io, exchange, head, pool)
         release_body(io, exchange)
-        if start.response.sse:  # an event a second needs no turns of the host loop
+        if start.response.sse:  # at an event per second, the loop may wait in its own epoll
             io.loop.admin_exchanges -= 1
             counted = False
         return await relay(io, exchange, head, start)
     except AttemptFailed as failed:
         raise HttpError(
-            503, f"the control routes are not answering: {failed.error}", "front_unavailable"
+            503, f"the admin API is not responding: {failed.error}", "front_unavailable"
         ) from None
     finally:
         io.loop.admin_exchanges -= counted
@@ -391,8 +393,8 @@ def _admin_lines(io: ExchangeIO, head: RequestHead) -> bytes:
 
 
 def _check_admin_path(head: RequestHead, config: Config) -> None:
-    """A client that asks before it sends its body hears at once what the admin API would say in the
-    end (RFC 9110 10.1.1). Raises HttpError 404."""
+    """Refuse an unknown path before a client with `Expect: 100-continue` sends its body (RFC 9110
+    10.1.1). Raises HttpError 404, as the admin API would."""
     method, _, path = head.log_words
     if not is_known(unquote(path), config):
         raise HttpError(

@@ -1,10 +1,10 @@
-"""The fast path: an exchange that never waits but for the worker, run by the event loop itself.
+"""The fast path: an exchange that waits only for the worker, run by the event loop itself.
 
-Nearly every request comes whole, in one read, written like the one before it; a worker with an idle
-connection takes it at once, and its response comes whole as well. Then the steps are called
-straight through here, while the connection's coroutine waits for the next head. The Exchange is the
-one that the coroutine would have made: at the first step that has to wait, fails or differs, the
-coroutine goes on with it (`continuation`). Contract: nothing is rejected, retried, dialled or
+Nearly every request arrives complete, in one read, with a head like the previous one; a worker with
+an idle connection takes it immediately, and its response also arrives complete. Then the steps are
+called directly here, while the connection's coroutine waits for the next head. The Exchange is the
+same as the coroutine would create: at the first step that has to wait, fails or differs, the
+coroutine continues with it (`continuation`). Contract: nothing is rejected, retried, dialled or
 reported to outlier ejection here.
 """
 
@@ -70,26 +70,26 @@ class FastPath(EventHandler):
         super().__init__()
         self.client = io.client
         self.cached = cached
-        self.error: BaseException | None = None  # thrown in, for the coroutine
+        self.error: BaseException | None = None  # an exception to pass to the coroutine
         self._io = io
         self._pool: UpstreamPool | None = None  # of the upstream that has the request
-        self._spare: Exchange | None = None  # of the last request, to be used again
+        self._spare: Exchange | None = None  # of the last request, for reuse
         self._request = b""  # as it was read
-        self._received = b""  # of the response, where it is not like the last one
+        self._received = b""  # bytes of a response that the coroutine must relay
 
     def start(self) -> None:
         self.client.task = self
         self.waiting_on = self.client
 
     def stop(self) -> None:
-        """The coroutine runs again."""
+        """Pass the events of all streams to the connection's coroutine again."""
         io = self._io
         self.client.task = io
         if io.upstream is not None:
             io.upstream.task = io
 
     def step(self, error: BaseException | None = None) -> None:
-        """An event of the stream that is waited for; never with an error, see `throw`."""
+        """Handle an event of the awaited stream; never called with an error, see `throw`."""
         io = self._io
         exchange = io.exchange
         stream = self.client if exchange is None else io.upstream
@@ -99,7 +99,7 @@ class FastPath(EventHandler):
             try:
                 chunk = stream.read(READ_BYTES)
             except OSError:
-                chunk = b""  # the next read sees the end
+                chunk = b""  # the coroutine's next read raises the error
             if chunk is None:
                 self._wait_on(stream)
             elif exchange is None:
@@ -109,7 +109,7 @@ class FastPath(EventHandler):
             elif stream.readable or not self._relay(exchange, stream, chunk):
                 self._received = chunk
                 io.step()
-        except Exception as failure:  # a fault of the proxy ends this connection and no other
+        except Exception as failure:  # a bug ends only this connection
             io.step(failure)
 
     def throw(self, error: BaseException) -> None:
@@ -119,15 +119,15 @@ class FastPath(EventHandler):
         return self._io.is_disconnect(mask)
 
     def takes(self, error: BaseException) -> bool:
-        """Whether the coroutine goes on with the exchange, and hears of the error there."""
+        """Whether the coroutine continues the exchange, and handles the error in it."""
         return isinstance(error, PhaseTimeout)
 
     def continuation(self, exchange: Exchange) -> Response:
-        """The rest of an exchange that was begun here, as a coroutine."""
+        """A coroutine for the rest of an exchange that was begun here."""
         return respond_by_worker(self._io, exchange, self._head(exchange), self._sent())
 
     def _head(self, exchange: Exchange) -> RequestHead:
-        """The whole head of the request, whose body is in `exchange` from here on."""
+        """The whole head of the request. Also sets the body of `exchange`."""
         top, _, body = self._request.partition(_BLANK)
         lines = self.cached.template.match(top, length_lines(len(body))[0])
         assert lines is not None
@@ -143,7 +143,7 @@ class FastPath(EventHandler):
         return head
 
     def _sent(self) -> SentRequest | None:
-        """What the worker has got; None where it has got nothing."""
+        """The request that was sent to the worker; None if nothing was sent."""
         sent = None
         if self._pool is not None and self._io.upstream is not None:
             sent = SentRequest(self._pool, self._io.upstream, self._received, self.error)
@@ -152,9 +152,9 @@ class FastPath(EventHandler):
         return sent
 
     def _wait_on(self, stream: Stream) -> None:
-        """It had nothing to read."""
+        """Wait for the stream, which had nothing to read."""
         self.waiting_on = stream
-        # Its pending bytes may have left, and a draining proxy keeps no idle connection.
+        # The event may mean that pending bytes were sent; a draining proxy then closes it.
         drains = self._io.services.inflight.closes_idle and self._io.exchange is None
         if stream.readable or drains:
             self._io.step()
@@ -168,9 +168,9 @@ class FastPath(EventHandler):
         exchange.caller = self.cached.caller
         return exchange
 
-    def _send(self, chunk: bytes) -> bool:  # noqa: C901 - each request, so no more frames
-        """Whether a worker has this request, and nothing but its response is to be waited for. Else
-        `io.exchange` says whether it has begun."""
+    def _send(self, chunk: bytes) -> bool:  # noqa: C901 - one frame, as it runs for each request
+        """Send the request to a worker. False if the coroutine must continue; then `io.exchange` is
+        set if the exchange has begun."""
         cached, io = self.cached, self._io
         template, services = cached.template, io.services
         head, blank, body = chunk.partition(_BLANK)
@@ -230,14 +230,15 @@ class FastPath(EventHandler):
         return not upstream.readable
 
     def _lines_for(self, exchange: Exchange, target: Worker, lines: list[bytes]) -> list[bytes]:
-        """With the trace's context, and with the worker's own key."""
+        """Add the trace's context and the worker's own key to the head."""
         trace = exchange.trace  # sampled, or None
         if trace is not None:
             trace_parts(trace, lines, self.cached.trace_index, target, self._io.loop.now)
         return [with_key(target.worker, b"".join(lines))]
 
     def _body_for(self, exchange: Exchange, need: Requirements, body: bytes) -> bytes:
-        """With the model of an alias's target, and the key that names a rank. Raises HttpError."""
+        """The body with the model of an alias's target, and the key that names a rank. Raises
+        HttpError."""
         route = self.cached.route
         if need.alias is not None and need.alias.spans:
             body = b"".join(parts_for_target(need, route, body))
@@ -246,14 +247,14 @@ class FastPath(EventHandler):
         return body
 
     def _send_legs(self, exchange: Exchange, lines: list[bytes], body: bytes) -> bool:
-        """As `_send`, of a request in two legs."""
+        """As `_send`, for a request in two legs."""
         return False
 
     def _relay(
         self, exchange: Exchange, upstream: Stream, chunk: bytes, sent_at_once: bool = True
     ) -> bool:
-        """Whether it is like the last response and nothing else is to be done; then it was sent,
-        and the connection waits for the next request. `sent_at_once`: the request was."""
+        """Relay a response whose head is like the last one, and end the exchange. False if the
+        coroutine must do so. `sent_at_once`: the request was sent when it arrived."""
         io, client, worker, pool = self._io, self.client, exchange.worker, self._pool
         assert worker is not None
         assert pool is not None
@@ -302,16 +303,17 @@ class FastPath(EventHandler):
             io.upstream = None
         finally:
             finalize(io.services, exchange, "relay")
-        exchange.requirements = exchange.last_worker = exchange.last_rank = None  # it may lie long
+        exchange.requirements = exchange.last_worker = exchange.last_rank = None  # free them now
         exchange.last_chunk = b""
         self._spare = exchange
         io.await_next_request()
-        if client.readable:  # more has come, or its end
+        if client.readable:  # more bytes, or the client's close
             io.step()
         return True
 
     def _learn(self, pool: UpstreamPool, head: bytes) -> bool:
-        """False: this response is the coroutine's; the next one may be like it."""
+        """Remember the head as the template for the next response. Returns False: the coroutine
+        must relay this one."""
         known = self._io.services.response_heads.usual(head)
         if known.plain:
             pool.response_template = known

@@ -1,7 +1,7 @@
-"""Which requests may take the fast path: those whose head is written like one that was parsed.
+"""Decides which requests may take the fast path: those whose head matches a parsed one.
 
-Pure. Invariant: a request written so has the parsed head but for the values that vary, and its body
-alone says which workers of its route may serve it.
+Pure. Invariant: such a request has the same head except for the varying values, and only its body
+decides which workers of its route may serve it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from omni_proxy.wire.scan.head_template import HeadTemplate
 
 
 class CachedRequest:
-    """`head` of such a request, without the fields that vary; `source`: the cache it is from."""
+    """A kind of request that may take the fast path. `head`: without the varying values. `source`:
+    the cache that it is from."""
 
     __slots__ = (
         "caller",
@@ -60,11 +61,11 @@ class CachedRequest:
         )
         self.caller: ApiCaller | None = None
         self.template = template
-        # Of the value of traceparent among the parts of a head.
+        # Index of the traceparent's value in the parts of a head, -1 without one.
         self.trace_index = traceparent_index(
             [(same, after is not None) for same, _, _, after in template.steps]
         )
-        # Below it a draw is not the whole of the matter.
+        # A request is unsampled if its random bits are not below this. EVERY: always look further.
         self.tracing, self.sampled_below = source.tracing, EVERY
         if source.tracing is not None and self.trace_index < 0:
             self.sampled_below = source.tracing.sampled_below
@@ -76,7 +77,7 @@ class CachedRequest:
 
 
 class _RankedFields(BodyFields, gc=False):
-    """Also the keys that name a rank, as `rank_pinning` reads them."""
+    """Body fields and the keys that name a rank, which `rank_pinning` reads."""
 
     routed_dp_rank: msgspec.Raw = ABSENT
     data_parallel_rank: msgspec.Raw = ABSENT
@@ -86,10 +87,11 @@ _decode_ranked: Callable[[bytes], _RankedFields] = msgspec.json.Decoder(_RankedF
 
 
 def decode_unless_ranked(body: bytes) -> BodyFields:
-    """As `decode_body`; also refuses, for the fast path alone, a body that may name a rank."""
+    """As `decode_body`, but also raises for a body that may name a rank: then the coroutine must
+    handle the request."""
     try:
         fields = _decode_ranked(body)
-        if not body.isascii():  # what was skipped was not looked at
+        if not body.isascii():  # the decoder does not validate skipped fields
             body.decode()
     except MALFORMED:
         if may_name_rank(body):
@@ -101,33 +103,32 @@ def decode_unless_ranked(body: bytes) -> BodyFields:
 
 
 def rank_error() -> HttpError:
-    """Of such a body; no client sees it."""
+    """The error for a body that may name a rank; it is never sent to a client."""
     return HttpError(400, "it may name a data-parallel rank", "invalid_rank")
 
 
 def has_fixed_traceparent(template: HeadTemplate) -> bool:
-    """Whether it forwards a traceparent whose value does not vary."""
+    """Whether the template forwards a traceparent whose value does not vary."""
     texts = [template.first, *(after for *_, after in template.steps if after is not None)]
     lines = [line for text in texts for line in text.lower().split(b"\r\n")[1:]]
-    # The last line of a text ends where a value that varies begins.
+    # The last line of each text but the last is followed by a varying value.
     open_ends = [text.lower().rpartition(b"\r\n")[2] for text in texts[:-1]]
     named = [line for line in lines if line.startswith(b"traceparent:")]
     return len(named) > len([line for line in open_ends if line.startswith(b"traceparent:")])
 
 
 class _Never:
-    """In the place of a CachedRequest: such requests always run in the coroutine."""
+    """Stands for a CachedRequest: requests with this head always run in the coroutine."""
 
 
 _NEVER: Final = _Never()
 
 
 class FastPathCache:
-    """Cached requests of all connections, under one configuration. Of the fleet: `has_ranks`; then
-    requests that may name a data-parallel rank are not among them. `has_pools`: some of them may be
-    served in two legs. `callers`: where requests need a key; then a template holds it, so that all
-    requests of one have the same. `tracing`: where workers get a trace
-    context."""
+    """Cached requests of all connections, under one configuration. `has_ranks`: the fleet has
+    data-parallel ranks, so requests that may name one are excluded. `has_pools`: some requests may
+    be served in two legs. `callers`: set if requests need a key, which is then a constant part of
+    each template. `tracing`: set if workers get a trace context."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class FastPathCache:
         self._by_template: LruCache[HeadTemplate, CachedRequest | _Never] = LruCache(TEMPLATES)
 
     def find(self, head: RequestHead) -> CachedRequest | None:
-        """For requests that are written like this one; None where they can't take the fast
+        """The entry for requests with the same template as `head`; None if they can't take the fast
         path."""
         template = head.template
         if template is None:
@@ -176,12 +177,13 @@ class FastPathCache:
         if self.tracing is not None and (
             has_fixed_traceparent(template) or has_state_alone(head.lines)
         ):
-            return None  # what is to be written or dropped has no place of its own
+            return None  # the field to replace or drop is not a separate part
         cached = CachedRequest(head, template, route, self)
         return self._authorized(cached, key_in(head.lines)) if self._callers else cached
 
     def _authorized(self, cached: CachedRequest, key: bytes) -> CachedRequest | None:
-        """With its caller, and without the key in what a worker gets; None for a wrong key."""
+        """`cached` with its caller, and without the key in the forwarded lines; None for an invalid
+        key."""
         callers = self._callers
         assert callers is not None
         try:
@@ -195,8 +197,8 @@ class FastPathCache:
 
 
 def _without_key(template: HeadTemplate) -> HeadTemplate:
-    """It matches the same heads, whose key is in no line that goes on. A key never varies, so each
-    of its lines is a whole part of the constant text."""
+    """A template that matches the same heads, but does not forward the key. The key never varies,
+    so its lines are inside the constant texts."""
     steps = tuple(
         (same, size, forbidden, after if after is None else without_key_lines(after))
         for same, size, forbidden, after in template.steps

@@ -1,9 +1,8 @@
-"""Local replies: responses that the proxy makes itself, and the client's connection after them.
+"""Local replies: responses that the proxy itself sends, and the client's connection after them.
 
-Contract: no local reply is sent behind bytes of another response; then the connection is closed.
+Contract: no local reply follows bytes of another response; in that case the connection is closed.
 A client that is still sending is read for a moment, so that the reply reaches it. CORS preflights
-of model routes are answered here, without a worker and without a slot, whatever state the fleet is
-in.
+of model routes are answered here, without a worker and a slot, whatever the state of the fleet.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ LINGER_BYTES: Final = 16 * 1024 * 1024
 async def reply_with_error(
     io: ExchangeIO, exchange: Exchange, cause: HttpError | PhaseTimeout
 ) -> bool:
-    """Whether the connection goes on: where the request was read to its end."""
+    """Send the reply for an error. Returns whether the connection continues, which requires that
+    the request was read to its end."""
     error = cause if isinstance(cause, HttpError) else _timeout_error(str(cause))
     if exchange.route is None and exchange.target.partition("?")[0] in TOPPED:
-        # Clients of the admin routes read these beside `error` (api-server.md 9.1).
+        # Clients of the admin routes read these fields too (api-server.md 9.1).
         error.extra |= {"success": False, "message": error.message, "status": "error"}
     fields = b"".join(diagnostic_fields(exchange)) if exchange.attempts else rate_lines(exchange)
     fields += _id_line(io, exchange) + exchange.cors
@@ -48,7 +48,7 @@ async def reply_with_error(
         return False
     exchange.body = b""
     if exchange.held_bytes:
-        cause.__traceback__ = cause.__context__ = None  # their frames keep the body
+        cause.__traceback__ = cause.__context__ = None  # their frames refer to the body
         io.services.inflight.release_bytes(exchange)
     unread = io.body_stream is not None and not io.body_stream.whole
     keep = not error.close and not unread and not io.close_after_response
@@ -68,19 +68,19 @@ async def reply_with_error(
 async def send_reply(
     io: ExchangeIO, exchange: Exchange, reply: bytes, *, body_bytes: int = 0, keep: bool
 ) -> None:
-    """`keep`: the connection goes on after it."""
+    """Send a local reply. `keep`: the connection continues after it."""
     io.deadline = inf
     io.set_timeout("refuse", io.settings.limits.idle)
     await io.write(io.client, reply)
     exchange.bytes_out += body_bytes
     if not keep:
         await linger(io)
-    elif io.count_read():  # the next request may be there already, and replied to as quickly
+    elif io.count_read():  # pipelined requests with local replies must not starve others
         await pause
 
 
 def _id_line(io: ExchangeIO, exchange: Exchange) -> bytes:
-    """Of a request that may have been rejected before it got an id."""
+    """The request id line, if configured. A request that was rejected early gets its id here."""
     forwarded = io.settings.forwarded
     if forwarded is None or not forwarded.id_name:
         return b""
@@ -89,8 +89,8 @@ def _id_line(io: ExchangeIO, exchange: Exchange) -> bytes:
 
 
 async def linger(io: ExchangeIO) -> None:
-    """Read on for a moment: to close a connection with unread bytes would reset it, and the reply
-    would be lost."""
+    """Read and drop bytes for a moment: closing a connection with unread bytes would reset it, and
+    the client could lose the reply."""
     io.client.send_eof()
     io.set_timeout("linger", LINGER_SECS)
     left = LINGER_BYTES
@@ -106,9 +106,9 @@ async def linger(io: ExchangeIO) -> None:
 
 def _timeout_error(phase: str) -> HttpError:
     if phase in ("head", "body"):
-        message = f"the request's {phase} stopped coming before its end"
+        message = f"the request {phase} was not received in time"
         return HttpError(408, message, f"{phase}_timeout", close=True)
-    return HttpError(504, f"time ran out in phase {phase}", "timeout", close=True)
+    return HttpError(504, f"timeout in phase {phase}", "timeout", close=True)
 
 
 def _ended_by(error: HttpError) -> str:
@@ -125,7 +125,7 @@ def is_preflight(head: RequestHead) -> bool:
 async def reply_to_preflight(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, methods: Iterable[str]
 ) -> bool:
-    """`methods` are the route's. Raises HttpError 403 for an origin that is not allowed."""
+    """`methods`: of the route. Raises HttpError 403 for an origin that is not allowed."""
     names = field_value(head.lines, b"access-control-request-headers").decode("latin-1")
     fields = io.settings.cors.preflight(head.origin.decode("latin-1"), methods, names)
     if not fields:
@@ -141,8 +141,8 @@ async def reply_to_preflight(
 
 
 def check_websocket_origin(io: ExchangeIO, head: RequestHead) -> None:
-    """Raises HttpError 403 for a WebSocket of a page that may not call here: browsers send no
-    preflight for those."""
+    """Raises HttpError 403 for a WebSocket of an origin that is not allowed: browsers send no
+    preflight for WebSockets."""
     if not head.origin:
         return
     same = head.origin.partition(b"//")[2].lower() == head.host.lower()
@@ -151,5 +151,5 @@ def check_websocket_origin(io: ExchangeIO, head: RequestHead) -> None:
 
 
 def _forbidden(head: RequestHead) -> HttpError:
-    detail = "this origin may not call here: see [server] cors_allow_origins"
+    detail = "this origin is not allowed: see [server] cors_allow_origins"
     return HttpError(403, detail, "origin_not_allowed", close=bool(head.length), detail=detail)

@@ -1,9 +1,9 @@
-"""A request body that did not come along with its head: held whole, or streamed to the worker.
+"""A request body that did not arrive with its head: held completely, or streamed to the worker.
 
-Contract: it is held to its end, or until its worker can be chosen (routing.inspect.streamed).
-Streamed, at most one chunk of it is in memory, the client is read only while the worker takes what
-there is, and from the first byte that a worker got there is no retry. What all requests hold
-together is bounded by `[server] max_held_bytes`.
+Contract: it is held to its end, or until its worker can be chosen (routing.inspect.streamed). While
+it is streamed, at most one chunk is in memory, the client is read only when the worker has accepted
+all previous bytes, and there is no retry after the first byte sent. `[server] max_held_bytes`
+bounds the bytes held by all requests together.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from omni_proxy.wire.chunked import LAST_CHUNK, ChunkedBody, encode_chunk
 from omni_proxy.wire.request import CHUNKED, RequestHead
 
 READ_BYTES: Final = 262144
-CHUNKED_READ_BYTES: Final = 16384  # of the smallest chunks 10 ms of work
-LARGE_CHUNKS_READ_BYTES: Final = 65536  # where they were large so far
+CHUNKED_READ_BYTES: Final = 16384  # bounds the work of one read if the chunks are tiny
+LARGE_CHUNKS_READ_BYTES: Final = 65536  # if the last chunks were large
 LARGE_CHUNK_BYTES: Final = 1024
 SMALL_CHUNK_BYTES: Final = 4096
-CHUNKS_PER_READ: Final = 16  # take as long as a read
+CHUNKS_PER_READ: Final = 16  # parsing this many chunks costs as much as a read
 
 
 class RequestBody:
-    """The body of one request. `whole`: its last byte has come; `poured`: a worker got some of it.
+    """The body of one request. `whole`: its last byte has arrived. `poured`: streaming has begun.
 
-    Methods that read raise HttpError 400 for broken chunks, 413 past the limit, 503 where too much
-    is held; PhaseTimeout when the client stops sending, ClientDisconnected when it leaves.
+    Methods that read raise HttpError 400 for invalid chunks, 413 past the limit, 503 if too many
+    bytes are held; PhaseTimeout if the client stops sending, ClientDisconnected if it disconnects.
     """
 
     __slots__ = (
@@ -44,48 +44,50 @@ class RequestBody:
         self._io = io
         self._exchange = exchange
         self._held: list[bytes | bytearray] = []
-        self._left = head.length  # of a counted body
+        self._left = head.length  # bytes yet to arrive of a body with a content-length
         self._reader = ChunkedBody(limit) if head.length == CHUNKED else None
         self._read_bytes = CHUNKED_READ_BYTES if self._reader is not None else READ_BYTES
-        self._out = memoryview(b"")  # of what was read, what the worker has not taken yet
+        self._out = memoryview(b"")  # bytes read that the worker has not accepted yet
         received, io.rest = io.rest, b""
         self._hold(self._payload_in(received))
 
     @property
     def beginning(self) -> bytes:
-        """What is held so far."""
+        """The bytes held so far."""
         return b"".join(self._held)
 
     async def hold(self, most: int) -> bool:
-        """Read until it is whole or more than `most` bytes are held; whether it is whole."""
+        """Read until the body is whole or more than `most` bytes are held. Returns whether it is
+        whole."""
         while not self.whole and self.held_bytes <= most:
             self._hold(self._payload_in(await self._read()))
         return self.whole
 
     async def hold_all(self) -> None:
-        """Raises HttpError 503 at once where its content-length can't be held."""
+        """Read the whole body. Raises HttpError 503 immediately if its content-length can't be
+        held."""
         if self._left > 0:
             self._io.services.inflight.check_room(self._left)
         while not self.whole:
             self._hold(self._payload_in(await self._read()))
 
     def take(self) -> bytes:
-        """What is held; it is not kept here any more."""
+        """Return the held bytes, and drop them here."""
         held, self._held = self._held, []
         if len(held) != 1:
             return b"".join(held)
-        if self.held_bytes > LARGE_BYTES:  # a bytearray does as well
+        if self.held_bytes > LARGE_BYTES:  # not converted: the bytearray is used like bytes
             return cast("bytes", held[0])
         return bytes(held[0])
 
     def held_whole(self) -> bytes:
-        """The same, which stays held."""
+        """Return the held bytes, and keep them here."""
         whole = self.take()
         self._held = [whole]
         return whole
 
     def start_stream(self, lines: bytes) -> bytes:
-        """The head, framed anew. From here on what is held can only be streamed."""
+        """Begin streaming the held bytes. Returns the head with the framing that is sent."""
         body = self.take()
         self._io.services.inflight.release_bytes(self._exchange)
         self.poured = True
@@ -96,7 +98,8 @@ class RequestBody:
         return b"%btransfer-encoding: chunked\r\n\r\n" % lines
 
     async def stream_to(self, upstream: Stream) -> bool:
-        """Send the rest to the worker; False where that responds before the end, or broke."""
+        """Send the rest to the worker. False if it responds before the end, or the connection
+        breaks."""
         while await self._flush(upstream):
             if self.whole:
                 return True
@@ -112,7 +115,7 @@ class RequestBody:
         return framed + LAST_CHUNK if self.whole else framed
 
     def _payload_in(self, received: bytes) -> bytes:
-        """The part that is of the body; what follows its end belongs to the next request."""
+        """The payload in `received`; bytes after the body's end are left for the next request."""
         reader, io = self._reader, self._io
         if reader is None:
             payload = received[: self._left]
@@ -142,9 +145,10 @@ class RequestBody:
             self._keep(payload)
 
     def _keep(self, payload: bytes) -> None:
-        """Small chunks are joined: each by itself would take many times its length."""
+        """Store the payload. Small chunks are joined, because separate objects need far more
+        memory."""
         held = self._held
-        if self.held_bytes > LARGE_BYTES:  # grows in place: joining at the end takes too long
+        if self.held_bytes > LARGE_BYTES:  # grow in place, because joining at the end blocks long
             if len(held) != 1 or not isinstance(held[0], bytearray):
                 held[:] = [bytearray().join(held)]
             held[0] += payload
@@ -167,7 +171,7 @@ class RequestBody:
         return chunk
 
     async def _read_unless_response(self, upstream: Stream) -> bytes | None:
-        """As `_read`; None where the worker was first to respond."""
+        """As `_read`; None if the worker responds first."""
         io, client = self._io, self._io.client
         io.set_timeout("body", io.settings.limits.client_body)
         while not upstream.has_input():
@@ -187,7 +191,7 @@ class RequestBody:
         return None
 
     async def _flush(self, upstream: Stream) -> bool:
-        """Send what was read to the worker, however long that takes; False as in `stream_to`."""
+        """Send all bytes that were read to the worker. False as in `stream_to`."""
         io = self._io
         if self._out:
             io.set_timeout("send", io.settings.limits.response_head)

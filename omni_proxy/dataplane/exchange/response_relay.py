@@ -1,12 +1,11 @@
-"""Relay a response to the client: its head, then chunk by chunk, each in the loop iteration that it
-came in.
+"""Relays a response to the client: its head, then chunk by chunk, each in the loop iteration in
+which it arrived.
 
-Contract: `relay` never raises for the worker's faults: after the first relayed byte there is no
+Contract: `relay` never raises because of the worker: after the first relayed byte there is no
 retry, and a truncated response always ends abnormally (no last chunk, too few bytes, a reset).
-`_relay_chunks` is the price per token; nothing is parsed or awaited there that need not be. The
-worker's own bytes are relayed unchanged where the client can read them as they are.
-`diagnostic_fields` is the one writer of the headers of omni-router.md 10, for the fast path and for
-local replies, too.
+`_relay_chunks` determines the cost per token, so it parses and awaits only what it must. The
+worker's bytes are relayed unchanged if the client can read their framing. All headers of
+omni-router.md 10 are written by `diagnostic_fields`, also for the fast path and local replies.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ from omni_proxy.wire.response import (
     add_reason_phrase,
 )
 
-END_BYTES = 32  # a chunk that only ends a stream is no larger
-GAPS_AT_ONCE = 256  # sorted in together; they cost 32 bytes each until then
+END_BYTES = 32  # a chunk that only ends a stream is at most this large
+GAPS_AT_ONCE = 256  # how many gaps are collected before they are counted
 _UNOBSERVED = UnobservedGaps()
 
 
 async def relay(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, start: ResponseStart
 ) -> bool:
-    """Send all of the response to the client; whether its connection goes on.
+    """Send the whole response to the client. Returns whether its connection continues.
 
-    `exchange` says how it ended. Raises ClientDisconnected when the client left.
+    The result is recorded in `exchange`. Raises ClientDisconnected.
     """
     response, client, chunk = start.response, io.client, start.chunk
     exchange.status = response.status
@@ -83,7 +82,7 @@ async def relay(
         elif out:
             client.write_soon(out)
         if not response.whole:
-            # A stream may last for hours: what is not read any more is not kept.
+            # A stream may last for hours: drop references that are not needed any more.
             out = chunk = head.lines = b""
             await _relay_rest(io, exchange, start, watched)
     except UpstreamProtocolError as garbage:
@@ -107,7 +106,7 @@ def _first_chunk(io: ExchangeIO, exchange: Exchange, chunk: bytes) -> None:
 async def _relay_rest(
     io: ExchangeIO, exchange: Exchange, start: ResponseStart, framing: BodyFraming | None
 ) -> None:
-    """Behind a head that was sent. Raises as `_relay_chunks`."""
+    """Relay the body after the head was sent. Raises as `_relay_chunks`."""
     if start.chunk:
         io.set_timeout("relay", io.settings.limits.idle)
     else:
@@ -119,7 +118,8 @@ async def _relay_rest(
 
 
 def _body_begins(io: ExchangeIO, exchange: Exchange) -> None:
-    """A stream may last for minutes: a half-open trial of its worker is passed with its start."""
+    """Record the first chunk. For a stream, which may last for minutes, it already is the success
+    of a half-open request."""
     exchange.first_at = io.loop.now
     need = exchange.requirements
     if need is not None and need.prediction is not None:
@@ -137,11 +137,11 @@ def _body_begins(io: ExchangeIO, exchange: Exchange) -> None:
 def _relay_chunks(
     io: ExchangeIO, exchange: Exchange, start: ResponseStart, framing: BodyFraming | None
 ) -> Generator[Any, Any, None]:
-    """The rest of the body. Raises UpstreamProtocolError where it breaks, PhaseTimeout,
+    """Relay the rest of the body. Raises UpstreamProtocolError if it breaks, PhaseTimeout,
     ClientDisconnected.
 
-    What an event touches is in no cache when it comes: so sums are kept in this frame until the
-    end, and a bare `yield` is what `await pause` is elsewhere.
+    At each event, objects have to be loaded into the CPU caches again. So sums are kept in this
+    frame until the end, and a bare `yield` replaces `await pause`.
     """
     upstream: Stream = start.stream
     client: Stream = io.client
@@ -153,7 +153,7 @@ def _relay_chunks(
     count, size, tail, chunk = exchange.chunks, exchange.bytes_out, exchange.last_chunk, start.chunk
     try:
         while not response.whole:
-            if not upstream.readable:  # as `must_wait_for`, without a frame
+            if not upstream.readable:  # `must_wait_for`, inlined
                 io.waiting_on = upstream
                 yield
             elif io.count_read():
@@ -185,14 +185,14 @@ def _relay_chunks(
             count += 1
             size += len(chunk)
             chunk = chunk if framing is None else framing.wrap(chunk)
-            if client.pending or response.whole:  # pending: also where the client reads slowly
+            if client.pending or response.whole:  # pending: the client may be reading slowly
                 yield from _send(io, chunk)
             else:
                 client.write_soon(chunk)
     finally:
         exchange.longest_gap, exchange.chunks, exchange.bytes_out = longest, count, size
         exchange.last_chunk = tail
-        start.chunk = chunk  # where it broke, the last one that was sent
+        start.chunk = chunk  # the last chunk sent, for `_break_off`
 
 
 def _gap_recorder(io: ExchangeIO, exchange: Exchange) -> GapRecorder:
@@ -204,15 +204,15 @@ def _gap_recorder(io: ExchangeIO, exchange: Exchange) -> GapRecorder:
 async def _end_by_close(
     io: ExchangeIO, response: UpstreamResponse, framing: BodyFraming | None
 ) -> None:
-    """The worker closed: the end of a body that is framed so; elsewhere UpstreamProtocolError is
-    raised."""
+    """The worker closed, which is the regular end only of a body that is framed by close. Raises
+    UpstreamProtocolError for any other."""
     if response.framing is not CLOSE:
-        raise UpstreamProtocolError("the worker closed before the answer's end")
+        raise UpstreamProtocolError("the worker closed before the end of the response")
     await _send(io, framing.last() if framing is not None else b"")
 
 
 async def _send(io: ExchangeIO, chunk: bytes) -> None:
-    """All of it, now, behind what is pending. Raises ClientDisconnected."""
+    """Send the whole chunk now, after the pending bytes. Raises ClientDisconnected."""
     client = io.client
     client.flush()
     sent = 0
@@ -228,7 +228,8 @@ async def _send(io: ExchangeIO, chunk: bytes) -> None:
 
 
 async def _send_slowly(io: ExchangeIO, view: memoryview) -> None:
-    """The client reads slower than the worker writes: wait for it, and let the worker wait."""
+    """Wait for a client that reads more slowly than the worker sends; the worker is not read in
+    that time."""
     phase, client = io.phase, io.client
     io.set_timeout("client", io.settings.limits.idle)
     while True:
@@ -261,8 +262,8 @@ async def _time_out(
         io.client.close(reset=True)
         return False
     if io.loop.now < io.deadline:
-        why = f"ReadTimeout: the worker fell silent (phase {phase})"
-    else:  # a worker that has been sending all the time is not blamed
+        why = f"ReadTimeout: the worker stopped sending (phase {phase})"
+    else:  # the worker did not stall: the proxy ends the exchange
         exchange.end("timed_out", "proxy", "the exchange took longer than request_timeout_secs")
         why = exchange.error
     return await _break_off(io, exchange, start, framing, why)
@@ -271,10 +272,9 @@ async def _time_out(
 async def _break_off(
     io: ExchangeIO, exchange: Exchange, start: ResponseStart, framing: BodyFraming | None, why: str
 ) -> bool:
-    """The response can't be finished: send an error event where its format has a place for one,
-    then close.
+    """The response can't be completed: send an error event if its framing allows one, then close.
 
-    In a framing of the proxy there is one; in the worker's own chunks, between two of them.
+    The proxy's own framing always allows it; the worker's chunks only between two of them.
     """
     response, client = start.response, io.client
     exchange.end("stream_error" if exchange.stream else "upstream_error", "worker", why)
@@ -287,24 +287,24 @@ async def _break_off(
         event = b"\n\n" + stream_error_event(f"upstream stream failed before completion: {why}")
         with contextlib.suppress(OSError):
             client.send(event if raw else encode_chunk(event))
-    # Where a plain close is the regular end of a body, only a reset shows that it is not.
+    # If the body is framed by close, only a reset marks it as incomplete.
     client.close(reset=raw)
     return False
 
 
 _ATTEMPT: Final = b"\r\nX-SGLang-Omni-Route-Attempt: %d\r\n"
-_FIRST_ATTEMPT: Final = _ATTEMPT % 1  # not formatted each time: that costs a hundred cache lines
+_FIRST_ATTEMPT: Final = _ATTEMPT % 1  # formatted once, because formatting is slow
 
 
 def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
-    """Header lines, in parts, of a response of a worker or about one: the worker, the request id,
-    the number of the attempt, and each attempt's result where there were several."""
+    """Diagnostic header lines of a response, in parts: the worker, the request id, the number of
+    the attempt, and each attempt's result if one failed."""
     worker = exchange.worker or exchange.last_worker
     worker_line = worker.route_line if worker is not None else b""
     if exchange.failed_attempts is None:
         if exchange.caller is None or not exchange.caller.has_rates:
             return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT
-        # As `rate_lines`, without a frame.
+        # `rate_lines`, inlined.
         now = exchange.response_head_at or exchange.sent_at or exchange.head_at
         rates = exchange.caller.rate_lines(now)
         return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT, rates
@@ -312,7 +312,7 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
 
 
 def _fields_of_attempts(exchange: Exchange, worker_line: bytes) -> tuple[bytes, ...]:
-    """Where one has failed."""
+    """`diagnostic_fields` after a failed attempt."""
     number = _ATTEMPT % exchange.attempts
     results = ", ".join(
         f"{worker.display_id}={result}" for worker, result in exchange.attempt_results()
@@ -323,7 +323,7 @@ def _fields_of_attempts(exchange: Exchange, worker_line: bytes) -> tuple[bytes, 
 
 
 def rate_lines(exchange: Exchange) -> bytes:
-    """Header lines with the rates of its caller, as they are after its last phase so far."""
+    """Header lines with the rates of the exchange's caller, at the time of its last phase."""
     caller = exchange.caller
     if caller is None or not caller.has_rates:
         return b""
@@ -331,8 +331,8 @@ def rate_lines(exchange: Exchange) -> bytes:
 
 
 def version_fields(exchange: Exchange) -> bytes:
-    """Header lines: the weight version that the response began with, and that of now if it is
-    another."""
+    """Header lines with the weight version at the start of the attempt, and the current one if it
+    differs."""
     begun, worker = exchange.version, exchange.worker
     if worker is None or worker.version is begun:
         return begun.lines
@@ -342,7 +342,7 @@ def version_fields(exchange: Exchange) -> bytes:
 def encode_head(
     exchange: Exchange, start: ResponseStart, head: RequestHead, *, keep: bool
 ) -> bytes:
-    """`keep`: the client's connection goes on after this response."""
+    """The head for the client. `keep`: its connection continues after this response."""
     response = start.response
     parts: list[bytes]
     if exchange.route is None:
@@ -367,8 +367,8 @@ def encode_head(
 
 
 class BodyFraming:
-    """How chunks of a body are changed for a client that can't read the worker's framing. `last`:
-    what is still to be sent at the end of a body that ends with its connection."""
+    """Changes chunks of a body for a client that can't read the worker's framing. `wrap`: changes a
+    chunk. `last`: returns the bytes to send after a body that is framed by close."""
 
     __slots__ = ("last", "self_delimiting", "wrap")
 
@@ -381,11 +381,12 @@ class BodyFraming:
     ) -> None:
         self.wrap = wrap
         self.last = last
-        self.self_delimiting = self_delimiting  # its end shows without closing the connection
+        self.self_delimiting = self_delimiting  # its end is visible without closing the connection
 
 
 def new_framing(start: ResponseStart, head: RequestHead, *, begun: bool) -> BodyFraming | None:
-    """None where the worker's own bytes go on. `begun`: the proxy has begun a chunked response."""
+    """None if the worker's bytes are relayed unchanged. `begun`: the proxy has already begun a
+    chunked response."""
     response = start.response
     if isinstance(start, RewrittenResponse):
         return _rewriting(start, head)
@@ -401,7 +402,7 @@ def new_framing(start: ResponseStart, head: RequestHead, *, begun: bool) -> Body
 
 
 class StreamRewriter(Protocol):
-    """Changes the payload of an event stream; holds back what is not complete."""
+    """Changes the payload of an event stream; buffers incomplete events."""
 
     def feed(self, payload: bytes) -> bytes:
         """Raises UpstreamProtocolError."""
@@ -410,7 +411,7 @@ class StreamRewriter(Protocol):
 
 
 class RewrittenResponse(ResponseStart):
-    """A stream whose payload is changed on its way, so that it gets a framing of ours."""
+    """A stream whose payload is changed, so that the proxy frames it."""
 
     rewriter: StreamRewriter | None = None
 
@@ -439,5 +440,5 @@ def _rewriting(start: RewrittenResponse, head: RequestHead) -> BodyFraming:
 
 
 def _as_last_chunk(chunk: bytes, response: UpstreamResponse) -> bytes:
-    """Of a body with a content-length, which is over when that was reached."""
+    """Encode a chunk of a body with a content-length; the last one also ends the chunked body."""
     return encode_chunk(chunk) + LAST_CHUNK if response.whole else encode_chunk(chunk)

@@ -1,9 +1,9 @@
-"""SSE keep-alive: comments in an event stream that has not begun, so that no hop takes it for dead.
+"""SSE keep-alive: comments before the first event of a stream, so that no hop closes it as idle.
 
-`[server] sse_keepalive_secs` switches it on. Comments follow the worker's head where that has come;
-else the proxy begins the response itself: 200, an event stream. Contract: no byte of a worker has
-left until then, so retries go on as before; what would have been another status becomes an error
-event, and the response is cut off. Costs nothing where it is off.
+`[server] sse_keepalive_secs` enables it. Comments follow the worker's head if that has arrived;
+otherwise the proxy begins the response itself: 200, an event stream. Contract: at that time no byte
+of a worker was sent, so retries continue as before; a response with another status becomes an error
+event, and the stream is ended abnormally.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from omni_proxy.wire.request import RequestHead, drop_fields
 from omni_proxy.wire.response import Framing, Unchunker, UpstreamProtocolError, UpstreamResponse
 
 COMMENT: Final = b": keep-alive\n\n"
-ERROR_BYTES: Final = 16384  # of a response that becomes an error event
+ERROR_BYTES: Final = 16384  # limit of a response that becomes an error event
 
 
 class SseKeepAlive:
-    """Of one exchange. `begun`: the proxy has begun the response."""
+    """The keep-alive of one exchange. `begun`: the proxy has begun the response."""
 
     __slots__ = ("_chunked", "_exchange", "_io", "_secs", "begun", "may_begin")
 
@@ -40,7 +40,7 @@ class SseKeepAlive:
         self._secs = io.settings.limits.sse_keepalive
         self._chunked = not head.http_1_0
         self.begun = False
-        # Speech that streams may be plain audio.
+        # A stream of speech may be plain audio, in which comments are not allowed.
         self.may_begin = exchange.route is not None and not exchange.route.traffic.startswith(
             "speech"
         )
@@ -49,7 +49,7 @@ class SseKeepAlive:
         )  # the comments are not compressed
 
     async def for_head(self, upstream: Readable) -> None:
-        """As `pause` until `upstream` has an event."""
+        """Pause until `upstream` has an event."""
         if self.may_begin:
             await self._pause(upstream)
         else:
@@ -68,7 +68,7 @@ class SseKeepAlive:
                 await self._pause(upstream)
 
     async def _pause(self, upstream: Readable) -> None:
-        """Raises PhaseTimeout when the time of the phase is over."""
+        """Pause, and send comments meanwhile. Raises PhaseTimeout at the end of the phase."""
         io = self._io
         due = io.phase_deadline
         try:
@@ -118,13 +118,14 @@ class SseKeepAlive:
         )
 
     def goes_on_with(self, start: ResponseStart) -> bool:
-        """Whether its body can follow the response that was begun."""
+        """Whether the worker's body can follow the response that was begun."""
         response = start.response
         plain = response.status == 200 and response.sse and not start.bodiless
         return plain and not field_value(response.lines, b"content-encoding")
 
     async def replace_with_error(self, start: ResponseStart) -> bool:
-        """A response that is no event stream becomes an error event; False: the connection ends."""
+        """Send a response that is no event stream as an error event. Returns False: the connection
+        ends."""
         io, exchange, response = self._io, self._exchange, start.response
         exchange.relayed = True
         body = await self._body_of(start)
@@ -157,7 +158,7 @@ class SseKeepAlive:
         self._cut_off(error.body())
 
     def _end_as_aborted(self, reply: AbortedReply) -> None:
-        """Its events, and a regular end."""
+        """Send the events of the reply, and end regularly."""
         self._exchange.end("refused", "proxy", str(reply.code))
         client = self._io.client
         with contextlib.suppress(OSError):
@@ -165,7 +166,7 @@ class SseKeepAlive:
         client.close()
 
     def _cut_off(self, error: bytes) -> None:
-        """Send an error event, and end in a way that no client takes for a regular end."""
+        """Send an error event, and end the response abnormally."""
         client = self._io.client
         with contextlib.suppress(OSError):
             client.send(self._framed(b"data: %b\n\n" % error))
@@ -173,7 +174,7 @@ class SseKeepAlive:
 
 
 def _as_error(status: int, body: bytes) -> bytes:
-    """The worker's own error where it has the usual shape."""
+    """The worker's own error if it has the usual shape, else a new one."""
     try:
         error: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,7 +1,7 @@
-"""Routes whose bodies are read by keys of their own, and the owners of stored responses.
+"""Routes with their own body keys, and the owners of stored responses.
 
-Contract: only routes with `text` or RESPONSE_OWNER come here. The id of a response is noted before
-its bytes leave for the client; chunks are passed on as they are.
+Contract: used only for routes with `text` or RESPONSE_OWNER. The id of a response is recorded
+before its bytes are sent to the client; chunks are relayed unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from omni_proxy.routing.stored_responses import (
 
 
 def read_keys(io: ExchangeIO, exchange: Exchange, need: Requirements) -> None:
-    """Complete the requirements of a request whose body was inspected."""
+    """Complete the requirements of an inspected request from the keys of its route."""
     route, owners = exchange.route, io.services.balancer.response_owners
     assert route is not None
     body = b"" if need.large_body_class else exchange.body
@@ -30,12 +30,12 @@ def read_keys(io: ExchangeIO, exchange: Exchange, need: Requirements) -> None:
     if route.pinning is RESPONSE_OWNER:
         named = named_response(exchange.target.partition("?")[0], body)
         pin_to_response_owner(need, named, owners, io.loop.now)
-        if route.text:  # the one that makes them
+        if route.text:  # the route that creates stored responses
             io.watch = ResponseWatch(io, exchange, owners)
 
 
 class ResponseWatch:
-    """Reads the id of the response of `exchange`."""
+    """Reads the response id from the body that is relayed for `exchange`."""
 
     __slots__ = ("_io", "_owners", "_scanner", "exchange")
 
@@ -46,8 +46,8 @@ class ResponseWatch:
         self._scanner = ResponseIdScanner(self._note)
 
     def begin(self, chunk: bytes, framing: BodyFraming | None) -> BodyFraming | None:
-        """Read the first chunk, which may be empty; the result frames the others, and reads them
-        as long as the id is unknown."""
+        """Read the first chunk, which may be empty. Returns the framing for the following chunks,
+        which also reads them until the id is found."""
         scanner = self._scanner
         scanner.scan(chunk)
         if scanner.done:
