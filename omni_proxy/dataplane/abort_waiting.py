@@ -1,10 +1,9 @@
-"""Aborts, as far as this process knows: requests that wait end here; where the others run.
+"""Aborts of requests in this process: ends those that wait, and finds the workers of the others.
 
-Contract: nothing is remembered per request. The connections know what they carry, so an abort looks
-through them, and a request that nobody aborts pays nothing. A request that is found waiting never
-reaches a worker afterwards; one that runs is for its worker to abort. Engines that know it by
-another id, as in two legs, are called from here. Between two turns of other tasks
-`CONNECTIONS_PER_TURN` are looked at.
+Contract: no index of requests is kept. An abort searches the connections, so requests that are not
+aborted cost nothing extra. A request that is found waiting never reaches a worker afterwards; a
+running one must be aborted by its worker. Engines that use another id for it, as in two legs, are
+called from here. After each `CONNECTIONS_PER_TURN` connections it yields to other tasks.
 """
 
 from __future__ import annotations
@@ -22,18 +21,20 @@ from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.wire.aborted_reply import AbortedRequest, aborted_reply
 from omni_proxy.wire.errors import HttpError
 
-# Phases in which no worker has the request: between two attempts, and while a worker is dialled. Or
-# the prefill worker alone: to end it there would have the decode worker begin.
+# Phases in which no worker has the request: between two attempts, and while a worker is dialled. In
+# "prefill" only the prefill worker has it: an abort there would make the decode worker begin.
 NOT_SENT: Final = frozenset(("queue", "backoff", "dial", "prefill"))
-CONNECTIONS_PER_TURN: Final = 200  # some 20 ms, if each of them has to be answered
+CONNECTIONS_PER_TURN: Final = 200  # bounds the time of one turn even if each needs a reply
 
 
 async def abort_requests(
     services: ExchangeServices, target: AbortTarget, unix_secs: float
 ) -> AbortFindings:
-    """End the requests that are meant and wait; tell which ids were found, and at which workers.
+    """End the waiting requests that match `target`. Returns the ids found, and the workers of the
+    running ones.
 
-    A request that begins meanwhile is not meant. Where all are, nobody looks who runs.
+    A request that begins during the search does not match. Running requests are not searched if
+    `target` is everything.
     """
     meant, loop = target.matcher(), services.loop
     asked_at = loop.now
@@ -45,7 +46,7 @@ async def abort_requests(
         if number % CONNECTIONS_PER_TURN == 0:
             loop.flush()
             await trio.lowlevel.checkpoint()
-        # An Exchange may be used again, for the next request of its connection.
+        # An Exchange may be reused for the next request of its connection.
         ended = task.exchange is not exchange or exchange.started_at > asked_at
         if ended or exchange.route is None:
             continue
@@ -72,7 +73,7 @@ async def abort_requests(
 
 
 def _ids(exchange: Exchange) -> list[str]:
-    """The ids that a request goes by: of its head or its body, and the `rid` of its body."""
+    """The ids of a request: the one of its head or its body, and each `rid` in its body."""
     need = exchange.requirements
     ids = [exchange.request_id.decode("latin-1")] if exchange.request_id else []
     return ids if need is None else [*ids, *need.rids]

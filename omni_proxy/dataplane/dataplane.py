@@ -1,8 +1,8 @@
-"""The data plane as a whole: builds its services, accepts connections, follows fleet and reloads.
+"""The data plane as a whole: builds its services, and applies changes of fleet and configuration.
 
 Contract: `prepare` is the only step of a configuration change that may fail here (a listener that
-can't be opened), and its commit can't. All methods but `run` and `drained` are synchronous and
-atomic.
+can't be opened), and its commit can't. All methods except `run`, `drained` and `abort` are
+synchronous and atomic.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _log = logging.getLogger(__name__)
 
 
 def random_below(bound: int) -> int:
-    """0 to `bound` - 1, each as likely. As `random.randrange`, in a third of the time. Raises
-    ValueError below 1."""
+    """A random number from 0 to `bound` - 1, as `random.randrange`, but faster. Raises ValueError
+    if `bound` is below 1."""
     if bound < 1:
-        raise ValueError("there is no number below 1")
+        raise ValueError("the bound must be at least 1")
     bits = (bound - 1).bit_length()
     drawn = getrandbits(bits)
     while drawn >= bound:
@@ -70,14 +70,14 @@ def random_below(bound: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Chance, for policies and back-off, and time: handed in, so that a test can choose them."""
+    """Random numbers, for policies and back-off, and the clock; tests replace them."""
 
     random_below: RandomBelow
     clock: Callable[[], float] = monotonic
 
 
 class DataPlane:
-    """The composition root of what carries requests; `services` is what exchanges see of it."""
+    """The composition root of the data plane; `services` is the part that exchanges use."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class DataPlane:
         return self.inflight.in_flight
 
     def configure(self, config: Config) -> None:
-        """All of `config` is in force from here on, but for the listeners."""
+        """Apply all of `config`, except for the listeners."""
         self.settings.configure(config)
         self.voices.configure(config.routing.voice_owner)
         bounds = bounds_of(config.routing)
@@ -172,11 +172,11 @@ class DataPlane:
     def follow_keys(
         self, table: KeyTable[CallerKey], slots: Mapping[str, int], rows: SlotRows
     ) -> None:
-        """Keys of the configuration that is in force; see `Callers.follow`."""
+        """Apply the keys of the current configuration; see `Callers.follow`."""
         self.settings.follow_keys(table, slots, rows)
 
     def build_policy(self, routing: RoutingConfig) -> Policy:
-        """What of the present one still fits is kept in it."""
+        """The policy for `routing`, with the state of the current one as far as it applies."""
         policy = build_policy(routing, self.random_below, self.loop.now, self.policy)
         policy.use_blocks(self.kv_blocks)
         policy.use_hints(self.cluster_hints)
@@ -187,7 +187,7 @@ class DataPlane:
         return policy
 
     def use_sessions(self, sessions: Sessions) -> None:
-        """Sessions for the sticky policy, shared with other processes."""
+        """Use `sessions`, which are shared with other processes, for sticky policies."""
         self._shared_sessions = sessions
         sessions.share(self.cluster_hints.session_notes, "")
         if isinstance(self.policy, Sticky):
@@ -195,20 +195,20 @@ class DataPlane:
         self.balancer.pools.use_sessions(sessions)
 
     def finish_session(self, key: str) -> bool:
-        """Forget a sticky session; whether it was known."""
+        """Remove a sticky session. Returns whether it existed."""
         in_pools = self.balancer.pools.finish_session(key)
         known = isinstance(self.policy, Sticky) and self.policy.finish_session(key)
         return known or in_pools
 
     def policies(self) -> dict[Role, Policy]:
-        """In use: that of regular workers, and those of pools that have had a request."""
+        """The policies in use: of regular workers, and of pools that have had a request."""
         return {"regular": self.policy, **self.balancer.pools.built}
 
     def policy_of(self, role: Role) -> Policy:
         return self.policy if role == "regular" else self.balancer.pools.of(role)
 
     def place_session(self, digest: bytes, worker: Worker | None) -> None:
-        """Another proxy has a session there; None: it is finished."""
+        """Apply the place of a session at another proxy; `worker`: None if it was finished."""
         if self._shared_sessions is not None:
             self._shared_sessions.place(digest, worker, self.loop.now)
             return
@@ -217,7 +217,7 @@ class DataPlane:
         self.balancer.pools.place_session(digest, worker)
 
     def session_count(self, worker: Worker) -> int:
-        """The sticky sessions that are at this worker, or at a rank."""
+        """The number of sticky sessions at a worker, or at its ranks."""
         targets = worker.dp_ranks or (worker,)
         if worker.role != "regular":
             return sum(map(self.balancer.pools.session_count, targets))
@@ -232,7 +232,7 @@ class DataPlane:
         )
 
     def forget_cache(self, worker: Worker) -> None:
-        """Its cache, and that of each of its ranks, is gone."""
+        """Drop what is known of the caches of the worker and its ranks, which were lost."""
         for target in (worker, *worker.dp_ranks):
             self._forget_target(target)
 
@@ -243,9 +243,9 @@ class DataPlane:
         self.balancer.pools.forget_worker(target)
 
     def prepare(self, new: Config) -> PreparedListeners:
-        """Open and read what `new` needs; the result puts it in force. Raises OSError, ConfigError,
-        changing nothing."""
-        # A reload does not open what a drain has closed.
+        """Open and read everything that `new` needs; call the result to apply it. Raises OSError or
+        ConfigError, changing nothing."""
+        # A reload must not open listeners that a drain has closed.
         opens = not (self.draining or self.listens_elsewhere)
         prepared = self.listeners.prepare(new, opens=opens)
 
@@ -256,19 +256,19 @@ class DataPlane:
         return PreparedListeners(prepared.public, commit, prepared.cancel)
 
     def take_kv_changes(self, holder: str, changes: PackedChanges) -> None:
-        """What the KV events of a worker or rank, by its URL, say of its cache."""
+        """Apply cache changes from KV events. `holder`: URL of the worker or rank."""
         self.kv_blocks.apply(holder, unpack_changes(changes))
 
     def open(self) -> None:
-        """Accept connections where `listeners.held` kept them out. Raises OSError."""
+        """Accept connections after `listeners.held`. Raises OSError."""
         self.listeners.open()
 
     def listen_on(self, socks: Sequence[socket.socket], *, admin: bool = False) -> None:
-        """Accept on these, which were opened elsewhere, and on no others."""
+        """Accept only on `socks`, which another process has opened."""
         self.listeners.listen_on(socks, admin=admin)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """The event loop and its timers, until cancelled; then every socket is closed."""
+        """Run the event loop and its timers until cancelled; then close every socket."""
         try:
             async with trio.open_nursery() as nursery:
                 await nursery.start(self.loop.run)
@@ -283,10 +283,10 @@ class DataPlane:
             self.loop.flush()
 
     def begin_drain(self, *, keeps_idle: bool = False) -> None:
-        """No new connection; idle ones close now, the others after the response they wait for.
+        """Accept no new connections; close idle ones now, the others after their response.
 
-        `keeps_idle`: idle ones too, and control requests on them reach the program that takes over;
-        a second call without it closes them."""
+        `keeps_idle`: idle connections stay open for one more request; control requests on them
+        reach the program that takes over. A second call without it closes them."""
         self.inflight.draining = True
         self.inflight.closes_idle = not keeps_idle
         self.listeners.close()
@@ -301,19 +301,19 @@ class DataPlane:
         self.loop.flush()
 
     def close_after_responses(self, *, admin: bool) -> None:
-        """Each connection ends with its next response, which says so: no request is lost.
-        `admin`: also those of the [admin] listener."""
+        """Close each connection after its next response, which announces it, so that no request is
+        lost. `admin`: also connections of the [admin] listener."""
         for task in self.loop.tasks:
             if isinstance(task, Connection) and (admin or not task.role.admin_only):
                 task.close_after_response = True
 
     async def drained(self) -> None:
-        """Until the last connection has ended; the caller's scope bounds it."""
+        """Wait until the last connection has ended. The caller must set a deadline."""
         while self.loop.tasks:
             await self.loop.tasks_ended.wait()
 
     async def abort(self, target: AbortTarget) -> AbortFindings:
-        """End the requests that are meant and wait here; tell where the others run."""
+        """End the waiting requests that match `target`, and find the workers of the others."""
         return await abort_requests(self.services, target, time())
 
     def admission(self) -> dict[str, int]:
@@ -323,7 +323,7 @@ class DataPlane:
         return totals_record(self.services)
 
     def rows(self) -> list[dict[str, object]]:
-        """One for each data-plane process: there is but this one."""
+        """One row for each further data-plane process: none here."""
         return []
 
     def addresses(self) -> list[str]:
@@ -336,7 +336,7 @@ class DataPlane:
         return status_record(self.services, self.listeners)
 
     def keep_voices_at(self, worker: Worker) -> None:
-        """It took an upload or a deletion: it has the uploaded voices from now on."""
+        """Make `worker` the voice owner, because it accepted an upload or a deletion."""
         self.voices.voices_changed(worker.url)
         self.queue.serve(changed=True)
 

@@ -1,6 +1,6 @@
-"""What every exchange shares: the services that its steps are called with.
+"""The services that all exchanges share.
 
-Contract: the record itself never changes; each member says what may change in it. Built once, by
+Contract: the record itself never changes; each member defines how it may change. Built once, by
 `dataplane.DataPlane`.
 """
 
@@ -26,19 +26,19 @@ from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 
 
 class Totals:
-    """What GET /status counts, since the start."""
+    """The totals in GET /status, since the start."""
 
     def __init__(self) -> None:
         self.accepted = 0
         self.failed_handshakes = 0  # of TLS
-        self.failed_introductions = 0  # that were no PROXY protocol
+        self.failed_introductions = 0  # connections without a valid PROXY header
         self.ended: defaultdict[str, int] = defaultdict(int)  # exchanges, by outcome
-        self.across_versions = 0  # responses whose worker got other weights meanwhile
+        self.across_versions = 0  # responses during which the worker's weights changed
 
 
 @dataclass(frozen=True, slots=True)
 class ExchangeServices:
-    """`random_below(n)`: chance, for the back-off of retries."""
+    """The services of the data plane. `random_below(n)`: for the back-off of retries."""
 
     loop: EventLoop
     fleet: Fleet

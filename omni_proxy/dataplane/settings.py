@@ -1,7 +1,7 @@
-"""The configuration in force, in the form in which the data plane reads it: limits, caches, flags.
+"""The current configuration in the form that the data plane uses: limits, caches, flags.
 
-Invariant: only `configure` writes here, at start and at each reload; everything else reads the
-attributes anew for each use, so that a reload holds for open connections, too.
+Invariant: only `configure` and `follow_*` write here; all others read the attributes at each use,
+so that a reload also applies to open connections.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class AdmissionLimits:
     held: int
     in_flight: int  # 0: no bound
     sse_keepalive: float
-    transfer: float  # longest silence of a pair before its first byte
-    prefill_head: float  # of both the shorter: a pair that stays silent is ended
+    transfer: float  # from the end of prefill to the decode worker's first byte
+    prefill_head: float  # the shorter of `response_head` and `transfer`
 
 
 def limits_of(config: Config) -> AdmissionLimits:
@@ -68,11 +68,11 @@ def limits_of(config: Config) -> AdmissionLimits:
 
 
 class Settings:
-    """What readers need of a Config, ready for use."""
+    """The values of a Config, prepared for use."""
 
     def __init__(self, config: Config, proxy_id: str) -> None:
         self._proxy_id = proxy_id.encode()  # see `wire.forwarded`
-        self.forwarded: ForwardedHeaders | None = None  # None: nothing is written
+        self.forwarded: ForwardedHeaders | None = None  # None: no forwarded headers
         self.callers = Callers(count_tokens)
         self.request_heads = self._head_caches()
         self._has_ranks = self._has_pools = False
@@ -99,8 +99,8 @@ class Settings:
         self.cors = Cors(server.cors_allow_origins, readable_fields)
         self.half_close_aborts = server.half_close == "abort"
         self.access_log_is_json = server.log_format == "json"
-        # The last chunk of each response is kept where token counts are read in it; of some it is
-        # anyway, see `Exchange.reads_usage`.
+        # The last chunk of each response is kept if token counts are read from it. See also
+        # `Exchange.reads_usage`.
         self.counts_usage = server.metrics and server.usage_metrics
         observe = config.observe
         self.tracing = Tracing(observe.trace_sampling) if observe.otlp_endpoint else None
@@ -110,18 +110,19 @@ class Settings:
     def follow_keys(
         self, table: KeyTable[CallerKey], slots: Mapping[str, int], rows: SlotRows
     ) -> None:
-        """The keys of the configuration in force, and where their callers' counts are."""
+        """Apply the keys of the current configuration, and the slots of their callers' counts."""
         self.callers.follow(table, slots, rows)
         self._renew_fast_path_cache()
 
     def follow_fleet(self, *, has_ranks: bool, has_pools: bool) -> None:
-        """What some worker of the fleet has; where none has it, requests pay nothing for it."""
+        """Apply whether some worker has ranks or a role, so that the checks are skipped if none
+        does."""
         if (has_ranks, has_pools) != (self._has_ranks, self._has_pools):
             self._has_ranks, self._has_pools = has_ranks, has_pools
             self._renew_fast_path_cache()
 
     def _renew_fast_path_cache(self) -> None:
-        # The fast path knows none of these: with them every exchange runs in its coroutine.
+        # The fast path supports none of these: with them every exchange runs in its coroutine.
         plain = self.forwarded is None and not self.limits.sse_keepalive
         suits = plain and self.limits.max_body >= READ_BYTES
         self.fast_path_cache = self._new_fast_path_cache() if suits else None
@@ -136,15 +137,15 @@ class Settings:
         )
 
     def _forward(self, headers: ForwardedHeaders) -> None:
-        """Cached heads contain the forwarded headers: they go where these change."""
+        """Set the forwarded headers. Cached heads contain them, so a change drops the caches."""
         forwarded = headers or None
         if forwarded != self.forwarded:
             self.forwarded = forwarded
             self.request_heads = self._head_caches()
 
     def _head_caches(self) -> tuple[RequestHeadCache, RequestHeadCache]:
-        """For plain connections, and for TLS."""
-        # Where requests need a key, heads with the same template have the same one.
+        """The caches for plain connections and for TLS."""
+        # If requests need a key, it is part of the cache key, so that it is constant in a template.
         read = KEY_FIELDS if self.callers.guarded else frozenset()
         plain, secure = (
             RequestHeadCache(self.forwarded, secure=secure, proxy_id=self._proxy_id, read=read)

@@ -1,4 +1,4 @@
-"""What GET /status and the metrics show of the data plane, as records for JSON.
+"""The records of the data plane in GET /status and the metrics, for JSON.
 
 Pure: reads the services and changes nothing.
 """
@@ -28,7 +28,7 @@ def admission_record(services: ExchangeServices) -> dict[str, int]:
 
 
 def totals_record(services: ExchangeServices) -> dict[str, object]:
-    """Costs little, however many connections there are."""
+    """The totals; cheap for any number of connections."""
     totals, loop = services.totals, services.loop
     return {
         "accepted": totals.accepted,

@@ -1,7 +1,8 @@
-"""Asks engines for the tokens of texts that were sent to them, beside the requests themselves.
+"""Queries engines for the tokens of texts that were sent to them, independently of the requests.
 
-Invariants: no request waits for such a call; few run at a time, each for a bounded time and with a
-bounded answer; what fails costs nothing but the answer. Must not ask for what no policy has asked.
+Invariants: no request waits for such a call; few run at a time, each with a bounded time and a
+bounded response; a failed call has no other effect. Must not tokenize texts that no policy has
+requested.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class TokenizeCalls:
         self._services = services
 
     def start_due(self) -> None:
-        """Put the questions that wait, as many as may run."""
+        """Start the waiting queries, up to AT_ONCE at a time."""
         while self.running < AT_ONCE and not self._services.loop.ended:
             question = self.texts.take_question()
             if question is None:
@@ -77,7 +78,7 @@ class _TokenizeCall(SideTask):
             texts.note_silence(question, self.loop.now)
 
     async def _tokens(self) -> list[int]:
-        """None at all if it failed."""
+        """The tokens of the text; [] if the call failed."""
         exchange = Exchange(self.loop.now, "")
         exchange.body = self._question.body
         head = head_for(b"POST", b"/tokenize", _JSON_LINE, length=len(exchange.body))

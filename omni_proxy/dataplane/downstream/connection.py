@@ -1,9 +1,9 @@
 """One client connection: read a request, have it responded to, finalize it, go on to the next.
 
-Contract: this file owns the client's socket. It alone decides whether the connection is kept, and
-every HttpError raised in an exchange becomes a local reply here. The steps of an exchange are in
-`exchange.exchange_steps`; while the coroutine waits for a head, `exchange.fast_path` may run whole
-exchanges in its place. Nothing here knows workers.
+Contract: this file owns the client's socket. Only this file decides whether the connection is kept,
+and every HttpError raised in an exchange becomes a local reply here. The steps of an exchange are
+in `exchange.exchange_steps`; while the coroutine waits for a head, `exchange.fast_path` may run
+whole exchanges instead. Must not depend on workers.
 """
 
 from __future__ import annotations
@@ -46,16 +46,17 @@ class Connection(ExchangeIO):
         role: ListenerRole = PUBLIC,
         tls_context: ssl.SSLContext | None = None,
     ) -> None:
-        """`tls_context`: the listener's at the moment of accepting, None without TLS."""
+        """`tls_context`: of the listener when it accepted the connection, None without TLS."""
         super().__init__(services, sock, peer, role)
         self.tls_context = tls_context
-        self.fast_path: FastPath | None = None  # from the first request on that could take it
-        self.request_started_at = self.loop.now  # when the present request's first byte came
+        self.fast_path: FastPath | None = None  # set by the first request that may take it
+        self.request_started_at = self.loop.now  # when the current request's first byte arrived
         uses_proxy_header = self.settings.config.server.proxy_protocol
         self.reads_proxy_header = uses_proxy_header and not role.admin_only
 
     async def serve(self) -> None:
-        """One exchange after the other. In one frame on purpose: each more costs every event."""
+        """Run one exchange after another. Deliberately in one frame: every event resumes each
+        frame."""
         try:
             keep = await self._handshake()
             while keep:
@@ -70,7 +71,7 @@ class Connection(ExchangeIO):
                         return
                     self.exchange = Exchange(self.request_started_at, self.peer)
                 try:
-                    # `raw` is not kept longer than it is needed.
+                    # Drop `raw` before the response, which may last long.
                     response, raw = self._respond(self.exchange, raw), b""
                     keep = await response
                 except (HttpError, PhaseTimeout) as error:
@@ -83,12 +84,13 @@ class Connection(ExchangeIO):
                     "stream_cancelled" if exchange.relayed else "client_disconnected", "client"
                 )
         except OSError:
-            pass  # the client is gone
+            pass  # the client has disconnected
         finally:
             self._close()
 
     async def _handshake(self) -> bool:
-        """The PROXY header and TLS, where the listener has them; False: no request follows."""
+        """Read the PROXY header and do the TLS handshake, if the listener uses them. False if no
+        request follows."""
         if self.tls_context is None:
             if self.reads_proxy_header:
                 await read_proxy_header(self)
@@ -115,8 +117,8 @@ class Connection(ExchangeIO):
         self.client.close()
 
     def _respond(self, exchange: Exchange, raw: bytes) -> Coroutine[Any, Any, bool]:
-        """The coroutine of `exchange`: of the head `raw`, or of what the fast path has begun.
-        Raises HttpError."""
+        """The coroutine of `exchange`, for the head `raw`; if `raw` is empty, the continuation of
+        the fast path. Raises HttpError."""
         if not raw:
             assert self.fast_path is not None
             return self.fast_path.continuation(exchange)
@@ -128,14 +130,15 @@ class Connection(ExchangeIO):
             finalize(self.services, exchange, self.phase)
 
     async def reply_to_bad_head(self, error: HttpError | PhaseTimeout) -> None:
-        """A head that can't be parsed is still an exchange in the logs; no head at all is none."""
+        """Reply to a head that can't be parsed, and log it as an exchange. Does nothing if the idle
+        timeout has passed without a head."""
         if isinstance(error, HttpError) or self.phase != "idle":
             self.exchange = Exchange(self.request_started_at, self.peer)
             await reply_with_error(self, self.exchange, error)
 
     def _parse(self, raw: bytes) -> RequestHead:
-        """Raises HttpError. From here on requests that are written like it may take the fast
-        path."""
+        """Parse a head, and set the fast path for requests with the same template. Raises
+        HttpError."""
         self.head_bytes = len(raw)
         settings = self.settings
         head = settings.request_heads[self.client.is_tls].parse(raw)
@@ -147,8 +150,8 @@ class Connection(ExchangeIO):
         return head
 
     async def _read_head(self) -> bytes:
-        """The next head, whole; b"" where the client is done, or the fast path has begun an
-        exchange that can't go on there.
+        """The next complete head. b"" if the client has closed, or the fast path has begun an
+        exchange that the coroutine must continue.
 
         Raises HttpError, PhaseTimeout.
         """
@@ -158,7 +161,7 @@ class Connection(ExchangeIO):
         self.request_started_at = self.loop.now
         searched = 0
         while buffer or client.pending or not self.services.inflight.closes_idle:
-            if buffer and buffer != b"\r":  # which may be half of an empty line
+            if buffer and buffer != b"\r":  # CR may be the first half of an empty line
                 end = find_head_end(buffer, searched)
                 if end:
                     self.rest = buffer[end:]
@@ -182,7 +185,7 @@ class Connection(ExchangeIO):
         return b""
 
     async def _wait_for_client(self, buffer: bytes) -> None:
-        """Until there is something to read, or the fast path has an exchange that it can't end."""
+        """Wait until there are bytes to read, or the fast path has an exchange to continue."""
         fast_path = self.fast_path
         if fast_path is None or buffer or self.client.readable:
             await pause
