@@ -1,6 +1,6 @@
 """omni-proxy: one process in front of complete inference replicas.
 
-`docs/design.md` says what each package is for.
+`docs/design.md` describes each package.
 """
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""`python -m omni_proxy` is `omni-proxy`; so is a frozen binary."""
+"""The entry point of `python -m omni_proxy` and of a frozen binary: the command `omni-proxy`."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""Exponential back-off: how long to wait before a step that failed is tried again.
+"""Exponential back-off: the delays before retries of a failed step.
 
-Pure: times and random numbers are handed in. Standard library only, for every process of the
-program may need it.
+Pure: times are arguments. Must use only the standard library, because every process of the program
+may import it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def exponential_delay(failures: int, first_secs: float, longest_secs: float) -> 
 
 
 class Backoff:
-    """The delays of one restarted or retried thing.
+    """The delays of one restarted or retried service or step.
 
-    A run of at least `reset_after_secs` counts as a success: the next delay is the first again.
+    A run of at least `reset_after_secs` counts as a success: the next delay is `first_secs` again.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Backoff:
         self._failures = 0
 
     def next_delay(self, ran_secs: float = 0.0) -> float:
-        """In seconds, after a run of `ran_secs` that failed."""
+        """The delay in seconds after a run of `ran_secs` that failed."""
         if ran_secs >= self._reset_after_secs:
             self.reset()
         delay_secs = exponential_delay(self._failures, self._first_secs, self._longest_secs)

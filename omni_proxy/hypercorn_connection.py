@@ -1,7 +1,7 @@
 """Changes to Hypercorn's connections, for the admin API and for the replica's server.
 
-Invariant: a connection whose client has disconnected is closed at once, and the last chunk of a
-response is sent without being cancelled by quart-trio.
+Invariant: a connection whose client has disconnected is closed immediately, and quart-trio does not
+cancel the sending of a response's last chunk.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ LAST_SEND_SECS: Final = 30
 
 
 class HypercornConnection(TCPServer):
-    """Hypercorn waits its keep-alive timeout for the next request of a client that disconnected.
+    """A Hypercorn connection that closes when its client disconnects.
 
-    This ends the wait; a request that is being answered is notified by Hypercorn.
+    Hypercorn would wait for its next request until the keep-alive timeout; this ends the wait.
+    Hypercorn itself notifies a request in progress.
     """
 
     _disconnected = False
@@ -43,9 +44,8 @@ def protect_last_send(
 ) -> Callable[[Scope, ASGIReceiveCallable, ASGISendCallable], Awaitable[None]]:
     """The app, with the last chunk of each response shielded from cancellation.
 
-    quart-trio's receiver reacts to Hypercorn's `http.disconnect`, which comes before Hypercorn has
-    ended the exchange, by cancelling the very task that ends it; the connection would neither
-    close nor go on.
+    Hypercorn sends `http.disconnect` before it has ended the exchange. quart-trio's receiver then
+    cancels the task that is ending it, and the connection would neither close nor continue.
     """
 
     async def call(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:

@@ -1,11 +1,11 @@
-"""Which build of the hot modules runs: compiled ones, or the Python text of the same files.
+"""Selects the build of the hot modules: the native build, or the Python sources of the same files.
 
-`use` is called before anything else is imported. The compiled modules are in one folder: that of
-OMNI_PROXY_NATIVE, or `_native` beside this file, which tools/build-native fills. Its manifest names
-the set: the modules, and size, time and SHA-256 of each file that they were made of. With
-OMNI_PROXY_PURE=1, or without such a folder, the text runs.
-Invariant: all of the compiled modules are used or none, and none where any text differs from what
-was compiled. It must not import what is slow to import: every start waits for it.
+`use` is called before any other import. The compiled modules are in the folder OMNI_PROXY_NATIVE,
+or `_native` next to this file, which tools/build-native fills. The folder's manifest lists the
+modules, and size, time and SHA-256 of each source file. With OMNI_PROXY_PURE=1, or without such a
+folder, the Python sources are used.
+Invariant: either all compiled modules are used or none, and none if any source file differs from
+the compiled one. Must not import slow modules, because every start waits for it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 SOURCES = Path(__file__).parents[1]
-# Processes of one program say once why none of them uses the compiled modules.
+# Set to the reason once it was printed, so that child processes don't print it again.
 _LOGGED = "OMNI_PROXY_NATIVE_REFUSED"
 
 
 class NotUsable(Exception):
-    """Why a set of compiled modules is not used."""
+    """The compiled modules can't be used. The message is a predicate, such as "is incomplete"."""
 
 
 class NativeFinder:
-    """Finds the compiled modules: for each its file."""
+    """Finds the compiled modules by their files."""
 
     def __init__(self, found: dict[str, str]) -> None:
         self._found = found
@@ -51,7 +51,7 @@ def build() -> str:
 
 
 def full_version(version: str) -> str:
-    """As `--version` prints it."""
+    """The version as printed by `--version`."""
     return f"omni-proxy {version}" + (" (native build)" if build() == "native" else "")
 
 
@@ -62,12 +62,12 @@ def use() -> None:
     try:
         found = usable_set(folder)
     except NotUsable as why:
-        reason = f"{folder}: {why}"
+        reason = f"{folder}: it {why}"
         if os.environ.get(_LOGGED) != reason:
             os.environ[_LOGGED] = reason
-            print(  # noqa: T201  there is no log yet
-                f"omni-proxy: the native build in {reason}, so plain Python runs: "
-                "tools/build-native makes a new one",
+            print(  # noqa: T201  the log isn't configured yet
+                f"omni-proxy: not using the native build in {reason}; "
+                "run tools/build-native to rebuild it",
                 file=sys.stderr,
             )
         return
@@ -76,24 +76,24 @@ def use() -> None:
 
 
 def usable_set(folder: Path) -> dict[str, str]:
-    """The file of each compiled module; none where nothing was compiled. Raises NotUsable."""
+    """The file of each compiled module; empty if nothing was compiled. Raises NotUsable."""
     try:
         manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_bytes())
         suffix, modules = manifest["suffix"], folder / manifest["folder"]
         if suffix != EXTENSION_SUFFIXES[0]:
-            raise NotUsable(f"is of another Python ({suffix})")
+            raise NotUsable(f"was built for another Python ({suffix})")
         files = {name: str(modules / f"{name}{suffix}") for name in manifest["modules"]}
         if getattr(sys, "frozen", False):
-            return files  # a single file was put together as one, and has no text to compare with
+            return files  # a frozen binary has no source files to compare with
         for path, (size, changed_at, digest) in manifest["sources"].items():
             if not is_unchanged(SOURCES / path, size, changed_at, digest):
-                raise NotUsable(f"was made of another {path}")
+                raise NotUsable(f"was built from a different {path}")
         for name, size in manifest["modules"].items():
             if os.stat(files[name]).st_size != size:
-                raise NotUsable(f"is damaged at {name}")
+                raise NotUsable(f"has a damaged module {name}")
     except FileNotFoundError as error:
         if folder.is_dir() and any(path.name[0] != "." for path in folder.iterdir()):
-            raise NotUsable(f"is not complete ({error.filename})") from None
+            raise NotUsable(f"is incomplete ({error.filename} is missing)") from None
         return {}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise NotUsable(f"can't be read ({error!r})") from None
@@ -101,14 +101,14 @@ def usable_set(folder: Path) -> dict[str, str]:
 
 
 def is_unchanged(path: Path, size: int, changed_at: int, digest: str) -> bool:
-    """A look at the file suffices where its time is as it was; else its content decides."""
+    """Whether the file has this content. It is not read if its size and time are unchanged."""
     try:
         seen = path.stat()
         if seen.st_size != size:
             return False
         if seen.st_mtime_ns == changed_at:
             return True
-        from hashlib import sha256  # milliseconds, which a start in the folder of the build saves
+        from hashlib import sha256  # slow to import, and rarely needed
 
         return sha256(path.read_bytes()).hexdigest() == digest
     except FileNotFoundError:

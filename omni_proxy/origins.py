@@ -1,7 +1,7 @@
-"""Origins and hosts: the comparisons that keep pages of other origins out.
+"""Origins and hosts: parsing, to refuse requests of pages of other origins.
 
-Invariant: what can't be parsed equals no origin, and is no local name. Pure; used by the proxy and
-by the replica.
+Invariant: a text that can't be parsed equals no valid origin, and is no local name. Pure; used by
+the proxy and by the replica.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def hostname_of(host: str) -> str:
 
 
 def is_local_name(name: str) -> bool:
-    """Whether it is an IP address or localhost, which no DNS rebinding can redirect."""
+    """Whether it is an IP address or localhost, which DNS rebinding can't redirect."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -35,7 +35,7 @@ def is_local_name(name: str) -> bool:
 
 
 def parse_origin(text: str) -> Origin:
-    """The origin of an Origin, Referer or URL; NO_ORIGIN for what has none (`null`)."""
+    """The origin of an Origin, Referer or URL; NO_ORIGIN if it has none (`null`)."""
     try:
         parts = urlsplit(text.strip())
         port = parts.port

@@ -1,6 +1,7 @@
 """The argv that starts this program again: from its modules, an archive, or a frozen binary.
 
-Every process of this program that is not forked begins with it. Standard library only.
+All processes of the program that are not forked are started with it. Must use only the standard
+library.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ ARCHIVE: Final = ".pyz"
 
 
 def program_argv() -> list[str]:
-    """The first words of the argv; those of the command follow."""
+    """The first arguments; those of the command follow."""
     if getattr(sys, "frozen", False):  # a frozen binary is its own interpreter
         return [sys.executable]
-    if sys.argv[0].endswith(ARCHIVE):  # its unpacked modules are on no other path
+    if sys.argv[0].endswith(ARCHIVE):  # the modules can be imported only from the archive
         return [sys.executable, os.path.abspath(sys.argv[0])]
     return [sys.executable, "-m", "omni_proxy"]

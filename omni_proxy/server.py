@@ -74,8 +74,8 @@ _log = logging.getLogger(__name__)
 
 BAD_CONFIGURATION = 2
 CANNOT_LISTEN = NEVER_READY = 1
-OPEN_SECS = 5.0  # for all services to begin, of a change over HTTP
-NOT_TAKEN_OVER = 3  # of an upgrade: the running program goes on
+OPEN_SECS = 5.0  # how long a change over HTTP waits until all services have started
+NOT_TAKEN_OVER = 3  # exit status of a failed upgrade: the running program continues
 
 
 def run(startup: Startup) -> int:
@@ -84,7 +84,7 @@ def run(startup: Startup) -> int:
     incoming = Incoming.from_environment(os.environ)
     try:
         config_store = ConfigStore(startup, fleet)
-        if incoming is not None:  # what is on the disk may change until the state has come
+        if incoming is not None:  # files may have changed until the state was received
             startup, incoming = take_state(incoming, startup)
             fleet = Fleet()
             config_store = ConfigStore(startup, fleet)
@@ -105,7 +105,7 @@ def run(startup: Startup) -> int:
 
 
 def _log_targets(config: Config) -> dict[str, str]:
-    """In the order in which the logs start."""
+    """The target of each log, in the order in which they start."""
     server = config.server
     return {
         "access_log": server.access_log,
@@ -116,7 +116,7 @@ def _log_targets(config: Config) -> dict[str, str]:
 
 
 def _print(line: str) -> None:
-    """To the terminal, whatever the level and format of the log."""
+    """Print to the terminal, whatever the level and format of the log."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201  see above
 
 
@@ -130,7 +130,7 @@ class Server:
         runtime_dir: Path,
         incoming: Incoming | None = None,
     ) -> None:
-        """`incoming`: what is taken over from a running program."""
+        """`incoming`: the takeover from a running program."""
         config = config_store.config
         self._incoming = incoming
         self._handed_over = trio.Event()  # to the program that an upgrade has started
@@ -185,7 +185,7 @@ class Server:
         config_store.subscribe(self._follow_config)
 
     def _program_parts(self, admin_socket: Path) -> ProgramParts:
-        """What an upgrade needs."""
+        """The parts of the program that an upgrade uses."""
         return ProgramParts(
             fleet=self.data_plane.fleet,
             config_store=self.config_store,
@@ -211,7 +211,7 @@ class Server:
         )  # fmt: skip
 
     def _build_services(self, proxy_id: str) -> Services:
-        """What the admin API uses."""
+        """The services of the admin API."""
         config_store = self.config_store
         picker = Picker(self.data_plane.services, self.process_manager.count)
         self.picker = PickerService(picker, lambda: config_store.config)
@@ -250,7 +250,7 @@ class Server:
         )
 
     def _build_engine_pages(self, fleet: Fleet) -> EnginePages:
-        """All that is read of engines, but for voices."""
+        """All readers of engine state, except for voices."""
         clock = self.data_plane.loop.clock
         self.load_reader = EngineLoadReader(fleet, self._load_poll_secs, clock)
         self.event_follower = EventFollower(
@@ -262,7 +262,7 @@ class Server:
         return EnginePages(fleet, (*about, self.event_follower.sources))
 
     def _build_supervisors(self) -> list[Supervisor]:
-        """In the order in which they start, and in which /status has them."""
+        """All supervisors, in the order of their start and of /status."""
         return [
             *(Supervisor(name, log.run) for name, log in self.logs.items()),
             self.admin_api,
@@ -292,19 +292,19 @@ class Server:
 
     def _supervise_admin_api(self, services: Services, admin_socket: Path) -> Supervisor:
         async def run(*, task_status: trio.TaskStatus[None]) -> None:
-            # A QuartTrio can be served only once, so a restart makes a new one.
+            # A QuartTrio can be served only once, so a restart creates a new one.
             await serve(self._app(services), admin_socket, task_status=task_status)
 
         return Supervisor("admin_api", run, old_name="front")
 
     def _app(self, services: Services) -> QuartTrio:
-        """The admin API. It sees the counters of every process, and what it has answered to a
-        change holds in every process."""
+        """The admin API. Its responses include the counters of every process, and a change has
+        reached every process before its response is sent."""
         app = create_app(services)
 
         async def before() -> None:
             self.process_manager.count()
-            if request.method not in ("GET", "HEAD"):  # in an upgrade nothing changes until then
+            if request.method not in ("GET", "HEAD"):  # during an upgrade, changes must wait
                 with trio.move_on_after(OPEN_SECS):
                     await self.upgrades.open.wait()
 
@@ -325,7 +325,7 @@ class Server:
         self.data_plane.fleet.watch_health(log_health)
         async with trio.open_nursery() as root:
             await root.start(self.watchdog.run)
-            # The admin API before the listeners: what can be reached must be answered.
+            # The admin API starts before the listeners, so that no admin request fails.
             await root.start(self.data_plane.run)
             await root.start(self.process_manager.run)
             await root.start(self.admin_api.run)
@@ -363,7 +363,7 @@ class Server:
         return 0
 
     async def _start_services(self, root: trio.Nursery) -> None:
-        """All but the admin API, which runs; those that change things after a takeover is done."""
+        """Start the other services. Those that change state start after the takeover."""
         first = [self.admin_api, self._supervisor_of("upgrade")]
         if self._incoming is not None:
             if self.config_store.config.discover:
@@ -383,19 +383,19 @@ class Server:
         root.start_soon(self.service_manager.run_watchdog)
 
     def _take_activated_sockets(self) -> None:
-        """Of systemd's socket activation."""
+        """Take the sockets of systemd's socket activation."""
         socks = self.service_manager.take_sockets()
         listeners = self.data_plane.listeners
         for name in listeners.inherit(socks, self.config_store.config):
-            _log.warning("activated_socket_unused address=%s: no address of the file", name)
+            _log.warning("activated_socket_unused address=%s: not a configured address", name)
         self._is_activated = bool(socks)
 
     def _supervisor_of(self, name: str) -> Supervisor:
         return next(each for each in self.supervisors if each.name == name)
 
     async def _open_when_ready(self) -> int:
-        """Open the listeners once the replicas of the command line are ready; 0, or the exit status
-        if that fails."""
+        """Open the listeners once the replicas of the command line are ready. Returns 0, or the
+        exit status if that fails."""
         launch = self.config_store.startup.launch
         longest = max(entry.ready_timeout_secs or math.inf for entry in launch)
         launcher = self.launcher
@@ -436,7 +436,7 @@ class Server:
         self.event_follower.settings_changed()
 
     def _node_name(self) -> str:
-        """Host and port, for the proxies of a cluster."""
+        """Host and port, the default node name in a cluster."""
         port = self.config_store.config.server.port
         for address in self.data_plane.addresses():
             port = int(address.rpartition(":")[2]) if address[-1:].isdecimal() else port
@@ -471,7 +471,7 @@ class Server:
     async def _shut_down(self, root_scope: trio.CancelScope) -> None:
         server = self.config_store.config.server
         if self._incoming is not None and not self._incoming.decline():
-            await self.upgrades.open.wait()  # what is handed over needs an owner that ends it
+            await self.upgrades.open.wait()  # finish the takeover, so that its replicas are ended
         self.service_manager.stopping()
         self.upgrades.outgoing.stop()
         if server.ready_off_secs:
@@ -482,7 +482,7 @@ class Server:
         await self._end_when_drained(root_scope)
 
     async def _leave_after_upgrade(self, root_scope: trio.CancelScope) -> None:
-        """The new program serves: end with the last connection."""
+        """After the new program has taken over, end with the last connection."""
         await self._handed_over.wait()
         self.leaving = True
         await self.upgrades.wait_reported()

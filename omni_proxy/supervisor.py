@@ -1,7 +1,7 @@
 """Supervisors: services that are restarted, with back-off, when they fail.
 
 Invariant: a failure is logged, counted, shown at GET /status and followed by a restart; it never
-reaches the root nursery, so the data plane goes on. Cancellation passes through.
+reaches the root nursery, so the data plane continues. Cancellation is not caught.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECS: Final = 0.5
 LONGEST_PAUSE_SECS: Final = 30.0
-RESET_SECS: Final = 60.0  # a run that lasted so long resets the back-off
+RESET_SECS: Final = 60.0  # a run of at least this time resets the back-off
 
 
 class ServiceRun(Protocol):
-    """The `run` of a service: it goes on until it is cancelled, and calls `task_status.started`."""
+    """The `run` of a service: it runs until it is cancelled, and calls `task_status.started`."""
 
     def __call__(self, *, task_status: trio.TaskStatus[None]) -> Awaitable[None]: ...
 
@@ -31,7 +31,7 @@ class ServiceRun(Protocol):
 class Supervisor:
     """One named service; `status` is its row at GET /status.
 
-    `old_name`: what it was called in the release before, under which `rows` has it once more.
+    `old_name`: its name in the previous release, for which `rows` returns a second row.
     """
 
     def __init__(self, name: str, run: ServiceRun, old_name: str = "") -> None:
@@ -47,13 +47,13 @@ class Supervisor:
         self._resumed = trio.Event()
 
     async def stop(self) -> None:
-        """End it, and wait until it has ended. It must have been started; `resume` starts it
-        again."""
+        """End the service, and wait until it has ended. It must have been started; `resume` starts
+        it again."""
         self._scope.cancel()
         await self._over.wait()
 
     def resume(self) -> None:
-        """Run it again after `stop`, also while that one still waits for its end."""
+        """Start the service again after `stop`. May be called while `stop` is still waiting."""
         self._resumed.set()
 
     def status(self) -> dict[str, object]:
@@ -66,15 +66,15 @@ class Supervisor:
         }
 
     def rows(self) -> list[dict[str, object]]:
-        """Its row, and the same under its old name, which says whose it is in `same_as`."""
+        """Its row, and a copy under its old name, whose `same_as` is the current name."""
         row = self.status()
         if not self._old_name:
             return [row]
         return [row, {**row, "name": self._old_name, "same_as": self.name}]
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Reports `started` when the first run does, or when it fails: it never blocks the
-        start."""
+        """Run the service until cancelled. Reports `started` when the first run does, or when it
+        fails, so that it never blocks the start."""
         started = _StartedOnce(task_status, lambda: self._enter("running"))
         try:
             while True:

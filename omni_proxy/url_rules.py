@@ -1,8 +1,8 @@
-"""Routes of a Quart application that builds no URLs: matching only, as both HTTP APIs need it.
+"""URL rules for Quart applications that only match routes and build no URLs.
 
-Werkzeug compiles two functions for each route that build its URL: half of the time that an
-application takes to be made. Invariant: matching is Quart's own. Must not be used where `url_for`
-is, which then raises NotImplementedError.
+Werkzeug compiles two functions per route to build its URL, which takes much of the time to create
+an application. Invariant: matching is Quart's own. Must not be used together with `url_for`, which
+then raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class MatchOnlyRule(QuartRule):
 
 
 def _build_nothing(self: MatchOnlyRule, **_: object) -> NoReturn:
-    raise NotImplementedError(f"no URL is built of {self.rule}")
+    raise NotImplementedError(f"URLs can't be built for {self.rule}")
 
 
 def match_only(app: Quart) -> None:
-    """For the routes that are added from now on."""
+    """Use `MatchOnlyRule` for all routes that are added from now on."""
     app.url_rule_class = MatchOnlyRule

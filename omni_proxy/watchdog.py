@@ -4,8 +4,8 @@ Invariant: it costs the loop a few timers a second and nothing per request. The 
 threads are logged once per stall. A Python thread can't run while a C call holds the GIL: such a
 stall is reported when the call returns, in the frame that made it. Time in which the watchdog did
 not run counts only as far as the loop's thread used the CPU, and time in which that thread waited
-for a CPU not at all: neither a stopped process nor an overloaded machine is a stall. It must not
-wait for anything that the loop's thread may hold.
+for a CPU does not count: neither a stopped process nor an overloaded machine is a stall. It must
+not wait for a lock that the loop's thread may hold.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ _log = logging.getLogger(__name__)
 STALL_SECS: Final = 1.0
 HEARTBEAT_SECS: Final = 0.1
 CHECK_SECS: Final = 0.25
-STALL_EVENT: Final = "event_loop_stalled"  # in the log
+STALL_EVENT: Final = "event_loop_stalled"  # name of the log event
 
 
 @dataclass(slots=True)
 class StallTimer:
-    """Measures the time since the last heartbeat; `secs` is on the watchdog's own clock."""
+    """Measures the time since the last heartbeat: `secs`, as counted by the watchdog."""
 
     now: float
-    cpu: float  # of the loop's thread
-    waited: float = 0.0  # by the loop's thread, for a CPU
+    cpu: float  # CPU time of the loop's thread
+    waited: float = 0.0  # time that the loop's thread waited for a CPU
     beats: int = 0
     secs: float = 0.0
     reported: bool = False
@@ -47,8 +47,8 @@ class StallTimer:
         if beats != self.beats:
             self.beats, self.secs, self.reported = beats, 0.0, False
             return False
-        # Below zero where this thread itself had no CPU between its readings of `now` and `waited`:
-        # then too much was counted, or will be.
+        # Negative if this thread lost the CPU between reading `now` and `waited`; the next or
+        # previous value is then too large by as much.
         self.secs += min(elapsed, max(2 * CHECK_SECS, computed))
         if self.reported or self.secs < STALL_SECS:
             return False
@@ -59,8 +59,8 @@ class StallTimer:
 class Watchdog:
     """Watches the event loop that runs `run`.
 
-    `longest_turn_secs`: the longest that a task had to wait while the loop's thread computed, since
-    `end_startup`. Waiting for the machine's CPUs is not in it.
+    `longest_turn_secs`: the longest time that a task had to wait while the loop's thread computed,
+    since `end_startup`, without time in which the thread waited for a CPU.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class Watchdog:
         self._in_startup = True
 
     def status(self) -> dict[str, object]:
-        """As GET /status shows it."""
+        """The record in GET /status."""
         at = self.last_stall_at
         return {
             "stalls": self.stalls,
@@ -88,7 +88,7 @@ class Watchdog:
         }
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled; the thread ends with it."""
+        """Watch until cancelled; the thread ends at the same time."""
         stop = threading.Event()
         threading.Thread(
             target=self._watch,
@@ -136,7 +136,7 @@ class Watchdog:
 
 
 def cpu_wait_secs(native_id: int) -> float:
-    """How long that thread of this process was ready to run and had no CPU, so far.
+    """The total time in which that thread of this process was ready to run, but had no CPU.
 
     proc(5), /proc/pid/schedstat; 0.0 from a kernel that does not count it.
     """

@@ -67,7 +67,8 @@ def refused(folder):
     """The line that says why."""
     shown, errors = run(folder)
     assert shown == PLAIN
-    assert errors.endswith(", so plain Python runs: tools/build-native makes a new one\n")
+    assert errors.startswith("omni-proxy: not using the native build in ")
+    assert errors.endswith("; run tools/build-native to rebuild it\n")
     assert errors.count("\n") == 1
     return errors
 
@@ -102,36 +103,36 @@ def test_a_set_that_was_made_of_another_text_is_not_used(folder, place):
         entry[place] = entry[place] + 1 if place == 0 else "0" * 64
 
     change(folder, is_other)
-    assert f"was made of another {CHANGED}" in refused(folder)
+    assert f"was built from a different {CHANGED}" in refused(folder)
 
 
 def test_a_text_that_is_not_there_any_more_is_another(folder):
     change(folder, lambda manifest: manifest["sources"].update({"omni_proxy/x.pxd": [0, 0, ""]}))
-    assert "was made of another omni_proxy/x.pxd" in refused(folder)
+    assert "was built from a different omni_proxy/x.pxd" in refused(folder)
 
 
 def test_a_set_without_a_module_or_with_half_of_one_is_not_used(folder):
     file = modules_of(folder) / f"{MODULES[3]}{SUFFIX}"
     file.write_text("h")
-    assert f"is damaged at {MODULES[3]}" in refused(folder)
+    assert f"has a damaged module {MODULES[3]}" in refused(folder)
     file.unlink()
-    assert f"is not complete ({file})" in refused(folder)
+    assert f"is incomplete ({file} is missing)" in refused(folder)
 
 
 def test_a_set_without_its_manifest_is_not_used(folder):
     (folder / "manifest.json").unlink()
-    assert "is not complete" in refused(folder)
+    assert "is incomplete" in refused(folder)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"suffix": 1, "folder": 2}', "\0"])
 def test_a_damaged_manifest_is_not_read(folder, text):
     (folder / "manifest.json").write_text(text)
-    assert "so plain Python runs" in refused(folder)
+    assert "it can't be read" in refused(folder)
 
 
 def test_a_set_for_another_python_is_not_used(folder):
     change(folder, lambda manifest: manifest.update(suffix=".cpython-27-x86_64-linux-gnu.so"))
-    assert "is of another Python" in refused(folder)
+    assert "was built for another Python" in refused(folder)
 
 
 def test_processes_of_one_program_say_it_once(folder):
