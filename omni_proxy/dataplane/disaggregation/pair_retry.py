@@ -1,8 +1,8 @@
-"""What follows when a pair has failed: another pair, the decode worker alone, or its error.
+"""After a failed pair: acquires another pair, falls back to the decode worker, or gives up.
 
-Contract: nothing has left for the client, and both legs are over. The next pair is acquired when
-`after` returns None. A worker is reported to outlier ejection for its own failures only, never for
-one of the transfer; the prefill leg reports its own. Source: features.md 2.4, 2.6.
+Contract: nothing has been sent to the client, and both legs have ended. The next pair is acquired
+when `after` returns None. A worker is reported to outlier ejection only for its own failures, never
+for one of the transfer; the prefill leg reports its own. Source: features.md 2.4, 2.6.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class PairRetry:
         self.statuses = FailedStatuses()  # of both legs
         self._reported: set[Worker] = set()  # decode workers with another failure; once for each
         self._pauses = 0
-        self._transfers = 0  # failed ones
+        self._transfers = 0  # failed KV transfers
 
     async def after(self, failed: PairFailed) -> HeldResponse | None:
-        """What the client gets of it; None: go on with the pair in the exchange, or with its worker
-        alone. Raises HttpError, ClientDisconnected, PhaseTimeout."""
+        """The response for the client; None if the request continues with the workers that the
+        exchange has acquired. Raises HttpError, ClientDisconnected, PhaseTimeout."""
         is_stale = failed.kind == STALE_CONNECTION
         if not is_stale:
             self._note(failed)
@@ -58,7 +58,7 @@ class PairRetry:
             balancer.release_prefill(self._exchange.legs)
         self._io.services.queue.serve()
         if is_stale:
-            self._exchange.attempts -= 1  # as a redial of a plain request, which is not counted
+            self._exchange.attempts -= 1  # not counted, like the redial of a plain request
         else:
             await self._pause()
         try:
@@ -77,7 +77,7 @@ class PairRetry:
             self._pauses += 1
 
     def _note(self, failed: PairFailed) -> None:
-        """Whose failure it is."""
+        """Record the failure, and report it to outlier ejection if the decode worker caused it."""
         exchange, services = self._exchange, self._io.services
         if exchange.trace is not None:
             exchange.trace.end_attempt(failed.worker, self._io.loop.now, failed.kind)
@@ -106,7 +106,7 @@ class PairRetry:
         return [worker for worker in both if worker is not None]
 
     def _keep_counts(self, kind: str = "") -> None:
-        """`kind`: of the failure that the present legs follow."""
+        """Copy the counts to the current legs. `kind`: of the failure before them."""
         legs = self._exchange.legs
         if legs is not None:
             legs.transfer_failures = self._transfers
@@ -114,8 +114,8 @@ class PairRetry:
                 legs.fallback = kind
 
     def _falls_back(self, failed: PairFailed) -> bool:
-        """Whether the decode worker computes the prompt itself, since prefill can't be tried
-        again."""
+        """Let the decode worker compute the prompt, if that is allowed after this failure. Returns
+        whether it does."""
         exchange = self._exchange
         legs, allowed = exchange.legs, self._io.settings.config.routing.disaggregation.fallback
         if legs is None or legs.connector == "sglang" or allowed != "decode":
@@ -137,7 +137,7 @@ class PairRetry:
         if failed.kind == "weights_changed":
             return self._exchange.attempts < allowed
         kinds = [failed.kind]
-        # The engines have ended it: as if the connection had broken.
+        # The engines ended the request, which is equivalent to a broken connection.
         if failed.is_transfer and failed.kind != "response_timeout":
             kinds.append("reset_before_response")
         return any(

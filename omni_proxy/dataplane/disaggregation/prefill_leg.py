@@ -1,10 +1,9 @@
-"""The prefill leg of a request: sent beside the decode leg, its answer read and mostly dropped.
+"""The prefill leg of a request: sends it to the prefill worker, and reads the response.
 
-Contract: the leg holds its worker's in-flight count until its own last byte, and releases it
-exactly once. A failure is reported to outlier ejection for this worker only, and not at all if it
-is one of the transfer. Nothing of its answer reaches the client from here. On the fast path
-(`send_directly`) it has no coroutine until its answer is not like the worker's last one. Source:
-features.md 2.6.
+Contract: the leg counts as in flight at its worker until its own last byte, and is released exactly
+once. A failure is reported to outlier ejection only for this worker, and not if the KV transfer
+failed. No byte of its response is sent to the client from here. On the fast path (`send_directly`)
+it has no coroutine unless its response differs from the worker's last one. Source: features.md 2.6.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ Leg = Literal["prefill", "decode"]
 
 
 class PairFailed(UpstreamError):
-    """A pair can't go on. `kind` as in `retry_on`, or "kv_transfer"; `status`: for the client;
-    `response`: the worker's own error, where it gave one; `error`: a refusal of the proxy itself.
-    `is_transfer`: neither worker is to be blamed."""
+    """A leg of a pair has failed. `kind`: as in `retry_on`, or "kv_transfer". `status`: for the
+    client. `response`: the worker's error response, if it sent one. `error`: an error of the proxy
+    itself. `is_transfer`: neither worker caused it."""
 
     def __init__(self, leg: Leg, worker: Worker, kind: str, error: str, status: int = 502) -> None:
         super().__init__(error)
@@ -77,7 +76,7 @@ class PairFailed(UpstreamError):
 def failure_of_response(
     leg: Leg, worker: Worker, response: HeldResponse, status: int
 ) -> PairFailed:
-    """Of a status of 400 and above."""
+    """The failure of a leg whose response has status 400 or above."""
     failure = PairFailed(leg, worker, str(status), f"status={status}", status)
     failure.response = response
     failure.is_transfer = names_transfer(status, response.chunk)
@@ -85,7 +84,7 @@ def failure_of_response(
 
 
 class Interruptible(Protocol):
-    """What sends the decode leg, and waits for its answer while prefill may fail."""
+    """The sender of the decode leg, whose wait a failure of the prefill leg interrupts."""
 
     @property
     def loop(self) -> EventLoop: ...
@@ -94,7 +93,7 @@ class Interruptible(Protocol):
 
 
 class Interrupt:
-    """Ends that wait by the leg's failure, from outside of the leg's own step."""
+    """Interrupts that wait outside of the leg's own step."""
 
     __slots__ = ("_leg", "_of", "waiting_on")
 
@@ -109,7 +108,7 @@ class Interrupt:
 
 
 class PrefillLeg(SideTask):
-    """`failure`: why it is of no use. `kept`: the payload of its answer, where it is needed."""
+    """`failure`: why the leg failed. `kept`: the payload of its response, if it is needed."""
 
     __slots__ = (
         "_cancelled", "_head", "_keeps", "_lines", "_pool", "_prediction", "_sent", "_sent_bytes",
@@ -126,15 +125,15 @@ class PrefillLeg(SideTask):
         self.on_end: Callable[[PrefillLeg], None] = ignore_end
         self.statuses: FailedStatuses | None = None  # of the request; None: this is its first leg
         self._cancelled = False
-        self._pool: UpstreamPool | None = None  # of the connection that it uses without a coroutine
-        self._sent: SentRequest | None = None  # on that, where a coroutine has to go on
+        self._pool: UpstreamPool | None = None  # of its connection, while it has no coroutine
+        self._sent: SentRequest | None = None  # the request that the coroutine continues
         self._prediction: CachePrediction | None = None
         self._sent_bytes = 0
         self.renew(io, legs, waiter, keeps=keeps)
 
     def renew(self, io: ExchangeIO, legs: TwoLegs, waiter: Steppable, *, keeps: bool) -> None:
-        """Make it as new, for another request. Only for one that has `ended_directly`: what such a
-        leg leaves as it was is left alone."""
+        """Reset it for another request. Only for a leg that has `ended_directly`: fields that such
+        a leg never changes are not reset."""
         exchange = legs.prefill
         assert exchange is not None
         assert exchange.worker is not None
@@ -143,20 +142,20 @@ class PrefillLeg(SideTask):
         self.worker: Worker = exchange.worker
         exchange.started_at = self.loop.now
         self.connections = "idle"
-        if legs.connector == "nixl":  # whose prefill engine alone says what it had cached
+        if legs.connector == "nixl":  # only the prefill engine reports its cached tokens
             self.connections = "redialled"
             need = exchange.requirements
             if need is not None and need.prediction is not None:
                 self._prediction = prediction_of_leg(exchange)
                 self._sent_bytes = io.exchange.bytes_in if io.exchange is not None else 0
-        exchange.requirements = None  # the body is changed already
+        exchange.requirements = None  # the body has already been changed
         self.deadline = io.deadline
         self._keeps = keeps
-        self.ended_directly = False  # with an ordinary answer, and without a coroutine
+        self.ended_directly = False  # it succeeded without a coroutine
         legs.begun = True
 
     def send(self, head: RequestHead, body: bytes) -> None:
-        """Begin, in a coroutine."""
+        """Send the request in a coroutine."""
         self._head, self._lines = head, head.lines
         self.exchange.body = body
         self.start()
@@ -164,8 +163,8 @@ class PrefillLeg(SideTask):
     def send_directly(
         self, pool: UpstreamPool, head: RequestHead, lines: bytes, length_line: bytes, body: bytes
     ) -> None:
-        """Begin without a coroutine, on an idle connection, of which the pool has one. `lines`:
-        those of `head`, which need not have them."""
+        """Send the request without a coroutine, on an idle connection, which the pool must have.
+        `lines`: used instead of the lines of `head`."""
         exchange, loop, stream = self.exchange, self.loop, pool.idle.pop()
         stream.task = self
         self._head, self._lines, self._pool = head, lines, pool
@@ -173,15 +172,15 @@ class PrefillLeg(SideTask):
         self.upstream = self.waiting_on = stream
         loop.side_tasks += 1
         loop.tasks.add(self)
-        # As `start_waiting`; the proxy's own time is counted once for both legs.
+        # As `start_waiting`, but the proxy's own time is counted only for the decode leg.
         exchange.sent_at = now = loop.now
         self.phase, due = "wait", now + self.settings.limits.prefill_head
         self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
         stream.write_soon(encode_request(pool.host_line, [lines], length_line, body))
 
     def step(self, error: BaseException | None = None) -> None:
-        """Without a coroutine: an event of its connection, or a time-out. What is not ordinary is
-        for the coroutine, which begins here then."""
+        """Without a coroutine, handle an event of the connection or a timeout. Anything but an
+        ordinary response starts the coroutine."""
         pool, stream = self._pool, self.upstream
         if pool is None or stream is None:
             super().step(error)
@@ -191,7 +190,7 @@ class PrefillLeg(SideTask):
             try:
                 chunk = stream.read(READ_BYTES)
             except OSError:
-                chunk = b""  # the next read sees the end
+                chunk = b""  # handled like a close
         if chunk is None:
             self.waiting_on = stream
             return
@@ -202,7 +201,8 @@ class PrefillLeg(SideTask):
         super().step()
 
     def _take(self, pool: UpstreamPool, stream: Stream, chunk: bytes) -> bool:
-        """Whether it is a whole answer like the worker's last one: then the leg is over."""
+        """End the leg if this is a complete response like the worker's last one. Returns whether it
+        is."""
         body = usual_body(pool, chunk, self.services.response_heads, self.services.fleet)
         status = pool.response_template.status
         if body is None or status >= 400:
@@ -224,7 +224,7 @@ class PrefillLeg(SideTask):
         return True
 
     def close_coroutine(self) -> None:
-        """Without one: what its end would do."""
+        """As for a coroutine; without one, do what its end would do."""
         is_direct, self._pool = self._pool is not None, None
         super().close_coroutine()
         if is_direct:
@@ -232,7 +232,7 @@ class PrefillLeg(SideTask):
 
     @property
     def response_head_secs(self) -> float:
-        """A pair that stays silent is ended, since its engines would wait for minutes."""
+        """A pair without a response is ended early: its engines might wait for minutes."""
         return self.settings.limits.prefill_head
 
     async def run(self) -> None:
@@ -240,15 +240,15 @@ class PrefillLeg(SideTask):
             await self._exchange()
         except AttemptFailed as failed:
             failure = self._fail(failed.kind, failed.error, failed.status)
-            failure.is_transfer = failed.kind == STALE_CONNECTION  # nobody's failure
+            failure.is_transfer = failed.kind == STALE_CONNECTION  # the worker didn't fail
             if failed.kind == "response_timeout":
                 self._settle_timeout()
-        except HttpError as refused:  # not the worker's fault
+        except HttpError as refused:  # caused by the proxy
             self._fail(str(refused.code), refused.message).error = refused
         except (UpstreamProtocolError, OSError) as broken:
             self._fail("reset_before_response", f"RemoteProtocolError: {broken}")
         except PhaseTimeout as expired:
-            self._fail("response_timeout", f"ReadTimeout: it fell silent (phase {expired})", 504)
+            self._fail("response_timeout", f"ReadTimeout: no data in time (phase {expired})", 504)
 
     async def _exchange(self) -> None:
         exchange = self.exchange
@@ -279,17 +279,17 @@ class PrefillLeg(SideTask):
     def _settle_timeout(self) -> None:
         secs = self.settings.limits.transfer
         if secs < self.settings.limits.response_head and self.failure is not None:
-            self._fail("response_timeout", f"no answer within {secs:g} s", 504).is_transfer = True
+            self._fail("response_timeout", f"no response within {secs:g} s", 504).is_transfer = True
 
     @property
     def is_answered(self) -> bool:
-        """Whether its engine is done with the request: its whole answer has come."""
+        """Whether its engine has ended the request: its whole response was received."""
         failure = self.failure
         whole = failure is None or failure.response is not None
         return self.readable and whole and not self._cancelled
 
     def cancel(self) -> None:
-        """The pair is over: what this leg would say does not matter any more."""
+        """End the leg, whose result is not needed any more."""
         if not self.readable:
             self._cancelled = True
             super().cancel()
@@ -309,7 +309,7 @@ class PrefillLeg(SideTask):
         self._release(SUCCEEDED if exchange.outcome == "completed" else FAILED)
 
     def _release(self, result: int) -> None:
-        """Count it, and give back what it holds; `on_end` is called last."""
+        """Count the leg, and release its worker; `on_end` is called last."""
         services, exchange, worker = self.services, self.exchange, self.worker
         if result == SUCCEEDED:
             recorders = services.recorders
@@ -339,7 +339,8 @@ class PrefillLeg(SideTask):
 
 
 def limit_by_transfer(io: ExchangeIO) -> float:
-    """Prefill is done: until when the decode worker must begin, 0.0 for no limit."""
+    """Prefill has ended: limit the phase. Returns when the decode worker must have begun, 0.0 for
+    no limit."""
     secs = io.settings.limits.transfer
     if secs == inf:
         return 0.0
@@ -350,4 +351,4 @@ def limit_by_transfer(io: ExchangeIO) -> float:
 
 
 def ignore_end(_: PrefillLeg) -> None:
-    """Nobody is to be told."""
+    """The default of `PrefillLeg.on_end`: does nothing."""

@@ -1,9 +1,9 @@
 """Retries: which failed attempts may be repeated, after which back-off, and at which worker.
 
-Invariant: nothing has left for the client yet. The next worker is acquired already when a method
-returns it. A response whose status is retried is held, its connection open, until another worker
-was found: else it goes to the client as it is. RetryState is made only when an attempt has failed,
-so that a request that goes well pays nothing.
+Invariant: nothing has been sent to the client yet. A worker that a method returns is already
+acquired. A response whose status is retried is kept, with its connection open, until another worker
+is acquired; if none can be, the client gets it. RetryState is created only after a failed attempt,
+so that successful requests don't pay for it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class RetryState:
         self._statuses.report(self._io.services, self._exchange, worker, status)
 
     async def next_worker(self, failure: str, error: HttpError) -> Worker:
-        """The worker of the next attempt. Raises `error` where there is none, ClientDisconnected,
+        """The worker of the next attempt. Raises `error` if there is none, ClientDisconnected,
         PhaseTimeout."""
         worker = self._exchange.worker
         assert worker is not None
@@ -75,11 +75,11 @@ class RetryState:
             raise error
         body_stream = self._io.body_stream
         if body_stream is not None and body_stream.poured:
-            error.message += "; not tried again: its body was not kept, since it is large"
+            error.message += "; not retried: its body was streamed because it is large"
             raise error
         if self._is_too_large():
             most = self._io.settings.config.routing.retry_body_bytes
-            error.message += f"; not tried again: its body is larger than {most} bytes"
+            error.message += f"; not retried: its body is larger than {most} bytes"
             raise error
         self._release(worker)
         await self._pause()
@@ -89,7 +89,8 @@ class RetryState:
             return await queue_for_retry(self._io, self._exchange, self._tried, no_worker, error)
 
     async def worker_after_response(self, start: ResponseStart) -> Worker | None:
-        """The same for a response of 400 and above; None where the client gets it as it is."""
+        """As `next_worker`, for a response with status 400 and above; None if the client must get
+        it."""
         io, exchange, worker = self._io, self._exchange, self._exchange.worker
         assert worker is not None
         self.report_status(worker, start.response.status)
@@ -109,11 +110,11 @@ class RetryState:
         return another
 
     def _acquire(self) -> Worker:
-        """Raises HttpError."""
+        """Acquire a worker for the next attempt. Raises HttpError."""
         exchange = self._exchange
         worker = self._io.services.balancer.acquire(exchange, self._tried)
         if exchange.rank is None:
-            exchange.last_rank = None  # of an attempt before, perhaps at this worker
+            exchange.last_rank = None  # of an earlier attempt, which may be at this worker
         return worker
 
     def _is_allowed(self, failure: str) -> bool:
@@ -177,20 +178,20 @@ async def queue_for_retry(
 
 
 def allowed_attempts(max_total_retries: int) -> int:
-    """Attempts of one request in all; 0 and 1 mean a single one."""
+    """The maximum number of attempts of one request; 0 and 1 both allow one."""
     return max(1, max_total_retries)
 
 
 def may_retry(failure: str, made: int, allowed: int, retry_on: Collection[str]) -> bool:
-    """`failure` is a name of `retry_on`; `made` attempts of `allowed` are spent."""
+    """`failure`: a name as in `retry_on`. `made`: how many attempts of `allowed` were made."""
     return made < allowed and failure in retry_on
 
 
 def counts_as_failed(status: int, retry_on: Collection[str]) -> bool:
     """Whether a worker's response with this status counts against it.
 
-    A gateway's 502 and 504 always do. A 503 says "busy", which is no failure. Of the other 5xx
-    those do that are retried: to retry a 500 is to take it for a failure of the worker.
+    A gateway's 502 and 504 always do. A 503 means "busy", which is no failure. Other 5xx do if they
+    are retried: a retry of a 500 implies that it is a failure of the worker.
     """
     if status < 500 or status == 503:
         return False
@@ -198,10 +199,11 @@ def counts_as_failed(status: int, retry_on: Collection[str]) -> bool:
 
 
 def pause_secs(made: int, chance: float) -> float:
-    """Before another attempt, `made` such pauses after the first; `chance` is in [0, 1).
+    """The pause before another attempt, in seconds. `made`: earlier pauses. `chance`: random, in
+    [0, 1).
 
-    Doubles from 50 ms to 1 s; half of it is left to chance, so that requests which failed together
-    are not repeated together.
+    It doubles from 50 ms to 1 s. Up to half of it is random, so that requests that failed together
+    are not retried together.
     """
     whole = exponential_delay(made, FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS)
     return max(FIRST_PAUSE_SECS, whole * (0.5 + 0.5 * chance))

@@ -1,8 +1,8 @@
-"""Connects a speech session to a worker: pick, dial, WebSocket handshake, retry where allowed.
+"""Connects a speech session to a worker: pick, dial, WebSocket handshake, retry if allowed.
 
-Contract: nothing of the session has been sent to a worker whose attempt failed. Failed connections
-and the statuses that count against a worker's health are reported as those of any other response
-(`dataplane/upstream/retry`), and nothing else is. Source: omni-router.md 12, RFC 6455.
+Contract: no message of the session was sent to a worker whose attempt failed. Only failed
+connections and the statuses that count against a worker's health are reported, as for any other
+response (`dataplane/upstream/retry`). Source: omni-router.md 12, RFC 6455.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ UNAVAILABLE: Final = "503"
 async def connect_worker(
     io: ExchangeIO, exchange: Exchange, head: RequestHead
 ) -> tuple[Stream, bytes]:
-    """The stream to a worker that answered 101, and the bytes behind that head.
+    """The stream to a worker that responded 101, and the bytes after that head.
 
     Raises HttpError, ClientDisconnected.
     """
@@ -78,7 +78,7 @@ async def _wait_for_worker(io: ExchangeIO, exchange: Exchange, error: HttpError)
 async def _open(
     io: ExchangeIO, exchange: Exchange, head: RequestHead, worker: Worker
 ) -> tuple[Stream, bytes]:
-    """Dial and shake hands, under one timeout. Raises AttemptFailed."""
+    """Dial and do the handshake, under one timeout. Raises AttemptFailed."""
     pool, nonce = io.services.pools.of(exchange.rank or worker), generate_nonce()
     io.set_timeout("dial", io.settings.config.health.timeout_secs)
     try:
@@ -101,7 +101,7 @@ async def _open(
             raise AttemptFailed(
                 "connect_failure", "ConnectTimeout: no connection in time"
             ) from None
-        late = "ReadTimeout: no answer to the handshake in time"
+        late = "ReadTimeout: no response to the handshake in time"
         raise AttemptFailed("response_timeout", late, 504) from None
     if status != 101:
         kind = UNAVAILABLE if status == 503 else REFUSED
@@ -111,7 +111,7 @@ async def _open(
 
 
 async def _read_status(io: ExchangeIO, upstream: Stream, nonce: bytes) -> tuple[int, bytes]:
-    """The status of the response, other 1xx skipped, and the bytes behind its head."""
+    """The status of the response, and the bytes after its head. Skips 1xx other than 101."""
     buffer, heads = b"", 0
     while True:
         while end := find_response_head_end(buffer):
@@ -123,7 +123,7 @@ async def _read_status(io: ExchangeIO, upstream: Stream, nonce: bytes) -> tuple[
             check_interim(heads)
         chunk = await io.read(upstream)
         if not chunk:
-            raise UpstreamProtocolError("it closed without an answer to the handshake")
+            raise UpstreamProtocolError("it closed without a response to the handshake")
         buffer += chunk
 
 
@@ -134,14 +134,14 @@ def _close_upstream(io: ExchangeIO) -> None:
 
 
 def _with_numeric_code(error: HttpError) -> HttpError:
-    """In an error event `code` is the status, and the reason has a field of its own."""
+    """The error for an error event, whose `code` is the status and whose `reason` is separate."""
     if isinstance(error.code, int):
         return error
     return HttpError(error.status, error.message, error.status, reason=error.code)
 
 
 def _client_error(failed: AttemptFailed) -> HttpError:
-    """The client's error when no worker has accepted its session."""
+    """The error for the client if no worker accepted the session."""
     code, reason = failed.status, failed.kind
     if code == 429:
         message = "upstream WebSocket is overloaded"

@@ -1,10 +1,10 @@
 """The WebSocket route: a speech session between a client and one worker.
 
-The client's handshake is accepted first, since only its first message says which worker it needs;
-from then on every error is an error event and a close frame. Frames are relayed both ways, and each
-side is read only while the other takes what it has (back-pressure). A client's messages are sent on
-whole, so that none above its limit reaches a worker in part; a worker's in the chunks in which they
-come. Source: omni-router.md 12, RFC 6455.
+The client's handshake is accepted first, because only its first message determines the worker; from
+then on every error is an error event and a close frame. Frames are relayed both ways, and each side
+is read only while the other accepts all bytes (back-pressure). A client's messages are forwarded
+whole, so that no part of one above its limit reaches a worker; a worker's in chunks as they arrive.
+Source: omni-router.md 12, RFC 6455.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from omni_proxy.wire.websocket import (
 CONFIG_SECS: Final = 10.0
 CONFIG_BYTES: Final = 15_029_592
 CONFIG_READ_BYTES: Final = 32768  # bounds the work of parsing the smallest frames
-BYTES_PER_READ: Final = 1024  # frames may be so small that so many bytes are as much work as a read
+BYTES_PER_READ: Final = 1024  # parsing this many bytes of tiny frames costs as much as a read
 MESSAGE_BYTES: Final = 131072
-CLOSE_SECS: Final = 2.0  # for both sides to answer the close frame
+CLOSE_SECS: Final = 2.0  # how long both sides may take to reply to the close frame
 
 
 class _SessionEnd(Exception):
@@ -92,7 +92,7 @@ async def session(io: ExchangeIO, exchange: Exchange, head: RequestHead) -> bool
 
 
 class _Session:
-    """Both sides of one session, and the events that were seen so far."""
+    """Both sides of one session, and its events so far."""
 
     def __init__(self, io: ExchangeIO, exchange: Exchange) -> None:
         self.io = io
@@ -102,7 +102,7 @@ class _Session:
         self.speech_events = SpeechEvents()
 
     async def run(self, head: RequestHead) -> None:
-        """From the client's first message to the end.
+        """Run the session, from the client's first message to its end.
 
         Raises _SessionEnd, HttpError, ClientDisconnected.
         """
@@ -175,7 +175,7 @@ class _Session:
             if not up.out:
                 progress |= self._read_client(client)
             elif client.peer_closed:
-                # The worker does not take what the client sent last; there is no point in waiting.
+                # The worker does not accept the client's last bytes, and no reply can be sent.
                 raise ClientDisconnected
             if progress:
                 io.set_timeout("relay", idle)
@@ -197,11 +197,11 @@ class _Session:
         try:
             return worker.send_from(self.up.out) > 0
         except OSError:
-            self.up.out.clear()  # what it sent before it broke is still to be read
+            self.up.out.clear()  # bytes that it sent before the error must still be read
             return True
 
     def _read(self, sock: Stream) -> bytes | None:
-        """The bytes that are there: None for none yet, b"" at the end. Raises OSError."""
+        """Received bytes: None if none have arrived, b"" at the end. Raises OSError."""
         chunk = sock.read(READ_BYTES) if sock.readable else None
         if chunk:
             self.io.reads_since_pause += len(chunk) // BYTES_PER_READ
@@ -227,7 +227,7 @@ class _Session:
             self.up.send(message)
 
     def _next_client_message(self, limit: int) -> str | bytes | None:
-        """The client's next whole message, None until more bytes come.
+        """The client's next whole message, None until more bytes arrive.
 
         Raises _SessionEnd, HttpError 413.
         """
@@ -273,7 +273,8 @@ class _Session:
                     exchange.end("completed", "")
 
     def _worker_closed(self, close: CloseConnection | None, reason_text: str) -> _SessionEnd:
-        """What the worker's close means: an end, an application error, or a failure."""
+        """The end of the session after the worker's close: regular, an application error, or a
+        failure."""
         exchange, speech_events = self.exchange, self.speech_events
         message = "upstream WebSocket closed before session.done"
         code, reason = (1000, "") if speech_events.done else (1011, message)
@@ -296,7 +297,7 @@ class _Session:
         report_failure(self.io.services.fleet, self.exchange, worker, error)
 
     def _on_idle_timeout(self) -> None:
-        """No byte was relayed for idle_secs. Raises HttpError if the client can be told."""
+        """No byte was relayed for idle_secs. Raises HttpError if the client can still get it."""
         if self.down.out:
             self.exchange.end("client_stalled", "client", "the client stopped reading")
             self.io.client.close(reset=True)
@@ -308,7 +309,8 @@ class _Session:
             raise HttpError(408, "the session was silent for too long", 408)
 
     async def close(self, end: _SessionEnd) -> None:
-        """Send close frames and drain both sides: closing on unread bytes would reset them away."""
+        """Send close frames and drain both sides: closing with unread bytes would reset the
+        connection."""
         io, down, worker = self.io, self.down, self.io.upstream
         if end.error is not None and not down.in_message:
             down.send(error_event(end.error))
@@ -344,7 +346,7 @@ class _Session:
 
 
 def _for_target(first: str | bytes, need: Requirements) -> str | bytes:
-    """The client's first message, with the model of the alias's target where it names one."""
+    """The client's first message, with the model of the alias's target if it names a model."""
     alias, model = need.alias, need.target_model
     if alias is None or model is None or not alias.spans:
         return first
