@@ -60,7 +60,7 @@ def random_below(bound: int) -> int:
     """A random number from 0 to `bound` - 1, as `random.randrange`, but faster. Raises ValueError
     if `bound` is below 1."""
     if bound < 1:
-        raise ValueError("the bound must be at least 1")
+        raise ValueError("the bound must not be below 1")
     bits = (bound - 1).bit_length()
     drawn = getrandbits(bits)
     while drawn >= bound:

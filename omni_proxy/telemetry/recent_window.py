@@ -59,7 +59,7 @@ class Point(NamedTuple):
 
 
 class WorkerWindow(NamedTuple):
-    """A worker's last minute. `answers`: responses that began, which the latencies are of."""
+    """A worker's last minute. `answers`: responses that began; the latencies are of these."""
 
     rate: float
     errors: int

@@ -1,4 +1,4 @@
-"""One client connection: read a request, have it responded to, finalize it, go on to the next.
+"""One client connection: reads a request, runs its exchange, finalizes it, and reads the next.
 
 Contract: this file owns the client's socket. Only this file decides whether the connection is kept,
 and every HttpError raised in an exchange becomes a local reply here. The steps of an exchange are
