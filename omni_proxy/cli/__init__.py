@@ -1,4 +1,4 @@
-"""Command dispatch: argv to an exit status; 0: success, 2: usage error, nothing ran.
+"""Dispatches a command line to its command. Exit status 0: success; 2: usage error, nothing ran.
 
 The first argument selects the command; the default is `serve`. A command's module is imported when
 it runs: `omni-proxy check` must not wait for a model runtime.
@@ -75,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that are closed (`>&-`): else a socket would get the descriptor, and
-    with it what is printed."""
+    """Open standard streams that are closed (`>&-`). Otherwise a socket would get the descriptor,
+    and printed text would go to its peer."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) < len(STREAMS):
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

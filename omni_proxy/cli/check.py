@@ -51,8 +51,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_keys(config: Config, file: str) -> list[str]:
-    """The variables with keys that are not set here, where the proxy may not run. Raises
-    ConfigError for files with keys that can't be used."""
+    """Notes about key variables that are not set in this environment, which may not be the proxy's.
+    Raises ConfigError for key files that can't be used."""
     reader = KeyReader(os.environ, read_key_file)
     problems: list[Problem] = []
     unset: dict[str, str] = {}
@@ -72,18 +72,18 @@ def check_keys(config: Config, file: str) -> list[str]:
         ]
     if problems:
         raise ConfigError(problems, file)
-    return [f"{place}: {name} is not set here; the start needs it" for place, name in unset.items()]
+    return [f"{place}: {name} is not set here; the proxy needs it" for place, name in unset.items()]
 
 
 def alias_notes(config: Config) -> list[str]:
-    """The targets of aliases that no worker of the file has. None where the file does not know all
-    that there will be: workers that are discovered, adapters that engines report."""
+    """Notes about alias targets that no worker of the file serves. Empty if the file can't list all
+    models: with discovered workers, or adapters that engines report."""
     loras = [worker.loras for worker in config.workers]
     if config.discover or "auto" in loras:
         return []
     named = [worker.model for worker in config.workers] + [group.model for group in config.launch]
     models = {model or config.routing.model for model in named} - {""}
-    if not models:  # then any worker takes them
+    if not models:  # workers without a model take any request
         return []
     known = set(models)
     for lora in chain.from_iterable(loras):
@@ -98,7 +98,7 @@ def alias_notes(config: Config) -> list[str]:
 
 
 def model_notes(config: Config) -> list[str]:
-    """Workers that have no model beside others that have one."""
+    """Notes about workers without a model, if other workers have one."""
     if config.routing.model:
         return []
     named = [(f"workers[{i}]", each.model or each.loras) for i, each in enumerate(config.workers)]
@@ -107,7 +107,7 @@ def model_notes(config: Config) -> list[str]:
     unnamed = [place for place, model in named if not model]
     if len(unnamed) == len(named):
         return []
-    reason = "no request that names a model finds it, for others have one"
+    reason = "it gets no request that names a model, because other workers have one"
     return [f"{place}: has no model: {reason}" for place in unnamed]
 
 

@@ -1,7 +1,7 @@
 """`omni-proxy __complete LINE`: workers of the running proxy, for completion scripts.
 
-Called at a press of TAB with the command line up to the cursor. Contract: a name per line, none if
-no proxy answers in time; exit status 0, and no other output.
+The shell runs it on TAB, with the command line up to the cursor. Contract: one name per line, none
+if no proxy answers in time; exit status 0, and no other output.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
 def _names(line: str) -> Iterator[str]:
     """Names of workers that LINE does not contain yet and that begin with its last word.
 
-    Raises AdminClientError, ChangeRefused; ValueError for a quote that is open, ArgumentError,
-    OSError.
+    Raises AdminClientError, ChangeRefused, ArgumentError, OSError; ValueError for an open quote.
     """
     args = [os.path.expandvars(os.path.expanduser(arg)) for arg in shlex.split(line)]
     typed = args.pop() if args and not line[-1:].isspace() else ""

@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def pages() -> list[Page]:
-    """What can be completed, by command; the first page is for an empty command line."""
+    """One page of completions per command; the first page is for an empty command line."""
     listed: list[Page] = []
     for name, subparser in _parsers():
         listed += _pages(name, subparser)
@@ -129,7 +129,7 @@ def _flag(action: argparse.Action) -> Flag:
 
 
 def _values_of(key: str) -> tuple[str, ...]:
-    """The values of a flag that sets a key of the configuration, where the key has a list."""
+    """The values of a flag, if it sets a configuration key with a fixed list of values."""
     if key.rpartition(".")[2] in ("policy", "policies", "prefill_policy", "decode_policy"):
         return POLICIES
     if key == "kv_connector":

@@ -1,4 +1,4 @@
-"""`omni-proxy explain`: where the running proxy would send a request, and why; nothing is sent.
+"""`omni-proxy explain`: shows where the running proxy would send a request, and why.
 
 Exit status 0: a worker would get it; 1: none would, or the request is refused; 2: no proxy could be
 reached.
@@ -38,16 +38,18 @@ examples:
 def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy explain",
-        description="Where the running proxy would send a request, and why. Nothing is sent.",
+        description="Show where the running proxy would send a request, and why. Nothing is sent.",
         epilog=_EPILOG,
     )
-    result.add_argument("file", metavar="FILE", nargs="?", default="-", help="the body; - is stdin")
+    result.add_argument(
+        "file", metavar="FILE", nargs="?", default="-", help="the request body; - is stdin"
+    )
     result.add_argument(
         "--path", default=DEFAULT_PATH, help=f"the model route (default {DEFAULT_PATH})"
     )
     result.add_argument(
         "--header", metavar="'NAME: VALUE'", action="append", default=[], dest="headers",
-        help="a request header, as a routing hint or session key",
+        help="a request header, such as a routing hint or a session key; repeatable",
     )  # fmt: skip
     add_target_arguments(result)
     result.add_argument("--json", action="store_true", help="print the proxy's reply unchanged")
@@ -127,12 +129,12 @@ def render_explanation(body: JsonObject) -> list[str]:
 
 
 def _target(row: JsonObject) -> str:
-    """The worker's URL; with its data-parallel rank, where it has any."""
+    """The worker's URL, with the data-parallel rank if there is one."""
     return f"{row['url']} rank {row['rank']}" if "rank" in row else str(row["url"])
 
 
 def _alias(body: JsonObject) -> Iterator[str]:
-    """What the requested name stands for; nothing if it is a model's own."""
+    """Lines about the requested alias; none if the request names a model."""
     alias = body.get("alias")
     if not alias:
         return

@@ -45,7 +45,8 @@ def prepare_frozen_binary() -> None:
 
 
 def lead_process_group() -> None:
-    """A new process group: Ctrl-C goes to the whole group, and the outer one forwards it too."""
+    """Start a new process group. In the old one the inner process would get Ctrl-C twice: from the
+    terminal, and forwarded by the outer process."""
     if is_frozen_binary():
         os.setpgid(0, 0)
 
@@ -57,7 +58,7 @@ def start_cleanup_process(starter: int, unpacked: Path | None) -> None:
 
 
 def _follow(starter: int, unpacked: Path | None) -> None:
-    # Signals are handled by the thread that waits for them.
+    # Signals are delivered to the other threads, which handle them.
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         descriptor = os.pidfd_open(starter)

@@ -1,4 +1,4 @@
-"""`omni-proxy launch`: replicas and the proxy in front of them, from one command line.
+"""`omni-proxy launch`: starts replicas and the proxy in front of them from one command line.
 
 `omni-proxy launch-router` is the same without replicas. Contract: both take the flags of
 sglang-router and have its defaults (routers.md 4 and 5); other flags go to the engine.
@@ -84,7 +84,7 @@ def _entries(arguments: Namespace, engine_flags: Sequence[str]) -> tuple[LaunchE
         count = arguments.data_parallel_size or 1
         return (_entry(arguments, engine_flags, count, arguments.worker_base_port),)
     if not (prefill and decode):
-        raise EngineCommandError("--prefill and --decode need each other: name a number for both")
+        raise EngineCommandError("--prefill and --decode need each other: pass a number for both")
     if arguments.data_parallel_size:
         raise EngineCommandError("--dp-size starts replicas without a role: leave it out")
     if arguments.command:
@@ -146,7 +146,7 @@ def _words(command: str) -> tuple[str, ...]:
 
 
 def free_ports(host: str, base: int, count: int, flag: str = "--worker-base-port") -> int:
-    """The first port from `base`, which is that of `flag`, that begins `count` free ones in a row.
+    """The first of `count` consecutive free ports, searched from `base`, the value of `flag`.
 
     Raises EngineCommandError.
     """
@@ -157,7 +157,7 @@ def free_ports(host: str, base: int, count: int, flag: str = "--worker-base-port
             return first
         first = in_use[-1] + 1
     raise EngineCommandError(
-        f"no {count} free ports in a row on {host} from {base} on: end other programs, or name "
+        f"no {count} free ports in a row on {host} from {base} on: end other programs, or pass "
         f"another {flag}"
     )
 

@@ -1,4 +1,4 @@
-"""`omni-proxy picker`: the policies without the relay, for Envoy and for callers of POST /select.
+"""`omni-proxy picker`: runs the policies without a relay, for Envoy and callers of POST /select.
 
 It is the program of `omni-proxy serve` with one data-plane process, whose listener has control
 routes only. Exit status 2: nothing ran.
@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as refusal:
         print(refusal, file=sys.stderr)
         return 2
-    # Counts of one process need no other to agree.
+    # A single process: there are no counts of other processes to agree with.
     overrides = {**startup.overrides, "server.processes": 1}
     return start(replace(startup, overrides=overrides, picker=True))
 
@@ -45,5 +45,5 @@ def main(argv: Sequence[str]) -> int:
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package around it
+    except ModuleNotFoundError:  # its parent package is missing
         return False

@@ -1,6 +1,6 @@
-"""`omni-proxy weights rollout`: begin a rolling update, follow it, pause, resume or cancel it.
+"""`omni-proxy weights rollout`: starts, follows, pauses, resumes or cancels a rolling update.
 
-Invariant: following changes nothing, and Ctrl-C ends only the following: the rollout goes on. Exit
+Invariant: following changes nothing, and Ctrl-C stops only the display: the rollout continues. Exit
 status 0: done, or it succeeded; 1: the proxy refused it, or it failed or was cancelled; 2: the
 proxy can't be reached.
 """
@@ -40,34 +40,41 @@ _FIELDS: Final = (
 def add_rollout_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action", nargs="?", choices=ACTIONS,
-        help="pause, resume or cancel the running one; status, the default, shows it",
+        help="pause, resume or cancel the running rollout; status, the default, shows it",
     )  # fmt: skip
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--model-path", metavar="PATH", help="begin one: a path the workers read")
     source.add_argument(
-        "--version", metavar="VERSION", help="begin one: the label or number of a stored version"
+        "--model-path", metavar="PATH", help="start a rollout from a path that workers read"
+    )
+    source.add_argument(
+        "--version",
+        metavar="VERSION",
+        help="start a rollout of a stored version, by label or number",
     )
     parser.add_argument("--weight-version", metavar="LABEL", help="the label of the new weights")
     parser.add_argument(
-        "--max-unavailable", metavar="N", help='workers out at a time, or "25%%" (default 1)'
+        "--max-unavailable",
+        metavar="N",
+        help='workers out of rotation at a time, or "25%%" (default 1)',
     )
     parser.add_argument(
         "--canary", metavar="N", type=int, help="workers that must succeed first (default 1)"
     )
     parser.add_argument(
-        "--pause-after-canary", action="store_true", help="wait for resume after those"
+        "--pause-after-canary",
+        action="store_true",
+        help="wait for `resume` after the canary workers",
     )
     parser.add_argument(
         "--drain-secs", metavar="SECS", type=float,
-        help="how long running requests may take to end (default: the configured time; 0: as long "
-        "as they need)",
+        help="time for requests in flight to end (default: the configured time; 0: no limit)",
     )  # fmt: skip
-    parser.add_argument("--load-format", metavar="FORMAT", help="how the files are to be read")
+    parser.add_argument("--load-format", metavar="FORMAT", help="load format of the files")
     parser.add_argument(
-        "--selector", metavar="TERMS", help="begin one: only these workers, as in model=m"
+        "--selector", metavar="TERMS", help="start a rollout on only these workers, as in model=m"
     )
     parser.add_argument(
-        "--follow", "-f", action="store_true", help="show each step until it has ended"
+        "--follow", "-f", action="store_true", help="show each step until the rollout has ended"
     )
 
 

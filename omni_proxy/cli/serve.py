@@ -1,7 +1,7 @@
 """`omni-proxy [serve]`: runs the server with the settings of the command line; `launch-router`
 does so with the defaults of sglang-router.
 
-FILE is not read here but by the server, with the code that reloads it.
+This module does not read FILE; the server does, with the code that reloads it.
 """
 
 import os
@@ -23,16 +23,16 @@ from omni_proxy.config.pool_flags import PoolFlags, connector_of, pool_workers
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.tables.discovery_flags import DiscoveryFlags, discover_entries
 
-# As sglang-router has it.
+# The defaults of sglang-router.
 DEFAULTS: Final[dict[str, object]] = {
     "routing.policy": "cache_aware",
-    # Its clients expect a worker's passing failure to be tried elsewhere, and tell "busy" (429)
-    # from "out of order" (503).
+    # Its clients expect a retry on another worker after a transient failure, and distinguish busy
+    # (429) from unavailable (503).
     "routing.retry_on": typing.get_args(RetryCause),
     "server.overload_status": 429,
 }
-# Where vllm-router differs from it: what names a session. Its clients send one `Authorization` for
-# all of theirs; of ids of single requests there is no session.
+# vllm-router differs in what identifies a session: a client sends the same `Authorization` in all
+# of its sessions, and the id of a single request identifies no session.
 VLLM_DEFAULTS: Final[dict[str, object]] = {
     "routing.session_headers": ("x-session-id", "x-user-id", "x-tenant-id"),
     "routing.session_body_keys": (
@@ -96,7 +96,7 @@ def startup_of(
 
 
 def _pool_flags(arguments: Namespace) -> PoolFlags:
-    """`launch` has none of them."""
+    """The flags for prefill and decode workers; `launch` has none of them."""
     given = vars(arguments)
     return PoolFlags(
         prefill=given.get("prefill") or (),
@@ -108,9 +108,9 @@ def _pool_flags(arguments: Namespace) -> PoolFlags:
 
 
 def _discovery_flags(arguments: Namespace, pools: PoolFlags) -> DiscoveryFlags:
-    """`launch` has none of them."""
+    """The flags for discovery in Kubernetes; `launch` has none of them."""
     given = vars(arguments)
-    # vllm-router's arguments name a connector always, with pools or without.
+    # vllm-router's arguments always name a connector, with or without pools.
     selects_pools = given.get("prefill_selector") or given.get("decode_selector")
     has_pools = pools.sglang or pools.vllm or (pools.connector and selects_pools)
     return DiscoveryFlags(
@@ -137,7 +137,7 @@ def router_startup(
 def routed(
     arguments: Namespace, launch: tuple[LaunchEntry, ...], dialect: Dialect = "sglang"
 ) -> Startup:
-    """Without --config FILE the defaults are those of sglang-router."""
+    """The startup of a router; without --config FILE its defaults are those of sglang-router."""
     startup = startup_of(arguments, os.environ.get("SGLANG_OMNI_ADMIN_KEY", ""), launch)
     if arguments.config is not None:
         return startup

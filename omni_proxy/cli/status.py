@@ -1,4 +1,4 @@
-"""`omni-proxy status`: the state of the running proxy on one screen, with what needs attention.
+"""`omni-proxy status`: shows the state of the running proxy and what needs attention.
 
 Exit status 0: ready; 1: not ready; 2: no proxy could be reached.
 """
@@ -64,21 +64,21 @@ WIDTH: Final = 80  # without a terminal, and the minimum
 ROWS: Final = 12
 REMARKS: Final = 8
 _LABEL_WIDTH: Final = 10
-LEGEND: Final = "P50, P99: from sending to the first chunk; they, REQ/S and ERR: last minute"
-GAP_LEGEND: Final = "P50, P99: to the first chunk, GAP: between two; figures are of the last minute"
+LEGEND: Final = "P50, P99: time to first chunk; these, REQ/S and ERR: of the last minute"
+GAP_LEGEND: Final = "P50, P99: time to first chunk; GAP: between chunks; all of the last minute"
 
 
 def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy status",
-        description="State of the running proxy: slow workers, workers out of rotation and why, "
+        description="Show the running proxy: slow workers, workers out of rotation and why, "
         "the last reload. Exit status 0: ready; 1: not ready; 2: not reachable.",
     )
     add_target_arguments(result)
     result.add_argument(
         "--json", action="store_true", help="print the snapshot of GET /feed unchanged"
     )
-    result.add_argument("--all", action="store_true", help=f"every worker, not only {ROWS}")
+    result.add_argument("--all", action="store_true", help=f"show every worker, not only {ROWS}")
     return result
 
 
@@ -170,7 +170,7 @@ def _summary(feed: FeedModel, url: str, width: int) -> Iterator[str]:
 
 
 def describe_tokens(fleet: Iterable[FleetRow]) -> str:
-    """Of the last minute; "" while none are counted."""
+    """Token rates of the last minute; "" while no tokens are counted."""
     minutes = [row.minute for row in fleet]
     out = [each.output_tokens_per_sec for each in minutes if each.output_tokens_per_sec is not None]
     if not out:
@@ -180,7 +180,7 @@ def describe_tokens(fleet: Iterable[FleetRow]) -> str:
     gaps = [each.between_p50_ms for each in minutes if each.between_p50_ms is not None]
     parts = [f"{sum(out):.0f}/s out, {sum(rate for rate, _ in prompts):.0f}/s in"]
     if gaps:
-        parts.append(f"{format_millis(sorted(gaps)[len(gaps) // 2])} between two")
+        parts.append(f"{format_millis(sorted(gaps)[len(gaps) // 2])} between chunks")
     if cached:
         hits = sum(rate * share for rate, share in cached) / sum(rate for rate, _ in cached)
         parts.append(f"{hits:.0%} of prompts cached")
@@ -188,7 +188,7 @@ def describe_tokens(fleet: Iterable[FleetRow]) -> str:
 
 
 def describe_source(source: DiscoverySource) -> str:
-    """What it found, and whether what it says is recent."""
+    """The source's state, and the workers that it found. If it fails, how old its answer is."""
     counts = [f"{count} {printable(kind)}" for kind, count in source.workers.items() if count]
     found = ", ".join(counts) or "no workers"
     state = printable(source.state)
@@ -209,7 +209,7 @@ def describe_cluster(cluster: ClusterStatus) -> str:
 
 
 def _describe_peer(peer: ClusterPeer) -> str:
-    """Its name, what it does, and the age of that."""
+    """The peer's name, version and load, and the age of these figures."""
     version = f" {printable(peer.version)}" if peer.version else ""
     rate = f"{peer.requests_per_sec:g} req/s, " if peer.requests_per_sec is not None else ""
     name = printable(peer.member.rpartition("/")[0])
@@ -244,7 +244,7 @@ def _key_refusals(feed: FeedModel) -> Iterator[str]:
 
 
 def describe_versions(feed: FeedModel) -> str:
-    """A warning where the proxy is not of this command's version; "" where it is."""
+    """A warning if the proxy and this command have different versions, else ""."""
     if not feed.version or feed.version == __version__:
         return ""
     running = printable(feed.version)
@@ -315,7 +315,7 @@ def _remarks(
 
 
 def _needs_attention(row: FleetRow, verdict: Diagnosis) -> bool:
-    if verdict.state == "PAUSED":  # printed above, once for all
+    if verdict.state == "PAUSED":  # printed once, above the table
         return False
     return verdict.kind not in (WELL, LEAVING) or (
         verdict.kind == LEAVING and row.drain is not None

@@ -74,14 +74,14 @@ def confirm(question: str) -> bool:
     return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
-WAIT_SECS: Final = 1200.0  # longer than the proxy itself may wait for its turn and its workers
+WAIT_SECS: Final = 1200.0  # longer than the proxy waits for the operation lock and its workers
 COMMANDS: Final = {
     "status": "running operation, version of each worker, uncertain workers (the default)",
     "pause": "stop generation on every worker",
-    "continue": "let every worker generate again",
-    "checksum": "compare the weights of all workers; they stop while they compute",
+    "continue": "resume generation on every worker",
+    "checksum": "compare checksums of all workers' weights; generation stops meanwhile",
     "resolve": "return uncertain workers to rotation, after you verified their weights",
-    "abort": "end the group of a trainer, and what runs in it",
+    "abort": "end a trainer's group and the operation that runs in it",
     "versions": "stored versions, the newest first",
     "rollback": "deliver a stored version to all workers",
     "rollout": "give workers new weights, a few at a time, while the others serve",
@@ -97,7 +97,7 @@ INTERRUPTED: Final = 130
 def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy weights",
-        description="Look at the weights of a running proxy's workers, and operate on them.",
+        description="Show the weights of a running proxy's workers, and operate on them.",
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in COMMANDS.items():
@@ -120,7 +120,7 @@ def parser() -> argparse.ArgumentParser:
         if name == "rollback":
             subparser.add_argument(
                 "version", metavar="VERSION", nargs="?",
-                help="its label or number (default: the subparser before the current)",
+                help="its label or number (default: the version before the current one)",
             )  # fmt: skip
             subparser.add_argument(
                 "--yes", "-y", action="store_true", help="do not ask for confirmation"
@@ -354,7 +354,7 @@ _NONE_KEPT: Final = (
 
 
 def render_versions(body: JsonObject, now: datetime) -> list[str]:
-    """In the order of the reply: the newest first."""
+    """A table in the order of the reply, the newest first."""
     rows = [_cells(version, now) for version in body.get("versions") or ()]
     if not rows:
         return [_nothing(body)]
@@ -393,8 +393,8 @@ def _state(version: JsonObject) -> str:
 
 
 def find_version(body: JsonObject, name: str | None) -> JsonObject:
-    """By default the version before the current one. Raises ChangeRefused, which lists the stored
-    versions."""
+    """The version with this label or number; None: the one before the current. Raises
+    ChangeRefused, which lists the stored versions."""
     versions: list[JsonObject] = body.get("versions") or []
     if not versions:
         raise ChangeRefused(_nothing(body))

@@ -49,20 +49,20 @@ ANSWER_SECS: Final = 600.0
 INTERRUPTED: Final = 130
 POLL_SECS: Final = 0.3
 NOT_HEALTHY: Final = "worker_not_healthy"
-_PAUSE: Final = threading.Event()  # never set: a pause that Ctrl-C ends at once
+_PAUSE: Final = threading.Event()  # never set: Ctrl-C interrupts this wait
 _HEAD: Final = ("WORKER", "MODEL", "BUSY", "ROUTED", "FAILED", "WEIGHTS", "ORIGIN", "STATE")
 _DONE: Final = {
     "remove": "removed", "disable": "disabled", "enable": "enabled", "revive": "revived",
 }  # fmt: skip
 COMMANDS: Final = {
     "list": "the fleet as a table (the default)",
-    "add": "add workers once they are healthy; with --no-wait at once",
+    "add": "add workers once they are healthy; with --no-wait immediately",
     "remove": "remove workers; their requests in flight complete",
     "disable": "send workers no new requests",
     "enable": "send them requests again",
     "drain": "send workers no new requests, and let those in flight end",
     "revive": "clear their failures and probe them now",
-    "set": "change their weight, or how many requests each may have in flight",
+    "set": "change their weight or their limit of requests in flight",
 }
 _EPILOG: Final = """\
 A worker is named by its URL or HOST:PORT, or by a host or port that no other worker has.
@@ -78,7 +78,7 @@ examples:
 def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy workers",
-        description="Look at the workers of a running proxy, and change them.",
+        description="List and change the workers of a running proxy.",
         epilog=_EPILOG,
     )
     commands = result.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
             "--json", action="store_true", help="print the proxy's replies unchanged"
         )
         if name == "list":
-            subparser.add_argument("--model", metavar="NAME", help="only those of this model")
+            subparser.add_argument("--model", metavar="NAME", help="only workers with this model")
             continue
         subparser.add_argument("workers", metavar="URL" if name == "add" else "WORKER", nargs="+")
         _add_command_flags(subparser, name)
@@ -100,7 +100,9 @@ def _add_command_flags(subparser: argparse.ArgumentParser, name: str) -> None:
     if name == "add":
         subparser.add_argument("--model", metavar="NAME", help="the model that they serve")
         subparser.add_argument(
-            "--capabilities", metavar="NAMES", help=f"of {','.join(CAPABILITIES)}; default all"
+            "--capabilities",
+            metavar="NAMES",
+            help=f"some of {','.join(CAPABILITIES)} (default all)",
         )
         subparser.add_argument(
             "--role", choices=get_args(Role), help="the leg of requests that they serve"
@@ -110,27 +112,30 @@ def _add_command_flags(subparser: argparse.ArgumentParser, name: str) -> None:
             help="how prefill and decode workers pass KV caches",
         )  # fmt: skip
         subparser.add_argument(
-            "--bootstrap-port", metavar="PORT", type=int, help="of a prefill worker"
+            "--bootstrap-port", metavar="PORT", type=int, help="bootstrap port of a prefill worker"
         )
         subparser.add_argument(
             "--no-wait", action="store_true",
-            help="add it now, healthy or not: it gets requests once its probes succeed",
+            help="add them now, healthy or not: they get requests once their probes succeed",
         )  # fmt: skip
     if name in ("add", "set"):
         subparser.add_argument(
-            "--weight", metavar="N", type=int, help="share of requests; one of 2 gets twice as many"
+            "--weight",
+            metavar="N",
+            type=int,
+            help="relative share of requests; 2 gets twice as many as 1",
         )
         subparser.add_argument(
-            "--max-inflight", metavar="N", type=int, help="requests in flight; 0: no bound"
+            "--max-inflight", metavar="N", type=int, help="most requests in flight; 0: no limit"
         )
     if name == "remove":
-        subparser.add_argument("--drain", action="store_true", help="wait until none is in flight")
+        subparser.add_argument("--drain", action="store_true", help="drain it first")
     if name == "drain":
-        subparser.add_argument("--wait", action="store_true", help="wait until none is in flight")
+        subparser.add_argument("--wait", action="store_true", help="wait until it is drained")
     if name in ("remove", "drain"):
         subparser.add_argument(
             "--timeout-secs", metavar="SECS", type=float,
-            help="for what is in flight; 0: no limit (default [server] drain_timeout_secs)",
+            help="time for requests in flight; 0: no limit (default [server] drain_timeout_secs)",
         )  # fmt: skip
 
 
@@ -270,7 +275,7 @@ def render_workers(fleet: Sequence[JsonObject]) -> list[str]:
 
 
 def _models(record: JsonObject) -> str:
-    """Its model, and how many adapters requests may name beside it."""
+    """The worker's model, and its number of adapters."""
     adapters = [name for name in record.get("adapters") or () if ":" not in str(name)]
     count = len(adapters or record.get("adapters") or ())
     more = f" +{count} adapter{'s' if count > 1 else ''}" if count else ""
@@ -278,7 +283,7 @@ def _models(record: JsonObject) -> str:
 
 
 def _by(record: JsonObject) -> str:
-    """Who disabled it, as far as the proxy knows and tells."""
+    """The caller that disabled the worker, if the proxy reports one."""
     who = (record.get("disabled_by") or {}).get("by")
     return f", by {printable(who)}" if who else ""
 

@@ -143,7 +143,7 @@ def test_workers_that_no_model_name_finds_are_noted(file, capsys):
     )
     assert main(["check", str(file)]) == 0
     output = capsys.readouterr()
-    reason = "has no model: no request that names a model finds it, for others have one"
+    reason = "has no model: it gets no request that names a model, because other workers have one"
     assert output.err.splitlines() == [
         f"{file}: note: workers[1]: {reason}", f"{file}: note: discover[1]: {reason}",
     ]  # fmt: skip

@@ -289,8 +289,8 @@ def test_sglangs_engines_are_started_with_their_roles(started):
 @pytest.mark.parametrize(
     ("words", "remedy"),
     [
-        ("--prefill 1", "name a number for both"),
-        ("--decode 1", "name a number for both"),
+        ("--prefill 1", "pass a number for both"),
+        ("--decode 1", "pass a number for both"),
         ("--prefill 1 --decode 1 --dp-size 2", "leave it out"),
         ("--prefill 1 --decode 1 --tp-size 2", "leave it out"),
         ("--prefill 1 --decode 1 --command x", "[[launch]] groups with a role"),

@@ -44,7 +44,7 @@ def test_one_screen_shows_slow_workers_unroutable_workers_and_the_reload(proxy, 
         "10.0.0.3:8000  dead      0    0.0       -       -    0  -",
         "10.0.0.2:8000  slow    0/8    1.1  912 ms   4.2 s    0  -",
         "10.0.0.1:8000  ok        3    4.2  118 ms  402 ms    0  step-12",
-        "P50, P99: from sending to the first chunk; they, REQ/S and ERR: last minute",
+        "P50, P99: time to first chunk; these, REQ/S and ERR: of the last minute",
         "",
         "Needs attention",
         "  10.0.0.3:8000 dead: Connection refused (for 12 min)",
@@ -69,7 +69,7 @@ def test_tokens_are_shown_where_they_are_counted_and_before_a_name_is_cut():
     rows = row("10.0.0.1:8000", minute=minute(35.2, 0.5)), row("10.0.0.2:8000", minute=minute(9, 1))
     whole = feed_of(feed(*rows))
     lines = render_status(whole, "http://p", 120)
-    assert "tokens    44/s out, 600/s in; 62 ms between two; 75% of prompts cached" in lines
+    assert "tokens    44/s out, 600/s in; 62 ms between chunks; 75% of prompts cached" in lines
     head = next(line for line in lines if line.startswith("WORKER"))
     assert head.split()[-6:] == ["P99", "GAP", "TOK/S", "CACHE", "ERR", "WEIGHTS"]
     (first,) = (line for line in lines if line.startswith("10.0.0.1:8000"))

@@ -188,7 +188,7 @@ async def test_top_shows_the_fleet_changes_it_and_gives_the_terminal_back(place)
         await top.until("1 disabled")
         assert len(routable(await place.get_json("/workers"))) == 1
         top.press(b"o")
-        await top.until("no worker is in trouble")
+        await top.until("no worker has problems")
         top.press(b"q")
         await top.until(r"\x1b\[\?1049l")
         assert await top.ended() == 0

@@ -300,7 +300,7 @@ async def test_the_command_reports_progress_and_the_outcome(tmp_path, capsys):
         failed = await trio.to_thread.run_sync(main, [*words, "--binary", broken])
         printed = capsys.readouterr()
         assert failed == 1
-        assert "it can not start\nthe old program goes on" in printed.err
+        assert "it can not start\nthe old program keeps running" in printed.err
         assert await trio.to_thread.run_sync(main, words) == 0
         printed = capsys.readouterr()
         pid = (await status(running))["pid"]

@@ -1,1 +1,1 @@
-"""`omni-proxy bench`: a running server measured as its clients see it."""
+"""`omni-proxy bench`: measures a running server from the client's side."""

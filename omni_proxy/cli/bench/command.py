@@ -1,7 +1,7 @@
-"""`omni-proxy bench URL`: measure a running server as its users see it.
+"""`omni-proxy bench URL`: measures a running server from the client's side.
 
 Exit status 0: done; 1: every request failed; 2: bad arguments, or the server can't be reached; 130:
-Ctrl-C, with what was known by then. Only the result goes to stdout.
+Ctrl-C, after printing the results so far. Only results go to stdout.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ async def _run(
                 result.refused = str(error)
             else:
                 print(
-                    f"omni-proxy bench: {requests} requests load {target.base}; Ctrl-C ends it",
+                    f"omni-proxy bench: sending {requests} requests to {target.base}; Ctrl-C stops",
                     file=sys.stderr,
                 )
                 plan = _plan(arguments, workload, result.model)

@@ -1,11 +1,11 @@
 """Sends the requests of a workload to a server and measures each answer as its bytes arrive.
 
-Invariant: without `users`, a request is sent at its arrival time whatever becomes of the others,
-unless `places` bounds those in flight. A chat's next turn has the server's own answer in it; a chat
-whose request failed ends. Every request that ends is measured once; those that are cancelled stay
-unfinished. It must not repeat a request. A prompt has about the wanted number of tokens, if one
-common English word is one: figures take tokens from the server's `usage`. Equal block ids with an
-equal seed give equal text, and a shorter block is the beginning of a longer one.
+Invariant: without `users`, a request is sent at its arrival time regardless of the others, unless
+`places` bounds the number in flight. A chat's next turn includes the server's own answer; a chat
+whose request failed ends. Every request that ends is measured once; cancelled ones count as
+unfinished. It must not repeat a request. Prompt sizes are approximate, one common English word per
+token; the figures take token counts from the server's `usage`. With the same seed, equal block ids
+give equal text, and a shorter block is a prefix of a longer one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _EXAMPLE_BYTES: Final = 300  # of an error's body
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What is sent, and when."""
+    """The requests to send and their timing."""
 
     workload: Workload
     texts: PromptTexts
     model: str
     chat: bool  # /v1/chat/completions, else /v1/completions
-    speed: float  # of the workload's clock, by the real one
-    users: int | None  # this many at a time, each sends when the last one ended; no arrival times
+    speed: float  # of the workload's clock, relative to real time
+    users: int | None  # closed loop: each user sends when its last request ended; no arrival times
     places: int | None  # most requests in flight, with arrival times
     max_tokens: int | None
     ignore_eos: bool
@@ -64,7 +64,7 @@ class LoadGenerator:
         self._places = None if plan.places is None else trio.Semaphore(plan.places)
 
     async def run(self) -> None:
-        """Until the last answer has ended."""
+        """Run until the last answer has ended."""
         async with trio.open_nursery() as nursery:
             if self._plan.users is not None:
                 openings = iter(self._plan.workload.requests)
@@ -83,11 +83,11 @@ class LoadGenerator:
         return self._started_at + request.at / self._plan.speed
 
     async def _converse(self, request: Request) -> None:
-        """A request and, in a chat, those that follow it."""
+        """Send a request and, in a chat, the turns that follow it."""
         plan = self._plan
         messages: Messages = [{"role": "user", "content": plan.texts.prompt(request)}]
         while True:
-            await trio.lowlevel.checkpoint()  # whatever a client library does
+            await trio.lowlevel.checkpoint()  # even if the client library has none
             answer = await self._send(request, messages)
             now = (trio.current_time() - self._started_at) * plan.speed
             following = next(iter(plan.workload.next_after(request, now)), None)
@@ -101,7 +101,7 @@ class LoadGenerator:
             request = following
 
     async def _send(self, request: Request, messages: Messages) -> str | None:
-        """The answer, None if it failed."""
+        """The answer's text; None if the request failed."""
         if self._places is None:
             return await self._measure(request, messages)
         async with self._places:
@@ -157,7 +157,7 @@ class LoadGenerator:
                 text = response.text[:_EXAMPLE_BYTES]
                 raise _FailedError(f"status {response.status_code}", text)
             if not response.headers.get("content-type", "").startswith(EVENT_STREAM):
-                raise _FailedError("stream", "the answer is no event stream")
+                raise _FailedError("stream", "the response is not an event stream")
             events = EventStreamReader()
             async for chunk in response.aiter_bytes():
                 now = trio.current_time()
@@ -185,16 +185,16 @@ _PHRASES: Final = tuple(
 
 
 class PromptTexts:
-    """Texts of one seed."""
+    """Generates the prompts of one seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self._unshared = 0
-        # Shared beginnings are asked for again and again.
+        # Shared prefixes recur in many prompts.
         self._block = lru_cache(4096)(self._make)
 
     def prompt(self, request: Request) -> str:
-        """Of a request of the workload; two without blocks share nothing."""
+        """The prompt of a request; prompts without blocks share no text."""
         if not request.blocks:
             return self.words(request.input_tokens)
         blocks = (
@@ -204,7 +204,7 @@ class PromptTexts:
         return " ".join(text for text in blocks if text)
 
     def words(self, tokens: int) -> str:
-        """New text, as the next message of a chat is."""
+        """Text that no other prompt shares, for the next message of a chat."""
         self._unshared += 1
         return self._make(-self._unshared, tokens)
 

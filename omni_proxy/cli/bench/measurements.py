@@ -1,7 +1,7 @@
-"""Times of requests and what they amount to.
+"""Timings of requests and the figures computed from them.
 
-PURE. Times are handed in, in seconds of one clock. Invariant: a request that failed adds to the
-errors and to the goodput's base, and to no spread of times. Percentiles are the nearest rank.
+PURE. Times are arguments, in seconds of one clock. Invariant: a failed request counts as an error
+and in the denominator of the goodput, and in no statistic of times. Percentiles are nearest-rank.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from omni_proxy.upstream_http.event_stream import AnswerChunk, TokenUsage
 
 
 class RequestTimes:
-    """One request, while its answer arrives."""
+    """Timings of one request, updated while its answer arrives."""
 
     __slots__ = ("ended_at", "finished", "first_at", "gaps", "last_at", "sent_at", "text", "usage")
 
     def __init__(self, sent_at: float) -> None:
         self.sent_at = sent_at
-        self.first_at: float | None = None  # of something generated
+        self.first_at: float | None = None  # arrival of the first generated output
         self.last_at = sent_at
         self.ended_at = sent_at
-        self.gaps = array("d")  # between events with something generated
+        self.gaps = array("d")  # between events with generated output
         self.finished = False
         self.usage: TokenUsage | None = None
         self.text: list[str] = []
@@ -45,7 +45,7 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Requests whose first token came within the deadline, of all that ended."""
+    """Requests whose first token arrived within the deadline; `share` is of all that ended."""
 
     deadline_ms: float
     share: float
@@ -54,7 +54,7 @@ class Goodput:
 
 @dataclass(frozen=True, slots=True)
 class BenchFigures:
-    """Rates are per second of `duration_secs`; a spread is None without a measurement."""
+    """Rates are per second of `duration_secs`; a statistic is None without a measurement."""
 
     requests: int  # that ended
     completed: int
@@ -66,8 +66,8 @@ class BenchFigures:
     requests_per_sec: float
     input_tokens: int
     output_tokens: int
-    cached_tokens: int | None  # None: no answer had them
-    without_usage: int  # completed, but tokens unknown
+    cached_tokens: int | None  # None: no response reported it
+    without_usage: int  # completed, but without token counts
     input_tokens_per_sec: float
     output_tokens_per_sec: float
     first_token_ms: Mapping[str, float] | None
@@ -101,7 +101,7 @@ class LoadMeasurements:
         return self.completed + self.errors.total()
 
     def begin(self, late_secs: float) -> None:
-        """A request is sent, so long after its time."""
+        """Count a request that is sent `late_secs` after its scheduled time."""
         self.started += 1
         self._late.append(max(0.0, late_secs))
 
@@ -129,7 +129,8 @@ class LoadMeasurements:
     def figures(
         self, deadline_ms: float | None, interrupted_at: float | None = None
     ) -> BenchFigures:
-        """Of what has ended; the run lasts until the last end, or until it was interrupted."""
+        """The figures of all requests that ended. The run's duration ends with the last of them, or
+        when it was interrupted."""
         end = interrupted_at if interrupted_at is not None else self._ended_at
         secs = max(end - self.started_at, 0.0)
         goodput = None

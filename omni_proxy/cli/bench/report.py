@@ -1,6 +1,6 @@
-"""Figures of a load run for people: a table and a picture.
+"""Prints the figures of a load run as a table and draws them as a chart.
 
-PURE but for rich, which prints. Text of the server is printed without control characters.
+PURE except that rich prints. Text from the server is printed without control characters.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def summary_lines(figures: BenchFigures) -> Iterator[str]:
         f"{figures.output_tokens:,} out)"
     )
     if figures.without_usage:
-        yield f"tokens of {figures.without_usage} answers are unknown: no usage in them"
+        yield f"{figures.without_usage} responses had no usage: their tokens are not counted"
     if figures.cached_tokens is not None and figures.input_tokens:
         share = figures.cached_tokens / figures.input_tokens * 100
         yield f"prompt tokens found in caches: {figures.cached_tokens:,} ({share:.1f} %)"
@@ -68,7 +68,7 @@ def summary_lines(figures: BenchFigures) -> Iterator[str]:
 
 
 def draw(heading: str, figures: BenchFigures) -> str:
-    """A whole SVG file."""
+    """The text of an SVG file."""
     parts: list[tuple[str, list[Bar]]] = []
     for name, spread in _spreads(figures):
         if spread is not None:

@@ -1,6 +1,6 @@
 """The server that is measured: its URL, the caller's key, its certificate, its model.
 
-Invariant: nothing is sent but GET /v1/models, and the key goes to this server alone.
+Invariant: this module sends only GET /v1/models, and the key only to this server.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ CONNECT_SECS = 10.0
 
 
 class TargetError(Exception):
-    """The server can't be measured; the text says why and what to change."""
+    """The server can't be measured; the text gives the reason and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class BenchTarget:
     client_cert: ClientCert
 
     def create_client(self) -> httpx.AsyncClient:
-        """Without limits and timeouts of its own. Raises ClientCertError."""
+        """A client without connection limits; it times out only while connecting. Raises
+        ClientCertError."""
         return httpx.AsyncClient(
             verify=create_tls_context(self.client_cert),
             headers={"authorization": f"Bearer {self.key}"} if self.key else {},

@@ -4,9 +4,9 @@ Invariant: whatever prevents a response from an omni-proxy is an `AdminClientErr
 gives the remedy; a response of the proxy, success or error, is an `AdminReply`.
 
 Also reads [server] and [admin] from a configuration file that does not validate: a proxy keeps
-running when its file is broken, and commands must reach it just then. Invariant: a key that decides
-where a request, and with it the admin key, goes to is never guessed: if it is in the file and
-can't be read, the whole file is refused.
+running when its file is broken, and commands must still reach it. Invariant: keys that determine
+where requests, and with them the admin key, are sent are never guessed: if such a key is in the
+file and can't be read, the whole file is refused.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _may_be_meant(table: str, findings: list[Finding], keys: Mapping[str, Any]) 
 
 
 def _line_by_line(text: str, refusal: ConfigError) -> dict[str, dict[str, Any]]:
-    """Salvage a text that is not TOML: each line of the two tables that is valid by itself."""
+    """Salvage a text that is not TOML: each line of the two tables that is valid on its own."""
     tables: dict[str, dict[str, Any]] = {table: {} for table in TABLES}
     table = ""
     for line in text.splitlines():
@@ -169,19 +169,19 @@ class AdminReply:
 
     @property
     def code(self) -> str:
-        """Of the refusal; "" if it has none."""
+        """The error code of the refusal; "" if it has none."""
         error = self.body.get("error")
         return str(error.get("code") or "") if isinstance(error, dict) else ""
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags that every command has to find the proxy."""
+    """Add the flags that select the proxy, which every client command has."""
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
-        "--url", metavar="URL", help=f"the proxy, or unix:PATH (default {DEFAULT_URL})"
+        "--url", metavar="URL", help=f"URL of the proxy, or unix:PATH (default {DEFAULT_URL})"
     )
     where.add_argument(
-        "--config", metavar="FILE", type=Path, help="the proxy that runs with this file"
+        "--config", metavar="FILE", type=Path, help="use the proxy that runs with this file"
     )
     parser.add_argument(
         "--api-key",
@@ -241,12 +241,12 @@ def admin_target_of(arguments: argparse.Namespace) -> AdminTarget:
 
 
 def _main_key(admin: AdminConfig, server: ServerConfig) -> str:
-    """As the proxy has it: a key of clients is no admin key beside those."""
+    """The proxy's own rule: [server] api_key is the admin key only if [admin] sets none."""
     return admin.api_key if admin.api_key or admin.keys else server.api_key
 
 
 def _named_keys(admin: AdminConfig) -> Iterator[tuple[str, str]]:
-    """The keys of [[admin.keys]] that are in the environment, the one that may do most first."""
+    """The keys of [[admin.keys]] and their variables, the most privileged first; "" if unset."""
     ranks: list[str] = ["all", "operate", "weights", "read"]
     for entry in sorted(admin.keys, key=lambda entry: ranks.index(entry.role)):
         yield os.environ.get(entry.key_env, "") if entry.key_env else "", entry.key_env
@@ -267,8 +267,8 @@ def _require_client_cert(config: Config, url: str, file: Path, client_cert: Clie
 def config_of(arguments: argparse.Namespace) -> tuple[Config | None, str]:
     """The configuration of --config FILE, if given, and why the proxy would refuse it, else "".
 
-    Of a broken file only what is needed to find the proxy, which keeps its configuration. Raises
-    AdminClientError.
+    From a broken file only the keys that locate the proxy are read; the running proxy keeps its
+    configuration. Raises AdminClientError.
     """
     file: Path | None = arguments.config
     if not file:
@@ -304,7 +304,7 @@ def _url_of(config: Config, file: Path) -> str:
 
 
 def normalize_admin_url(url: str, scheme: str = "http") -> str:
-    """With scheme and host added to short forms like `10.0.0.1:30000` and `:30000`."""
+    """The URL, with scheme and host added to short forms like `10.0.0.1:30000` and `:30000`."""
     if url.startswith("unix:"):
         return url
     if url.startswith(":"):
@@ -374,7 +374,7 @@ class AdminClient:
             )
 
     def post_bytes(self, path: str, body: bytes, headers: Mapping[str, str]) -> AdminReply:
-        """`path` with its query. Raises AdminClientError."""
+        """`path` includes the query. Raises AdminClientError."""
         with self._asking():
             return self._read(self._client.post(path, content=body, headers=dict(headers)))
 
@@ -415,7 +415,7 @@ class AdminClient:
         except ValueError:
             body = None
         error = body.get("error") if isinstance(body, dict) else None
-        # A worker has none of the admin routes; its 404 has another body.
+        # A worker does not have the admin routes, and its 404 has another body.
         strange = response.status_code in (404, 405) and not isinstance(error, dict)
         if not isinstance(body, dict) or strange:
             raise AdminClientError(

@@ -1,7 +1,7 @@
-"""TLS of the client commands: trusted CAs, the client certificate, and TLS errors in words.
+"""TLS of the client commands: trusted CAs, the client certificate, and readable TLS errors.
 
 Invariant: a context is built completely or not at all; every error, also one sent by the server as
-an alert, names the flag that mends it.
+an alert, names the flag that fixes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omni_proxy.system.tls_contexts import (
     pinned_context,
 )
 
-# Reasons of OpenSSL: the server's alert about the client certificate.
+# OpenSSL's reasons for the server's alerts about the client certificate.
 _CERT_REQUIRED: Final = ("CERTIFICATE_REQUIRED", "ALERT_HANDSHAKE_FAILURE", "NO_CERTIFICATE")
 _CERT_REJECTED: Final = (
     "ALERT_UNKNOWN_CA", "ALERT_BAD_CERTIFICATE", "ALERT_UNSUPPORTED_CERTIFICATE",
@@ -66,7 +66,7 @@ def client_cert_of(arguments: argparse.Namespace) -> ClientCert:
 
 
 def create_tls_context(client_cert: ClientCert, pinned: str = "") -> ssl.SSLContext:
-    """For connections to a proxy; `pinned` is the file of its certificate, if known.
+    """The context for connections to a proxy; `pinned` is the file of its certificate, if known.
 
     Raises ClientCertError.
     """
@@ -100,7 +100,7 @@ def _load_client_certificate(context: ssl.SSLContext, client_cert: ClientCert) -
 
 
 def explain_tls_error(url: str, message: str, client_cert: ClientCert) -> str:
-    """A TLS error and its remedy in words; "" if `message` is no TLS error."""
+    """A readable TLS error with its remedy; "" if `message` is not a TLS error."""
     if "CERTIFICATE_VERIFY_FAILED" in message:
         cause = message.partition("certificate verify failed: ")[2].partition(" (_ssl")[0]
         if "mismatch" in cause:

@@ -1,7 +1,7 @@
-"""`omni-proxy upgrade`: has the running proxy start a new program, which takes over.
+"""`omni-proxy upgrade`: makes the running proxy start a new program, which takes over.
 
-Exit status 0: the new program serves; 1: it failed or was refused, and the old one goes on; 2: no
-proxy could be reached.
+Exit status 0: the new program serves; 1: it failed or was refused, and the old one keeps running;
+2: no proxy could be reached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _EPILOG: Final = """\
 Run it on the proxy's machine, as its user or as root. The old program gives its listening sockets
 and its state to the new one, and ends when its last request has ended, at the latest after [server]
 drain_timeout_secs. If the new one fails, or is not ready within upgrade_timeout_secs, the old one
-goes on. SIGUSR2 to the proxy does the same. docs/upgrade.md has more.
+keeps running. Sending SIGUSR2 to the proxy does the same. See docs/upgrade.md.
 """
 
 
@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy upgrade",
         description="Start a new program that takes over from the running proxy; no request is "
-        "cut. Exit status 0: the new one serves; 1: the old one goes on; 2: not reachable.",
+        "cut. Exit status 0: the new one serves; 1: the old one keeps running; 2: not reachable.",
         epilog=_EPILOG,
     )
     add_target_arguments(result)
@@ -44,7 +44,8 @@ def parser() -> argparse.ArgumentParser:
         "--binary",
         metavar="FILE",
         type=Path,
-        help="the executable of the new program (default: that of the running one, as it is now)",
+        help="executable of the new program (default: the running proxy's file, as it is on disk "
+        "now)",
     )
     return result
 
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _socket_of(arguments: argparse.Namespace) -> Path:
-    """Where the running proxy takes upgrades. Raises AdminClientError."""
+    """The path of the running proxy's upgrade socket. Raises AdminClientError."""
     target = admin_target_of(arguments)
     with AdminClient(target) as proxy:
         reply = proxy.get("/status")
@@ -93,5 +94,7 @@ def _upgrade(path: Path, binary: str | None) -> int:
             print(f"upgraded: {report.text}, process {report.pid}")
             return 0
         else:
-            print(f"omni-proxy upgrade: {report.text}\nthe old program goes on", file=sys.stderr)
+            print(
+                f"omni-proxy upgrade: {report.text}\nthe old program keeps running", file=sys.stderr
+            )
     return NOT_UPGRADED

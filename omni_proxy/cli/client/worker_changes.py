@@ -76,7 +76,8 @@ def worker_path(worker_id: str) -> str:
 def change_worker(
     proxy: AdminClient, name: str, worker_id: str, timeout_secs: float | None = None
 ) -> JsonObject:
-    """`disable`, `enable`, `revive`, `drain`, `remove` or `remove, drained`; the proxy's reply.
+    """Send one change and return the proxy's reply. `name` is `disable`, `enable`, `revive`,
+    `drain`, `remove` or `remove, drained`.
 
     Raises ChangeRefused, AdminClientError.
     """

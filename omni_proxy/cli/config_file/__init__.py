@@ -1,1 +1,2 @@
-"""Commands about the configuration file: `init` writes one, `schema` describes all its keys."""
+"""Commands about the configuration file: `init` writes one, `keys` makes the keys of callers, and
+`schema` describes all its keys."""

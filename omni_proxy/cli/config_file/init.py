@@ -34,7 +34,7 @@ Ask = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the file says. `worker_urls`: separated by spaces or commas. `admin_key_env`: "" for no
+    """Values to write. `worker_urls`: separated by spaces or commas. `admin_key_env`: "" for no
     admin key."""
 
     worker_urls: str = ""
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
     add("--admin-key-env", metavar="NAME",
         help="environment variable with the admin key; empty: none (default: none on a loopback "
         f"address, else {KEY_VARIABLE})")  # fmt: skip
-    add("--schema", action="store_true", help=f"write {SCHEMA_FILE} beside it, for editors")
+    add("--schema", action="store_true", help=f"also write {SCHEMA_FILE} next to FILE, for editors")
     add("--force", action="store_true", help="overwrite FILE")
     add("--no-input", action="store_true", help="ask nothing")
     return result
@@ -95,14 +95,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(file: Path, text: str) -> None:
-    """The whole file or none of it. Raises OSError."""
+    """Write the whole file or nothing. Raises OSError."""
     aside = file.with_name(f".{file.name}.new")
     aside.write_text(text, "utf-8")
     aside.replace(file)
 
 
 def choose(arguments: argparse.Namespace, ask: Ask | None) -> Choices:
-    """Flags first, then answers, then defaults. Raises EOFError, ConfigError."""
+    """Choices from flags, else from answers, else defaults. Raises EOFError, ConfigError."""
     choices = Choices()
     for name, question in (
         ("worker_urls", "URLs of your engines, separated by spaces (you can add them later)"),
@@ -124,7 +124,7 @@ def choose(arguments: argparse.Namespace, ask: Ask | None) -> Choices:
 
 
 def _answered(choices: Choices, name: str, question: str, ask: Ask) -> Choices:
-    """With a valid answer; an invalid one is asked for again, with the reason."""
+    """The choices with a valid answer. After an invalid one it prints the reason and asks again."""
     usual = getattr(choices, name)
     shown = f" [{usual}]" if usual else ""
     while True:
@@ -153,7 +153,7 @@ def is_local(host: str) -> bool:
 
 
 def check(text: str, file: str) -> None:
-    """As `omni-proxy check`. Raises ConfigError."""
+    """Validate like `omni-proxy check`. Raises ConfigError."""
     from omni_proxy.routing.policies.plugins import check_policy
     from omni_proxy.upstream_http.resolver import reject_own_addresses
 
@@ -167,8 +167,8 @@ def render(choices: Choices, *, schema: bool = False) -> str:
     described = json.loads(schema_text())["properties"]
     lines = [f"#:schema ./{SCHEMA_FILE}"] if schema else []
     lines += [
-        "# The configuration of omni-proxy. A change is applied when the file is saved; what is",
-        "# refused changes nothing. `omni-proxy check` validates it, docs/configuration.md has all",
+        "# The configuration of omni-proxy. A change is applied when the file is saved; an invalid",
+        "# file changes nothing. `omni-proxy check` validates it, docs/configuration.md lists all",
         "# keys. A line that begins with # and a key shows a default.",
         "",
         *_table(described, "server", {

@@ -1,10 +1,10 @@
-"""`omni-proxy keys ...`: makes keys and their hashes, adds callers to a running proxy, says whose a
-key is, and what callers use.
+"""`omni-proxy keys ...`: makes keys and their hashes, adds callers to a running proxy, shows their
+usage, and finds the owner of a key.
 
-`add`, `remove` and `usage` call a running proxy, which gets no more than the hash of a key. A key
-is read from stdin and never an argument, which other users of the machine could see; none is
-printed but a new one. Exit status 0: done; 1: `check` found no owner of the key; 2: no usable key,
-a refused configuration or change, or no proxy to reach.
+`add`, `remove` and `usage` call a running proxy, which receives only the hash of a key. A key is
+read from stdin and is never an argument, which other users of the machine could see; only new keys
+are printed. Exit status 0: done; 1: `check` found no owner of the key; 2: no usable key, a refused
+configuration or change, or no proxy to reach.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from omni_proxy.config.schema import Config
 from omni_proxy.runtime_config.config_store import read_file
 from omni_proxy.runtime_config.key_sources import resolve_keys
 
-PREFIX: Final = "omni-"  # by which scanners of sources find a key that was committed
+PREFIX: Final = "omni-"  # lets secret scanners find keys that were committed
 KEY_BYTES: Final = 32
 NOBODY, UNUSABLE = 1, 2
 ANSWER_SECS: Final = 30.0
 LIMITS: Final = ("max_inflight", "requests_per_minute", "tokens_per_minute")
 PRIORITIES: Final = range(-1000, 1001)
-CLOSES: Final = "With the first such entry, model routes answer 401 to everyone without a key."
+CLOSES: Final = "With the first such entry, model routes answer 401 to requests without a key."
 _USAGE: Final = ("CALLER", "BUSY", "REQUESTS", "IN", "OUT", "REQ/MIN", "TOKENS/MIN", "REFUSED")
 _EPILOG = """\
 examples:
@@ -73,24 +73,28 @@ def parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     new = commands.add_parser("new", help="print a new key, and its hash or its entry for FILE")
-    new.add_argument("--name", type=_name, help="of the caller: prints its [[keys]] entry for FILE")
+    new.add_argument(
+        "--name", type=_name, help="name of the caller; prints its [[keys]] entry for FILE"
+    )
     _add_limits(new, "with --name: ")
     add = commands.add_parser("add", help="add a caller to a running proxy, with a new key")
-    add.add_argument("name", metavar="NAME", type=_name, help="of the caller, such as team-a")
+    add.add_argument("name", metavar="NAME", type=_name, help="name of the caller, such as team-a")
     _add_limits(add)
     add_target_arguments(add)
-    remove = commands.add_parser("remove", help="remove a caller that was added so")
+    remove = commands.add_parser("remove", help="remove a caller that `keys add` added")
     remove.add_argument("name", metavar="NAME", type=_name, help="as `keys usage` shows it")
     add_target_arguments(remove)
-    usage = commands.add_parser("usage", help="what the callers of a running proxy have used")
+    usage = commands.add_parser("usage", help="show what the callers of a running proxy have used")
     add_target_arguments(usage)
     digest = commands.add_parser("hash", help="print the hash of the key on stdin, for key_sha256")
-    check = commands.add_parser("check", help="say whose the key on stdin is, and what it may do")
+    check = commands.add_parser(
+        "check", help="show the owner of the key on stdin and what it may do"
+    )
     check.add_argument(
         "--config", metavar="FILE", type=Path, required=True, help="the TOML file that has the keys"
     )
     for command in (new, add, remove, digest, check, usage):
-        command.add_argument("--json", action="store_true", help="for machines: one object")
+        command.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
 
@@ -99,15 +103,15 @@ def _add_limits(command: argparse.ArgumentParser, where: str = "") -> None:
         words = limit.replace("_", " ").replace("max inflight", "requests in flight")
         command.add_argument(
             f"--{limit.replace('_', '-')}", metavar="N", type=_limit,
-            help=f"{where}at most so many {words} (default no limit)",
+            help=f"{where}limit of {words} (default none)",
         )  # fmt: skip
     command.add_argument(
         "--models", metavar="NAME", nargs="+", type=_model,
-        help=f"{where}the models that its requests may name (default all)",
+        help=f"{where}models that its requests may name (default all)",
     )  # fmt: skip
     command.add_argument(
         "--priority", metavar="N", type=_priority,
-        help=f"{where}of requests that wait, a higher one leaves the queue first (default 0)",
+        help=f"{where}queue priority of its requests; the highest goes first (default 0)",
     )  # fmt: skip
 
 
@@ -188,15 +192,17 @@ def _add(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(made | entry))
         return 0
-    print(f"The key, for {arguments.name} alone; it is shown once:\n{key}\n")
-    print(f"In force now, and kept. What it uses: omni-proxy keys usage{_target_words(arguments)}")
+    print(f"The key of {arguments.name}, shown only once:\n{key}\n")
+    print(
+        f"It is valid now and is kept. Its usage: omni-proxy keys usage{_target_words(arguments)}"
+    )
     if first:
         print("It is the first key: from now on model routes answer 401 to requests without one.")
     return 0
 
 
 def _target_words(arguments: argparse.Namespace) -> str:
-    """For the next command, the same proxy."""
+    """The flags that select the same proxy in the next command."""
     if arguments.config:
         return f" --config {arguments.config}"
     return f" --url {arguments.url}" if arguments.url else ""
@@ -221,13 +227,13 @@ def _new(arguments: argparse.Namespace) -> int:
     key, made = _made()
     limits = _limits_of(arguments)
     if limits and not arguments.name:
-        print("omni-proxy keys: limits stand in an entry: give it a --name", file=sys.stderr)
+        print("omni-proxy keys: limits are part of an entry: pass --name too", file=sys.stderr)
         return UNUSABLE
     if arguments.json:
         named = {"name": arguments.name, **limits} if arguments.name else {}
         print(json.dumps(made | named))
     elif arguments.name:
-        print(f"The key, for the caller alone:\n{key}\n\nFor the configuration file:")
+        print(f"The key, for the caller only:\n{key}\n\nFor the configuration file:")
         print(f"# {CLOSES}\n[[keys]]")
         print(f'name = "{arguments.name}"\nkey_sha256 = "{made["key_sha256"]}"')
         for name, value in limits.items():
@@ -253,7 +259,7 @@ def _usage(arguments: argparse.Namespace) -> int:
 
 
 def usage_lines(body: JsonObject) -> list[str]:
-    """Of a response of GET /keys."""
+    """A table for a response of GET /keys."""
     callers = body.get("keys") or []
     if not callers:
         none = "no callers: `omni-proxy keys add NAME` adds one"
@@ -278,7 +284,7 @@ def usage_lines(body: JsonObject) -> list[str]:
 
 
 def _refusal_lines(body: JsonObject) -> list[str]:
-    """Of requests without a right key, where there were any."""
+    """A line about requests without a valid key, if there were any."""
     if not (total := body.get("refused_without_key")):
         return []
     recent = body.get("refused_without_key_last_minute", 0)
@@ -294,13 +300,14 @@ def _check(digest: str, file: Path, *, as_json: bool) -> int:
     for owner in owners if not as_json else ():
         print(f"{owner.table} {owner.name}: {'; '.join(owner.may)}")
     if not owners:
-        print(f"{file}: nobody has this key", file=sys.stderr)
+        print(f"{file}: no entry has this key", file=sys.stderr)
         return NOBODY
     return 0
 
 
 def owners_of(digest: str, config: Config, file: str) -> list[Owner]:
-    """All that this key is in a configuration. Raises ConfigError for a key that can't be read."""
+    """All owners of the key in a configuration. Raises ConfigError if a configured key can't be
+    read."""
     found = []
     for table, key in (("[server]", config.server.api_key), ("[admin]", config.admin.api_key)):
         if key and compare_digest(sha256_of_key(key.encode()), digest):

@@ -1,1 +1,1 @@
-"""What a command line means: the flags, those of other routers, engines, and completion scripts."""
+"""Command lines: flags, flags of other routers, commands of engines, and completion scripts."""

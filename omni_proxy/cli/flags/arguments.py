@@ -16,30 +16,30 @@ from omni_proxy.config.fields import POLICIES, read_address
 from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
 
 USAGE: Final = "omni-proxy [COMMAND] [FLAGS]"
-ABOUT: Final = "One process in front of complete inference replicas."
+ABOUT: Final = "Reverse proxy and router for LLM inference servers."
 COMMANDS: Final = """\
 commands:
   omni-proxy [serve] ...     run the proxy: --config FILE, or --worker-urls URL ...
-  omni-proxy init [FILE]     write FILE: it asks for what no flag sets
+  omni-proxy init [FILE]     write a configuration file; asks for what no flag sets
   omni-proxy check FILE      validate FILE; binds nothing
   omni-proxy schema          JSON schema of FILE, for editors
   omni-proxy keys ...        give callers keys with limits: add, remove, usage; new, hash, check
   omni-proxy replica ...     run one inference replica; see `omni-proxy replica --help`
   omni-proxy launch ...      start replicas and the proxy in front of them
-  omni-proxy picker ...      choose workers for Envoy and other callers; relay nothing
-  omni-proxy launch-router   as sglang-router's launch_router: --worker-urls URL ...
+  omni-proxy picker ...      choose workers for Envoy and other callers; relays nothing
+  omni-proxy launch-router   like sglang-router's launch_router: --worker-urls URL ...
   omni-proxy simulate ...    compare policies on a trace or a workload, in virtual time
-  omni-proxy bench URL       measure a running fleet as its users see it
+  omni-proxy bench URL       measure latency and throughput of a running fleet
 
 commands for a running proxy (--url URL or --config FILE):
   omni-proxy status          one screen: slow workers, those out of rotation, the last reload
-  omni-proxy top             the same, live on the whole terminal
+  omni-proxy top             the same, live, on the full screen
   omni-proxy workers ...     list, add, remove, disable, enable, drain, revive
   omni-proxy explain [FILE]  where a request would go, and why
   omni-proxy logs --follow   its access log, pretty-printed
-  omni-proxy trace ID        what its route log has of a trace or a request
+  omni-proxy trace ID        its route-log lines of a trace or a request
   omni-proxy weights ...     its workers' weights: status, pause, resolve, ...
-  omni-proxy upgrade         start a new program, which takes over; nothing is cut
+  omni-proxy upgrade         start a new program, which takes over; no request is cut
   omni-proxy completion bash completion script for your shell (also zsh, fish)
 """
 EXAMPLES: Final = """\
@@ -51,7 +51,7 @@ examples:
 """
 _EPILOG: Final = f"""\
 {EXAMPLES}
-A flag wins over the configuration file, also after a reload. SIGHUP, a change of the file or POST
+A flag overrides the configuration file, also after a reload. SIGHUP, a change of the file or POST
 /reload reload it; SIGTERM drains, a second SIGTERM closes connections.
 """
 _ROUTER_EPILOG: Final = """\
@@ -68,8 +68,8 @@ examples:
   omni-proxy picker --config picker.toml
   omni-proxy picker --worker-urls http://10.0.0.1:8000 http://10.0.0.2:8000 --policy least_request
 
-[picker] grpc_listen is where Envoy asks, [server] host and port where /select and the control
-routes are. docs/picker.md has a configuration of Envoy.
+Envoy connects to [picker] grpc_listen; /select and the control routes are at [server] host and
+port. docs/picker.md has a configuration for Envoy.
 """
 _LAUNCH_EPILOG: Final = """\
 Other flags go to the engine unchanged; so does everything after a bare --.
@@ -89,39 +89,51 @@ _HELP: Final[dict[str, tuple[str, str]]] = {
     ),
     "--prefill-policy": ("NAME", "policy that picks prefill workers (default: --policy)"),
     "--decode-policy": ("NAME", "policy that picks decode workers (default: --policy)"),
-    "--model": ("NAME", "model of workers that name none"),
+    "--model": ("NAME", "model of workers that are configured without one"),
     "--max-worker-retries": (
         "N",
         "failed attempts in a row that eject a worker; 0: never (default 3)",
     ),
-    "--max-total-retries": ("N", "attempts of one request in all (default 6)"),
-    "--cache-threshold": ("SHARE", "cache_aware: match that decides, 0 to 1 (default 0.5)"),
-    "--balance-abs-threshold": ("N", "cache_aware: load gap of an imbalance (default 32)"),
-    "--balance-rel-threshold": ("X", "cache_aware: load ratio of an imbalance (default 1.0001)"),
-    "--eviction-interval": ("SECS", "cache_aware: between two evictions (default 60)"),
-    "--max-tree-size": ("BYTES", "cache_aware: text held in all (default 16777216)"),
-    "--request-timeout-secs": ("SECS", "whole non-streaming exchange; 0 is none (default 1800)"),
-    "--max-inflight": ("N", "requests at a time, more are refused; 0 is no limit (default 0)"),
+    "--max-total-retries": ("N", "most attempts of one request, the first included (default 6)"),
+    "--cache-threshold": (
+        "SHARE",
+        "cache_aware: share of a prompt that must match, 0 to 1 (default 0.5)",
+    ),
+    "--balance-abs-threshold": ("N", "cache_aware: load gap that is an imbalance (default 32)"),
+    "--balance-rel-threshold": (
+        "X",
+        "cache_aware: load ratio that is an imbalance (default 1.0001)",
+    ),
+    "--eviction-interval": ("SECS", "cache_aware: time between two evictions (default 60)"),
+    "--max-tree-size": (
+        "BYTES",
+        "cache_aware: most prompt text kept for all workers (default 16777216)",
+    ),
+    "--request-timeout-secs": (
+        "SECS",
+        "time for a whole non-streaming exchange; 0 is no limit (default 1800)",
+    ),
+    "--max-inflight": ("N", "most requests in flight, more are refused; 0 is no limit (default 0)"),
     "--queue-size": ("N", "requests that may wait instead of being refused (default 0)"),
-    "--queue-timeout-secs": ("SECS", "longest such wait; 0 is no limit (default 30)"),
+    "--queue-timeout-secs": ("SECS", "longest wait in that queue; 0 is no limit (default 30)"),
     "--max-payload-size": ("BYTES", 'largest request body, also as "64MiB" (default 512MiB)'),
     "--health-failure-threshold": (
         "N",
         "failed probes in a row until a worker leaves rotation (default 3)",
     ),
-    "--health-success-threshold": ("N", "good probes in a row until it returns (default 2)"),
+    "--health-success-threshold": ("N", "successful probes in a row until it returns (default 2)"),
     "--health-check-timeout-secs": ("SECS", "time for one probe (default 5)"),
     "--health-check-interval-secs": ("SECS", "time between two probes (default 10)"),
     "--health-check-endpoint": ("PATH", "path that is probed (default /health)"),
     "--admin-api-key": ("KEY", "admin key (default: the file's, else SGLANG_OMNI_ADMIN_KEY)"),
     "--log-level": ("LEVEL", "debug, info, warning, error or critical (default info)"),
     "--tls-cert": ("FILE", "PEM file of the certificate and its chain; needs --tls-key too"),
-    "--tls-key": ("FILE", "PEM file of its key"),
+    "--tls-key": ("FILE", "PEM file of the certificate's key"),
 }
 
 
 def short_help() -> str:
-    """For the program's name without arguments."""
+    """The text for a command line without arguments."""
     return (
         f"usage: {USAGE}\n\n{ABOUT}\n\n{COMMANDS}\n{EXAMPLES}\nomni-proxy --help lists the flags.\n"
     )
@@ -145,8 +157,8 @@ def picker_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="omni-proxy picker",
         usage="omni-proxy picker (--config FILE | --worker-urls URL ...) [FLAGS]",
-        description="Choose workers for requests that others carry: Envoy, by its external "
-        "processor, and callers of POST /select. No model request is relayed.",
+        description="Choose workers for requests that other programs relay: Envoy, through its "
+        "external processor, and callers of POST /select. It relays no model requests itself.",
         epilog=_PICKER_EPILOG,
     )
     _add_serving(parser)
@@ -158,7 +170,7 @@ def router_parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="omni-proxy launch-router",
         usage="omni-proxy launch-router [--worker-urls URL ...] [FLAGS]",
-        description="Route to workers that run already; the policy is cache_aware by default.",
+        description="Route to workers that already run; the default policy is cache_aware.",
         epilog=_ROUTER_EPILOG,
     )
     _add_serving(parser, policy="cache_aware")
@@ -183,11 +195,11 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     add("--prefill", dest="prefill_replicas", metavar="N", type=_count, default=0,
         help="replicas that only compute prompts; with --decode, instead of --dp-size")  # fmt: skip
     add("--decode", dest="decode_replicas", metavar="N", type=_count, default=0,
-        help="replicas that only generate text, from what those have computed")  # fmt: skip
+        help="replicas that only generate text, from the KV caches of those")  # fmt: skip
     add("--kv-connector", dest="replica_connector", choices=["sglang", "nixl", "mooncake"],
-        default="", help="how these pass KV caches (default sglang)")  # fmt: skip
+        default="", help="how prefill replicas pass KV caches (default sglang)")  # fmt: skip
     add("--bootstrap-base-port", dest="bootstrap_base_port", metavar="PORT", type=_count,
-        default=8998, help="where prefill replicas hand over (default 8998)")  # fmt: skip
+        default=8998, help="first bootstrap port of prefill replicas (default 8998)")  # fmt: skip
     add("--model-path", metavar="MODEL", default="smollm2-135m",
         help="tiny, smollm2-135m (default), or what the engine can load")  # fmt: skip
     add("--engine", choices=engines,
@@ -199,13 +211,13 @@ def launch_parser(engines: Sequence[str]) -> argparse.ArgumentParser:
     add("--tp-size", "--tp", "--tensor-parallel-size", dest="tensor_parallel_size",
         metavar="N", type=_count, default=1, help="ranks of one replica (default 1)")  # fmt: skip
     add("--gpus-per-replica", metavar="N", type=int,
-        help="slice of CUDA_VISIBLE_DEVICES for each (default: tp-size, with GPUs)")  # fmt: skip
+        help="GPUs of each, from CUDA_VISIBLE_DEVICES (default: tp-size, if any)")  # fmt: skip
     add("--worker-host", metavar="HOST", type=_address, default="127.0.0.1",
-        help="where they listen")  # fmt: skip
+        help="address that replicas listen on (default 127.0.0.1)")  # fmt: skip
     add("--worker-base-port", "--router-dp-worker-base-port", metavar="PORT", type=_count,
         default=31000, help="use free ports from here on (default 31000)")  # fmt: skip
     add("--worker-startup-timeout-secs", "--router-worker-startup-timeout-secs", metavar="SECS",
-        type=float, default=300.0, help="until a replica is ready (default 300)")  # fmt: skip
+        type=float, default=300.0, help="for a replica to get ready (default 300)")  # fmt: skip
     _add_serving(parser, prefix="--router-", policy="cache_aware")
     add_ignored_flags(parser, "--router-")
     _add_verbose(parser, "--router-verbose")  # without the prefix it is the engine's
@@ -230,7 +242,7 @@ def _count(text: str) -> int:
 
 
 def _add_verbose(parser: argparse.ArgumentParser, flag: str) -> None:
-    """sglang-router's flag for a log level."""
+    """Add sglang-router's flag for verbose logs."""
     parser.add_argument(
         flag, dest="server.log_level", action="store_const", const="debug",
         default=argparse.SUPPRESS, help="the same as --log-level debug",
@@ -240,7 +252,8 @@ def _add_verbose(parser: argparse.ArgumentParser, flag: str) -> None:
 def _add_serving(
     parser: argparse.ArgumentParser, prefix: str = "", policy: str = "round_robin"
 ) -> None:
-    """The proxy's own flags; with a prefix also under it, if an engine has the same ones.
+    """Add the proxy's own flags. With a prefix each has a second, prefixed name: an engine may have
+    the same flag.
 
     `policy` is the command's default policy.
     """
@@ -254,7 +267,7 @@ def _add_serving(
         nargs="*",
         action="extend",
         default=[],
-        help="workers, beside those of the file",
+        help="workers, in addition to those of the file",
     )
     for flag, key in FLAGS.items():
         metavar, text = _HELP[flag]
@@ -269,34 +282,34 @@ def _add_serving(
 
 
 def _add_pools(parser: argparse.ArgumentParser) -> None:
-    """Prefill and decode workers, by the flags of sglang-router and vllm-router."""
+    """Add sglang-router's and vllm-router's flags for prefill and decode workers."""
     group = parser.add_argument_group("prefill and decode workers")
     add = group.add_argument
     add("--prefill", metavar=("URL", "PORT"), nargs="+", action="append", default=[],
-        help="a prefill worker, and its bootstrap port or none; may be repeated")  # fmt: skip
+        help="a prefill worker, and its bootstrap port if any; may be repeated")  # fmt: skip
     add("--decode", metavar="URL", action="append", default=[],
         help="a decode worker; may be repeated")  # fmt: skip
-    add("--pd-disaggregation", action="store_true", help="they are SGLang engines")
-    add("--vllm-pd-disaggregation", action="store_true", help="they are vLLM engines")
+    add("--pd-disaggregation", action="store_true", help="these workers are SGLang engines")
+    add("--vllm-pd-disaggregation", action="store_true", help="these workers are vLLM engines")
     add("--kv-connector", metavar="NAME", default="",
-        help="of vLLM engines: nixl (default) or mooncake")  # fmt: skip
+        help="KV connector of vLLM engines: nixl (default) or mooncake")  # fmt: skip
 
 
 def _add_discovery(parser: argparse.ArgumentParser) -> None:
-    """Pods of Kubernetes, by the flags of sglang-router and vllm-router."""
+    """Add sglang-router's and vllm-router's flags for pods of Kubernetes."""
     group = parser.add_argument_group("workers found in Kubernetes, as by [[discover]]")
     add = group.add_argument
-    add("--service-discovery", action="store_true", help="find pods of the own cluster")
+    add("--service-discovery", action="store_true", help="find pods of the proxy's cluster")
     add("--selector", metavar="KEY=VALUE", nargs="+", default=[], help="labels of the pods")
     add("--prefill-selector", metavar="KEY=VALUE", nargs="+", default=[],
         help="labels of pods with prefill workers")  # fmt: skip
     add("--decode-selector", metavar="KEY=VALUE", nargs="+", default=[],
         help="labels of pods with decode workers")  # fmt: skip
     add("--service-discovery-port", metavar="PORT", default="",
-        help="where workers listen (default 80); annotations of the pods are stronger")  # fmt: skip
+        help="port of the workers (default 80); annotations of the pods override it")  # fmt: skip
     add("--service-discovery-namespace", metavar="NAME", default="",
-        help="of the pods (default: all)")  # fmt: skip
-    add("--model-id-from", metavar="label:KEY", default="", help="the label with a pod's model")
+        help="namespace of the pods (default: all)")  # fmt: skip
+    add("--model-id-from", metavar="label:KEY", default="", help="pod label with the model's name")
 
 
 def check_parser() -> argparse.ArgumentParser:
@@ -305,5 +318,5 @@ def check_parser() -> argparse.ArgumentParser:
         description="Validate FILE. Exit status 0: it loads; 2: it is refused.",
     )
     parser.add_argument("file", metavar="FILE", type=Path, help="the TOML file")
-    parser.add_argument("--json", action="store_true", help="for machines: one object on stdout")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     return parser

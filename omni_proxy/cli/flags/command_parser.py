@@ -1,7 +1,7 @@
-"""The argument parser of every command, its types of numbers, and hints for unknown flags.
+"""The argument parser of every command, argument types for numbers, and hints for unknown flags.
 
-Invariant: an unknown flag is refused with a hint where there is a likely counterpart: another name,
-the reason why it is missing, or the nearest flag. A wrong hint is worse than none. PURE: bad input
+Invariant: an unknown flag is refused, with a hint if it has a likely counterpart: another name, the
+reason why it is missing, or the nearest flag. A wrong hint is worse than none. PURE: bad input
 raises ArgumentTypeError with a text for the user.
 """
 
@@ -37,7 +37,7 @@ THEIRS: Final = {
     "--worker-config": "[[workers]] in the file",
 }
 _CHOICE: Final = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
-FLAG_CUTOFF: Final = 0.8  # share of common letters; flags have many by chance
+FLAG_CUTOFF: Final = 0.8  # share of common letters; unrelated flags share many
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -51,7 +51,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 class CommandParser(argparse.ArgumentParser):
     """The parser of a command: exact flags only, hints for unknown ones, and one line of usage
-    above an error. Its subcommands get the same class, and options of argparse's own."""
+    above an error. Subcommands get the same class. `options` are those of ArgumentParser."""
 
     def __init__(self, **options: Any) -> None:
         # An abbreviation would break when a second flag begins with it.
@@ -64,7 +64,7 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self._usage_line()}{self.prog}: error: {lines}\n")
 
     def _usage_line(self) -> str:
-        """What --help says, without the flags."""
+        """The usage line of --help, without the flags."""
         places = [action for action in self._actions if not action.option_strings]
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, places, [])
@@ -76,7 +76,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _options(parser: argparse.ArgumentParser) -> list[str]:
-    """Of the parser, and of those of its commands."""
+    """The flags of the parser and of its subcommands."""
     names: list[str] = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

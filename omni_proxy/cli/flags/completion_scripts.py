@@ -16,7 +16,7 @@ from typing import Final
 class Flag:
     names: tuple[str, ...]
     about: str
-    takes: bool  # a value
+    takes: bool  # whether it takes a value
     choices: tuple[str, ...] = ()
     file: bool = False
 
@@ -89,8 +89,8 @@ def bash(pages: Sequence[Page]) -> str:
 def _page_lines(word: str, pages: Sequence[Page]) -> Iterator[str]:
     """Shell lines that set $page to the page's name; `word` is the shell's word number $at.
 
-    A word counts once the next is begun. Flags may precede the second name, and bash splits a URL
-    into several words: what is neither a name nor a flag's value is skipped.
+    A word counts once the next one has begun. Flags may precede the second name, and bash splits a
+    URL into several words: words that are neither a name nor a flag's value are skipped.
     """
     one, two, valued = ("|".join(map(_quoted, names or [""])) for names in _names(pages))
     yield "    local at=1"
@@ -219,7 +219,7 @@ def _join_quoted(words: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """In single quotes, valid in all three shells."""
+    """The text in single quotes, valid in all three shells."""
     return "'" + text.replace("\\", "").replace("'", "'\\''") + "'"
 
 

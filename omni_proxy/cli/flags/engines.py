@@ -1,8 +1,8 @@
 """Command lines of the known engines: one replica each, on {host} and {port}.
 
 Each replica needs its own ports for KV events: replica i gets the given port + i, as vLLM's ranks
-do, by the placeholder `{PORT+index}`. Port 0 is any free one, and an endpoint that connects may be
-the same for all. PURE: nothing is looked up or started; a missing program shows at its launch.
+do, through the placeholder `{PORT+index}`. Port 0 is any free one, and an endpoint that connects
+may be the same for all. PURE: it looks up and starts nothing; a missing program fails at launch.
 """
 
 import json
@@ -32,7 +32,7 @@ def publishes(flags: Sequence[str]) -> bool:
 
 
 def ports_apart(flags: Sequence[str], first: int, count: int) -> tuple[str, ...]:
-    """The flags of `count` replicas, the first of which is replica `first` of all.
+    """The flags of `count` replicas with separate ports; `first` is the index of the first replica.
 
     Raises PortsOverlapError.
     """
@@ -52,7 +52,7 @@ def ports_apart(flags: Sequence[str], first: int, count: int) -> tuple[str, ...]
         if other - one < first + count:
             raise PortsOverlapError(
                 f"KV events: ports {one} and {other} are too close for {first + count} replicas, "
-                "each of which takes the next ones: name others, or port 0 for any free one"
+                "which use consecutive ports: pass others, or port 0 for any free one"
             )
     return tuple(changed)
 
@@ -63,7 +63,7 @@ def _value(flag: str, value: str, first: int, ports: list[int]) -> str:
     try:
         config = json.loads(value)
     except ValueError:
-        return value  # the engine says what is wrong with it
+        return value  # the engine reports what is wrong with it
     if not isinstance(config, dict):
         return value
     for key, endpoint in _endpoints(config):
@@ -73,7 +73,7 @@ def _value(flag: str, value: str, first: int, ports: list[int]) -> str:
 
 
 def _endpoints(config: dict[str, object]) -> Iterator[tuple[str, str]]:
-    # vLLM and SGLang publish there if nothing is named.
+    # vLLM and SGLang publish there by default.
     config.setdefault("endpoint", "tcp://*:5557")
     for key in ("endpoint", "replay_endpoint"):
         value = config.get(key)
@@ -89,7 +89,7 @@ def _endpoint(text: str, first: int, ports: list[int], *, always_binds: bool) ->
     return f"{match[1]}{{{int(match[2]) + first}+index}}"
 
 
-ROLE_ENGINES: Final = ("replica", "sglang")  # which can be started with a role
+ROLE_ENGINES: Final = ("replica", "sglang")  # engines that can be started with a role
 OWN_MODELS: Final = ("tiny", "smollm2-135m")
 _PLACE: Final = ("--host", "{host}", "--port", "{port}")
 
@@ -107,7 +107,7 @@ class EngineCommandError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """The command line's settings of one replica; `flags` are for the engine alone."""
+    """The command line's settings of one replica; `flags` go to the engine unchanged."""
 
     model_path: str
     tensor_parallel_size: int

@@ -2,7 +2,7 @@
 
 Exit status 0: shown; 1: no log to show; 2: no proxy could be reached; 130: Ctrl-C.
 
-Invariant: a line that is not a log record is printed unchanged but for control characters; no
+Invariant: a line that is not a log record is printed unchanged except for control characters; no
 content of a file raises.
 """
 
@@ -54,7 +54,8 @@ _ESCAPED: Final = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8}|[nrt\
 
 
 def raw_line(line: bytes) -> str:
-    """Unchanged, except that secrets in queries, which older versions logged, are masked."""
+    """The line unchanged, except that secrets in queries, which older versions logged, are
+    masked."""
     return mask_secrets_in_text(line.decode(errors="replace"))
 
 
@@ -166,7 +167,7 @@ class NoLogError(Exception):
 def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy logs",
-        description="The access log of a proxy on this machine, one short line per request.",
+        description="Print the access log of a proxy on this machine, one short line per request.",
         epilog=_EPILOG,
     )
     result.add_argument(
@@ -176,7 +177,7 @@ def parser() -> argparse.ArgumentParser:
         "--lines", "-n", metavar="N", type=_count, default=LINES,
         help=f"the last N lines (default {LINES})",
     )  # fmt: skip
-    result.add_argument("--route", action="store_true", help="the route log instead")
+    result.add_argument("--route", action="store_true", help="print the route log instead")
     result.add_argument("--raw", action="store_true", help="print lines unchanged")
     result.add_argument(
         "--file", metavar="PATH", type=Path, help="read this log; no proxy is contacted"
@@ -280,7 +281,7 @@ def _put(lines: Iterable[str]) -> None:
 
 
 # Following a file across rotation. Each line is read whole and once; a renamed file is read to its
-# end before the new file of that name, and a truncated file is read anew.
+# end before the new file of that name, and a truncated file is read again from its start.
 
 POLL_SECS: Final = 0.25
 BLOCK_BYTES: Final = 65536
@@ -294,7 +295,7 @@ class Tail:
         """Raises OSError."""
         self._path = path
         self._poll_secs = poll_secs
-        self._pause = threading.Event()  # never set: a pause that Ctrl-C ends at once
+        self._pause = threading.Event()  # never set: Ctrl-C interrupts this wait
         self._file: BinaryIO = path.open("rb")
         self._partial = b""
         self.first = self._last_lines(last)

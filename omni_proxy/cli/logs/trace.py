@@ -1,8 +1,8 @@
-"""`omni-proxy trace ID`: the lines of the route log that a trace or a request has.
+"""`omni-proxy trace ID`: prints the route-log lines of a trace or a request.
 
 Exit status 0: found; 1: nothing found, or no log to read; 2: no proxy could be reached, or a usage
-error. Invariant: the log is read once from its beginning, line by line, whatever its size; no
-content of it raises or reaches the terminal as control characters.
+error. Invariant: the log is read once from its start, line by line, in constant memory; its content
+never raises and never reaches the terminal as control characters.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ examples:
 def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy trace",
-        description="What the route log of a proxy on this machine has of a trace or a request: "
-        "when, which worker, why it ended, how long.",
+        description="Print the route-log lines of a trace or a request, from a proxy on this "
+        "machine: time, worker, outcome and durations.",
         epilog=_EPILOG,
     )
     result.add_argument(
@@ -72,8 +72,8 @@ def main(argv: Sequence[str]) -> int:
     if count:
         return 0
     print(
-        f"omni-proxy trace: {path} has no request with the trace or id {printable(wanted)}: it is "
-        "not over yet, was not sampled, or is in a rotated log, which --file PATH reads",
+        f"omni-proxy trace: {path} has no request with the trace or id {printable(wanted)}: it "
+        "has not ended yet, was not sampled, or is in a rotated log, which --file PATH reads",
         file=sys.stderr,
     )
     return NO_LOG
@@ -106,7 +106,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
 
 
 def _shown(record: dict[str, Any]) -> str:
-    """A field in a line, those without a value left out."""
+    """One field per line, without fields that have no value."""
     fields = {name: value for name, value in record.items() if value not in (None, "", [])}
     width = max(map(len, fields), default=0)
     return "\n".join(

@@ -1,1 +1,1 @@
-"""How commands show things: text tables, the feed, diagnoses, the access log."""
+"""Terminal output of commands: text tables, the feed's types, diagnoses."""

@@ -1,8 +1,9 @@
-"""Diagnosis: which workers are slow or out of rotation and why, what the last reload did, and how a
-rollout of weights stands.
+"""Diagnosis: which workers are slow or out of rotation and why, what the last reload did, and the
+progress of a weight rollout.
 
-PURE. The same texts for `omni-proxy status`, `top` and `weights`; who is slow, the proxy says
-(`admin_api.serializers.slow_workers`). Unknown fields, of a newer proxy, are ignored.
+PURE. `omni-proxy status`, `top` and `weights` print the same texts. The proxy determines which
+workers are slow (`admin_api.serializers.slow_workers`). Unknown fields, of a newer proxy, are
+ignored.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ URGENCY: Final = {name: rank for rank, name in enumerate((OUT, FAILING, SLOW, LE
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """On one worker; `problem` is "" if there is none."""
+    """The diagnosis of one worker; `problem` is "" if there is none."""
 
     kind: str
     state: str  # one word for a table
@@ -41,7 +42,7 @@ class Diagnosis:
 
 
 def diagnose(feed: FeedModel) -> dict[str, Diagnosis]:
-    """By worker id."""
+    """Diagnoses by worker id."""
     now = parse_time(feed.at)
     return {row.id: _verdict(row, now) for row in feed.fleet}
 
@@ -231,7 +232,7 @@ def describe_pause(paused: PausedWorker, now: datetime | None) -> str:
 
 
 def pause_lines(pauses: Iterable[PausedWorker], total: int, now: datetime | None) -> Iterator[str]:
-    """A line for each pause that workers share, of a fleet of `total`."""
+    """A line for each distinct pause, with the number of its workers out of `total`."""
     for text, count in Counter(describe_pause(paused, now) for paused in pauses).items():
         # The remedy first: a narrow screen truncates the end.
         yield f"{count} of {total} workers, end it with: {RESUME_COMMAND}; {text}"
@@ -246,7 +247,7 @@ def has_ended(rollout: dict[str, Any]) -> bool:
 
 
 def describe_rollout(rollout: object) -> str:
-    """`v2: running, 1 of 3 updated, loading URL`; "" where there is none that has not ended."""
+    """`v2: running, 1 of 3 updated, loading URL`; "" if no rollout is in progress."""
     if not isinstance(rollout, dict) or has_ended(rollout):
         return ""
     return progress_line(rollout)
@@ -271,7 +272,7 @@ def progress_line(rollout: dict[str, Any]) -> str:
 
 
 def rollout_lines(rollout: dict[str, Any]) -> list[str]:
-    """The line, and a row for each worker."""
+    """The progress line, and a table row for each worker."""
     if rollout.get("state") == "none":
         return ["there was no rollout since the proxy started"]
     rows = [

@@ -34,7 +34,7 @@ class PausedWorker(Struct, frozen=True):
 
 
 class EngineLoadRow(Struct, frozen=True):
-    """What a worker's engine reported last."""
+    """The last load report of a worker's engine."""
 
     waiting: float | None = None
     kv_usage: float | None = None  # 0 to 1
@@ -50,7 +50,7 @@ class MinuteRow(Struct, frozen=True):
 
 
 class SlowRow(Struct, frozen=True):
-    """`times`: as a multiple of the others' time. `text`: what is slow, and why."""
+    """`times`: the worker's time as a multiple of the others'. `text`: what is slow, and why."""
 
     times: float = 0.0
     text: str = ""
@@ -70,12 +70,12 @@ class FleetRow(Struct, frozen=True):
     half_open: bool = False
     held_by: tuple[str, ...] = ()
     why: str | None = None
-    overloaded: str | None = None  # by what its engine reports
+    overloaded: str | None = None  # the reason, from its engine's load report
     since: str | None = None
     last_error: str | None = None
     in_flight: int = 0
     max_inflight: int = 0
-    sessions: int = 0  # sticky ones that are there
+    sessions: int = 0  # sticky sessions on this worker
     kv_mode: str = "off"
     kv_reason: str = ""
     ranks_in_flight: tuple[int, ...] = ()  # of each data-parallel rank
@@ -85,7 +85,7 @@ class FleetRow(Struct, frozen=True):
     first_p50_ms: float | None = None
     first_p99_ms: float | None = None
     silent_secs: float | None = None  # if it is longer than usual
-    slow: SlowRow | None = None  # beside the others of its model
+    slow: SlowRow | None = None  # compared with the other workers of its model
     routed: int = 0
     failed: int = 0
     weight_version: str | None = None
@@ -116,7 +116,7 @@ class HistoryPoint(Struct, frozen=True):
 
 
 class FinishedRequest(Struct, frozen=True):
-    """How a request ended."""
+    """A request that has ended."""
 
     at: str = ""
     route: str = ""
@@ -144,11 +144,11 @@ class ServiceStatus(Struct, frozen=True):
     state: str = "running"
     restarts: int = 0
     last_error: str | None = None
-    same_as: str = ""  # its new name, in the row with the old one
+    same_as: str = ""  # the service's new name, in a row with its old one
 
 
 class WatchdogStatus(Struct, frozen=True):
-    """Times that an event loop of the proxy had no turn for a second."""
+    """How often an event loop of the proxy was blocked for a second or more."""
 
     stalls: int = 0
     last_stall_at: str | None = None
@@ -156,7 +156,7 @@ class WatchdogStatus(Struct, frozen=True):
 
 
 class LastMinute(Struct, frozen=True):
-    """Requests of the fleet that ended in the last minute, the running second included."""
+    """Requests of the fleet that ended in the last minute, the current second included."""
 
     requests: int = 0
     errors: int = 0
@@ -187,9 +187,9 @@ class DiscoverySource(Struct, frozen=True):
     name: str = ""
     state: str = ""
     error: str | None = None
-    age_secs: float | None = None  # since it was heard last
-    workers: dict[str, int] = {}  # by standing
-    ignored: dict[str, str] = {}  # what can't be used, and why
+    age_secs: float | None = None  # since the source last answered
+    workers: dict[str, int] = {}  # number by discovery state
+    ignored: dict[str, str] = {}  # unusable endpoints, and why
 
 
 class FeedModel(Struct, frozen=True):
@@ -230,7 +230,7 @@ def read_feed(text: str | bytes) -> FeedModel:
 
 
 def feed_of(snapshot: dict[str, Any]) -> FeedModel:
-    """As `read_feed`, from decoded JSON. Raises AdminClientError."""
+    """Like `read_feed`, but from decoded JSON. Raises AdminClientError."""
     try:
         return msgspec.convert(snapshot, FeedModel)
     except msgspec.ValidationError as error:

@@ -1,4 +1,4 @@
-"""The fleet as a table: the same columns for `status` and `top`.
+"""The fleet as a table, with the same columns in `status` and `top`.
 
 PURE.
 """
@@ -25,7 +25,7 @@ HEAD: Final = (
     "ERR", "WEIGHTS",
 )  # fmt: skip
 _RIGHT: Final = ("BUSY", "SESS", "REQ/S", "P50", "P99", "GAP", "TOK/S", "CACHE", "ERR")
-# Dropped while no worker has them, and before a name is cut, in this order.
+# Dropped, in this order, if no worker has a value or if the table is too wide.
 _TOKENS: Final = ("GAP", "CACHE", "TOK/S")
 # Columns dropped on a narrow screen, in this order.
 _SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "SESS", "BUSY", "P99", "ROLE")
@@ -44,8 +44,8 @@ def fleet_table(
 ) -> list[str]:
     """A header line, then one per worker, at most `width` columns wide if possible.
 
-    The title in `sorting` gets the mark there; this column is never dropped. `reserved`: columns
-    of the screen that the figures of tokens leave for something else.
+    `sorting`: a column's title and the mark that it gets; this column is never dropped. `reserved`:
+    terminal columns that token figures must leave free.
     """
     sort_column, sort_mark = sorting
     cells = [_cells(row, verdicts[row.id]) for row in rows]

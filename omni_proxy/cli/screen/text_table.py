@@ -36,7 +36,7 @@ def strip_noise(reason: str) -> str:
 
 
 def display_width(text: str) -> int:
-    """Terminal columns, not characters."""
+    """The width in terminal columns, not characters."""
     if text.isascii():
         return len(text)
     return sum(_columns(char) for char in text)
@@ -64,7 +64,7 @@ def truncate(text: str, width: int) -> str:
 
 
 def truncate_middle(text: str, width: int) -> str:
-    """As `truncate`, but keeps both ends, which distinguish addresses."""
+    """Like `truncate`, but keeps both ends, which distinguish addresses."""
     if display_width(text) <= width or width < 8:
         return truncate(text, width)
     tail = ""

@@ -1,4 +1,4 @@
-"""The arguments of `omni-proxy simulate`, checked one by one."""
+"""Command-line arguments of `omni-proxy simulate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from omni_proxy.simulate.faults import EXPECTED
 from omni_proxy.simulate.workload import WORKLOADS
 
 WORKERS: Final = 8
-REQUESTS: Final = 10_000  # of a made workload
+REQUESTS: Final = 10_000  # of a generated workload
 MAX_REQUESTS: Final = 10_000_000
 MAX_WORKERS: Final = 10_000
 DEFAULT_ENGINE: Final = EngineSpec()
@@ -26,7 +26,7 @@ examples:
   omni-proxy simulate --calibrate http://127.0.0.1:8000
 
 A trace is .jsonl (Mooncake) or .csv (TIMESTAMP,ContextTokens,GeneratedTokens), also gzipped.
-Equal arguments give equal figures. docs/simulate.md says what is modelled and what is not.
+Equal arguments give equal figures. docs/simulate.md describes what is modelled and what is not.
 """
 
 
@@ -45,36 +45,39 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     result.add_argument(
         "--deadline-ms", type=positive, metavar="N",
-        help="count the requests that end within it, per second",
+        help="also report the requests per second that end within N ms",
     )  # fmt: skip
     result.add_argument("--json", action="store_true", help="print one JSON object")
-    result.add_argument("--plot", type=Path, metavar="FILE", help="also write a picture (SVG)")
+    result.add_argument("--plot", type=Path, metavar="FILE", help="also write a chart (SVG)")
     return result
 
 
 def _add_source(result: argparse.ArgumentParser) -> None:
     source = result.add_mutually_exclusive_group()
-    source.add_argument("--trace", type=Path, metavar="FILE", help="requests of a trace")
+    source.add_argument("--trace", type=Path, metavar="FILE", help="use the requests of a trace")
     source.add_argument(
         "--workload", choices=tuple(WORKLOADS), metavar="NAME",
-        help=f"requests made here: {', '.join(WORKLOADS)}",
+        help=f"generate requests: {', '.join(WORKLOADS)}",
     )  # fmt: skip
     source.add_argument(
-        "--route-log", type=Path, metavar="FILE", help="requests of a route log of this proxy"
+        "--route-log",
+        type=Path,
+        metavar="FILE",
+        help="use the requests of a route log of this proxy",
     )
     result.add_argument(
         "--requests", type=whole(1, MAX_REQUESTS), metavar="N",
-        help=f"the first N of a trace, or how many to make (default all, or {REQUESTS})",
+        help=f"the first N of a trace, or the number to generate (default all, or {REQUESTS})",
     )  # fmt: skip
     result.add_argument(
-        "--seed", type=whole(0, 2**63), default=0, metavar="N", help="of all chance (default 0)"
+        "--seed", type=whole(0, 2**63), default=0, metavar="N", help="random seed (default 0)"
     )
 
 
 def _add_proxy(result: argparse.ArgumentParser) -> None:
     result.add_argument(
         "--config", type=Path, metavar="FILE",
-        help="the proxy's configuration: its [routing], [server] and [health] are in force",
+        help="the proxy's configuration, of which [routing], [server] and [health] are used",
     )  # fmt: skip
     result.add_argument(
         "--policies", metavar="A,B",
@@ -86,22 +89,23 @@ def _add_proxy(result: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     result.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=A,B",
-        help="repeatable: a key of the configuration, as in routing.cache_aware.cache_threshold",
+        help="repeatable: compare values of a configuration key, such as "
+        "routing.cache_aware.cache_threshold",
     )  # fmt: skip
 
 
 def _add_engine(result: argparse.ArgumentParser) -> None:
     engine = result.add_argument_group("engines")
     for name, kind, default, text in (
-        ("prefill-tokens-per-sec", positive, DEFAULT_ENGINE.prefill_tokens_per_sec, "of prompts"),
+        ("prefill-tokens-per-sec", positive, DEFAULT_ENGINE.prefill_tokens_per_sec, "prompt speed"),
         (
             "prefill-overhead-ms", not_negative, DEFAULT_ENGINE.prefill_overhead_ms,
-            "of each prompt, besides its tokens",
+            "fixed time per prompt, in addition to that of its tokens",
         ),
-        ("decode-step-ms", not_negative, DEFAULT_ENGINE.decode_step_ms, "a step of the batch"),
+        ("decode-step-ms", not_negative, DEFAULT_ENGINE.decode_step_ms, "time of a decode step"),
         (
             "decode-step-ms-per-request", not_negative, DEFAULT_ENGINE.decode_step_ms_per_request,
-            "more for each request in it",
+            "added to a step by each request of the batch",
         ),
     ):  # fmt: skip
         engine.add_argument(
@@ -109,7 +113,7 @@ def _add_engine(result: argparse.ArgumentParser) -> None:
         )
     engine.add_argument(
         "--max-batch", type=whole(1, 1_000_000), metavar="N",
-        help=f"requests that run at a time on a worker (default {DEFAULT_ENGINE.max_batch})",
+        help=f"most requests in a worker's batch (default {DEFAULT_ENGINE.max_batch})",
     )  # fmt: skip
     engine.add_argument(
         "--kv-tokens", type=whole(0, 2**53), metavar="N",
@@ -117,10 +121,10 @@ def _add_engine(result: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     engine.add_argument(
         "--slots", type=whole(0, 100_000), metavar="N",
-        help="N slots keep one text each, as in llama.cpp; 0: blocks, as in vLLM and SGLang "
-        "(default 0)",
+        help="cache one text in each of N slots, as llama.cpp does; 0: cache blocks, as vLLM and "
+        "SGLang do (default 0)",
     )  # fmt: skip
     engine.add_argument(
         "--calibrate", metavar="URL",
-        help="measure a running worker and use its speed; alone: print it as flags",
+        help="measure a running worker and use its speed; without a workload: print it as flags",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`omni-proxy simulate`: compare policies on a workload in virtual time; nothing is sent.
+"""`omni-proxy simulate`: compares policies on a workload in virtual time; nothing is sent.
 
 The proxy's own policy, queue, retry and health objects run over modelled engines, with the settings
 of `--config`. Exit status 0: done; 2: bad input.
@@ -42,12 +42,12 @@ from omni_proxy.simulate.workload import WORKLOADS, Facts, Workload
 
 
 class _InputError(Exception):
-    """The text says what is wrong, where, and what is expected."""
+    """Invalid input; the text gives the place, the reason and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is to be run. `workload` makes a new one for each run."""
+    """The runs to simulate. `workload` makes a new workload for each run."""
 
     runs: list[tuple[str, dict[str, object], Config]]
     workers: list[WorkerSpec]
@@ -147,14 +147,14 @@ def _heading(facts: Facts, workers: int, wall_secs: float) -> list[str]:
         f"{facts.mean_input_tokens:.0f} tokens in and {facts.mean_output_tokens:.0f} out; "
         f"{workers} workers",
         f"best possible hit rate {facts.best_possible_hit_rate * 100:.1f} %, of tokens "
-        f"{facts.best_possible_token_rate * 100:.1f} %: one worker that never forgets",
+        f"{facts.best_possible_token_rate * 100:.1f} %: one worker with an unbounded cache",
         f"times in ms; simulated in {wall_secs:.1f} s",
         "",
     ]
 
 
 def _check_plot(path: Path) -> None:
-    """Before minutes of simulation, not after them. Raises _InputError."""
+    """Check, before minutes of simulation, that the file can be written. Raises _InputError."""
     if path.is_dir():
         raise _InputError(f"--plot {path}: is a directory, expected the name of a file")
     if not path.parent.is_dir():
@@ -176,7 +176,7 @@ def _write_plot(path: Path, facts: Facts, workers: int, runs: Sequence[Run]) -> 
 
 
 def _engine_spec(arguments: argparse.Namespace) -> EngineSpec:
-    """What the flags say, else what was measured, else the defaults. Raises CalibrationError."""
+    """Values of the flags, else measured values, else the defaults. Raises CalibrationError."""
     base = DEFAULT_ENGINE
     if arguments.calibrate:
         base = measure(arguments.calibrate, _progress)
@@ -232,7 +232,7 @@ def _with(
         for name in path:
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
-                raise _InputError(f"--sweep {key}: {name} is no table of the configuration")
+                raise _InputError(f"--sweep {key}: {name} is not a table of the configuration")
         table[last] = value
     return _parsed(changed, f"{file} with {'--sweep' if settings else f'policy {policy}'}")
 
@@ -243,7 +243,7 @@ def _policies(arguments: argparse.Namespace, config: Config) -> list[str]:
         return [config.routing.policy] if arguments.config is not None else list(POLICIES)
     policies = [name.strip() for name in arguments.policies.split(",") if name.strip()]
     if not policies:
-        raise _InputError("--policies names none")
+        raise _InputError("--policies: expected at least one name")
     return policies
 
 
@@ -258,7 +258,7 @@ def _sweep(text: str) -> tuple[str, list[object]]:
 
 
 def _value(text: str) -> object:
-    """As in TOML; a word without quotes is a string."""
+    """A TOML value; a word without quotes is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

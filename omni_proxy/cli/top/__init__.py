@@ -1,5 +1,5 @@
 """`omni-proxy top`: the fleet live, on the whole terminal.
 
-view.py holds what is looked at and obeys keys, frame.py draws it, follower.py listens to the feed
-in a thread of its own, command.py owns the terminal and its keys.
+view.py has the state of the screen and handles keys, frame.py renders it, follower.py reads the
+feed in its own thread, command.py owns the terminal and reads its keys.
 """

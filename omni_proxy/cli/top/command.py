@@ -60,7 +60,7 @@ _LFLAG, _CC = 3, 6  # indices into the result of tcgetattr
 
 
 def parse_keys(typed: bytes) -> list[str | Click]:
-    """The names of the keys, and clicks; unknown ones are left out."""
+    """The names of the keys, and clicks; unknown sequences are dropped."""
     names: list[str | Click] = []
     for token in _TOKEN.findall(typed):
         if token in _KEYS:
@@ -91,7 +91,7 @@ def raw_keyboard(descriptor: int) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(termios.error):  # the terminal is gone: nothing to restore
+        with suppress(termios.error):  # the terminal has closed: nothing to restore
             termios.tcsetattr(descriptor, termios.TCSANOW, before)
 
 
@@ -101,21 +101,21 @@ TYPED_BYTES: Final = 1024
 _EPILOG: Final = """\
 keys:
   q, Ctrl-C         quit
-  up, down, k, j    choose a worker; also PgUp, PgDn, Home, End
+  up, down, k, j    select a worker; also PgUp, PgDn, Home, End
   left, right       sort by another column; r reverses the order
   /                 search: only workers with this text in name, URL, model, role, state or weights
-  o                 only workers in trouble
-  d, e, D, v        disable, enable, drain, revive the chosen worker; each asks for confirmation
+  o                 only workers with problems
+  d, e, D, v        disable, enable, drain, revive the selected worker; each asks for confirmation
   ?                 these keys
-  mouse             a click chooses a worker or sorts by a column, the wheel scrolls; text is
-                    selected with Shift held
+  mouse             a click selects a worker or sorts by a column, the wheel scrolls; hold Shift to
+                    select text
 """
 
 
 def parser() -> argparse.ArgumentParser:
     result = CommandParser(
         prog="omni-proxy top",
-        description="The running proxy and its workers, live.",
+        description="Show the running proxy and its workers, live.",
         epilog=_EPILOG,
     )
     add_target_arguments(result)
@@ -123,7 +123,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--once",
         action="store_true",
-        help="print one frame with all rows, and end; in a pipe lines are whole, or COLUMNS wide",
+        help="print one frame with all rows and exit; in a pipe, lines are as long as needed, or "
+        "COLUMNS wide",
     )
     return result
 
@@ -147,7 +148,7 @@ def main(argv: Sequence[str]) -> int:
         return NO_TERMINAL
     try:
         TopScreen(target, console, mouse=not arguments.no_mouse).run(sys.stdin.fileno())
-    except OSError:  # the terminal is gone: nowhere to report it
+    except OSError:  # the terminal has closed: nowhere to report it
         return NO_TERMINAL
     return 0
 
@@ -158,7 +159,7 @@ def _once(target: AdminTarget) -> int:
     feed = feed_of(fetch_feed(target))
     view.show(feed)
     width = shutil.get_terminal_size((WIDTH, 24)).columns
-    # The reader of a pipe gets whole lines, unless it says how wide its screen is.
+    # In a pipe lines are not truncated, unless COLUMNS gives a width.
     view.uncut = not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdecimal()
     status = FeedStatus(feed, feed.history, "", 0.0)
     frame = render_frame(view, status, target.url, width)
@@ -181,7 +182,7 @@ class TopScreen:
         self._follower = FeedFollower(target, self._wake)
 
     def run(self, keyboard: int) -> None:
-        """Run until the user quits. Raises OSError when the terminal is gone."""
+        """Run until the user quits. Raises OSError when the terminal has closed."""
         with ExitStack() as stack:
             stack.callback(self._follower.stop)
             stack.enter_context(raw_keyboard(keyboard))
@@ -199,7 +200,7 @@ class TopScreen:
                     return
 
     def _handle_keys(self, typed: bytes) -> bool:
-        """False: quit."""
+        """Returns False to quit."""
         if not typed:
             raise OSError("the terminal has closed")
         for key in parse_keys(typed):
@@ -247,13 +248,13 @@ class TopScreen:
 
 @contextmanager
 def _mouse_reports(console: Console) -> Iterator[None]:
-    """Clicks and the wheel come as escape sequences (xterm, modes 1000 and 1006)."""
+    """Make the terminal send clicks and the wheel as escape sequences (xterm, modes 1000, 1006)."""
     console.file.write(_MOUSE_ON)
     console.file.flush()
     try:
         yield
     finally:
-        with suppress(OSError):  # the terminal is gone
+        with suppress(OSError):  # the terminal has closed
             console.file.write(_MOUSE_OFF)
             console.file.flush()
 

@@ -1,6 +1,6 @@
-"""Reads the feed in a thread, and keeps the latest snapshot and the last minutes.
+"""Reads the feed in a thread, and keeps the latest snapshot and the history of the last minutes.
 
-Invariant: memory is bounded however slowly the reader is; a lost connection is reported and retried
+Invariant: memory is bounded however slow the reader is; a lost connection is reported and retried
 until `stop`, and the last snapshot stays.
 """
 
@@ -17,14 +17,15 @@ from omni_proxy.cli.client.admin_client import AdminClient, AdminClientError, Ad
 from omni_proxy.cli.screen.feed_model import PATH, FeedModel, HistoryPoint, read_feed
 
 SILENCE_SECS: Final = 5.0  # the feed sends a snapshot each second
-RETRY_SECS: Final = (0.5, 1.0, 2.0, 5.0)  # then the last one
+RETRY_SECS: Final = (0.5, 1.0, 2.0, 5.0)  # the last one repeats
 POINTS: Final = 900
 _DATA: Final = "data:"
 
 
 @dataclass(frozen=True, slots=True)
 class FeedStatus:
-    """`lost` is why the feed is lost, "" while it is connected; `secs_ago`: age of the snapshot."""
+    """`lost`: why the feed is disconnected, "" while it is connected; `secs_ago`: age of the
+    snapshot."""
 
     feed: FeedModel | None
     history: tuple[HistoryPoint, ...]

@@ -45,27 +45,27 @@ from omni_proxy.cli.top.follower import FeedStatus
 from omni_proxy.cli.top.view import ORDERS, TopView
 
 STYLES: Final = {OUT: "bold red", FAILING: "red", SLOW: "yellow", LEAVING: "cyan", WELL: ""}
-# Those of a narrow screen first.
+# A narrow screen shows only the first ones.
 KEYS: Final = (
     "q quit", "? help", "/ search", "d/e off/on", "D drain", "v revive", "o trouble",
     "←→ sort", "r reverse", "↑↓ row",
 )  # fmt: skip
 HELP: Final = (
     ("q, Ctrl-C", "quit"),
-    ("↑ ↓ k j", "choose a worker; also PgUp, PgDn, Home, End, and the wheel"),
+    ("↑ ↓ k j", "select a worker; also PgUp, PgDn, Home, End, and the wheel"),
     ("← →", "sort by another column; also a click on its title"),
     ("r", "reverse the order"),
     ("/", "search in name, URL, model, role, state, weights; Esc ends it"),
-    ("o", "only workers in trouble"),
-    ("d e", "disable, enable the chosen worker"),
+    ("o", "only workers with problems"),
+    ("d e", "disable, enable the selected worker"),
     ("D", "drain it: no new requests, running ones complete"),
-    ("v", "revive it: it is dead, and gets probes again"),
+    ("v", "revive it: a dead worker is probed again"),
     ("y", "confirm; any other key cancels"),
 )
 UNCUT: Final = 1 << 16  # columns; no line is wider
-_WHY_WIDTH: Final = 30  # columns that a wide table leaves for it
+_WHY_WIDTH: Final = 30  # columns that a wide table leaves for the WHY column
 _LEAST_WHY: Final = 12  # columns; a shorter reason is useless
-FEW_ROWS: Final = 4  # have priority over the lines below them
+FEW_ROWS: Final = 4  # rows that have priority over the lines below the table
 _ABOUT_LINES: Final = 4  # the selected worker, the message, the keys
 _BARS: Final = "▁▂▃▄▅▆▇█"
 _SPARK_LABEL: Final = 36  # columns beside a spark line
@@ -77,7 +77,7 @@ Line = tuple[str, str]  # text and its style
 def render_frame(
     view: TopView, feed_status: FeedStatus, url: str, width: int, height: int | None = None
 ) -> Text:
-    """Without a height: all rows, and no line of keys."""
+    """The frame; without a height all rows, and no line of keys."""
     if view.feed is None:
         lines: list[Line] = [(f"omni-proxy at {printable(url)}", "bold")]
         lines += [(line, "bold red") for line in wrap(_link(feed_status), max(1, width))]
@@ -210,7 +210,7 @@ def _body(view: TopView, width: int) -> Iterator[Line]:
     title, *lines = _with_reasons(table, [view.verdicts[row.id] for row in view.rows], width)
     yield title, "bold reverse"
     if not view.rows:
-        none = "no worker is in trouble (o shows all)" if view.trouble_only else "no workers"
+        none = "no worker has problems (o shows all)" if view.trouble_only else "no workers"
         if view.search:
             none = f"no worker matches {printable(view.search)} (Esc shows all)"
         yield none, "dim"
@@ -222,7 +222,7 @@ def _body(view: TopView, width: int) -> Iterator[Line]:
 
 
 def _with_reasons(table: list[str], verdicts: Sequence[Diagnosis], width: int) -> list[str]:
-    """Each row with its problem, if there is enough width."""
+    """The table with each row's problem appended, if there is enough width."""
     edge = max(map(display_width, table)) + 2
     if width - edge < _LEAST_WHY or not any(verdict.problem for verdict in verdicts):
         return table

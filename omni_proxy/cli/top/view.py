@@ -33,7 +33,7 @@ class PendingAction:
 
 @dataclass(frozen=True, slots=True)
 class Click:
-    """Of the left button; both counted from 0."""
+    """A click of the left button; column and line count from 0."""
 
     column: int
     line: int
@@ -68,7 +68,7 @@ class TopView:
     title: str = ""  # the table's title and its line, as drawn
     title_line: int = 0
     help_open: bool = False
-    search: str = ""  # only rows with this text in what they show
+    search: str = ""  # show only rows that contain this text
     typing: bool = False  # keys go into `search`
     order: int = 0
     reversed: bool = False
@@ -98,10 +98,10 @@ class TopView:
             return QUIT
         else:
             self.message = ""
-            self._obey(key)
+            self._handle_key(key)
         return None
 
-    def _obey(self, key: str) -> None:
+    def _handle_key(self, key: str) -> None:
         if key in ACTIONS:
             self._ask(ACTIONS[key])
         elif key in _STEPS:
@@ -138,7 +138,7 @@ class TopView:
         self.first = min(max(self.first, self.index - self.page_rows + 1), self.index, lowest)
 
     def _type(self, key: str) -> bool:
-        """Take a key of the search; false for one that is for the list."""
+        """Handle a key typed into the search. Returns False if the key is for the list."""
         if key in ("enter", "escape"):
             self.typing = False
             if key == "escape":
@@ -206,7 +206,7 @@ class TopView:
             self.selected = self.rows[index].id
 
     def _select_first(self) -> None:
-        """After a change of the order: select the first row."""
+        """Rearrange the rows after a change of the order, and select the first one."""
         self._arrange()
         self.selected = self.rows[0].id if self.rows else ""
 

@@ -77,7 +77,7 @@ def test_known_answers_give_known_counts(engine, capsys):
     engine.answer = lambda number: bad.get(number, (200, stream()))
     status, result, err = found(capsys, f"{engine.url}/v1/", *QUICK, "--deadline-ms", "60000")
     assert status == 0
-    assert "10 requests load" in err
+    assert "sending 10 requests to" in err
     assert (result["url"], result["model"]) == (engine.url, "tiny")
     assert (result["requests"], result["completed"], result["failed"]) == (10, 7, 3)
     assert result["errors"] == {"status 503": 2, "stream": 1}

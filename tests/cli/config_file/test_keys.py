@@ -172,7 +172,7 @@ def test_the_owner_of_a_key_is_shown_with_what_it_may_do(run, config, key, owner
 def test_a_key_of_nobody_is_status_1(run, config):
     status, out, err = run("check", "--config", config, key="other")
     assert (status, out) == (1, "")
-    assert "nobody has this key" in err
+    assert "no entry has this key" in err
 
 
 def test_a_configuration_that_is_refused_is_status_2(run, config, monkeypatch):

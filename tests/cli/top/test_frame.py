@@ -226,4 +226,4 @@ def test_a_pipe_gets_whole_lines_or_as_many_columns_as_its_reader_has(
     out = capsys.readouterr().out
     assert ("reason end" in out) is not bool(columns)
     assert max(map(len, out.splitlines())) < (61 if columns else 500)
-    assert out.splitlines()[-1].startswith("P50, P99: from sending to the first chunk")
+    assert out.splitlines()[-1].startswith("P50, P99: time to first chunk")
