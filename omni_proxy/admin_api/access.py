@@ -1,10 +1,10 @@
-"""Who may call the admin API: admin keys and their roles, the listener of a request, CORS.
+"""Access control of the admin API: admin keys and their roles, the listener of a request, CORS.
 
-Invariant: a new route that is not listed as open is closed; an unknown route is a 404 without a
-key. With [admin] listen, closed routes answer there only (except /metrics); metrics_listen serves
-metrics only, without a key. The Host header, which the data plane sets, has the request's listener.
-Where no key is required, `browser_checks` keeps pages of other origins out. CORS fields are for GET
-and HEAD of reading routes.
+Invariant: a route that is not listed as open is closed, so new routes are; an unknown route is a
+404, also without a key. With [admin] listen, closed routes answer on that listener only (except
+/metrics); metrics_listen serves metrics only, without a key. The Host header, which the data plane
+sets, identifies the request's listener. If no key is required, `browser_checks` refuses pages of
+other origins. Only GET and HEAD of reading routes have CORS fields.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPEN_PATHS = frozenset(
 )  # fmt: skip
 OPEN_BELOW = ("/workers/", "/v1/models/")
 OPEN_POSTS = frozenset(("/finish_session",))  # used by clients of models, without the admin key
-PICKS = ("/select", "/reservations/")  # as often as model requests
+PICKS = ("/select", "/reservations/")  # called as often as model routes
 ON_BOTH = "/metrics"
 ADMIN_HOST = "admin"  # as `dataplane.upstream.pool` writes them
 METRICS_HOST = "metrics"
@@ -64,14 +64,14 @@ API_KEY: Final = KeyHolder(API_KEY_NAME, ALL)
 
 
 def named_key() -> str:
-    """The name of the current request's key in [[admin.keys]], which no worker may learn; "" for
-    any other key and for none."""
+    """The name of the current request's key in [[admin.keys]]; "" for any other key and for none.
+    Keys of [[admin.keys]] must not be sent to workers."""
     holder: KeyHolder | None = g.get("key_holder")
     return holder.name if holder is not None and holder != API_KEY else ""
 
 
 class KeyCheck:
-    """Compares what a request presents with the keys that are configured now."""
+    """Checks a request's key against the current configuration."""
 
     def __init__(
         self,
@@ -80,27 +80,27 @@ class KeyCheck:
         *,
         relays: bool = True,
     ) -> None:
-        """`relays`: model requests, which come here otherwise."""
+        """`relays`: whether the proxy relays model requests; a picker receives them here."""
         self._config_store = config_store
         self._find_key = find_key
         self._relays = relays
 
     @property
     def _main_key(self) -> str:
-        """The key that may do everything and is no entry of [[admin.keys]], or ""."""
+        """The unrestricted key that is not an entry of [[admin.keys]], or ""."""
         config = self._config_store.config
         if config.admin.api_key or config.admin.keys:
             return config.admin.api_key
         return config.server.api_key
 
     def presented(self) -> bool:
-        """Whether the current request may see what a key protects. Every role may."""
+        """Whether the current request may see what a key protects, which every role may."""
         if self.holder() is not None:
             return True
         return self._asks_no_key() and self._caller().known_host()
 
     def holder(self) -> KeyHolder | None:
-        """Whose key the current request has; None without a valid one."""
+        """The holder of the current request's key; None without a valid one."""
         if "key_holder" not in g:
             g.key_holder = self._find(_bearer(request))
         found: KeyHolder | None = g.key_holder
@@ -119,8 +119,8 @@ class KeyCheck:
         return KeyHolder(entry.name, entry.role) if entry is not None else None
 
     def changes_something(self) -> bool:
-        """Whether the current request, of a known route, is more than reading, or the choice of a
-        worker for one request."""
+        """Whether the current request changes something. Picking a worker does not count as a
+        change. The route must be known."""
         config = self._config_store.config
         if request.method == "OPTIONS" or request.path.startswith(PICKS):
             return False
@@ -141,9 +141,9 @@ class KeyCheck:
         return bool(admin.listen) and not admin.listen_key and request.host == ADMIN_HOST
 
     async def before_request(self) -> None:
-        """Raises HttpError 401 for a missing or malformed key, 403 for a wrong one, for one whose
-        role does not allow this and for a route that only the other listener serves, and what
-        `refuse_unless_trusted` raises."""
+        """Raises HttpError: 401 for a missing or malformed key; 403 for a wrong key, for a role
+        that does not allow the request and for a route that only the other listener serves; and
+        those of `refuse_unless_trusted`."""
         admin = self._config_store.config.admin
         self.holder()  # for `named_key`
         if request.host == METRICS_HOST:
@@ -160,7 +160,7 @@ class KeyCheck:
                 403, elsewhere, "admin_listener_only", detail=elsewhere, listen=admin.listen
             )
         if self._asks_no_key():
-            # A valid key is sufficient: no foreign page can send it.
+            # A valid key is sufficient: a page of another origin can't send it.
             if self.holder() is None:
                 self._caller().refuse_unless_trusted()
         elif closed:
@@ -188,15 +188,15 @@ class KeyCheck:
 
 
 def _refuse_all_but_metrics(of: Request) -> None:
-    """Raises HttpError 404: that listener has no access check but its address."""
+    """Raises HttpError 404: this listener requires no key, so it serves metrics only."""
     if of.path != ON_BOTH:
         message = f"the [admin] metrics_listen listener serves GET {ON_BOTH} only"
         raise HttpError(404, message, "metrics_listener", detail="Not Found")
 
 
 def _refuse_model_traffic(of: Request, config: Config, *, relays: bool) -> None:
-    """Raises HttpError 404 for what would be routed to a worker on the other listener, or by a
-    proxy that is no picker."""
+    """Raises HttpError 404 for a model route, which only the other listener serves, or no listener
+    of a picker."""
     if relays and of.host != ADMIN_HOST:
         return
     try:
@@ -233,7 +233,7 @@ METHODS = ("GET", "HEAD")
 
 
 class OpenReads:
-    """Mounted on an app once; runs before its routes."""
+    """CORS of reading routes that need no key. Mounted on an app once; runs before its routes."""
 
     def __init__(self, config_store: ConfigStore) -> None:
         self._config_store = config_store

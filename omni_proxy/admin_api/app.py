@@ -1,4 +1,4 @@
-"""The Quart application of the admin API: its routes, and what applies to all of them.
+"""The Quart application of the admin API: its routes, and hooks that apply to all of them.
 
 Must not hold state that outlives it: a restart of the service makes a new application.
 """
@@ -91,7 +91,7 @@ def create_app(services: Services) -> QuartTrio:
 
 
 def _visible_pauses(services: Services, keys: KeyCheck) -> dict[str, PauseRecord]:
-    """The pauses; without the admin key, workers' records do not have the caller of a pause."""
+    """The pauses by worker URL; without the admin key, without their callers."""
     pauses = services.weight_operations.journal.pauses()
     if not pauses or (has_request_context() and keys.presented()):
         return pauses
@@ -99,7 +99,7 @@ def _visible_pauses(services: Services, keys: KeyCheck) -> dict[str, PauseRecord
 
 
 def _visible_disablers(services: Services, keys: KeyCheck) -> Mapping[str, DisabledBy]:
-    """As `_visible_pauses`, of who disabled workers."""
+    """Like `_visible_pauses`, for the callers that disabled workers."""
     records = services.config_store.state.disabled_by
     if not records or (has_request_context() and keys.presented()):
         return records

@@ -1,9 +1,9 @@
 """The audit log: one JSON line for each call that changes something, refused calls included.
 
-Invariant: a line has no key and no secret of a query, is printable ASCII, and has a bounded length.
-It is written when the response is known, also if the caller has left by then (`status` is null
-then); writing it neither waits nor fails. Calls that only read or pick a worker for one request,
-calls of unknown routes and /finish_session, which clients of models send, have none.
+Invariant: a line contains no key and no secret of a query, is printable ASCII, and has a bounded
+length. It is written when the response is known, or when the caller disconnects before that
+(`status` is null then); writing it neither waits nor fails. There is no line for calls that only
+read or pick a worker, for unknown routes and for /finish_session, which model clients send.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ PATH_CHARS: Final = 2048
 
 class AuditRecord(msgspec.Struct):
     """`who`: the name of the caller's key, None without a valid one. `client`: HOST:PORT, or `unix`
-    for a client of a Unix socket. `path`: with its query. `status`: None if the caller left before
-    the response."""
+    for a client of a Unix socket. `path`: with its query. `status`: None if the caller disconnected
+    before the response."""
 
     at: str
     who: str | None
@@ -36,8 +36,8 @@ class AuditRecord(msgspec.Struct):
 
 
 class AuditLog:
-    """Mounted on an app before all else. `write` takes a line; `changes()` and `who()` are of the
-    current request."""
+    """Mounted on an app before all other hooks. `write` takes a line; `changes()` and `who()`
+    describe the current request."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ def _client() -> str | None:
 
 
 def _target() -> str:
-    """As received: path and query, still encoded."""
+    """Path and query as received, still encoded."""
     path: bytes = request.scope.get("raw_path") or request.path.encode()
     query = request.query_string
     return (path + b"?" + query if query else path).decode("latin-1")

@@ -1,9 +1,9 @@
-"""Which requests a browser may have sent for a foreign page, and what those may not do.
+"""Refuses requests that a browser may have sent for a page of another origin (CSRF, DNS rebinding).
 
-Invariant: without a key the client's place in the network authorizes it, and any page that a
-browser visits shares that place. So control routes answer only under a Host that no stranger can
-point at the proxy (DNS rebinding), and only same-origin requests change something: a route that is
-not listed in READING changes something, whatever its method.
+Invariant: without a key a client is authorized by its network address, and every page that a
+browser visits shares that address. So control routes answer only under a Host that outsiders can't
+resolve to the proxy (DNS rebinding), and only same-origin requests may change something. A route
+that is not listed in READING counts as a change, whatever its method.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ READING: Final = frozenset(
         "/get_world_size", "/weight_info",
     )
 )  # fmt: skip
-# Under any Host: health, because load balancers and Kubernetes use a service's name; what a client
-# of models requests before its first request; and a page without data of this proxy.
+# Served under any Host: health routes, because load balancers and Kubernetes use a service's name;
+# the model list, which model clients fetch; and the dashboard's page, which contains no data.
 ANY_HOST: Final = frozenset(
     (
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/v1/models",
         "/v1/models/<path:model>", "/dashboard",
     )
 )  # fmt: skip
-# Sent by clients of models beside their requests: under any Host.
+# Sent by model clients: served under any Host.
 ANY_HOST_POST: Final = frozenset(("/finish_session",))
 SAFE_METHODS: Final = frozenset(("GET", "HEAD", "OPTIONS"))
 _OWN_SITES: Final = ("none", "same-origin")
@@ -52,8 +52,8 @@ def reads(method: str, rule: str) -> bool:
 
 
 def received_via(of: Request) -> ReceivedVia:
-    """Without the data plane's header the request came directly over the private socket, which only
-    this program can reach."""
+    """The scheme, the Host and the kind of the client's connection. A request without the data
+    plane's header came directly over the private socket, which only this program can reach."""
     message = of.headers.get(FIELD.decode())
     if message is None:
         return ReceivedVia(of.scheme, of.host, local=True)
@@ -123,7 +123,7 @@ class Caller:
     def _refuse_page(self) -> None:
         if self._is_foreign():
             raise _forbidden(
-                "a page of another origin may change nothing while no key is required: set "
+                "pages of another origin can't change anything while no key is required: set "
                 "[admin] api_key; behind a proxy that changes Host or scheme, [server] forwarded = "
                 '"append"',
                 "cross_site",
@@ -131,15 +131,15 @@ class Caller:
         if not self._shows_browser():
             return
         if self.request.method in SAFE_METHODS:
-            message = f"{self.request.method} of a browser may change nothing: send POST"
+            message = f"{self.request.method} from a browser can't change anything: send POST"
             raise _forbidden(message, "browser_get")
         # The data plane frames each body by Content-Length.
         if self.request.content_length and not self.request.is_json:
-            message = "a browser's body must be application/json here"
+            message = "a browser must send the body as application/json"
             raise HttpError(415, message, "unsupported_media_type", detail=message)
 
     def _is_foreign(self) -> bool:
-        """Whether its headers name a page of another origin."""
+        """Whether the request's headers name a page of another origin."""
         sites = self.request.headers.getlist("Sec-Fetch-Site")
         if any(site not in _OWN_SITES for site in sites):
             return True
@@ -157,9 +157,9 @@ class Caller:
         headers = self.request.headers
         for name in ("Origin", "Referer", "Sec-Fetch-Site", "Sec-Fetch-Dest", "Sec-Fetch-User"):
             yield name in headers
-        # To plain HTTP beyond this machine an image request has no other sign.
+        # An image request over plain HTTP to another machine has no other sign.
         yield headers.get("User-Agent", "").startswith("Mozilla/")
-        # fetch() of other programs (Node) sends "cors" and none of the others.
+        # fetch() outside browsers (Node) sends "cors" and none of the other headers.
         yield headers.get("Sec-Fetch-Mode") in _PAGE_MODES
 
 

@@ -1,8 +1,8 @@
-"""The dashboard's page, put together of its parts in pages/dashboard, and its security policy.
+"""Builds the dashboard's page from its parts in pages/dashboard, and its content security policy.
 
-Invariant: the parts become one page without external assets, the same bytes for every client, whose
-policy allows its own inline script and style by their hashes and nothing else. One script: the
-parts share a scope and are always of one version, whatever a browser has cached.
+Invariant: the parts become one page without external assets, the same bytes for every client. Its
+policy allows its own inline script and style, by their hashes, and nothing else. There is one
+script: its parts share a scope and are always of the same version, whatever a browser has cached.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Final
 
 STYLES: Final = ("base.css", "table.css", "charts.css", "narrow.css")
-# Functions may be called before their part; values may not.
+# A part may call functions of later parts, but not use their values.
 SCRIPTS: Final = (
     "dom.js", "access.js", "feed.js", "standing.js", "cluster.js", "overview.js", "charts.js",
     "workers.js", "actions.js", "weights.js", "config.js", "requests.js", "callers.js",
@@ -38,7 +38,7 @@ def dashboard_page() -> str:
 
 
 def content_security_policy(page: str) -> str:
-    """One that allows the inline parts of this page and its own API."""
+    """A policy that allows the inline parts of this page and its own API."""
     hashes: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(page):
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -48,7 +48,7 @@ def content_security_policy(page: str) -> str:
         "script-src": " ".join(hashes["script"]),
         "style-src": " ".join(hashes["style"]),
         "connect-src": "'self'",
-        "img-src": "data:",  # its icon
+        "img-src": "data:",  # the page's icon
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",

@@ -1,8 +1,8 @@
 """Changes of the fleet over HTTP, in any dialect, and waiting for a worker that joins.
 
-Contract: everything is validated before anything changes; only the configuration store changes the
-fleet. What can't be done is an HttpError, and then nothing has changed. A wait changes nothing and
-ends with its time; each step of it is a checkpoint.
+Contract: everything is validated before anything changes, and only the configuration store changes
+the fleet. A change that fails raises HttpError and has no effect. A wait changes nothing and has a
+time limit; each step of it is a checkpoint.
 """
 
 from __future__ import annotations
@@ -63,20 +63,20 @@ class FleetChanges:
     async def change(self, edit: Edit, *, at_once: bool = False) -> None:
         """Raises HttpError: 412 for If-Match, 400 for a change that the configuration refuses.
 
-        Waits for the end of a running operation on the workers, unless `at_once`.
+        Waits for a running operation on the workers to end, unless `at_once`.
         """
         changed = await self._services.config_store.change(edit, if_match(), at_once=at_once)
         raise_on_mismatch(changed)
         if changed.outcome == "refused":
             raise bad_request(str(changed.error), "change_refused")
         if error := self._services.config_store.state_error:
-            warn(f"in force, but not saved, so that a restart would lose it: {error}")
+            warn(f"the change is active but not saved, a restart will lose it: {error}")
 
     async def add(self, entry: WorkerSpec) -> Worker:
         """Raises HttpError 409 if it is registered already."""
 
         def edit(state: SavedState, _: Config) -> SavedState:
-            # Inside the change, so that only one of two equal concurrent requests succeeds.
+            # Checked inside the change, so that only one of two equal concurrent requests succeeds.
             self.refuse_known(entry.url)
             return with_added(state, entry)
 
@@ -98,7 +98,7 @@ class FleetChanges:
         await self.change(edit)
 
     def lookup(self, name: str) -> Worker | None:
-        """By URL or id of either kind; a URL is normalized as it is when a worker is added."""
+        """The worker with this URL or id, of either kind; a URL is normalized as in `add`."""
         fleet = self._services.fleet
         try:
             spelled = normalize_url(unquote(name), allow_unix=True)
@@ -113,7 +113,7 @@ class FleetChanges:
         return next((each for each in workers if gateway_id(each.url) == name.lower()), None)
 
     def find(self, name: str) -> Worker:
-        """As `lookup`. Raises HttpError 404."""
+        """Like `lookup`. Raises HttpError 404, or 400 for the URL of a data-parallel rank."""
         worker = self.lookup(name)
         bare, rank = split_rank(unquote(name))
         if worker is None and rank is not None and (of := self.lookup(bare)) is not None:
@@ -123,8 +123,8 @@ class FleetChanges:
         return worker
 
     async def check_address(self, url: str) -> None:
-        """Raises HttpError 400 for a refused address. A name that does not resolve is no error: its
-        worker is just not healthy yet."""
+        """Raises HttpError 400 for a refused address. A name that does not resolve is not an error:
+        its worker is just not healthy yet."""
         address = dial_address(url)
         with trio.move_on_after(self._services.config_store.config.health.timeout_secs):
             try:
@@ -144,8 +144,8 @@ class FleetChanges:
 
 @lru_cache(maxsize=4096)
 def gateway_id(url: str) -> str:
-    """An id of a worker as sglang-router has them, a UUID, which its clients check; the same for
-    the same URL at any time."""
+    """A worker id in sglang-router's form, a UUID, which its clients check. It depends only on the
+    URL."""
     return str(uuid5(NAMESPACE_URL, url))
 
 
@@ -163,13 +163,13 @@ def with_gateway_code(refusal: HttpError) -> HttpError:
 
 
 def _one_rank(url: str) -> HttpError:
-    message = f"a data-parallel rank is no worker of its own: name {url}, or change its `ranks`"
+    message = f"a data-parallel rank is not a worker: use {url}, or change its `ranks`"
     return _error(400, message, "rank_is_no_worker")
 
 
 def parse_ranked_url(text: str) -> tuple[str, dict[str, object]]:
-    """The normalized URL of a worker to be added, and what it says of its settings: one with a
-    data-parallel rank behind it, `URL@RANK`, has ranks. Raises HttpError 400."""
+    """The normalized URL of a worker to be added, and the settings that follow from it: with a
+    data-parallel rank, `URL@RANK`, the worker has ranks. Raises HttpError 400."""
     bare, rank = split_rank(text)
     return parse_worker_url(bare), {} if rank is None else {"ranks": "auto"}
 
@@ -186,7 +186,7 @@ def parse_worker_url(text: str) -> str:
 
 
 def requested_url(body: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """As `parse_ranked_url`, of the URL in the request: query before body, `url` before
+    """Like `parse_ranked_url`, for the URL in the request: query before body, `url` before
     `worker_url`. Raises HttpError 400."""
     for source in (request.args, body):
         for key in ("url", "worker_url"):
@@ -199,8 +199,8 @@ def requested_url(body: Mapping[str, object]) -> tuple[str, dict[str, object]]:
 def api_worker_spec(
     url: str, settings: Mapping[str, object] = _NO_SETTINGS, kv_connector: KvConnector = "sglang"
 ) -> WorkerSpec:
-    """The spec of a worker added over HTTP; `settings` as in a `WorkerBody`. Without capabilities
-    it has all of them, without a KV connector `kv_connector`."""
+    """The spec of a worker added over HTTP; `settings` as in a `WorkerBody`. The default is all
+    capabilities, and `kv_connector` as KV connector."""
     values = {"url": url, "kv_connector": kv_connector, **settings}
     worker = msgspec.convert(values, StateWorker)
     return spec_of(worker, "api")
@@ -211,7 +211,7 @@ MAX_WAIT_SECS = 7200.0
 PAUSE_SECS = 0.25
 PROBE_PAUSE_SECS = 0.05
 NO_PROBE_ENDS = (PAUSED, UNCERTAIN)
-ROUTABLE_SECS = 5.0  # from registered to routable; the worker stays added after it
+ROUTABLE_SECS = 5.0  # longest wait from registered to routable; the worker stays added after it
 
 
 class WorkerArrivals:
@@ -219,8 +219,9 @@ class WorkerArrivals:
         self._services = services
 
     async def until_routable(self, worker: Worker) -> None:
-        """Returns early for a worker that is not probed (dead, or removed in the meantime), and for
-        one that only an operator or a trainer can bring back: paused, or with unknown weights."""
+        """Probe the worker until it is routable, for at most ROUTABLE_SECS. Returns early if it is
+        not probed (dead, or removed in the meantime), or if only an operator or a trainer can bring
+        it back: paused, or with unverified weights."""
         with trio.move_on_after(ROUTABLE_SECS):
             while (
                 not worker.routable
@@ -235,7 +236,7 @@ class WorkerArrivals:
         return here and worker.health.state is not Health.DEAD
 
     async def until_healthy(self, entry: WorkerSpec, wait_secs: float) -> None:
-        """Raises HttpError 400 with the last reason when it stays ill for so long."""
+        """Raises HttpError 400 with the last reason if the worker is not healthy in time."""
         reason = "it has not answered"
         with trio.move_on_after(wait_secs):
             while True:
@@ -251,7 +252,7 @@ class WorkerArrivals:
         )
 
     async def _illness(self, entry: WorkerSpec) -> str:
-        """Why the worker is not healthy now, "" when it is."""
+        """The reason why the worker is not healthy now; "" if it is."""
         health = self._services.config_store.config.health
         worker = Worker(with_defaults(entry, self._services.config_store.config), datetime.now(UTC))
         place = dial_address(entry.url)

@@ -1,6 +1,6 @@
 """Hypercorn on the private Unix socket that only the data plane connects to.
 
-Invariant: no connection ends the server; each one is a `hypercorn_connection`.
+Invariant: a fault of a connection does not end the server; each is a `hypercorn_connection`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ async def serve(
     stop: Callable[[], Awaitable[None]] | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """Serve until `stop` returns (what is in flight is answered) or until cancelled (it is not)."""
+    """Serve until `stop` returns, then finish requests in flight. Cancelling it drops them."""
     path = Path(socket_path)
     listener = _listen(path)
     try:
@@ -61,7 +61,7 @@ def _listen(path: Path) -> socket.socket:
 
 
 def _unlink_own(path: Path) -> None:
-    """Unless it leads to the admin API of a program that took over."""
+    """Remove the socket, unless it now links to the admin API of a program that took over."""
     if not path.is_symlink():
         _unlink(path)
 
@@ -71,7 +71,7 @@ def _unlink(path: Path) -> None:
 
 
 class HypercornServer:
-    """One app, and the connections that it answers."""
+    """Serves one app on the connections of a listener."""
 
     def __init__(self, app: QuartTrio) -> None:
         self._app: AppWrapper = wrap_app(protect_last_send(app), 0, "asgi")
@@ -86,7 +86,7 @@ class HypercornServer:
         *,
         task_status: trio.TaskStatus[None],
     ) -> None:
-        """Until `stop` returns; what is in flight then has GRACE_SECS."""
+        """Serve until `stop` returns; requests in flight then have GRACE_SECS to end."""
         lifespan = Lifespan(self._app, self._config, self._state)
         async with trio.open_nursery() as nursery:
             await nursery.start(lifespan.handle_lifespan)
@@ -125,7 +125,7 @@ class HypercornServer:
 
 def _settings() -> Config:
     quiet = log.getChild("hypercorn")
-    quiet.setLevel(logging.WARNING)  # it announces a private socket as a URL
+    quiet.setLevel(logging.WARNING)  # it would log the private socket as a URL
     settings = Config()
     settings.errorlog = quiet
     settings.keep_alive_timeout = KEEP_ALIVE_SECS

@@ -2,7 +2,7 @@
 
 Invariant: every response of the admin API is JSON, errors of Quart and Werkzeug included, except a
 few texts of an older dialect and the redirect of a browser from / to the dashboard; keys keep their
-order. A 404 suggests the closest served path; the length of what is compared is bounded, so that a
+order. A 404 suggests the closest served path; only paths of bounded length are compared, so that a
 flood of unknown paths is cheap.
 """
 
@@ -92,9 +92,9 @@ async def _refused(refusal: HttpError) -> Response:
 async def _failed(error: HTTPException) -> Response:
     status = error.code or 500
     if status == 404 and request.path == "/" and request.method == "HEAD":
-        return Response("", 200)  # how clients of the Messages API probe a server
+        return Response("", 200)  # clients of the Messages API probe a server this way
     if status == 404 and request.path == "/" and "text/html" in request.headers.get("Accept", ""):
-        # A browser. Relative, as a proxy in front may have stripped a prefix.
+        # A browser. The location is relative: a proxy in front may have stripped a prefix.
         return Response("", 302, {"Location": "dashboard", "Cache-Control": "no-store"})
     code = error.name.lower().replace(" ", "_")
     message = f"{error.name}: {request.method} {_raw_path()}" if status < 500 else error.name
@@ -107,7 +107,7 @@ async def _failed(error: HTTPException) -> Response:
 
 
 def _raw_path() -> str:
-    """The path as received: Quart turns "//v1" or "%2f" into what looks like a served path."""
+    """The path as received. Quart's decoded path of "//v1" or "%2f" may look like a served one."""
     return (request.scope.get("raw_path") or request.path.encode()).decode("latin-1")
 
 
@@ -133,8 +133,8 @@ def raise_on_mismatch(reloaded: ChangeResult) -> None:
         ).with_headers(*etag(reloaded.revision).items())
 
 
-MAX_PATH_CHARS: Final = 64  # some more than the longest served path
-CUTOFF: Final = 0.8  # the share of letters in common
+MAX_PATH_CHARS: Final = 64  # a little more than the longest served path
+CUTOFF: Final = 0.8  # share of common letters
 _KNOWN: Final = sorted({*MODEL_PATHS, *paths()})
 
 

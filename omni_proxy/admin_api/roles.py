@@ -1,8 +1,8 @@
-"""What each role of an admin key may call: one table, which the documentation shows.
+"""The routes that each role of an admin key may call, as a table that the documentation shows.
 
 Invariant: a route that is in no row needs the role `all`, so a new route is closed until it is
-listed. A call of an engine's own path through /v1/rl is judged as the call of that path here.
-Pure; knows neither keys nor requests.
+listed. A call of an engine's path through /v1/rl needs the same role as that path on the proxy.
+Pure: independent of keys and requests.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ANY_METHOD: Final = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 
 class RoleRow(NamedTuple):
-    """`paths`: `*` is a parameter. `engine_only`: of engines, below /v1/rl/engine/ and
-    /v1/rl/workers/*/engine/; the other rows hold there, too."""
+    """`paths`: `*` is a parameter. `engine_only`: applies only to engines' paths, below
+    /v1/rl/engine/ and /v1/rl/workers/*/engine/; the other rows apply there, too."""
 
     roles: tuple[AdminRole, ...]
     methods: tuple[str, ...]
@@ -66,7 +66,7 @@ ROLE_TABLE: Final = (
         "/init_weights_send_group_for_remote_instance", "/send_weights_to_remote_instance",
     ), engine_only=True),
 )  # fmt: skip
-# Of routes in [[control_routes]], by their kind.
+# The roles for routes of [[control_routes]], by their kind.
 ROLES_OF_KIND: Final[dict[Kind, tuple[AdminRole, ...]]] = {
     Kind.READ: _READERS,
     Kind.PLAIN: ("operate",),
@@ -86,7 +86,7 @@ def _index(*, engine: bool) -> dict[tuple[str, str], tuple[AdminRole, ...]]:
         if engine or not row.engine_only:
             for path in row.paths:
                 for method in row.methods:
-                    # An earlier row is the narrower one.
+                    # Earlier rows are narrower and take precedence.
                     rows.setdefault((method, path), row.roles)
     return rows
 
@@ -100,8 +100,8 @@ def roles_for(
 ) -> tuple[AdminRole, ...]:
     """The roles that may call a route that needs a key.
 
-    `rule`: the path with its parameters in <> or {}. `engine_path`: what those of /v1/rl/…/engine/
-    name, without its first slash. `kind`: of a route in [[control_routes]].
+    `rule`: the path with its parameters in <> or {}. `engine_path`: for /v1/rl/…/engine/ routes
+    the engine's path, without its first slash. `kind`: for a route of [[control_routes]].
     """
     method = "GET" if method in ("HEAD", "OPTIONS") else method
     if kind is not None:
@@ -113,5 +113,5 @@ def roles_for(
 
 
 def reads_only(roles: tuple[AdminRole, ...]) -> bool:
-    """Whether what these roles may call changes nothing."""
+    """Whether a route that these roles may call changes nothing."""
     return "read" in roles

@@ -1,7 +1,7 @@
-"""Resolves selectors to workers, by the fleet's records and what their engines report.
+"""Resolves selectors to workers, by the fleet's records and by facts that engines report.
 
-Invariant: engines are called only if a selector has a key that only they report; a worker without a
-reply has none of these facts.
+Invariant: engines are called only if a selector has a key that only they report; a worker that does
+not reply has none of these facts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SelectorResolver:
         )
 
     async def engine_facts(self, workers: list[Worker]) -> dict[str, Facts]:
-        """By URL, the facts that engines report; without those that do not answer."""
+        """The facts that engines report, by worker URL; without engines that do not answer."""
         alive = [worker for worker in workers if worker.health.state is not Health.DEAD]
         secs = self._services.config_store.config.health.timeout_secs
         results = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))

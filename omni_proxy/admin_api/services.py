@@ -1,4 +1,4 @@
-"""What the admin API uses of the other packages, as interfaces, so that tests can replace them.
+"""Interfaces of the other packages as the admin API uses them, so that tests can replace them.
 
 Invariant: the admin API imports neither the data plane nor the server; `Services` is passed to it.
 """
@@ -79,7 +79,7 @@ class ClusterView(Protocol):
     def refuses(self) -> bool: ...
     def status(self) -> dict[str, object] | None: ...
     def elsewhere(self, worker: Worker) -> WorkerFigures | None:
-        """Of the other proxies together; None without any."""
+        """Figures of all other proxies together; None without any."""
 
 
 class WorkerChoice(Protocol):
@@ -111,7 +111,7 @@ class LauncherView(Protocol):
 
 
 class KvEventFacts(NamedTuple):
-    """Of workers with KV events, and what their engines have cached, as they say."""
+    """Event counts of workers with KV events, and the blocks that these report as cached."""
 
     counts: Mapping[Worker, EventCounts]
     blocks: BlockIndex
@@ -123,7 +123,7 @@ class DiscoveryView(Protocol):
 
 
 class _NoDiscovery:
-    """Without [[discover]]."""
+    """The `DiscoveryView` without [[discover]]."""
 
     def reports(self) -> list[SourceReport]:
         return []
@@ -134,7 +134,7 @@ class _NoDiscovery:
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """`leaving` is true from the start of a shutdown on, while the data plane still accepts."""
+    """`leaving` is true from the start of a shutdown, while the data plane still accepts."""
 
     fleet: Fleet
     config_store: ConfigStore
@@ -149,22 +149,22 @@ class Services:
     discovery: DiscoveryView = field(default_factory=_NoDiscovery)
     cluster: ClusterView | None = None
     picker: PickerView | None = None
-    relays: bool = True  # model requests; `omni-proxy picker` does not
+    relays: bool = True  # whether it relays model requests; `omni-proxy picker` does not
     leaving: Callable[[], bool] = lambda: False
     find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
     find_caller: Callable[[bytes], CallerKey | None] = lambda _: None  # of [[keys]]
-    # What each caller has used, by its name; see `multiprocess.shared_memory.key_counters`.
+    # The usage of each caller, by its name; see `multiprocess.shared_memory.key_counters`.
     key_usage: Callable[[], dict[str, dict[str, int]]] = dict
-    keys_error: Callable[[], str] = str  # why the newest files of keys are not in use
+    keys_error: Callable[[], str] = str  # why the newest key files are not in use
     write_audit: Callable[[bytes], None] = lambda _: None  # takes a line of the audit log
-    # Reads anew which adapters the workers have.
+    # Reads the workers' adapters again.
     refresh_adapters: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
     upgrade: Callable[[], dict[str, object]] = dict  # for GET /status
     dialect: Dialect = "omni"
-    kv_connector: KvConnector = "sglang"  # of workers added over HTTP that name none
+    kv_connector: KvConnector = "sglang"  # default for workers added over HTTP
     # URLs of the workers on the command line.
     given: tuple[str, ...] = ()
     proxy_id: str = ""  # see `wire.forwarded`
-    # Of the process: the admin API may be restarted.
+    # Start of the process: the admin API may be restarted later.
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started: float = field(default_factory=time.monotonic)

@@ -1,10 +1,10 @@
 """Bodies of worker requests in two dialects, and notes that clients attach to a worker.
 
-The proxy's own dialect is answered when done, that of sgl-model-gateway (smg) at once: a key that
-only smg has makes a request asynchronous, like the configured dialect or the `Prefer` header.
-Labels, priority and cost are kept and shown; nothing routes by them. Invariant: a body is validated
-whole before anything changes, and an unknown key is refused (omni-router.md 5, routers.md 1.7);
-notes live as long as their worker object and are never written to disk.
+Requests of the proxy's own dialect are answered when the change is done, those of sgl-model-gateway
+(smg) immediately: a key that only smg has makes a request asynchronous, like the configured dialect
+or the `Prefer` header. Labels, priority and cost are stored and shown, but do not affect routing.
+Invariant: a body is validated whole before anything changes, and an unknown key is refused
+(omni-router.md 5, routers.md 1.7); notes live as long as their worker object and are never saved.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from omni_proxy.fleet.worker import Worker
 
 MAX_PORT: Final = 65535
 MAX_COUNT: Final = 2**53
-MAX_WEIGHT: Final = 1_000_000  # as the key `weight` takes
-MAX_RANKS: Final = 1024  # as the key `ranks` takes
-# The role of a worker, and what its partner needs of it.
+MAX_WEIGHT: Final = 1_000_000  # the limit of the configuration key `weight`
+MAX_RANKS: Final = 1024  # the limit of the configuration key `ranks`
+# The role of a worker, and the settings that its partner needs.
 ROLE_KEYS = frozenset(("role", "kv_connector", "bootstrap_port"))
 BALANCE_KEYS = frozenset(("weight", "max_inflight"))
 OMNI_ADD = (
@@ -45,7 +45,7 @@ SMG_SPEC = SMG_PATCH | {
     "tool_parser", "worker_type",
 }  # fmt: skip
 SMG_PREFIXES = ("dp_", "kv_")
-# The keys of smg that are honoured or kept; the response names the others as ignored.
+# The keys of smg that are applied or stored; the response lists the others as ignored.
 HONOURED = frozenset(
     ("priority", "cost", "labels", "model_id", "models", "worker_type", "connection_mode")
 )
@@ -53,7 +53,7 @@ HONOURED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class WorkerBody:
-    """A validated body. `settings` holds, if given, model ("" = none), capabilities, disabled,
+    """A validated body. `settings` has, if given, model ("" = none), capabilities, disabled,
     role, kv_connector, bootstrap_port (0 = unknown), ranks, loras, kv_events, kv_replay, weight and
     max_inflight (0 = no bound)."""
 
@@ -98,7 +98,7 @@ def _parse(
     prefers_async: bool,
 ) -> WorkerBody:
     spec = {key for key in body if key not in omni and _is_smg(key, smg)}
-    in_background = prefers_async or bool(spec - {"url"})  # a url alone does not mean smg
+    in_background = prefers_async or bool(spec - {"url"})  # a url alone does not imply smg
     unknown = sorted(body.keys() - omni - spec)
     if unknown:
         raise bad_request(f"unsupported fields: {', '.join(unknown)}", "unsupported_fields")
@@ -156,7 +156,8 @@ def _model(body: Mapping[str, object]) -> str | None:
 
 
 def _role_settings(body: Mapping[str, object]) -> dict[str, object]:
-    """role (smg's worker_type), kv_connector, bootstrap_port, ranks and loras, where given."""
+    """The given ones of role (smg's worker_type), kv_connector, bootstrap_port, ranks, loras,
+    kv_events and kv_replay."""
     settings: dict[str, object] = {}
     for name in ("worker_type", "role"):
         if name in body:
@@ -195,7 +196,7 @@ def _one_of(name: str, value: object, choices: Sequence[str]) -> str:
 
 
 def _bootstrap_port(value: object, role: object) -> int:
-    """0 for null. Raises HttpError 400."""
+    """The port; 0 for null. Raises HttpError 400."""
     if value is None:
         return 0
     if not _is_count(value) or not isinstance(value, int) or not 1 <= value <= MAX_PORT:
@@ -265,7 +266,7 @@ def _remarks(body: Mapping[str, object]) -> dict[str, object]:
 
 @dataclass(slots=True)
 class WorkerNote:
-    """The defaults are those of sgl-model-gateway."""
+    """A client's note on a worker; the defaults are those of sgl-model-gateway."""
 
     priority: int = 50
     cost: float = 1.0
@@ -285,11 +286,11 @@ class WorkerNotes:
         return self._notes.get(worker) or WorkerNote()
 
     def public_id(self, worker: Worker) -> str:
-        """As `id` and `worker_id` of responses have it."""
+        """The worker's id for `id` and `worker_id` of responses."""
         return gateway_id(worker.url) if self._gateway_ids else worker.id
 
     def update(self, worker: Worker, fields: Mapping[str, object]) -> None:
-        """Set those of `fields` that `WorkerNote` has; others are ignored."""
+        """Set the `fields` that `WorkerNote` has; others are ignored."""
         note = self._notes.setdefault(worker, WorkerNote())
         for name in WorkerNote.__slots__:
             if name in fields:
@@ -299,8 +300,8 @@ class WorkerNotes:
     def job_status(
         self, worker: Worker, now: datetime, startup_timeout_secs: float
     ) -> dict[str, object]:
-        """`{"job_status": ...}` of an addition in the background; empty once it is done. It is
-        failed after the time-out (0: none), until the worker becomes healthy."""
+        """`{"job_status": ...}` of an addition in the background; {} once it is done. After the
+        time-out (0: none) its status is "failed", until the worker becomes healthy."""
         note = self._notes.get(worker)
         if note is None or note.asked_at is None:
             return {}

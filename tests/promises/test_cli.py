@@ -120,7 +120,7 @@ async def test_explain_shows_the_pick_and_logs_shows_the_worker(place):
     assert status == 0
     assert re.search(r"^goes to   http://127.0.0.1:\d+$", out, re.MULTILINE)
     status, _, err = await ask("explain", "--path", "/nowhere", *place.at, stdin=body)
-    assert (status, "is no model route" in err) == (1, True)
+    assert (status, "is not a model route" in err) == (1, True)
     await place.ask()
     await place.until("/live", lambda _: is_logged(place.access))
     for where in (place.at, ("--config", place.file)):

@@ -150,7 +150,7 @@ async def test_a_state_that_cannot_be_saved_is_shown_and_the_change_still_holds(
     put(file, toml([one], more=f'state_file = "{blocked}/state.toml"'))
     async with program("--config", file) as running:
         answer = await add(running, two)
-        output = f"in force, but not saved, so that a restart would lose it: {blocked}/state.toml"
+        output = f"the change is active but not saved, a restart will lose it: {blocked}/state.toml"
         assert answer.json()["warning"].startswith(output)
         assert answer.headers["x-omni-warning"] == answer.json()["warning"]
         removed = await running.client.post("/remove_worker", params={"url": two.url})

@@ -2,7 +2,7 @@
 
 Invariant: the description is built once and has no data of this proxy, so it needs no key. The
 security of each route comes from the function that checks the key. A status that is not listed for
-a route is one that every route may answer (`ABOUT` lists them), or a fault.
+a route is one of those that every route may return (`ABOUT` lists them), or a fault of the proxy.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Parameter(NamedTuple):
 
 
 class RouteDoc(NamedTuple):
-    """`answers`: a schema's name or a media type by status; `errors` have the one error shape."""
+    """`answers`: a schema's name or a media type by status; `errors` have the common error
+    shape."""
 
     method: str
     path: str
@@ -81,15 +82,17 @@ URL: Final = Parameter("url", TOKEN, "base URL of the worker, encoded or not", r
 WAIT: Final = Parameter(
     "timeout_secs",
     {"type": "number", "exclusiveMinimum": 0, "maximum": 7200},
-    "how long to wait for it to get healthy",
+    "how long to wait until it is healthy",
 )
-_PAST: Final = (Parameter("request_id", TOKEN, "as its row of /feed has it", required=True),)
+_PAST: Final = (Parameter("request_id", TOKEN, "the id in its row of /feed", required=True),)
 HISTORY: Final = (
     Parameter("secs", {"type": "integer", "enum": sorted(STEPS)}, "how far back"),
-    Parameter("series", {"type": "string", "enum": list(SERIES)}, "with commas; all by default"),
-    Parameter("worker", TOKEN, "of this worker, in place of the fleet"),
-    Parameter("by", {"const": "worker"}, "each worker on its own"),
-    Parameter("of", {"const": "cluster"}, "the fleet's through all proxies of a cluster"),
+    Parameter(
+        "series", {"type": "string", "enum": list(SERIES)}, "comma-separated; all by default"
+    ),
+    Parameter("worker", TOKEN, "series of this worker instead of the fleet"),
+    Parameter("by", {"const": "worker"}, "series of each worker"),
+    Parameter("of", {"const": "cluster"}, "series of the fleet through all proxies of a cluster"),
 )
 
 _POOL: Final = {200: "Pool", 503: "Pool"}
@@ -127,7 +130,9 @@ def _fleet() -> Iterator[RouteDoc]:
         CHANGE,
         "Switches",
     )
-    yield RouteDoc("patch", WORKER, "note on a worker", {202: "Accepted"}, CHANGE, "Remarks")
+    yield RouteDoc(
+        "patch", WORKER, "change the note on a worker", {202: "Accepted"}, CHANGE, "Remarks"
+    )
     yield RouteDoc(
         "delete",
         WORKER,
@@ -139,7 +144,7 @@ def _fleet() -> Iterator[RouteDoc]:
     yield RouteDoc(
         "post",
         f"{WORKER}/drain",
-        "drain: no new requests for a worker; the number of its running ones",
+        "drain a worker: it gets no new requests; returns the number in flight",
         {200: "Changed", 202: "Changed"},
         CHANGE,
         "Deadline",
@@ -155,10 +160,10 @@ def _program() -> Iterator[RouteDoc]:
         (400, 409, 412), "NewKey",
     )  # fmt: skip
     yield RouteDoc(
-        "delete", "/keys/{caller}", "remove a caller that was added so", {200: "KeyChanged"},
+        "delete", "/keys/{caller}", "remove a caller that was added over HTTP", {200: "KeyChanged"},
         (404, 409, 412),
     )  # fmt: skip
-    once_flag = Parameter("once", FLAG, "one snapshot as JSON, in place of an event each second")
+    once_flag = Parameter("once", FLAG, "one snapshot as JSON instead of an event each second")
     yield RouteDoc(
         "get",
         "/feed",
@@ -168,7 +173,7 @@ def _program() -> Iterator[RouteDoc]:
         query=(once_flag,),
     )
     yield RouteDoc(
-        "get", "/history", "what was counted in the last hours, in steps",
+        "get", "/history", "series of the last hours, in steps",
         {200: "History"}, (400, 404), query=HISTORY,
     )  # fmt: skip
     yield RouteDoc("get", "/dashboard", "the dashboard", {200: HTML, 304: ""})
@@ -192,23 +197,23 @@ def _program() -> Iterator[RouteDoc]:
 
 
 def _others() -> Iterator[RouteDoc]:
-    session = Parameter("session_id", TOKEN, "as its requests name it", required=True)
+    session = Parameter("session_id", TOKEN, "the id that its requests have", required=True)
     yield RouteDoc(
         "post",
         "/finish_session",
-        "a sticky session is over; unknown ones too get 200",
+        "end a sticky session; 200 also for an unknown one",
         {200: "FinishedSession"},
         (400,),
         query=(session,),
     )
     errors = (400, 404, 405, 503)
-    summary = "the worker for a model request that the caller sends itself"
+    summary = "pick the worker for a model request that the caller sends itself"
     yield RouteDoc("post", "/select", summary, {200: "Selected"}, errors, "Selection")
-    summary = "the same, counted as in flight there until it is released or its lease ends"
+    summary = "the same, and count it as in flight until it is released or its lease ends"
     path = "/select_and_reserve"
     yield RouteDoc("post", path, summary, {200: "Selected"}, (*errors, 409), "Selection")
     path = "/reservations/{reservation_id}"
-    yield RouteDoc("delete", path, "the reserved request is over", {200: "Released"}, (404,))
+    yield RouteDoc("delete", path, "end a reservation", {200: "Released"}, (404,))
     yield RouteDoc("get", "/v1/models", "the models of all workers", {200: "Models"}, (502, 503))
     summary = "one model of that list"
     yield RouteDoc("get", "/v1/models/{model}", summary, {200: "Fields"}, (404, 502, 503))
@@ -223,15 +228,19 @@ def _others() -> Iterator[RouteDoc]:
     yield RouteDoc("post", "/remove_worker", "remove a worker", {200: PLAIN}, CHANGE, query=(URL,))
     yield RouteDoc("get", "/list_workers", "the workers' URLs", {200: "Urls"})
     yield RouteDoc(
-        "get", "/health_generate", "a worker generates a token", {200: "Generated"}, (503,)
+        "get", "/health_generate", "make a worker generate a token", {200: "Generated"}, (503,)
     )
     yield RouteDoc(
-        "get", "/get_model_info", "the first routable worker's", {200: "Anything"}, (502, 503)
+        "get",
+        "/get_model_info",
+        "model info of the first routable worker",
+        {200: "Anything"},
+        (502, 503),
     )
     for path in ("/server_info", "/get_server_info"):
         yield RouteDoc("get", path, _SERVER[1], {200: "Fields"}, _SERVER[0])
     for path in ("/get_loads", "/v1/loads"):
-        yield RouteDoc("get", path, "how loaded each worker is", {200: "Loads"})
+        yield RouteDoc("get", path, "the load of each worker", {200: "Loads"})
     yield RouteDoc("get", "/engine_metrics", "the workers' metrics as one text", {200: PLAIN})
 
 
@@ -245,17 +254,24 @@ def _weights() -> Iterator[RouteDoc]:
     summary = "deliver a stored version to all workers"
     yield RouteDoc("post", ROLLBACK.path, summary, answers, (), "Fields")
     yield from _rollouts()
-    summary = "end the group of a trainer, and what runs in it"
+    summary = "end a trainer's group and the operation that runs in it"
     yield RouteDoc("post", ABORT_SYNC, summary, dict.fromkeys((200, 409), "Outcome"))
     for path in RESOLVES:
         answers = dict.fromkeys((200, 400, 422, 502, 503), "Outcome")
         yield RouteDoc(
-            "post", path, "uncertain workers have been verified", answers, (), "Acknowledgement"
+            "post",
+            path,
+            "confirm that uncertain workers have been verified",
+            answers,
+            (),
+            "Acknowledgement",
         )
 
 
 def _rollouts() -> Iterator[RouteDoc]:
-    follow = Parameter("follow", FLAG, "events until it has ended; so does Accept: " + EVENTS)
+    follow = Parameter(
+        "follow", FLAG, "send events until it has ended; Accept does so, too: " + EVENTS
+    )
     answers = dict.fromkeys((400, 404, 409, 422, 503), "Outcome")
     yield RouteDoc(
         "post", ROLLOUT.path, "new weights, a few workers at a time",
@@ -267,7 +283,7 @@ def _rollouts() -> Iterator[RouteDoc]:
         "get", ROLLOUT.path, "the progress of the rollout", responses, (503,), query=(follow,)
     )
     for path in STEER_ROLLOUT:
-        summary = f"{path.rpartition('/')[2]} the rollout that is running"
+        summary = f"{path.rpartition('/')[2]} the running rollout"
         steered = {200: "RolloutOutcome", 409: "Outcome"}
         yield RouteDoc("post", path, summary, steered)
 
@@ -300,8 +316,8 @@ def _admin(route: AdminRoute, method: str) -> RouteDoc:
 
 
 def _rl() -> Iterator[RouteDoc]:
-    yield RouteDoc("get", "/v1/rl/workers", "all workers, in smg's words", {200: "RlWorkers"})
-    yield RouteDoc("get", RL_WORKER, "one worker, in smg's words", {200: "RlWorker"}, (404,))
+    yield RouteDoc("get", "/v1/rl/workers", "all workers, in smg's form", {200: "RlWorkers"})
+    yield RouteDoc("get", RL_WORKER, "one worker, in smg's form", {200: "RlWorker"}, (404,))
     selector = SELECTOR._replace(required=True)
     for method in ("get", "post", "put", "patch", "delete"):
         takes = "Anything" if method != "get" else ""
@@ -332,11 +348,12 @@ ABOUT = (
 KEY = (
     "`[admin] api_key` of the configuration, which may do everything, or a key of [[admin.keys]], "
     "whose role must be one of those listed; without any admin key `[server] api_key`. Without "
-    "that too, every route is open. For the engines' own paths below `engine/` the path decides."
+    "any key every route is open. For the engines' own paths below `engine/` the path determines "
+    "the role."
 )
 PLACES = {
     "model": "the id of a model",
-    "reservation_id": "of the answer, encoded",
+    "reservation_id": "the id from the reservation's response, encoded",
     "caller": "the name of a caller, encoded as one segment",
     "worker_id": "the worker's URL, encoded as one segment, or its id",
     "path": "a path of the engine, of one or more segments",
@@ -357,7 +374,7 @@ def _written() -> bytes:
 
 
 def description() -> dict[str, object]:
-    """The document, JSON-able."""
+    """The document, encodable as JSON."""
     paths: dict[str, dict[str, object]] = {}
     for route in TABLE:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -394,7 +411,7 @@ def _operation(route: RouteDoc) -> dict[str, object]:
 
 
 def _answer(content: str) -> Schema:
-    """The response's content: media types and names of schemas."""
+    """The description of a response; `content`: media types and names of schemas."""
     media: dict[str, object] = {}
     for name in content.split():
         if "/" in name:

@@ -1,4 +1,4 @@
-"""The JSON Schemas of requests and responses, by the names that the description uses.
+"""JSON Schemas of requests and responses, by the names that the OpenAPI document uses.
 
 Invariant: a schema lists the keys that are always present; clients must accept further ones.
 """
@@ -37,7 +37,7 @@ TIME: Final[Schema] = {"type": "string", "format": "date-time"}
 COUNTS: Final[Schema] = {"type": "object", "additionalProperties": COUNT}
 CAPABILITY: Final[Schema] = {"type": "string", "enum": list(CAPABILITIES)}
 
-# Requests without a right key.
+# Numbers of requests without a valid key.
 _KEY_REFUSALS: Final[dict[str, Schema]] = {
     "refused_without_key": COUNT, "refused_without_key_last_minute": COUNT,
 }  # fmt: skip
@@ -64,7 +64,7 @@ def shape(optional: Iterable[str] = (), /, **properties: Schema) -> Schema:
 
 
 def body(least: int = 0, /, **properties: Schema) -> Schema:
-    """An object of a request: every key is optional, and no other is accepted."""
+    """A request's object: every key is optional, and no other is accepted."""
     schema = {**shape(properties, **properties), "additionalProperties": False}
     return {**schema, "minProperties": least} if least else schema
 
@@ -157,7 +157,10 @@ def _pool() -> Schema:
         admission=OBJECT,
         voice_routing=OBJECT,
     )
-    return {**schema, "description": "If a key is set, a request without it gets no workers."}
+    return {
+        **schema,
+        "description": "If a key is set, a response to a request without it has no workers.",
+    }
 
 
 def _error() -> Schema:
@@ -253,7 +256,7 @@ _OUTCOME: Final = shape(
 _SERIES: Final[Schema] = {
     "type": "object",
     "additionalProperties": listed(_NUMBER_OR_NULL),
-    "description": "Values by the name of the series, oldest first; null where nothing is known.",
+    "description": "Values by the name of the series, oldest first; null if unknown.",
 }
 
 SCHEMAS: Final[dict[str, Schema]] = {
@@ -398,7 +401,7 @@ SCHEMAS: Final[dict[str, Schema]] = {
         reader=shape(name=TEXT_OR_NULL, role=TEXT), discovery=listed(OBJECT),
         cluster=OBJECT_OR_NULL, **_KEY_REFUSALS,
     ),
-    "Outcome": {**_OUTCOME, "description": "Of a weight route, refusals included."},
+    "Outcome": {**_OUTCOME, "description": "The result of a weight route, refusals included."},
     "Weights": shape(
         operation=OBJECT_OR_NULL, rollout=OBJECT_OR_NULL, store=OBJECT, waiting=listed(OBJECT),
         weight_epoch=COUNT, weight_version=TEXT_OR_NULL, workers=listed(OBJECT), uncertain=OBJECT,

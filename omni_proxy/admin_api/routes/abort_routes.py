@@ -1,9 +1,9 @@
 """POST /abort_request (SGLang) and /abort_requests (vLLM): aborts over the whole fleet.
 
-Contract: nothing is queued, no lock is taken, and no state of a worker but `dead` keeps a call from
-it: an abort must work while an update or a pause runs. If the worker of a request is known, only
-that worker is called, otherwise all are. An engine of the other kind is called in its own dialect,
-which follows from its reply to the first call.
+Contract: nothing is queued, no lock is taken, and no worker state except `dead` prevents a call: an
+abort must work during an update or a pause. If the worker of a request is known, only that worker
+is called, otherwise all are. An engine that lacks the caller's route is called in the other
+dialect; which one it has follows from its reply to the first call.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from omni_proxy.weight_sync.worker_calls import limit_secs, request_worker
 
 _log = logging.getLogger(__name__)
 
-ABORT_SECS: Final = 30.0  # a busy engine's own loop may take seconds over it
+ABORT_SECS: Final = 30.0  # the loop of a busy engine may take seconds to answer
 
 
 class _Abort:
-    """One abort request. `dialect`: that of the caller; `secs`: bounds each call."""
+    """One abort request. `dialect`: the caller's; `secs`: time limit of each call."""
 
     def __init__(self, dialect: AbortDialect, body: bytes, secs: float) -> None:
         self.dialect = dialect
@@ -63,7 +63,7 @@ class _Abort:
 
 
 class FleetAbortRoutes:
-    """`_dialects`: of workers that turned out to speak the other one, by URL."""
+    """`_dialects`: the dialect of workers that lack the caller's route, by URL."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -99,8 +99,8 @@ class FleetAbortRoutes:
         return json_response(response.body, response.status)
 
     def _to_call(self, urls: Collection[str] | None) -> list[Worker]:
-        """All that are not dead, or those that have the requests, dead or not: one that can't be
-        reached must show in the response."""
+        """All workers that are not dead, or those at `urls`, dead or not: a failure to reach one of
+        these must show in the response."""
         workers = self._services.fleet.workers
         self._dialects = {w.url: self._dialects[w.url] for w in workers if w.url in self._dialects}
         if urls is not None:
@@ -108,7 +108,7 @@ class FleetAbortRoutes:
         return [worker for worker in workers if worker.health.state is not Health.DEAD]
 
     async def _ask(self, workers: Sequence[Worker], abort: _Abort) -> list[WorkerResult]:
-        """All at the same moment; the results are in the order of the workers."""
+        """Call all workers concurrently; the results are in the order of the workers."""
         results: dict[Worker, WorkerResult] = {}
         limiter = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
 
@@ -137,7 +137,7 @@ class FleetAbortRoutes:
 async def _call_all(
     worker: Worker, calls: Sequence[Call], limiter: trio.CapacityLimiter
 ) -> WorkerResult:
-    """The result of the first call that is no success, else of the last one."""
+    """The result of the first call that failed, else of the last one."""
     results: dict[int, WorkerResult] = {}
 
     async def call(number: int) -> None:

@@ -1,8 +1,8 @@
-"""The admin routes: one request is sent to every worker that is not dead (omni-router.md 11).
+"""Admin routes that send one request to every worker that is not dead (omni-router.md 11).
 
-Invariant: nothing is sent before the whole request is validated; workers get the bytes of the
-client (except for `with_defaults`), or the same call in the dialect of their engine. Every
-response, also that to a missing key, has `success`, `message` and `status` at its top level.
+Invariant: nothing is sent before the whole request is validated; workers get the client's bytes
+(except for `with_defaults`), or the same call in the dialect of their engine. Every response, also
+one to a missing key, has `success`, `message` and `status` at its top level.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ CONFIGURED = "/<control_route:path>"
 ADAPTER_ROUTES = frozenset(
     f"{version}/{verb}_lora_adapter" for version in ("", "/v1") for verb in ("load", "unload")
 )
-ELSEWHERE = ("/flush_cache",)  # served in its own dialect, see engines.py
+ELSEWHERE = ("/flush_cache",)  # served by `engine_routes`
 NO_OBJECT = "request body must be a JSON object"
 LISTS = ("names", "dtypes", "shapes")
 LARGE_BYTES = 256 * 1024  # a body that takes too long to parse in one turn of the event loop
@@ -82,11 +82,11 @@ class BroadcastRoutes:
         return shown(await self._services.weight_operations.submit(await self.call(route)))
 
     async def with_top_keys(self, response: Response) -> Response:
-        """Add the top-level keys to refusals, wherever they were raised."""
+        """Add the top-level keys to all refusals of these routes."""
         if response.status_code < 400 or request.path not in TOPPED:
             return response
         raw = await response.get_data(as_text=False)
-        # The results of all workers may be in it: they are not decoded, only found.
+        # The body may have the results of all workers: only its top level is decoded.
         if "success" not in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]):
             payload = json.loads(raw)
             error = payload.get("error", {})
@@ -109,7 +109,7 @@ class BroadcastRoutes:
         return operate
 
     async def call(self, route: AdminRoute) -> AdminCall:
-        """The request as an operation. Raises Refusal 400."""
+        """The request as an operation. Raises HttpError 400."""
         body = await body_bytes() if request.method == "POST" else b""
         await refuse_no_object(route, body)
         body = with_defaults(route.path, body)
@@ -141,7 +141,8 @@ def shown(reply: AdminResponse) -> Response:
 
 
 async def refuse_no_object(route: AdminRoute, body: bytes) -> None:
-    """A trainer's slip must not cost a fleet its routing. Raises Refusal 400."""
+    """Refuse a body that is not a JSON object here: at the workers it would fail all of them, and
+    take them out of rotation. Raises HttpError 400."""
     if len(body) < LARGE_BYTES:
         _refuse_no_object(route, body)
     else:
@@ -150,7 +151,7 @@ async def refuse_no_object(route: AdminRoute, body: bytes) -> None:
 
 def _refuse_no_object(route: AdminRoute, body: bytes) -> None:
     try:
-        # Slower, but it accepts JSON with NaN, which trainers send.
+        # The slower standard library accepts NaN, which trainers send.
         value = json.loads(body or b"{}") if len(body) < LARGE_BYTES else _lists_of(body)
     except msgspec.ValidationError:
         raise bad_request(NO_OBJECT, "invalid_json") from None
@@ -177,7 +178,7 @@ def _pieces(raw: msgspec.Raw) -> object:
 
 
 def refuse_lengths(value: dict[str, object]) -> None:
-    """Raises Refusal 400."""
+    """Raises HttpError 400."""
     lists = [value.get(name) for name in LISTS]
     lengths = {len(part) if isinstance(part, list) else -1 for part in lists}
     if len(lengths) > 1 or lengths & {-1, 0}:
@@ -187,7 +188,7 @@ def refuse_lengths(value: dict[str, object]) -> None:
 
 
 def target_of(path: str) -> str:
-    """With the query as received, without the parameters of the proxy."""
+    """The path with the request's query as received, without the proxy's own parameters."""
     query = request.query_string.decode("ascii", "ignore")
     parts = [part for part in query.split("&") if part and part.partition("=")[0] != "selector"]
     return f"{path}?{'&'.join(parts)}" if parts else path
@@ -209,11 +210,12 @@ def caller() -> str:
 
 
 def _program() -> str:
-    """`dashboard` for a page of this proxy, `browser` for another use of one, else the first
-    product of its User-Agent (RFC 9110, 10.1.5); "" if it names none."""
+    """`dashboard` for a page of this proxy, `browser` for other requests of a browser, else the
+    first product of the User-Agent (RFC 9110, 10.1.5); "" without one."""
     agent = request.headers.get("User-Agent", "").split()
     if not agent or not agent[0].startswith("Mozilla/"):
         return agent[0][:PROGRAM_CHARS] if agent else ""
-    # Control routes refuse pages of other origins. Beyond this machine plain HTTP has Origin alone.
+    # Control routes refuse pages of other origins. Over plain HTTP to another machine a browser
+    # sends only Origin.
     own_page = request.headers.get("Sec-Fetch-Site") == "same-origin" or "Origin" in request.headers
     return "dashboard" if own_page else "browser"

@@ -1,9 +1,9 @@
 """GET /dashboard: one self-contained page, without any data of this proxy.
 
 Invariant: the page is the same bytes for every client, so it needs no key. It requests its data
-itself, with the key that its reader enters.
+itself, with the key that its user enters.
 
-The feed: the state of the proxy once a second, for the dashboard and `omni-proxy top`.
+GET /feed: the state of the proxy once a second, for the dashboard and `omni-proxy top`.
 
 Invariant: a reader costs the bytes of one snapshot and delays nothing; the number of readers is
 bounded, and none of them delays a shutdown.
@@ -37,7 +37,7 @@ class DashboardRoutes:
     async def show(self) -> Response:
         body, headers = _page()
         response = Response(body, 200, headers, content_type="text/html; charset=utf-8")
-        # Revalidated each time, sent only if changed: an upgrade shows at once.
+        # Revalidated each time, sent only if changed: an upgrade shows immediately.
         response.set_etag(hashlib.sha256(body).hexdigest()[:32])
         await response.make_conditional(request)
         return response
@@ -58,11 +58,11 @@ def _page() -> tuple[bytes, dict[str, str]]:
 
 READERS = 32
 PERIOD_SECS = 1.0
-RETRY = b"retry: 2000\n"  # ms until a browser that was cut off tries again
+RETRY = b"retry: 2000\n"  # ms until a disconnected browser reconnects
 
 
 class Places:
-    """How many readers there may be, and are."""
+    """Counts the readers and bounds their number."""
 
     def __init__(self, most: int, code: str) -> None:
         self.taken = 0
@@ -77,7 +77,7 @@ class Places:
 
 
 class Body(ResponseBody):
-    """A body that holds a stream slot while it is sent.
+    """A body that occupies a stream slot while it is sent.
 
     Not a generator: an abandoned generator is closed at an undefined time.
     """
@@ -142,7 +142,7 @@ class FeedRoutes:
 
     async def feed(self) -> Response:
         holder = self._keys.holder()
-        # Without a key: that of a proxy that asks for none.
+        # Without a key the proxy requires none, so the reader may do everything.
         role = holder.role if holder is not None else ALL
         reader = {"reader": {"name": holder.name if holder is not None else None, "role": role}}
         if request.args.get("once", "").lower() in ("true", "1", "yes"):

@@ -1,8 +1,8 @@
-"""What the engines report about themselves, requested from all and merged into one response.
+"""Routes that request reports from all engines and merge them into one response.
 
-Routes of sglang and sgl-model-gateway: loads, server and model info, cache flush, a health check
-that generates, metrics (routers.md 1.6, 1.7). Invariant: a worker that does not answer costs its
-own part only, never the response.
+They are those of sglang and sgl-model-gateway: loads, server and model info, cache flush, a health
+check that generates, metrics (routers.md 1.6, 1.7). Invariant: if a worker does not answer, only
+its own part of the response is missing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from omni_proxy.upstream_http.client import (
 from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
 from omni_proxy.wire.errors import HttpError
 
-GENERATE_SECS = 20.0  # a health check that generates waits behind what is generated already
+GENERATE_SECS = 20.0  # the token of the health check waits for running requests
 METRICS_BYTES = 8 * 1024 * 1024
 INFO_SECS = 15.0  # server info may be slower than a probe
 
@@ -53,7 +53,7 @@ class EngineRoutes:
         rule("/engine_metrics", "engine_metrics", self.metrics)
 
     async def health_generate(self) -> Response:
-        """A routable worker generates a token; the least loaded is tried first."""
+        """Make a routable worker generate a token; the least loaded one is tried first."""
         reasons = {}
         for worker in sorted(self._routable(), key=lambda worker: worker.in_flight):
             result = await generate_token(worker, _credentials(), GENERATE_SECS)
@@ -71,7 +71,7 @@ class EngineRoutes:
         for worker in self._routable():
             response = await self._first_of(worker, ("/get_model_info", "/model_info"))
             found = response.json() if response.ok else None
-            if response.status in ROUTE_ABSENT:  # as at vLLM
+            if response.status in ROUTE_ABSENT:  # vLLM has neither route
                 models = await self._first_of(worker, ("/v1/models",))
                 found = _info_of_models(models.json()) if models.ok else None
             if isinstance(found, dict):  # encoded again: NaN becomes null
@@ -99,7 +99,8 @@ class EngineRoutes:
         return json_response(await loads_answer(results))
 
     async def flush_cache(self) -> Response:
-        """200 if all targets flushed, 502 if one did not; their cached prefixes are dropped."""
+        """200 if all targets flushed, 502 if one did not; the proxy drops its records of their
+        cached prefixes."""
         urls = await self._selectors.urls(request.args.get("selector"))
         alive = [worker for worker in self._alive() if urls is None or worker.url in urls]
         if urls is not None and not alive:
@@ -122,7 +123,7 @@ class EngineRoutes:
         return json_response(response, 200 if all_did else 502)
 
     async def _flushed(self, workers: Sequence[Worker]) -> list[CallResult]:
-        """The outcome of each, in their order."""
+        """The results in the order of the workers."""
         headers = _credentials()
         results: dict[Worker, CallResult] = {}
 
@@ -144,11 +145,11 @@ class EngineRoutes:
 
     @property
     def _secs(self) -> float:
-        """An engine may take seconds over its first answer, long after its probes are quick."""
+        """Time limit of a call; an engine's first answer may take longer than a probe."""
         return max(INFO_SECS, self._services.config_store.config.health.timeout_secs)
 
     def _routable(self) -> list[Worker]:
-        """Raises HttpError 503 when there is none."""
+        """The routable workers. Raises HttpError 503 if there is none."""
         workers = [worker for worker in self._services.fleet.workers if worker.routable]
         if not workers:
             raise HttpError(503, "no routable upstream", "no_routable_worker")
@@ -161,7 +162,7 @@ class EngineRoutes:
         return Call("GET", target, timeout_secs=self._secs, headers=_credentials())
 
     async def _first_of(self, worker: Worker, targets: Sequence[str]) -> CallResult:
-        """The first of these routes that the worker has."""
+        """The reply of the first of these routes that the worker has."""
         result = None
         for target in targets:
             call = Call("GET", target, timeout_secs=self._secs, headers=_credentials())
@@ -173,7 +174,7 @@ class EngineRoutes:
 
 
 def _info_of_models(models: object) -> dict[str, object] | None:
-    """What GET /v1/models says of the first model."""
+    """The model info that a reply of GET /v1/models has of its first model."""
     cards = models.get("data") if isinstance(models, dict) else None
     card = cards[0] if isinstance(cards, list) and cards else None
     name = card.get("root") or card.get("id") if isinstance(card, dict) else None
@@ -184,7 +185,7 @@ def _info_of_models(models: object) -> dict[str, object] | None:
 
 
 def _credentials() -> dict[str, str]:
-    """The caller's Authorization as in `passed_on`; the worker's configured key wins."""
+    """The caller's Authorization as in `passed_on`; a worker's configured key replaces it."""
     credentials = passed_on(request.headers).get("authorization")
     return {"authorization": credentials} if credentials else {}
 

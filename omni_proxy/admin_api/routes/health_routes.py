@@ -1,7 +1,7 @@
 """Liveness, readiness and health of the fleet; status, configuration, reload, and callers.
 
-Invariant: no route here waits for a worker. If a key is configured, a client without it sees the
-counts of /ready and /health, and no worker's address.
+Invariant: no route here waits for a worker. If a key is configured, a client without it gets the
+counts of /ready and /health, but no worker's address.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class FleetHealthRoutes:
         well = can_serve(
             (worker for worker in fleet.workers if _well(worker)),
             fallback=rules.fallback == "decode",
-            same_version=False,  # which an update changes one after the other
+            same_version=False,  # during an update the versions differ
         ) and not is_opening(self._services)
-        # Healthy without workers: engines register later, and scripts wait for this.
+        # Healthy even without workers: scripts wait for this before engines register.
         well |= self._services.dialect != "omni" and not fleet.had_workers
         summary = self._records.pool("healthy" if well else "unhealthy")
         summary["admission"] = self._services.data_plane.admission()
@@ -194,8 +194,8 @@ class ConfigRoutes:
 
 
 class KeyRoutes:
-    """The callers of model routes: their limits and usage, and keys that HTTP adds. A key itself
-    never comes here, and its hash never leaves; entries of FILE are only shown."""
+    """The callers of model routes: their limits and usage, and adding and removing keys. Clients
+    send only the hash of a key, and responses contain neither; entries of FILE are only shown."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -217,7 +217,7 @@ class KeyRoutes:
         )
 
     async def add(self) -> Response:
-        """In force, in all processes, when it is answered."""
+        """Add a key. It is valid in all processes when the response is sent."""
         try:
             key = read_saved_key(await json_object())
             await self._changes.change(partial(with_key, key), at_once=True)
@@ -229,7 +229,7 @@ class KeyRoutes:
         return self._done(key.name)
 
     async def remove(self, caller: str) -> Response:
-        """Its requests in flight go on; the next one is refused."""
+        """Remove a key. Its requests in flight continue, further ones are refused."""
 
         def edit(state: SavedState, config: Config) -> SavedState:
             try:
@@ -254,6 +254,6 @@ def _key_required(config: Config) -> bool:
 
 def _not_here(name: str, config: Config) -> HttpError:
     if any(entry.name == name for entry in config.keys):
-        message = f"{name} stands in the configuration file: remove its [[keys]] entry there"
+        message = f"{name} is in the configuration file: remove its [[keys]] entry there"
         return HttpError(409, message, "caller_in_file")
     return HttpError(404, f"there is no caller {name}", "unknown_caller")

@@ -1,9 +1,9 @@
 """`GET /metrics`: the metrics of the proxy, in the Prometheus text format, or in OpenMetrics for
 scrapers that prefer it; and `GET /history`.
 
-Invariant: the text is made in slices, and the data plane runs in between; requests that arrive
-while it is made share the next one. A scraper that does not read holds that text, and one of a
-bounded number of slots, for `SEND_SECS`.
+Invariant: the text is generated in slices, between which the data plane runs; requests that arrive
+meanwhile share the next text. A scraper that does not read occupies that text, and one of a bounded
+number of slots, for at most `SEND_SECS`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from omni_proxy.telemetry.prometheus import fleet_families, request_families
 SCRAPES: Final = 16
 SEND_SECS: Final = 30.0
 WORKERS_AT_ONCE: Final = 50
-SLICE: Final = 200  # samples: about a millisecond
+SLICE: Final = 200  # samples between two checkpoints
 
 
 class _Part(Collector):
@@ -85,7 +85,7 @@ class MetricsRoutes:
         self._services = services
         self._places = Places(SCRAPES, "too_many_scrapes")
         self._making = trio.Lock()
-        # The newest of each content type, and when it was begun.
+        # The newest text of each content type, and the time at which it was begun.
         self._texts: dict[str, tuple[float, bytes]] = {}
 
     def mount(self, app: Quart) -> None:
@@ -104,7 +104,7 @@ class MetricsRoutes:
         return response
 
     async def _exposition(self, content_type: str) -> bytes:
-        """A scrape that started after the request."""
+        """A text whose generation began after the request arrived."""
         asked_at = trio.current_time()
         async with self._making:
             begun_at, text = self._texts.get(content_type, (float("-inf"), b""))
@@ -122,7 +122,7 @@ class MetricsRoutes:
             return text
 
     async def _gather(self) -> None:
-        """Before the metrics are read, which would do it for all workers without a checkpoint."""
+        """Collect the workers' samples with checkpoints; reading the metrics has none."""
         meters = self._services.instruments.metrics
         for number, worker in enumerate(self._services.fleet.workers, start=1):
             meters.gather(worker)
@@ -191,7 +191,7 @@ def _range(text: str) -> int:
 
 
 def _series(text: str | None) -> tuple[str, ...]:
-    """All of them without a text. Raises HttpError 400."""
+    """The named series; all without a text. Raises HttpError 400."""
     if text is None:
         return SERIES
     names = tuple(dict.fromkeys(text.split(",")))

@@ -1,7 +1,7 @@
-"""GET /v1/models and one of them: the lists of all routable workers merged (omni-router.md 6).
+"""GET /v1/models and /v1/models/MODEL: the merged lists of all routable workers (omni-router.md 6).
 
-Invariant: one worker's broken, slow or huge reply costs its own cards and nothing else; these calls
-change no health state, no counter and no in-flight count.
+Invariant: a worker's broken, slow or huge reply drops only that worker's cards; these calls change
+no health state, no counter and no in-flight count.
 
 POST /explain: where a model request would be routed and why; nothing is sent.
 
@@ -92,14 +92,15 @@ def _pick_record(target: Worker, reason: str, details: Mapping[str, object]) -> 
 
 
 def _picked(target: Worker) -> dict[str, object]:
-    """A worker; of a data-parallel rank its worker, and which rank it is."""
+    """The worker; of a data-parallel rank its worker and the rank's index."""
     worker = target.worker
     named: dict[str, object] = {"worker_id": worker.id, "url": worker.url}
     return {**named, "rank": target.index} if isinstance(target, DpRank) else named
 
 
 def past_record(record: PickRecord, end: FinishedExchange) -> dict[str, object]:
-    """`reason` is null where the policy drew another worker than it would have."""
+    """The candidates of a past request. `reason` is null if the request went to another worker than
+    the recorded pick."""
     foreseen = bool(end.worker) and end.worker == record.foreseen and end.attempts == 1
     return {
         "request_id": end.request_id,
@@ -122,7 +123,8 @@ def past_record(record: PickRecord, end: FinishedExchange) -> dict[str, object]:
 
 
 def alias_record(explanation: TargetExplanation) -> dict[str, object]:
-    """What the name that the request has stands for. `target`: None if no target has a worker."""
+    """The alias that the request names, and its targets. `target`: None if no target has a
+    worker."""
     split = explanation.split
     targets = zip(split.models, split.weights, explanation.available, strict=True)
     return {
@@ -151,8 +153,8 @@ def _verdict(worker: Worker, reasons: list[str]) -> dict[str, object]:
 
 
 LIST_BYTES = 4 * 1024 * 1024  # of one worker
-LIST_SECS = 5.0  # an engine may take longer over its list than over a probe
-ALL_LISTS_BYTES = 4 * LIST_BYTES  # an answer of that size is written in 40 ms
+LIST_SECS = 5.0  # an engine's list may take longer than a probe
+ALL_LISTS_BYTES = 4 * LIST_BYTES  # bounds the time to encode the response
 MAX_CARDS = 1000  # of one worker
 INVALID = "invalid models payload"
 TOO_MANY = f"more than {MAX_CARDS} models"
@@ -163,7 +165,7 @@ NOT_PASSED_ON = frozenset(
         "te", "trailer", "trailers", "transfer-encoding", "upgrade", "host", "content-length",
         "content-type", "accept-encoding", "remote-addr", "expect",
         "x-omni-weight-version", "x-omni-min-weight-epoch", "x-omni-received",
-        # Of a page: the proxy has checked the origin, and a worker would refuse it as foreign.
+        # Set by browsers: the proxy has checked the origin, which is foreign to a worker.
         "origin", "referer", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user",
     )
 )  # fmt: skip
@@ -197,7 +199,7 @@ class MergedModelRoutes:
         raise HttpError(404, f"the model {model!r} does not exist", "model_not_found")
 
     def _allowed(self, cards: Cards) -> Iterable[dict[str, object]]:
-        """Those of a caller's key, where the request has one."""
+        """The cards that the caller's key allows; all without such a key."""
         headers = request.headers
         key = presented_key(
             headers.get("Authorization", "").encode("latin-1", "replace"),
@@ -209,7 +211,7 @@ class MergedModelRoutes:
         return [card for card in cards if card.get("id") in caller.models]
 
     def _headers(self) -> dict[str, str]:
-        """Without the key of a caller, which is the proxy's own."""
+        """The request's headers for workers, without a caller's key, which is the proxy's own."""
         headers = passed_on(request.headers)
         if self._services.config_store.config.keys:
             headers = {name: headers[name] for name in headers if name.encode() not in KEY_FIELDS}
@@ -237,9 +239,8 @@ class MergedModelRoutes:
 
 
 async def merge(outcomes: Iterable[CallResult]) -> tuple[Cards, dict[str, str]]:
-    """One card per model, and why some workers, by URL, gave none.
-
-    The first worker that has a model is believed. Others have their turn between two workers.
+    """One card per model, from the first worker that has it, and by URL the reasons of workers
+    without cards. There is a checkpoint after each worker.
     """
     cards: dict[str, dict[str, object]] = {}
     reasons: dict[str, str] = {}
@@ -265,7 +266,7 @@ def _key(card: Mapping[str, object]) -> str:
 
 
 def _cards_of(outcome: CallResult) -> Cards | str:
-    """The worker's cards, or why there are none."""
+    """The worker's cards, or the reason why there are none."""
     if outcome.status is None:
         return outcome.error
     if outcome.status != 200:
@@ -295,8 +296,9 @@ def _target(query: bytes) -> str:
 
 
 def passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """The fields of the current request that workers get too. The caller's Authorization is among
-    them, as workers may have the proxy's key, but none of [[admin.keys]]."""
+    """The header fields of the current request that are forwarded to workers. They include the
+    caller's Authorization, because workers may have the proxy's key, but no key of
+    [[admin.keys]]."""
     lowered = ((name.lower(), value) for name, value in headers)
     return {
         name: value
@@ -338,8 +340,8 @@ class ExplainRoutes:
             if record is not None and end.request_id == request_id:
                 return json_response(past_record(record, end))
         message = (
-            "the candidates of no such request are kept: those of two requests a second are, "
-            "of the last ones that GET /feed has"
+            "no candidates of such a request are kept: they are kept for two requests per second, "
+            "among the last ones in GET /feed"
         )
         raise HttpError(404, message, "unknown_request")
 
@@ -351,7 +353,9 @@ class ExplainRoutes:
         except MethodNotAllowed:
             route = None
         if route is None:
-            raise bad_request(f"path {path} is no model route; try {DEFAULT_PATH}", "unknown_path")
+            raise bad_request(
+                f"path {path} is not a model route; try {DEFAULT_PATH}", "unknown_path"
+            )
         body = await body_bytes()
         requirements = await _need_of(route, body, _facts())
         if requirements.large_body_class:
@@ -384,14 +388,14 @@ class ExplainRoutes:
 
 
 async def _need_of(route: Route, body: bytes, request_facts: RequestFacts) -> Requirements:
-    """Raises Refusal 400, as for a request of this body."""
+    """The requirements of a model request with this body. Raises HttpError 400 if that would."""
     if len(body) > ONE_PASS_BYTES and has_json_body(route, request_facts):
         return requirements_of_large_json(route, await top_of(body), request_facts)
     return inspect_request(route, body, request_facts)
 
 
 async def top_of(body: bytes) -> LargeJsonFields:
-    """Other tasks have a turn between two slices. Raises Refusal 400."""
+    """Parse the body in slices, with a checkpoint after each. Raises HttpError 400."""
     walk = walk_large_json(body)
     while True:
         try:
@@ -403,13 +407,13 @@ async def top_of(body: bytes) -> LargeJsonFields:
 
 
 def _lines() -> bytes:
-    """The request's fields as the data_plane has them of a model request."""
+    """The request's header lines in the form that the data plane has for a model request."""
     fields = (f"{name}: {value}\r\n" for name, value in request.headers)
     return "".join(fields).encode("latin-1", "replace")
 
 
 def _facts() -> RequestFacts:
-    """A body of unknown type is read as JSON, for that is what people will paste here."""
+    """The facts of the request. A body of unknown type is read as JSON, which users paste here."""
     content_type = request.headers.get("Content-Type", "application/json")
     if content_type == "application/x-www-form-urlencoded":  # curl -d sends it for any body
         content_type = "application/json"

@@ -1,8 +1,8 @@
-"""POST /select, POST /select_and_reserve, DELETE /reservations/{id}: the worker for a request that
-the caller sends itself (features.md 10).
+"""POST /select, POST /select_and_reserve, DELETE /reservations/{id}: pick a worker for a request
+that the caller sends itself (features.md 10).
 
-Invariant: nobody waits here for a worker. Where none can take the request now, the answer is 503 at
-once. After an upgrade the new program answers, also on connections to this one.
+Invariant: no call waits for a worker. If none can take the request now, the response is a 503.
+After an upgrade the new program answers, also on connections to the old one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PickerRoutes:
 
 
 async def _answer_of(admin_socket: str, target: str, body: bytes = b"") -> Response:
-    """Of the program that has the reservations, to the present request."""
+    """Forward the current request to the program with the reservations. Raises HttpError 503."""
     transport = httpx.AsyncHTTPTransport(uds=admin_socket)
     kept = ("content-type", "authorization", "x-api-key")
     headers = {name: request.headers[name] for name in kept if name in request.headers}
@@ -76,7 +76,7 @@ async def _answer_of(admin_socket: str, target: str, body: bytes = b"") -> Respo
 
 def choice_record(choice: WorkerChoice) -> dict[str, object]:
     """`endpoint`: host and port, or the path of a Unix socket. `rank`: the data-parallel rank to
-    name in the request, else None. `model`: what to put in the place of an alias, else None."""
+    name in the request, else None. `model`: the target that replaces an alias, else None."""
     target = choice.target
     worker = target.worker
     reserved = choice.reservation_id is not None
@@ -92,7 +92,7 @@ def choice_record(choice: WorkerChoice) -> dict[str, object]:
 
 
 def endpoint_of(url: str) -> str:
-    """`host:port`, with the port that the scheme implies; of `unix:PATH` the path."""
+    """`host:port`, with the scheme's default port if there is none; of `unix:PATH` the path."""
     if url.startswith("unix:"):
         return url.removeprefix("unix:")
     parts = urlsplit(url)

@@ -1,4 +1,4 @@
-"""The control routes of sgl-model-gateway for RL, over the same operation queue (routers.md 1.8).
+"""sgl-model-gateway's control routes for RL, on the proxy's operation queue (routers.md 1.8).
 
 Invariant: a path that is an admin route is handled as one, with its lock, its cordon and its
 journal record; any other path is sent to the engines unchanged.
@@ -87,7 +87,8 @@ class RlRoutes:
         return json_response({**result, "error": error}, status if status >= 400 else 502)
 
     async def engine(self, path: str) -> Response:
-        """200 if all succeeded, else 207 with the failed ones."""
+        """Send the call to the selected workers; 200 if all succeeded, else 207 with the failed
+        ones."""
         text = request.args.get("selector")
         if not text:
             raise HttpError(400, "name the workers with ?selector=", "selector_required")
@@ -107,7 +108,7 @@ class RlRoutes:
         return json_response(reported, 207 if failed else 200)
 
     async def _send(self, path: str, urls: frozenset[str]) -> AdminResponse:
-        """Raises HttpError 400 for a path that could mean another one."""
+        """Raises HttpError 400 for a path that could resolve to another one."""
         if ".." in path.split("/") or "\\" in path:
             raise HttpError(400, f"no engine has the path /{path}", "invalid_engine_path")
         target = "/" + quote(path, safe="/:@!$&'()*+,;=~")

@@ -1,10 +1,10 @@
 """The text routes of the first sglang-router: /add_worker, /remove_worker, /list_workers.
 
-Contract: the texts are those that its clients compare, character by character (routers.md 5). A
-worker is added only after it answered its health check; until then nothing has changed. Who names
-the worker in a JSON body, as miles does, gets JSON, and may repeat itself.
+Contract: clients compare the texts character by character (routers.md 5). A worker is added only
+after it answered its health check; until then nothing has changed. A request that names the worker
+in a JSON body, as miles does, gets a JSON response, and may be repeated.
 
-POST /finish_session of vllm-router: a sticky session is over. The same again changes nothing.
+POST /finish_session of vllm-router ends a sticky session; it is idempotent.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class SglangRoutes:
         await self._arrivals.until_routable(worker)
 
     def _counts(self) -> Response:
-        """As miles' router answers: the requests in flight at each worker."""
+        """The requests in flight at each worker, in the form of miles' router."""
         in_flight = {worker.url: worker.in_flight for worker in self._services.fleet.workers}
         return json_response({"status": "success", "worker_urls": in_flight})
 
     async def remove(self) -> Response:
-        """Success for an unknown worker: scripts repeat requests."""
+        """Remove a worker. An unknown worker is a success, because scripts repeat requests."""
         url_text, as_json = await _named_url()
         worker = self._services.fleet.get(url_text) or self._services.fleet.find(
             parse_worker_url(url_text)
@@ -93,7 +93,7 @@ class SglangRoutes:
         return text_response(f"Successfully removed worker: {url_text}")
 
     async def _removed(self, worker: Worker) -> bool:
-        """False where another request was faster."""
+        """Remove the worker; False if another request has already removed it."""
         try:
             await self._changes.remove(worker)
         except HttpError as refusal:
@@ -111,8 +111,8 @@ def _known_already() -> HttpError:
 
 
 async def _named_url() -> tuple[str, bool]:
-    """The worker's URL as it was written, encoded or not, and whether that was in a JSON body.
-    Raises HttpError 400 without one."""
+    """The worker's URL as received, encoded or not, and whether it was in a JSON body. Raises
+    HttpError 400 without one."""
     url_text = request.args.get("url", "").strip()
     if url_text:
         return url_text, False
@@ -138,10 +138,10 @@ def _wait_secs() -> float:
 
 
 class SessionRoutes:
-    """The client ends a sticky session: it no longer counts as load (features.md 6).
+    """Ends a sticky session, which then no longer counts as load (features.md 6).
 
-    Answers at once, without a lock and without waiting for a worker. It needs no key: with a
-    session's id a client may send requests of that session as well.
+    Answers immediately, without a lock and without waiting for a worker. It needs no key: a client
+    that has a session's id can also send requests of that session.
     """
 
     def __init__(self, services: Services) -> None:
@@ -151,7 +151,7 @@ class SessionRoutes:
         app.add_url_rule("/finish_session", "finish_session", self.finish, methods=["POST"])
 
     async def finish(self) -> Response:
-        # Its bytes, which make the key that the same bytes in a header make.
+        # The raw bytes: they give the same key as the same bytes in a header.
         query = parse_qs(request.query_string.decode("latin-1"), encoding="latin-1")
         value = query.get("session_id", [""])[0].strip(" \t").encode("latin-1")
         if not value:

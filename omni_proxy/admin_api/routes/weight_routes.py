@@ -1,8 +1,8 @@
 """Weight routes: state, resolve, stored versions, rollback, and rollouts with their progress.
 
 Invariant: an unverified worker returns only if an operator confirms its weights. GET waits for
-nothing and changes nothing. A reader of a rollout's events changes nothing, and its end changes
-nothing; the number of readers is bounded, and none delays a shutdown. All need the admin key.
+nothing and changes nothing. Readers of a rollout's events do not affect it, and may disconnect at
+any time; their number is bounded, and none delays a shutdown. All routes need the admin key.
 """
 
 from __future__ import annotations
@@ -83,20 +83,21 @@ class WeightVersionRoutes:
         await refuse_no_object(ROLLBACK, body)
         headers = worker_headers(body)
         call = AdminCall(ROLLBACK, "POST", ROLLBACK.path, body, headers, None, caller())
-        # Before it waits for its turn: what is not there now will not be there then.
+        # Checked before the operation is queued, so that a missing version fails immediately.
         await self._services.weight_operations.rollback_source.find_version(call)
         return shown(await self._services.weight_operations.submit(call))
 
 
 READERS: Final = 32
-POLL_SECS: Final = 1.0  # delay until a reader learns of the shutdown
+POLL_SECS: Final = 1.0  # longest delay until a reader's stream ends at a shutdown
 KEEP_ALIVE_SECS: Final = 15.0
-APART_SECS: Final = 0.05  # steps of many workers at once are one event
+APART_SECS: Final = 0.05  # simultaneous steps of many workers are one event
 EVENTS: Final = "text/event-stream"
 
 
 class _RolloutEvents(Body):
-    """The rollout at the beginning, and after each change until it has ended."""
+    """Events with the rollout's state: the first immediately, then one after each change until the
+    rollout has ended."""
 
     def __init__(self, stream_slots: Places, services: Services, progress: RolloutProgress) -> None:
         super().__init__(stream_slots)
@@ -141,7 +142,8 @@ class RolloutRoutes:
         app.add_url_rule(f"{path}/cancel", "rollout_cancel", self.cancel, methods=["POST"])
 
     async def begin(self) -> Response:
-        """202 once it is planned and recorded; its end is in the events, or under its location."""
+        """202 once the rollout is planned and recorded; the events and its location have its
+        outcome."""
         parsed = parse_rollout(await json_object())
         key = passed_on(request.headers).get("authorization")
         reply = await self._services.weight_operations.start_rollout(
@@ -160,7 +162,7 @@ class RolloutRoutes:
         return response
 
     async def show(self) -> Response:
-        """Of the present rollout, or the last one since the proxy started."""
+        """The current rollout, or the last one since the proxy started."""
         progress = self._services.weight_operations.rollouts.progress
         return self._events() if _wants_events() else json_response(progress.shown())
 

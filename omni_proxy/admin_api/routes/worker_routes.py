@@ -68,7 +68,7 @@ class DrainRoutes:
         app.add_url_rule(rule, "drain_worker", self.drain, methods=["POST"])
 
     async def drain(self, name: str) -> Response:
-        """Answers at once; GET /workers/{worker_id} has the progress."""
+        """Start a drain and answer immediately; GET /workers/{worker_id} has the progress."""
         body = await json_object()
         secs = self._secs(body.get("timeout_secs", request.args.get("timeout_secs")))
         worker = self._changes.find(name)
@@ -84,7 +84,8 @@ class DrainRoutes:
         )
 
     async def remove(self, worker: Worker) -> bool:
-        """Wait for the removal; whether all of its requests had ended. Raises HttpError."""
+        """Drain and remove the worker; returns whether all of its requests ended in time. Raises
+        HttpError."""
         drain = await self.begin_removal(worker)
         await drain.over.wait()
         if drain.refused:
@@ -125,12 +126,12 @@ class DrainRoutes:
 
 
 def who_disables() -> DisabledBy:
-    """Of the current request."""
+    """The record that the current request disables a worker."""
     return DisabledBy(by=caller(), at=datetime.now(UTC).isoformat(timespec="seconds"))
 
 
 def asked_to_drain() -> bool:
-    """Raises HttpError 400 for a `drain` that is neither yes nor no."""
+    """Whether the query has `drain`. Raises HttpError 400 if that is not a boolean."""
     value = request.args.get("drain", "").lower()
     if value not in SWITCH:
         raise bad_request("drain must be true or false")
@@ -154,7 +155,7 @@ class WorkerRoutes:
         self._arrivals = WorkerArrivals(services)
 
     def mount(self, app: Quart) -> None:
-        # A path, for Werkzeug has decoded the %2F of a worker id already.
+        # A path converter, because Werkzeug has already decoded the %2F of a worker id.
         rule = "/workers/<path:name>"
         app.add_url_rule("/workers", "workers", self.all)
         app.add_url_rule("/workers", "add_worker", _coded(self.add), methods=["POST"])
@@ -200,8 +201,9 @@ class WorkerRoutes:
     async def _add_when_healthy(
         self, entry: WorkerSpec, parsed: WorkerBody, wait_secs: float
     ) -> Response:
-        """For clients that take a 200 as "registered and routable". Raises HttpError 400 for a
-        worker that is not healthy in time, and 409; then nothing has changed."""
+        """Add a worker once it is healthy, for clients that take a 200 as "registered and
+        routable". Raises HttpError 400 if it is not healthy in time, and 409; then nothing has
+        changed."""
         self._changes.refuse_known(entry.url)
         await self._arrivals.until_healthy(entry, wait_secs)
         worker = await self._changes.add(entry)
@@ -213,8 +215,8 @@ class WorkerRoutes:
         return self._done(worker, success=True, message=message, **extra)
 
     def _wait_secs(self) -> float | None:
-        """How long the response waits for the worker's health, None for not at all. Without
-        `Prefer` vllm-router's dialect waits. Raises HttpError 400."""
+        """How long the response waits for the worker to be healthy; None: it does not wait. Without
+        `Prefer` only vllm-router's dialect waits. Raises HttpError 400."""
         preferences = _preferences()
         waits = "wait" in preferences or self._services.dialect == "vllm"
         if not waits or "respond-async" in preferences:
@@ -234,7 +236,7 @@ class WorkerRoutes:
             body, registered.url if registered else None, prefers_async=self._is_async()
         )
         worker = self._changes.find(name)
-        # Taking one out, or in again, is not to wait for an update that hangs.
+        # Disabling and enabling must not wait for an update that hangs.
         at_once = parsed.settings.keys() <= {"disabled"}
         await self._changes.change(self._switching(worker, parsed.settings), at_once=at_once)
         log.info("worker_updated worker=%s url=%s", worker.display_id, worker.url)
@@ -313,13 +315,13 @@ class WorkerRoutes:
         return json_response(response, 202, headers)
 
     def _naming(self, worker: Worker) -> dict[str, object]:
-        """What smg's clients read at the top of every answer about a worker."""
+        """The top-level keys that smg's clients read in every response about a worker."""
         name = self._notes.public_id(worker)
         return {"worker_id": name, "url": worker.url, "location": f"/workers/{name}"}
 
 
 def _coded(view: View[Given]) -> View[Given]:
-    """Add smg's error code to refusals: its clients call these routes as well."""
+    """Add smg's error code to errors of the view: its clients call these routes, too."""
 
     @wraps(view)
     async def parsed(*args: Given.args, **named: Given.kwargs) -> Response:

@@ -16,12 +16,12 @@ from omni_proxy.discovery.source_status import SourceReport
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.prometheus import counters, gauges
 
-MAX_PROBLEMS: Final = 20  # shown, of all pods that can't be used
+MAX_PROBLEMS: Final = 20  # most unusable pods that are shown
 
 
 def discovery_rows(services: Services) -> list[dict[str, object]]:
-    """`state`: starting (nothing heard yet), synced, failing (never heard), or stale (it fails, and
-    the workers are those of the last list). `ignored`: what was found and can't be used, and why.
+    """`state`: starting (no answer yet), synced, failing (no answer so far), or stale (it fails,
+    and the workers are those of the last list). `ignored`: unusable endpoints, with the reason.
     """
     now = datetime.now(UTC)
     return [_row(report, now) for report in services.discovery.reports()]
@@ -48,7 +48,7 @@ def _row(report: SourceReport, now: datetime) -> dict[str, object]:
 
 
 def discovered_record(worker: Worker) -> dict[str, object] | None:
-    """Where the worker was found; None for one that a source names."""
+    """The source and pod of a discovered worker; None for other workers."""
     found = worker.discovered
     if found is None:
         return None
@@ -70,26 +70,26 @@ def discovery_metrics(services: Services) -> Iterator[Metric]:
         pairs = zip(reports, values, strict=True)
         return [((report.status.name,), value) for report, value in pairs]
 
-    text = "1 while what was heard last of the source holds, 0 while asking it fails"
+    text = "1 while the source is in sync, 0 while requests to it fail"
     up = of([report.status.state == "synced" for report in reports])
     yield from gauges("discovery_up", text, source, up)
     heard = [(report.status.name, report.status.heard_at) for report in reports]
     ages = [((name,), (now - at).total_seconds()) for name, at in heard if at is not None]
-    text = "Time since the source was heard last: a list, an event, a bookmark, an answer"
+    text = "Time since the last list, event, bookmark or answer of the source"
     yield from gauges("discovery_age_seconds", text, source, ages)
     workers = [
         ((report.status.name, state), count)
         for report in reports
         for state, count in report.workers.items()
     ]
-    text = "Workers that were found, by what discovery lets them do"
+    text = "Discovered workers, by their discovery state"
     yield from gauges("discovery_workers", text, ("source", "state"), workers)
     ignored = of([len(report.problems) for report in reports])
-    yield from gauges("discovery_ignored", "What was found and can't be used", source, ignored)
+    yield from gauges("discovery_ignored", "Endpoints that can't be used", source, ignored)
     lists = of([report.status.lists for report in reports])
     yield from counters("discovery_lists", "Whole lists and answers read", source, lists)
     failures = of([report.status.failures for report in reports])
-    yield from counters("discovery_failures", "Failed attempts to ask", source, failures)
+    yield from counters("discovery_failures", "Failed requests to the source", source, failures)
     events = [
         ((report.status.name, kind), count)
         for report in reports

@@ -1,6 +1,6 @@
-"""The state of the proxy as one JSON value, which the events of the feed consist of.
+"""The state of the proxy as one JSON value, the data of each event of the feed.
 
-Invariant: it is made at most twice a second for all readers together, and never waits.
+Invariant: it is computed at most twice a second for all readers together, and never waits.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ class Snapshots:
         self._made = b""
 
     def now(self, reader: Mapping[str, object] = _NO_READER) -> bytes:
-        """One JSON object, made at this moment, with all the history there is."""
+        """One JSON object, computed now, with the whole history."""
         self._made_at = float("-inf")
         return self.with_history(0, reader)[0]
 
     def with_history(
         self, after: int, reader: Mapping[str, object] = _NO_READER
     ) -> tuple[bytes, int]:
-        """One JSON object with the points after that second of Unix time; the newest of them.
+        """One JSON object with the points after second `after` (Unix time), and the time of the
+        newest point.
 
-        `reader`: keys of this reader alone.
+        `reader`: keys for this reader only.
         """
         points = list(self._services.instruments.recent.since(after))
         own = {**reader, "history": [_point(point) for point in points]}
@@ -97,7 +98,7 @@ class Snapshots:
             "revision": config_store.revision,
             "keys": key_records(services),
             **key_refusals(services),
-            # On the [admin] listen address, where this is read then, there are no model routes.
+            # With [admin] listen the feed is read there, where no model routes are served.
             "models_at": plane.served_at()[0] if config_store.config.admin.listen else None,
             "key_required": bool(server.api_key or config_store.config.keys),
             "ready": not reason,
@@ -171,7 +172,7 @@ class Snapshots:
         }
 
     def _elsewhere(self, worker: Worker) -> dict[str, object] | None:
-        """Of the other proxies of the cluster; None without any."""
+        """The worker's figures at the other proxies of the cluster; None without any."""
         cluster = self._services.cluster
         figures = cluster.elsewhere(worker) if cluster is not None else None
         if figures is None:
@@ -190,10 +191,9 @@ def _with_slowness(rows: list[dict[str, object]], at: float) -> list[dict[str, o
 def _state_since(
     worker: Worker, drains: WorkerDrains, disabled_by: DisabledBy | None
 ) -> str | None:
-    """Since when the state that a screen shows first lasts; None if unknown. What disabled it over
-    HTTP is kept across restarts.
+    """The time since which the worker has its most important state; None if unknown.
 
-    A pause has its own time.
+    The time at which HTTP disabled it is kept across restarts. A pause has its own time.
     """
     machine = worker.health
     if machine.state in (Health.DEAD, Health.UNHEALTHY):
@@ -217,7 +217,7 @@ def _point(point: Point) -> dict[str, object]:
 
 
 def _ends(ends: list[FinishedExchange], offset: float) -> list[dict[str, object]]:
-    """`offset`: what makes Unix time of the event loop's clock."""
+    """`offset`: Unix time minus the event loop's clock."""
     return [
         {
             **{name: value for name, value in _steps_of(end.steps).items() if value},
@@ -242,7 +242,7 @@ def _ends(ends: list[FinishedExchange], offset: float) -> list[dict[str, object]
 
 
 def _steps_of(steps: RequestSteps) -> dict[str, object]:
-    """What a request went through, each where it is known."""
+    """The steps of a request; None or a similar false value if unknown."""
     return {
         "tried": [{"worker": worker, "outcome": outcome} for worker, outcome in steps.tried],
         "queue_ms": _ms(steps.queued_secs),
@@ -261,7 +261,7 @@ def _steps_of(steps: RequestSteps) -> dict[str, object]:
         "chunks": steps.chunks,
         "rank": steps.rank,
         "weight_version": steps.weight_version,
-        "has_candidates": steps.candidates is not None,  # GET /explain tells them
+        "has_candidates": steps.candidates is not None,  # GET /explain has them
     }
 
 

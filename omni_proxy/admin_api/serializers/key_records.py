@@ -1,6 +1,6 @@
 """Callers' keys as JSON and as metrics: names, limits and usage.
 
-Invariant: neither a key nor its hash is in any of it.
+Invariant: the output contains neither a key nor its hash.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from omni_proxy.api_keys.caller import REASONS
 from omni_proxy.config.api_keys import SavedKey
 from omni_proxy.telemetry.prometheus import counters, gauges
 
-UNKNOWN = ""  # the name of those without a right key
+UNKNOWN = ""  # the name for requests without a valid key
 UNKNOWN_REASON = "invalid_api_key"
 _UNKNOWN_CELL = f"refused_{REASONS[0]}"
 _TOKENS = {"input": "input_tokens", "output": "output_tokens"}
@@ -42,7 +42,7 @@ def refused_without_key(services: Services) -> int:
 
 
 def key_refusals(services: Services) -> dict[str, int]:
-    """Requests without a right key, since the start and in the last minute."""
+    """Requests without a valid key, since the start and in the last minute."""
     counts = services.key_usage().get(UNKNOWN, {})
     return {
         "refused_without_key": counts.get(_UNKNOWN_CELL, 0),
@@ -74,7 +74,7 @@ def key_metrics(services: Services) -> Iterator[Metric]:
     tokens = [
         ((name, kind), each.get(cell, 0)) for name, each in counts for kind, cell in _TOKENS.items()
     ]
-    text = "Tokens of a caller, guessed where responses report none"
+    text = "Tokens of a caller, estimated if responses report none"
     yield from counters("key_tokens", text, ("key", "kind"), tokens)
     refused: list[tuple[tuple[str, str], float]] = [
         ((name, reason), each.get(f"refused_{reason}", 0))
@@ -82,5 +82,5 @@ def key_metrics(services: Services) -> Iterator[Metric]:
         for reason in REASONS
     ]
     refused.append(((UNKNOWN, UNKNOWN_REASON), refused_without_key(services)))
-    text = "Refused requests of a caller; without a right key the caller is empty"
+    text = "Refused requests of a caller; the caller is empty without a valid key"
     yield from counters("key_refused", text, ("key", "reason"), refused)

@@ -1,14 +1,13 @@
 """The loads of all workers in both dialects: sgl-model-gateway's records, and pairs of URL and
 number.
 
-Contract (routers.md 1.7): an engine's own report wins; for one without a report the proxy's in-
-flight count is shown, and -1 in the older form if it could not be reached at all.
+Contract (routers.md 1.7): an engine's own report takes precedence; without one the in-flight count
+of the proxy is shown, and in the older form -1 if the engine could not be reached.
 
-The server info of several workers as that of one server with all their ranks.
+Also merges the server info of several workers into that of one server with all their ranks.
 
-Contract (two-phase.md 1): a client that plans by `tp_size` sees every rank behind the proxy. A
-value in which the workers differ is null; flags that promise a feature are true only if all workers
-have it.
+Contract (two-phase.md 1): `tp_size` counts every rank behind the proxy. A value in which workers
+differ is null; a flag that promises a feature is true only if all workers have it.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _COUNTS = (
     "num_used_tokens", "max_total_num_tokens", "max_running_requests",
 )  # fmt: skip
 MAX_RANKS = 1000  # of one engine
-MAX_RECORDS = 10_000  # in a response, beside one per worker: some 3 MB
+MAX_RECORDS = 10_000  # in a response, in addition to one per worker
 LARGEST = 1e300
 _RATES = ("token_usage", "gen_throughput", "cache_hit_rate", "utilization")
 
 
 async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
-    """Others have their turn between two workers."""
+    """The response of the load routes. There is a checkpoint after each worker."""
     results = list(outcomes)
     records: list[dict[str, object]] = []
     for outcome in results:
@@ -55,8 +54,8 @@ async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
 
 
 def _records(outcome: CallResult, free_bytes: int) -> list[dict[str, object]]:
-    """One per data-parallel rank of the engine; one from the proxy's count if it reports none,
-    or of more ranks than there is `room` for."""
+    """One record per data-parallel rank of the engine. A single one with the proxy's count if it
+    reports none, or more ranks than `free_bytes` allows."""
     report = outcome.json() if outcome.ok else None
     ranks = report.get("loads") if isinstance(report, dict) else None
     if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, free_bytes):
@@ -101,22 +100,22 @@ def _aggregate(records: list[dict[str, object]]) -> dict[str, object]:
 
 
 def _number(value: object) -> float:
-    """JSON can spell numbers that no float holds."""
+    """The number; 0 for other values and for JSON numbers that a float can't represent."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return 0
     return value if -LARGEST < value < LARGEST else 0
 
 
-# Keys among the arguments of SGLang: the route is open.
+# Secrets among SGLang's arguments: they are masked, because the route needs no key.
 SECRET_FIELDS: Final = frozenset(
     ("api_key", "admin_api_key", "ssl_keyfile_password", "hf_token", "password", "secret")
 )
 MAX_FIELDS = 1000  # of one worker; an engine has some 400 arguments
 SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
-# True if one worker has it: a client then takes more care, never less.
+# True if it is true for one worker: clients then take more care.
 CARE = ("radix_cache_enabled", "fp8_kv_cache_enabled", "fp8_kv_cache_requires_postprocess",
         "fp8_kv_cache_static_scales")  # fmt: skip
-# After an update from the proxy's own files a worker reports their paths: private.
+# After an update from the proxy's own files a worker reports their paths, which are private.
 PATHS = ("model_path", "tokenizer_path")
 OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "internal_states")
 
@@ -124,10 +123,10 @@ OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "i
 async def merge_server_info(
     outcomes: Iterable[CallResult], is_ours: Callable[[str], bool] = lambda _: False
 ) -> dict[str, Any] | None:
-    """None if no worker replied. `workers` has each worker's own reply.
+    """The merged info, whose `workers` has each worker's own reply; None if no worker replied.
 
-    A checkpoint between two fields. `is_ours(path)`: the path of a stored version, which is
-    replaced by the model's name.
+    There is a checkpoint before each field. `is_ours(path)`: whether it is the path of a stored
+    version, which is replaced by the model's name.
     """
     results = list(outcomes)
     infos_by_url = await _reported_infos(results)
@@ -155,7 +154,7 @@ async def merge_server_info(
 
 
 async def _reported_infos(results: Iterable[CallResult]) -> dict[str, dict[str, Any]]:
-    """By URL, the replies that are within the size limit."""
+    """The replies that are within the size limit, by worker URL."""
     infos_by_url = {}
     for outcome in results:
         await trio.lowlevel.checkpoint()
@@ -166,7 +165,8 @@ async def _reported_infos(results: Iterable[CallResult]) -> dict[str, dict[str, 
 
 
 def _without_secrets(info: dict[str, Any]) -> dict[str, Any]:
-    """SGLang reports all arguments of the engine, in each of its internal states once more."""
+    """The info with secrets masked, also in its internal states: SGLang reports all arguments of
+    the engine, and repeats them in each state."""
     if states := _states(info):
         info["internal_states"] = [
             _masked(state) if isinstance(state, dict) else state for state in states

@@ -1,7 +1,7 @@
 """The metrics of the process, and those of all workers as one exposition with a `worker` label.
 
-Invariant: a worker whose text can't be parsed costs its own samples only, and shows in
-`omni_proxy_engine_metrics_up`. The merge runs in a thread: 500 workers send megabytes.
+Invariant: a worker whose text can't be parsed loses only its own samples, and is reported by
+`omni_proxy_engine_metrics_up`. The merge runs in a thread: many workers send megabytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from gauges("build_info", "The version; always 1", ("version",), [((__version__,), 1)])
     leaving = services.data_plane.draining or services.leaving()
     yield one("ready", "1 while /ready answers 200", not unready(services))
-    yield one("leaving", "1 from the first sign of shutdown on", leaving)
+    yield one("leaving", "1 from the start of a shutdown", leaving)
     yield from _data_plane(services)
     yield from _config(services)
     yield from _policy(services.data_plane.policy.name, services.data_plane.policy.stats())
@@ -64,17 +64,17 @@ def _data_plane(services: Services) -> Iterator[Metric]:
     )
     yield one("connections", "Client connections that are open", _number(counts, "connections"))
     accepted = _number(counts, "accepted")
-    yield total("connections_accepted", "Client connections ever taken", accepted)
+    yield total("connections_accepted", "Client connections that were accepted", accepted)
     broken = _number(counts, "failures")
-    yield total("connection_failures", "Connections ended by a fault of the proxy", broken)
+    yield total("connection_failures", "Connections that ended by a fault of the proxy", broken)
     spans = _number(counts, "answers_across_versions")
-    yield total("answers_across_weights", "Answers during which weights changed", spans)
+    yield total("answers_across_weights", "Responses during which weights changed", spans)
     yield from _processes(services.data_plane.rows(), "dataplane_process", "process")
     yield from _processes(services.data_plane.rows(), "door", "door")  # the old names
 
 
 def _processes(rows: Sequence[Mapping[str, object]], prefix: str, label: str) -> Iterator[Metric]:
-    """Of each data-plane process, if there are several."""
+    """Metrics of each data-plane process, if there are several."""
 
     def of(key: str) -> list[tuple[tuple[str], float]]:
         return [((str(row["process"]),), _number(row, key)) for row in rows]
@@ -93,14 +93,14 @@ def _processes(rows: Sequence[Mapping[str, object]], prefix: str, label: str) ->
 def _config(services: Services) -> Iterator[Metric]:
     config_store = services.config_store
     yield one("config_revision", "Changes applied since the start", config_store.revision)
-    text = "How the configuration was read"
+    text = "Reloads of the configuration"
     yield from counters("config_reloads", text, ("outcome", "source"), config_store.reloads.items())
     last = config_store.last_reload
     well = last.get("outcome") != "refused" and "incomplete" not in last
-    text = "0 where the last reading was refused, or not taken by every part"
+    text = "0 if the last reload was refused, or was not applied completely"
     yield one("config_last_reload_successful", text, well)
     at = datetime.fromisoformat(last["at"]).timestamp() if "at" in last else 0
-    yield one("config_last_reload_timestamp_seconds", "When that was", at)
+    yield one("config_last_reload_timestamp_seconds", "Time of the last reload", at)
     yield one(
         "state_saved", "0 while the state file can't be written", not config_store.state_error
     )
@@ -109,15 +109,19 @@ def _config(services: Services) -> Iterator[Metric]:
 def _policy(name: str, stats: Mapping[str, object]) -> Iterator[Metric]:
     yield from gauges("policy_info", "The routing policy; always 1", ("policy",), [((name,), 1)])
     picks = [((branch,), count) for branch, count in _table(stats, "picks").items()]
-    text = "Which rule of the policy chose the worker"
+    text = "Picks by the rule of the policy that chose the worker"
     yield from counters("policy_picks", text, ("branch",), picks)
-    yield one("prefix_tree_bytes", "Kept of texts in the prefix tree", _number(stats, "tree_size"))
-    yield one("prefix_tree_limit_bytes", "max_tree_size", _number(stats, "max_tree_size"))
+    yield one("prefix_tree_bytes", "Size of texts in the prefix tree", _number(stats, "tree_size"))
+    yield one(
+        "prefix_tree_limit_bytes",
+        "Limit of that size, max_tree_size",
+        _number(stats, "max_tree_size"),
+    )
     yield one("prefix_tree_nodes", "Nodes of that tree", _number(stats, "tree_nodes"))
     matched = _number(stats, "matched_ratio")
-    yield one("prefix_match_ratio", "Share of all text that was in the tree", matched)
+    yield one("prefix_match_ratio", "Share of all prompt text that was in the tree", matched)
     sticky = _table(stats, "sticky")
-    yield one("sticky_sessions", "Sessions remembered", sticky.get("sessions", 0))
+    yield one("sticky_sessions", "Sticky sessions that are kept", sticky.get("sessions", 0))
     results = ("kept", "begun", "moved", "rebalanced")
     sticky_rows = [((result,), sticky.get(result, 0)) for result in results]
     text = "Requests that stayed, began a session, or moved one"
@@ -127,7 +131,7 @@ def _policy(name: str, stats: Mapping[str, object]) -> Iterator[Metric]:
 
 
 def _pool_policies(pools: Mapping[str, Mapping[str, object]]) -> Iterator[Metric]:
-    """Of the prefill and the decode pool, once each has had a request."""
+    """Metrics of the prefill and the decode pool, each after its first request."""
     infos = [((pool, str(stats.get("name", ""))), 1) for pool, stats in pools.items()]
     yield from gauges("pool_policy_info", "The pool's policy; always 1", ("pool", "policy"), infos)
     picks = [
@@ -135,7 +139,7 @@ def _pool_policies(pools: Mapping[str, Mapping[str, object]]) -> Iterator[Metric
         for pool, stats in pools.items()
         for branch, count in _table(stats, "picks").items()
     ]
-    text = "Which rule of the pool's policy chose the worker"
+    text = "Picks by the rule of the pool's policy that chose the worker"
     yield from counters("pool_policy_picks", text, ("pool", "branch"), picks)
     sticky = [
         ((pool, result), _table(stats, "sticky")[result])
@@ -146,7 +150,7 @@ def _pool_policies(pools: Mapping[str, Mapping[str, object]]) -> Iterator[Metric
     text = "Legs that stayed, began a session of their pool, or moved one"
     yield from counters("pool_sticky_picks", text, ("pool", "result"), sticky)
     matched = [((pool,), _number(stats, "matched_ratio")) for pool, stats in pools.items()]
-    text = "Share of the pool's text that was in its tree"
+    text = "Share of the pool's prompt text that was in its tree"
     yield from gauges("pool_prefix_match_ratio", text, ("pool",), matched)
 
 
@@ -155,20 +159,20 @@ def _sessions(services: Services) -> Iterator[Metric]:
     if services.config_store.config.routing.sticky_sessions:
         count = services.data_plane.session_count
         counts = [((worker.url,), count(worker)) for worker in services.fleet.workers]
-        text = "Sticky sessions that are at a worker"
+        text = "Sticky sessions of a worker"
         yield from gauges("worker_sessions", text, ("worker",), counts)
 
 
 def _kv_events(services: Services) -> Iterator[Metric]:
     """Series of workers only for those whose events are followed."""
     counts, blocks = services.kv_events
-    yield one("kv_index_blocks", "Blocks that engines say they have cached", blocks.blocks)
+    yield one("kv_index_blocks", "Blocks that engines report as cached", blocks.blocks)
     yield one("kv_index_bytes", "Memory of that index, in each process", blocks.bytes)
     workers = [worker for worker in services.fleet.workers if worker.kv_mode != "off"]
     modes = [
         ((worker.url, mode), worker.kv_mode == mode) for worker in workers for mode in KV_MODES
     ]
-    text = "How a worker's KV events are used; 1 for its present mode"
+    text = "How a worker's KV events are used; 1 for its current mode"
     yield from gauges("worker_kv_mode", text, ("worker", "mode"), modes)
     batches = [((worker.url,), count.batches) for worker, count in counts.items()]
     text = "Batches of KV events that arrived"
@@ -179,10 +183,10 @@ def _kv_events(services: Services) -> Iterator[Metric]:
 
 
 def _cluster(status: Mapping[str, Any] | None) -> Iterator[Metric]:
-    """`status`: as GET /status has it; no sample without [cluster].
+    """`status`: that of GET /status; no sample without [cluster].
 
-    A peer stands by its name in the configuration, without the part that is new with each start, so
-    that restarts make no new series.
+    The label of a peer is its name in the configuration, without the part that changes with each
+    start, so that restarts make no new series.
     """
     if status is None:
         return
@@ -194,13 +198,13 @@ def _cluster(status: Mapping[str, Any] | None) -> Iterator[Metric]:
     ages = [((node,), peer["age_secs"]) for node, peer in nodes]
     yield from gauges("cluster_peer_age_seconds", "Age of a peer's counts", ("peer",), ages)
     counts = [((node,), peer["in_flight"]) for node, peer in nodes]
-    text = "Model requests in flight at a peer, as heard last"
+    text = "Model requests in flight at a peer, from its last report"
     yield from gauges("cluster_peer_requests_in_flight", text, ("peer",), counts)
 
 
 def _weights(services: Services) -> Iterator[Metric]:
     operations = services.weight_operations
-    yield one("weight_epoch", "Number of the newest weights", operations.journal.published.epoch)
+    yield one("weight_epoch", "Epoch of the published weights", operations.journal.published.epoch)
     done = [
         ((path, "ok" if ok else "failed"), count)
         for (path, ok), count in operations.history.ended.items()
@@ -208,17 +212,15 @@ def _weights(services: Services) -> Iterator[Metric]:
     text = "Operations that have ended"
     yield from counters("weight_operations", text, ("operation", "outcome"), done)
     secs = [((path,), spent) for path, spent in operations.history.spent_secs.items()]
-    text = "Time that they took, waiting too"
+    text = "Duration of operations, waiting included"
     yield from counters("weight_operation_seconds", text, ("operation",), secs)
-    yield one(
-        "weight_operations_waiting", "Operations that wait for their turn", operations.waiting
-    )
+    yield one("weight_operations_waiting", "Operations that wait in the queue", operations.waiting)
     uncertain = len(operations.journal.uncertain)
     yield one("workers_uncertain", "Workers with unverified weights", uncertain)
     pauses = operations.journal.pauses()
     yield one("workers_paused", "Workers with a paused engine", len(pauses))
     paused_since = [((url,), _timestamp(pause.at)) for url, pause in pauses.items()]
-    text = "When its engine was paused; no sample while it is not"
+    text = "Time at which the engine was paused; no sample if it is not"
     yield from gauges("worker_paused_timestamp_seconds", text, ("worker",), paused_since)
     yield from _syncs(operations.sync.lifecycle.sync.state, operations.sync.lifecycle.meters)
 
@@ -230,11 +232,11 @@ def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
     text = "Steps of grouped syncs that have ended"
     yield from counters("weight_sync_steps", text, labels, meters.ended.items())
     secs = [((phase,), spent) for phase, spent in meters.secs.items()]
-    yield from counters("weight_sync_seconds", "Time that they took", ("phase",), secs)
+    yield from counters("weight_sync_seconds", "Duration of these steps", ("phase",), secs)
     aborts = [((cause,), count) for cause, count in meters.aborts.items()]
     text = "Grouped syncs that were ended from outside"
     yield from counters("weight_sync_aborts", text, ("why",), aborts)
-    yield total("weight_sync_bytes", "What members of the groups received", meters.nbytes)
+    yield total("weight_sync_bytes", "Bytes that members of the groups received", meters.nbytes)
 
 
 def _itself(services: Services) -> Iterator[Metric]:
@@ -242,7 +244,7 @@ def _itself(services: Services) -> Iterator[Metric]:
     text = "How late the event loop wakes a task"
     yield from histograms("event_loop_lag_seconds", text, (), [((), ticker.lag)])
     watchdog = services.data_plane.watchdog()
-    text = "Times that an event loop had no turn for a second"
+    text = "Times that an event loop was blocked for a second or more"
     yield total("event_loop_stalls", text, _number(watchdog, "stalls"))
     text = "The longest time that a task waited while another one computed"
     yield one("event_loop_longest_turn_seconds", text, _number(watchdog, "longest_turn_ms") / 1000)
@@ -255,16 +257,16 @@ def _itself(services: Services) -> Iterator[Metric]:
     yield from counters("log_lines_lost", text, ("log", "reason"), lost)
     spans = services.instruments.spans
     counts = [("exported", spans.exported), ("failed", spans.failed), ("dropped", spans.dropped)]
-    text = "Spans for the trace collector; dropped: all those of one request"
+    text = "Spans for the trace collector"
     yield from counters("spans", text, ("result",), [((name,), count) for name, count in counts])
     restarts = [((str(row["name"]),), _number(row, "restarts")) for row in services.supervisors()]
     yield from counters(
-        "task_restarts", "Restarts of a service beside the data plane", ("task",), restarts
+        "task_restarts", "Restarts of a service other than the data plane", ("task",), restarts
     )
 
 
 def _timestamp(at: str) -> float:
-    """0 if unknown."""
+    """Unix time; 0 if unknown."""
     return datetime.fromisoformat(at).timestamp() if at else 0
 
 
@@ -282,17 +284,17 @@ UP: Final = "omni_proxy_engine_metrics_up"
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS_TYPE: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 TOTAL: Final = "_total"
-# Of one worker; past one of these its text counts as unreadable. The reader we use takes time by
-# the square of a line's length.
+# Limits for one worker; a text beyond one of them counts as unreadable. The parser's time grows
+# with the square of a line's length.
 MAX_FAMILIES: Final = 1000
 MAX_LINE_CHARS: Final = 8192
-READ_SECS: Final = 2.0  # of CPU: 50,000 samples
+READ_SECS: Final = 2.0  # of CPU time
 _KEPT_TYPES: Final = ("counter", "gauge", "histogram", "summary")
 
 
 def prefers_openmetrics(accept: str) -> bool:
-    """Whether a scraper with this Accept field wants OpenMetrics rather than the text format, which
-    is for all that do not name it (RFC 9110 12.5.1)."""
+    """Whether a scraper with this Accept field prefers OpenMetrics to the text format, which is the
+    default for scrapers that do not name OpenMetrics (RFC 9110 12.5.1)."""
     best = {"openmetrics": 0.0, "text": 0.0}
     for item in accept.lower().split(","):
         media_type, *parameters = (part.strip() for part in item.split(";"))
@@ -327,7 +329,7 @@ class _Families(Collector):
         families: dict[str, Metric] = {}
         up = GaugeMetricFamily(
             UP,
-            "1 where the worker's own metrics could be read",
+            "1 if the worker's own metrics could be read",
             labels=["worker"],
         )
         for outcome in self._outcomes:
@@ -353,17 +355,17 @@ def _families(outcome: CallResult) -> list[Metric] | None:
         return None
     try:
         parsed = _read(outcome.body.decode())
-    except (ValueError, KeyError, IndexError, TypeError):  # what its parser raises for junk
+    except (ValueError, KeyError, IndexError, TypeError):  # raised by the parser for invalid text
         return None
     for family in parsed:
         if family.type not in _KEPT_TYPES:
             family.type = "unknown"
     times = [float(s.timestamp or 0) for family in parsed for s in family.samples]
-    return parsed if all(map(math.isfinite, times)) else None  # no such time can be written
+    return parsed if all(map(math.isfinite, times)) else None  # other times can't be written
 
 
 def _read(text: str) -> list[Metric]:
-    """Raises ValueError past a bound, and what the reader raises."""
+    """Raises ValueError beyond a limit, and the parser's errors."""
     parsed, names = [], set()
     for family in text_fd_to_metric_families(cast("TextIO", _lines(text))):
         names.add(family.name)
@@ -374,11 +376,11 @@ def _read(text: str) -> list[Metric]:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """The lines with single blanks in their comments. Raises ValueError past a bound.
+    """The lines with single blanks in their comments. Raises ValueError beyond a limit.
 
-    The reader and the writer give every counter a name that ends in `_total`, and the writer gives
-    some types endings of their own. The workers' names stay: a counter of another name is read and
-    written without a type, as are types that this format does not have.
+    The parser and the writer rename every counter so that it ends in `_total`, and the writer adds
+    suffixes for some types. To keep the workers' names, a counter without that suffix gets no type,
+    and neither does a type that this format lacks.
     """
     until = time.thread_time() + READ_SECS
     for line in io.StringIO(text):
@@ -396,7 +398,8 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _labelled(family: Metric, worker: str) -> Iterable[Sample]:
-    """A worker's own label of that name is renamed as Prometheus does (`exported_`)."""
+    """The samples with the label `worker`. A worker's own label of that name is renamed, as
+    Prometheus does, to `exported_worker`."""
     for sample in family.samples:
         labels = {"exported_worker" if k == "worker" else k: v for k, v in sample.labels.items()}
         yield sample._replace(labels={**labels, "worker": worker})

@@ -1,8 +1,8 @@
 """The cards of GET /v1/models that the proxy adds to those of the workers: aliases and adapters.
 
-Invariant: a card has the keys of the engines' own (`id`, `object`, `created`, `owned_by`, `root`,
-`parent`), and is there only while a routable worker could serve its model. A worker's own card of
-an adapter stays; an alias takes the place of a model of its name.
+Invariant: a card has the keys of the engines' cards (`id`, `object`, `created`, `owned_by`, `root`,
+`parent`), and is listed only while a routable worker could serve its model. A worker's own card of
+an adapter is kept; an alias replaces a model of the same name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Card = dict[str, object]
 def with_own_cards(
     cards: Sequence[Card], workers: Sequence[Worker], splits: Mapping[str, Split], created: int
 ) -> list[Card]:
-    """`cards`: of the workers, which are routable. `created`: Unix time of the proxy's start."""
+    """`cards`: those of the routable workers. `created`: Unix time of the proxy's start."""
     listed = {_id_of(card) for card in cards}
     adapters = {
         str(card["id"]): card
@@ -38,13 +38,13 @@ def with_own_cards(
 
 
 def _id_of(card: Card) -> str | None:
-    """Workers may reply with anything there."""
+    """The card's id; None if it is not a string: workers may send anything."""
     name = card.get("id")
     return name if isinstance(name, str) else None
 
 
 def _adapter_cards(worker: Worker, created: int) -> Iterable[Card]:
-    """Of adapters that the configuration names; those of "auto" are in the worker's own list."""
+    """Cards of adapters that the configuration names; of "auto" the worker's own list has them."""
     for name in () if worker.loras == "auto" else worker.loras:
         yield _card(name, created, root=name, parent=worker.model)
 
@@ -55,7 +55,8 @@ def _is_served(split: Split, workers: Sequence[Worker]) -> bool:
 
 
 def _alias_card(split: Split, cards: Sequence[Card], created: int) -> Card:
-    """`root`: the target with most weight. The context length is the shortest of its targets'."""
+    """`root`: the target with the highest weight. The context length is the shortest of all
+    targets."""
     weights = dict(zip(split.models, split.weights, strict=True))
     root = max(split.models, key=weights.__getitem__)
     card = _card(split.name, created, root=root, parent=None)

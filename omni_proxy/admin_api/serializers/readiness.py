@@ -1,8 +1,8 @@
 """Whether the proxy can serve new requests, and if not why: for /ready, the feed and /metrics.
 
-Invariant: they all give the same result. A worker whose engine is paused does not count, even if it
-is routable ([routing] while_paused = "pass"): its requests would hang. Prefill and decode workers
-count if two of them pair, or if a decode worker may serve alone (fallback).
+Invariant: all three report the same. A worker whose engine is paused does not count, even if it is
+routable ([routing] while_paused = "pass"): its requests would hang. Prefill and decode workers
+count if two of them pair, or if a decode worker may serve whole requests (fallback).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOW_TO_CONTINUE: Final = "`omni-proxy weights continue` (POST /continue_generati
 
 
 def unready(services: Services) -> str:
-    """Why it is not ready, in one word, "" if it is."""
+    """The reason why the proxy is not ready, in one word; "" if it is ready."""
     if services.data_plane.draining or services.leaving():
         return LEAVING
     if is_opening(services):
@@ -47,13 +47,13 @@ def unready(services: Services) -> str:
 
 
 def _can_serve(services: Services, workers: Iterable[Worker]) -> bool:
-    """Prefill and decode workers serve in pairs."""
+    """Whether these workers can serve; prefill and decode workers only in pairs."""
     rules = services.config_store.config.routing.disaggregation
     return can_serve(workers, fallback=rules.fallback == "decode")
 
 
 def _is_only_paused(worker: Worker, pauses: dict[str, PauseRecord]) -> bool:
-    """Whether it would take requests if its engine was not paused."""
+    """Whether the worker would take requests if its engine were not paused."""
     healthy = worker.health.state is Health.HEALTHY
     return (
         worker.url in pauses
@@ -64,7 +64,7 @@ def _is_only_paused(worker: Worker, pauses: dict[str, PauseRecord]) -> bool:
 
 
 def _awaits_first_probes(worker: Worker) -> bool:
-    """No probe has ended yet, or only good ones, and too few."""
+    """Whether no probe has ended yet, or only successful ones, but too few."""
     health = worker.health
     return health.state is Health.UNKNOWN and not health.consecutive_failures
 
@@ -72,8 +72,8 @@ def _awaits_first_probes(worker: Worker) -> bool:
 def is_opening(services: Services) -> bool:
     """Whether a worker of the command line still waits for its first probes.
 
-    Only in the dialects of sglang-router and vllm-router, whose users take a 200 for "all given
-    workers are in rotation", and for at most the time limit of a probe.
+    Only in the dialects of sglang-router and vllm-router, whose users read a 200 as "all given
+    workers are in rotation", and at most for the time limit of a probe.
     """
     if services.dialect == "omni":
         return False

@@ -1,7 +1,7 @@
-"""Which workers are slow beside the others of their model, and what their figures say of the cause.
+"""Finds workers that are slower than the others of their model, and the likely cause.
 
-The one text of this rule: the feed has its findings, and the dashboard, `omni-proxy status` and
-`top` show them. Pure: it reads rows of the feed. Cost: one sort of each group's times.
+The only implementation of this rule: the feed has its results, which the dashboard, `omni-proxy
+status` and `top` show. Pure: it reads rows of the feed. Cost: one sort of each group's times.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from datetime import datetime
 from typing import Any, Final, NamedTuple, TypeAlias
 
 SLOW_FACTOR: Final = 2.0  # time to first chunk, as a multiple of the others'
-SLOW_MS: Final = 20.0  # and at least this much longer: else 2 ms beside 1 ms would be slow
-# Time between two chunks, counted in buckets: times in two adjacent ones never differ by both.
+SLOW_MS: Final = 20.0  # and at least this much longer: otherwise 2 ms against 1 ms would be slow
+# Time between two chunks. It is measured in buckets: adjacent buckets never differ by both limits.
 SLOW_GAP_FACTOR: Final = 3.0
 SLOW_GAP_MS: Final = 20.0
-SLOW_ANSWERS: Final = 5  # responses in the last minute; a median of fewer is chance
-FULL_KV: Final = 0.9  # of its KV cache in use: then it preempts requests
+SLOW_ANSWERS: Final = 5  # responses in the last minute; a median of fewer is not meaningful
+FULL_KV: Final = 0.9  # share of the KV cache in use above which an engine preempts requests
 MORE_REQUESTS: Final = 1.3
 FEWER_CACHED: Final = 0.2
-# Rates are compared only between workers that have been there equally long of the last minute.
+# Rates are compared only between workers that served for the same part of the last minute.
 SAME_SECS: Final = 3.0
 MINUTE_SECS: Final = 60.0
 
@@ -29,16 +29,16 @@ Row: TypeAlias = Mapping[str, Any]
 
 
 class Slowness(NamedTuple):
-    """`times`: its own time as a multiple of the others'. `text`: what is slow, and why."""
+    """`times`: the worker's time as a multiple of the others'. `text`: what is slow, and why."""
 
     times: float
     text: str
 
 
 def slow_workers(rows: Sequence[Row], at: float) -> dict[str, Slowness]:
-    """By id, those that are slow, out of rotation or not. `at`: Unix time of the rows."""
+    """The slow workers by id, also those out of rotation. `at`: Unix time of the rows."""
     firsts = _usual_ms(rows, lambda row: (row.get("model"), row.get("first_p50_ms")))
-    # A prefill worker streams nothing to clients: its legs are no reference for the others'.
+    # A prefill worker streams nothing to clients: its legs are not comparable with others.
     gaps = _usual_ms(rows, lambda row: ((row.get("model"), row.get("role")), _gap(row)))
     found = {}
     for row in rows:
@@ -64,8 +64,8 @@ def _gap(row: Row) -> Any:
 def _usual_ms(
     rows: Sequence[Row], measure: Callable[[Row], tuple[object, float | None]]
 ) -> dict[str, float]:
-    """Median time of the other workers that are compared with it, by worker id. `measure`: which
-    are compared, and the time, None if it has none."""
+    """The median time of the other workers of its group, by worker id. `measure`: a row's group and
+    its time, None without one."""
     measured: defaultdict[object, list[tuple[str, float]]] = defaultdict(list)
     for row in rows:
         group, millis = measure(row)
@@ -89,7 +89,7 @@ def _median_without(ordered: Sequence[float], index: int) -> float:
 
 
 def _median(values: Iterable[float]) -> float:
-    """Not the standard library's: that one brings fractions and decimals into the binary."""
+    """The median. The standard library's would add fractions and decimals to the binary."""
     ordered = sorted(values)
     return _median_without(ordered + ordered[-1:], len(ordered))
 
@@ -99,7 +99,7 @@ def _is_slow(own: float, usual: float, factor: float, least: float) -> bool:
 
 
 def _causes(row: Row, rows: Sequence[Row], at: float) -> Iterator[str]:
-    """What its engine reports, and how its requests differ from the others'."""
+    """Likely causes: its engine's load report, and how its requests differ from the others'."""
     load = row.get("engine_load") or {}
     others = [
         each
@@ -148,7 +148,7 @@ def _cached(row: Row) -> float | None:
 
 
 def _present_secs(row: Row, at: float) -> float:
-    """How much of the last minute it was there."""
+    """The part of the last minute for which the worker was in its current state."""
     since = row.get("state_since") or row.get("since")
     if not since:
         return MINUTE_SECS
@@ -156,7 +156,7 @@ def _present_secs(row: Row, at: float) -> float:
 
 
 def _millis(value: float) -> str:
-    """As the screens write it."""
+    """In the form that the screens use."""
     if value < 10:
         return f"{value:.1f} ms"
     return f"{value:.0f} ms" if value < 1000 else f"{value / 1000:.1f} s"

@@ -3,8 +3,8 @@
 `worker_record` has the fleet's data; `WorkerRecords` adds why a worker is out of rotation, its
 pause, its drain and its note. Must not change anything.
 
-`why` contract: None exactly while the worker is routable; otherwise one sentence for the cause that
-an operator has to act on first, with the command that ends it if there is one.
+Contract of `why`: None exactly while the worker is routable; otherwise one sentence about the cause
+that an operator has to fix first, with the command that does so if there is one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from omni_proxy.weight_sync.protocol.journal import PauseRecord
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
 Why = Callable[[Worker], str | None]
 _NOBODY: Final[Mapping[str, DisabledBy]] = {}
-UNUSED_CACHE_TOKENS = 4096  # predicted, and none of them reported
+UNUSED_CACHE_TOKENS = 4096  # predicted tokens after which a report of 0 gets a note
 
 
 def reasons(
@@ -34,9 +34,9 @@ def reasons(
     pauses: Mapping[str, PauseRecord],
     disabled_by: Mapping[str, DisabledBy] = _NOBODY,
 ) -> Why:
-    """A function of the current reasons, to call for each worker.
+    """A function that returns the reason of a worker, from the current state.
 
-    `pauses`, `disabled_by`: reduced to what the caller may see.
+    `pauses`, `disabled_by`: with only what the caller may see.
     """
     launch = services.launcher.status() if services.launcher else []
     launches = {str(launch_row["url"]): launch_row for launch_row in launch}
@@ -83,7 +83,7 @@ def _disabled(
 
 
 def _launching(launch_row: Mapping[str, object]) -> str:
-    """From the launcher's process, not from a probe, which another process may answer."""
+    """The state of the launched process. A probe would not do: another process may answer it."""
     state = str(launch_row["state"]).replace("_", " ")
     error = launch_row["last_error"]
     return f"its process is {state}: {error}" if error else f"its process is {state}"
@@ -121,7 +121,7 @@ GATEWAY_STATUS = {
 
 
 def rank_record(rank: Worker, index: int) -> dict[str, object]:
-    """Of a data-parallel rank, what is its own."""
+    """The values of a data-parallel rank that differ from its worker's."""
     return {
         "rank": index,
         "in_flight": rank.in_flight,
@@ -134,8 +134,8 @@ def rank_record(rank: Worker, index: int) -> dict[str, object]:
 
 
 def prefix_cache_record(counts: tuple[int, int] | None) -> dict[str, object] | None:
-    """Prompt tokens that were believed to be cached, and those that were, by the worker's own
-    answers; None where these report nothing."""
+    """Prompt tokens that were predicted to be cached, and those that the worker reported as cached;
+    None if it reports none."""
     if counts is None:
         return None
     predicted, reported = counts
@@ -150,7 +150,8 @@ def prefix_cache_record(counts: tuple[int, int] | None) -> dict[str, object] | N
 def disabled_by_record(
     worker: Worker, records: Mapping[str, DisabledBy]
 ) -> dict[str, str | None] | None:
-    """Who disabled or drained it, and when; None if it is not, or if the file has it so."""
+    """The caller that disabled or drained the worker, and the time; None if it is enabled, or
+    disabled by the file."""
     record = records.get(worker.url) if worker.disabled else None
     return {"by": record.by or None, "at": record.at or None} if record is not None else None
 
@@ -208,7 +209,7 @@ def worker_record(worker: Worker) -> dict[str, object]:
 
 
 def engine_load_record(loads: EngineLoads, target: Worker) -> dict[str, object] | None:
-    """What its engine reported last, of a worker or a rank; None if nothing."""
+    """The last load report of the engine of a worker or a rank; None if there is none."""
     load = target.engine_load
     if load is None:
         return None

@@ -36,7 +36,7 @@ async def test_a_url_with_a_data_parallel_rank_adds_the_worker_with_all_its_rank
     assert api.worker(C).ranks == "auto"
     status, text, _ = await call_route(api, "post", f"/remove_worker?url={C}@1")
     assert status == 400
-    assert "is no worker of its own" in text
+    assert "is not a worker" in text
     assert api.fleet.find(C)
 
 

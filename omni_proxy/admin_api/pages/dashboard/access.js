@@ -1,11 +1,11 @@
-/* Calls to the proxy, the admin key, and what a key may do. The key is kept for this tab alone. */
+/* Calls to the proxy, the admin key, and what a key may do. The key is stored for this tab only. */
 const KEY = "omni-proxy admin key";
 let key = sessionStorage.getItem(KEY) ?? "";
-/* A header is bytes: those of the key in UTF-8, as it stands in the file. */
+/* A header field is bytes: the key is sent in UTF-8, as in the configuration file. */
 const inBytes = (text) => String.fromCharCode(...new TextEncoder().encode(text));
 const withKey = (headers = {}) => key ? { ...headers, Authorization: "Bearer " + inBytes(key) } : headers;
 
-/* Answers {ok, status, body}; a failure has `why` in words. */
+/* Returns {ok, status, body, why}; `why` is the error message of a failure. */
 async function ask(method, path, body, headers) {
   let answer, told = {};
   try {
@@ -20,19 +20,19 @@ async function ask(method, path, body, headers) {
 }
 
 const ELSEWHERE = "admin_listener_only";
-/* A 403 that speaks of no key says in words what to set. */
+/* Any other 403 has a message that says what to configure. */
 const KEY_CODES = ["admin_key_required", "admin_key_invalid"];
-/* A key whose role does not allow one action still shows the page. */
+/* The page stays visible if the key's role does not allow one action. */
 function locks(status, told) { return status === 401 || status === 403 && told?.error?.code !== "role_not_allowed"; }
 
-/* ---- what the key of this reader may do ---- */
+/* ---- permissions of the reader's key ---- */
 const NEEDS = { read: ["read", "operate", "weights", "all"], operate: ["operate", "all"], weights: ["weights", "all"], all: ["all"] };
 const may = (role) => NEEDS[role].includes(last?.reader?.role ?? "all");
 function whyNot(role) {
   const { name, role: has } = last.reader;
   return `${name ? `the key '${name}'` : "this reader"} has the role ${has}; this needs ${NEEDS[role].join(" or ")}`;
 }
-/* A button that the key may not use stays where it is, and says why. */
+/* A button that the key may not use stays visible, and its tooltip gives the reason. */
 function permit(button, role, possible = true) {
   button.why = may(role) ? "" : whyNot(role);
   mark(button, "title", button.why);
@@ -46,7 +46,7 @@ function close() {
   for (const id of ["live", "lost", "locked", "elsewhere"]) show($(id), false);
   clean();
 }
-/* Control routes answer at another address: no key helps here. */
+/* Control routes are served at another address: a key would not help. */
 function leadOn(listen) {
   close();
   say($("elsewhere-at"), listen || "another address");
@@ -75,7 +75,7 @@ function lock(status, told) {
   document.title = `${refused ? "refused" : "locked"} · omni-proxy`;
   if (!refused) $("key").focus();
 }
-/* Behind a lock nothing may be left to read: each part of the page says how it is emptied. */
+/* A locked page must not contain data: each part registers how it is cleared. */
 const cleaners = [];
 function clean() { for (const empty of cleaners) empty(); }
 function empties(...ids) {

@@ -1,7 +1,7 @@
-/* What an operator changes: each call says what it did or why not, and what can't be undone asks first. */
+/* Changes by the operator: each call reports its result, and asks for confirmation if it can't be undone. */
 const TOLD_SECS = { ok: 8, warn: 8, bad: 30 };
-let telling = 0, toldOf = null;  // the worker that it is about: { id, seen }
-/* It goes by itself, what failed after longer; what is still being done, and what has a button, ends it itself. */
+let telling = 0, toldOf = null;  // the worker of the report: { id, seen }
+/* A report disappears after some seconds, a failure later; one of a running action or with a button stays until it is replaced. */
 function report(text, kind, ...buttons) {
   clearTimeout(telling);
   toldOf = null;
@@ -11,7 +11,7 @@ function report(text, kind, ...buttons) {
   show($("told"), Boolean(text));
   if (text && TOLD_SECS[kind] && !buttons.length) telling = setTimeout(() => report("", ""), TOLD_SECS[kind] * 1000);
 }
-/* What was said of a worker goes with it. */
+/* A report about a worker disappears with the worker. */
 function dropReport(fleet) {
   if (!toldOf) return;
   const there = fleet.some((worker) => worker.id === toldOf.id);
@@ -25,7 +25,7 @@ const JSON_BODY = { "Content-Type": "application/json" };
 const put = (worker, fields) => ["PUT", pathOf(worker), JSON.stringify(fields), JSON_BODY];
 const alone = (worker) => takes(worker) && (last.fleet ?? []).filter(takes).length === 1;
 
-/* `words`: what is being done; `done`: what it was. */
+/* `words`: the action while it runs; `done`: its result. */
 async function change(words, done, ...call) {
   report(`${words} …`, "quiet");
   const answer = await ask(...call);
@@ -66,7 +66,7 @@ async function setBalance(worker, weight, bound) {
 
 /* ---- removing, and undoing it ---- */
 const UNDO_SECS = 20;
-/* What a worker is added with again; the rest of it is what the proxy finds out. */
+/* The settings with which a removed worker is added again; the proxy detects the rest. */
 const KEPT = ["model", "capabilities", "weight", "max_inflight", "loras", "kv_events", "kv_replay"];
 let undoing = 0;
 async function remove(worker, button) {
@@ -137,7 +137,7 @@ $("adding-form").addEventListener("submit", async (event) => {
   toldOf = { id: worker.id, seen: false };
 });
 
-/* ---- what ends a pause or a hold ---- */
+/* ---- ending a pause or a cordon ---- */
 async function continueAll() {
   const paused = (last.fleet ?? []).filter((worker) => worker.paused);
   const by = [...new Set(paused.map((worker) => worker.paused.by).filter(Boolean))].join(", ");

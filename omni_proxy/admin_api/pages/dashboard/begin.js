@@ -1,4 +1,4 @@
-/* The last part: everything is there, so the page may begin. */
+/* The last part: all others are defined, so the page starts. */
 setInterval(() => {
   if (last && $("lost").hidden && !document.hidden && Date.now() / 1000 - heard > 3) say($("link"), `nothing heard for ${ago(Date.now() / 1000 - heard)}`);
 }, 1000);

@@ -1,4 +1,4 @@
-/* Callers of model routes by the names of their keys: limits and usage; and adding one, by the hash of a key that the proxy never sees. */
+/* Callers of model routes by the names of their keys: limits and usage; and adding one. The proxy receives only the hash of the key. */
 empties("caller-rows", "new-key");
 function usage(used, limit) {
   if (!limit) return count(used);
@@ -35,7 +35,7 @@ async function removeCaller(name) {
   if (!await sure(`Remove ${name}?`, `Its key is refused from then on; its requests in flight will finish.${left}`, "Remove it")) return;
   await change(`Removing ${name}`, `${name} was removed`, "DELETE", `keys/${encodeURIComponent(name)}`);
 }
-/* Once a key is shown the next step is to hand it over, not to make another. */
+/* After a key is shown the next step is to copy it, not to make another one. */
 function showKey(...parts) {
   $("new-key").replaceChildren(...parts);
   say($("keying-make"), parts.length ? "Add another" : "Add it");

@@ -1,5 +1,5 @@
-/* Charts of the last hours, of the fleet or of one worker, from GET /history. One pointer for all of them. */
-/* What a chart without values says, by whether tokens are counted. */
+/* Charts of the last hours, of the fleet or of one worker, from GET /history. They share one pointer. */
+/* The text of a chart without values. */
 const lacks = (what) => () => last.usage_metrics ? `no answer reports ${what}` : `${what} are not counted; [server] usage_metrics is off`;
 const CHARTS = [
   { name: "Requests per second", unit: count, least: 4, lines: [["requests_per_sec", "all", "blue", true], ["errors_per_sec", "errors", "bad", true]] },
@@ -23,10 +23,10 @@ const rangeButtons = RANGES.map(([secs, words]) => {
 $("ranges").append(...rangeButtons);
 $("scope").addEventListener("change", () => choose(range, $("scope").value));
 for (const chart of CHARTS) buildChart(chart);
-/* A chart has the width that it was drawn for. */
+/* Charts are drawn for a fixed width. */
 new ResizeObserver(() => { if (past && last) drawCharts(); }).observe($("charts"));
 
-/* What was fetched for another range or worker is not drawn any more. */
+/* Responses for another range or worker are dropped. */
 function choose(secs, worker) {
   range = secs;
   scope = worker;
@@ -42,7 +42,7 @@ async function refreshPast() {
   pastAt = performance.now();
   const query = `history?secs=${range}`, ofWorker = scope && scope !== THIS_PROXY;
   const wanted = ofWorker ? `${query}&worker=${encodeURIComponent(scope)}` : !scope && inCluster() ? `${query}&of=cluster` : query;
-  /* A worker's are of its requests through this proxy, and so are those beside it. */
+  /* A worker's series count requests through this proxy only, so the fleet's do, too. */
   const [own, all] = await Promise.all([ask("GET", wanted), ofWorker ? ask("GET", query) : null]);
   if (mine !== pastTurn || !last) return;
   if (own.status === 404) { choose(range, ""); return; }
@@ -51,7 +51,7 @@ async function refreshPast() {
   fleetPast = all?.ok ? whole(all.body) : null;
   drawCharts();
 }
-/* Of the shortest steps the running one has not heard of all workers yet. */
+/* The current one of the shortest steps is incomplete: reports of some workers are missing. */
 function whole(body) {
   if (body.step_secs < 10) for (const series of Object.values(body.series)) series[series.length - 1] = null;
   return body;
@@ -114,13 +114,13 @@ function aim(at) {
   cross = at === null || at < 0 || at > 1 ? null : at;
   if (past) drawCharts();
 }
-/* The next round number: so an axis changes seldom. */
+/* The next round number, so that an axis rarely changes. */
 function ceiling(value, least) {
   if (value <= least) return least;
   const power = 10 ** Math.floor(Math.log10(value));
   return power * [1, 1.5, 2, 3, 4, 5, 6, 8, 10].find((step) => step * power >= value);
 }
-/* Each second: fetches what is due; it draws when it has come. */
+/* Runs each second: fetches what is due; the response is drawn when it arrives. */
 function paintCharts() {
   if (scope === THIS_PROXY && !inCluster()) choose(range, "");
   fill($("scope"), [last.fleet.map((worker) => worker.id), inCluster()], () => [
@@ -131,7 +131,7 @@ function paintCharts() {
   if (performance.now() - pastAt > due) refreshPast();
   say($("traffic-says"), last.metrics === false ? OFF : trafficWords());
 }
-/* Of the same time, and of the same worker, as the charts. */
+/* Figures of the same time range and worker as the charts. */
 function trafficWords() {
   const words = (all, failed, span) => `${one(all, "request")}, ${one(failed, "error")} in ${span}`;
   if ((scope === THIS_PROXY || !scope && !inCluster()) && range === WINDOW_SECS) return words(lately("requests", range), lately("errors", range), "15 min");
@@ -153,10 +153,10 @@ function drawCharts() {
       return make("tr", "", make("td", "", `${chart.name}, ${word}`), ...[newest(name), mean, values.length ? Math.max(...values) : null].map((value) => make("td", "", chart.unit(value))));
     }))))]);
 }
-/* The running step may have nothing yet. */
+/* The current step may have no value yet. */
 const newest = (name) => past.series[name].at(-1) ?? past.series[name].at(-2) ?? null;
 
-/* A young proxy's charts begin with it: else most of each would be empty. */
+/* Charts begin no earlier than the proxy: otherwise most of each would be empty after a start. */
 const LEAST_SECS = 120;
 function firstKnown() {
   const at = Object.values(past.series).map((values) => values.findIndex(known)).filter((each) => each >= 0);
@@ -198,7 +198,7 @@ function drawChart(chart, begin, end, step, chosen) {
 const TICKS = [30, 60, 180, 360, 600, 1200, 3600, 7200];
 function drawAxes(chart, width, x, y, { begin, end, high }) {
   const step = TICKS.find((secs) => (end - begin) / secs <= (width > 300 ? 6 : 3));
-  const half = step < 60 ? 27 : 18, marks = []; // of the words in pixels: what has no room is left out, not cut
+  const half = step < 60 ? 27 : 18, marks = []; // width of the labels in pixels: labels that do not fit are omitted
   for (let at = Math.ceil(begin / step) * step; at <= end - step / 9; at += step) if (x(at) > LEFT + 14 && x(at) + half <= width) marks.push(at);
   chart.fixed.replaceChildren(
     ...[0, 0.5, 1].flatMap((part) => {
@@ -216,7 +216,7 @@ function drawAxes(chart, width, x, y, { begin, end, high }) {
     return draw("rect", { class: "span", x: x(from), y: TOP, width: Math.max(2, x(Math.min(end, each.to)) - x(from)), height: BOTTOM - TOP });
   }));
 }
-/* A path through the points; where one has no value the line is broken. */
+/* A path through the points, with a gap for a missing value. */
 function trace(spots) {
   let path = "", pen = false;
   for (const [x, y] of spots) {

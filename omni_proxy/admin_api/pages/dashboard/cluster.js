@@ -1,19 +1,19 @@
-/* The proxies of a cluster: a row for each, and sums over all of them. A proxy of an older release says nothing but what is
-   in flight at it. */
+/* The proxies of a cluster: a row for each, and sums over all of them. A proxy of an older release reports only its requests
+   in flight. */
 empties("proxy-rows", "proxies-says", "node");
 const nodeName = (member) => String(member ?? "").replace(/\/[0-9a-f]+$/, "");
 const peersNow = () => last.cluster?.peers ?? [];
 const inCluster = () => peersNow().length > 0;
-/* Of all proxies, `own` of this one. */
+/* The sum over all proxies; `own`: the value of this one. */
 const everywhere = (own, name) => peersNow().reduce((sum, peer) => sum + (peer[name] ?? 0), own ?? 0);
-/* Of a worker, through all proxies. What is in flight has the others in it already. */
+/* A worker's value through all proxies. Its requests in flight already include the other proxies. */
 const allRate = (worker) => worker.rate + (worker.elsewhere?.requests_per_sec ?? 0);
 const allErrors = (worker) => worker.errors + (worker.elsewhere?.errors ?? 0);
 function allTokens(worker) {
   const own = worker.minute?.output_tokens_per_sec, others = worker.elsewhere?.output_tokens_per_sec;
   return known(own) || others ? (own ?? 0) + (others ?? 0) : null;
 }
-/* How much of it came through this proxy; "" without another one. */
+/* The part that went through this proxy; "" without another one. */
 const ofThis = (worker, own) => worker.elsewhere ? `${own} through this proxy` : "";
 
 function paintProxies() {
@@ -52,7 +52,7 @@ function proxyRow(proxy, isThis) {
   head.scope = "row";
   return make("tr", isThis ? "this" : "", head, ...cells);
 }
-/* Where its page is for this browser; "" for an address of its own machine alone. */
+/* The URL of the peer's page for this browser; "" if only the peer's own machine reaches it. */
 const LOOPBACK = /^(localhost|127\.[\d.]+|\[::1\])$/;
 function pageOf(url) {
   if (!URL.canParse(url ?? "")) return "";

@@ -1,4 +1,4 @@
-/* The last reading of the configuration, and the running one. */
+/* The last reload of the configuration, and the running one. */
 empties("config-facts", "config-last", "config-told", "running-text");
 cleaners.push(() => { $("running").open = false; });
 const OUTCOMES = { applied: ["applied", "ok"], refused: ["refused, what ran before still runs", "bad"], unchanged: ["nothing had changed", ""], started: ["read at the start", "ok"] };

@@ -1,5 +1,5 @@
-/* Building and changing the page, and numbers and times in words. Everything from the network enters the page as text,
-   never as markup; only what differs is touched, so that nothing moves, loses its focus or is read out again. */
+/* Building and changing the page, and formatting numbers and times. Data from the network enters the page as text, never as
+   markup; only nodes that differ are changed, so that nothing moves, loses its focus or is announced again. */
 const $ = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -39,7 +39,7 @@ function facts(pairs) {
   return make("dl", "facts", ...shown.flatMap(([name, value]) => [make("dt", "", name), make("dd", "", value)]));
 }
 
-/* ---- numbers and times in words ---- */
+/* ---- formatting of numbers and times ---- */
 const known = (value) => value !== null && value !== undefined;
 function millis(ms) {
   if (!known(ms)) return "–";
@@ -63,13 +63,13 @@ function ago(secs) {
   if (secs < 5400) return Math.round(secs / 60) + " min";
   return secs < 129600 ? Math.round(secs / 3600) + " h" : Math.round(secs / 86400) + " d";
 }
-/* Seconds since 1970, of a number or of a written time. */
+/* Seconds since 1970, from a number or an ISO time. */
 const seconds = (at) => typeof at === "number" ? at : Date.parse(at) / 1000;
 function clock(at, withSeconds = true) {
   const when = new Date(seconds(at) * 1000);
   return Number.isNaN(when.getTime()) ? "" : when.toLocaleTimeString("en-GB", withSeconds ? {} : { hour: "2-digit", minute: "2-digit" });
 }
-/* With its day where that is not today. */
+/* The time, with its date if that is not today. */
 function moment(at) {
   const day = new Date(seconds(at) * 1000).toDateString();
   return day === new Date().toDateString() ? clock(at) : `${day.slice(4, 10)}, ${clock(at)}`;
@@ -78,7 +78,7 @@ function utc(at) {
   const when = new Date(seconds(at) * 1000);
   return Number.isNaN(when.getTime()) ? "" : when.toISOString().replace("T", " ").slice(0, 19) + " UTC";
 }
-/* Local time; in UTC for the pointer and for programs. */
+/* Local time; the tooltip and the machine-readable time are in UTC. */
 function time(at, words = moment) {
   const it = make("time", "", words(at));
   it.title = utc(at);

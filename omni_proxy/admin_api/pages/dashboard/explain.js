@@ -1,4 +1,4 @@
-/* Where a request would go, of every worker. Nothing is sent to one. */
+/* Where a request would go, with the verdict on each worker. Nothing is sent to a worker. */
 empties("answer");
 for (const path of ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/generate", "/v1/audio/speech", "/v1/audio/speech/batch"]) {
   $("path").append(make("option", "", path));
@@ -26,7 +26,7 @@ function verdict(worker, isPick, words, facts) {
     make("span", "", worker.eligible ? make("span", "ok", isPick ? words : "could take it") : make("span", "bad", worker.reasons.join("; ")),
       make("span", "quiet", ` · ${count(worker.in_flight)} in flight${facts}`)));
 }
-/* What a policy knows of a worker for this request. */
+/* The policy's figures of a worker for this request. */
 const FACTS = [["matched_bytes", "bytes of its prompt cached"], ["matched_tokens", "tokens of its prompt cached"], ["uncached_tokens", "prompt tokens to compute"], ["backlog_tokens", "tokens before it"], ["in_flight_tokens", "for what is in flight"]];
 function knownOf(facts) {
   return FACTS.filter(([name]) => known(facts[name])).map(([name, words]) => ` · ${count(facts[name])} ${words}`).join("");

@@ -1,4 +1,4 @@
-/* The feed: the state of the proxy each second, and what the page says while it is not heard. */
+/* The feed: the state of the proxy each second, and the notice while the feed is disconnected. */
 const WINDOW_SECS = 900, SILENT_SECS = 6;
 let last = null, points = [], turn = 0, hurry = null, aborting = null, heardAt = 0, tries = 0;
 
@@ -16,7 +16,7 @@ async function follow(mine) {
     await pause(mine, wait, why);
   }
 }
-/* Reads until the stream ends, and says why it did. */
+/* Reads until the stream ends; returns the reason. */
 async function listen(mine) {
   const stopper = aborting = new AbortController();
   heardAt = Date.now();
@@ -79,7 +79,7 @@ function take(told) {
   heard = Date.now() / 1000;
   if (told.history) {
     const newest = points.length ? points.at(-1).at : -Infinity;
-    /* A first event has it all; later ones bring what is new. */
+    /* The first event has the whole history; later ones have only new points. */
     points = told.history.length > 5 || !points.length ? told.history : points.concat(told.history.filter((point) => point.at > newest));
     points = points.slice(-WINDOW_SECS);
   }

@@ -1,4 +1,4 @@
-/* Keys of the whole page; none of them acts while something is typed. */
+/* Keyboard shortcuts of the page; they are inactive while the user types into a field. */
 const HELP = [["/", "search the workers"], ["a", "add a worker"], ["1 2 3", "15 minutes, 1 hour, 6 hours"], ["c", "to the chat"], ["Esc", "close, or leave the search"], ["Tab, Enter", "every button; a chart also takes ← and →"], ["?", "this list"]];
 $("help-keys").append(...HELP.flatMap(([keys, words]) => [make("dt", "", make("kbd", "", keys)), make("dd", "", words)]));
 $("help").addEventListener("click", () => $("helping").showModal());

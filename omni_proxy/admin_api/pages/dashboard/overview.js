@@ -1,4 +1,4 @@
-/* The first line, what is wrong with the button that ends it, and the figures of the last minute. */
+/* The header, problems with the button that fixes each, and the figures of the last minute. */
 function paint() {
   const fleet = last.fleet ?? [];
   const able = fleet.filter(takes).length;

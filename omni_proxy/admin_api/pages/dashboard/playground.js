@@ -1,7 +1,7 @@
-/* A chat through the proxy, as a client has it. The caller's key is in the memory of this page alone. */
+/* A chat through the proxy, sent like a client's. The caller's key is kept only in this page's memory. */
 let turns = [], chatting = null, chatKey = "";
 empties("chat-turns", "chat-says", "chat-elsewhere");
-/* This page is on the [admin] listen address, and a browser lets it ask no other one. */
+/* This page is on the [admin] listen address; a browser does not let it call another one. */
 function chatElsewhere() {
   const url = last.models_at.replace(/^(https?:\/\/)(?:0\.0\.0\.0|\[::\])(?=:\d+$)/, `$1${location.hostname}`);
   if (!url) return [make("p", "", "This address has control routes only; model routes are at a Unix socket, ", make("code", "", "[server] host"), ".")];
@@ -53,7 +53,7 @@ $("chat").addEventListener("submit", async (event) => {
   mark($("chat-turns"), "aria-busy", false);
   chatFacts(told);
 });
-/* Raises an error with the proxy's own words. */
+/* Throws an error with the proxy's message. */
 async function chat(answer, told, signal) {
   const body = { model: $("chat-model").value.trim() || undefined, messages: turns, stream: true, stream_options: { include_usage: true }, max_tokens: Number($("chat-most").value) || undefined };
   const headers = { "Content-Type": "application/json", ...chatKey ? { Authorization: "Bearer " + inBytes(chatKey) } : {} };

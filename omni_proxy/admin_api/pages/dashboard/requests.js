@@ -1,4 +1,4 @@
-/* The last requests. A row opens the life of its request: where it waited, what was tried, which worker it had and why. */
+/* The last requests. A row opens the details of its request: where it waited, its attempts, its worker and the reason. */
 const OFF = "Nothing is counted: [server] metrics is false.";
 const GOOD = new Set(["completed"]), SHRUG = new Set(["client_disconnected", "stream_cancelled"]);
 const WHY = {
@@ -51,7 +51,7 @@ function openLife(id) {
 $("end-open").addEventListener("click", () => openLife(""));
 for (const id of ["failures", "hold", "find-end"]) $(id).addEventListener("input", () => { if (last) drawEnds(); });
 
-/* Its phases in order, in milliseconds from its first byte. */
+/* The phases of a request in order, in milliseconds from its first byte. */
 function phases(end) {
   const points = [["waited in the queue", end.queue_ms, "warn"], ["prepared and connected", end.sent_ms, ""], ["worker, until its head", end.head_ms, "soft"], ["until the first token", end.first_ms, "blue"], ["streamed", end.total_ms, "ok"]];
   const found = [];
@@ -101,7 +101,7 @@ function lifeRow(end) {
   cell.colSpan = 6;
   return make("tr", "life", cell);
 }
-/* Who could have taken it when its worker was picked, by GET /explain. */
+/* The candidates when the worker was picked, from GET /explain. */
 function candidates(end) {
   const it = make("div", "candidates", make("p", "quiet small", "Its candidates …"));
   ask("GET", `explain?request_id=${encodeURIComponent(end.request_id)}`).then((answer) => {
@@ -114,7 +114,7 @@ function candidates(end) {
   });
   return it;
 }
-/* Its body is not kept: the preview gets the shortest one with its model. */
+/* The request's body is not stored: the preview gets a minimal one with its model. */
 function explainLike(end) {
   if ([...$("path").options].some((option) => option.value === end.route)) $("path").value = end.route;
   $("body").value = JSON.stringify({ model: end.model ?? "", messages: [{ role: "user", content: "Hello" }], stream: Boolean(end.stream) });

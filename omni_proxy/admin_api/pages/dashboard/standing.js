@@ -1,12 +1,12 @@
-/* What a worker's state is called, who brought it there, and which ones are slow. */
+/* The name of a worker's state, the caller that caused it, and which workers are slow. */
 const isPaused = (worker) => Boolean(worker.paused) && !worker.drain && !worker.disabled;
-/* Requests to a paused engine hang, whether it is held out of routing for that or not. */
+/* Requests to a paused engine hang, whether or not the pause takes it out of rotation. */
 const takes = (worker) => worker.routable && !worker.paused;
 function pauseWords({ at, by, path, mode }) {
   const how = [path, mode].filter(Boolean).join(", ");
   return `${at ? `for ${ago(seconds(last.at) - seconds(at))} ` : ""}${by ? `by ${by} ` : ""}${how ? `(${how})` : ""}`.trim();
 }
-/* Who took it out of rotation, and for how long now; "" where nobody did or nobody knows. */
+/* The caller that took the worker out of rotation, and for how long; "" if there is none or it is unknown. */
 function byWhom(worker) {
   if (isPaused(worker)) return pauseWords(worker.paused);
   const who = worker.disabled ? worker.disabled_by : null;
@@ -26,7 +26,7 @@ function standing(worker) {
   if (worker.half_open) return ["half-open", "warn", !worker.routable];
   return takes(worker) ? ["takes requests", "ok", false] : ["out", "warn", true];
 }
-/* Its reason without the state, which is shown before it. */
+/* The reason without the state, which is shown before it. */
 /* A system's error text without errno, and without the repeated address. */
 const NOISE = /\[Errno -?\d+\] (?:Error connecting to \([^()]*\): )?/g;
 const reason = (why, name) => why === name || why === "held: " + name ? "" : why.startsWith(name + ": ") ? why.slice(name.length + 2) : why;
@@ -35,7 +35,7 @@ function byModel(fleet) {
   for (const worker of fleet) groups.set(worker.model ?? "", [...(groups.get(worker.model ?? "") ?? []), worker]);
   return [...groups.values()];
 }
-/* By id, those that the proxy calls slow, with what it says of them: { times, text }. */
+/* The workers that the proxy reports as slow, by id: { times, text }. */
 const slowOnes = (fleet) => new Map(fleet.filter((worker) => worker.slow).map((worker) => [worker.id, { ...worker.slow, worker }]));
 
 const isSilent = (worker) => worker.routable && known(worker.silent_secs);

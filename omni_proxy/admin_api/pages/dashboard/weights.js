@@ -1,4 +1,4 @@
-/* Weights: what runs, what waits, who asked for it, and the last operations. */
+/* Weights: the running and waiting operations with their callers, and the last ones. */
 empties("weights-now", "weights-past", "weights-says");
 const STEPS = ["waiting", "draining", "recording", "calling", "reading", "verifying", "restoring"];
 function operations() {
@@ -51,7 +51,7 @@ function nowRolling(rollout) {
     make("div", "tools", ...rolloutButtons().map(([word, role, act]) => allowed(word, role, act))));
 }
 const SYNC_STEPS = ["joining", "grouped", "arming", "armed", "committing", "verifying"];
-/* Who began what, and since when. */
+/* The caller and the age of an operation. */
 const begunWords = (each) => `${each.caller ? ` by ${each.caller}` : ""} for ${ago(each.age_secs)}`;
 const operationWords = (operation) => `${operation.path}${begunWords(operation)}, ${operation.step}`;
 const syncWords = (sync) => `${sync.owner.group_name} at ${sync.owner.master}${begunWords(sync.owner)}, ${sync.state}`;
@@ -73,7 +73,7 @@ function nowRunning(running) {
     last.weights.sync?.owner ? null : make("div", "quiet small", "It ends by itself: what workers load can't be called back."),
     ...reasonLines("bad", (running.workers ?? []).filter((each) => each.reason)));
 }
-/* A line for each reason: workers mostly fail for the same one. */
+/* One line per reason: most workers fail for the same one. */
 const NAMES_SHOWN = 4;
 function reasonLines(kind, workers) {
   const reasons = new Map();

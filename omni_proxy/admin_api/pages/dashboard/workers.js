@@ -1,10 +1,10 @@
-/* The table of workers: searched, sorted, grouped by model, and no longer than a screen or two. Rows are made for what
-   is shown alone, and are kept, so that a fleet of hundreds costs what a small one does. */
+/* The table of workers: searched, sorted, grouped by model, and no longer than a screen or two. Only visible rows are built,
+   and they are reused, so that a fleet of hundreds costs as little as a small one. */
 const SHOWN = 25, SHOWN_OF_MORE = 15;
 const rows = new Map(), sparks = new Map(), opened = new Set(), unfolded = new Set();
 const view = { by: "", down: false, more: 0 };
-let longest = 1;  // time to the first token of all of them
-/* When rows last moved: a press just then was meant for another button. */
+let longest = 1;  // longest time to the first token of all workers
+/* When rows last moved: a click just after that was meant for another button. */
 let movedAt = -Infinity;
 const SETTLE_MS = 600;
 const COLUMNS = [
@@ -39,12 +39,12 @@ $("sort").addEventListener("change", () => { Object.assign(view, { by: $("sort")
 empties("rows", "fleet-says", "more");
 cleaners.push(() => { rows.clear(); sparks.clear(); opened.clear(); unfolded.clear(); view.more = 0; });
 
-/* The more, the more a person has to look at it. */
+/* Higher is more urgent. */
 function trouble(worker) {
   const [, kind, out] = standing(worker);
   return (out ? 4 : 0) + (kind === "bad" ? 8 : kind === "warn" ? 2 : 0) + (isSilent(worker) ? 2 : 0) + (allErrors(worker) ? 1 : 0);
 }
-/* All that a row says of it but figures. */
+/* All text of a worker's row except figures. */
 function found(worker, words, slow) {
   const text = [worker.url, worker.display_id, worker.model, worker.role, worker.origin, standing(worker)[0], slowWords(worker, slow), whyWords(worker), worker.why, worker.health, worker.overloaded && "overloaded", worker.last_error, worker.weight_version, byWhom(worker), under(worker), ...worker.adapters ?? []].join(" ").toLowerCase();
   return words.every((word) => text.includes(word));
@@ -53,7 +53,7 @@ function wanted(fleet, slow) {
   const words = $("find").value.toLowerCase().split(/\s+/).filter(Boolean), only = $("only").checked;
   const list = fleet.filter((worker) => found(worker, words, slow) && (!only || trouble(worker) || slow.has(worker.id)));
   const column = COLUMNS.find(([name]) => name === view.by);
-  /* Of many the ones with trouble come first. */
+  /* In a large fleet workers with problems come first. */
   const value = column?.[3] ?? (fleet.length > SHOWN ? (worker) => trouble(worker) + (slow.has(worker.id) ? 2 : 0) : null);
   if (!value) return list;
   const down = column ? view.down : true;
@@ -87,7 +87,7 @@ function paintFleet(fleet, slow) {
   show($("nobody"), !list.length);
   say($("nobody"), fleet.length ? "No worker matches." : "No worker yet.");
 }
-/* In this order; a row that stays is not touched. */
+/* Rows in this order; a row that keeps its place is not touched. */
 function place(lines) {
   const keep = new Set(lines), body = $("rows");
   for (const it of [...body.children]) if (!keep.has(it)) { it.remove(); movedAt = performance.now(); }
@@ -211,7 +211,7 @@ function newRow(id) {
   row.it.dataset.worker = id;
   return row;
 }
-/* Open, in sight, and with its charts. */
+/* Opens a worker's row, scrolls to it and shows its charts. */
 function showWorker(id) {
   opened.add(id);
   $("find").value = "";
@@ -238,7 +238,7 @@ function spark(svg, worker) {
   mark(svg.firstChild, "d", trace(values.map((value, at) => [from + at * step, known(value) ? 21 - (20 * value) / top : null])));
 }
 
-/* ---- what a row opens ---- */
+/* ---- details of a row ---- */
 function newDetail(row) {
   const it = make("tr", "detail"), cell = make("td");
   cell.colSpan = COLUMNS.length + 1;
@@ -287,13 +287,13 @@ function paintDetail(row, worker, slow) {
     ]),
   ]);
 }
-/* What the proxy holds it for, since when, and whose operation that is. */
+/* The worker's cordons, their start, and the operation that each belongs to. */
 function holdWords(worker) {
   const weights = last.weights ?? {}, short = (at) => at ? ` since ${moment(at)}` : "";
   const who = { updating: weights.operation ?? weights.sync?.owner, rollout: rollingOut(), paused: worker.paused && { caller: worker.paused.by } };
   return (worker.held_by ?? []).map((name) => `${name}${short(worker.held_since?.[name])}${who[name]?.caller ? ` by ${who[name].caller}` : ""}`).join(", ");
 }
-/* Where requests of this leg can go on. */
+/* The partners of a prefill or decode worker. */
 function legOf(worker) {
   const other = worker.role === "prefill" ? "decode" : "prefill";
   const partners = (last.fleet ?? []).filter((each) => each.role === other && (each.model ?? "") === (worker.model ?? ""));
