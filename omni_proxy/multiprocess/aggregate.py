@@ -1,8 +1,8 @@
-"""All processes as one, for the admin API: sums, and a row for each process.
+"""Statistics of all processes together, for the admin API: sums, and a row for each process.
 
-Invariant: counters never decrease: what a process counted stays counted after it has exited. With
-one process everything is as its data plane reports it. What processes report of themselves is at
-most a second old; what is in flight is read from the shared counters.
+Invariant: counters never decrease: those of a process are kept after it has exited. With one
+process the values are those of its data plane. Reports of processes are at most a second old;
+requests in flight are read from the shared counters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from omni_proxy.routing.stored_responses import ResponseOwners
 from omni_proxy.watchdog import Watchdog
 
 COUNTS: Final = ("accepted", "failures", "failed_tls_handshakes", "answers_across_versions")
-# Of a process that has not reported yet.
+# For a process that has not reported yet.
 NO_STATS: Final = ProcessStats(
     counts=dict.fromkeys((*COUNTS, "rejected", "stalls"), 0),
     ended={},
@@ -58,7 +58,7 @@ class AggregateView:
 
     @property
     def pool_policies(self) -> PoolPolicies:
-        """Those of the main process."""
+        """The pool policies of the main process."""
         return self._dataplane.balancer.pools
 
     @property
@@ -87,7 +87,7 @@ class AggregateView:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Requests in flight, and waiting."""
+        """The numbers of requests in flight and waiting."""
         if not self._manager.slots:
             return self._dataplane.in_flight, self._dataplane.queue.waiting
         return self._manager.worker_ids.in_flight, self.admission()["waiting"]
@@ -138,7 +138,7 @@ class AggregateView:
         return counts
 
     def status(self) -> dict[str, object]:
-        """The data plane's, summed; `processes` has a row for each data-plane process."""
+        """The summed status of all data planes; `processes` has a row for each process."""
         status = self._dataplane.status()
         all_stats = self._all_stats()
         status.update(self.counts())
@@ -158,18 +158,18 @@ class AggregateView:
         return status
 
     def pool_stats(self) -> dict[str, Mapping[str, object]]:
-        """What the policies of the prefill and the decode pool report, summed; by role."""
+        """The summed statistics of the prefill and the decode pool's policies, by role."""
         tables = [self.pool_policies.stats(), *(each.pool_policies for each in self._all_stats())]
         roles = dict.fromkeys(role for table in tables for role in table)
         return {role: sum_stats(table[role] for table in tables if role in table) for role in roles}
 
     def watchdog(self) -> dict[str, object]:
-        """Stalls of all processes, also of exited ones; the rest is of this process alone."""
+        """Stalls of all processes, exited ones included; the other values are this process's."""
         stalls = self._watchdog.stalls + self._sum_of("stalls")
         return {**self._watchdog.status(), "stalls": stalls}
 
     def rows(self) -> list[dict[str, object]]:
-        """One for each data-plane process; none where the main process serves alone."""
+        """One row per data-plane process; none if the main process serves alone."""
         return [self._row(slot) for slot in self._manager.slots.values()]
 
     def _row(self, slot: ProcessSlot) -> dict[str, object]:
@@ -227,7 +227,7 @@ class AggregatePolicy(Policy):
 
 
 def sum_stats(tables: Iterable[Mapping[str, Any]]) -> dict[str, object]:
-    """Sums of numbers, also in nested tables; of a ratio the mean of those that have one."""
+    """Sums of numbers, also in nested tables; for a ratio the mean of the tables that have it."""
     status: dict[str, Any] = {}
     ratios: dict[str, list[float]] = {}
     for table in tables:
@@ -239,7 +239,7 @@ def sum_stats(tables: Iterable[Mapping[str, Any]]) -> dict[str, object]:
                 status[name] = sum_stats([before if isinstance(before, Mapping) else {}, value])
             elif isinstance(value, int | float) and isinstance(status.get(name, 0), int | float):
                 status[name] = status.get(name, 0) + value
-            else:  # a policy of another package may report what has no sum
+            else:  # a policy of another package may report values without a sum
                 status[name] = value
     means = {
         name: round(sum(values) / len(values), 4) if values else None

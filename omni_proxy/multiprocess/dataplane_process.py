@@ -1,7 +1,7 @@
 """A data-plane process: applies the main process's commands, serves requests, reports events.
 
-Invariant: it does not outlive the main process: the end of their socket ends it at once. It ignores
-signals, which the main process handles. A command has applied effect when it is acknowledged.
+Invariant: it does not outlive the main process: it exits as soon as their socket is closed. It
+ignores signals, which the main process handles. A command has taken effect when it is acknowledged.
 """
 
 from __future__ import annotations
@@ -73,23 +73,21 @@ _log = logging.getLogger(__name__)
 
 SEND_LINES_SECS: Final = 0.1
 SEND_HINTS_SECS: Final = 0.05
-MOST_HINTS: Final = 512  # of prompts, and of sessions, at a time
+MOST_HINTS: Final = 512  # of prompts, and of sessions, in one message
 SEND_METRICS_SECS: Final = 0.25
 SEND_STATS_SECS: Final = 1.0
-QUEUE_POLL_SECS: Final = 0.005  # between two looks for room that another process has made
+QUEUE_POLL_SECS: Final = 0.005  # between two checks for capacity that another process has freed
 IDLE_POLL_SECS: Final = 0.1  # ... while no request waits
 MAX_UNSENT_BYTES: Final = (
     1 << 20
-)  # then the main process reads too slowly: metrics wait, failures are dropped
+)  # beyond it the main process reads too slowly: metrics wait, optional events are dropped
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the number of the socket's descriptor. Returns at a drain's or the main process's
-    end."""
+    """`argv`: the number of the socket's descriptor. Returns when a drain has ended or the main
+    process has exited."""
     if len(argv) != 1 or not argv[0].isdecimal():
-        sys.exit(
-            "data-plane-process is internal: omni-proxy starts it where [server] processes > 1"
-        )
+        sys.exit("data-plane-process is internal: omni-proxy starts it if [server] processes > 1")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     trio.run(run, socket.socket(fileno=int(argv[0])))
@@ -97,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def run(sock: socket.socket) -> None:
-    """Until the main process closes the socket, or the drain that it requested is over."""
+    """Run until the main process closes the socket or a drain that it requested has ended."""
     channel: IpcChannel[ProcessCommand] = IpcChannel(sock, msgspec.msgpack.Decoder(ProcessCommand))
     try:
         async with trio.open_nursery() as nursery:
@@ -155,7 +153,7 @@ class _LineBuffer:
 
 
 class DataPlaneProcess:
-    """The parts of a data-plane process."""
+    """One data-plane process: applies commands and sends events."""
 
     def __init__(
         self, begin: StartCommand, first: StateSnapshot, channel: IpcChannel[ProcessCommand]
@@ -264,7 +262,7 @@ class DataPlaneProcess:
         configure(server.log_level, server.log_format)
         try:
             dataplane.prepare(config)()
-        except (OSError, ConfigError) as error:  # the main process could read them a moment ago
+        except (OSError, ConfigError) as error:  # changed since the main process read them
             _log.error('certificates_not_reloaded error="%s"', error)
             dataplane.apply_without_listeners(config)
         dataplane.recorders.access_log = self._access_lines if server.access_log != OFF else None
@@ -274,7 +272,7 @@ class DataPlaneProcess:
         dataplane.recorders.meters = self._meters if server.metrics else None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled, or drained: then it sends what is unsent and closes the socket."""
+        """Run until cancelled or drained; after a drain, send what is left and close the socket."""
         async with trio.open_nursery() as nursery:
             await nursery.start(self._watchdog.run)
             await nursery.start(self.dataplane.run)
@@ -311,7 +309,7 @@ class DataPlaneProcess:
             self._channel.send(LogLinesEvent(access.take(), route.take(), spans.take(), dropped))
 
     async def _send_hints(self) -> None:
-        """What the other proxies of a cluster should know."""
+        """Send hints for the other proxies of a cluster."""
         hints = self.dataplane.cluster_hints
         while True:
             await trio.sleep(SEND_HINTS_SECS if hints.shares_any else SEND_STATS_SECS)
@@ -345,7 +343,7 @@ class DataPlaneProcess:
             self._channel.send(metrics)
 
     async def _poll_queue_room(self) -> None:
-        """Serve the queue when an exchange of another process has made room."""
+        """Serve the queue after another process has freed capacity."""
         queue = self.dataplane.queue
         while True:
             await trio.sleep(QUEUE_POLL_SECS if queue.waiting else IDLE_POLL_SECS)

@@ -1,13 +1,13 @@
 """The messages between the main process and a data-plane process, and the socket that carries them.
 
-The main process sends a `ProcessCommand`, a data-plane process a `ProcessEvent`, both as
-MessagePack, on one Unix socket; file descriptors go beside them (SCM_RIGHTS, unix(7)). Both sides
-are the same build, so the format has no version.
+The main process sends `ProcessCommand`s, a data-plane process `ProcessEvent`s, both as MessagePack,
+on one Unix socket; file descriptors are passed along (SCM_RIGHTS, unix(7)). Both sides are the same
+build, so the format has no version.
 
-Invariant: messages leave in the order of `send`, which never waits, take effect in that order, and
-are acknowledged by the data-plane process in batches, each after it has taken effect. The
-descriptors of a message arrive no later than its bytes, since the kernel keeps them with those
-bytes, and never mixed with another message's; where they can't all be received, none are.
+Invariant: messages are sent in the order of `send`, which never waits, and take effect in that
+order. The data-plane process acknowledges them in batches, each after it has taken effect. The
+descriptors of a message arrive no later than its bytes, because the kernel attaches them to these
+bytes, and are never mixed with another message's. If not all can be received, none are.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ LENGTH_BYTES: Final = 4
 class StartCommand(Struct, frozen=True, tag=True):
     """The first command; the descriptors of shared counters, sessions and keys are attached.
 
-    `silent_secs`: without a message for so long, /ready of the process fails. `tree_seed`: of the
-    hashes in prefix trees.
+    `silent_secs`: time without a message after which /ready of the process fails. `tree_seed`: seed
+    of the hashes in prefix trees.
     """
 
     index: int
@@ -56,7 +56,8 @@ class VoiceListMessage(Struct, frozen=True):
 
 
 class CallersMessage(Struct, frozen=True):
-    """The keys of callers, resolved, with the slot of each; `highest`: of the rows of counters."""
+    """The resolved keys of callers, with the slot of each. `highest`: index of the last counter
+    row."""
 
     entries: tuple[CallerKey, ...] = ()
     slots: tuple[int, ...] = ()
@@ -66,8 +67,8 @@ class CallersMessage(Struct, frozen=True):
 class StateSnapshot(Struct, frozen=True, tag=True):
     """The fleet and the configuration at one moment; None for a part that has not changed.
 
-    `processes`: the highest index in use. `voice_changes`: how many VoicesChangedEvents of this
-    process are already part of `voices`.
+    `processes`: the highest process index in use. `voice_changes`: number of this process's
+    VoicesChangedEvents that `voices` includes.
     """
 
     revision: int
@@ -80,13 +81,13 @@ class StateSnapshot(Struct, frozen=True, tag=True):
 
 
 class ListenCommand(Struct, frozen=True, tag=True):
-    """Accept on these sockets, whose descriptors are attached, and on no others."""
+    """Accept only on the sockets whose descriptors are attached."""
 
     count: int
 
 
 class ClearCacheCommand(Struct, frozen=True, tag=True):
-    """This worker's prefix cache is empty."""
+    """This worker's prefix cache has been cleared."""
 
     serial: int
 
@@ -95,34 +96,35 @@ LoadRow: TypeAlias = tuple[int, float | None, float | None, float]
 
 
 class EngineLoadsCommand(Struct, frozen=True, tag=True):
-    """Reports of engines: serial, waiting requests, share of the KV cache in use, and when they
-    came, by the clock that all processes share."""
+    """Load reports of engines: serial, waiting requests, share of the KV cache in use, and time of
+    arrival, by the clock that all processes share."""
 
     rows: list[LoadRow]
 
 
 class EngineLoadsEvent(Struct, frozen=True, tag=True):
-    """The same, as this process got them in responses."""
+    """Load reports that this process received in responses; rows as in EngineLoadsCommand."""
 
     rows: list[LoadRow]
 
 
 class KvChangesCommand(Struct, frozen=True, tag=True):
-    """What KV events say of the cache of a worker or rank, by its URL."""
+    """Changes of the KV cache of a worker or rank, from its KV events; `holder`: its URL."""
 
     holder: str
     changes: list[tuple[int, bytes]]
 
 
 class ClusterHintsCommand(Struct, frozen=True, tag=True):
-    """Beginnings of prompts that another process, or proxy, has sent somewhere: packed hashes by
+    """Prompt prefixes that another process or proxy has sent to a worker: packed hashes by
     `target_key`."""
 
     prefixes: dict[int, bytes]
 
 
 class ClusterHintsEvent(Struct, frozen=True, tag=True):
-    """The same of this process, and sessions that it has placed: `target_key` by digest."""
+    """Prompt prefixes that this process has sent, as in ClusterHintsCommand, and sessions that it
+    has placed: `target_key` by digest."""
 
     prefixes: dict[int, bytes]
     sessions: dict[bytes, int]
@@ -133,11 +135,12 @@ class SaveTreesCommand(Struct, frozen=True, tag=True):
 
 
 class LoadTreesCommand(Struct, frozen=True, tag=True):
-    """Go on with the prefix trees of the attached file."""
+    """Replace the prefix trees with those of the attached file."""
 
 
 class AbortCommand(Struct, frozen=True, tag=True):
-    """Abort the matching requests that wait, and report where the others run (AbortedEvent)."""
+    """Abort the matching requests that wait in the queue, and report the workers of the running
+    ones (AbortedEvent)."""
 
     number: int
     target: AbortTarget
@@ -166,14 +169,14 @@ ProcessCommand: TypeAlias = (
 
 
 class AckEvent(Struct, frozen=True, tag=True):
-    """So many commands have taken effect; `revision`: of the newest StateSnapshot."""
+    """`count` commands have taken effect; `revision` is that of the newest StateSnapshot."""
 
     count: int
     revision: int
 
 
 class ListenFailedEvent(Struct, frozen=True, tag=True):
-    """It could not take the sockets of a ListenCommand, and keeps those that it has."""
+    """The process could not receive the sockets of a ListenCommand, and keeps its current ones."""
 
     error: str
 
@@ -189,21 +192,21 @@ class RequestFailedEvent(Struct, frozen=True, tag=True):
 
 
 class RequestSucceededEvent(Struct, frozen=True, tag=True):
-    """Sent once after failures, so that the worker's count of failures is reset."""
+    """The first success after failures, which resets the worker's failure count."""
 
     serial: int
     half_open_id: int
 
 
 class HalfOpenStartedEvent(Struct, frozen=True, tag=True):
-    """The process sends the one request to a half-open worker; `half_open_id`: its number."""
+    """The process sends the single request to a half-open worker; `half_open_id`: its number."""
 
     serial: int
     half_open_id: int
 
 
 class HalfOpenEndedEvent(Struct, frozen=True, tag=True):
-    """That request has ended."""
+    """The request of a HalfOpenStartedEvent has ended."""
 
     serial: int
     half_open_id: int
@@ -223,8 +226,8 @@ class AbortedEvent(Struct, frozen=True, tag=True):
 
 
 class LogLinesEvent(Struct, frozen=True, tag=True):
-    """For the access log, the route log and the exporter of spans; `dropped`: how many lines did
-    not fit."""
+    """Lines for the access log, the route log and the span exporter; `dropped`: number of lines
+    that did not fit into the buffer."""
 
     access: list[bytes]
     route: list[bytes]
@@ -233,7 +236,7 @@ class LogLinesEvent(Struct, frozen=True, tag=True):
 
 
 class HistogramDelta(Struct, frozen=True, array_like=True):
-    """New values of a histogram: `places` maps a bucket's index to how many."""
+    """New values of a histogram: `places` maps a bucket's index to its count."""
 
     places: dict[int, int]
     sum: float
@@ -246,12 +249,12 @@ class SeriesDelta(Struct, frozen=True, array_like=True):
     serial: int
     ends: list[tuple[str | None, int, str, int]]
     spreads: tuple[HistogramDelta, HistogramDelta, HistogramDelta]  # total, first, between
-    sums: tuple[int, ...]  # as `metrics_delta.SUMS` names them
+    sums: tuple[int, ...]  # in the order of `metrics_delta.SUMS`
     tokens: list[tuple[str | None, str, int]]
 
 
 class WindowDelta(Struct, frozen=True, array_like=True):
-    """New values of one second of the recent window; serial -1: of the whole process."""
+    """New values of one second of the recent window; serial -1: for the whole process."""
 
     serial: int
     requests: int
@@ -267,7 +270,7 @@ class RecentEndDelta(Struct, frozen=True, array_like=True):
 
 
 class MetricsEvent(Struct, frozen=True, tag=True):
-    """All metrics that were counted since the last one."""
+    """All metrics counted since the last MetricsEvent."""
 
     cells: list[SeriesDelta]
     phases: dict[str, list[HistogramDelta]]
@@ -283,11 +286,11 @@ class MetricsEvent(Struct, frozen=True, tag=True):
     worker_ends: list[tuple[int, str, int, int, int]]  # traffic, routed, succeeded, failed
     exemplars: list[
         tuple[str, int, int, str, float, float]
-    ]  # route, worker, as `telemetry.exemplars`
+    ]  # route, worker's serial, and the fields of `telemetry.exemplars`
 
 
 class ProcessStats(Struct, frozen=True, tag=True):
-    """The row of a process in GET /status; `counts` only rise while it lives."""
+    """The row of a process in GET /status; `counts` never decrease while the process lives."""
 
     counts: dict[str, int]
     ended: dict[str, int]
@@ -318,7 +321,7 @@ ProcessEvent: TypeAlias = (
     | ProcessStats
 )
 
-# Events that change nothing that other processes need.
+# Events after which no snapshot has to be published.
 UNCHANGING: Final = (
     AckEvent,
     LogLinesEvent,
@@ -363,7 +366,7 @@ Received = TypeVar("Received")
 
 
 class IpcChannel(Generic[Received]):
-    """`decoder` is for the other side's messages; `sent` counts ours."""
+    """One side of the socket. `decoder` is for received messages; `sent` counts sent ones."""
 
     def __init__(self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Received]) -> None:
         sock.setblocking(False)
@@ -380,9 +383,9 @@ class IpcChannel(Generic[Received]):
         self.waiting_bytes = 0
 
     def send(self, message: Struct, descriptors: Iterable[int] = ()) -> int:
-        """Queue it; returns its number, from 1 on. `descriptors` are duplicated.
+        """Queue a message; returns its number, from 1 on. `descriptors` are duplicated.
 
-        Raises OSError where they can't be; then nothing is sent.
+        Raises OSError if they can't be duplicated; then nothing is sent.
         """
         body = encode_frame(message)
         self._outgoing.append((body, _dup_all(descriptors)))
@@ -394,9 +397,9 @@ class IpcChannel(Generic[Received]):
         return self.sent
 
     def take_descriptors(self) -> list[int]:
-        """Those of the next message that had some.
+        """Descriptors of the next message that carried any.
 
-        Raises OSError (EMFILE) where this process may not open so many; then they are lost.
+        Raises OSError (EMFILE) if they exceeded the process's descriptor limit; they are lost then.
         """
         descriptors = self._received_fds.popleft()
         if descriptors is None:
@@ -436,7 +439,7 @@ class IpcChannel(Generic[Received]):
             return  # `receive` returns the end
 
     async def wait_flushed(self) -> None:
-        """Until every queued message is written."""
+        """Wait until every queued message is written."""
         if self._outgoing:
             await self._all_written.wait()
 
@@ -464,7 +467,7 @@ class IpcChannel(Generic[Received]):
 
 
 def _dup_all(numbers: Iterable[int]) -> list[int]:
-    """Duplicates of all, or OSError and none."""
+    """Duplicates of all descriptors. Raises OSError, leaving none open."""
     duplicates: list[int] = []
     try:
         duplicates.extend(map(os.dup, numbers))

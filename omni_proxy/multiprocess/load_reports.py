@@ -1,8 +1,8 @@
-"""Reports of engines' loads, between the processes: collected, and sent in batches.
+"""Exchanges load reports of engines between processes, in batches.
 
-Each process learns loads from the responses that it relays, the main process from polling; a pick
-in any process needs the newest of all. Invariant: a report goes on at most `SEND_SECS` after it
-came, and each target once in a batch; what was received is not sent back.
+A process gets load reports from the responses that it relays, the main process also by polling; a
+pick in any process needs the newest report. Invariant: a report is forwarded at most `SEND_SECS`
+after its arrival, with one row per target in a batch; received rows are not sent back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IdsOf = Callable[[Worker], tuple[int, int] | None]  # serial number and cell
 
 
 def load_rows(targets: Iterable[Worker], ids_of: IdsOf) -> list[LoadRow]:
-    """Of workers and ranks that have a report, and a serial number."""
+    """Rows of the workers and ranks that have a report and a serial number."""
     return [
         (ids[0], *target.engine_load.report, target.engine_load.at)
         for target in targets
@@ -34,7 +34,7 @@ def load_rows(targets: Iterable[Worker], ids_of: IdsOf) -> list[LoadRow]:
 def take_rows(
     loads: EngineLoads, rows: Iterable[LoadRow], find: Callable[[int], Worker | None]
 ) -> list[Worker]:
-    """Those of which a row is the newest report."""
+    """Apply rows that are newer than the known reports; returns their targets."""
     taken = []
     for serial, waiting, kv_usage, at in rows:
         target = find(serial)
@@ -44,7 +44,7 @@ def take_rows(
 
 
 class LoadCollector:
-    """Sends what `loads` is told. `send` gets the rows."""
+    """Collects new reports from `loads`, and passes them to `send` in batches."""
 
     def __init__(
         self, loads: EngineLoads, ids_of: IdsOf, send: Callable[[list[LoadRow]], object]

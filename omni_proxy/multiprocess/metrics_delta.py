@@ -1,8 +1,8 @@
-"""Metrics of a data-plane process as deltas: taken out of its own, merged into the main process's.
+"""Metrics of a data-plane process as deltas, which are merged into those of the main process.
 
-Invariant: `take` empties what it takes, so each exchange is reported once; what a process has not
-sent when it is killed (a fraction of a second) is lost. Both sides use the same series and buckets,
-so the sums over all processes are those that one process would have.
+Invariant: `take` resets the metrics that it returns, so each exchange is reported once; metrics
+that a killed process has not sent (a fraction of a second) are lost. Both sides use the same series
+and buckets, so the sums over all processes equal those of a single process.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ FindWorker = Callable[[int], Worker | None]
 
 
 class MetricsDelta(Metrics):
-    """Metrics whose contents are taken and sent again and again."""
+    """Metrics whose contents are taken and sent at intervals."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._between: dict[tuple[str, Worker | None], LateHistogram] = {}
         super().__init__(fleet, RecentDelta())
 
     def series_for(self, route: str, worker: Worker | None) -> RouteSeries:
-        """A stream counts on in the histogram that it began with, so that outlives the cell."""
+        """The series for a route and worker. A running stream keeps the histogram with which it
+        began, so that outlives the series."""
         cell = super().series_for(route, worker)
         cell.between = self._between.setdefault((route, worker), cell.between)
         return cell
@@ -98,7 +99,7 @@ class RecentDelta(RecentWindow):
     def window_deltas(self) -> list[WindowDelta]:
         second = self.current_second()
         if not second.requests and not any(slot.requests for slot in self.sums.values()):
-            return []  # of a prefill worker a leg may have ended without a request of the fleet's
+            return []  # a prefill worker's slot may count a leg before its request ends
         slots = [(WHOLE_PROCESS, second)]
         slots += [(_serial(worker), slot) for worker, slot in self.sums.items()]
         return [
@@ -114,7 +115,7 @@ class RecentDelta(RecentWindow):
 def merge_metrics(
     event: MetricsEvent, meters: Metrics, recent: RecentWindow, find: FindWorker
 ) -> None:
-    """`find`: a worker by its serial number; what was counted for a removed one is dropped."""
+    """`find`: a worker by its serial number; metrics of a removed one are dropped."""
     for delta in event.cells:
         worker = find(delta.serial)
         if worker is not None or not delta.serial:

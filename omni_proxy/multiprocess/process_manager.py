@@ -1,8 +1,8 @@
 """Manages the data-plane processes: their number, their state, which of them listen.
 
-Invariant: what `await_replicated` waits for is in force in every process that serves. One that does
-not acknowledge in time is killed, since a process with an old snapshot must not route. A process
-that exits unasked is replaced, and what it had in flight is taken off the counters.
+Invariant: when `await_replicated` returns, every serving process has the state. A process that does
+not acknowledge in time is killed, because one with an old snapshot must not route. A process that
+exits unexpectedly is replaced, and its requests in flight are subtracted from the counters.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ _log = logging.getLogger(__name__)
 
 SILENT_SECS: Final = 10.0  # without a message a process answers /ready with 503
 TICK_SECS: Final = 1.0
-RECOUNT_SECS: Final = 0.1  # between two recounts; for an exact count a caller recounts itself
-PUBLISH_PAUSE_SECS: Final = 0.002  # between two snapshots, so that many changes make few
-PUBLISH_PAUSE_FACTOR: Final = 4  # times the duration of the last one: large fleets take long
-ABORT_SECS: Final = 2.0  # for a process to end what waits there; requests of a hung one do run
-HANDOVER_SECS: Final = 1.0  # for connections that are being made while new ones are steered away
+RECOUNT_SECS: Final = 0.1  # between two recounts; a caller that needs an exact count recounts
+PUBLISH_PAUSE_SECS: Final = 0.002  # between two snapshots, so that many changes share one
+PUBLISH_PAUSE_FACTOR: Final = 4  # times the duration of the last one, which grows with the fleet
+ABORT_SECS: Final = 2.0  # for a process to end its waiting requests; a hung one may not answer
+HANDOVER_SECS: Final = 1.0  # for connection attempts to complete while new ones are steered away
 
 
 def process_count(config: Config) -> int:
@@ -76,7 +76,7 @@ def process_count(config: Config) -> int:
 
 
 def per_process_config(config: Config, process_count: int) -> Config:
-    """The configuration of each of so many processes: bounds are divided, and rounded up."""
+    """The configuration of one of `process_count` processes: limits are divided, and rounded up."""
     server = structs.replace(
         config.server,
         queue_size=-(-config.server.queue_size // process_count),
@@ -86,7 +86,7 @@ def per_process_config(config: Config, process_count: int) -> Config:
 
 
 class ProcessManager:
-    """All data-plane processes, and the main process's own data plane, which serves where
+    """All data-plane processes, and the main process's own data plane, which serves if
     `[server] processes = 1`."""
 
     def __init__(
@@ -103,7 +103,7 @@ class ProcessManager:
         self._key_slots = KeySlots()
         self._fleet = fleet
         self.draining = False
-        self.tree_seed = 0  # of the hashes in prefix trees
+        self.tree_seed = 0  # seed of the hashes in prefix trees
         self.slots: dict[int, ProcessSlot] = {}  # by index
         self.worker_ids = WorkerIds(fleet, dataplane)
         self.exited_counts: Counter[str] = Counter()
@@ -117,11 +117,11 @@ class ProcessManager:
         self._admin_socket = admin_socket
         # The descriptors of the shared sessions, and of the owners of stored responses.
         self._tables: tuple[int, int] | None = None
-        self.session_tables: tuple[SharedSessions, ...] = ()  # the same, with the first process
+        self.session_tables: tuple[SharedSessions, ...] = ()  # mapped when a process starts
         self._aborts: dict[int, list[AbortFindings]] = {}  # by the number of their command
         self._last_abort = 0
         self._port: ReuseportGroup | None = None
-        self.inherited = GroupSockets()  # from another program, for the first port
+        self.inherited = GroupSockets()  # from the old program, for the first port
         self._start_watchers: list[Callable[[], None]] = []
         self._process_count = 0
         self._nursery: trio.Nursery | None = None
@@ -136,12 +136,12 @@ class ProcessManager:
 
     @property
     def handles(self) -> list[ProcessHandle]:
-        """Of the processes that are alive."""
+        """The handles of the processes that are alive."""
         handles = [slot.handle for slot in self.slots.values()]
         return [handle for handle in handles if handle is not None and not handle.closed]
 
     def prepare(self, new: Config) -> Callable[[], None]:
-        """As `DataPlane.prepare`: the result applies `new`. Raises OSError, ConfigError."""
+        """Like `DataPlane.prepare`: the result applies `new`. Raises OSError, ConfigError."""
         prepared = self.dataplane.prepare(new)
         try:
             if new.keys or new.server.api_key:
@@ -166,7 +166,7 @@ class ProcessManager:
         return self._key_counters
 
     def key_usage(self) -> dict[str, dict[str, int]]:
-        """What each caller has taken, by its name; "" is those without a right key."""
+        """The usage of each caller, by its name; "" is for requests without a valid key."""
         if self._key_counters is None:
             return {}
         self.dataplane.settings.callers.publish()
@@ -174,7 +174,7 @@ class ProcessManager:
         return {name: self._key_counters.totals(slot) for name, slot in slots.items()}
 
     def _follow_keys(self) -> None:
-        """The keys that were read last are in force, here at once and elsewhere by a snapshot."""
+        """Apply the newest keys: in this process immediately, in the others by a snapshot."""
         table = self._caller_keys.table
         if self._key_counters is None and not self.dataplane.settings.callers.guarded:
             return
@@ -187,7 +187,7 @@ class ProcessManager:
         self._changed.set()
 
     def open(self) -> None:
-        """Start to listen where `listeners.held` prevented it. Raises OSError."""
+        """Start to listen if `listeners.held` has prevented it. Raises OSError."""
         self.dataplane.open()
         if self.slots and self._port is not None:
             self._port.paused = False
@@ -220,19 +220,19 @@ class ProcessManager:
             await trio.sleep(max(PUBLISH_PAUSE_SECS, PUBLISH_PAUSE_FACTOR * spent_secs))
 
     async def await_replicated(self) -> None:
-        """Until the present state is in force in every process that serves."""
+        """Wait until every serving process has the current state."""
         self._publish()
         await self.acknowledged()
         self.count()
 
     async def acknowledged(self) -> None:
-        """Until every process that serves has carried out what it was sent."""
+        """Wait until every serving process has executed the commands sent to it."""
         for handle in [handle for handle in self.handles if handle.ready]:
             await handle.wait_acknowledged(handle.sent)
 
     async def abort(self, target: AbortTarget) -> AbortFindings:
-        """`DataPlane.abort` in every process. Where one does not answer in time, no id counts as
-        known: the caller then calls all workers."""
+        """`DataPlane.abort` in every process. If one does not answer in time, no id counts as
+        known, and the caller then calls all workers."""
         self._last_abort += 1
         number = self._last_abort
         found = self._aborts[number] = list[AbortFindings]()
@@ -250,13 +250,13 @@ class ProcessManager:
         return replace(findings, known=()) if deadline.cancelled_caught else findings
 
     def take_kv_changes(self, holder: str, changes: PackedChanges) -> None:
-        """As `DataPlane.take_kv_changes`, in every process."""
+        """`DataPlane.take_kv_changes` in every process."""
         self.dataplane.take_kv_changes(holder, changes)
         for handle in self.handles:
             handle.send(KvChangesCommand(holder, changes))
 
     def watch_started(self, callback: Callable[[], None]) -> None:
-        """`callback()` after the start of a process, which knows nothing of KV events yet."""
+        """`callback()` runs after the start of a process, which has no KV changes yet."""
         self._start_watchers.append(callback)
 
     def count(self) -> None:
@@ -276,24 +276,24 @@ class ProcessManager:
             handle.send(DrainCommand(keeps_idle))
 
     def dup_sockets(self) -> GroupSockets | None:
-        """Of the processes, for another program; None without processes. Raises OSError."""
+        """The processes' sockets for another program; None without processes. Raises OSError."""
         return self._port.dup_sockets() if self._port is not None else None
 
     async def drained(self) -> None:
-        """Until the last connection has ended; the caller's scope bounds it."""
+        """Wait until the last connection has ended; the caller sets the time limit."""
         while self.slots:
             await self._no_slots.wait()
         await self.dataplane.drained()
 
     async def _repeat(self, secs: float, chore: Callable[[], None]) -> None:
-        """Call `chore` again and again while there are slots."""
+        """Call `chore` periodically while there are slots."""
         while True:
             await self._has_slots.wait()
             chore()
             await trio.sleep(secs)
 
     def _prepare_port(self, new: Config, listener: Listener | None) -> ReuseportGroup | None:
-        """The sockets that its processes need; None where they have them. Raises OSError."""
+        """Sockets for the processes of `listener`; None if they have them. Raises OSError."""
         if listener is None or self.draining or not (process_count(new) > 1 or self.slots):
             return None
         if self._port is not None and self._port.listener is listener:
@@ -301,7 +301,7 @@ class ProcessManager:
         return ReuseportGroup(self.dataplane.loop, listener, self.inherited)
 
     def _apply(self, new: Config, port: ReuseportGroup | None) -> None:
-        """Have as many slots as `new` configures; `port`: new sockets, if any. Can't fail."""
+        """Adjust the number of slots to `new`; `port`: new sockets, if any. Can't fail."""
         accepting = self._process_count == 1
         self._process_count = process_count(new)
         multiple = self._process_count > 1
@@ -319,7 +319,7 @@ class ProcessManager:
         self._changed.set()
 
     def _close_port(self) -> None:
-        """The main process serves alone again, with the listener that it has."""
+        """Close the group's sockets once the main process serves alone, on its own listener."""
         if self._port is not None and self._process_count == 1:
             self._port.close_all()
             self._port = None
@@ -335,7 +335,7 @@ class ProcessManager:
             handle.listening = handle.listen_retry_pending = False
 
     def _stop_accepting(self, port: ReuseportGroup) -> None:
-        """The other processes accept from here on; idle clients of the main process reconnect."""
+        """Let only the other processes accept; idle clients of the main process reconnect."""
         port.pause()
         self.dataplane.close_after_responses(admin=False)
 
@@ -371,12 +371,12 @@ class ProcessManager:
         self._nursery.start_soon(self._drain_and_stop, slot)
 
     async def _drain_and_stop(self, slot: ProcessSlot) -> None:
-        """Steer new connections away, wait for those that are being made, then drain: a drain would
+        """Steer new connections away, wait for pending ones to complete, then drain: a drain would
         close a connection that has not sent its first request."""
         config, handle = self._publisher.config, slot.handle
         if handle is None or config is None:
             return
-        if slot.index > 1:  # the first socket may be served by another process too
+        if slot.index > 1:  # another process may also serve the first socket
             await trio.sleep(HANDOVER_SECS / 2)
         handle.send(ListenCommand(0))
         await trio.sleep(HANDOVER_SECS / 2)
@@ -448,7 +448,7 @@ class ProcessManager:
                 handle.listening = True
         serving = [handle.index - 1 for handle in self.handles if self._is_serving(handle)]
         if self._process_count == 1 or not (port.shared or self._first_slot_stays()):
-            port.resume()  # else nothing would accept what waits at the first socket
+            port.resume()  # otherwise nothing would accept connections of the first socket
         elif not port.paused and (0 in serving or (port.shared and serving)):
             self._stop_accepting(port)
         if self._process_count == 1 or not (serving or port.paused):
@@ -457,7 +457,7 @@ class ProcessManager:
             port.steer(serving or [slot.index - 1 for slot in self._active_slots()])
 
     def _on_listen_error(self, handle: ProcessHandle, error: str) -> None:
-        """Retried with the next tick."""
+        """Log the error once and retry with the next tick."""
         if not handle.listen_error:
             _log.error('dataplane_process_listen_failed process=%d error="%s"', handle.index, error)
         handle.listen_error = error
@@ -486,7 +486,7 @@ class ProcessManager:
         self._publisher.send_all(handles)
 
     def _tick(self) -> None:
-        """Send a heartbeat, and kill processes that acknowledge nothing."""
+        """Send a heartbeat, and kill processes that are unresponsive."""
         for handle in self.handles:
             handle.silent_ticks += 1
             if handle.is_unresponsive:

@@ -1,9 +1,9 @@
 """One of the data-plane processes: its slot, which outlives restarts, and the handle of a process.
 
-`ProcessSlot` starts its process again with back-off whenever that exits unasked, until it is
-retired. `ProcessHandle` is one process: it starts it, sends commands and receives events.
-Invariant: when `ProcessHandle.run` returns, also by cancellation, the process is gone, and no task
-waits for an acknowledgement of it. A slot that is retired starts no process any more.
+`ProcessSlot` restarts its process with back-off when it exits unexpectedly, until the slot is
+retired. `ProcessHandle` starts one process, sends commands to it and receives its events.
+Invariant: when `ProcessHandle.run` returns, also by cancellation, the process has ended, and no
+task waits for its acknowledgements. A retired slot starts no process.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _log = logging.getLogger(__name__)
 SUBCOMMAND: Final = "data-plane-process"
 RESTART_BACKOFF_SECS: Final = 0.2
 MAX_RESTART_BACKOFF_SECS: Final = 30.0
-BACKOFF_RESET_SECS: Final = 60.0  # a process that lived so long is restarted without delay again
+BACKOFF_RESET_SECS: Final = 60.0  # after this run time a restart has no accumulated delay
 KILL_AFTER_SECS: Final = 2.0  # from closing its socket to SIGKILL
-MAX_UNACKED_TICKS: Final = 10  # without an acknowledgement, then the process is killed
-# A busy machine imports slowly with all processes at once; killing them would begin it again.
+MAX_UNACKED_TICKS: Final = 10  # without an acknowledgement; then the process is killed
+# On a busy machine simultaneous starts are slow; killing the processes would only repeat them.
 MAX_STARTUP_TICKS: Final = 120
 
 EventCallback = Callable[["ProcessHandle", ProcessEvent], None]
@@ -56,7 +56,7 @@ class ProcessSlot:
         self._retired = trio.Event()
 
     def retire(self) -> None:
-        """Start no process any more; a running one continues until it is drained or killed."""
+        """Start no further process; a running one continues until it is drained or killed."""
         self._retired.set()
 
     @property
@@ -69,7 +69,7 @@ class ProcessSlot:
         on_event: EventCallback,
         on_exit: Callable[[ProcessSlot, ProcessHandle], None],
     ) -> None:
-        """Run a process, and the next when it exits. `on_start` sends its first commands."""
+        """Run a process, and a new one when it exits. `on_start` sends its first commands."""
         backoff = Backoff(RESTART_BACKOFF_SECS, MAX_RESTART_BACKOFF_SECS, BACKOFF_RESET_SECS)
         while not self.is_retiring:
             started_at = trio.current_time()
@@ -92,7 +92,7 @@ class ProcessSlot:
         on_event: EventCallback,
         on_exit: Callable[[ProcessSlot, ProcessHandle], None],
     ) -> str:
-        """How its process exited, or why it could not be started."""
+        """Run one process; returns how it exited, or why it could not be started."""
         try:
             handle = self.handle = ProcessHandle(self.index)
         except OSError as error:
@@ -108,7 +108,7 @@ class ProcessSlot:
 
 
 class ProcessHandle:
-    """One data-plane process. `stats`: the newest that it has reported."""
+    """One data-plane process. `stats`: its newest report."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -128,7 +128,7 @@ class ProcessHandle:
         self.stats: ProcessStats | None = None
         self.half_open_ids: dict[tuple[int, int], int] = {}  # (serial, its number) -> ours
         self.last_snapshot: StateSnapshot | None = None  # with all parts
-        self.voice_changes = 0  # that it has reported and that are in the registry
+        self.voice_changes = 0  # changes that it reported and that are in the registry
 
     @property
     def pid(self) -> int | None:
@@ -136,36 +136,36 @@ class ProcessHandle:
 
     @property
     def sent(self) -> int:
-        """How many commands it has to acknowledge."""
+        """The number of commands sent to the process."""
         return self._channel.sent
 
     @property
     def ready(self) -> bool:
-        """It has a fleet and a configuration."""
+        """Whether the process has a fleet and a configuration."""
         return self.acked >= 2 and not self.closed
 
     @property
     def accepts(self) -> bool:
-        """Its listening socket is in use."""
+        """Whether the process accepts on its listening socket."""
         return self.listening and self.acked == self.sent
 
     @property
     def is_unresponsive(self) -> bool:
-        """It has acknowledged nothing for too long; one that starts up has more time."""
+        """Whether it has acknowledged nothing for too long; a starting process has more time."""
         max_ticks = MAX_UNACKED_TICKS if self.acked else MAX_STARTUP_TICKS
         return self.acked < self.sent and self.silent_ticks > max_ticks
 
     def send(self, command: ProcessCommand, *socks: socket.socket) -> int:
-        """The command's number, 0 after the end. Raises OSError, see `IpcChannel.send`."""
+        """The command's number, 0 after `close`. Raises OSError, see `IpcChannel.send`."""
         descriptors = [sock.fileno() for sock in socks]
         return 0 if self.closed else self._channel.send(command, descriptors)
 
     def send_files(self, command: ProcessCommand, *descriptors: int) -> int:
-        """As `send`, with files or shared memory."""
+        """Like `send`, with descriptors of files or shared memory."""
         return 0 if self.closed else self._channel.send(command, descriptors)
 
     async def wait_acknowledged(self, count: int) -> None:
-        """Until `count` commands have taken effect there, or the process has ended."""
+        """Wait until `count` commands have taken effect in the process, or it has ended."""
         while self.acked < count and not self.closed:
             await self._acked_more.wait()
 
@@ -176,7 +176,7 @@ class ProcessHandle:
     async def run(self, on_event: EventCallback) -> str:
         """Start the process and receive its events until it exits; returns how it did.
 
-        Raises OSError where it can't be started.
+        Raises OSError if it can't be started.
         """
         try:
             with self._theirs:
@@ -197,7 +197,7 @@ class ProcessHandle:
         return _exit_text(status)
 
     def close(self) -> None:
-        """Close the socket: nothing is sent or received any more. The process then exits."""
+        """Close the socket. Nothing is sent or received any more, and the process exits."""
         self.closed, self.listening = True, False
         self._theirs.close()
         self._channel.close()
@@ -225,7 +225,8 @@ class ProcessHandle:
 
 
 def process_argv(descriptor: int) -> list[str]:
-    """This program again, however it was started; `descriptor`: of its end of the socket."""
+    """The command that runs this program as a data-plane process; `descriptor`: its end of the
+    socket."""
     return argv_of(LaunchEntry(command=(OWN_COMMAND, SUBCOMMAND, str(descriptor))), 0, ())
 
 

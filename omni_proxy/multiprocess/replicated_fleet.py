@@ -1,9 +1,9 @@
-"""The fleet in a data-plane process: follows the main process's snapshots, reports what it sees.
+"""The fleet in a data-plane process: follows the main process's snapshots and reports results.
 
-Invariant: health is not judged here. A worker's `in_flight` is the sum over all processes, at most
-a moment old; where a worker has a bound, it is read again for each pick and after counting, so that
-all processes together never exceed a bound. The one request to a half-open worker is sent only
-where the main process has given this process the lease.
+Invariant: health is determined only by the main process. A worker's `in_flight` is the sum over all
+processes, a few milliseconds old at most; if a worker has a bound, the sum is read again for each
+pick and after counting, so that all processes together never exceed the bound. A process sends the
+single request to a half-open worker only while it has the lease from the main process.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from omni_proxy.multiprocess.shared_memory.worker_counters import (
     unpacked_offset,
 )
 
-# So recounting takes a small share of the time, and counts of large fleets are a few ms old.
+# Recounting takes a small share of the time, and counts of large fleets are a few ms old.
 RECOUNT_PAUSE_SECS_PER_CELL: Final = 2e-6
 MIN_RECOUNT_PAUSE_SECS: Final = 0.0002
 
@@ -54,9 +54,9 @@ _total: Any = WorkerLoad.__dict__["in_flight"]
 
 
 class _SharedCount:
-    """An `in_flight` that is written to the shared counters at once: the sum over all processes.
-    In a cluster its `inflight_bound` and `load_offset` are read there, too.
-    Its fields are slots of the classes below: two bases with slots can't be combined."""
+    """An `in_flight` that is the sum over all processes; writes go to the shared counters directly.
+    In a cluster `inflight_bound` and `load_offset` are read from there, too.
+    The fields are slots of the classes below, because two bases with slots can't be combined."""
 
     serial: int
     cell: int
@@ -67,7 +67,7 @@ class _SharedCount:
     _row: Cells
 
     def _begin(self, ids: tuple[int, int], row: Cells) -> None:
-        """`ids`: its serial number, and its cell in each row."""
+        """`ids`: the target's serial number, and its cell in each row."""
         self.serial, self.cell = ids
         self._row = row
         self._own = 0
@@ -78,7 +78,7 @@ class _SharedCount:
         _total.__set__(self, total)
         self._row[self.cell] = self._own
 
-    # The field of the base keeps the sum, so that it is read there without a frame.
+    # The sum is stored in the base's field, where reading it needs no Python frame.
     in_flight = property(_total.__get__, _set_in_flight)
 
     def recount(self, others: Sequence[Cells]) -> None:
@@ -88,7 +88,7 @@ class _SharedCount:
         _total.__set__(self, total)
 
     def follow_cluster(self, bounds: Cells, offsets: Cells) -> None:
-        """Rows of the shared counters in which the main process has them."""
+        """Read the values from these rows of the shared counters, which the main process writes."""
         self.inflight_bound = unpacked_bound(bounds[self.cell], self.max_inflight)
         self.load_offset = unpacked_offset(offsets[self.cell])
 
@@ -104,7 +104,7 @@ class SharedWorker(_SharedCount, Worker):
 
 
 class SharedDpRank(_SharedCount, DpRank):
-    """A data-parallel rank with one; its requests are counted in its worker's cell, too."""
+    """A data-parallel rank with a cell; its requests are also counted in its worker's cell."""
 
     __slots__ = ("_own", "_row", "cell", "serial")
 
@@ -114,7 +114,7 @@ class SharedDpRank(_SharedCount, DpRank):
 
 
 def shared_ids(target: Worker) -> tuple[int, int] | None:
-    """The serial number and the cell of a worker or rank, None for one of another kind."""
+    """The serial number and the cell of a worker or rank; None if it has no cell."""
     return (target.serial, target.cell) if isinstance(target, _SharedCount) else None
 
 
@@ -139,12 +139,12 @@ class ReplicatedFleet(Fleet):
         self._by_serial: dict[int, SharedWorker | SharedDpRank] = {}
         self._half_open: dict[Worker, int] = {}  # half-open requests of this process, in flight
         self._row_trials: dict[Worker, int] = {}  # half-open requests that the newest row counts
-        self._expected_trials: dict[Worker, int] = {}  # how many a row must count to be up to date
+        self._expected_trials: dict[Worker, int] = {}  # count that an up-to-date row has at least
         self._recount_at = 0.0
         self.others: list[Cells] = []
 
     def reach(self, processes: int) -> None:
-        """Rows up to that index are in use."""
+        """Use the rows of the processes up to this index."""
         rows = [index for index in range(processes + 1) if index != self._index]
         self.others = [self._counters.row(index) for index in rows]
         self.recount()
@@ -153,7 +153,7 @@ class ReplicatedFleet(Fleet):
         return self._by_serial.get(serial)
 
     def follow(self, rows: Sequence[WorkerState], now: datetime) -> None:
-        """Apply `rows` as one change: no queued request sees half of it."""
+        """Apply `rows` as one change: no queued request sees a part of it."""
         self._ids_by_url = {row.entry.url: (row.serial, row.cell) for row in rows}
         self._rank_ids_by_url = {row.entry.url: row.rank_ids for row in rows}
         restarted = [url for url, worker in self._by_url.items() if self._is_replaced(url, worker)]
@@ -189,7 +189,7 @@ class ReplicatedFleet(Fleet):
 
     def _make_rank(self, worker: Worker, index: int) -> DpRank:
         ids = self._rank_ids_by_url.get(worker.url, ())
-        if index >= len(ids):  # the main process has one for each rank that it knows of
+        if index >= len(ids):  # the main process does not have this rank yet
             return super()._make_rank(worker, index)
         return SharedDpRank(worker, index, ids[index], self._row)
 
@@ -220,7 +220,7 @@ class ReplicatedFleet(Fleet):
         return super().pool(role, model, mask)
 
     def is_over_limit(self, worker: Worker) -> bool:
-        """Each process counts first and looks then, so of two at least one sees the other."""
+        """Each process counts before it reads, so of two processes at least one sees the other."""
         if not worker.max_inflight or not isinstance(worker, SharedWorker | SharedDpRank):
             return False
         fence()
@@ -249,12 +249,12 @@ class ReplicatedFleet(Fleet):
     ) -> None:
         if isinstance(worker, SharedWorker):
             self._send_event(RequestFailedEvent(worker.serial, status, error, at, half_open_id))
-            worker.health.failed_requests += 1  # so that a success is reported too
+            worker.health.failed_requests += 1  # so that the next success is reported
 
     def observe_success(self, worker: Worker, half_open_id: int = 0) -> None:
         if isinstance(worker, SharedWorker):
             self._send_event(RequestSucceededEvent(worker.serial, half_open_id))
-            worker.health.failed_requests = 0  # it is reported once
+            worker.health.failed_requests = 0  # a success is reported once
 
     def begin_half_open(self, worker: Worker) -> int:
         half_open_id = super().begin_half_open(worker)
@@ -265,7 +265,7 @@ class ReplicatedFleet(Fleet):
         return half_open_id
 
     def end_half_open(self, worker: Worker, half_open_id: int) -> None:
-        """The main process decides who may send the next one."""
+        """The main process determines which process may send the next request."""
         if self._half_open.get(worker) != half_open_id:
             return
         del self._half_open[worker]

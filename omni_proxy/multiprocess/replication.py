@@ -1,11 +1,11 @@
 """Replication between the main process and its data-plane processes: snapshots out, events in.
 
 Invariants: a snapshot is of one moment: rows, voice owner and configuration that belong together
-come in one message. Events name a worker by its serial number, so that nothing about a removed
-worker counts against a later one with the same URL.
-Each snapshot also has the lease of a half-open worker (`HalfOpenLeases`): its process may send the
-one request. A process gets the lease only after the one before it has acknowledged its loss, so two
-never hold it. A lease moves on after `LEASE_SECS`. Pure: the time is an argument.
+are in one message. Events name a worker by its serial number, so that reports about a removed
+worker don't count for a later one with the same URL. Each snapshot also grants leases of half-open
+workers (`HalfOpenLeases`): the process with the lease may send the single request. A process gets a
+lease only after the previous one has acknowledged its loss, so two processes never have it at the
+same time. A lease is passed on after `LEASE_SECS`. Pure: the time is an argument.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from omni_proxy.telemetry.instruments import Instruments
 
 
 class SnapshotPublisher:
-    """`config`: of each data-plane process, see `per_process_config`."""
+    """`config`: that of each data-plane process, see `per_process_config`."""
 
     def __init__(self, fleet: Fleet, worker_ids: WorkerIds) -> None:
         self.config: Config | None = None
@@ -55,11 +55,11 @@ class SnapshotPublisher:
         self._worker_ids = worker_ids
         self._leases = HalfOpenLeases()
         self._voices = VoiceListMessage("", None)
-        self._names: frozenset[str] | None = None  # of which `_voices` was made
+        self._names: frozenset[str] | None = None  # the source of `_voices`
         self._revision = 0
 
     def send_all(self, handles: Sequence[ProcessHandle], *, heartbeat: bool = False) -> None:
-        """Send what is new to each process; with `heartbeat` something to every one."""
+        """Send each process its changes; with `heartbeat` a message even without changes."""
         rows = self._worker_ids.rows() if handles else ()
         for handle in handles:
             self._send_changes(handle, rows, heartbeat=heartbeat)
@@ -115,7 +115,7 @@ class SnapshotPublisher:
     def _rows_for(
         self, handle: ProcessHandle, rows: tuple[WorkerState, ...]
     ) -> tuple[WorkerState, ...]:
-        """A half-open worker is blocked for every process but the one that has its lease."""
+        """The rows for a process: half-open workers are blocked unless it has their lease."""
         if not any(row.breaker_tripped for row in rows):
             return rows
         return tuple(
@@ -147,7 +147,7 @@ class _Lease:
 
 
 class HalfOpenLeases:
-    """Workers are given by serial number, processes by index."""
+    """Leases of half-open workers. Workers are serial numbers, processes are indexes."""
 
     def __init__(self) -> None:
         self._leases: dict[int, _Lease] = {}
@@ -163,10 +163,10 @@ class HalfOpenLeases:
         now: float,
         acked: Callable[[int], int],
     ) -> set[int]:
-        """Give every worker in `half_open` a lease, and move on those that are too old.
+        """Grant a lease for every worker in `half_open`, and revoke leases that are too old.
 
-        `acked`: how many messages a process has acknowledged. Returns the processes that lose a
-        lease; the caller sends that, and calls `revoke` with the number of the message.
+        `acked`: number of messages that a process has acknowledged. Returns the processes that lose
+        a lease; the caller sends them a message, and calls `revoke` with its number.
         """
         revoked = self._drop_unneeded(half_open, processes, acked)
         for worker in half_open if processes else ():
@@ -186,7 +186,8 @@ class HalfOpenLeases:
     def _drop_unneeded(
         self, half_open: Collection[int], processes: Sequence[int], acked: Callable[[int], int]
     ) -> set[int]:
-        """A lease of a worker that is not half-open any more ends at its acknowledgement."""
+        """Revoke leases of workers that are no longer half-open; each ends when its process has
+        acknowledged that."""
         revoked: set[int] = set()
         for worker, lease in list(self._leases.items()):
             if worker in half_open:
@@ -199,22 +200,22 @@ class HalfOpenLeases:
         return revoked
 
     def revoke(self, process: int, message: int) -> None:
-        """Its leases that are over are revoked by message number `message`."""
+        """Record that message number `message` revokes the expired leases of the process."""
         for lease in self._leases.values():
             if lease.process == process and lease.over and not lease.revoked_by:
                 lease.revoked_by = message
 
 
 def _after(process: int, processes: Sequence[int]) -> int:
-    """The next in the ring."""
+    """The next process in the ring."""
     later = [other for other in sorted(processes) if other > process]
     return later[0] if later else min(processes)
 
 
 @dataclass(frozen=True, slots=True)
 class ReportHandler:
-    """`loads`: for the other processes. `exited_counts`, `exited_outcomes`: counters of processes
-    that have exited."""
+    """Applies events of data-plane processes. `loads`: forwards load reports to the other
+    processes. `exited_counts`, `exited_outcomes`: counters of processes that have exited."""
 
     fleet: Fleet
     dataplane: DataPlane
@@ -287,7 +288,7 @@ class ReportHandler:
                 self.dataplane.keep_voices_at(worker)
 
     def on_process_exit(self, handle: ProcessHandle) -> None:
-        """Its half-open requests are over; what it counted stays counted."""
+        """End the half-open requests of a process that exited, and keep its counters."""
         for (serial, _), half_open in handle.half_open_ids.items():
             worker = self.worker_ids.find(serial)
             if worker is not None:

@@ -1,10 +1,10 @@
 """The listening sockets of the public address, one for each data-plane process (SO_REUSEPORT).
 
-Invariant: the main process keeps each socket open as long as a process may have it, so connections
-in its backlog outlive the process and are accepted by the next. The first socket was bound without
-SO_REUSEPORT, so that a port in use is refused; here it gets the option. A BPF program steers new
-connections to sockets that a process serves (socket(7), SO_ATTACH_REUSEPORT_CBPF); where the kernel
-refuses it, they wait in the backlog for their process.
+Invariant: the main process keeps each socket open as long as a process may use it, so connections
+in its backlog outlive a process and are accepted by the next one. The first socket is bound without
+SO_REUSEPORT, so that a port in use is refused; it gets the option here. A BPF program steers new
+connections to sockets that a process serves (socket(7), SO_ATTACH_REUSEPORT_CBPF). If the kernel
+refuses the program, connections wait in the backlog for their process.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MOD, _IF_EQUAL, _RETURN = 0x94, 0x15, 0x06
 
 @dataclass(frozen=True, slots=True)
 class GroupSockets:
-    """What another program takes over of a group: its sockets by slot but the first, the slots that
-    listen in the kernel's order, and the indexes that connections are steered to."""
+    """The part of a group that another program takes over: its sockets by slot except the first,
+    the slots that listen in the kernel's order, and the indexes that get new connections."""
 
     sockets: dict[int, socket.socket] = field(default_factory=dict)
     group: tuple[int, ...] = ()
@@ -50,8 +50,8 @@ class ReuseportGroup:
     def __init__(
         self, loop: EventLoop, listener: Listener, inherited: GroupSockets | None = None
     ) -> None:
-        """`listener`: the main process's own. `inherited`: of another program; the group empties
-        it. Raises OSError, changing nothing."""
+        """`listener`: the main process's own. `inherited`: sockets of another program, which the
+        group takes out of it. Raises OSError, changing nothing."""
         self.listener = listener
         self._loop = loop
         first = listener.dup_socket()
@@ -76,7 +76,7 @@ class ReuseportGroup:
         )
 
     def _adopt(self, inherited: GroupSockets) -> None:
-        """Go on with the sockets of another program; the first is the listener's already. A later
+        """Take over the sockets of another program; the listener already has the first one. A later
         group of this program, on another address, gets none."""
         name = self._sockets[0].getsockname()
         moved = any(sock.getsockname() != name for sock in inherited.sockets.values())
@@ -89,20 +89,20 @@ class ReuseportGroup:
         inherited.sockets.clear()
 
     def pause(self) -> None:
-        """The main process accepts no connection; the socket stays open."""
+        """Stop accepting in the main process; the socket stays open."""
         if not self.paused and self.listener.is_listening:
             self.paused = True
             self.listener.pause()
             self._loop.flush()
 
     def resume(self) -> None:
-        """The main process accepts again."""
+        """Accept in the main process again."""
         if self.paused:
             self.paused = False
             self.listener.resume()
 
     def listen(self, slot: int) -> socket.socket:
-        """The slot's socket, listening; the first slot's where it can't have its own."""
+        """The slot's listening socket; the first slot's if it can't have its own."""
         self._vacant.discard(slot)
         if 0 not in self._group and _is_listening(self._sockets[0]):
             self._group.insert(0, 0)
@@ -118,7 +118,7 @@ class ReuseportGroup:
         return sock
 
     def steer(self, slots: Collection[int]) -> None:
-        """Steer new connections to these slots, as far as they listen; to all where none does."""
+        """Steer new connections to those of these slots that listen; to all slots if none does."""
         indexes = tuple(self._group.index(slot) for slot in sorted(slots) if slot in self._group)
         if len(indexes) == len(self._group):
             indexes = ()
@@ -132,12 +132,12 @@ class ReuseportGroup:
             _log.warning('connection_steering_unavailable error="%s"', error)
 
     def close(self, slot: int) -> None:
-        """Close a socket that no process serves and that `steer` has led away from.
+        """Close a socket that no process serves and that gets no new connections.
 
-        It stays open while a later one in the kernel's order is: closing it would renumber those.
+        It stays open as long as a later one in the kernel's order: closing it would renumber those.
         """
         if slot == 0 or slot not in self._sockets:
-            return  # the first holds the address
+            return  # the first socket reserves the address
         self._vacant.add(slot)
         if slot not in self._group or not self._steers:
             self._close_socket(slot)
@@ -189,7 +189,8 @@ def _is_listening(sock: socket.socket) -> bool:
 
 
 def _attach_program(sock: socket.socket, indexes: Sequence[int]) -> None:
-    """A classic BPF program for the group: hash modulo `indexes`; none detaches it."""
+    """Attach a classic BPF program to the group that selects `indexes` by hash; without indexes
+    detach it."""
     if not indexes:
         sock.setsockopt(socket.SOL_SOCKET, SO_DETACH_REUSEPORT_BPF, 0)
         return

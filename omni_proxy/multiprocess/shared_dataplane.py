@@ -1,8 +1,8 @@
-"""The data plane of a data-plane process: other processes count, listen and keep voices beside it.
+"""The data plane of a data-plane process, which shares counters and voices with other processes.
 
 Invariant: with `[server] max_inflight`, `in_flight` is the sum over all processes, read at each
-use, and never above the bound; without it, it is this process's own. The admin API is in the main
-process; while that is silent, its routes answer 503.
+use, and never exceeds the bound; otherwise it is this process's own. The admin API is in the main
+process; while that sends no messages, its routes answer 503.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from omni_proxy.multiprocess.shared_memory.worker_counters import PROCESS_CELL, 
 
 
 class SharedInFlight(InFlight):
-    """`row` is this process's own part of the shared counters; `fleet` has the others'."""
+    """`row` is this process's row of the shared counters; `fleet` has the rows of the others."""
 
     def __init__(self, settings: Settings, fleet: ReplicatedFleet, row: Cells) -> None:
         self._row = row
@@ -39,12 +39,12 @@ class SharedInFlight(InFlight):
 
     @in_flight.setter
     def in_flight(self, total: int) -> None:
-        """Set by adding to, or subtracting from, what was read last."""
+        """The new value must be the last read one plus or minus own requests."""
         self._own = total - self._others
         self._row[PROCESS_CELL] = self._own
 
     def follow(self, config: Config) -> None:
-        """The bound may be another one: what was read last counts no more."""
+        """Apply a changed bound; the last read value becomes invalid."""
         self._bounded = config.server.max_inflight > 0
         self._others = 0
 
@@ -54,7 +54,7 @@ class SharedInFlight(InFlight):
 
 
 class SharedDataPlane(DataPlane):
-    """`row`: of this process in the shared counters; the fleet has those of the others."""
+    """`row`: this process's row of the shared counters; the fleet has the rows of the others."""
 
     inflight: SharedInFlight
 
@@ -85,11 +85,11 @@ class SharedDataPlane(DataPlane):
         super().configure(config)
 
     def apply_without_listeners(self, config: Config) -> None:
-        """Apply all of `config` but the listeners and their certificates."""
+        """Apply `config` except the listeners and their certificates."""
         self.configure(config)
 
     def follow_voices(self, voices: VoiceListMessage, changes: int) -> None:
-        """Apply the main process's list, unless a change of this process is not part of it yet."""
+        """Apply the main process's list, unless it lacks a change of this process."""
         if changes == self._voice_changes:
             self.voices.follow(voices.owner, voices.names)
             self.queue.serve(changed=True)

@@ -1,8 +1,8 @@
-"""What the callers of keys have used, in memory that all processes share.
+"""The usage of callers' keys, in memory that all processes share.
 
-`KeyCounters` is the memory, one row for each process; `KeySlots` says which name has which slot of
-it, while it is configured. Invariant: every cell has one writer, the process of its row, so no
-update is lost without locks. What a process that exited had in flight is cleared, the rest stays.
+`KeyCounters` is the memory, one row for each process; `KeySlots` assigns slots of a row to the
+configured names. Invariant: every cell has one writer, the process of its row, so no update is lost
+without locks. After a process has exited its in-flight counts are cleared, the others are kept.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from omni_proxy.multiprocess.shared_memory.worker_counters import fence
 _log = logging.getLogger(__name__)
 
 KEY_CELL_BYTES: Final = 8
-KEY_SLOTS: Final = 2 * MAX_KEYS  # so a released one rests before it is used again
+KEY_SLOTS: Final = 2 * MAX_KEYS  # so that a released slot is not reused immediately
 KEY_ROW_CELLS: Final = KEY_SLOTS * SLOT_CELLS
 KEY_ROW_BYTES: Final = -(-KEY_ROW_CELLS * KEY_CELL_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 
 MAX_TRIES: Final = 8
-REPORT_SECS: Final = 1.0  # between two looks at the requests without a right key
+REPORT_SECS: Final = 1.0  # between two checks for requests without a valid key
 _ZERO: Final = bytes(KEY_CELL_BYTES)
 
 Row = memoryview  # of signed 64-bit integers
 
 
 class KeyCounters:
-    """`index`: of this process; `highest`: of a process that has, or had, a row. A large mapping
-    for each row, of which only the pages that are used take memory."""
+    """`index`: this process's; `highest`: the highest index that has, or had, a row. Each row is a
+    large mapping, of which only used pages take memory."""
 
     fence = staticmethod(fence)
 
@@ -51,18 +51,19 @@ class KeyCounters:
 
     @classmethod
     def create(cls) -> KeyCounters:
-        """Of the main process. Raises OSError."""
+        """Create the memory, in the main process. Raises OSError."""
         counters = cls(os.memfd_create("omni-proxy-keys", os.MFD_CLOEXEC), 0)
         counters.extend(0)
         return counters
 
     @property
     def tries(self) -> int:
-        """More in processes with a lower index: of those that meet, one gets in."""
+        """Number of attempts to reserve a request. It is higher in processes with a lower index, so
+        that of concurrent attempts one succeeds."""
         return min(2 + self.highest - self.index, MAX_TRIES)
 
     def extend(self, highest: int) -> None:
-        """There is a process with this index. Raises OSError."""
+        """Add rows up to this index. Raises OSError."""
         self.highest = max(self.highest, highest)
         os.ftruncate(self.descriptor, (self.highest + 1) * KEY_ROW_BYTES)
 
@@ -85,15 +86,15 @@ class KeyCounters:
         return sum(self._cells(index, slot)[IN_FLIGHT] for index in self._indexes())
 
     def clear(self, slot: int) -> None:
-        """It gets another name."""
+        """Reset a slot, before it is assigned to another name."""
         for index in self._indexes():
             cells = self._cells(index, slot)
             for at in range(SLOT_CELLS):
                 cells[at] = 0
 
     def drop_in_flight(self, index: int, slots: Iterable[int]) -> None:
-        """The process with this index has exited. Without a mapping, which takes a descriptor:
-        there may be none left."""
+        """Clear the in-flight counts of a process that exited. It writes to the file, because a
+        mapping takes a descriptor, and there may be none left."""
         if index <= self.highest:
             for slot in slots:
                 os.pwrite(self.descriptor, _ZERO, _offset(index, slot) + IN_FLIGHT * KEY_CELL_BYTES)
@@ -106,7 +107,7 @@ class KeyCounters:
         if row is None:
             try:
                 memory = mmap.mmap(self.descriptor, KEY_ROW_BYTES, offset=index * KEY_ROW_BYTES)
-            except OSError:  # a mapping takes a descriptor: a copy of the cells will do
+            except OSError:  # no descriptor left for a mapping: a copy of the cells suffices
                 if index == self.index:
                     raise
                 copy = os.pread(self.descriptor, SLOT_CELLS * KEY_CELL_BYTES, _offset(index, slot))
@@ -116,9 +117,8 @@ class KeyCounters:
 
 
 async def report_wrong_keys(find: Callable[[], KeyCounters | None]) -> None:
-    """Log now and then that requests of any process came without a right key, and note how many
-    of them each minute had, until cancelled.
-    `find`: the counters, once there are some."""
+    """Log at intervals that requests of any process had no valid key, and record their number in
+    each minute, until cancelled. `find`: returns the counters, once they exist."""
     report = WrongKeyReport()
     while True:
         await trio.sleep(REPORT_SECS)
@@ -131,12 +131,12 @@ async def report_wrong_keys(find: Callable[[], KeyCounters | None]) -> None:
 
 
 def _offset(index: int, slot: int) -> int:
-    """Where a slot of the process with this index begins, in bytes."""
+    """Offset in bytes of a slot of the process with this index."""
     return index * KEY_ROW_BYTES + slot * SLOT_CELLS * KEY_CELL_BYTES
 
 
 class KeySlots:
-    """Which name has which slot: the main process's part of it."""
+    """The slots by name, as assigned by the main process."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, int] = {}
@@ -156,7 +156,7 @@ class KeySlots:
             self.highest += 1
             return self.highest
         while counters.in_flight(self._released[0]):
-            self._released.rotate(-1)  # there are more slots than requests that outlive their key
+            self._released.rotate(-1)  # few requests outlive their key, so some slot is free
         slot = self._released.popleft()
         counters.clear(slot)
         return slot

@@ -1,10 +1,10 @@
-"""Prefix trees in a file in memory: how they get from one program into the next.
+"""Passes prefix trees from one program to the next, in a file in memory.
 
-    bytes of each tree | a TreeRecord for each, as JSON | length of those, 4 bytes
+    bytes of each tree | a TreeRecord for each, as JSON | length of the records, 4 bytes
 
-Invariants: what is no tree is refused before anything of it is used; a file whose writer was
-stopped has no tree. All integers are in this machine's order: both programs run on it. Nothing here
-touches a tree that is in use for longer than `PrefixTree.columns` takes.
+Invariants: invalid data is refused before any part of it is used; a file whose writer was stopped
+has no tree. Integers are in native byte order: both programs run on the same machine. A tree in use
+is blocked only for the duration of `PrefixTree.columns`.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Holder = TypeVar("Holder", bound=Hashable)
 
 SLICE: Final = 4096  # nodes in a piece of bytes, so that no piece takes long
 MOST_BYTES: Final = 256 << 20  # of a file
-RESTORE_SECS: Final = 4.0  # then what was used longest ago is left out
+RESTORE_SECS: Final = 4.0  # after it the least recently used nodes are left out
 _NUMBER: Final = array("I").itemsize
 _LENGTH: Final = 4  # bytes
 
 
 class UnreadableTree(Exception):
-    """The bytes or columns are of no tree."""
+    """The bytes or columns are not a valid tree."""
 
 
 class TreeRecord(Struct, frozen=True, kw_only=True):
-    """The prefix tree of a pool's policy: how many nodes it has, how many bytes they take behind
-    those of the tree before, and whom each bit of a mask stands for (a URL; "" for nobody)."""
+    """The prefix tree of a pool's policy: its number of nodes, its size in bytes (trees follow each
+    other), and the holder that each bit of a mask stands for (a URL; "" for none)."""
 
     role: Role
     nodes: int
@@ -57,7 +57,7 @@ def tree_file() -> int:
 
 
 async def save_trees(data_plane: DataPlane, descriptor: int) -> None:
-    """The trees of all policies, as they are now, into an empty file."""
+    """Write the current trees of all policies to an empty file."""
     policies = data_plane.policies().items()
     trees = {role: policy.prefix_tree for role, policy in policies}
     columns = {role: tree.columns() for role, tree in trees.items() if tree and tree.nodes}
@@ -66,8 +66,8 @@ async def save_trees(data_plane: DataPlane, descriptor: int) -> None:
 
 
 async def load_trees(data_plane: DataPlane, descriptor: int) -> None:
-    """What `save_trees` has written, for policies that have a tree, too; nothing that they know is
-    kept. Holders that are no workers here are left out."""
+    """Replace the policies' trees with those that `save_trees` has written. Holders that are not
+    workers of this fleet are left out."""
     holders = {target.url: target for target in data_plane.fleet.targets()}
     until = time.monotonic() + RESTORE_SECS
     try:
@@ -80,13 +80,13 @@ async def load_trees(data_plane: DataPlane, descriptor: int) -> None:
     present = set(data_plane.fleet.targets())
     for role, tree in trees.items():
         for holder in tree.holders():
-            if holder not in present:  # it has left meanwhile
+            if holder not in present:  # it has left in the meantime
                 tree.forget(holder)
         data_plane.policy_of(role).adopt_tree(tree)
 
 
 def write_trees(descriptor: int, trees: Mapping[Role, TreeColumns[Worker]]) -> None:
-    """Blocks. A tree with which the file would be larger than MOST_BYTES is left out."""
+    """Blocks. A tree that would make the file larger than MOST_BYTES is left out."""
     records: list[TreeRecord] = []
     total = 0
     with open(descriptor, "wb", closefd=False) as file:
@@ -107,8 +107,8 @@ def write_trees(descriptor: int, trees: Mapping[Role, TreeColumns[Worker]]) -> N
 def read_trees(
     descriptor: int, holders: Mapping[str, Worker], go_on: Callable[[], bool]
 ) -> dict[Role, PrefixTree[Worker]]:
-    """New trees by role; an empty file has none. Blocks. Where `go_on()` is false what was used
-    longest ago is left out. Raises UnreadableTree."""
+    """New trees by role; an empty file has none. Blocks. Once `go_on()` is false, the least
+    recently used nodes are left out. Raises UnreadableTree."""
     data = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
     if not data:
         return {}
@@ -134,7 +134,7 @@ def read_trees(
 def restore_tree(
     tree: PrefixTree[Holder], columns: TreeColumns[Holder], go_on: Callable[[], bool]
 ) -> None:
-    """`tree` is new. Raises UnreadableTree before anything is in it."""
+    """Fill an empty tree. Raises UnreadableTree before it changes anything."""
     nodes = _nodes(columns)
     tree.restore(columns.names)
     for start in range(0, len(nodes), SLICE):
@@ -149,7 +149,7 @@ def _encoded_size(columns: TreeColumns[Holder]) -> int:
 
 
 def encode_tree(columns: TreeColumns[Holder]) -> Iterator[bytes]:
-    """Without the names, in pieces."""
+    """The bytes of a tree without its names, in pieces."""
     labels, masks = columns.labels, columns.masks
     width = _mask_bytes(columns.names)
     for start in range(0, len(labels), SLICE):
@@ -163,7 +163,7 @@ def encode_tree(columns: TreeColumns[Holder]) -> Iterator[bytes]:
 
 
 def decode_tree(data: bytes, nodes: int, names: Sequence[Holder | None]) -> TreeColumns[Holder]:
-    """What `encode_tree` wrote of so many nodes. Raises UnreadableTree."""
+    """Decode the output of `encode_tree` for this number of nodes. Raises UnreadableTree."""
     width = _mask_bytes(names)
     ends = [nodes * _NUMBER * count for count in range(4)]
     ends.append(ends[-1] + nodes * width)
@@ -185,7 +185,7 @@ def _mask_bytes(names: Sequence[object]) -> int:
 
 
 def _nodes(columns: TreeColumns[Holder]) -> list[tuple[int, bytes, int]]:
-    """As `PrefixTree.restore` takes them, without those that nobody holds."""
+    """The nodes in the form of `PrefixTree.restore_nodes`, without nodes that have no holder."""
     labels, masks, parents, newer, names = columns
     count, known = len(labels), 1 << len(names)
     if not count == len(masks) == len(parents) == len(newer) or not count:

@@ -1,8 +1,8 @@
 """Sticky sessions, in memory that all processes share.
 
-Invariant: a key means the same worker in every process; of two processes that begin one session at
-once the later one wins. There are no locks: a lost update of a count is corrected by the main
-process, which passes over the table in slices.
+Invariant: a key maps to the same worker in every process; if two processes begin a session
+concurrently, the later write wins. There are no locks: a lost update of a count is corrected by the
+main process, which scans the table in slices.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ TABLE_BYTES: Final = SESSION_BYTES * MAX_SESSIONS
 COUNTS_AT: Final = -(-TABLE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE
 COUNT_BYTES: Final = 4
 ALL_BYTES: Final = COUNTS_AT + COUNT_BYTES * CELLS
-SLICE_BYTES: Final = 256 * 1024  # of the table, read by one call of `maintain`: about a millisecond
+SLICE_BYTES: Final = 256 * 1024  # of the table, read by one call of `maintain`
 
 
 def create_sessions() -> int:
-    """The descriptor of memory for all of them, allocated by use. Raises OSError."""
+    """The descriptor of memory for all sessions, allocated on use. Raises OSError."""
     descriptor = os.memfd_create("omni-proxy-sessions", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, ALL_BYTES)
     return descriptor
@@ -47,8 +47,8 @@ def create_sessions() -> int:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDirectory:
-    """Workers as all processes name them: `find` by serial number, `ids` is the serial number and
-    the cell, None for a worker without."""
+    """Workers by the ids that all processes share: `find` returns a worker by serial number, `ids`
+    its serial number and cell, or None."""
 
     find: Callable[[int], Worker | None]
     ids: Callable[[Worker], tuple[int, int] | None]
@@ -56,26 +56,27 @@ class WorkerDirectory:
 
 
 def shared_response_owners(descriptor: int, workers: WorkerDirectory) -> SharedSessions:
-    """The owners of stored responses, in memory of their own. As for sessions."""
+    """A table like that of sessions, in its own memory, for the owners of stored responses."""
     owners = SharedSessions(descriptor, workers)
     owners.tune(MAX_RESPONSES, 0)
     return owners
 
 
 class SharedRows(Struct, frozen=True):
-    """Sessions of a table with so many buckets: when each was used last by CLOCK_MONOTONIC in
-    milliseconds, its bucket and mark as those 13 bytes of a digest, and the URL of its worker."""
+    """Sessions of a table with `buckets` buckets: for each its last use by CLOCK_MONOTONIC in
+    milliseconds, its bucket and mark as the 13 bytes of a digest, and the URL of its worker."""
 
     buckets: int
     sessions: tuple[tuple[int, int, str], ...]
 
 
 class SharedSessions:
-    """An eight-way set-associative table: two words for each session, the key's mark with its
-    worker, and when it was used last; a new key replaces the one of its bucket that was idle
-    longest. Behind it, a count for each worker. A word is written whole. Counts are written without
-    a lock: one that lost an update, or still has an expired session, is corrected by the next pass
-    over the table, in the main process (`recounts`). A change of the bound drops all sessions."""
+    """An eight-way set-associative table with two words per session: the key's mark with its
+    worker, and the time of the last use. A new key replaces the one of its bucket that was idle
+    longest. After the table there is a count for each worker. Words are written atomically. Counts
+    are written without a lock: a count that lost an update, or includes expired sessions, is
+    corrected by the next pass over the table, in the main process (`recounts`). A change of the
+    bound drops all sessions."""
 
     def __init__(
         self, descriptor: int, workers: WorkerDirectory, *, recounts: bool = False
@@ -94,7 +95,7 @@ class SharedSessions:
         self._repeat_ms = 1
 
     def share(self, notes: SessionNotes, prefix: str) -> None:
-        """Its keys have their prefixes."""
+        """`prefix` is not used: the keys already contain it."""
         self._notes = notes
 
     def tune(self, most: int, idle_secs: float) -> None:
@@ -130,7 +131,7 @@ class SharedSessions:
             notes.note(digest, target_key(worker.url))
 
     def _put(self, digest: bytes, ids: tuple[int, int], now: float) -> tuple[int, int]:
-        """The word of this session that was there before, 0 for none, and when it was used."""
+        """Write a session; returns its previous word, 0 without one, and its previous last use."""
         words, (places, mark) = self._words, self._places_of(digest)
         chosen, longest = -1, 0
         for place in places:
@@ -173,21 +174,21 @@ class SharedSessions:
         return SharedRows(self._buckets, tuple(nlargest(most, rows)))
 
     def _written(self, end: int) -> Iterator[int]:
-        """Where slices of the table begin that have anything."""
+        """Offsets of the slices of the table that have data."""
         at = 0
         while True:
             try:
                 at = os.lseek(self._descriptor, at, os.SEEK_DATA)
             except OSError:
-                return  # nothing was ever written behind it
+                return  # nothing was written after it
             if at >= end:
                 return
             yield at
             at += SLICE_BYTES
 
     def restore(self, rows: SharedRows, find: Callable[[str], Worker | None]) -> int:
-        """Go on with those of another program; how many. Into a table of another size none fits:
-        where a session is comes from its whole key. What is there already stays."""
+        """Add the sessions of another program; returns their number. A table of another size gets
+        none, because a session's bucket depends on the size. Existing sessions are kept."""
         count = 0
         for used_ms, digest, url in rows.sessions if rows.buckets == self._buckets else ():
             worker = find(url)
@@ -225,7 +226,7 @@ class SharedSessions:
     def maintain(self, now: float) -> None:
         """In the main process: read a slice of the table, and correct the counts after the last.
 
-        Elsewhere it does nothing: an expired session is ignored, and replaced first.
+        Other processes do nothing: an expired session is ignored, and is replaced first.
         """
         if not self._recounts:
             return
@@ -234,7 +235,7 @@ class SharedSessions:
             every = filter(None, map(self._workers.ids, self._workers.members()))
             recount.before = {ids: self._counts[ids[1]] for ids in every}
         end = self._buckets * WAYS * SESSION_BYTES
-        try:  # what was never written takes no memory and no time
+        try:  # skip parts that were never written
             recount.at = os.lseek(self._descriptor, recount.at, os.SEEK_DATA)
         except OSError:
             recount.at = end
@@ -250,7 +251,8 @@ class SharedSessions:
         return sum(self.count(worker) for worker in self._workers.members())
 
     def _correct(self, recount: _Recount) -> None:
-        """Only what lies outside the values that the count had during the pass is wrong."""
+        """Correct counts by their distance from the range of values that they had during the pass:
+        a difference within that range may come from concurrent changes."""
         for (serial, cell), before in recount.before.items():
             low, high = sorted((before, self._counts[cell]))
             exact = recount.found[serial & SERIALS]
@@ -263,7 +265,7 @@ class SharedSessions:
             self._counts[ids[1]] -= 1
 
     def _places_of(self, digest: bytes) -> tuple[range, int]:
-        """The words of its bucket, and the mark of the key in it, never 0."""
+        """The words of the digest's bucket, and the key's mark in it, which is never 0."""
         bucket = int.from_bytes(digest[:8], "big") % self._buckets
         first = bucket * WAYS * 2
         mark = int.from_bytes(digest[8:13], "big") or 1
@@ -273,7 +275,7 @@ class SharedSessions:
         return used < self._idle_before(now)
 
     def _idle_before(self, now: float) -> float:
-        """Sessions that were used last before this millisecond have expired."""
+        """Sessions whose last use is before this time, in milliseconds, have expired."""
         return now * 1000 - self._idle_ms if self._idle_ms else 0
 
 

@@ -1,11 +1,12 @@
 """Requests in flight by worker, in memory that all processes share.
 
-`SharedCounters` is the memory, one row of cells for each process; `FreeSlots` says which cells are
-free. Invariant: every cell has one writer, the process of its row, so no update is lost without
-locks; the main process takes a row over when its process has exited. Row 0 is the main process's
-and has the requests of a cluster's other proxies, too; cell 0 of a row is for all of its process.
-`WorkerIds` gives workers their serial numbers, for ever, and their cells, until the worker is gone.
-After each `recount`, `in_flight` of the main process's workers is the sum over all rows.
+`SharedCounters` is the memory, one row of cells for each process; `FreeSlots` manages free cells.
+Invariant: every cell has one writer, the process of its row, so no update is lost without locks;
+the main process takes over a row when its process has exited. Row 0 is the main process's and
+includes the requests of a cluster's other proxies; cell 0 of a row counts all requests of its
+process. `WorkerIds` assigns serial numbers, which are never reused, and cells, which are released
+after the worker is removed. After each `recount`, `in_flight` of the main process's workers is the
+sum over all rows.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker, WorkerState, worker_state
 
-# Of all workers `inflight_bound` and `load_offset`, see `WorkerIds.share_cluster_state`.
+# Rows with the workers' `inflight_bound` and `load_offset`, see `WorkerIds.share_cluster_state`.
 BOUNDS_ROW: Final = 1025  # [server] processes has at most 1024, and row 0 is the main process's
 OFFSETS_ROW: Final = 1026
 ROWS: Final = OFFSETS_ROW + 1
@@ -37,10 +38,10 @@ _fence.acquire()
 
 
 def fence() -> None:
-    """A full memory barrier: earlier writes are visible to all before anything is read after it.
+    """A full memory barrier: earlier writes are visible to all processes before later reads.
 
-    Without it a processor may delay a write behind later reads, so that of two processes that count
-    and then read, neither sees the other. Releasing and acquiring a lock prevents that.
+    Without it a processor may reorder a write after later reads, so that of two processes that
+    count and then read, neither sees the other. Releasing and acquiring a lock prevents that.
     """
     _fence.release()
     _fence.acquire()
@@ -51,7 +52,7 @@ _NO_OFFSET: Final = 1 << 31
 
 
 def packed_offset(offset: float) -> int:
-    """A cell for it; 0 for 0."""
+    """The offset as a cell's value; 0 for 0."""
     return int(offset * OFFSET_STEPS) + _NO_OFFSET if offset else 0
 
 
@@ -60,12 +61,12 @@ def unpacked_offset(cell: int) -> float:
 
 
 def unpacked_bound(cell: int, max_inflight: int) -> int:
-    """A cell has the bound plus 1; 0 where it is the worker's own."""
+    """The bound in a cell, which is stored plus 1; 0 means the worker's own bound."""
     return cell - 1 if cell else max_inflight
 
 
 class SharedCounters:
-    """A large mapping, of which only the pages that are used take memory."""
+    """A large mapping, of which only used pages take memory."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -91,19 +92,19 @@ class SharedCounters:
 
 
 class FreeSlots:
-    """`count` cells, from 1 on; the last one is shared by all that find none free. Pure.
+    """`count` cells, from 1 on; the last one is shared by all workers for which none is free. Pure.
 
-    The cell that was released longest ago is reused first: a process that has not yet learned that
-    its worker is gone may write to it once more.
+    The cell that was released longest ago is reused first: a process with an older snapshot may
+    still write to a released cell.
     """
 
     def __init__(self, count: int) -> None:
-        self.highest = 0  # that was ever in use
+        self.highest = 0  # highest cell that was ever in use
         self._last = count
         self._free: deque[int] = deque()
 
     def acquire(self, in_use: Callable[[int], bool]) -> int:
-        """`in_use(cell)`: something is still counted there."""
+        """`in_use(cell)`: whether the cell is not zero yet."""
         if self.highest < self._last - 1:
             self.highest += 1
             return self.highest
@@ -157,8 +158,8 @@ class WorkerIds:
         return self._ids_of(worker)[0]
 
     def ids(self, worker: Worker) -> tuple[int, int] | None:
-        """Its serial number and its cell, also of a rank; None once it has left the fleet for
-        good."""
+        """The serial number and the cell of a worker or rank; None after its removal from the
+        fleet."""
         known, of = self._ids.get(worker), worker.worker
         if known is None and self._fleet.find(of.url) is of:
             known = self._ids_of(worker)
@@ -183,19 +184,19 @@ class WorkerIds:
         return ids
 
     def _in_use(self, cell: int) -> bool:
-        """Whether a process still counts there for a worker that is gone."""
+        """Whether a process still counts requests of a removed worker in the cell."""
         if self._counters is None:
             return False
         return any(self._counters.row(index)[cell] for index in range(self.processes + 1))
 
     def clear(self, index: int) -> None:
-        """Its process has exited."""
-        if self._counters is not None:  # else no process was ever started
+        """Clear the row of a process that has exited."""
+        if self._counters is not None:  # otherwise no process was ever started
             self._counters.clear(index, self._cells.highest)
         self.recount()
 
     def recount(self) -> None:
-        """Write the main process's row, and add up those of the others."""
+        """Write the main process's row, and sum the rows of the others."""
         if self._counters is None:
             self.in_flight = self._dataplane.in_flight
             return
@@ -218,12 +219,12 @@ class WorkerIds:
                 self._drop(worker, serial, cell)
 
     def follow_cluster(self, *, member: bool) -> None:
-        """Whether the proxy is a member of a cluster."""
+        """Publish whether the proxy is a member of a cluster."""
         if self._counters is not None:
             self._counters.row(BOUNDS_ROW)[PROCESS_CELL] = member
 
     def share_cluster_state(self, target: Worker) -> None:
-        """Its `inflight_bound` and `load_offset` are those of all processes from now on."""
+        """Publish the target's `inflight_bound` and `load_offset` to all processes."""
         ids = self._ids.get(target)
         if self._counters is not None and ids is not None:
             limited = target.inflight_bound != target.max_inflight
@@ -232,8 +233,8 @@ class WorkerIds:
             self._counters.row(OFFSETS_ROW)[ids[1]] = packed_offset(target.load_offset)
 
     def _drop(self, worker: Worker, serial: int, cell: int) -> None:
-        """It was removed, and its last request has ended. A request that a process sends it now,
-        before its next snapshot, is counted nowhere."""
+        """Release the ids of a removed worker whose last request has ended. A request that a
+        process sends to it now, before its next snapshot, is not counted."""
         if self._counters is not None:
             self._counters.row(BOUNDS_ROW)[cell] = self._counters.row(OFFSETS_ROW)[cell] = 0
         del self._ids[worker]
