@@ -1,11 +1,11 @@
 """The configuration store: the running configuration, from FILE, the state file and the flags.
 
-Invariant: a configuration is applied as a whole or not at all. Everything that may fail (reading,
-validating, binding a listener) comes before the first change; a subscriber that fails after that
-stops no other, is reported, and makes the next reload apply the configuration again. All changes
-go through one lock and one path; each one that changes something increments `revision`. They wait
-for the `operation_lock` unless they are `at_once`. While the `membership_lock` is held, changes
-that FILE makes to the set of workers are deferred until its release.
+Invariant: a configuration is applied as a whole or not at all. Steps that may fail (reading,
+validating, binding a listener) come before the first change. A subscriber that fails after that
+does not stop the others, is reported, and makes the next reload apply the configuration again. All
+changes go through one lock and one code path; each effective change increments `revision`. Changes
+wait for the `operation_lock` unless they are `at_once`. While the `membership_lock` is held,
+changes that FILE makes to the set of workers are deferred until its release.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ Edit = Callable[[SavedState, Config], SavedState]
 
 
 class Predecessor(Protocol):
-    """A program that still serves requests that came before an upgrade."""
+    """The program before an upgrade, which still serves requests that it received."""
 
     def close_idle_connections(self) -> None:
         """Close connections that are idle."""
 
     async def wait_gone(self) -> None:
-        """Until its last request has ended."""
+        """Wait until its last request has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class ChangeResult:
 
 
 def read_file(path: Path | None) -> Config:
-    """FILE as it is now; the defaults without one. Raises ConfigError, also for an unreadable
-    file."""
+    """The current content of FILE; the defaults without one. Raises ConfigError, also for an
+    unreadable file."""
     if path is None:
         return Config()
     return parse(_read_bytes(path), str(path))
@@ -95,7 +95,7 @@ def _read_bytes(path: Path) -> bytes:
 
 
 def _similar_file(path: Path) -> str:
-    """Which file of the folder may be meant; "" if none has a similar name."""
+    """A suggestion of a file in the folder with a similar name; "" if there is none."""
     try:
         names = [each.name for each in path.parent.iterdir() if each.suffix == ".toml"]
     except OSError:
@@ -104,7 +104,7 @@ def _similar_file(path: Path) -> str:
 
 
 class ConfigStore:
-    """Reads and validates the configuration when it is made; `start` applies it."""
+    """Reads and validates the configuration when it is constructed; `start` applies it."""
 
     def __init__(self, startup: Startup, fleet: Fleet) -> None:
         """Raises ConfigError for FILE or the state file."""
@@ -130,43 +130,44 @@ class ConfigStore:
         self.membership_lock = MembershipLock()
         self.predecessor: Predecessor | None = None  # the program before an upgrade
         self._found: tuple[FoundWorker, ...] = ()  # by discovery
-        self._unnamed: set[str] = set()  # workers without a model, as the log has said
+        self._unnamed: set[str] = set()  # URLs of workers without a model that were logged
         self._deferred: Config | None = (
             None  # FILE with a change that waits for the membership lock
         )
-        # Called with the state before and after a change over HTTP, or by this proxy itself.
+        # Called with the state before and after a change that was made over HTTP or by this proxy.
         self.on_change: Callable[[SavedState, SavedState], None] = lambda before, after: None
         self._lock = trio.Lock()
         self._prepares: list[Prepare] = []
         self._subscribers: dict[
             Subscriber, Config
-        ] = {}  # with the configuration that each applied last
+        ] = {}  # and the configuration that each has applied last
         self._failures: list[Exception] = []  # of subscribers, for the newest configuration
 
     @property
     def state_error(self) -> str:
-        """Why the state could not be saved, else ""."""
+        """The reason why the state could not be saved, else ""."""
         return self._state_writer.error
 
     def add_prepare(self, prepare: Prepare) -> None:
-        """`prepare(new)` does what may fail (OSError, ConfigError), and returns what commits it."""
+        """`prepare(new)` runs the steps that may fail (OSError, ConfigError), and returns a
+        function that commits them."""
         self._prepares.append(prepare)
 
     def subscribe(self, callback: Subscriber) -> None:
-        """`callback(old, new)` is called after each change; `old` is what it applied last, so after
-        an exception the next reload calls it with the same difference."""
+        """`callback(old, new)` is called after each change. `old` is the configuration that it
+        applied last, so after an exception the next reload calls it with the same difference."""
         self._subscribers[callback] = self.config
 
     def start(self) -> None:
-        """Apply the first configuration. Raises OSError where a listener can't be bound, and what
-        any subscriber raises."""
+        """Apply the first configuration. Raises OSError if a listener can't be bound, and the
+        exceptions of subscribers."""
         self._apply(self.config, self.state, [prepare(self.config) for prepare in self._prepares])
         if self._failures:
             raise self._failures[0]
         self._note("started", "start")
 
     async def reload(self, source: str, if_match: str | None = None) -> ChangeResult:
-        """Read FILE and apply it. Never raises for the content of the file."""
+        """Read FILE and apply it. The content of the file never makes it raise."""
         async with self._exclusive():
             if not self._matches(if_match):
                 return ChangeResult("precondition_failed", self.revision)
@@ -190,8 +191,8 @@ class ConfigStore:
 
     @asynccontextmanager
     async def frozen(self) -> AsyncIterator[Callable[[], None]]:
-        """Nothing changes, no operation runs. With a call of the result that stays so: another
-        program makes all changes from then on."""
+        """Block changes and operations inside the context. Calling the yielded function blocks them
+        permanently: another program makes all changes from then on."""
         keeps = False
 
         def keep() -> None:
@@ -211,21 +212,21 @@ class ConfigStore:
                 self.operation_lock.release()
 
     def adopt_state(self, state: SavedState) -> None:
-        """Go on with the state of another program, before `start`; the file may have an older
+        """Take over the state of another program, before `start`; the file may have an older
         one."""
         self.state = state
         self.config = with_saved_keys(self.config, state)
 
     async def wait_predecessor_gone(self) -> None:
-        """Until the program before an upgrade serves no request any more: those know nothing of an
-        operation on weights here, so none may run while there are any."""
+        """Wait until the program before an upgrade serves no more requests. A weight operation must
+        not run before that, because it can't pause or drain those requests."""
         if self.predecessor is not None:
             self.predecessor.close_idle_connections()
             await self.predecessor.wait_gone()
             self.predecessor = None
 
     async def release_membership(self) -> None:
-        """Release the membership lock, and apply the change that waited for it."""
+        """Release the membership lock, and apply the change that was deferred."""
         self.membership_lock.release()
         async with self._lock:
             new, self._deferred = self._deferred, None
@@ -237,10 +238,10 @@ class ConfigStore:
     async def change(
         self, edit: Edit, if_match: str | None = None, *, at_once: bool = False, own: bool = True
     ) -> ChangeResult:
-        """Edit the saved state: workers, switches and keys that were set over HTTP. Not `own`: of
-        no concern to `on_change`.
+        """Edit the saved state: workers, switches and keys that were set over HTTP. Without `own`,
+        `on_change` is not called.
 
-        An exception of `edit` passes through, and nothing changes. Raises HttpError 503 where the
+        An exception of `edit` propagates, and nothing changes. Raises HttpError 503 if the
         membership lock is held for too long.
         """
         deadline = trio.current_time() + self.config.admin.lock_timeout_secs
@@ -261,15 +262,15 @@ class ConfigStore:
             await self.membership_lock.wait_released_within(deadline - trio.current_time())
 
     async def follow_found(self, found: Callable[[], tuple[FoundWorker, ...]]) -> None:
-        """Take over the workers that discovery has found, as `found` says when it is the turn of
-        this change. They are no configuration, so `revision` stays."""
+        """Apply the workers that discovery has found; `found` is called when the change runs. They
+        are not configuration, so `revision` is not incremented."""
         while True:
             async with self._exclusive():
                 if not self.membership_lock.held:
                     self._found = found()
                     self.state = self._pruned(self.state, self.config)
                     desired = self._desired(self.config, self.state)
-                    await trio.lowlevel.checkpoint()  # two short turns instead of a long one
+                    await trio.lowlevel.checkpoint()  # two short steps instead of a long one
                     self.fleet.apply(desired, datetime.now(UTC))
                     self._warn_of_unnamed(desired)
                     await self._state_writer.save(self.state_file, self.state)
@@ -284,19 +285,19 @@ class ConfigStore:
         return prune_state(state, config, self.startup.flag_workers, self._found_by(config))
 
     def _edited(self, edit: Edit) -> SavedState:
-        """The saved state after an edit that came over HTTP."""
+        """The saved state after an edit over HTTP."""
         state = edit(self.state, self.config)
         if not self._found or state is self.state:
             return state
         return bind_to_found(state, self._desired(self.config, self.state), self._found)
 
     def _found_by(self, config: Config) -> tuple[FoundWorker, ...]:
-        """What is found by the sources that `config` has."""
+        """The workers found by the sources that `config` has."""
         names = {entry.name for entry in config.discover}
         return tuple(worker for worker in self._found if worker.discovered.source in names)
 
     async def save_voices(self, voices: SavedVoices) -> None:
-        """Save the uploaded voices. They are no configuration, so `revision` stays."""
+        """Save the uploaded voices. They are not configuration, so `revision` stays the same."""
         if voices == self.state.voices and not self.state_error:
             return
         async with self._lock:
@@ -320,7 +321,8 @@ class ConfigStore:
             self.operation_lock.release()
 
     def _without_deferred(self, new: Config) -> Config:
-        """`new` without the changes that wait for the membership lock; keeps those to apply."""
+        """`new` without changes of the set of workers while the membership lock is held; these are
+        kept for its release."""
         state = self._pruned(self.state, new)
         changes_membership = new.launch != self.config.launch or self._changes_membership(
             new, state
@@ -347,7 +349,7 @@ class ConfigStore:
     async def _change(self, source: str, new: Config, state: SavedState) -> ChangeResult:
         changes = diff(self.config, new)
         if new == self.config and state == self.state and not self._failures:
-            # The file watcher reloads what a request has applied already: not logged.
+            # Not logged: the file watcher may reload a file that a request has already applied.
             is_repeat = source == "file" and "error" not in self.last_reload
             self._note("unchanged", source, keep=is_repeat or source == "api")
             await self._state_writer.save(self.state_file, state)
@@ -369,9 +371,8 @@ class ConfigStore:
         return applied
 
     def _apply(self, new: Config, state: SavedState, commits: list[Callable[[], None]]) -> None:
-        """Atomic: no checkpoint between the first change and the last. A step that raises is kept
-        in
-        `_failures`, and all others still run."""
+        """Atomic: there is no checkpoint between the first change and the last. The exception of a
+        step is added to `_failures`, and the other steps still run."""
         self.config, self.state = new, state
         self.state_file = state_path(self.startup, new)
         self.revision += 1
@@ -393,8 +394,8 @@ class ConfigStore:
         new = sorted(self._unnamed - before)
         if new:
             _log.warning(
-                "workers_without_model workers=%d first=%s: no request that names a model finds "
-                "them, for others have one; set model, model_label, or [routing] model",
+                "workers_without_model workers=%d first=%s: they get no request that names a "
+                "model, because others have one; set model, model_label, or [routing] model",
                 len(new), new[0],
             )  # fmt: skip
 
@@ -441,7 +442,8 @@ class ConfigStore:
         *,
         keep: bool = False,
     ) -> None:
-        """`keep`: count only, for a change over HTTP is no reload and clears no refusal."""
+        """Count an outcome, and record it as the last reload unless `keep`: a change over HTTP is
+        not a reload and must not clear the record of a refused one."""
         self.reloads[outcome, source] += 1
         if not keep:
             at = datetime.now(UTC).isoformat()

@@ -1,7 +1,7 @@
-"""Which optional packages a configuration needs, and whether they are here.
+"""Checks that the optional packages that a configuration needs are installed.
 
-Invariant: a file that needs what is not installed is refused as a whole, with the command that
-installs it. Nothing of the packages stays imported but what finding them takes. Blocking.
+Invariant: a file that needs a missing package is refused as a whole, with the command that installs
+it. The check imports only the parents of the modules that it looks for. Blocking.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ def check_extras(config: Config, file: str) -> None:
 def is_installed(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # one of its parents
+    except ModuleNotFoundError:  # one of its parents is missing
         return False

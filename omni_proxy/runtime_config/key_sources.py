@@ -1,9 +1,7 @@
-"""The keys of one list of tables in the configuration, resolved, and followed while their files
-change.
+"""Resolves the keys of one list of tables in the configuration, and follows changes of their files.
 
-Invariant: `table` changes as a whole, and never to keys that could not be read: at a reload the
-configuration is refused, and while the program runs the keys before stay, with one line in the log.
-Nothing here logs a key.
+Invariant: `table` changes as a whole, and never to keys that could not be read: then a reload is
+refused, and a changed file leaves the previous keys in place and logs one line. No key is logged.
 """
 
 from __future__ import annotations
@@ -32,7 +30,8 @@ Signatures = tuple[FileSignature | None, ...]
 
 
 def read_key_file(path: str) -> bytes:
-    """Blocking. Raises OSError. Longer than any key can be is as good as longer still."""
+    """The content, truncated to a little more than the longest possible key. Blocking. Raises
+    OSError."""
     with open(path, "rb") as file:
         return file.read(MAX_KEY_BYTES + 64)
 
@@ -40,8 +39,8 @@ def read_key_file(path: str) -> bytes:
 def resolve_keys(
     entries: Sequence[Entry], path: Path, file: str, environ: Mapping[str, str] | None = None
 ) -> tuple[Entry, ...]:
-    """`entries` with their SHA-256, by the environment and the files as they are now; `file`: of
-    the configuration, for errors. Blocking. Raises ConfigError with all problems."""
+    """`entries` with their SHA-256, from the current environment and files; `file`: the
+    configuration file, for errors. Blocking. Raises ConfigError with all problems."""
     environ = os.environ if environ is None else environ
     resolved, findings = resolve(entries, path, KeyReader(environ, read_key_file))
     if findings:
@@ -53,24 +52,24 @@ def resolve_keys(
 
 
 def check_keys(config: Config, file: str) -> None:
-    """Raises ConfigError for a key that can't be read, or that two callers have. Blocking."""
+    """Raises ConfigError for a key that can't be read, or that belongs to two callers. Blocking."""
     resolve_keys(config.keys, ("keys",), file)
     resolve_keys(config.admin.keys, ("admin", "keys"), file)
 
 
 class KeySources(Generic[Entry]):
-    """`path` of the list in the configuration, and `select`, which takes it from there."""
+    """`path`: of the list in the configuration; `select`: returns the list."""
 
     def __init__(
         self, path: Path, select: Callable[[Config], Sequence[Entry]], file: str = ""
     ) -> None:
         self.table: KeyTable[Entry] = KeyTable()
-        self.error = ""  # of the newest files, where they could not be used
+        self.error = ""  # why the newest files could not be used
         self._path = path
         self._select = select
         self._file = file
         self._entries: Sequence[Entry] = ()  # as configured
-        self._signatures: Signatures = ()  # of their files, when they were last read
+        self._signatures: Signatures = ()  # of the files when they were last read
         self._watchers: list[Callable[[], None]] = []
 
     def prepare(self, new: Config) -> Callable[[], None]:
@@ -81,7 +80,8 @@ class KeySources(Generic[Entry]):
         return partial(self._apply, entries, table, signatures)
 
     def watch(self, callback: Callable[[], None]) -> None:
-        """Call it after a file has changed `table`; not after a change of the configuration."""
+        """`callback()` runs after a file has changed `table`, but not after a configuration
+        change."""
         self._watchers.append(callback)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -93,7 +93,7 @@ class KeySources(Generic[Entry]):
                 await self.poll()
 
     async def poll(self) -> None:
-        """Read the files where they have changed and are complete: unchanged for a moment."""
+        """Read the files if they have changed and are complete, that is, no longer changing."""
         entries = self._entries
         signatures = await trio.to_thread.run_sync(_signatures, entries)
         while signatures != self._signatures and entries is self._entries:
@@ -111,7 +111,7 @@ class KeySources(Generic[Entry]):
                 _log.error("keys_reread_failed error=%r", str(error))
             return
         if entries is not self._entries:
-            return  # the configuration has changed meanwhile
+            return  # the configuration has changed in the meantime
         self._apply(entries, KeyTable(resolved), signatures)
         _log.info("keys_reread table=%s", format_path(self._path))
         for callback in self._watchers:

@@ -1,7 +1,8 @@
-"""The membership lock: keeps the set of workers as it is while a weight sync counts on its ranks.
+"""The membership lock: prevents changes of the set of workers during a weight sync.
 
-Invariant: while it is held no worker is added, removed or restarted. Such a change waits until the
-lock is released; all other changes of the configuration go on.
+Invariant: while it is held no worker is added, removed or restarted, because the sync's group has
+their ranks. Such a change waits until the lock is released; other changes of the configuration
+proceed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ RETRY_SECS = "5"
 
 
 class MembershipLock:
-    """Has one holder. `reason()` is why it is held, as text for a client that waits."""
+    """A lock with one holder. `reason()` returns why it is held, for a client that waits."""
 
     def __init__(self) -> None:
         self._reason: Callable[[], str] | None = None
@@ -44,7 +45,7 @@ class MembershipLock:
             await self._released.wait()
 
     async def wait_released_within(self, secs: float) -> None:
-        """Raises HttpError 503 that names the reason."""
+        """Wait for at most `secs`. Raises HttpError 503 with the reason."""
         with trio.move_on_after(secs) as scope:
             await self.wait_released()
         if scope.cancelled_caught:
@@ -56,9 +57,9 @@ class MembershipLock:
             raise error.with_headers(("retry-after", RETRY_SECS))
 
     async def acquire_unless_held(self, lock: trio.Lock) -> bool:
-        """Acquire `lock`; False where this lock is acquired first.
+        """Acquire `lock`; returns False if the membership lock is acquired first.
 
-        A weight sync may hold `lock` for long, so what waits for it then gives up.
+        A weight sync may hold `lock` for a long time, so waiters give up when it begins.
         """
         with trio.CancelScope() as scope:
             self._pending.add(scope)

@@ -1,10 +1,10 @@
 """Config reload: watches FILE, and calls `ConfigStore.reload` after an edit or a SIGHUP.
 
 Invariant: the file is read only once it has been unchanged for `SETTLE_SECS`, so an editor that
-truncates first never empties the fleet. The folder is watched, for a watch on the file ends at the
-first rename; the file has changed when its signature through all links has, so a Kubernetes
-`..data` swap is noticed. Where the system has no watch left (descriptors, inotify instances), the
-file is looked at as often as with one, and the watch is tried again.
+truncates it first never empties the fleet. The folder is watched, because a watch on the file ends
+with its first rename. A change is detected by the file's signature, following links, so a
+Kubernetes `..data` swap is noticed. If the system can't provide a watch (descriptors, inotify
+instances), the file is polled at the same interval, and the watch is retried.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ with suppress(ImportError):  # a private module: without this, awatch imports it
 SETTLE_SECS: Final = 0.1
 EMPTY_SETTLE_SECS: Final = 0.5  # an empty file is probably still being written
 POLL_MILLIS: Final = 500  # for files without inotify: network file systems, targets of links
-POLLS_PER_WATCH: Final = 60  # looks at the file before a watch that failed is tried again
+POLLS_PER_WATCH: Final = 60  # polls of the file before a failed watch is retried
 
 _log = logging.getLogger(__name__)
 
 
 class Reloader:
-    """Requests that arrive before a reload begins are merged into one."""
+    """Reloads the configuration; requests that arrive before a reload begins are merged."""
 
     def __init__(self, config_store: ConfigStore, service_manager: ServiceManager = SILENT) -> None:
         self._config_store = config_store
         self._service_manager = service_manager
         self._requests_in, self._requests = trio.open_memory_channel[str](1)
-        self._signature = config_store.loaded_signature  # an edit during the start counts too
+        self._signature = config_store.loaded_signature  # to notice an edit during the start
 
     def request_reload(self, source: str) -> None:
         try:
             self._requests_in.send_nowait(source)
         except trio.WouldBlock:
-            return  # the reload that is queued reads the newest content
+            return  # the queued reload will read the newest content
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
@@ -73,7 +73,7 @@ class Reloader:
                 if str(error) != reported:
                     reported = str(error)
                     _log.warning(
-                        "config_watch_failed file=%s error=%s, looking at it every %.1f s",
+                        "config_watch_failed file=%s error=%s, polling it every %.1f s",
                         file, error, POLL_MILLIS / 1000,
                     )  # fmt: skip
             for _ in range(POLLS_PER_WATCH):
@@ -95,7 +95,7 @@ class Reloader:
             ):
                 await self._check(file)
         finally:
-            stop.set()  # otherwise its thread runs on for seconds
+            stop.set()  # otherwise its thread keeps running for seconds
 
     async def _check(self, file: Path) -> None:
         if file_signature(file) != self._signature:

@@ -1,7 +1,7 @@
-"""The state file: keeps what was changed over HTTP.
+"""The state file: stores changes that were made over HTTP.
 
-Invariant: after `save` the file has the given state, or `error` says why not and the next call
-retries. A file that another program has written is renamed to `.old`, never overwritten.
+Invariant: after `save` the file has the given state, or `error` has the reason why not and the next
+call retries. A file that another program has written is renamed to `.old`, never overwritten.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _hint_problem(path: Path) -> Problem:
 
 
 class StateFile:
-    """Calls of `save` must not overlap."""
+    """The state file of one program. Calls of `save` must not overlap."""
 
     def __init__(self, path: Path | None, state: SavedState) -> None:
         """`state` is what `load_state(path)` returned."""
@@ -68,9 +68,9 @@ class StateFile:
             remove_stale_temporaries(path)
 
     async def save(self, path: Path | None, state: SavedState) -> None:
-        """Write `state` to `path`. Never raises: a change must apply on a full disk too.
+        """Write `state` to `path`. Never raises: a change must also apply with a full disk.
 
-        Can't be cancelled: the caller may disconnect, but the change is already in force.
+        Can't be cancelled: the caller may disconnect, but the change has already been applied.
         """
         if (path, state) == (self._path, self._state):
             return

@@ -1,8 +1,8 @@
-"""Draining of workers: they get no new request, and those in flight end.
+"""Draining of workers: they get no new requests, and requests in flight run to their end.
 
-Invariant: a drain ends by itself, at the latest at its deadline, and aborts no request. Enabling
-the worker again cancels the drain. A requested removal happens even if its caller disconnects, and
-after a restart of this program too.
+Invariant: a drain ends at its deadline at the latest, and aborts no request. Enabling the worker
+again cancels the drain. A requested removal happens even if its caller disconnects, or this program
+is restarted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DRAINING, DRAINED, OVERDUE, CANCELLED, REMOVED = (
 
 @dataclass(slots=True, eq=False)
 class WorkerDrain:
-    """The drain of one worker. `ends_at` is in trio's time; `in_time`: it was idle before that."""
+    """The drain of one worker. `ends_at` is in trio's time; `in_time`: it was idle before then."""
 
     worker: Worker
     since: datetime
@@ -44,13 +44,13 @@ class WorkerDrain:
     state: str = DRAINING
     in_time: bool = False
     removing: bool = False  # its removal has begun
-    refused: str = ""  # why it could not be removed
+    refused: str = ""  # why the worker could not be removed
     ended: datetime | None = None
     over: trio.Event = field(default_factory=trio.Event)
 
     @property
     def state_since(self) -> datetime:
-        """When it entered its current state."""
+        """The time at which it entered its current state."""
         return self.ended or self.since
 
     def to_dict(self) -> dict[str, object]:
@@ -75,7 +75,7 @@ class WorkerDrains:
         fleet.watch_members(self._follow_fleet)
 
     def start(self, worker: Worker, timeout_secs: float, *, remove: bool = False) -> WorkerDrain:
-        """Drain a worker that is disabled already; 0 s is no deadline.
+        """Drain a worker that is already disabled; 0 s is no deadline.
 
         A second call for the same worker moves the deadline.
         """
@@ -94,7 +94,7 @@ class WorkerDrains:
         return drain
 
     def get_record(self, worker: Worker) -> dict[str, object] | None:
-        """The drain of the worker for JSON; None where there is none."""
+        """The worker's drain for JSON; None if there is none."""
         drain = self._drains.get(worker)
         return drain.to_dict() if drain else None
 
@@ -150,7 +150,7 @@ class WorkerDrains:
         else:
             in_flight = worker.in_flight
             _log.warning("worker_drain_overdue worker=%s in_flight=%d", worker.url, in_flight)
-        if drain.remove:  # a task of its own: it may have to wait for the operation lock
+        if drain.remove:  # in its own task: it may have to wait for the operation lock
             drain.removing = True
             nursery.start_soon(self._finish_removal, drain)
         else:
@@ -188,8 +188,7 @@ class WorkerDrains:
         self._resume_found_removals()
 
     def _resume_found_removals(self) -> None:
-        """Of workers that discovery finds again after a restart: at the start they are not there
-        yet."""
+        """Resume removals of workers that discovery finds only after a restart."""
         for url in self._config_store.state.leaving:
             worker = self._fleet.find(url)
             if worker is None or worker in self._drains or not worker.disabled:
@@ -205,9 +204,10 @@ class WorkerDrains:
 
 
 async def drain_cordoned(workers: Iterable[Worker], timeout_secs: float, operation: str) -> None:
-    """Wait until the cordoned ones of `workers` are idle; at the timeout, log what still runs.
+    """Wait until the cordoned ones of `workers` are idle; at the timeout, log their number of
+    requests.
 
-    0 s does not wait at all. `operation` names what waits.
+    0 s does not wait. `operation` is the name of the waiting operation, for the log.
     """
     cordoned = [worker for worker in workers if worker.cordon_reasons]
     if not timeout_secs:
@@ -220,8 +220,8 @@ async def drain_cordoned(workers: Iterable[Worker], timeout_secs: float, operati
 
 
 async def wait_idle(workers: Iterable[Worker], *, poll_secs: float = POLL_SECS) -> None:
-    """Until no worker has a request in flight. The data plane counts plain integers and signals
-    nothing, so this polls."""
+    """Wait until no worker has a request in flight. It polls, because the data plane only changes
+    plain integers and signals nothing."""
     busy = list(workers)
     while any(worker.in_flight for worker in busy):  # noqa: ASYNC110
         await trio.sleep(poll_secs)
