@@ -1,9 +1,9 @@
-"""Asks engines for their load every `[routing] load_poll_secs`.
+"""Polls the load of engines every `[routing] load_poll_secs`.
 
-SGLang, and the proxy's replica, tell it in /v1/loads; vLLM, and SGLang with metrics, in /metrics;
-TensorRT-LLM in /prometheus/metrics. The page that told something is read from then on. Invariant:
-a page that tells nothing reports nothing; a long one is read in pieces, between which others have
-their turn. The report's time is that of the call's beginning: it may be that old.
+SGLang and the proxy's replica report it in /v1/loads; vLLM, and SGLang with metrics, in /metrics;
+TensorRT-LLM in /prometheus/metrics. After the first report only the page that had it is read.
+Invariant: a page without a load causes no report; a long page is parsed in pieces with checkpoints.
+The time of a report is the start of the call, since its values may be that old.
 Sources: features.md 10, captures of vLLM 0.32.
 """
 
@@ -31,11 +31,11 @@ LOADS: Final = EnginePage(("/v1/loads",), TIMEOUT_SECS, 1024 * 1024)
 LOAD_METRICS: Final = EnginePage(("/metrics",), TIMEOUT_SECS, 8 * 1024 * 1024)
 TRTLLM_METRICS: Final = EnginePage(("/prometheus/metrics",), TIMEOUT_SECS, 8 * 1024 * 1024)
 PAGES: Final = (LOADS, LOAD_METRICS, TRTLLM_METRICS)
-SILENT_SECS: Final = 30.0  # between two looks at an engine that tells nothing
+SILENT_SECS: Final = 30.0  # between two polls of an engine that reports no load
 
 
 class EngineLoadReader(PageReader):
-    """`poll_secs`: as configured now. `clock`: that of `fleet.loads`."""
+    """`poll_secs`: returns the configured interval. `clock`: that of `fleet.loads`."""
 
     def __init__(
         self, fleet: Fleet, poll_secs: Callable[[], float], clock: Callable[[], float]
@@ -43,7 +43,7 @@ class EngineLoadReader(PageReader):
         self._fleet = fleet
         self._poll_secs = poll_secs
         self._clock = clock
-        self._pages: dict[Worker, EnginePage] = {}  # that told something
+        self._pages: dict[Worker, EnginePage] = {}  # the page that has a load
 
     def wants(self, worker: Worker) -> bool:
         return self._poll_secs() > 0

@@ -1,12 +1,11 @@
-"""Fetches pages of engines, such as /server_info, and gives each reader its part.
+"""Fetches pages of engines, such as /server_info, for readers.
 
-A reader is asked about a worker when that gets healthy, when another process answers under its
-URL, and when a setting makes the reader want it. Readers that are asked for the same reason share
-one call for each page. A failed read is repeated with back-off, a good one after `refresh_secs_of`,
-as long as the worker is healthy and the reader wants it. Invariant: a reader never gets a page that
-was requested before the change for which it is asked, nor one of a worker that it wants no more;
-and no worker has two tasks for one reader. What a page means is the reader's: nothing here changes
-a worker.
+A reader reads a worker when the worker becomes healthy, when another process answers at its URL,
+and when a changed setting requires it. Reads with the same trigger share one call per page. A
+failed read is repeated with back-off, a successful one after `refresh_secs_of`, as long as the
+worker is healthy and the reader needs it. Invariant: a reader never gets a page that was requested
+before its trigger, nor a page of a worker that it no longer needs; and there is only one task per
+worker and reader. Only readers interpret pages and change workers.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ MAX_CALLS: Final = 64  # for one page at a time, when a whole fleet starts
 
 @dataclass(frozen=True, slots=True)
 class EnginePage:
-    """What an engine tells under one of `targets`: the first one that it has is used."""
+    """A page of an engine, at the first of `targets` that the engine has."""
 
     targets: tuple[str, ...]
     timeout_secs: float
@@ -49,31 +48,31 @@ Fetch: TypeAlias = Callable[[EnginePage], Awaitable[CallResult]]
 
 
 class PageReader:
-    """What is read for one purpose; a subclass keeps what it reads at the worker."""
+    """Reads a property of workers; a subclass stores it at the worker."""
 
     refresh_secs: float = inf
 
     def refresh_secs_of(self, worker: Worker) -> float:
-        """When to read again after a good read; infinite: only for a reason."""
+        """Seconds until the next read after a successful one; infinite: only after a trigger."""
         return self.refresh_secs
 
     def wants(self, worker: Worker) -> bool:
-        """Whether it needs to know something of this healthy worker."""
+        """Whether this healthy worker has to be read."""
         raise NotImplementedError
 
     async def read(self, worker: Worker, fetch: Fetch) -> bool:
-        """Fetch and apply; whether the engine could be asked, else it is asked again."""
+        """Fetch and apply; returns whether the engine answered, otherwise the read is repeated."""
         raise NotImplementedError
 
     def begin(self, worker: Worker, *, first: bool) -> None:
         """A read is about to begin; `first`: none has ended since the worker was registered."""
 
     def end(self, worker: Worker) -> None:
-        """No read is in progress, and none will follow without another reason."""
+        """No read is in progress, and none will follow without another trigger."""
 
 
 class _Round:
-    """The calls to one worker for one reason."""
+    """The calls to one worker for one trigger."""
 
     __slots__ = ("_calls", "_worker")
 
@@ -82,10 +81,10 @@ class _Round:
         self._calls: dict[EnginePage, _SharedCall] = {}  # those in progress
 
     async def fetch(self, page: EnginePage, slots: trio.CapacityLimiter) -> CallResult:
-        """The page; a call for it that is in progress is waited for."""
+        """The page; joins a call for it that is in progress."""
         while call := self._calls.get(page):
             await call.ended.wait()
-            if call.result is not None:  # else whoever made it was cancelled
+            if call.result is not None:  # otherwise the task that made the call was cancelled
                 return call.result
         self._calls[page] = call = _SharedCall()
         try:
@@ -106,7 +105,7 @@ class _SharedCall:
 
 
 class _Asking:
-    """The task that reads for one reader, as long as it is not replaced by another."""
+    """The task that reads one worker for one reader, until another task replaces it."""
 
     __slots__ = ("read_once", "round", "scope")
 
@@ -124,7 +123,7 @@ class EnginePages:
         self._readers = readers
         self._nursery: trio.Nursery | None = None
         self._asking: dict[tuple[Worker, PageReader], _Asking] = {}
-        self._have_read: dict[Worker, set[PageReader]] = {}  # whether the engine answered or not
+        self._have_read: dict[Worker, set[PageReader]] = {}  # whether or not the engine answered
         self._slots: dict[EnginePage, trio.CapacityLimiter] = {}
         fleet.watch_health(lambda worker, before: self._ask_all(worker))
         fleet.watch_cache_cleared(self._ask_all)
@@ -142,7 +141,7 @@ class EnginePages:
                 self._nursery = None
 
     def follow_settings(self) -> None:
-        """Ask about each worker that a reader wants now, and about which it was never asked."""
+        """Read each worker that a reader needs now and has not read yet."""
         workers = self._fleet.workers
         for gone in self._have_read.keys() - set(workers):
             del self._have_read[gone]
@@ -163,12 +162,13 @@ class EnginePages:
                     self._ask(worker, reader, round_)
 
     async def refresh(self, reader: PageReader) -> None:
-        """Returns when it has read the pages of all workers that it wants, or has failed to."""
+        """Read the pages of all workers that the reader needs; returns when all have ended, also
+        unsuccessfully."""
         for asking in self.restart(reader):
             await asking.read_once.wait()
 
     def restart(self, reader: PageReader) -> list[_Asking]:
-        """Read now, and at its intervals from now on, the pages of all workers that it wants."""
+        """Read the pages of all workers that the reader needs now, and at its intervals."""
         begun = [self._ask(worker, reader, _Round(worker)) for worker in self._fleet.workers]
         return [asking for asking in begun if asking is not None]
 
@@ -178,7 +178,7 @@ class EnginePages:
             self._ask(worker, reader, round_)
 
     def _ask(self, worker: Worker, reader: PageReader, round_: _Round) -> _Asking | None:
-        """Begin to read, in place of a task that may have read before the reason."""
+        """Start to read, replacing a task that may have read before the trigger."""
         if self._nursery is None or not self._is_wanted(worker, reader):
             return None
         before = self._asking.get((worker, reader))
@@ -225,7 +225,7 @@ class EnginePages:
 
 
 async def _get(worker: Worker, page: EnginePage) -> CallResult:
-    """From the first target that the engine has; the last one's 404 if it has none."""
+    """The reply of the first target that the engine has; the last one's 404 if it has none."""
     *first, last = page.targets
     for target in first:
         result = await _call(worker, page, target)
@@ -240,5 +240,5 @@ async def _call(worker: Worker, page: EnginePage, target: str) -> CallResult:
 
 
 def could_be_asked(result: CallResult) -> bool:
-    """False where it is worth asking again: a failed connection or a 5xx may be over soon."""
+    """Whether the engine answered; False after a failed connection or a 5xx: a retry may help."""
     return result.status is not None and result.status < 500

@@ -1,9 +1,9 @@
-"""Reads from engines what is not configured: role and bootstrap port, ranks, adapters.
+"""Reads properties from engines that are not configured: role and bootstrap port, ranks, adapters.
 
 Invariants: while the fleet has prefill or decode workers, a worker without a role gets no request
-until its engine was asked once, and what can't be asked is regular. Of `ranks = "auto"` and
-`loras = "auto"` a failed read keeps what is known. Adapters are read again after a call that loads
-or unloads one has passed through the proxy, and every half a minute.
+until its engine has been called once; it counts as regular if the call fails. With `ranks = "auto"`
+and `loras = "auto"` a failed read keeps the previous value. Adapters are read again after a call
+through the proxy that loads or unloads one, and every half minute.
 Sources: features.md 2.1 and 8 (/server_info of SGLang), captures of vLLM 0.32 (one series for each
 engine in /metrics). Both list an adapter with its base model as `parent`; vLLM takes the adapter's
 name as the model, SGLang only `model:adapter` or `lora_path`.
@@ -63,7 +63,7 @@ class EngineRoles(PageReader):
 
 
 def role_of_info(result: CallResult) -> ReportedRole:
-    """SGLang's `disaggregation_mode`; "" where it is null, "null", or no such key."""
+    """SGLang's `disaggregation_mode`; "" if it is null, "null" or missing."""
     mode = _field(result, "disaggregation_mode")
     if mode == "prefill":
         return "prefill"
@@ -71,7 +71,7 @@ def role_of_info(result: CallResult) -> ReportedRole:
 
 
 def bootstrap_port_of_info(result: CallResult) -> int | None:
-    """SGLang's `disaggregation_bootstrap_port`; None where it is no port, or there is none."""
+    """SGLang's `disaggregation_bootstrap_port`; None if it is missing or not a port."""
     port = _field(result, "disaggregation_bootstrap_port")
     if not isinstance(port, int) or isinstance(port, bool):
         return None
@@ -83,7 +83,7 @@ def _field(result: CallResult, name: str) -> object:
     return body.get(name) if isinstance(body, dict) else None
 
 
-MAX_RANKS: Final = 1024  # as the key `ranks` takes
+MAX_RANKS: Final = 1024  # the limit of the configuration key `ranks`
 _ENGINE_SERIES: Final = re.compile(
     rb'^vllm:num_requests_running\{[^}]*engine="(\d+)"', re.MULTILINE
 )
@@ -107,7 +107,7 @@ class EngineRanks(PageReader):
 
 
 async def _engine_ranks(fetch: Fetch) -> int | None:
-    """What the engine says; 1 if it says nothing of ranks, None if it could not be asked."""
+    """The engine's number of ranks; 1 if it reports none, None if it did not answer."""
     info = await fetch(SERVER_INFO)
     ranks = ranks_of_info(info) if info.ok else None
     if ranks is not None:
@@ -132,7 +132,7 @@ def ranks_of_info(result: CallResult) -> int | None:
 
 
 def ranks_of_metrics(text: bytes) -> int:
-    """vLLM has a series for each engine behind the URL; 0 without any."""
+    """The number of vLLM's engines behind the URL, each of which has a series; 0 without any."""
     return min(len(set(_ENGINE_SERIES.findall(text))), MAX_RANKS)
 
 
@@ -162,8 +162,8 @@ class AdapterList(PageReader):
 
 
 def reported_adapters(result: CallResult, model: str | None) -> tuple[str, ...] | None:
-    """How requests may name the adapters that a worker's list has; None for no list. `model`: as
-    the worker is configured."""
+    """The names by which requests may use the adapters in a worker's list; None without a list.
+    `model`: the worker's configured model."""
     if not result.ok:
         return None
     try:

@@ -23,7 +23,8 @@ _log = logging.getLogger(__name__)
 
 
 class OutlierRemoval:
-    """The fleet reports an ejection in the middle of a request; `run` does what has to wait."""
+    """Removes ejected workers. The fleet reports an ejection during a request, where nothing may
+    wait, so `run` makes the removal."""
 
     def __init__(self, fleet: Fleet, config_store: ConfigStore) -> None:
         self._fleet = fleet
@@ -56,7 +57,7 @@ class OutlierRemoval:
         await self._config_store.membership_lock.wait_released()
         try:
             changed = await self._config_store.change(edit, own=False)
-        except HttpError:  # a weight sync started in between: after that one
+        except HttpError:  # a weight sync has started: remove the worker after it
             self._queue.append(worker)
             return
         if changed.outcome == "applied":

@@ -1,13 +1,13 @@
 """The prober: active health checks, one loop and one HTTP client per worker that is not dead.
 
 Invariant: a dead worker is never probed, and a result counts only in the epoch in which its probe
-began. A probe reports success or failure; the health machine decides the transition. If another
-process answers than at the last probe, the fleet drops the state of the old one: its cached
-prefixes and its weight version.
+began. A probe reports success or failure; the health state machine determines the transition. If
+another process answers than at the last probe, the fleet drops the state of the old process: its
+cached prefixes and its weight version.
 
-The starts of the probes of many workers are spread over iterations of the event loop, in the order
-of their arrival: if all of them ran in the same iteration, each checkpoint of a status request
-would take as long as all of them.
+The probes of many workers start in different iterations of the event loop, in the order of their
+arrival. If all of them started in one iteration, other tasks would wait for all of them at each
+checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from omni_proxy.wire.forwarded import PROXY_FIELD, hop_line
 
 
 class StartThrottle:
-    """Lets one task start in each loop iteration, or in each `iterations` of them."""
+    """Lets one task start per loop iteration, or per `iterations` of them."""
 
     def __init__(self, iterations: int = 1) -> None:
         self._lock = trio.Lock()
@@ -52,8 +52,8 @@ class StartThrottle:
 
 _log = logging.getLogger(__name__)
 
-RECOVERY_INTERVAL_SECS = 0.5  # between a first good probe and the success threshold
-OUT_INTERVAL_SECS = 10.0  # of a worker that is out, however long the interval of others
+RECOVERY_INTERVAL_SECS = 0.5  # between the first successful probe and the success threshold
+OUT_INTERVAL_SECS = 10.0  # most for a worker out of rotation, however long the interval of others
 MAX_PARALLEL_PROBES = 256  # with more, the proxy's own CPU time would cause time-outs
 BODY_BYTES = 65536
 CLOSE_SECS = 1
@@ -65,7 +65,7 @@ _PROBE_ERRORS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, Refused
 
 @dataclass(slots=True, eq=False)
 class _ProbeLoop:
-    """The handle of one worker's loop: to wake it, to wait for a probe, to cancel it."""
+    """A handle of one worker's loop, to wake it, to wait for a probe, and to cancel it."""
 
     scope: trio.CancelScope = field(default_factory=trio.CancelScope)
     woken: trio.Event = field(default_factory=trio.Event)
@@ -102,7 +102,7 @@ class Prober:
         self.tolerates_failures: Callable[[Worker], bool] = lambda _: False
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
-        # One that was ejected for failed requests can recover soon.
+        # A worker that was ejected for failed requests may recover soon.
         fleet.watch_ejected(self.hasten)
         config_store.subscribe(self._follow_config)
         fleet.watch_health(self._resume_probes)
@@ -121,7 +121,7 @@ class Prober:
     async def probe_once(self, worker: Worker) -> None:
         """Wait for a probe that counts in the worker's current epoch; start one if none runs.
 
-        Returns at once for a worker that is not probed: dead, removed, or the prober doesn't run.
+        Returns immediately if the worker is not probed: dead, removed, or the prober doesn't run.
         It is always a checkpoint, so a caller that polls can be cancelled.
         """
         await trio.lowlevel.checkpoint()
@@ -155,13 +155,13 @@ class Prober:
             self._nursery.start_soon(self._run_loop, worker, loop)
 
     def hasten(self, worker: Worker) -> None:
-        """Probe it now."""
+        """Probe the worker now."""
         loop = self._loops.get(worker)
         if loop is not None:
             loop.woken.set()
 
     def _resume_probes(self, worker: Worker, before: Health) -> None:
-        """Of a worker that was in rotation, and therefore not probed."""
+        """Wake the loop of a worker that was in rotation, and therefore was not probed."""
         loop = self._loops.get(worker)
         if loop is not None and before is Health.HEALTHY and not self._health.probe_healthy:
             loop.woken.set()
@@ -182,7 +182,7 @@ class Prober:
                 while True:
                     async with (
                         self._slots
-                    ):  # the wait for a free slot is no part of the probe's timeout
+                    ):  # waiting for a free slot does not count towards the probe's timeout
                         await self._throttle.wait_turn()
                         loop.woken = trio.Event()
                         timed_out = await self._probe(worker, client, loop)
@@ -198,7 +198,7 @@ class Prober:
                 await client.close()
 
     def _note_startup(self, worker: Worker, loop: _ProbeLoop) -> None:
-        """Report once a worker that was not healthy within the time for its start."""
+        """Log once that a worker was not healthy within its start-up time."""
         limit, machine = self._health.startup_timeout_secs, worker.health
         if loop.started or machine.state is Health.HEALTHY:
             loop.started = True
@@ -221,7 +221,7 @@ class Prober:
         pause_secs = interval_secs * (0.8 + 0.4 * self._jitter())
         left_secs = loop.begun_at + health.startup_timeout_secs - trio.current_time()
         if left_secs > 0 and not loop.started:
-            return min(pause_secs, left_secs)  # the last probe of its start is not late
+            return min(pause_secs, left_secs)  # so that the timeout is detected in time
         return pause_secs
 
     async def _probe(self, worker: Worker, client: WorkerClient, loop: _ProbeLoop) -> bool:
@@ -238,7 +238,7 @@ class Prober:
                 worker.health_body = _parse_json(response.body)
                 error = None if 200 <= status < 300 else _failure_text(status, response.body)
                 if self._is_proxy(worker, response.proxy_id):
-                    error = "this worker leads to this proxy itself: remove it"
+                    error = "the address of this worker is this proxy itself: remove it"
                 if error is None:
                     self._compare_instance(worker, loop, response.instance)
             except _PROBE_ERRORS as failure:
@@ -260,17 +260,17 @@ class Prober:
         return scope.cancelled_caught
 
     def _is_proxy(self, worker: Worker, proxy_id: str) -> bool:
-        """Whether the worker is this proxy; requests to any other proxy get our hop mark."""
+        """Whether the worker is this proxy; requests to another proxy get this proxy's hop mark."""
         self._fleet.set_hop_line(
             worker, hop_line(self.proxy_id) if proxy_id and self.proxy_id else b""
         )
         return bool(proxy_id) and proxy_id == self.proxy_id
 
     def _compare_instance(self, worker: Worker, loop: _ProbeLoop, instance: str) -> None:
-        """Report a restart where another process answers than at the last good probe."""
+        """Report a restart if another process answers than at the last successful probe."""
         instance = instance or _instance_in(worker.health_body)
         is_other = worker.instance and instance and worker.instance != instance
-        # After a refusal too: requests to the worker since then did not reach it.
+        # Also after a refusal: requests to the worker since then did not reach it.
         if is_other or loop.refused:
             self._report_restart(worker)
         worker.instance = instance or worker.instance
@@ -328,7 +328,7 @@ async def _get(client: httpx.AsyncClient, request: httpx.Request) -> _ProbeRespo
 
 
 def _log_not_up(worker: Worker, error: str | None, health: HealthConfig) -> None:
-    """Log the first failed probe of a worker that was never up: the threshold is reached later."""
+    """Log the first failed probe of a worker that was never up, before the threshold is reached."""
     machine = worker.health
     is_first = machine.state is Health.UNKNOWN and machine.consecutive_failures == 1
     # The launcher logs the start of launched workers.
@@ -376,7 +376,7 @@ def _failure_text(status: int, body: bytes | None) -> str:
 
 
 def log_health(worker: Worker, before: Health) -> None:
-    """Its health has changed."""
+    """Log a change of the worker's health."""
     now, error = worker.health.state, worker.health.last_error
     if LAUNCH_CORDON in worker.cordon_reasons:  # the launcher logs its start
         _log.debug("worker_health worker=%s from=%s to=%s launching=true", worker.url, before, now)

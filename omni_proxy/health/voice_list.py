@@ -1,4 +1,4 @@
-"""The voice list: reads the names of uploaded voices from the worker that keeps them.
+"""The voice list: reads the names of uploaded voices from the worker that stores them.
 
 Invariant: the registry is saved before the next read, so it survives a restart. A failed
 read keeps the known names; it is retried with back-off, and GET /health shows its error.
@@ -35,7 +35,7 @@ SaveVoices = Callable[[SavedVoices], Awaitable[None]]
 
 
 class VoiceList:
-    """`save` writes the owner and the names to the disk."""
+    """Keeps the registry up to date; `save` writes the owner and the names to disk."""
 
     def __init__(self, fleet: Fleet, registry: VoiceRegistry, save: SaveVoices) -> None:
         self._fleet = fleet
@@ -77,7 +77,8 @@ class VoiceList:
         return self._registry.set_names(generation, names)
 
     async def _save(self) -> None:
-        """Unknown names are saved as unknown: after an upload the saved list would be stale."""
+        """Save the registry. Unknown names are saved as unknown: after an upload the saved list
+        would be stale."""
         names = self._registry.names
         saved = None if names is None else tuple(sorted(names))
         await self._save_voices(SavedVoices(owner=self._registry.owner, names=saved))
@@ -91,7 +92,7 @@ def parse_voice_names(result: CallResult) -> list[str]:
         raise ValueError(result.failure)
     body = result.json()
     if not isinstance(body, dict):
-        raise ValueError("the answer is no JSON object")
+        raise ValueError("the answer is not a JSON object")
     names = body.get("uploaded_voice_names")
     if names is None:
         voices = _require_list(body.get("uploaded_voices", []))
@@ -105,5 +106,5 @@ def parse_voice_names(result: CallResult) -> list[str]:
 
 def _require_list(value: object) -> list[object]:
     if not isinstance(value, list):
-        raise ValueError("the names are no list")
+        raise ValueError("the names are not a list")
     return value

@@ -36,7 +36,7 @@ def test_a_worker_without_the_route_has_no_voices():
         (result_of(b"", status=500), "status=500"),
         (result_of(b"", status=None, error="ConnectError"), "ConnectError"),
         (result_of(b"[]"), "JSON object"),
-        (result_of(b'{"uploaded_voice_names": 3}'), "no list"),
+        (result_of(b'{"uploaded_voice_names": 3}'), "not a list"),
         (result_of(b'{"uploaded_voice_names": [%b]}' % b",".join([b'"a"'] * 10_001)), "more than"),
     ],
 )

@@ -83,7 +83,9 @@ async def test_a_worker_that_leads_back_here_takes_no_request(tmp_path):
 
             def found(reported):
                 (it,) = (each for each in reported["workers"] if each["url"] == url)
-                return it["last_error"] == "this worker leads to this proxy itself: remove it"
+                return (
+                    it["last_error"] == "the address of this worker is this proxy itself: remove it"
+                )
 
             body = await running.until("/workers", found)
             assert routable(body) == {fleet[0].url}
