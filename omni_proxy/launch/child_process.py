@@ -1,4 +1,4 @@
-"""Child processes, each in a session of its own, that never outlive this program.
+"""Child processes, each in its own session, that never outlive this program.
 
 Invariant: when `stop` returns, no process of the child's group is left; when this program is
 killed, the parent-death guard kills every group. A process that leaves its group is not covered.
@@ -21,11 +21,11 @@ from omni_proxy.launch.handed_replica import HandedProcess, HandedReplica
 log = logging.getLogger(__name__)
 
 TERM_SECS = 10.0  # from SIGTERM to SIGKILL
-KILL_SECS = 5.0  # a process that survives SIGKILL so long hangs in the kernel
-LAST_OUTPUT_SECS = 1.0  # for reading what an ended child left in its pipe
+KILL_SECS = 5.0  # a process that survives SIGKILL for this long hangs in the kernel
+LAST_OUTPUT_SECS = 1.0  # for reading the remaining output of an ended child
 LINE_CHARS = 2000
 
-# Reads the process groups, a whole list per line; at the end of input it kills those of the last.
+# Reads the process groups, a whole list per line; at the end of input it kills the last list.
 GUARD_SCRIPT = (
     'while read -r line; do groups=$line; done; for g in $groups; do kill -KILL "-$g"; done'
 )
@@ -37,7 +37,7 @@ class ParentDeathGuard:
     """A shell that kills the child process groups when its pipe from this program closes.
 
     The pipe closes however this program ends. PR_SET_PDEATHSIG can't be used: it fires when the
-    thread ends that spawned the child, and trio ends idle worker threads.
+    thread that spawned the child ends, and trio ends idle worker threads.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class ParentDeathGuard:
     async def start(
         self, argv: Sequence[str], env: Mapping[str, str], on_line: Callable[[str], None]
     ) -> ChildProcess:
-        """`on_line` gets each line of output. Raises OSError when there is no such program."""
+        """`on_line` gets each line of output. Raises OSError if the program can't be started."""
         process = await trio.lowlevel.open_process(
             list(argv),
             env=dict(env),
@@ -77,13 +77,13 @@ class ParentDeathGuard:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        with trio.CancelScope(shield=True):  # a small write to a pipe whose reader is never slow
+        with trio.CancelScope(shield=True):  # short: a small write, and the shell reads promptly
             await self._send_groups(self._groups | {process.pid})
         return ChildProcess(process, on_line, self)
 
     async def adopt(self, handed: HandedReplica, on_line: Callable[[str], None]) -> ChildProcess:
-        """A process that another program started, and has handed over. Raises OSError where nobody
-        could read its output: it is ended then."""
+        """Take over a process that another program started. Raises OSError if its output can't be
+        read; the process is ended then."""
         try:
             process = HandedProcess(handed)
         except OSError as error:
@@ -99,7 +99,7 @@ class ParentDeathGuard:
         return ChildProcess(process, on_line, self)
 
     async def release_all(self) -> None:
-        """Another program watches the groups: the end of this one ends none of them."""
+        """Stop guarding all groups, which another program guards now."""
         with trio.CancelScope(shield=True):
             await self._send_groups(set())
 
@@ -111,14 +111,14 @@ class ParentDeathGuard:
         if self._shell is None or self._shell.stdin is None:
             return
         async with self._lock:
-            with suppress(trio.BrokenResourceError):  # the shell was killed: no guard any more
+            with suppress(trio.BrokenResourceError):  # the shell was killed: there is no guard
                 await self._shell.stdin.send_all(
                     b"%s\n" % " ".join(map(str, self._groups)).encode()
                 )
 
 
 class ChildProcess:
-    """One started process, leader of its group."""
+    """A started process, which is the leader of its group."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class ChildProcess:
         self._lines = OutputLines()
 
     async def wait_exit(self) -> str:
-        """How the process ended, in words."""
+        """Wait for the end of the process; returns a description of how it ended."""
         status = await self._process.wait()
         if isinstance(self._process, HandedProcess):
             return "process ended; it was started before an upgrade, so its status is not known"
@@ -147,8 +147,8 @@ class ChildProcess:
         return self._process.returncode
 
     def dup_descriptors(self) -> tuple[int, int] | None:
-        """Of the process and of its output, to be closed by the caller; None once it has ended.
-        Raises OSError."""
+        """Descriptors of the process and of its output, to be closed by the caller; None once it
+        has ended. Raises OSError."""
         if self._process.returncode is not None or self._process.stdout is None:
             return None
         handed = isinstance(self._process, HandedProcess)
@@ -156,7 +156,7 @@ class ChildProcess:
         return pidfd, os.dup(self._process.stdout.fileno())  # type: ignore[attr-defined]
 
     async def forward_output(self) -> None:
-        """Hand on each line of output until every writer has closed the pipe."""
+        """Forward each line of output until every writer has closed the pipe."""
         assert self._process.stdout is not None
         async for chunk in self._process.stdout:
             for line in self._lines.feed(chunk):
@@ -165,11 +165,11 @@ class ChildProcess:
             self._on_line(line)
 
     async def stop(self) -> None:
-        """End the whole group. Can't be cancelled; takes at most the seconds above together."""
+        """End the whole group. Can't be cancelled; the constants above bound its duration."""
         assert self._process.stdout is not None
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
-                # Read on: a child that blocks on a full pipe could not react to SIGTERM.
+                # Keep reading: a child that blocks on a full pipe could not react to SIGTERM.
                 nursery.start_soon(self.forward_output)
                 await self._terminate()
                 nursery.cancel_scope.deadline = trio.current_time() + LAST_OUTPUT_SECS
@@ -183,7 +183,7 @@ class ChildProcess:
             self._signal_group(signal.SIGTERM)
             with trio.move_on_after(TERM_SECS):
                 await self._process.wait()
-        self._signal_group(signal.SIGKILL)  # also the processes that an ended leader left
+        self._signal_group(signal.SIGKILL)  # also for processes that an ended leader has left
         with trio.move_on_after(KILL_SECS) as scope:
             await self._process.wait()
         if scope.cancelled_caught:

@@ -1,7 +1,7 @@
-"""Replicas that go from one program to the next: the record, and a process that is no child of us.
+"""Replicas that are handed over in an upgrade: the record, and a process that is not our child.
 
-Invariant: a process is known by its pidfd, which its parent opened, so a reused process id is never
-meant. Its exit status is not known, for only its parent can ask for that.
+Invariant: a process is identified by its pidfd, which its parent opened, so a reused process id is
+never confused with it. Its exit status is unknown, because only its parent can read it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNKNOWN_STATUS: Final = 1  # of a process that has ended
 
 
 class ReplicaRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A running replica. `entry`: what it was started from, a [[launch]] table."""
+    """A running replica. `entry`: the [[launch]] table from which it was started."""
 
     name: str
     index: int
@@ -57,15 +57,15 @@ class HandedReplica:
 
 
 class HandedProcess:
-    """What `ChildProcess` uses of a trio.Process. Takes over the descriptors; where it raises
-    OSError they still are the caller's."""
+    """The part of trio.Process that `ChildProcess` uses. Takes over the descriptors; if it raises
+    OSError they still belong to the caller."""
 
     def __init__(self, handed: HandedReplica) -> None:
         self.pid = handed.record.pid
         self._pidfd = handed.pidfd
         self._lock = trio.Lock()
-        # Opened anew: flags of a descriptor that was passed are shared with the other program,
-        # which would make it blocking again at its end.
+        # Opened again: the flags of a passed descriptor are shared with the other program, which
+        # would make it blocking again when it ends.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
         self.stdout = trio.lowlevel.FdStream(os.open(f"/proc/self/fd/{handed.output}", flags))
         os.close(handed.output)

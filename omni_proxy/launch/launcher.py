@@ -1,10 +1,10 @@
 """The launcher: runs the configured number of replicas of every [[launch]] entry.
 
 Invariant: there is one `ReplicaProcess` per (entry name, index) whose worker is in the fleet. A
-replica that was removed over HTTP has no process, so it holds no GPU; it is started again when it
+replica that was removed over HTTP has no process and therefore no GPU; it is started again when it
 is added again or its entry changes. A changed command restarts the ready replicas of an entry one
-after another, the next when the one before is ready: a broken command costs one replica. The
-configuration store owns the workers; the launcher finds them by URL.
+after another, each when the previous one is ready, so a broken command takes down only one replica.
+The configuration store owns the workers; the launcher finds them by URL.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Launcher:
         self._prober = prober
         self._jitter = jitter
         self._replicas: dict[ReplicaKey, ReplicaProcess] = {}
-        self._handed: dict[ReplicaKey, HandedReplica] = {}  # to go on with
+        self._handed: dict[ReplicaKey, HandedReplica] = {}  # to be taken over by `run`
         self._released = False  # another program has the replicas
         self._changed = trio.Event()
         self._state_changed = trio.Event()
@@ -60,13 +60,13 @@ class Launcher:
         return [replica.status() for _, replica in sorted(self._replicas.items())]
 
     def adopt(self, replicas: Iterable[HandedReplica]) -> None:
-        """Go on with replicas of another program, before `run`; or with own ones that were
-        released to a program which has failed."""
+        """Take over replicas of another program, before `run`; or own replicas that were released
+        to a program that has failed."""
         self._released = False
         self._handed = {(each.record.name, each.record.index): each for each in replicas}
 
     async def end_handed(self) -> None:
-        """End what `adopt` was given and `run` has not gone on with. Can't be cancelled."""
+        """End the replicas of `adopt` that `run` has not taken over. Can't be cancelled."""
         handed, self._handed = self._handed, {}
         if not handed:
             return
@@ -77,18 +77,18 @@ class Launcher:
                     nursery.start_soon(_end_handed, guard, each)
 
     def hand_over(self) -> list[HandedReplica]:
-        """All processes that run, for another program. Raises OSError."""
+        """All running processes, for another program. Raises OSError."""
         found = [replica.hand_over() for replica in self._replicas.values()]
         return [each for each in found if each is not None]
 
     def release(self, pids: Collection[int]) -> None:
-        """Another program has these processes: the end of `run` ends only others."""
+        """Another program has these processes: `run` does not end them when it ends."""
         self._released = True
         for replica in self._replicas.values():
             replica.release(pids)
 
     async def wait_state_change(self) -> None:
-        """Until a replica enters another state."""
+        """Wait until a replica enters another state."""
         await self._state_changed.wait()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -107,7 +107,7 @@ class Launcher:
                         if key in self._handed:
                             replica.adopt(self._handed.pop(key))
                         nursery.start_soon(self._run_replica, key, replica)
-                    unwanted, self._handed = self._handed, {}  # no entry has them any more
+                    unwanted, self._handed = self._handed, {}  # their entries were removed
                     for handed in unwanted.values():
                         nursery.start_soon(_end_handed, guard, handed)
                     await self._changed.wait()
@@ -143,13 +143,13 @@ class Launcher:
 
     def _wake(self) -> None:
         self._changed.set()
-        # Not renewed by `run`: between two runs of it the event would stay set.
+        # Renewed here and not by `run`: between two runs the event would stay set.
         event, self._state_changed = self._state_changed, trio.Event()
         event.set()
 
 
 async def _end_handed(guard: ParentDeathGuard, handed: HandedReplica) -> None:
-    with trio.CancelScope(shield=True), suppress(OSError):  # it has ended already then
+    with trio.CancelScope(shield=True), suppress(OSError):  # `adopt` has already ended it
         child = await guard.adopt(handed, lambda _: None)
         await child.stop()
 

@@ -3,8 +3,8 @@
     starting ──200──> ready ──exit──> backing_off ──> starting   (restart = "never": stopped)
        └─exit, timeout, or start failed──────┘
 
-Every exit that was not requested is a failure, exit status 0 too.
-Invariant: the process is gone when `run` returns, also when `run` is cancelled.
+Every exit that was not requested is a failure, also with exit status 0.
+Invariant: the process has ended when `run` returns, also when `run` is cancelled.
 
 Also builds the argv and the environment of a launched process from its [[launch]] entry, and
 allocates the GPUs of this machine. Invariant: no GPU belongs to two replicas.
@@ -57,7 +57,7 @@ class GpuAllocator:
         return names
 
     def adopt(self, names: Iterable[str]) -> None:
-        """They belong to a replica that was handed over."""
+        """Mark GPUs as allocated to a replica that was handed over."""
         self._allocated.update(names)
 
     def release(self, names: Iterable[str]) -> None:
@@ -80,7 +80,7 @@ ORIGINAL_LIBRARY_PATH: Final = "LD_LIBRARY_PATH_ORIG"
 
 
 def start_parameters(entry: LaunchEntry) -> tuple[object, ...]:
-    """What only a restart can change; every other key applies to a running process."""
+    """The settings that need a restart; every other key applies to a running process."""
     ports = entry.base_port, entry.base_bootstrap_port
     return entry.command, entry.env, entry.host, ports, entry.gpus_per_replica
 
@@ -93,7 +93,7 @@ def environment_of(
     entry: LaunchEntry, index: int, gpus: Sequence[str], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """`environ`, overridden by the allocated GPUs, overridden by the `env` of the entry."""
-    env = {"PYTHONUNBUFFERED": "1", **environ}  # output to a pipe comes line by line
+    env = {"PYTHONUNBUFFERED": "1", **environ}  # so that output to a pipe arrives line by line
     if getattr(sys, "frozen", False) and entry.command[0] != OWN_COMMAND:
         env = without_frozen_variables(env)
     if gpus:
@@ -105,7 +105,7 @@ def environment_of(
 
 
 def without_frozen_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """Without the variables of a frozen binary: its libraries fit no other program."""
+    """`env` without the variables of a frozen binary, whose libraries fit no other program."""
     clean_env = {name: text for name, text in env.items() if not name.startswith("_PYI_")}
     original = clean_env.pop(ORIGINAL_LIBRARY_PATH, None)
     clean_env.pop(LIBRARY_PATH, None)
@@ -126,7 +126,7 @@ def _fill_placeholders(text: str, entry: LaunchEntry, index: int, gpus: Sequence
         "{gpus}": ",".join(gpus),
         "{index}": str(index),
     }
-    # Not str.format: commands may hold JSON, whose braces are no placeholders.
+    # Not str.format: commands may contain JSON, whose braces are not placeholders.
     for placeholder, value in values.items():
         text = text.replace(placeholder, value)
     return _NEXT_PORT.sub(lambda match: str(int(match[1]) + index), text)
@@ -136,7 +136,7 @@ log = logging.getLogger("omni_proxy.launch")
 
 FIRST_DELAY_SECS = 1.0
 LAST_DELAY_SECS = 30.0
-RESET_SECS = 60.0  # ready for so long: the next failure counts as the first
+RESET_SECS = 60.0  # after being ready for this long, the next failure counts as the first
 
 
 class ReplicaState(StrEnum):
@@ -148,8 +148,8 @@ class ReplicaState(StrEnum):
     STOPPED = "stopped"
 
 
-# Exit statuses of a command line that was refused (argparse, most shell tools), of a program that
-# may not be executed, and of one that does not exist.
+# Exit statuses for a refused command line (argparse, most shell tools), a program that may not be
+# executed, and a program that does not exist.
 REFUSED_STATUSES: Final = (2, 126, 127)
 NOT_INSTALLED: Final = re.compile(r"\bnot installed\b|No module named|ModuleNotFoundError")
 
@@ -192,26 +192,26 @@ class ReplicaProcess:
         self._worker: Worker | None = None
         self._restarts = 0
         self._failure = ""  # why the current process failed
-        self._fatal = False  # every further attempt is expected to fail in the same way
+        self._fatal = False  # further attempts are expected to fail in the same way
         self._last_line = ""
         self._last_error: str | None = None
         self._child: ChildProcess | None = None
-        self._handed: HandedReplica | None = None  # the process to go on with
+        self._handed: HandedReplica | None = None  # a running process to take over
         self._released = False  # another program has the process
 
     def adopt(self, handed: HandedReplica) -> None:
-        """Go on with a running process, before `run`."""
+        """Take over a running process, before `run`."""
         record = handed.record
         self._handed = handed
         self._restarts, self._last_error = record.restarts, record.last_error
         known = {key: record.entry[key] for key in _ENTRY_KEYS if key in record.entry}
-        with suppress(msgspec.ValidationError):  # of another version: as if it were unchanged
+        with suppress(msgspec.ValidationError):  # from another version: treated as unchanged
             self._running_entry = msgspec.convert(known, LaunchEntry)
         self._allocated_gpus = record.gpus
         self._gpus.adopt(record.gpus)
 
     def hand_over(self) -> HandedReplica | None:
-        """Its process, for another program; None where none runs. Raises OSError."""
+        """The process, for another program; None if none runs. Raises OSError."""
         descriptors = self._child.dup_descriptors() if self._child is not None else None
         if self._child is None or descriptors is None or self.ending:
             return None
@@ -228,7 +228,7 @@ class ReplicaProcess:
         return HandedReplica(record, *descriptors)
 
     def release(self, pids: Collection[int]) -> None:
-        """Another program has these processes: if this one is among them, it outlives `run`."""
+        """Another program has these processes: one of this replica is not ended by `run`."""
         self._released = self._pid in pids
 
     @property
@@ -254,11 +254,11 @@ class ReplicaProcess:
         return self._end_requested.is_set()
 
     def restart(self) -> None:
-        """Drain it, then start it again from `entry`."""
+        """Drain the replica, then start it again from `entry`."""
         self._end_requested.set()
 
     def retire(self) -> None:
-        """Drain it, then stop it for good."""
+        """Drain the replica, then stop it permanently."""
         self.retired = True
         self._end_requested.set()
 
@@ -287,8 +287,8 @@ class ReplicaProcess:
                 if self._failure and not self.ending:
                     await self._back_off(backoff, jitter)
                 await self._link.wait_membership_released()
-                # A start may fail without one. Not before it: a handed process first gets an
-                # owner that ends it.
+                # A failed start may contain no checkpoint. This one comes after the start, because
+                # cancellation before it would leave a handed-over process without an owner.
                 await trio.lowlevel.checkpoint()
         finally:
             self._gpus.release(self._allocated_gpus)
@@ -296,7 +296,7 @@ class ReplicaProcess:
                 self._enter(ReplicaState.STOPPED)
 
     async def _run_once(self) -> None:
-        """Start the process and wait until it is gone; `_failure` is the reason if it failed."""
+        """Start the process and wait for its end; `_failure` is the reason if it failed."""
         handed, self._handed = self._handed, None
         is_ready = handed is not None and handed.record.ready
         self._enter(ReplicaState.READY if is_ready else ReplicaState.STARTING)
@@ -339,7 +339,7 @@ class ReplicaProcess:
         try:
             return await self._guard.adopt(handed, self._log_line)
         except OSError as error:
-            message = f"cannot go on with it after an upgrade: {error.strerror}; it was ended"
+            message = f"cannot be taken over after an upgrade: {error.strerror}; it was ended"
             raise ReplicaStartError(message) from error
 
     async def _start(self) -> ChildProcess:

@@ -1,7 +1,7 @@
-"""What the terminal shows while launched replicas become ready.
+"""Prints progress on the terminal while launched replicas become ready.
 
-Contract: one line when a replica is ready or has failed, and no line that repeats the one before.
-A replica that is not restarted (`restart = "never"`) is reported and not waited for. A start that
+Contract: one line when a replica is ready or has failed, and no line that repeats the previous one.
+A replica that is not restarted (`restart = "never"`) is reported but not waited for. A start that
 can't succeed ends with a reason.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 GRACE_SECS: Final = 1.0  # the timeout of each replica ends first, and has a better reason
-MAX_ATTEMPTS: Final = 5  # of each replica, with some 15 s of delays between them
+MAX_ATTEMPTS: Final = 5  # of each replica, with about 15 s of delays in total
 
 ReplicaStatus = Mapping[str, object]  # a row of `ReplicaProcess.status`
 GetStatus = Callable[[], Sequence[ReplicaStatus]]
@@ -28,8 +28,8 @@ async def wait_until_ready(
 ) -> str:
     """Wait until every replica of `status` is ready; returns "".
 
-    `wait_change` returns when a replica has changed. Returns a reason instead where no replica was
-    ever ready, and either all have failed (`_has_failed`) or `startup_secs` are over.
+    `wait_change` returns when a replica has changed. Returns a reason instead if no replica was
+    ever ready, and either all have failed (`_has_failed`) or `startup_secs` have passed.
     """
     started_at = trio.current_time()
     reporter = _Reporter(print_line)
@@ -53,7 +53,7 @@ async def wait_until_ready(
 
 
 class _Reporter:
-    """Prints what has changed about each replica."""
+    """Prints changes of each replica's state."""
 
     def __init__(self, print_line: Callable[[str], None]) -> None:
         self.any_was_ready = False

@@ -1,7 +1,7 @@
-"""The workers of launched replicas, as the fleet sees them.
+"""Connects launched replicas to their workers in the fleet.
 
-Invariant: the worker of a launched replica is cordoned except while our own process for it is
-ready, whatever else may answer at its address.
+Invariant: the worker of a launched replica is cordoned except while the launched process is ready,
+even if another process answers at its address.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class LaunchedWorkerLink:
         self._config_store = config_store
         self._prober = prober
         self.on_state_change = on_state_change  # of a replica
-        # Directly to the replica: proxies of the environment are for other hosts. It speaks plain
-        # HTTP: httpx would read all CA certificates, which takes longer than the rest of the start.
+        # Connect directly to the replica: proxies of the environment are for other hosts. Without
+        # TLS, httpx need not read all CA certificates, which would dominate the start-up time.
         self._client = httpx.AsyncClient(trust_env=False, verify=False)
 
     async def __aenter__(self) -> Self:
@@ -49,7 +49,7 @@ class LaunchedWorkerLink:
         await self._client.aclose()
 
     async def wait_membership_released(self) -> None:
-        """No process is restarted during a weight sync that counts on its ranks."""
+        """Wait for the end of a weight sync: no process may be restarted during one."""
         await self._config_store.membership_lock.wait_released()
 
     def find(self, url: str) -> Worker | None:
@@ -74,7 +74,7 @@ class LaunchedWorkerLink:
     async def wait_ready(self, url: str, timeout_secs: float) -> str:
         """Poll the health endpoint until it answers 200; "", or the last failure at the timeout.
 
-        0 is no timeout.
+        A timeout of 0 s means none.
         """
         failure = ""
         with trio.move_on_after(timeout_secs or math.inf):
@@ -86,9 +86,9 @@ class LaunchedWorkerLink:
         return f"not ready after {timeout_secs:g} s: {failure}"
 
     async def set_ready(self, url: str) -> Worker | None:
-        """Put the worker into rotation, with as many probes as that takes.
+        """Put the worker into rotation, with the number of probes that this needs.
 
-        A worker that an operator declared dead stays dead, whatever process is behind it.
+        A worker that an operator declared dead stays dead.
         """
         worker = self._fleet.find(url)
         if worker is not None:
@@ -109,7 +109,7 @@ class LaunchedWorkerLink:
             await wait_idle([worker], poll_secs=POLL_SECS)
 
     async def _poll_health(self, url: str) -> str:
-        """Why the replica is not ready; "" when it is."""
+        """The reason why the replica is not ready; "" if it is."""
         health = self._config_store.config.health
         try:
             response = await self._client.get(url + health.endpoint, timeout=health.timeout_secs)
