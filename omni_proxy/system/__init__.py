@@ -1,1 +1,1 @@
-"""Operating system resources: TLS contexts, descriptor limit, runtime directory, stderr."""
+"""System resources: files, TLS contexts, descriptor limit, systemd, garbage collection."""

@@ -1,6 +1,6 @@
-"""The limit of file descriptors: raised at the start, with a reserve that clients don't get.
+"""The limit of file descriptors: raises it at the start, and reserves some that clients don't get.
 
-Invariant: an error caused by the proxy's own lack of descriptors or memory counts against no
+Invariant: an error caused by the proxy's own lack of descriptors or memory does not count against a
 worker.
 """
 
@@ -25,7 +25,8 @@ def raise_fd_limit() -> None:
 
 
 def accept_fd_limit() -> int:
-    """From this descriptor on no client is accepted: the rest is for workers, probes and logs."""
+    """The descriptor from which on no client is accepted: the rest is for workers, probes and
+    logs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MAX_FDS

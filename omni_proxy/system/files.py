@@ -1,6 +1,6 @@
 """Files that other programs read or replace: whether one has changed, and atomic writes.
 
-Invariant of `write_atomically`: a reader finds the old content or the new one, never a half.
+Invariant of `write_atomically`: a reader gets either the old content or the new one, never a part.
 Blocking: call it in a thread.
 """
 
@@ -20,7 +20,7 @@ FileSignature = tuple[int, int, int]  # mtime in ns, size in bytes, inode
 
 
 def file_signature(path: str | os.PathLike[str]) -> FileSignature | None:
-    """Differs when the content may have changed; None while the file can't be reached.
+    """A value that changes if the content may have changed; None while the file can't be reached.
 
     Links are followed.
     """
@@ -45,9 +45,9 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a temporary file beside `path`, sync it, rename it. Raises OSError.
+    """Write a temporary file next to `path`, sync it, rename it. Raises OSError.
 
-    The file gets mode 0600; a folder that is missing is made with mode 0700.
+    The file gets mode 0600; a missing folder is created with mode 0700.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")

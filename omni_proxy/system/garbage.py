@@ -1,7 +1,7 @@
-"""Python's collection of garbage, so that it never stops the event loop for long.
+"""Settings of Python's garbage collector, so that it never blocks the event loop for long.
 
-A collection takes about a microsecond for each object that it looks at, and as long for each that
-it frees. Invariant: nothing that the start made is ever looked at again.
+The time of a collection grows with the number of objects that it examines and frees. Invariant:
+objects created at the start are never examined again.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import gc
 from typing import Final
 
-# New objects until a collection, and collections until one also looks at what the last ones left.
-# A thousand workers that join make a hundred thousand objects within seconds.
+# The thresholds of gc.set_threshold: new objects until a collection, and collections of one
+# generation until the next older one is examined. A thousand workers that join create a hundred
+# thousand objects within seconds.
 THRESHOLDS: Final = 2_500, 5, 200
 
 
 def collect_before_serving() -> None:
-    """What imports and the start have made so far lives on. It takes tens of milliseconds."""
+    """Collect once, and exempt all objects created so far from later collections. It takes tens of
+    milliseconds."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
 
 
 def keep_what_there_is() -> None:
-    """The services that have begun live on, too. It takes no time."""
+    """Exempt the objects of started services, too. It takes no time."""
     gc.freeze()

@@ -1,8 +1,8 @@
 """The runtime directory: a private folder for the sockets of the running program.
 
-Folders that killed programs left are removed at the next start. Invariant: a program in use holds a
-lock on its folder, which the kernel releases when the program ends; a folder that is locked, or too
-young to be locked yet, is never removed.
+Folders of killed programs are removed at the next start. Invariant: a running program has a lock on
+its folder, which the kernel releases when the program ends; a folder that is locked, or too young
+to be locked yet, is never removed.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ def private_runtime_dir() -> Iterator[Path]:
 
 
 def _choose_parent() -> Path:
-    """The service manager's for this program (systemd.exec(5), RuntimeDirectory=), which commands
-    outside of the service see, too; else that for temporary files, or another one where its path is
-    too long for a socket."""
+    """The service manager's folder for this program (systemd.exec(5), RuntimeDirectory=), which
+    commands outside the service can also access; else the folder for temporary files, or another
+    one if its path is too long for a socket."""
     managed = os.environ.get("RUNTIME_DIRECTORY", "").split(":")[:1]
     for parent in (*filter(None, managed), tempfile.gettempdir(), *FALLBACK_PARENTS):
         if len(os.fsencode(parent)) <= MAX_PARENT_BYTES and os.access(parent, os.W_OK):
             return Path(parent)
-    return Path(tempfile.gettempdir())  # the later bind reports what is wrong
+    return Path(tempfile.gettempdir())  # the later bind reports the problem
 
 
 def _remove_stale(parent: Path) -> None:
     newest = time.time() - MIN_STALE_SECS
     for folder in parent.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # of another user, in use, or gone by now
+        with suppress(OSError):  # it belongs to another user, is in use, or was removed
             stat = folder.lstat()
             if stat.st_uid == os.getuid() and stat.st_mtime < newest:
                 _remove(folder)
 
 
 def _remove(folder: Path) -> None:
-    """Raises OSError where a program holds the lock."""
+    """Raises OSError if a program has the lock."""
     lock = _open_folder(folder)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,8 +1,8 @@
-"""What systemd and the program tell each other: readiness, reloads, the watchdog, sockets.
+"""The systemd protocol: readiness, reloads, the watchdog, sockets.
 
 Sources: sd_notify(3), sd_watchdog_enabled(3), sd_listen_fds(3). Invariant: the variables are
-removed from the environment, so that no child process speaks for the program; without them nothing
-is sent. A message never blocks and never fails the program.
+removed from the environment, so that no child process sends messages for the program; without them
+nothing is sent. Sending a message never blocks and never raises.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ WATCHDOG_USEC: Final = "WATCHDOG_USEC"
 
 
 class ServiceManager:
-    """`variables`: those that a program which takes over needs. `silent`: another program has taken
-    over, and speaks."""
+    """`variables`: those that the next program of an upgrade needs. `silent`: another program has
+    taken over and sends the messages."""
 
     def __init__(self, environ: MutableMapping[str, str], pid: int) -> None:
         self.silent = False
@@ -39,7 +39,7 @@ class ServiceManager:
         self._socket_count = int(count) if ours and count.isdecimal() else 0
 
     def take_sockets(self) -> list[socket.socket]:
-        """Those of socket activation that listen; once."""
+        """The listening sockets of socket activation; further calls return none."""
         count, self._socket_count = self._socket_count, 0
         socks = [socket.socket(fileno=FIRST_DESCRIPTOR + index) for index in range(count)]
         for sock in socks:
@@ -48,7 +48,8 @@ class ServiceManager:
         return [sock for sock in socks if sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
 
     def ready(self, *, taken_over: bool = False) -> None:
-        """Also after a reload. `taken_over`: this is the main process from now on."""
+        """Report readiness, also after a reload. `taken_over`: this is the main process from now
+        on."""
         self._send(*([f"MAINPID={os.getpid()}"] if taken_over else []), "READY=1")
 
     def reloading(self) -> None:
@@ -58,7 +59,7 @@ class ServiceManager:
         self._send("STOPPING=1")
 
     async def run_watchdog(self) -> None:
-        """Twice in each interval, from the event loop: one that hangs says nothing."""
+        """Send two messages per interval from the event loop, so that none is sent if it hangs."""
         usecs = self.variables.get(WATCHDOG_USEC, "")
         if not usecs.isdecimal() or not int(usecs):
             return

@@ -1,9 +1,9 @@
-"""TLS contexts out of PEM files: for listeners, and for connections to workers and to a proxy.
+"""TLS contexts from PEM files, for listeners and for connections to workers and to a proxy.
 
 Invariant: a context is built whole or not at all, so broken or half-written files never replace
-those in use. TLS 1.2 is the oldest version, HTTP/1.1 the only protocol offered, and no password is
-ever asked for at the terminal. A file that can't be used is a `PemError`; `check_tls_files` turns
-each into a problem of the configuration key that names the file.
+those in use. TLS 1.2 is the oldest version, HTTP/1.1 is the only protocol offered, and no password
+prompt appears on the terminal. An unusable file raises `PemError`; `check_tls_files` converts each
+into a problem of the configuration key that names the file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def load_authorities(context: ssl.SSLContext, file: str) -> None:
 
 
 def _require_readable(role: PemRole, file: str) -> None:
-    """OpenSSL's own error does not say which file can't be read."""
+    """Raises PemError with the file, which OpenSSL's own error does not name."""
     try:
         Path(file).read_bytes()
     except OSError as error:
@@ -73,7 +73,7 @@ def _require_readable(role: PemRole, file: str) -> None:
 
 
 def _certificate_error(cert: str, key: str, error: Exception) -> PemError:
-    """OpenSSL does not say which of the two files is wrong."""
+    """The error with the wrong one of the two files, which OpenSSL's error does not name."""
     key_file = key or cert
     if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH":
         return PemError("key", key_file, f"is not the key of the certificate in {cert}")
@@ -124,8 +124,8 @@ def picker_tls(config: Config) -> ServerConfig | None:
 
 
 def server_context(server: ServerConfig, prefix: str = "server.") -> ssl.SSLContext:
-    """For listeners with `tls_cert`. Raises ConfigError naming the keys whose files are wrong;
-    `prefix` is what these begin with."""
+    """The context of listeners with `tls_cert`. Raises ConfigError naming the keys whose files are
+    wrong; `prefix` is that of the keys."""
     problems = list(_server_problems(server, prefix))
     if problems:
         raise ConfigError(problems, "")
@@ -205,10 +205,11 @@ _context_cache: Final[dict[str, _CachedContext]] = {}
 
 
 def client_context(ca: str, *, verify: bool) -> ssl.SSLContext:
-    """For connections to workers. `ca` is a PEM file; "" trusts the authorities of the system.
+    """The context for connections to workers. `ca` is a PEM file; "" trusts the system's
+    authorities.
 
-    Returns the same object until the file changes; when it can't be used any more, the last good
-    context stays. Raises OSError for a file that was never usable.
+    Returns the same object until the file changes; if the file becomes unusable, it returns the
+    last usable context. Raises OSError for a file that was never usable.
     """
     if not verify:
         return _unverified_context()
@@ -245,12 +246,12 @@ def new_client_context(ca: str = "") -> ssl.SSLContext:
         context = _new_client_context()
         context.set_default_verify_paths()
         return context
-    # A minimal container, or a binary that was built elsewhere: the authorities of httpx.
+    # A minimal container, or a binary built on another system: use the authorities of httpx.
     return _with_common_options(httpx.create_ssl_context(trust_env=False))
 
 
 def pinned_context(certificate: str) -> ssl.SSLContext:
-    """For a server that shows exactly this certificate, under any name. Raises PemError."""
+    """The context for a server with exactly this certificate, under any name. Raises PemError."""
     context = _new_client_context()
     context.check_hostname = False
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -271,7 +272,7 @@ def _new_client_context() -> ssl.SSLContext:
 def _with_common_options(context: ssl.SSLContext) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
-    # Python before 3.11.4 takes a connection that was cut for a regular end.
+    # Python before 3.11.4 treats a truncated connection as a regular end.
     context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
     context.set_alpn_protocols(PROTOCOLS)
     return context
@@ -279,7 +280,7 @@ def _with_common_options(context: ssl.SSLContext) -> ssl.SSLContext:
 
 @cache
 def _system_context() -> ssl.SSLContext:
-    """Made once: loading the system's bundle is slow. Needed only with an https worker."""
+    """Created once, because loading the system's bundle is slow, and only for an https worker."""
     return new_client_context()
 
 
