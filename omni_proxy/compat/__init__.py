@@ -1,8 +1,8 @@
 """Drop-in Python packages: `RouterArgs` and `launch_router` of sglang-router and vllm-router.
 
-The two distributions under `packages/` re-export what is here under the names that trainers
-import. Contract: the command line of omni-proxy decides what each argument does; nothing here has
-an effect of its own.
+The two distributions under `packages/` re-export these names under the names that trainers import.
+Contract: the command line of omni-proxy determines what each argument does; this package only
+translates arguments.
 """
 
 from omni_proxy.compat.sglang_args import SglangRouterArgs as SglangRouterArgs

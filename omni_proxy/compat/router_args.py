@@ -1,9 +1,9 @@
-"""What both classes of router arguments share: construction, parser flags, the flags' effects.
+"""Base of both classes of router arguments: construction, parser flags, effects of flags.
 
-Contract: a trainer that built its router from sglang_router or vllm_router builds it from here
-without a change. A name that a class does not have is kept as an attribute; the launcher names it
-in the log. A flag of theirs sets a key, is refused, or has no effect, by the tables here; no flag
-is two of these. Arguments are validated by `start_router`.
+Contract: a trainer that uses sglang_router or vllm_router can use this package without a change. A
+name that a class does not have is kept as an attribute, and the launcher logs it. Each flag of
+these routers either sets a key, is refused, or has no effect, by the tables below. Arguments are
+validated by `start_router`.
 Source: `RouterArgs` of sglang-router 0.3.2 and vllm-router 0.1.17.
 """
 
@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final, Self
 from omni_proxy.cli.flags import peer_flags
 from omni_proxy.config.flags import FLAG_ALIASES, FLAGS
 
-# Fields whose flags have another name: the destination in a namespace.
+# Fields whose flags have another name, and their destination in a namespace.
 DESTINATIONS: Final = {
     "decode_urls": "decode",
     "prefill_urls": "prefill",
@@ -30,7 +30,7 @@ WITHOUT_FLAG: Final = frozenset(("bootstrap_port_annotation",))
 REPEATED: Final = frozenset(
     ("kv_event_source", "kv_event_replay_source", "pd_kv_events", "wasm_middleware_routes")
 )
-# The defaults of flags whose values are parsed again.
+# Parser defaults of flags whose values are converted later.
 UNREAD: Final[dict[str, object]] = {
     "prefill_urls": None, "decode_urls": None, "jwt_role_mapping": [],
 }  # fmt: skip
@@ -42,7 +42,7 @@ class RouterArgsBase:
     """Subclasses are dataclasses with `init=False`: their `__init__` is the one below."""
 
     dialect: ClassVar[typing.Literal["sglang", "vllm"]]
-    # Of flags, where it is not that of the field.
+    # Defaults of flags that differ from the default of the field.
     flag_defaults: ClassVar[Mapping[str, object]] = {}
 
     def __init__(self, *values: object, **named: object) -> None:
@@ -62,7 +62,7 @@ class RouterArgsBase:
             setattr(self, name, value)
 
     def unknown_fields(self) -> dict[str, object]:
-        """What was set and is no field, by name."""
+        """The attributes that are not fields, by name."""
         fields = field_table(type(self))
         return {name: value for name, value in vars(self).items() if name not in fields}
 
@@ -73,7 +73,7 @@ class RouterArgsBase:
         use_router_prefix: bool = False,
         exclude_host_port: bool = False,
     ) -> None:
-        """Add a flag for each field; with the prefix `--router-…`, but for host, port and
+        """Add a flag for each field; the prefix is `--router-`, except for host, port and
         `--worker-urls`."""
         group = parser.add_argument_group("router (omni-proxy)")
         types = typing.get_type_hints(cls)
@@ -92,10 +92,10 @@ class RouterArgsBase:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace, use_router_prefix: bool = False) -> Self:
-        """Of a namespace that `add_cli_args` filled, whatever else is in it.
+        """The arguments from a namespace that `add_cli_args` filled, which may have others, too.
 
-        With the prefix, a name that begins with it and that no class has is kept as it is.
-        Raises ValueError that names the flag for a value that can't be read.
+        With the prefix, a prefixed name that no class has is kept as an attribute. Raises
+        ValueError that names the flag of a value that can't be read.
         """
         given = vars(args)
         prefix = PREFIX.replace("-", "_") if use_router_prefix else ""
@@ -112,7 +112,7 @@ class RouterArgsBase:
 def _further(
     cls: type[RouterArgsBase], given: Mapping[str, object], prefix: str
 ) -> dict[str, object]:
-    """Attributes with the prefix that are no flag of this class, nor a default of the other."""
+    """Prefixed attributes that are neither a flag of this class nor a default of the other one."""
     own = {DESTINATIONS.get(name, name) for name in field_table(cls)} | set(field_table(cls))
     usual: dict[str, list[object]] = {}
     for other in RouterArgsBase.__subclasses__():
@@ -145,7 +145,7 @@ def flag_of(name: str) -> str:
 
 
 def _argument(name: str, kind: object) -> dict[str, Any]:
-    """How argparse reads it."""
+    """The options of `add_argument` for a field."""
     if name == "prefill_urls":
         return {"nargs": "+", "action": "append", "metavar": "URL [PORT]"}
     if name == "decode_urls":
@@ -169,12 +169,13 @@ def _parts(kind: object) -> tuple[object, ...]:
 
 
 def _origins(kind: object) -> set[object]:
-    """`list` of `list[float] | None`."""
+    """The origins of a type and its parts, such as `list` for `list[float] | None`."""
     return {typing.get_origin(each) for each in (kind, *_parts(kind))}
 
 
 def _read(name: str, value: object) -> object:
-    """As the field has it; what is read already stays as it is. Raises ValueError."""
+    """The value in the form of the field; a converted value is returned unchanged. Raises
+    ValueError."""
     flag = flag_of(name)
     if name == "prefill_urls":
         return [_prefill(each) for each in _items(value)]
@@ -194,7 +195,7 @@ def _items(value: object) -> Sequence[Any]:
 
 
 def _prefill(words: object) -> object:
-    """`(url, port)`, the port None where there is none. Raises ValueError."""
+    """`(url, port)`; the port is None if there is none. Raises ValueError."""
     if isinstance(words, tuple):
         return words
     url, *more = words if isinstance(words, list) else [words]
@@ -202,7 +203,7 @@ def _prefill(words: object) -> object:
     if port.lower() == "none":
         return url, None
     if not port.isdigit():
-        raise ValueError(f'--prefill {url}: "{port}" is no port; write a number, or "none"')
+        raise ValueError(f'--prefill {url}: "{port}" is not a port; write a number, or "none"')
     return url, int(port)
 
 
@@ -227,28 +228,28 @@ def _control_key(text: object) -> object:
     return number, name, key, role.lower()
 
 
-# Of the command itself, and what they do.
+# Flags of `launch-router` itself, with their help.
 _OWN: Final = {
-    "--worker-urls": "workers that run already",
-    "--prefill": "a prefill worker, and its bootstrap port or none",
+    "--worker-urls": "workers that already run",
+    "--prefill": "a prefill worker, and its bootstrap port if any",
     "--decode": "a decode worker",
     "--pd-disaggregation": "prefill and decode workers are SGLang engines",
     "--vllm-pd-disaggregation": "prefill and decode workers are vLLM engines",
     "--kv-connector": "how vLLM engines pass KV caches: nixl or mooncake",
-    "--service-discovery": "find pods of the own cluster",
+    "--service-discovery": "find pods of the proxy's cluster",
     "--selector": "labels of the pods",
     "--prefill-selector": "labels of pods with prefill workers",
     "--decode-selector": "labels of pods with decode workers",
-    "--service-discovery-port": "where workers listen; annotations of the pods are stronger",
-    "--service-discovery-namespace": "of the pods; all without it",
+    "--service-discovery-port": "port of the workers; annotations of the pods override it",
+    "--service-discovery-namespace": "namespace of the pods (default: all)",
 }
 # Errors whose text differs between the command line and Python.
 _REFUSED: Final = {
-    "--backend": "workers of any engine are taken as they are: name them in worker_urls",
+    "--backend": "workers may run any engine: list them in worker_urls",
     "--bootstrap-port-annotation": "the annotations omni-proxy.dev/bootstrap-port, "
     "sglang.ai/bootstrap-port and vllm.ai/bootstrap-port are read, and no others",
-    "--ca-cert-paths": "name one file as tls_worker_ca in [server] of a configuration file, and "
-    "start the proxy by its command",
+    "--ca-cert-paths": "set tls_worker_ca in [server] of a configuration file to one file, and "
+    "start the proxy with the omni-proxy command",
 }
 _KEYS: Final[dict[str, str]] = {
     **FLAGS,
@@ -261,12 +262,12 @@ _KEYS: Final[dict[str, str]] = {
 
 
 def has_effect(flag: str) -> bool:
-    """Whether it sets something here."""
+    """Whether the flag sets something."""
     return flag in _OWN or flag in _KEYS
 
 
 def refusal_of(flag: str) -> str:
-    """Why it is refused, and what to do instead; "" where it is not."""
+    """Why the flag is refused, and the alternative; "" if it is not refused."""
     return _REFUSED.get(flag) or peer_flags.explain_missing_flag(flag)
 
 

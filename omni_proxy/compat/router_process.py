@@ -1,8 +1,8 @@
 """`omni-proxy router-process`: the proxy as the child of a process that called `launch_router`.
 
-Contract: its arguments are on its stdin, as one JSON object, and it doesn't outlive its
-parent: the kernel sends it SIGTERM when that ends, and it drains. Its name is that of the router
-that it replaces, which scripts of trainers look for.
+Contract: it reads its arguments from stdin, as one JSON object, and it does not outlive its parent:
+when that ends, the kernel sends SIGTERM, and it drains. Its process name is that of the router that
+it replaces, because scripts of trainers search for it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def main(argv: Sequence[str]) -> int:
     if list(argv) != [FROM_STDIN]:
-        raise SystemExit("router-process is started by omni-proxy, where a program calls its API")
+        raise SystemExit("router-process is internal: omni-proxy starts it for its Python API")
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
-    # A fork keeps the mask of blocked signals, and so does what it starts.
+    # The mask of blocked signals is inherited from the parent.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     _set_process(f"{order.dialect}::router")
     if os.getppid() != order.parent:  # the parent ended before PDEATHSIG was set
@@ -47,12 +47,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def startup_of(order: Order) -> Startup:
-    """Raises ConfigError for words that can't be."""
+    """Raises ConfigError for invalid arguments."""
     return router_startup(order.words, order.dialect, tuple(order.warnings))
 
 
 def _set_process(name: str) -> None:
-    """Its name, and the signal at the end of the thread that started it, which waits for it."""
+    """Set the process name, and the signal at the end of the parent's thread, which waits for this
+    process."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_SET_NAME, name.encode(), 0, 0, 0)
     libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)

@@ -22,17 +22,17 @@ MISUNDERSTOOD = 2
 _USAGE = """\
 usage: sglang-router [launch | server] [FLAGS]
 
-  launch   route to workers that run already; --help lists the flags
-  server   start replicas and the proxy in front of them, as `omni-proxy launch`
+  launch   route to workers that already run; --help lists the flags
+  server   start replicas and the proxy in front of them, like `omni-proxy launch`
 
-This is omni-proxy in the place of sglang-router.
+This is omni-proxy, which replaces sglang-router.
 """
 
 
 def router_parser(args_class: type[RouterArgsBase], program: str) -> argparse.ArgumentParser:
     parser = CommandParser(
         prog=program,
-        description="Route to workers that run already (omni-proxy).",
+        description="Route to workers that already run (omni-proxy).",
     )
     parser.add_argument("--version", action="version", version=native.full_version(__version__))
     args_class.add_cli_args(parser)
@@ -63,7 +63,7 @@ def launch_vllm(words: Sequence[str] | None = None) -> int:
 
 def launch_server(words: Sequence[str] | None = None) -> int:
     """`python -m sglang_router.launch_server`: replicas of sglang, unless flags name others."""
-    from omni_proxy.cli.launch import main  # which needs more than a router's caller
+    from omni_proxy.cli.launch import main  # imported here: a router does not need it
 
     return main(_given(words))
 

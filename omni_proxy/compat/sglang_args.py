@@ -1,7 +1,7 @@
 """The arguments of sglang-router, by the names and with the defaults of its `RouterArgs`.
 
 Contract: names, order, types and defaults are those of sglang-router 0.3.2, so that code written
-for it runs unchanged. `start_router` has what each does here.
+for it runs unchanged. `start_router` implements their effects.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`launch_router`: the proxy for a trainer, from its router arguments, until it is ended.
+"""`launch_router`: runs the proxy for a trainer, with router arguments, until it is ended.
 
-Contract: the call blocks as that of the other routers does. The proxy runs in an interpreter of its
-own, a child of the calling process: a trainer's process may be a fork with threads, event loops and
-signal handlers of its own, and the call may come from any thread. Signals to the calling process
-are passed on, and the child ends with it, however it ends.
-Arguments become flags of `omni-proxy launch-router`: those with a key always, so that the values
-that a trainer logs are the ones in use; others where they differ from their default, and the
-command warns. One that would change which worker serves a request raises RouterArgsError.
+Contract: the call blocks, like that of the other routers. The proxy runs in its own interpreter, a
+child of the calling process: a trainer's process may be a fork that has threads, event loops and
+signal handlers, and the call may come from any thread. Signals to the calling process are
+forwarded, and the child ends with it, however it ends.
+Arguments become flags of `omni-proxy launch-router`: those that set a key always, so that the
+values that a trainer logs are in use; others only if they differ from their default, and the
+command warns. An argument that would change which worker serves a request raises RouterArgsError.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SCRAPED: Final = frozenset(("--prometheus-host",))
 
 
 class RouterArgsError(ValueError):
-    """These arguments are not supported; the text has which, why, and what to do instead."""
+    """Unsupported arguments; the text has their names, the reasons and alternatives."""
 
 
 def command_words(args: RouterArgsBase) -> list[str]:
@@ -71,16 +71,16 @@ def command_words(args: RouterArgsBase) -> list[str]:
 
 def unknown_warning(names: Sequence[str]) -> str:
     """The log line for unknown arguments."""
-    return f"router arguments that are not known here and have no effect: {', '.join(names)}"
+    return f"unknown router arguments, which have no effect: {', '.join(names)}"
 
 
 def _idle_flags(args: RouterArgsBase) -> frozenset[str]:
-    """What means nothing to those routers beside these arguments."""
+    """Flags that have no meaning for those routers with these arguments."""
     return _SCRAPED if getattr(args, "prometheus_port", None) is None else frozenset()
 
 
 def _pool_words(given: object) -> list[str]:
-    """A decode worker's URL; or a prefill worker's and its port, None where there is none."""
+    """A decode worker's URL; or a prefill worker's URL and its port, "none" if it is None."""
     if isinstance(given, str):
         return [given]
     url, *ports = given if isinstance(given, list | tuple) else [given]
@@ -88,7 +88,7 @@ def _pool_words(given: object) -> list[str]:
 
 
 def _words(flag: str, value: object) -> list[str]:
-    """None, false and empty lists give no flag: they are its default."""
+    """The words of a flag; None, false and empty lists give no flag, as they are its default."""
     if value is None or value is False or value in ([], (), {}):
         return []
     if isinstance(value, dict):
@@ -100,12 +100,12 @@ def _words(flag: str, value: object) -> list[str]:
     if isinstance(value, list | tuple):
         return [flag, *map(str, value)]
     text = str(value)
-    if flag == "--host":  # as trainers write an address of IPv6
+    if flag == "--host":  # trainers write IPv6 addresses in brackets
         text = text.removeprefix("[").removesuffix("]")
     return [f"{flag}={text}"]
 
 
-# Not SIGHUP: it ends the caller, as it would with those routers, and the child with it.
+# Not SIGHUP: it ends the caller, as with those routers, and thereby the child.
 HANDED_ON: Final = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -116,19 +116,19 @@ class RouterEnded(RuntimeError):
 def launch_router(args: object) -> None:
     """Run the proxy until it is ended by a signal; a namespace is read as sglang_router's.
 
-    Raises RouterArgsError for arguments that can't be served, before anything runs, and RouterEnded
-    where the proxy failed.
+    Raises RouterArgsError for unsupported arguments, before anything runs, and RouterEnded if the
+    proxy failed.
     """
     _run(_as_args(args, SglangRouterArgs))
 
 
 def launch_vllm_router(args: object) -> None:
-    """As `launch_router`; a namespace is read as vllm_router's."""
+    """Like `launch_router`; a namespace is read as vllm_router's."""
     _run(_as_args(args, VllmRouterArgs))
 
 
 class Router:
-    """The router as an object, as older scripts have it: `Router.from_args(args).start()`."""
+    """The router as an object, for older scripts: `Router.from_args(args).start()`."""
 
     args_class: type[RouterArgsBase] = SglangRouterArgs
 
@@ -142,12 +142,12 @@ class Router:
         return made
 
     def start(self) -> None:
-        """Block until it ends. Raises as `launch_router` does."""
+        """Run the proxy until it ends. Raises the exceptions of `launch_router`."""
         _run(self._args)
 
 
 class VllmRouter(Router):
-    """As `Router`, with the defaults of vllm-router."""
+    """Like `Router`, with the defaults of vllm-router."""
 
     args_class = VllmRouterArgs
 
@@ -159,7 +159,7 @@ def _as_args(args: object, usual: type[RouterArgsBase]) -> RouterArgsBase:
 
 
 def order_for(args: RouterArgsBase) -> Order:
-    """What the program is to be started with, which it will take. Raises RouterArgsError."""
+    """The validated arguments for the child process. Raises RouterArgsError."""
     unknown = sorted(args.unknown_fields())
     order = Order(
         words=command_words(args),
@@ -187,10 +187,10 @@ class _Child:
     def __init__(self, order: Order) -> None:
         self._order = msgspec.json.encode(order)
         self._process: subprocess.Popen[bytes] | None = None
-        self._early: list[int] = []  # signals from before it ran
+        self._early: list[int] = []  # signals that arrived before the child was started
 
     def wait(self) -> int:
-        """Run it to its end; its exit status, negative for a signal."""
+        """Run the child to its end; returns its exit status, negative for a signal."""
         with self._signals_handed_on():
             # Keys are not in the command line, which other users can read.
             self._process = subprocess.Popen(
@@ -210,7 +210,7 @@ class _Child:
     @contextmanager
     def _signals_handed_on(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # Python handles signals in the main thread alone
+            yield  # Python handles signals only in the main thread
             return
         before = {number: signal.signal(number, self._hand_on) for number in HANDED_ON}
         try:
@@ -227,7 +227,8 @@ class _Child:
 
 
 def _python_path() -> str:
-    """Where the child finds this program and what it needs, wherever the caller found them."""
+    """PYTHONPATH with which the child finds this program and its packages where the caller found
+    them."""
     usual = {Path(path) for path in site.getsitepackages()}
     specs = [importlib.util.find_spec(name) for name in ("omni_proxy", "trio")]
     roots = [Path(spec.origin).parents[1] for spec in specs if spec and spec.origin]

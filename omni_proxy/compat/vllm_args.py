@@ -1,8 +1,8 @@
 """The arguments of vllm-router, by the names and with the defaults of its `RouterArgs`.
 
 Contract: names, order, types and defaults are those of vllm-router 0.1.17, so that code written for
-it runs unchanged; the last one, `pd_disaggregation`, is not theirs: SkyRL reads it. What each does
-here is in `start_router`.
+it runs unchanged. vllm-router lacks the last one, `pd_disaggregation`, which SkyRL reads.
+`start_router` implements their effects.
 """
 
 from __future__ import annotations

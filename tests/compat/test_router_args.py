@@ -176,7 +176,7 @@ def test_urls_selectors_and_keys_are_read_as_the_routers_read_them():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--prefill http://p:1 x", '--prefill http://p:1: "x" is no port'),
+        ("--prefill http://p:1 x", '--prefill http://p:1: "x" is not a port'),
         ("--selector app", '--selector: "app" has no "="'),
         ("--control-plane-api-keys a:b:king:c", "--control-plane-api-keys: write id:name:role:key"),
     ],

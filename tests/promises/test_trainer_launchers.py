@@ -103,7 +103,9 @@ async def test_slime_starts_its_router_registers_its_engines_and_rolls_out(tmp_p
 async def test_nemo_rl_starts_it_in_a_fresh_interpreter_with_an_unknown_name(tmp_path, new_weights):
     async with trained("nemo_rl", tmp_path, new_weights) as seen:
         assert {each["reason"] for each in seen.last} == {"length"}
-        assert seen.output.count("not known here and have no effect: router_policy") == 1
+        assert (
+            seen.output.count("unknown router arguments, which have no effect: router_policy") == 1
+        )
 
 
 async def test_skyrl_starts_it_before_its_servers_and_keeps_each_trajectory_together(
