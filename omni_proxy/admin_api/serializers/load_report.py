@@ -53,12 +53,12 @@ async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
     }
 
 
-def _records(outcome: CallResult, free_bytes: int) -> list[dict[str, object]]:
+def _records(outcome: CallResult, free_records: int) -> list[dict[str, object]]:
     """One record per data-parallel rank of the engine. A single one with the proxy's count if it
-    reports none, or more ranks than `free_bytes` allows."""
+    reports none, or more ranks than `free_records` allows."""
     report = outcome.json() if outcome.ok else None
     ranks = report.get("loads") if isinstance(report, dict) else None
-    if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, free_bytes):
+    if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, free_records):
         ranks = []
     records = [rank for rank in ranks if isinstance(rank, dict)]
     return [_record(outcome, rank, index) for index, rank in enumerate(records or [{}])]

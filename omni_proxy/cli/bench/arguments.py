@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
     )
     result.add_argument("url", metavar="URL", help="http://HOST:PORT, with or without /v1")
-    result.add_argument("--model", metavar="NAME", help="default: the first of /v1/models")
+    result.add_argument("--model", metavar="NAME", help="model (default: the first of /v1/models)")
     result.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable with the API key"
     )

@@ -48,7 +48,7 @@ NO_CLIENT_CERT: Final = ClientCert()
 
 
 def add_tls_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("TLS, if the proxy has it")
+    group = parser.add_argument_group("TLS, if the proxy uses it")
     group.add_argument(
         "--client-cert", metavar="FILE", default="", help="the client certificate, PEM"
     )

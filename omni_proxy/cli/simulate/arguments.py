@@ -81,11 +81,11 @@ def _add_proxy(result: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     result.add_argument(
         "--policies", metavar="A,B",
-        help=f"default: the one of --config, else {', '.join(POLICIES)}",
+        help=f"policies to compare (default: the one of --config, else {', '.join(POLICIES)})",
     )  # fmt: skip
     result.add_argument(
         "--workers", type=whole(1, MAX_WORKERS), metavar="N",
-        help=f"default: those of --config, else {WORKERS}",
+        help=f"number of workers (default: those of --config, else {WORKERS})",
     )  # fmt: skip
     result.add_argument(
         "--sweep", action="append", default=[], metavar="KEY=A,B",

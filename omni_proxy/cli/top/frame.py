@@ -68,7 +68,7 @@ _LEAST_WHY: Final = 12  # columns; a shorter reason is useless
 FEW_ROWS: Final = 4  # rows that have priority over the lines below the table
 _ABOUT_LINES: Final = 4  # the selected worker, the message, the keys
 _BARS: Final = "▁▂▃▄▅▆▇█"
-_SPARK_LABEL: Final = 36  # columns beside a spark line
+_SPARK_LABEL: Final = 36  # columns next to the spark lines
 _GOOD_ENDS: Final = frozenset(("completed", "client_disconnected", "stream_cancelled"))
 
 Line = tuple[str, str]  # text and its style
@@ -135,7 +135,7 @@ def _help(view: TopView, feed_status: FeedStatus, url: str, width: int, height: 
 
 
 def _key_line(width: int, position: str) -> str:
-    """As many keys as fit beside the position."""
+    """The line of keys: as many as fit next to the position."""
     shown: list[str] = []
     for key in KEYS:
         if display_width("  ".join((*shown, key, position))) > width and shown:
@@ -189,7 +189,7 @@ def _sparks(history: Sequence[HistoryPoint], width: int) -> str:
 
 
 def sparkline(values: Sequence[float | None]) -> str:
-    """One bar per value between 0 and the greatest; a dot where there is none."""
+    """One bar per value between 0 and the greatest; a dot for a missing value."""
     greatest = max((value for value in values if value is not None), default=0.0)
     bars = []
     for value in values:
