@@ -1,7 +1,7 @@
-"""Digests of weights, computed alike by replicas and by the proxy. Pure.
+"""Digests of weights, computed identically by replicas and by the proxy. No I/O.
 
 Invariant: a digest depends only on a tensor's name, type, shape and bytes, as api-server.md 3
-specifies. A type under another library's name gives another digest.
+specifies. The type is hashed by its name, so names of another library give other digests.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Uncertain and paused workers, the published version, operations in progress: kept and enforced.
+"""State journal: uncertain and paused workers, the published version, operations in progress.
 
-Invariant: an uncertain or paused worker is cordoned from the moment it is in the
-fleet, also after it was deleted and added again, also after a restart. The state in memory leads:
-if the disk fails, the error is reported, and only what has not begun is refused.
+Invariant: an uncertain or paused worker is cordoned from the moment it is in the fleet, also after
+it was deleted and added again, and after a restart. The state in memory is authoritative: if the
+disk fails, the error is reported, and only operations that have not begun are refused.
 
-The files of the journal and the epoch, in a private folder (0700, files 0600).
-
-Invariant: when `write` returns, the file and its folder entry are on the disk (fsync). A journal
-that cannot be read is set aside, never overwritten.
+The files are in a private folder (0700, files 0600). Invariant: when `write` returns, the file and
+its folder entry are on disk (fsync). An unreadable journal is set aside, never overwritten.
 """
 
 from __future__ import annotations
@@ -48,7 +46,10 @@ from omni_proxy.weight_sync.rollout.state_machine import RolloutState
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
-    """Beside the state file, or in the user's state folder, named after the listen address."""
+    """The journal's folder: next to the state file, or in the user's state folder.
+
+    In the latter it is named after the listen address.
+    """
     if state_file is not None:
         name = state_file.name.removesuffix(".toml").removesuffix(".state")
         return state_file.with_name(f"{name}.weights")
@@ -58,7 +59,7 @@ def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, st
 
 
 class JournalFile:
-    """Every method blocks."""
+    """The files of the journal and of the published version. Every method blocks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -66,7 +67,7 @@ class JournalFile:
         self._epoch_path = folder / "epoch.json"
 
     def read(self) -> Journal:
-        """An empty journal if there is no file. Raises UnreadableJournal."""
+        """Read the journal; an empty one if there is no file. Raises UnreadableJournal."""
         for path in (self.path, self._epoch_path):
             remove_stale_temporaries(path)
         try:
@@ -81,7 +82,7 @@ class JournalFile:
         self.path.replace(self.path.with_suffix(".unreadable"))
 
     def write(self, journal: Journal) -> None:
-        """Atomic: raises OSError, and the old record is intact then."""
+        """Replace the record atomically. Raises OSError; the old record is intact then."""
         if journal:
             self._write_text(self.path, encode(journal).decode())
         elif self.path.exists():
@@ -94,7 +95,7 @@ class JournalFile:
         except FileNotFoundError:
             return PublishedVersion(0, None)
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            # The epoch must never go back; the time in seconds is above any count of updates.
+            # The epoch must never decrease; the time in seconds exceeds any count of updates.
             return PublishedVersion(int(time.time()), None)
 
     def write_published(self, published: PublishedVersion) -> None:
@@ -120,28 +121,28 @@ _log = logging.getLogger(__name__)
 
 
 class StateJournal:
-    """`uncertain`: worker URL to the reason why its weights are unknown.
+    """Keeps and enforces the state. The constructor reads the file.
 
-    `cordoned_paused`: URLs cordoned for a pause. `paused_engines`: URLs whose engine was
-    paused, whether the worker is cordoned or not. The constructor reads the file.
+    `uncertain`: worker URL to the reason why its weights are unknown. `cordoned_paused`: URLs
+    cordoned for a pause. `paused_engines`: URLs of paused engines, cordoned or not.
     """
 
     def __init__(self, fleet: Fleet, file: JournalFile) -> None:
         self._fleet = fleet
         self._file = file
-        self._all_uncertain = ""  # the reason, if all workers are uncertain since the start
+        self._all_uncertain = ""  # why all workers are uncertain since the start, or ""
         self._operation: JournalEntry | None = None
         self._sync: JournalEntry | None = None
-        self.rollout: RolloutState | None = None  # the one that has not ended
-        # Members of a group whose sync was cut short when the proxy ended, and the group's name.
+        self.rollout: RolloutState | None = None  # a rollout that has not ended
+        # Members and name of a group whose sync was interrupted by the end of the proxy.
         self.leftover_members: tuple[str, ...] = ()
         self.leftover_group = ""
         self._write_lock = trio.Lock()
         self.uncertain: dict[str, str] = {}
         self.cordoned_paused: set[str] = set()
         self.paused_engines: set[str] = set()
-        self._pauses: dict[str, PauseRecord] = {}  # of `paused_engines` and `cordoned_paused`
-        self._restarted = trio.Event()  # the file lists an engine as paused that has restarted
+        self._pauses: dict[str, PauseRecord] = {}  # for `paused_engines` and `cordoned_paused`
+        self._restarted = trio.Event()  # set if an engine that the file lists as paused restarted
         self.readable = True
         self.error = ""
         self.published = file.read_published()
@@ -177,30 +178,30 @@ class StateJournal:
 
     @property
     def all_paused(self) -> frozenset[str]:
-        """URLs of engines that a caller paused: no other operation may make them continue."""
+        """URLs of engines that a caller paused: no other operation may resume them."""
         return frozenset(self.cordoned_paused | self.paused_engines)
 
     def pauses(self) -> dict[str, PauseRecord]:
-        """The pauses of workers in the fleet, by URL, in the order of the fleet."""
+        """Pauses of workers in the fleet by URL, in the order of the fleet."""
         paused = self.all_paused
         urls = [worker.url for worker in self._fleet.workers if worker.url in paused]
         return {url: self._pauses.get(url, PauseRecord()) for url in urls}
 
     def record_pause(self, url: str, pause: PauseRecord) -> None:
-        """The engine was paused. The first record counts until the engine continues."""
+        """Record that the engine was paused. The first record is kept until it is resumed."""
         if url not in self.all_paused:
             self._pauses.pop(url, None)
         self.paused_engines.add(url)
         self._pauses.setdefault(url, pause)
 
     def forget_pauses(self, urls: Iterable[str]) -> bool:
-        """The engines generate again. Return whether one of them was recorded as paused."""
+        """Record that the engines generate again. Returns whether one was recorded as paused."""
         resumed = self.paused_engines & set(urls)
         self.paused_engines -= resumed
         return bool(resumed)
 
     async def finish_start(self) -> None:
-        """The fleet is filled: from here on the journal names the uncertain workers."""
+        """Call when all workers are in the fleet: later ones are uncertain only by record."""
         if self._all_uncertain:
             self._all_uncertain = ""
             _log.error("weight_journal_unreadable path=%s uncertain=all", self.path)
@@ -209,7 +210,7 @@ class StateJournal:
             except OSError as error:
                 self.record_error(error)
         if (self._operation, self._sync, self.rollout) != (None, None, None):
-            # The service was restarted in the middle of it: the same as a restart of the program.
+            # The service was restarted during an operation: recover as after a restart.
             cut_short = Journal(in_progress=self._operation, sync=self._sync, rollout=self.rollout)
             self.mark_uncertain(cut_short.uncertain_at_start())
             self._sync = None
@@ -219,13 +220,13 @@ class StateJournal:
         await self.finish_operation()
 
     async def begin_operation(self, entry: JournalEntry) -> None:
-        """Raises OSError: then no call may be sent."""
+        """Record an operation before its calls. Raises OSError: then send no call."""
         async with self._write_lock:
             await self._write(entry)
             self._operation = entry
 
     async def begin_sync(self, entry: JournalEntry) -> None:
-        """Recorded beside the operation in progress. Raises OSError: then no call may be sent."""
+        """Record a sync's step, in addition to an operation. Raises OSError: then send no call."""
         async with self._write_lock:
             before, self._sync = self._sync, entry
             try:
@@ -235,7 +236,7 @@ class StateJournal:
                 raise
 
     async def record_rollout(self, rollout: RolloutState) -> None:
-        """Raises OSError: then no call may be sent."""
+        """Record a rollout before its calls. Raises OSError: then send no call."""
         async with self._write_lock:
             before, self.rollout = self.rollout, rollout
             try:
@@ -245,25 +246,25 @@ class StateJournal:
                 raise
 
     async def save_rollout(self, rollout: RolloutState | None) -> None:
-        """Its present state; None once it has ended."""
+        """Write the rollout's current state; None once it has ended."""
         async with self._write_lock:
             self.rollout = rollout
             await self._try_to_write()
 
     async def finish_sync(self) -> None:
-        """The fate of every member is decided, and no group is left."""
+        """Remove the sync's record, after its group has ended and all fates are decided."""
         async with self._write_lock:
             self._sync = None
             await self._try_to_write()
 
     async def finish_operation(self) -> None:
-        """Write the state, with no operation in progress."""
+        """Write the state without an operation in progress."""
         async with self._write_lock:
             self._operation = None
             await self._try_to_write()
 
     async def save(self) -> None:
-        """Write the state, with the operation in progress, if there is one."""
+        """Write the state, including the operation in progress, if there is one."""
         async with self._write_lock:
             await self._try_to_write()
 
@@ -275,7 +276,7 @@ class StateJournal:
             await self.save()
 
     async def publish(self, target: TargetVersion, urls: Iterable[str] | None) -> PublishedVersion:
-        """Publish the next epoch; it never decreases. `urls`: its targets, None for all workers."""
+        """Publish `target` with the next epoch. `urls`: its targets, None for all workers."""
         current_urls = {ALL_WORKERS, *(worker.url for worker in self._fleet.workers)}
         rows = {url: row for url, row in self.published.targets.items() if url in current_urls}
         self.published = replace(self.published, targets=rows).after(target, urls)
@@ -285,7 +286,7 @@ class StateJournal:
     async def extend(
         self, target: TargetVersion, urls: Iterable[str], *, only: bool = False
     ) -> None:
-        """Further workers have the version that was published last; `only`: the other rows go."""
+        """Add workers that have the last published version; `only` removes all other rows."""
         self.published = self.published.extended(target, urls, only=only)
         await self._write_published()
 
@@ -297,13 +298,13 @@ class StateJournal:
         await self._write_published()
 
     async def add_digest(self, epoch: int, digest: str) -> None:
-        """The weights of the published version were proven later than they were published."""
+        """Set the digest of the published version, if it was proven after the publication."""
         if self.published.epoch == epoch:
             self.published = self.published.with_digest(digest)
             await self._write_published()
 
     async def waive_targets(self, urls: Iterable[str]) -> None:
-        """An operator confirms the weights of these workers, whatever update they missed."""
+        """Record that an operator confirmed the workers' weights, even if they missed updates."""
         workers = [worker for url in urls if (worker := self._fleet.find(url)) is not None]
         self.published = self.published.waive({worker.url: worker.model for worker in workers})
         if self.published.targets:
@@ -320,7 +321,7 @@ class StateJournal:
             self._fleet.uncordon(worker, PAUSED)
 
     def mark_uncertain(self, reasons: dict[str, str]) -> None:
-        """`reasons`: by worker URL."""
+        """Mark workers uncertain, and cordon them. `reasons`: by worker URL."""
         for url, reason in reasons.items():
             _log.warning("worker_uncertain worker=%s reason=%r", url, reason)
         self.uncertain.update(reasons)
@@ -339,7 +340,10 @@ class StateJournal:
         pauses: Mapping[str, PauseRecord],
         cordoned_paused: Iterable[str],
     ) -> None:
-        """What another proxy of the cluster has published; `save_adopted` writes it."""
+        """Take over the state that another proxy of the cluster published.
+
+        `save_adopted` writes it.
+        """
         self.published = published
         self.paused_engines, self._pauses = set(pauses), dict(pauses)
         cordoned = set(cordoned_paused)
@@ -353,7 +357,7 @@ class StateJournal:
         await self.save()
 
     def record_error(self, error: OSError) -> None:
-        """The journal could not be written: shown in the status, and logged."""
+        """Log a write error of the journal, and show it in the status."""
         self.error = f"{self.path}: {error.strerror or error}"
         _log.error("weight_journal_write_failed error=%r", self.error)
 
@@ -383,12 +387,13 @@ class StateJournal:
             self.record_error(error)
 
     def _on_cache_cleared(self, worker: Worker) -> None:
-        """A restarted engine is not paused. A flush differs from it by keeping the version."""
+        """Drop the pause of a restarted engine: a restart clears the version, a flush does not."""
         if worker.weight_version is None:
             self._on_engine_restarted(worker.url)
 
     def _on_health_change(self, worker: Worker, before: Health) -> None:
-        """The paused process may have ended while this program did not run."""
+        """Drop a pause if another process runs now: it may have restarted while the proxy was
+        down."""
         pause = self._pauses.get(worker.url)
         if pause is not None and pause.instance and worker.instance not in ("", pause.instance):
             self._on_engine_restarted(worker.url)
@@ -413,7 +418,7 @@ class StateJournal:
 
 @dataclass(frozen=True, slots=True)
 class OperationContext:
-    """What every operation on weights needs: the fleet, its configuration, the journal."""
+    """Dependencies of every weight operation: the fleet, its configuration, the journal."""
 
     fleet: Fleet
     config_store: ConfigStore

@@ -1,8 +1,8 @@
 """Calls to workers for weight updates: admin calls, labels, checksums, continue, reachability.
 
-Invariant: `call_all` has no bound on how many workers it calls at a time. Workers that join a group
-wait for each other, so a bound would be a deadlock. Labels and checksums come from the workers
-alone, never from the call's body; a worker that reports no label has none.
+Invariant: `call_all` calls all workers concurrently, without a bound: workers that join a group
+wait for each other, so a bound would be a deadlock. Labels and checksums are read from the workers
+only, never from the call's body; a worker that reports no label has none.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call, call_worker
 from omni_proxy.upstream_http.engine_calls import flush_cache
 from omni_proxy.weight_sync.protocol.checksum_agreement import Verdict, compare_answers
 
-MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a weights checker names every tensor
+MAX_RESPONSE_BYTES = 64 * 1024 * 1024  # a checksum response lists every tensor
 JSON_TYPE: Final = {"content-type": "application/json"}
 LARGE_BYTES: Final = 64 * 1024
 OnResult = Callable[[WorkerResult], None]
 
-# The event loop has a turn between two large responses, which may arrive at the same time.
+# Large responses may arrive at the same time; one is parsed per turn of the event loop.
 _parsing_large = trio.Lock()
 
 
@@ -36,7 +36,7 @@ _parsing_large = trio.Lock()
 class AdminCall:
     """One admin request to the workers. `chosen`: URLs of its targets, None for all workers.
 
-    `target` is the path and the query as workers get them; `caller` names who sent the request.
+    `target`: path and query as sent to workers. `caller`: name of the client.
     """
 
     route: AdminRoute
@@ -59,7 +59,7 @@ class AdminCall:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for the same request, repeated with the same credentials."""
+        """Equal for repetitions of a request with the same credentials."""
         return self.method, self.target, self.body, self.chosen, self.headers.get("authorization")
 
     @property
@@ -73,7 +73,7 @@ class AdminCall:
         return EngineCall(self.method, self.target, self.body)
 
     def argument(self, name: str) -> object:
-        """The value of a key of the query or of the JSON body; None without it."""
+        """The value of a key of the query or of the JSON body; None if there is no such key."""
         return self.engine_call.argument(name)
 
     def body_field(self, name: str) -> object:
@@ -86,9 +86,9 @@ class AdminCall:
 
 
 async def request_worker(worker: Worker, call: Call) -> WorkerResult:
-    """Send one call, and parse the response. Never raises for what the worker does.
+    """Send one call, and parse the response. Failures of the worker are results, not exceptions.
 
-    A worker that does not have the route is called in the dialect of the other kind of engine.
+    A worker that lacks the route is called in the dialect of the other kind of engine.
     """
     result = await call_once(worker, call)
     if result.status not in ROUTE_ABSENT:
@@ -102,7 +102,7 @@ async def request_worker(worker: Worker, call: Call) -> WorkerResult:
         )
         retried = await call_once(worker, renamed)
         if number == 0 and retried.status in ROUTE_ABSENT:
-            return result  # it has neither
+            return result  # the worker has neither route
         secs += retried.secs
         retried = replace(retried, secs=round(secs, 6), sent_to=request.path)
         if not retried.success:
@@ -111,7 +111,7 @@ async def request_worker(worker: Worker, call: Call) -> WorkerResult:
 
 
 async def call_once(worker: Worker, call: Call) -> WorkerResult:
-    """The same in this dialect only: a refusal is that of this call."""
+    """Like `request_worker`, but only in this dialect."""
     outcome = await call_worker(worker, call)
     if len(outcome.body) < LARGE_BYTES:
         body = parsed(outcome.body)
@@ -124,7 +124,7 @@ async def call_once(worker: Worker, call: Call) -> WorkerResult:
 async def post_json(
     worker: Worker, path: str, body: bytes, headers: Mapping[str, str], timeout_secs: float
 ) -> WorkerResult:
-    """POST `body`, which is JSON text. The response may be as large as a checksum report."""
+    """POST `body`, a JSON text. The response may have up to MAX_RESPONSE_BYTES."""
     headers = {**headers, **JSON_TYPE}
     secs = timeout_secs
     call = Call("POST", path, body, headers, timeout_secs=secs, max_bytes=MAX_RESPONSE_BYTES)
@@ -134,7 +134,7 @@ async def post_json(
 async def call_all(
     workers: Sequence[Worker], call: Call, on_result: OnResult = lambda _: None
 ) -> list[WorkerResult]:
-    """Results in the order of the workers; `on_result` gets each one as soon as it is there."""
+    """Call all workers. Results are in their order; `on_result` gets each one as it arrives."""
     results: dict[Worker, WorkerResult] = {}
 
     async def call_one(worker: Worker) -> None:
@@ -177,7 +177,7 @@ async def read_labels(
 
 
 async def read_label(worker: Worker) -> tuple[str | None, bool]:
-    """Its weight version, and whether it could be asked: else it may answer later."""
+    """The weight version, and whether the worker answered; if not, it may answer later."""
     for path in LABEL_PATHS:
         (result,) = await call_all([worker], Call("GET", path, timeout_secs=LABEL_SECS))
         if not result.refused:
@@ -206,8 +206,8 @@ async def compare_checksums(
     return compare_answers({result.worker: result for result in results})
 
 
-# Engines that a failed update left paused, or with an old prefix cache. A one-phase update that
-# fails leaves its engine paused, even if it was resumed before (api-server.md 2.4).
+# Recovery of engines that a failed update left paused, or with an old prefix cache. A one-phase
+# update that fails leaves its engine paused, even if it was resumed before (api-server.md 2.4).
 
 RECOVERY_SECS: Final = 30.0
 
@@ -222,13 +222,13 @@ async def continue_generation(
 
 
 async def flush_worker_cache(worker: Worker) -> bool:
-    """Whether the worker reports an empty cache; one without a flush route has no cache."""
+    """Flush the cache; return whether it is empty. A worker without the route has no cache."""
     outcome = await flush_cache(worker, {}, RECOVERY_SECS)
     return outcome.ok or outcome.status in ROUTE_ABSENT
 
 
-# Reachability. A whole request is sent each time, because servers keep an idle connection open for
-# long. A slow worker is never reported: only refused connections count, and two in a row.
+# Reachability. Each check sends a request: an idle connection may stay open after its server is
+# lost. A slow worker is never reported: only two refused connections in a row count.
 
 REACH_INTERVAL_SECS: Final = 0.5
 REACH_TIMEOUT_SECS: Final = 2.0
@@ -239,7 +239,8 @@ REFUSED: Final = "ConnectError"
 async def wait_until_refused(worker: Worker, endpoint: str) -> str:
     """Wait until nothing listens at the worker's address; return the reason as text.
 
-    `endpoint`: a path that is cheap to request. Finds a dead worker sooner than health probes do.
+    This detects a dead worker sooner than health probes do. `endpoint`: a path that is cheap to
+    request.
     """
     refused = 0
     while refused < REFUSALS_IN_A_ROW:

@@ -349,7 +349,7 @@ async def test_the_events_of_a_rollout_begin_with_its_plan_and_end_with_its_end(
          "invalid_rollout", "did you mean max_unavailable?"),
         (b'{"version": 3}', 404, "no_versions", "no versions are kept"),
         (b'{"model_path": "/m", "weight_version": "default"}', 409, "label_in_use",
-         "reports already"),
+         "already reported by"),
     ],
 )  # fmt: skip
 async def test_a_bad_body_gets_a_clear_error_and_changes_nothing(

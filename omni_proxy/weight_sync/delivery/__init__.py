@@ -1,2 +1,1 @@
-"""Delivery of weight versions to workers: from disk, over the network, to workers that return
-late."""
+"""Delivery of weight versions to workers, from disk or over the network, and catch-up."""

@@ -1,12 +1,12 @@
-"""Updates workers that become healthy without the published version, before they get a request.
+"""Catch-up: updates workers that become healthy without the published version.
 
-    comes up ─cordon─> target version? ─neither stored nor of a path─────────> uncordon
+    healthy ─cordon─> target version? ─neither stored nor from a path────────> uncordon
                           └─> has it? ─its digests prove it──> recorded ───> uncordon
                                 └─> delivered, or loaded ─proven─> recorded ──> uncordon
                                           └─failed repeatedly─> uncertain, uncordon
-    the target leaves the store meanwhile ────> left to the version probe
-Invariant: from the moment it is healthy until its tensors are proven, it gets no request. A sync
-that begins meanwhile is waited for, and the version that it publishes is then the target.
+    the target was deleted from the store ────> left to the version probe
+Invariant: such a worker gets no request from the moment it is healthy until its tensors are proven.
+If a sync begins during the catch-up, it is waited for, and its version becomes the target.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _ReachableTarget:
-    """The version that a worker should have; None: it is not stored, but loads from a path."""
+    """The version that a worker should have; `version` is None if it loads from a path."""
 
     expected: TargetVersion
     version: StoredVersion | None
 
 
 class CatchUp:
-    """`busy(worker)`: an operation works on it that will decide what it has."""
+    """Runs catch-ups. `busy(worker)`: an operation runs on it and will set its version."""
 
     def __init__(
         self,
@@ -64,11 +64,12 @@ class CatchUp:
         self._fleet, self._config_store = context.fleet, context.config_store
         self._journal = context.journal
         self._store_service, self._deliverer, self._busy = store_service, deliverer, busy
-        self._latest: dict[Worker, object] = {}  # token of the latest run; it replaces others
+        self._latest: dict[Worker, object] = {}  # token of the latest run; older ones stop
         self.caught_up = 0
         self.failed = 0
         self.nursery: trio.Nursery | None = None
-        # Uncordons a worker whose version is unknown, but whose target is not in the store.
+        # Called for a worker that can't catch up, because its target is not in the store; it has to
+        # uncordon the worker.
         self.on_unavailable: Callable[[Worker], None] = lambda w: self._fleet.uncordon(
             w, CATCHING_UP
         )
@@ -80,17 +81,17 @@ class CatchUp:
             self.start(worker)
 
     def _on_cache_cleared(self, worker: Worker) -> None:
-        """A restart clears the version; a flush does not."""
+        """Catch up after a restart, which clears the version; a flush does not."""
         if worker.weight_version is None:
             self.start(worker)
 
     def cordon(self, worker: Worker) -> None:
-        """Cordon the worker until `start` has run for it."""
+        """Cordon the worker until the catch-up that `start` begins has ended."""
         if CATCHING_UP not in worker.cordon_reasons and self._is_healthy(worker):
             self._fleet.cordon(worker, CATCHING_UP)
 
     def start(self, worker: Worker) -> None:
-        """Never waits: on return, a worker that may have to wait gets no more requests."""
+        """Start a catch-up without waiting; on return the worker is cordoned if it needs one."""
         starts = self._is_healthy(worker) and not self._busy(worker)
         if self.nursery is not None and starts and self._target(worker) is not None:
             self._latest[worker] = token = object()
@@ -100,7 +101,7 @@ class CatchUp:
             self.on_unavailable(worker)
 
     def start_all(self) -> None:
-        """Call at the start of the service, for workers that are healthy already."""
+        """Start catch-ups for workers that were healthy before the service started."""
         for worker in self._fleet.workers:
             self.start(worker)
 
@@ -109,7 +110,7 @@ class CatchUp:
         return registered and worker.health.state is Health.HEALTHY
 
     def _target(self, worker: Worker) -> _ReachableTarget | None:
-        """None if the last update that targeted the worker is neither stored nor of a path."""
+        """The worker's target version; None if it is neither stored nor loads from a path."""
         target = self._journal.published.target_for(worker.url, worker.model)
         if target is None or target.waived:
             return None
@@ -131,7 +132,7 @@ class CatchUp:
                     self._fleet.uncordon(worker, CATCHING_UP)
 
     async def _catch_up(self, worker: Worker, token: object) -> bool:
-        """Whether it is decided what the worker has: it is recorded, or marked uncertain."""
+        """Returns whether the worker's version was recorded or the worker marked uncertain."""
         pauses = iter(RETRY_SECS)
         lock = self._config_store.membership_lock
         while self._is_healthy(worker) and self._latest.get(worker) is token:
@@ -143,7 +144,7 @@ class CatchUp:
                 return True
             async with self._config_store.operation_lock:
                 if self._target(worker) != target or lock.held:
-                    continue  # a newer version is coming, or has come
+                    continue  # a newer version is being published, or was published
                 await self._fleet.await_held()
                 reason = await self._deliver(worker, target)
             if not reason:
@@ -156,7 +157,7 @@ class CatchUp:
         return False
 
     async def _has_version(self, worker: Worker, target: _ReachableTarget) -> bool:
-        """Whether the worker is proven to have the version already; it is recorded then."""
+        """Whether the worker is proven to have the version already; if so, record it."""
         expected = target.expected
         label = (await read_labels([worker], {}))[worker]
         if target.version is None:
@@ -176,14 +177,14 @@ class CatchUp:
         return True
 
     async def _has_other_digest(self, worker: Worker, expected: TargetVersion) -> bool:
-        """Where its label alone is no proof."""
+        """Whether the digest differs from the expected one; False if the label is a proof."""
         if expected.named or not expected.digest:
             return False
         digest = await read_digest(worker, self._settings)
         return digest is not None and bool(digest.whole) and digest.whole != expected.digest
 
     async def _load(self, worker: Worker, expected: TargetVersion) -> str:
-        """From the path of the rollout. Return why the worker could not take it, or ""."""
+        """Load the version from the rollout's path. Returns why that failed, or ""."""
         source = WeightSource(expected.label or "", expected.path)
         try:
             facts = await inspect(worker, {})
@@ -213,7 +214,7 @@ class CatchUp:
         return UpdateSettings(limit_secs(self._limit), config.weight_sync.verify == "checksum")
 
     async def _deliver(self, worker: Worker, target: _ReachableTarget) -> str:
-        """Return why the worker could not take the version, "" if it has it now."""
+        """Deliver the version. Returns why that failed, or ""."""
         expected, version = target.expected, target.version
         if version is None:
             return await self._load(worker, expected)

@@ -1,10 +1,11 @@
 """Delivers a version from the store to workers that were not in the trainer's group.
 
-A worker that reads the same files gets the path. Any other worker gets the version through a
-process group of its own with the proxy as rank 0: a child process sends the bytes from the
-version's file, and nothing here imports torch. The worker is paused for it and continues unless
-a caller had paused it. Invariant: a success means that the worker reported success and, if digests
-can be compared, that its tensors match; no group, child process or TCPStore outlives its delivery.
+A worker that can read the version's files gets their path. Any other worker gets the version
+through a separate process group with the proxy as rank 0: a child process sends the bytes from the
+version's file, and nothing here imports torch. The worker is paused for the delivery, and resumed
+unless a caller had paused it. Invariant: a success means that the worker reported success and, if
+digests can be compared, that its tensors match; no group, child process or TCPStore outlives its
+delivery.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ T = TypeVar("T")
 
 
 class BlockingCalls:
-    """At most `max_calls` at a time, and `max_ends` that end some; `name` is in thread names."""
+    """Runs blocking calls in threads: `max_calls` at a time, and `max_ends` calls that end others.
+
+    `name` is a part of the threads' names.
+    """
 
     def __init__(self, name: str, max_calls: int, *, max_ends: int) -> None:
         self._name = name
@@ -65,7 +69,7 @@ class BlockingCalls:
 
 
 DISK: Final = "/update_weights_from_disk"
-# Messages of workers that cannot see a path, or that read no weights from disk.
+# Parts of errors of workers that can't read a path, or that don't load weights from disk.
 UNSEEN_MESSAGES: Final = (
     "does not exist",
     "no such file",
@@ -78,7 +82,7 @@ MISMATCH_STATUS: Final = 502
 
 
 class NetworkSender(Protocol):
-    """NetworkSender a version to one worker through a process group of its own."""
+    """Sends a version to one worker through a separate process group."""
 
     async def send(
         self,
@@ -91,9 +95,9 @@ class NetworkSender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeliveryOptions:
-    """`paused`: URLs that stay paused afterwards. `prove`: compare digests.
+    """Options of a delivery. `paused`: URLs that stay paused. `prove`: compare digests after it.
 
-    `label`: for a version that has no label yet. `headers`: the caller's credentials; `limit`: the
+    `label`: sent instead of the version's own label. `headers`: the caller's credentials. `limit`:
     timeout of each call to a worker in seconds, 0 for none.
     """
 
@@ -115,9 +119,10 @@ class VersionDeliverer:
         workers: Sequence[Worker],
         options: DeliveryOptions = DeliveryOptions(),
     ) -> list[WorkerResult]:
-        """To all workers at once; results in their order. Raises UnknownVersion, OSError.
+        """Deliver to all workers concurrently. Raises UnknownVersion, OSError.
 
-        `status` of a result is 4xx only if the worker certainly has what it had before.
+        Results are in the order of the workers. The `status` of one is 4xx only if the worker's
+        weights are unchanged.
         """
         results: dict[Worker, WorkerResult] = {}
 
@@ -133,7 +138,7 @@ class VersionDeliverer:
     async def prove(
         self, version: StoredVersion, worker: Worker, headers: Mapping[str, str], limit: float = 0.0
     ) -> WorkerProof:
-        """Whether the worker holds exactly this version, as far as digests can be compared."""
+        """Compare the worker's digests with the version's, as far as they are comparable."""
         options = DeliveryOptions(headers=headers, limit=limit)
         return await _WorkerDelivery(self._sender, version, options).prove(worker)
 
@@ -187,7 +192,8 @@ class _WorkerDelivery:
         return {**label_field, "flush_cache": True}
 
     def _disk_body(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        # As with a broadcast, tensors that the trainer did not send stay unchanged.
+        # Only the files in the manifest are loaded: as with a broadcast, tensors that the trainer
+        # did not send stay unchanged.
         manifest = {"files": list(self.version.manifest.files)}
         return {"model_path": str(self.version.folder), "manifest": manifest, **body}
 
@@ -200,12 +206,12 @@ class _WorkerDelivery:
 
 
 def is_local_address(address: tuple[str, int] | str) -> bool:
-    """Whether the address is one of this machine."""
+    """Whether the address belongs to this machine."""
     if isinstance(address, str):
         return True
     try:
         ip = ipaddress.ip_address(address[0])
-    except ValueError:  # a name that is not resolved yet
+    except ValueError:  # a host name, not resolved here
         return address[0] == "localhost"
     if ip.is_loopback:
         return True
@@ -219,7 +225,7 @@ def is_local_address(address: tuple[str, int] | str) -> bool:
 
 
 def _cannot_see_files(result: WorkerResult) -> bool:
-    """Whether the worker only lacks the proxy's files; it changed nothing then."""
+    """Whether the worker failed only because it can't read the proxy's files: it is unchanged."""
     if result.status in ROUTE_ABSENT and result.error == "":
         return True
     message = result.reason.lower()
@@ -229,7 +235,7 @@ def _cannot_see_files(result: WorkerResult) -> bool:
 
 def _with_fields(result: WorkerResult, more: Mapping[str, object]) -> WorkerResult:
     text = result.body
-    # "said" is the former name of "response".
+    # Clients of older versions read "said", the former name of "response".
     body = text if isinstance(text, dict) else {"response": text, "said": text}
     return replace(result, body={**body, **more})
 
@@ -240,7 +246,7 @@ DESTROY: Final = "/destroy_weights_update_group"
 BEGIN: Final = "/begin_weight_update"
 END: Final = "/end_weight_update"
 CALL_TIMEOUT_SECS: Final = 10.0
-# After the proxy's part of a step failed, the worker has this long to report its reason.
+# Time for the worker to report its error after the proxy's part of a step failed.
 REASON_SECS: Final = 2.0
 
 OpenSender = Callable[[HostedRendezvous], Awaitable[Sender]]
@@ -249,7 +255,7 @@ ProxyPart = Callable[[], Awaitable[object]]
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """One file of a version: what is announced of it, and where its bytes are."""
+    """One file of a version: its announcement to the worker, and the location of its bytes."""
 
     announcement: Mapping[str, Any]
     plans: tuple[TensorPlan, ...]
@@ -257,7 +263,10 @@ class _Bucket:
 
 
 class ProcessGroupSender:
-    """`settings()`: the present configuration; `open_sender` raises GroupError."""
+    """Sends versions through process groups with the proxy as rank 0.
+
+    `settings()`: the current configuration. `open_sender` raises GroupError.
+    """
 
     def __init__(self, settings: Callable[[], WeightSyncConfig], open_sender: OpenSender) -> None:
         self._settings = settings
@@ -271,7 +280,7 @@ class ProcessGroupSender:
         body: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> WorkerResult:
-        """The worker's last result, or the first failure."""
+        """Send the version. Returns the worker's last result, or the first failure."""
         settings = self._settings()
         join_secs = settings.ready_timeout_secs or NO_LIMIT_SECS
         receive_secs = settings.receive_timeout_secs or NO_LIMIT_SECS
@@ -297,7 +306,7 @@ class ProcessGroupSender:
                 return result
             return await self._transfer(receiver, sender, meeting, buckets, body)
         finally:
-            # Even when cancelled: a worker left in the group would wait for the proxy.
+            # Shielded from cancellation: a worker left in the group would wait for the proxy.
             with trio.move_on_after(CALL_TIMEOUT_SECS, shield=True):
                 await self._threads.end("close", sender.close)
                 await receiver.post(DESTROY, {"group_name": meeting.group_name})
@@ -325,7 +334,7 @@ class ProcessGroupSender:
         buckets: Sequence[_Bucket],
         body: Mapping[str, Any],
     ) -> WorkerResult:
-        """Send every file; several files become the worker's weights together."""
+        """Send every file; several files are applied together if the worker supports that."""
         secs = self._settings().receive_timeout_secs or NO_LIMIT_SECS
         result = await receiver.post(BEGIN, {"selector": "all"}) if len(buckets) > 1 else None
         together = result is not None and result.success
@@ -358,7 +367,7 @@ class _Receiver:
         return await post_json(self.worker, path, raw, self.headers, self.limit_secs)
 
     async def read_ranks(self) -> int | WorkerResult:
-        """How many ranks it takes in a group; the result if it cannot be read."""
+        """The worker's rank count in a group, or the failed result of the request for it."""
         call = Call("GET", "/server_info", b"", self.headers, CALL_TIMEOUT_SECS)
         result = await request_worker(self.worker, call)
         ranks = result.body.get("tp_size") if isinstance(result.body, dict) else None
@@ -375,7 +384,7 @@ class _Receiver:
 async def _run_both(
     receiver: _Receiver, path: str, body: Mapping[str, Any], proxy_part: ProxyPart
 ) -> WorkerResult:
-    """Call the worker while the proxy does its part; a failure of one ends the other."""
+    """Call the worker and run the proxy's part concurrently; a failure of one ends the other."""
     results: list[WorkerResult] = []
     answered, fault = trio.Event(), ""
 
@@ -402,7 +411,7 @@ async def _run_both(
 
 
 def _read_buckets(version: StoredVersion) -> list[_Bucket]:
-    """A bucket for each file. Raises SafetensorsError, OSError, GroupError."""
+    """Read a bucket for each file. Raises SafetensorsError, OSError, GroupError."""
     buckets = []
     for file, nbytes in version.manifest.files.items():
         rows = read_header_rows(version.folder / file, nbytes)
@@ -418,7 +427,7 @@ def _read_buckets(version: StoredVersion) -> list[_Bucket]:
 
 
 def local_address_towards(address: tuple[str, int] | str) -> str:
-    """The local address of the route to that worker. Raises OSError."""
+    """The local address from which this machine reaches the worker. Raises OSError."""
     if isinstance(address, str):
         return "127.0.0.1"
     host, port = address

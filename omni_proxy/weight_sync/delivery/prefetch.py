@@ -1,7 +1,7 @@
 """Prefetch: workers on this machine read a version bucket by bucket while it is being received.
 
-It only saves time. Invariant: nothing that a worker reads takes effect before the version is
-complete, sealed and delivered. A worker that has no such route, fails or is slow reads the whole
+It is only an optimization. Invariant: what a worker has read takes effect only after the version is
+complete, sealed and delivered. A worker that lacks the route, fails or is slow reads the whole
 version at its delivery, and no step of a sync waits for a prefetch.
 """
 
@@ -25,28 +25,28 @@ from omni_proxy.weight_sync.worker_calls import JSON_TYPE, request_worker
 
 PREFETCH_PATH: Final = "/read_weights_ahead"
 CALL_SECS: Final = 30.0
-# An abandoned thread that waits for a bucket ends after this time at the latest.
+# Longest wait of a thread for a bucket, so that an abandoned thread ends.
 BUCKET_WAIT_SECS: Final = 1.0
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class IncomingVersion:
-    """A receive in progress; `region`: the file and the offsets of its buckets, in order."""
+    """A receive in progress. `region`: the file and the offsets of its buckets, in order."""
 
     pending: PendingReceive
     region: FileRegion
     plans: tuple[TensorPlan, ...]
 
     def final_bytes(self, buckets_done: int) -> int:
-        """How many leading bytes of the file will not change any more."""
+        """Number of leading bytes of the file that are final."""
         if not buckets_done:
             return 0
         return self.region.starts[buckets_done - 1] + self.plans[buckets_done - 1].block_bytes
 
 
 class Prefetch:
-    """One version at a time. Without a `nursery` it does nothing."""
+    """Prefetches one version at a time. Without a `nursery` it does nothing."""
 
     def __init__(self) -> None:
         self._threads = trio.CapacityLimiter(4)
@@ -56,7 +56,7 @@ class Prefetch:
     def begin(
         self, incoming: IncomingVersion, workers: Sequence[Worker], headers: Mapping[str, str]
     ) -> None:
-        """Start it for the healthy workers on this machine; return at once."""
+        """Start a prefetch for the healthy workers on this machine, without waiting."""
         self.end()
         healthy = [w for w in workers if w.health.state is Health.HEALTHY]
         local = [worker for worker in healthy if is_local_address(worker.address)]
@@ -109,7 +109,7 @@ class _Announcer:
             progressed.set()
 
     async def announce_to(self, worker: Worker) -> None:
-        """Until everything is received, or the worker does not prefetch."""
+        """Announce progress until all is received, or the worker declines or fails."""
         announced = 0
         while not self._over or self._final_bytes > announced:
             if (upto := self._final_bytes) <= announced:
@@ -130,7 +130,7 @@ class _Announcer:
 
 
 def _keeps_any(result: WorkerResult) -> bool:
-    """Whether any rank of the worker can keep some of the bytes as they are."""
+    """Whether any rank of the worker keeps some of the bytes that it has read."""
     results: Any = result.body.get("results") if isinstance(result.body, dict) else None
     data = [row.get("data") for row in results or () if isinstance(row, dict)]
     return any(isinstance(stage, dict) and stage.get("ahead_bytes") for stage in data)

@@ -1,8 +1,9 @@
 """The proxy as one rank of a trainer's group: broadcast weights become a version in the store.
 
-One trainer and one receiver, whatever the number of workers. A child process receives (see
-process_group/receiver.py): nothing here imports torch. Invariant: a failure leaves no version, no
-file and nothing armed; a version exists only once every announced byte of it was received.
+The proxy has one receiver, whatever the number of workers. A child process receives (see
+process_group/receiver.py), so nothing here imports torch. Invariant: after a failure no version, no
+file and no armed receive is left; a version exists only after all its announced bytes were
+received.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 class ProxyRank:
-    """A Member of a sync (sync/member.py). `settings()`: the present configuration."""
+    """The proxy as a Member of a sync (sync/member.py). `settings()`: current configuration."""
 
     name = NAME
     ranks = 1
@@ -64,20 +65,20 @@ class ProxyRank:
         self.incoming: IncomingVersion | None = None  # the receive armed last
         self._draft: Draft | None = None
         self._in_group = False
-        self._join_cancel = CancelToken()  # of the last `init`
+        self._join_cancel = CancelToken()  # cancels the last `init`
         self._senders_opening = 0
-        self._receiver_settings: tuple[object, ...] = ()  # that the receiver was opened with
+        self._receiver_settings: tuple[object, ...] = ()  # settings of the open receiver
 
     async def warm_up(self) -> None:
-        """Import torch before the first `init`. Only logs a warning if torch is not installed."""
+        """Import torch in the child before the first `init`; log a warning if that fails."""
         try:
             (await self._open()).warm()
         except GroupError as error:
             _log.warning("weight_sync_unavailable error=%r", str(error))
-        await self.close_when_unused()  # in case the mode has changed since
+        await self.close_when_unused()  # in case the mode has changed during the import
 
     async def close_when_unused(self) -> None:
-        """No versions are kept any more: end the child process as soon as it is idle."""
+        """If versions are no longer kept, end the child process as soon as it is idle."""
         while self._receiver is not None and not self._store_service.enabled:
             async with self._opening:
                 if not self._senders_opening and not await self._busy():
@@ -88,7 +89,7 @@ class ProxyRank:
     async def init(
         self, body: Mapping[str, Any], rank_offset: int, world_size: int
     ) -> WorkerResult:
-        """Join as rank `rank_offset`."""
+        """Join the group as rank `rank_offset`."""
 
         async def join() -> dict[str, object]:
             await self._store_service.open()
@@ -111,7 +112,7 @@ class ProxyRank:
         return await self._as_result(join)
 
     async def prepare(self, body: bytes) -> WorkerResult:
-        """Reserve room for the announced buckets, and get ready to receive."""
+        """Reserve space for the announced buckets, and start to receive."""
 
         async def arm() -> dict[str, object]:
             plans = await self._arm(body)
@@ -120,7 +121,7 @@ class ProxyRank:
         return await self._as_result(arm)
 
     async def complete(self, body: bytes) -> WorkerResult:
-        """Wait until everything announced is received."""
+        """Wait until all announced buckets are received."""
         return await self._as_result(self._receive)
 
     async def update(self, body: bytes) -> WorkerResult:
@@ -133,7 +134,7 @@ class ProxyRank:
         return await self._as_result(respond_and_receive)
 
     async def destroy(self, body: bytes) -> WorkerResult:
-        """End a receive in progress, and discard what is received and not sealed."""
+        """Leave the group: end a receive in progress, and discard data that is not sealed."""
 
         async def leave() -> dict[str, object]:
             self._pending = None
@@ -151,7 +152,7 @@ class ProxyRank:
         return await self._as_result(leave)
 
     async def open_sender(self, meeting: HostedRendezvous) -> Sender:
-        """Rank 0 of a delivery group, also in a child process. Raises GroupError."""
+        """Open rank 0 of a delivery group, also in a child process. Raises GroupError."""
         self._senders_opening += 1
         try:
             receiver = await self._open()
@@ -160,7 +161,7 @@ class ProxyRank:
             self._senders_opening -= 1
 
     async def seal(self, label: str | None) -> StoredVersion:
-        """Make a version of what was received. Raises OSError; LookupError if that is nothing."""
+        """Make a version of the received data. Raises OSError; LookupError if there is none."""
         draft, self._draft, self.incoming = self._draft, None, None
         if draft is None:
             raise LookupError("nothing was received that could become a version")
@@ -168,7 +169,7 @@ class ProxyRank:
         return await self._store_service.run_in_thread(store.seal, draft, label)
 
     async def discard(self) -> None:
-        """Discard what was received of a version that will not be sealed."""
+        """Discard the received data of a version that will not be sealed."""
         draft, self._draft, self.incoming = self._draft, None, None
         if draft is not None and self._store_service.store is not None:
             await self._store_service.run_in_thread(self._store_service.store.discard, draft)
@@ -181,7 +182,7 @@ class ProxyRank:
                 await self._threads.end("close", receiver.close)
 
     async def read_progress(self) -> ReceiveProgress | None:
-        """Never blocks."""
+        """Progress of the current receive, None if there is none. Never blocks."""
         if (pending := self._pending) is None:
             return None
         fault, progress = pending.fault(), pending.progress()
@@ -192,7 +193,7 @@ class ProxyRank:
         )
 
     def status(self) -> dict[str, object]:
-        """JSON-ready: the progress of the present receive."""
+        """JSON-ready progress of the current receive."""
         pending = self._pending
         if pending is None:
             return {"armed": False}
@@ -205,8 +206,8 @@ class ProxyRank:
         }
 
     async def _open(self) -> Receiver:
-        """Raises GroupError if torch is not installed."""
-        # One at a time: a second receiver would replace the one that has the group.
+        """Return the receiver, opened if necessary. Raises GroupError if torch is missing."""
+        # Under a lock, since a second receiver would replace the one that has the group.
         async with self._opening:
             settings = self._settings()
             expected = (
@@ -233,7 +234,7 @@ class ProxyRank:
         return self._in_group or await self._threads.run("look", receiver.busy)
 
     async def _arm(self, body: bytes) -> tuple[TensorPlan, ...]:
-        """Raises one of _REFUSALS: nothing is armed then, and earlier buckets are discarded."""
+        """Arm the receiver. If it raises one of _REFUSALS, earlier buckets are discarded."""
         name, plans = await self._threads.run("read", _parse_announcement, body)
         settings, receiver = self._settings(), self._receiver
         if receiver is None:
@@ -251,7 +252,7 @@ class ProxyRank:
             self._pending = await self._threads.run("arm", call)
             self.incoming = IncomingVersion(self._pending, region, plans)
         except _REFUSALS:
-            # The draft names tensors that were not received: it must never be sealed.
+            # The draft has tensors that were not received, so it must never be sealed.
             await self.discard()
             raise
         return plans
@@ -308,7 +309,7 @@ class ProxyRank:
 
 
 def _limits(settings: WeightSyncConfig) -> GroupLimits:
-    """A configured 0 means no timeout."""
+    """Limits of the receiver; a configured 0 is no timeout."""
     stall_secs = settings.stall_timeout_secs or NO_LIMIT_SECS
     # The trainer sends nothing before the slowest of its receivers is armed.
     first_byte_secs = max(stall_secs, settings.ready_timeout_secs or NO_LIMIT_SECS)
@@ -318,6 +319,6 @@ def _limits(settings: WeightSyncConfig) -> GroupLimits:
 
 
 def _parse_announcement(body: bytes) -> tuple[str, tuple[TensorPlan, ...]]:
-    """The group name and the buckets; slow for a large model. Raises GroupError."""
+    """The group name and the buckets. Slow for a large model. Raises GroupError."""
     fields = parse_object(body)
     return parse_group_name(fields), parse_plans(fields, dense=True)

@@ -1,7 +1,7 @@
-"""The versions that the proxy keeps itself: store, own rank, delivery, prefetch, catch-up.
+"""Weight versions that the proxy keeps: store, proxy rank, delivery, prefetch, catch-up.
 
-Invariant: unless [weight_sync] mode enables it, none of them touches a disk, starts a process or
-cordons a worker, except catch-up after a rollout from a path.
+Invariant: unless [weight_sync] mode enables them, none of them accesses the disk, starts a process
+or cordons a worker, except catch-up after a rollout from a path.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from omni_proxy.weight_sync.store.service import StoreService
 
 
 class VersionService:
-    """`folder`: of the versions unless [weight_sync] store_dir is set; `busy` as in CatchUp."""
+    """Creates and runs these parts. `busy`: as in CatchUp.
+
+    `folder`: has the versions if [weight_sync] store_dir is not set.
+    """
 
     def __init__(
         self, context: OperationContext, folder: Path, busy: Callable[[Worker], bool]
@@ -50,22 +53,22 @@ class VersionService:
 
     @property
     def delivers_to_all(self) -> bool:
-        """Whether only the proxy's rank joins, so that every worker gets versions from it."""
+        """Whether only the proxy's rank joins, so that all workers get versions from the proxy."""
         return self._settings().mode == "receive"
 
     def rank_count(self, worker_ranks: int) -> int:
-        """How many ranks of a trainer's group this endpoint takes; its workers have so many."""
+        """Rank count of this endpoint in a trainer's group; `worker_ranks`: of its workers."""
         if self.delivers_to_all:
             return ProxyRank.ranks
         return worker_ranks + ProxyRank.ranks * self.is_enabled
 
     def start_prefetch(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
-        """A version was just armed: workers on this machine may read it while it arrives."""
+        """Let workers on this machine read the version that was just armed while it arrives."""
         if self.delivers_to_all and self.proxy_rank.incoming is not None:
             self.prefetch.begin(self.proxy_rank.incoming, workers, headers)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run until cancelled. When it has started, the versions in the store are known."""
+        """Run until cancelled. Started means that the store's versions have been listed."""
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = self.catch_up.nursery = self.prefetch.nursery = nursery
@@ -78,7 +81,7 @@ class VersionService:
                     if self.is_enabled:
                         await self.store_service.run_in_thread(recovery.remove_stale_folders)
                     await trio.sleep_forever()
-                finally:  # in the body: a nursery whose tasks have ended is closed before it exits
+                finally:  # inside the nursery's block: no task may be started while it closes
                     self._nursery = self.catch_up.nursery = self.prefetch.nursery = None
         finally:
             await self.proxy_rank.close()

@@ -1,2 +1,3 @@
-"""Weight operations: queue, runner, rollback, version probes, status. `weight_operations` is the
-entry point that the admin API calls."""
+"""Weight operations: queue, runner, rollback, version probes and status.
+
+`weight_operations` is the entry point that the admin API calls."""

@@ -1,12 +1,11 @@
-"""The queue of operations that change workers, and the one that runs.
+"""The queue of operations that change workers, and detached calls that outlive their callers.
 
-Invariant: one operation runs at a time, in the order of arrival, and none while the configuration
-changes the fleet: all of them hold the configuration store's operation lock.
+Invariant of the queue: one operation runs at a time, in the order of arrival, and none while the
+configuration changes the fleet: each operation holds the configuration store's operation lock.
 
-Calls that run in a task of their own, independent of the task of the caller.
-
-Invariant: a caller that is cancelled cancels nothing. If it repeats the call while that still runs,
-it gets the result of the running one. Two callers that wait at the same time are two calls.
+Invariant of detached calls: a call runs in its own task, and cancelling the caller does not cancel
+it. A caller that repeats a call whose earlier caller has disconnected gets the result of the
+running call. Two callers that wait at the same time start two calls.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Perform = Callable[[], Awaitable[AdminResponse]]
 
 @dataclass(slots=True, eq=False)
 class _PendingCall:
-    """A call that runs; `callers` tasks wait for it."""
+    """A running call; `callers` is the number of tasks that wait for it."""
 
     key: object
     callers: int = 0
@@ -37,7 +36,7 @@ class _PendingCall:
 
 
 class DetachedCalls:
-    """`on_unclaimed(key, response)`: a call ended, and no caller waits for it any more."""
+    """Runs calls in its nursery. `on_unclaimed(key, response)` gets responses without a caller."""
 
     def __init__(self, on_unclaimed: Callable[[object, AdminResponse], None]) -> None:
         self.nursery: trio.Nursery | None = None
@@ -45,7 +44,7 @@ class DetachedCalls:
         self._pending: list[_PendingCall] = []
 
     async def run(self, key: object, perform: Perform) -> AdminResponse:
-        """Wait for the response. Cancellation ends only the wait."""
+        """Wait for the response. Cancellation ends only the wait, not the call."""
         if self.nursery is None:
             return refused(_unavailable())
         call = next((c for c in self._pending if c.key == key and not c.callers), None)
@@ -78,9 +77,10 @@ def _unavailable() -> HttpError:
 
 
 class OperationQueue:
-    """`on_response(operation, response)`: it has a response, and still holds the lock.
+    """Runs operations one after the other.
 
-    `on_end(operation)`: the lock is released, whatever the result.
+    `on_response(operation, response)` is called while the operation still holds the lock,
+    `on_end(operation)` after the lock was released, also for an operation that failed.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class OperationQueue:
         self.current: Operation | None = None
         self.waiting: list[Operation] = []
         self._config_store = config_store
-        # With [cluster]: the lease over all proxies. `acquire_cluster` raises HttpError 503.
+        # With [cluster]: take and release the operation lease of the cluster. `acquire_cluster`
+        # raises HttpError 503.
         self.acquire_cluster: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self.release_cluster: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
         self._on_response = on_response
@@ -103,7 +104,7 @@ class OperationQueue:
         return self.current is not None and worker.url in self.current.targets
 
     async def run(self, operation: Operation, perform: Perform) -> AdminResponse:
-        """Raises HttpError 503 if the operations before it take too long."""
+        """Run `perform` under the lock. Raises HttpError 503 if the lock isn't free in time."""
         self.waiting.append(operation)
         try:
             await self._acquire_lock()

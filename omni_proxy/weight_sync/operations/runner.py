@@ -1,9 +1,9 @@
-"""Runs one weight operation: cordon, drain, record, call, read back, compare, restore.
+"""Runs one weight operation: cordon, drain, record, call, read labels, compare, restore.
 
-A rollback updates all workers to an older version of the store in the same steps: the label is the
-old one, the epoch a new one, and the store marks the version as current once the workers have it.
-Invariant: no call is sent before its record is on the disk and its targets are cordoned; no target
-is uncordoned before its fate is recorded. An operation refused before its calls changes nothing.
+A rollback updates all workers to an older version of the store in the same steps: it keeps the old
+label, gets a new epoch, and the store marks the version as current once the workers have it.
+Invariant: no call is sent before its record is on disk and its targets are cordoned; no target is
+uncordoned before its fate is recorded. An operation refused before its calls changes nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class OperationRunner:
-    """Call `run` once, while the operation lock is held."""
+    """Runs one operation: call `run` once, while the operation lock is held."""
 
     def __init__(self, context: OperationContext, call: AdminCall, operation: Operation) -> None:
         self._fleet = context.fleet
@@ -59,7 +59,7 @@ class OperationRunner:
         self._before: dict[Worker, WeightVersion] = {}
 
     async def run(self, workers: Sequence[Worker]) -> AdminResponse:
-        """Raises HttpError 503 if the journal cannot be written; nothing was sent then."""
+        """Raises HttpError 503, before any call, if the journal cannot be written."""
         self._operation.target({worker.url: frozenset(worker.cordon_reasons) for worker in workers})
         self._cordon(workers)
         try:
@@ -86,7 +86,7 @@ class OperationRunner:
         return self._response(results, outcomes, more)
 
     async def _call_workers(self, workers: Sequence[Worker]) -> list[WorkerResult]:
-        """Send the call itself. Results in the order of the workers."""
+        """Send the call to all workers. Results are in the order of the workers."""
         call = self._call.to_workers(limit_secs(self._config.admin.worker_timeout_secs))
         return await call_all(workers, call, self._operation.on_result)
 
@@ -102,8 +102,10 @@ class OperationRunner:
             self._fleet.cordon(worker, self._route.hold)
 
     async def _drain(self, workers: Sequence[Worker]) -> None:
-        """Wait for requests in flight; the engine aborts or retracts the rest, as the caller
-        says."""
+        """Wait for requests in flight.
+
+        After that the engine aborts or retracts the remaining ones, as the call's mode requests.
+        """
         secs = self._config.weight_sync.drain_secs
         if self._route.kind is Kind.PAUSE and self._call.argument("mode") == "wait":
             secs = limit_secs(self._config.admin.worker_timeout_secs)
@@ -131,7 +133,7 @@ class OperationRunner:
             raise HttpError(503, message, "journal_unwritable") from None
 
     def _clear_versions(self, workers: Sequence[Worker]) -> None:
-        """From the first call until its result, the weights of a worker are unknown."""
+        """Mark the weights of the workers as unknown until the results of the calls are in."""
         if self._route.kind is Kind.UPDATE or self._route.discards:
             self._before = {worker: worker.version for worker in workers}
             for worker in workers:
@@ -140,7 +142,7 @@ class OperationRunner:
     def _restore_versions(
         self, results: Sequence[WorkerResult], outcomes: Mapping[str, Disposition]
     ) -> None:
-        """A worker that plainly refused, and is not uncertain, has the weights that it had."""
+        """Restore the version of each worker that refused the call and is not uncertain."""
         refused = {
             result.worker
             for result in results
@@ -153,7 +155,7 @@ class OperationRunner:
     async def _verify(
         self, succeeded: Sequence[Worker], outcomes: Mapping[str, Disposition]
     ) -> tuple[dict[str, object], dict[str, Disposition]]:
-        """Read labels back, compare checksums, publish. Return response keys and outcomes."""
+        """Read the labels, compare checksums, publish. Returns response keys and outcomes."""
         call, outcomes = self._call, dict(outcomes)
         self._enter(Step.READING)
         labels = await read_labels(succeeded, call.credentials)
@@ -188,7 +190,7 @@ class OperationRunner:
         return await self._journal.publish(target, self._call.chosen)
 
     async def _compare(self, succeeded: Sequence[Worker]) -> Verdict:
-        """A single worker that took part of its weights has no worker to be compared with."""
+        """Compare checksums; a single worker that got partial weights has none to compare with."""
         if self._config.weight_sync.verify != "checksum" or self._route.labels:
             return Verdict()
         if len(succeeded) < 2 and not self._route.whole:
@@ -200,7 +202,7 @@ class OperationRunner:
     async def _apply_fates(
         self, results: Sequence[WorkerResult], outcomes: Mapping[str, Disposition]
     ) -> None:
-        """Everything that keeps a worker out takes effect before the record is cleared."""
+        """Disable workers and mark them uncertain before the journal's record is cleared."""
         for url, outcome in outcomes.items():
             if outcome.fate is WorkerFate.DISABLED:
                 await self._disable(url, outcome.reason)
@@ -234,7 +236,8 @@ class OperationRunner:
                     self._journal.cordon_paused(result.worker)
 
     def _forget_cache(self, result: WorkerResult) -> None:
-        """vLLM clears its caches with a pause that ends what runs (real-engines.md 4)."""
+        """Record that vLLM cleared its caches: it does if a pause aborts requests (real-engines.md
+        4)."""
         worker, path = self._fleet.find(result.worker), result.sent_to or self._route.path
         keeps = self._call.argument("mode") in ("keep", "in_place", "retract")
         if worker is not None and path in (PAUSE, SLEEP) and not keeps:
@@ -251,8 +254,8 @@ class OperationRunner:
         )
 
     def _uncordon(self, workers: Sequence[Worker]) -> None:
-        """Restore the cordon reasons of each worker; one that should stay paused keeps that
-        reason."""
+        """Remove the cordon reason that the operation added, except from workers that stay
+        paused."""
         for worker in workers:
             reasons_before = self._operation.was[worker.url]
             if self._route.hold not in reasons_before and not self._stays_paused(worker):
@@ -262,10 +265,11 @@ class OperationRunner:
         return self._route.hold == PAUSED and worker.url in self._journal.cordoned_paused
 
     def _cordons_while_paused(self) -> bool:
-        """While a trainer's group exists, a pause belongs to its sync."""
+        """Whether a paused worker stays cordoned; with a trainer's group, as for an update."""
         config = self._config_store.config
         updating = config.weight_sync.while_updating
-        # Without an admission queue held requests would be refused; the workers can queue them.
+        # Without an admission queue, requests to cordoned workers would be refused, while the
+        # workers themselves can queue them.
         waits = updating == "shed" or (updating == "hold" and config.server.queue_size > 0)
         return config.routing.while_paused != "pass" or (self._journal.in_group and waits)
 
@@ -301,7 +305,7 @@ class RollbackSource:
     deliverer: VersionDeliverer
 
     async def find_version(self, call: AdminCall) -> StoredVersion:
-        """The version that the call names, by default the one before the current version.
+        """Return the version that the call names, by default the one before the current version.
 
         Raises HttpError 400, 404, 503.
         """
@@ -331,7 +335,7 @@ class RollbackSource:
 
 
 class Rollback(OperationRunner):
-    """Call `run` once, while the operation lock is held."""
+    """Updates all workers to a stored version: call `run` once, while holding the lock."""
 
     def __init__(
         self,
@@ -345,10 +349,10 @@ class Rollback(OperationRunner):
         self._version: StoredVersion | None = None
 
     async def run(self, workers: Sequence[Worker]) -> AdminResponse:
-        """Raises HttpError; nothing was sent then."""
+        """Raises HttpError before any call is sent."""
         self._version = await self._source.find_version(self._call)
         try:
-            # The lease keeps the version from being collected until the drain is over.
+            # The lease keeps the store from deleting the version while the operation drains.
             async with self._source.store_service.lease(self._version):
                 return await super().run(workers)
         except UnknownVersion as error:

@@ -1,9 +1,8 @@
-"""Reads the weight version of each worker when it becomes healthy or restarts; a read that failed
-is repeated with back-off.
+"""Reads the weight version of each worker that becomes healthy or restarts.
 
-Invariant: a worker gets an epoch only if its label or digest proves it; if its label is unknown,
-the old label is not assumed. A worker that returns without the weights of the last update that
-targeted it is marked uncertain.
+A failed read is repeated with back-off. Invariant: a worker gets an epoch only if its label or
+digest proves it; if its label is unknown, the old label is not assumed. A worker that becomes
+healthy without the weights of the last update that targeted it is marked uncertain.
 """
 
 from __future__ import annotations
@@ -30,20 +29,21 @@ from omni_proxy.weight_sync.worker_calls import (
     read_label,
 )
 
-RETRY_SECS = 5.0  # for an engine that reports no label, though it was given one
-FIRST_PAUSE_SECS: Final = 1.0  # after a failed read, doubling
+RETRY_SECS = 5.0  # for an engine that reports no label although an update set one
+FIRST_PAUSE_SECS: Final = 1.0  # after the first failed read; doubles with each further one
 LONGEST_PAUSE_SECS: Final = 30.0
 CHECKSUM_SECS = 300.0
 MAX_CONCURRENT: Final = 64  # concurrent probes when a whole fleet starts
-TURNS_EACH: Final = 4  # event loop turns per probe: health probes go first, a label is not urgent
+TURNS_EACH: Final = 4  # event loop turns per probe: health probes are more urgent than labels
 _log = logging.getLogger(__name__)
 
 
 class VersionProbe:
-    """`busy(worker)`: an operation works on it, and will read its label back itself.
+    """Probes the versions of workers, each in its own task.
 
-    `may_hash()`: whether a worker may be blocked for the time that hashing takes. `strict()`:
-    whether a worker that becomes healthy is cordoned until its version is read.
+    `busy(worker)`: whether an operation that reads the label at its end runs on the worker.
+    `may_hash()`: whether a worker may be blocked while it computes checksums.
+    `strict()`: whether a worker that becomes healthy is cordoned until its version was read.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class VersionProbe:
         self._busy = busy
         self._may_hash = may_hash
         self._strict = strict
-        self._latest: dict[Worker, object] = {}  # token of the latest probe; it replaces others
+        self._latest: dict[Worker, object] = {}  # token of the latest probe; older ones stop
         self._slots = trio.CapacityLimiter(MAX_CONCURRENT)
         self._throttle = StartThrottle(TURNS_EACH)
         self.nursery: trio.Nursery | None = None
@@ -67,7 +67,7 @@ class VersionProbe:
         fleet.watch_cache_cleared(self.probe_soon)
 
     def start(self, nursery: trio.Nursery) -> None:
-        """Workers that became healthy before were cordoned since then, and are probed now."""
+        """Probe workers that became healthy before this start and are cordoned since then."""
         self.nursery = nursery
         for worker in self._fleet.workers:
             if self._busy(worker):
@@ -76,7 +76,10 @@ class VersionProbe:
                 self.probe_soon(worker, returned=True)
 
     def probe_soon(self, worker: Worker, *, returned: bool = False) -> None:
-        """A worker without a known label counts as restarted too: a restart clears the label."""
+        """Probe a healthy worker. `returned`: it became healthy or restarted.
+
+        A worker without a known label counts as returned too, because a restart clears the label.
+        """
         if not self._is_healthy(worker) or self._busy(worker):
             return
         self.cordon(worker)
@@ -85,7 +88,7 @@ class VersionProbe:
             self.nursery.start_soon(self._probe, worker, token, returned)
 
     def cordon(self, worker: Worker) -> None:
-        """Cordon the worker until `probe_soon` has read its version, if that is required."""
+        """Cordon the worker until its version was read, if `strict` requires that."""
         cordoned = UNPROVEN in worker.cordon_reasons or worker.url in self._journal.uncertain
         if (
             self._is_healthy(worker)
@@ -96,12 +99,12 @@ class VersionProbe:
             self._fleet.cordon(worker, UNPROVEN)
 
     def _may_have_missed(self, worker: Worker) -> bool:
-        """Whether an update targeted it, and its weights are not proven."""
+        """Whether an update targeted the worker and its weights are not proven."""
         target = self._target(worker)
         return target is not None and not target.waived and worker.weight_epoch != target.epoch
 
     def record_label(self, worker: Worker, label: str | None) -> None:
-        """The worker reported its label, and no operation works on it."""
+        """Set the worker's version from a reported label, unless an operation runs on it."""
         if self._busy(worker) or label == worker.weight_version:
             return
         target = self._target(worker)
@@ -135,7 +138,7 @@ class VersionProbe:
                     if target is not None and (returned or uncertain or version.label is None):
                         await self._check(worker, target, label)
                     return
-                self._uncordon(worker)  # it reports no label, so nothing is claimed of it
+                self._uncordon(worker)  # without a label its version stays unknown
                 await trio.sleep(RETRY_SECS if was_asked else backoff.next_delay())
         finally:
             if self._latest.get(worker) is token:
@@ -171,7 +174,7 @@ class VersionProbe:
     async def _clear_if_proven(
         self, worker: Worker, target: TargetVersion, label: str | None
     ) -> None:
-        """An uncertain worker may turn out to have the published weights."""
+        """Return an uncertain worker to rotation if its digest is that of the published weights."""
         if not target.digest or label != target.label or not self._may_hash():
             return
         verdict = await compare_checksums([worker], {}, CHECKSUM_SECS)

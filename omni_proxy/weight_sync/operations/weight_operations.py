@@ -1,12 +1,9 @@
-"""The service for operations on weights: what the admin API submits calls to.
+"""The service for weight operations: the admin API submits calls to it and reads their status.
 
 Calls that change workers are queued (operation_queue), run by a runner, a rollback or the sync
-endpoint, and recorded. Invariant: an operation belongs to this service, not to the request that
-started it: a client that disconnects cancels nothing.
-
-JSON shapes of weight operations: the status of the service, a row per worker, the history.
-
-Keys are documented in docs/http.md (GET /weights/status).
+endpoint, and recorded in the history. Invariant: an operation belongs to this service, not to the
+request that started it: a client that disconnects cancels nothing. The JSON keys of the status are
+documented in docs/http.md (GET /weights/status).
 """
 
 from __future__ import annotations
@@ -64,7 +61,7 @@ HISTORY_LENGTH: Final = 50
 
 
 def _ignore(operation: Operation, response: AdminResponse, secs: float) -> None:
-    """Without traces."""
+    """The default `on_end`, used without tracing."""
 
 
 class OperationHistory:
@@ -73,8 +70,8 @@ class OperationHistory:
     def __init__(self) -> None:
         self.rows: deque[dict[str, object]] = deque(maxlen=HISTORY_LENGTH)
         self.ended: Counter[tuple[str, bool]] = Counter()  # by path and success
-        self.spent_secs: dict[str, float] = {}  # by path, from request to end
-        # Called with each operation that is over, its response, and the seconds that it took.
+        self.spent_secs: dict[str, float] = {}  # by path: sum of the times from request to end
+        # Called with each operation that ended, its response, and its duration in seconds.
         self.on_end: Callable[[Operation, AdminResponse, float], None] = _ignore
 
     def record(self, operation: Operation, response: AdminResponse) -> None:
@@ -139,8 +136,8 @@ RESOLVE = AdminRoute("/weights/resolve", Kind.GROUP)
 
 
 class WeightOperations:
-    """Created before the fleet is filled, so that cordoned workers get no request from the
-    start."""
+    """Runs weight operations. Create it before workers are added to the fleet, so that cordons of
+    the journal apply before the first request."""
 
     def __init__(self, fleet: Fleet, config_store: ConfigStore, file: JournalFile) -> None:
         self.journal = StateJournal(fleet, file)
@@ -157,9 +154,9 @@ class WeightOperations:
         self.rollouts = RolloutService(
             self._context, self.queue, self.rollback_source, self._check_no_group
         )
-        # Workers whose weights another proxy of the cluster may be changing.
+        # Whether another proxy of the cluster may be changing the worker's weights.
         self.is_updated_elsewhere: Callable[[Worker], bool] = lambda worker: False
-        # Called with URLs of workers whose engines a caller of this proxy made to continue.
+        # Called with URLs of workers whose engines were resumed by a call to this proxy.
         self.on_resumed: Callable[[Sequence[str]], None] = lambda urls: None
         self._deferred: set[str] = set()  # URLs to probe after the current operation
         self._calls = DetachedCalls(self.sync.store_response)
@@ -184,26 +181,26 @@ class WeightOperations:
                 task_status.started()
                 try:
                     await trio.sleep_forever()
-                finally:  # in the body: a nursery whose tasks have ended is closed before it exits
+                finally:  # inside the nursery's block: no task may be started while it closes
                     self._calls.nursery = self._probe.nursery = None
         finally:
             self.sync.stop()
 
     async def submit(self, call: AdminCall) -> AdminResponse:
-        """Run the call and wait for the response. Cancellation ends only the wait."""
+        """Run the call and wait for the response. Cancellation ends only the wait, not the call."""
         call = replace(call, route=variant_of(call.route, call.engine_call))
         return await self._calls.run(call.key, lambda: self._perform(call))
 
     async def start_rollout(self, call: RolloutCall) -> AdminResponse:
-        """Begin it, and answer 202. Cancellation ends only the wait."""
+        """Start a rollout; the response is a 202. Cancellation ends only the wait."""
         return await self._calls.run(call, lambda: self.rollouts.start(call))
 
     async def resolve(self, headers: Mapping[str, str], caller: str = "") -> AdminResponse:
-        """Let uncertain workers continue, and put them back into rotation."""
+        """Resume uncertain workers and return them to rotation."""
         return await self._calls.run(("resolve",), lambda: self._resolve(headers, caller))
 
     def status(self) -> dict[str, object]:
-        """JSON-ready; the keys are documented in docs/http.md."""
+        """JSON-ready status; the keys are documented in docs/http.md."""
         return {
             **queue_status(self.queue),
             "sync": self.sync.status(),
@@ -219,7 +216,7 @@ class WeightOperations:
         return len(self.queue.waiting)
 
     def is_updating(self, worker: Worker) -> bool:
-        """Whether its weights are being changed, or a long call of an operation runs on it."""
+        """Whether an operation, a sync or another proxy may be changing the worker's weights."""
         lifecycle = self.sync.lifecycle
         in_sync = worker in lifecycle.quarantine or worker.url in lifecycle.leaving
         return self.queue.targets(worker) or in_sync or self.is_updated_elsewhere(worker)
@@ -244,7 +241,7 @@ class WeightOperations:
         return await self.queue.run(operation, perform)
 
     def _check_no_group(self, route: AdminRoute) -> None:
-        """Raises HttpError 409: a trainer that has a group is about to change the weights."""
+        """Raises HttpError 409 if a trainer has a group, since it is about to change weights."""
         self.sync.check_conflict(route)
         if self.journal.in_group:
             message = f"a trainer has a group with the workers: {self.sync.lifecycle.describe()}"
@@ -280,8 +277,10 @@ class WeightOperations:
         return await self.queue.run(operation, perform)
 
     async def _call_at_once(self, call: AdminCall) -> AdminResponse:
-        """Routes that change no weights: they are not queued. `continue` must never wait for an
-        update, which may itself wait for it."""
+        """Run a call that changes no weights, without the queue.
+
+        A `continue` must not wait for a running update, because that may wait for the `continue`.
+        """
         workers, kind = self._targets(call), call.route.kind
         started_at = trio.current_time()
         request = call.to_workers(limit_secs(self._config_store.config.admin.worker_timeout_secs))
@@ -325,7 +324,8 @@ class WeightOperations:
     async def _after_continue(
         self, resumed: Sequence[Worker], headers: Mapping[str, str]
     ) -> dict[str, object]:
-        """Compared checksums and ended pauses of the engines, as response keys."""
+        """Compare deferred checksums and clear the pauses of resumed engines. Returns response
+        keys."""
         awake = await self._awake(resumed, headers)
         more = await self.sync.verify_deferred(awake, headers)
         if self.clear_pauses(awake):
@@ -334,20 +334,20 @@ class WeightOperations:
         return more
 
     async def _abort_uncertain(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
-        """What an engine kept from before its pause would go on with weights that are unknown."""
+        """Abort requests that paused engines still have: they would continue on unknown weights."""
         journal = self.journal
         paused = [w for w in workers if w.url in journal.uncertain and w.url in journal.all_paused]
         await abort_all(paused, headers)
 
     def _with_pause(self, result: WorkerResult) -> WorkerResult:
-        """An engine without the route is paused where a caller of ours paused it."""
+        """For an engine without the route: report a pause if a call to this proxy paused it."""
         if result.status not in ROUTE_ABSENT:
             return result
         report = {"is_paused": result.worker in self.journal.all_paused}
         return replace(result, status=200, body=report)
 
     async def _awake(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> list[Worker]:
-        """Those that generate now. vLLM resumes an engine that sleeps, and it sleeps on."""
+        """Workers that are not asleep: vLLM accepts a resume while it sleeps, but stays asleep."""
         paused = [worker for worker in workers if worker.url in self.journal.all_paused]
         call = Call("GET", IS_SLEEPING, headers=headers)
         results = await call_all(paused, call)
@@ -405,14 +405,14 @@ class WeightOperations:
         return operation
 
     def clear_pauses(self, workers: list[Worker]) -> bool:
-        """The engines generate again. Return whether one of them was paused."""
+        """Record that the engines generate again. Returns whether one of them was paused."""
         resumed = self.journal.forget_pauses(worker.url for worker in workers)
         return self._uncordon_paused(workers) or resumed
 
     def _uncordon_paused(self, workers: list[Worker]) -> bool:
         """Uncordon paused workers, except on targets of a pause that is running now.
 
-        Return whether one of them was cordoned.
+        Returns whether one of them was cordoned.
         """
         current = self.queue.current
         pausing = current if current and current.route.hold == PAUSED else None
@@ -431,7 +431,7 @@ class WeightOperations:
         self.probe_again(deferred)
 
     def probe_again(self, urls: Iterable[str]) -> None:
-        """Check that they have the published weights, after a sync that may have changed them."""
+        """Probe the workers' versions; those with a running operation after it has ended."""
         for url in urls:
             worker = self._fleet.find(url)
             if worker is None:
@@ -442,16 +442,16 @@ class WeightOperations:
                 self._probe.probe_soon(worker, returned=True)
 
     def _probe_instead(self, worker: Worker) -> None:
-        """It cannot catch up, because the version is not in the store: probe label and digest."""
+        """Probe label and digest of a worker that can't catch up: the store lacks the version."""
         if CATCHING_UP not in worker.cordon_reasons:
             return
-        if not self.is_updating(worker):  # else the operation decides what it has
-            self._probe.cordon(worker)  # no request may reach it in between
+        if not self.is_updating(worker):  # otherwise the operation sets its version
+            self._probe.cordon(worker)  # before uncordoning, so that no request reaches it
         self._fleet.uncordon(worker, CATCHING_UP)
         self.probe_again([worker.url])
 
     def _probe_unknown(self, urls: tuple[str, ...]) -> None:
-        """Probe targets whose result was unclear or missing, but that are not cordoned for it."""
+        """Probe targets whose version is unknown and that are not marked uncertain."""
         for url in urls:
             worker = self._fleet.find(url)
             if worker and worker.weight_version is None and url not in self.journal.uncertain:
@@ -462,7 +462,7 @@ class WeightOperations:
         return worker.id if worker else url
 
     def _is_busy(self, worker: Worker) -> bool:
-        """Whether what works on it will read its version back itself."""
+        """Whether a catch-up or an operation runs that reads the worker's version at its end."""
         return CATCHING_UP in worker.cordon_reasons or self.is_updating(worker)
 
     def _has_sync(self) -> bool:
@@ -478,7 +478,7 @@ class WeightOperations:
 
 
 def _check_rank_clash(call: AdminCall, workers: list[Worker]) -> None:
-    """Raises HttpError 422: with one body for all, several workers would take the same ranks."""
+    """Raises HttpError 422 if several workers would get the same ranks from one body."""
     if call.route.path in (INIT, TRANSFER_INIT) and len(workers) > 1:
         message = (
             "distributed weight-update init currently supports a single-replica target stage, but "
@@ -491,7 +491,7 @@ def _check_rank_clash(call: AdminCall, workers: list[Worker]) -> None:
 def _resolve_response(more: dict[str, object], stuck: Mapping[str, WorkerResult]) -> AdminResponse:
     if not stuck:
         return AdminResponse(200, {"status": "ok", "success": True, "message": "ok", **more})
-    message = "some workers did not take continue_generation and stay out of routing"
+    message = "some workers did not accept continue_generation and stay out of routing"
     unresolved = {url: result.reason for url, result in stuck.items()}
     body = {"status": "error", "success": False, "message": message, "unresolved": unresolved}
     return AdminResponse(502, {**body, **more})

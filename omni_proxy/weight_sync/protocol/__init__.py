@@ -1,1 +1,1 @@
-"""The pure part of weight sync: states, requests, replies, rank layout, journal records. No I/O."""
+"""Weight sync without I/O: states, requests, replies, rank layout and journal records."""

@@ -1,9 +1,9 @@
-"""Do workers hold the same weights? Compares the reports of their checkers (api-server.md 3, 9.1).
+"""Compares the checksums that workers report for their weights (api-server.md 3, 9.1). No I/O.
 
 Two workers are comparable if both report the same number of ranks (compared rank by rank), or if
 both report a digest over the gathered, whole tensors. Different kinds of engines hash differently,
 so their digests are never compared. Invariant: a worker that was compared with no other worker is
-never in `mismatched`. Pure.
+never in `mismatched`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Final
 from omni_proxy.admin_ops.results import WorkerResult
 
 OMNI, SGLANG, VLLM = "omni", "sglang", "vllm"
-# Of weights that an engine has packed away, such as vLLM's linear layers on a CPU: the SHA-256 of
-# nothing, in all of them alike (real-engines.md 5.1).
+# SHA-256 of no bytes: the checksum of every tensor that an engine has repacked, such as vLLM's
+# linear layers on a CPU, whatever its values (real-engines.md 5.1).
 EMPTY: Final = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """`ranks`: one checksum per rank, stage by stage; `whole`: one over whole tensors, or "".
+    """Checksums of a worker. `ranks`: one per rank, stage by stage.
 
-    `partial`: why equal digests are no proof, though different ones are; "" if they are one.
+    `whole`: a digest over whole tensors, or "". `partial`: why equal digests don't prove equal
+    weights (different ones always prove different weights); "" if they do.
     """
 
     kind: str
@@ -45,9 +46,9 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Worker URLs; `unverified` maps a URL to the reason why it could not be compared.
+    """Worker URLs by result. `unverified` maps a URL to the reason why it could not be compared.
 
-    `whole`: the digest over whole tensors that all `checked` workers share, or "".
+    `whole`: the digest over whole tensors that all `checked` workers have, or "".
     """
 
     checked: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class Verdict:
 
 
 def parse_digest(result: WorkerResult) -> Digest | str:
-    """The digest in a checker's response to `checksum`, or the reason why there is none."""
+    """The digest in a response to a checksum call, or the reason why there is none."""
     if not result.success:
         return f"its checker failed: {result.reason}"
     body = result.body
@@ -76,19 +77,19 @@ def parse_digest(result: WorkerResult) -> Digest | str:
         for digest in (_parse_omni(body), _parse_sglang(body), _parse_vllm(body)):
             if digest is not None:
                 return digest
-    return "its checker names no checksum"
+    return "its checker reports no checksum"
 
 
 def compare_answers(results: Mapping[str, WorkerResult]) -> Verdict:
-    """Compare checker responses, by worker URL. The largest group that agrees is right.
+    """Compare responses to checksum calls, by worker URL. The largest agreeing group is right.
 
-    If two groups are the largest, all their workers are mismatched.
+    If two groups are equally large, all their workers are mismatched.
     """
     return compare_digests({url: parse_digest(result) for url, result in results.items()})
 
 
 def compare_digests(reports: Mapping[str, Digest | str]) -> Verdict:
-    """As `compare_answers`; `reports`: by URL, a digest or the reason why there is none."""
+    """Like `compare_answers`. `reports`: URL to a digest, or to the reason why there is none."""
     digests = {url: report for url, report in reports.items() if isinstance(report, Digest)}
     unverified = {url: report for url, report in reports.items() if isinstance(report, str)}
     groups = _agreeing_groups(digests)
@@ -116,7 +117,7 @@ def compare_digests(reports: Mapping[str, Digest | str]) -> Verdict:
 
 
 def _agreeing_groups(digests: Mapping[str, Digest]) -> list[list[str]]:
-    """Workers that agree with each other, directly or through a third worker."""
+    """Groups of workers that agree with each other, directly or through other workers."""
     groups: list[list[str]] = []
     for url, digest in digests.items():
         same = [g for g in groups if any(_same(digest, digests[other]) for other in g)]
@@ -134,7 +135,7 @@ def _comparable(one: list[str], other: list[str], digests: Mapping[str, Digest])
 
 
 def _parse_omni(body: Mapping[str, object]) -> Digest | None:
-    """The project's own replica: a row per stage, with checksums per rank."""
+    """The response of the project's own replica: a row per stage, with checksums per rank."""
     ranks: list[list[str]] = []
     parts: list[str] = []
     for stage in sorted(_rows(body.get("results")), key=lambda stage: str(stage.get("stage"))):

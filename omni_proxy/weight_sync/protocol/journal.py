@@ -1,14 +1,14 @@
-"""The on-disk journal: the operation in progress, uncertain workers, paused workers. Pure.
-    at the start        uncertain                      because
-    operation begun     its targets                    the proxy ended in the middle of it
-    sync, from arming   its members                    their receivers may have gone on
+"""Format of the journal on disk: the operation in progress, uncertain and paused workers. No I/O.
+    found at the start  uncertain                      because
+    operation begun     its targets                    the proxy ended during the operation
+    sync, from arming   its members                    their receivers may have continued
     uncertain workers   these workers                  the recorded reason
-    rollout             those it was changing          the same; it is continued
+    rollout             workers being changed          the proxy ended; the rollout continues
     unreadable          all workers                    anything may have been in progress
-A worker that a trainer paused stays paused: its engine still is.
+A worker that a trainer paused stays paused, because its engine still is.
 
 Invariant: a record is written before the first call of its operation and cleared only after every
-worker's fate is decided. So a worker that the record does not name was not touched.
+worker's fate is decided. So a worker that isn't in the record was not touched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from msgspec import Struct, field
 from omni_proxy.weight_sync.rollout.state_machine import RolloutState, WorkerPhase
 
 FORMAT = 1
-# In these steps of a sync a member holds no new weights yet.
+# In these steps of a sync no member has new weights yet.
 HARMLESS_STEPS = ("joining", "grouped")
 
 
@@ -38,7 +38,7 @@ class JournalEntry(Struct, frozen=True, kw_only=True):
 class PauseRecord(Struct, frozen=True, kw_only=True):
     """Why an engine is paused: `at` is an ISO time, `by` names the caller, `path` is its call.
 
-    `instance`: the process that was paused, if it names itself. Another instance is not paused.
+    `instance`: the process that was paused, if it reports one. A new instance is not paused.
     """
 
     at: str = ""
@@ -53,16 +53,16 @@ class PauseRecord(Struct, frozen=True, kw_only=True):
         return f"paused{since_text}{by}" + (f" (POST {self.path})" if self.path else "")
 
     def to_dict(self) -> dict[str, str | None]:
-        """JSON-ready; null for what is not known."""
+        """JSON-ready; null for an unknown value."""
         return {name: getattr(self, name) or None for name in ("at", "by", "path", "mode")}
 
 
 class Journal(Struct, frozen=True, kw_only=True):
-    """`uncertain`: worker URL to reason; `paused`: URLs cordoned until they continue.
+    """The whole record. `uncertain`: worker URL to reason. `paused`: URLs cordoned until resumed.
 
-    `pauses`: worker URL to the record of its pause, whether it is cordoned for that or not.
-    `sync`: the weight sync with a trainer's group, which lasts longer than one operation of it.
-    `rollout`: the rollout that has not ended; it is continued at the next start.
+    `pauses`: worker URL to the record of its pause, cordoned for it or not.
+    `sync`: the weight sync with a trainer's group; it lasts longer than each of its operations.
+    `rollout`: a rollout that has not ended; it continues at the next start.
     """
 
     format: int = FORMAT
@@ -78,7 +78,7 @@ class Journal(Struct, frozen=True, kw_only=True):
         return running or bool(self.uncertain or self.paused or self.pauses)
 
     def uncertain_at_start(self) -> dict[str, str]:
-        """Workers that are uncertain when the program starts with this record: URL to reason."""
+        """URLs to reasons of workers that are uncertain if the proxy starts with this record."""
         reasons: dict[str, str] = {}
         for entry in (self.in_progress, self.sync):
             if entry is not None and entry.step not in HARMLESS_STEPS:
@@ -103,8 +103,10 @@ def encode(journal: Journal) -> bytes:
 
 
 def readable_json(record: Struct) -> bytes:
-    """JSON that `decode` can read. A lone surrogate, which JSON escapes from a trainer or a worker
-    can contain, becomes a question mark."""
+    """JSON that `decode` can read.
+
+    A lone surrogate, from a JSON escape of a trainer or a worker, becomes a question mark.
+    """
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:

@@ -1,9 +1,9 @@
-"""Reports of the members of a sync: progress, and results as one response to the trainer. Pure.
+"""Reports of a sync's members: their progress, and their results merged for the trainer. No I/O.
 
 Invariants: `success`, `message` and `status` are top-level keys of every response and never
 contradict the status code; `num_buckets_received` is the count of one member (two-phase.md 1.3,
-1.4). A member that reports nothing, or only repeats an old report, never counts as stalled, nor
-does one that has received everything.
+1.4). A member never counts as stalled if it reports nothing, only repeats an old report, or has
+received everything.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ RECEIVING: Final = "receiving"
 
 @dataclass(frozen=True, slots=True)
 class ReceiveProgress:
-    """`state` as the member names it. `received`: buckets and bytes.
+    """A progress report of a member. `state`: its own name for it. `received`: buckets, bytes.
 
-    `age_secs` of the transfer distinguishes a new report from a repeated one.
+    `age_secs`: age of the transfer; it distinguishes a new report from a repeated one.
     """
 
     state: str
@@ -47,7 +47,7 @@ def parse_progress(info: object) -> ReceiveProgress | None:
 
 
 class StallDetector:
-    """Watches one armed transfer, from `now` on."""
+    """Detects that an armed transfer makes no progress, from the time `now` on."""
 
     def __init__(self, now: float) -> None:
         self._last: dict[str, ReceiveProgress] = {}
@@ -62,8 +62,8 @@ class StallDetector:
     ) -> tuple[str, str]:
         """Return why the transfer will not complete, and the member that failed, if one did.
 
-        ("", "") while it may still complete. The limit is `stall_secs` without progress, and at
-        least `first_secs` while nothing has been received.
+        ("", "") while it may still complete. The limit is `stall_secs` without progress; before the
+        first bytes arrive it is at least `first_secs`.
         """
         for name, report in reports.items():
             if report.state == FAILED and report.error:
@@ -102,14 +102,17 @@ def _secs(report: Mapping[str, Any]) -> float:
 READY: Final = "ready"
 NOT_AWAITED: Final = "its answer was not waited for"
 BUCKET_COUNT: Final = "num_buckets_received"
-# Copied to the top level where the members agree: a trainer reads them in a response to complete.
+# Copied to the top level if all members agree: a trainer reads them in the response to complete.
 COPIED_KEYS: Final = ("cache_epoch", "cache_version", "fp8_kv_cache_postprocess_ran",
                       "fp8_kv_cache_static_scales_updated")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """`cause`: the first one. `status`: of the response, if the cause is not a member's result."""
+    """Why a step failed. `cause`: the first failure, or "".
+
+    `status`: HTTP status of the response if the cause is not a member's result, otherwise 0.
+    """
 
     cause: str = ""
     status: int = 0
@@ -124,7 +127,7 @@ def merge_results(
     sync: WeightSync,
     failure: StepFailure = NO_FAILURE,
 ) -> AdminResponse:
-    """One response for all members' results; `failure`: why the step failed, if it did."""
+    """Merge the members' results into one response; `failure`: why the step failed, if it did."""
     statuses = sync.member_statuses()
     more = {name: {"standing": status} for name, status in statuses.items()}
     response = aggregate(path, results, more)
@@ -137,12 +140,12 @@ def merge_results(
 
 
 def with_ready_status(response: AdminResponse) -> AdminResponse:
-    """A successful prepare has the status "ready" in place of "ok"."""
+    """Set the status of a successful prepare to "ready" instead of "ok"."""
     return replace(response, body={**response.body, "status": READY}) if response.ok else response
 
 
 def with_bucket_count(response: AdminResponse, results: Sequence[WorkerResult]) -> AdminResponse:
-    """Add the bucket count (the lowest of all members), and COPIED_KEYS where members agree."""
+    """Add the lowest bucket count of the members, and those COPIED_KEYS that all agree on."""
     counts = [_find(result.body, BUCKET_COUNT) for result in results]
     numbers = [count for count in counts if isinstance(count, int)]
     more: dict[str, object] = {BUCKET_COUNT: min(numbers)} if numbers else {}
@@ -160,9 +163,9 @@ def received_bytes(result: WorkerResult) -> int:
 
 
 def _status_code(results: Sequence[WorkerResult], cause: str) -> int:
-    """400 if a member refused with 4xx (the trainer's fault), else 502.
+    """400 if a member refused with 4xx (the trainer's fault), otherwise 502.
 
-    The result that is the first cause decides: refusals of other members may only follow from it.
+    Only the first failure counts: refusals of other members may be consequences of it.
     """
     failed = [r for r in results if not r.success and r.error != NOT_AWAITED]
     matching = [result for result in failed if cause == f"{result.worker}: {result.reason}"]

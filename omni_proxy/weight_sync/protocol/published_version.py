@@ -1,8 +1,8 @@
-"""The weights that a worker should have: those of the last update that targeted it. Pure.
+"""The weights that a worker should have: those of the last update that targeted it. No I/O.
 
-A worker that did not take that update (it was dead, or restarted with its first weights) is
-detected by its label, else by the digest of its tensors. Invariant: of a worker that reports
-neither, nothing is claimed: not that it has the weights, nor that it missed them.
+A worker that missed that update (it was dead, or restarted with its first weights) is detected by
+its label, or by the digest of its tensors if the label doesn't suffice. Invariant: a worker that
+reports neither counts neither as having the weights nor as having missed them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Final
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-ALL_WORKERS: Final = "*"  # no URL: the row for workers of the models that have no row of their own
+ALL_WORKERS: Final = "*"  # in place of a URL: the row for workers that have no row of their own
 
 
 class TargetVersion(Struct, frozen=True, kw_only=True):
-    """`named`: no worker had this label before, so the label alone proves the weights.
+    """A version that a worker should have.
 
-    `digest`: over whole tensors, "" if none was agreed on. `waived`: an operator vouches for the
-    worker's weights. `path`: from where a rollout loaded them, "" otherwise.
+    `named`: no worker had this label before, so the label proves the weights. `digest`: over whole
+    tensors, "" if none was agreed on. `waived`: an operator confirmed the worker's weights, so they
+    are not checked. `path`: the path that a rollout loaded them from, or "".
     """
 
     label: str | None
@@ -45,10 +46,10 @@ class TargetVersion(Struct, frozen=True, kw_only=True):
 
 
 class PublishedVersion(Struct, frozen=True, omit_defaults=True):
-    """The last version that workers took from an update: the proxy's number for it, and its label.
+    """The last published version: its epoch (the proxy's number for it) and its label.
 
-    `targets`: by worker URL, or ALL_WORKERS. `highest`: the highest number that was ever given, if
-    a rollout that had a higher one was taken back; no number is given twice.
+    `targets`: by worker URL, or ALL_WORKERS. `highest`: the highest epoch so far if a rollout with
+    a higher one was withdrawn, otherwise 0; no epoch is used twice.
     """
 
     epoch: int
@@ -64,7 +65,7 @@ class PublishedVersion(Struct, frozen=True, omit_defaults=True):
         return default if default and model in default.models else None
 
     def after(self, target: TargetVersion, urls: Iterable[str] | None) -> PublishedVersion:
-        """The next epoch; `urls` are the targets of the update, None for all workers."""
+        """Publish `target` with the next epoch. `urls`: the update's targets, None for all."""
         epoch = max(self.epoch, self.highest) + 1
         target = replace(target, epoch=epoch)
         rows = {ALL_WORKERS: target} if urls is None else self.targets | dict.fromkeys(urls, target)
@@ -73,16 +74,16 @@ class PublishedVersion(Struct, frozen=True, omit_defaults=True):
     def extended(
         self, target: TargetVersion, urls: Iterable[str], *, only: bool = False
     ) -> PublishedVersion:
-        """Further workers took the version of this epoch; `only`: the other rows go."""
+        """Add workers that applied the version of this epoch; `only` removes all other rows."""
         rows = {} if only else self.targets
         return replace(self, targets=rows | dict.fromkeys(urls, target))
 
     def withdrawn(
         self, rows: Mapping[str, TargetVersion | None], to: tuple[int, str | None] | None = None
     ) -> PublishedVersion:
-        """These workers have their former rows again; None: none of their own.
+        """Restore the former rows of workers; None removes a worker's row.
 
-        `to`: the epoch and the label that count as published again.
+        `to`: the epoch and label that are published again.
         """
         targets = {url: row for url, row in self.targets.items() if url not in rows}
         targets |= {url: row for url, row in rows.items() if row is not None}
@@ -93,7 +94,7 @@ class PublishedVersion(Struct, frozen=True, omit_defaults=True):
         return PublishedVersion(epoch, label, targets, highest if highest > epoch else 0)
 
     def with_digest(self, digest: str) -> PublishedVersion:
-        """The digest of the newest epoch, which had none."""
+        """Set the digest of the newest epoch, which had none."""
         rows = {
             url: replace(target, digest=digest) if target.epoch == self.epoch else target
             for url, target in self.targets.items()
@@ -101,7 +102,7 @@ class PublishedVersion(Struct, frozen=True, omit_defaults=True):
         return replace(self, targets=rows)
 
     def waive(self, models: Mapping[str, str | None]) -> PublishedVersion:
-        """`models`: worker URL to model, of the workers that an operator vouches for."""
+        """Waive checks of workers whose weights an operator confirmed. `models`: URL to model."""
         targets = {url: self.target_for(url, model) for url, model in models.items()}
         rows = {url: replace(target, waived=True) for url, target in targets.items() if target}
         return replace(self, targets=self.targets | rows)

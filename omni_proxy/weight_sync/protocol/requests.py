@@ -1,11 +1,11 @@
-"""Parses the bodies of a trainer's calls before anything is forwarded. Pure.
+"""Parses the bodies of a trainer's calls before anything is forwarded. No I/O.
 
-Group calls (weight-sync.md 3.1): unknown keys are ignored; numbers may be text. vLLM's weight
+Group calls (weight-sync.md 3.1): unknown keys are ignored; numbers may be strings. vLLM's weight
 transfer (features.md 3.2): `init_info` and `update_info` belong to the engines' backend (nccl, ipc,
-m2n and others) and are opaque but for the ranks: each worker gets its own `rank_offset` and its own
-part of a list with an entry for each rank. Rank ranges are consecutive from the given offset.
-Invariant: a body that parses here, and a layout that is returned, can't hang a member until the
-group's timeout. Errors are GroupError, with a message for the trainer.
+m2n and others). They are opaque except for the ranks: each worker gets its own `rank_offset`, and
+its own part of a list with an entry for each rank. Rank ranges are consecutive from the given
+offset. Invariant: a body that parses here, and a layout that is returned, can't make a member wait
+until the group's timeout. Errors are GroupError, with a message for the trainer.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, validated_addr
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, GroupError, parse_plans
 
 GROUP_NAME: Final = "weight_update_group"
-LARGE_BYTES: Final = 256 * 1024  # takes longer to parse than the event loop may be blocked
+LARGE_BYTES: Final = 256 * 1024  # parsing more than this would block the event loop for too long
 
 
 @dataclass(frozen=True, slots=True)
 class InitRequest:
-    """A group to join, and the ranks meant for this proxy. `force` takes it over from its owner."""
+    """A group to join, and this proxy's ranks in it. `force`: take over from the present owner."""
 
     group_name: str
     host: str
@@ -44,7 +44,7 @@ class InitRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequest:
-    """`batched`: it announces the whole sync, which one complete call ends."""
+    """The announcement of buckets. `batched`: it announces the whole sync, for one complete."""
 
     group_name: str
     batched: bool
@@ -55,7 +55,7 @@ class PrepareRequest:
 
 @dataclass(frozen=True, slots=True)
 class UpdateFlags:
-    """The fields of a call that applies weights which concern its sync."""
+    """Fields of a call that applies weights that affect its sync."""
 
     flush_cache: bool | None = None
     weight_version: str | None = None
@@ -68,9 +68,9 @@ class UpdateFlags:
 
 
 def parse_object(raw: bytes) -> dict[str, Any]:
-    """Raises GroupError for anything but a JSON object.
+    """Raises GroupError if the body is not a JSON object.
 
-    Large bodies are parsed value by value: while msgspec decodes, no other thread can run.
+    Large bodies are parsed value by value, because msgspec holds the GIL while it decodes.
     """
     try:
         if len(raw) < LARGE_BYTES:
@@ -80,7 +80,7 @@ def parse_object(raw: bytes) -> dict[str, Any]:
     except msgspec.ValidationError:
         raise GroupError("the body must be a JSON object") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise GroupError(f"the body is no JSON: {error}") from None
+        raise GroupError(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise GroupError("the body must be a JSON object")
     return value
@@ -102,19 +102,19 @@ def _parse_value(key: str, value: msgspec.Raw) -> Any:
 
 
 def parse_init(body: Mapping[str, Any]) -> InitRequest:
-    """Raises GroupError, also for ranks that are out of range in any group."""
+    """Raises GroupError, also for ranks that would be invalid in any group."""
     offset, world = _parse_int(body, "rank_offset"), _parse_int(body, "world_size")
     name = parse_group_name(body)
     backend = body.get("backend") or NCCL
     address, port = body.get("master_address"), body.get("master_port")
-    # The rank is validated with the ranks of all members, where the error can show the numbers.
+    # `assign_ranks` validates the rank with those of all members, and its error has the numbers.
     rendezvous = Rendezvous(_text(address), _port(port), 1, max(world, 2), name, backend)
     host, port = validated_address(rendezvous)
     return InitRequest(name, host, port, offset, world, body.get("force") is True)
 
 
 def parse_prepare(body: Mapping[str, Any]) -> PrepareRequest:
-    """Both forms of a prepare, and an update in one phase. Raises GroupError."""
+    """Parse either form of a prepare, or an update in one phase. Raises GroupError."""
     plans = parse_plans(body)
     names = frozenset(tensor.name for plan in plans for tensor in plan.tensors)
     nbytes = sum(tensor.nbytes for plan in plans for tensor in plan.tensors)
@@ -161,18 +161,18 @@ def _port(value: object) -> int | str:
 
 
 def count_ranks(info: object) -> int:
-    """The number of ranks of a server, from its /server_info; 1 if not given."""
+    """The number of ranks of a worker, from its /server_info; 1 if it reports none."""
     size = info.get("tp_size") if isinstance(info, Mapping) else None
     return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
 
 
 class RankLayoutError(ValueError):
-    """The ranks do not fit; the message is for the sender of the numbers."""
+    """The ranks don't fit into the group; the message is for the caller that sent the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankRange:
-    """The ranks of one member: `ranks` of them from rank `offset` on."""
+    """The ranks of one member: `ranks` consecutive ones, starting at `offset`."""
 
     name: str
     ranks: int
@@ -182,16 +182,16 @@ class RankRange:
 def assign_ranks(
     rank_offset: int, world_size: int, ranks: Mapping[str, int]
 ) -> tuple[RankRange, ...]:
-    """In the order of `ranks` (member to its number of ranks). Raises RankLayoutError."""
+    """Assign ranges in the order of `ranks` (member to rank count). Raises RankLayoutError."""
     total = sum(ranks.values())
     listing = ", ".join(f"{name}: {count}" for name, count in ranks.items())
     if not ranks or min(ranks.values()) < 1:
         raise RankLayoutError(
-            f"every member needs a rank at least, and there must be one: {listing}"
+            f"there must be a member, and each needs at least one rank: {listing}"
         )
     if rank_offset < 1:
         raise RankLayoutError(
-            f"rank_offset {rank_offset}: rank 0 is the trainer's, so ours begin at 1 or later"
+            f"rank_offset {rank_offset}: rank 0 is the trainer's, so it must be 1 or higher"
         )
     end = rank_offset + total
     if end > world_size:
@@ -207,17 +207,17 @@ def assign_ranks(
     return tuple(ranges)
 
 
-# vLLM's groups have no names on the wire: the one of its trainer is this one here.
+# vLLM's groups have no names on the wire; the proxy uses this name for them.
 TRANSFER_GROUP: Final = "vllm weight transfer"
 LISTS: Final = ("names", "dtype_names", "shapes")
 
 
 @dataclass(frozen=True, slots=True)
 class TransferInit:
-    """`info`: the trainer's init_info. `address`: of its store; None where ranks meet elsewhere.
+    """An init call. `info`: the trainer's init_info. `address`: its store, None if it has none.
 
-    `rank_offset` and `world_size` are None for a backend without ranks, such as ipc. `force` takes
-    the fleet over from a trainer that is alive.
+    `rank_offset` and `world_size` are None for a backend without ranks, such as ipc. `force`: take
+    over even from a trainer that is alive.
     """
 
     info: Mapping[str, Any]
@@ -228,14 +228,14 @@ class TransferInit:
 
     @property
     def shown_address(self) -> str:
-        """For messages."""
+        """The address for messages."""
         if self.address is None:
             return "no address"
         host, port = self.address
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def body_for(self, rank_offset: int) -> bytes:
-        """The init call of the member whose first rank that is."""
+        """The body of the init call for the member with this first rank."""
         fields = {"rank_offset": rank_offset, "world_size": self.world_size}
         ranks = {} if self.rank_offset is None else fields
         return json.dumps({"init_info": {**self.info, **ranks}}).encode()
@@ -243,7 +243,7 @@ class TransferInit:
 
 @dataclass(frozen=True, slots=True)
 class TransferUpdate:
-    """One chunk. `parts`: what each rank gets, None where all get the same."""
+    """One chunk of weights. `parts`: an entry for each rank, None if all get the same body."""
 
     body: bytes
     parts: tuple[Any, ...] | None
@@ -251,7 +251,7 @@ class TransferUpdate:
     nbytes: int
 
     def body_for(self, ranks: RankRange, first_rank: int) -> bytes:
-        """The update call of the member with these ranks; the fleet's begin at `first_rank`."""
+        """The update body for the member with `ranks`; the first member begins at `first_rank`."""
         if self.parts is None:
             return self.body
         begin = ranks.offset - first_rank
@@ -259,19 +259,19 @@ class TransferUpdate:
 
 
 def parse_transfer_init(body: Mapping[str, Any]) -> TransferInit:
-    """Raises GroupError, also for ranks that are out of range in any group."""
+    """Raises GroupError, also for ranks that would be invalid in any group."""
     info = body.get("init_info")
     if not isinstance(info, dict):
         raise GroupError(
-            "body.init_info is missing: an object with what the backend of the engines needs, for "
-            "nccl master_address, master_port, rank_offset and world_size"
+            "body.init_info is missing: an object with the fields that the engines' backend needs, "
+            "for nccl master_address, master_port, rank_offset and world_size"
         )
     offset, world = (_whole(info, key) for key in ("rank_offset", "world_size"))
     if (offset is None) is not (world is None):
         raise GroupError("init_info needs both rank_offset and world_size, or neither")
     address = None
     if info.get("master_address") is not None or info.get("master_port") is not None:
-        # The rank is validated with the ranks of all members, where the error can show the numbers.
+        # `assign_ranks` validates the rank with those of all members.
         host, port = info.get("master_address"), info.get("master_port")
         address = validated_address(
             Rendezvous(_text(host), _port(port), 1, max(world or 2, 2), TRANSFER_GROUP)
@@ -281,7 +281,7 @@ def parse_transfer_init(body: Mapping[str, Any]) -> TransferInit:
 
 
 def parse_transfer_update(raw: bytes, body: Mapping[str, Any], ranks: int) -> TransferUpdate:
-    """`ranks`: how many there are behind this endpoint. Raises GroupError."""
+    """`ranks`: the number of ranks behind this endpoint. Raises GroupError."""
     info = body.get("update_info")
     if not isinstance(info, dict | list):
         raise GroupError("body.update_info is missing: an object, or a list with one for each rank")
@@ -301,7 +301,7 @@ def parse_transfer_update(raw: bytes, body: Mapping[str, Any], ranks: int) -> Tr
 
 
 def parse_finish(body: Mapping[str, Any]) -> str | None:
-    """The label of the version, None where the trainer names none. Raises GroupError."""
+    """The label of the version, None if the trainer sends none. Raises GroupError."""
     label = body.get("weight_version")
     if label is not None and not isinstance(label, str):
         raise GroupError(f"weight_version must be a string or null, not {label!r}")
@@ -309,7 +309,7 @@ def parse_finish(body: Mapping[str, Any]) -> str | None:
 
 
 def _announced(info: object) -> tuple[set[str], int]:
-    """Names and bytes of the tensors, as far as the backend announces them. Raises GroupError."""
+    """Tensor names and total bytes, if the backend announces them. Raises GroupError."""
     if not isinstance(info, dict):
         raise GroupError("each entry of update_info must be an object")
     lists = {key: info[key] for key in LISTS if isinstance(info.get(key), list)}
@@ -321,7 +321,7 @@ def _announced(info: object) -> tuple[set[str], int]:
 
 
 def _bytes_of(dtypes: Sequence[object], shapes: Sequence[object]) -> int:
-    """For the metrics; a tensor of a type or shape that is not known counts nothing."""
+    """Total bytes for the metrics; a tensor of unknown type or shape counts as 0."""
     total = 0
     for dtype, shape in zip(dtypes, shapes, strict=False):
         sizes = shape if isinstance(shape, list) else [0]

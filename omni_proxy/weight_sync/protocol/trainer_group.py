@@ -1,13 +1,13 @@
-"""The protocol of a trainer's process group, at the proxy: owner, members, the present round. Pure.
+"""State machine of a trainer's process group at the proxy: owner, members, current round. No I/O.
 
     idle ─init→ joining ─joined→ grouped ─prepare→ arming ─ready→ armed ─complete→ committing
                                     ├─update (one phase)──────────────────────────────→┘
                                     ├←─────applied (a bucket of several)───────────────┤
                                     └←─published── verifying ←─closed (the whole)──────┘
     any but idle ─failed, destroy→ aborting ─disarmed→ idle
-Invariants: no transition but `TRANSITIONS`; a refused call has a row in `REFUSALS` (weight-sync.md
-6.2); a step succeeds only if every member did; a version is published only for members that took
-all of it and agree; one that may hold other weights ends as uncertain; a failure ends the group.
+Invariants: only `TRANSITIONS` occur; a refused call has a row in `REFUSALS` (weight-sync.md 6.2); a
+step succeeds only if it does at every member; a version is published only for members that applied
+all of it and agree; a member that may have other weights ends uncertain; a failure ends the group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from omni_proxy.weight_sync.protocol.requests import RankRange, UpdateFlags
 
 
 class SyncState(StrEnum):
-    """The state of the one weight sync; the diagram is above."""
+    """The state of the weight sync; the diagram is above."""
 
     IDLE = "idle"
     JOINING = "joining"
@@ -35,7 +35,7 @@ class SyncState(StrEnum):
 
 
 class SyncEvent(StrEnum):
-    """What changes the state. The first five are calls of the trainer, the others are results."""
+    """Events of the state machine: the first five are calls of the trainer, the others results."""
 
     INIT = "init"
     PREPARE = "prepare"
@@ -96,7 +96,7 @@ REFUSALS: Final[dict[SyncEvent, dict[SyncState, tuple[int, str]]]] = {
 
 
 class InvalidTransition(Exception):
-    """The call is not allowed in the present state; nothing changed. `status`: of its response."""
+    """The call is not allowed in the current state; nothing changed. `status`: its HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -127,7 +127,7 @@ class MemberStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GroupOwner:
-    """The trainer that made the group; `since` in seconds of the caller's clock."""
+    """The trainer that created the group; `since`: seconds of the caller's clock."""
 
     group_name: str
     address: str
@@ -153,9 +153,9 @@ class GroupOwner:
 
 @dataclass(slots=True)
 class MemberState:
-    """One member. `modified`: it may hold weights that are not published.
+    """One member. `modified`: it may have weights that are not published.
 
-    `failed`: the reason, or "". `refused`: it failed with a plain refusal and changed nothing.
+    `failed`: the reason, or "". `refused`: it refused the call and changed nothing.
     """
 
     ranks: RankRange
@@ -169,10 +169,10 @@ class MemberState:
 
 @dataclass(slots=True)
 class Round:
-    """What was applied or announced since the last publication.
+    """The weights that were announced and applied since the last publication.
 
-    `started`: it has a start and a finish of its own, and nothing else ends it. `whole`: it had all
-    the weights, whatever the names of its tensors.
+    `started`: it began with a start call, so only a finish call ends it. `whole`: it has all
+    weights, whatever the names of its tensors.
     """
 
     started: bool = False
@@ -193,7 +193,7 @@ class Round:
 
 
 class WeightSync:
-    """`cause`: why the last sync failed, "" if it did not."""
+    """The state machine. `cause`: why the last sync failed, "" if it did not."""
 
     def __init__(self) -> None:
         self.state = SyncState.IDLE
@@ -219,7 +219,7 @@ class WeightSync:
         self.members = {ranks.name: MemberState(ranks) for ranks in ranges}
 
     def arm(self, *, batched: bool, buckets: int, names: Iterable[str]) -> None:
-        """Raises InvalidTransition; also for a whole sync while one in parts is open."""
+        """Announce buckets. Raises InvalidTransition, also if a whole sync would join a round."""
         if batched and self.state is SyncState.GROUPED and self.has_unpublished:
             message = "a sync in parts is open: end it before a whole one is announced"
             raise InvalidTransition(409, message)
@@ -239,9 +239,9 @@ class WeightSync:
         self._apply(flags)
 
     def start(self, *, whole: bool) -> None:
-        """The trainer opens a round: from now on no member has weights that could serve.
+        """The trainer opens a round: from now on no member has complete weights.
 
-        Raises InvalidTransition while one is open.
+        Raises InvalidTransition while a round is open.
         """
         if self.has_unpublished:
             raise InvalidTransition(409, "a weight update is open already: finish it first")
@@ -255,10 +255,10 @@ class WeightSync:
             raise InvalidTransition(400, "no weights-update session is open")
         self._enter(SyncEvent.UPDATE)
         self.round.last = flags or UpdateFlags(flush_cache=True)
-        self.round.batched = True  # nothing more follows in this round
+        self.round.batched = True  # this is the last call of the round
 
     def on_result(self, result: WorkerResult, *, modified: bool = True) -> None:
-        """A member's result of the present step. `modified`: it may have applied weights."""
+        """Record a member's result of the current step. `modified`: it may have applied weights."""
         member, ok = self.members[result.worker], result.success
         if not ok:
             member.failed, member.refused = result.reason, result.unchanged
@@ -272,7 +272,7 @@ class WeightSync:
             member.armed = member.armed and not ok
 
     def finish_step(self) -> SyncState:
-        """Every member has a result or was given up. Return the state that follows."""
+        """End the step, after each member has a result or timed out. Returns the next state."""
         if self.state is SyncState.COMMITTING:
             return self._finish_commit()
         succeeded = {
@@ -289,9 +289,10 @@ class WeightSync:
         self._enter(SyncEvent.CLOSED)
 
     def publish(self, agreed: Iterable[str]) -> dict[str, str]:
-        """`agreed`: members proven to hold the same weights. Return the others: name to reason.
+        """Publish for the `agreed` members, proven to have the same weights.
 
-        If a member failed, the group is of no more use, and the sync fails.
+        Returns the names of the others with reasons. If a member failed, the sync fails, because
+        its group is unusable.
         """
         matching, uncertain = set(agreed), {}
         for name, member in self.members.items():
@@ -307,7 +308,7 @@ class WeightSync:
         return uncertain
 
     def abandon(self) -> dict[str, str]:
-        """Drop the round. Return the members that hold a part of it: name to reason."""
+        """Drop the round. Returns the names of members that have a part of it, with reasons."""
         reason = self.cause or "the sync was not ended before generation continued"
         uncertain = {n: member.failed or reason for n, member in self.members.items()
                      if member.modified}  # fmt: skip
@@ -318,7 +319,7 @@ class WeightSync:
         return uncertain
 
     def fail(self, cause: str, name: str = "") -> None:
-        """Fail the sync: the owner or the member `name` is gone, or it was interrupted."""
+        """Fail the sync: the owner or the member `name` is lost, or the sync was interrupted."""
         self.cause = self.cause or cause
         if name in self.members:
             self.members[name].failed = self.members[name].failed or cause
@@ -329,20 +330,23 @@ class WeightSync:
         self._enter(SyncEvent.DESTROY)
 
     def on_left(self, name: str, *, ok: bool) -> None:
-        """A member was called to leave the group; `ok`: it has left, or never was in it."""
+        """Record that a member was called to leave the group; `ok`: it is not in it any more."""
         member = self.members[name]
         member.armed, member.joined = member.armed and not ok, member.joined and not ok
         if not ok and member.status is not MemberStatus.UNCERTAIN:
             member.status = MemberStatus.LOST
 
     def end(self) -> dict[str, str]:
-        """All members were called to leave. Return the uncertain ones: name to reason."""
+        """End the sync after all members were called to leave.
+
+        Returns the names of uncertain members with reasons.
+        """
         uncertain = self.abandon()
         self._enter(SyncEvent.DISARMED)
         return uncertain
 
     def check(self, event: SyncEvent) -> None:
-        """Raises InvalidTransition if the event is not allowed now, with the last failure."""
+        """Raises InvalidTransition, with the last failure, if the event is not allowed now."""
         try:
             next_state(self.state, event)
         except InvalidTransition as error:
@@ -379,8 +383,11 @@ class WeightSync:
         self.round.all_abort = self.round.all_abort and flags.abort_all_requests
 
     def _finish_commit(self) -> SyncState:
-        """All succeeded: one more bucket, or the end of the round. Some failed: the round closes
-        for the others if this was its end, else the sync fails."""
+        """End a commit step and return the next state.
+
+        If all members succeeded, the round continues, or closes after its last call. If some
+        failed, the last call closes the round for the others; an earlier call fails the sync.
+        """
         survivors = [name for name, member in self.members.items() if not member.failed]
         if self.all_ok and not self.round.batched:
             self._enter(SyncEvent.APPLIED)

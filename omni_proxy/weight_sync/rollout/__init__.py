@@ -1,1 +1,1 @@
-"""Rolling updates of a serving fleet: new weights from disk or the store, few workers at a time."""
+"""Rolling updates of a serving fleet, a few workers at a time, from disk or from the store."""

@@ -1,11 +1,11 @@
-"""One batch of a rollout: its workers leave rotation, are changed, proven, warmed, and return.
+"""One batch of a rollout: its workers leave rotation, are updated, proven, warmed up, and return.
 
     cordon -> drain -> record -> load -> label, digest -> probe request -> publish -> uncordon
        └────────┴─ not idle in time, cancelled: uncordon, nothing was sent
 Called while the operation lock is held. Invariants: nothing is sent to a worker before it is idle
-and the journal says that its weights are unknown; a worker returns to rotation only with a version
-that it has proven, the new or its former one. One that has not is uncertain, with the rollout in
-the reason. No outcome of one worker keeps another from its own.
+and the journal has recorded that its weights are unknown; a worker returns to rotation only with a
+proven version, the new or its former one. A worker without one is marked uncertain, with the
+rollout in the reason. The outcome of one worker does not affect the others of the batch.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class RolloutContext:
-    """What batches need. `credentials`: the caller's, never written down, so gone after a restart.
+    """Shared by the batches of a rollout.
 
-    `find_stored`: a version of the store by its number, None if it is not there.
+    `find_stored`: returns a stored version by its number, or None. `credentials`: the caller's;
+    they are only in memory, so a rollout that continues after a restart has none.
     """
 
     operations: OperationContext
@@ -67,7 +68,10 @@ class RolloutContext:
 
 
 class BatchChange:
-    """Call `run` once. `workers`: of the batch; `restores`: they go back to what they had."""
+    """Updates or restores the `workers` of a batch. Call `run` once.
+
+    `restores`: they get their former version back.
+    """
 
     def __init__(
         self,
@@ -86,7 +90,7 @@ class BatchChange:
         self._redone: set[str] = set()  # URLs of workers whose weights were unknown before
 
     async def run(self) -> None:
-        """Never raises for what workers do."""
+        """Run the batch. Failures of workers are recorded, not raised."""
         started = False
         for worker in self._workers:
             self._fleet.cordon(worker, ROLLOUT_BATCH)
@@ -111,7 +115,7 @@ class BatchChange:
     # Before the first call
 
     async def _drain(self) -> bool:
-        """Whether all are idle. A restored worker has no deadline: its requests may finish."""
+        """Wait until all workers are idle; return whether they are. A restore has no deadline."""
         secs = 0.0 if self._restores else self._progress.now.drain_secs
         phase = self._progress.now.phase
         with trio.move_on_after(secs or math.inf):
@@ -124,14 +128,14 @@ class BatchChange:
             return self._progress.now.phase is phase
         counts = ", ".join(f"{worker.in_flight} at {worker.url}" for worker in busy)
         cause = (
-            f"requests were still running after {secs:g} s: {counts}. Nothing was sent to it; give "
-            "them longer with drain_secs"
+            f"requests were still running after {secs:g} s: {counts}. Nothing was sent to it; "
+            "allow more time with drain_secs"
         )
         await self._fail(cause)
         return False
 
     async def _record(self) -> bool:
-        """Whether the journal has it that the weights of the batch are unknown from here on."""
+        """Record that the batch's weights are unknown from here on; return whether to continue."""
         self._operation.enter(Step.RECORDING, trio.current_time())
         urls = [worker.url for worker in self._workers]
         if self._restores:
@@ -144,7 +148,7 @@ class BatchChange:
             return False
         rows = [state.worker(url) for url in urls]
         self._redone = {row.url for row in rows if row.phase is not WorkerPhase.PENDING}
-        # Read before the write: a pause or a cancel during it must not be lost.
+        # Put the new state before writing it: a pause or cancel during the write must not be lost.
         self._progress.put(state_machine.begin(state, urls))
         try:
             await self._progress.record()
@@ -156,7 +160,7 @@ class BatchChange:
         return True
 
     async def _read_former(self) -> None:
-        """The digests of what they have, by which a return to it can be proven."""
+        """Read the digests of the workers' present weights, to prove a later restore."""
         digests: dict[str, Digest | None] = {}
 
         async def read(worker: Worker) -> None:
@@ -175,7 +179,7 @@ class BatchChange:
                 state = state_machine.remember(state, url, replace(former, digest=digest))
         self._progress.put(state)
 
-    # One worker forward
+    # Update of one worker
 
     async def _update(self, worker: Worker) -> None:
         state, url = self._progress.now, worker.url
@@ -209,26 +213,26 @@ class BatchChange:
     async def _prove(
         self, worker: Worker, label: str, expected: Digest | None
     ) -> tuple[Digest | None, str]:
-        """Its digest, and why it does not have the version, "" if it has it."""
+        """Returns the worker's digest, and why it doesn't have the version, "" if it does."""
         self._enter(worker, "verifying")
         problem = await check_label(worker, label, self._settings)
         digest = None
         if not problem and self._settings.verify:
             digest = await read_digest(worker, self._settings)
             if differs(digest, expected):
-                problem = f"its checksum differs from the one of {label!r} that is known"
+                problem = f"its checksum differs from the recorded one of {label!r}"
         if not problem:
             self._enter(worker, "warming")
             problem = await warm_up(worker, self._settings)
         return digest, problem
 
     async def _publish(self, worker: Worker, digest: Digest | None) -> None:
-        """The first worker gives the version its epoch; the others take that."""
+        """Publish the version for the worker. The first worker's publication sets the epoch."""
         url = worker.url
         async with self._context.publishing:
             state = self._progress.now
-            if differs(digest, state.digest):  # of one that was loaded at the same time
-                reason = f"its checksum differs from the one of {state.label!r} that is known"
+            if differs(digest, state.digest):  # the digest of a worker that was updated meanwhile
+                reason = f"its checksum differs from the recorded one of {state.label!r}"
                 await self._break_off(worker, reason)
                 return
             target = self._target(digest if digest is not None else state.digest)
@@ -259,22 +263,22 @@ class BatchChange:
         )
 
     async def _break_off(self, worker: Worker, reason: str) -> None:
-        """Its weights are unknown: it stays out of rotation, and the rollout rolls back."""
+        """Mark the worker uncertain, so that it stays out of rotation, and roll back."""
         state = self._progress.now
         self._journal.mark_uncertain({worker.url: f"{state.name}: {reason}"})
         self._progress.put(state_machine.break_off(state, worker.url, reason))
         await self._progress.save()
         self._release(worker)
 
-    # One worker back
+    # Restore of one worker
 
     async def _restore(self, worker: Worker) -> None:
         row = self._progress.now.worker(worker.url)
         former = row.former
         if former is None:
-            await self._lose(worker, row.reason or "what it had before is not known")
+            await self._lose(worker, row.reason or "its former version is not known")
             return
-        # Before anything is sent: a probe must not look for the new version any more.
+        # Before anything is sent, so that version probes don't expect the new version any more.
         await self._journal.withdraw({worker.url: former.target})
         source = WeightSource(
             former.label, former.path, "", self._context.find_stored(former.number)
@@ -308,10 +312,10 @@ class BatchChange:
         earlier = state.worker(worker.url).reason
         reason = f"{earlier}; " if earlier and earlier != problem else ""
         self._journal.mark_uncertain(
-            {worker.url: f"{state.name}: {reason}it could not be taken back: {problem}"}
+            {worker.url: f"{state.name}: {reason}it could not be restored: {problem}"}
         )
         self._progress.put(
-            state_machine.lose(state, worker.url, f"{reason}not taken back: {problem}")
+            state_machine.lose(state, worker.url, f"{reason}not restored: {problem}")
         )
         await self._progress.save()
         self._release(worker)
@@ -325,7 +329,7 @@ class BatchChange:
             self._progress.enter(worker.url, step)
 
     def _release(self, worker: Worker) -> None:
-        """Uncordon it, unless there is another reason, such as uncertain weights."""
+        """Remove the batch's cordons; other reasons, such as uncertain weights, remain."""
         self._enter(worker, "")
         for reason in (ROLLOUT_BATCH, UPDATING):
             if reason in worker.cordon_reasons:

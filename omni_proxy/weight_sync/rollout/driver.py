@@ -1,8 +1,8 @@
-"""Runs a rollout: observes the fleet, decides the next batch, takes the operation lock, ends.
+"""Runs a rollout: observes the fleet, runs batches under the operation lock, publishes the end.
 
 Between two batches the operation lock is free, so workers may join and leave; other operations on
-weights are refused for the whole rollout (service.py). Invariant: a batch is decided again once
-the lock is held, and the end is published only when nothing is left to do.
+weights are refused during the whole rollout (service.py). Invariant: a batch is decided again once
+the lock is held, and the end is published only when no worker is left to update or restore.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from omni_proxy.weight_sync.store.service import StoreService
 from omni_proxy.wire.errors import HttpError
 
 POLL_SECS: Final = 0.2
-RETRY_SECS: Final = 1.0  # after a turn that could not be had
-# With one of these a worker's version is being read, or it is not up: it is waited for.
+RETRY_SECS: Final = 1.0  # after the operation lock could not be acquired
+# Cordon reasons that end by themselves or by a call; the rollout waits for these workers.
 _SETTLING: Final = frozenset((UNPROVEN, CATCHING_UP, LAUNCH_CORDON, PAUSED))
 _log = logging.getLogger(__name__)
 
 
 class FleetView:
-    """The fleet as a rollout sees it."""
+    """Reads the state of the fleet for a rollout."""
 
     def __init__(self, context: RolloutContext, store_service: StoreService) -> None:
         self._context = context
@@ -75,7 +75,7 @@ class FleetView:
         return Presence.SERVING if worker.routable else Presence.OUT
 
     async def joined_workers(self) -> list[RolloutWorker]:
-        """Workers that joined the fleet since, or are healthy again."""
+        """Workers that joined the fleet during the rollout, or are healthy again."""
         state = self._context.progress.now
         urls = {row.url for row in state.workers if row.phase is not WorkerPhase.SKIPPED}
         expected = {row.url for row in state.workers}
@@ -97,7 +97,7 @@ class FleetView:
         return joined
 
     async def describe(self, worker: Worker) -> RolloutWorker:
-        """The worker as part of a rollout. Raises CannotUpdate."""
+        """Describe the worker as part of a rollout. Raises CannotUpdate."""
         engine = await inspect(worker, self._context.credentials)
         published = self._journal.published
         due = published.target_for(worker.url, worker.model)
@@ -106,8 +106,8 @@ class FleetView:
             path = due.path
         elif due is not None and engine.dialect == BY_RPC:
             raise CannotUpdate(
-                "it is a vLLM server whose weights were not loaded from a known path, so there "
-                "would be no way back"
+                "it is a vLLM server whose weights were not loaded from a known path, so they "
+                "could not be restored"
             )
         former = FormerVersion(
             label=engine.label,
@@ -133,7 +133,7 @@ class FleetView:
 
 
 class RolloutDriver:
-    """`run` continues what an earlier run began and did not end."""
+    """Runs rollouts. `run` first continues one that has not ended when the proxy did."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class RolloutDriver:
         self._store_service = store_service
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         progress = self._progress
         progress.clear_steps()
         if progress.active is not None:
@@ -196,7 +196,7 @@ class RolloutDriver:
             self._progress.clear_steps()
 
     async def _perform(self, operation: Operation) -> AdminResponse:
-        """The batch that is next now: the fleet may have changed while the turn was waited for."""
+        """Run the next batch. Decide it again: the fleet may have changed during the wait."""
         progress, presence = self._progress, self._view.presence()
         progress.put(state_machine.observe(progress.now, presence))
         batch = state_machine.decide(progress.now, presence)
@@ -234,7 +234,7 @@ class RolloutDriver:
         _log.log(level, "rollout_%s id=%s version=%r%s", phase, state.id, name, cause)
 
     async def _publish_to_all(self) -> None:
-        """From here on a worker that becomes healthy is expected to have the version."""
+        """Make the version the target of all workers, also of those that become healthy later."""
         state = self._progress.now
         target = self._journal.published.targets.get(state.urls(WorkerPhase.UPDATED)[0])
         if target is not None and state.open_ended:

@@ -1,4 +1,4 @@
-"""The state of a rollout, in memory and in the journal, and its followers.
+"""The state of a rollout in memory and in the journal; tasks can wait for its changes.
 
 Invariant: each change of the state wakes every task that waits on `changed`. The state in memory
 is authoritative: if the disk fails, only steps that have not begun are refused.
@@ -15,9 +15,9 @@ from omni_proxy.weight_sync.state_journal import StateJournal
 
 
 class RolloutProgress:
-    """`state`: the present rollout, or the last one; None if there was none since the start.
+    """`state`: the current or the last rollout; None if there was none since the start.
 
-    `steps`: by worker URL, what is done with it now. `waits_for`: why nothing is done now.
+    `steps`: the current step of each worker, by URL. `waits_for`: why no batch runs, or "".
     """
 
     def __init__(self, journal: StateJournal) -> None:
@@ -26,8 +26,8 @@ class RolloutProgress:
         self.steps: dict[str, str] = {}
         self.waits_for = ""
         self.changed = trio.Event()
-        self.revision = 0  # one more after each change
-        self.ending = False  # its end is decided, and being written
+        self.revision = 0  # incremented by each change
+        self.ending = False  # the rollout's end is being written
 
     @property
     def active(self) -> RolloutState | None:
@@ -49,22 +49,22 @@ class RolloutProgress:
         await self._journal.save_rollout(self.now)
 
     async def end(self, state: RolloutState) -> None:
-        """Nothing of it is in the journal once it is seen to have ended."""
+        """End the rollout; it is removed from the journal before its end is visible."""
         await self._journal.save_rollout(None)
         self.waits_for = ""
         self.put(state)
 
     async def record(self) -> None:
-        """Write the state. Raises OSError: then nothing may be sent."""
+        """Write the state before a batch. Raises OSError: then send nothing."""
         await self._journal.record_rollout(self.now)
 
     async def begin(self, state: RolloutState) -> None:
-        """The state of a new rollout. Raises OSError: then there is none."""
+        """Begin a rollout. Raises OSError if it can't be recorded; then there is none."""
         await self._journal.record_rollout(state)
         self.put(state)
 
     def enter(self, url: str, step: str) -> None:
-        """What is done with a worker now; "" is nothing."""
+        """Set the current step of a worker; "" for none."""
         if step:
             self.steps[url] = step
         else:
@@ -113,7 +113,7 @@ class RolloutProgress:
         }
 
     def shown(self) -> dict[str, object]:
-        """As `to_dict`; without a rollout its state is "none"."""
+        """Like `to_dict`, but with the state "none" if there was no rollout."""
         return self.to_dict() or {"id": None, "state": "none", "workers": []}
 
     def _word(self, state: RolloutState) -> str:

@@ -1,8 +1,7 @@
-"""Parses the body of POST /weights/rollout. Pure.
+"""Parses the body of POST /weights/rollout. No I/O.
 
-Invariant: a body that parses here names exactly one version to roll out, and a label that differs
-from the served one; all other errors are found before a worker is changed. Errors
-are HttpError 400 that name the key and how to mend it.
+Invariant: a body that parses here names exactly one source: a path with a label, or a stored
+version. Errors are HttpError 400 with the key and how to fix it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Share:
     percent: int = 0
 
     def of(self, total: int) -> int:
-        """A percentage is rounded down, but is never below 1."""
+        """The number of workers of `total`; a percentage is rounded down, but to at least 1."""
         return max(total * self.percent // 100, 1) if self.percent else self.count
 
 
@@ -42,8 +41,8 @@ class Share:
 class RolloutRequest:
     """`version`: number or label of a stored version, None for `model_path`.
 
-    `weight_version`: "" is the label of the stored version. `drain_secs`: None is the configured
-    time, 0 is without a deadline.
+    `weight_version`: "" for the label of the stored version. `drain_secs`: None for the configured
+    time, 0 for no deadline.
     """
 
     model_path: str = ""
@@ -62,7 +61,7 @@ def parse_rollout(body: Mapping[str, Any]) -> RolloutRequest:
         if key not in KEYS:
             close = difflib.get_close_matches(str(key)[:64], KEYS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the keys are {', '.join(KEYS)}"
-            raise invalid(f"{str(key)[:64]!r} is no key of a rollout; {hint}")
+            raise invalid(f"{str(key)[:64]!r} is not a key of a rollout; {hint}")
     version = _version(body)
     request = RolloutRequest(
         model_path=_text(body, "model_path"),
@@ -116,7 +115,7 @@ def _text(body: Mapping[str, Any], key: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or not value.strip():
-        raise invalid(f"{key} must be a text that is not empty{_not(value)}")
+        raise invalid(f"{key} must be a non-empty string{_not(value)}")
     if len(value) > MAX_TEXT_CHARS or not value.isprintable():
         raise invalid(f"{key} must be printable, and at most {MAX_TEXT_CHARS} characters long")
     return value

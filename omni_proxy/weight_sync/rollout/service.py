@@ -1,7 +1,8 @@
-"""Starts and steers rollouts: what POST /weights/rollout and its pause, resume and cancel do.
+"""Starts, pauses, resumes and cancels rollouts for POST /weights/rollout and its sub-routes.
 
-Invariants: one rollout at a time; before it is accepted every worker has reported its version,
-and nothing was changed. While it has not ended no other operation changes weights or pauses.
+Invariants: one rollout at a time; it is accepted only after every worker has reported its version,
+and a refused one changes nothing. Until it ends, no other operation changes weights or pauses
+engines.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from omni_proxy.wire.errors import HttpError
 
 @dataclass(frozen=True, slots=True)
 class RolloutCall:
-    """A request for a rollout. `chosen`: URLs of its workers, None for all; `caller`: client."""
+    """A request for a rollout. `chosen`: URLs of its workers, None for all; `caller`: its name."""
 
     request: RolloutRequest
     chosen: frozenset[str] | None = None
@@ -50,7 +51,7 @@ class RolloutCall:
 
 
 class RolloutService:
-    """`check_free(route)` raises HttpError while something else changes weights."""
+    """Controls rollouts. `check_free(route)` raises HttpError while a sync changes weights."""
 
     def __init__(
         self,
@@ -77,18 +78,18 @@ class RolloutService:
         return self.progress.to_dict()
 
     def check_conflict(self, route: AdminRoute) -> None:
-        """Raises HttpError 409 for what would mix with a rollout that has not ended."""
+        """Raises HttpError 409 for an operation that conflicts with a running rollout."""
         state = self.progress.active
         if state is not None and route.needs_lock:
             message = (
                 f"{state.name} is {state.phase}: updates and pauses are refused until it has "
-                "ended; POST /weights/rollout/cancel ends it and takes it back"
+                "ended; POST /weights/rollout/cancel ends it and restores the former weights"
             )
             status = self.status()
             raise HttpError(409, message, "rollout_in_progress", detail=message, rollout=status)
 
     async def start(self, call: RolloutCall) -> AdminResponse:
-        """Raises HttpError 400, 404, 409, 422, 503: then nothing was changed."""
+        """Plan and begin a rollout. Raises HttpError 400, 404, 409, 422, 503, changing nothing."""
         self.check_conflict(ROLLOUT)
         self._check_free(ROLLOUT)
         operation = Operation(uuid4().hex, ROLLOUT, call.caller, trio.current_time())
@@ -109,8 +110,8 @@ class RolloutService:
         return await self._queue.run(operation, perform)
 
     async def pause(self) -> AdminResponse:
-        """After the batch that runs. Raises HttpError 409."""
-        return await self._steer(state_machine.pause, "it is paused after the batch that runs")
+        """Pause after the current batch. Raises HttpError 409."""
+        return await self._steer(state_machine.pause, "it is paused after the current batch")
 
     async def resume(self) -> AdminResponse:
         """Raises HttpError 409."""
@@ -141,15 +142,15 @@ class RolloutService:
         top = {"success": True, "message": message, "status": "ok"}
         return AdminResponse(status, {**top, "rollout": self.status()})
 
-    # The plan
+    # Planning
 
     async def _plan(self, call: RolloutCall) -> RolloutState:
-        """Everything that can be found wrong before a worker is touched."""
+        """Validate the call and plan the rollout, without changing a worker."""
         request = call.request
         version = await self._stored(request)
         label = request.weight_version or ((version.label or "") if version is not None else "")
         if not label:
-            raise invalid("the stored version has no label: name one with weight_version")
+            raise invalid("the stored version has no label: set one with weight_version")
         workers = self._targets(call.chosen)
         rows = await self._describe(workers, version)
         self._require_new_label(label, rows)
@@ -212,7 +213,7 @@ class RolloutService:
     async def _describe(
         self, workers: Sequence[Worker], version: StoredVersion | None
     ) -> list[RolloutWorker]:
-        """In the order of the workers; one that is not healthy is left out of the rollout."""
+        """Describe workers, in their order; one that is not healthy is skipped for now."""
         rows: dict[str, RolloutWorker] = {}
         refusals: dict[str, str] = {}
 
@@ -230,7 +231,7 @@ class RolloutService:
                 if worker.health.state is Health.HEALTHY:
                     nursery.start_soon(describe, worker)
                 else:
-                    reason = f"it is {worker.health.state}, and gets its turn once it is healthy"
+                    reason = f"it is {worker.health.state}; it is updated once it is healthy"
                     rows[worker.url] = RolloutWorker(
                         url=worker.url, phase=WorkerPhase.SKIPPED, reason=reason
                     )
@@ -247,15 +248,18 @@ class RolloutService:
         holders = [url for url, former in formers if former.label == label]
         if holders:
             message = (
-                f"weight_version {label!r} is what {', '.join(holders)} reports already: choose "
+                f"weight_version {label!r} is already reported by {', '.join(holders)}: choose "
                 "another label for the new weights"
             )
             raise HttpError(409, message, "label_in_use", detail=message, workers=holders)
 
 
 def spread_roles(workers: Sequence[Worker]) -> list[Worker]:
-    """In an order in which each part has of each role its share. Only workers with the same weights
-    pair: if all prefill workers came first, no decode worker would have a partner meanwhile."""
+    """Order workers so that every section of the list has each role in proportion.
+
+    Only workers with the same weights form pairs: if all prefill workers were updated first, no
+    decode worker would have a partner until its own update.
+    """
     counts = Counter(worker.role for worker in workers)
     places: Counter[str] = Counter()
     shares = []

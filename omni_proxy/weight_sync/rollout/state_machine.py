@@ -1,13 +1,13 @@
-"""The state machine of a rollout: which workers are next, and what follows an outcome. Pure.
+"""The state machine of a rollout: which workers are next, and the effect of each outcome. No I/O.
 
     rollout  running <-> paused; both -> rolling_back -> failed, cancelled; running -> succeeded
     worker   pending -> updating -> updated                       -> restoring -> restored
                            ├─> broken: its weights are unknown  ──────┴─> lost: out, until resolved
-                           └─> restored: it refused, and has what it had
-Invariants: while it rolls forward, at most `max_unavailable` serving workers are out of rotation;
-only the canary is changed until every worker of it is updated; after the first failure or a cancel
-no further worker is updated, and each changed one ends restored or lost.
-A state is a value: a step returns another one, and a step that does not fit raises InvalidStep.
+                           └─> restored: it refused, and keeps its weights
+Invariants: while updating, at most `max_unavailable` serving workers are out of rotation; only the
+canary is updated until all its workers are; after the first failure or a cancel no further worker
+is updated, and each changed one ends restored or lost. A state is an immutable value: a step
+returns a new one, and raises InvalidStep if it is not allowed in the state.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class WorkerPhase(StrEnum):
 class Presence(StrEnum):
     """The state of a worker, independent of the rollout.
 
-    `MISSED`: it restarted after its update, and no longer has the new weights. `UNKNOWN`: not
-    probed yet, or its weights are being read.
+    `MISSED`: it restarted after its update, and no longer has the new weights. `UNKNOWN`: it was
+    not probed yet, or its version is being read.
     """
 
     SERVING = "serving"  # in rotation
-    OUT = "out"  # healthy, and kept out for another reason: disabled, uncertain
+    OUT = "out"  # healthy, but out of rotation for another reason: disabled, uncertain
     MISSED = "missed"
     UNKNOWN = "unknown"
     DOWN = "down"  # not healthy
@@ -70,10 +70,10 @@ _SETTLED: Final = (WorkerPhase.RESTORED, WorkerPhase.LOST, WorkerPhase.SKIPPED)
 
 
 class FormerVersion(Struct, frozen=True, kw_only=True):
-    """What a worker had before: the version to restore.
+    """The version that a worker had before the rollout, for a restore.
 
-    `path`: what its engine reports as loaded; `number`: of the version in the store, 0 if it is
-    not there. `target`: its row among the published versions. `digest`: None if not compared.
+    `path`: the path that its engine reports as loaded. `number`: its number in the store, 0 if it
+    is not stored. `target`: its row in the published version. `digest`: None if not compared.
     """
 
     label: str
@@ -85,8 +85,11 @@ class FormerVersion(Struct, frozen=True, kw_only=True):
 
 
 class RolloutWorker(Struct, frozen=True, kw_only=True):
-    """`dialect`: how its engine loads, see worker_update.py. `former`: None where it is unknown,
-    so it can't be restored. `served`: it was in rotation, so it counts while it is out."""
+    """A worker of a rollout. `dialect`: how its engine loads weights, see worker_update.py.
+
+    `former`: None if unknown; then the worker can't be restored. `served`: it was in rotation, so
+    it counts as unavailable while it is out.
+    """
 
     url: str
     dialect: str = "disk"
@@ -97,12 +100,12 @@ class RolloutWorker(Struct, frozen=True, kw_only=True):
 
 
 class RolloutState(Struct, frozen=True, kw_only=True):
-    """Everything that must survive a restart. Times are ISO texts.
+    """The state that must survive a restart. Times are ISO strings.
 
-    `model`: of all its workers. `number`: of the stored version that is rolled out, 0 for `path`.
-    `epoch`: 0 until the first worker has the version; `digest`: that worker's. `open_ended`:
-    workers that join are included. `drain_secs`: 0 is no deadline. `epoch_before`,
-    `label_before`: what was published.
+    `model`: the model of all its workers. `number`: the stored version, 0 for `path`. `epoch`: 0
+    until the first worker has the version. `digest`: the first worker's. `open_ended`: workers that
+    join are included. `drain_secs`: 0 for no deadline. `epoch_before`, `label_before`: the version
+    that was published before.
     """
 
     id: str
@@ -134,14 +137,14 @@ class RolloutState(Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """For reasons and log lines."""
+        """The rollout's name in reasons and log lines."""
         return f"rollout {self.id[:8]} to {self.label!r}"
 
     def urls(self, *phases: WorkerPhase) -> tuple[str, ...]:
         return tuple(worker.url for worker in self.workers if worker.phase in phases)
 
     def worker(self, url: str) -> RolloutWorker:
-        """Raises InvalidStep for one that is not part of it."""
+        """Raises InvalidStep for a URL that is not part of the rollout."""
         for worker in self.workers:
             if worker.url == url:
                 return worker
@@ -154,12 +157,12 @@ class RolloutState(Struct, frozen=True, kw_only=True):
 
 
 class InvalidStep(ValueError):
-    """The step does not fit the state; nothing changed."""
+    """The step is not allowed in this state; nothing changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextBatch:
-    """These workers are next; `restores`: they get their former version."""
+    """The workers to update next; `restores`: they get their former version instead."""
 
     urls: tuple[str, ...]
     restores: bool = False
@@ -167,14 +170,14 @@ class NextBatch:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Nothing can be done now; `reason` is text for users."""
+    """No batch can run now; `reason` is text for users."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Nothing is left to do."""
+    """The rollout ends with this phase: no worker is left to update or restore."""
 
     phase: RolloutPhase
     cause: str = ""
@@ -183,11 +186,11 @@ class Finish:
 Decision = NextBatch | Waiting | Finish
 
 
-# What is next
+# Decisions
 
 
 def decide(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
-    """`presence`: of every worker of the rollout, by URL; one that is missing is gone."""
+    """Decide what to do next. `presence`: by worker URL; a missing URL counts as GONE."""
     if state.ended:
         return Finish(state.phase, state.cause)
     if state.busy:
@@ -228,14 +231,14 @@ def _decide_forward(state: RolloutState, presence: Mapping[str, Presence]) -> De
 
 
 def _urgency(worker: RolloutWorker, presence: Presence) -> int:
-    """Those that are out already, then serving ones: a canary without traffic shows little."""
+    """Sort key: changed workers first, then serving ones (a canary needs traffic), then others."""
     if worker.phase is not WorkerPhase.PENDING:
         return 0
     return 1 if presence is Presence.SERVING else 2
 
 
 def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decision:
-    """A worker that is not healthy is restored too: it must not delay the end."""
+    """The next restores. Unhealthy workers are included, so that they don't delay the end."""
     touched = state.urls(WorkerPhase.BROKEN, WorkerPhase.UPDATED)
     if not touched:
         phase = RolloutPhase.CANCELLED if state.cancelled else RolloutPhase.FAILED
@@ -251,7 +254,7 @@ def _decide_back(state: RolloutState, presence: Mapping[str, Presence]) -> Decis
 
 
 def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[str]:
-    """Workers that served and do not now, for any reason; without those that are gone."""
+    """Workers that served and are out of rotation now for any reason, except GONE ones."""
     return [
         worker.url
         for worker in state.workers
@@ -268,7 +271,7 @@ def unavailable(state: RolloutState, presence: Mapping[str, Presence]) -> list[s
 def join(state: RolloutState, workers: Iterable[RolloutWorker]) -> RolloutState:
     """Add workers that joined the fleet or returned to it.
 
-    A worker that is part of the rollout already is unchanged, unless it was skipped.
+    A worker that is already part of the rollout is unchanged, unless it was skipped.
     """
     if state.ended or state.phase is RolloutPhase.ROLLING_BACK:
         raise InvalidStep(f"no worker can join while it is {state.phase}")
@@ -281,7 +284,7 @@ def join(state: RolloutState, workers: Iterable[RolloutWorker]) -> RolloutState:
 
 
 def observe(state: RolloutState, presence: Mapping[str, Presence]) -> RolloutState:
-    """Record which workers serve, and which are gone."""
+    """Record which workers serve, and skip those that are GONE."""
     return replace(
         state, workers=tuple(_observed(other_row, presence) for other_row in state.workers)
     )
@@ -298,14 +301,14 @@ def _observed(worker: RolloutWorker, presence: Mapping[str, Presence]) -> Rollou
 
 
 def begin(state: RolloutState, urls: Collection[str]) -> RolloutState:
-    """From here on the weights of these workers are unknown."""
+    """Begin to update workers: from here on their weights are unknown."""
     _require(state, RolloutPhase.RUNNING)
     allowed = (WorkerPhase.PENDING, WorkerPhase.BROKEN, WorkerPhase.UPDATED)
     return _moved(state, urls, allowed, WorkerPhase.UPDATING)
 
 
 def give_back(state: RolloutState, rows: Iterable[RolloutWorker]) -> RolloutState:
-    """Nothing was sent to these: their rows are those before `begin`."""
+    """Undo `begin`, after nothing was sent. `rows`: the workers' rows before it."""
     for row in rows:
         if state.worker(row.url).phase is not WorkerPhase.UPDATING:
             raise InvalidStep(f"{row.url} is {state.worker(row.url).phase}, not begun")
@@ -320,7 +323,7 @@ def begin_restore(state: RolloutState, urls: Collection[str]) -> RolloutState:
 
 
 def remember(state: RolloutState, url: str, former: FormerVersion) -> RolloutState:
-    """Record what the worker has, read just before it is changed."""
+    """Record the worker's former version, read just before its update."""
     row = state.worker(url)
     if row.phase is not WorkerPhase.PENDING:
         raise InvalidStep(f"{url} is {row.phase}: its former version can't be read any more")
@@ -330,7 +333,7 @@ def remember(state: RolloutState, url: str, former: FormerVersion) -> RolloutSta
 def succeed(
     state: RolloutState, url: str, epoch: int, digest: Digest | None = None
 ) -> RolloutState:
-    """The worker has the new version, proven as far as it can be."""
+    """The worker has the new version, as far as that can be proven."""
     state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.UPDATED)
     state = replace(state, epoch=state.epoch or epoch, digest=state.digest or digest)
     ready = len(state.urls(WorkerPhase.UPDATED)) == state.canary
@@ -363,14 +366,14 @@ def lose(state: RolloutState, url: str, reason: str) -> RolloutState:
 
 
 def fail(state: RolloutState, cause: str) -> RolloutState:
-    """The first cause is kept."""
+    """Roll back; the first cause is kept."""
     if state.ended:
         raise InvalidStep(f"it is {state.phase} already")
     return replace(state, phase=RolloutPhase.ROLLING_BACK, cause=state.cause or cause)
 
 
 def pause(state: RolloutState) -> RolloutState:
-    """No further batch is begun; the one that runs ends."""
+    """Pause: the current batch ends, and no further one begins."""
     _require(state, RolloutPhase.RUNNING, RolloutPhase.PAUSED)
     return replace(state, phase=RolloutPhase.PAUSED)
 
@@ -381,7 +384,7 @@ def resume(state: RolloutState) -> RolloutState:
 
 
 def cancel(state: RolloutState, by: str) -> RolloutState:
-    """End it, and restore what it changed; a rollback that runs already is unchanged."""
+    """Cancel and roll back; a rollback that already runs is unchanged."""
     if state.phase is RolloutPhase.ROLLING_BACK:
         return state
     _require(state, RolloutPhase.RUNNING, RolloutPhase.PAUSED)
@@ -390,7 +393,7 @@ def cancel(state: RolloutState, by: str) -> RolloutState:
 
 
 def recover(state: RolloutState) -> RolloutState:
-    """After a restart of the program: what was being changed then is unknown."""
+    """Recover after a restart: workers that were being changed have unknown weights."""
     urls = state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING)
     reason = "the proxy ended while it was being updated"
     working = (WorkerPhase.UPDATING, WorkerPhase.RESTORING)
@@ -415,7 +418,7 @@ def _moved(
     phase: WorkerPhase,
     reason: str | None = "",
 ) -> RolloutState:
-    """`reason`: None keeps the one that they have."""
+    """Move workers to `phase`; a `reason` of None keeps their reasons."""
     for url in urls:
         row = state.worker(url)
         if row.phase not in allowed:

@@ -1,14 +1,14 @@
-"""One worker in a rollout: what it has, calls that load a version, the proof, the probe request.
+"""Calls to one worker in a rollout: inspection, loading a version, the proof, the probe request.
 
-The dialect of an engine follows from its replies:
+The dialect of an engine is detected by its replies:
 
     dialect         detected by                   loads by                    restores
     disk            /model_info, /get_model_info  /update_weights_from_disk   its model_path
     collective_rpc  /weight_info (vLLM, dev mode) reload_weights, then        root in /v1/models
                                                   /update_weight_version
-Invariant: a result with `unchanged` is from an engine that still has its former weights. Nothing
-is assumed of a worker that it does not report: label and digest are read back. Sources:
-weight-sync.md 3, real-engines.md 5.1, and the CPU build of vLLM 0.32.0 for `reload_weights`.
+Invariant: after a result with `unchanged` the engine still has its former weights. A load is never
+assumed to have worked: label and digest are read from the worker. Sources: weight-sync.md 3,
+real-engines.md 5.1, and the CPU build of vLLM 0.32.0 for `reload_weights`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ INFO_PATHS: Final = ("/model_info", "/get_model_info")
 WEIGHT_INFO: Final = "/weight_info"
 RPC: Final = "/collective_rpc"
 SET_LABEL: Final = "/update_weight_version"
-# Errors of a vLLM server without such a call: its weights are unchanged.
+# Errors of a vLLM server that lacks the call, so its weights are unchanged.
 _UNKNOWN_CALL: Final = ("unexpected keyword argument", "has no attribute 'reload_weights'")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a worker reports of itself. `path`: "" if it does not report what it loaded."""
+    """Facts that a worker reports. `path`: the weights that it loaded, "" if not reported."""
 
     dialect: str
     label: str
@@ -81,7 +81,7 @@ class UpdateSettings:
 
 
 async def inspect(worker: Worker, headers: Mapping[str, str]) -> EngineFacts:
-    """Raises CannotUpdate."""
+    """Detect the dialect, and read label and path. Raises CannotUpdate."""
     for path in INFO_PATHS:
         result = await _get(worker, path, headers)
         if result.sent_to:
@@ -96,8 +96,8 @@ async def inspect(worker: Worker, headers: Mapping[str, str]) -> EngineFacts:
     if result.status not in ROUTE_ABSENT:
         raise CannotUpdate(f"GET {WEIGHT_INFO}: {result.reason}")
     raise CannotUpdate(
-        "it has neither /model_info nor /weight_info: it is no SGLang server, and no vLLM server "
-        "in dev mode (VLLM_SERVER_DEV_MODE=1), so nothing can load other weights into it"
+        "it has neither /model_info nor /weight_info: it is not an SGLang server, nor a vLLM "
+        "server in dev mode (VLLM_SERVER_DEV_MODE=1), so its weights can't be changed"
     )
 
 
@@ -110,7 +110,7 @@ class WorkerUpdater:
     async def load(
         self, worker: Worker, dialect: str, source: WeightSource, settings: UpdateSettings
     ) -> WorkerResult:
-        """Never raises for what the worker does."""
+        """Load a version. Failures of the worker are results, not exceptions."""
         if source.version is not None:
             return await self._deliver(worker, source, source.version, settings)
         if dialect == BY_RPC:
@@ -138,20 +138,20 @@ class WorkerUpdater:
 
 
 async def read_digest(worker: Worker, settings: UpdateSettings) -> Digest | None:
-    """None if its digests can't be compared with those of others."""
+    """The worker's digest; None if it reports none that can be compared."""
     (result,) = await request_checksums([worker], settings.headers, settings.secs)
     digest = parse_digest(result)
     return digest if isinstance(digest, Digest) else None
 
 
 async def check_label(worker: Worker, label: str, settings: UpdateSettings) -> str:
-    """Why the worker does not have the version, judging by its label; "" if it has it."""
+    """Why the worker's label shows that it doesn't have the version; "" if the label is right."""
     now = (await read_labels([worker], settings.headers))[worker]
     return "" if now == label else f"it reports the weight version {now!r} after loading {label!r}"
 
 
 def differs(digest: Digest | None, expected: Digest | None) -> bool:
-    """Whether both can be compared and are not equal."""
+    """Whether both digests can be compared and are not equal."""
     if digest is None or expected is None:
         return False
     return bool(compare_digests({"it": digest, "wanted": expected}).mismatched)
@@ -160,7 +160,7 @@ def differs(digest: Digest | None, expected: Digest | None) -> bool:
 async def warm_up(worker: Worker, settings: UpdateSettings) -> str:
     """Send a probe request that generates a token; return why it failed, "" if it did not.
 
-    An engine that refuses it (4xx: it generates no text) is not warmed, which is no failure.
+    A 4xx is not a failure: an engine that generates no text refuses the request.
     """
     outcome = await generate_token(worker, settings.headers, settings.secs)
     if outcome.ok or (outcome.status is not None and 400 <= outcome.status < 500):
@@ -172,7 +172,7 @@ async def warm_up(worker: Worker, settings: UpdateSettings) -> str:
 
 
 async def _reload(worker: Worker, source: WeightSource, settings: UpdateSettings) -> WorkerResult:
-    """vLLM: every rank loads the path in place, then the label is set and the cache emptied."""
+    """vLLM: load the path on every rank in place, flush the cache, set the label."""
     call = {"method": "reload_weights", "kwargs": {"weights_path": source.path}}
     loaded = await _post(worker, RPC, call, settings)
     if not loaded.success:
@@ -214,10 +214,10 @@ async def _post(
 
 
 def _label(result: WorkerResult, path: str) -> str:
-    """Raises CannotUpdate: without a label old and new weights can't be distinguished."""
+    """Raises CannotUpdate if there is no label, by which old and new weights are told apart."""
     label = version_of(result.body)
     if label is None:
-        raise CannotUpdate(f"GET {path} names no weight_version, or several")
+        raise CannotUpdate(f"GET {path} reports no weight_version, or several")
     return label
 
 

@@ -1,7 +1,7 @@
-"""A version that is being received: files of full size that another thread or process fills.
+"""A version that is being received: files of full size, filled by another thread or process.
 
-Invariant: its folder is named `vN.partial`, and its manifest is not `complete`, until the store
-seals it. Its files are written only through `FileBlock`s.
+Invariant: until the store seals it, its folder is named `vN.partial`, and its manifest is not
+`complete`. Its files are written only through `FileBlock`s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTIAL: Final = ".partial"
 
 @dataclass(frozen=True, slots=True)
 class FileBlock:
-    """A file of full size with its header; bucket i's data start at byte `starts[i]`."""
+    """A file of full size with its header; the data of bucket i start at byte `starts[i]`."""
 
     path: Path
     starts: tuple[int, ...]
@@ -71,7 +71,7 @@ class Draft:
     def add(self, buckets: Sequence[Sequence[TensorSpec]]) -> FileBlock:
         """Allocates a file for these tensors, in this order. Raises OSError, SafetensorsError.
 
-        A tensor that was announced before is replaced by the one announced here.
+        A tensor that was announced before is replaced.
         """
         tensors = [tensor for bucket in buckets for tensor in bucket]
         header = encode_header(tensors)

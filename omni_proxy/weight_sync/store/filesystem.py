@@ -1,6 +1,6 @@
 """File operations of the store: free space, atomic and durable writes, the store's lock.
 
-Every function blocks. Invariant: what `replace_file` and `move` wrote is durable when they return.
+Every function blocks. Invariant: changes by `replace_file` and `move` are durable when they return.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from omni_proxy.process_group.broadcast.mapped_file import free_bytes, is_memory
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _COPY_BYTES: Final = 8 << 20
-# Unflushed pages delay other programs' small writes: flush often.
+# Unflushed pages delay small writes of other programs, so flush often.
 _MAX_UNFLUSHED_BYTES: Final = 64 << 20
 _NAME_DIGITS: Final = 16
 
@@ -50,7 +50,7 @@ def shared_memory_folder(disk: Path) -> Path | None:
     folder = SHARED_MEMORY / f"{shared_memory_prefix()}{digest}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
-    # Every user may write to /dev/shm: another user's folder of this name is not used.
+    # Any user may write to /dev/shm: don't use a folder of this name that another user created.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise PermissionError(f"{folder} belongs to another user")
     return folder
@@ -62,7 +62,7 @@ def shared_memory_prefix() -> str:
 
 
 def lock(folder: Path) -> int:
-    """A descriptor that keeps other programs out while it is open; raises StoreBusy."""
+    """Locks the folder against other programs while the descriptor is open. Raises StoreBusy."""
     descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -84,10 +84,12 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def allocate(path: Path, header: bytes, nbytes: int) -> None:
-    """Creates a file of `nbytes` that starts with `header`, all blocks allocated. Raises
-    OSError."""
+    """Creates a file of `nbytes` that starts with `header`, with all blocks allocated.
+
+    Raises OSError.
+    """
     with path.open("xb") as file:
-        # A later write through a mapping would kill the writer if the disk were full by then.
+        # If the disk became full later, a write through a mapping would kill the writer (SIGBUS).
         os.posix_fallocate(file.fileno(), 0, nbytes)
         file.write(header)
 
@@ -123,7 +125,7 @@ def move(source: Path, target: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder, atomically as far as its name is concerned."""
+    """Removes a folder; its name disappears atomically, its content later."""
     doomed = folder.with_name(f"{folder.name}.removed")
     with suppress(FileNotFoundError):
         folder.rename(doomed)

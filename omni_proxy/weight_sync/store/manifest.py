@@ -1,11 +1,11 @@
-"""What a stored version consists of, as bytes, and the proof that a worker has it. Pure.
+"""Formats of a stored version (safetensors, manifest), and the proof that a worker has it. No I/O.
 
-Headers are written before the tensors arrive, and validated later. Tensors lie in announced order
-without gaps, as the format requires, so a block of them can be received directly into the file.
-A proof compares a worker's checksums (api-server.md 3) with the digests of the version; a tensor
-that the worker keeps in another dtype has another digest, which proves nothing either way.
+Headers are written before the tensors arrive, and validated when the version is read. Tensors are
+in announced order without gaps, as the format requires, so a block of them can be received directly
+into the file. A proof compares a worker's checksums (api-server.md 3) with the version's digests; a
+tensor that the worker keeps in another dtype has another digest and is not compared.
 Invariants: a manifest is `complete` only if every byte of every tensor was received; without a
-comparison nothing is proven.
+comparison nothing counts as proven.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, TensorSpec
 from omni_proxy.weight_sync.checksum import roll_up
 
-# By torch's names without "torch.".
+# Keys are torch's names without "torch.", values the names in safetensors.
 STORED_DTYPES: Final = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -41,21 +41,21 @@ STORED_DTYPES: Final = {
 }
 _TORCH_DTYPES: Final = {stored: name for name, stored in STORED_DTYPES.items()}
 LENGTH: Final = struct.Struct("<Q")
-MAX_HEADER_BYTES: Final = 100_000_000  # the limit of all readers of the format
+MAX_HEADER_BYTES: Final = 100_000_000  # limit of the format, which readers enforce
 _ALIGNMENT_BYTES: Final = 64
-# Other loaders refuse a file that does not name the framework of its tensor layout.
+# Other loaders refuse a file without the framework of its tensor layout.
 _METADATA: Final = {"format": "pt"}
 _RESERVED: Final = "__metadata__"
 
 
 class SafetensorsError(ValueError):
-    """Not a valid safetensors file, or these tensors cannot be one; the text has the reason."""
+    """The file is not valid safetensors, or the tensors don't fit into one; see the text."""
 
 
 class HeaderRow(Struct, frozen=True):
-    """Where one tensor is stored; `offset` counts from the file's first byte.
+    """Location of a tensor; `offset` counts from the file's first byte.
 
-    `dtype` is torch's name without "torch."; `sha256` is "" while the digest is not known.
+    `dtype` is torch's name without "torch."; `sha256` is "" until the digest is computed.
     """
 
     dtype: str
@@ -89,8 +89,8 @@ def encode_header(tensors: Iterable[TensorSpec]) -> bytes:
     text += b" " * (-(LENGTH.size + len(text)) % _ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise SafetensorsError(
-            f"the names of {len(entries) - 1} tensors take {len(text)} bytes; a safetensors file "
-            f"holds at most {MAX_HEADER_BYTES}: announce them in smaller buckets"
+            f"the header of {len(entries) - 1} tensors takes {len(text)} bytes; in a safetensors "
+            f"file it may have {MAX_HEADER_BYTES}: announce the tensors in smaller buckets"
         )
     return LENGTH.pack(len(text)) + text
 
@@ -115,7 +115,7 @@ def parse_header(file: str, header: bytes) -> dict[str, HeaderRow]:
 
 
 def encode_index(rows: Mapping[str, HeaderRow]) -> bytes:
-    """The index of tensors by file, as loaders of sharded checkpoints expect it."""
+    """The index file (tensor name to file) that loaders of sharded checkpoints expect."""
     index = {
         "metadata": {"total_size": sum(row.nbytes for row in rows.values())},
         "weight_map": {name: row.file for name, row in rows.items()},
@@ -129,9 +129,10 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """`epoch` is 0 until the whole fleet serves the version. `files`: name to size in bytes.
+    """The record of a stored version.
 
-    `created_at` is an ISO 8601 time.
+    `epoch` is 0 until the whole fleet serves the version. `files`: name to size in bytes.
+    `created_at`: ISO 8601 time.
     """
 
     format: int = FORMAT
@@ -165,7 +166,7 @@ def decode(raw: bytes) -> Manifest:
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """A snapshot of a stored version; `folder` is in memory if the version is, else on the disk."""
+    """A snapshot of a stored version; `folder` is in memory if `in_memory`, otherwise on disk."""
 
     manifest: Manifest
     folder: Path
@@ -182,12 +183,12 @@ class StoredVersion:
 
     @property
     def epoch(self) -> int:
-        """0 if it was received but never served by the whole fleet."""
+        """0 if the version was never served by the whole fleet."""
         return self.manifest.epoch
 
     @property
     def name(self) -> str:
-        """For messages: number and label."""
+        """Number and label, for messages."""
         label = "" if self.label is None else f" ({self.label!r})"
         return f"version {self.number}{label}"
 
@@ -197,7 +198,7 @@ class StoredVersion:
 
     @property
     def digests(self) -> Mapping[str, str]:
-        """SHA-256 by tensor name; {} while one of them is not known."""
+        """SHA-256 by tensor name; {} until all of them are computed."""
         digests = {name: row.sha256 for name, row in self.manifest.tensors.items()}
         return digests if all(digests.values()) else {}
 
@@ -222,9 +223,12 @@ class StoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProof:
-    """`differs`: how the worker's tensors differ. If nothing could be compared: `reason`."""
+    """Comparison of a worker with a stored version.
 
-    checked: int = 0  # tensors
+    `differs`: how its tensors differ, or "". `reason`: why nothing could be compared, or "".
+    """
+
+    checked: int = 0  # number of tensors
     whole: str = ""  # the worker's digest over all tensors
     differs: str = ""
     reason: str = ""
@@ -240,16 +244,16 @@ class WorkerProof:
 
 
 def compare_checksums(result: WorkerResult, version: StoredVersion) -> WorkerProof:
-    """`answer`: the weights checker's answer to `checksum`."""
+    """Compare `result`, a worker's response to a checksum call, with the version's digests."""
     if not result.success:
         return WorkerProof(reason=f"its checker failed: {result.reason}")
     if not version.digests:
-        return WorkerProof(reason=f"the digests of {version.name} are not known yet")
+        return WorkerProof(reason=f"the digests of {version.name} are not computed yet")
     for data in _stage_results(result.body):
         sums, digest = data.get("checksums"), data.get("full_checksum")
         if isinstance(sums, dict) and sums:
             return _compare(data, sums, digest if isinstance(digest, str) else "", version)
-    return WorkerProof(reason="its checker names no checksum that can be compared")
+    return WorkerProof(reason="its checker reports no checksum that can be compared")
 
 
 def _compare(
@@ -281,7 +285,7 @@ def _stage_results(body: object) -> Iterator[dict[str, Any]]:
 
 
 def _converted_tensors(data: Mapping[str, Any], version: StoredVersion) -> set[str]:
-    """Names of tensors that the worker keeps in another dtype than they were sent in."""
+    """Names of tensors whose dtype at the worker differs from the sent one."""
     rows = data.get("tensor_metadata")
     if not isinstance(rows, dict):
         return set()

@@ -1,11 +1,11 @@
-"""What an earlier program left: stored versions are checked, folders in shared memory removed.
+"""Recovery at the start: checks stored versions, removes stale folders from shared memory.
 
-At the start a version is accepted if its manifest is complete and each file has the recorded size
-and header; `compute_digests` checks the bytes. Files are read, never mapped: a truncated file is an
-error, not the end of the program. Invariant: only folders with this store's names are read or
-removed, never a locked one (the kernel releases the lock however a program ends), nor one whose
-versions exist only in memory while its store exists. A program whose new folder is removed before
-it could lock it creates the folder again.
+A version is accepted if its manifest is complete and each file has the recorded size and header;
+`compute_digests` reads the bytes later. Files are read, never mapped, so that a truncated file is
+an error instead of a SIGBUS. Invariant: only folders with this store's names are read or removed,
+never a locked one (the kernel releases the lock however a program ends), nor one whose versions
+exist only in memory while its store exists. A program whose new folder is removed before it could
+lock it creates the folder again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 
 def recover_versions(root: Path) -> dict[int, Manifest]:
-    """Complete versions by number; removes incomplete ones. Raises OSError."""
+    """Returns complete versions by number; removes incomplete ones. Raises OSError."""
     versions: dict[int, Manifest] = {}
     for folder in sorted(root.iterdir()):
         if _INCOMPLETE.fullmatch(folder.name):
@@ -64,7 +64,7 @@ def recover_versions(root: Path) -> dict[int, Manifest]:
 
 
 def set_aside(folder: Path, reason: str) -> None:
-    """Renames a damaged version's folder, which is kept for inspection until the next start."""
+    """Renames the folder of a damaged version; it is kept for inspection until the next start."""
     _log.error("stored_version_damaged folder=%s reason=%r", folder, reason)
     aside = folder.with_name(f"{folder.name}.damaged")
     filesystem.remove(aside)
@@ -75,9 +75,7 @@ def _read_version(folder: Path, number: int) -> Manifest:
     """Raises SafetensorsError, UnreadableManifest, OSError."""
     manifest = decode((folder / MANIFEST_FILE).read_bytes())
     if manifest.number != number or not manifest.complete:
-        raise UnreadableManifest(
-            f"its record is that of version {manifest.number}, or not complete"
-        )
+        raise UnreadableManifest(f"its record is of version {manifest.number}, or is not complete")
     rows: dict[str, HeaderRow] = {}
     for name, nbytes in manifest.files.items():
         rows |= read_header_rows(folder / name, nbytes)
@@ -88,7 +86,7 @@ def _read_version(folder: Path, number: int) -> Manifest:
 
 
 def read_header_rows(path: Path, nbytes: int) -> dict[str, HeaderRow]:
-    """The tensors of a file that must have `nbytes`, in order. Raises SafetensorsError, OSError."""
+    """Reads the header of a file of `nbytes`. Raises SafetensorsError, OSError."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(LENGTH.size)
@@ -100,7 +98,7 @@ def read_header_rows(path: Path, nbytes: int) -> dict[str, HeaderRow]:
 
 def compute_digests(folder: Path, rows: Mapping[str, HeaderRow]) -> dict[str, str]:
     """SHA-256 by tensor name, in the form that replicas report. Raises OSError."""
-    # The largest first, so that both threads finish at about the same time.
+    # The largest tensors first, so that both threads finish at about the same time.
     names = sorted(rows, key=lambda name: rows[name].nbytes, reverse=True)
     descriptors: dict[str, int] = {}
     with ExitStack() as stack:
@@ -128,15 +126,15 @@ def _digest(name: str, row: HeaderRow, descriptor: int) -> str:
 
 
 STORE_LINK: Final = ".of"  # the link to the store on the disk
-# How long another program may hold the lock while it removes a folder's content.
+# Longest wait for the lock, which another program has while it removes a folder's content.
 LOCK_SECS: Final = 5.0
 RETRY_SECS: Final = 0.01
 
 
 def claim(memory: Path, disk: Path) -> int | None:
-    """A descriptor that protects the folder from removal while it is open. Raises OSError.
+    """Locks the folder against removal while the returned descriptor is open. Raises OSError.
 
-    None if another program keeps the lock: the folder is then used without it.
+    None if another program keeps the lock; the folder is then used without a lock.
     """
     pause, deadline = threading.Event(), time.monotonic() + LOCK_SECS
     while (descriptor := _create_and_lock(memory)) is None:
@@ -156,7 +154,7 @@ def remove_empty(memory: Path) -> None:
 
 
 def remove_stale_folders() -> list[Path]:
-    """Removes folders of killed programs that are no longer needed; returns them. Blocks."""
+    """Removes redundant folders of programs that were killed; returns them. Blocks."""
     prefix = filesystem.shared_memory_prefix()
     folders = sorted(filesystem.SHARED_MEMORY.glob(f"{prefix}*"))
     return [folder for folder in folders if _remove_if_stale(folder)]
@@ -184,10 +182,10 @@ def _remove_if_stale(folder: Path) -> bool:
 
 
 def _is_redundant(folder: Path) -> bool:
-    """Whether it is empty, its store is gone, or its store has all its versions on the disk."""
+    """Whether the folder is empty, its store was deleted, or its versions are all on disk."""
     link = folder / STORE_LINK
     if not link.is_symlink():
-        # Without a link the owner of its content is unknown.
+        # Without a link the store that its content belongs to is unknown.
         return not any(folder.iterdir())
     disk = link.readlink()
     versions = [entry for entry in folder.iterdir() if _VERSION.fullmatch(entry.name)]

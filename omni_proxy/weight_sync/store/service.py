@@ -1,8 +1,8 @@
-"""The store inside the running program: opened at first use, maintained in the background.
+"""The version store in the running proxy: opened at first use, maintained in the background.
 
 Slow operations run in threads. `run` writes new versions to the disk and verifies the digests of
-versions found at the start, one after another; no request waits for it. Invariant: a version whose
-bytes have changed is never offered again.
+versions found at the start, one after another; no request waits for it. Invariant: a version that
+was found to have changed bytes is not used any more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class StoreService:
-    """`settings()` are the current ones; without a `store_dir`, versions are in `data_dir`."""
+    """Runs the store. `settings()`: the current configuration.
+
+    `data_dir`: has the versions if no `store_dir` is configured.
+    """
 
     def __init__(self, settings: Callable[[], WeightSyncConfig], data_dir: Path) -> None:
         self._settings = settings
@@ -39,7 +42,7 @@ class StoreService:
         self._opening = trio.Lock()
         self._threads = trio.CapacityLimiter(8)
         self._changed = trio.Event()
-        self._unverified: set[int] = set()  # versions of an earlier run, which may have changed
+        self._unverified: set[int] = set()  # versions of an earlier run, not yet hashed again
         self.store: VersionStore | None = None
         self.error = ""  # why the store could not be opened or a version written
 
@@ -62,13 +65,13 @@ class StoreService:
         return self.store.versions() if self.store is not None else []
 
     def has_path(self, path: str) -> bool:
-        """Whether the path is inside the store, also if its version was removed."""
+        """Whether the path is in a folder of the store, even if its version was removed."""
         return self.store is not None and any(
             Path(path).is_relative_to(root) for root in self.store.roots
         )
 
     async def open(self) -> VersionStore:
-        """Raises OSError if the folder can't be used, also if another program uses it."""
+        """Return the opened store. Raises OSError if the folder is unusable or in use."""
         async with self._opening:
             folder = self._folder
             if self.store is not None and self.store.folder != folder and not self.store.in_use:
@@ -88,7 +91,7 @@ class StoreService:
             return self.store
 
     async def run_in_thread(self, call: Callable[..., T], *arguments: object) -> T:
-        """Runs a blocking call in a thread; it runs to its end even if this task is cancelled."""
+        """Runs a blocking call in a thread; it runs to completion even if the task is cancelled."""
         name = f"weights-store-{getattr(call, '__name__', 'call')}"
         return await trio.to_thread.run_sync(
             partial(call, *arguments),
@@ -102,7 +105,7 @@ class StoreService:
         """See `VersionStore.lease`. Raises UnknownVersion, OSError."""
         store = await self.open()
         lease = store.lease(version)
-        # Both take the store's lock, and the exit may remove the version's folder.
+        # Entry and exit block: both take the store's lock, and the exit may remove a folder.
         with trio.CancelScope(shield=True):
             leased = await self.run_in_thread(lease.__enter__)
         try:
@@ -122,11 +125,11 @@ class StoreService:
         self.poke()
 
     def poke(self) -> None:
-        """Has `run` write new versions to the disk."""
+        """Wakes `run` to write new versions to the disk."""
         self._changed.set()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Maintains the store until it is cancelled. Stored versions are listed once started."""
+        """Maintains the store until cancelled. Started means that stored versions are listed."""
         await self._open_if_enabled()
         task_status.started()
         try:
@@ -158,7 +161,7 @@ class StoreService:
                 _log.error("version_store_unavailable error=%r", self.error)
 
     async def _maintain(self) -> bool:
-        """Writes and verifies versions; whether all of it succeeded."""
+        """Writes and verifies versions. Returns whether all of that succeeded."""
         store, succeeded = self.store, True
         for version in store.versions() if store is not None else ():
             assert store is not None

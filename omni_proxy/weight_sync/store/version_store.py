@@ -1,12 +1,12 @@
 """The stored versions: received into shared memory, then written to the disk.
 
-    begin ─> vN.partial ─seal─> vN ─publish─> vN, with an epoch ─┬─> collected, keep_versions later
+    begin ─> vN.partial ─seal─> vN ─publish─> vN, with an epoch ─┬─> removed, keep_versions later
                 │                │                               └─publish again (rollback)
-                └──── discard ───┴─> gone
+                └──── discard ───┴─> removed
 
-A version is received into memory if it fits, else directly onto the disk; `persist` writes it to
-the disk afterwards. Then only the current version stays in memory. Methods may be called from any
-thread, and block. Invariant: a leased version is not removed from the folder of its lease.
+A version is received into memory if it fits, otherwise directly onto the disk. `persist` writes it
+to the disk later; after that only the current version stays in memory. Methods may be called from
+any thread, and block. Invariant: a leased version is not removed from the folder of its lease.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _VersionState:
     manifest: Manifest
     memory: bool = False
     disk: bool = False
-    pending: bool = False  # received, and neither published nor discarded yet
+    pending: bool = False  # received, but neither published nor discarded
 
 
 class VersionStore:
-    """Raises OSError if its folder can't be used, StoreBusy if another program uses it."""
+    """The store. Raises OSError if its folder is unusable, StoreBusy if another program uses it."""
 
     def __init__(self, disk: Path, *, keep: int = 2, memory: Path | None = None) -> None:
         """`memory`: a folder on tmpfs; None to use only `disk`."""
@@ -61,10 +61,10 @@ class VersionStore:
         self._lock = threading.RLock()
         self._leases: Counter[Path] = Counter()
         self._states: dict[int, _VersionState] = {}
-        self._open_drafts = 0  # that are neither sealed nor discarded
+        self._open_drafts = 0  # number of drafts that are neither sealed nor discarded
         for folder in filter(None, (disk, memory)):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._snapshot: tuple[StoredVersion, ...] = ()  # by epoch, the newest first
+        self._snapshot: tuple[StoredVersion, ...] = ()  # in the order of epochs, newest first
         self._disk_lock: int | None = filesystem.lock(disk)
         self._memory_lock: int | None = None
         try:
@@ -110,7 +110,7 @@ class VersionStore:
             self._update_snapshot()
             self._update_current_link()
             try:
-                # Before the lock is released: the next program must not find a vanishing folder.
+                # Before the lock is released: the next program must not use a folder being removed.
                 if self._memory is not None and not self._uses_memory:
                     recovery.remove_empty(self._memory)
             finally:
@@ -122,17 +122,17 @@ class VersionStore:
 
     @property
     def current(self) -> StoredVersion | None:
-        """The version that the fleet served last."""
+        """The version that was published last."""
         return next((version for version in self._snapshot if version.epoch), None)
 
     @property
     def previous(self) -> StoredVersion | None:
-        """The version that the fleet served before `current`."""
+        """The version that was published before `current`."""
         published = [version for version in self._snapshot if version.epoch]
         return published[1] if len(published) > 1 else None
 
     def find(self, key: int | str) -> StoredVersion:
-        """By number, or by label (the newest of that label). Raises UnknownVersion."""
+        """Find a version by number, or the newest one by label. Raises UnknownVersion."""
         for version in self._snapshot:
             if key == (version.number if isinstance(key, int) else version.label):
                 return version
@@ -142,7 +142,7 @@ class VersionStore:
         raise UnknownVersion(f"there is no version {key!r} in {self._disk}; there are: {stored}")
 
     def begin(self, nbytes: int) -> Draft:
-        """A version to receive `nbytes` into. Raises InsufficientSpace, OSError."""
+        """Create a draft for `nbytes`. Raises InsufficientSpace, OSError."""
         with self._lock:
             self._create_roots()
             self.collect()
@@ -210,7 +210,7 @@ class VersionStore:
                 self.collect()
 
     def persist(self, version: StoredVersion) -> None:
-        """Writes the version to the disk if it is not there yet. Raises OSError; slow."""
+        """Writes the version to the disk if it is not there yet. Slow. Raises OSError."""
         with self.lease(version) as leased:
             target = self._folder_of(version.number, memory=False)
             if leased.on_disk:
@@ -235,9 +235,9 @@ class VersionStore:
                     filesystem.remove(partial)
 
     def digest(self, version: StoredVersion) -> bool:
-        """Hashes the stored bytes: records unknown digests and compares known ones; slow.
+        """Hashes the stored bytes: records missing digests and compares recorded ones. Slow.
 
-        False: the bytes have changed. The version is then set aside and no longer listed.
+        Returns False if the bytes have changed; the version is then set aside and not listed.
         """
         with self.lease(version) as leased:
             digests = compute_digests(leased.folder, leased.manifest.tensors)
@@ -284,7 +284,7 @@ class VersionStore:
             return expired
 
     def _remove(self, number: int, state: _VersionState) -> None:
-        """From memory and disk, unless it is leased in either."""
+        """Remove the version from memory and disk, unless it is leased in either."""
         folders = [self._folder_of(number, memory=True), self._folder_of(number, memory=False)]
         if any(self._leases[folder] for folder in folders):
             return
@@ -300,7 +300,7 @@ class VersionStore:
             state.memory = False
 
     def _check_present(self, number: int, state: _VersionState) -> None:
-        """Forgets a version that was deleted from outside. Raises UnknownVersion."""
+        """Drops a version whose folder was deleted by others. Raises UnknownVersion."""
         state.memory = (
             state.memory and (self._folder_of(number, memory=True) / MANIFEST_FILE).is_file()
         )
@@ -330,12 +330,12 @@ class VersionStore:
                 state.memory, state.disk = state.memory or memory, state.disk or not memory
 
     def _published_numbers(self) -> list[int]:
-        """By epoch, the newest first."""
+        """Numbers of published versions in the order of epochs, newest first."""
         epochs = {number: state.manifest.epoch for number, state in self._states.items()}
         return sorted((n for n in epochs if epochs[n]), key=lambda n: epochs[n], reverse=True)
 
     def _fits_in_memory(self, nbytes: int) -> bool:
-        """Whether the version is received into memory. Raises InsufficientSpace."""
+        """Whether `nbytes` fit into memory. Raises InsufficientSpace if the disk is too small."""
         on_disk = filesystem.free_space(self._disk)
         if nbytes > on_disk:
             raise self._space_error(nbytes, f"{self._disk} has {on_disk} free")
@@ -358,7 +358,7 @@ class VersionStore:
     def _require_state(self, number: int) -> _VersionState:
         state = self._states.get(number)
         if state is None:
-            raise UnknownVersion(f"version {number} is not state any more")
+            raise UnknownVersion(f"version {number} is not stored any more")
         return state
 
     def _folder_of(self, number: int, *, memory: bool) -> Path:
@@ -381,12 +381,13 @@ class VersionStore:
         self._update_current_link()
 
     def _create_roots(self) -> None:
-        """Creates the folders again if they were deleted from outside. Raises OSError."""
+        """Creates the folders again if they were deleted by others. Raises OSError."""
         for root in self.roots:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _update_snapshot(self) -> None:
-        """Readers use this snapshot without the lock, which a slow change may hold for long."""
+        """Update the snapshot, which is read without the lock: a slow change may hold it for
+        long."""
         by_rank = sorted(
             self._states, key=lambda n: (self._states[n].manifest.epoch, n), reverse=True
         )

@@ -1,2 +1,1 @@
-"""One weight sync with a trainer's group: endpoint, steps, commit, delivery of a round,
-verification, and the lifecycle with its watchdog."""
+"""A weight sync with a trainer's group: endpoint, steps, commit, verification and lifecycle."""

@@ -1,10 +1,11 @@
-"""Commit: the end of a round. Applied weights are delivered, proven, published, back in rotation.
+"""Commit: the end of a round, which delivers, proves and publishes the applied weights.
 
     received by the proxy? ─> sealed, delivered to other workers ─> all proven ─> published
                                  not all have it: forward (deliver again), rollback (deliver
                                  the previous version to all), quarantine (leave out) ─┘
-Invariants: a version is delivered once it is complete in the store, and published only for workers
-that took all of it and agree; no worker is back in rotation before the uncertain ones are recorded.
+Invariants: a version is delivered only when it is complete in the store, and published only for
+workers that applied all of it and agree. No worker returns to rotation before the uncertain ones
+are recorded.
 """
 
 from __future__ import annotations
@@ -52,16 +53,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DeliveryResult:
-    """`took`: workers that have the version now; `failed`: URL to reason."""
+    """`took`: workers that applied the version; `failed`: URLs of the other workers to reasons."""
 
     took: tuple[Worker, ...]
     failed: Mapping[str, str]
 
 
 class RoundDelivery:
-    """`version`: of the present round. `results`: of its deliveries, by worker URL.
+    """Stores the version that a round received, and delivers it to workers.
 
-    `proofs`: what workers proved with a delivery.
+    `version`: the current round's version. `results`: results of its deliveries, by worker URL.
+    `proofs`: proofs from these deliveries, by worker.
     """
 
     def __init__(self, lifecycle: SyncLifecycle, version_service: VersionService) -> None:
@@ -70,18 +72,21 @@ class RoundDelivery:
         self.version: StoredVersion | None = None
         self.results: dict[str, WorkerResult] = {}
         self.proofs: dict[Worker, CachedProof] = {}
-        self.error = ""  # why there is no version although data was received
+        self.error = ""  # the reason if data was received but no version could be stored
         self._late: list[Worker] = []
 
     def recipients(self) -> list[Worker]:
-        """Healthy workers, if only the proxy's rank was in the group; others catch up later."""
+        """All healthy workers if only the proxy's rank was in the group, otherwise none.
+
+        Workers that are not healthy now catch up later.
+        """
         if NAME not in self._lifecycle.sync.members or self._lifecycle.workers:
             return []
         workers = self._lifecycle.fleet.workers
         return [worker for worker in workers if worker.health.state is Health.HEALTHY]
 
     def cordon_late_workers(self) -> None:
-        """Cordon workers that became healthy in the round, before others get the new version."""
+        """Cordon workers that joined during the round, before others return with the version."""
         if self.version is not None:
             lifecycle = self._lifecycle
             members = (*lifecycle.workers, *lifecycle.recipients)
@@ -91,12 +96,12 @@ class RoundDelivery:
                 self._version_service.catch_up.cordon(worker)
 
     def begin(self) -> None:
-        """A new round is being closed."""
+        """Reset the state, since a new round is being closed."""
         self.version, self.results, self.proofs, self.error = None, {}, {}, ""
 
     @property
     def received(self) -> bool:
-        """Whether the proxy's rank took part, and received everything."""
+        """Whether the proxy's rank was a member and received everything."""
         member = self._lifecycle.sync.members.get(NAME)
         return member is not None and not member.failed
 
@@ -108,7 +113,10 @@ class RoundDelivery:
         return current if current is not None and current.epoch == epoch else None
 
     async def seal(self, label: str | None) -> None:
-        """Also if no worker needs a delivery: workers that become healthy later will."""
+        """Store the received version, also if no worker needs it now: later ones catch up with it.
+
+        An error is logged and kept in `error`.
+        """
         try:
             self.version = await self._version_service.proxy_rank.seal(label)
         except (OSError, LookupError) as error:
@@ -118,7 +126,7 @@ class RoundDelivery:
     async def deliver(
         self, version: StoredVersion, workers: Sequence[Worker], headers: Mapping[str, str]
     ) -> DeliveryResult:
-        """To each of the workers that is alive."""
+        """Deliver `version` to each of the workers that is not dead."""
         lifecycle = self._lifecycle
         self._version_service.prefetch.end()
         config = lifecycle.config_store.config
@@ -145,7 +153,7 @@ class RoundDelivery:
         return DeliveryResult(tuple(worker for worker in alive if worker.url not in failed), failed)
 
     def refuse(self, workers: Sequence[Worker], reason: str) -> DeliveryResult:
-        """No worker gets the version: all keep what they have."""
+        """Record that no worker gets the version, so all keep their weights."""
         body = {"success": False, "status": "error", "message": reason}
         results = [WorkerResult(worker.url, REFUSED_STATUS, body) for worker in workers]
         self.results |= {result.worker: result for result in results}
@@ -158,11 +166,11 @@ class RoundDelivery:
             self._version_service.catch_up.start(worker)
 
     async def discard_received(self) -> None:
-        """The round will not be closed: discard what was received."""
+        """Discard what was received in a round that will not be closed."""
         await self._version_service.proxy_rank.discard()
 
     async def discard(self) -> None:
-        """No worker has the version: discard it."""
+        """Discard the version, which no worker has."""
         version, self.version = self.version, None
         store = self._version_service.store_service.store
         if version is not None and store is not None:
@@ -175,22 +183,23 @@ MIN_AGREEING: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class _Deferred:
-    """Workers of this epoch whose checksums could not be read while their engines were paused."""
+    """Workers whose checksums at `epoch` could not be read because their engines were paused."""
 
     epoch: int
     urls: frozenset[str]
 
 
 class RoundCommit:
-    """`flushed`: a call of the round flushed the engines' caches.
+    """Closes or abandons rounds.
 
-    `cause`: why the last round was no success although all members applied it, or "".
+    `flushed`: a call of the round flushed the engines' caches. `cause`: why the last round failed
+    although all members applied it, or "".
     """
 
     def __init__(self, lifecycle: SyncLifecycle, delivery: RoundDelivery) -> None:
         self._lifecycle = lifecycle
         self._delivery = delivery
-        self._labels: set[str] = set()  # that the calls of the round named
+        self._labels: set[str] = set()  # labels in the calls of the round
         self.flushed = False
         self.cause = ""
         self._recovered_all = False
@@ -202,7 +211,7 @@ class RoundCommit:
             self._labels.add(flags.weight_version)
 
     async def quiesce(self, workers: Sequence[Worker], operation: str) -> None:
-        """Cordon the workers, wait for those in flight, and clear the versions."""
+        """Cordon the workers, wait for their requests in flight, and clear their versions."""
         config = self._lifecycle.config_store.config.weight_sync
         if config.while_updating != "pass":
             self._lifecycle.quarantine.cordon(workers)
@@ -215,7 +224,7 @@ class RoundCommit:
     async def close(self, headers: Mapping[str, str]) -> JsonObject:
         """Prove and publish what the round applied; return keys for the response.
 
-        The sync is in VERIFYING, or enters it.
+        Enters the state VERIFYING if the sync isn't in it yet.
         """
         lifecycle, sync = self._lifecycle, self._lifecycle.sync
         if sync.state is not SyncState.VERIFYING:
@@ -248,7 +257,7 @@ class RoundCommit:
         names: frozenset[str],
         headers: Mapping[str, str],
     ) -> dict[str, str]:
-        """Record the uncertain workers, uncordon the others. Return URL to reason."""
+        """Record the uncertain workers, uncordon the others. Returns uncertain URLs to reasons."""
         lifecycle, journal = self._lifecycle, self._lifecycle.journal
         is_unchanged = {w.url for w in lifecycle.fleet.workers if w.url not in journal.uncertain}
         matching = recovered_workers(proof, names, lifecycle.uncertain_tensors, is_unchanged)
@@ -277,9 +286,9 @@ class RoundCommit:
     async def verify_deferred(
         self, resumed: Sequence[Worker], headers: Mapping[str, str]
     ) -> JsonObject:
-        """Compare the checksums of workers whose checker needs a running engine, after the resume.
+        """Compare checksums that could not be read while the engines were paused.
 
-        Return keys for the response; {} if nothing was left to compare.
+        Returns keys for the response; {} if no comparison was deferred.
         """
         lifecycle, deferred = self._lifecycle, self._deferred
         resumed_workers = [
@@ -301,13 +310,15 @@ class RoundCommit:
     async def _flush_own_pauses(
         self, workers: Sequence[Worker], headers: Mapping[str, str]
     ) -> None:
-        """A trainer that pauses decides about the caches itself; else the old ones are of no
-        use."""
+        """Flush the caches of engines that the proxy paused: they are of the old weights.
+
+        A trainer that pauses engines itself also decides whether to flush them.
+        """
         for worker in await self._lifecycle.own_pauses.flush(workers, headers):
             self._lifecycle.fleet.cache_cleared(worker)
 
     async def abandon(self) -> dict[str, str]:
-        """The trainer left the round open: drop it. Return uncertain workers: URL to reason."""
+        """Drop a round that the trainer left open. Returns uncertain worker URLs to reasons."""
         lifecycle = self._lifecycle
         names = set(lifecycle.sync.round.names)
         uncertain = lifecycle.sync.abandon()
@@ -319,17 +330,17 @@ class RoundCommit:
         return uncertain
 
     def failure(self, member_failure: str) -> str:
-        """Why the round just closed is no success; `member_failure`: why a member's call failed."""
+        """Why the round just closed failed, or "". `member_failure`: why a member's call failed."""
         return "" if self._recovered_all else member_failure or self.cause
 
     def with_delivery_results(self, results: Sequence[WorkerResult]) -> list[WorkerResult]:
-        """The results, with those of a delivery in place of earlier ones of the same worker."""
+        """The results, each replaced by the result of a delivery to the same worker if any."""
         delivered = dict(self._delivery.results)
         merged = [delivered.pop(result.worker, result) for result in results]
         return [*merged, *delivered.values()]
 
     async def _deliver_and_prove(self, headers: Mapping[str, str]) -> tuple[Proof, dict[str, str]]:
-        """The proof of the workers that took the version, and the others: URL to reason."""
+        """Returns the proof of workers that applied the version, and URLs of others to reasons."""
         lifecycle, delivery = self._lifecycle, self._delivery
         members = lifecycle.sync.members
         delivery.begin()
@@ -343,7 +354,7 @@ class RoundCommit:
         if lifecycle.recipients and delivery.version is not None:
             result = await self._deliver(delivery.version, headers)
             receivers += result.took
-            # If nothing changed at any worker, none of them is uncertain.
+            # If the delivery changed no worker, none of them is uncertain.
             if result.took or not all(r.unchanged for r in delivery.results.values()):
                 failed |= result.failed
             self.cause = _first(result.failed)
@@ -353,7 +364,7 @@ class RoundCommit:
         return proof, failed | dict(proof.wrong)
 
     async def _deliver(self, version: StoredVersion, headers: Mapping[str, str]) -> DeliveryResult:
-        """To all recipients; to none if the journal cannot be written."""
+        """Deliver to all recipients, or to none if the journal cannot be written."""
         lifecycle = self._lifecycle
         await self.quiesce(lifecycle.recipients, "the delivery of a version")
         try:
@@ -367,7 +378,7 @@ class RoundCommit:
     async def _recover(
         self, proof: Proof, mismatched: dict[str, str], headers: Mapping[str, str]
     ) -> tuple[Proof, dict[str, str], StoredVersion | None]:
-        """Apply [weight_sync] on_failure. Returns also the version that is to be published."""
+        """Apply [weight_sync] on_failure. The last result is the version to publish."""
         lifecycle, delivery = self._lifecycle, self._delivery
         policy, version = lifecycle.config_store.config.weight_sync.on_failure, delivery.version
         if policy == "forward" and version is not None:
@@ -378,7 +389,7 @@ class RoundCommit:
             self._recovered_all = not mismatched
             self.cause = _first(mismatched)
         elif policy == "rollback" and (previous := delivery.previous) is not None:
-            self.cause = f"{_first(mismatched)}; all workers were given {previous.name} again"
+            self.cause = f"{_first(mismatched)}; {previous.name} was delivered to all workers again"
             targets = [*lifecycle.workers, *lifecycle.recipients]
             result = await delivery.deliver(previous, targets, headers)
             proof = await self._prove(result.took, headers, previous.label)
@@ -400,7 +411,7 @@ class RoundCommit:
 
     @property
     def _label(self) -> str | None:
-        """The trainer's label of the version."""
+        """The trainer's label for the version: of the last call, or the only one of the round."""
         last = self._lifecycle.sync.round.last.weight_version
         only = next(iter(self._labels)) if len(self._labels) == 1 else None
         return last if last is not None else only
@@ -435,7 +446,7 @@ class RoundCommit:
 
 
 def _reject_lone_proof(proof: Proof, sync: WeightSync) -> Proof:
-    """If a member refused the weights, a worker that took them needs another one that agrees."""
+    """If a member refused the weights, reject a worker whose proof no other worker confirms."""
     refused = any(member.refused for member in sync.members.values())
     unconfirmed = len(proof.agreed) < MIN_AGREEING or len(proof.verdict.checked) < MIN_AGREEING
     if not refused or not unconfirmed:
@@ -447,7 +458,7 @@ def _reject_lone_proof(proof: Proof, sync: WeightSync) -> Proof:
 
 
 def is_unchanged(result: WorkerResult, *, batched: bool) -> bool:
-    """Whether a failed call left the member's weights alone: a whole sync is refused as a whole."""
+    """Whether a failed call left the member's weights unchanged; sure only in a batched round."""
     return batched and result.unchanged
 
 

@@ -1,8 +1,8 @@
-"""The fleet as one endpoint of a trainer's group: admits calls, and stores repeated responses.
+"""The fleet as one endpoint of a trainer's group: admits calls, and stores responses for repeats.
 
-Contract: `handles` selects the admin routes that belong to the sync, and only if [weight_sync] mode
-enables it. A caller that disconnects cancels nothing; if it repeats the call, it gets the stored
-response.
+Contract: `handles` selects the admin routes that belong to the sync; without a sync, only if
+[weight_sync] mode enables them. A caller that disconnects cancels nothing; if it repeats the call,
+it gets the stored response.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _log = logging.getLogger(__name__)
 
 
 class SyncEndpoint:
-    """The sync lives on between the calls; each call runs as a queued operation."""
+    """Runs the calls of a sync, each as a queued operation; the sync's state outlives them."""
 
     def __init__(self, context: OperationContext, version_service: VersionService) -> None:
         self.lifecycle = SyncLifecycle(context)
@@ -86,10 +86,10 @@ class SyncEndpoint:
         self._steps = TransferSteps(self.lifecycle, self._commit, version_service)
         self._stored: tuple[object, AdminResponse] | None = None
         self._destroy_requested: str | None = None  # the group that a queued destroy interrupted
-        self._next_owner: GroupOwner | None = None  # its init is admitted, and has not begun
+        self._next_owner: GroupOwner | None = None  # owner of an admitted init that hasn't begun
 
     async def start(self, nursery: trio.Nursery) -> None:
-        """Take down groups that the end of the proxy, or of this service, left behind."""
+        """Take down groups that were left when the proxy, or this service, ended."""
         self._next_owner = self._destroy_requested = self._stored = None
         members, self._journal.leftover_members = self._journal.leftover_members, ()
         if members:
@@ -107,8 +107,11 @@ class SyncEndpoint:
         return route.path in ROUTES or closes
 
     async def abort(self, caller: str) -> AdminResponse:
-        """End the group of the trainer, whatever runs in it: nothing of it is published, and who
-        may hold a part is uncertain. Waits for that. Raises HttpError 409 where there is none."""
+        """End the trainer's group, also during a step, and wait for its end.
+
+        Nothing of it is published, and workers that may hold a part of it are marked uncertain.
+        Raises HttpError 409 if no trainer has a group.
+        """
         lifecycle = self.lifecycle
         if not self._is_active:
             message = "no trainer has a group with this proxy"
@@ -127,7 +130,7 @@ class SyncEndpoint:
         return AdminResponse(200, body)
 
     def stored_response(self, call: AdminCall) -> AdminResponse | None:
-        """The response to the same call before, if no caller waited for it, or to a complete."""
+        """The stored response to the same call: of a complete, or one that reached no caller."""
         if self._stored is not None and self._stored[0] == call.key:
             return self._stored[1]
         return None
@@ -138,7 +141,10 @@ class SyncEndpoint:
             self._stored = (key, response)
 
     async def before_step(self, call: AdminCall) -> None:
-        """What must not wait for the operation lock. Raises HttpError."""
+        """Admit an init, or interrupt the sync for a destroy, without the operation lock.
+
+        Raises HttpError.
+        """
         if call.route.path in INITS:
             self._next_owner = await _with_http_errors(self._admit_owner(call))
         elif call.route.path == DESTROY and self.lifecycle.busy.locked():
@@ -148,12 +154,12 @@ class SyncEndpoint:
                 self.lifecycle.interrupt("its destroy was requested", "destroyed")
 
     def after_step(self, call: AdminCall) -> None:
-        """Called after `before_step`, whatever the result of the step."""
+        """Call this after `before_step`, also if the step fails."""
         if call.route.path in INITS:
             self._next_owner = None
 
     async def perform(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
-        """Raises HttpError: then nothing was sent."""
+        """Run one step. Raises HttpError before anything was sent."""
         if (stored := self.stored_response(call)) is not None:
             return stored  # two callers sent the same call
         lifecycle, ok = self.lifecycle, False
@@ -178,7 +184,7 @@ class SyncEndpoint:
         return response
 
     async def before_continue(self, headers: Mapping[str, str]) -> dict[str, object]:
-        """Before generation continues, end an open round. Return keys for the response."""
+        """End an open round before generation continues. Returns keys for the response."""
         more = await self._end_round(headers)
         out = {"uncertain": dict(self._journal.uncertain)} if self._journal.uncertain else {}
         return {**out, **more}
@@ -197,7 +203,7 @@ class SyncEndpoint:
         async with lifecycle.busy:
             try:
                 if await lifecycle.has_owner_disconnected():
-                    # It is unknown now whether it had sent everything.
+                    # Whether it had sent all weights is unknown.
                     cause = "the trainer is gone: its connection has ended"
                     lifecycle.interrupt(cause, "owner_dead")
                     return {}
@@ -208,7 +214,7 @@ class SyncEndpoint:
                 lifecycle.end_if_over()
 
     async def _end_started_round(self) -> dict[str, object]:
-        """vLLM's engines have no whole weights before the finish: the update is over."""
+        """End an update of vLLM's kind: its engines have no complete weights before the finish."""
         lifecycle = self.lifecycle
         if not lifecycle.sync.round.batched:
             cause = "generation was resumed before the update was finished"
@@ -219,11 +225,11 @@ class SyncEndpoint:
     async def verify_deferred(
         self, resumed: Sequence[Worker], headers: Mapping[str, str]
     ) -> dict[str, object]:
-        """After generation continued: what could not be compared while the engines were paused."""
+        """Compare checksums that could not be read before generation continued."""
         return await self._commit.verify_deferred(resumed, headers)
 
     def check_conflict(self, route: AdminRoute) -> None:
-        """Raises HttpError 409 for an update that would mix with the weights of the sync."""
+        """Raises HttpError 409 for another update while the sync changes weights."""
         sync = self.lifecycle.sync
         grouped_or_idle = sync.state in (SyncState.IDLE, SyncState.GROUPED)
         is_quiet = grouped_or_idle and not sync.has_unpublished
@@ -263,7 +269,7 @@ class SyncEndpoint:
         return await handlers[path](call)
 
     async def _admit_owner(self, call: AdminCall) -> GroupOwner:
-        """The caller as owner. Raises HttpError 409 while the owner of the group is alive."""
+        """Return the caller as owner. Raises HttpError 409 if the present owner is alive."""
         claim = _parse_claim(call)
         lifecycle = self.lifecycle
         await lifecycle.wait_settled()
@@ -283,7 +289,7 @@ class SyncEndpoint:
         elif lifecycle.end_cause:
             return
         elif claim.group_name == TRANSFER_GROUP and lifecycle.leave_idle_group():
-            # vLLM's calls name no trainer, and its trainers join anew without leaving first.
+            # vLLM's calls don't identify the trainer, and its trainers rejoin without leaving.
             _log.info("weight_transfer_rejoined trainer=%s", claim.address)
         elif await lifecycle.is_owner_alive():
             owner = lifecycle.sync.owner
@@ -296,7 +302,7 @@ class SyncEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class _Claim:
-    """The caller that requests the sync. `force`: even from an owner that is alive."""
+    """The caller that requests the sync. `force`: take it over even from an owner that is alive."""
 
     group_name: str
     address: str

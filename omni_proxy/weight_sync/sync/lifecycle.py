@@ -1,10 +1,10 @@
 """Lifecycle of a weight sync with a trainer's group: begin, record, interrupt, tear down.
 
-Invariant: whatever ends a sync, every member is called to leave its group, every worker that may
-hold new weights is marked uncertain, and only then may the set of workers change again. A new group
-begins only after members of an earlier one that was cut short (named in the journal), or that never
-answered its end, were called to leave it. Nothing here waits for the operation lock: the loss of a
-trainer is handled within seconds, whatever else is queued.
+Invariant: when a sync ends for any reason, every member is called to leave its group, every worker
+that may hold new weights is marked uncertain, and only then may the set of workers change again. A
+new group begins only after the members of an interrupted one (in the journal), and members that did
+not answer when an earlier one ended, were called to leave it. Nothing here waits for the operation
+lock, so the loss of a trainer is handled within seconds, whatever is queued.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sync_status(
     now: float,
     step_at: float,
 ) -> dict[str, Any]:
-    """The state, the owner, and a row per member. `step_at`: when the present step began."""
+    """The state, the owner, and a row per member. `step_at`: start time of the current step."""
     owner = sync.owner if sync.state is not SyncState.IDLE else None
     return {
         "state": sync.state.value,
@@ -86,15 +86,16 @@ def destroy_body(group_name: str) -> bytes:
 
 
 async def destroy_group(member: Member, body: bytes) -> WorkerResult:
-    """Call a member to leave its group; the result is an error if it does not answer in time."""
+    """Call a member to leave its group; without an answer in time the result is an error."""
     with trio.move_on_after(DESTROY_TIMEOUT_SECS):
         return await member.destroy(body)
     return WorkerResult(member.name, None, error=f"no answer within {DESTROY_TIMEOUT_SECS:g} s")
 
 
 class LeftoverGroups:
-    """`leaving`: URLs of workers that are being called to leave a cut-short group.
+    """Takes down groups that ended without an orderly destroy.
 
+    `leaving`: URLs of workers that are being called to leave an interrupted group.
     `unanswered`: member name to the group that it may still be in.
     """
 
@@ -108,11 +109,11 @@ class LeftoverGroups:
         self._cleaned.set()
 
     async def wait_cleaned(self) -> None:
-        """Wait until the members of a cut-short group were called to leave."""
+        """Wait until the members of an interrupted group were called to leave it."""
         await self._cleaned.wait()
 
     async def leave_unanswered(self, members: Iterable[Member]) -> None:
-        """Call members again that never answered the end of an earlier group."""
+        """Call members again that did not answer when an earlier group ended."""
         unanswered, self.unanswered = self.unanswered, {}
         for member in members:
             if member.name in unanswered:
@@ -126,14 +127,14 @@ class LeftoverGroups:
         group_name: str,
         on_left: Callable[[Iterable[str]], None],
     ) -> None:
-        """Call the members of a cut-short group to leave it; `on_left` gets URLs to probe."""
+        """Call the members of an interrupted group to leave it; `on_left` gets URLs to probe."""
         self.leaving, self._cleaned = set(urls), trio.Event()
         nursery.start_soon(self._clean_up, urls, group_name, on_left)
 
     async def _clean_up(
         self, urls: Sequence[str], group_name: str, on_left: Callable[[Iterable[str]], None]
     ) -> None:
-        """The workers may not be up yet, or gone."""
+        """Call each worker that is still in the fleet; it may not be up yet."""
         body = destroy_body(group_name)
 
         def member_of(worker: Worker) -> Member:
@@ -163,7 +164,8 @@ class LeftoverGroups:
 PING_TIMEOUT_SECS: Final = 2.0
 DISCONNECT_TIMEOUT_SECS: Final = 0.5
 LINK_POLL_SECS: Final = 0.02
-# Response status by the reason of an interrupt: 400 is the trainer's fault; others are 502.
+# Response status by the reason of an interrupt: 400 if the trainer or a member failed, 409 if a
+# call ended the sync. Other reasons are 502.
 STATUS: Final = {
     "owner_dead": 400,
     "owner_unreachable": 400,
@@ -178,7 +180,7 @@ _log = logging.getLogger(__name__)
 
 
 class SyncLifecycle:
-    """One sync at a time: `begin` opens it; `interrupt` or `end_if_over` ends it."""
+    """The sync, one at a time: `begin` opens it; `interrupt` or `end_if_over` ends it."""
 
     def __init__(self, context: OperationContext) -> None:
         self.fleet, self.config_store = context.fleet, context.config_store
@@ -189,17 +191,17 @@ class SyncLifecycle:
         self.members: dict[str, Member] = {}
         self.workers: list[Worker] = []  # workers that are members
         self.recipients: list[Worker] = []  # workers that get what the proxy's rank receives
-        self.leave_results: list[WorkerResult] = []  # of the members, at the end of the last sync
+        self.leave_results: list[WorkerResult] = []  # members' answers when the last sync ended
         self.meters = SyncMetrics()
-        self.announced_bytes = 0  # per member, of the next call that applies weights
-        self.chosen: frozenset[str] | None = None  # by the selector of the init; None for all
-        self.end_cause = ""  # why the sync has to end, after the step that runs now
-        self.end_status = 0  # of the response to that step
-        # Per worker that a sync made uncertain: names of the tensors that it may hold in part.
+        self.announced_bytes = 0  # size for each member of the next call that applies weights
+        self.chosen: frozenset[str] | None = None  # URLs that the init's selector chose; None: all
+        self.end_cause = ""  # why the sync has to end after the current step
+        self.end_status = 0  # HTTP status of the response to that step
+        # For workers that a sync made uncertain: names of tensors that may be partly updated.
         self.uncertain_tensors: dict[str, frozenset[str]] = {}
         self.nursery: trio.Nursery | None = None
         self.busy = trio.Lock()  # held while a step changes the sync
-        # Gets URLs of workers to probe, because the sync left them uncertain.
+        # Called with URLs of workers to probe, because the sync left them uncertain.
         self.on_left: Callable[[Iterable[str]], None] = lambda _: None
         self._lost_member = ""  # the member whose loss ends the sync
         self._tearing_down = False
@@ -212,20 +214,20 @@ class SyncLifecycle:
         context.fleet.watch_health(self._on_health_change)
 
     def start(self, nursery: trio.Nursery) -> None:
-        """If the service was restarted in the middle of a sync, that sync ends now."""
+        """Start in `nursery`. A sync that was running when the service restarted ends now."""
         self.nursery, self._tearing_down = nursery, False
         if self.sync.state is not SyncState.IDLE:
-            self.end_cause = self.end_cause or "the proxy's own task for it has failed"
+            self.end_cause = self.end_cause or "the proxy's task for the sync has failed"
             self.end_if_over()
 
     def stop(self) -> None:
-        """The service ends: nothing watches the sync any more."""
+        """Stop watching the trainer, because the service ends."""
         self.nursery = None
         if self._link is not None:
             self._link.close()
 
     def describe(self) -> str:
-        """The present sync, for error messages."""
+        """Description of the current sync for error messages; "" if there is none."""
         owner = self.sync.owner
         return owner.describe(trio.current_time(), self.sync.state) if owner else ""
 
@@ -237,10 +239,10 @@ class SyncLifecycle:
     def begin(self, owner: GroupOwner, address: tuple[str, int] | None,
               ranges: Iterable[RankRange], members: Sequence[Member], *,
               fixed: bool = True) -> None:  # fmt: skip
-        """Raises InvalidTransition while there is another sync.
+        """Open a sync. Raises InvalidTransition while there is another one.
 
-        `address`: of the trainer's store, None if there is none that could be watched. `fixed`: the
-        members have ranks, so no worker may join or leave the fleet during it.
+        `address`: the trainer's store, which is watched; None if the trainer has none. `fixed`: the
+        members have ranks, so no worker may join or leave the fleet during the sync.
         """
         assert self.nursery is not None
         self.sync.begin(owner, ranges)
@@ -256,7 +258,7 @@ class SyncLifecycle:
         self.nursery.start_soon(self._watch, self._watching, self._link)
 
     async def record(self, path: str) -> None:
-        """Write the step to the journal first. Raises OSError: then no call may be sent."""
+        """Write the step to the journal before its calls. Raises OSError: then send no call."""
         assert self.sync.owner is not None
         self._step_at = trio.current_time()
         await self.journal.begin_sync(
@@ -270,7 +272,7 @@ class SyncLifecycle:
         )
 
     async def record_after_step(self) -> None:
-        """Write the state after the calls. A disk error is reported, and stops nothing."""
+        """Write the state after the calls. A disk error is reported but does not fail the step."""
         try:
             await self.record("weights update")
         except OSError as error:
@@ -278,7 +280,7 @@ class SyncLifecycle:
 
     @property
     def _recorded_step(self) -> str:
-        """Between the calls of a round that is not published, members hold a part of it."""
+        """The state's name, or "open" between the calls of a round that is not published."""
         state = self.sync.state
         grouped = state is SyncState.GROUPED and self.sync.has_unpublished
         return "open" if grouped else state.value
@@ -289,12 +291,12 @@ class SyncLifecycle:
 
     @property
     def _affected_workers(self) -> list[Worker]:
-        """Workers whose weights may be about to change."""
+        """Workers whose weights the next calls may change."""
         delivers = self.sync.state is SyncState.VERIFYING
         return [*self.workers, *(self.recipients if delivers else ())]
 
     async def fan_out(self, fan_out: GroupFanOut, timeouts: FanOutTimeouts) -> list[WorkerResult]:
-        """Run it; an interrupt of the sync ends it too."""
+        """Run `fan_out`; an interrupt of the sync fails it."""
         self._fan_out = fan_out
         if self.end_cause:
             fan_out.fail(self.end_cause)
@@ -304,13 +306,13 @@ class SyncLifecycle:
             self._fan_out = None
 
     async def wait_linked(self, within_secs: float) -> None:
-        """Give the connection to the trainer's store a moment to open."""
+        """Wait up to `within_secs` until the connection to the trainer's store is open."""
         with trio.move_on_after(within_secs):
             while self._link is not None and not self._link.is_open:  # noqa: ASYNC110  # a thread
                 await trio.sleep(LINK_POLL_SECS)
 
     def leave_idle_group(self) -> bool:
-        """Take down a group of vLLM's kind that nothing is open in. False if there is none."""
+        """Take down a group of vLLM's kind if it has no open update. Returns whether it did."""
         sync = self.sync
         idle = sync.state is SyncState.GROUPED and not sync.has_unpublished
         owner = sync.owner
@@ -334,13 +336,13 @@ class SyncLifecycle:
         return await is_store_reachable(host.strip("[]"), int(port), PING_TIMEOUT_SECS)
 
     async def has_owner_disconnected(self) -> bool:
-        """Checks the connection itself, before the watchdog has noticed."""
+        """Check the connection now, since the watchdog may not have polled it yet."""
         with trio.move_on_after(DISCONNECT_TIMEOUT_SECS):
             return self._link is not None and await self._link.has_ended()
         return False
 
     def interrupt(self, cause: str, reason: str, name: str = "") -> None:
-        """End the sync from outside. `why`: one word for the metrics; `name`: a lost member."""
+        """End the sync. `reason`: one word for the metrics; `name`: the lost member, if one is."""
         if self.sync.state in (SyncState.IDLE, SyncState.ABORTING) or self.end_cause:
             return
         self.end_cause, self.end_status, self._lost_member = cause, STATUS.get(reason, 502), name
@@ -355,7 +357,7 @@ class SyncLifecycle:
             self.end_if_over()
 
     def end_if_over(self) -> None:
-        """Call while no step runs. If the sync is over, all members are called to leave."""
+        """If the sync has to end, call all members to leave. Call it only while no step runs."""
         sync = self.sync
         if self.end_cause and sync.state not in (SyncState.IDLE, SyncState.ABORTING):
             sync.fail(self.end_cause, self._lost_member)
@@ -369,7 +371,7 @@ class SyncLifecycle:
         await self._idle.wait()
 
     async def wait_settled(self) -> None:
-        """Wait for the end of the last sync, and of one that the end of the proxy cut short."""
+        """Wait until the last sync, and one of an earlier run of the proxy, are taken down."""
         while self._tearing_down:
             await self._idle.wait()
         await self.leftovers.wait_cleaned()
@@ -377,13 +379,16 @@ class SyncLifecycle:
     def start_leftover_cleanup(
         self, nursery: trio.Nursery, urls: Sequence[str], group_name: str
     ) -> None:
-        """Take down a group that the end of the proxy cut short, before there is another one."""
+        """Take down the group of an earlier run of the proxy before a new one begins."""
         self.leftovers.start_cleanup(
             nursery, urls, group_name, lambda leftovers: self.on_left(leftovers)
         )
 
     def mark_uncertain(self, reasons: Mapping[str, str], names: Iterable[str]) -> None:
-        """`reasons`: by URL. `names`: of the tensors; a sync that has them all repairs a worker."""
+        """Mark workers uncertain; `reasons` by URL.
+
+        `names`: tensors that may be partly updated. A later sync with all of them repairs a worker.
+        """
         for url in reasons:
             if url not in self.journal.uncertain:
                 self.uncertain_tensors[url] = frozenset(names)

@@ -2,11 +2,10 @@
 
 Contract: a call ends with a result, never with a transport error, and has no timeout of its own.
 After a cancelled call the state of the member is unknown; the caller undoes it with `destroy`.
-A vLLM engine that leaves keeps nothing of an unfinished update: vLLM 0.32.0 keeps the tensors of a
-layer that it has collected in part, and every later update fails on them; an update that is started
-and finished empties them (both run).
-`GroupFanOut` calls all members at once. No member waits for the result of another one; the first
-cause of failure is kept: a member's result, a timeout, or a report that the group is lost.
+A vLLM member that leaves with an open update starts and finishes one first: vLLM 0.32.0 otherwise
+keeps the tensors of a partly received layer, and every later update fails (both were run).
+`GroupFanOut` calls all members concurrently. No member waits for the result of another one; the
+first cause of failure is kept: a member's result, a timeout, or a report that the group is lost.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ PROGRESS_TIMEOUT_SECS: Final = 2.0
 
 
 class Member(Protocol):
-    """One party of a group. It has `ranks` consecutive ranks from its `rank_offset` on.
+    """A participant of a group. It has `ranks` consecutive ranks, starting at its `rank_offset`.
 
-    Bodies are forwarded as the trainer sent them, except that of `init`, which gets the member's
-    ranks.
+    Bodies are forwarded as the trainer sent them, except that `init` sets the member's ranks.
     """
 
     @property
@@ -68,11 +66,11 @@ class Member(Protocol):
     async def destroy(self, body: bytes) -> WorkerResult: ...
 
     async def read_progress(self) -> ReceiveProgress | None:
-        """How much it has received; None if it does not report that."""
+        """How much the member has received; None if it does not report that."""
 
 
 class WorkerMember:
-    """A worker, over its admin routes. `headers`: the credentials of the current caller."""
+    """A worker, called on its admin routes. `headers`: credentials of the current caller."""
 
     def __init__(self, worker: Worker, ranks: int) -> None:
         self.worker = worker
@@ -119,7 +117,11 @@ OnResult = Callable[[WorkerResult], None]
 
 @dataclass(frozen=True, slots=True)
 class FanOutTimeouts:
-    """`within_secs` for all results; after a failure the others get `grace_secs`, then `undo`."""
+    """Timeouts of a fan-out, in seconds.
+
+    All results have to arrive within `within_secs`. After a failure the other members get
+    `grace_secs`; those without a result then get the call `undo`.
+    """
 
     within_secs: float
     grace_secs: float = 0.0
@@ -127,7 +129,7 @@ class FanOutTimeouts:
 
 
 class GroupFanOut:
-    """Call `run` once. `cause`: why it failed, "" while it has not."""
+    """Calls all members concurrently. Call `run` once. `cause`: the first failure, or ""."""
 
     def __init__(
         self, members: Sequence[Member], call: MemberCall, on_result: OnResult = lambda _: None
@@ -142,13 +144,13 @@ class GroupFanOut:
         self._all_done = trio.Event()
 
     def fail(self, cause: str, *, all_fail: bool = False) -> None:
-        """It cannot succeed any more. `all_fail`: the other members will not succeed either."""
+        """Record a failure. `all_fail`: the remaining members can't succeed either."""
         self.cause = self.cause or cause
         self._all_fail = self._all_fail or all_fail
         self._decided.set()
 
     async def run(self, timeouts: FanOutTimeouts) -> list[WorkerResult]:
-        """Results in the order of the members; a member that was given up gets an error."""
+        """Returns results in the order of the members; for one without an answer, an error."""
         async with trio.open_nursery() as nursery:
             for member in self._members:
                 nursery.start_soon(self._call_member, member)
@@ -187,12 +189,12 @@ class GroupFanOut:
             self.fail(f"{member.name}: {result.reason}")
 
 
-ACTIVE: Final = "already active"  # part of vLLM's error for an update that is open already
+ACTIVE: Final = "already active"  # in vLLM's error if an update is already open
 STARTS: Final = (START_UPDATE, START_DRAFT_UPDATE)
 
 
 class TransferMember(WorkerMember):
-    """`ranks_at`: its ranks, once they are assigned. `opened`: an update may not be finished."""
+    """A vLLM worker. `ranks_at`: its ranks once assigned. `opened`: an update may be unfinished."""
 
     ranks_at: RankRange | None = None
     opened = False
@@ -214,9 +216,9 @@ class TransferMember(WorkerMember):
         return result
 
     async def destroy(self, body: bytes) -> WorkerResult:
-        """Leave. An engine older than the route has nothing to leave."""
+        """Leave the group; a missing route is a success, since older engines have no such group."""
         if self.opened:
-            await self.call(START_UPDATE, b"")  # refused where it is still open
+            await self.call(START_UPDATE, b"")  # refused if the update is still open
             await self.call(FINISH_UPDATE, b"")
         result = await self.call(TRANSFER_SHUTDOWN, b"")
         if result.status in ROUTE_ABSENT:
@@ -241,4 +243,4 @@ class TransferMember(WorkerMember):
         return None
 
     def _not_of_this_kind(self) -> WorkerResult:
-        return WorkerResult(self.name, None, error="its group is of vLLM's kind")
+        return WorkerResult(self.name, None, error="it is in a group of vLLM's weight transfer")

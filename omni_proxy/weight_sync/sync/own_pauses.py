@@ -1,10 +1,10 @@
-"""Pauses that the proxy itself makes for an update, of engines that no caller paused.
+"""Pauses of engines by the proxy itself, for updates of engines that no caller has paused.
 
-vLLM's engines hold no weights between the start and the finish of an update, and running a request
-then crashes them (run with 0.32.0). So an engine that is not paused is paused before the start,
-and resumed after the end. Invariant: such a pause is in the journal before the engine is called,
-so it is ended after a crash of the proxy, too; a pause of a caller is never ended here. Requests
-on weights that are unknown now are aborted, not continued.
+vLLM's engines have no complete weights between the start and the finish of an update, and a request
+then crashes them (run with 0.32.0). So an engine that is not paused is paused before the start, and
+resumed after the end. Invariant: such a pause is in the journal before the engine is called, so it
+is ended also after a crash of the proxy; a caller's pause is never ended here. Requests on workers
+with uncertain weights are aborted before the resume.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from omni_proxy.weight_sync.worker_calls import JSON_TYPE, REFUSED, call_all
 
 BY: Final = "the proxy"
 CALL_SECS: Final = 10.0
-# Running requests keep their tokens, and their KV cache is computed again with the new weights.
+# Running requests keep their tokens; the engine recomputes their KV cache with the new weights.
 FLUSH: Final = "/reset_prefix_cache?reset_running_requests=true"
 
 
@@ -34,9 +34,9 @@ class OwnPauses:
         self._journal = journal
 
     async def begin(self, workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
-        """Pause those that no caller has paused; their running requests stay.
+        """Pause the workers that no caller has paused; the engines keep their running requests.
 
-        A refusal is ignored here: the engine then reports its error in the start call.
+        A refusal is ignored: the engine reports its error in the start call that follows.
         """
         paused = self._journal.all_paused
         running = [worker for worker in workers if worker.url not in paused]
@@ -56,19 +56,19 @@ class OwnPauses:
             await self._call_engines(running, "/pause?mode=keep", headers)
 
     async def flush(self, workers: Iterable[Worker], headers: Mapping[str, str]) -> list[Worker]:
-        """Flush the prefix caches of engines that the proxy has paused. Returns these workers."""
+        """Flush the prefix caches of engines that the proxy paused. Returns these workers."""
         paused = self._paused_here(workers)
         await self._call_engines(paused, FLUSH, headers)
         return paused
 
     async def end(self, workers: Iterable[Worker], headers: Mapping[str, str]) -> None:
-        """Resume the engines that the proxy has paused."""
+        """Resume the engines that the proxy paused."""
         paused = self._paused_here(workers)
         if not paused:
             return
         await abort_all([w for w in paused if w.url in self._journal.uncertain], headers)
         results = await self._call_engines(paused, "/resume", headers)
-        # An engine without an answer is called again at the end of the next update.
+        # An engine that did not answer is called again after the next update.
         ended = [r.worker for r in results if r.status is not None or r.error == REFUSED]
         self._journal.forget_pauses(ended)
         await self._journal.save()
@@ -85,7 +85,7 @@ class OwnPauses:
 
 
 async def abort_all(workers: Sequence[Worker], headers: Mapping[str, str]) -> None:
-    """Abort all requests: clients get what is generated so far, marked as aborted."""
+    """Abort all requests; clients get the output so far with the finish reason `abort`."""
     headers = {**headers, **JSON_TYPE}
     call = Call("POST", "/abort_requests", b"{}", headers, timeout_secs=CALL_SECS)
     await call_all(workers, call)

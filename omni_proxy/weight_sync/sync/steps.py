@@ -1,7 +1,8 @@
-"""The steps of a weight sync: each call of the trainer, sent to all members at once.
+"""The steps of a weight sync: each call of the trainer is sent to all members concurrently.
 
 Invariant: a step is validated and recorded before its first call is sent. A step that fails at one
-member fails as a whole, and is undone at the others. Only timeouts of [weight_sync] end a step.
+member fails as a whole, and is undone at the others. Steps have no timeouts except those of the
+configuration.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from omni_proxy.weight_sync.worker_calls import AdminCall, limit_secs
 from omni_proxy.wire.errors import HttpError
 
 Changed = Callable[[Sequence[WorkerResult]], set[str]]
-GRACE_SECS: Final = 3.0  # for the other members, after one failed to apply
+GRACE_SECS: Final = 3.0  # time for the other members' results after one member failed
 LINK_SECS: Final = 1.0
 V = TypeVar("V")
 T = TypeVar("T")
@@ -89,7 +90,7 @@ class SyncSteps:
     async def _join(
         self, call: AdminCall, ranges: Sequence[RankRange], member_call: MemberCall
     ) -> AdminResponse:
-        """All members join the group, which has begun."""
+        """Call all members to join the group, after `SyncLifecycle.begin`."""
         lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
         lifecycle.chosen = call.chosen
         await self._record(call)
@@ -115,7 +116,7 @@ class SyncSteps:
             lambda member: member.prepare(call.body),
             FanOutTimeouts(limit_secs(config.ready_timeout_secs)),
         )
-        if request.batched and not cause:  # else the version has several files, or none
+        if request.batched and not cause:  # otherwise the version has several files, or none
             self._version_service.start_prefetch(lifecycle.fleet.workers, call.credentials)
         return with_ready_status(self._response(call, results, cause, {}))
 
@@ -143,7 +144,7 @@ class SyncSteps:
         return await self._apply(call, lambda member: member.update(call.body))
 
     async def end(self, call: AdminCall) -> AdminResponse:
-        """The trainer ends the round: the workers end theirs first."""
+        """End the round: the call is forwarded to the workers, then the round is committed."""
         self._lifecycle.sync.commit_end()
         return await self._end(call)
 
@@ -167,7 +168,7 @@ class SyncSteps:
         return await self._leave(call)
 
     async def _leave(self, call: AdminCall) -> AdminResponse:
-        """The trainer leaves the group; what it applied to all of them counts."""
+        """Destroy the group; a round that all members have applied is published first."""
         lifecycle = self._lifecycle
         more: JsonObject = {}
         if lifecycle.sync.has_unpublished and lifecycle.sync.state is SyncState.GROUPED:
@@ -183,15 +184,15 @@ class SyncSteps:
         return AdminResponse(response.status, {**response.body, **more})
 
     def destroyed_response(self, call: AdminCall) -> AdminResponse:
-        """What the members answered when the group was taken down for this call.
+        """The members' answers to the teardown that served this call.
 
-        After an earlier failure some had left by themselves, and refuse: that is a success.
+        A refusal is a success: after an earlier failure a member may have left the group already.
         """
         results = self._lifecycle.leave_results
         response = merge_results(call.route.path, results, self._lifecycle.sync)
         if response.ok or not all(result.success or result.refused for result in results):
             return response
-        message = "the group is destroyed; some members had left it by themselves"
+        message = "the group is destroyed; some members had already left it"
         return AdminResponse(
             200, {**response.body, "success": True, "status": "ok", "message": message}
         )
@@ -212,7 +213,11 @@ class SyncSteps:
         timeouts: FanOutTimeouts,
         changed: Changed | None = None,
     ) -> AdminResponse:
-        """`changed`: which of the results may have changed weights; by default by their texts."""
+        """Send an applying call to all members; commit the round if it was the last one.
+
+        `changed`: returns the workers whose weights may have changed; by default each result's
+        text decides.
+        """
         lifecycle, sync = self._lifecycle, self._lifecycle.sync
         batched = sync.round.batched
         fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
@@ -236,14 +241,14 @@ class SyncSteps:
             await lifecycle.record_after_step()
         response = with_bucket_count(self._response(call, results, failure, more), results)
         if not failure and more.get("uncertain"):
-            message = "every member took the weights, but their checksums differ"
+            message = "every member applied the weights, but their checksums differ"
             return _failed(response, message, more)
         return response
 
     async def _fan_out(
         self, member_call: MemberCall, timeouts: FanOutTimeouts
     ) -> tuple[list[WorkerResult], str]:
-        """Every member's result, and why the step failed, or ""."""
+        """Returns the members' results, and why the step failed, or ""."""
         lifecycle, sync = self._lifecycle, self._lifecycle.sync
         fan_out = GroupFanOut(list(lifecycle.members.values()), member_call)
         results = await lifecycle.fan_out(fan_out, timeouts)
@@ -257,7 +262,7 @@ class SyncSteps:
         return results, fan_out.cause
 
     async def _record(self, call: AdminCall) -> None:
-        """Raises HttpError 503; nothing was sent then, and the sync is over."""
+        """Write the step to the journal. On failure ends the sync and raises HttpError 503."""
         try:
             await self._lifecycle.record(call.route.path)
         except OSError as error:
@@ -270,7 +275,7 @@ class SyncSteps:
     async def _build_members(
         self, workers: Sequence[Worker], headers: Mapping[str, str]
     ) -> list[Member]:
-        """With their present numbers of ranks. Raises HttpError 502 if one does not report it."""
+        """Members with their current rank counts. Raises HttpError 502 if a worker reports none."""
         versions = self._version_service
         if versions.delivers_to_all:
             return [versions.proxy_rank]

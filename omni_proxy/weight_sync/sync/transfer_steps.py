@@ -1,9 +1,9 @@
 """The steps of a weight update in vLLM's dialect: init, start, update any number of times, finish.
 
-They are those of a sync in parts (steps.py), with a start and a finish of their own, over the
-engines' own group, which the proxy does not join. Invariant: from the start on no member serves
-until the finish has succeeded: vLLM's engines hold no complete weights in between, whether bytes
-arrived or not. A failed round keeps its changed members out until a complete one succeeds.
+They extend the steps of steps.py by a start and a finish. The group is of trainer and engines; the
+proxy does not join it. Invariant: no member serves between the start and a successful finish,
+because vLLM's engines have no complete weights then, even if no bytes arrived. After a failed round
+its changed members stay out of rotation until a complete one succeeds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ STILL_OPEN: Final = (
 
 
 class TransferSteps(SyncSteps):
-    """The caller holds `SyncLifecycle.busy`, as for the other steps."""
+    """One method per step of vLLM's dialect. The caller holds `SyncLifecycle.busy`."""
 
     async def init_transfer(self, call: AdminCall, workers: Sequence[Worker]) -> AdminResponse:
         lifecycle = self._lifecycle
@@ -84,7 +84,7 @@ class TransferSteps(SyncSteps):
         )
 
     async def update_transfer(self, call: AdminCall) -> AdminResponse:
-        """A chunk: returns when all members have received it."""
+        """Forward one chunk of weights; return when all members have received it."""
         lifecycle, config = self._lifecycle, self._lifecycle.config_store.config.weight_sync
         self._require_open()
         body = await parse_in_thread(call.body, parse_object, call.body)
@@ -101,7 +101,7 @@ class TransferSteps(SyncSteps):
         )
 
     async def finish(self, call: AdminCall) -> AdminResponse:
-        """The commit point: what all members finish is proven and published."""
+        """Finish the update on all members, then prove and publish it."""
         self._require_open()
         body = await parse_in_thread(call.body, parse_object, call.body)
         flags = UpdateFlags(weight_version=parse_finish(body))
@@ -110,7 +110,7 @@ class TransferSteps(SyncSteps):
         return await self._end(call)
 
     async def shut_down(self, call: AdminCall) -> AdminResponse:
-        """The trainer leaves; as in vLLM, not while its update is open."""
+        """Destroy the group. As in vLLM, this is refused while an update is open."""
         self._require_transfer()
         if self._lifecycle.sync.has_unpublished:
             raise InvalidTransition(409, STILL_OPEN)
@@ -119,7 +119,7 @@ class TransferSteps(SyncSteps):
     async def _transfer_members(
         self, workers: Sequence[Worker], headers: Mapping[str, str]
     ) -> list[Member]:
-        """With their present numbers of ranks. Raises HttpError 422, 502."""
+        """Members with their current rank counts. Raises HttpError 422, 502."""
         secs = self._lifecycle.config_store.config.health.timeout_secs
         call = Call("GET", WORLD_SIZE, headers=headers, timeout_secs=secs)
         results = await call_all(workers, call)
@@ -160,7 +160,7 @@ class TransferSteps(SyncSteps):
 
 
 def _layout(request: TransferInit, members: Sequence[Member]) -> tuple[RankRange, ...]:
-    """Ranks from the trainer's offset on; for a backend without ranks, in the order of members."""
+    """Assign ranks from the trainer's offset on; without one, from 0 in the order of members."""
     counts = {member.name: member.ranks for member in members}
     if request.rank_offset is not None and request.world_size is not None:
         return assign_ranks(request.rank_offset, request.world_size, counts)
@@ -177,9 +177,9 @@ def _transfer(member: Member) -> TransferMember:
 
 
 def _touched_by_start(results: Sequence[WorkerResult]) -> set[str]:
-    """The workers that may have opened the update, and so have no complete weights any more.
+    """Workers that may have opened the update, and so no longer have complete weights.
 
-    If all refuse, in complete responses, none has: they refuse for a setting that all share.
+    None has if all refused with complete responses: then a common setting is the cause.
     """
     all_refused = all(not result.success and result.status is not None for result in results)
     open_before = [r for r in results if not r.success and not _is_plain_refusal(r)]
@@ -189,5 +189,5 @@ def _touched_by_start(results: Sequence[WorkerResult]) -> set[str]:
 
 
 def _is_plain_refusal(result: WorkerResult) -> bool:
-    """Whether it changed nothing; the error that an update is open already means that one is."""
+    """Whether a refusal changed nothing; "already active" means that an update is open."""
     return result.status is not None and ACTIVE not in result.reason

@@ -1,14 +1,12 @@
-"""Verification: which weights workers hold after a sync, from their own labels and checksums.
+"""Verification of the weights that workers have after a sync, by their labels and checksums.
 
-Invariant: a worker whose checker failed to answer is never agreed with. A worker without a checker,
-or whose digests cannot be compared with any other's, is trusted. A delivery's proof is reused only
-if it is as good as a new one: the digest was over all tensors of the version and no others, the
-same process still runs, and it still reports the version's label.
+Invariant: a worker whose checksums could not be read never counts as agreed. A worker without
+checksums, or whose digests can't be compared with any other's, is trusted. A delivery's proof is
+reused only if its digest covered exactly the tensors of the version, the same process still runs,
+and it still reports the version's label.
 
-Workers whose version is unknown: between the first call that may change it and its proof.
-
-Invariant: after `clear_versions` none of them reports a version. Each leaves the quarantine with
-the version that it proved to have, with its previous one if nothing touched it, or with none.
+`VersionQuarantine` has the workers between the first call that may change their version and its
+proof. Each leaves it with its proven version, its previous one if unchanged, or none.
 """
 
 from __future__ import annotations
@@ -37,12 +35,12 @@ from omni_proxy.weight_sync.worker_calls import read_labels, request_checksums
 
 MISMATCH: Final = "its checksums differ from those of other workers"
 INSTANCE_TIMEOUT_SECS: Final = 5.0
-PAUSED_STATUS: Final = 409  # of vLLM's checker, at a paused or sleeping engine (features.md 3.2)
+PAUSED_STATUS: Final = 409  # vLLM's checksum route if the engine is paused (features.md 3.2)
 
 
 @dataclass(frozen=True, slots=True)
 class CachedProof:
-    """A proof from a delivery. `instance`: the process that held exactly the tensors `names`."""
+    """A proof from a delivery: the process `instance` had exactly the tensors `names`."""
 
     instance: str
     label: str
@@ -54,15 +52,15 @@ class CachedProof:
         return Digest(OMNI, (), self.checksum)
 
     def is_valid(self, instance: str, label: str | None) -> bool:
-        """Whether a new proof would give the same result, from what the worker reports now."""
+        """Whether the worker still reports the same process and label."""
         return instance == self.instance and label == self.label
 
 
 @dataclass(frozen=True, slots=True)
 class ProofRequest:
-    """How workers are verified. `label`: the label that the version should have, if it is known.
+    """How workers are verified. `label`: the expected label of the version, None if unknown.
 
-    `compares`: whether checksums are compared. `cached`: proofs from the delivery just before.
+    `compares`: whether checksums are compared. `cached`: proofs from the preceding delivery.
     """
 
     headers: Mapping[str, str]
@@ -74,9 +72,10 @@ class ProofRequest:
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """`wrong`: worker URL to reason. `tensors`: worker URL to the names its checker reports.
+    """Labels and checksums of workers, compared.
 
-    `paused`: URLs of those whose checker refuses as long as the engine is paused.
+    `wrong`: worker URL to reason. `tensors`: worker URL to the tensor names that it reports.
+    `paused`: URLs of workers that report no checksums while their engine is paused.
     """
 
     labels: Mapping[Worker, str | None] = field(default_factory=dict)
@@ -91,7 +90,7 @@ class Proof:
 
     @property
     def label(self) -> str | None:
-        """The label that all agreed workers share; None if there is none."""
+        """The label that all agreed workers report; None if they differ."""
         labels = {self.labels[worker] for worker in self.agreed}
         return labels.pop() if len(labels) == 1 else None
 
@@ -123,8 +122,8 @@ def recovered_workers(
 ) -> list[str]:
     """URLs of workers that have the right weights now, even if they were uncertain before.
 
-    Either the sync (`names`) had every tensor that they hold, or every tensor of the sync that made
-    them uncertain, or their digest equals that of a worker that was `certain` before.
+    One of these holds: the sync (`names`) had every tensor of the worker; it had every tensor of
+    the sync that made the worker uncertain; the digest equals that of a `certain` worker.
     """
     recovered = []
     agreed = [worker.url for worker in proof.agreed]
@@ -141,7 +140,7 @@ def recovered_workers(
 async def _prove_from_cache(
     labels: Mapping[Worker, str | None], request: ProofRequest
 ) -> Proof | None:
-    """None if one worker has no valid proof: then all are verified anew, by the same method."""
+    """None if a worker has no valid proof: then all are verified again, by the same method."""
     cached = {worker: request.cached[worker] for worker in labels if worker in request.cached}
     if not labels or len(cached) < len(labels):
         return None
@@ -154,21 +153,21 @@ async def _prove_from_cache(
 
 
 def _misnamed(labels: Mapping[Worker, str | None], label: str | None) -> dict[str, str]:
-    """Workers whose label differs from the sync's, although other workers have that label.
+    """Workers whose label differs from the sync's although another worker reports that label.
 
-    If no worker took the label, the engines keep their old ones, and the labels mean nothing.
+    If no worker reports it, the engines don't update their labels, and labels prove nothing.
     """
     if label is None or label not in labels.values():
         return {}
     return {
-        worker.url: f"it calls its weights {reported!r}, and others theirs {label!r}"
+        worker.url: f"it reports the label {reported!r}, other workers report {label!r}"
         for worker, reported in labels.items()
         if reported not in (None, label)
     }
 
 
 def _tensor_names(result: WorkerResult) -> Iterator[str]:
-    """The names in every "checksums" table, wherever the response has one."""
+    """Names in all "checksums" tables of the response, at any depth."""
     pending: list[object] = [result.body if result.success else None]
     while pending:
         part = pending.pop()
@@ -184,7 +183,7 @@ def _tensor_names(result: WorkerResult) -> Iterator[str]:
 def cached_proof(result: WorkerResult, version: StoredVersion, instance: str) -> CachedProof | None:
     """The proof in a delivery's result; None if it does not prove all tensors.
 
-    A worker of several stages may hold more than the proof covers.
+    A worker with several stages may have more tensors than the proof covers.
     """
     body = result.body
     if not result.success or not isinstance(body, dict) or not instance or not version.label:
@@ -199,7 +198,7 @@ def cached_proof(result: WorkerResult, version: StoredVersion, instance: str) ->
 async def read_instances(
     workers: Sequence[Worker], headers: Mapping[str, str]
 ) -> dict[Worker, str]:
-    """The process that answers for each worker; "" if it does not name itself."""
+    """The process instance that each worker reports; "" if it reports none."""
     call = Call("GET", "/server_info", headers=headers, timeout_secs=INSTANCE_TIMEOUT_SECS)
     outcomes = await broadcast(workers, call)
     return {o.worker: _parse_instance(o.json()) if o.ok else "" for o in outcomes}
@@ -224,7 +223,7 @@ class VersionQuarantine:
         self._previous: dict[Worker, WeightVersion] = {}
 
     def __contains__(self, worker: object) -> bool:
-        """Whether its version is unknown for now."""
+        """Whether the worker's version was cleared and not set again."""
         return worker in self._previous
 
     @property
@@ -232,7 +231,7 @@ class VersionQuarantine:
         return [version.label for version in self._previous.values()]
 
     def cordon(self, workers: Sequence[Worker]) -> None:
-        """Keep new requests from them."""
+        """Keep new requests from the workers."""
         for worker in workers:
             if UPDATING not in worker.cordon_reasons:
                 self._fleet.cordon(worker, UPDATING)
@@ -249,7 +248,8 @@ class VersionQuarantine:
         self._fleet.set_version(worker, label, epoch)
 
     def release(self, changed: Iterable[str] = ()) -> None:
-        """End it for all. `changed`: URLs of workers that may not have their previous weights."""
+        """Release all workers. `changed`: URLs of workers that may have lost their previous
+        weights."""
         changed = set(changed)
         for worker, version in self._previous.items():
             if worker.url not in changed and self._fleet.find(worker.url) is worker:

@@ -1,9 +1,9 @@
-"""Watches a sync for what should end it: the trainer, the members, a stalled transfer.
+"""Watches a sync and interrupts it on the loss of the trainer or a member, or on a stall.
 
 The trainer is watched through a connection to its TCPStore. Invariants: blocking calls run in
-threads with a limiter of their own, at most one per connection at a time, so the event loop never
-waits for the network; no watch waits for another one. A member that is slow to report its progress
-is ignored until it is found to be gone.
+threads with their own limiter, at most one per connection at a time, so the event loop never waits
+for the network; no watch waits for another one. A member that reports its progress late is ignored
+until its connection is found closed.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from omni_proxy.weight_sync.worker_calls import wait_until_refused
 
 POLL_SECS: Final = 0.05
 PING_SECS: Final = 1.0
-PING_TIMEOUT_SECS: Final = 5.0  # of one ping; a busy machine is pinged again
+PING_TIMEOUT_SECS: Final = 5.0  # for one ping; a trainer on a busy machine is pinged again
 MAX_THREADS: Final = 8
 SILENT_SECS: Final = 10.0
 
 
 class TrainerLink:
-    """Call `open` once and `close` once; between them, check whether the trainer is alive."""
+    """Connection to a trainer's store that shows whether it is alive. Open and close it once."""
 
     _threads: trio.CapacityLimiter | None = None
 
@@ -48,7 +48,7 @@ class TrainerLink:
         return self._link is not None
 
     async def open(self, silent_secs: float = SILENT_SECS) -> None:
-        """Wait until the store answers. Raises GroupError if something else listens there."""
+        """Wait until the store answers. Raises GroupError if another service listens there."""
         await trio.to_thread.run_sync(
             self._open, silent_secs, abandon_on_cancel=True, limiter=self._thread_limiter()
         )
@@ -56,7 +56,7 @@ class TrainerLink:
     async def wait_gone(self, silent_secs: Callable[[], float]) -> str:
         """Wait until the connection ends, or the trainer is silent for `silent_secs()`.
 
-        Return the reason why the trainer counts as dead.
+        Returns the reason why the trainer counts as dead.
         """
         answered_at = trio.current_time()
         while True:
@@ -64,7 +64,7 @@ class TrainerLink:
                 return "its connection has ended"
             silent = trio.current_time() - answered_at
             if silent >= PING_SECS:
-                # A ping notices the end of the connection too.
+                # A ping also detects that the connection has ended.
                 remaining = max(silent_secs(), PING_SECS) - silent
                 if await self.ping(min(max(remaining, POLL_SECS), PING_TIMEOUT_SECS)):
                     answered_at = trio.current_time()
@@ -73,7 +73,7 @@ class TrainerLink:
             await trio.sleep(POLL_SECS)
 
     async def ping(self, within_secs: float) -> bool:
-        """Whether its store answers; False if it never did."""
+        """Whether the trainer's store answers; False if the connection was never opened."""
         async with self._ping_lock:
             link = self._link
             if link is None:
@@ -87,7 +87,7 @@ class TrainerLink:
             )
 
     def close(self) -> None:
-        """Return at once; a ping in progress may keep the connection open for a while."""
+        """Close without blocking; a ping in progress may keep the connection open for a while."""
         self._closed = True
         if self._link is not None:
             threading.Thread(
@@ -95,13 +95,16 @@ class TrainerLink:
             ).start()
 
     async def has_ended(self) -> bool:
-        """Whether the trainer closed the connection; False if it is not open yet."""
+        """Whether the trainer closed the connection; False if it was not opened yet."""
         async with self._ping_lock:
             return self._link is not None and self._link.has_ended()
 
     def _ping(self, link: StoreConnection, within_secs: float) -> bool:
-        """Ping, and once more on a new connection if the answer is late: a late answer would be
-        taken for the answer to the next ping. Both together take at most `within_secs`."""
+        """Ping; if the answer is late, ping again on a new connection.
+
+        On the old connection a late answer would be read as the answer to the next ping. Both pings
+        together take at most `within_secs`.
+        """
         each_secs = within_secs / 2
         if link.answers(each_secs):
             return True
@@ -134,7 +137,7 @@ class TrainerLink:
 
 
 async def is_store_reachable(host: str, port: int, within_secs: float) -> bool:
-    """Whether a store answers there now; for a trainer whose link never opened."""
+    """Whether a store answers at the address now; for a trainer whose link never opened."""
     link = TrainerLink(host, port)
     try:
         with trio.move_on_after(within_secs):
@@ -152,7 +155,7 @@ _MOVING: Final = (SyncState.ARMING, SyncState.ARMED, SyncState.COMMITTING)
 
 
 class WatchedSync(Protocol):
-    """What the watchdog needs of a sync."""
+    """The parts of a sync that the watchdog uses."""
 
     sync: WeightSync
     config_store: ConfigStore
@@ -165,7 +168,7 @@ class WatchedSync(Protocol):
 
 
 async def watch(watched: WatchedSync, link: TrainerLink | None) -> None:
-    """Run until cancelled; a finding is reported to `watched.interrupt`."""
+    """Run until cancelled; report losses and stalls to `watched.interrupt`."""
     async with trio.open_nursery() as nursery:
         if link is not None:
             nursery.start_soon(_watch_owner, watched, link)
@@ -183,7 +186,7 @@ async def _watch_owner(watched: WatchedSync, link: TrainerLink) -> None:
         return
 
     def silent_secs() -> float:
-        """A trainer that only has a group may be busy without limit."""
+        """Unlimited between rounds: a trainer that only has a group may be busy for any time."""
         moving = watched.sync.state in _MOVING or watched.sync.has_unpublished
         return _stall_secs(watched) if moving else inf
 
@@ -197,7 +200,7 @@ async def _watch_member(watched: WatchedSync, worker: Worker) -> None:
 
 
 async def _watch_progress(watched: WatchedSync) -> None:
-    """Detect a stall while all members are armed; a running call reports its own failure."""
+    """Detect a stall while all members are armed; in other states the running call times out."""
     detector: StallDetector | None = None
     while True:
         await trio.sleep(PROGRESS_INTERVAL_SECS)

@@ -86,7 +86,7 @@ def test_a_tensor_that_was_not_sent_is_not_compared(tmp_path):
     ("answer", "reason"),
     [
         (WorkerResult("w", 404, {}), "its checker failed: status 404"),
-        (WorkerResult("w", 200, {"results": []}), "names no checksum"),
+        (WorkerResult("w", 200, {"results": []}), "reports no checksum"),
         (checker(other="1"), "none of the tensors as they were sent"),
         (checker(a="9", types={"a": "bfloat16"}), "none of the tensors as they were sent"),
         (checker(a="9", more="9", size=2), "no digest over whole tensors"),
@@ -99,7 +99,9 @@ def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, answer, reason)
 
 
 def test_a_version_without_digests_proves_nothing(tmp_path):
-    assert "not known yet" in compare_checksums(checker(a="1"), version_of(tmp_path, a="")).reason
+    assert (
+        "not computed yet" in compare_checksums(checker(a="1"), version_of(tmp_path, a="")).reason
+    )
 
 
 def test_a_text_response_is_kept_under_its_new_and_its_former_key():

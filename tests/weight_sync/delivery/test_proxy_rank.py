@@ -210,7 +210,7 @@ async def test_a_version_that_does_not_fit_is_refused_with_the_numbers(rank, poo
 @pytest.mark.parametrize(
     ("request_body", "message"),
     [
-        (b"{", "the body is no JSON"),
+        (b"{", "the body is not JSON"),
         (b'{"group_name": "g"}', "nothing is announced"),
         (body(names=["a", "a", "b", "c"]), "'a' is announced twice"),
     ],

@@ -90,7 +90,9 @@ async def test_on_failure_rollback_delivers_the_previous_version_to_all(running)
     running.engines.failing_loads[B] = 1
     done = await running.sync(2)
     assert (done.status, done.body["rolled_back_to"]) == (502, "v1")
-    assert "out of memory; all workers were given version 1 ('v1') again" in done.body["message"]
+    assert (
+        "out of memory; version 1 ('v1') was delivered to all workers again" in done.body["message"]
+    )
     assert running.engines.holds == before
     assert (running.versions(), running.held()) == ([("v1", 2), ("v1", 2)], [[], []])
     assert [(v.label, v.epoch) for v in running.store.versions()] == [("v1", 2)]

@@ -56,7 +56,7 @@ def test_a_worker_that_cannot_be_compared_is_unverified():
     assert compared.unverified == {
         "c": "no other worker's checksum can be compared with it",
         "d": "its checker failed: ReadTimeout",
-        "e": "its checker names no checksum",
+        "e": "its checker reports no checksum",
         "f": "no other worker's checksum can be compared with it",
     }
     assert compared.to_dict()["unverified"] == ["d", "e", "c", "f"]
@@ -79,7 +79,7 @@ def test_a_single_worker_is_checked_by_its_own_report():
      {"results": [{"data": {"rank_results": [{"data": None}]}}]}],
 )  # fmt: skip
 def test_invalid_reports_have_no_digest(junk):
-    assert parse_digest(WorkerResult("a", 200, junk)) == "its checker names no checksum"
+    assert parse_digest(WorkerResult("a", 200, junk)) == "its checker reports no checksum"
 
 
 def test_a_stage_without_a_checksum_leaves_only_what_all_stages_report():

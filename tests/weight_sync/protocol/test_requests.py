@@ -287,7 +287,7 @@ def test_rank_zero_cannot_be_assigned():
 
 @pytest.mark.parametrize("ranks", [{}, {"http://a": 0}])
 def test_a_member_without_ranks_is_refused(ranks):
-    with pytest.raises(RankLayoutError, match="rank at least"):
+    with pytest.raises(RankLayoutError, match="at least one rank"):
         assign_ranks(1, 9, ranks)
 
 

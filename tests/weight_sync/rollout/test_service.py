@@ -147,7 +147,7 @@ async def test_a_worker_that_cannot_be_taken_back_stays_out_and_names_the_rollou
     assert (body["state"], states(body)) == ("failed", ["lost", "pending"])
     reason = settled.operations.status()["uncertain"][A]
     name = f"rollout {body['id'][:8]} to 'v2'"
-    assert reason == f"{name}: it could not be taken back: status 500: out of memory"
+    assert reason == f"{name}: it could not be restored: status 500: out of memory"
     assert cordon_reasons_of(settled) == [["uncertain"], []]
     assert settled.worker(B).routable
 
@@ -164,7 +164,7 @@ async def test_another_checksum_than_that_of_the_first_is_a_failure(settled, eng
     await begin(settled)
     body = await ended(settled)
     assert (body["state"], states(body)) == ("failed", ["restored", "restored"])
-    assert "its checksum differs from the one of 'v2' that is known" in body["cause"]
+    assert "its checksum differs from the recorded one of 'v2'" in body["cause"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
 
 
@@ -176,7 +176,7 @@ async def test_a_rollback_to_other_weights_than_before_stays_out(settled, engine
     reported = await ended(settled)
     assert states(reported) == ["lost", "restored"]
     assert (
-        "its checksum differs from the one of 'v1'" in settled.operations.status()["uncertain"][A]
+        "its checksum differs from the recorded one of 'v1'" in settled.operations.status()["uncertain"][A]
     )
 
 
@@ -313,7 +313,7 @@ async def test_a_vllm_worker_whose_weights_a_trainer_sent_is_refused(vllm):
     assert (await api.operations.submit(update)).ok
     refused = await begin(api)
     assert refused.body["error"]["code"] == "not_updatable"
-    assert "no way back" in refused.body["message"]
+    assert "could not be restored" in refused.body["message"]
 
 
 def test_resolve_is_no_update_for_a_rollout():

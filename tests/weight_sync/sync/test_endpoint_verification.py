@@ -93,7 +93,7 @@ async def test_a_worker_with_another_label_than_the_others_is_left_out(trainer, 
     engines.keep = keep
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status == 502
-    assert "it calls its weights 'v0', and others theirs 'v2'" in response.body["uncertain"][B]
+    assert "it reports the label 'v0', other workers report 'v2'" in response.body["uncertain"][B]
     assert uncertain_workers(trainer.api) == [B]
     assert (response.body["weight_version"], versions_by_url(trainer.api)[A]) == ("v2", ("v2", 1))
 
