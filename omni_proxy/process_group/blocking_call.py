@@ -1,9 +1,9 @@
-"""Blocking calls that nothing can interrupt, each in a daemon thread of its own.
+"""Blocking calls that can't be interrupted, each in its own daemon thread.
 
-The waiting thread may abandon a call: the blocked thread then stays until torch returns, is counted
-in `AbandonedThreads`, and frees by itself what it made (a group's destructor blocks just like the
-group). Invariant: an object made by a blocked thread is never freed in the thread that abandoned
-the call. `CancelToken` lets another thread end a call that is still waiting.
+The waiting thread may abandon a call: the blocked thread then remains until torch returns, is
+counted in `AbandonedThreads`, and frees the objects that it created (a group's destructor may block
+like the group). Invariant: an object created by a blocked thread is never freed in the thread that
+abandoned the call. `CancelToken` lets another thread end a call that is still waiting.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class BlockingCall(Generic[T]):
         try:
             result = call(self)
         except Exception as exception:
-            # Only the text: the traceback's frames would keep the group alive in another thread.
+            # Keep only the text: the traceback's frames would keep the group alive in another
+            # thread.
             error = str(exception) or type(exception).__name__
         del call
         with self._lock:
@@ -55,14 +56,14 @@ class BlockingCall(Generic[T]):
         return self._ended.wait(timeout_secs)
 
     def take_result(self) -> T:
-        """The ended call's return value, handed out once; raises GroupError if the call raised."""
+        """Return the ended call's result, only once. Raises GroupError if the call raised."""
         result, self._result = self._result, None
         if self._error is not None:
             raise GroupError(self._error)
         return result  # type: ignore[return-value]  # None is a valid result where T allows it
 
     def abandon(self) -> bool:
-        """Stops waiting for the call; False if it has ended in the meantime."""
+        """Stops waiting for the call. Returns False if it has already ended."""
         with self._lock:
             self.abandoned = not self._ended.is_set()
             return self.abandoned
@@ -85,9 +86,9 @@ class AbandonedThreads:
             return [thread.name for thread in self._threads if thread.is_alive()]
 
     def wait_for(self, call: BlockingCall[T], stop_reason: Callable[[], str | None]) -> T:
-        """The call's result; raises GroupError as soon as `stop_reason` returns a reason.
+        """Waits for the call's result. Raises GroupError when `stop_reason` returns a reason.
 
-        `stop_reason` runs in the waiting thread, every POLL_SECS.
+        `stop_reason` is called in the waiting thread, every POLL_SECS.
         """
         try:
             while not call.wait(POLL_SECS):
@@ -102,7 +103,7 @@ class AbandonedThreads:
     def drop(self, name: str, end: Callable[[list[T]], None], references: list[T]) -> None:
         """Runs `end(references)` in a thread that may block; `end` has to empty the list.
 
-        The list holds the last references, so that the objects are freed in that thread.
+        The list has the last references to the objects, so that they are freed in that thread.
         """
         call: BlockingCall[None] = BlockingCall(name, lambda _: end(references))
         if not call.wait(DROP_SECS) and call.abandon():
@@ -112,8 +113,8 @@ class AbandonedThreads:
 class CancelToken:
     """Cancels one call, from any thread, before the call or during it.
 
-    Invariant: it stays cancelled, and the callback runs once: in the thread that cancels or, if
-    the token was cancelled earlier, in the thread that registers the callback.
+    Invariant: the token stays cancelled, and the callback runs once: in the thread that cancels or,
+    if the token was cancelled earlier, in the thread that registers the callback.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Being a rank of a trainer's group: one interface, in this process or in child processes.
+"""The receiver, a rank of a trainer's group: one interface for this process and child processes.
 
 All calls block and are safe from any thread. With `isolation` "process", this process needs torch
-only for `Received.tensors`. Invariant: a failed receive is disarmed; no thread, child or memory
-stays that waits for the peer. An idle receiver costs only its memory.
+only for `Received.tensors`. Invariant: a failed receive is disarmed, and leaves no thread, child or
+memory that waits for the peer. An idle receiver costs only its memory.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ Isolation = Literal["process", "thread"]
 
 
 class Receiver(Protocol):
-    """All groups of one rank. The caller that opens it closes it."""
+    """All groups of one rank. The caller that opens a receiver has to close it."""
 
     def warm(self) -> None:
-        """Starts what the first `init` would wait for (an import of torch); returns at once."""
+        """Starts the import of torch, for which the first `init` would wait; doesn't block."""
         ...
 
     def init(self, rendezvous: Rendezvous, stop: CancelToken | None = None) -> None:
-        """Joins a trainer's group; returns once all ranks have joined. Raises GroupError.
+        """Joins a trainer's group; returns when all ranks have joined. Raises GroupError.
 
-        A group of this name is replaced if its trainer has gone; if its trainer is alive, that is
-        a GroupError. `stop` cancels the call with its reason; afterwards `destroy` ends the group.
+        A group of the same name is replaced if its trainer has disconnected; if the trainer is
+        alive, GroupError is raised. `stop` cancels the call; after it `destroy` ends the group.
         """
         ...
 
@@ -76,9 +76,9 @@ class Receiver(Protocol):
         into: FileRegion | None = None,
         digests: bool = False,
     ) -> PendingReceive:
-        """Returns once memory for all buckets is allocated and the first receive is posted.
+        """Returns when memory for all buckets is allocated and the first receive is posted.
 
-        Raises GroupError: then nothing is armed. With `into` the bytes are written to that file.
+        If it raises GroupError, nothing is armed. With `into` the bytes are written to that file.
         """
         ...
 
@@ -87,11 +87,11 @@ class Receiver(Protocol):
         ...
 
     def sender(self, rendezvous: HostedRendezvous) -> Sender:
-        """Opens a group in which this process is rank 0 (the other direction)."""
+        """Opens a group in which this process is rank 0, to send."""
         ...
 
     def busy(self) -> bool:
-        """Whether it is in any group, or has a running child."""
+        """Whether the receiver is in a group, or has a running child."""
         ...
 
     def status(self) -> dict[str, Any]:
@@ -99,12 +99,12 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends everything for good; blocked calls in other threads raise GroupError at once."""
+        """Ends all groups permanently; blocked calls in other threads raise GroupError."""
         ...
 
 
 def open_receiver(isolation: Isolation, limits: GroupLimits, *, name: str) -> Receiver:
-    """`name` appears in thread names and logs. Raises GroupError if torch is not installed."""
+    """Opens a receiver; `name` is in thread names and logs. Raises GroupError without torch."""
     if importlib.util.find_spec("torch") is None:
         raise GroupError(
             f"joining a trainer's group needs torch, which is not {_torch_location()}: "
@@ -122,10 +122,10 @@ def _torch_location() -> str:
 
 
 class ThreadReceiver:
-    """See `Receiver`: its blocking threads run in this process.
+    """A `Receiver` whose blocking threads run in this process.
 
     For hosts on which a child process costs too much. A peer that sends more than it announced
-    ends this process, and a peer that stops holds a thread until the group's timeout.
+    aborts this process, and a peer that stops sending blocks a thread until the group's timeout.
     """
 
     def __init__(self, limits: GroupLimits) -> None:
@@ -133,7 +133,7 @@ class ThreadReceiver:
         self._groups = Groups(limits)
 
     def warm(self) -> None:
-        """Does nothing: a process that holds a model has imported torch."""
+        """Does nothing: a process with a model has already imported torch."""
 
     def init(self, rendezvous: Rendezvous, stop: CancelToken | None = None) -> None:
         self._groups.init(rendezvous, stop)

@@ -2,9 +2,9 @@
 
 Invariant: the numbers are validated, by pure functions, before anything is opened: backends do not
 detect a wrong or duplicate rank, and the group then never forms, or forms and hangs (weight-sync.md
-0.7). The connection says whether the store exists, responds and is still open: torch waits for ever
-on a port that accepts and does not respond, and detects a trainer that died during a transfer only
-when the group times out. It only sends pings and must never read keys.
+0.7). `StoreConnection` detects whether the store exists, responds and is still open: torch waits
+forever on a port that accepts but does not respond, and detects a trainer that died during a
+transfer only when the group times out. It only sends pings and must never read keys.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MAX_TIMEOUT_SECS: Final = 1e9  # some clocks cannot represent more
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The address of a trainer's group and this rank's place in it (two-phase.md 1.2).
+    """The address of a trainer's group, and this process's rank in it (two-phase.md 1.2).
 
     Rank 0 is the trainer. `timeout_s` bounds only joining; `device` is the CUDA index of an NCCL
-    group's GPU: no two ranks of a group may share one. `stateless`: made as vLLM makes groups, so
-    that its keys in the store begin with the group's address, and `group_name` is ours alone.
+    group's GPU: no two ranks of a group may share one. `stateless`: the group is built as in vLLM:
+    its keys in the store begin with its address, and `group_name` is only a local name.
     """
 
     master_address: str
@@ -49,9 +49,9 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class HostedRendezvous:
-    """A group of which this process is rank 0 and holds the store, on `host` only.
+    """A group in which this process is rank 0 and has the store, on `host` only.
 
-    Port 0 picks a free one. `timeout_s` bounds joining and, later, each send.
+    Port 0 selects a free port. `timeout_s` bounds joining and, later, each send.
     """
 
     host: str
@@ -63,12 +63,12 @@ class HostedRendezvous:
 
 
 def validated_address(rendezvous: Rendezvous) -> tuple[str, int]:
-    """The master's host and port; raises GroupError on values that would hang. Opens nothing."""
+    """The master's host and port. Raises GroupError for values that would make the group hang."""
     name, backend = rendezvous.group_name, rendezvous.backend
     if not isinstance(name, str) or not name:
         raise GroupError(f"group_name must be a non-empty string, not {name!r}")
     if backend not in (GLOO, NCCL):
-        raise GroupError(f"unknown backend {backend!r}: gloo and nccl are the known ones")
+        raise GroupError(f"unknown backend {backend!r}: use gloo or nccl")
     rank, world = rendezvous.rank, rendezvous.world_size
     for key, number in (("rank", rank), ("world_size", world)):
         if not isinstance(number, int) or isinstance(number, bool):
@@ -77,7 +77,7 @@ def validated_address(rendezvous: Rendezvous) -> tuple[str, int]:
         raise GroupError(f"world_size {world}: the trainer and one receiver make at least 2")
     if not 1 <= rank < world:
         raise GroupError(
-            f"rank {rank} does not fit a group of {world}: rank 0 is the trainer, so ours must be "
+            f"rank {rank} does not fit a group of {world}: rank 0 is the trainer, so it must be "
             f"1 to {world - 1} (rank = rank_offset + tensor-parallel rank)"
         )
     if not 0 < rendezvous.timeout_s <= MAX_TIMEOUT_SECS:
@@ -103,8 +103,8 @@ def _port(port: object) -> int:
     return port
 
 
-# How a torch store client starts: a greeting with a magic number, then a ping with a nonce that
-# the store sends back (weight-sync.md 0.4, 4.2).
+# A torch store client starts with a greeting (a magic number) and a ping with a nonce, which the
+# store sends back (weight-sync.md 0.4, 4.2).
 GREETING: Final = struct.pack("=BI", 0, 0x3C85F7CE)
 PING: Final = 13
 NONCE_BYTES: Final = 4
@@ -116,7 +116,7 @@ KEEPALIVE: Final = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3}
 
 
 class StoreConnection:
-    """An open connection to a store that has answered; one thread at a time sends pings."""
+    """An open connection to a store that has answered. One thread at a time sends pings."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -124,8 +124,8 @@ class StoreConnection:
         self._ended = False
 
     def has_ended(self) -> bool:
-        """Whether the trainer's side is known to have closed; returns at once."""
-        # The thread that holds the lock waits for an answer, and detects the end itself.
+        """Whether the trainer has closed the connection, as far as detected. Doesn't block."""
+        # A thread that has the lock waits for an answer, and detects the end itself.
         if self._lock.acquire(blocking=False):
             try:
                 self._ended = self._ended or _is_closed_by_peer(self._connection)
@@ -171,7 +171,7 @@ def connect_store(
             if _ping(connection, timeout_secs, greeting=GREETING):
                 return StoreConnection(connection)
         except OSError:
-            # Accepted and closed: a port forwarder in front of a trainer that is not up yet.
+            # Accepted, then closed: a port forwarder may be in front of a trainer that starts.
             pass
         except GroupError:
             connection.close()
@@ -188,7 +188,7 @@ def connect_store(
 
 
 def _dial(address: tuple[str, int]) -> socket.socket | None:
-    """A connection to the first of the host's addresses that accepts; None if none does."""
+    """Connects to the first of the host's addresses that accepts; None if none does."""
     host, port = address
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -211,9 +211,10 @@ def _dial(address: tuple[str, int]) -> socket.socket | None:
 
 
 def _avoid_self_connect(connection: socket.socket, port: int) -> None:
-    """Keeps the kernel from choosing the dialled port as source port (TCP self-connect).
+    """Prevents a TCP self-connect, with the destination port as source port.
 
-    That happens on loopback while nothing listens yet, and would also occupy the trainer's port.
+    On loopback the kernel may choose it while nothing listens yet, which would also occupy the
+    trainer's port.
     """
     connection.bind(("", 0))
     if connection.getsockname()[1] == port:

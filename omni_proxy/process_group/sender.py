@@ -1,8 +1,8 @@
-"""Being rank 0 of a group: its store, its rendezvous, and broadcasts of memory or a file.
+"""The sender, rank 0 of a group: its store, its rendezvous, and broadcasts of memory or a file.
 
 opened -> joining -> ready <-> sending. All calls block and are safe from any thread. Invariant:
 any failure drops the group, and a sender that failed stays closed: the next send needs a new one.
-A peer that stops or dies ends the send with a GroupError.
+A peer that stops or dies makes the send fail with a GroupError.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ READY_SECS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SendResult:
-    """All bytes were sent; whether they were received is for the receivers to report."""
+    """All bytes were sent. Whether they were received, only the receivers report."""
 
     nbytes: int
     secs: float
@@ -60,18 +60,18 @@ class PendingSend(Protocol):
     def progress(self) -> Progress: ...
 
     def fault(self) -> GroupError | None:
-        """The error if the send has failed; returns at once."""
+        """The error if the send has failed, otherwise None. Doesn't block."""
         ...
 
     def wait(self, secs: float) -> SendResult:
-        """Raises GroupError if the send fails or takes longer than `secs`; the group is gone."""
+        """Raises GroupError if the send fails or takes longer than `secs`; the group is dropped."""
         ...
 
     def abort(self, reason: str) -> None: ...
 
 
 class Sender(Protocol):
-    """The caller that opens it closes it."""
+    """Rank 0 of a group. The caller that opens a sender has to close it."""
 
     @property
     def port(self) -> int:
@@ -79,16 +79,16 @@ class Sender(Protocol):
         ...
 
     def wait_for_ranks(self) -> None:
-        """Returns once all ranks have joined; raises GroupError at the rendezvous's timeout."""
+        """Returns when all ranks have joined. Raises GroupError at the rendezvous's timeout."""
         ...
 
     def send(
         self, plans: Sequence[TensorPlan], source: FileRegion | Mapping[str, torch.Tensor]
     ) -> PendingSend:
-        """Starts to broadcast what these plans announce, in their order and form.
+        """Starts to broadcast the announced tensors, in the order and form of the plans.
 
-        The source is tensors by name, or a file with bucket i's block at byte `starts[i]`. A
-        source that lacks a tensor, or has it in another size, is a GroupError before any byte.
+        The source is tensors by name, or a file with bucket i's block at byte `starts[i]`. Raises
+        GroupError, before any byte is sent, if the source lacks a tensor or its size differs.
         """
         ...
 
@@ -98,9 +98,9 @@ class Sender(Protocol):
 
 
 class ThreadSender:
-    """See `Sender`: its blocking threads run in this process.
+    """A `Sender` whose blocking threads run in this process.
 
-    `stall_secs`: how long a message may make no progress, beyond what a slow link needs.
+    `stall_secs`: how long a message may make no progress, beyond the time that a slow link needs.
     """
 
     def __init__(self, rendezvous: HostedRendezvous, stall_secs: float) -> None:
@@ -151,7 +151,7 @@ class ThreadSender:
         return self.broadcast(order, _tensor_messages(order, source))
 
     def broadcast(self, order: ReceiveOrder, parts: list[torch.Tensor]) -> Transfer[SendResult]:
-        """`parts`: the bytes of each message."""
+        """Starts a broadcast. `parts`: the bytes of each message."""
         transfer: Transfer[SendResult] = Transfer(order, self._stop)
 
         def run(posted: threading.Event, on_progress: ProgressCallback) -> SendResult:
@@ -178,7 +178,7 @@ class ThreadSender:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """One operation at a time, and none after a failure: the group would only hang."""
+        """One operation at a time, and none after a failure, after which the group would hang."""
         with self._lock:
             if self._end_reason is not None:
                 raise GroupError(f"this sender has ended: {self._end_reason}", group_dropped=True)
@@ -234,7 +234,7 @@ class ThreadSender:
 
 
 class _SendMonitor:
-    """How many bytes were sent, and whether the current message stalls.
+    """Counts sent bytes and detects a stalled message.
 
     A message shows no progress before all of it was sent.
     """
@@ -295,13 +295,12 @@ def _tensor_messages(
 
 
 def tensor_bytes(spec: TensorSpec, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The announced tensor as flat uint8; raises GroupError if it differs from what was
-    announced."""
+    """The tensor as flat uint8. Raises GroupError if it differs from its announcement."""
     import torch
 
     tensor = tensors.get(spec.name)
     if tensor is None:
-        raise GroupError(f"tensor {spec.name!r} is announced, but not among those to send")
+        raise GroupError(f"tensor {spec.name!r} is announced, but is not among those to send")
     if tensor.dtype != getattr(torch, spec.dtype) or tuple(tensor.shape) != spec.shape:
         raise GroupError(
             f"tensor {spec.name!r} is announced as {spec.dtype} {list(spec.shape)}, and is "

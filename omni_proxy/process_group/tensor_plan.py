@@ -1,7 +1,7 @@
-"""What a trainer announces before it sends: names, dtypes, shapes, and how they are batched.
+"""Plans of the tensors that a trainer announces: names, dtypes, shapes, and their batching.
 
-Pure: no torch, no socket. Invariant: a `TensorPlan` is consistent: known dtypes, valid shapes,
-unique names, offsets that a view may start at. Whether memory for it is free is not checked.
+No torch, no I/O. Invariant: a `TensorPlan` is consistent: known dtypes, valid shapes, unique names,
+offsets at which a view may start. Whether enough memory is free is not checked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, Final
 
 FLATTENED: Final = "flattened_bucket"
-# Transports that mean one broadcast per message; a request without one means the same.
+# Transports with one broadcast per message, which is also the default.
 BROADCASTS: Final = ("nccl_broadcast", "nccl", "gloo_broadcast", "gloo")
 
 # Bytes per element, by torch's names without "torch.".
@@ -32,7 +32,7 @@ ITEM_BYTES: Final = {
 }
 MAX_DIMENSIONS: Final = 64  # torch's own bound
 MAX_ELEMENTS: Final = 1 << 56  # strides of anything larger may overflow inside torch
-# The alignment of a tensor with a message of its own: valid for a view of any dtype.
+# Alignment of a tensor that has its own message: valid for a view of any dtype.
 ALIGNMENT_BYTES: Final = 64
 
 Announced = tuple[str, str, Sequence[int]]
@@ -41,7 +41,7 @@ Announced = tuple[str, str, Sequence[int]]
 class GroupError(Exception):
     """A weights-update group refused a request or failed; the text is for the trainer.
 
-    `group_dropped`: the group is gone and has to be initialised again.
+    `group_dropped`: the group no longer exists and has to be initialised again.
     """
 
     def __init__(self, message: str, *, group_dropped: bool = False) -> None:
@@ -61,7 +61,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastMessage:
-    """One broadcast: its place in the block, and `what` it carries, for error texts."""
+    """One broadcast: its location in the block. `what`: its content, for error texts."""
 
     what: str
     offset: int
@@ -70,7 +70,7 @@ class BroadcastMessage:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Everything one receive expects. `offsets`: where each tensor starts in the block."""
+    """The tensors and messages of one receive. `offsets`: start of each tensor in the block."""
 
     tensors: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]
@@ -79,7 +79,7 @@ class TensorPlan:
 
 
 def parse_specs(names: object, dtypes: object, shapes: object) -> list[Announced]:
-    """The three parallel lists of a request as one; raises GroupError if they do not match."""
+    """Merges the three parallel lists of a request. Raises GroupError if they don't match."""
     lists = {"names": names, "dtypes": dtypes, "shapes": shapes}
     for key, value in lists.items():
         if not isinstance(value, list | tuple):
@@ -99,7 +99,7 @@ def parse_plans(body: Mapping[str, Any], *, dense: bool = False) -> tuple[Tensor
     """One plan per announced bucket of a prepare or a single-phase update (two-phase.md 1.3, 1.5).
 
     Accepts both forms: `buckets`, each with names, dtypes and shapes, or one bucket at the top
-    level. Raises GroupError naming the first error; ignores unknown keys.
+    level. Raises GroupError with the first error; ignores unknown keys.
     """
     _require_broadcast(body.get("transport"))
     buckets = _buckets(body)
@@ -123,8 +123,8 @@ def parse_plans(body: Mapping[str, Any], *, dense: bool = False) -> tuple[Tensor
 def _require_broadcast(transport: object) -> None:
     if transport not in (None, *BROADCASTS):
         raise GroupError(
-            f"transport {transport!r} is not supported: {', '.join(BROADCASTS)} are, and leaving "
-            "it out means the same"
+            f"transport {transport!r} is not supported: use one of {', '.join(BROADCASTS)}, or "
+            "leave it out"
         )
 
 
@@ -155,7 +155,7 @@ def _require_count(num_buckets: object, announced: int) -> None:
 
 
 def merge_plans(plans: Sequence[TensorPlan], starts: Sequence[int] | None = None) -> TensorPlan:
-    """All buckets as one plan: bucket i's block starts at `starts[i]`, by default end to end."""
+    """All buckets as one plan: bucket i's block starts at `starts[i]`, by default contiguous."""
     if starts is None:
         starts = _aligned_starts([plan.block_bytes for plan in plans])
     tensors: list[TensorSpec] = []
@@ -171,7 +171,7 @@ def merge_plans(plans: Sequence[TensorPlan], starts: Sequence[int] | None = None
 
 
 def _aligned_starts(sizes: Sequence[int]) -> list[int]:
-    """Where blocks of these sizes start, end to end and aligned."""
+    """Start offsets of contiguous blocks of these sizes, aligned."""
     starts: list[int] = []
     end = 0
     for size in sizes:
@@ -183,15 +183,15 @@ def _aligned_starts(sizes: Sequence[int]) -> list[int]:
 def make_plan(
     specs: Iterable[Announced], load_format: str | None = None, *, dense: bool = False
 ) -> TensorPlan:
-    """The plan of these specs; raises GroupError naming the first invalid one.
+    """The plan of these specs. Raises GroupError with the first invalid one.
 
-    `dense` leaves no gaps between tensors, as in a file or a flattened bucket: then some tensors
-    may be misaligned for a view.
+    `dense` leaves no gaps between tensors, as in a file or a flattened bucket, so some tensors may
+    be misaligned for a view.
     """
     if load_format not in (None, FLATTENED):
         raise GroupError(
-            f"unknown load_format {load_format!r}: known is {FLATTENED!r}, or none for "
-            "one broadcast per tensor"
+            f"unknown load_format {load_format!r}: use {FLATTENED!r}, or none for one broadcast "
+            "per tensor"
         )
     tensors = tuple(_parse_tensor(name, dtype, shape) for name, dtype, shape in specs)
     if not tensors:
@@ -228,7 +228,7 @@ def _parse_shape(name: str, shape: object) -> tuple[int, ...]:
             raise GroupError(
                 f"tensor {name!r}: a dimension must be an integer of 0 or more, not {size!r}"
             )
-    # Empty dimensions count as 1: torch multiplies the others into its strides nevertheless.
+    # Empty dimensions count as 1, because torch computes strides from the other ones.
     if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise GroupError(f"tensor {name!r}: shape {list(shape)} is larger than any memory")
     return tuple(shape)
@@ -249,7 +249,7 @@ def _one_message_each(tensors: tuple[TensorSpec, ...], alignment_bytes: int) -> 
 
 
 def _one_flat_message(tensors: tuple[TensorSpec, ...]) -> TensorPlan:
-    """All tensors in one message, end to end without padding (api-server.md 9.1)."""
+    """All tensors in one message, without padding between them (api-server.md 9.1)."""
     plan = _one_message_each(tensors, 1)
     label = f"the flattened bucket of {len(tensors)} tensors from {tensors[0].name!r} on"
     message = BroadcastMessage(label, 0, plan.block_bytes)

@@ -1,11 +1,11 @@
-"""The protocol of a trainer's process group, at one of its ranks: init, receive, destroy.
+"""The protocol of a trainer's process group at one of its ranks: init, receive, destroy.
 
-joining (`rendezvous.py`, `broadcast/backend.py`) -> ready <-> receiving what was announced
+joining (`rendezvous.py`, `broadcast/backend.py`) -> ready <-> receiving announced tensors
 (`tensor_plan.py`, `broadcast/receive.py`). Invariant: any failure, and the trainer's end, drops the
-group, because a group that failed once hangs later. All calls block: each needs a thread of its
-own. `destroy` and `close` may be called while another thread is inside `init` or `receive`: that
-call then raises GroupError within POLL_SECS. It has no HTTP, model or scheduler. At the proxy, for
-all members at once, the protocol is the state machine of `weight_sync/protocol/trainer_group.py`.
+group, because a group that failed once hangs later. All calls block, so each needs its own thread.
+`destroy` and `close` may be called while another thread is inside `init` or `receive`: that call
+then raises GroupError within POLL_SECS. It has no HTTP, model or scheduler. The proxy's state
+machine for all members of a group is in `weight_sync/protocol/trainer_group.py`.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ MAX_DROP_REASONS: Final = 32
 class GroupLimits:
     """Timeouts of groups, in seconds.
 
-    `stall_secs`: a receive without progress for that long is ended; `first_byte_secs`: how long an
-    armed receive waits for its first byte (None: `stall_secs`). `silent_secs`: how long a port may
-    accept connections without answering as a store. `ping_secs`: how long the trainer of a group
-    whose name is requested again may take to answer a ping. `keep_bytes`: unused receive memory
-    that is kept. `receive_secs`: the longest one receive may take, even with steady progress.
+    `stall_secs`: ends a receive without progress. `first_byte_secs`: an armed receive's wait for
+    its first byte (None: `stall_secs`). `silent_secs`: how long a port may accept connections
+    without answering as a store. `ping_secs`: answer time of the present trainer if another one
+    requests its group's name. `keep_bytes`: unused receive memory that is kept. `receive_secs`:
+    maximum duration of a receive, even with steady progress.
     """
 
     stall_secs: float = 30.0
-    # A trainer's store resolves its clients' names: with an unreachable DNS that takes 10 s each.
+    # A trainer's store resolves its clients' names; with an unreachable DNS each takes 10 s.
     silent_secs: float = 12.0
     ping_secs: float = 2.0
     keep_bytes: int = KEEP_BYTES
@@ -94,7 +94,7 @@ _Group = TypeVar("_Group", bound=_Joined)
 
 
 def ready_group(groups: Mapping[str, _Group], drop_reasons: Mapping[str, str], name: str) -> _Group:
-    """The group that may receive now. `drop_reasons`: why groups are gone. Raises GroupError."""
+    """The group, if it may receive now. Raises GroupError. `drop_reasons`: of dropped groups."""
     group = groups.get(name)
     if group is None and name in drop_reasons:
         raise GroupError(
@@ -110,7 +110,7 @@ def ready_group(groups: Mapping[str, _Group], drop_reasons: Mapping[str, str], n
 class _JoinedGroup:
     """State of one group; its fields change under the lock of `Groups`.
 
-    `stop` is the reason to end whatever runs in the group; `receive` is the running receive.
+    `stop`: the reason why the running step has to end. `receive`: the running receive.
     """
 
     __slots__ = ("address", "backend", "connection", "receive", "rendezvous", "state", "stop")
@@ -145,10 +145,11 @@ class Groups:
         self._closed = False
 
     def init(self, rendezvous: Rendezvous, stop: CancelToken | None = None) -> None:
-        """Joins the trainer's group; returns once all ranks have joined (NCCL: this rank).
+        """Joins the trainer's group; returns when all ranks have joined (NCCL: this rank).
 
-        A group of this name is replaced if its trainer has gone. Raises GroupError if its trainer
-        is alive, or if joining fails; a failed group is removed. `stop` cancels the call.
+        A group of the same name is replaced if its trainer has disconnected. Raises GroupError if
+        that trainer is alive, or if joining fails; a failed group is removed. `stop` cancels the
+        call.
         """
         address = validated_address(rendezvous)
         require_backend(rendezvous.backend, rendezvous.device)
@@ -158,7 +159,7 @@ class Groups:
             if self._closed:
                 raise GroupError("the replica is shutting down")
             if rendezvous.group_name in self._groups:
-                raise GroupError(f"group {rendezvous.group_name!r} is just being initialized")
+                raise GroupError(f"group {rendezvous.group_name!r} is already being initialized")
             self._groups[rendezvous.group_name] = group
         joined = False
         try:
@@ -176,7 +177,7 @@ class Groups:
     def destroy(self, group_name: str) -> None:
         """Ends a group in any state; raises GroupError if there is none.
 
-        Destroying a group that a failure has dropped already succeeds, once.
+        Destroying a group that was dropped by a failure succeeds once.
         """
         with self._lock:
             was_dropped = self._drop_reasons.pop(group_name, None) is not None
@@ -195,10 +196,10 @@ class Groups:
         load_format: str | None = None,
         progress: ProgressCallback | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The tensors that the trainer broadcasts for these specs, by name.
+        """Receives the announced tensors; returns them by name.
 
-        Their memory is reused only after the last of them was dropped. Raises GroupError: with
-        `group_dropped` false the group is unchanged, otherwise it is gone.
+        Their memory is reused only after the last of them was dropped. Raises GroupError; with
+        `group_dropped` the group no longer exists, otherwise it is unchanged.
         `progress(messages_done, bytes_received)` is called in the calling thread.
         """
         plan = make_plan(specs, load_format)
@@ -208,9 +209,9 @@ class Groups:
     def arm(
         self, group_name: str, order: ReceiveOrder, *, ready_secs: float
     ) -> Transfer[LocalReceived]:
-        """Returns once the first receive is posted; a thread of its own then runs the receive.
+        """Returns when the first receive is posted; a separate thread runs the receive.
 
-        Raises GroupError: then nothing is armed; with `group_dropped` the group is gone as well.
+        If it raises GroupError, nothing is armed; with `group_dropped` the group is dropped too.
         """
         group = self._claim(group_name)
         if group.owner_gone():
@@ -229,7 +230,7 @@ class Groups:
         return transfer
 
     def owner_gone(self, group_name: str) -> bool:
-        """Whether the trainer of this group has closed its store; returns at once."""
+        """Whether the trainer of this group has closed its store. Doesn't block."""
         with self._lock:
             group = self._groups.get(group_name)
         return group is not None and group.owner_gone()
@@ -277,7 +278,7 @@ class Groups:
             raise GroupError(f"no memory for the announced tensors: {error}") from None
 
     def status(self) -> dict[str, Any]:
-        """JSON-ready: the groups and their progress, threads blocked in torch, memory kept."""
+        """JSON-ready: the groups and their progress, threads blocked in torch, kept memory."""
         with self._lock:
             groups = [_group_status(group) for group in self._groups.values()]
         return {
@@ -287,7 +288,7 @@ class Groups:
         }
 
     def close(self) -> None:
-        """Ends all groups for good and frees memory; blocked calls in other threads end at once."""
+        """Ends all groups permanently and frees memory; blocked calls in other threads fail."""
         with self._lock:
             self._closed = True
             names = list(self._groups)
@@ -311,7 +312,7 @@ class Groups:
             group_name,
             existing.owner(),
         )
-        with suppress(GroupError):  # it ended by itself in the meantime
+        with suppress(GroupError):  # it has ended since the check
             self.destroy(group_name)
 
     def _join(self, group: _JoinedGroup) -> None:
@@ -358,7 +359,7 @@ class Groups:
 
     def _record_drop(self, group: _JoinedGroup, reason: str, *, dropped: bool) -> None:
         with self._lock:
-            # A destroyed group needs no reason: its trainer requested it.
+            # A destroyed group needs no reason, because its trainer requested that.
             if not dropped or self._groups.get(group.rendezvous.group_name) is not group:
                 return
             self._drop_reasons[group.rendezvous.group_name] = reason
@@ -366,7 +367,7 @@ class Groups:
                 self._drop_reasons.pop(next(iter(self._drop_reasons)))
 
     def _finish_step(self, group: _JoinedGroup, *, keep: bool) -> None:
-        """After a blocking step: back to ready, or dropped."""
+        """Ends a blocking step: the group becomes ready again, or is dropped."""
         name = group.rendezvous.group_name
         with self._lock:
             keep = keep and group.stop is None
@@ -393,7 +394,8 @@ class Groups:
 def _join_call(
     group: _JoinedGroup, connections: list[StoreConnection], deadline: float, silent_secs: float
 ) -> Callable[[BlockingCall[Backend]], Backend]:
-    """A function that joins the group; it appends the store connection once there is one."""
+    """Returns a function that joins the group and appends its store connection to
+    `connections`."""
     rendezvous, address, owner = group.rendezvous, group.address, group.owner()
 
     def join(call: BlockingCall[Backend]) -> Backend:

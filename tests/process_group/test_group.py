@@ -103,7 +103,7 @@ def test_a_trainer_that_is_not_up_yet_is_waited_for(groups, trainer):
     ("changes", "message"),
     [
         ({"rank": 0}, "rank 0 is the trainer"),
-        ({"rank": 4, "world_size": 4}, "ours must be 1 to 3"),
+        ({"rank": 4, "world_size": 4}, "it must be 1 to 3"),
         ({"rank": -1}, "rank -1"),
         ({"rank": "1"}, "rank must be an integer"),
         ({"world_size": 1}, "world_size 1"),
@@ -288,5 +288,5 @@ def test_a_rank_without_a_gpu_of_its_own_gets_that_reason(groups, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    with pytest.raises(GroupError, match="rank 1 of this replica needs GPU 1 for itself, and 1 "):
+    with pytest.raises(GroupError, match="rank 1 of this replica needs its own GPU 1, but only 1 "):
         groups.init(meeting(1, backend="nccl", device=1))

@@ -94,7 +94,7 @@ def test_what_is_sent_arrives_byte_for_byte(met, other, tmp_path, load_format, i
 @pytest.mark.parametrize(
     ("there", "message"),
     [
-        ({}, "'a' is announced, but not among those to send"),
+        ({}, "'a' is announced, but is not among those to send"),
         ({"a": torch.zeros(30, 401)}, r"announced as float32 \[30, 400\], and is .* \[30, 401\]"),
         ({"a": torch.zeros(30, 400).half()}, "and is float16"),
         (FileRegion("/dev/null", (0,)), "/dev/null has 0 bytes"),

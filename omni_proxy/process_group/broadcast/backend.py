@@ -1,9 +1,8 @@
 """A process group with a trainer's ranks: gloo on the CPU, NCCL on a GPU.
 
-The group is built directly over prefixed stores, with the keys that the trainer's own constructor
-uses, torch's or vLLM's, so that trainers need no special code. Invariant: it is never torch's
-default group and has no name inside torch. All functions here may block: call them in a
-`BlockingCall`.
+The group is built directly over prefixed stores, with the same keys as the trainer's constructor
+(torch's or vLLM's), so that trainers need no special code. Invariant: it is never torch's default
+group and has no name inside torch. All functions here may block: call them in a `BlockingCall`.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ if TYPE_CHECKING:
 
 SOURCE_RANK: Final = 0
 
-# Both sides need the first (two-phase.md 1.2). Without the others torch ends the whole process
-# when a collective times out or an abort takes long; here only the group may end.
+# Both sides need the first variable (two-phase.md 1.2). Without the others, torch ends the whole
+# process if a collective times out or an abort takes long; here only the group may end.
 NCCL_ENVIRONMENT: Final = {
     "NCCL_CUMEM_ENABLE": "0",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-# Where a vLLM trainer puts the id of a bare NCCL communicator, and how long a gloo one may take to
-# put its own address there before it is taken for one.
+# A vLLM trainer with a bare NCCL communicator puts its id under NCCL_ID_KEY; one with gloo puts its
+# address under GLOO_KEY, for which GLOO_KEY_SECS are allowed.
 NCCL_ID_KEY: Final = "broadcast_from/0/0"
-GLOO_KEY: Final = "/0/0"  # of rank 0
+GLOO_KEY: Final = "/0/0"  # the key of rank 0
 _STATELESS_KEY: Final = re.compile(r"tcp://.+:\d+/0/0")
 GLOO_KEY_SECS: Final = 2.0
 GLOO_POLL_SECS: Final = 0.01
-# How long an NCCL trainer may take from joining to its first broadcast.
+# Longest time between an NCCL trainer's joining and its first broadcast.
 FIRST_BROADCAST_SECS: Final = 24 * 3600.0
 
 
 class Backend(Protocol):
-    """What receives and senders need of a group."""
+    """The operations of a group that receives and senders use."""
 
     backend: str
 
@@ -66,7 +65,7 @@ class Backend(Protocol):
     ) -> None:
         """Receives one broadcast of rank 0 into each part; blocks.
 
-        `on_complete(n)`: n parts are complete. `posted()`: the trainer may send from now on.
+        Calls `posted()` when the trainer may send, and `on_complete(n)` when n parts are complete.
         """
         ...
 
@@ -76,7 +75,7 @@ class Backend(Protocol):
         on_complete: Callable[[int], None],
         timeout_secs: float,
     ) -> None:
-        """Broadcasts each part as rank 0; blocks. `on_complete(n)`: n parts are sent."""
+        """Broadcasts each part as rank 0; blocks. Calls `on_complete(n)` when n parts are sent."""
         ...
 
     def abort(self) -> None:
@@ -85,11 +84,11 @@ class Backend(Protocol):
 
 
 def require_backend(backend: str, device: int = 0) -> None:
-    """Raises GroupError if this machine or this torch cannot join such a group."""
+    """Raises GroupError if this machine or its torch can't join a group of this backend."""
     import torch.distributed as dist
 
     if not dist.is_available():
-        raise GroupError("this torch is built without torch.distributed: it can join no group")
+        raise GroupError("this torch is built without torch.distributed: it can't join a group")
     if backend == GLOO and not dist.is_gloo_available():
         raise GroupError("this torch is built without gloo")
     if backend == NCCL:
@@ -102,8 +101,8 @@ def require_backend(backend: str, device: int = 0) -> None:
             )
         if device >= (count := torch.cuda.device_count()):
             raise GroupError(
-                f"rank {device} of this replica needs GPU {device} for itself, and {count} are "
-                "there: give it as many as it has ranks (CUDA_VISIBLE_DEVICES), or let the trainer "
+                f"rank {device} of this replica needs its own GPU {device}, but only {count} are "
+                "visible: give it one for each rank (CUDA_VISIBLE_DEVICES), or let the trainer "
                 "make the group with backend 'gloo'"
             )
 
@@ -112,8 +111,8 @@ def join_group(rendezvous: Rendezvous, address: tuple[str, int], timeout_secs: f
     """Joins a trainer's group; blocks until all ranks have joined. Raises what torch raises."""
     from torch._C._distributed_c10d import TCPStore
 
-    # `wait_for_workers` is what counts this rank: a trainer whose store comes from a tcp://
-    # rendezvous blocks in its constructor until every rank was counted there.
+    # `wait_for_workers` counts this rank: a trainer with a store from a tcp:// rendezvous blocks in
+    # its constructor until every rank was counted there.
     store = TCPStore(
         address[0],
         address[1],
@@ -128,7 +127,7 @@ def join_group(rendezvous: Rendezvous, address: tuple[str, int], timeout_secs: f
 
 
 def open_store(rendezvous: HostedRendezvous) -> TCPStore:
-    """A store on the rendezvous's address, which the other ranks connect to; returns at once.
+    """Opens a store at the rendezvous's address for the other ranks. Doesn't block.
 
     Raises GroupError if the address cannot be bound.
     """
@@ -136,7 +135,7 @@ def open_store(rendezvous: HostedRendezvous) -> TCPStore:
 
     host = rendezvous.host
     try:
-        # Bound here, because torch would listen on every address of this machine.
+        # Bound here, because torch would listen on all addresses of this machine.
         listener = socket.create_server((host, rendezvous.port), family=_address_family(host))
     except OSError as error:
         raise GroupError(f"no store at {host}:{rendezvous.port}: {error}") from None
@@ -146,7 +145,7 @@ def open_store(rendezvous: HostedRendezvous) -> TCPStore:
         rendezvous.world_size,
         is_master=True,
         timeout=timedelta(seconds=rendezvous.timeout_s),
-        # The other ranks learn this port only after this call returns.
+        # The other ranks get the port only after this call returns.
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
@@ -183,9 +182,9 @@ def _make_group(rendezvous: Rendezvous, store: Store, timeout_secs: float) -> Ba
 def _make_stateless_group(
     rendezvous: Rendezvous, store: TCPStore, address: tuple[str, int], timeout_secs: float
 ) -> Backend:
-    """The group of vLLM's `stateless_init_torch_distributed_process_group`.
+    """Joins a group made by vLLM's `stateless_init_torch_distributed_process_group`.
 
-    Raises GroupError for a trainer that would talk NCCL outside of torch: that would never form.
+    Raises GroupError for a trainer that uses NCCL outside of torch: such a group would never form.
     """
     from torch._C._distributed_c10d import PrefixStore
 
@@ -198,29 +197,29 @@ def _make_stateless_group(
             break
         if store.check([NCCL_ID_KEY]):
             raise GroupError(
-                "the trainer makes a bare NCCL communicator, and this engine computes on CPUs: let "
-                "it make its group by stateless_init_torch_distributed_process_group with gloo"
+                "the trainer makes a bare NCCL communicator, but this engine runs on CPUs: let the "
+                "trainer make its group by stateless_init_torch_distributed_process_group with gloo"
             )
         pause.wait(GLOO_POLL_SECS)
     return GlooBackend(rendezvous, PrefixStore(prefix, store), timeout_secs)
 
 
 def _other_prefix(store: TCPStore) -> str | None:
-    """The prefix of the trainer's keys if the trainer uses another name for its address."""
-    list_keys = getattr(store, "list_keys", None)  # of newer versions of torch
+    """The prefix of the trainer's keys, if the trainer uses another name for its address."""
+    list_keys = getattr(store, "list_keys", None)  # only in newer versions of torch
     keys = list_keys() if list_keys is not None else ()
     return next((key[: -len(GLOO_KEY)] for key in keys if _STATELESS_KEY.fullmatch(key)), None)
 
 
 class GlooBackend:
-    """Bytes into CPU memory. Only the peer or the timeout ends a blocked receive."""
+    """Receives into CPU memory. Only the peer or the timeout ends a blocked receive."""
 
     backend = GLOO
 
     def __init__(self, rendezvous: Rendezvous, store: Store, timeout_secs: float) -> None:
         from torch.distributed import ProcessGroupGloo
 
-        # torch's own type hints leave out what both kinds of group can do.
+        # torch's type hints lack the methods that both kinds of group have.
         self._group: Any = ProcessGroupGloo(
             store, rendezvous.rank, rendezvous.world_size, timedelta(seconds=timeout_secs)
         )
@@ -237,7 +236,7 @@ class GlooBackend:
     ) -> None:
         options = _broadcast_options(timeout_secs)
         works = [self._group.broadcast([part], options) for part in parts[:1]]
-        # The peer may start while the rest is posted: a model has hundreds of tensors.
+        # A model has hundreds of tensors, so the peer may start while the others are posted.
         posted()
         works += [self._group.broadcast([part], options) for part in parts[1:]]
         for count, work in enumerate(works, start=1):
@@ -253,14 +252,14 @@ class GlooBackend:
         self.receive(parts, on_complete, lambda: None, timeout_secs)
 
     def abort(self) -> None:
-        """Does nothing: gloo's own abort() and shutdown() have no effect (weight-sync.md 0.1)."""
+        """Does nothing: abort() and shutdown() of gloo have no effect (weight-sync.md 0.1)."""
 
 
 class NcclBackend:
-    """Bytes into GPU memory. An abort from another thread ends a blocked receive.
+    """Receives into GPU memory. An abort from another thread ends a blocked receive.
 
-    Trainers build the communicator either at once or with their first broadcast, and this side
-    cannot detect which: its communicator is built in a separate thread, which works with both.
+    Trainers build the communicator either when they join or with their first broadcast, and this
+    side can't detect which: it builds its communicator in a separate thread, which fits both.
     """
 
     backend = NCCL
@@ -273,7 +272,7 @@ class NcclBackend:
             os.environ.setdefault(key, value)
         store.set_timeout(timedelta(seconds=FIRST_BROADCAST_SECS))
         options = ProcessGroupNCCL.Options()
-        # torch's own deadline would end more than the group: the monitor's must be earlier.
+        # torch's timeout would end more than the group, so the monitor's has to be earlier.
         options._timeout = timedelta(seconds=2 * rendezvous.timeout_s + 60)
         self._device = torch.device("cuda", rendezvous.device)
         self._group: Any = ProcessGroupNCCL(store, rendezvous.rank, rendezvous.world_size, options)
@@ -300,7 +299,7 @@ class NcclBackend:
     ) -> None:
         import torch
 
-        # Before connecting: a trainer that connects with its first broadcast waits for "posted".
+        # Before connecting: a trainer that connects with its first broadcast waits for `posted`.
         posted()
         self._wait_connected(timeout_secs)
         with torch.cuda.device(self._device):
@@ -348,7 +347,7 @@ class NcclBackend:
         *,
         sends: bool,
     ) -> None:
-        """Host memory, one message after the other through one bounce buffer on the GPU."""
+        """Transfers host memory, one message after another, through a bounce buffer on the GPU."""
         import torch
 
         options = _broadcast_options(timeout_secs)
@@ -356,7 +355,7 @@ class NcclBackend:
         bounce = torch.empty(size, dtype=torch.uint8, device=self._device)
         for count, part in enumerate(parts, start=1):
             view = bounce[: part.numel()]
-            # A receive copies too: the sentinels have to be in the bounce buffer.
+            # A receive also copies here: the sentinels have to be in the bounce buffer.
             view.copy_(part)
             self._group.broadcast([view], options).wait()
             if not sends:
@@ -378,7 +377,7 @@ def _broadcast_options(timeout_secs: float) -> BroadcastOptions:
 
 
 def error_summary(error: RuntimeError) -> str:
-    """The message of a torch error without source location, advice and stack."""
+    """The message of a torch error without source location, hints and stack."""
     first, *_ = str(error).splitlines() or [type(error).__name__]
     first, _, _ = first.partition(" This is typically caused by")
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first)

@@ -1,8 +1,8 @@
-"""Memory that bytes are received into, reused from one receive to the next.
+"""Memory for received bytes, reused from one receive to the next.
 
 Reuse matters because a first touch of fresh pages costs more than the receive (weight-sync.md
-0.10). `BufferPool` is memory of this process; `SharedBlockPool` is anonymous files that a child
-process receives into and this process reads: nothing of them stays in /dev/shm, however a process
+0.10). `BufferPool` is memory of this process; `SharedBlockPool` has anonymous files that a child
+process receives into and this process reads; they leave nothing in /dev/shm, however a process
 ends. Invariant: a block is reused only after the last tensor that views it was dropped, so it is
 never written while a reader may still use it.
 """
@@ -41,17 +41,17 @@ class BufferPool:
         self._free = free
         self._lock = threading.Lock()
         self._unused: list[npt.NDArray[np.uint8]] = []
-        # Filled by finalizers, which may run anywhere, also while the lock is held: so no lock.
+        # Lock-free: finalizers fill it, and may run anywhere, also while the lock is held.
         self._returned: deque[npt.NDArray[np.uint8]] = deque()
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A flat uint8 tensor of touched memory, its content undefined.
+        """Returns a flat uint8 tensor of touched memory with undefined content.
 
-        Raises GroupError if the machine has less memory free.
+        Raises GroupError if the machine has less free memory.
         """
         import torch
 
-        # Never empty: numpy gives an empty array strides that torch refuses to view.
+        # At least 1: numpy gives an empty array strides that torch refuses to view.
         size = max(nbytes, 1)
         block = self._take_unused(size)
         if block is None:
@@ -131,7 +131,7 @@ class BlockLease:
         if self.block.mapping is None:
             self.block.mapping = map_file(self.block.descriptor, self.block.nbytes)
         array: Any = self.block.mapping.numpy()[:]
-        # The finalizer's reference keeps the lease alive as long as any view of the array.
+        # The finalizer's reference keeps the lease alive as long as a view of the array exists.
         weakref.finalize(array, _clear, [self]).atexit = False
         return torch.from_numpy(array)
 
@@ -158,11 +158,11 @@ class SharedBlockPool:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._unused: list[SharedBlock] = []
-        # Filled by finalizers, which may run anywhere, also while the lock is held: so no lock.
+        # Lock-free: finalizers fill it, and may run anywhere, also while the lock is held.
         self._returned: deque[SharedBlock] = deque()
 
     def take(self, nbytes: int) -> BlockLease:
-        """Raises GroupError if the machine has less memory free."""
+        """Leases a block of at least `nbytes`. Raises GroupError if less memory is free."""
         size = max(nbytes, 1)
         block = self._take_unused(size)
         if block is None:

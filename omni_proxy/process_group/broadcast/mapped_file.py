@@ -1,9 +1,9 @@
-"""Files and memory mapped as tensors: where buckets lie, that they fit, and prefaulted pages.
+"""Files mapped as tensors: location of buckets, size checks, prefaulted pages, free memory.
 
-Invariant: a file is mapped for writing only once all blocks under the buckets are allocated:
-a write through a mapping to a full disk would end the process. Prefaulting never changes the
-content of pages, so it may go on while other threads write to them. It also says how much memory
-is free, and which files are held in memory (tmpfs). Linux only; no torch.
+Invariant: a file is mapped for writing only after all blocks under the buckets are allocated,
+because a write through a mapping to a full disk would end the process (SIGBUS). Prefaulting never
+changes the content of pages, so it may continue while other threads write to them. Linux only;
+torch is imported only by functions that return tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MEMORY_FILE_SYSTEMS: Final = ("tmpfs", "ramfs")
 
 
 def free_bytes() -> int:
-    """Memory available now: the machine's, or the container's where its limit is lower."""
+    """Available memory of the machine, or of the container if its limit is lower."""
     meminfo = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
     free = int(meminfo["MemAvailable"].split()[0]) * 1024
     try:
@@ -55,7 +55,7 @@ def out_of_memory_error(needed: int, free: int) -> GroupError:
 
 
 def is_memory_device(device: int) -> bool:
-    """Whether the files on this device (`st_dev`) are pages of memory: tmpfs or ramfs."""
+    """Whether files on this device (`st_dev`) are in memory: tmpfs or ramfs."""
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in MOUNTINFO.read_text(encoding="utf-8", errors="replace").splitlines():
         fields, _, rest = line.partition(" - ")
@@ -70,7 +70,7 @@ STAT_BLOCK_BYTES: Final = 512  # the unit of st_blocks on every file system
 MADV_POPULATE_READ: Final = 22
 MADV_POPULATE_WRITE: Final = 23
 STEP_BYTES: Final = 64 << 20
-# The rest is prefaulted while the first bytes arrive: the caller has a deadline to be ready.
+# More is prefaulted while the first bytes arrive, because the caller has a deadline to be ready.
 BEFORE_READY_BYTES: Final = 1 << 30
 
 
@@ -78,7 +78,7 @@ BEFORE_READY_BYTES: Final = 1 << 30
 class FileRegion:
     """An existing file of full size; bucket i's block begins at byte `starts[i]`.
 
-    Inside a block, tensors lie as the bucket's plan says: without gaps if the plan is `dense`.
+    Inside a block, tensors are at the offsets of the bucket's plan: without gaps if it is `dense`.
     """
 
     path: str
@@ -100,7 +100,7 @@ def region_span(region: FileRegion, plans: Sequence[TensorPlan]) -> tuple[int, i
 def map_for_receive(
     region: FileRegion, plans: Sequence[TensorPlan]
 ) -> Callable[[TensorPlan], torch.Tensor]:
-    """A function that maps the file when it is called; it raises GroupError if that fails."""
+    """Returns a function that maps the file; it raises GroupError if that fails."""
 
     def map_region(_: TensorPlan) -> torch.Tensor:
         descriptor = open_for_receive(region, plans)
@@ -119,9 +119,9 @@ def map_for_receive(
 
 
 def open_for_receive(region: FileRegion, plans: Sequence[TensorPlan]) -> int:
-    """A descriptor of the file, with its blocks allocated; the caller closes it.
+    """Opens the file and allocates its blocks; the caller closes the descriptor.
 
-    Raises GroupError if a bucket lies outside the file, or the disk is too full.
+    Raises GroupError if a bucket is outside the file, or the disk is too full.
     """
     start, end = region_span(region, plans)
     try:
@@ -129,7 +129,7 @@ def open_for_receive(region: FileRegion, plans: Sequence[TensorPlan]) -> int:
     except OSError as error:
         raise GroupError(f"{region.path} cannot be received into: {error.strerror}") from None
     try:
-        # Writing through a mapping to a full disk ends the process.
+        # A write through a mapping to a full disk would end the process.
         if not _is_resident(region.path, descriptor, end) and end > start:
             os.posix_fallocate(descriptor, start, end - start)
     except OSError as error:
@@ -142,9 +142,9 @@ def open_for_receive(region: FileRegion, plans: Sequence[TensorPlan]) -> int:
 
 
 def _is_resident(path: str, descriptor: int, end: int) -> bool:
-    """Whether the file lies in memory with all its pages allocated.
+    """Whether the file is in memory with all its pages allocated.
 
-    Raises GroupError if the file is too short, or memory for its missing pages is not free.
+    Raises GroupError if the file is too short, or too little memory is free for missing pages.
     """
     status = os.fstat(descriptor)
     if end > status.st_size:
@@ -171,7 +171,7 @@ def _disk_full_error(path: str, size: int, error: OSError) -> GroupError:
 
 
 def map_file(descriptor: int, size: int) -> torch.Tensor:
-    """The file's bytes as a flat uint8 tensor; the mapping lives as long as a view of it."""
+    """The file's bytes as a flat uint8 tensor; the mapping exists as long as a view of it."""
     import numpy as np
     import torch
 
@@ -180,9 +180,9 @@ def map_file(descriptor: int, size: int) -> torch.Tensor:
 
 
 def map_file_to_read(path: str, end: int) -> torch.Tensor:
-    """A file's bytes up to `end` as a flat uint8 tensor; writes to it don't reach the file.
+    """A file's bytes up to `end` as a flat uint8 tensor; writes to it don't change the file.
 
-    Raises GroupError if the file cannot be read or is shorter.
+    Raises GroupError if the file can't be read or is shorter.
     """
     import numpy as np
     import torch
@@ -211,16 +211,16 @@ def prefault(
 
 
 def map_resident_pages(block: torch.Tensor, start: int, stop: int) -> None:
-    """As `prefault`, for a file in memory whose pages are allocated and only have to be mapped.
+    """Like `prefault`, for a file in memory whose pages are allocated but not mapped.
 
     Read faults map many pages at a time, and writes to tmpfs pages need no second fault. This is
-    faster than any network, so only the first step is waited for.
+    faster than any network, so it waits only for the first step.
     """
     _populate_from(block, start, stop, STEP_BYTES, MADV_POPULATE_READ)
 
 
 def read_ahead(block: torch.Tensor, start: int, stop: int) -> None:
-    """Reads these bytes of a mapped file into the page cache, in a thread; returns at once."""
+    """Reads these bytes of a mapped file into the page cache, in a thread, without waiting."""
     _start_populating(block, start, stop, MADV_POPULATE_READ)
 
 
@@ -238,7 +238,7 @@ def _start_populating(block: torch.Tensor, start: int, stop: int, advice: int) -
 
 
 def _populate(block: torch.Tensor, start: int, stop: int, advice: int) -> bool:
-    """Whether the kernel supports the advice."""
+    """Populates the pages. Returns whether the kernel supports the advice."""
     base = block.data_ptr()
     for step in range(start, stop, STEP_BYTES):
         first = (base + step) & -PAGE_BYTES

@@ -1,9 +1,9 @@
-"""One receive: the announced tensors arrive complete and in time, or a GroupError says why not.
+"""One receive: it returns the announced tensors, complete and in time, or raises GroupError.
 
-It has no HTTP and no model. Backends do not report a peer that sends less than it announced: a
-known pattern (sentinel) at the end of each message detects that (weight-sync.md 6.5b), and shows
-how far the bytes have arrived. A peer that sends more ends the process inside gloo: a caller that
-must survive that receives in a child process.
+It has no HTTP and no model. Backends do not report a peer that sends less than it announced. A
+known pattern (sentinel) at the end of each message, and at intervals within it, detects that
+(weight-sync.md 6.5b), and shows how many bytes have arrived. If a peer sends more, gloo aborts the
+process; a caller that must survive that has to receive in a child process.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ if TYPE_CHECKING:
     import torch
     from typing_extensions import Buffer
 
-# Called in the receiving thread with (complete messages, received bytes) when they grow.
+# Called in the receiving thread with (complete messages, received bytes) when they increase.
 ProgressCallback = Callable[[int, int], None]
 
-# The slowest link that is not taken for dead while a message's bytes cannot be observed.
+# Slowest link speed that does not count as a stall while a message's bytes can't be observed.
 SLOWEST_BYTES_PER_SEC: Final = 10e6
-# Below any usable link: bounds how long the backend holds an abandoned thread.
+# Slower than any usable link: bounds how long an abandoned thread stays in the backend.
 CRAWLING_BYTES_PER_SEC: Final = 1e6
 SENTINEL_BYTES: Final = 8
-# In a shorter message the data may equal the sentinel by chance (1 in 4 billion at this length).
+# Shorter messages are not checked: their data may equal the sentinel by chance (1 in 4 billion at
+# this length).
 SHORTEST_CHECKED_BYTES: Final = 4
 SENTINEL_EVERY_BYTES: Final = 4 << 20
-# The last bytes of a trainer that sends and exits may follow the end of its store connection; and
-# the backend has to time out after the monitor, whose error names the cause.
+# The last bytes of a trainer that sends and exits may arrive after the end of its store connection.
+# Also, the backend has to time out after the monitor, whose error has the cause.
 GRACE_SECS: Final = 1.0
 OWNER_GONE: Final = "the trainer has gone: the connection to its store was closed"
 
 
 def sentinel_for(group_name: str, world_size: int) -> bytes:
-    """The sentinel bytes of a group; the same at all ranks, because ranks relay to each other.
+    """The sentinel bytes of a group. All ranks use the same, because ranks relay to each other.
 
-    A relaying rank passes on its whole buffer even if less arrived there, its sentinels included.
+    A relaying rank forwards its whole buffer, with its sentinels if fewer bytes arrived there.
     """
     return hashlib.sha256(f"{world_size} {group_name}".encode()).digest()[:SENTINEL_BYTES]
 
 
 class Sentinels:
-    """The sentinel bytes in a block that is received into: overwritten means received so far."""
+    """The sentinel bytes in a receive block; an overwritten sentinel means received up to there."""
 
     def __init__(
         self, block: torch.Tensor, messages: tuple[BroadcastMessage, ...], sentinel: bytes
@@ -72,13 +73,13 @@ class Sentinels:
                 )
 
     def is_intact(self, message: BroadcastMessage, end: int) -> bool:
-        """Whether nothing has arrived for the bytes just before `end` of this message."""
+        """Whether the message's bytes just before `end` have not arrived."""
         import torch
 
         return torch.equal(self._bytes_at(message, end), self._pattern_of(message))
 
     def first_incomplete(self) -> BroadcastMessage | None:
-        """The first message whose end never arrived; valid only when all messages are complete."""
+        """The first message whose end did not arrive; valid only after all messages completed."""
         for message in self._messages:
             long_enough = message.nbytes >= SHORTEST_CHECKED_BYTES
             if long_enough and self.is_intact(message, message.nbytes):
@@ -94,7 +95,7 @@ class Sentinels:
 
 
 def _sentinel_end(message: BroadcastMessage, index: int) -> int:
-    """Where sentinel `index` of a message ends: every SENTINEL_EVERY_BYTES, and at its end."""
+    """End offset of sentinel `index`: sentinels are every SENTINEL_EVERY_BYTES and at the end."""
     return min((index + 1) * SENTINEL_EVERY_BYTES, message.nbytes)
 
 
@@ -103,7 +104,7 @@ def _sentinel_count(message: BroadcastMessage) -> int:
 
 
 class ReceiveMonitor:
-    """How many bytes of a plan have arrived, and when the last of them did."""
+    """Counts the bytes of a plan that have arrived, and the time of the last progress."""
 
     def __init__(self, plan: TensorPlan, sentinels: Sentinels | None) -> None:
         self.messages_done = 0
@@ -134,13 +135,13 @@ class ReceiveMonitor:
         return max(0, self.bytes_received - self._bytes_done - SENTINEL_BYTES)
 
     def unobservable_bytes(self) -> int:
-        """How many bytes may arrive from now on without the monitor seeing any progress."""
+        """How many bytes may arrive before the monitor detects progress."""
         if self._sentinels is not None or self.messages_done == len(self._messages):
             return 0
         return self._messages[self.messages_done].nbytes
 
     def position(self) -> str:
-        """For error texts."""
+        """The position in the plan, for error texts."""
         total = len(self._messages)
         if self.messages_done == total:
             return f"after all {total} messages"
@@ -161,10 +162,10 @@ class ReceiveMonitor:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveContext:
-    """The limits of a receive, what ends it from outside, and where its thread is counted.
+    """Limits and end conditions of a receive, and the counter of its thread.
 
-    `stop_reason` returns why it should end, if it should; `owner_gone` whether the trainer has
-    closed its store.
+    `stop_reason` returns why the receive has to end, or None. `owner_gone` returns whether the
+    trainer has closed its store.
     """
 
     group_name: str
@@ -178,7 +179,7 @@ class ReceiveContext:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveResult:
-    """The result of one receive: the whole plan in `block`; `digests` only if requested."""
+    """The result of a receive: the plan's bytes in `block`; `digests` only if requested."""
 
     plan: TensorPlan
     block: torch.Tensor
@@ -206,8 +207,8 @@ class BlockReceive:
         self._backend: Backend | None = backend
         self._block: torch.Tensor | None = block
         self._sentinels = Sentinels(block, plan.messages, sentinel)
-        # Reading GPU memory would wait for the very receive that is monitored, and bytes that are
-        # received by way of a GPU are copied to the host only when their message is complete.
+        # Reading GPU memory would wait for the monitored receive itself, and bytes that are
+        # received through a GPU are copied to the host only when their message is complete.
         observable = block.device.type == "cpu" and backend.backend != NCCL
         self.monitor = ReceiveMonitor(plan, self._sentinels if observable else None)
 
@@ -217,7 +218,7 @@ class BlockReceive:
         on_progress: ProgressCallback | None = None,
         posted: Callable[[], None] = lambda: None,
     ) -> ReceiveResult:
-        """Blocks until everything arrived. Raises GroupError; the group is then unusable.
+        """Blocks until all bytes arrived. If it raises GroupError, the group is unusable.
 
         May be called once. `posted` is called as soon as the backend waits for the first message.
         """
@@ -233,7 +234,8 @@ class BlockReceive:
             for message in self._plan.messages
         ]
         call = _start_receive(context, backend, parts, posted)
-        # From here on only the call's thread holds the group: an abandoning one must not free it.
+        # From here on only the call's thread has references to the group: this thread must not free
+        # it if it abandons the call.
         del backend, parts
         try:
             self._wait(call, context, on_progress, hasher)
@@ -273,7 +275,7 @@ class BlockReceive:
         try:
             context.threads.wait_for(call, stop_reason)
         except GroupError as error:
-            # After a cancel from outside, the peer's exit may be seen first: name the cancel.
+            # After a cancel, the peer's exit may be detected first: report the cancel.
             reason = context.stop_reason() or error
             raise GroupError(f"the receive failed {self.monitor.position()}: {reason}") from None
         update()
@@ -287,7 +289,7 @@ class BlockReceive:
 
 
 class _EndConditions:
-    """Whether a receive has to be ended from outside: cancel, trainer gone, stall, deadline."""
+    """Decides whether a receive has to end: cancel, trainer disconnected, stall, deadline."""
 
     def __init__(self, context: ReceiveContext, monitor: ReceiveMonitor) -> None:
         self._context = context
@@ -342,9 +344,9 @@ def _start_receive(
 
 
 def _backend_timeout_secs(context: ReceiveContext, parts: list[torch.Tensor]) -> float:
-    """The backend's own timeout for one broadcast, well after the monitor would have ended it.
+    """The backend's timeout for one broadcast, well after the monitor would have ended it.
 
-    It bounds how long an abandoned thread stays. The clock of a broadcast already runs while the
+    It bounds how long an abandoned thread stays. The timeout of a broadcast already runs while the
     previous one still arrives.
     """
     largest_bytes = max((part.numel() for part in parts), default=0)
@@ -353,7 +355,7 @@ def _backend_timeout_secs(context: ReceiveContext, parts: list[torch.Tensor]) ->
 
 
 def _block_reader(block: torch.Tensor) -> Callable[[int, int], Buffer]:
-    """Reads bytes of the block; those of a GPU by way of a copy."""
+    """Returns a function that reads bytes of the block; GPU memory is copied."""
 
     def read(offset: int, nbytes: int) -> Buffer:
         array: Any = block[offset : offset + nbytes].cpu().numpy()

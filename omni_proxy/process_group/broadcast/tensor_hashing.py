@@ -1,6 +1,6 @@
-"""SHA-256 of each tensor while later tensors still arrive, in threads beside the receiving one.
+"""SHA-256 of each tensor, computed in separate threads while later tensors still arrive.
 
-Invariant: a digest depends only on a tensor's name, dtype, shape and bytes, byte for byte as in
+Invariant: a digest depends only on a tensor's name, dtype, shape and bytes, exactly as in
 api-server.md 3 (a test compares it with the checksum that replicas return).
 """
 
@@ -16,7 +16,7 @@ from omni_proxy.process_group.tensor_plan import BroadcastMessage, TensorPlan, T
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# One core hashes more slowly than loopback transfers; a third thread would take the sender's core.
+# One core hashes more slowly than loopback transfers; a third thread would slow down the sender.
 THREADS: Final = 2
 READ_BYTES: Final = 8 << 20
 
@@ -42,7 +42,7 @@ class TensorHasher:
             thread.start()
 
     def update(self, messages_done: int, final_bytes: int) -> None:
-        """`messages_done` messages are complete, and `final_bytes` of the next one are final."""
+        """Reports that `messages_done` messages and `final_bytes` of the next one are complete."""
         with self._changed:
             if (messages_done, final_bytes) > (self._messages_done, self._final_bytes):
                 self._messages_done, self._final_bytes = messages_done, final_bytes
@@ -54,9 +54,9 @@ class TensorHasher:
             self._changed.notify_all()
 
     def digests(self) -> dict[str, str]:
-        """By name, in the plan's order; blocks until the last one is computed.
+        """Digests by name, in the plan's order; blocks until the last one is computed.
 
-        To be called only when all messages are complete.
+        Call it only after all messages are complete.
         """
         for thread in self._threads:
             thread.join()
@@ -83,8 +83,10 @@ class TensorHasher:
             return index if index < len(self._plan.tensors) and not self._cancelled else None
 
     def _wait_past(self, index: int, done: int) -> int | None:
-        """How many bytes of the tensor are final, once that is more than `done`; None:
-        cancelled."""
+        """Waits until more than `done` bytes of the tensor are final; returns their number.
+
+        None if cancelled.
+        """
         with self._changed:
             while (available := self._available_bytes(index)) <= done and not self._cancelled:
                 self._changed.wait()
@@ -99,7 +101,7 @@ class TensorHasher:
 
 
 def start_tensor_digest(tensor: TensorSpec) -> hashlib._Hash:
-    """A digest with the tensor's name, dtype and shape; to be updated with its bytes in C order."""
+    """A digest of the tensor's name, dtype and shape; update it with its bytes in C order."""
     digest = hashlib.sha256(tensor.name.encode())
     digest.update(f"torch.{tensor.dtype}".encode())
     digest.update(str(tensor.shape).encode())

@@ -1,7 +1,7 @@
-"""A running receive or send: its order, progress, result, and how it ends.
+"""A running receive or send: its order, progress and result.
 
-posting -> armed -> done | failed. Invariant: a transfer ends even if no caller ever waits for it:
-by its last byte, the peer's death, a stall, a deadline or an abort. The first outcome is final.
+posting -> armed -> done | failed. Invariant: a transfer ends even if no caller waits for it: after
+its last byte, or by the peer's death, a stall, a deadline or an abort. The first outcome is final.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How long an aborted transfer may take to end: a few polls of its monitor, or a child's exit.
+# Longest time that an aborted transfer takes to end: a few polls of its monitor, or a child's exit.
 ABORT_SECS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Progress of a transfer; a message is one broadcast, `bytes_expected` is that of all
-    buckets."""
+    """Progress of a transfer. A message is one broadcast; `bytes_expected` is of all buckets."""
 
     buckets_done: int = 0
     messages_done: int = 0
@@ -50,11 +49,11 @@ class Received(Protocol):
     def digests(self) -> dict[str, str]: ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, in announced order, as views wherever the alignment allows one."""
+        """Tensors by name, in announced order, as views if the alignment allows it."""
         ...
 
     def close(self) -> None:
-        """Releases the memory once the last of these tensors is dropped as well."""
+        """Releases the memory, as soon as the last of its tensors is dropped too."""
         ...
 
 
@@ -64,26 +63,25 @@ class PendingReceive(Protocol):
     def progress(self) -> Progress: ...
 
     def wait_past(self, buckets: int, secs: float) -> Progress:
-        """The progress once more than `buckets` are done, the receive has ended, or `secs`
-        passed."""
+        """Waits until more than `buckets` are done, the receive ends, or `secs` have passed."""
         ...
 
     def fault(self) -> GroupError | None:
-        """The error if the receive has failed; returns at once."""
+        """The error if the receive has failed, otherwise None. Doesn't block."""
         ...
 
     def wait(self, secs: float) -> Received:
-        """All buckets; raises GroupError if the receive fails or takes longer than `secs`."""
+        """Returns all buckets. Raises GroupError if that fails or takes longer than `secs`."""
         ...
 
     def abort(self, reason: str) -> None:
-        """Ends the receive and drops the group; `wait` raises GroupError(why)."""
+        """Ends the receive and drops the group; `wait` raises GroupError with `reason`."""
         ...
 
 
 @dataclass(frozen=True)
 class ReceiveOrder:
-    """What to transfer and where to: `allocate` returns flat memory for the plan of all buckets."""
+    """The buckets to transfer, and their memory: `allocate` returns flat memory for all buckets."""
 
     plans: tuple[TensorPlan, ...]
     digests: bool = False
@@ -114,7 +112,7 @@ class ReceiveOrder:
 class Transfer(Generic[T]):
     """State of a transfer that runs in a thread of this process or in a child process.
 
-    `stop(why)` has to make it end soon; its runner then calls `finish` or `fail`.
+    `stop(reason)` has to make it end soon; its runner then calls `finish` or `fail`.
     """
 
     def __init__(self, order: ReceiveOrder, stop: Callable[[str], None]) -> None:
@@ -195,12 +193,12 @@ def start_transfer(
     run: Callable[[threading.Event, ProgressCallback], T],
     ready_secs: float,
 ) -> None:
-    """Runs a transfer in a thread of its own; returns once it is armed.
+    """Runs a transfer in a separate thread; returns when it is armed.
 
-    `run` sets the event as soon as the peer may send. Raises GroupError: it is disarmed then.
+    `run` sets the event as soon as the peer may send. If it raises GroupError, it is disarmed.
     """
     posted = threading.Event()
-    box = [run]  # popped before the call, so that this frame holds no reference to the group
+    box = [run]  # popped before the call, so that this frame has no reference to the group
 
     def run_to_end() -> None:
         try:
@@ -219,7 +217,7 @@ def start_transfer(
 
 
 class LocalReceived:
-    """See `Received`: in memory of this process."""
+    """A `Received` in memory of this process."""
 
     def __init__(self, order: ReceiveOrder, result: ReceiveResult) -> None:
         self.buckets = len(order.plans)

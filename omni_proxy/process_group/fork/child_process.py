@@ -1,8 +1,8 @@
-"""Child processes that are ranks of groups, as their parent handles them: start, call, end, pool.
+"""Parent side of the child processes that are ranks of groups: start, call, kill, pool.
 
-Invariant: every caller that waits for a child learns of its end within milliseconds; a child that
-hangs blocks a caller only for the caller's own timeout. A child ends by itself when this process
-ends, however that happens. No torch in this process.
+Invariant: when a child ends, every caller that waits for it returns within milliseconds; a child
+that hangs blocks a caller only for the caller's timeout. A child exits when this process ends for
+any reason. No torch in this process.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ log = logging.getLogger(__name__)
 
 TransferEvent = ProgressReport | TransferEnded
 
-# Between commands a child blocks in one read: one that reads nothing for so long was stopped.
+# Between commands a child blocks in a read; if it reads nothing for this time, it was stopped.
 SEND_SECS: Final = 10.0
-# An import of torch takes a second or two; on an overloaded machine many more.
+# Importing torch takes seconds, and much longer on an overloaded machine.
 START_SECS: Final = 60.0
 REAP_SECS: Final = 5.0
 
 
 class ChildEnded(GroupError):
-    """The process is gone, and with it every group that it was in."""
+    """The process has ended, and with it every group that it was in."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, group_dropped=True)
 
 
 class ChildHandle:
-    """One child process. A single thread of this process reads its events, and ends with it."""
+    """One child process. A thread of this process reads its events, and ends with it."""
 
     def __init__(self, configure: Configure, name: str, fork_server: ForkServer) -> None:
-        """Returns at once; raises GroupError if no process can be started."""
+        """Requests a fork without waiting. Raises GroupError if no process can be started."""
         self.end_reason: str | None = None
-        self.pid: int | None = None  # until it is ready
+        self.pid: int | None = None  # None until the child is ready
         self._ready = threading.Event()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -81,8 +81,8 @@ class ChildHandle:
         return next(self._numbers)
 
     def call(self, command: msgspec.Struct, within_secs: float, *descriptors: int) -> Reply:
-        """The reply to a command; raises ChildEnded, or GroupError if there is none in time."""
-        number: int = command.number  # type: ignore[attr-defined]  # as every command with a reply
+        """Returns the reply to a command. Raises ChildEnded, or GroupError without one in time."""
+        number: int = command.number  # type: ignore[attr-defined]  # commands with a reply have it
         pending, deadline = _PendingReply(), time.monotonic() + within_secs
         with self._lock:
             if self.end_reason is not None:
@@ -108,7 +108,7 @@ class ChildHandle:
             self.kill(str(error))
 
     def _write(self, command: msgspec.Struct, timeout_secs: float, *descriptors: int) -> None:
-        """Raises GroupError if the child does not read it."""
+        """Writes a command. Raises GroupError if the child does not read it."""
         channel = self._process.channel
         try:
             channel.send(command, *descriptors, timeout_secs=timeout_secs)
@@ -119,14 +119,14 @@ class ChildHandle:
                 raise ChildEnded(reason) from None
             raise GroupError(reason) from None
         except OSError:
-            pass  # the reader thread handles its end
+            pass  # the child has ended, which the reader thread handles
 
     def subscribe(
         self, number: int, on_event: Callable[[TransferEvent | ChildEnded], None]
     ) -> None:
         """Calls `on_event` with the events of command `number`, or with the child's end.
 
-        In the reader thread; the last call has a `TransferEnded` or a `ChildEnded`.
+        It is called in the reader thread, the last time with `TransferEnded` or `ChildEnded`.
         """
         with self._lock:
             if self.end_reason is None:
@@ -139,7 +139,7 @@ class ChildHandle:
             self._subscribers.pop(number, None)
 
     def kill(self, reason: str) -> None:
-        """Ends the child at once; its waiting callers get `reason`."""
+        """Kills the child; its waiting callers get `reason`."""
         with self._lock:
             self.end_reason = self.end_reason or reason
         self._process.kill()
@@ -155,12 +155,12 @@ class ChildHandle:
             reason = f"the receiver process sent an invalid message: {error}"
             self.end_reason = self.end_reason or reason
         finally:
-            # After any failure: the waiting callers have to learn of the child's end.
+            # Also after a failure, since waiting callers have to be woken.
             self._end()
 
     def _end(self) -> None:
         self._process.kill()
-        # A child killed before it was ready may not be forked yet: its exit is not waited for.
+        # A child killed before it was ready may not be forked yet, so don't wait for its exit.
         reason = (
             self.end_reason if self.end_reason and not self.ready else self._process.exit_reason()
         )
@@ -208,10 +208,10 @@ class _PendingReply:
 
 
 class ChildPool:
-    """The children of one receiver, each for one group. Safe from any thread.
+    """The children of one receiver, one for each group. Safe from any thread.
 
-    Holds the fork server until `close`. `start` makes a child; with a running fork server that
-    takes milliseconds.
+    It keeps the fork server running until `close`. `start` creates a child, in milliseconds if the
+    fork server runs.
     """
 
     def __init__(self, fork_server: ForkServer, start: Callable[[ForkServer], ChildHandle]) -> None:
@@ -239,7 +239,7 @@ class ChildPool:
             return child
 
     def release_blocks(self, blocks: tuple[int, ...]) -> None:
-        """Has every child unmap these shared blocks."""
+        """Makes every child unmap these shared blocks."""
         for child in self.running():
             child.send(ReleaseBlocks(blocks))
 
@@ -249,7 +249,7 @@ class ChildPool:
             return list(self._children)
 
     def pids(self) -> list[int]:
-        """The fork server's pid first, if it runs."""
+        """Pids of the fork server, if it runs, and of the children."""
         pids = [self._fork_server.pid(), *(child.pid for child in self.running())]
         return [pid for pid in pids if pid is not None]
 

@@ -1,8 +1,8 @@
 """The fork server's loop: forks a process for each request and reports how each one exited.
 
 Invariant: the server has a single thread, so that a fork is consistent; a fork inherits no
-descriptor of the server or of another fork, and does not outlive the server. Imports neither torch
-nor what the forks do.
+descriptor of the server or of another fork, and does not outlive the server. This module imports
+neither torch nor the code that forks run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ForkMain = Callable[[socket.socket], None]
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A fork. The client closes `events` to have it killed; `exit_pipe` closes when it exits."""
+    """A fork. It is killed when the client closes `events`; `exit_pipe` closes when it exits."""
 
     pid: int
     events: socket.socket
@@ -39,10 +39,10 @@ class _Child:
 
 def run(control: socket.socket, fork_main: ForkMain) -> None:
     """Serves until the other end of `control` is closed; a fork runs `fork_main(its socket)`."""
-    # Frozen objects are never touched by a fork's collector, so their pages stay shared.
+    # A fork's garbage collector doesn't touch frozen objects, so their pages stay shared.
     gc.collect()
     gc.freeze()
-    children: dict[int, _Child] = {}  # by both of its descriptors
+    children: dict[int, _Child] = {}  # each child is listed under both of its descriptors
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
@@ -56,7 +56,7 @@ def run(control: socket.socket, fork_main: ForkMain) -> None:
                         children[handle] = forked_child
                         poll.register(handle, select.POLLIN)
             elif (child := children.get(descriptor)) is None:
-                continue  # its exit was handled earlier in the same poll result
+                continue  # the child's exit was handled earlier in the same poll result
             elif descriptor == child.exit_pipe:
                 for registered in children.keys() & {child.events.fileno(), child.exit_pipe}:
                     poll.unregister(registered)
@@ -69,7 +69,7 @@ def run(control: socket.socket, fork_main: ForkMain) -> None:
 
 
 def _handle_request(control: socket.socket, fork_main: ForkMain) -> list[_Child] | None:
-    """The requested fork, if it could be made; None: the client has closed `control`."""
+    """Forks; returns the child, [] if that failed, or None if the client closed `control`."""
     _, descriptors, *_ = socket.recv_fds(control, 1, REQUEST_DESCRIPTORS)
     if len(descriptors) != REQUEST_DESCRIPTORS:
         return None
@@ -96,7 +96,7 @@ def _handle_request(control: socket.socket, fork_main: ForkMain) -> list[_Child]
 
 
 def _is_cancelled(events: socket.socket) -> bool:
-    """Whether the client gave the fork up while the server still imported modules."""
+    """Whether the client cancelled the fork while the server still imported modules."""
     poll = select.poll()
     poll.register(events, select.POLLIN)
     return bool(poll.poll(0))
@@ -105,7 +105,7 @@ def _is_cancelled(events: socket.socket) -> bool:
 def _run_fork(
     fork_main: ForkMain, channel: int, stderr: int, child_end: int, server_pid: int
 ) -> NoReturn:
-    """The fork's whole life; never returns."""
+    """Runs the fork to its exit; never returns."""
     status = 1
     try:
         for standard in (1, 2):
@@ -115,7 +115,7 @@ def _run_fork(
             os.closerange(first, kept)
             first = kept + 1
         os.closerange(first, os.sysconf("SC_OPEN_MAX"))
-        # The signal follows the thread that forked, the server's only one: it ends with the server.
+        # The signal is sent when the forking thread ends; that is the server's only thread.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == server_pid:
             fork_main(socket.socket(fileno=channel))

@@ -1,8 +1,8 @@
 """Starts the fork server and requests forks from it; torch is imported once, in the server.
 
-Importing torch takes seconds and memory; a fork of a process that has done so takes milliseconds
-and shares its pages. One fork server serves every receiver of this process. Invariant: it lives
-only while a holder needs it, and its forks end with it. No torch in this process.
+Importing torch takes seconds and memory; a fork of a process that has imported it takes
+milliseconds and shares its pages. One fork server serves all receivers of this process. Invariant:
+it runs only while a holder needs it, and its forks end with it. No torch in this process.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ EXIT_SECS: Final = 5.0
 ENVIRONMENT: Final = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "OMP_NUM_THREADS": "1",
-    # torch's store resolves the name of each address: a lost DNS answer would delay joining by
-    # 5 s (seen with 127.0.0.1).
+    # torch's store resolves the name of each address, also of 127.0.0.1: with the default timeout
+    # of 5 s a lost DNS answer would delay joining.
     "RES_OPTIONS": "timeout:1 attempts:3",
 }
 # numpy would start a thread per core, and a process that forks must have only one.
@@ -41,7 +41,7 @@ SINGLE_THREAD: Final = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class ForkedProcess:
-    """A fork, or one that is still pending; `channel` is the socket to it."""
+    """A fork that runs or was requested; `channel` is the socket to it."""
 
     def __init__(
         self, channel: JsonSocket, events: socket.socket, stderr: int, server: _ServerProcess
@@ -53,14 +53,14 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def kill(self) -> None:
-        """From any thread, any number of times; the server kills it, which alone has its pid."""
+        """Makes the server kill the fork: only the server has its pid. Safe from any thread."""
         self.channel.shutdown()
-        with self._lock, suppress(OSError):  # it has exited, and the socket is closed
+        with self._lock, suppress(OSError):  # the fork has exited, and the socket is closed
             self._events.shutdown(socket.SHUT_WR)
         self._server.resume()
 
     def exit_reason(self) -> str:
-        """Waits for its exit, which has to be near, and returns why it exited."""
+        """Waits up to EXIT_SECS for the fork's exit, and returns its reason."""
         self._events.settimeout(EXIT_SECS)
         for line in JsonSocket(self._events).lines():
             event = msgspec.json.decode(line, type=ForkEvent)
@@ -85,12 +85,12 @@ class ForkServer:
         self._process: _ServerProcess | None = None
 
     def hold(self) -> None:
-        """Keeps the server, once started, until `release`; starts nothing."""
+        """Keeps the server running, once started, until `release`. Doesn't start it."""
         with self._lock:
             self._holders += 1
 
     def release(self) -> None:
-        """The last release ends the server and all its forks; returns when it is reaped."""
+        """The last release kills the server and its forks, and returns when it is reaped."""
         with self._lock:
             self._holders -= 1
             if self._holders:
@@ -100,12 +100,12 @@ class ForkServer:
             process.end()
 
     def warm(self) -> None:
-        """Starts the server if it is not running; returns at once. Raises GroupError."""
+        """Starts the server if it is not running, without waiting. Raises GroupError."""
         with self._lock:
             self._running_process()
 
     def fork(self) -> ForkedProcess:
-        """A new process; returns at once, even while the server still imports torch.
+        """Requests a new process without waiting, even while the server still imports torch.
 
         Raises GroupError if none can be started.
         """
@@ -134,7 +134,7 @@ class ForkServer:
 
 
 class _ServerProcess:
-    """The running server. It exits by itself when this end of `_control` closes."""
+    """The running server. It exits when this end of `_control` closes."""
 
     def __init__(self) -> None:
         with ExitStack() as undo:
@@ -153,11 +153,11 @@ class _ServerProcess:
         return self._process.poll() is None
 
     def resume(self) -> None:
-        """Continues a server that was stopped: else nothing would be forked or killed any more."""
+        """Sends SIGCONT: a server that was stopped could neither fork nor kill."""
         self._process.send_signal(signal.SIGCONT)
 
     def fork(self) -> ForkedProcess:
-        """Raises OSError, also if the server no longer takes requests."""
+        """Requests a fork. Raises OSError, also if the server no longer reads requests."""
         self.resume()
         with ExitStack() as undo:
             stderr = os.memfd_create("omni-weights-errors", os.MFD_CLOEXEC)
@@ -173,12 +173,12 @@ class _ServerProcess:
         return ForkedProcess(JsonSocket(channel), events, stderr, self)
 
     def end(self) -> None:
-        # SIGKILL: it has no state to save, and may be inside a long import.
+        # SIGKILL, because the server has no state to save, and may be in a long import.
         self._process.kill()
         self.exit_reason()
 
     def exit_reason(self) -> str:
-        """Waits for its exit and returns why it exited."""
+        """Waits up to EXIT_SECS for the server's exit, and returns its reason."""
         with self._lock:
             if self._exit_reason is None:
                 try:
@@ -214,7 +214,7 @@ def _start_server(descriptor: int, stderr: int) -> subprocess.Popen[bytes]:
 def _python_path() -> dict[str, str]:
     """PYTHONPATH with the folder of this package, if it is a checkout or an unpacked archive."""
     root = Path(__file__).parents[3]
-    # Every interpreter looks there by itself, after its own modules.
+    # Every interpreter has these folders on its path.
     if root.name in ("site-packages", "dist-packages"):
         return {}
     inherited = os.environ.get("PYTHONPATH")
@@ -222,7 +222,7 @@ def _python_path() -> dict[str, str]:
 
 
 def _describe_exit(status: int, stderr: int) -> str:
-    """Why a process exited by itself, from its status and the end of its stderr."""
+    """Why a process exited, from its status and the end of its stderr."""
     size = os.fstat(stderr).st_size
     tail = os.pread(stderr, STDERR_TAIL_BYTES, max(0, size - STDERR_TAIL_BYTES))
     text = tail.decode(errors="replace")

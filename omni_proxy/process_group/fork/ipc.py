@@ -1,8 +1,8 @@
 """The protocol between a receiver and its child process: JSON lines over a socket, descriptors.
 
-Each command has a number that its reply repeats. A descriptor is sent with the first byte of its
-line; `LOST` replaces one that this process had no free slot for. Without torch. Both
-ends are always the same version of this program.
+Each command has a number, which its reply repeats. A descriptor is sent with the first byte of its
+line; `LOST` replaces one that could not be received because the process had too many open files.
+Both ends always run the same version of the program. No torch.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Destroy(Struct, tag=True):
 
 
 class CheckTrainer(Struct, tag=True):
-    """Check whether the group's trainer has gone; with `ping`, whether its store answers."""
+    """Check whether the group's trainer disconnected; with `ping`, whether its store answers."""
 
     number: int
     group_name: str
@@ -83,7 +83,7 @@ class WaitForRanks(Struct, tag=True):
 
 
 class Send(Struct, tag=True):
-    """Send out of the shared block `block`, whose descriptor is attached, or out of a file."""
+    """Send from the shared block `block`, whose descriptor is attached, or from a file."""
 
     number: int
     plans: tuple[TensorPlan, ...]
@@ -92,7 +92,7 @@ class Send(Struct, tag=True):
 
 
 class CloseSender(Struct, tag=True):
-    """Ends the group of which this child is rank 0."""
+    """Ends the group in which this child is rank 0."""
 
     number: int
 
@@ -104,13 +104,13 @@ class ReleaseBlocks(Struct, tag=True):
 
 
 class Ready(Struct, tag=True):
-    """The child runs, with everything imported."""
+    """The child runs and has imported all modules."""
 
     pid: int
 
 
 class Reply(Struct, tag=True):
-    """The result of a command: `error`, or `values` if it returns some."""
+    """The result of a command: `error`, or the `values` that it returns."""
 
     number: int
     error: str | None = None
@@ -125,7 +125,7 @@ class ProgressReport(Struct, tag=True):
 
 
 class TransferEnded(Struct, tag=True):
-    """An armed receive or a send has ended; `error` None: it is complete."""
+    """An armed receive or a send has ended; with `error` None it is complete."""
 
     number: int
     error: str | None = None
@@ -146,7 +146,7 @@ class Exited(Struct, tag=True):
 
 
 class ForkFailed(Struct, tag=True):
-    """No process could be forked, and why."""
+    """No process could be forked."""
 
     reason: str
 
@@ -156,13 +156,13 @@ NumberedCommand = (
 )
 Command = Configure | ReleaseBlocks | NumberedCommand
 Event = Ready | Reply | ProgressReport | TransferEnded | Logged
-ForkEvent = Exited | ForkFailed  # what the fork server reports of a process
+ForkEvent = Exited | ForkFailed  # reports of the fork server about a process
 
 
 class JsonSocket:
     """One end of the connection. Sending is safe from any thread; one thread reads.
 
-    `torn`: only part of a line could be sent, so that no other line can follow.
+    `torn`: only a part of a line could be sent, so no other line can follow.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -172,14 +172,14 @@ class JsonSocket:
         self.descriptors: deque[int] = deque()
 
     def send(self, message: Struct, *descriptors: int, timeout_secs: float = inf) -> None:
-        """Raises OSError if the other end is closed.
+        """Sends a line. Raises OSError if the other end is closed.
 
-        Raises TimeoutError if for `timeout_secs` the other end read nothing, or another thread's
-        line blocked this one: a process that was stopped keeps its socket open.
+        Raises TimeoutError if the other end reads nothing for `timeout_secs`, also if another
+        thread's line blocks this one: a process that was stopped keeps its socket open.
         """
         line = msgspec.json.encode(message) + b"\n"
         if not self._lock.acquire(timeout=min(timeout_secs, threading.TIMEOUT_MAX)):
-            raise TimeoutError(f"another line was not taken within {timeout_secs:g} s")
+            raise TimeoutError(f"an earlier line was not read within {timeout_secs:g} s")
         try:
             if self.torn:
                 raise BrokenPipeError("the previous line was sent only in part")
@@ -188,7 +188,7 @@ class JsonSocket:
             self._lock.release()
 
     def lines(self) -> Iterator[bytes]:
-        """Lines until the other end closes; received descriptors are added to `descriptors`."""
+        """Yields lines until the other end closes; adds received descriptors to `descriptors`."""
         pending: list[bytes] = []
         while data := self._read():
             *complete, last = data.split(b"\n")
@@ -218,7 +218,7 @@ class JsonSocket:
             except BlockingIOError:
                 if not self._wait_writable(timeout_secs):
                     self.torn = len(remaining) < len(line)
-                    raise TimeoutError(f"nothing was taken for {timeout_secs:g} s") from None
+                    raise TimeoutError(f"nothing was read for {timeout_secs:g} s") from None
             else:
                 remaining, descriptors = remaining[sent:], ()
 
@@ -243,7 +243,7 @@ class JsonSocket:
 def send_at_once(
     connection: socket.socket, data: bytes | memoryview, descriptors: Sequence[int]
 ) -> int:
-    """The number of bytes sent; raises BlockingIOError if the socket's buffer is full."""
+    """Sends without blocking; returns the byte count. Raises BlockingIOError on a full buffer."""
     # `socket.send_fds` ignores its flags argument.
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
     return connection.sendmsg([data], rights if descriptors else [], socket.MSG_DONTWAIT)

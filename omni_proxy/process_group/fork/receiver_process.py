@@ -1,8 +1,8 @@
-"""The child process that joins groups: everything that may block for ever or crash runs in it.
+"""The child process that joins groups: calls that may block forever or crash run in it.
 
-The fork server, which has imported everything, forks it. It ends as soon as its parent's end of the
-socket closes. Between commands it blocks in one read. It ignores signals to the process group: its
-parent handles them.
+It is forked by the fork server, which has imported all modules. It exits as soon as its parent's
+end of the socket closes. Between commands it blocks in one read. It ignores SIGINT, SIGTERM and
+SIGHUP, which its parent handles.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ from omni_proxy.process_group.trainer_group import GroupLimits, Groups
 if TYPE_CHECKING:
     import torch
 
-# How often progress is reported to the parent.
+# Interval of progress reports to the parent.
 REPORT_SECS: Final = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """The fork server; `argv` is the descriptor of its control socket. Ends with the parent."""
+    """Runs the fork server until its parent ends. `argv`: the descriptor of the control socket."""
     if len(argv) != 1 or not argv[0].isdecimal():
         sys.exit("receiver-process is started by omni-proxy itself, to join trainers' groups")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # gloo refuses a peer by abort(): no core dumps.
+    # No core dumps: gloo calls abort() to refuse a peer.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _import_torch()
     run(socket.socket(fileno=int(argv[0])), _serve)
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _import_torch() -> None:
-    """Imports all that a fork needs. Nothing here may start a thread or touch a GPU."""
+    """Imports all modules that a fork needs. None may start a thread or use a GPU."""
     import numpy as np
     import torch
     import torch.distributed
@@ -81,7 +81,7 @@ def _import_torch() -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    """The main function of a fork: executes commands until the parent is gone."""
+    """The main function of a fork: executes commands until the parent closes the socket."""
     channel = JsonSocket(connection)
     commands = msgspec.json.Decoder(Command)
     lines = channel.lines()
@@ -106,30 +106,33 @@ def _serve(connection: socket.socket) -> None:
 
 
 class PassedDescriptor:
-    """A descriptor received with a command. It is closed once: by the code that took it, or by
-    `close` if it was not taken. The two may run in different threads."""
+    """A descriptor received with a command.
+
+    It is closed once: by the code that took it, or by `close` if it was not taken. The two may run
+    in different threads.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._lost = descriptor == LOST
         self._descriptors = [] if self._lost else [descriptor]
 
     def take(self) -> int:
-        """The taker closes it. Raises OSError if it was taken, closed, or lost on the way."""
+        """The caller has to close it. Raises OSError if it was already taken, closed, or lost."""
         if self._lost:
-            raise OSError(errno.EMFILE, "too many open files to take shared memory")
+            raise OSError(errno.EMFILE, "too many open files to receive shared memory")
         try:
             return self._descriptors.pop()
         except IndexError:
-            raise OSError(errno.EBADF, "the command that it came with has ended") from None
+            raise OSError(errno.EBADF, "the command of this descriptor has ended") from None
 
     def close(self) -> None:
         while self._descriptors:
-            with contextlib.suppress(IndexError):  # taken at this moment
+            with contextlib.suppress(IndexError):  # taken by another thread since the check
                 os.close(self._descriptors.pop())
 
 
 class _EventWriter:
-    """Sends events to the parent; ends this process if the parent is gone."""
+    """Sends events to the parent; exits this process if the parent has ended."""
 
     def __init__(self, channel: JsonSocket) -> None:
         self._channel = channel
@@ -142,7 +145,7 @@ class _EventWriter:
 
 
 class _ForwardingLogHandler(logging.Handler):
-    """Log records go to the parent, which logs them."""
+    """Sends log records to the parent, which logs them."""
 
     def __init__(self, events: _EventWriter) -> None:
         super().__init__()
@@ -153,7 +156,7 @@ class _ForwardingLogHandler(logging.Handler):
 
 
 class _CommandExecutor:
-    """Runs each command in a thread of its own: one that hangs does not block the others."""
+    """Runs each command in its own thread, so that one that hangs does not block the others."""
 
     def __init__(self, channel: JsonSocket, events: _EventWriter, limits: GroupLimits) -> None:
         self._channel = channel
@@ -172,7 +175,7 @@ class _CommandExecutor:
                     self._blocks.pop(block, None)
             case _:
                 shared = isinstance(command, Arm | Send) and command.block is not None
-                # Taken here, in the order of the lines, so that each command gets its own one.
+                # Taken here, in the order of the lines, so that each command gets its descriptor.
                 descriptor = (
                     PassedDescriptor(self._channel.descriptors.popleft()) if shared else None
                 )
@@ -226,7 +229,7 @@ class _CommandExecutor:
 
     def _require_sender(self) -> ThreadSender:
         if self._sender is None:
-            raise GroupError("this process is rank 0 of no group")
+            raise GroupError("this process is not rank 0 of a group")
         return self._sender
 
     def _send(self, command: Send, descriptor: PassedDescriptor | None) -> Transfer[SendResult]:
@@ -257,7 +260,7 @@ class _CommandExecutor:
         return self._groups.arm(command.group_name, order, ready_secs=command.ready_secs)
 
     def _map_block(self, number: int, descriptor: int) -> torch.Tensor:
-        """The shared block; it is mapped and prefaulted only at its first use."""
+        """Returns the shared block, which is mapped and prefaulted at its first use."""
         try:
             if number not in self._blocks:
                 block = map_file(descriptor, os.fstat(descriptor).st_size)
@@ -272,7 +275,7 @@ class _CommandExecutor:
     ) -> None:
         reported = transfer.progress()
         while not transfer.has_ended():
-            # Each complete bucket is reported at once, so that the parent can prefetch it.
+            # Report each complete bucket immediately, so that the parent can announce it.
             if (progress := transfer.wait_past(reported.buckets_done, REPORT_SECS)) != reported:
                 reported = progress
                 self._events.write(
@@ -284,7 +287,7 @@ class _CommandExecutor:
         result = transfer.wait(0)
         digests = result.digests if isinstance(result, LocalReceived) else {}
         self._events.write(TransferEnded(number, secs=result.secs, digests=digests))
-        # After the report: unmapping a whole version takes a while.
+        # After the report, because unmapping a whole version takes time.
         if isinstance(result, LocalReceived):
             result.close()
 

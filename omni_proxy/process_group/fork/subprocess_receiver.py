@@ -1,7 +1,7 @@
 """The receiver whose blocking calls run in child processes, one for each group.
 
-Invariant: a misbehaving peer ends or blocks only its group's child. Disarming kills the child; the
-next group gets a new one. No torch in this process.
+Invariant: a misbehaving peer crashes or blocks only its group's child. Disarming kills the child;
+the next group gets a new one. No torch in this process.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# How much longer than its own deadline a child may take to report that it has passed.
+# Time for a child to report that its own deadline has passed.
 SLACK_SECS: Final = 3.0
-# For an orderly end or a query, whose answer is optional.
+# Timeout of an orderly end or a query, whose answer is optional.
 ANSWER_SECS: Final = 2.0
 
 
@@ -80,7 +80,7 @@ class _ChildGroup:
 
 
 class SubprocessReceiver:
-    """See `Receiver`."""
+    """A `Receiver` over child processes."""
 
     def __init__(self, limits: GroupLimits, name: str) -> None:
         self._limits = limits
@@ -118,7 +118,7 @@ class SubprocessReceiver:
                 self._groups[name] = group
         if exists:
             group.child.kill("no longer needed")
-            raise GroupError(f"group {name!r} is just being initialized")
+            raise GroupError(f"group {name!r} is already being initialized")
         try:
             reply = self._join(group, stop)
         except GroupError as error:
@@ -179,7 +179,7 @@ class SubprocessReceiver:
                 raise GroupError("The group to be destroyed does not exist.")
             return
         if group.state is GroupState.READY:
-            # An orderly end first, if the child still answers.
+            # Leave in an orderly way first, if the child still answers.
             with suppress(GroupError):
                 group.child.call(Destroy(group.child.next_number(), group_name), ANSWER_SECS)
         group.child.kill(f"group {group_name!r} was destroyed")
@@ -223,7 +223,7 @@ class SubprocessReceiver:
             name,
             existing.owner,
         )
-        self._end(existing, "its trainer has gone, and another one has taken its place")
+        self._end(existing, "its trainer has gone, and another one has replaced it")
 
     def _claim(self, name: str) -> _ChildGroup:
         with self._lock:
@@ -274,7 +274,7 @@ class SubprocessReceiver:
         transfer: Transfer[SubprocessReceived],
         target: BlockLease | FileRegion,
     ) -> Callable[[TransferEvent | ChildEnded], None]:
-        targets = [target]  # emptied at the end, so that this function does not keep the memory
+        targets = [target]  # emptied at the end, so that this closure does not keep the memory
 
         def on_event(event: TransferEvent | ChildEnded) -> None:
             match event:
@@ -317,7 +317,7 @@ class SubprocessReceiver:
 
 
 class SubprocessReceived:
-    """See `Received`: in shared memory, or in the file that it was received into."""
+    """A `Received` in shared memory, or in the file that it was received into."""
 
     def __init__(
         self, order: ReceiveOrder, target: BlockLease | FileRegion, ended: TransferEnded
@@ -343,7 +343,7 @@ class SubprocessReceived:
 
 
 def _check_trainer(group: _ChildGroup, within_secs: float, *, ping: bool) -> dict[str, int]:
-    """The child's answer about its group's trainer; empty if the child does not answer."""
+    """The child's answer to CheckTrainer; {} if the child does not answer."""
     command = CheckTrainer(group.child.next_number(), group.name, ping)
     try:
         return group.child.call(command, within_secs).values

@@ -1,4 +1,4 @@
-"""Rank 0 of a group in a child process; see `Sender`. Sending a file needs no torch here.
+"""A `Sender` in a child process. Sending a file needs no torch in this process.
 
 Invariant: a child whose send failed or was aborted is killed; a peer can block only that child.
 """
@@ -43,7 +43,7 @@ OPEN_SECS: Final = 10.0
 
 
 class SubprocessSender:
-    """See `Sender`. The constructor opens the store; it raises GroupError if that fails."""
+    """Rank 0 of a group, in a child. The constructor opens the store, or raises GroupError."""
 
     def __init__(
         self, rendezvous: HostedRendezvous, children: ChildPool, blocks: SharedBlockPool
@@ -92,7 +92,7 @@ class SubprocessSender:
             if self._closed:
                 return
             self._closed = True
-        # An orderly end first, if the child still answers.
+        # End the group in an orderly way first, if the child still answers.
         with suppress(GroupError):
             self._child.call(CloseSender(self._child.next_number()), ANSWER_SECS)
         self._child.kill("the sender was closed")
@@ -110,7 +110,7 @@ class SubprocessSender:
 def _event_handler(
     transfer: Transfer[SendResult], lease: BlockLease | None
 ) -> Callable[[TransferEvent | ChildEnded], None]:
-    leases = [lease]  # keeps the memory until the send has ended
+    leases = [lease]  # cleared when the send has ended, to keep the memory until then
 
     def on_event(event: TransferEvent | ChildEnded) -> None:
         match event:
@@ -131,8 +131,8 @@ def _event_handler(
 def _copy_to_shared_block(
     order: ReceiveOrder, tensors: Mapping[str, torch.Tensor], blocks: SharedBlockPool
 ) -> BlockLease:
-    """The announced tensors in shared memory."""
-    # Validated before memory is taken for them.
+    """Copies the announced tensors to shared memory."""
+    # Validate them before taking the memory.
     flat = [tensor_bytes(spec, tensors) for spec in order.merged_plan.tensors]
     lease = blocks.take(order.merged_plan.block_bytes)
     block = lease.tensor()
