@@ -1,1 +1,1 @@
-"""Chooses workers for others that carry the requests: Envoy, and trainers that route in process."""
+"""The picker: chooses workers for requests that Envoy or another program carries itself."""

@@ -1,11 +1,11 @@
-"""For programs that send their requests to workers themselves: `acquire` a worker, then `release`.
+"""Client of the picker, for programs that send their requests to workers themselves.
 
     picker = WorkerPicker("http://127.0.0.1:30000")
     with picker.worker(session_id="rollout-7") as worker:
         httpx.post(f"{worker.url}/generate", json=body)
 
-Contract: what was acquired is counted at its worker until it is released, at most for its lease.
-`AsyncWorkerPicker` is the same for trio and asyncio. Nothing here knows the proxy's own objects.
+Contract: an acquired request is counted at its worker until it is released, at most for its lease.
+`AsyncWorkerPicker` has the same methods for trio and asyncio. Nothing here imports the proxy.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import httpx
 import msgspec
 
 TIMEOUT_SECS: Final = 30.0
-RELEASE_SECS: Final = 5.0  # of a block that is cancelled; then the lease ends it
+RELEASE_SECS: Final = 5.0  # limit of a release after a cancelled block; later the lease ends it
 BUSY_STATUSES: Final = (429, 503)
 _Keys = Mapping[str, object]
 
 
 class ReservedWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """`url`: where to send the request. `rank`: the data-parallel rank to name in it, if its worker
-    has ranks. `model`: what to send in the place of an alias."""
+    """A reserved worker. `url`: send the request there.
+
+    `rank`: the data-parallel rank to put into the request, None if the worker has no ranks.
+    `model`: the model name to send instead of an alias, None if it needs no change.
+    """
 
     reservation_id: str
     worker_id: str
@@ -39,7 +42,7 @@ class ReservedWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PickerError(Exception):
-    """The picker refuses; `status` and `code` as docs/picker.md has them."""
+    """The picker refused the request. `status` and `code`: see docs/picker.md."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -48,7 +51,7 @@ class PickerError(Exception):
 
 
 class NoWorkerNow(PickerError):
-    """No worker can take it now: try again after `retry_after_secs`."""
+    """No worker can take the request now: try again after `retry_after_secs`."""
 
     def __init__(self, status: int, code: str, message: str, retry_after_secs: float) -> None:
         super().__init__(status, code, message)
@@ -56,27 +59,32 @@ class NoWorkerNow(PickerError):
 
 
 class WorkerPicker:
-    """`url`: of the proxy, or of `omni-proxy picker`. `api_key`: an admin key, if it wants one."""
+    """A client of the proxy, or of `omni-proxy picker`, at `url`.
+
+    `api_key`: an admin key, if the server requires one.
+    """
 
     def __init__(self, url: str, *, api_key: str = "", timeout_secs: float = TIMEOUT_SECS) -> None:
         self._client = httpx.Client(**_settings(url, api_key, timeout_secs))
 
     def acquire(self, request: _Keys | None = None, **keys: object) -> ReservedWorker:
-        """A worker for a model request, which is counted there from now on. `keys` are those of
-        docs/picker.md: session_id, model_name, lease_secs, path, headers, selection_id.
+        """Reserve a worker for a model request, which counts as in flight there from now on.
 
+        `keys`: session_id, model_name, lease_secs, path, headers, selection_id (docs/picker.md).
         Raises NoWorkerNow, PickerError, httpx.TransportError.
         """
         return _read(self._client.post("/select_and_reserve", content=_body(request, keys)))
 
     def release(self, worker: ReservedWorker) -> bool:
-        """The request is over. False if its lease had ended before. Raises PickerError,
-        httpx.TransportError."""
+        """Release the worker after the request. Returns False if the lease had already ended.
+
+        Raises PickerError, httpx.TransportError.
+        """
         return _released(self._client.delete(_place(worker)))
 
     @contextmanager
     def worker(self, request: _Keys | None = None, **keys: object) -> Iterator[ReservedWorker]:
-        """`acquire`, and `release` at the end of the block."""
+        """`acquire` a worker, and `release` it at the end of the block."""
         worker = self.acquire(request, **keys)
         try:
             yield worker
@@ -88,7 +96,7 @@ class WorkerPicker:
 
 
 class AsyncWorkerPicker:
-    """The same, for trio and asyncio."""
+    """`WorkerPicker` for trio and asyncio."""
 
     def __init__(self, url: str, *, api_key: str = "", timeout_secs: float = TIMEOUT_SECS) -> None:
         self._client = httpx.AsyncClient(**_settings(url, api_key, timeout_secs))
@@ -104,7 +112,7 @@ class AsyncWorkerPicker:
     async def worker(
         self, request: _Keys | None = None, **keys: object
     ) -> AsyncIterator[ReservedWorker]:
-        """`acquire`, and `release` at the end of the block, also if that is cancelled."""
+        """`acquire` a worker, and `release` it at the end of the block, also if it is cancelled."""
         worker = await self.acquire(request, **keys)
         try:
             yield worker
@@ -147,7 +155,7 @@ def _error(answer: httpx.Response) -> PickerError:
         error = answer.json()["error"]
         code, message = str(error["code"]), str(error["message"])
     except (ValueError, KeyError, TypeError):
-        code, message = "no_picker", f"HTTP {answer.status_code} is no answer of a picker"
+        code, message = "no_picker", f"HTTP {answer.status_code} is not a response of a picker"
     if answer.status_code not in BUSY_STATUSES:
         return PickerError(answer.status_code, code, message)
     after = answer.headers.get("retry-after", "1")

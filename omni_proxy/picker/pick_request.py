@@ -1,8 +1,8 @@
-"""A request that wants a worker: the head and the body that the worker will get.
+"""A request to pick a worker for: the head and the body that the worker will get. No I/O.
 
-The body of POST /select and /select_and_reserve is the model request itself, with some keys beside
-it (features.md 10); or it has that request under `request`. Invariant: the bytes of the body are
-those that the caller has sent, so a request is read here as it is when it is relayed. Pure.
+The body of POST /select and /select_and_reserve is the model request itself with some additional
+keys (features.md 10), or it has the model request under `request`. Invariant: the body's bytes are
+those that the caller sent, so it is inspected exactly like a relayed request.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULT_PATH: Final = "/v1/chat/completions"
 MAX_LEASE_SECS: Final = 86400.0
 MAX_ID_CHARS: Final = 256
 _ABSENT: Final = msgspec.Raw()
-# Written anew, as the length of this body; of a connection, not of a request.
+# Headers that are replaced (the length), or that belong to a connection.
 _NOT_COPIED: Final = frozenset(
     ("content-length", "transfer-encoding", "connection", "expect", "upgrade", "host")
 )
@@ -29,9 +29,11 @@ Id = Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)]
 
 
 class PickRequest(msgspec.Struct, gc=False):
-    """`session`: the bytes that name it, b"" for what head and body name. `model`: where the body
-    names none. `as_caller`: it may need a key of [[keys]], as on a model route. `takes_pair`:
-    whoever sends it can name a prefill worker to the decode worker."""
+    """`session`: the affinity key, b"" to read it from head and body.
+
+    `model`: the model if the body names none. `as_caller`: [[keys]] apply, as on a model route.
+    `takes_pair`: the sender can pass the prefill worker's address to the decode worker.
+    """
 
     head: RequestHead
     body: bytes
@@ -43,7 +45,7 @@ class PickRequest(msgspec.Struct, gc=False):
 
 
 class _SelectBody(msgspec.Struct, gc=False):
-    """Other keys are those of the model request."""
+    """The keys of a selection; other keys belong to the model request."""
 
     selection_id: Id = ""
     lease_secs: float | None = None
@@ -55,7 +57,7 @@ class _SelectBody(msgspec.Struct, gc=False):
 
 
 class Selection(msgspec.Struct, gc=False):
-    """What POST /select and /select_and_reserve ask for; `lease_secs` None for the default."""
+    """A parsed body of /select or /select_and_reserve; `lease_secs` None for the default."""
 
     request: PickRequest
     selection_id: str = ""
@@ -66,18 +68,18 @@ _decode: Final = msgspec.json.Decoder(_SelectBody).decode
 
 
 def read_selection(body: bytes) -> Selection:
-    """Raises HttpError 400, which names the key that is wrong."""
+    """Parse the body. Raises HttpError 400 with the key that is wrong."""
     try:
         asked = _decode(body or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TooManyValues) as error:
-        raise _bad(f"the body is no selection: {error}", "invalid_json") from None
+        raise _bad(f"the body is not a selection: {error}", "invalid_json") from None
     lease = asked.lease_secs
     if lease is not None and not (isfinite(lease) and 0 < lease <= MAX_LEASE_SECS):
         raise _bad(f"lease_secs must be a number above 0, up to {MAX_LEASE_SECS:g}")
     if asked.selection_id and not asked.selection_id.isprintable():
         raise _bad("selection_id must be printable text")
     if not asked.path.startswith("/"):
-        raise _bad(f"path must be that of a model route, such as {DEFAULT_PATH}", "unknown_path")
+        raise _bad(f"path must be a model route, such as {DEFAULT_PATH}", "unknown_path")
     content = bytes(asked.request) if len(asked.request) else body
     request = PickRequest(
         head=head_of("POST", asked.path, asked.headers, len(content)),
@@ -89,7 +91,7 @@ def read_selection(body: bytes) -> Selection:
 
 
 def head_of(method: str, target: str, headers: dict[str, str], length: int) -> RequestHead:
-    """The head of a request whose fields came in another form. Raises HttpError 400."""
+    """Build a request head from its parts. Raises HttpError 400."""
     lines = [f"{method} {target} HTTP/1.1", "host: picker", f"content-length: {length}"]
     names = set()
     for name, value in headers.items():
@@ -101,11 +103,11 @@ def head_of(method: str, target: str, headers: dict[str, str], length: int) -> R
         lines.append("content-type: application/json")
     text = "\r\n".join(lines)
     if text.count("\n") != len(lines) - 1:
-        raise _bad("headers hold a line break")
+        raise _bad("headers must not contain a line break")
     try:
         raw = text.encode("latin-1")
     except UnicodeEncodeError:
-        raise _bad("headers hold what is not Latin-1") from None
+        raise _bad("headers must be Latin-1") from None
     return parse_request_head(raw + b"\r\n\r\n")
 
 

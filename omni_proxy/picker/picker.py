@@ -1,9 +1,9 @@
-"""Picks workers for requests that the proxy does not carry, by the objects that it would use.
+"""Picks workers for requests that the proxy does not carry, with the services of the data plane.
 
-Invariant: a pick is that of a relayed request with the same head and body, and its worker is
-counted in the same accounts until `release`, which undoes everything that `acquire` counted. It
-never waits for a worker: where nobody can take the request, that is an error at once. A prefill and
-a decode worker are picked only for who can have the second one call the first.
+Invariant: a pick is the same as for a relayed request with the same head and body. Its worker is
+counted in the same counters until `release`, which undoes everything that `acquire` counted. It
+never waits for a worker: if none can take the request, an error is raised immediately. A pair of
+prefill and decode workers is picked only if the sender can use one (`PickRequest.takes_pair`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _nothing() -> None:
 
 
 class Picker:
-    """`publish` is called after each change of a count, for processes that share them."""
+    """`publish` is called after each change of a counter, for other processes that share them."""
 
     def __init__(self, services: ExchangeServices, publish: Callable[[], None] = _nothing) -> None:
         self._services = services
@@ -64,14 +64,14 @@ class Picker:
 
     @property
     def now(self) -> float:
-        """Of the clock that the policies go by, which stands still while no connection is served:
-        it is set here."""
+        """The loop's time, updated here: policies use it, and it stops while no connection is
+        served."""
         loop = self._services.loop
         loop.now = loop.clock()
         return loop.now
 
     async def inspect(self, request: PickRequest) -> Exchange:
-        """As `inspect_small`; other tasks have a turn while a large body is read."""
+        """Like `inspect_small`, for any body; other tasks run while a large body is read."""
         route = self._route_of(request)
         body, known = request.body, None
         if len(body) > ONE_PASS_BYTES and has_json_body(route, request.head):
@@ -85,8 +85,10 @@ class Picker:
         return self._inspected(request, route, known)
 
     def inspect_small(self, request: PickRequest) -> Exchange | None:
-        """What the request needs. None for a body that takes `inspect`. Raises HttpError: it is no
-        model request."""
+        """Inspect the request. Returns None if the body is too large; then call `inspect`.
+
+        Raises HttpError if it is not a model request.
+        """
         if len(request.body) > ONE_PASS_BYTES:
             return None
         return self._inspected(request, self._route_of(request))
@@ -98,7 +100,7 @@ class Picker:
             route = match_route(method, path) or match_configured(configured, method, path)
         except MethodNotAllowed as wrong:
             allowed = ", ".join(sorted(wrong.allowed))
-            raise HttpError(405, f"{path} takes {allowed}", "method_not_allowed").with_headers(
+            raise HttpError(405, f"{path} allows {allowed}", "method_not_allowed").with_headers(
                 ("allow", allowed)
             ) from None
         if route is None:
@@ -131,7 +133,7 @@ class Picker:
         return exchange
 
     def rate_headers(self, exchange: Exchange) -> list[tuple[str, str]]:
-        """What the response says of the rates of its caller, if it has some."""
+        """Rate limit headers for the response, if the caller has rate limits."""
         caller = exchange.caller
         if caller is None or not caller.has_rates:
             return []
@@ -142,7 +144,7 @@ class Picker:
     def _require(
         self, request: PickRequest, exchange: Exchange, known: Requirements | None
     ) -> None:
-        """What it needs of a worker. Raises HttpError 400."""
+        """Set the requirements of the exchange. Raises HttpError 400."""
         services, head, body, route = self._services, request.head, request.body, exchange.route
         assert route is not None
         need = known or inspect_request(route, body, head)
@@ -159,7 +161,7 @@ class Picker:
         exchange.policy = services.balancer.policy.name
 
     def _read_special(self, need: Requirements, route: Route, path: str, body: bytes) -> None:
-        """What only some routes have: voices, keys of their own, stored responses."""
+        """Requirements of special routes: voices, keyed fields, stored responses."""
         balancer = self._services.balancer
         pin_to_voice_owner(balancer.voices, route.traffic, need)
         small = b"" if need.large_body_class else body
@@ -170,7 +172,7 @@ class Picker:
             pin_to_response_owner(need, named, balancer.response_owners, self.now)
 
     def _name_session(self, exchange: Exchange, need: Requirements, request: PickRequest) -> None:
-        """Its affinity key, and what its model stands for."""
+        """Set the affinity key, and resolve an alias of the model."""
         services, route = self._services, exchange.route
         balancer, lines, body = services.balancer, request.head.lines, request.body
         assert route is not None
@@ -191,7 +193,7 @@ class Picker:
             balancer.aliases.resolve(need, lines, body)
 
     def select(self, exchange: Exchange) -> Worker:
-        """The worker or rank that the policy chooses now; it is not counted. Raises HttpError."""
+        """The worker or rank that the policy chooses now, without counting. Raises HttpError."""
         balancer, need = self._services.balancer, exchange.requirements
         assert need is not None
         _ = self.now
@@ -204,8 +206,10 @@ class Picker:
             raise _as_answer(error) from None
 
     def acquire(self, exchange: Exchange, outside: Collection[Worker] = ()) -> Worker:
-        """Count the exchange at the worker or rank that the policy chooses now, none of `outside`.
-        Raises HttpError, then nothing is counted."""
+        """Count the exchange at the worker or rank that the policy chooses, except `outside`.
+
+        If it raises HttpError, nothing is counted.
+        """
         services, need = self._services, exchange.requirements
         assert need is not None
         _ = self.now
@@ -218,7 +222,7 @@ class Picker:
             ).with_headers(("retry-after", "1"))  # fmt: skip
         try:
             if outside and services.balancer.all_tried(need, outside):
-                raise unavailable("subset_unavailable", "none of the endpoints that it may go to")
+                raise unavailable("subset_unavailable", "none among the allowed endpoints")
             worker = services.balancer.acquire(exchange, outside)
         except HttpError as error:
             self._dismiss(exchange)
@@ -227,8 +231,10 @@ class Picker:
         return exchange.rank or worker
 
     def restore(self, target: Worker, path: str) -> Exchange:
-        """Count a request for a model route at the worker or rank where another program has
-        acquired it, within no limit."""
+        """Count a request, without limits, at the worker or rank where the old program acquired it.
+
+        `path`: its model route.
+        """
         exchange = Exchange(self.now, "-")
         exchange.method, exchange.target = "POST", path
         configured = self._services.settings.routes
@@ -245,12 +251,12 @@ class Picker:
 
     @staticmethod
     def prefill_of(exchange: Exchange) -> Worker | None:
-        """The worker that computes its prompt for the decode worker; None where that does both."""
+        """The prefill worker of the exchange; None if it has one worker."""
         leg = exchange.legs.prefill if exchange.legs is not None else None
         return leg.worker if leg is not None else None
 
     def end_prefill(self, exchange: Exchange) -> None:
-        """The response has begun: its prefill worker is free. A second call does nothing."""
+        """Release the prefill worker, when the response begins. A second call does nothing."""
         worker = self.prefill_of(exchange)
         if worker is not None and exchange.legs is not None and exchange.legs.prefill is not None:
             self._services.balancer.release(exchange.legs.prefill, worker, SUCCEEDED)
@@ -259,7 +265,7 @@ class Picker:
             self._publish()
 
     def release(self, exchange: Exchange, *, failed: bool = False) -> None:
-        """The request is over: nothing counts it any more. A second call does nothing."""
+        """Release all that was counted, when the request ends. A second call does nothing."""
         _ = self.now
         if exchange.worker is not None:
             result = FAILED if failed else SUCCEEDED
@@ -267,8 +273,10 @@ class Picker:
         self._dismiss(exchange)
 
     def finish(self, exchange: Exchange, refusal: HttpError | None = None) -> None:
-        """As `release`, and metrics and logs have it as a request that the proxy has relayed.
-        `refusal`: it was answered with that. Else its end is in `exchange`. Called once."""
+        """Like `release`, and also record metrics and logs as for a relayed request. Call it once.
+
+        `refusal`: the error that was the response; without one, `exchange` has the outcome.
+        """
         _ = self.now
         if refusal is not None:
             exchange.status = refusal.status
@@ -284,7 +292,7 @@ class Picker:
 
 
 def _as_answer(error: HttpError) -> HttpError:
-    """A model that no worker has is the caller's mistake here: no client comes again for it."""
+    """Make an unknown model a 404: no retry is expected here."""
     if error.code != "model_not_found":
         return error
     return HttpError(404, error.message, error.code)

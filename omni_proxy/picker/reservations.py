@@ -1,9 +1,8 @@
-"""Reservations with leases: what is held under an id until it is released, or its lease ends, and
-one as a program hands it over to the next in an upgrade.
+"""Reservations with leases: items under an id until they are released or their lease ends. No I/O.
 
-Invariant: an id names at most one reservation, and each item that was added is given back exactly
-once, by `release`, `expire` or `take_all`. Pure: the time of each call is an argument, in seconds
-of one clock.
+Invariant: an id has at most one reservation, and each added item is returned exactly once, by
+`release`, `expire` or `take_all`. Times are arguments, in seconds of one clock.
+`ReservationRecord` is the form in which an upgrade hands a reservation over to the next program.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Final, Generic, NamedTuple, TypeVar
 from msgspec import Struct
 
 Item = TypeVar("Item")
-_SPARE: Final = 64  # entries of released reservations that are kept without a look at them
+_SPARE: Final = 64  # entries of released reservations that are kept before a cleanup
 
 
 class _Held(NamedTuple, Generic[Item]):
@@ -26,10 +25,10 @@ class _Held(NamedTuple, Generic[Item]):
 class Reservations(Generic[Item]):
     def __init__(self) -> None:
         self._held: dict[str, _Held[Item]] = {}
-        # By the end of the lease. Entries of reservations that were released stay for a while.
+        # A heap by lease end. Entries of released reservations stay until a cleanup.
         self._ends: list[tuple[float, int, str]] = []
         self._last = 0
-        self.expired = 0  # since the start
+        self.expired = 0  # number of expired leases since the start
 
     def __len__(self) -> int:
         return len(self._held)
@@ -50,7 +49,7 @@ class Reservations(Generic[Item]):
         heapq.heappush(self._ends, (ends_at, self._last, reservation_id))
 
     def release(self, reservation_id: str) -> Item | None:
-        """Its item; None if there is no such reservation, or none any more."""
+        """Remove a reservation and return its item; None if there is no such reservation."""
         held = self._held.pop(reservation_id, None)
         if held is None:
             return None
@@ -60,7 +59,7 @@ class Reservations(Generic[Item]):
         return held.item
 
     def expire(self, now: float) -> list[Item]:
-        """Items whose leases have ended, the one that ended first in front."""
+        """Remove reservations whose leases have ended; return their items, earliest end first."""
         items = []
         while self._ends and self._ends[0][0] <= now:
             end = heapq.heappop(self._ends)
@@ -70,19 +69,19 @@ class Reservations(Generic[Item]):
         return items
 
     def take_all(self) -> list[Item]:
-        """What is held, which is given back."""
+        """Remove all reservations; return their items."""
         items = [held.item for held in self._held.values()]
         self._held.clear()
         self._ends.clear()
         return items
 
     def rows(self) -> list[tuple[str, Item, float]]:
-        """Id, item and the end of the lease of each, the one that ends first in front."""
+        """Id, item and lease end of each reservation, earliest end first."""
         current = sorted(end for end in self._ends if self._is_current(end))
         return [(name, self._held[name].item, ends_at) for ends_at, _, name in current]
 
     def next_end(self) -> float:
-        """When the next lease ends; infinity without any."""
+        """The time when the next lease ends; infinity if there is none."""
         while self._ends and not self._is_current(self._ends[0]):
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else inf
@@ -93,8 +92,10 @@ class Reservations(Generic[Item]):
 
 
 class ReservationRecord(Struct, frozen=True, kw_only=True):
-    """`url`: of the worker or rank. `ends_at`: of its lease, by CLOCK_MONOTONIC. `path`: the model
-    route that it is for."""
+    """A handed-over reservation. `url`: the worker's or rank's. `path`: the request's model route.
+
+    `ends_at`: end of the lease, by CLOCK_MONOTONIC.
+    """
 
     reservation_id: str
     url: str

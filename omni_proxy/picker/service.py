@@ -1,8 +1,8 @@
-"""Reservations over HTTP: a worker that is counted as busy until its lease ends or it is released.
+"""The picker service: selections and reservations over HTTP, and Envoy's external processor.
 
-Contract: each reservation is released once, by its owner, by the end of its lease, or by the end of
-the program with all others; in an upgrade the next program has them from `hand_over` on. The state
-machine is `reservations`; here are the clock and the task.
+Contract: each reservation is released once: by its owner, by the end of its lease, or by the end of
+the program; in an upgrade the next program owns them from `hand_over` on. `reservations` has the
+bookkeeping; this module has the clock and the task.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ LONGEST_SLEEP_SECS: Final = 3600.0
 
 
 class EnvoyRun(Protocol):
-    """Until cancelled; as of all services."""
+    """The `run` method of a service: runs until cancelled."""
 
     async def __call__(self, *, task_status: trio.TaskStatus[None]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`target`: a worker, or a data-parallel rank. `model`: what an alias stood for, else None.
-    `reservation_id` None: it is not counted."""
+    """`target`: a worker, or a data-parallel rank. `model`: the target of an alias, otherwise None.
+
+    `reservation_id`: None if the choice is not counted.
+    """
 
     target: Worker
     model: str | None
@@ -49,7 +51,7 @@ class Choice:
 
 
 class EnvoyView(Protocol):
-    """Envoy's external processor: `ext_proc.service`."""
+    """The methods of `ext_proc.service`, which is imported only if it is used."""
 
     def status(self) -> dict[str, object]: ...
     async def run(self, *, task_status: trio.TaskStatus[None]) -> None: ...
@@ -59,46 +61,48 @@ class EnvoyView(Protocol):
 
 
 class PickerService:
-    """`config`: the configuration in force."""
+    """`config`: returns the current configuration."""
 
     def __init__(self, picker: Picker, config: Callable[[], Config]) -> None:
         self._picker = picker
         self._config = config
         self._reservations: Reservations[Exchange] = Reservations()
-        self._envoy: EnvoyView | None = None  # of `omni-proxy picker`
-        self._changed = trio.Event()  # a lease may end sooner than the task has thought
-        self._restored = trio.Event()  # what another program hands over is here
+        self._envoy: EnvoyView | None = None  # set by `omni-proxy picker`
+        self._changed = trio.Event()  # set if a lease may end before the task wakes up
+        self._restored = trio.Event()  # set unless reservations of another program are awaited
         self._restored.set()
-        self.successor = ""  # path of the admin socket of the program that has the reservations
+        self.successor = ""  # admin socket path of the program that took over the reservations
 
     def serve_envoy(self, services: ExchangeServices, config_store: ConfigStore) -> None:
-        """Needs the packages of the extra `picker`; imported here, for the proxy has no use for
-        them. `run` does not do it: see `services`."""
+        """Add Envoy's external processor, which the caller runs: see `services`.
+
+        It needs the packages of the extra `picker`, so the import is local.
+        """
         from omni_proxy.picker.ext_proc.service import EnvoyService
 
         self._envoy = EnvoyService(self._picker, services, config_store)
 
     @property
     def services(self) -> list[tuple[str, EnvoyRun]]:
-        """What runs beside this one, by name."""
+        """Further services to run, with their names."""
         envoy = self._envoy
         return [] if envoy is None else [("envoy", envoy.run)]
 
     @property
     def listens(self) -> bool:
-        """Whether Envoy can reach it, where it is to."""
+        """Whether the gRPC server listens, or is not configured."""
         address = self._config().picker.grpc_listen
         envoy = self._envoy
         return envoy is None or not address or envoy.status()["grpc_listen"] is not None
 
     def take_over(self) -> None:
-        """Another program runs still: its address is shared, and callers wait for `restore`."""
+        """Another program still runs: share its address, and let callers wait for `restore`."""
         self._restored = trio.Event()
         if self._envoy is not None:
             self._envoy.take_over()
 
     def restore(self, records: Sequence[ReservationRecord], targets: Mapping[str, Worker]) -> None:
-        """What the other program has handed over. Those at workers that are gone end."""
+        """Add handed-over reservations, except those at workers that no longer exist."""
         for record in records:
             target = targets.get(record.url)
             if target is not None and record.reservation_id not in self._reservations:
@@ -108,7 +112,7 @@ class PickerService:
         self._changed.set()
 
     def hand_over(self, successor: str) -> tuple[ReservationRecord, ...]:
-        """What is reserved, which counts here no more; later calls belong to `successor`."""
+        """Release all reservations here and return them; later calls belong to `successor`."""
         self.successor = successor
         records = tuple(
             ReservationRecord(
@@ -121,22 +125,22 @@ class PickerService:
         return records
 
     def begin_drain(self) -> None:
-        """Take no new request of Envoy; those that run go on."""
+        """Accept no new requests of Envoy; running ones continue."""
         if self._envoy is not None:
             self._envoy.begin_drain()
 
     async def drained(self) -> None:
-        """Until Envoy has the last response; the caller's scope bounds it."""
+        """Wait until Envoy's last request has ended. The caller sets a timeout."""
         if self._envoy is not None:
             await self._envoy.drained()
 
     async def select(self, selection: Selection) -> Choice:
-        """Raises HttpError."""
+        """Choose a worker without counting. Raises HttpError."""
         exchange = await self._picker.inspect(selection.request)
         return Choice(self._picker.select(exchange), _target_model(exchange))
 
     async def reserve(self, selection: Selection) -> Choice:
-        """Raises HttpError, 409 for an id in use."""
+        """Reserve a worker. Raises HttpError, 409 for an id in use."""
         await self._restored.wait()
         exchange = await self._picker.inspect(selection.request)
         reservation_id = selection.selection_id or token_hex(16)
@@ -151,7 +155,7 @@ class PickerService:
         return Choice(target, _target_model(exchange), reservation_id, lease)
 
     async def release(self, reservation_id: str) -> None:
-        """Raises HttpError 404 for an unknown id, or one whose lease has ended."""
+        """Release a reservation. Raises HttpError 404 if the id is unknown or its lease ended."""
         await self._restored.wait()
         exchange = self._reservations.release(reservation_id)
         if exchange is None:
@@ -172,16 +176,16 @@ class PickerService:
             target = held.sent_to
             where = f" at {target.url}" if target is not None else ""
             raise HttpError(
-                409, f"the reservation {reservation_id!r} is there already{where}; release it, or "
+                409, f"the reservation {reservation_id!r} already exists{where}; release it, or "
                 "choose another selection_id", "reservation_exists",
             )  # fmt: skip
         if len(self._reservations) >= MAX_RESERVATIONS:
             raise HttpError(
-                503, f"{MAX_RESERVATIONS} reservations are held", "too_many_reservations"
+                503, f"there are already {MAX_RESERVATIONS} reservations", "too_many_reservations"
             ).with_headers(("retry-after", "1"))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Release what expires, until cancelled; then everything."""
+        """Release expired reservations until cancelled, then all of them."""
         task_status.started()
         try:
             while True:

@@ -33,8 +33,8 @@ def test_the_request_keeps_its_bytes_and_has_its_path_and_headers():
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        (b"{", "no selection"),
-        (b"[]", "no selection"),
+        (b"{", "not a selection"),
+        (b"[]", "not a selection"),
         (b'{"lease_secs": 0}', "lease_secs"),
         (b'{"lease_secs": 1e9}', "lease_secs"),
         (b'{"lease_secs": "1"}', "lease_secs"),

@@ -1,8 +1,8 @@
-"""Workers as Envoy names them, `ip:port`: host names are resolved, and for a while remembered.
+"""Endpoints of workers as Envoy uses them, `ip:port`, with a cache of resolved host names.
 
-Invariant: an answer that is older than `FRESH_SECS` is asked for again before it is used, or, while
-a name can't be resolved, used once more. It has as many as the fleet has workers, as long as its
-owner calls `forget_all_but` after changes.
+Invariant: an entry older than `FRESH_SECS` is resolved again before it is used; if that fails, it
+is used for another `FRESH_SECS`. The cache has at most one entry for each worker, if the owner
+calls `forget_all_but` after changes of the fleet.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Address = tuple[str, int]
 
 
 class Endpoints:
-    """`clock` in seconds."""
+    """The cache. `clock`: in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._found: dict[Address, tuple[float, tuple[str, ...]]] = {}
 
     def known(self, worker: Worker) -> tuple[str, ...] | None:
-        """Its endpoints; None where its name must be resolved first; () where it has none."""
+        """The worker's endpoints; None if its name must be resolved first, () for a Unix socket."""
         address = worker.worker.address
         if isinstance(address, str):  # a Unix socket
             return ()
@@ -43,13 +43,13 @@ class Endpoints:
         return endpoints
 
     def newest(self, worker: Worker) -> tuple[str, ...]:
-        """The same however old they are; () without any."""
+        """The worker's last resolved endpoints, of any age; () if there are none."""
         address = worker.worker.address
         found = None if isinstance(address, str) else self._found.get(address)
         return found[1] if found is not None else ()
 
     async def resolve(self, worker: Worker) -> tuple[str, ...]:
-        """The same, after a look at DNS if needed. Raises HttpError 503."""
+        """The worker's endpoints, resolved by DNS if needed. Raises HttpError 503."""
         known = self.known(worker)
         address = worker.worker.address
         if known is not None or isinstance(address, str):
@@ -69,7 +69,7 @@ class Endpoints:
         return endpoints
 
     def outside(self, workers: Iterable[Worker], subset: Collection[str]) -> set[Worker]:
-        """The workers that have no endpoint in it."""
+        """The workers without an endpoint in `subset`."""
         return {worker for worker in workers if not set(self.known(worker) or ()) & set(subset)}
 
     def __len__(self) -> int:

@@ -1,8 +1,8 @@
-"""The address of a gRPC server: claimed for one program, or shared with the one that it replaces.
+"""The address of a gRPC server: exclusive to one program, or shared during an upgrade.
 
-gRPC binds with SO_REUSEPORT, so that a new program can listen before the old one stops; a Unix
-socket is bound beside its path and then renamed, for the same reason. Invariant: without `shared`
-no two programs have one address, and no file but a socket is ever replaced or removed.
+gRPC binds with SO_REUSEPORT, so that a new program can listen before the old one stops. For the
+same reason a Unix socket is bound at a temporary path and then renamed. Invariant: without `shared`
+no two programs listen at one address, and only sockets are ever replaced or removed, no other file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 class GrpcAddress:
-    """`listen`: `host:port` or `unix:PATH`. `shared`: another program listens there still."""
+    """`listen`: `host:port` or `unix:PATH`. `shared`: another program may still listen there."""
 
     def __init__(self, listen: str, *, shared: bool) -> None:
         self._listen = listen
@@ -25,7 +25,7 @@ class GrpcAddress:
         self._inode = 0
 
     def bind(self, add_port: Callable[[str], int]) -> str:
-        """The address as bound. `add_port`: of a gRPC server. Raises OSError."""
+        """Bind; return the bound address. `add_port`: method of a gRPC server. Raises OSError."""
         try:
             if self._path is not None:
                 self._bind_path(self._path, add_port)
@@ -48,7 +48,7 @@ class GrpcAddress:
     def _bind_path(self, path: Path, add_port: Callable[[str], int]) -> None:
         if path.exists():
             if not stat.S_ISSOCK(path.stat().st_mode):
-                raise OSError(errno.EEXIST, "a file that is no socket has this path")
+                raise OSError(errno.EEXIST, "there is a file at this path that is not a socket")
             if not self._shared and _is_served(path):
                 raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         aside = path.with_name(f"{path.name}.{os.getpid()}")
@@ -58,7 +58,7 @@ class GrpcAddress:
 
 
 def _refuse_if_taken(host: str, port: int) -> None:
-    """Raises OSError. A socket without SO_REUSEPORT can't be bound where another listens."""
+    """Raises OSError if another socket listens there: without SO_REUSEPORT the bind fails."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     for family, kind, _, _, address in found:
         with socket.socket(family, kind) as sock:

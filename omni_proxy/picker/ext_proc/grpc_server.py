@@ -1,9 +1,9 @@
-"""The gRPC server for Envoy: in the thread of an asyncio loop, beside trio's.
+"""The gRPC server for Envoy, which runs on an asyncio loop in a separate thread.
 
-Contract: nothing of trio's is touched in that thread; what has to be picked or counted is handed
-over by `TrioToken.run_sync_soon`, in the order of the messages, and answered by the asyncio loop's
-`call_soon_threadsafe`. However a stream ends, its request is ended once. `run` returns when no
-thread and no stream is left.
+Contract: that thread uses no trio objects. It sends picks and counts to trio's thread by
+`TrioToken.run_sync_soon`, in the order of the messages, and gets results by the asyncio loop's
+`call_soon_threadsafe`. Each stream's request is ended exactly once, however the stream ends. `run`
+returns when no thread and no stream is left.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from omni_proxy.wire.errors import HttpError
 
 
 class AsyncioThread:
-    """One asyncio loop in one thread, where all gRPC servers of a process run.
+    """An asyncio loop in a thread, in which all gRPC servers of a process run.
 
-    gRPC has one queue of events for all loops, and loses some of them where one of its loops is
-    closed while others run. `run` it, then `call`; `stop` once nothing is called any more.
+    gRPC has one event queue for all loops, and loses events if one of its loops is closed while
+    others run. Call `run` first, then `call`; call `stop` after the last `call` has ended.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class AsyncioThread:
         self._loop = asyncio.new_event_loop()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until `stop`: cancelling does not end it, for what runs in it must end first."""
+        """Run until `stop`. Cancelling does not end it, because running calls have to end first."""
         with trio.CancelScope(shield=True):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(trio.to_thread.run_sync, self._main)
@@ -56,7 +56,7 @@ class AsyncioThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def call(self, task: Coroutine[object, object, None]) -> None:
-        """Until it has ended; cancelling does not end it. Raises what it raises."""
+        """Run a coroutine in the loop until it ends, also if cancelled. Raises what it raises."""
         ended = trio.Event()
         future = asyncio.run_coroutine_threadsafe(task, self._loop)
         future.add_done_callback(lambda _: self._token.run_sync_soon(ended.set))
@@ -66,18 +66,18 @@ class AsyncioThread:
 
 
 _log = logging.getLogger(__name__)
-# It warns of each stream that a stop has refused, for which Envoy asks again.
+# It warns about each stream that a stopping server refuses, although Envoy retries these.
 logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
-MESSAGE_OVERHEAD_BYTES: Final = 1024 * 1024  # of a head, beside the largest body
-LEAST_MESSAGE_BYTES: Final = 128 * 1024 * 1024  # gRPC takes them, so that the answer may be 413
-MOST_BYTES: Final = 2**31 - 1  # of a message of gRPC
+MESSAGE_OVERHEAD_BYTES: Final = 1024 * 1024  # for headers, in addition to the largest body
+LEAST_MESSAGE_BYTES: Final = 128 * 1024 * 1024  # lower limit for gRPC, so that we can answer 413
+MOST_BYTES: Final = 2**31 - 1  # largest message of gRPC
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes of one request's body, and of all that are held."""
+    """Maximum bytes of a request body, and of all buffered bodies together."""
 
     body: int
     held: int
@@ -85,7 +85,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ListenSettings:
-    """`address`: `host:port` or `unix:PATH`. `shared`: with a server that this one replaces."""
+    """`address`: `host:port` or `unix:PATH`. `shared`: another server may still listen there."""
 
     address: str
     tls: GrpcTls | None = None
@@ -93,7 +93,7 @@ class ListenSettings:
 
 
 class GrpcServer:
-    """`run` listens, `stop` ends it."""
+    """A gRPC server: `run` listens, `stop` ends it."""
 
     def __init__(self, listen: ListenSettings, limits: Limits, picks: EnvoyPicks) -> None:
         self._listen = GrpcAddress(listen.address, shared=listen.shared)
@@ -106,13 +106,15 @@ class GrpcServer:
         self._cut: asyncio.Event | None = None
         self._grace = 0.0
         self._held_bytes = 0
-        self._refusal: OSError | None = None  # it could not listen
-        self.address = ""  # as bound, once it listens
+        self._refusal: OSError | None = None  # why it could not listen
+        self.address = ""  # the bound address, once it listens
         self.streams = 0
 
     async def run(self, thread: AsyncioThread, *, task_status: trio.TaskStatus[None]) -> None:
-        """Serve until cancelled, or until `stop` and the end of the streams. Raises OSError where
-        it can't listen."""
+        """Serve until cancelled, or until `stop` and the end of the streams.
+
+        Raises OSError if it can't listen.
+        """
         listening, ended = trio.Event(), trio.Event()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._in_thread, thread, listening, ended)
@@ -132,7 +134,7 @@ class GrpcServer:
         def listens() -> None:
             self._token.run_sync_soon(listening.set)
 
-        # It ends by `stop`, so that cancelling leaves no thread behind.
+        # It ends only by `stop`, so that cancelling leaves no thread behind.
         try:
             await thread.call(self._serve(listens))
         except OSError as error:
@@ -141,7 +143,7 @@ class GrpcServer:
         ended.set()
 
     def stop(self, grace_secs: float) -> None:
-        """Accept no new stream, and end what is left after so long."""
+        """Accept no new streams, and cut the running ones after `grace_secs`."""
         loop, event = self._loop, self._stop if grace_secs else self._cut
         self._grace = grace_secs
         if loop is not None and event is not None:
@@ -178,7 +180,7 @@ class GrpcServer:
         self._listen.unlink()
 
     def _add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Raises OSError for certificates that can't be used, RuntimeError of gRPC."""
+        """Raises OSError for unusable certificates, RuntimeError if gRPC can't bind."""
         if self._tls is None:
             return int(server.add_insecure_port(address))
         return int(server.add_secure_port(address, self._tls.credentials()))
@@ -186,7 +188,7 @@ class GrpcServer:
     async def _process(
         self, messages: AsyncIterator[ProcessingRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """One stream, which is one request."""
+        """Serve one stream, which has one request."""
         stream, ticket, facts = EnvoyStream(self._limits.body), Ticket(), ResponseFacts()
         self.streams += 1
         held = 0
@@ -213,7 +215,7 @@ class GrpcServer:
         except (ValueError, DecodeError) as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except asyncio.CancelledError:
-            return  # the stream is cut; gRPC would log a traceback of it
+            return  # the stream is cut; if this were raised, gRPC would log a traceback
         finally:
             self._note_held(held, 0)
             self.streams -= 1
@@ -266,6 +268,6 @@ def _note_times(stream: EnvoyStream, facts: ResponseFacts) -> None:
 
 def _too_many_bytes() -> HttpError:
     return HttpError(
-        503, "router overloaded: too many bytes of request bodies are held", 503,
+        503, "router overloaded: too many bytes of request bodies are buffered", 503,
         type="overloaded_error", reason="max_held_bytes",
     ).with_headers(("retry-after", "1"))  # fmt: skip

@@ -1,7 +1,7 @@
-"""TLS of the gRPC listener: its certificate and whom it trusts, read again when the files change.
+"""TLS of the gRPC listener: its certificate and client CA, reloaded when the files change.
 
-Invariant: files are looked at when a connection begins, and only a complete set that fits together
-replaces the one in use. gRPC calls `_newest` in a thread of its own, one connection at a time.
+Invariant: the files are checked when a connection begins, and only a complete, consistent set
+replaces the one in use. gRPC calls `_newest` in its own thread, for one connection at a time.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 class GrpcTls:
-    """`server`: the files in `tls_cert`, `tls_key`, `tls_client_ca`; the last one may be empty."""
+    """`server`: has the files as `tls_cert`, `tls_key`, `tls_client_ca`; the last may be empty."""
 
     def __init__(self, server: ServerConfig) -> None:
         self._server = server
         self._signatures = self._signatures_now()
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Raises OSError where the files can't be used."""
+        """Raises OSError if the files can't be used."""
         try:
             first = self._read()
         except ConfigError as error:
@@ -37,7 +37,7 @@ class GrpcTls:
         )
 
     def _newest(self) -> grpc.ServerCertificateConfiguration | None:
-        """None where what is in use stays. Raises nothing: gRPC would refuse the connection."""
+        """The new files, None if unchanged. Never raises: gRPC would refuse the connection."""
         signatures = self._signatures_now()
         if signatures == self._signatures:
             return None
@@ -49,7 +49,7 @@ class GrpcTls:
             _log.error('certificate_reload_failed file=%s error="%s"', file, error)
             return None
         if signatures != self._signatures_now():
-            return None  # one of them is being replaced: the next connection looks again
+            return None  # the files are being replaced: the next connection checks again
         self._signatures = signatures
         _log.info("certificate_reloaded file=%s", self._server.tls_cert)
         return found
@@ -57,7 +57,7 @@ class GrpcTls:
     def _read(self) -> grpc.ServerCertificateConfiguration:
         """Raises ConfigError, OSError."""
         server = self._server
-        server_context(server, "picker.grpc_")  # gRPC would not say what is wrong
+        server_context(server, "picker.grpc_")  # validates them, since gRPC reports no details
         key, cert = Path(server.tls_key).read_bytes(), Path(server.tls_cert).read_bytes()
         authorities = Path(server.tls_client_ca).read_bytes() if server.tls_client_ca else None
         return grpc.ssl_server_certificate_configuration([(key, cert)], authorities)

@@ -1,7 +1,7 @@
-"""Classes of protobuf messages, by tables that name their fields.
+"""Builds classes of protobuf messages from tables of their fields.
 
-Invariant: they are in a pool of their own, so that another copy of the same messages in the process
-neither collides with them nor changes them. Unknown fields of what is parsed are ignored.
+Invariant: they are in a separate descriptor pool, so that another copy of the same messages in the
+process neither collides with them nor changes them. Unknown fields of parsed messages are ignored.
 
 Source: descriptor.proto and the proto3 language guide of protobuf.
 """
@@ -34,8 +34,10 @@ _SCALARS: Final[Mapping[str, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """`type`: a scalar's, or the full name of a message or enum. `count`: "map" has texts as its
-    keys. `oneof`: of the fields with the same name at most one is set."""
+    """A field. `type`: a scalar's name, or the full name of a message or enum.
+
+    `count`: "map" has strings as keys. `oneof`: of the fields with this name at most one is set.
+    """
 
     number: int
     name: str
@@ -47,11 +49,14 @@ class Field:
 def message_pool(
     messages: Mapping[str, Sequence[Field]], enums: Mapping[str, Mapping[str, int]]
 ) -> DescriptorPool:
-    """Both by their full names; an enum is that of a message, and its first number is 0. Raises
-    TypeError where the tables do not agree with each other."""
+    """A pool with these messages and enums, by full name.
+
+    An enum has to be nested in a message, and its first number is 0. Raises TypeError if the tables
+    are inconsistent.
+    """
     pool = DescriptorPool()
     pool.AddSerializedFile(struct_pb2.DESCRIPTOR.serialized_pb)
-    # One file for each package, each of which may import those that come before it.
+    # One file for each package; a file may import all files before it.
     files: dict[str, FileDescriptorProto] = {}
     for full_name, fields in messages.items():
         package, _, name = full_name.rpartition(".")
@@ -108,7 +113,7 @@ def _describe_enum(enum: EnumDescriptorProto, values: Mapping[str, int]) -> None
 def _map_entry(
     message: DescriptorProto, field: Field, enums: Mapping[str, Mapping[str, int]]
 ) -> DescriptorProto:
-    """A map is a repeated message of a key and a value."""
+    """The entry message of a map: a map is a repeated message with a key and a value."""
     entry = message.nested_type.add(name=f"{field.name.title().replace('_', '')}Entry")
     entry.options.map_entry = True
     for number, name, type_name in ((1, "key", "string"), (2, "value", field.type)):

@@ -1,7 +1,7 @@
-"""Messages of Envoy's external processor: heads read, responses made. Pure.
+"""Reads headers from messages of Envoy's external processor, and builds its responses. No I/O.
 
-Source: envoy/service/ext_proc/v3/external_processor.proto; the endpoint picker protocol of the
-Gateway API inference extension for the names of header and metadata.
+Source: envoy/service/ext_proc/v3/external_processor.proto; for the names of the header and of the
+metadata, the endpoint picker protocol of the Gateway API inference extension.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ from omni_proxy.wire.errors import HttpError
 
 DESTINATION: Final = "x-gateway-destination-endpoint"
 DESTINATION_NAMESPACE: Final = "envoy.lb"
-PREFILLER: Final = "x-prefiller-host-port"  # of llm-d, to the proxy beside a decode worker
+PREFILLER: Final = "x-prefiller-host-port"  # of llm-d, for the sidecar of a decode worker
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE: Final = "envoy.lb.subset_hint"
-CHUNK_BYTES: Final = 64_000  # of a body that goes back to Envoy, which buffers by such sizes
-# In a message whose content is one of several, `set` without a value makes it the content.
+CHUNK_BYTES: Final = 64_000  # chunk size of a body for Envoy, about its buffer size
+# In a oneof, setting an empty message selects it.
 _CONTINUE: Final = CommonResponse()
 
 
 class Destination(msgspec.Struct, gc=False):
-    """Where a request goes: `endpoint` is `ip:port`. `headers` replace those of these names,
-    `removed` ones are not sent on. `body`: None for the client's own. `answer_headers`: of the
-    response."""
+    """The target of a request: `endpoint` is `ip:port`.
+
+    `headers` replace headers of the same names; `removed` ones are removed. `body`: None to keep
+    the client's body. `answer_headers`: added to the response.
+    """
 
     endpoint: str
     headers: Mapping[str, str] = {}
@@ -53,8 +55,8 @@ class Destination(msgspec.Struct, gc=False):
 
 
 def read_headers(headers: HeaderMap) -> dict[str, str]:
-    """Names are in lower case, and those of the request line begin with a colon. Of a name that
-    comes twice the values are joined."""
+    """Headers by name. Names are in lower case, pseudo-headers begin with a colon, and values of
+    repeated names are joined by a comma."""
     found: dict[str, str] = {}
     for header in headers.headers:
         value = header.raw_value.decode("latin-1") if header.raw_value else header.value
@@ -64,7 +66,7 @@ def read_headers(headers: HeaderMap) -> dict[str, str]:
 
 
 def subset_of(message: ProcessingRequest) -> frozenset[str] | None:
-    """The endpoints that it may go to, as `ip:port`; None without a hint."""
+    """The subset hint: endpoints (`ip:port`) that are allowed; None without a hint."""
     filters = message.metadata_context.filter_metadata
     if SUBSET_NAMESPACE not in filters:
         return None
@@ -105,8 +107,10 @@ def _metadata(to: Destination) -> Struct:
 
 
 def headers_to(to: Destination, length: int | None = None) -> ProcessingResponse:
-    """The head of a request may go on, there. `length`: of a body that follows in parts, for which
-    Envoy has dropped the client's content-length."""
+    """Continue with the request headers, to this destination.
+
+    `length`: content-length of a body that is sent in chunks, for which Envoy drops the client's.
+    """
     return ProcessingResponse(
         request_headers=HeadersResponse(response=_common(to, length)),
         dynamic_metadata=_metadata(to),
@@ -114,7 +118,7 @@ def headers_to(to: Destination, length: int | None = None) -> ProcessingResponse
 
 
 def body_to(to: Destination) -> ProcessingResponse:
-    """The same of head and body, where Envoy has kept both back."""
+    """Continue with headers and body, both of which Envoy has buffered, to this destination."""
     common = _common(to, None if to.body is None else len(to.body))
     if to.body is not None:
         common.body_mutation.CopyFrom(BodyMutation(body=to.body))
@@ -160,7 +164,7 @@ def _streamed(chunk: bytes, end: bool) -> BodyResponse:
 
 
 def request_chunks(body: bytes, *, end: bool) -> list[ProcessingResponse]:
-    """A whole body, given back in parts; `end`: no trailers follow."""
+    """A whole body in chunks; `end`: no trailers follow."""
     cuts = range(0, len(body), CHUNK_BYTES) or range(1)
     return [
         ProcessingResponse(
@@ -177,7 +181,7 @@ def response_chunk(chunk: bytes, *, end: bool) -> ProcessingResponse:
 
 
 def refusal(error: HttpError) -> ProcessingResponse:
-    """Envoy answers the client with it, and sends nothing to a worker."""
+    """An immediate response: Envoy sends the error to the client, and nothing to a worker."""
     headers = [("content-type", error.content_type), *error.headers]
     return ProcessingResponse(
         immediate_response=ImmediateResponse(

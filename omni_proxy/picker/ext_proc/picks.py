@@ -1,8 +1,8 @@
-"""Requests of Envoy at the picker, in trio's thread: begun, answered with a destination, ended.
+"""Picks for Envoy's requests, in trio's thread: begin, answer with a destination, end.
 
-Contract: `begin` answers exactly once, and never waits itself; after `end` nothing counts the
-request, whichever of the two comes first in time. Both are called in the order of Envoy's messages,
-and raise nothing: trio calls them, and would end the program.
+Contract: `begin` answers exactly once, and doesn't block; after `end` the request is not counted
+any more, also if `end` comes before the pick has ended. Both are called in the order of Envoy's
+messages, and never raise: trio calls them, and an exception would end the program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Answer = Callable[[Destination | HttpError], None]
 
 
 class ResponseFacts(msgspec.Struct, gc=False):
-    """How a response went; times of the clock of `time.monotonic`, 0.0 for what did not come."""
+    """Facts about a response. Times are of `time.monotonic`, 0.0 if the event didn't occur."""
 
     status: int = 0
     complete: bool = False
@@ -49,8 +49,10 @@ class ResponseFacts(msgspec.Struct, gc=False):
 
 
 class Ticket:
-    """One request. `exchange`: while it counts. `ended`: trio's thread knows of its end.
-    `handed_back`: of the other thread, which has told it."""
+    """One request. `exchange`: set while it is counted. `ended`: trio's thread has ended it.
+
+    `handed_back`: the asyncio thread has reported its end.
+    """
 
     __slots__ = ("ended", "exchange", "handed_back")
 
@@ -60,14 +62,14 @@ class Ticket:
 
 
 class EnvoyPicks:
-    """`nursery` has the tasks of picks that can't be answered at once."""
+    """Makes picks. `nursery` has the tasks of picks that can't be answered immediately."""
 
     def __init__(self, picker: Picker, services: ExchangeServices, nursery: trio.Nursery) -> None:
         self._picker = picker
         self._services = services
         self._nursery = nursery
         self.endpoints = Endpoints(services.loop.clock)
-        self._revision = services.fleet.revision  # of the fleet that `endpoints` is of
+        self._revision = services.fleet.revision  # the fleet's revision at the last cleanup
 
     def begin(self, ticket: Ticket, asked: Asked, answer: Answer) -> None:
         try:
@@ -88,7 +90,7 @@ class EnvoyPicks:
     async def _begin_slowly(
         self, ticket: Ticket, request: PickRequest, asked: Asked, answer: Answer
     ) -> None:
-        """A large body, or host names in the way of a subset."""
+        """Begin a pick with a large body, or with a subset and unresolved host names."""
         try:
             for worker in self._services.fleet.workers if asked.subset is not None else ():
                 if self.endpoints.known(worker) is None:
@@ -113,7 +115,7 @@ class EnvoyPicks:
             _log.warning("worker_unresolved worker=%s error=%s", worker.url, error.message)
 
     def _acquire(self, ticket: Ticket, exchange: Exchange, asked: Asked, answer: Answer) -> None:
-        """Raises HttpError, then nothing counts."""
+        """Acquire a worker, and answer. If it raises HttpError, the request is not counted."""
         fleet, outside = self._services.fleet, set[Worker]()
         if fleet.revision != self._revision:
             self._revision = fleet.revision
@@ -127,7 +129,7 @@ class EnvoyPicks:
             raise error.with_headers(*self._picker.rate_headers(exchange)) from None
         ticket.exchange = exchange
         exchange.sent_at = self._services.loop.now
-        if ticket.ended:  # while a large body was read
+        if ticket.ended:  # it was ended while a large body was read
             self._end(ticket, ResponseFacts())
             return
         prefill = self._picker.prefill_of(exchange)
@@ -151,14 +153,14 @@ class EnvoyPicks:
     def _answer(
         self, ticket: Ticket, targets: Sequence[Worker], asked: Asked, answer: Answer
     ) -> None:
-        """`targets`: the worker, and where there are two, the one that computes the prompt."""
+        """Answer with a destination. `targets`: the worker, and its prefill worker, if any."""
         exchange = ticket.exchange
-        if exchange is None:  # Envoy has gone meanwhile
+        if exchange is None:  # the stream has ended
             return
         found = [self.endpoints.newest(target) for target in targets]
         for target, endpoints in zip(targets, found, strict=True):
             if not endpoints:
-                message = f"Envoy can't reach {target.url}: it has no address of the network"
+                message = f"Envoy can't reach {target.url}: it has no network address"
                 self._refuse(ticket, HttpError(503, message, "worker_unresolved"), answer)
                 return
         subset = asked.subset
@@ -169,14 +171,14 @@ class EnvoyPicks:
         to = self._destination(exchange, targets[0], endpoint, prefill)
         exchange.body = b""
         if exchange.requirements is not None:
-            exchange.requirements.body_fields = None  # which refers to it, too
+            exchange.requirements.body_fields = None  # it refers to the body, too
         answer(to)
 
     def _destination(
         self, exchange: Exchange, target: Worker, endpoint: str, prefill: Sequence[str]
     ) -> Destination:
         headers = {PREFILLER: prefill[0]} if prefill else {}
-        removed: tuple[str, ...] = () if prefill else (PREFILLER,)  # a client must not name it
+        removed: tuple[str, ...] = () if prefill else (PREFILLER,)  # a client must not set it
         worker = target.worker
         if isinstance(target, DpRank):
             headers["x-data-parallel-rank"] = str(target.index)
@@ -197,7 +199,7 @@ class EnvoyPicks:
         answer(error)
 
     def begin_response(self, ticket: Ticket) -> None:
-        """Its head has come."""
+        """The response head has arrived: release the prefill worker."""
         try:
             if ticket.exchange is not None:
                 self._picker.end_prefill(ticket.exchange)
@@ -205,7 +207,7 @@ class EnvoyPicks:
             _log.exception("pick_prefill_end_failed")
 
     def end(self, ticket: Ticket, facts: ResponseFacts) -> None:
-        """Envoy has the whole response, or the stream has ended. A second call does nothing."""
+        """The response is complete, or the stream has ended. A second call does nothing."""
         try:
             self._end(ticket, facts)
         except Exception:
@@ -234,8 +236,11 @@ class EnvoyPicks:
         self._picker.finish(exchange)
 
     def _report(self, exchange: Exchange, worker: Worker) -> None:
-        """What the response says of its worker. Envoy answers 503 for one that it can't reach, as
-        a worker may that is busy, so that a 503 says nothing: probes find out."""
+        """Report the response to outlier ejection.
+
+        A 503 is ignored: it comes from Envoy for an unreachable worker, or from a busy worker.
+        Health probes distinguish these.
+        """
         services, status = self._services, exchange.status
         if status in FAILED_STATUSES:
             report_failure(services.fleet, exchange, worker, f"HTTP {status}", status)
@@ -265,4 +270,4 @@ def request_of(asked: Asked) -> PickRequest:
 
 
 def _internal() -> HttpError:
-    return HttpError(500, "the picker has failed; its log says why", "picker_failed")
+    return HttpError(500, "the picker has failed; see its log", "picker_failed")

@@ -1,11 +1,11 @@
-"""The messages of Envoy's external processor, as far as the picker reads and writes them.
+"""The messages of Envoy's external processor, with the fields that the picker reads and writes.
 
-Invariant: full names, numbers and types are those of the public protocol, since they are what is on
-the wire; fields that are not named here are unknown ones, which are ignored. `protocol.pyi` has the
-types of the classes. Nothing here knows what a message is for.
+Invariant: full names, numbers and types are those of the public protocol, since they are on the
+wire; other fields are ignored as unknown. `protocol.pyi` has the types of the classes. There is no
+logic here.
 
 Source: external_processor.proto, base.proto, processing_mode.proto and http_status.proto of Envoy's
-API, version 3. No package on PyPI has them alone: xds-protos installs over the files of others.
+API, version 3. No package on PyPI has only these: xds-protos overwrites files of other packages.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ ENUMS: Final[Mapping[str, Mapping[str, int]]] = {
 
 
 def _phases(first: int, oneof: str, *types: str) -> tuple[Field, ...]:
-    """One field for each part of a request and its response, numbered from `first` on; `types` are
-    those of heads, bodies and trailers."""
+    """A field for each part of a request and its response, numbered from `first` on.
+
+    `types`: message types of headers, bodies and trailers.
+    """
     return tuple(
         Field(first + 2 * index + offset, f"{side}_{part}", f"{_SERVICE}.{name}", oneof=oneof)
         for index, (part, name) in enumerate(zip(_PHASES, types, strict=True))
@@ -63,8 +65,8 @@ _PARTS: Final[Mapping[str, Sequence[Field]]] = {
         Field(3, "append_action", _APPEND),
     ),
     f"{_CORE}.Metadata": (Field(1, "filter_metadata", STRUCT, "map"),),
-    f"{_FILTER}.ProcessingMode": (),  # for its enum
-    # An enum there, of which any number may come: on the wire it is the same.
+    f"{_FILTER}.ProcessingMode": (),  # only for its enum
+    # An enum in the protocol; as int32 it has the same encoding and allows any number.
     f"{_HTTP}.HttpStatus": (Field(1, "code", "int32"),),
 }
 

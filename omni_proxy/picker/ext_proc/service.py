@@ -1,8 +1,8 @@
-"""Envoy's external processor as a service of the running program: its server, by the configuration.
+"""The service for Envoy's external processor: runs gRPC servers as the configuration requires.
 
 Invariant: a change of `[picker] grpc_listen` or of its TLS opens a new server before the old one
-drains, which goes on where the new one can't listen. Limits of bodies are those of the time when
-the server began.
+drains; if the new one can't listen, the old one continues. A server keeps the body limits that were
+configured when it started.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from omni_proxy.system.tls_contexts import picker_tls
 
 _log = logging.getLogger(__name__)
 
-UNBOUNDED_SECS: Final = 86400.0  # to drain, where `drain_timeout_secs` is 0
+UNBOUNDED_SECS: Final = 86400.0  # drain timeout if `drain_timeout_secs` is 0
 
 
 class _RunServer(Protocol):
-    """Until it has ended."""
+    """Runs a server until it has ended."""
 
     async def __call__(self, server: GrpcServer, *, task_status: trio.TaskStatus[None]) -> None: ...
 
@@ -41,9 +41,9 @@ class EnvoyService:
         self._services = services
         self._config_store = config_store
         self._changed = trio.Event()
-        self._servers: list[GrpcServer] = []  # the newest is the last one
+        self._servers: list[GrpcServer] = []  # the newest one is last
         self._ended = trio.Event()  # set, and replaced, when a server has ended
-        self._shared = False  # another program listens at the same address
+        self._shared = False  # another program may still listen at the same address
         config_store.subscribe(self._follow_config)
 
     def status(self) -> dict[str, object]:
@@ -53,11 +53,11 @@ class EnvoyService:
         }
 
     def take_over(self) -> None:
-        """From another program, which listens until this one does."""
+        """Share the address with another program, which listens until this one does."""
         self._shared = True
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled. Raises OSError where it can't listen."""
+        """Run until cancelled. Raises OSError if the first server can't listen."""
         thread, refusal = AsyncioThread(), None
         async with trio.open_nursery() as outer:
             await outer.start(thread.run)
@@ -77,8 +77,10 @@ class EnvoyService:
     async def _replace(
         self, nursery: trio.Nursery, run: _RunServer, picks: EnvoyPicks
     ) -> OSError | None:
-        """A server by the configuration in force, then the others drain; the error if it can't
-        listen, then they go on."""
+        """Open a server with the current configuration, then drain the others.
+
+        If it can't listen, returns the error; the others continue then.
+        """
         self._changed = trio.Event()
         before = list(self._servers)
         try:
@@ -114,12 +116,12 @@ class EnvoyService:
             self._ended = trio.Event()
 
     def begin_drain(self) -> None:
-        """Accept no new stream."""
+        """Accept no new streams."""
         for server in self._servers:
             server.stop(self._drain_secs())
 
     async def drained(self) -> None:
-        """The same; until the last stream has ended. The caller's scope bounds it."""
+        """`begin_drain`, and wait until the last stream has ended. The caller sets a timeout."""
         self.begin_drain()
         while self._servers:
             await self._ended.wait()

@@ -1,10 +1,10 @@
-"""One request with its response as Envoy shows it: which answer each message gets.
+"""State machine of one ext_proc stream: the answers to Envoy's messages about one request.
 
     request headers ─> [request body] ─> pick ─> response headers ─> [response body] ─> over
 
-Invariant: a pick is asked for once, when the body is whole, or at the head where Envoy sends none;
-each message of Envoy's gets its answers in order, and nothing of the bodies is changed but what the
-destination says. Pure: it neither picks nor waits.
+Invariant: a pick is requested once, when the body is complete, or at the headers if Envoy sends no
+body; each message of Envoy gets its answers in order, and bodies are changed only as the
+destination requires. No I/O: it neither picks nor waits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NONE: Final = ProcessingMode.NONE
 _BUFFERED: Final = (ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL)
 _DUPLEX: Final = ProcessingMode.FULL_DUPLEX_STREAMED
 _STATUS: Final = re.compile(r"[1-9][0-9]{2}\Z")
-KEPT_CHUNK_BYTES: Final = 65536  # of a response: its end tells the tokens
+KEPT_CHUNK_BYTES: Final = 65536  # kept of a response's last chunk, which has the usage
 
 
 class Asked(msgspec.Struct, gc=False):
-    """What is to be picked for. `subset`: endpoints it may go to, None for any."""
+    """A request to pick for. `subset`: the allowed endpoints, None for any."""
 
     headers: dict[str, str]
     body: bytes
@@ -42,10 +42,10 @@ class Asked(msgspec.Struct, gc=False):
 
 
 class EnvoyStream:
-    """`receive` each message; where `asked` is set then, `picked` or `refused` gives the answers.
+    """Pass each message to `receive`. If that sets `asked`, `picked` or `refused` has the answers.
 
-    `status`: of the response, 0 before its head. `complete`: its last byte has come. `over`: Envoy
-    gets no further answer.
+    `status`: of the response, 0 before its headers. `complete`: the response has arrived
+    completely. `over`: Envoy gets no further answers.
     """
 
     def __init__(self, max_body: int) -> None:
@@ -55,12 +55,12 @@ class EnvoyStream:
         self._subset: frozenset[str] | None = None
         self._parts: list[bytes] = []
         self._begun = self._picked = False
-        self._waits_for = ""  # the message that brought the pick about
-        self._ends = True  # the body of the request does, no trailers follow
+        self._waits_for = ""  # the kind of message that requested the pick
+        self._ends = True  # no trailers follow the request's body
         self._answer_headers: Sequence[tuple[str, str]] = ()
         self.asked: Asked | None = None
         self.has_pair = False  # a prefill worker waits for the head of the response
-        self.held_bytes = 0  # of the request's body
+        self.held_bytes = 0  # buffered bytes of the request's body
         self.status = 0
         self.complete = self.over = False
         self.bytes_out = self.chunks = 0
@@ -68,19 +68,23 @@ class EnvoyStream:
 
     @property
     def ends_unseen(self) -> bool:
-        """Its response has begun, and Envoy shows none of its body: that it ends the stream is all
-        that can be known."""
+        """Whether the end of the stream is the only sign that the response is complete.
+
+        So it is if the response has begun, and Envoy does not send its body.
+        """
         return self.status > 0 and self._response_mode == _NONE and not self.over
 
     def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
-        """The answers, [] where they depend on a pick. Raises HttpError 413, which `refused` takes;
-        ValueError for a message that has no place here."""
+        """The answers; [] if they depend on a pick.
+
+        Raises HttpError 413, for `refused`, and ValueError for an unexpected message.
+        """
         kind = message.WhichOneof("request")
         self._check_order(kind)
         if message.HasField("protocol_config"):
             self._request_mode = message.protocol_config.request_body_mode
             self._response_mode = message.protocol_config.response_body_mode
-        elif kind == "request_headers":  # of an Envoy that does not tell its modes
+        elif kind == "request_headers":  # an Envoy that does not send its modes
             self._request_mode, self._response_mode = (
                 ProcessingMode.BUFFERED,
                 ProcessingMode.STREAMED,
@@ -100,18 +104,20 @@ class EnvoyStream:
         if kind == "response_trailers":
             self._complete()
             return [messages.response_trailers()]
-        raise ValueError(f"no message of a request or response: {kind}")
+        raise ValueError(f"not a message of a request or response: {kind}")
 
     def _check_order(self, kind: str | None) -> None:
-        """Envoy may answer by itself before it shows the request, and shows that response. Raises
-        ValueError."""
+        """Raises ValueError for request messages in the wrong order.
+
+        Response messages may come first: Envoy may answer itself before it sends the request here.
+        """
         if kind == "request_headers" and self._begun:
-            raise ValueError("a second head in one stream, which is one request")
+            raise ValueError("a second request_headers in one stream: a stream has one request")
         if kind in ("request_body", "request_trailers") and not self._begun:
             raise ValueError(f"{kind} without request_headers: request_header_mode must be SEND")
 
     def picked(self, to: Destination) -> list[ProcessingResponse]:
-        """The answers once `asked` has a destination."""
+        """The answers after the pick for `asked`."""
         asked, self.asked = self.asked, None
         assert asked is not None
         self._answer_headers = to.answer_headers
@@ -127,7 +133,7 @@ class EnvoyStream:
         return answers if self._ends else [*answers, messages.request_trailers()]
 
     def refused(self, error: HttpError) -> list[ProcessingResponse]:
-        """The answer if there is none."""
+        """The answers if there is no destination."""
         self.asked, self.over, self.status = None, True, error.status
         return [messages.refusal(error)]
 

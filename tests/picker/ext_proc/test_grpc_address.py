@@ -63,6 +63,6 @@ def test_the_socket_of_a_program_that_died_is_replaced_and_no_other_file_is(open
     GrpcAddress(f"unix:{path}", shared=False).bind(opened)
     file = tmp_path / "file"
     file.write_text("mine")
-    with pytest.raises(OSError, match="no socket"):
+    with pytest.raises(OSError, match="not a socket"):
         GrpcAddress(f"unix:{file}", shared=False).bind(opened)
     assert file.read_text() == "mine"

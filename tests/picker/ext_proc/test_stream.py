@@ -190,7 +190,7 @@ def test_a_refusal_has_the_proxys_own_error_and_its_headers():
 
 
 def test_a_message_that_is_none_is_an_error():
-    with pytest.raises(ValueError, match="no message"):
+    with pytest.raises(ValueError, match="not a message"):
         EnvoyStream(5).receive(ProcessingRequest())
 
 
@@ -219,7 +219,7 @@ def test_without_its_body_the_end_of_a_response_is_the_end_of_the_stream(answers
 def test_a_second_head_or_a_body_without_one_is_refused():
     stream = EnvoyStream(100)
     stream.receive(head(end=True))
-    with pytest.raises(ValueError, match="a second head"):
+    with pytest.raises(ValueError, match="a second request_headers"):
         stream.receive(head(end=True))
     with pytest.raises(ValueError, match="request_header_mode must be SEND"):
         EnvoyStream(100).receive(request_body(b"x"))
