@@ -1,4 +1,5 @@
-"""What proxies over one fleet know of each other. Pure: no I/O, and time is an argument.
+"""State that the proxies of a cluster share. No I/O, and time is an argument.
 
-`cluster_member` is its I/O. The same idea inside one machine: `multiprocess.shared_memory`.
+`cluster_member` does the I/O. `multiprocess.shared_memory` does the same for the processes of one
+proxy.
 """

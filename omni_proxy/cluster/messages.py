@@ -1,8 +1,8 @@
-"""What proxies of a cluster publish to each other: messages in msgpack, on one channel.
+"""Messages that the members of a cluster publish to each other: msgpack, on one channel. No I/O.
 
-Invariant: a message of an unknown kind, or one that can't be read, is dropped and nothing else:
-proxies of two releases may share a store. A worker stands as 8 bytes of the hash of its URL, for
-its counts are sent up to twenty times a second. Pure.
+Invariant: a message of an unknown kind, or one that can't be decoded, is dropped without any other
+effect, because members of two releases may share a store. A worker is identified by an 8-byte hash
+of its URL, because counts are sent up to twenty times a second.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from msgspec import Struct
 
 from omni_proxy.cluster.proxy_figures import ProxyFigures
 
-MAX_TARGETS: Final = 1 << 17  # workers and ranks: as many as the shared counters have cells, twice
+MAX_TARGETS: Final = 1 << 17  # workers and ranks: twice the number of cells in shared counters
 
 
 class CountsMessage(Struct, frozen=True, array_like=True, tag="counts"):
-    """`number` rises by one. `whole`: targets that are missing have none in flight; else they are
-    as before. `total`: requests in flight at this proxy; `waits`: some wait for a worker."""
+    """In-flight counts of a member. `number`: increases by one with each message.
+
+    `whole`: targets that are missing have none in flight; otherwise they are unchanged. `total`:
+    requests in flight at the member. `waits`: some of its requests wait for a worker.
+    """
 
     member: str
     number: int
@@ -32,28 +35,32 @@ class CountsMessage(Struct, frozen=True, array_like=True, tag="counts"):
 
 
 class HelloMessage(Struct, frozen=True, array_like=True, tag="hello"):
-    """A member begins to listen: the others publish their counts whole."""
+    """A member has subscribed: the others publish all their counts."""
 
     member: str
 
 
 class ByeMessage(Struct, frozen=True, array_like=True, tag="bye"):
-    """A member ends: its counts hold no longer."""
+    """A member ends: its counts are dropped."""
 
     member: str
 
 
 class WeightsMessage(Struct, frozen=True, array_like=True, tag="weights"):
-    """What the holder of the lease on weights has written into the store: see
-    `cluster_member.weight_state`. Each member applies and acknowledges it."""
+    """A state that the holder of the lease on weights has written into the store.
+
+    Each member applies and acknowledges it. See `cluster_member.weight_state`.
+    """
 
     member: str
     state: bytes
 
 
 class AckMessage(Struct, frozen=True, array_like=True, tag="ack"):
-    """The state with that number, of the holder with that token, is in force at this member; what
-    it has in flight was published before."""
+    """The member has applied the state with this token and number.
+
+    It has published its in-flight counts before.
+    """
 
     member: str
     token: int
@@ -61,7 +68,7 @@ class AckMessage(Struct, frozen=True, array_like=True, tag="ack"):
 
 
 class ResumedMessage(Struct, frozen=True, array_like=True, tag="resumed"):
-    """The engines of these workers were made to continue."""
+    """The engines of these workers were resumed."""
 
     member: str
     urls: tuple[str, ...]
@@ -76,36 +83,38 @@ class WorkerMessage(Struct, frozen=True, array_like=True, tag="worker"):
 
 
 class HealthMessage(Struct, frozen=True, array_like=True, tag="health"):
-    """Workers, by URL, that have left or come back into rotation at a member."""
+    """Workers, by URL, that have left or returned to rotation at a member."""
 
     member: str
     healthy: dict[str, bool]
 
 
 class FiguresMessage(Struct, frozen=True, array_like=True, tag="figures"):
-    """What screens show of a member: see `cluster.proxy_figures`."""
+    """Figures of a member for dashboards: see `cluster.proxy_figures`."""
 
     member: str
     figures: ProxyFigures
 
 
 class PrefixesMessage(Struct, frozen=True, array_like=True, tag="prefixes"):
-    """Beginnings of prompts that the member has sent somewhere: by target, hashes as
-    `cluster.prefix_hashes` packs them."""
+    """Prefixes of prompts that the member has sent to workers.
+
+    `hashes`: by target, packed by `cluster.prefix_hashes`.
+    """
 
     member: str
     hashes: dict[int, bytes]
 
 
 class SessionsMessage(Struct, frozen=True, array_like=True, tag="sessions"):
-    """Sessions that the member has placed: by target, rows of `cluster.session_places`."""
+    """Sessions that the member has placed. `rows`: by target, of `cluster.session_places`."""
 
     member: str
     rows: dict[int, bytes]
 
 
 class ForgottenMessage(Struct, frozen=True, array_like=True, tag="forgotten"):
-    """The caches of these workers, by URL, are empty: they were flushed or restarted."""
+    """The caches of these workers, by URL, were flushed, or emptied by a restart."""
 
     member: str
     urls: tuple[str, ...]
@@ -135,7 +144,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(payload: bytes) -> Message | None:
-    """None for what this release can't read."""
+    """Decode a message; None if this release can't."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -144,5 +153,5 @@ def decode(payload: bytes) -> Message | None:
 
 @lru_cache(maxsize=MAX_TARGETS)
 def target_key(url: str) -> int:
-    """Of a worker's URL, or a rank's; equal in every proxy."""
+    """The key of a worker's or rank's URL, equal in all proxies."""
     return int.from_bytes(blake2b(url.encode(), digest_size=8).digest(), "big")

@@ -1,10 +1,9 @@
-"""Who may change weights: the scripts of the store's lease, and who has acknowledged a hold.
+"""The lease on weight operations: scripts for the store, and acknowledgements of members. No I/O.
 
-The lease is one key with a time to live; its value has a token that rises with each holder. A write
-is a script that compares that value first, so a holder that was cut off for longer than its lease
-can't write over what its successor wrote (a fencing token). Invariant: of two proxies that both
-believe to have the lease, only one can publish, and a proxy acknowledges only what it has applied.
-Pure: the scripts are texts, and the time is an argument.
+The lease is a key with a time to live; its value has a fencing token, which increases with each
+holder. A write is a script that compares that value first, so a holder that was cut off for longer
+than its lease can't overwrite the state of its successor. Invariant: if two proxies act as holder,
+only one can publish, and a proxy acknowledges only states that it has applied.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-# KEYS: lease, token. ARGV: member, milliseconds. The token of the new holder, or who has it.
+# KEYS: lease, token. ARGV: member, milliseconds. Returns the new holder's token, or 0 and the
+# value of the present lease.
 ACQUIRE: Final = """
 local held = redis.call('GET', KEYS[1])
 if held then return {0, held} end
@@ -20,7 +20,8 @@ local token = redis.call('INCR', KEYS[2])
 redis.call('SET', KEYS[1], token .. ':' .. ARGV[1], 'PX', ARGV[2])
 return {token, ''}
 """
-# KEYS: lease, state. ARGV: value of the lease, milliseconds, state, channel, message. 1 if written.
+# KEYS: lease, state. ARGV: value of the lease, milliseconds, state, channel, message. Returns 1 if
+# the state was written.
 WRITE: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 redis.call('PEXPIRE', KEYS[1], ARGV[2])
@@ -28,12 +29,13 @@ redis.call('SET', KEYS[2], ARGV[3])
 redis.call('PUBLISH', ARGV[4], ARGV[5])
 return 1
 """
-# KEYS: lease. ARGV: its value, milliseconds. 1 if it still holds.
+# KEYS: lease. ARGV: its value, milliseconds. Returns 1 if it is still held.
 RENEW: Final = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
-# KEYS: token, state. ARGV: token and number of the state, the state. For a store that has lost it.
+# KEYS: token, state. ARGV: token and number of the state, the state. For a store that has lost its
+# data. Returns 1 if the state was written.
 RESTORE: Final = """
 local stored = redis.call('GET', KEYS[2])
 local token, number = tonumber(ARGV[1]), tonumber(ARGV[2])
@@ -49,15 +51,16 @@ local used = tonumber(redis.call('GET', KEYS[1]) or '0') or 0
 if used < token then redis.call('SET', KEYS[1], ARGV[1]) end
 return 1
 """
-# KEYS: lease. ARGV: milliseconds. Who has it. None lasts longer than that: the store ends keys by
-# its wall clock, and a clock that was set back would let the lease of a dead holder last.
+# KEYS: lease. ARGV: milliseconds. Returns the lease's value. The time to live is limited to the
+# milliseconds: the store expires keys by its wall clock, and if that was set back, the lease of a
+# dead holder would last too long.
 READ: Final = """
 local held = redis.call('GET', KEYS[1])
 local left = redis.call('PTTL', KEYS[1])
 if left > tonumber(ARGV[1]) or left == -1 then redis.call('PEXPIRE', KEYS[1], ARGV[1]) end
 return held
 """
-# KEYS: leases of members. ARGV: milliseconds, as for READ. For each 1 if it holds.
+# KEYS: leases of members. ARGV: milliseconds, as for READ. Returns for each 1 if it is held, or 0.
 READ_MEMBERS: Final = """
 local holds = {}
 for place, key in ipairs(KEYS) do
@@ -86,19 +89,21 @@ class Acknowledgements:
             self._numbers[member] = max(number, self._numbers.get(member, 0))
 
     def missing(self, members: Iterable[str], number: int) -> list[str]:
-        """Those that have not applied it."""
+        """The members that have not acknowledged `number`."""
         return sorted(name for name in members if self._numbers.get(name, 0) < number)
 
 
 def token_of(value: bytes | None) -> int:
-    """Of a lease's value; 0 for none, and for one that no proxy has written."""
+    """The token in a lease's value; 0 for None, and for a value that no proxy has written."""
     digits = (value or b"").partition(b":")[0]
     return int(digits) if digits.isdigit() and len(digits) < 20 else 0
 
 
 class MemberLease:
-    """This proxy's own sign of life in the store, judged by its own clock: it ends no later than
-    the store's key does, for it counts from before the command was sent."""
+    """This proxy's member lease in the store, timed by the local clock.
+
+    It never outlasts the store's key, because its time counts from before the command was sent.
+    """
 
     def __init__(self) -> None:
         self.renewed_at = float("-inf")

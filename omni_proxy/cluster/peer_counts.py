@@ -1,11 +1,10 @@
-"""In-flight counts of the other proxies: merged, dropped when their proxy is silent, and smoothed
-for policies that look for the least load.
+"""In-flight counts of the other proxies: merged, expired, and smoothed for least-load policies.
 
-Invariant: `totals` is, for each target, the sum over all peers whose last message is at most
-`lease_secs` old; a target without any is not in it. After a gap in a peer's numbers its counts stay
-as they were until it publishes all of them. No count is negative, whatever a peer publishes.
-`OwnCounts` is the other side: what a proxy publishes, changes only, or all on request. Pure: the
-time is an argument, in monotonic seconds.
+Invariant: `totals` has, for each target, the sum over all peers whose last message is at most
+`lease_secs` old; a target with none in flight is not in it. After a gap in a peer's message numbers
+its counts stay unchanged until it publishes all of them. No count is negative, whatever a peer
+publishes. `OwnCounts` makes the messages of this proxy: changes only, or all counts on request.
+No I/O; time is an argument, in monotonic seconds.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from typing import Final
 
 from omni_proxy.cluster.messages import CountsMessage
 
-MOST_IN_FLIGHT: Final = (
-    1 << 20
-)  # at one target, of one peer: more are none that a proxy has counted
+MOST_IN_FLIGHT: Final = 1 << 20  # at one target, of one peer: higher counts are invalid
 _NOTHING: Final[frozenset[int]] = frozenset()
 
 
 class Peer:
-    """Another proxy. `is_whole`: no message of it is missing since it last published all counts."""
+    """Another proxy. `is_whole`: no message is missing since it last published all its counts."""
 
     __slots__ = ("heard_at", "in_flight", "is_whole", "number", "total", "waits")
 
@@ -37,7 +34,7 @@ class Peer:
 
 
 class PeerCounts:
-    """`member`: the own name, under which nothing is heard."""
+    """Counts of all peers. `member`: this proxy's name, whose messages are ignored."""
 
     def __init__(self, member: str) -> None:
         self.member = member
@@ -45,7 +42,7 @@ class PeerCounts:
         self.totals: dict[int, int] = {}
 
     def take(self, message: CountsMessage, now: float) -> Iterable[int]:
-        """The targets whose total may have changed."""
+        """Merge a message; return the targets whose total may have changed."""
         if message.member == self.member:
             return _NOTHING
         peer = self.peers.get(message.member)
@@ -68,7 +65,7 @@ class PeerCounts:
         return changed
 
     def leave(self, member: str) -> Iterable[int]:
-        """It has ended; the targets whose total has changed."""
+        """Remove a member that has ended; return the targets whose total has changed."""
         peer = self.peers.pop(member, None)
         if peer is None:
             return _NOTHING
@@ -78,7 +75,10 @@ class PeerCounts:
         return changed
 
     def expire(self, now: float, lease_secs: float) -> dict[str, Iterable[int]]:
-        """Drop peers that are silent for longer; by name, the targets whose total has changed."""
+        """Remove peers that sent nothing for `lease_secs`.
+
+        Returns the targets whose total has changed, by peer name.
+        """
         silent = [name for name, peer in self.peers.items() if now - peer.heard_at > lease_secs]
         return {name: self.leave(name) for name in silent}
 
@@ -100,7 +100,7 @@ def _bounded(count: int) -> int:
 
 
 class OwnCounts:
-    """What this proxy published last."""
+    """Makes this proxy's count messages. It has the last published counts."""
 
     def __init__(self, member: str) -> None:
         self.member = member
@@ -111,8 +111,10 @@ class OwnCounts:
     def message(
         self, in_flight: Mapping[int, int], total: int, *, waits: bool, whole: bool
     ) -> CountsMessage | None:
-        """What to publish now; None where nothing has changed. `in_flight`: by target, those with
-        none left out."""
+        """The message to publish now; None if nothing has changed.
+
+        `in_flight`: counts above 0, by target.
+        """
         before = self._in_flight
         if whole:
             changes = dict(in_flight)
@@ -127,22 +129,22 @@ class OwnCounts:
 
 
 FAST_SHARE: Final = 0.5
-FLUCTUATIONS: Final = 2.0  # a difference of so many times the square root is no fluctuation
+FLUCTUATIONS: Final = 2.0  # a difference above this multiple of the square root is significant
 SAME: Final = 0.05
-FIRST: Final = 0.1  # where nothing was: enough to prefer a worker that is idle
+FIRST: Final = 0.1  # first value of a total: enough to prefer an idle worker
 
 
-# Smoothing. Counts of others are a moment old, and each proxy follows them: all would fill the
-# worker that looked emptiest, and overshoot together. Ordinary fluctuation therefore passes by a
-# low-pass filter, so that proxies correct what lasts, each by its own exact counts at once. A
-# difference beyond fluctuation, as of a burst or of a proxy that died, is followed fast.
+# Smoothing. Counts of other proxies are slightly old, and all proxies use them: they would all send
+# to the worker that looked emptiest, and overshoot together. A low-pass filter therefore removes
+# ordinary fluctuation, so that proxies correct only lasting differences; own counts are exact and
+# not filtered. A significant difference, such as a burst or a lost proxy, is followed fast.
 def first_seen(before: float, total: int) -> float:
-    """The value at the moment in which a total comes, before the next look."""
+    """The value when a total arrives, before the next `smoothed`."""
     return before or min(FIRST, total)
 
 
 def smoothed(before: float, total: int, share: float) -> float:
-    """The value after one more look. `share`: of the difference that an ordinary look makes up."""
+    """The next value. `share`: the part of an ordinary difference that one step corrects."""
     difference = total - before
     if abs(difference) > FLUCTUATIONS * sqrt(max(total, before) + 1):
         share = max(share, FAST_SHARE)

@@ -1,11 +1,11 @@
-"""Hashes of the beginnings of prompts: what a proxy publishes of where it has sent them, and hears.
+"""Hashes of prompt prefixes ("beginnings") that proxies publish with the worker they sent them to.
 
     text         | 256 | 384 | 512 | 768 | 1,024 | 1,536 ... 65,536 bytes
     beginnings   |  8 bytes of chained hashes at each of these lengths
 
-Invariants: equal beginnings have equal hashes in every proxy, and no text can be read from them;
-each beginning is published once for a worker, and again after `REPEAT_SECS` where it is still used;
-both tables are bounded, and forget what was published, or heard, first. Pure.
+Invariants: equal beginnings have equal hashes in every proxy, and the text can't be recovered from
+them; each beginning is published once for a worker, and again after `REPEAT_SECS` if it is still
+used; both tables are bounded, and evict the entries that were published or received first. No I/O.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from xxhash import xxh3_64_intdigest
 HASH_BYTES: Final = 8
 LONGEST: Final = 64 * 1024  # bytes of text
 REPEAT_SECS: Final = 60.0
-MOST_PUBLISHED: Final = 1 << 15  # that are remembered as published: some 4 MB
-MOST_PENDING: Final = 1 << 13  # that wait to be published: some 1 MB
-MOST_HEARD: Final = 1 << 17  # some 25 MB
-MOST_HOLDERS: Final = 8  # of one beginning
-REPEATED: Final = 4096  # beginnings, for a proxy that joins
-FORGOTTEN: Final = 64  # at once, where a table is full
+MOST_PUBLISHED: Final = 1 << 15  # entries of the table of published hashes: some 4 MB
+MOST_PENDING: Final = 1 << 13  # hashes that wait to be published: some 1 MB
+MOST_HEARD: Final = 1 << 17  # hashes received from other proxies: some 25 MB
+MOST_HOLDERS: Final = 8  # targets of one beginning
+REPEATED: Final = 4096  # beginnings that are published again for a proxy that joins
+FORGOTTEN: Final = 64  # entries evicted together if a table is full
 
 
 def _ends() -> list[int]:
-    """Each at most half as long again as the one before it, and 4 KB longer."""
+    """The lengths: each is at most 1.5 times the previous one, and at most 4 KB longer."""
     ends = [256]
     while ends[-1] < LONGEST:
         power = 1 << (ends[-1].bit_length() - 1)
@@ -44,17 +44,17 @@ _PIECES: Final = [slice(*ends) for ends in pairwise([0, *_ENDS])]
 
 
 def count_beginnings(length: int) -> int:
-    """How many a text of so many bytes has."""
+    """The number of beginnings of a text of `length` bytes."""
     return bisect_right(_ENDS, length)
 
 
 def length_of(count: int) -> int:
-    """How many bytes of a text its first `count` beginnings are."""
+    """The length in bytes of the beginning number `count`; 0 for 0."""
     return _ENDS[count - 1] if count else 0
 
 
 def beginnings(text: bytes) -> list[int]:
-    """Hashes, the shortest beginning first. Takes a quarter of a microsecond for each."""
+    """Hashes of the text's beginnings, the shortest one first."""
     last, hashes = 0, []
     for piece in _PIECES[: bisect_right(_ENDS, len(text))]:
         last = xxh3_64_intdigest(text[piece], last)
@@ -70,7 +70,7 @@ def pack_hashes(hashes: Iterable[int]) -> bytes:
 
 
 def unpack_hashes(packed: bytes) -> Iterable[int]:
-    """What does not fit into a hash at the end is ignored."""
+    """Incomplete hashes at the end are ignored."""
     hashes = array("Q", packed[: len(packed) - len(packed) % HASH_BYTES])
     if byteorder == "little":
         hashes.byteswap()
@@ -78,18 +78,18 @@ def unpack_hashes(packed: bytes) -> Iterable[int]:
 
 
 class PrefixNotes:
-    """What this proxy has to publish. A target is a worker or rank, as in `messages.target_key`."""
+    """Hashes that this proxy has to publish. Targets are keys of `messages.target_key`."""
 
     def __init__(self) -> None:
-        self.dropped = 0  # for which there was no room
+        self.dropped = 0  # hashes dropped because too many were pending
         self.pending = 0
-        # By target: hashes and when they were noted, the newest last.
+        # By target: hashes with the time of their note, the newest last.
         self._published: dict[int, dict[int, float]] = {}
         self._count = 0
         self._pending: dict[int, list[int]] = {}
 
     def note(self, hashes: Sequence[int], target: int, now: float) -> None:
-        """The target gets a prompt with these beginnings."""
+        """Note that the target gets a prompt with these beginnings."""
         published = self._published.get(target)
         if published is None:
             published = self._published[target] = {}
@@ -98,7 +98,7 @@ class PrefixNotes:
             at = published.get(each)
             if at is not None:
                 if at > due:
-                    break  # and so were those before it
+                    break  # shorter beginnings were published at least as recently
                 del published[each]
                 self._count -= 1
             published[each] = now
@@ -107,7 +107,7 @@ class PrefixNotes:
             self._add(target, new)
 
     def add(self, packed: dict[int, bytes], now: float) -> None:
-        """What another process of this proxy has noted."""
+        """Add hashes that another process of this proxy has noted."""
         for target, hashes in packed.items():
             published = self._published.setdefault(target, {})
             new = list(unpack_hashes(hashes))
@@ -117,12 +117,12 @@ class PrefixNotes:
             self._add(target, new)
 
     def forget(self, target: int) -> None:
-        """Its cache is empty: what it gets from now on is new."""
+        """The target's cache is empty: its later prompts are published again."""
         self._count -= len(self._published.pop(target, ()))
         self.pending -= len(self._pending.pop(target, ()))
 
     def take(self, most: int) -> dict[int, bytes]:
-        """The next of them to publish, packed, by target."""
+        """Remove and return up to `most` pending hashes, packed, by target."""
         found: dict[int, bytes] = {}
         while most > 0 and self._pending:
             target = next(iter(self._pending))
@@ -136,7 +136,7 @@ class PrefixNotes:
         return found
 
     def repeat(self) -> None:
-        """Another proxy knows nothing yet: the newest of each target are published again."""
+        """Publish the newest hashes of each target again, for a proxy that joined."""
         share = REPEATED // max(1, len(self._published))
         for target, published in self._published.items():
             again = list(islice(reversed(published), share))
@@ -144,7 +144,7 @@ class PrefixNotes:
             self.pending += len(again)
 
     def _add(self, target: int, new: list[int]) -> None:
-        """They are published already, as far as is remembered."""
+        """Add hashes, which are in the published table already, to the pending ones."""
         self._count += len(new)
         self.pending += len(new)
         self._pending.setdefault(target, []).extend(new)
@@ -158,7 +158,7 @@ class PrefixNotes:
             self._drop(self.pending - MOST_PENDING)
 
     def _drop(self, count: int) -> None:
-        """They are noted again when they are used again."""
+        """Drop pending hashes; they are noted again when they are used again."""
         for target in list(self._pending):
             dropped = self._pending[target][:count]
             del self._pending[target][: len(dropped)]
@@ -175,11 +175,12 @@ class PrefixNotes:
 
 
 class PrefixHints:
-    """What other proxies have published: which targets were sent a beginning."""
+    """Hints of other proxies: the targets that each beginning was sent to."""
 
     def __init__(self, most: int = MOST_HEARD) -> None:
         self._most = most
-        # By hash: numbers of its holders, the newest last. Another number for each life of a cache.
+        # By hash: numbers of its targets, the newest last. A target gets a new number when its
+        # cache is cleared.
         self._holders: dict[int, tuple[int, ...]] = {}
         self._numbers: dict[int, int] = {}
         self._targets: dict[int, int] = {}
@@ -202,7 +203,7 @@ class PrefixHints:
                         del holders[oldest]
 
     def forget(self, target: int) -> None:
-        """Its cache is empty."""
+        """Drop all hints of a target, whose cache is empty."""
         number = self._numbers.pop(target, None)
         if number is not None:
             del self._targets[number]
@@ -213,8 +214,10 @@ class PrefixHints:
         self._targets.clear()
 
     def depths(self, hashes: Sequence[int]) -> dict[int, int]:
-        """How many of a prompt's beginnings each target was sent, those with none left out; the
-        deepest first."""
+        """By target, how many of the prompt's beginnings it was sent, the largest number first.
+
+        Targets with none are left out.
+        """
         found: dict[int, int] = {}
         holders, targets = self._holders, self._targets
         count = len(hashes)

@@ -1,8 +1,8 @@
-"""What screens and charts show of a proxy of a cluster beside its counts, as it tells the others.
+"""Figures of a cluster's proxies for dashboards and charts, as members publish them. No I/O.
 
-Invariant: bounded: a message has the figures of a part of the workers, of `MOST_WORKERS` in all,
-and what is known of a member goes with it. Counts are of the time since the member's last message,
-so what a lost message had is missing in charts, and nothing else depends on it. Pure.
+Invariant: memory is bounded: a message has the figures of a part of the workers, of at most
+`MOST_WORKERS` in all, and a member's figures are dropped with the member. Counts are since the
+member's last message, so a lost message leaves a gap in charts; nothing else depends on it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Final, NamedTuple
 from msgspec import Struct
 
 FIGURES_SECS: Final = 1.0
-PARTS: Final = 5  # of the workers, by their keys: each is told of every five seconds
+PARTS: Final = 5  # workers are divided by key; each message has one part, so all take five seconds
 MOST_WORKERS: Final = 512
 
 
 class WorkerFigures(NamedTuple):
-    """Of a worker's last minute, through one proxy."""
+    """Figures of a worker over the last minute, through one proxy."""
 
     requests_per_sec: float = 0.0
     errors: int = 0
@@ -27,8 +27,10 @@ class WorkerFigures(NamedTuple):
 
 
 class CountedFigures(Struct, frozen=True, array_like=True):
-    """What was counted since the last message, by the names of `telemetry.history.rings.Bin`, as
-    are `firsts` and `gaps` by its buckets."""
+    """Counts since the last message, with the field names of `telemetry.history.rings.Bin`.
+
+    `firsts` and `gaps`: counts by bucket of that class.
+    """
 
     requests: int = 0
     errors: int = 0
@@ -42,8 +44,11 @@ class CountedFigures(Struct, frozen=True, array_like=True):
 
 
 class ProxyFigures(Struct, frozen=True, array_like=True):
-    """`dashboard`: its URL, "" for none that others reach. `errors`: of the last minute, the rates
-    of the last ten seconds. `workers`: of `part`, by key, those without any left out."""
+    """Figures of a proxy. `dashboard`: its URL, "" if it is not reachable from other machines.
+
+    `errors`: over the last minute; rates: over the last ten seconds. `workers`: those of `part`
+    with any figure above 0, by key.
+    """
 
     version: str
     started_at: float  # Unix time
@@ -65,7 +70,7 @@ class _Member:
 
 
 class PeerFigures:
-    """By member, of the others."""
+    """Figures of the other members, by name."""
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
@@ -77,7 +82,7 @@ class PeerFigures:
             known.parts[figures.part] = figures.workers
 
     def keep(self, members: Iterable[str]) -> None:
-        """Forget all others."""
+        """Drop the figures of all other members."""
         for name in self._members.keys() - set(members):
             del self._members[name]
 
@@ -90,7 +95,7 @@ class PeerFigures:
         return sum(known.figures.waiting for known in self._members.values())
 
     def elsewhere(self, key: int) -> WorkerFigures:
-        """Of a worker, the sum over all others."""
+        """A worker's figures, summed over the other members. `key`: its target key."""
         found = [
             figures
             for known in self._members.values()

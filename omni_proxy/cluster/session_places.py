@@ -1,10 +1,10 @@
-"""At which worker each session is, over all proxies: who placed it last is right.
+"""The worker of each session, agreed on by all proxies: the last placement wins. No I/O.
 
-A session goes by a hash of its key, which may be a secret. Invariants: two proxies that have heard
-the same have the same worker for a session, in whatever order they heard it: of two placements the
-one with the higher stamp holds, of equal stamps that at the higher target; one that was made with
-another one known has a higher stamp. Bounded: the session that was placed least recently goes
-first. Pure; stamps are milliseconds of the store's clock.
+A session is identified by a hash of its key, which may be a secret. Invariants: proxies that have
+received the same placements have the same worker for a session, in whatever order they received
+them: the placement with the higher stamp wins, for equal stamps that with the higher target key. A
+placement that replaces a known one has a higher stamp. The table is bounded, and evicts the session
+that was placed least recently. Stamps are milliseconds of the store's clock.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ STAMP_BYTES: Final = 8
 ROW_BYTES: Final = DIGEST_BYTES + STAMP_BYTES
 MOST_PENDING: Final = 1 << 13
 MOST_PLACED: Final = 1 << 16  # some 20 MB
-REPEATED: Final = 4096  # sessions, for a proxy that joins
-FINISHED: Final = 0  # the target of a session that is over
+REPEATED: Final = 4096  # sessions that are published again for a proxy that joins
+FINISHED: Final = 0  # the target key of a session that has ended
 
 
 def session_digest(key: str) -> bytes:
@@ -28,15 +28,15 @@ def session_digest(key: str) -> bytes:
 
 
 class SessionNotes:
-    """Sessions that were placed, and wait to be published. `enabled`: whether they are at all."""
+    """Placed sessions that wait to be published. `enabled`: whether sessions are shared."""
 
     def __init__(self) -> None:
         self.enabled = False
-        self.dropped = 0  # for which there was no room
+        self.dropped = 0  # sessions dropped because too many were pending
         self._pending: OrderedDict[bytes, int] = OrderedDict()
 
     def note(self, digest: bytes, target: int) -> None:
-        """It is at this target from now on, or FINISHED."""
+        """Note that a session is at this target from now on, or FINISHED."""
         self._pending[digest] = target
         if len(self._pending) > MOST_PENDING:
             self._pending.popitem(last=False)
@@ -57,7 +57,7 @@ class SessionPlace(NamedTuple):
 
 
 class PlacedSessions:
-    """`most`: how many are remembered; what is heard of any other is believed."""
+    """Known placements. `most`: size of the table; placements of unknown sessions are accepted."""
 
     def __init__(self, most: int = MOST_PLACED) -> None:
         self._most = most
@@ -67,14 +67,14 @@ class PlacedSessions:
         return len(self._known)
 
     def place(self, sessions: Mapping[bytes, int], stamp: int) -> dict[int, bytes]:
-        """This proxy has placed them now: what to publish, rows by target."""
+        """Record sessions that this proxy placed; return the rows to publish, by target."""
         return _packed(
             (digest, self._set(digest, self._stamped(digest, target, stamp)))
             for digest, target in sessions.items()
         )
 
     def receive(self, rows: Mapping[int, bytes]) -> dict[bytes, int]:
-        """Where sessions are that no later placement is known of."""
+        """Record placements of other proxies; return those that win, as target by session."""
         found = {}
         for target, packed in rows.items():
             for digest, stamp in _unpacked(packed):
@@ -85,7 +85,7 @@ class PlacedSessions:
         return found
 
     def newest(self) -> dict[int, bytes]:
-        """Rows for a proxy that knows nothing yet."""
+        """The newest rows, for a proxy that joined."""
         rows = list(self._known.items())[-REPEATED:]
         return _packed(row for row in rows if row[1].target != FINISHED)
 
@@ -93,7 +93,7 @@ class PlacedSessions:
         known = self._known.get(digest)
         if known is None:
             return SessionPlace(stamp, target)
-        if known.target == target:  # it is used still: nothing is decided anew
+        if known.target == target:  # unchanged: keep its stamp
             return known
         return SessionPlace(max(stamp, known.stamp + 1), target)
 
@@ -113,7 +113,7 @@ def _packed(rows: Iterable[tuple[bytes, SessionPlace]]) -> dict[int, bytes]:
 
 
 def _unpacked(packed: bytes) -> Iterator[tuple[bytes, int]]:
-    """What is no whole row is ignored."""
+    """An incomplete row at the end is ignored."""
     for at in range(0, len(packed) - ROW_BYTES + 1, ROW_BYTES):
         middle = at + DIGEST_BYTES
         yield packed[at:middle], int.from_bytes(packed[middle : middle + STAMP_BYTES], "big")

@@ -1,12 +1,11 @@
-"""A worker's bound over several proxies: how many requests this one may have at it.
+"""Shares of a worker's in-flight bound: how many requests this proxy may have there. No I/O.
 
-Counts of others are a moment old, so proxies that all see the same free place would all take it.
-Therefore a bound is parted: each proxy has a share of its places (which one has the odd ones
-follows from the worker, so proxies with none at one worker have one at another), and a free place
-beyond that goes to one proxy at a time, in turn, among those with requests that wait. Who has more
-than its share does not replace what ends while another waits. Invariant: of proxies with the same
-knowledge none may begin what would exceed the bound by itself, all of them together may begin no
-more than their shares and what is free, and each that waits gets its share in the end. Pure.
+Counts of other proxies are slightly old, so all proxies that see a free slot would take it.
+Therefore each proxy has a share of the slots (remainders are distributed by worker key, so a proxy
+without one at one worker has one at another). Other free slots go to one proxy at a time, in turn,
+among those with waiting requests. A proxy above its share gives slots up while another one waits.
+Invariant, for proxies with the same counts: none exceeds the bound alone; together they start no
+more than their shares and the free slots; each waiting proxy gets its share eventually.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from typing import NamedTuple
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Who shares. `rank`: the own place among `members` members, in the order of their names.
-    `taker_rank` and `takers`: the same among those that take turns, None for one that does not.
-    `turn` rises by one each time that free places are given to the next. `others_wait`: so a place
-    above the own share is given up when its request ends."""
+    """The sharing proxies. `rank`: this proxy's index among the `members`, ordered by name.
+
+    `taker_rank` and `takers`: the same among the proxies that take turns; None if this one doesn't.
+    `turn`: increases by one when free slots go to the next proxy. `others_wait`: other proxies have
+    waiting requests, so slots above the own share are given up when their requests end.
+    """
 
     members: int
     rank: int
@@ -31,8 +32,8 @@ class Sharing:
 
 
 class Use(NamedTuple):
-    """Of a worker's `bound`: the own requests in flight, those of others as last heard, and the
-    places that others, which wait, may still take of their shares."""
+    """Use of a worker's `bound`: own requests in flight, those of other proxies as last reported,
+    and slots reserved for the shares of waiting proxies."""
 
     bound: int
     own: int
@@ -41,21 +42,21 @@ class Use(NamedTuple):
 
 
 def share_of(bound: int, members: int, rank: int, target: int) -> int:
-    """Places that are one member's own. `target`: the worker's key."""
+    """A member's share of the slots. `target`: the worker's key."""
     return bound // members + ((rank - target) % members < bound % members)
 
 
 def own_limit(use: Use, sharing: Sharing, target: int) -> int:
-    """The most requests in flight that this proxy may have at the worker now."""
+    """How many requests this proxy may have in flight at the worker now."""
     if sharing.members < 2:
         return use.bound
     share = share_of(use.bound, sharing.members, sharing.rank, target)
     kept = max(use.own, share)
-    # Free places of nobody's share, and of shares of those that do not need them.
+    # Free slots outside of all shares, and in shares of proxies that don't need them.
     free = max(0, use.bound - kept - use.elsewhere - use.reserved)
     granted = 0
     if sharing.taker_rank is not None:
-        # Of the free places 0, 1, … those that are this proxy's turn.
+        # This proxy gets every `takers`-th of the free slots 0, 1, …
         first = (sharing.taker_rank - target - sharing.turn) % sharing.takers
         granted = len(range(first, free, sharing.takers))
     most = share if sharing.others_wait and not granted else kept + granted

@@ -1,9 +1,9 @@
-"""Changes of workers over HTTP, one value for each URL: what the saved state has of it.
+"""Changes of workers over HTTP, one value for each URL: its part of the saved state. No I/O.
 
-Invariant: `with_change(state, change)` has of that URL exactly what the state had from which the
-change was made, and of all others what `state` has. Voices are no part of it. The order of changes
-of a URL is that of the store's revisions: the last writer holds. A change is read as strictly as
-the saved state at the next start: what the store has may not be what a proxy has written. Pure.
+Invariant: `with_change(state, change)` has for the change's URL exactly the entries of the state
+that the change was made from, and for all other URLs those of `state`. Voices are not included.
+Changes of a URL are ordered by the store's revisions: the last writer wins. A change is validated
+as strictly as a saved state at the start, because its value in the store may not be a proxy's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from omni_proxy.config.url import normalize_url
 
 Value = TypeVar("Value")
 
-# KEYS: changes by URL. ARGV: URL, revision, change, channel, message. 1 if it is the newest.
+# KEYS: changes by URL. ARGV: URL, revision, change, channel, message. Returns 1 if it was stored
+# as the newest change.
 PUT: Final = """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 local newest = known and string.match(known, '^(%d+):')
@@ -41,8 +42,11 @@ return 1
 
 
 class WorkerChange(Struct, frozen=True, kw_only=True):
-    """`added`: over HTTP; `switch`: over what another source names; `tombstone`: of a deleted one;
-    `leaves`: it is deleted once it is drained. Nothing at all: as the other sources have it."""
+    """`added`: a worker added over HTTP. `switch`: overrides a worker of another source.
+
+    `tombstone`: set for a deleted worker. `leaves`: it is deleted once it is drained. Without any
+    of these the worker is as its other sources define it.
+    """
 
     url: str
     added: StateWorker | None = None
@@ -61,7 +65,7 @@ def encode_change(change: WorkerChange) -> bytes:
 
 
 def decode_change(payload: bytes) -> WorkerChange | None:
-    """None for what this release can't read, and for what no saved state may have."""
+    """Decode a change; None if this release can't, or if a saved state can't have it."""
     try:
         change = _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -70,7 +74,7 @@ def decode_change(payload: bytes) -> WorkerChange | None:
 
 
 def _is_allowed(change: WorkerChange) -> bool:
-    """A worker that is added has its own URL, and none that only FILE may name."""
+    """Whether an added worker has the change's URL, and a saved state may contain the change."""
     if change.added is not None and change.added.url != change.url:
         return False
     state = with_change(SavedState(), replace(change, tombstone=""))
@@ -84,7 +88,7 @@ def _is_allowed(change: WorkerChange) -> bool:
 
 
 def split_stored(value: bytes) -> tuple[int, WorkerChange | None]:
-    """Revision and change of a value that PUT has stored."""
+    """The revision and the change in a value that PUT has stored."""
     revision, _, payload = value.partition(b":")
     return (int(revision), decode_change(payload)) if _REVISION.match(revision) else (0, None)
 
@@ -102,7 +106,7 @@ def change_of(state: SavedState, url: str) -> WorkerChange:
 
 
 def changes_between(before: SavedState, after: SavedState) -> Iterator[WorkerChange]:
-    """Of each URL of which they differ."""
+    """A change for each URL for which the states differ."""
     for url in dict.fromkeys((*_urls(before), *_urls(after))):
         change = change_of(after, url)
         if change != change_of(before, url):
@@ -124,7 +128,7 @@ def with_change(state: SavedState, change: WorkerChange) -> SavedState:
 
 
 def _workers(state: SavedState, change: WorkerChange) -> Iterator[StateWorker]:
-    """In the place that it has."""
+    """The workers with the change applied; a changed worker keeps its position."""
     found = False
     for worker in state.workers:
         if worker.url != change.url:

@@ -1,2 +1,3 @@
-"""The I/O of a cluster: the connection to the store, and the service that keeps this proxy a
-member. `cluster` is what it knows."""
+"""The I/O of a cluster: the connection to the store, and the service of this proxy's membership.
+
+`cluster` has the shared state without I/O."""

@@ -1,11 +1,11 @@
-"""While the lease of this proxy has ended: which workers may it still send requests to?
+"""Holds workers while this proxy's lease in the cluster store has ended.
 
-Another proxy may change weights then without this one knowing. So, once weights have ever been
-changed, a worker gets requests only while it reports the version that it had when the store was
-last heard; the others are held (`cut_off`) until it is heard again. Versions are read before the
-lease ends, so that a worker that proves itself is not held at all. With `on_loss = "refuse"` none
-can: all are held. Invariant: with a lease that holds nothing is held, and neither is it where no
-weights were ever changed.
+Then another proxy may change weights without informing this one. So, if weights were ever changed,
+a worker gets requests only while it reports the version that it had when the store was last
+reached; other workers are held (cordon `cut_off`) until it is reached again. Versions are read
+before the lease ends, so that a worker with the right version is never held. With
+`on_loss = "refuse"` all workers are held. Invariant: no worker is held while the lease is valid, or
+if weights were never changed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from omni_proxy.fleet.worker import Worker
 
 _log = logging.getLogger(__name__)
 
-READ_SECS: Final = 1.0  # between two looks at the workers' versions
-LOOKS: Final = 10  # at the lease, in its time; so much earlier than its end it counts as ended
+READ_SECS: Final = 1.0  # interval of reads of the workers' versions
+LOOKS: Final = 10  # checks during a lease; it counts as ended one check interval before its end
 
 ReadLabels = Callable[[Sequence[Worker]], Awaitable[dict[Worker, str | None]]]
 
 
 class CutOffHold:
-    """`lease_left()`: seconds until it ends, negative after that; None: nothing is to be held.
-    `trusts()`: whether workers that prove themselves get requests."""
+    """`lease_left()`: seconds until the lease ends, negative after that; None to hold nothing.
+
+    `trusts()`: whether workers that report the right version get requests.
+    """
 
     def __init__(
         self,
@@ -43,12 +45,12 @@ class CutOffHold:
         self._lease_left = lease_left
         self._read_labels = read_labels
         self._trusts = trusts
-        self._labels: dict[Worker, str | None] = {}  # as they were when the store was last heard
-        self._seen_at: dict[Worker, float] = {}  # when a worker last reported that
+        self._labels: dict[Worker, str | None] = {}  # labels when the store was last reached
+        self._seen_at: dict[Worker, float] = {}  # when a worker last reported its label
         self._logged = False
 
     def note_versions(self) -> None:
-        """Whoever changes weights has called: the versions of now are known to be right."""
+        """Accept the present versions, after a call of the proxy that changes weights."""
         now = trio.current_time()
         for worker in self._fleet.workers:
             if self._labels.get(worker) != worker.version.label:
@@ -56,7 +58,7 @@ class CutOffHold:
                 self._seen_at[worker] = now
 
     async def run(self, lease_secs: float) -> None:
-        """Until cancelled; then nothing is held."""
+        """Run until cancelled; then release all workers."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._read, lease_secs)
@@ -84,7 +86,7 @@ class CutOffHold:
         held = [worker.url for worker in self._fleet.workers if CUT_OFF in worker.cordon_reasons]
         if not self._logged:
             self._logged = True
-            _log.warning("cluster_lease_lost held=%d: until the store is heard again", len(held))
+            _log.warning("cluster_lease_lost held=%d: until the store is reached again", len(held))
 
     async def _read(self, lease_secs: float) -> None:
         while True:

@@ -1,9 +1,9 @@
-"""Keeps this proxy a member of its cluster: the connection to the store, heartbeats, what arrives.
+"""This proxy's membership in its cluster: connection to the store, heartbeats, received messages.
 
-Invariant: nothing of a request waits for the store, and no failure of it ends more than the
-connection, which is made again with back-off. A call that gets no reply in time counts as a lost
-connection. While there is none, peers that are not heard of are gone after `lease_secs`, as for
-everybody else. A reload that changes [cluster] begins anew.
+Invariant: no request waits for the store, and a failure of the store ends only the connection,
+which is opened again with back-off. A call without a reply in time counts as a lost connection.
+Without a connection, peers expire after `lease_secs`, as always. A reload that changes [cluster]
+starts a new membership.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ _log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECS: Final = 0.05
 LONGEST_PAUSE_SECS: Final = 1.0
-HEARTBEATS: Final = 4  # in the time of a lease
-SHORTEST_PATIENCE_SECS: Final = 0.5  # for a reply
+HEARTBEATS: Final = 4  # heartbeats during a lease
+SHORTEST_PATIENCE_SECS: Final = 0.5  # shortest timeout of a reply
 BYE_SECS: Final = 0.2
 CALLED_SECS: Final = 2.0
 WRONG_PASSWORD: Final = ("WRONGPASS", "NOAUTH")
@@ -81,7 +81,7 @@ class ProxyView(LoadView, HintsView, Protocol):
 
 
 class ClusterMember:
-    """`node_name()`: how this proxy is called where the configuration names it not."""
+    """The membership service. `node_name()`: the node's name if the configuration has none."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class ClusterMember:
         self._config_store = config_store
         self._view = view
         self._node_name = node_name
-        self._changed = trio.Event()  # the table has changed
+        self._changed = trio.Event()  # set if [cluster] has changed
         self._load: SharedLoad | None = None
         self.name = ""
         self.connection: RedisConnection | None = None
@@ -117,12 +117,12 @@ class ClusterMember:
             lambda: self.table.on_loss == "alone",
         )  # fmt: skip
         self._save_journal = operations.journal.save_adopted
-        self._applied = trio.Event()  # a state of another proxy: to be saved and acknowledged
+        self._applied = trio.Event()  # set if a state of another proxy has to be acknowledged
         self._nursery: trio.Nursery | None = None
         self._listening, self._listens_at = trio.CancelScope(), ""
         self._hello_heard = False
         self._heartbeat_at = float("-inf")
-        self._clock_ahead = 0.0  # of the store's, beside ours
+        self._clock_ahead = 0.0  # seconds that the store's clock is ahead of ours
         self._connected_at: float | None = None
         self._losses = 0
         self._error = ""
@@ -139,7 +139,7 @@ class ClusterMember:
 
     @property
     def refuses(self) -> bool:
-        """Whether the proxy is not ready, for want of the store."""
+        """Whether the proxy is not ready because the store is not connected."""
         return self.enabled and self.table.on_loss == "refuse" and not self.is_connected
 
     def status(self) -> dict[str, object] | None:
@@ -177,12 +177,12 @@ class ClusterMember:
         }
 
     def elsewhere(self, worker: Worker) -> WorkerFigures | None:
-        """What the other proxies together say of their requests to it; None without any."""
+        """The worker's figures through the other proxies together; None if there are none."""
         alone = self._load is None or not self._load.counts.peers
         return None if alone else self._figures.elsewhere(worker)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled; without [cluster] it waits for one."""
+        """Run until cancelled; without [cluster], wait for a configuration with one."""
         task_status.started()
         while True:
             changed = self._changed
@@ -219,7 +219,7 @@ class ClusterMember:
             self._changed = trio.Event()
 
     async def _run_membership(self) -> None:
-        """With the present table, until cancelled."""
+        """Run a membership with the current [cluster], until cancelled."""
         self.name = f"{self.table.node or self._node_name()}/{secrets.token_hex(4)}"
         self._load = load = SharedLoad(self._fleet, self._view, self.name)
         try:
@@ -258,14 +258,14 @@ class ClusterMember:
             await trio.sleep(backoff.next_delay())
 
     async def _connect(self, load: SharedLoad, backoff: Backoff) -> None:
-        """Until the connection is lost. Raises StoreError, CredentialError."""
+        """Connect, and run until the connection is lost. Raises StoreError, CredentialError."""
         config = self._config_store.config
         address = await trio.to_thread.run_sync(read_address, config)
         tls = await trio.to_thread.run_sync(tls_context, address, config)
         patience = self._patience_secs
         with trio.move_on_after(patience) as scope:
             async with connected(address, self._on_message, tls, patience) as connection:
-                scope.deadline = math.inf  # each reply has its own
+                scope.deadline = math.inf  # from here each reply has its own timeout
                 await connection.call(("SUBSCRIBE", self._channel))
                 await self._members.connect(connection)
                 await self._listen(connection.local_host)
@@ -287,7 +287,7 @@ class ClusterMember:
             raise StoreError(f"no reply for {patience:g} s")
 
     async def _publish(self, connection: RedisConnection, load: SharedLoad) -> None:
-        """Again and again, until the connection is lost. Raises StoreError."""
+        """Publish every `publish_secs`, until the connection is lost. Raises StoreError."""
         try:
             while True:
                 await self._send_batch(connection, load)
@@ -308,7 +308,7 @@ class ClusterMember:
             raise
 
     async def _send_batch(self, connection: RedisConnection, load: SharedLoad) -> None:
-        """What is new since the last one, and a heartbeat when it is time. Raises StoreError."""
+        """Send changed counts, and a heartbeat if it is due. Raises StoreError."""
         now, table = trio.current_time(), self.table
         beats = now - self._heartbeat_at >= table.lease_secs / HEARTBEATS
         whole, self._hello_heard = beats or self._hello_heard, False
@@ -329,7 +329,7 @@ class ClusterMember:
             await connection.call(*batch)
 
     async def _listen(self, host: str) -> None:
-        """For calls of members, if it is another address than before."""
+        """Listen for calls of members, if the local address has changed."""
         if host == self._listens_at or self._nursery is None or "weights" not in self.table.share:
             return
         self._listens_at = host
@@ -342,8 +342,10 @@ class ClusterMember:
         return self._weights.message or None if self._weights.is_holder else None
 
     async def _apply_call(self, payload: bytes) -> list[bytes]:
-        """See `members.CallHandler`: a state of weights, acknowledged when it is in force. This
-        proxy is cut off from the store."""
+        """See `members.CallHandler`. Called while this proxy is cut off from the store.
+
+        Applies a state of weights; returns the acknowledgement after it is applied.
+        """
         message, load = decode(payload), self._load
         state = decode_state(message.state) if isinstance(message, WeightsMessage) else None
         if state is None or load is None or "weights" not in self.table.share:
@@ -364,11 +366,11 @@ class ClusterMember:
 
     @property
     def _peer_secs(self) -> float:
-        """After so much silence a peer's counts end. While it may be called, they end later."""
+        """Time without messages after which a peer expires; longer while members are called."""
         return self.table.lease_secs + (CALLED_SECS if self._weights.is_holder else 0.0)
 
     async def _acknowledge(self, connection: RedisConnection, load: SharedLoad) -> None:
-        """What others have published of weights, when it is in force in all processes here."""
+        """Acknowledge weight states of others, after they are applied in all processes here."""
         while True:
             await trio.lowlevel.checkpoint()
             state = self._weights.followed.state
@@ -442,7 +444,7 @@ class ClusterMember:
         _log.info("cluster_connected store=%s member=%s", store, self.name)
 
     def _note_loss(self, reason: str) -> None:
-        """Each loss is logged once, and so is each new reason why it lasts."""
+        """Log each loss once, and each new reason while it lasts."""
         self._losses += self._connected_at is not None
         if self._error != reason or not self._is_logged:
             store = shown_url(self._config_store.config)
@@ -456,5 +458,5 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, StoreRefused) and error.code in WRONG_PASSWORD:
         return f"the password is wrong: {error}"
     if isinstance(error, StoreRefused) and error.code == "NOPERM":
-        return f"the store's user may not do that: {error}"
+        return f"the store's user has no permission: {error}"
     return str(error)

@@ -1,11 +1,11 @@
-"""Which members there are, and calls to those that the store does not reach.
+"""The members of the cluster, and direct calls to members that the store does not reach.
 
 A proxy that is cut off from the store, but not from the workers, may still send them requests. So
-a member listens on the address from which it reaches the store, and tells it there; who is about to
-change weights calls members without a lease. Invariants: a member that was heard of counts as one
-until it has said goodbye, or nothing listens at its address; one that does not answer at all is
-given up when its lease has ended. Only messages with the cluster's key, which is in the store, are
-read. A call is (length, HMAC-SHA256, payload); the reply's HMAC covers that of the call.
+each member listens on the address from which it reaches the store, and registers it there; a proxy
+that is about to change weights calls members without a lease. Invariants: a registered member
+counts until it deregisters, or nothing listens at its address; one that does not answer counts
+until its lease has ended. Only messages signed with the cluster's key, which is in the store, are
+accepted. A call is (length, HMAC-SHA256, payload); the reply's HMAC covers the call's HMAC.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from omni_proxy.cluster_member.store_connection import Command, RedisConnection,
 _log = logging.getLogger(__name__)
 
 CALL_SECS: Final = 1.0
-POLL_SECS: Final = 0.1  # between two calls of a member, while weights change
-LOOK_SECS: Final = 1.0  # between two looks at who there is, else
-FORGET_SECS: Final = 300.0  # after so much silence its address is forgotten
-MOST_KNOWN: Final = 256  # addresses
-MOST_CALLS: Final = 16  # that are answered at a time
-MOST_BYTES: Final = 8 << 20  # of one message
+POLL_SECS: Final = 0.1  # interval of calls to a member while weights change
+LOOK_SECS: Final = 1.0  # interval of refreshes of the member list otherwise
+FORGET_SECS: Final = 300.0  # a member that is silent for longer is removed
+MOST_KNOWN: Final = 256  # known addresses
+MOST_CALLS: Final = 16  # calls that are answered concurrently
+MOST_BYTES: Final = 8 << 20  # size of one message
 MAC_BYTES: Final = 32
 LENGTH_BYTES: Final = 4
 _ADDRESS: Final = re.compile(r"\S+ ([0-9]{1,5})\Z")
@@ -44,11 +44,11 @@ _BROKEN: Final = (trio.BrokenResourceError, trio.ClosedResourceError, OSError)
 
 
 class CallError(Exception):
-    """What arrived is no message of this cluster."""
+    """The received bytes are not a valid message of this cluster."""
 
 
 class MemberCall(Struct, frozen=True, array_like=True):
-    """For the member of this name, and no other at its address."""
+    """A message for the member with this name; another member at its address ignores it."""
 
     member: str
     message: bytes
@@ -56,8 +56,11 @@ class MemberCall(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class CallHandler:
-    """`outgoing()`: what members without a lease must apply now, None for nothing.
-    `apply(message)`: of another member; the replies. `take(reply)`: of one that was called."""
+    """Callbacks. `outgoing()`: the message that members without a lease have to apply, or None.
+
+    `apply(message)`: apply another member's message; returns the replies. `take(reply)`: process a
+    reply of a called member.
+    """
 
     outgoing: Callable[[], bytes | None]
     apply: Callable[[bytes], Awaitable[Sequence[bytes]]]
@@ -65,8 +68,7 @@ class CallHandler:
 
 
 class Members:
-    """`names()`: the own one, and that of the cluster. `lease_ms()`: for how long a sign of life
-    holds."""
+    """`names()`: names of this member and of the cluster. `lease_ms()`: duration of a lease."""
 
     def __init__(
         self,
@@ -78,20 +80,20 @@ class Members:
         self._lease_ms = lease_ms
         self._handler = handler
         self._key = secrets.token_bytes(MAC_BYTES)
-        self._address = ""  # of this member: host and port
-        self._addresses: OrderedDict[str, str] = OrderedDict()  # by name, of the others
+        self._address = ""  # this member's host and port
+        self._addresses: OrderedDict[str, str] = OrderedDict()  # other members' addresses, by name
         self._live: set[str] = set()
-        self._outcomes: dict[str, Literal["answered", "silent"]] = {}  # in this operation
+        self._outcomes: dict[str, Literal["answered", "silent"]] = {}  # during this operation
         self._silent_since: dict[str, float] = {}
         self._connection: RedisConnection | None = None
 
     @property
     def unseen(self) -> list[str]:
-        """Those without a lease that may still send requests."""
+        """Members without a lease, which may still send requests."""
         return [name for name in self._addresses if name not in self._live]
 
     async def connect(self, connection: RedisConnection) -> None:
-        """Learn the key and the addresses. Raises StoreError."""
+        """Read the cluster's key and the addresses. Raises StoreError."""
         name = f"{self._names()[1]}:key"
         _, key = await connection.call(("SET", name, self._key, "NX"), ("GET", name))
         self._key = bytes(key) if key else self._key
@@ -102,7 +104,7 @@ class Members:
         self._connection = None
 
     def registration(self) -> list[Command]:
-        """To be sent again and again."""
+        """Commands that register this member, to be sent with each heartbeat."""
         own, cluster = self._names()
         commands: list[Command] = [
             ("SET", f"{cluster}:lease:{own}", "", "PX", self._lease_ms()),
@@ -121,13 +123,13 @@ class Members:
         ]
 
     def forget(self, member: str) -> None:
-        """It has said goodbye, or is gone."""
+        """Remove a member that has deregistered or is lost."""
         self._addresses.pop(member, None)
         self._outcomes.pop(member, None)
         self._silent_since.pop(member, None)
 
     async def refresh(self, connection: RedisConnection) -> set[str]:
-        """The others whose leases hold. Raises StoreError."""
+        """Read the member list; return the others with a valid lease. Raises StoreError."""
         own, cluster = self._names()
         found, addresses = await connection.call(
             ("SMEMBERS", f"{cluster}:nodes"), ("HGETALL", f"{cluster}:addresses")
@@ -152,7 +154,7 @@ class Members:
         return self._live
 
     async def needed(self) -> set[str]:
-        """Those that have to acknowledge. Raises StoreError."""
+        """Members that have to acknowledge. Raises StoreError."""
         if self._connection is None:
             raise StoreError("it is not connected")
         live = await self.refresh(self._connection)
@@ -183,7 +185,7 @@ class Members:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Answer calls there until `scope` is cancelled. Without such an address there are none."""
+        """Answer calls at `host` until `scope` is cancelled; if it can't listen, only log that."""
         try:
             listeners = await trio.open_tcp_listeners(0, host=host)
         except OSError as error:
@@ -209,7 +211,7 @@ class Members:
             await trio.serve_listeners(answer, listeners)
 
     async def _answer(self, stream: trio.SocketStream) -> None:
-        """Raises CallError."""
+        """Answer one call. Raises CallError."""
         payload, mac = await read_message(stream, self._key)
         call = _decode_call(payload)
         replies: Sequence[bytes] = ()
@@ -250,7 +252,7 @@ class Members:
             await self._note_gone(member)
 
     async def _note_gone(self, member: str) -> None:
-        """Nothing, or another one, listens at its address."""
+        """Remove a member: nothing, or another member, listens at its address."""
         _log.info("cluster_member_gone member=%s", member)
         self.forget(member)
         if self._connection is not None:
@@ -260,7 +262,7 @@ class Members:
 
 
 def _text(stored: bytes) -> str:
-    """ "" for what no member has written."""
+    """Decode UTF-8; "" for bytes that no member has written."""
     try:
         return stored.decode()
     except UnicodeDecodeError:
@@ -273,7 +275,7 @@ def _is_address(text: str) -> bool:
 
 
 def signed(payload: bytes, key: bytes, before: bytes = b"") -> bytes:
-    """`before`: the HMAC of what this is the reply to."""
+    """A signed message. `before`: for a reply, the HMAC of the call."""
     mac = hmac.digest(key, before + payload, sha256)
     return len(payload).to_bytes(LENGTH_BYTES, "big") + mac + payload
 
@@ -281,14 +283,14 @@ def signed(payload: bytes, key: bytes, before: bytes = b"") -> bytes:
 async def read_message(
     stream: trio.abc.ReceiveStream, key: bytes, before: bytes = b""
 ) -> tuple[bytes, bytes]:
-    """The payload and its HMAC. Raises CallError."""
+    """Read a signed message; return its payload and HMAC. Raises CallError."""
     head = LENGTH_BYTES + MAC_BYTES
     data = bytearray()
     length = 0
     while len(data) < head + length:
         piece = await stream.receive_some(65536)
         if not piece:
-            raise CallError("it ends in the middle")
+            raise CallError("it is incomplete")
         data += piece
         length = int.from_bytes(data[:LENGTH_BYTES], "big") if len(data) >= LENGTH_BYTES else 0
         if length > MOST_BYTES:
@@ -314,7 +316,7 @@ def _decode_reply(payload: bytes) -> tuple[bool, list[bytes]]:
 
 
 def _is_refused(error: BaseException) -> bool:
-    """Nothing listens at an address that is reached."""
+    """Whether the connection was refused, so that nothing listens at the address."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     cause = error.__cause__

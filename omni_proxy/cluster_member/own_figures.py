@@ -1,10 +1,9 @@
-"""What this proxy tells the others of its cluster about itself, of all its processes: the
-requests it has, and the figures for their screens.
+"""Load and figures of this proxy, over all its processes, for the other members of its cluster.
 
 Invariant: the main process is the member. Requests of other proxies are counted in its row of the
-shared counters, and its bounds stand there, so every data-plane process routes by them. Nothing is
-counted for a figure that the proxy does not count for its own screen, and a call looks at a part of
-the workers only, so that the event loop never waits for all of them.
+shared counters, with the bounds, so that every data-plane process routes by them. Figures use only
+counts that the proxy's own dashboard needs anyway, and a call reads only a part of the workers, so
+that the event loop never waits for all of them.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from omni_proxy.telemetry.history.rings import MINUTE_POINTS, MINUTE_RANGE, Bin,
 from omni_proxy.telemetry.instruments import Instruments
 
 RATE_SECS = 10
-RATE_POINTS = 2  # of the history, for tokens
+RATE_POINTS = 2  # points of the history that token rates are averaged over
 ANY_HOST = ("0.0.0.0", "[::]")
 
 
@@ -85,8 +84,10 @@ class OwnFigures:
         return WorkerFigures(window.rate, window.errors, tokens or 0.0)
 
     def _dashboard(self, local_host: str) -> str:
-        """Where others reach it. A listener on all addresses has that which the store is reached
-        from."""
+        """The dashboard's URL for other machines; "" if it can't be determined.
+
+        A listener on all addresses is shown with the address from which the store is reached.
+        """
         url = self._view.served_at().dashboard
         scheme, _, rest = url.partition("://")
         host, _, port = rest.rpartition(":")
@@ -143,7 +144,7 @@ class ProxyLoad:
             handle.send(ClusterHintsCommand(hashes))
 
     def spread_prefixes(self, hashes: dict[int, bytes]) -> None:
-        """Of one of its processes, to all of them."""
+        """Send hashes that one process has noted to all processes."""
         if self._manager.slots:
             self.receive_prefixes(hashes)
 
@@ -155,7 +156,7 @@ class ProxyLoad:
                 dataplane.place_session(digest, target)
 
     def confirm_sessions(self, sessions: Mapping[bytes, int]) -> None:
-        """Of its processes, which did not know of what was heard meanwhile."""
+        """Place sessions again that this proxy placed: a message may have moved them since."""
         if self._manager.slots:
             self.place_sessions(sessions)
 

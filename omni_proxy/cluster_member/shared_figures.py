@@ -1,7 +1,7 @@
-"""Shares the figures that screens and charts show: this proxy's own go out, those of others come.
+"""Shares figures for dashboards and charts: publishes this proxy's, and receives those of others.
 
-Invariant: no decision depends on them, and a request pays nothing for them: a message a second, of
-a bounded size. `member` sends and receives.
+Invariant: no decision depends on them, and they cost a request nothing: one message a second, of
+bounded size. `member` sends and receives.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FiguresSource(Protocol):
     @property
     def history(self) -> History: ...
     def read(self, part: int, local_host: str) -> ProxyFigures:
-        """`part`: of the workers. `local_host`: by which this machine is reached."""
+        """`part`: number of the part of the workers. `local_host`: address of this machine."""
 
 
 class SharedFigures:
@@ -46,17 +46,17 @@ class SharedFigures:
         self._part = 0
 
     def begin(self) -> None:
-        """The store is connected: what was counted before is too old for the others."""
+        """Start to share, when the store is connected. Counts from before it are discarded."""
         self._source.history.follow_cluster(member=True)
         self._source.history.take_unsent()
 
     def forget(self) -> None:
-        """This proxy is alone."""
+        """Stop to share: drop the others' figures."""
         self._source.history.follow_cluster(member=False)
         self._peers, self._own = PeerFigures(), None
 
     async def tick(self, connection: RedisConnection, channel: str, member: str) -> None:
-        """Publish when it is time. Raises StoreError."""
+        """Publish if it is due. Raises StoreError."""
         now = trio.current_time()
         if now < self._due:
             return
@@ -66,13 +66,13 @@ class SharedFigures:
         await connection.call(("PUBLISH", channel, encode(FiguresMessage(member, self._own))))
 
     def take(self, message: FiguresMessage, members: Iterable[str]) -> None:
-        """`members`: the others that are known now."""
+        """Receive a message. `members`: the known other members; messages of others are ignored."""
         if message.member in members:
             self._peers.take(message.member, message.figures)
             self._source.history.add_of_peer(time.time(), _bin_of(message.figures.counted))
 
     def keep(self, members: Iterable[str], in_flight: int) -> None:
-        """These are the others now, with so many requests in flight."""
+        """Drop other members than these. `in_flight`: their requests in flight together."""
         self._peers.keep(members)
         self._source.history.elsewhere = (in_flight, self._peers.waiting)
 
@@ -87,7 +87,7 @@ class SharedFigures:
 
 
 def _record(figures: ProxyFigures | None) -> dict[str, object]:
-    """JSON-ready; empty where nothing was heard, as of a proxy of an older release."""
+    """JSON-ready; empty if nothing was received, for example from a proxy of an older release."""
     if figures is None:
         return {}
     return {
@@ -103,7 +103,7 @@ def _record(figures: ProxyFigures | None) -> dict[str, object]:
 
 
 def _bin_of(counted: CountedFigures) -> Bin:
-    """Buckets that this release does not have are left out."""
+    """The counts as a Bin, without buckets that this release does not have."""
     firsts = {at: count for at, count in counted.firsts.items() if 0 <= at <= len(FINE)}
     gaps = {at: count for at, count in counted.gaps.items() if 0 <= at <= len(BETWEEN_CHUNKS)}
     return Bin(**asdict(counted) | {"firsts": firsts, "gaps": gaps})

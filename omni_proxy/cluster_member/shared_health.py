@@ -1,8 +1,9 @@
-"""What one proxy finds of a worker's health is a hint for the others: they probe it now.
+"""Health hints: when a worker's health changes at one proxy, the others probe the worker.
 
-Invariant: a hint changes no state. A proxy judges by its own probes and requests alone, so a proxy
-that is cut off from a worker takes it from nobody else. A hint is sent when a worker leaves or
-comes back into rotation at this proxy, and ignored where the receiver has it like that already.
+Invariant: a hint changes no state. Only its own probes and requests determine a proxy's view of a
+worker, so a proxy that is cut off from a worker does not remove it for the others. A hint is sent
+when a worker leaves or returns to rotation at this proxy, and ignored if the receiver already has
+the same state.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from omni_proxy.health.prober import Prober
 
 
 class SharedHealth:
-    """`table()`: the present [cluster]."""
+    """`table()`: the current [cluster]."""
 
     def __init__(self, fleet: Fleet, prober: Prober, table: Callable[[], ClusterConfig]) -> None:
         self._fleet = fleet
@@ -29,7 +30,7 @@ class SharedHealth:
         fleet.watch_health(self._note)
 
     async def tick(self, connection: RedisConnection, member: str) -> None:
-        """Publish what has changed. Raises StoreError."""
+        """Publish changes. Raises StoreError."""
         if self._changed:
             changed, self._changed = self._changed, {}
             message = encode(HealthMessage(member, changed))
@@ -43,7 +44,7 @@ class SharedHealth:
 
     def _note(self, worker: Worker, before: Health) -> None:
         now = worker.health.state
-        # Each proxy sees a worker that starts by itself.
+        # No hint for a worker that starts: each proxy probes it anyway.
         left, came_back = before is Health.HEALTHY, now is Health.HEALTHY
         if self._shares and (left or (came_back and before is not Health.UNKNOWN)):
             self._changed[worker.url] = came_back

@@ -1,8 +1,8 @@
-"""Shares what caches and sessions are where: hashes of prompts' beginnings, and sessions' workers.
+"""Shares the location of cached prefixes and sessions: hashes of prefixes, and sessions' workers.
 
-Invariant: nothing of it is on a request's path: what was noted goes out with the next publication,
-in bounded messages, and what is heard is in force for the requests after it. Neither a prompt nor
-the key of a session leaves the proxy. A proxy that joins gets what the others have published last.
+Invariant: nothing here delays a request: notes are published with the next batch, in bounded
+messages, and received hints apply to later requests. Neither a prompt nor a session's key leaves
+the proxy. A proxy that joins gets the last hints of the others.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cluster_hints import ClusterHints
 
-MOST_HASHES: Final = 512  # in one publication: 4 KB
-MOST_SESSIONS: Final = 256  # likewise: 6 KB
+MOST_HASHES: Final = 512  # hashes in one message: 4 KB
+MOST_SESSIONS: Final = 256  # sessions in one message: 6 KB
 
 
 class HintsView(Protocol):
@@ -41,7 +41,7 @@ class HintsView(Protocol):
 
 
 class SharedHints:
-    """`store_now()`: seconds of the store's clock; `table()`: the present [cluster]."""
+    """`store_now()`: seconds of the store's clock. `table()`: the current [cluster]."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class SharedHints:
         self._store_now = store_now
         self._table = table
         self._placed = PlacedSessions()
-        self._outgoing: list[dict[int, bytes]] = []  # rows of sessions
+        self._outgoing: list[dict[int, bytes]] = []  # session rows to publish
         self._forgotten: dict[str, None] = {}
         fleet.watch_cache_cleared(self._note_cleared)
 
     async def tick(self, connection: RedisConnection, member: str) -> None:
-        """Publish what is new. Raises StoreError; then that is lost, as hints may be."""
+        """Publish new notes. If it raises StoreError, they are lost, as hints may be."""
         messages: list[Message] = []
         if self._forgotten:
             urls, self._forgotten = tuple(self._forgotten), {}
@@ -81,13 +81,13 @@ class SharedHints:
             case PrefixesMessage(_, hashes) if self._shares("prefixes"):
                 self._view.receive_prefixes(hashes)
             case SessionsMessage(_, rows) if self._shares("sessions"):
-                self._stamp()  # what was placed here before this was heard is older than it
+                self._stamp()  # sessions placed here before this message get earlier stamps
                 self._view.place_sessions(self._placed.receive(rows))
             case ForgottenMessage(_, urls) if self._shares("prefixes"):
                 self._forget(urls)
 
     def repeat(self) -> None:
-        """Another proxy has joined, which knows nothing yet."""
+        """Publish recent hints again, for a proxy that joined."""
         if self._shares("prefixes"):
             self._view.hints.prefix_notes.repeat()
         if self._shares("sessions"):
@@ -98,7 +98,7 @@ class SharedHints:
         return {**self._view.hints.stats(), "sessions": len(self._placed)}
 
     def _stamp(self) -> None:
-        """Sessions that were placed here get their stamps."""
+        """Give stamps to sessions that were placed here."""
         sessions = self._view.hints.session_notes.take(MOST_SESSIONS)
         if sessions:
             stamp = int(1000 * self._store_now())

@@ -1,8 +1,8 @@
-"""Shares in-flight counts: this proxy's own go out, those of others are counted in the fleet.
+"""Shares in-flight counts: publishes this proxy's, and adds those of other proxies to the fleet.
 
-Invariant: what is published are this proxy's requests alone, of all its processes, and what the
-fleet counts in addition are the others', so that nothing is counted twice. With counts that end,
-every worker's count is this proxy's own again. No I/O: `member` sends and receives.
+Invariant: only this proxy's requests, of all its processes, are published, and only those of other
+proxies are added to the fleet's counts, so that none is counted twice. When sharing ends, each
+worker's count is this proxy's only. No I/O: `member` sends and receives.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from omni_proxy.fleet.worker import Worker
 
 _log = logging.getLogger(__name__)
 
-# Requests that waited so recently count as waiting: of a free place that is given, the next waiter
-# may come a moment later.
+# A proxy counts as waiting for this long after its last waiting request: after a free slot is used,
+# the next request may arrive a moment later.
 WAITS_SECS: Final = 1.0
 SMOOTH_SECS: Final = 1.0
-TURN_INTERVALS: Final = 2  # of publishing: others know of the last turn before the next one
+TURN_INTERVALS: Final = 2  # publish intervals per turn, so that others see its effect in time
 
 
 class LoadView(Protocol):
@@ -33,23 +33,23 @@ class LoadView(Protocol):
     def recount(self) -> None: ...
     @property
     def load(self) -> tuple[int, int]:
-        """In flight, and waiting."""
+        """The numbers of requests in flight and of waiting requests."""
 
     @property
     def can_wait(self) -> bool:
         """Whether requests may wait for a worker."""
 
     def set_elsewhere(self, total: int) -> None:
-        """So many are in flight at the other proxies."""
+        """Set the number of requests in flight at the other proxies."""
 
     def follow_cluster(self, *, member: bool) -> None:
-        """Whether it is a member of a cluster: all processes follow what is shared with `share`."""
+        """Set whether all processes use the values that `share` publishes."""
 
     def share(self, target: Worker) -> None:
-        """Its `inflight_bound` or `load_offset` has changed."""
+        """Publish a changed `inflight_bound` or `load_offset` to all processes."""
 
     def room_made(self) -> None:
-        """A worker may have room that it had not."""
+        """Serve the admission queue: a worker may have a free slot now."""
 
 
 class SharedLoad:
@@ -59,15 +59,15 @@ class SharedLoad:
         self._fleet = fleet
         self._view = view
         self._targets: dict[int, Worker] = {}
-        self._smooth: dict[int, float] = {}  # in flight elsewhere, those with none left out
+        self._smooth: dict[int, float] = {}  # smoothed counts above 0 of other proxies
         self._waited_at = self._waits_since = float("-inf")
         self._revision = -1
-        self._waiting_peers: list[tuple[int, Peer]] = []  # with their ranks
-        self._sharing: Sharing | None = None  # None: the bounds are this proxy's alone
+        self._waiting_peers: list[tuple[int, Peer]] = []  # rank and peer
+        self._sharing: Sharing | None = None  # None: this proxy may use whole bounds
         self._follow_fleet()
 
     def own_message(self, now: float, *, whole: bool) -> CountsMessage | None:
-        """What the others don't know yet; None for nothing."""
+        """The next message of this proxy's counts; None if nothing has changed."""
         self._follow_fleet()
         self._view.recount()
         own = {}
@@ -88,19 +88,19 @@ class SharedLoad:
         self._count(self.counts.take(message, now))
 
     def leave(self, member: str) -> None:
-        """It has said that it ends."""
+        """A peer has deregistered."""
         if member in self.counts.peers:
             _log.info("cluster_peer_left peer=%s", member)
             self._count(self.counts.leave(member))
 
     def expire(self, now: float, secs: float) -> None:
-        """Peers that are silent for so long are gone."""
+        """Remove peers that sent nothing for `secs`."""
         for name, changed in self.counts.expire(now, secs).items():
             _log.warning("cluster_peer_gone peer=%s: nothing heard for %gs", name, secs)
             self._count(changed)
 
     def smooth(self, table: ClusterConfig) -> None:
-        """Called each `publish_secs`."""
+        """Update the smoothed counts; call it every `publish_secs`."""
         totals, share = self.counts.totals, table.publish_secs / SMOOTH_SECS
         self._view.follow_cluster(member=True)
         for key in self._smooth.keys() | totals.keys():
@@ -116,12 +116,14 @@ class SharedLoad:
                 self._view.share(target)
 
     def share_bounds(self, now: float, store_now: float, table: ClusterConfig) -> None:
-        """Free places of bounded workers go to the next. `store_now`: the store's clock, which all
-        proxies read alike."""
+        """Share the bounds of workers for the current turn.
+
+        `store_now`: the store's clock, the same for all proxies.
+        """
         if not self._fleet.has_inflight_limits:
             return
         turn = int(store_now / (TURN_INTERVALS * table.publish_secs))
-        # Others that wait, too, are heard of by then.
+        # Wait a turn, so that other waiting proxies have reported it by then.
         waits = now - self._waits_since >= TURN_INTERVALS * table.publish_secs
         self._sharing = self._sharing_at(turn, waits=waits and self._waits(now))
         grown = [key for key, target in self._targets.items() if self._share_bound(key, target)]
@@ -129,7 +131,7 @@ class SharedLoad:
             self._view.room_made()
 
     def forget(self) -> None:
-        """This proxy is alone."""
+        """Stop to share: drop all peers' counts."""
         self._sharing = None
         for name in list(self.counts.peers):
             self._count(self.counts.leave(name))
@@ -142,14 +144,15 @@ class SharedLoad:
         self._view.room_made()
 
     def _sharing_at(self, turn: int, *, waits: bool) -> Sharing | None:
-        """None where nobody shares: without a queue what is not given at once is refused."""
+        """The sharing at this turn. None without peers, and without an admission queue: then a
+        request would be refused instead of waiting for its turn."""
         peers, own = self.counts.peers, self.counts.member
         if not peers or not self._view.can_wait:
             return None
         members = sorted((*peers, own))
         takers = [name for name in members if (waits if name == own else peers[name].waits)]
         if not takers:
-            # A burst that comes to all of them at once finds each place with one of them.
+            # All proxies take turns, so that a simultaneous burst finds each slot at one of them.
             takers, turn = members, 0
         rank = takers.index(own) if own in takers else None
         self._waiting_peers = [
@@ -159,7 +162,7 @@ class SharedLoad:
         return Sharing(len(members), members.index(own), len(takers), rank, turn, others_wait)
 
     def _share_bound(self, key: int, target: Worker) -> bool:
-        """Whether there may be room now that was not."""
+        """Update a worker's bound. Returns whether it has increased."""
         bound, before = target.max_inflight, target.inflight_bound
         if not bound:
             return False
@@ -175,7 +178,7 @@ class SharedLoad:
         return limit > before
 
     def _reserved(self, key: int, bound: int, members: int) -> int:
-        """See `slot_share.Use`. Who has no request there may have none for it."""
+        """See `slot_share.Use`. A peer without requests at the target gets no reservation."""
         return sum(
             max(0, share_of(bound, members, rank, key) - peer.in_flight[key])
             for rank, peer in self._waiting_peers
@@ -194,7 +197,7 @@ class SharedLoad:
             before, elsewhere = target.in_flight_elsewhere, totals.get(key, 0)
             self._fleet.set_elsewhere(target, elsewhere)
             smooth = self._smooth[key] = first_seen(self._smooth.get(key, 0.0), elsewhere)
-            target.load_offset = smooth - elsewhere  # a policy sees the change bit by bit
+            target.load_offset = smooth - elsewhere  # policies get the change gradually
             self._view.share(target)
             self._share_bound(key, target)
             made_room |= elsewhere < before

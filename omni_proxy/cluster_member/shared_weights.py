@@ -1,10 +1,10 @@
-"""One operation on weights at a time over all proxies: the lease, the hold before it, what follows.
+"""Weight operations in a cluster: one at a time over all proxies, by a lease in the store.
 
-Invariant: while an operation calls workers, each member of the cluster has acknowledged that these
-are held there, or its own lease has ended; without that the operation is refused (503). What a
-holder publishes after it has lost its lease is dropped by the store (`cluster.operation_lease`).
-What an operation has left is published before the lease is given back. A holder that is gone in the
-middle leaves workers that are uncertain everywhere.
+Invariant: while an operation calls workers, each member of the cluster has acknowledged that it
+holds these workers, or its own lease has ended; otherwise the operation is refused (503). The store
+drops writes of a holder that has lost its lease (`cluster.operation_lease`). The result of an
+operation is published before the lease is released. If the holder is lost during an operation, its
+workers are uncertain at all members.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _log = logging.getLogger(__name__)
 
 POLL_SECS: Final = 0.02
 ACQUIRE_POLL_SECS: Final = 0.1
-END_SECS: Final = 2.0  # for all to learn how an operation ended; those that don't learn it later
-PUBLISH_SECS: Final = 0.2  # between two looks for what has changed in an operation that goes on
+END_SECS: Final = 2.0  # wait for acknowledgements of an operation's end; others get it later
+PUBLISH_SECS: Final = 0.2  # interval of checks for changes during a long operation
 
 
 class Membership(Protocol):
-    """The member that this is a part of."""
+    """The membership that this is a part of."""
 
     @property
     def name(self) -> str: ...
@@ -61,8 +61,10 @@ class Membership(Protocol):
     @property
     def lock_timeout_secs(self) -> float: ...
     async def needed(self) -> set[str]:
-        """Those that have to acknowledge: whose leases hold, or that may be cut off from the
-        store. Raises StoreError."""
+        """Members that have to acknowledge: with a valid lease, or possibly cut off from the store.
+
+        Raises StoreError.
+        """
 
 
 class SharedWeights:
@@ -75,9 +77,9 @@ class SharedWeights:
         self._acks: Acknowledgements | None = None  # while this proxy has the lease
         self._number = 0
         self._published = WeightState()
-        self.message = b""  # the last one, as it was published
+        self.message = b""  # the last published message
         self._looked_at = float("-inf")
-        # The value of a lease that was lost in an operation, whose end is not published yet.
+        # The value of a lease that was lost during an operation whose result is not published yet.
         self._lost_lease = ""
         fleet.await_cluster = self.hold
         operations.queue.acquire_cluster = self.acquire
@@ -96,7 +98,7 @@ class SharedWeights:
 
     @property
     def in_use(self) -> bool:
-        """Whether weights were ever changed, as far as is known."""
+        """Whether weights were ever changed, as far as this proxy has recorded."""
         return self.followed.state.token > 0 or self._operations.journal.published.epoch > 0
 
     def status(self) -> dict[str, object]:
@@ -111,7 +113,7 @@ class SharedWeights:
         }
 
     async def acquire(self) -> None:
-        """Have the lease. Raises HttpError 503."""
+        """Acquire the lease. Raises HttpError 503 after the lock timeout."""
         if not self._shares or self.is_holder:
             return
         deadline = trio.current_time() + self._member.lock_timeout_secs
@@ -131,7 +133,10 @@ class SharedWeights:
         _log.info("cluster_weights_acquired token=%d", token)
 
     async def hold(self) -> None:
-        """Returns when the cordons of now hold at every member. Raises HttpError 503."""
+        """Publish the current cordons, and wait until all members have applied them.
+
+        Raises HttpError 503.
+        """
         if not self._shares:
             return
         await self.acquire()
@@ -144,7 +149,7 @@ class SharedWeights:
             raise HttpError(503, message, "cluster_unacknowledged")
 
     async def release(self) -> None:
-        """An operation is over: everybody gets to know how it ended. Never raises."""
+        """Publish the result of an operation, and release the lease. Never raises."""
         if not self.is_holder:
             self._mark_own_result_unverified()
             return
@@ -160,7 +165,7 @@ class SharedWeights:
             self._lose(error.message)
 
     def heartbeat(self) -> list[Command]:
-        """Of the lease on weights; replies go to `take_heartbeat`."""
+        """Commands that renew the lease and read its holder; for `take_heartbeat`."""
         renew: list[Command] = []
         if self.is_holder:
             renew = [("EVAL", RENEW, 1, self._lease_key, self._lease_value, self._lease_ms)]
@@ -178,23 +183,23 @@ class SharedWeights:
             self.followed.note(replace(state, busy=False))
 
     async def connect(self, connection: RedisConnection) -> None:
-        """The member is registered: learn what holds. Raises StoreError."""
+        """Read the state from the store, after the member was registered. Raises StoreError."""
         (payload,) = await connection.call(("GET", self._state_key))
         state = decode_state(payload) if payload else None
         known = self.followed.state
         if state is not None and state.order > known.order:
             self.take(state)
         elif known.token and (state is None or state.order < known.order):
-            # The store was restarted without what it had.
+            # The store was restarted and has lost its data.
             keys = ("EVAL", RESTORE, 2, self._token_key, self._state_key)
             await connection.call((*keys, known.token, known.number, encode_state(known)))
 
     def take(self, state: WeightState) -> bool:
-        """Whether it is in force now, and has to be acknowledged."""
+        """Apply a state. Returns whether it was applied, and has to be acknowledged."""
         if self.is_holder or not self.followed.apply(state):
             return False
         if self._operations.queue.current is None:
-            self._lost_lease = ""  # another proxy has decided what the workers have
+            self._lost_lease = ""  # the state of another proxy replaces ours
         return True
 
     def take_ack(self, member: str, token: int, number: int) -> None:
@@ -206,7 +211,7 @@ class SharedWeights:
         self._operations.clear_pauses(found)
 
     async def tick(self, connection: RedisConnection) -> None:
-        """Publish what an operation has changed meanwhile. Raises StoreError."""
+        """Publish changes of a running operation. Raises StoreError."""
         if self._resumed:
             urls, self._resumed = tuple(self._resumed), []
             message = encode(ResumedMessage(self._member.name, urls))
@@ -227,11 +232,11 @@ class SharedWeights:
             await self._give_back(connection)
 
     def disconnect(self) -> None:
-        """The table has changed, or the program ends."""
+        """Drop the lease locally, when [cluster] has changed or the program ends."""
         self._acks = None
 
     async def _publish_late(self, connection: RedisConnection) -> None:
-        """Nobody has had the lease since it was lost: how the operation ended here is the truth."""
+        """Publish the result of an operation that lost its lease, if no other proxy acquired it."""
         await connection.call(("EVAL", RELEASE, 1, self._lease_key, self._lost_lease))
         token, _ = await self._acquire_once(connection)
         if token:
@@ -242,8 +247,8 @@ class SharedWeights:
             await self._give_back(connection)
 
     def _mark_own_result_unverified(self) -> None:
-        """Another proxy had the lease before this operation was over: both may have changed the
-        same workers."""
+        """Mark the operation's targets uncertain if another proxy acquired the lease during it:
+        both may have changed the same workers."""
         operation, state = self._operations.queue.current, self.followed.state
         lost_token = int(self._lost_lease.partition(":")[0] or 0)
         if operation is not None and lost_token and state.token > lost_token:
@@ -253,7 +258,7 @@ class SharedWeights:
 
     @property
     def _keeps_lease(self) -> bool:
-        """Whether further operations belong to what has begun: a trainer's group, a rollout."""
+        """Whether there is a trainer's group or a rollout, whose next operations need the lease."""
         journal = self._operations.journal
         return journal.in_group or journal.rollout is not None
 
@@ -262,7 +267,7 @@ class SharedWeights:
         return self._member.table.enabled and "weights" in self._member.table.share
 
     async def _call_store(self, call: Callable[[RedisConnection], Any]) -> Any:
-        """Raises HttpError 503 where the store does not carry it out."""
+        """Run `call` with the connection. Raises HttpError 503 if the store can't be used."""
         connection = self._member.connection
         reason = "it is not connected"
         if connection is not None:
@@ -278,7 +283,7 @@ class SharedWeights:
         raise refusal.with_headers(("retry-after", "1"))
 
     async def _acquire_once(self, connection: RedisConnection) -> tuple[int, str]:
-        """The token, or 0 and who has it. The newest state is in force then."""
+        """Try to acquire; return the token, or 0 and the holder. Also applies the stored state."""
         command = ("EVAL", ACQUIRE, 2, self._lease_key, self._token_key)
         reply, payload = await connection.call(
             (*command, self._member.name, self._lease_ms), ("GET", self._state_key)
@@ -289,7 +294,7 @@ class SharedWeights:
         return int(reply[0]), bytes(reply[1]).decode(errors="replace").partition(":")[2]
 
     async def _write(self, connection: RedisConnection, *, busy: bool) -> int:
-        """The number under which the present state was published."""
+        """Publish the current state; return its number. Raises StoreError."""
         state = collect(self._fleet, self._operations.journal, holder=self._member.name, busy=busy)
         self._number += 1
         numbered = replace(state, token=self.token, number=self._number)
@@ -310,7 +315,7 @@ class SharedWeights:
         await connection.call(("EVAL", RELEASE, 1, self._lease_key, value))
 
     async def _missing(self, number: int, deadline: float) -> list[str]:
-        """Members that have not acknowledged by then, and have to."""
+        """Wait for acknowledgements until `deadline`; return the members without one."""
         while True:
             needed = await self._call_store(lambda _: self._member.needed())
             missing = (

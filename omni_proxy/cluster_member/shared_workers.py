@@ -1,8 +1,8 @@
-"""Workers that were added, changed, drained or deleted over HTTP at one proxy are so at all.
+"""Shares changes of workers over HTTP (added, changed, drained, deleted) with all proxies.
 
-Invariant: what another proxy changed is saved here as a change over HTTP, and is not published
-again. A change that is made while the store can't be reached is published when it can be. Of two
-changes of one worker the one with the higher revision of the store holds, everywhere.
+Invariant: a change of another proxy is saved here as a change over HTTP, but not published again. A
+change that is made while the store can't be reached is published later. Of two changes of a worker
+the one with the higher revision of the store wins, at all proxies.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from omni_proxy.wire.errors import HttpError
 
 _log = logging.getLogger(__name__)
 
-RETRY_SECS: Final = 1.0  # while a weight sync keeps the fleet as it is
+RETRY_SECS: Final = 1.0  # while a weight sync holds the membership lock
 
 
 class SharedWorkers:
-    """`table()`: the present [cluster]."""
+    """`table()`: the current [cluster]."""
 
     def __init__(
         self, config_store: ConfigStore, drains: WorkerDrains, table: Callable[[], ClusterConfig]
@@ -45,14 +45,14 @@ class SharedWorkers:
         self._config_store = config_store
         self._drains = drains
         self._table = table
-        self._revisions: dict[str, int] = {}  # the newest that is known, by URL
+        self._revisions: dict[str, int] = {}  # newest known revision, by URL
         self._unpublished: dict[str, WorkerChange] = {}
         self._incoming: dict[str, WorkerChange] = {}
         self._arrived = trio.Event()
         config_store.on_change = self._note
 
     async def run(self) -> None:
-        """Apply what others have changed, until cancelled."""
+        """Apply changes of others, until cancelled."""
         while True:
             await trio.lowlevel.checkpoint()
             if not self._incoming:
@@ -64,7 +64,7 @@ class SharedWorkers:
                 await trio.sleep(RETRY_SECS)
 
     async def connect(self, connection: RedisConnection) -> None:
-        """Learn what the store has, and publish what it does not have. Raises StoreError."""
+        """Read the store's changes; queue own ones that it lacks. Raises StoreError."""
         if not self._shares:
             return
         (stored,) = await connection.call(("HGETALL", self._changes_key))
@@ -83,7 +83,7 @@ class SharedWorkers:
                 self._unpublished.setdefault(change.url, change)
 
     async def tick(self, connection: RedisConnection, member: str) -> None:
-        """Publish own changes. Raises StoreError; then they are published later."""
+        """Publish own changes. If it raises StoreError, the rest is published later."""
         while self._unpublished and self._shares:
             url, change = next(iter(self._unpublished.items()))
             (revision,) = await connection.call(("INCR", self._revision_key))
@@ -118,7 +118,7 @@ class SharedWorkers:
                 self._unpublished[change.url] = change
 
     async def _apply(self, changes: dict[str, WorkerChange]) -> bool:
-        """False where they have to be tried again."""
+        """Apply changes. Returns False if they have to be retried."""
 
         def edit(state: SavedState, _: Config) -> SavedState:
             for change in changes.values():

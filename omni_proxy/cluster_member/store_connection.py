@@ -1,10 +1,10 @@
-"""The cluster store: where it is, with which password, and one connection to it.
+"""Client of the cluster store: its address and password, and a connection to it.
 
-A Valkey or Redis over trio: RESP3, requests in batches, published messages. hiredis encodes and
-parses; this file is the stream around it. Invariant: replies come in the order of their commands;
-those of a caller that was cancelled are dropped, and what was sent in part makes the connection
-useless. Nothing here retries: an error ends the connection. The password is read anew for each
-connection, by blocking calls, and stands in no error and in no URL that is shown. Source: the
+Valkey or Redis over trio: RESP3, batches of commands, published messages. hiredis encodes and
+parses; this module has the stream. Invariant: replies arrive in the order of their commands;
+replies to a cancelled caller are dropped, and a batch that was sent in part makes the connection
+unusable. Nothing here retries: an error ends the connection. The password is read again for each
+connection, by blocking calls, and is in no error message and in no shown URL. Source: the
 specification of RESP3 (redis.io/docs/reference/protocol-spec), `HELLO` and `SUBSCRIBE`.
 """
 
@@ -31,7 +31,7 @@ class CredentialError(Exception):
 
 
 def read_address(config: Config) -> StoreAddress:
-    """Raises CredentialError."""
+    """The store's address with its password. Blocks. Raises CredentialError."""
     table = config.cluster
     url = table.url
     if table.url_env:
@@ -48,7 +48,7 @@ def read_address(config: Config) -> StoreAddress:
     try:
         password = Path(table.password_file).read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is no text"
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
         name = table.password_file
         raise CredentialError(f"cluster.password_file {name} can't be read: {reason}") from None
     return address._replace(password=password)
@@ -67,7 +67,7 @@ def tls_context(address: StoreAddress, config: Config) -> ssl.SSLContext | None:
 
 
 def shown_url(config: Config) -> str:
-    """For the status and the log."""
+    """The store's URL without its password, for the status and the log."""
     table = config.cluster
     return hide_password(table.url) or f"(from {table.url_env})"
 
@@ -79,11 +79,11 @@ OnMessage = Callable[[bytes, bytes], None]  # channel, payload
 
 
 class StoreError(Exception):
-    """The store can't be used: not reached, refused, or its reply is an error."""
+    """The store can't be used: it is unreachable, refuses, or its reply is an error."""
 
 
 class StoreRefused(StoreError):
-    """It answered a command with an error. `code` is its first word, such as WRONGPASS."""
+    """The store's reply is an error. `code` is its first word, such as WRONGPASS."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -91,7 +91,7 @@ class StoreRefused(StoreError):
 
 
 class _Batch:
-    """Commands that were sent together, and their replies as they come."""
+    """Commands that were sent together, and the replies so far."""
 
     __slots__ = ("arrived", "expected", "replies")
 
@@ -102,8 +102,10 @@ class _Batch:
 
 
 class RedisConnection:
-    """`local_host`: the address of this machine that it goes out from, "" if unknown. Replies of
-    one `call` may take `patience_secs`: a connection over a long line is slow, and not lost."""
+    """A connection. `local_host`: its local address, "" if unknown.
+
+    `patience_secs`: timeout of the replies to one `call`, long enough for a slow network.
+    """
 
     def __init__(
         self, stream: trio.abc.Stream, on_message: OnMessage, patience_secs: float
@@ -112,14 +114,16 @@ class RedisConnection:
         self._patience_secs = patience_secs
         self._on_message = on_message
         self._reader = hiredis.Reader(protocolError=StoreError, replyError=StoreRefused)
-        self._batches: deque[_Batch] = deque()  # in the order in which they were sent
+        self._batches: deque[_Batch] = deque()  # in the order of sending
         self._sending = trio.Lock()
         self._is_torn = False  # a batch was sent in part
         self.local_host = ""
 
     async def call(self, *commands: Command) -> list[Any]:
-        """Replies in order. Raises StoreError, also for a reply that is an error; then every other
-        command of the batch was carried out."""
+        """Send commands; return their replies in order. Raises StoreError.
+
+        If a reply is an error, the other commands of the batch were executed.
+        """
         with trio.move_on_after(self._patience_secs) as scope:
             batch = await self.send(*commands)
             await batch.arrived.wait()
@@ -131,7 +135,7 @@ class RedisConnection:
         return batch.replies
 
     async def send(self, *commands: Command) -> _Batch:
-        """Without waiting for the replies. Raises StoreError."""
+        """Send commands without waiting for the replies. Raises StoreError."""
         packed = b"".join(bytes(hiredis.pack_command(command)) for command in commands)  # type: ignore[arg-type]
         async with self._sending:
             if self._is_torn:
@@ -147,7 +151,7 @@ class RedisConnection:
         return batch
 
     async def receive(self) -> None:
-        """Read replies and published messages. Ends by StoreError only."""
+        """Read replies and published messages, until StoreError is raised."""
         while True:
             try:
                 piece = await self._stream.receive_some(RECEIVE_BYTES)
@@ -166,11 +170,11 @@ class RedisConnection:
                     self._on_message(channel, payload)
                     return
                 case [b"subscribe", *_]:
-                    reply = None  # RESP3 sends it in the place of a reply
+                    reply = None  # in RESP3 this push is the reply to SUBSCRIBE
                 case _:
                     return
         if not self._batches:
-            raise StoreError("it sent a reply that nobody asked for")
+            raise StoreError("it sent an unexpected reply")
         batch = self._batches[0]
         batch.replies.append(reply)
         if len(batch.replies) == batch.expected:
@@ -182,7 +186,7 @@ class RedisConnection:
 async def connected(
     address: StoreAddress, on_message: OnMessage, tls: ssl.SSLContext | None, patience_secs: float
 ) -> AsyncIterator[RedisConnection]:
-    """A connection that has said HELLO and selected its database. Raises StoreError."""
+    """Connect, authenticate and select the database. Raises StoreError."""
     try:
         socket_stream = await trio.open_tcp_stream(address.host, address.port)
         local_host = str(socket_stream.socket.getsockname()[0])
@@ -213,7 +217,7 @@ def _greeting(address: StoreAddress) -> Sequence[Command]:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost reason."""
+    """The text of the innermost cause."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     cause = error.__cause__ or error

@@ -1,9 +1,9 @@
-"""What proxies share of weights, as one value: the holder of the lease makes it, others apply it.
+"""The weight state of a cluster: the holder of the lease publishes it, and others apply it. No I/O.
 
-Invariant: a worker that the holder keeps out for its weights is out at each proxy that has applied
-the value, and one that comes back has its new version first. A worker whose version was changed by
-an operation is not uncertain any more where the holder does not call it so; one that a proxy finds
-uncertain by itself stays so. No I/O.
+Invariant: a worker that the holder cordons for a weight operation is cordoned at each proxy that
+has applied the state, and gets its new version before it returns. If an operation changed a
+worker's version, the worker is uncertain only if the state says so; a worker that a proxy itself
+has marked uncertain stays uncertain otherwise.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from omni_proxy.weight_sync.state_journal import StateJournal
 
 
 class WeightState(Struct, frozen=True, kw_only=True):
-    """`token` and `number` order all values. `busy`: an operation of the holder is not over.
+    """A state. `token` and `number` order all states. `busy`: the holder's operation has not ended.
 
-    `held`: worker URL to the reasons for which it is out. `versions`: label and epoch, of all.
+    `held`: URLs of cordoned workers to cordon reasons. `versions`: label and epoch of all workers.
     """
 
     token: int = 0
@@ -51,7 +51,7 @@ def encode_state(state: WeightState) -> bytes:
 
 
 def decode_state(payload: bytes) -> WeightState | None:
-    """None for what this release can't read."""
+    """Decode a state; None if this release can't."""
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -59,7 +59,7 @@ def decode_state(payload: bytes) -> WeightState | None:
 
 
 def collect(fleet: Fleet, journal: StateJournal, *, holder: str, busy: bool) -> WeightState:
-    """The present one, without token and number."""
+    """The current state of this proxy, without token and number."""
     workers = fleet.workers
     held = {
         worker.url: tuple(sorted(worker.cordon_reasons & CHANGING_CORDONS)) for worker in workers
@@ -77,25 +77,25 @@ def collect(fleet: Fleet, journal: StateJournal, *, holder: str, busy: bool) -> 
 
 
 class FollowedWeights:
-    """The last value of another proxy, in force here. `held`: URLs that it keeps out."""
+    """Applies states of other proxies here, and has the last one."""
 
     def __init__(self, fleet: Fleet, journal: StateJournal) -> None:
         self.state = WeightState()
         self._fleet = fleet
         self._journal = journal
         self._applied: dict[str, frozenset[str]] = {}
-        self._uncertain: set[str] = set()  # as others said, or for an operation that was cut off
+        self._uncertain: set[str] = set()  # URLs marked by a state, or for a lost holder
         fleet.watch_members(self._hold)
 
     def is_held(self, worker: Worker) -> bool:
         return worker.url in self._applied
 
     def note(self, state: WeightState) -> None:
-        """Published by this proxy itself."""
+        """Record a state that this proxy published."""
         self.state = state
 
     def apply(self, state: WeightState) -> bool:
-        """Whether it is newer than the last one, and in force now."""
+        """Apply a state if it is newer than the last one. Returns whether it was applied."""
         before = self.state
         if state.order <= before.order:
             return False
@@ -117,7 +117,7 @@ class FollowedWeights:
         return True
 
     def orphan(self, reason: str) -> None:
-        """The holder is gone in the middle of an operation: nobody knows what these have."""
+        """Mark the held workers uncertain: the holder was lost during an operation."""
         left = dict.fromkeys(self._applied, reason)
         self._uncertain |= set(left)
         self._journal.mark_uncertain(left)
@@ -152,6 +152,6 @@ class FollowedWeights:
         worker, (label, epoch) = self._fleet.find(url), state.versions.get(url, (None, 0))
         if worker is None:
             return
-        # At the start an own probe is newer than what stands in the store.
+        # At the start, this proxy's own version probe is newer than the stored state.
         if not is_first or (epoch and worker.version.label in (None, label)):
             self._fleet.set_version(worker, label, epoch)

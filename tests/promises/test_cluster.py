@@ -180,7 +180,7 @@ async def test_a_store_is_reached_over_tls_by_a_user_of_its_access_list(tmp_path
         async with program("--config", file) as running:
             await running.says("cluster_store_lost .*certificate")
             put(file, toml(fleet, more=f"tls_worker_ca = '{AUTHORITY}'") + table + "name = 'other'")
-            await running.says("cluster_store_lost .*the store's user may not do that: NOPERM")
+            await running.says("cluster_store_lost .*the store's user has no permission: NOPERM")
             put(file, toml(fleet, more=f"tls_worker_ca = '{AUTHORITY}'") + table)
             await running.until("/status", connected)
 
