@@ -1,8 +1,8 @@
-"""The socket between the running program and the new one: messages, and descriptors beside them.
+"""The socket between the running program and the new one, for messages and descriptors.
 
-A frame is a length of four bytes, a number of descriptors of four bytes, and the message; then the
-descriptors come in batches, each with one byte. Every call blocks: the running program makes them
-in a thread. Invariant: what was received is either handed to the caller or closed.
+A frame is the message's length (four bytes), the number of descriptors (four bytes), and the
+message; the descriptors follow in batches, each with one byte. All calls block, so the running
+program calls them in threads. Invariant: a received descriptor is either returned or closed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from omni_proxy.upgrade.state import Message, decode, encode
 HEAD_BYTES: Final = 8
 PEER: Final = struct.Struct("3i")  # pid, user, group
 MAX_BYTES: Final = 1 << 30
-BATCH: Final = 200  # descriptors; the kernel takes 253 at once
+BATCH: Final = 200  # descriptors in one message; the kernel's limit is 253
 
 
 class ChannelClosed(Exception):
@@ -28,21 +28,21 @@ class ChannelClosed(Exception):
 
 
 class Creator:
-    """The process that has made a pair of sockets, by a pidfd."""
+    """The process that created a socket pair, observed by a pidfd."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._pidfd: int | None = None
         self._was_gone = False
         peer = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size)
         pid, _, _ = PEER.unpack(peer)
-        if pid:  # 0: of another pid namespace, so nobody here can tell
+        if pid:  # 0: it is in another pid namespace, so it can't be observed
             try:
                 self._pidfd = os.pidfd_open(pid)
             except OSError as error:
                 self._was_gone = isinstance(error, ProcessLookupError)
 
     def has_ended(self, secs: float) -> bool:
-        """Whether it ends within this time; False where that can't be seen. Blocks."""
+        """Whether the process ends within `secs`; False if it can't be observed. Blocks."""
         if self._pidfd is None:
             return self._was_gone
         ended = select.poll()
@@ -56,7 +56,7 @@ class Creator:
 
 
 class HandoverChannel:
-    """One end of it."""
+    """One end of the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(True)
@@ -67,7 +67,7 @@ class HandoverChannel:
         return Creator(self._sock)
 
     def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Raises ChannelClosed."""
+        """Send a message with descriptors. Raises ChannelClosed."""
         body = encode(message)
         head = len(body).to_bytes(4, "big") + len(descriptors).to_bytes(4, "big")
         try:
@@ -82,12 +82,12 @@ class HandoverChannel:
         head = self._read(HEAD_BYTES)
         size, count = int.from_bytes(head[:4], "big"), int.from_bytes(head[4:], "big")
         if size > MAX_BYTES:
-            raise ChannelClosed(f"a message of {size} bytes")
+            raise ChannelClosed(f"a message of {size} bytes is too large")
         message = decode(self._read(size))
         return message, self._read_descriptors(count)
 
     def shut(self) -> None:
-        """Wake up a thread that waits in `receive`, here and at the other side."""
+        """Wake up threads that wait in `receive`, at both ends."""
         with suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 

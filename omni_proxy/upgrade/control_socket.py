@@ -1,8 +1,8 @@
-"""The socket at which `omni-proxy upgrade` asks the running program for an upgrade.
+"""The socket over which `omni-proxy upgrade` requests an upgrade of the running program.
 
-It is in the program's private folder, so that only its own user and root can: a program to start is
-nothing to accept over HTTP. A client sends one line of JSON, an `UpgradeRequest`, and gets lines of
-`UpgradeReport`, the last of which has an `outcome`. A client that leaves ends nothing.
+It is in the program's private folder, so only its user and root can use it: HTTP clients must not
+choose a program to start. A client sends one line of JSON, an `UpgradeRequest`, and gets lines of
+`UpgradeReport`, the last of which has an `outcome`. A client that disconnects cancels nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from omni_proxy.upgrade.parts import ProgramParts
 
 _log = logging.getLogger(__name__)
 
-NAME: Final = "upgrade.sock"  # in the folder of the program
+NAME: Final = "upgrade.sock"  # in the program's private folder
 MAX_LINE_BYTES: Final = 1 << 16
 REPORT_SECS: Final = 2.0
 DONE: Final = "done"
@@ -33,13 +33,13 @@ FAILED: Final = "failed"
 
 
 class UpgradeRequest(Struct, frozen=True):
-    """`binary`: the executable to start; null for the program's own."""
+    """`binary`: the executable to start; null for the running program's executable."""
 
     binary: str | None = None
 
 
 class UpgradeReport(Struct, frozen=True, omit_defaults=True):
-    """What goes on, or with an `outcome` how it ended; `pid` of the new program."""
+    """A progress report, or with an `outcome` the result. `pid`: of the new program."""
 
     text: str
     outcome: str = ""
@@ -47,19 +47,19 @@ class UpgradeReport(Struct, frozen=True, omit_defaults=True):
 
 
 class UpgradeService:
-    """Upgrades on request: by SIGUSR2, and by clients of the socket."""
+    """Runs upgrades that SIGUSR2 or clients of the socket request."""
 
     def __init__(self, parts: ProgramParts) -> None:
         self.parts = parts
         self.path = parts.admin_socket.with_name(NAME)
         self.outgoing = Outgoing(parts, self._start_soon)
         self._nursery: trio.Nursery | None = None
-        self.open = trio.Event()  # set once all services run: until then a request waits
+        self.open = trio.Event()  # set when all services run; a request waits for it
         self._clients = 0
         self._clients_gone = trio.Event()
 
     async def wait_reported(self) -> None:
-        """Until every client has the outcome of its upgrade; for a moment at most."""
+        """Wait up to REPORT_SECS until every client has the outcome of its upgrade."""
         with trio.move_on_after(REPORT_SECS):
             while self._clients:
                 await self._clients_gone.wait()
@@ -68,7 +68,7 @@ class UpgradeService:
         return {**self.outgoing.status(), "socket": str(self.path)}
 
     def request(self) -> None:
-        """SIGUSR2."""
+        """Start an upgrade on SIGUSR2."""
         if self._nursery is not None:
             self._nursery.start_soon(self._upgrade_by_signal)
 
@@ -92,7 +92,7 @@ class UpgradeService:
 
     async def _upgrade_by_signal(self) -> None:
         await self.open.wait()
-        with suppress(UpgradeFailed):  # it is logged
+        with suppress(UpgradeFailed):  # `upgrade` has logged it
             await self.outgoing.upgrade(None, partial(_log.info, "upgrade_progress text=%r"))
 
     async def _serve(self, stream: trio.SocketStream) -> None:
@@ -145,8 +145,10 @@ async def _read_request(stream: trio.SocketStream) -> UpgradeRequest:
 
 
 def request_upgrade(path: Path, binary: str | None) -> Iterator[UpgradeReport]:
-    """The reports of an upgrade, for the command; blocks. Raises OSError, also where the connection
-    ends before the outcome."""
+    """Request an upgrade, for the command; yields its reports. Blocks.
+
+    Raises OSError, also if the connection ends before the outcome.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.connect(str(path))
         sock.sendall(json.dumps({"binary": binary}).encode() + b"\n")
@@ -156,4 +158,4 @@ def request_upgrade(path: Path, binary: str | None) -> Iterator[UpgradeReport]:
                 yield report
                 if report.outcome:
                     return
-    raise ConnectionError("the program has ended the connection before the outcome")
+    raise ConnectionError("the program closed the connection before the outcome")

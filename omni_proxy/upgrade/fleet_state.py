@@ -1,8 +1,7 @@
-"""The fleet as records of the state, and records back into a fleet.
+"""Converts the fleet into records of the handed-over state, and restores them. No I/O, no clock.
 
-Invariant: a worker whose cordons nobody would lift in the next program gets none of its health
-back: it is probed there as after a start. What the journal of weights says is not touched here.
-Must not do I/O or read a clock.
+Invariant: the health of a worker with a cordon that the next program would not remove is not
+restored; it is probed there as after a start. The state journal of weights is not handled here.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import ReportedRole, Worker
 from omni_proxy.upgrade.state import WorkerRecord
 
-# The journal restores these, and the launcher the third.
+# The state journal restores the first two, the launcher the third.
 KEPT_CORDONS: Final = frozenset((UNCERTAIN, PAUSED, LAUNCH_CORDON))
 
 
@@ -50,7 +49,7 @@ def missing_workers(fleet: Fleet, records: Iterable[WorkerRecord]) -> list[str]:
 
 
 def restore_workers(fleet: Fleet, records: Iterable[WorkerRecord]) -> int:
-    """How many workers go on as they were."""
+    """Restore workers; return how many were found in the fleet."""
     count = 0
     for record in records:
         worker = fleet.find(record.url)

@@ -1,11 +1,11 @@
-"""The new program's side of an upgrade: takes the sockets and the state of the running one.
+"""The new program's side of an upgrade: takes over sockets and state of the running program.
 
-Order: `wait_state` (before any service exists; it has the valid configuration by then), `inherit`
-before the addresses are bound, `take_over` once they are. Invariants: nothing is accepted before
-the fleet's state is restored; until the running program commits, this one changes nothing that
-outlives it: it writes no journal and no state file, removes no socket's file, and supervises no
-replica. If the running program is killed, this one goes on with what it has been given: nobody else
-would serve. If that has only given up, this one ends.
+Order: `wait_state` (after the configuration was validated, before services exist), `inherit` before
+addresses are bound, `take_over` after that. Invariants: no connection is accepted before the
+fleet's state is restored; until the running program commits, this one changes nothing that outlives
+it: it writes no journal and no state file, removes no socket file, and supervises no replica. If
+the running program is killed, this one continues with the state it has received, because no other
+program would serve. If the running program only gives up the upgrade, this one ends.
 """
 
 from __future__ import annotations
@@ -55,27 +55,27 @@ from omni_proxy.upgrade.tree_handover import load_all
 
 _log = logging.getLogger(__name__)
 
-FOUND_SECS: Final = 5.0  # for discovery to find the workers that the running program has
+FOUND_SECS: Final = 5.0  # time for discovery to find the workers of the running program
 POLL_SECS: Final = 0.02
 
 
-KILLED_SECS: Final = 2.0  # from the end of the connection to that of a program that was killed
+KILLED_SECS: Final = 2.0  # a killed program ends at most this long after its connection
 
 
 class NoState(Exception):
-    """The running program goes on without this one, or its state can't be read."""
+    """The running program continues without this one, or its state can't be read."""
 
 
 class PredecessorKilled(Exception):
-    """The running program has ended, and has handed over nothing."""
+    """The running program ended before it handed over its state."""
 
 
 class NotReady(Exception):
-    """This program could not serve as the running one does, which goes on."""
+    """This program can't take over; the running one continues."""
 
 
 class Incoming:
-    """What this program takes over, from its first message to the end of the other program."""
+    """The takeover, from this program's first message to the end of the other program."""
 
     def __init__(self, channel: HandoverChannel, stderr: int) -> None:
         self.state = HandoverState()
@@ -84,15 +84,16 @@ class Incoming:
         self._stderr = stderr
         self._socks: list[socket.socket] = []
         self._replicas: list[HandedReplica] = []
-        self._trees: dict[int, int] = {}  # descriptors by the indexes of processes
+        self._trees: dict[int, int] = {}  # descriptors of prefix trees, by process index
         self._reservations: tuple[ReservationRecord, ...] = ()
         self._gone = trio.Event()
         self._offered = self._declined = self._answered = False
-        self._shut = self._given_up = False  # the connection by this program; the upgrade
+        # This program has shut the connection; the running program has given up the upgrade.
+        self._shut = self._given_up = False
 
     @classmethod
     def from_environment(cls, environ: MutableMapping[str, str]) -> Incoming | None:
-        """None where no running program has started this one."""
+        """The takeover; None if this program was not started by an upgrade."""
         numbers = environ.pop(ENVIRONMENT, "").split()
         if len(numbers) != 2:
             return None
@@ -101,8 +102,11 @@ class Incoming:
         return cls(HandoverChannel(socket.socket(fileno=sock)), stderr)
 
     def wait_state(self, startup: Startup) -> Startup:
-        """The configuration is valid: get the state. Returns the startup to go on with, whose
-        replicas are those that run already. Blocks. Raises NoState, PredecessorKilled."""
+        """Report that the configuration is valid, and wait for the state. Blocks.
+
+        Returns the startup to continue with, which has the running replicas. Raises NoState,
+        PredecessorKilled.
+        """
         try:
             self._channel.send(StartedMessage(FORMATS, __version__))
             message, descriptors = self._channel.receive()
@@ -134,7 +138,7 @@ class Incoming:
         return _with_launch(startup, self.state)
 
     def go_alone(self) -> None:
-        """Nobody reads any more what this program prints, or answers it."""
+        """Continue without the running program, which has ended."""
         self._take_stderr()
         self._channel.close()
         self._predecessor.close()
@@ -144,11 +148,11 @@ class Incoming:
         os.close(self._stderr)
 
     def adopt_state(self, config_store: ConfigStore) -> None:
-        """What was changed over HTTP. Raises ConfigError."""
+        """Adopt changes that were made over HTTP. Raises ConfigError."""
         config_store.adopt_state(read_state(self.state.saved.encode(), "the running program"))
 
     def inherit(self, data_plane: DataPlane, process_manager: ProcessManager) -> None:
-        """The sockets are taken by the addresses that the configuration still has."""
+        """Provide the received sockets to listeners, which use those of configured addresses."""
         record = self.state.listeners
         count = len(record.addresses)
         data_plane.listeners.inherited.update(
@@ -161,9 +165,11 @@ class Incoming:
     async def take_over(
         self, parts: ProgramParts, root: trio.Nursery, envoy: Iterable[Supervisor]
     ) -> None:
-        """Addresses are bound: go on with the fleet's state, accept, and wait until the running
-        program has handed over everything. `envoy` is started once picks can be made, for Envoy
-        must find it before the running program takes no more. Raises NotReady."""
+        """Restore the state, accept connections, and wait until the running program commits.
+
+        Call it when addresses are bound. `envoy`: services that start when picks can be made:
+        Envoy must reach them before the running program stops accepting. Raises NotReady.
+        """
         parts.data_plane.listeners.drop_inherited()
         parts.process_manager.inherited.close()
         parts.process_manager.inherited = GroupSockets()
@@ -183,9 +189,9 @@ class Incoming:
             address = parts.config_store.config.picker.grpc_listen
             raise NotReady(f"cannot listen for Envoy on {address}")
         if self._declined:
-            await trio.sleep_forever()  # until the shutdown has ended
+            await trio.sleep_forever()  # until the shutdown cancels this
         self._offered = True
-        with suppress(ChannelClosed):  # then no commit comes, either
+        with suppress(ChannelClosed):  # no commit can arrive then, which is handled below
             await trio.to_thread.run_sync(
                 self._channel.send, ReadyMessage(os.getpid(), str(parts.admin_socket))
             )
@@ -196,14 +202,19 @@ class Incoming:
         _log.info("upgrade_taken_over version=%s workers=%d", self.state.version, count)
 
     def decline(self) -> bool:
-        """This program shuts down: it does not take over, so that the running one goes on. False
-        where it has offered that already, and may own everything."""
+        """Decline the takeover because this program shuts down; the running one continues.
+
+        Returns False if this program has reported that it is ready, and may already have the
+        state.
+        """
         self._declined = not self._offered
         return self._declined
 
     async def _wait_found(self, parts: ProgramParts) -> None:
-        """Until discovery has found what the running program has. Raises NotReady where a source of
-        it was not heard: then nobody knows whether those workers are gone."""
+        """Wait until discovery has found the running program's workers.
+
+        Raises NotReady if workers are missing and a source has not answered: it may have them.
+        """
         with trio.move_on_after(FOUND_SECS):
             while missing_workers(parts.fleet, self.state.workers):
                 if not parts.config_store.config.discover:
@@ -213,18 +224,18 @@ class Incoming:
         if missing and unheard:
             raise NotReady(
                 f"discovery has not found {len(missing)} workers of the running program within "
-                f"{FOUND_SECS:g} s, and has heard nothing of {', '.join(unheard)}"
+                f"{FOUND_SECS:g} s, and got no list from {', '.join(unheard)}"
             )
 
     def _open(self, process_manager: ProcessManager) -> None:
-        """Accept. Raises NotReady."""
+        """Accept connections. Raises NotReady."""
         try:
             process_manager.open()
-        except OSError as error:  # another program has bound an address that is new in the file
+        except OSError as error:  # another program listens at an address new in the configuration
             raise NotReady(f"cannot listen: {error.strerror or error}") from None
 
     def _restore_sessions(self, data_plane: DataPlane) -> None:
-        """Of policies that have some, too, and which worker has stored which response."""
+        """Restore sessions of policies, and the owners of stored responses."""
         targets = {target.url: target for target in data_plane.fleet.targets()}
         sessions: dict[Role, tuple[SessionRow, ...]] = {"regular": self.state.sessions}
         for role, rows in (sessions | self.state.pool_sessions).items():
@@ -251,7 +262,7 @@ class Incoming:
                 os.close(self._trees.popitem()[1])
 
     def _restore_shared(self, parts: ProgramParts) -> None:
-        """The sessions of several processes, where there are several again."""
+        """Restore sessions that several processes shared, if there are several again."""
         targets = {target.url: target for target in parts.fleet.targets()}
         handed = self.state.shared_sessions, self.state.shared_response_owners
         for table, rows in zip(parts.process_manager.session_tables, handed, strict=False):
@@ -259,9 +270,12 @@ class Incoming:
                 table.restore(rows, targets.get)
 
     async def _wait_commit(self, parts: ProgramParts) -> None:
-        """Wait until this program owns everything. Where that is cancelled, either the running
-        program can't commit any more and goes on, or the launcher has the replicas. Raises
-        NotReady where that goes on in any case."""
+        """Wait for the commit, by which this program owns everything.
+
+        If it is cancelled, either the running program can't commit any more and continues, or the
+        commit has arrived and the launcher has the replicas. Raises NotReady if the running program
+        has given up.
+        """
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._shut_when_cancelled)
             with trio.CancelScope(shield=True):
@@ -272,13 +286,14 @@ class Incoming:
             self._answered = True
             nursery.cancel_scope.cancel()
         if self._given_up:
-            raise NotReady(f"the running program has ended the upgrade, and goes on: {error}")
+            raise NotReady(f"the running program has ended the upgrade, and continues: {error}")
         self._take_stderr()
         if error:
             _log.error("upgrade_commit_missing reason=%r: the other program has ended", error)
 
     async def _shut_when_cancelled(self) -> None:
-        """A message that has come stays readable, and the other side can send none."""
+        """Shut the connection on cancellation: an arrived message stays readable, and the other
+        side can't send one any more."""
         try:
             await trio.sleep_forever()
         finally:
@@ -287,7 +302,7 @@ class Incoming:
                 self._channel.shut()
 
     def _receive_commit(self) -> str:
-        """Why there was none, or "". Blocks."""
+        """Receive the commit; return "" or why there was none. Blocks."""
         try:
             message, _ = self._channel.receive()
         except ChannelClosed as error:
@@ -301,7 +316,7 @@ class Incoming:
         return ""
 
     async def follow_predecessor(self) -> None:
-        """Until the last request of the program before has ended."""
+        """Wait until the previous program has ended, after its last request."""
         with suppress(ChannelClosed, UnreadableMessage):
             await trio.to_thread.run_sync(self._channel.receive, abandon_on_cancel=True)
         self._channel.close()
@@ -310,29 +325,32 @@ class Incoming:
         self._gone.set()
 
     def close_idle_connections(self) -> None:
-        """Have the program before close its idle connections."""
+        """Make the previous program close its idle connections."""
         try:
             self._channel.send(CloseIdleMessage())
         except ChannelClosed:
-            return  # it is gone
+            return  # it has ended
 
     async def wait_gone(self) -> None:
         await self._gone.wait()
 
 
 def take_state(incoming: Incoming, startup: Startup) -> tuple[Startup, Incoming | None]:
-    """The startup to go on with. Without a program that could hand over anything it is a start as
-    any other. Blocks. Raises NoState."""
+    """The startup to continue with, and the takeover.
+
+    If the running program was killed, this is an ordinary start without a takeover. Blocks. Raises
+    NoState.
+    """
     try:
         return incoming.wait_state(startup), incoming
     except PredecessorKilled:
         incoming.go_alone()
-        warning = "upgrade_predecessor_killed: it has handed over nothing, so this is a start"
+        warning = "upgrade_predecessor_killed: it handed over nothing, so this is an ordinary start"
         return replace(startup, warnings=(*startup.warnings, warning)), None
 
 
 def _with_launch(startup: Startup, state: HandoverState) -> Startup:
-    """With the entries whose replicas run: their ports are in use, so others would be chosen."""
+    """Use the launch entries of the running replicas: new ones would get other ports."""
     names = LaunchEntry.__struct_fields__
     known = [{key: entry[key] for key in names if key in entry} for entry in state.launch]
     try:

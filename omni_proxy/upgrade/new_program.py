@@ -1,7 +1,7 @@
-"""The new program as the running one sees it: its process, its messages, what it prints.
+"""The running program's handle of the new program: its process, messages and output.
 
-Invariant: its stderr comes through the running program until it has taken over, so that its own
-error can be shown; every line is passed on. It is ended by `kill`, or goes on by itself.
+Invariant: its stderr passes through the running program until it has taken over, so that its error
+can be shown; every line is forwarded. It is ended by `kill`, or continues independently.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from omni_proxy.self_exec import program_argv
 from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
 from omni_proxy.upgrade.state import Message, UnreadableMessage
 
-ENVIRONMENT: Final = "OMNI_PROXY_UPGRADE"  # numbers of the socket, and of the stderr to go on with
+ENVIRONMENT: Final = "OMNI_PROXY_UPGRADE"  # descriptors of the socket and of the later stderr
 ERROR_LINES: Final = 20
-EXIT_SECS: Final = 2.0  # from the end of its connection to that of the process
+EXIT_SECS: Final = 2.0  # wait for the process's end after the end of its connection
 LAST_OUTPUT_SECS: Final = 1.0
 
 Expected = TypeVar("Expected")
 
 
 class NewProgramFailed(Exception):
-    """It has ended, or said what it must not; the text has its own error."""
+    """The new program has ended, or sent a wrong message; the text has its error."""
 
 
 def new_program_argv(binary: str | None) -> list[str]:
-    """The arguments of this program, for itself or for another executable."""
+    """This program's command line, with its own or another executable."""
     first = program_argv() if binary is None else [binary]
     return [*first, *sys.argv[1:]]
 
 
 class NewProgram:
-    """Started by `start`; `pid` is that of the process which was started."""
+    """A new program, created by `start`. `pid`: of the started process."""
 
     def __init__(self, process: trio.Process, channel: HandoverChannel) -> None:
         self.pid = process.pid
@@ -52,7 +52,7 @@ class NewProgram:
 
     @classmethod
     async def start(cls, argv: Sequence[str], environ: Mapping[str, str]) -> NewProgram:
-        """Raises OSError."""
+        """Start a new program. Raises OSError."""
         ours, theirs = socket.socketpair()
         with theirs:
             stderr = os.dup(2)
@@ -71,7 +71,7 @@ class NewProgram:
         return cls(process, HandoverChannel(ours))
 
     async def forward_output(self) -> None:
-        """Pass on what it prints, until it goes on without us or has ended."""
+        """Forward its output, until it has taken over or has ended."""
         assert self._process.stderr is not None
         try:
             async for chunk in self._process.stderr:
@@ -81,7 +81,7 @@ class NewProgram:
             self._output_ended.set()
 
     async def receive(self, kind: type[Expected]) -> tuple[Expected, list[int]]:
-        """Its next message. Raises NewProgramFailed."""
+        """Receive its next message, of type `kind`. Raises NewProgramFailed."""
         try:
             message, descriptors = await trio.to_thread.run_sync(
                 self._channel.receive, abandon_on_cancel=True
@@ -95,25 +95,25 @@ class NewProgram:
         return message, descriptors
 
     async def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
-        """Raises NewProgramFailed."""
+        """Send a message. Raises NewProgramFailed."""
         try:
             await trio.to_thread.run_sync(self._channel.send, message, descriptors)
         except ChannelClosed:
             raise NewProgramFailed(await self._end_text()) from None
 
     def kill(self) -> None:
-        """End it, and all calls that wait for it."""
+        """Kill the program, and end all calls that wait for it."""
         self._channel.shut()
         if self._process.returncode is None:
             self._process.kill()
 
     def close(self) -> None:
-        """Nothing is sent any more: the new program learns that this one has ended."""
+        """Close the connection, by which the new program detects that this one has ended."""
         self._channel.shut()
         self._channel.close()
 
     async def _end_text(self) -> str:
-        """Its last lines, else how it ended."""
+        """How the program ended, and its last lines of output."""
         status: int | None = None
         with trio.move_on_after(EXIT_SECS):
             status = await self._process.wait()
@@ -125,7 +125,7 @@ class NewProgram:
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what belongs to a frozen binary: the new one unpacks itself."""
+    """The environment without variables of a frozen binary, because the new one unpacks itself."""
     env = {name: text for name, text in environ.items() if name != ENVIRONMENT}
     return without_frozen_variables(env) if getattr(sys, "frozen", False) else env
 

@@ -1,11 +1,11 @@
-"""The running program's side of an upgrade: starts the new one, hands over, drains.
+"""The running program's side of an upgrade: starts the new program, hands over, drains.
 
-    start -> started (valid configuration) -> nothing changes any more -> state and sockets
+    start -> started (valid configuration) -> changes are locked -> state and sockets
           -> ready (it accepts) -> services end -> commit -> drain
 
-Invariant: up to `commit` any failure ends the new program and this one goes on as before. From
-there on this one changes nothing: configuration and weights stay locked, and control requests on
-its connections reach the new program. Operations on weights never overlap an upgrade.
+Invariant: until `commit` any failure ends the new program, and this one continues as before. After
+it this one changes nothing: configuration and weights stay locked, and control requests on its
+connections are relayed to the new program. Operations on weights never overlap an upgrade.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ from omni_proxy.upgrade.tree_handover import save_all
 _log = logging.getLogger(__name__)
 
 BUSY_POLL_SECS: Final = 0.1
-STEP_SECS: Final = 0.5  # in which the time of an upgrade is counted
-MAX_SESSIONS: Final = 50_000  # handed over: the state is made in one turn of the event loop
-STOP_SECS: Final = 5.0  # for services to end
-ADMIN_SECS: Final = 1.0  # for control requests in flight
-# What goes on until the last connection has ended.
+STEP_SECS: Final = 0.5  # step in which the time of an upgrade is counted
+MAX_SESSIONS: Final = 50_000  # limit, because the state is built in one turn of the event loop
+STOP_SECS: Final = 5.0  # timeout for services to end
+ADMIN_SECS: Final = 1.0  # time for control requests in flight
+# Services that run until the last connection has ended.
 KEPT_SERVICES: Final = frozenset(
     (
         "access_log", "route_log", "audit_log", "log_file", "spans", "ticker", "upgrade",
@@ -71,18 +71,18 @@ StartSoon = Callable[[Callable[[], Awaitable[None]]], None]
 
 
 class UpgradeFailed(Exception):
-    """This program goes on; the text says why there was no upgrade."""
+    """The upgrade failed, and this program continues; the text has the reason."""
 
 
 class Outgoing:
-    """One upgrade after another, of which the first that succeeds is the last."""
+    """Runs upgrades, one after the other; the first that succeeds is the last."""
 
     def __init__(self, parts: ProgramParts, start_soon: StartSoon) -> None:
         self._parts = parts
         self._start_soon = start_soon
         self._successor: NewProgram | None = None
         self.running = self.handed_over = self._stopped = False
-        self._scope = trio.CancelScope()  # of the upgrade in progress
+        self._scope = trio.CancelScope()  # scope of the running upgrade
         self.last_error = ""
 
     def status(self) -> dict[str, object]:
@@ -91,7 +91,7 @@ class Outgoing:
         return {"state": state, "last_error": self.last_error or None}
 
     async def upgrade(self, binary: str | None, report: Report) -> int:
-        """The pid of the new program, which serves. Raises UpgradeFailed, changing nothing."""
+        """Upgrade; return the new program's pid. Raises UpgradeFailed; then nothing changed."""
         reason = self._refusal(binary)
         if reason:
             raise UpgradeFailed(reason)
@@ -107,7 +107,7 @@ class Outgoing:
             if self._stopped:
                 raise UpgradeFailed(SHUTTING_DOWN)
             waits = self._busy()
-            why = f": an operation on weights goes on: {waits}" if waits else ""
+            why = f": an operation on weights is still running: {waits}" if waits else ""
             raise UpgradeFailed(f"the new program was not ready within {timeout_secs:g} s{why}")
         except UpgradeFailed as failure:
             self.last_error = str(failure)
@@ -117,8 +117,11 @@ class Outgoing:
             self.running = False
 
     async def _end_late(self, scope: trio.CancelScope, secs: float) -> None:
-        """Cancel an upgrade after this time. A time in which this program was stopped (SIGSTOP)
-        does not count: the new one may have accepted connections meanwhile."""
+        """Cancel an upgrade after `secs`.
+
+        Time in which this program was stopped (SIGSTOP) does not count, because the new program
+        may have accepted connections during it.
+        """
         while secs > 0 and self.running and scope is self._scope:
             await trio.sleep(min(secs, STEP_SECS))
             secs -= STEP_SECS
@@ -126,12 +129,12 @@ class Outgoing:
             scope.cancel()
 
     def stop(self) -> None:
-        """This program shuts down: nobody takes over any more."""
+        """Cancel the upgrade, because this program shuts down."""
         self._stopped = True
         self._scope.cancel()
 
     def end(self) -> None:
-        """This program has served its last request."""
+        """Close the connection to the new program, after this program's last request."""
         if self._successor is not None:
             self._successor.close()
 
@@ -148,7 +151,7 @@ class Outgoing:
         if sys.argv[1:2] == ["router-process"]:
             return "this program ends with the one that called launch_router: restart that one"
         if binary is not None and not os.access(binary, os.X_OK):
-            return f"{binary} is no executable file"
+            return f"{binary} is not an executable file"
         if reason := self._busy_for_long():
             return f"weights may not be changed during an upgrade: {reason}"
         return ""
@@ -171,7 +174,7 @@ class Outgoing:
                 new.kill()
 
     async def _hand_over(self, new: NewProgram, report: Report) -> int:
-        """Raises NewProgramFailed, UpgradeFailed."""
+        """Hand over to a started program; return its pid. Raises like `_commit`."""
         started, _ = await new.receive(StartedMessage)
         if not set(FORMATS) & set(started.formats):
             raise UpgradeFailed(
@@ -182,7 +185,7 @@ class Outgoing:
         store = self._parts.config_store
         await self._wait_quiet(report)
         async with store.frozen() as keep_frozen:
-            if busy := self._busy():  # it began while this waited for the lock
+            if busy := self._busy():  # an operation began during the wait for the lock
                 raise UpgradeFailed(f"an operation on weights has begun: {busy}")
             with ExitStack() as stack:
                 state, descriptors = self._collect(stack)
@@ -208,7 +211,7 @@ class Outgoing:
             await trio.sleep(BUSY_POLL_SECS)
 
     def _busy(self) -> str:
-        """What is going on with weights, in words; "" for nothing."""
+        """Description of a running operation on weights; "" if there is none."""
         operation = self._parts.weight_operations.status()["operation"]
         if isinstance(operation, dict):
             return str(operation.get("path", "an update"))
@@ -226,7 +229,7 @@ class Outgoing:
         return "a rollout is in progress" if operations.journal.rollout is not None else ""
 
     def _collect(self, stack: ExitStack) -> tuple[HandoverState, list[int]]:
-        """The state, and the descriptors in the order of its records; `stack` closes them."""
+        """Collect the state, and descriptors in the order of its records; `stack` closes them."""
         parts = self._parts
         by_address = parts.data_plane.listeners.dup_sockets()
         socks = [stack.enter_context(sock) for sock in by_address.values()]
@@ -277,7 +280,7 @@ class Outgoing:
         return records
 
     async def _with_shared(self, state: HandoverState) -> HandoverState:
-        """The state with the sessions of several processes."""
+        """The state with the sessions that several processes share."""
         tables = self._parts.process_manager.session_tables
         if not tables:
             return state
@@ -287,7 +290,7 @@ class Outgoing:
     async def _with_trees(
         self, state: HandoverState, stack: ExitStack
     ) -> tuple[HandoverState, list[int]]:
-        """The state with the prefix trees as they are now, and their descriptors."""
+        """The state with the current prefix trees, and their descriptors."""
         files = await save_all(self._parts, stack)
         if not files:
             return state, []
@@ -296,9 +299,11 @@ class Outgoing:
         return changed, list(files.values())
 
     async def _commit(self, new: NewProgram, ready: ReadyMessage, replicas: Sequence[int]) -> None:
-        """The new program is ready, and takes over; `replicas`: the processes that it was given.
-        Raises NewProgramFailed where it has ended before that, UpgradeFailed without descriptors:
-        then everything goes on here."""
+        """Commit: the new program, which is ready, takes over.
+
+        `replicas`: pids of the handed-over replicas. Raises NewProgramFailed if the new program has
+        ended, UpgradeFailed if descriptors can't be duplicated; then this program continues.
+        """
         parts = self._parts
         kept = self._keep_replicas(replicas)
         self.handed_over = True
@@ -325,12 +330,14 @@ class Outgoing:
         self._start_soon(self._follow_successor)
         self._start_soon(self._end_admin_api)
         parts.leave()
-        with trio.move_on_after(ADMIN_SECS):  # from here on control requests reach the new program
+        with trio.move_on_after(ADMIN_SECS):  # then control requests reach the new program
             await parts.process_manager.acknowledged()
 
     def _keep_replicas(self, pids: Sequence[int]) -> list[HandedReplica]:
-        """Those that were handed over, with descriptors of this program's own. Raises
-        UpgradeFailed."""
+        """Duplicates of the handed-over replicas, to continue with them if the commit fails.
+
+        Raises UpgradeFailed.
+        """
         try:
             found = self._parts.launcher.hand_over()
         except OSError as error:
@@ -346,7 +353,7 @@ class Outgoing:
         replicas: Iterable[HandedReplica],
         reservations: Sequence[ReservationRecord],
     ) -> None:
-        """Nobody has taken over: run again what has ended."""
+        """Continue after a failed commit: restart the ended services."""
         parts = self._parts
         self.handed_over = False
         parts.service_manager.silent = False
@@ -358,7 +365,7 @@ class Outgoing:
             supervisor.resume()
 
     async def _follow_successor(self) -> None:
-        """Do what the new program asks for, until it ends."""
+        """Execute requests of the new program, until it ends."""
         successor = self._successor
         while successor is not None:
             try:
@@ -368,8 +375,7 @@ class Outgoing:
             self._parts.process_manager.begin_drain()
 
     async def _end_admin_api(self) -> None:
-        """Control requests that have begun here end here; then connections to it close, and the
-        next requests reach the new program."""
+        """End the admin API after running control requests; later ones reach the new program."""
         await trio.sleep(ADMIN_SECS)
         for supervisor in self._parts.supervisors():
             if supervisor.name == "admin_api":
@@ -381,7 +387,7 @@ def _listed(formats: Iterable[int]) -> str:
 
 
 def _redirect(path: Path, target: str) -> None:
-    """Whoever connects to `path` reaches `target` from here on."""
+    """Make `path` a link to `target`, so that new connections reach that socket."""
     link = path.with_name(f"{path.name}.next")
     try:
         link.symlink_to(target)

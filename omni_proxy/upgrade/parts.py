@@ -1,4 +1,4 @@
-"""What an upgrade needs of a running program, on either side."""
+"""The parts of a program that an upgrade uses, on either side."""
 
 from __future__ import annotations
 
@@ -19,9 +19,11 @@ from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 
 @dataclass(frozen=True, slots=True)
 class ProgramParts:
-    """`tree_seed`: of the hashes in prefix trees. `supervisors`: of all services. `leave`: end when
-    the last connection has ended. `unheard`: tables of discovery that have brought no list so far,
-    with the reason."""
+    """`tree_seed`: seed of the hashes in prefix trees. `supervisors`: those of all services.
+
+    `leave`: makes the program end after its last connection. `unheard`: discovery sources that have
+    provided no list so far, with the reason.
+    """
 
     fleet: Fleet
     config_store: ConfigStore

@@ -1,9 +1,8 @@
-"""What one program hands over to the next, as JSON: the form of docs/upgrade.md.
+"""The state that one program hands over to the next, as JSON (docs/upgrade.md). No I/O.
 
-Invariant: what a reader does not know is ignored, and what is missing has a default, so a record
-may get further fields under the same number. A change that an older reader would misread needs
-another number: 3 has further descriptors, of files with prefix trees; 2 had another form of those.
-Pure.
+Invariant: readers ignore unknown fields and use defaults for missing ones, so records may get new
+fields under the same format number. A change that an older reader would misread needs a new number:
+format 3 has additional descriptors, of files with prefix trees; 2 had another form of these files.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from omni_proxy.launch.handed_replica import ReplicaRecord
 from omni_proxy.multiprocess.shared_memory.sessions import SharedRows
 from omni_proxy.picker.reservations import ReservationRecord
 
-FORMATS: Final = (1, 3)  # that this program reads and writes
+FORMATS: Final = (1, 3)  # formats that this program reads and writes
 WITH_TREES: Final = 3
 
 
 class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker, by its URL. `cordons`: why it was held; counters are by traffic class."""
+    """A worker, by its URL. `cordons`: its cordon reasons. Counters: by traffic class."""
 
     url: str
     health: HealthRecord = HealthRecord()
@@ -47,9 +46,11 @@ class WorkerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ListenerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The addresses of the listening sockets, as configured, in the order of their descriptors;
-    then come those of the processes: their slots, which of them listen in the order of the kernel,
-    and the indexes that connections are steered to."""
+    """The listening sockets, in the order of their descriptors.
+
+    `addresses`: as configured. The sockets of processes follow, by `slots`. `group`: the slots that
+    listen, in the kernel's order. `steered`: the indexes that connections are steered to.
+    """
 
     addresses: tuple[str, ...] = ()
     slots: tuple[int, ...] = ()
@@ -58,20 +59,22 @@ class ListenerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class CallerRecord(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a caller has taken of its rates: numbers of buckets by CLOCK_MONOTONIC, and counts."""
+    """A caller's use of its rate limits: counts by bucket number of CLOCK_MONOTONIC."""
 
     requests: RateRows = ()
     tokens: RateRows = ()
 
 
 class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Everything, at one moment. `format`: FORMATS[0], or WITH_TREES. `saved`: the text of a state
-    file. `launch`: the [[launch]] entries of the command line. `replicas`: launched ones that run;
-    of each come the descriptors of process and output, behind those of the sockets. `sessions`:
-    key, URL of the worker or rank, and last use by CLOCK_MONOTONIC, oldest first; those of pools by
-    role, and all of several processes as `shared_sessions`; `response_owners`: the workers of
-    stored responses alike. `callers`: by name. `tree_files`: the indexes of processes, 0 for the
-    main one, whose prefix trees are in the last descriptors; `tree_seed`: of the hashes in them."""
+    """The whole state at one moment. `format`: FORMATS[0], or WITH_TREES. `saved`: a state file.
+
+    `launch`: the [[launch]] entries of the command line. `replicas`: running launched replicas; the
+    descriptors of the process and output of each follow those of the sockets. `sessions`: key, URL
+    of worker or rank, last use (CLOCK_MONOTONIC), oldest first; `pool_sessions`: the same by role;
+    `shared_sessions`: of several processes; `response_owners`: the same for stored responses.
+    `callers`: by name. `tree_files`: indexes of processes (0: the main one) whose prefix trees are
+    in the last descriptors; `tree_seed`: seed of their hashes.
+    """
 
     format: int = FORMATS[0]
     version: str = ""
@@ -91,34 +94,33 @@ class HandoverState(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StartedMessage(Struct, frozen=True, tag="started", tag_field="kind"):
-    """The new program's first message: its configuration is valid. `formats` that it can read."""
+    """The new program's first message: its configuration is valid. `formats`: it can read these."""
 
     formats: tuple[int, ...]
     version: str = ""
 
 
 class StateMessage(Struct, frozen=True, tag="state", tag_field="kind"):
-    """The running program's answer; the descriptors follow."""
+    """The running program's reply; the descriptors follow."""
 
     state: HandoverState
 
 
 class ReadyMessage(Struct, frozen=True, tag="ready", tag_field="kind"):
-    """The new program accepts connections. `admin_socket`: the path of its admin API."""
+    """The new program accepts connections. `admin_socket`: path of its admin API's socket."""
 
     pid: int
     admin_socket: str
 
 
 class CommitMessage(Struct, frozen=True, tag="commit", tag_field="kind"):
-    """From here on the new program is the one that changes things. `reservations`: of the picker,
-    which change up to this moment."""
+    """From here on only the new program makes changes. `reservations`: the picker's."""
 
     reservations: tuple[ReservationRecord, ...] = ()
 
 
 class CloseIdleMessage(Struct, frozen=True, tag="hurry", tag_field="kind"):
-    """From the new program: close idle connections now."""
+    """The new program's request to close idle connections."""
 
 
 Message: TypeAlias = StartedMessage | StateMessage | ReadyMessage | CommitMessage | CloseIdleMessage
@@ -128,7 +130,7 @@ _decoder: Final[msgspec.json.Decoder[Message]] = msgspec.json.Decoder(Message)
 
 
 class UnreadableMessage(Exception):
-    """The other program's message has another form."""
+    """The other program's message can't be decoded."""
 
 
 def encode(message: Message) -> bytes:

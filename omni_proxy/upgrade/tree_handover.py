@@ -1,8 +1,8 @@
-"""Prefix trees of all processes, out of the running program and into the new one.
+"""Hands the prefix trees of all processes over from the running program to the new one.
 
 Each process writes its trees to a file in memory, and a process of the new program reads it; the
-main processes pass on descriptors alone. Invariant: what takes too long or fails is left out, and
-its process begins anew; nothing here makes an upgrade fail.
+main processes only pass descriptors. Invariant: trees whose transfer fails or takes too long are
+left out, and their process starts with empty ones; nothing here makes an upgrade fail.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _log = logging.getLogger(__name__)
 SAVE_SECS: Final = 4.0
 LOAD_SECS: Final = RESTORE_SECS + 2
 POLL_SECS: Final = 0.02
-MAIN: Final = 0  # the index of the main process, where there is no other
+MAIN: Final = 0  # the index of the main process if it is the only one
 
 
 async def save_all(parts: ProgramParts, stack: ExitStack) -> dict[int, int]:
-    """Descriptors of the trees by the indexes of their processes; `stack` closes them."""
+    """Save trees; return their descriptors by process index. `stack` closes them."""
     handles = [handle for handle in parts.process_manager.handles if handle.ready]
     if not handles:
         file = _new_file(stack)
@@ -56,8 +56,10 @@ async def save_all(parts: ProgramParts, stack: ExitStack) -> dict[int, int]:
 
 
 async def load_all(parts: ProgramParts, files: Mapping[int, int]) -> None:
-    """Each process gets the trees of the one with its index; with more processes than before the
-    others get one of those, too."""
+    """Load trees into each process: those of the old process with its index.
+
+    If there are more processes than before, the additional ones get copies of the same trees.
+    """
     if not files:
         return
     slots = list(parts.process_manager.slots.values())
@@ -69,7 +71,7 @@ async def load_all(parts: ProgramParts, files: Mapping[int, int]) -> None:
     for slot in slots:
         while slot.handle is None or not slot.handle.ready:  # noqa: ASYNC110
             await trio.sleep(POLL_SECS)
-    await parts.process_manager.await_replicated()  # they know the workers now
+    await parts.process_manager.await_replicated()  # they need the workers first
     for slot in slots:
         file = files.get(slot.index, order[(slot.index - 1) % len(order)])
         if slot.handle is not None and (number := _send(slot.handle, LoadTreesCommand(), file)):
@@ -88,7 +90,7 @@ def _new_file(stack: ExitStack) -> int | None:
 
 
 def _send(handle: ProcessHandle, command: SaveTreesCommand | LoadTreesCommand, file: int) -> int:
-    """The command's number; 0 where it could not be sent."""
+    """Send a command; return its number, 0 if it could not be sent."""
     try:
         return handle.send_files(command, file)
     except OSError as error:

@@ -32,7 +32,7 @@ async def test_no_request_meets_a_program_that_has_not_found_its_workers(tmp_pat
                 asking.start_soon(keep_asking, running, tally, stop)
                 failed = await upgrade(running)
                 assert failed.outcome == "failed"
-                assert "heard nothing of pods" in failed.text
+                assert "got no list from pods" in failed.text
                 api.faults.silent = False
                 done = await upgrade(running)
                 assert done.outcome == "done", done.text
