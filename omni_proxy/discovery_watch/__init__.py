@@ -1,1 +1,1 @@
-"""Watches the sources of `[[discover]]`: the Kubernetes API and DNS; brings workers in and out."""
+"""Watches the sources of `[[discover]]`, the Kubernetes API and DNS; adds and removes workers."""

@@ -1,11 +1,10 @@
-"""How the Kubernetes API server of a `[[discover]]` is reached, and one GET request to it, on a
-connection of its own, read as it comes.
+"""Access to the Kubernetes API server of a `[[discover]]`: one GET request for each connection.
 
 Invariant: the certificate of an https server is always verified, no redirect is followed, no proxy
-variable is read, and every wait has a limit. Each read is a checkpoint of at most `READ_BYTES`.
-What goes wrong is an `ApiError`; a body that was cut is one, too. CAs, certificate and token are
-read again for each request, for Kubernetes rotates all of them; a token is never logged, and never
-sent in clear text but to a loopback address. `ClusterAccess` blocks: call it in a thread.
+variable is read, and every wait has a timeout. Each read is a checkpoint, of at most `READ_BYTES`.
+Failures are `ApiError`s, also a truncated body. CAs, certificate and token are read again for each
+request, because Kubernetes rotates them; a token is never logged, and never sent unencrypted except
+to a loopback address. `ClusterAccess` blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MAX_HEAD_BYTES: Final = 65536
 
 
 class ApiError(Exception):
-    """`status`: of the server's answer, where there is one."""
+    """A request failed. `status`: of the server's response, 0 without one."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -46,25 +45,25 @@ class ApiError(Exception):
 
 
 class ApiSilence(ApiError):
-    """Nothing came for the time that was given."""
+    """Nothing was received within the timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiEndpoint:
-    """Where the API server is, and how it is spoken to."""
+    """The API server's URL and the credentials for it."""
 
     url: str  # normalized
-    context: ssl.SSLContext | None = None  # of https
+    context: ssl.SSLContext | None = None  # only for https
     token: str = ""
 
 
 class _Parser:
-    """Callbacks of httptools."""
+    """Callbacks of the httptools parser."""
 
     def __init__(self) -> None:
         self.head_complete = False
         self.complete = False
-        self.has_length = False  # or is chunked
+        self.has_length = False  # the body has a content-length, or is chunked
         self.body = bytearray()
         self.head_bytes = 0
 
@@ -92,7 +91,7 @@ class ApiResponse:
         self.status = 0
 
     async def read_head(self) -> None:
-        """Raises ApiError."""
+        """Read the response head. Raises ApiError."""
         with trio.move_on_after(HEAD_SECS) as scope:
             while not self._callbacks.head_complete:
                 await self._read()
@@ -106,7 +105,7 @@ class ApiResponse:
             while not self._callbacks.body and not self._callbacks.complete:
                 await self._read()
         if scope.cancelled_caught:
-            raise ApiSilence(f"nothing came for {silence_secs:g} s")
+            raise ApiSilence(f"nothing was received for {silence_secs:g} s")
         piece = bytes(self._callbacks.body)
         self._callbacks.body.clear()
         return piece
@@ -130,7 +129,10 @@ class ApiResponse:
             raise ApiError(f"a response head of more than {MAX_HEAD_BYTES} bytes")
 
     def _end(self) -> None:
-        """The server closed the connection, which is the end of a body without a length."""
+        """The server closed the connection, which ends a body without a length.
+
+        Raises ApiError if the response is incomplete.
+        """
         if not self._callbacks.head_complete or self._callbacks.has_length:
             raise ApiError("the connection was closed")
         self._callbacks.complete = True
@@ -189,7 +191,7 @@ async def _connect(host: str, port: int, context: ssl.SSLContext | None) -> trio
 
 
 def _reason(error: BaseException) -> str:
-    """OpenSSL's reason, or that of the system."""
+    """The reason text of OpenSSL or of the operating system."""
     cause = error.__cause__
     while isinstance(cause, BaseExceptionGroup):  # one for each address of the host
         cause = cause.exceptions[-1]
@@ -199,7 +201,7 @@ def _reason(error: BaseException) -> str:
     return getattr(inner, "strerror", None) or str(inner) or type(inner).__name__
 
 
-# Where Kubernetes mounts it, in every container.
+# Kubernetes mounts it there in every container.
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 HOST, PORT = "KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"
 ALL_NAMESPACES: Final = "*"
@@ -218,7 +220,7 @@ class ClusterAccess:
         self._account = account
 
     def endpoint(self) -> ApiEndpoint:
-        """Raises ApiError."""
+        """The API server's URL, TLS context and token. Raises ApiError."""
         entry = self._entry
         in_cluster = not entry.api_server
         url = self._own_server() if in_cluster else entry.api_server
@@ -236,7 +238,7 @@ class ClusterAccess:
         return ApiEndpoint(url, context, token)
 
     def namespace(self) -> str:
-        """ALL_NAMESPACES for all. Raises ApiError."""
+        """The namespace, or ALL_NAMESPACES. Raises ApiError."""
         return self._entry.namespace or self._read(str(self._account / "namespace"))
 
     def _own_server(self) -> str:
@@ -257,5 +259,5 @@ class ClusterAccess:
             reason = getattr(error, "strerror", None) or "is not ASCII"
             raise ApiError(f"{file} cannot be read: {reason}") from None
         if not text or not text.isprintable():
-            raise ApiError(f"{file} is empty, or is no single line")
+            raise ApiError(f"{file} is empty, or is not a single line")
         return text

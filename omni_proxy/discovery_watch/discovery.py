@@ -1,9 +1,9 @@
-"""Discovery: one watcher for each `[[discover]]`, and what their workers may do in the fleet.
+"""Discovery: one watcher for each `[[discover]]`; applies the workers that they find to the fleet.
 
-Invariant: what stops a worker's new requests holds at once, by a cordon, and never waits for a
-lock; joining and leaving the fleet goes through the configuration store, as each change of it does.
-Only workers that discovery itself brought are ever touched, and a worker leaves when its requests
-have ended, at the latest after `drain_timeout_secs`. The watchers' tasks belong to `run`.
+Invariant: a worker that may get no new requests is cordoned immediately, without waiting for a
+lock; workers join and leave the fleet through the configuration store, like all changes of it. Only
+workers that discovery added are ever changed, and a worker leaves when its requests have ended, at
+the latest after `drain_timeout_secs`. The watchers run in `run`'s nursery.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 _log = logging.getLogger(__name__)
 
 GONE: Final = "it is no longer found"
-APPLY_PAUSE_SECS: Final = 0.1  # changes of the fleet are collected for so long
+APPLY_PAUSE_SECS: Final = 0.1  # changes of the fleet are collected for this time
 DRAIN_POLL_SECS: Final = 0.05
-MAX_NEW: Final = 16  # workers that join in one step: each costs time, and all of it is one turn
+MAX_NEW: Final = 16  # workers that join in one turn of the event loop, since each takes time
 
 Access = Callable[[DiscoverEntry], ClusterAccess]
 
@@ -50,7 +50,7 @@ class _Source:
 
 
 class Discovery:
-    """`jitter` returns a number from 0 to 1; `access` is replaced in tests."""
+    """The service. `jitter` returns a number from 0 to 1; `access` is replaced in tests."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Discovery:
         self._config_store = config_store
         self._jitter = jitter
         self._access = access
-        self._sources: dict[str, _Source] = {}  # in the order of FILE
+        self._sources: dict[str, _Source] = {}  # in the order of the configuration
         self._nursery: trio.Nursery | None = None
         self._changed = trio.Event()
         self._leaving = trio.Event()
@@ -75,7 +75,7 @@ class Discovery:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                for source in self._sources.values():  # after a restart
+                for source in self._sources.values():  # sources from before a service restart
                     self._start(source)
                 self._follow_entries(self._config_store.config.discover)
                 nursery.start_soon(self._end_drains)
@@ -95,7 +95,7 @@ class Discovery:
         ]
 
     def unheard(self) -> list[str]:
-        """The sources that have brought no list so far, each with the reason if it is known."""
+        """The sources that have provided no list so far, each with the reason if it is known."""
         found = (source.watcher.status for source in self._sources.values())
         return [
             f"{status.name} ({status.error})" if status.error else status.name
@@ -104,7 +104,7 @@ class Discovery:
         ]
 
     def reason(self, worker: Worker) -> str:
-        """Why discovery keeps new requests from the worker; "" where it does not."""
+        """Why discovery cordons the worker; "" if it does not."""
         if worker.cordon_reasons.isdisjoint(DISCOVERY_CORDONS):
             return ""
         member = self._member(worker)
@@ -115,7 +115,7 @@ class Discovery:
             self._follow_entries(new.discover)
 
     def _follow_entries(self, entries: tuple[DiscoverEntry, ...]) -> None:
-        """A watcher for each; one whose entry changed takes over the workers of the one before."""
+        """Run a watcher for each entry; that of a changed entry takes over its workers."""
         before, self._sources = self._sources, {}
         for entry in entries:
             known = before.pop(entry.name, None)
@@ -151,7 +151,7 @@ class Discovery:
         self._nursery.start_soon(run)
 
     def _note(self, name: str, changed: list[SourceMember]) -> None:
-        """Of a source: cordons at once, and has the rest done soon."""
+        """Process changes of a source: cordon immediately, and wake the tasks for the rest."""
         for member in changed:
             self._log_change(name, member)
             worker = self._fleet.find(member.url)
@@ -173,7 +173,7 @@ class Discovery:
             _log.info("worker_%s worker=%s %s reason=%s", state, member.url, where, member.reason)
 
     def _member(self, worker: Worker) -> SourceMember | None:
-        """What the worker's source says of it."""
+        """The worker's member in its source, if it has one."""
         found = worker.discovered
         source = self._sources.get(found.source) if found is not None else None
         return source.members.get(found.uid, worker.url) if source and found else None
@@ -190,7 +190,7 @@ class Discovery:
             self._fleet.uncordon(worker, reason)
 
     def _cordon_all(self) -> None:
-        """After a change of the fleet: a worker may have become another source's, or FILE's."""
+        """Update all cordons after a change of the fleet: a worker may have changed its source."""
         for worker in self._fleet.workers:
             if worker.discovered is not None:
                 self._cordon(worker, self._member(worker))
@@ -199,7 +199,7 @@ class Discovery:
                     self._fleet.uncordon(worker, reason)
 
     async def _apply_changes(self) -> None:
-        """Bring what is found into the fleet, step by step."""
+        """Apply found workers to the fleet, step by step."""
         while True:
             await self._changed.wait()
             self._changed = trio.Event()
@@ -207,7 +207,7 @@ class Discovery:
             await trio.sleep(APPLY_PAUSE_SECS)
 
     def _next_found(self) -> tuple[FoundWorker, ...]:
-        """All that is found, with at most MAX_NEW that were not in the fleet before."""
+        """All found workers, with at most MAX_NEW that were not in the fleet before."""
         found = combine(source.members for source in self._sources.values())
         keys = [(worker.discovered.uid, worker.entry.url) for worker in found]
         later = {key for key in keys if key not in self._joined}
@@ -220,7 +220,7 @@ class Discovery:
         return tuple(each for each, key in zip(found, keys, strict=True) if key not in later)
 
     async def _end_drains(self) -> None:
-        """Forget workers that have left, once they are idle or their time is over."""
+        """Remove leaving workers when they are idle, or their drain timeout has passed."""
         while True:
             self._leaving = trio.Event()
             while leaving := [
@@ -228,7 +228,7 @@ class Discovery:
                 for source in self._sources.values()
                 for member in source.members.leaving()
             ]:
-                await self._fleet.await_replicated()  # until then a process could still send to it
+                await self._fleet.await_replicated()  # before it, a process may still send to them
                 for source, member in leaving:
                     self._end_drain(source, member)
                 await trio.sleep(DRAIN_POLL_SECS)
@@ -237,7 +237,7 @@ class Discovery:
     def _end_drain(self, source: _Source, member: SourceMember) -> None:
         worker = self._fleet.find(member.url)
         if member.state is not DiscoveryState.LEAVING:
-            return  # it came back meanwhile
+            return  # it was found again since
         if worker is not None and self._member(worker) is member and worker.in_flight:
             if (
                 trio.current_time()

@@ -1,9 +1,8 @@
 """Follows the addresses of one `[[discover]]` of kind dns.
 
-Invariant: an answer holds until the next one that is complete; what fails (SERVFAIL, REFUSED, no
-answer in time) changes nothing. The question is asked again after `refresh_secs` or the TTL,
-whichever is shorter. A host with addresses of IPv4 is not asked for those of IPv6: they would be
-the same servers once more, and count twice.
+Invariant: an answer is valid until the next complete one; a failure (SERVFAIL, REFUSED, timeout)
+changes nothing. The query is repeated after `refresh_secs` or the TTL, whichever is shorter. A host
+with IPv4 addresses is not queried for IPv6: these would be the same servers, counted twice.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ NO_TTL: Final = float("inf")
 
 
 class DnsFailure(Exception):
-    """There is no answer, which says nothing of the name."""
+    """A query got no answer, so it is unknown whether the name exists."""
 
 
 class DnsWatcher:
-    """`on_change` gets the members that an answer has changed."""
+    """Watches one entry. `on_change` gets the members that an answer has changed."""
 
     def __init__(
         self, entry: DiscoverEntry, on_change: Callable[[list[SourceMember]], None]
@@ -51,7 +50,7 @@ class DnsWatcher:
         self.status = SourceStatus(entry.name, entry.kind)
         self._entry = entry
         self._on_change = on_change
-        self._targets: dict[str, tuple[str, ...]] = {}  # of SRV records: their last addresses
+        self._targets: dict[str, tuple[str, ...]] = {}  # last addresses of SRV targets
 
     async def run(self) -> None:
         while True:
@@ -70,7 +69,7 @@ class DnsWatcher:
             await trio.sleep(self.state.delay_secs(ttl_secs))
 
     async def _ask(self) -> tuple[list[DnsAddress], float]:
-        """The addresses, and for how many seconds they hold. Raises DnsFailure."""
+        """Query; return the addresses and their TTL in seconds. Raises DnsFailure."""
         resolver = await self._resolver()
         if self._entry.is_srv:
             return await self._ask_srv(resolver)
@@ -121,7 +120,7 @@ class DnsWatcher:
         return addresses, min(ttls)
 
     async def _resolver(self) -> dns.asyncresolver.Resolver:
-        """Made for each question: resolv.conf may have changed. Raises DnsFailure."""
+        """A resolver for one query, because resolv.conf may change. Raises DnsFailure."""
         given = self._entry.dns_server
         try:
             if not given:
@@ -141,7 +140,10 @@ class DnsWatcher:
 async def _host_addresses(
     resolver: dns.asyncresolver.Resolver, name: str
 ) -> tuple[tuple[str, ...], float]:
-    """Of IPv4, else of IPv6; and for how many seconds they hold. Raises DnsFailure."""
+    """IPv4 addresses, or IPv6 ones if there are none, and their TTL in seconds.
+
+    Raises DnsFailure.
+    """
     for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
         answer = await _ask(resolver, name, kind)
         if answer is not None:
@@ -153,7 +155,7 @@ async def _host_addresses(
 async def _ask(
     resolver: dns.asyncresolver.Resolver, name: str, kind: dns.rdatatype.RdataType
 ) -> dns.resolver.Answer | None:
-    """None where the name, or records of this kind, do not exist. Raises DnsFailure."""
+    """Query; None if the name or records of this kind don't exist. Raises DnsFailure."""
     try:
         return await resolver.resolve(name, kind, search=bool(resolver.search))
     except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
@@ -163,8 +165,10 @@ async def _ask(
 
 
 def _additional(answer: dns.resolver.Answer) -> tuple[dict[str, tuple[str, ...]], list[float]]:
-    """Addresses of IPv4 that the server sent along, by name, which are not asked for again; and for
-    how many seconds they hold."""
+    """IPv4 addresses by name from the additional section, and their TTLs in seconds.
+
+    These names need no further query.
+    """
     found: dict[str, tuple[str, ...]] = {}
     ttls: list[float] = []
     for rrset in answer.response.additional:

@@ -1,10 +1,10 @@
 """Follows the pods of one `[[discover]]`: a list, then a watch from its resource version on.
 
-Invariant: the members change only by what the API server says: whatever fails keeps them as they
-are, and the next list brings them up to date. A version that the server no longer has (410) leads
-to a new list, a watch that was cut or silent to a new watch. Attempts that fail are further and
-further apart, with jitter. Lists and events are read for `SLICE_SECS` between two checkpoints.
-Source: Kubernetes API concepts, "Efficient detection of changes", "Retrieving large results sets".
+Invariant: members change only by responses of the API server: a failure leaves them unchanged, and
+the next list updates them. A version that the server no longer has (410) leads to a new list, a
+watch that was cut or silent to a new watch. Failed attempts are repeated with increasing pauses and
+jitter. Lists and events are processed for at most `SLICE_SECS` between two checkpoints. Source:
+Kubernetes API concepts, "Efficient detection of changes", "Retrieving large results sets".
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ MAX_LIST_BYTES: Final = 64 * 1024 * 1024
 MAX_EVENT_BYTES: Final = 8 * 1024 * 1024
 MAX_ERROR_CHARS: Final = 300
 LIST_SILENCE_SECS: Final = 10.0
-# Without a word for so long, a bookmark included, a watch may be dead: another one is begun.
+# A watch without any event or bookmark for this time may be dead, and is replaced.
 WATCH_SILENCE_SECS: Final = 30.0
-WATCH_SECS: Final = 300  # the server ends it after this, and up to twice as much
+WATCH_SECS: Final = 300  # the server ends a watch after this time, up to twice that with jitter
 FIRST_PAUSE_SECS: Final = 0.2
 LONGEST_PAUSE_SECS: Final = 30.0
-# A watch that lasted so long has worked: what fails after it is the first failure again.
+# A watch that lasted this long resets the back-off.
 RESET_SECS: Final = 5.0
 LEAST_WATCH_SECS: Final = 1.0
 SLICE_SECS: Final = 0.002
@@ -61,7 +61,7 @@ class _VersionGone(Exception):
 
 
 class PodWatcher:
-    """`on_change` gets the members that an event or a list has changed; `jitter`: 0 to 1."""
+    """Watches one entry. `on_change` gets changed members. `jitter` returns 0 to 1."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class PodWatcher:
         self._on_change = on_change
         self._jitter = jitter
         self._backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, RESET_SECS)
-        self._version = ""  # from which on a watch goes on; "": a list is needed
+        self._version = ""  # resource version to watch from; "" if a list is needed
 
     async def run(self) -> None:
         while True:
@@ -89,13 +89,13 @@ class PodWatcher:
                 begun_at = trio.current_time()
                 if await self._watch() or trio.current_time() - begun_at >= LEAST_WATCH_SECS:
                     continue
-                # A server that ends each watch at once must not be asked all the time.
+                # Pause if the server ended the watch immediately, to avoid a busy loop.
                 await trio.sleep(self._pause_secs())
             except _VersionGone:
                 self._version = ""
                 await trio.sleep(self._pause_secs())
             except ApiError as error:
-                if error.status:  # the server refused: a watch alone may never work again
+                if error.status:  # the server refused: without a new list, watches may keep failing
                     self._version = ""
                 pause_secs = self._pause_secs(trio.current_time() - begun_at)
                 if self.status.failed(str(error), datetime.now(UTC)):
@@ -109,7 +109,7 @@ class PodWatcher:
         return self._backoff.next_delay(ran_secs) * (0.5 + 0.5 * self._jitter())
 
     async def _open(self, endpoint: ApiEndpoint, query: dict[str, str]) -> ApiResponse:
-        """The response with status 200. Raises ApiError, _VersionGone."""
+        """Send a request; return a response with status 200. Raises ApiError, _VersionGone."""
         namespace = await trio.to_thread.run_sync(self._access.namespace)
         inside = "" if namespace == ALL_NAMESPACES else f"/namespaces/{quote(namespace, safe='')}"
         query = {"labelSelector": self._entry.selector, **query}
@@ -149,22 +149,22 @@ class PodWatcher:
         )  # fmt: skip
 
     async def _read_page(self, endpoint: ApiEndpoint, page: dict[str, str]) -> str:
-        """Raises ApiError, _VersionGone."""
+        """Read one page of a list. Raises ApiError, _VersionGone."""
         response = await self._open(endpoint, page)
         pieces, length = [], 0
         try:
             while piece := await response.read(LIST_SILENCE_SECS):
-                await trio.lowlevel.checkpoint()  # a read of what is there already has none
+                await trio.lowlevel.checkpoint()  # a read of buffered bytes is no checkpoint
                 pieces.append(piece)
                 length += len(piece)
                 if length > MAX_LIST_BYTES:
-                    raise ApiError(f"a list of more than {MAX_LIST_BYTES} bytes")
+                    raise ApiError(f"the list has more than {MAX_LIST_BYTES} bytes")
         finally:
             await response.close()
         try:
             return b"".join(pieces).decode()
         except UnicodeDecodeError:
-            raise ApiError("a list that is not UTF-8") from None
+            raise ApiError("the list is not UTF-8") from None
 
     async def _read_pods(self, text: str, pods: list[Pod]) -> dict[str, object]:
         """Appends the pods; returns the list's metadata. Raises ApiError."""
@@ -182,12 +182,14 @@ class PodWatcher:
                     await trio.lowlevel.checkpoint()
                     begun = time.perf_counter()
         except ValueError as error:
-            raise ApiError(f"a list that can't be read: {error}") from None
+            raise ApiError(f"the list can't be read: {error}") from None
         return metadata
 
     async def _watch(self) -> bool:
-        """Follow events until the server ends the watch, or is silent; whether any came. Raises
-        ApiError, _VersionGone."""
+        """Process events until the server ends the watch, or is silent.
+
+        Returns whether any were received. Raises ApiError, _VersionGone.
+        """
         endpoint = await trio.to_thread.run_sync(self._access.endpoint)
         secs = WATCH_SECS * (1 + self._jitter())
         query = {
@@ -213,13 +215,13 @@ class PodWatcher:
             _log.debug("discovery_watch_silent source=%s", self.status.name)
         except ValueError as error:
             self._version = ""
-            raise ApiError(f"an event that can't be read: {error}") from None
+            raise ApiError(f"an event can't be read: {error}") from None
         finally:
             await response.close()
         return heard
 
     def _read_event(self, line: bytes) -> None:
-        """Raises ApiError, _VersionGone, and ValueError for what is no event."""
+        """Process one event. Raises ApiError, _VersionGone, ValueError if it is not an event."""
         try:
             event = json.loads(line)
         except RecursionError:
@@ -245,7 +247,7 @@ class PodWatcher:
 
 
 async def _read_error(response: ApiResponse) -> str:
-    """The message of a `Status`, else the beginning of the text."""
+    """The message of a `Status` body, otherwise the start of the body."""
     body = b""
     try:
         while len(body) < MAX_EVENT_BYTES and (piece := await response.read(LIST_SILENCE_SECS)):

@@ -1,2 +1,3 @@
-"""Follows the KV events of engines: a child process subscribes and decodes, the service in the main
-process keeps its subscriptions and passes on what it says."""
+"""Follows the KV events of engines: a child process subscribes and decodes them.
+
+The service in the main process manages its subscriptions, and forwards the changes."""

@@ -1,10 +1,9 @@
-"""Follows the KV events of every worker that has them: keeps the subscriber process, tells it what
-to subscribe to, and passes on what it says.
+"""Follows the KV events of workers: runs the subscriber process, and forwards its changes.
 
-Invariants: a worker or rank has one subscription at most, to the publisher that its settings name
-now; nothing of a former subscription, and nothing from before a flush, is passed on. Without a
-worker with `kv_events` there is no process. Where that fails, every worker is believed as if it
-published nothing, and the supervisor starts again.
+Invariants: a worker or rank has at most one subscription, to the publisher of its current settings;
+changes of a former subscription, or from before a flush, are not forwarded. Without a worker with
+`kv_events` there is no process. If the process fails, every worker counts as publishing nothing,
+and the supervisor restarts the service.
 """
 
 from __future__ import annotations
@@ -42,11 +41,11 @@ from omni_proxy.self_exec import program_argv
 _log = logging.getLogger(__name__)
 
 SUBCOMMAND: Final = "kv-events-process"
-EXIT_SECS: Final = 2.0  # from closing its socket to SIGKILL
-WARN_SECS: Final = 60.0  # between two warnings of events that can't be decoded
+EXIT_SECS: Final = 2.0  # time between closing its socket and SIGKILL
+WARN_SECS: Final = 60.0  # shortest interval of warnings about undecodable events
 _FORGET: Final[PackedChanges] = [(int(ChangeOp.FORGET), b"")]
-_MODES: Final[tuple[KvMode, ...]] = ("off", "exact", "inferred", "degraded")  # the worst last
-_NOT_REPORTED: Final = "the engine has not said where it publishes"
+_MODES: Final[tuple[KvMode, ...]] = ("off", "exact", "inferred", "degraded")  # the worst is last
+_NOT_REPORTED: Final = "the engine has not reported where it publishes"
 
 
 class SubscriberFailed(Exception):
@@ -55,7 +54,7 @@ class SubscriberFailed(Exception):
 
 @dataclass(slots=True)
 class _Followed:
-    """A subscription, to one publisher of `target`, a worker or a rank."""
+    """A subscription to one publisher of `target`, a worker or a rank."""
 
     target: Worker
     source: EventSource
@@ -69,7 +68,7 @@ class _Followed:
 
 @dataclass(slots=True)
 class EventCounts:
-    """Of a worker: batches of events, and events that could not be decoded."""
+    """Counts of a worker: batches of events, and events that could not be decoded."""
 
     batches: int = 0
     undecodable: int = 0
@@ -77,8 +76,8 @@ class EventCounts:
 
 
 class EventFollower:
-    """`publish(url, changes)` passes on what is known of a worker or rank, to every process that
-    routes. `max_blocks()` as configured."""
+    """`publish(url, changes)`: sends changes of a worker's or rank's blocks to all processes that
+    route. `max_blocks()`: the configured limit."""
 
     def __init__(
         self,
@@ -102,17 +101,17 @@ class EventFollower:
         fleet.watch_cache_cleared(self._flush)
 
     def settings_changed(self) -> None:
-        """`max_blocks` may be another."""
+        """Send a limit that may have changed."""
         if self._channel is not None:
             self._channel.send(LimitCommand(self._max_blocks()))
 
     def repeat(self) -> None:
-        """Everything that is known is passed on once more: a process has just started."""
+        """Publish all known blocks again, for a process that has just started."""
         if self._channel is not None:
             self._channel.send(RepeatCommand())
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Raises SubscriberFailed, OSError."""
+        """Run until cancelled. Raises SubscriberFailed, OSError."""
         task_status.started()
         missing_logged = False
         while True:
@@ -130,7 +129,7 @@ class EventFollower:
             await self._changed.wait()
 
     async def _run_process(self) -> None:
-        """Until no worker has events to follow."""
+        """Run the process until no worker has events to follow."""
         ours, theirs = socket.socketpair()
         channel: IpcChannel[SubscriberEvent] = IpcChannel(
             ours, msgspec.msgpack.Decoder(SubscriberEvent)
@@ -164,7 +163,7 @@ class EventFollower:
                     await _end(process)
 
     async def _follow_fleet(self, nursery: trio.Nursery) -> None:
-        """Subscribe as the fleet has it, until nothing is left."""
+        """Keep subscriptions equal to the fleet's settings, until no worker has events."""
         while any(worker.kv_events != "off" for worker in self._fleet.workers):
             self._changed = trio.Event()
             self._follow()
@@ -181,7 +180,7 @@ class EventFollower:
                         self._take_report(followed, event)
                 elif followed is not None and event.generation == followed.generation:
                     self._take_changes(followed, event)
-                # One message is one turn of the event loop.
+                # At most one message in a turn of the event loop.
                 await trio.lowlevel.checkpoint()
 
     def _take_changes(self, followed: _Followed, event: ChangesEvent) -> None:
@@ -202,7 +201,7 @@ class EventFollower:
         followed.mode, followed.reason = _mode(report.mode), report.reason
         self._show(followed.target.worker)
 
-    # What is followed.
+    # Subscriptions
 
     def _changed_soon(self) -> None:
         self._changed.set()
@@ -212,7 +211,7 @@ class EventFollower:
         self._changed_soon()
 
     def _follow(self) -> None:
-        """Make the subscriptions those that the fleet has now."""
+        """Subscribe and unsubscribe as the fleet's current settings require."""
         members = set(self._fleet.workers)
         for gone in (self._reported.keys() | self.counts.keys()) - members:
             self._reported.pop(gone, None)
@@ -252,14 +251,14 @@ class EventFollower:
         self._publish(followed.target.url, _FORGET)
 
     def _flush(self, worker: Worker) -> None:
-        """Its cache is empty. The data planes have forgotten what they knew of it."""
+        """Start a new generation: the cache is empty, and the data planes have dropped its blocks."""
         for target in (worker, *worker.dp_ranks):
             followed = self._followed.get(target)
             if followed is not None and self._channel is not None:
                 followed.generation += 1
                 self._channel.send(FlushedCommand(followed.number, followed.generation))
 
-    # What is shown.
+    # Modes of workers
 
     def _show_all(self, mode: KvMode, reason: str) -> None:
         for worker in self._fleet.workers:
@@ -267,7 +266,7 @@ class EventFollower:
                 _set_mode(worker, mode, reason)
 
     def _show(self, worker: Worker) -> None:
-        """The worst of its ranks."""
+        """Set the worker's mode: the worst one of its ranks."""
         if worker.kv_events == "off":
             _set_mode(worker, "off", "")
             return
@@ -287,10 +286,10 @@ class EventFollower:
         if reported is None:
             return _NOT_REPORTED
         if not reported:
-            return "the engine names no publisher: are its KV events on?"
+            return "the engine reports no publisher: are its KV events on?"
         return (
-            f"the engine has {len(reported)} publishers, one for each data-parallel rank, and the "
-            f"worker {targets}: set ranks"
+            f"the engine has {len(reported)} publishers, one for each data-parallel rank, but the "
+            f"worker is configured with {targets}: set ranks"
         )
 
 
@@ -312,7 +311,7 @@ def _set_mode(worker: Worker, mode: KvMode, reason: str) -> None:
 
 
 async def _end(process: trio.Process) -> None:
-    """It ends with its socket."""
+    """Wait for the process, which ends with its socket; kill it after EXIT_SECS."""
     with trio.move_on_after(EXIT_SECS):
         await process.wait()
     if process.returncode is None:

@@ -1,8 +1,8 @@
-"""Where an engine publishes its KV events, for workers with `kv_events = "auto"`: its own report.
+"""Publishers of KV events that engines report, for workers with `kv_events = "auto"`.
 
-vLLM lists its publishers at /kv_event_sources, SGLang at /server_info. Invariant: until the engine
-has said it, nothing is followed; an engine that names no publisher is not asked again until it gets
-healthy anew. Sources: real-engines.md 4 (who binds and who connects), features.md 7.
+vLLM lists its publishers at /kv_event_sources, SGLang at /server_info. Invariant: nothing is
+followed until the engine has reported its publishers; an engine without one is not queried again
+until it becomes healthy again. Sources: real-engines.md 4 (which side binds), features.md 7.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ _TCP: Final = re.compile(r"tcp://(.+):([0-9]{1,5})")
 
 
 class EventSource(NamedTuple):
-    """A publisher. `binds`: it connects, so we have to listen at `endpoint`. `replay`: endpoint of
-    its replay socket, or ""."""
+    """A publisher. `binds`: this proxy binds `endpoint`, and the publisher connects to it.
+
+    `replay`: endpoint of its replay socket, or "".
+    """
 
     endpoint: str
     binds: bool
@@ -35,7 +37,7 @@ class EventSource(NamedTuple):
 
 
 class EventSources(PageReader):
-    """`report(worker, sources)` gets one for each rank, in order; none if the engine names none."""
+    """Reads publishers. `report(worker, sources)` gets one for each rank, in order, or none."""
 
     def __init__(self, report: Callable[[Worker, tuple[EventSource, ...]], None]) -> None:
         self._report = report
@@ -57,19 +59,19 @@ class EventSources(PageReader):
 
 
 def host_of(worker: Worker) -> str:
-    """The machine that the worker's URL names, as in an endpoint."""
+    """The host of the worker's URL, in the form of an endpoint."""
     address = worker.address
     host = "127.0.0.1" if isinstance(address, str) else address[0]
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def configured_source(endpoint: str, replay: str, rank: int) -> EventSource:
-    """Of the keys `kv_events` and `kv_replay`; with the host `*` the engine connects to us."""
+    """The source of the keys `kv_events` and `kv_replay`; with host `*` this proxy binds."""
     return EventSource(_shifted(endpoint, rank), "*" in endpoint, _shifted(replay, rank))
 
 
 def vllm_sources(body: object, host: str) -> tuple[EventSource, ...]:
-    """Of /kv_event_sources: by rank, with the ports of each."""
+    """Sources in a response of /kv_event_sources, which has an entry for each rank."""
     if not isinstance(body, dict):
         return ()
     ranks = [body.get(str(rank)) for rank in range(min(len(body), MAX_RANKS))]
@@ -79,7 +81,7 @@ def vllm_sources(body: object, host: str) -> tuple[EventSource, ...]:
 
 
 def sglang_sources(body: object, host: str) -> tuple[EventSource, ...]:
-    """Of /server_info: a port for the first rank, the next ones follow; or a list."""
+    """Sources in a response of /server_info: a list, or the first of consecutive ports."""
     events = body.get("kv_events") if isinstance(body, dict) else None
     if not isinstance(events, dict) or events.get("publisher") != "zmq":
         return ()
@@ -104,8 +106,10 @@ def sglang_sources(body: object, host: str) -> tuple[EventSource, ...]:
 
 
 def _reported(entry: Mapping[str, object], host: str) -> EventSource | None:
-    """A publisher as its engine has it: it binds where its endpoint has `*` or `::`, or is no TCP,
-    else it connects."""
+    """A publisher as its engine reports it; None if it is off or unsupported.
+
+    The publisher binds if its endpoint has `*` or `::`, or is ipc; otherwise it connects.
+    """
     endpoint, replay = entry.get("endpoint"), entry.get("replay_endpoint")
     if entry.get("enable_kv_cache_events") is False or entry.get("publisher", "zmq") != "zmq":
         return None
@@ -117,7 +121,7 @@ def _reported(entry: Mapping[str, object], host: str) -> EventSource | None:
 
 
 def _dialled(endpoint: str, host: str) -> str:
-    """The endpoint as this machine reaches it."""
+    """The endpoint with an address that this machine can reach."""
     match = _TCP.fullmatch(endpoint)
     if match is None:
         return endpoint

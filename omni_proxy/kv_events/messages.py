@@ -1,7 +1,7 @@
-"""The messages between the main process and the subscriber process, both of one build.
+"""The messages between the main process and the subscriber process, which are of the same build.
 
-Carried as those of data-plane processes (`multiprocess.ipc`). Invariant: changes carry the
-generation of their subscription, so that those from before a flush are known.
+They are framed like those of data-plane processes (`multiprocess.ipc`). Invariant: changes have the
+generation of their subscription, so that those from before a flush can be dropped.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from omni_proxy.routing.kv_events.held_changes import PackedChanges
 
 
 class SubscribeCommand(Struct, frozen=True, tag=True):
-    """Follow the publisher at `endpoint` under this number. `binds`: it connects to us; where we
-    can't be reached there, because the address is not ours, it is dialled after all. `replay`:
-    endpoint of its replay socket, or ""."""
+    """Follow the publisher at `endpoint` under this number.
+
+    `binds`: bind `endpoint` for the publisher; if the address is not of this machine, connect
+    instead. `replay`: endpoint of its replay socket, or "".
+    """
 
     number: int
     endpoint: str
@@ -29,20 +31,20 @@ class UnsubscribeCommand(Struct, frozen=True, tag=True):
 
 
 class FlushedCommand(Struct, frozen=True, tag=True):
-    """The engine's cache is empty; what follows has this generation."""
+    """The engine's cache is empty; later changes get this generation."""
 
     number: int
     generation: int
 
 
 class LimitCommand(Struct, frozen=True, tag=True):
-    """At most so many blocks, over all subscriptions."""
+    """The maximum number of blocks over all subscriptions."""
 
     blocks: int
 
 
 class RepeatCommand(Struct, frozen=True, tag=True):
-    """Say everything that is believed once more: somebody has to learn it."""
+    """Send all known blocks again, for a new process."""
 
 
 SubscriberCommand: TypeAlias = (
@@ -57,7 +59,7 @@ class ChangesEvent(Struct, frozen=True, tag=True):
 
 
 class PublisherReport(Struct, frozen=True, tag=True):
-    """The mode of a subscription and why; counts only rise."""
+    """The mode of a subscription and its reason; counts never decrease."""
 
     number: int
     mode: str

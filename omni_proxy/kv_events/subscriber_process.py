@@ -1,9 +1,9 @@
 """The subscriber process: receives and decodes the KV events of all engines, for the main process.
 
-Beside the main process, because decoding would cost its event loop turns. Invariant: it does not
-outlive the main process: the end of their socket ends it. A main process that reads slowly makes it
-wait, and batches wait at ZeroMQ, up to a bound; past that they are lost, which shows as a gap. It
-ignores signals, which the main process handles.
+It is a separate process, because decoding would delay the main process's event loop. Invariant: it
+does not outlive the main process: it exits when their socket closes. If the main process reads
+slowly, this one blocks, and batches queue in ZeroMQ up to a limit; beyond that they are lost, which
+is detected as a gap. It ignores signals, which the main process handles.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from omni_proxy.multiprocess.ipc import MessageFrames, encode_frame
 from omni_proxy.routing.kv_events.held_changes import MAX_PACKED, HeldChange, pack_changes
 
 TICK_MS: Final = 100
-REPORT_SECS: Final = 0.5  # between two reports of counts alone
+REPORT_SECS: Final = 0.5  # interval of reports of which only counts have changed
 READ_BYTES: Final = 1 << 16
-# Of the values of one message, so that the event loops that apply them have short turns.
+# Bytes of changes in one message: bounds the turns of event loops that apply them.
 MESSAGE_BYTES: Final = 8 * MAX_PACKED
 CHANGES_PER_MESSAGE: Final = 64
-# Of the publisher with the most blocks this share goes at once when there are too many.
+# If there are too many blocks, 1/DROPPED_SHARE of the largest publisher's are dropped together.
 DROPPED_SHARE: Final = 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """`argv`: the number of the socket's descriptor. Returns at the main process's end."""
+    """Run until the main process ends. `argv`: the number of the socket's descriptor."""
     if len(argv) != 1 or not argv[0].isdecimal():
-        sys.exit("kv-events-process is internal: omni-proxy starts it where workers have kv_events")
+        sys.exit("kv-events-process is internal: omni-proxy starts it if workers have kv_events")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     with socket.socket(fileno=int(argv[0])) as channel:
@@ -67,7 +67,7 @@ class SubscriberProcess:
         self._report_at = 0.0
 
     def run(self) -> None:
-        """Until the main process closes the socket."""
+        """Run until the main process closes the socket."""
         more = False
         try:
             while True:
@@ -89,7 +89,7 @@ class SubscriberProcess:
             self._context.destroy(0)
 
     def _read_commands(self) -> bool:
-        """Whether the main process is still there."""
+        """Execute received commands. Returns False if the main process has closed the socket."""
         received = self._channel.recv(READ_BYTES)
         for body in self._frames.feed(received):
             self._take(self._decoder.decode(body))
@@ -117,7 +117,7 @@ class SubscriberProcess:
                     self._send_changes(number, subscription.state.dump())
 
     def _drop_oldest(self) -> None:
-        """Forget what was stored first where there are too many blocks."""
+        """If there are too many blocks, drop those that were stored first."""
         states = [subscription.state for subscription in self._subscriptions.values()]
         total = sum(len(state.blocks) for state in states)
         while total > self._max_blocks:

@@ -1,9 +1,9 @@
-"""One subscription to a publisher of KV events: its sockets, and the state that judges its batches.
+"""One subscription to a publisher of KV events: its sockets, and the state that validates batches.
 
-Contract: real-engines.md 4 (frames, replay, who binds). Invariants: batches of two connections are
-never mixed: when a connection broke, the socket is replaced, and what it still held is dropped; a
-replay that is not awaited any more is not read. No call waits. Runs in the subscriber process,
-which has ZeroMQ.
+Contract: real-engines.md 4 (frames, replay, which side binds). Invariants: batches of two
+connections are never mixed: when a connection breaks, the socket is replaced, and its queued
+batches are dropped; a replay that is no longer awaited is not read. No call blocks. Runs in the
+subscriber process, which imports ZeroMQ.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from omni_proxy.routing.kv_events.held_changes import HeldChange
 from omni_proxy.routing.kv_events.publisher_state import PublisherState
 
 MAX_PAYLOAD_BYTES: Final = 64 * 1024 * 1024
-WAITING_BATCHES: Final = 20_000  # more are lost, which shows as a gap
+WAITING_BATCHES: Final = 20_000  # queue limit; more batches are lost, which is detected as a gap
 REPLAY_BATCHES: Final = 200_000
-READ_AT_ONCE: Final = 256  # batches
+READ_AT_ONCE: Final = 256  # batches read from one socket before the next
 RECONNECT_MS: Final = 100
 MAX_RECONNECT_MS: Final = 2000
 HEARTBEAT_MS: Final = 5000
 HEARTBEAT_TIMEOUT_MS: Final = 15_000
-# From the handshake to the moment when the publisher sends to us for certain.
+# Time after the handshake until the publisher has certainly processed our subscription.
 SUBSCRIBED_AFTER_SECS: Final = 0.2
 REOPEN_SECS: Final = 0.5
-REPLAY_TIMEOUT_SECS: Final = 5.0  # without a batch
+REPLAY_TIMEOUT_SECS: Final = 5.0  # a replay fails after this time without a batch
 REPLAY_END: Final = b"\xff" * 8
 _EVENTS: Final = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
@@ -40,7 +40,7 @@ class Poller(Protocol):
 
 
 class Subscription:
-    """`now` is monotonic seconds."""
+    """A subscription. `now`: monotonic seconds."""
 
     def __init__(
         self, context: zmq.Context[zmq.Socket[bytes]], poller: Poller, *, endpoint: str,
@@ -64,7 +64,7 @@ class Subscription:
         self._reported: tuple[object, ...] = ()
 
     def open(self, now: float) -> None:
-        """Connect or bind; where that fails, it is tried again."""
+        """Connect or bind; if that fails, `tick` retries it."""
         socket = self._context.socket(zmq.SUB)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.IPV6, 1)
@@ -95,7 +95,7 @@ class Subscription:
         try:
             socket.bind(self._endpoint)
         except zmq.ZMQError as error:
-            # The address is another machine's, or its publisher listens there itself.
+            # The address is not of this machine: the publisher listens there.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV) or "*" in self._endpoint:
                 raise
             socket.connect(self._endpoint)
@@ -105,7 +105,7 @@ class Subscription:
         self._close_replay()
 
     def read(self, now: float) -> bool:
-        """Take what has arrived; whether there may be more."""
+        """Process received batches. Returns whether there may be more."""
         self._read_replay(now)
         for _ in range(READ_AT_ONCE):
             if self._socket is None:
@@ -115,7 +115,7 @@ class Subscription:
             except zmq.Again:
                 self._take_monitor_events(now)
                 return False
-            # A break that is known by now may stand before this batch.
+            # If a break is reported by now, this batch may be from the old connection.
             if self._take_monitor_events(now):
                 return True
             if len(frames) >= 2 and len(frames[-2]) == len(REPLAY_END):
@@ -125,7 +125,7 @@ class Subscription:
         return True
 
     def tick(self, now: float) -> None:
-        """A few times a second, and after `read`."""
+        """Process timeouts; call it several times a second, after `read`."""
         if self._reopen_at is not None and now >= self._reopen_at:
             self.open(now)
         if self._subscribed_at is not None and now >= self._subscribed_at:
@@ -133,25 +133,25 @@ class Subscription:
             self.state.connected(now)
         if self._replay is not None and now >= self._replay_until:
             self._close_replay()
-            self.state.replay_failed(f"{self._replay_endpoint} answers no replay", now)
+            self.state.replay_failed(f"{self._replay_endpoint} does not answer", now)
         self.state.tick(now)
         self._ask(now)
 
     def flushed(self, generation: int, now: float) -> list[HeldChange]:
-        """As `PublisherState.flushed`; everything that is believed after it."""
+        """Like `PublisherState.flushed`; returns all blocks that are known after it."""
         self.generation = generation
         self.state.flushed(now)
         self._ask(now)
         return [*self.state.take_changes(), *self.state.dump()]
 
     def report(self, number: int) -> PublisherReport | None:
-        """None where it says nothing new."""
+        """The next report; None if nothing has changed."""
         state = self.state
         reason = state.reason
         if self._error:
             reason = self._error
         elif not self._is_connected and state.mode == "inferred":
-            reason = f"no connection with a publisher at {self._endpoint}"
+            reason = f"no connection to a publisher at {self._endpoint}"
         facts = (state.mode, reason, state.batches, state.undecodable)
         if facts == self._reported:
             return None
@@ -159,7 +159,7 @@ class Subscription:
         return PublisherReport(number, *facts, state.undecodable_reason)
 
     def _take_monitor_events(self, now: float) -> bool:
-        """Whether the connection broke."""
+        """Process connection events. Returns whether the connection broke."""
         while self._monitor is not None:
             try:
                 event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
@@ -179,7 +179,7 @@ class Subscription:
         return False
 
     def _ask(self, now: float) -> None:
-        """Send what the state wants to know, and drop a replay that it does not await."""
+        """Request the replay that the state needs, and close one that it no longer awaits."""
         if self._replay is not None and not self.state.is_replaying:
             self._close_replay()
         start, self.state.ask = self.state.ask, None
@@ -212,10 +212,10 @@ class Subscription:
             except zmq.Again:
                 return
             self._replay_until = now + REPLAY_TIMEOUT_SECS
-            # Forms differ in what stands before: an empty frame, and the topic.
+            # The frames before these two differ by engine: an empty frame, the topic.
             if len(frames) < 2 or len(frames[-2]) != len(REPLAY_END):
                 self._close_replay()
-                self.state.replay_failed(f"{self._replay_endpoint}: no replay", now)
+                self.state.replay_failed(f"{self._replay_endpoint}: not a replay", now)
             elif frames[-2] == REPLAY_END:
                 self._close_replay()
                 self.state.replay_ended(now)
