@@ -176,7 +176,8 @@ async def test_a_rollback_to_other_weights_than_before_stays_out(settled, engine
     reported = await ended(settled)
     assert states(reported) == ["lost", "restored"]
     assert (
-        "its checksum differs from the recorded one of 'v1'" in settled.operations.status()["uncertain"][A]
+        "its checksum differs from the recorded one of 'v1'"
+        in settled.operations.status()["uncertain"][A]
     )
 
 
