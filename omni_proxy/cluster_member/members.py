@@ -48,7 +48,7 @@ class CallError(Exception):
 
 
 class MemberCall(Struct, frozen=True, array_like=True):
-    """A message for the member with this name; another member at its address ignores it."""
+    """A message for the member with this name; another member at its address does not apply it."""
 
     member: str
     message: bytes

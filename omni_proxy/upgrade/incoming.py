@@ -292,8 +292,8 @@ class Incoming:
             _log.error("upgrade_commit_missing reason=%r: the other program has ended", error)
 
     async def _shut_when_cancelled(self) -> None:
-        """Shut the connection on cancellation: an arrived message stays readable, and the other
-        side can't send one any more."""
+        """Shut the connection on cancellation: a message that has arrived stays readable, and the
+        other side can't send another one."""
         try:
             await trio.sleep_forever()
         finally:

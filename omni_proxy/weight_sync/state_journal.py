@@ -48,7 +48,7 @@ from omni_proxy.weight_sync.rollout.state_machine import RolloutState
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:
     """The journal's folder: next to the state file, or in the user's state folder.
 
-    In the latter it is named after the listen address.
+    In the user's state folder it is named after the listen address.
     """
     if state_file is not None:
         name = state_file.name.removesuffix(".toml").removesuffix(".state")

@@ -286,7 +286,7 @@ async def test_a_new_program_that_fails_leaves_the_old_one_serving(tmp_path):
         failed = await upgrade(running, hung)
         assert (failed.outcome, "within 0.5 s" in failed.text) == ("failed", True)
         failed = await upgrade(running, str(tmp_path / "none"))
-        assert "no executable file" in failed.text
+        assert "not an executable file" in failed.text
         assert "within 0.5 s" in (await status(running))["upgrade"]["last_error"]
         assert (await status(running))["pid"] == first
         assert (await running.ask()).status_code == 200

@@ -236,7 +236,7 @@ class EnvoyPicks:
         self._picker.finish(exchange)
 
     def _report(self, exchange: Exchange, worker: Worker) -> None:
-        """Report the response to outlier ejection.
+        """Report the response's result to the fleet, and changes of voices.
 
         A 503 is ignored: it comes from Envoy for an unreachable worker, or from a busy worker.
         Health probes distinguish these.

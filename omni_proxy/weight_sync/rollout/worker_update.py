@@ -214,7 +214,7 @@ async def _post(
 
 
 def _label(result: WorkerResult, path: str) -> str:
-    """Raises CannotUpdate if there is no label, by which old and new weights are told apart."""
+    """Raises CannotUpdate without a label, which distinguishes old and new weights."""
     label = version_of(result.body)
     if label is None:
         raise CannotUpdate(f"GET {path} reports no weight_version, or several")
