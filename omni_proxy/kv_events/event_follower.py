@@ -251,7 +251,7 @@ class EventFollower:
         self._publish(followed.target.url, _FORGET)
 
     def _flush(self, worker: Worker) -> None:
-        """Start a new generation: the cache is empty, and the data planes have dropped its blocks."""
+        """Start a new generation: the cache is empty, and data planes have dropped its blocks."""
         for target in (worker, *worker.dp_ranks):
             followed = self._followed.get(target)
             if followed is not None and self._channel is not None:

@@ -86,7 +86,7 @@ class RoundDelivery:
         return [worker for worker in workers if worker.health.state is Health.HEALTHY]
 
     def cordon_late_workers(self) -> None:
-        """Cordon workers that joined during the round, before others return with the version."""
+        """Cordon workers that became healthy in the round, before others return to rotation."""
         if self.version is not None:
             lifecycle = self._lifecycle
             members = (*lifecycle.workers, *lifecycle.recipients)
