@@ -99,25 +99,24 @@ READ_AS: Final = {
 }
 HEAD: Final = """# Configuration
 
-Every table and key of the configuration file. `tools/configuration-page` generates this page from
-the program. [config/example.toml](../config/example.toml) has all keys, and
+Every table and key of the file, generated from the program by `tools/configuration-page`. A file
+with all of them is [config/example.toml](../config/example.toml), and
 `omni-proxy check config/example.toml` validates a file without starting anything.
-[routing.md](routing.md) explains the policies, [trainers.md](trainers.md) weight updates.
+[routing.md](routing.md) explains the policies, [trainers.md](trainers.md) the weights.
 
-* A key is required only if its default says so; no table is. An unknown key is refused, and the
-  error names the most similar key.
-* A saved file takes effect immediately. SIGHUP and `POST /reload` also apply it. No key needs a
-  restart, and a file that is refused changes nothing.
-* The flag of a key overrides the file.
+* Only keys marked as required are required, and no table is. An unknown key is refused; the message
+  suggests the most similar one.
+* Every key is hot: it applies when the file is saved. SIGHUP and `POST /reload` do the same,
+  nothing needs a restart, and a file that is refused changes nothing.
+* A flag, where a key has one, wins over the file.
 
 `omni-proxy init FILE` writes a first file with comments. It asks for the workers' URLs, the policy,
-the address, the access log and, if the address is reachable from other machines, the admin key.
-Flags replace the questions, and an existing file is kept unless `--force` is given. The file
-passes `check`.
+the address, the access log and, if other machines can connect, the admin key. Flags replace the
+questions, and an existing file is not overwritten without `--force`. The new file passes `check`.
 
 `omni-proxy schema` prints the JSON schema of the file, and `omni-proxy init --schema` writes it
-beside FILE. Editors with taplo, such as Even Better TOML, then complete keys and mark wrong ones in
-a file whose first line is
+next to FILE. Editors with taplo, such as Even Better TOML, then complete keys and mark invalid ones
+in a file whose first line is
 
 ```toml
 #:schema ./omni-proxy.schema.json

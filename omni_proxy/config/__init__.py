@@ -1,5 +1,5 @@
-"""The configuration: one TOML file, what HTTP changed since, and the flags of the command line.
+"""The configuration: one TOML file, changes made over HTTP, and command-line flags.
 
-Pure: text in, values or problems out. Nothing here opens a file, reads the environment or the
-clock; a text that is refused changes nothing.
+Pure: text in, values or problems out. Nothing here opens a file or reads the environment or the
+clock. A text that is refused changes nothing.
 """

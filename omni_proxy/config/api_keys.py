@@ -1,8 +1,7 @@
-"""Where an API key comes from: the part that `[[keys]]` and `[[admin.keys]]` have in common; and
-the limits of `[[keys]]`.
+"""Sources of API keys, common to `[[keys]]` and `[[admin.keys]]`; and the limits in `[[keys]]`.
 
-Invariant: the configuration file never holds a key itself, and no error repeats a value that might
-be one. Values only; `api_keys.resolve` reads the sources.
+Invariant: the configuration file never contains a key itself, and errors never repeat a value that
+might be one. Values only; `api_keys.resolve` reads the sources.
 """
 
 import re
@@ -19,12 +18,12 @@ MAX_KEYS: Final = 4096  # of one list
 _NAME: Final = re.compile(rf"[A-Za-z0-9_.:@/-]{{1,{MAX_NAME}}}")
 _VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-# Under which a key itself might be written into the file.
+# Likely names under which users write the key itself into the file.
 _KEY_ITSELF: Final = frozenset(("key", "api_key", "apikey", "token", "secret", "value", "password"))
 
 
 def read_key_name(value: object) -> object:
-    """It stands in log lines, metric labels and a table: no spaces, no quotes."""
+    """The name appears in log lines, metric labels and a table: no spaces, no quotes."""
     if isinstance(value, str) and not _NAME.fullmatch(value):
         raise ValueError(f"takes 1 to {MAX_NAME} letters, digits and _ . : @ / -")
     return value
@@ -33,13 +32,13 @@ def read_key_name(value: object) -> object:
 def read_key_variable(value: object) -> object:
     if isinstance(value, str) and value and not _VARIABLE.fullmatch(value):
         raise ValueError(
-            "is no name of an environment variable", "it takes a name, not the key itself"
+            "is not the name of an environment variable", "write a name, not the key itself"
         )
     return value
 
 
 def read_key_sha256(value: object) -> object:
-    """In lower case."""
+    """Returned in lower case."""
     if not isinstance(value, str) or not value:
         return value
     digest = value.strip().lower()
@@ -54,9 +53,9 @@ KeySha256 = Annotated[str, Meta(extra={"read": read_key_sha256})]
 
 
 class KeySource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A named key, and one source of it."""
+    """A named key, with exactly one source."""
 
-    # Shown in logs and metrics.
+    # Name in logs and metrics.
     name: KeyName
     # Environment variable with the key.
     key_env: KeyVariable = ""
@@ -67,7 +66,7 @@ class KeySource(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def source(self) -> str:
-        """Which of SOURCES it has."""
+        """The one of SOURCES that is set, or ""."""
         return next((name for name in SOURCES if getattr(self, name)), "")
 
 
@@ -77,37 +76,37 @@ Priority = Annotated[int, Meta(ge=-1000, le=1000)]
 
 
 class CallerKey(KeySource, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A caller of model routes. With any such table these routes need a key."""
+    """A caller of model routes. If there is any such table, model routes need a key."""
 
-    # Names that its requests may ask for, aliases and adapters too; empty: all.
+    # Models, aliases and adapters that its requests may name; empty: all.
     models: tuple[Model, ...] = ()
-    # Its requests in flight; above it 429; 0: no limit.
+    # Most requests in flight of this caller; above it 429; 0: no limit.
     max_inflight: Limit = 0
-    # Its requests in any 60 s; above it 429; 0: no limit.
+    # Most requests of this caller in any 60 s; above it 429; 0: no limit.
     requests_per_minute: Limit = 0
-    # Tokens of its prompts and completions in any 60 s; an estimate is reserved, and the usage in
-    # the response replaces it; 0: no limit.
+    # Most tokens of its prompts and completions in any 60 s; above it 429; 0: no limit. An estimate
+    # is reserved first, and replaced by the usage in the response.
     tokens_per_minute: Limit = 0
-    # Of requests that wait, a higher one leaves the queue first.
+    # Requests with a higher priority leave the admission queue first.
     priority: Priority = 0
 
 
 class SavedKey(CallerKey, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One that was added over HTTP, by its SHA-256."""
+    """A caller's key that was added over HTTP, by its SHA-256."""
 
 
 def source_findings(
     entries: Sequence[Mapping[str, Any]], path: Path
 ) -> Iterator[tuple[Path, str, str]]:
-    """Rules between the keys of a list of such tables, at `path`. For `validate.check_rules`."""
+    """Rules for the list of key tables at `path`. For `validate.check_rules`."""
     if len(entries) > MAX_KEYS:
-        yield path, f"has {len(entries)} entries, of which at most {MAX_KEYS} are taken", ""
+        yield path, f"has {len(entries)} entries, at most {MAX_KEYS} are allowed", ""
     first: dict[tuple[str, str], Path] = {}
     for index, entry in enumerate(entries):
         place: Path = (*path, index)
         given = [name for name in SOURCES if entry.get(name)]
         if len(given) != 1:
-            yield place, f"takes exactly one of {', '.join(SOURCES)}, has {len(given)}", ""
+            yield place, f"needs exactly one of {', '.join(SOURCES)}, has {len(given)}", ""
         for name in ("name", "key_sha256"):
             value = entry.get(name)
             if not value:
@@ -120,10 +119,10 @@ def source_findings(
 
 
 def unknown_key_hint(struct: type[Struct], key: str) -> str:
-    """For a key that might be meant to hold an API key itself; else ""."""
+    """A hint if the name suggests that the API key itself was written into the file, else ""."""
     if not issubclass(struct, KeySource) or key.lower() not in _KEY_ITSELF:
         return ""
     return (
-        "no key stands in the file: name its environment variable (key_env), its file (key_file) "
-        "or its SHA-256 (key_sha256)"
+        "keys are not written into the file: name the environment variable (key_env), a file "
+        "(key_file) or the SHA-256 (key_sha256)"
     )

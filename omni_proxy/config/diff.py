@@ -1,7 +1,7 @@
-"""The difference of two configurations, and a configuration without its secrets.
+"""The difference of two configurations, and a configuration with its secrets redacted.
 
-Both are JSON-able and hold no secret: keys, tokens and passwords come out as "***", in the
-environments and commands of launched replicas too.
+Both results are JSON-serializable and contain no secrets: keys, tokens and passwords are replaced
+by "***", also in the environments and commands of launched replicas.
 """
 
 import re
@@ -23,7 +23,7 @@ _LISTS: Final = {
 
 
 def redacted(config: Config) -> dict[str, Any]:
-    """The tables as FILE would have them, every key present."""
+    """The tables as in FILE, with every key present."""
     tables = _tables(config)
     for table in ("server", "admin"):
         tables[table]["api_key"] = _hidden(tables[table]["api_key"])
@@ -39,7 +39,7 @@ def redacted(config: Config) -> dict[str, Any]:
 
 
 def diff(old: Config, new: Config) -> dict[str, Any]:
-    """Old and new value of each key that changed; workers and launch groups by their names."""
+    """Old and new value of each key that changed; entries of lists are matched by name or URL."""
     real, shown_values = (_tables(old), _tables(new)), (redacted(old), redacted(new))
     changes: dict[str, Any] = {"changed": _changed(*map(_flat, real), *map(_flat, shown_values))}
     for table, name in _LISTS.items():
@@ -85,7 +85,7 @@ def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _without_secrets(command: list[str]) -> Iterator[str]:
-    """`--api-key X` and `--api-key=X` without their X."""
+    """The arguments, with X redacted in `--api-key X` and `--api-key=X`."""
     secret_next = False
     for arg in command:
         flag, equals, value = arg.partition("=")

@@ -1,11 +1,11 @@
-"""The types of the schema's keys, and readers for values with a spelling of their own.
+"""The types of the schema's keys, and readers for values with a special syntax.
 
-A reader takes the value as TOML gave it, returns the value that the schema stores, and raises
+A reader takes the value as parsed from TOML, returns the value that the schema stores, and raises
 ValueError with a reason. A type names it in `Meta(extra={"read": …})`; `walk` calls it.
 
-`POLICIES` is the one list of the built-in policies: the parser, `--help`, shell completion and the
-tests of the documentation read it. Invariant: a built-in name always means the built-in policy;
-an installed package can't replace it. Nothing is imported here: `routing.policies.plugins` loads.
+`POLICIES` is the only list of the built-in policies: the parser, `--help`, shell completion and the
+tests of the documentation read it. Invariant: an installed package can't replace a built-in policy.
+Policy classes are not imported here but in `routing.policies.plugins`.
 """
 
 import re
@@ -40,7 +40,7 @@ _UNITS: Final = {
     "gib": 1024**3,
 }
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
-# They determine framing or access.
+# Header fields that determine framing or access, so the user can't choose them for other purposes.
 _NOT_FREE = frozenset(
     ("host", "content-length", "content-type", "transfer-encoding", "connection", "authorization",
      "upgrade", "expect", "te", "trailer", "keep-alive", "via", "x-forwarded-for")
@@ -48,13 +48,13 @@ _NOT_FREE = frozenset(
 
 
 def read_size(value: object) -> object:
-    """Bytes from "64MiB"; a value that is not a string is left to the type check."""
+    """Bytes of a size such as "64MiB"; the type check handles values that are not strings."""
     if not isinstance(value, str):
         return value
     match = _SIZE.fullmatch(value.strip())
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None:
-        raise ValueError(f'"{value}" is no size; write bytes, or a string such as "64MiB"')
+        raise ValueError(f'"{value}" is not a size; write bytes, or a string such as "64MiB"')
     size = Fraction(match[1]) * unit
     if size.denominator != 1:
         raise ValueError(f'"{value}" is not a whole number of bytes')
@@ -63,7 +63,7 @@ def read_size(value: object) -> object:
 
 def read_endpoint(value: object) -> object:
     if isinstance(value, str) and not re.fullmatch(r"/[^?#\s\x00-\x20\x7f]*", value):
-        raise ValueError(f'"{value}" must be a path: begin with "/", hold no "?", "#" or space')
+        raise ValueError(f'"{value}" must be a path: begin with "/", without "?", "#" or space')
     return value
 
 
@@ -76,19 +76,19 @@ def read_optional_url(value: object) -> object:
 
 
 def read_network_url(value: object) -> object:
-    """For sources other than FILE: sockets of this machine are FILE's to name."""
+    """For sources other than FILE: only FILE may name Unix sockets of this machine."""
     return normalize_url(value, allow_unix=False) if isinstance(value, str) else value
 
 
 def read_kv_events(value: object) -> object:
-    """Where an engine publishes its KV events: an endpoint of ZeroMQ, "auto" or "off"."""
+    """A ZeroMQ endpoint that publishes an engine's KV events, "auto" or "off"."""
     if value in ("auto", "off"):
         return value
     return _tcp_endpoint(value, 'write "tcp://host:port", "auto" or "off"')
 
 
 def read_kv_replay(value: object) -> object:
-    """An endpoint of ZeroMQ, or empty."""
+    """A ZeroMQ endpoint, or empty."""
     return _tcp_endpoint(value, 'write "tcp://host:port"') if value else value
 
 
@@ -97,7 +97,7 @@ def _tcp_endpoint(value: object, hint: str) -> object:
         return value
     match = _TCP_ENDPOINT.fullmatch(value.strip())
     if match is None or not 0 < int(match[2]) <= MAX_PORT:
-        raise ValueError(f'"{value}" is no endpoint of ZeroMQ over TCP', hint)
+        raise ValueError(f'"{value}" is not a ZeroMQ endpoint over TCP', hint)
     refused = refused_address(match[1])
     if refused:
         raise ValueError(refused)
@@ -112,41 +112,41 @@ def read_host(value: object) -> object:
 
 
 def read_host_name(value: object) -> object:
-    """A name as in a Host field, without its port; in lower case, without a closing dot."""
+    """A name as in a Host field, without the port; returned in lower case without trailing dot."""
     if not isinstance(value, str):
         return value
     name = value.strip().lower().rstrip(".")
     if not _HOST_NAME.fullmatch(name):
-        raise ValueError(f'"{value}" is no host name; write it without scheme, port and path')
+        raise ValueError(f'"{value}" is not a host name; write it without scheme, port and path')
     return name
 
 
 def read_origin(value: object) -> object:
-    """As a browser writes it: scheme, host, and a port that is not the scheme's own; or "*"."""
+    """An origin as browsers send it: scheme, host, and port if not the scheme's default; or "*"."""
     if not isinstance(value, str) or value == "*":
         return value
     origin = value.strip().lower()
     if not _ORIGIN.fullmatch(origin):
-        raise ValueError(f'"{value}" is no origin; write "*" or one such as "https://app.example"')
+        raise ValueError(f'"{value}" is not an origin; write "*" or "https://app.example"')
     return origin
 
 
 def read_address(value: object) -> object:
-    """An address or a name. URLs have an IPv6 address in brackets, sockets have it without."""
+    """An address or a name. An IPv6 address may be in brackets, as in URLs; they are removed."""
     if not isinstance(value, str) or not value.startswith("["):
         return value
     host, closed, rest = value[1:].partition("]")
     try:
         IPv6Address(host if closed else value)
     except AddressValueError:
-        raise ValueError(f'"{value}" holds no IPv6 address in its brackets') from None
+        raise ValueError(f'"{value}" has no IPv6 address in its brackets') from None
     if rest:
         raise ValueError(f'"{value}" is more than an address; the port has its own key')
     return host
 
 
 def read_listen(value: object) -> object:
-    """`host:port` (an IPv6 address in brackets) or `unix:PATH`; empty is none."""
+    """`host:port` (an IPv6 address in brackets) or `unix:PATH`; empty: no listener."""
     if not isinstance(value, str) or not value or value[:5].lower() == "unix:":
         return read_host(value)
     host, port = _PLACE.fullmatch(value.strip()), value.strip().rpartition(":")[2]
@@ -157,50 +157,50 @@ def read_listen(value: object) -> object:
 
 
 def read_otlp_endpoint(value: object) -> object:
-    """The base URL of an OTLP collector, without a closing slash; empty is none."""
+    """The base URL of an OTLP collector, returned without a trailing slash; empty: none."""
     if not isinstance(value, str) or not value:
         return value
     if not _COLLECTOR.fullmatch(value):
         raise ValueError(
-            f'"{value}" is no URL of a collector; write one such as "http://collector:4318"'
+            f'"{value}" is not the URL of a collector; write one such as "http://collector:4318"'
         )
     if value.rstrip("/").endswith("/v1/traces"):
-        raise ValueError(f'"{value}" has a path that is added by itself', "drop /v1/traces")
+        raise ValueError(f'"{value}" has a path that is added automatically', "drop /v1/traces")
     return value.rstrip("/")
 
 
 def read_mode(value: object) -> object:
     if isinstance(value, str) and not _MODE.fullmatch(value):
-        raise ValueError(f'"{value}" is no file mode; write it in octal, as in "0660"')
+        raise ValueError(f'"{value}" is not a file mode; write it in octal, as in "0660"')
     return value
 
 
 def read_header_name(value: object) -> object:
-    """Empty is none."""
+    """Empty: no header."""
     if not isinstance(value, str) or not value:
         return value
     if not _HEADER_NAME.fullmatch(value) or value.lower() in _NOT_FREE:
-        raise ValueError(f'"{value}" can\'t be the name of such a header; "x-request-id" can')
+        raise ValueError(f'"{value}" can\'t be used as this header; use one like "x-request-id"')
     return value
 
 
 def read_session_header(value: object) -> object:
-    """In lower case: names of header fields have none."""
+    """Returned in lower case, because header field names are case-insensitive."""
     if not isinstance(value, str):
         return value
     if not _HEADER_NAME.fullmatch(value):
-        raise ValueError(f'"{value}" is no name of a header; "x-session-id" is one')
+        raise ValueError(f'"{value}" is not a header name; "x-session-id" is one')
     return value.lower()
 
 
 def read_body_key(value: object) -> object:
-    """A key of a JSON body, or several from the outermost on, joined by dots."""
+    """A key of a JSON body; keys of nested objects are joined by dots, outermost first."""
     if isinstance(value, str) and not all(value.split(".")):
-        raise ValueError(f'"{value}" is no key; write "user", or "session_params.session_id"')
+        raise ValueError(f'"{value}" is not a key; write "user", or "session_params.session_id"')
     return value
 
 
-# Words that are no targets of a log: as a path each would make a file of that name.
+# Words that are not accepted as a log target: as a path each would create a file of that name.
 _NO_LOG_TARGETS: Final = {
     "stdout": 'write "-" for stdout',
     "stderr": 'write "-" for stdout, or "/dev/stderr"',
@@ -226,40 +226,40 @@ CLASS_PATH: Final = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*:[^\W\d]\w*")  # pac
 
 
 def installed_policies() -> list[str]:
-    """The names of the entry point group, sorted, without those of built-in policies."""
+    """The names in the entry point group, sorted, without names of built-in policies."""
     return sorted(entry_points(group=ENTRY_POINT_GROUP).names - set(POLICIES))
 
 
 def read_policy(value: object) -> object:
-    """A policy's name, checked for a known one or the form of a class path.
+    """The name of a known policy, or a syntactically valid class path.
 
     Raises ValueError(reason, hint).
     """
     if not isinstance(value, str) or value in POLICIES or CLASS_PATH.fullmatch(value):
         return value
     if ":" in value:
-        raise ValueError(f'"{value}" is no class path', 'write it as "package.module:Class"')
+        raise ValueError(f'"{value}" is not a class path', 'write it as "package.module:Class"')
     names = sorted([*POLICIES, *installed_policies()])
     if value in names:
         return value
     hint = did_you_mean(value, names) or (
-        f'a policy of your own is "package.module:Class" or an entry point of {ENTRY_POINT_GROUP}'
+        f'a custom policy is "package.module:Class" or an entry point of {ENTRY_POINT_GROUP}'
     )
     raise ValueError(f'"{value}" is not one of {", ".join(names)}', hint)
 
 
 def read_optional_policy(value: object) -> object:
-    """As `read_policy`; empty for the policy of all requests."""
+    """Like `read_policy`; empty: routing.policy."""
     return read_policy(value) if value else value
 
 
-# What a worker may be able to do, in the order in which the contract lists it.
+# Capabilities of workers, in the order of the contract.
 Capability = Literal[
     "chat", "speech", "streaming", "image_input", "audio_input", "video_input", "audio_output"
 ]  # fmt: skip
 CAPABILITIES: Final[tuple[Capability, ...]] = get_args(Capability)
 
-# Above 30 years a duration is a slip of the unit; the bound also refuses TOML's inf and nan.
+# A duration above 30 years is a mistake of the unit; the bound also refuses TOML's inf and nan.
 Duration = Annotated[float, Meta(ge=0, le=1_000_000_000)]
 Interval = Annotated[float, Meta(gt=0, le=1_000_000_000)]
 Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -295,7 +295,7 @@ RetryCause = Literal[
 Capabilities: TypeAlias = Annotated[tuple[Capability, ...], Meta(min_length=1)]
 
 
-# What a worker does of a request: the whole, the prompt alone, or all that follows the prompt.
+# The part of a request that a worker computes: all of it, only the prompt, or only the completion.
 Role = Literal["regular", "prefill", "decode"]
 KvConnector = Literal["sglang", "nixl", "mooncake"]
 DEFAULT_BOOTSTRAP_PORT: Final = 8998  # SGLang's and vLLM's default

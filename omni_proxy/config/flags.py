@@ -1,6 +1,6 @@
 """Configuration from the command line on top of FILE: single keys, worker URLs, the admin key.
 
-`FLAGS` is the one list of flags that set a key; `cli/flags/arguments.py` builds its parser from it.
+`FLAGS` is the only list of flags that set a key. `cli/flags/arguments.py` makes its parser from it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,7 +46,7 @@ FLAGS: Final = {
     "--tls-cert": "server.tls_cert",
     "--tls-key": "server.tls_key",
 }
-# The same flags by the names that later routers gave them.
+# Names of the same flags in later routers.
 FLAG_ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "--max-worker-retries": ("--cb-failure-threshold",),
     "--max-total-retries": ("--retry-max-retries",),
@@ -56,7 +56,7 @@ FLAG_ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "--tls-cert": ("--tls-cert-path",),
     "--tls-key": ("--tls-key-path",),
 }
-# Values of flags to values of keys.
+# Policy names of other routers, and the policies that replace them here.
 _POLICY_MEANT: Final = {
     "consistent_hash": "consistent_hashing",
     "least_load": "least_request",
@@ -75,7 +75,7 @@ _MEANT: Final = {
     ("server.max_inflight", "-1"): "0",
     **{(key, theirs): ours for key in _POLICY_KEYS for theirs, ours in _POLICY_MEANT.items()},
 }
-# Further keys that such a value sets, unless they have a flag themselves.
+# Further keys that such a policy name sets, unless the command line sets them.
 _SESSIONS: Final[dict[str, object]] = {"routing.sticky_sessions": True}
 _POLICY_MEANT_TOO: Final[dict[str, dict[str, object]]] = {
     "manual": _SESSIONS,
@@ -89,34 +89,34 @@ _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
 
 
-# Whose behaviour applies if the routers differ: SGLang-Omni's, that of sglang-router and smg, or
-# that of vllm-router, which differs from theirs in a few responses.
+# The router whose behaviour applies where they differ: SGLang-Omni's; sglang-router and smg; or
+# vllm-router, which differs from these in a few responses.
 Dialect: TypeAlias = Literal["omni", "sglang", "vllm"]
 
 
 @dataclass(frozen=True, slots=True)
 class Startup:
-    """The command line of one start of the program; it applies over every reload of FILE."""
+    """The command line of one program start; it overrides FILE at every reload, too."""
 
     config_path: Path | None
     overrides: dict[str, object]
     flag_urls: tuple[str, ...]
-    # From the environment, hence the last in line: it counts while neither flag nor FILE has one.
+    # From the environment: used only if neither a flag nor FILE sets an admin key.
     admin_key: str
-    # Replicas of the command line, beside those of FILE.
+    # Replicas of the command line, in addition to those of FILE.
     launch: tuple[LaunchEntry, ...] = ()
     dialect: Dialect = "omni"
-    pool_workers: tuple[WorkerEntry, ...] = ()  # of --prefill and --decode
-    discover: tuple[DiscoverEntry, ...] = ()  # of --service-discovery
+    pool_workers: tuple[WorkerEntry, ...] = ()  # from --prefill and --decode
+    discover: tuple[DiscoverEntry, ...] = ()  # from --service-discovery
     kv_connector: KvConnector = "sglang"  # of prefill and decode workers that name none
-    # `omni-proxy picker`: no model request is relayed.
+    # `omni-proxy picker`: model requests are not relayed.
     picker: bool = False
-    # Flags without effect, to be logged.
+    # Messages to log about flags without effect.
     warnings: tuple[str, ...] = ()
 
     @property
     def flag_workers(self) -> tuple[str | WorkerEntry, ...]:
-        """All workers of the command line; those that have a URL only as that."""
+        """All workers of the command line; a plain URL is a worker without further settings."""
         return (*self.flag_urls, *self.pool_workers)
 
     @property
@@ -124,7 +124,7 @@ class Startup:
         return (*self.flag_urls, *(worker.url for worker in self.pool_workers))
 
     def effective_config(self, config: Config) -> Config:
-        """The effective configuration for FILE's `config`. Raises ConfigError."""
+        """FILE's `config`, overridden by the command line. Raises ConfigError."""
         if self.launch:
             config = msgspec.structs.replace(config, launch=(*config.launch, *self.launch))
         if self.discover:
@@ -137,9 +137,9 @@ class Startup:
 
 
 def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
-    """`overrides` maps key paths to values, or to the text of numbers as typed.
+    """`overrides` maps key paths to values; a number may be the text as typed.
 
-    A wrong one raises ConfigError naming its flag.
+    Raises ConfigError that names the flag of each invalid value.
     """
     tables = msgspec.to_builtins(config)
     words = [(key, typed) for key, typed in overrides.items() if isinstance(typed, str)]
@@ -159,7 +159,10 @@ def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
 
 
 def parse_worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
-    """The URLs of --worker-urls, normalized, those with ranks once; raises ConfigError."""
+    """The normalized URLs of --worker-urls; a URL with several ranks appears once.
+
+    Raises ConfigError.
+    """
     ranks: dict[str, list[int]] = {}
     findings = []
     for text in texts:
@@ -180,8 +183,10 @@ def parse_worker_urls(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def ranks_in_urls(texts: Iterable[str]) -> int | None:
-    """How many ranks each of --worker-urls has, where they are named as `URL@RANK`; None where
-    they are not. `texts`: valid ones. Raises ConfigError unless each URL has all of them."""
+    """Number of ranks of each worker if --worker-urls names them as `URL@RANK`, else None.
+
+    `texts` are valid. Raises ConfigError unless each URL is named with all of the ranks.
+    """
     named: dict[str, set[int]] = {}
     for text in texts:
         url, rank = split_rank(text)
@@ -210,7 +215,7 @@ def _number(value: object) -> object:
 
 
 def flag_error(findings: Iterable[tuple[str, str, str]]) -> ConfigError:
-    """Each finding: the flag, or the key that it sets; a reason, and what may help or ""."""
+    """Each finding: the flag, or the key that it sets; the reason; a hint or ""."""
     return ConfigError(
         [
             Problem(_FLAG_OF.get(path, path), None, reason, hint, _PLACE)

@@ -1,7 +1,7 @@
 """The desired workers: FILE, overlaid by the saved state and the flags.
 
-Later sources win over earlier ones; workers with the same URL are one worker. Every function
-returns a new value and changes nothing.
+Later sources override earlier ones; entries with the same URL are the same worker. Functions return
+new values and modify nothing.
 """
 
 import hashlib
@@ -49,17 +49,17 @@ __all__ = [
 ]
 
 Origin = Literal["file", "launch", "flag", "api", "discover"]
-MAX_ABSENT: Final = 1024  # switches and tombstones of found workers that are not there now
-_FOUND: Final = "found:"  # before the identity in a tombstone
+MAX_ABSENT: Final = 1024  # switches and tombstones kept of discovered workers that are absent now
+_FOUND: Final = "found:"  # prefix of the identity in a tombstone
 
 
 @dataclass(frozen=True, slots=True)
 class Discovered:
-    """Where a worker was found. Two workers with the same URL and another `uid` are two, one after
-    the other."""
+    """Source and identity of a discovered worker. The same URL with another `uid` is another
+    worker, which replaced the earlier one."""
 
     source: str  # the name of its [[discover]]
-    uid: str  # of the pod; in DNS the URL
+    uid: str  # of the pod; for DNS the URL
     namespace: str = ""
     pod: str = ""
 
@@ -89,8 +89,8 @@ class WorkerSpec:
 
 
 class FoundWorker:
-    """A worker as discovery found it, before anything was changed over HTTP. Its spec is kept: with
-    thousands of them, making all anew at each change would stall the event loop."""
+    """A worker as discovery found it, without changes made over HTTP. Its spec is cached: building
+    thousands of them again at each change would stall the event loop."""
 
     __slots__ = ("_defaults", "_spec", "discovered", "entry")
 
@@ -104,7 +104,7 @@ class FoundWorker:
         return self.entry == other.entry and self.discovered == other.discovered
 
     def spec(self, config: Config) -> WorkerSpec:
-        """With the defaults of `config`."""
+        """The desired configuration, with the defaults of `config`."""
         defaults = (config.routing.model, config.routing.ranks)
         if self._spec is None or self._defaults != defaults:
             spec = _desired(self.entry, "discover", self.entry)
@@ -119,8 +119,8 @@ def desired_workers(
     state: SavedState,
     found: Sequence[FoundWorker] = (),
 ) -> tuple[WorkerSpec, ...]:
-    """FILE's order first, then launch, flags, workers added over HTTP, and found ones: these change
-    nothing of a worker that any other source names."""
+    """Workers in the order: FILE, launch, flags, added over HTTP, discovered. Discovery does not
+    change workers that another source names."""
     workers: dict[str, WorkerSpec] = {}
     named: set[str] = set()
     for entry, origin, fingerprint in _named(config, flag_workers):
@@ -134,7 +134,7 @@ def desired_workers(
     specs = {url: with_defaults(worker, config) for url, worker in workers.items()}
     for each in found:
         url = each.entry.url
-        if url in specs or url in named:  # a deleted one stays deleted
+        if url in specs or url in named:  # a named worker that was deleted stays deleted
             continue
         touched = url in state.switches or url in state.tombstones
         worker = _changed_over_http(each, state) if touched else each
@@ -144,7 +144,7 @@ def desired_workers(
 
 
 def _changed_over_http(found: FoundWorker, state: SavedState) -> FoundWorker | None:
-    """None for a worker that was deleted."""
+    """None if the worker was deleted."""
     url, uid = found.entry.url, found.discovered.uid
     if state.tombstones.get(url) == _FOUND + uid:
         return None
@@ -153,14 +153,14 @@ def _changed_over_http(found: FoundWorker, state: SavedState) -> FoundWorker | N
 
 
 def unnamed_workers(specs: Iterable[WorkerSpec]) -> list[WorkerSpec]:
-    """Those that no request finds by a model's name: they have none, and others do."""
+    """Workers that requests with a model name can't reach: they name no model while others do."""
     specs = list(specs)
     unnamed = [spec for spec in specs if not spec.model and not spec.loras]
     return unnamed if len(unnamed) < len(specs) else []
 
 
 def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:
-    """With the defaults that `config` has for all workers."""
+    """`worker` with the defaults that `config` has for all workers."""
     secure = worker.url.startswith("https:") and worker.tls_verify
     return replace(
         worker,
@@ -171,7 +171,7 @@ def with_defaults(worker: WorkerSpec, config: Config) -> WorkerSpec:
 
 
 def spec_of(worker: StateWorker, origin: Origin) -> WorkerSpec:
-    """Without the defaults that a configuration has."""
+    """The spec of a worker that was added over HTTP, without the configuration's defaults."""
     return _desired(worker, origin, None)
 
 
@@ -181,9 +181,9 @@ def prune_state(
     flag_workers: Sequence[str | WorkerEntry] = (),
     found: Sequence[FoundWorker] = (),
 ) -> SavedState:
-    """Without what lost its object: tombstones over entries that changed or went away, switches
-    on workers that nothing names. What belongs to a found worker stays while that is not there: it
-    may return; it goes with [[discover]], or once another worker has the URL."""
+    """Drop tombstones of entries that changed or were removed, and switches of workers that no
+    source names. Those of a discovered worker are kept while it is absent, as it may return; they
+    are dropped when [[discover]] is removed, or another worker has its URL."""
     fingerprints: dict[str, str] = {}
     for entry, _, fingerprint in _named(config, flag_workers):
         fingerprints.setdefault(entry.url, fingerprint)
@@ -224,8 +224,8 @@ def prune_state(
 def bind_to_found(
     state: SavedState, desired: Iterable[WorkerSpec], found: Sequence[FoundWorker]
 ) -> SavedState:
-    """After an edit: what was changed of a found worker holds for that one alone, whatever has its
-    URL later. `desired`: the workers before the edit."""
+    """After an edit: bind the changes of a discovered worker to its identity, so that they don't
+    apply to a later worker with its URL. `desired`: the workers before the edit."""
     of_discovery = {spec.url for spec in desired if spec.discovered is not None}
     uids = {
         worker.entry.url: worker.discovered.uid
@@ -246,7 +246,7 @@ def bind_to_found(
 
 
 def with_added(state: SavedState, entry: WorkerSpec) -> SavedState:
-    """A worker from HTTP, in the place of whatever the state had under its URL."""
+    """Add a worker from HTTP; it replaces everything that the state had for its URL."""
     added = StateWorker(
         url=entry.url,
         model=entry.model or "",
@@ -267,9 +267,8 @@ def with_added(state: SavedState, entry: WorkerSpec) -> SavedState:
 
 
 def with_override(state: SavedState, url: str, **fields: Any) -> SavedState:
-    """`fields` are those of `WorkerOverride`; `model=None` makes the worker name none. Who is
-    enabled does
-    not leave any more."""
+    """`fields` are those of `WorkerOverride`; `model=None` removes the worker's model. Enabling a
+    worker cancels its pending deletion."""
     if fields.get("disabled") is False:
         leaving = tuple(other for other in state.leaving if other != url)
         records = {other: who for other, who in state.disabled_by.items() if other != url}
@@ -291,18 +290,18 @@ def with_override(state: SavedState, url: str, **fields: Any) -> SavedState:
 
 
 def with_disabled_by(state: SavedState, url: str, record: DisabledBy) -> SavedState:
-    """Note who disabled it; the first one stays until it is enabled."""
+    """Record who disabled the worker; the first record stays until the worker is enabled."""
     return structs.replace(state, disabled_by={url: record} | state.disabled_by)
 
 
 def with_pending_delete(state: SavedState, url: str) -> SavedState:
-    """Disabled now, and deleted once it is drained."""
+    """Disable the worker now; it is deleted once it is drained."""
     leaving = tuple(dict.fromkeys((*state.leaving, url)))
     return structs.replace(with_override(state, url, disabled=True), leaving=leaving)
 
 
 def with_deleted(state: SavedState, config: Config, url: str) -> SavedState:
-    """Also buries what FILE, launch or a flag names by this URL."""
+    """Delete the worker; a tombstone also hides it in FILE, launch and flags."""
     fingerprints = {entry.url: fingerprint for entry, _, fingerprint in _named(config, ())}
     cleared = _without(state, url)
     tombstones = {**cleared.tombstones, url: fingerprints.get(url, FLAG_FINGERPRINT)}
@@ -312,7 +311,8 @@ def with_deleted(state: SavedState, config: Config, url: str) -> SavedState:
 def _named(
     config: Config, flag_workers: Sequence[str | WorkerEntry]
 ) -> Iterator[tuple[WorkerEntry, Origin, str]]:
-    """Each worker that the state can only switch or bury, with its entry's fingerprint."""
+    """Each worker that FILE, launch or a flag names, with its entry's fingerprint: the state can
+    only override or hide it."""
     for entry in config.workers:
         yield entry, "file", _fingerprint(entry)
     for group in config.launch:
@@ -332,8 +332,8 @@ def _named(
         yield entry, "flag", FLAG_FINGERPRINT
 
 
-# Keys that came after tombstones: with its default such a key leaves a fingerprint as it was, so
-# that a tombstone of an earlier release holds.
+# Keys that are newer than tombstones: with its default value such a key is left out of the
+# fingerprint, so that tombstones of earlier releases stay valid.
 _LATER_KEYS: Final = (
     "role", "kv_connector", "bootstrap_port", "base_bootstrap_port", "ranks", "loras",
     "kv_events", "kv_replay",
@@ -351,13 +351,13 @@ def _fingerprint(entry: WorkerEntry | LaunchEntry) -> str:
 
 
 def _buried(state: SavedState, url: str, fingerprint: str) -> bool:
-    """A tombstone over FILE's entry holds for a flag with the same URL too."""
+    """A tombstone of FILE's entry also applies to a flag with the same URL."""
     digest = state.tombstones.get(url)
     return digest is not None and fingerprint in {digest, FLAG_FINGERPRINT}
 
 
 def _switch_of(state: SavedState, url: str, uid: str | None) -> WorkerOverride | None:
-    """What HTTP changed of the worker with this URL; `uid` of a found one, else None."""
+    """The override of the worker with this URL. `uid`: of a discovered worker, else None."""
     switch = state.switches.get(url)
     return switch if switch is not None and switch.found == uid else None
 

@@ -1,7 +1,8 @@
-"""Parses TOML text into a Config, or raises all of its problems at once.
+"""Parses TOML text into a Config, or raises one error with all of its problems.
 
 Checked in this order: encoding and grammar, each key against the schema (`walk`), then the rules
-between keys (`rules`). `decode_text`, `parse_tables` and `config_error` serve the state file too.
+between keys (`check_rules`). `decode_text`, `parse_tables` and `config_error` are also used for the
+state file.
 """
 
 import re
@@ -19,7 +20,7 @@ __all__ = ["ConfigError", "Problem", "parse"]
 
 
 def parse(text: str | bytes, file: str = "<string>") -> Config:
-    """Raises ConfigError with all problems of the text, which may be a file's bytes as read."""
+    """`text` may be the raw bytes of a file. Raises ConfigError with all problems."""
     text = decode_text(text, file)
     values, findings = walk(parse_tables(text, file), Config)
     findings += check_rules(values)
@@ -42,7 +43,7 @@ def decode_text(raw: str | bytes, file: str) -> str:
 def parse_tables(text: str, file: str) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
-    # Not TOMLDecodeError: Python's own limit on the digits of a number is a bare ValueError.
+    # Not only TOMLDecodeError: a number above Python's limit of digits raises a bare ValueError.
     except ValueError as error:
         reason = str(error)
         position = re.search(r"\(at (?:line (\d+), column \d+|end of document)\)$", reason)

@@ -1,8 +1,8 @@
-"""Prefill and decode workers of the command line, as sglang-router and vllm-router name them:
-`--prefill URL [PORT|none]`, `--decode URL`, and the flags that say which protocol joins them.
+"""Prefill and decode workers of the command line, in the syntax of sglang-router and vllm-router:
+`--prefill URL [PORT|none]`, `--decode URL`, and the flags that select the KV transfer protocol.
 
-Pure. Invariant: what those routers accept means the same here; what would be served otherwise, or
-not at all, raises ConfigError that names the flag. Source: features.md 2.5 and 5.
+Pure. Invariant: flags that those routers accept have the same effect here, or raise ConfigError
+that names the flag. Source: features.md 2.5 and 5.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _Finding = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class PoolFlags:
-    """The flags as given. `prefill`: a URL and perhaps a port each; `connector` "": not given."""
+    """The flags as given. `prefill`: each a URL and an optional port; `connector` "": not given."""
 
     prefill: Sequence[Sequence[str]] = ()
     decode: Sequence[str] = ()
@@ -38,7 +38,7 @@ class PoolFlags:
 
 
 def connector_of(flags: PoolFlags) -> KvConnector:
-    """How the pools of this command line pass KV caches. Raises ConfigError."""
+    """The KV transfer protocol of this command line's pools. Raises ConfigError."""
     if flags.sglang and flags.vllm:
         raise flag_error([(SGLANG, f"can't be combined with {VLLM}", "name one of them")])
     if not flags.connector:
@@ -59,7 +59,7 @@ def connector_of(flags: PoolFlags) -> KvConnector:
 
 
 def pool_workers(flags: PoolFlags, urls: Iterable[str]) -> tuple[WorkerEntry, ...]:
-    """The workers of `--prefill` and `--decode`, in their order. `urls`: those of --worker-urls.
+    """The workers of `--prefill` and `--decode`, in their order. `urls`: from --worker-urls.
 
     Raises ConfigError with all problems.
     """
@@ -67,7 +67,7 @@ def pool_workers(flags: PoolFlags, urls: Iterable[str]) -> tuple[WorkerEntry, ..
     named = flags.prefill or flags.decode
     if named and not (flags.sglang or flags.vllm or flags.connector):
         flag = "--prefill" if flags.prefill else "--decode"
-        reason = "does not say how the engines pass KV caches"
+        reason = "needs a flag for the KV transfer protocol"
         raise flag_error([(flag, reason, f"add {SGLANG} for SGLang, or {VLLM} for vLLM")])
     findings: list[_Finding] = []
     workers: dict[str, WorkerEntry] = {}
@@ -85,7 +85,7 @@ def pool_workers(flags: PoolFlags, urls: Iterable[str]) -> tuple[WorkerEntry, ..
 def _entries(
     flags: PoolFlags, connector: KvConnector, findings: list[_Finding]
 ) -> Iterator[WorkerEntry]:
-    """Problems go to `findings`."""
+    """Appends problems to `findings`."""
     for url, *ports in flags.prefill:
         base = _url("--prefill", url, findings)
         port = _port(url, ports, findings)
@@ -97,7 +97,7 @@ def _entries(
 
 
 def _url(flag: str, text: str, findings: list[_Finding]) -> str:
-    """The normalized URL, "" for what is none."""
+    """The normalized URL, or "" if it is invalid."""
     try:
         return normalize_url(text, allow_unix=False)
     except ValueError as error:
@@ -106,13 +106,13 @@ def _url(flag: str, text: str, findings: list[_Finding]) -> str:
 
 
 def _port(url: str, texts: Sequence[str], findings: list[_Finding]) -> int | None:
-    """The bootstrap port, 0 for an unknown one; None for what is none."""
+    """The bootstrap port, 0 if it is unknown, None if it is invalid."""
     if not texts or (len(texts) == 1 and texts[0].lower() == "none"):
         return 0
     text = texts[0]
     if len(texts) == 1 and text.isascii() and text.isdecimal() and 1 <= int(text) <= LAST_PORT:
         return int(text)
     shown = " ".join(texts)
-    reason = f'{to_toml_literal(url)}: "{shown}" is no bootstrap port; write a number, or "none"'
+    reason = f'{to_toml_literal(url)}: "{shown}" is not a bootstrap port; write a number or "none"'
     findings.append(("--prefill", reason, ""))
     return None

@@ -1,10 +1,9 @@
-"""Problems of a configuration text: where, what, and a hint; and how keys and values are
-printed.
+"""Problems of a configuration text, with path, line, reason and hint; and formatting of keys and
+values.
 
-Finds the line of every key in a TOML text, so that a problem can name its line.
-
-Only for texts that `tomllib` accepts: this scanner does not check the grammar. Paths are those of
-the parsed tables with list indices: `[[workers]]` is ("workers", 0).
+`locate` finds the line of every key in a TOML text, so that a problem can name its line. It works
+only for texts that `tomllib` accepts, because it does not check the grammar. Paths are those of the
+parsed tables with list indices: the first `[[workers]]` is ("workers", 0).
 """
 
 import difflib
@@ -52,7 +51,7 @@ class ConfigError(Exception):
 
 
 def format_path(path: Path) -> str:
-    """`workers[1].url`; a key that TOML needs quoted is in quotes."""
+    """For example `workers[1].url`; keys that are not bare TOML keys are quoted."""
     text = ""
     for step in path:
         if isinstance(step, int):
@@ -63,7 +62,7 @@ def format_path(path: Path) -> str:
     return text
 
 
-SIMILARITY: Final = 0.7  # share of letters in common; below that a match is chance
+SIMILARITY: Final = 0.7  # share of letters in common; below that a match is accidental
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
@@ -94,7 +93,7 @@ def locate(text: str) -> dict[Path, int]:
 
 
 def nearest_line(lines: dict[Path, int], path: Path) -> int | None:
-    """The line of the key, or of the table that lacks it; None for the text as a whole."""
+    """The line of the key, or of the table that lacks it; None if no line has the path."""
     while path and path not in lines:
         path = path[:-1]
     return lines.get(path)
@@ -132,7 +131,7 @@ class _Scanner:
         return match.group()
 
     def _mark_all(self, path: Path, names: int = 0) -> None:
-        """Gives this line to the path and to those tables on the way that have none yet."""
+        """Record this line for the path, and for each parent table that has no line yet."""
         for length in range(names + 1, len(path) + 1):
             self.lines.setdefault(path[:length], bisect_left(self.line_ends, self.at) + 1)
 
@@ -151,7 +150,7 @@ class _Scanner:
         return (*array, index)
 
     def _resolved(self, path: Path) -> Path:
-        """The same path through the newest element of each array of tables on the way."""
+        """The path with the index of the latest element inserted after each array of tables."""
         resolved: Path = ()
         for step in path:
             resolved = (*resolved, step)

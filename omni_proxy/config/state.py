@@ -1,9 +1,9 @@
-"""The saved state: what was changed over HTTP, as TOML text. The program never writes FILE.
+"""The saved state: changes made over HTTP, as TOML text. The program never writes FILE.
 
-Seven parts: added workers, overrides (`switches`) of workers that another source names, tombstones
-for such workers that were deleted, workers to be deleted once they are drained (`leaving`), who
-disabled a worker (`disabled_by`), the uploaded voices, and added callers. Parsed as strictly
-as FILE: a text with a problem is refused as a whole.
+Seven parts: added workers; overrides (`switches`) of workers that another source names; tombstones
+of such workers that were deleted; workers to be deleted once they are drained (`leaving`); records
+of who disabled a worker (`disabled_by`); uploaded voices; and added callers. Parsed as strictly as
+FILE: a text with any problem is refused as a whole.
 """
 
 from typing import Any, Final, Literal
@@ -34,8 +34,8 @@ _HEAD: Final = """\
 # Stop the program before you change it, or delete it to go back to the configuration file.
 """
 
-# A flag has no entry that could change. Its tombstone lasts while the program runs: at the next
-# start the command line speaks again.
+# A worker of a flag has no entry that could change. Its tombstone is not saved: at the next start
+# the command line applies again.
 FLAG_FINGERPRINT: Final = "flag"
 
 
@@ -58,9 +58,9 @@ class StateWorker(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What HTTP changed of a worker that another source names; None: unchanged."""
+    """Changes made over HTTP to a worker that another source names; None: unchanged."""
 
-    # "": names none, whatever FILE says.
+    # "": the worker names no model, even if FILE does.
     model: str | None = None
     capabilities: Capabilities | None = None
     disabled: bool | None = None
@@ -69,7 +69,7 @@ class WorkerOverride(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     role: Literal["regular", "prefill", "decode"] | None = None
     kv_connector: Literal["sglang", "nixl", "mooncake"] | None = None
     bootstrap_port: BootstrapPort | None = None
-    # The identity of the worker, where discovery found it; None: it is named.
+    # Identity of a worker that was discovered; None: another source names it.
     found: str | None = None
 
 
@@ -90,8 +90,8 @@ class DisabledBy(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class SavedState(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     workers: tuple[StateWorker, ...] = ()
     switches: dict[str, WorkerOverride] = {}
-    # URL -> fingerprint of the entry that named it when it was deleted, or identity of the worker
-    # that discovery had found there.
+    # URL -> fingerprint of the entry that named the worker when it was deleted; for a discovered
+    # worker its identity.
     tombstones: dict[str, str] = {}
     voices: SavedVoices = SavedVoices()
     leaving: tuple[str, ...] = ()  # URLs of workers to be deleted once they are drained

@@ -1,8 +1,8 @@
-"""Worker URLs: one spelling each, and none of a cloud metadata service.
+"""Worker URLs: normalization, and refusal of cloud metadata services.
 
-A normalized URL is `scheme://host[:port]` in lower case or `unix:/path`; two workers are the
-same one exactly when these are equal. Names are not resolved here: code that connects must check
-every resolved address with `refused_address`.
+A normalized URL is `scheme://host[:port]` in lower case or `unix:/path`; two workers are the same
+if and only if their normalized URLs are equal. Names are not resolved here: code that connects must
+check every resolved address with `refused_address`.
 """
 
 import ipaddress
@@ -33,8 +33,8 @@ _METADATA: Final = tuple(
         "192.0.0.192/32",  # Oracle
     )
 )
-# Networks whose addresses carry an IPv4 one, and how far it is shifted: compatible (RFC 4291
-# 2.5.5.1), mapped (2.5.5.2), translated (RFC 7915), NAT64 (RFC 6052), 6to4 (RFC 3056).
+# IPv6 networks whose addresses embed an IPv4 address, and the bits it is shifted by: compatible
+# (RFC 4291 2.5.5.1), mapped (2.5.5.2), translated (RFC 7915), NAT64 (RFC 6052), 6to4 (RFC 3056).
 _CARRIERS: Final = tuple(
     (ipaddress.IPv6Network(network), shift)
     for network, shift in (
@@ -49,13 +49,13 @@ _NAT64_LOCAL: Final = ipaddress.IPv6Network("64:ff9b:1::/48")  # RFC 8215
 _TEREDO: Final = ipaddress.IPv6Network("2001::/32")  # RFC 4380
 _ISATAP: Final = (0x00005EFE, 0x02005EFE)  # RFC 5214: the interface identifier's first half
 _IPV4: Final = 0xFFFFFFFF
-_MAX_UNIX_PATH_BYTES: Final = 107  # sun_path of Linux, less its closing zero
+_MAX_UNIX_PATH_BYTES: Final = 107  # sun_path of Linux without its terminating NUL
 _RANK_DIGITS: Final = 4
 _DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 def normalize_url(text: str, *, allow_unix: bool) -> str:
-    """Raises ValueError with a reason for the author of the URL."""
+    """Raises ValueError with a reason that can be shown to the user."""
     text = text.strip()
     if not text:
         raise ValueError("must not be empty")
@@ -70,8 +70,8 @@ def normalize_url(text: str, *, allow_unix: bool) -> str:
 
 
 def split_rank(text: str) -> tuple[str, int | None]:
-    """A URL, and the data-parallel rank that other routers write behind it: `http://HOST:PORT@3`.
-    The rank is None where there is none."""
+    """The URL and its data-parallel rank, which other routers append: `http://HOST:PORT@3`.
+    The rank is None if there is none."""
     url, at, rank = text.strip().rpartition("@")
     if at and "://" in url and rank.isascii() and rank.isdecimal() and len(rank) <= _RANK_DIGITS:
         return url, int(rank)
@@ -87,7 +87,7 @@ def display_id(url: str) -> str:
 
 
 def dial_address(url: str) -> tuple[str, int] | str:
-    """(host, port), or the path of a Unix socket. `url` is a normalized one."""
+    """(host, port), or the path of a Unix socket. `url` is normalized."""
     if url.startswith("unix:"):
         return url[5:]
     parts = urlsplit(url)
@@ -95,7 +95,10 @@ def dial_address(url: str) -> tuple[str, int] | str:
 
 
 def refused_address(ip: str) -> str | None:
-    """Why no worker may have this address, or None. Text that is no address is not refused."""
+    """The reason why no worker may have this address, or None if it is allowed.
+
+    Text that is not an address is allowed.
+    """
     try:
         address = ipaddress.ip_address(ip.strip("[]").partition("%")[0])
     except ValueError:
@@ -115,7 +118,7 @@ def _refused(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | No
 
 
 def _carried(address: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
-    """Every IPv4 address that a network could read out of this one, and deliver to."""
+    """The IPv4 addresses embedded in this one, to which a network might deliver packets for it."""
     bits = int(address)
     embedded = [bits >> shift & _IPV4 for network, shift in _CARRIERS if address in network]
     if address in _NAT64_LOCAL:
@@ -128,9 +131,9 @@ def _carried(address: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
 
 
 def _nat64(bits: int) -> list[int]:
-    """RFC 6052 2.2 for prefixes of 96, 64, 56 and 48 bits: which one is in use is unknown. Bits 64
-    to 71 are not part of it."""
-    joined = (bits >> 64 & 0xFFFF) << 56 | bits & 0xFFFFFFFFFFFFFF  # without them, from bit 48 on
+    """The candidates of RFC 6052 2.2 for prefixes of 96, 64, 56 and 48 bits, as the length in use
+    is unknown. Bits 64 to 71 are not part of the IPv4 address."""
+    joined = (bits >> 64 & 0xFFFF) << 56 | bits & 0xFFFFFFFFFFFFFF  # from bit 48, without 64 to 71
     return [bits & _IPV4, bits >> 24 & _IPV4, joined >> 32 & _IPV4, joined >> 40 & _IPV4]
 
 
@@ -139,7 +142,7 @@ def _split(text: str) -> SplitResult:
         parts = urlsplit(text)
     except ValueError:
         raise ValueError(
-            "host must be a name, an IPv4 address or an IPv6 one in brackets"
+            "host must be a name, an IPv4 address or an IPv6 address in brackets"
         ) from None
     if parts.scheme not in _DEFAULT_PORTS:
         raise ValueError("scheme must be http or https, as in http://HOST:PORT")
@@ -177,7 +180,7 @@ def _normal_host(host: str, *, bracketed: bool) -> str:
             raise ValueError(f"host {host} is not an IPv4 address")
         return _checked(dotted)
     if not _NAME.fullmatch(host):
-        raise ValueError("host may hold only letters, digits, '.', '-' and '_'")
+        raise ValueError("host may contain only letters, digits, '.', '-' and '_'")
     return host
 
 

@@ -1,11 +1,9 @@
-"""Validates a parsed table against a struct of the schema, and finds all problems at once.
+"""Validates parsed tables against the schema, and finds all problems in one run.
 
-The result is the same table with normalized values and without the invalid parts; it converts into
-the struct exactly when no problem was found.
-
-Rules between keys: duplicate URLs, incomplete pairs, keys that contradict each other.
-
-Works on the tables that `walk` returns: parts may be missing, and the others have the right types.
+`walk` checks each key: it returns the table with normalized values and without invalid parts, which
+converts into the struct if and only if no problem was found. `check_rules` checks rules between
+keys (duplicate URLs, incomplete pairs, contradictions) on tables that `walk` returned: parts may be
+missing, but the present ones have the right types.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +19,7 @@ from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.tables.cluster import cluster_findings
 from omni_proxy.config.tables.discover import discover_findings
 
-# Where, why, and what may help.
+# Path, reason, hint.
 Finding: TypeAlias = tuple[Path, str, str]
 
 WRONG: Final = object()
@@ -106,11 +104,11 @@ class _Walker:
         if len(value) < (kind.min_length or 0):
             return self._wrong(path, "must not be empty")
         values = [self.read(v, kind.item_type, (*path, i)) for i, v in enumerate(value)]
-        # A wrong table leaves an empty one: the others must keep their index.
+        # An invalid table becomes an empty one, so that the others keep their index.
         return [{} if v is WRONG and tables else v for v in values if tables or v is not WRONG]
 
     def _choice(self, value: object, choices: Sequence[object], path: Path) -> Any:
-        # A 1.0 and a true are no 1 in TOML.
+        # In TOML, unlike Python, 1.0 and true are not equal to 1.
         if any(type(value) is type(choice) and value == choice for choice in choices):
             return value
         quoted = [str(choice) for choice in choices]
@@ -122,7 +120,7 @@ class _Walker:
     def _or_word(
         self, value: object, kind: inspect.Type, words: Sequence[object], path: Path
     ) -> Any:
-        """A value of `kind`, or one of `words` in its place."""
+        """A value of `kind`, or one of `words` instead."""
         if value in words:
             return value
         if isinstance(value, str):
@@ -135,7 +133,7 @@ class _Walker:
 
     def _plain(self, value: Any, kind: inspect.Type, path: Path) -> Any:
         allowed, expected = _PLAIN[type(kind)]
-        # TOML keeps true and 1 apart; Python does not.
+        # TOML distinguishes true from 1; in Python a bool is an int.
         if not isinstance(value, allowed) or isinstance(value, bool) != (allowed is bool):
             return self._wrong(path, f"expected {expected}, got {_named(value)}")
         reason = _out_of_range(value, kind)
@@ -155,11 +153,11 @@ _PLAIN: Final[dict[type[inspect.Type], tuple[Any, str]]] = {
 def _out_of_range(value: Any, kind: inspect.Type) -> str:
     if isinstance(kind, inspect.StrType):
         if "\0" in value:
-            # No path, command, environment or header can carry one.
+            # Not possible in any path, command, environment variable or header.
             return "must not contain a NUL character"
         return "must not be empty" if len(value) < (kind.min_length or 0) else ""
     if isinstance(kind, inspect.IntType | inspect.FloatType):
-        # Each test is written so that nan fails it.
+        # Written as `not (valid)`: NaN fails every comparison.
         if kind.ge is not None and not value >= kind.ge:
             return f"must be at least {kind.ge}, got {value}"
         if kind.gt is not None and not value > kind.gt:
@@ -222,7 +220,7 @@ def check_rules(tables: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _role_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
-    """Keys that the worker's role makes useless: their author expects what will not happen."""
+    """Keys without effect for the worker's role: an error, because the author expects an effect."""
     role, connector = entry.get("role"), entry.get("kv_connector")
     if role == "regular" and connector:
         reason = "is for prefill and decode workers only"
@@ -231,7 +229,7 @@ def _role_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
         if entry["bootstrap_port"] != DEFAULT_BOOTSTRAP_PORT:
             yield (*path, "bootstrap_port"), "is for prefill workers only", ""
     elif connector == "nixl" and entry.get("bootstrap_port", 0) not in (0, DEFAULT_BOOTSTRAP_PORT):
-        reason = "does nothing with nixl, whose prefill response names the port"
+        reason = "has no effect with nixl, whose prefill response names the port"
         yield (*path, "bootstrap_port"), reason, "drop it"
 
 
@@ -240,7 +238,7 @@ def _admin_key_problems(entries: Sequence[Mapping[str, Any]]) -> Iterator[Findin
     yield from source_findings(entries, path)
     for index, entry in enumerate(entries):
         if entry.get("name") == API_KEY_NAME:
-            reason = f'"{API_KEY_NAME}" is what the audit log calls [admin] api_key'
+            reason = f'"{API_KEY_NAME}" is the name of [admin] api_key in the audit log'
             yield (*path, index, "name"), reason, "choose another name"
 
 
@@ -250,7 +248,7 @@ def _kv_event_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding
         reason = "needs ZeroMQ for Python (pyzmq), which is not installed"
         yield (*path, "kv_events"), reason, KV_EVENTS_INSTALL
     if events == "off" and entry.get("kv_replay"):
-        yield (*path, "kv_replay"), "does nothing without kv_events", "name the publisher, too"
+        yield (*path, "kv_replay"), "has no effect without kv_events", "name the publisher, too"
 
 
 def _alias_names(aliases: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Path, str]]:
@@ -266,7 +264,7 @@ def _alias_targets(alias: Mapping[str, Any], index: int) -> Iterator[tuple[Path,
 
 
 def _aliases_of_aliases(aliases: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """A target that is an alias itself. Its own name is not: it means the model of that name."""
+    """Targets that are other aliases. An alias may name itself: that is the model of that name."""
     names = {name for _, name in _alias_names(aliases)}
     for index, alias in enumerate(aliases):
         for path, model in _alias_targets(alias, index):
@@ -281,7 +279,7 @@ def _voice_owner_capabilities(tables: Mapping[str, Any]) -> Iterator[Finding]:
         if owner and entry.get("url") == owner and "capabilities" in entry:
             missing = [name for name in VOICE_CAPABILITIES if name not in entry["capabilities"]]
             if missing:
-                reason = f"{owner} lacks {' and '.join(missing)}, which keeping voices needs"
+                reason = f"{owner} lacks {' and '.join(missing)}, required for keeping voices"
                 yield ("routing", "voice_owner"), reason, "add that to its capabilities"
 
 
@@ -300,10 +298,10 @@ def _incomplete_picker_tls(tables: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _tls_without_effect(tables: Mapping[str, Any]) -> Iterator[Finding]:
-    """TLS keys without effect: their author would believe to be protected."""
+    """TLS keys without effect: an error, because the author expects protection."""
     server = tables.get("server", {})
     if server.get("tls_cert") and server.get("host", "").startswith("unix:"):
-        yield ("server", "tls_cert"), "a Unix socket speaks no TLS", "listen on a port"
+        yield ("server", "tls_cert"), "a Unix socket does not use TLS", "listen on a port"
     if server.get("tls_client_ca") and not server.get("tls_cert"):
         yield ("server", "tls_client_ca"), "needs tls_cert and tls_key, too", ""
     for index, entry in enumerate(tables.get("workers", [])):
@@ -313,22 +311,22 @@ def _tls_without_effect(tables: Mapping[str, Any]) -> Iterator[Finding]:
         if key and not entry.get("url", "https").startswith("https"):
             yield (*path, key), "is for https workers only", "write its url with https://"
         elif entry.get("tls_ca") and unverified:
-            yield (*path, "tls_verify"), "is off, so tls_ca does nothing", "drop one of them"
+            yield (*path, "tls_verify"), "is off, so tls_ca has no effect", "drop one of them"
 
 
 def _failure_policy_without_store(sync: Mapping[str, Any]) -> Iterator[Finding]:
     policy = sync.get("on_failure", "quarantine")
     if policy != "quarantine" and sync.get("mode") not in ("receive", "both"):
-        reason = f'"{policy}" needs versions that we keep'
+        reason = f'"{policy}" needs stored versions'
         yield ("weight_sync", "on_failure"), reason, 'set weight_sync.mode to "receive" or "both"'
 
 
 def _launch_problems(entry: Mapping[str, Any], path: Path) -> Iterator[Finding]:
     if entry.get("command") and not entry["command"][0].strip():
-        yield (*path, "command"), "names no program", ""
+        yield (*path, "command"), "has no program", ""
     for name in entry.get("env", {}):
         if not name or "=" in name:
-            yield (*path, "env", name), "is no name of an environment variable", ""
+            yield (*path, "env", name), "is not the name of an environment variable", ""
     group = _group(entry)
     last = group.base_port + group.replicas - 1
     if last > 65535:

@@ -21,13 +21,13 @@ def test_a_key_reads_unless_its_role_says_more():
     [
         (NAMED, "exactly one of key_env, key_file, key_sha256, has 0"),
         (f'{NAMED}key_env = "A"\nkey_file = "f"\n', "exactly one of"),
-        (f'{NAMED}key = "s3cret"\n', "no key stands in the file"),
+        (f'{NAMED}key = "s3cret"\n', "keys are not written into the file"),
         (f'{NAMED}key_sha256 = "abc"\n', "64 hex digits"),
         (f'{NAMED}key_env = "A"\nrole = "admin"\n', "not one of all, operate, read, weights"),
         (f'{NAMED}key_env = "A"\n{NAMED}key_env = "B"\n', "duplicate name grafana"),
         (f'{NAMED}key_sha256 = "{HEX}"\n[[admin.keys]]\nname = "b"\nkey_sha256 = "{HEX}"\n',
          "admin.keys[1].key_sha256: duplicate SHA-256"),
-        ('[[admin.keys]]\nname = "api_key"\nkey_env = "A"\n', "what the audit log calls"),
+        ('[[admin.keys]]\nname = "api_key"\nkey_env = "A"\n', "the name of [admin] api_key"),
         ('[[admin.keys]]\nkey_env = "A"\n', "admin.keys[0].name: is missing"),
     ],
 )  # fmt: skip

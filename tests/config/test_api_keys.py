@@ -44,7 +44,7 @@ def test_a_key_in_the_file_itself_is_refused_without_repeating_it(key):
     ((path, reason, hint),) = found
     assert path == (key,)
     assert reason == "unknown key"
-    assert "no key stands in the file" in hint
+    assert "keys are not written into the file" in hint
     assert "sk-secret" not in str(found)
 
 

@@ -68,7 +68,7 @@ def test_ranks_and_adapters_may_be_left_to_the_engine():
         ("bootstrap_port = 65536", "at most 65535"),
         ('role = "regular"\nkv_connector = "nixl"', "for prefill and decode workers only"),
         ('role = "decode"\nbootstrap_port = 9001', "for prefill workers only"),
-        ('role = "prefill"\nkv_connector = "nixl"\nbootstrap_port = 9001', "nothing with nixl"),
+        ('role = "prefill"\nkv_connector = "nixl"\nbootstrap_port = 9001', "no effect with nixl"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_place_and_reason(line, reason):

@@ -154,9 +154,9 @@ def test_a_value_of_the_wrong_type_is_informed_what_was_expected(text, problem):
         (LAUNCH + "base_port = 65535\nreplicas = 2", "the last replica would need port 65536"),
         (LAUNCH + "host = 'a b'", "spaces or control"),
         (LAUNCH + "host = '169.254.1.1'", "link-local"),
-        (LAUNCH + "env.'A=B' = ''", "is no name of an environment variable"),
+        (LAUNCH + "env.'A=B' = ''", "is not the name of an environment variable"),
         ("[[launch]]\ncommand = []", "must not be empty"),
-        ("[[launch]]\ncommand = ['', 'x']", "names no program"),
+        ("[[launch]]\ncommand = ['', 'x']", "has no program"),
         ("[[launch]]\n", "launch[0].command: is missing"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_policy_that_needs_kept_versions_needs_a_mode_that_keeps_them():
     for mode in ("off", "coordinate"):
         for policy in ("rollback", "forward"):
             (output,) = problems(text.format(mode, policy))
-            assert f'"{policy}" needs versions that we keep' in output
+            assert f'"{policy}" needs stored versions' in output
         parse(text.format(mode, "quarantine"))
     for mode in ("receive", "both"):
         assert parse(text.format(mode, "rollback")).weight_sync.mode == mode
@@ -232,7 +232,7 @@ def test_an_ipv6_address_may_stand_in_brackets(host):
 
 @pytest.mark.parametrize("host", ["[::1", "[]", "[127.0.0.1]", "[h]"])
 def test_brackets_hold_an_ipv6_address_and_nothing_else(host):
-    output = f'"{host}" holds no IPv6 address in its brackets'
+    output = f'"{host}" has no IPv6 address in its brackets'
     assert problems(f"[server]\nhost = '{host}'") == [f"proxy.toml:2: server.host: {output}"]
     assert problems(f"{LAUNCH}host = '{host}'") == [f"proxy.toml:3: launch[0].host: {output}"]
 
@@ -240,7 +240,7 @@ def test_brackets_hold_an_ipv6_address_and_nothing_else(host):
 def test_a_control_listener_has_an_ipv6_address_in_brackets_only():
     parse("[admin]\nlisten = '[fe80::1%eth0]:9'")
     (output,) = problems("[admin]\nlisten = '[1.2.3.4]:9'")
-    assert output.endswith('"[1.2.3.4]" holds no IPv6 address in its brackets')
+    assert output.endswith('"[1.2.3.4]" has no IPv6 address in its brackets')
 
 
 def test_a_file_may_name_a_worker_on_a_unix_socket():
@@ -330,7 +330,7 @@ def test_a_policy_may_be_a_class_path_or_an_installed_name(monkeypatch):
 
 @pytest.mark.parametrize("path", [":C", "a:", "a b:C", "a.b:C:D", "a..b:C", "1a:C", "a:C()"])
 def test_what_is_no_class_path_is_refused(path):
-    with pytest.raises(ConfigError, match="is no class path; write it as"):
+    with pytest.raises(ConfigError, match="is not a class path; write it as"):
         parse(f"routing.policy = '{path}'")
 
 

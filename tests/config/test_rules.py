@@ -12,7 +12,7 @@ def test_a_voice_owner_is_found_in_any_spelling_and_may_be_no_worker_of_the_file
 
 
 def test_a_voice_owner_that_could_keep_no_voices_is_refused():
-    with pytest.raises(ConfigError, match="a:80 lacks audio_input, which keeping voices needs"):
+    with pytest.raises(ConfigError, match="a:80 lacks audio_input, required for keeping voices"):
         parse(OWNED + 'capabilities = ["chat", "speech"]\n')
 
 
@@ -59,7 +59,7 @@ def test_other_endpoints_of_kv_events_are_refused(value):
 
 
 def test_a_replay_socket_without_a_publisher_is_refused():
-    with pytest.raises(ConfigError, match=r"kv_replay.*does nothing without kv_events"):
+    with pytest.raises(ConfigError, match=r"kv_replay.*has no effect without kv_events"):
         parse(KV + 'kv_replay = "tcp://h:5558"\n')
 
 

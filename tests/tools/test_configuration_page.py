@@ -75,7 +75,7 @@ def test_a_bare_list_of_choices_gives_way_to_the_words_of_the_schema():
 
 
 def test_a_table_begins_with_the_words_of_its_struct():
-    assert "`[server.timeouts]`\n\nThe timeouts of one exchange" in page()
+    assert "`[server.timeouts]`\n\nTimeouts of one exchange" in page()
     assert "`[[launch]]`\n\nA group of replicas" in page()
     assert "`[server]`\n\n| key" in page()
 

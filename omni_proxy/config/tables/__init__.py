@@ -1,1 +1,1 @@
-"""Tables of the configuration that have a module of their own: their keys and their rules."""
+"""Configuration tables with a module each: their keys and the rules between their keys."""

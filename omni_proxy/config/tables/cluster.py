@@ -1,7 +1,7 @@
 """The table `[cluster]`: several proxies over one fleet, and the store that they share.
 
-Invariant: the URL may hold a password, so no error repeats it, and `hide_password` is what is
-shown. Values only: `cluster_member.store_connection` reads the environment and the file.
+Invariant: the URL may contain a password, so errors never repeat it and displays use
+`hide_password`. Values only: `cluster_member.store_connection` reads the environment and the file.
 """
 
 import re
@@ -22,7 +22,7 @@ _FORM: Final = 'write it as "redis://host:6379/0", or with rediss:// for TLS'
 
 
 class StoreAddress(NamedTuple):
-    """`user` "" is the store's default user, `password` "" is none."""
+    """`user` "": the store's default user; `password` "": no password."""
 
     host: str
     port: int
@@ -33,16 +33,16 @@ class StoreAddress(NamedTuple):
 
 
 def store_address(url: str) -> StoreAddress:
-    """Raises ValueError(reason, hint), without the URL: it may hold a password."""
+    """Raises ValueError(reason, hint), without the URL because it may contain a password."""
     try:
         parts = urlsplit(url.strip())
         port = parts.port or DEFAULT_PORT
     except ValueError:
-        raise ValueError("is no URL of a store", _FORM) from None
+        raise ValueError("is not a Redis URL", _FORM) from None
     if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-        raise ValueError("is no URL of a store", _FORM)
+        raise ValueError("is not a Redis URL", _FORM)
     if parts.query or parts.fragment:
-        raise ValueError("has a query, which does nothing", _FORM)
+        raise ValueError("has a query or fragment, which has no effect", _FORM)
     return StoreAddress(
         host=parts.hostname,
         port=port,
@@ -58,7 +58,7 @@ def _database(parts: SplitResult) -> int:
     if not text:
         return 0
     if not text.isdecimal() or int(text) > MAX_DATABASE:
-        raise ValueError("names no number of a database behind its port", _FORM)
+        raise ValueError("has a path that is not a database number", _FORM)
     return int(text)
 
 
@@ -67,7 +67,7 @@ def hide_password(url: str) -> str:
 
 
 def read_store_url(value: object) -> object:
-    """Empty is none."""
+    """Empty: no store."""
     if isinstance(value, str) and value:
         store_address(value)
         return value.strip()
@@ -75,14 +75,14 @@ def read_store_url(value: object) -> object:
 
 
 def read_cluster_name(value: object) -> object:
-    """It stands in keys of the store, log lines and metric labels: no spaces, no quotes."""
+    """The name is part of store keys, log lines and metric labels: no spaces, no quotes."""
     if isinstance(value, str) and not _NAME.fullmatch(value):
         raise ValueError("takes 1 to 64 letters, digits and _ . : @ / -")
     return value
 
 
 def read_node_name(value: object) -> object:
-    """Empty for a name that is made."""
+    """Empty: generated from host and port."""
     return read_cluster_name(value) if value else value
 
 
@@ -96,26 +96,26 @@ SHARED: Final[tuple[Shared, ...]] = get_args(Shared)
 
 
 class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Several proxies over one fleet, which share their state in a Valkey or Redis."""
+    """Several proxies over one fleet, which share state through a Valkey or Redis."""
 
-    # "redis://[user:password@]host:6379/0", or rediss:// for TLS; empty, without url_env: this
-    # proxy is alone.
+    # "redis://[user:password@]host:6379/0", or rediss:// for TLS. Empty, and without url_env: this
+    # proxy is in no cluster.
     url: StoreUrl = ""
-    # Environment variable with that URL, in the place of `url`.
+    # Environment variable with that URL, instead of `url`.
     url_env: KeyVariable = ""
-    # File with the password, read again at each connection; it is stronger than that of the URL.
+    # File with the password, read again at each connection; overrides the password of the URL.
     password_file: str = ""
-    # Of the cluster: its proxies have the same one. Every key in the store begins with it.
+    # Name of the cluster, the same for all of its proxies: the prefix of every key in the store.
     name: ClusterName = "omni"
-    # Of this proxy, in the status of the others; empty: host and port.
+    # Name of this proxy in the status of the others; empty: host and port.
     node: NodeName = ""
-    # What is shared.
+    # Kinds of state that are shared.
     share: tuple[Shared, ...] = SHARED
-    # How often own counts are published, at most.
+    # Shortest interval between two publications of this proxy's counts.
     publish_secs: PublishInterval = 0.05
-    # A proxy that is silent for so long is gone: its counts no longer hold.
+    # A proxy that published nothing for this long has left: its counts are dropped.
     lease_secs: LeaseDuration = 5.0
-    # While the store can't be reached: go on with what is known (alone), or /ready is 503 (refuse).
+    # While the store is unreachable: continue with the last known state, or fail /ready with 503.
     on_loss: Literal["alone", "refuse"] = "alone"
 
     @property
@@ -124,10 +124,10 @@ class ClusterConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def cluster_findings(table: Mapping[str, Any]) -> Iterator[tuple[Path, str, str]]:
-    """Rules between its keys. For `validate.check_rules`."""
+    """Rules between keys of the table. For `validate.check_rules`."""
     default = ClusterConfig()
     if table.get("url") and table.get("url_env"):
-        yield ("cluster", "url_env"), "stands beside url", "drop one of them"
+        yield ("cluster", "url_env"), "can't be combined with url", "drop one of them"
     if table.get("password_file") and not (table.get("url") or table.get("url_env")):
         yield ("cluster", "password_file"), "needs url or url_env, too", ""
     publish = table.get("publish_secs", default.publish_secs)

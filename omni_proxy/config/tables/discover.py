@@ -1,7 +1,7 @@
-"""`[[discover]]`: where workers are found that FILE does not name.
+"""`[[discover]]`: sources of workers that FILE does not name.
 
-Invariant: what `discover_findings` accepts is complete for its kind, and no bearer token of it ever
-crosses a network in clear text. Values only; `discovery_watch` asks the sources.
+Invariant: an entry that `discover_findings` accepts is complete for its kind, and its bearer token
+never crosses a network in clear text. Values only; `discovery_watch` queries the sources.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omni_proxy.config.tables.label_selector import is_label_key, parse_selector
 from omni_proxy.config.url import normalize_url
 
 MAX_DNS_NAME: Final = 253
-SRV_MARK: Final = "_"  # the names of SRV records begin with it (RFC 2782), and no host name does
+SRV_MARK: Final = "_"  # names of SRV records begin with it (RFC 2782), host names never do
 
 
 def read_selector(value: object) -> object:
@@ -31,12 +31,12 @@ def read_selector(value: object) -> object:
 def read_label(value: object) -> object:
     """The key of a label, or empty."""
     if isinstance(value, str) and value and not is_label_key(value):
-        raise ValueError(f'"{value}" is no key of a label; "app.kubernetes.io/name" is one')
+        raise ValueError(f'"{value}" is not a label key; "app.kubernetes.io/name" is one')
     return value
 
 
 def read_api_server(value: object) -> object:
-    """A base URL, normalized; empty is the cluster that the proxy runs in."""
+    """A base URL, normalized; empty: the cluster that the proxy runs in."""
     if not isinstance(value, str) or not value:
         return value
     return normalize_url(value, allow_unix=False)
@@ -48,14 +48,14 @@ def read_dns_name(value: object) -> object:
     labels = value.rstrip(".").split(".")
     printable = value.isascii() and value.isprintable() and not set(value) & set(" /:@[]")
     if not printable or len(value) > MAX_DNS_NAME or not all(0 < len(e) < 64 for e in labels):
-        raise ValueError(f'"{value}" is no DNS name; write it without scheme and port')
+        raise ValueError(f'"{value}" is not a DNS name; write it without scheme and port')
     return value
 
 
 def read_dns_server(value: object) -> object:
-    """`host:port`; empty is that of resolv.conf."""
+    """`host:port`; empty: the server in resolv.conf."""
     if isinstance(value, str) and value[:5].lower() == "unix:":
-        raise ValueError(f'"{value}" is no "host:port"')
+        raise ValueError(f'"{value}" is not "host:port"')
     return read_listen(value)
 
 
@@ -68,42 +68,43 @@ PodPort: TypeAlias = Port | Name
 
 
 class DiscoverEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Discovered workers: pods of Kubernetes, or addresses in DNS."""
+    """Discovery of workers: pods of Kubernetes, or addresses in DNS."""
 
-    # In logs, metrics and GET /status.
+    # Name of the source in logs, metrics and GET /status.
     name: Name = "pods"
+    # Pods of Kubernetes, or addresses in DNS.
     kind: Literal["kubernetes", "dns"] = "kubernetes"
-    # Of the pods; empty: the proxy's own, "*": all.
+    # Namespace of the pods; empty: the proxy's own; "*": all.
     namespace: str = ""
     # Label selector of the pods, as for kubectl.
     selector: LabelSelector = "app=sglang"
-    # Where each worker listens, a number or the name of a port of the pod; the annotation
-    # omni-proxy.dev/port is stronger.
+    # Port of each worker: a number, or the name of a port of the pod; the pod's annotation
+    # omni-proxy.dev/port overrides it.
     port: PodPort = 30000
-    # Empty: as the worker's /server_info reports. The label is stronger.
+    # Empty: as the worker's /server_info reports. role_label overrides it.
     role: Literal["", "regular", "prefill", "decode"] = ""
-    # The pod's label with its role.
+    # Pod label that has the role.
     role_label: LabelKey = ""
-    # Empty: as for a worker. The label is stronger.
+    # Empty: as for a worker. model_label overrides it.
     model: str = ""
-    # The pod's label with its model.
+    # Pod label that has the model.
     model_label: LabelKey = ""
     # As for a worker.
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
     # URL of the API server; empty: the cluster's own, with the pod's service account.
     api_server: ApiServer = ""
-    # Bearer token for it; read again for each request.
+    # File with the bearer token for the API server; read again for each request.
     token_file: str = ""
-    # CAs of an https api_server; empty: the system's.
+    # PEM file of CAs of an https api_server; empty: the system's.
     ca_file: str = ""
-    # PEM files of a certificate for it.
+    # PEM files of a client certificate for the API server, and of its key.
     client_cert: str = ""
     client_key: str = ""
     # An SRV name, which begins with "_", or a host name with `port`.
     dns_name: DnsName = ""
-    # "host:port"; empty: as resolv.conf says.
+    # "host:port"; empty: the servers in resolv.conf.
     dns_server: DnsServer = ""
-    # It is asked again after this, or after the TTL if that is shorter.
+    # DNS is queried again after this, or after the TTL if that is shorter.
     refresh_secs: Interval = 10.0
     capabilities: Capabilities = CAPABILITIES
 
@@ -150,7 +151,7 @@ def _dns_findings(entry: Mapping[str, Any], place: Path) -> Iterator[Finding]:
 def _pod_findings(entry: Mapping[str, Any], place: Path) -> Iterator[Finding]:
     server = entry.get("api_server", "")
     if server and not entry.get("namespace"):
-        reason = "is needed with api_server: only in its own cluster the proxy knows its own"
+        reason = "is required with api_server: the default is known only inside the cluster"
         yield (*place, "namespace"), reason, 'name it, or "*" for all'
     for key, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
         if entry.get(key) and not entry.get(other):
@@ -161,7 +162,7 @@ def _pod_findings(entry: Mapping[str, Any], place: Path) -> Iterator[Finding]:
         if entry.get(key):
             yield (*place, key), "is for an https api_server only", "write its URL with https://"
     if entry.get("token_file") and not _is_loopback(server):
-        reason = "would be sent in clear text: over http:// it goes to loopback addresses only"
+        reason = "would be sent in clear text: http:// is allowed for loopback addresses only"
         yield (*place, "token_file"), reason, "write the URL of api_server with https://"
 
 

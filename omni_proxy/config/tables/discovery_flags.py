@@ -1,9 +1,10 @@
-"""Discovery of pods by the flags of sglang-router and vllm-router: `--service-discovery` and those
-that go with it.
+"""Discovery of pods by the flags of sglang-router and vllm-router: `--service-discovery` and its
+companions.
 
-Pure. Invariant: what those routers find is found here; what would find nothing, or would not say
-how prefill and decode workers pass KV caches, raises ConfigError that names the flag. Without
---service-discovery the others have no effect, as there. Source: features.md 9, routers.md 1.5.
+Pure. Invariant: the flags find the same pods as in those routers. Flags that would find none, or
+that leave open how prefill and decode workers transfer KV caches, raise ConfigError with the flag's
+name. As there, the others have no effect without --service-discovery. Source: features.md 9,
+routers.md 1.5.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from omni_proxy.config.tables.label_selector import is_label_key, parse_selector
 
 FLAG: Final = "--service-discovery"
 DEFAULT_PORT: Final = 80
-ALL_NAMESPACES: Final = "*"  # where those routers look by default
+ALL_NAMESPACES: Final = "*"  # the default of those routers
 LAST_PORT: Final = 65535
 _Selector = tuple[str, Sequence[str], Literal["", "prefill", "decode"]]
 
 
 @dataclass(frozen=True, slots=True)
 class DiscoveryFlags:
-    """The flags as given; selectors as lists of KEY=VALUE. `connector`: of prefill and decode
-    workers, None where no flag says that there are any."""
+    """The flags as given; selectors are lists of KEY=VALUE. `connector`: for prefill and decode
+    workers; None if no flag enables them."""
 
     on: bool = False
     selector: Sequence[str] = ()
@@ -52,11 +53,11 @@ def discover_entries(flags: DiscoveryFlags) -> tuple[DiscoverEntry, ...]:
     given = [each for each in (plain if flags.connector is None else pools) if each[1]]
     if not given:
         which = "--selector" if flags.connector is None else "--prefill-selector, --decode-selector"
-        raise flag_error([(FLAG, "finds nothing without a selector", f"add {which} KEY=VALUE")])
+        raise flag_error([(FLAG, "needs a selector", f"add {which} KEY=VALUE")])
     if flags.connector is None and (flags.prefill_selector or flags.decode_selector):
         flag = "--prefill-selector" if flags.prefill_selector else "--decode-selector"
         hint = "add --pd-disaggregation for SGLang, or --vllm-pd-disaggregation for vLLM"
-        raise flag_error([(flag, "does not say how the engines pass KV caches", hint)])
+        raise flag_error([(flag, "needs a flag for the KV transfer protocol", hint)])
     port, model_label = _port(flags.port), _model_label(flags.model_id_from)
     return tuple(
         DiscoverEntry(
@@ -89,12 +90,12 @@ def _port(text: str) -> int:
         return DEFAULT_PORT
     if text.isascii() and text.isdecimal() and 1 <= int(text) <= LAST_PORT:
         return int(text)
-    reason = f"{to_toml_literal(text)} is no port"
+    reason = f"{to_toml_literal(text)} is not a port"
     raise flag_error([("--service-discovery-port", reason, "write a number from 1 to 65535")])
 
 
 def _model_label(text: str) -> str:
-    """The label with a pod's model."""
+    """The key of the pod label that has the model."""
     source, _, key = text.partition(":")
     if not text or (source == "label" and is_label_key(key)):
         return key

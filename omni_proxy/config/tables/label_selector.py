@@ -1,6 +1,6 @@
-"""Label selectors of Kubernetes: parsed from their text, and compared with the labels of a pod.
+"""Label selectors of Kubernetes: parsed from their text, and matched against the labels of a pod.
 
-Invariant: a text that `parse_selector` takes means here what it means to an API server. Pure.
+Invariant: a text that `parse_selector` accepts selects the same pods as on an API server. Pure.
 Source: Kubernetes, "Labels and Selectors": `=`, `==`, `!=`, `in`, `notin`, `KEY` and `!KEY`.
 """
 
@@ -21,14 +21,14 @@ _IN_SET: Final = re.compile(rf"({_KEY})\s+(in|notin)\s*\(([^()]*)\)")
 _EXISTS: Final = re.compile(rf"(!?)\s*({_KEY})")
 _LABEL_KEY: Final = re.compile(_KEY)
 _LABEL_VALUE: Final = re.compile(_VALUE)
-_COMMA: Final = re.compile(r",(?![^()]*\))")  # not one between the brackets of a set
+_COMMA: Final = re.compile(r",(?![^()]*\))")  # not inside the parentheses of a set
 
 Operator: TypeAlias = Literal["in", "notin", "exists", "absent"]
 
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """One term of a selector; all of them have to hold."""
+    """One term of a selector; labels have to match all of its terms."""
 
     key: str
     operator: Operator
@@ -38,7 +38,7 @@ class Requirement:
         match self.operator:
             case "in":
                 return labels.get(self.key) in self.values
-            case "notin":  # holds without the label, too
+            case "notin":  # matches if the label is missing, too
                 return labels.get(self.key) not in self.values
             case "exists":
                 return self.key in labels
@@ -75,6 +75,6 @@ def _requirement(term: str) -> Requirement:
     if match := _EXISTS.fullmatch(term):
         return Requirement(match[2], "absent" if match[1] else "exists")
     raise ValueError(
-        f"{to_toml_literal(term)} is no term of a label selector",
+        f"{to_toml_literal(term)} is not a term of a label selector",
         'write "app=sglang", "tier in (a, b)", "app!=x" or "!draft", joined by commas',
     )

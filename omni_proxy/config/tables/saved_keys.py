@@ -1,7 +1,7 @@
-"""Callers' keys that were added over HTTP: they stand in the saved state, beside those of FILE.
+"""Callers' keys that were added over HTTP: part of the saved state, in addition to those of FILE.
 
-Invariant: only a SHA-256 is saved, and FILE wins: an entry of it hides the saved one with the same
-name or the same key. Every function returns a new value and changes nothing.
+Invariant: only the SHA-256 of a key is saved. FILE takes precedence: its entries hide saved ones
+with the same name or key. Functions return new values and modify nothing.
 """
 
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ _REQUIRED: Final = ("name", "key_sha256")
 
 
 class KeyRefused(Exception):
-    """Why it can't be added."""
+    """The key can't be added; the message has the reason."""
 
 
 class KeyKnown(Exception):
-    """A caller has the name, or the key, already."""
+    """Another caller already has the name or the key."""
 
 
 def read_saved_key(body: Mapping[str, object]) -> SavedKey:
-    """Of a request's body. Raises KeyRefused."""
+    """Parse the body of a request. Raises KeyRefused."""
     values, findings = walk(dict(body), SavedKey)
     for path, reason, hint in findings:
         name = format_path(path) or "body"
@@ -37,12 +37,12 @@ def read_saved_key(body: Mapping[str, object]) -> SavedKey:
         if not values.get(name):
             raise KeyRefused(f"{name} is missing")
     if values.get("key_env") or values.get("key_file"):
-        raise KeyRefused("over HTTP a key is given by its key_sha256 alone")
+        raise KeyRefused("over HTTP a key can be given only as key_sha256")
     return msgspec.convert(values, SavedKey)
 
 
 def with_saved_keys(config: Config, state: SavedState) -> Config:
-    """`config` with the keys of this state, in place of those of another one."""
+    """`config` with the saved keys of `state`, which replace any saved keys in `config`."""
     own = tuple(entry for entry in config.keys if not isinstance(entry, SavedKey))
     names = {entry.name for entry in own}
     hashes = {entry.key_sha256 for entry in own}
@@ -52,25 +52,25 @@ def with_saved_keys(config: Config, state: SavedState) -> Config:
 
 
 def with_key(key: SavedKey, state: SavedState, config: Config) -> SavedState:
-    """Raises KeyKnown, and KeyRefused where there are as many as can be."""
+    """Raises KeyKnown, and KeyRefused if MAX_KEYS is reached."""
     for entry in (*config.keys, *state.keys):
         if entry.name == key.name:
-            raise KeyKnown(f"there is a caller {key.name} already")
+            raise KeyKnown(f"caller {key.name} already exists")
         if entry.key_sha256 == key.key_sha256:
-            raise KeyKnown(f"the caller {entry.name} has this key")
+            raise KeyKnown(f"caller {entry.name} already has this key")
     if len(config.keys) >= MAX_KEYS:
-        raise KeyRefused(f"there are {MAX_KEYS} keys already, as many as can be")
+        raise KeyRefused(f"the limit of {MAX_KEYS} keys is reached")
     return structs.replace(state, keys=(*state.keys, key))
 
 
 def without_hidden_keys(state: SavedState, config: Config) -> SavedState:
-    """Without those that FILE hides: they are not to come back with the entry's end."""
+    """Drop saved keys that FILE hides, so that they don't return when FILE's entry is removed."""
     kept = tuple(key for key in state.keys if key in config.keys)
     return state if kept == state.keys else structs.replace(state, keys=kept)
 
 
 def without_key(state: SavedState, name: str) -> SavedState:
-    """Raises KeyError for a name that was not added over HTTP."""
+    """Raises KeyError if no key with this name was added over HTTP."""
     if all(key.name != name for key in state.keys):
         raise KeyError(name)
     return structs.replace(state, keys=tuple(key for key in state.keys if key.name != name))

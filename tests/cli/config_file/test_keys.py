@@ -100,9 +100,9 @@ def test_a_caller_is_added_by_the_hash_of_a_new_key(proxy, capsys):
     proxy.says["/keys/team%2Fa"] = (200, {"status": "ok", "name": "team/a", "key_required": False})
     assert main(["remove", "team/a", "--url", proxy.url]) == 0
     assert "open to everyone" in capsys.readouterr().out
-    proxy.says["/keys"] = (409, {"error": {"message": "there is a caller team-a already"}})
+    proxy.says["/keys"] = (409, {"error": {"message": "caller team-a already exists"}})
     assert main(["add", "team-a", "--url", proxy.url]) == 2
-    assert capsys.readouterr().err == "omni-proxy keys: there is a caller team-a already\n"
+    assert capsys.readouterr().err == "omni-proxy keys: caller team-a already exists\n"
 
 
 def digest_of(key):

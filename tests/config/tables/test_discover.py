@@ -31,9 +31,9 @@ def test_a_port_is_a_number_or_the_name_of_one():
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('[[discover]]\napi_server = "https://k8s"', "discover[0].namespace: is needed"),
-        (PODS + 'selector = "a=b c"', "is no term of a label selector"),
-        (PODS + 'role_label = "a b"', "is no key of a label"),
+        ('[[discover]]\napi_server = "https://k8s"', "discover[0].namespace: is required"),
+        (PODS + 'selector = "a=b c"', "is not a term of a label selector"),
+        (PODS + 'role_label = "a b"', "is not a label key"),
         (PODS + 'client_cert = "c"', "needs client_key, too"),
         (PODS + 'dns_name = "a"', 'is for kind = "dns" only'),
         (PODS.replace("https", "http") + 'token_file = "t"', "in clear text"),
@@ -44,7 +44,7 @@ def test_a_port_is_a_number_or_the_name_of_one():
             '[[discover]]\nkind = "dns"\ndns_name = "h"\nnamespace = "n"',
             'is for kind = "kubernetes" only',
         ),
-        ('[[discover]]\nkind = "dns"\ndns_name = "http://h"', "is no DNS name"),
+        ('[[discover]]\nkind = "dns"\ndns_name = "http://h"', "is not a DNS name"),
         ('[[discover]]\nkind = "dns"\ndns_name = "h"\ndns_server = "h"', 'neither "host:port"'),
         ("[[discover]]\n[[discover]]\n", "duplicate name pods; discover[0].name has it already"),
         ('[[discover]]\napi_server = "http://169.254.169.254"\nnamespace = "n"', "link-local"),

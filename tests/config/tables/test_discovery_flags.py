@@ -56,12 +56,12 @@ def test_without_service_discovery_its_flags_do_nothing():
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        ("", "--service-discovery: finds nothing without a selector; add --selector"),
+        ("", "--service-discovery: needs a selector; add --selector"),
         ("--selector app", '--selector: "app" has no "="'),
-        ("--selector a=b!", "is no term of a label selector"),
-        ("--selector a=b --decode-selector a=b", "does not say how the engines pass KV caches"),
+        ("--selector a=b!", "is not a term of a label selector"),
+        ("--selector a=b --decode-selector a=b", "needs a flag for the KV transfer protocol"),
         ("--pd-disaggregation --selector a=b", "add --prefill-selector, --decode-selector"),
-        ("--selector a=b --service-discovery-port 0", '"0" is no port'),
+        ("--selector a=b --service-discovery-port 0", '"0" is not a port'),
         (
             "--selector a=b --model-id-from namespace",
             '"namespace" is not supported; write label:KEY',

@@ -42,7 +42,7 @@ def test_what_is_no_selector_is_refused_with_the_term(text):
     if text == "app=":
         assert not matches(parse_selector(text), LABELS)
         return
-    with pytest.raises(ValueError, match="is no term of a label selector"):
+    with pytest.raises(ValueError, match="is not a term of a label selector"):
         parse_selector(text)
 
 

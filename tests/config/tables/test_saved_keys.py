@@ -52,7 +52,7 @@ def test_an_entry_of_the_file_hides_the_added_one_for_good(same):
         ({"name": "a b", "key_sha256": "11" * 32}, "letters"),
         ({"name": "a", "key_sha256": "short"}, "64 hex digits"),
         ({"name": "a", "key_env": "A"}, "key_sha256 is missing"),
-        ({"name": "a", "key_sha256": "11" * 32, "key_file": "/f"}, "key_sha256 alone"),
+        ({"name": "a", "key_sha256": "11" * 32, "key_file": "/f"}, "only as key_sha256"),
         ({"name": "a", "key": "secret"}, "key"),
         ({"name": "a", "key_sha256": "11" * 32, "max_inflight": -1}, "max_inflight"),
     ],
