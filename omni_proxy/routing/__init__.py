@@ -1,5 +1,5 @@
-"""Routing: which workers can serve a request, and which of them gets it.
+"""Routing: finds the workers that can serve a request, and picks one of them.
 
 `routes` is the table of model paths, `inspect` reads a request, `pick` finds the candidates,
-`policies` choose among them. Pure: a body is read and never changed; randomness is an argument.
+`policies` choose among them. Pure: bodies are read, never modified; randomness is an argument.
 """

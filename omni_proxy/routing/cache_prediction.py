@@ -1,9 +1,8 @@
-"""What a policy believed of a worker's cache when it sent it a prompt, until the worker has
-answered.
+"""Predictions of what a worker has cached of a prompt, from the pick until the response reports it.
 
-Invariant: a prompt counts as unanswered from the pick to the first byte of its response, and no
-longer than its request lives: `note_first_byte` may be called several times, and counts once. Only
-an answer's own counts are learned from, and only once. Must not keep the request or its text.
+Invariant: a prompt counts as unanswered from the pick to the first byte of its response, or to the
+end of its request: repeated calls of `note_first_byte` have no effect. Each response is used once.
+Must not keep a reference to the request or its text.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from msgspec import Struct
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.prefix_tree import InsertedText
 
-MOST_UNANSWERED: Final = 4096  # per worker; beyond, the oldest ones count as answered
-# Of a worker whose last so many answers were as predicted, one in so many is compared.
+MOST_UNANSWERED: Final = 4096  # per worker; above it, the oldest ones count as answered
+# After AGREED responses of a worker in a row were as predicted, one in AGREED_SHARE is compared.
 AGREED: Final = 32
 AGREED_SHARE: Final = 16
-# Of a worker whose last so many answers reported nothing, one in so many is asked.
+# After this many responses of a worker in a row reported nothing, one in as many is followed.
 SILENT: Final = 32
 _NEVER: Final = 1 << 62
 
 
 class CacheLearner(Protocol):
-    """A policy that learns what workers have cached."""
+    """A policy that uses reports of what workers have cached."""
 
     def learn(self, prediction: CachePrediction, cached: int, prompt: int, sent: int) -> int | None:
-        """The worker had `cached` of the prompt's `prompt` tokens, of a request of `sent` bytes.
-        How many were predicted; None where this prompt can't be judged."""
+        """The worker had `cached` of the prompt's `prompt` tokens cached; the request had `sent`
+        bytes. Returns the predicted tokens, or None if the prompt can't be compared."""
 
 
 class CacheReports:
-    """What one worker's answers have said of its cache, and what it still has to answer.
+    """Cache reports in one worker's responses, and its unanswered prompts.
 
-    `backlog`: prompt tokens that are believed to be uncached, of its unanswered prompts. `skips`:
-    prompts that are sent without a prediction, until the next one that has one. Where some have
-    none, nobody knows which prompts are on their way: nothing is unlearned until all have one again
-    and one of these was answered, for engines begin prompts about as they come. `number`, here: of
-    the newest prompt.
+    `backlog`: predicted uncached tokens of its unanswered prompts. `skips`: number of prompts that
+    are sent without a prediction before the next one with a prediction. While prompts are skipped,
+    it is unknown which ones are in flight, so nothing is corrected until all prompts have a
+    prediction again and one of these was answered: engines start prompts about in order of arrival.
+    `number`: sequence number of the newest prompt.
     """
 
     __slots__ = (
@@ -49,22 +48,22 @@ class CacheReports:
     )  # fmt: skip
 
     def __init__(self) -> None:
-        self.agreed = 0  # answers since the last one that differed
-        self.period = 1  # one in so many prompts has a prediction
+        self.agreed = 0  # responses as predicted since the last that differed
+        self.period = 1  # one in `period` prompts has a prediction
         self.skips = 0
-        self.judged_from = 0  # an answer to an older prompt unlearns nothing
-        self.unjudged_until = 0  # the newest prompt when all began to have one again
+        self.judged_from = 0  # responses to older prompts cause no correction
+        self.unjudged_until = 0  # the newest prompt when predictions for all prompts resumed
         self.backlog = 0
-        self.answers = 0  # that reported something
-        self.predicted = self.reported = 0  # tokens, summed over them
-        self.corrections = 0  # of what it was believed to have
-        self.misses = 0  # answers with 0 where more was predicted, until the first one with more
-        self.silent = 0  # answers since the last one that reported something
-        self.reuses = False  # it has answered with more than 0
+        self.answers = 0  # responses that reported cached tokens
+        self.predicted = self.reported = 0  # tokens, summed over these responses
+        self.corrections = 0
+        self.misses = 0  # reports of 0 where more was predicted, until the first report above 0
+        self.silent = 0  # responses without a report since the last one with a report
+        self.reuses = False  # a response reported more than 0
         self.unanswered: deque[CachePrediction] = deque()
 
     def note(self, predicted: int, reported: int) -> None:
-        """Prompt tokens of one answer that were believed to be cached, and that were."""
+        """Add the predicted and the reported cached tokens of one response."""
         self.answers += 1
         self.predicted += predicted
         self.reported += reported
@@ -76,13 +75,14 @@ class CacheReports:
             self.misses += 1
 
     def note_silence(self) -> None:
-        """An answer reported nothing."""
+        """A response reported no cached tokens."""
         self.silent += 1
         if self.silent == SILENT + 1:
             self._follow_one_in(SILENT)
 
     def judge(self, prompt: int, number: int, *, agrees: bool) -> bool:
-        """The answer to this prompt is as predicted, or not. Whether it may be learned from."""
+        """The response to this prompt agrees with its prediction, or not. Returns whether it may be
+        used for a correction."""
         if self.silent:
             if self.silent > SILENT:
                 self._follow_all(number)
@@ -107,7 +107,7 @@ class CacheReports:
         self.unjudged_until = number
 
     def as_facts(self) -> dict[str, int]:
-        """JSON-able."""
+        """JSON-serializable."""
         return {
             "answers": self.answers,
             "predicted_tokens": self.predicted,
@@ -115,7 +115,7 @@ class CacheReports:
         }
 
     def oldest_unanswered(self, number: int) -> int:
-        """The number of the oldest prompt whose first byte has not come; `number` without any."""
+        """Number of the oldest prompt without a first response byte; without any, `number`."""
         waiting = self.unanswered
         while waiting and (waiting[0].answered or len(waiting) > MOST_UNANSWERED):
             waiting.popleft()
@@ -123,11 +123,13 @@ class CacheReports:
 
 
 class CachePrediction(Struct):
-    """Of the `length` bytes of a prompt's text, behind `start` that are no text, the worker is
-    believed to have `text.held`; where `text` is None, `held` of its `length` tokens. A length of 0
-    can't be judged. `text`: where the prompt is in the tree. `before`: what was used at this number
-    or later may have been on its way to the worker when the prompt was sent. `former`: one of
-    another policy, for the other leg."""
+    """What the worker is predicted to have cached of a prompt.
+
+    With `text`, its position in the tree: the prompt's text has `length` bytes after `start` other
+    bytes, and `text.held` bytes are cached. Without it: `held` of `length` tokens. With a length of
+    0 the prediction can't be compared. `before`: texts used at this number or later may have been
+    in flight when the prompt was sent. `former`: prediction of another policy, for the other leg.
+    """
 
     learner: CacheLearner
     worker: Worker  # or a rank
@@ -144,8 +146,8 @@ class CachePrediction(Struct):
 
 
 def note_first_byte(prediction: CachePrediction | None) -> None:
-    """The response begins, or its request has ended: the prompt is computed, by each worker that it
-    was sent to."""
+    """The response has begun or its request has ended: the prompt is no longer backlog of any
+    worker that it was sent to."""
     while prediction is not None:
         if not prediction.answered:
             prediction.answered = True
@@ -160,7 +162,7 @@ def note_first_byte(prediction: CachePrediction | None) -> None:
 def without_those_of(
     learner: CacheLearner, prediction: CachePrediction | None
 ) -> CachePrediction | None:
-    """The chain without what this policy believed at an earlier attempt, which has ended."""
+    """The chain without this policy's predictions of an earlier attempt, which has ended."""
     if prediction is None:
         return None
     rest = without_those_of(learner, prediction.former)

@@ -1,9 +1,9 @@
-"""What the policies of a process know from the other proxies of a cluster, and have to publish.
+"""Hints between the proxies of a cluster, for the policies of one process: received and to publish.
 
-Of prompts: which workers were sent their beginnings, elsewhere. Of sessions: which were placed
-here; what is heard of them goes into the table of sessions itself. Invariant: without `[cluster]`,
-or without `prefixes` and `sessions` in `share`, nothing is noted and nothing is known. A hint only
-makes a worker of the candidates likelier. No I/O: `cluster_member.shared_hints` publishes.
+Prompts: hints tell to which workers other proxies sent a prompt's prefixes. Sessions: placements
+made here; received ones go directly into the table of sessions. Invariant: without `[cluster]`, or
+without `prefixes` and `sessions` in `share`, there are no notes and no hints. A hint only makes a
+candidate more likely. No I/O: `cluster_member.shared_hints` publishes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from omni_proxy.config.schema import Config
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 
-# Of prompts that their worker has whole as far as is known, one in so many is noted again: others
-# forget what they hear nothing of.
+# Of prompts that their worker already has in full, one in this many is noted again, because other
+# proxies drop hints that are not repeated.
 REPEAT_ONE_IN: Final = 16
 
 
@@ -41,7 +41,7 @@ class ClusterHints:
         self._now = now
         self._revision = -1
         self._targets: dict[int, Worker] = {}
-        self._last: tuple[bytes, list[int]] = (b"", [])  # one pick asks twice
+        self._last: tuple[bytes, list[int]] = (b"", [])  # cached, as one pick needs it twice
         self._skipped = 0
 
     def configure(self, config: Config) -> None:
@@ -65,8 +65,8 @@ class ClusterHints:
     def heard_of(
         self, text: bytes, known: int, candidates: Collection[Worker]
     ) -> dict[Worker, int]:
-        """How many bytes of the text candidates were sent elsewhere, the most first, where that is
-        more than the `known` bytes that one of them was sent here."""
+        """Bytes of the text that other proxies sent to each candidate, if more than `known`: the
+        bytes that this proxy sent to one of them."""
         count = count_beginnings(len(text))
         if not self.shares_prefixes or not len(self.prefixes) or known >= length_of(count):
             return {}
@@ -78,7 +78,7 @@ class ClusterHints:
         return found
 
     def note_prompt(self, text: bytes, known: int, worker: Worker) -> None:
-        """The worker gets this text, of which it was sent `known` bytes before."""
+        """The text is sent to the worker, which already had its first `known` bytes."""
         if not self.shares_prefixes:
             return
         if known >= length_of(count_beginnings(len(text))):
@@ -89,25 +89,24 @@ class ClusterHints:
             self.prefix_notes.note(hashes, target_key(worker.url), self._now())
 
     def forget(self, worker: Worker) -> None:
-        """Its cache is empty."""
+        """The worker's cache is empty: drop its hints and notes."""
         if self.shares_prefixes:
             key = target_key(worker.url)
             self.prefixes.forget(key)
             self.prefix_notes.forget(key)
 
     def take_notes(self, most: int) -> tuple[dict[int, bytes], dict[bytes, int]]:
-        """Packed hashes by target, and targets by the digest of a session: at most so many of
-        each."""
+        """Packed hashes by target, and targets by session digest: at most `most` of each."""
         return self.prefix_notes.take(most), self.session_notes.take(most)
 
     def add_notes(self, prefixes: dict[int, bytes], sessions: Mapping[bytes, int]) -> None:
-        """What another process of this proxy has noted."""
+        """Add the notes of another process of this proxy."""
         self.prefix_notes.add(prefixes, self._now())
         for digest, target in sessions.items():
             self.session_notes.note(digest, target)
 
     def stats(self) -> dict[str, int]:
-        """JSON-able."""
+        """JSON-serializable."""
         notes, sessions = self.prefix_notes, self.session_notes
         return {
             "prefixes": len(self.prefixes),

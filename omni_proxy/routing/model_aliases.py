@@ -1,10 +1,10 @@
 """Model aliases: requests for one name go to workers of other models, by weight.
 
-Contract: an alias wins over a model of the same name; its targets are models and adapters, never
-aliases. One target is chosen before the worker, anew for each attempt: a session's own, else by
-weight; and after a failed attempt the same one while it has a worker that was not tried. A target
-without a worker that could take the request now gets none while another one has such a worker.
-`Requirements.model` is the target's from then on.
+Contract: an alias takes precedence over a model of the same name; its targets are models and
+adapters, never aliases. For each attempt a target is chosen before the worker: by session, else by
+weight; after a failed attempt the same target while it has an untried worker. A target without a
+worker that could take the request now is chosen only if no target has one. From then on
+`Requirements.model` is the target's model.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
 
-# They name a client, which may be a gateway that sends all requests there are: a split by them
-# would send all to one target. A list of headers in the configuration counts as it is.
+# These identify a client, which may be a gateway that sends all requests: a split by them would
+# send everything to one target. Headers that the configuration lists are used without exception.
 _CLIENT_HEADERS: Final = frozenset(("authorization", "x-forwarded-for"))
-# Such a target has no worker at all; another one's may come back, so that is the better reason.
+# Errors of targets without any worker. A target whose workers may return gives a better reason.
 _ABSENT: Final = frozenset(
     ("no_workers", "no_regular_worker", "model_not_found", "no_capable_worker")
 )
@@ -40,7 +40,7 @@ class ModelAliases:
     __slots__ = ("_session_keys", "splits")
 
     def __init__(self, config: Config, previous: ModelAliases | None = None) -> None:
-        """An alias whose targets are those of `previous` goes on where it was."""
+        """Aliases with the same targets as in `previous` keep their state."""
         before = previous.splits if previous is not None else {}
         self.splits: Mapping[str, Split] = {
             entry.name: Split(entry, before.get(entry.name)) for entry in config.routing.models
@@ -48,11 +48,11 @@ class ModelAliases:
         self._session_keys = _session_keys_of(config)
 
     def find(self, model: str | None) -> Split | None:
-        """The alias of this name."""
+        """The alias with this name, if any."""
         return self.splits.get(model) if model is not None else None
 
     def resolve(self, need: Requirements, lines: bytes, body: bytes) -> None:
-        """Give `need` the alias that it names, if it names one. `lines`: of the head."""
+        """Set `need.alias` if the request names an alias. `lines`: the lines of its head."""
         split = self.find(need.model)
         if split is None:
             return
@@ -70,40 +70,40 @@ def _session_keys_of(config: Config) -> AffinityKeyReader:
 
 
 def name_adapter(need: Requirements, aliases: ModelAliases | None, body: bytes) -> None:
-    """Of a request whose body has SGLang's `lora_path`: its model is `model:adapter` from here on,
-    for which only workers with that adapter count. An adapter in the model's own name wins, as in
-    SGLang, and what an alias stands for is up to its targets."""
+    """If the body has SGLang's `lora_path`, set the model to `model:adapter`, which only workers
+    with that adapter serve. An adapter in the model's name takes precedence, as in SGLang; aliases
+    are not changed."""
     model = need.model or ""
     if need.body_fields is None or ":" in model:
         return
     adapters = need.adapters_in_large_body
     if not need.large_body_class and b"lora_path" in body:
         adapters = adapters_of_body(body)
-    # A batch may name several: its worker has to have all.
+    # A batch may name several adapters, which its worker needs all: no model name expresses that.
     if len(adapters) == 1 and (aliases is None or aliases.find(model) is None):
         need.model = f"{model}:{next(iter(adapters))}"
 
 
 class TargetChecks(Protocol):
-    """What a choice asks of each target, about a request for `need.model`. The first two raise
-    HttpError 404 if it names an unknown worker."""
+    """Checks of a request for `need.model`, made for each target. The first two raise HttpError 404
+    if the request names an unknown worker."""
 
     def can_take(self, need: Requirements) -> bool:
-        """Whether somebody could take it now."""
+        """Whether any worker could take the request now."""
 
     def has_tried_all(self, need: Requirements, tried: Collection[Worker]) -> bool:
-        """Whether all who could were tried; false if nobody could."""
+        """Whether all workers that could take the request were tried; False if none could."""
 
     def error_for(self, need: Requirements) -> HttpError:
-        """Why nobody can."""
+        """The error with the reason why no worker can take the request."""
 
     def held_worker(self, need: Requirements) -> Worker | None:
-        """The worker that its session waits for; None where it does not wait."""
+        """The worker that the request's session waits for; None if it does not wait."""
 
 
 def choose_target(need: Requirements, checks: TargetChecks, tried: Collection[Worker] = ()) -> bool:
-    """Set `need.model` to the model of the target for this attempt; whether it is another one than
-    before.
+    """Set `need.model` to the model of the target for this attempt; returns whether the target
+    changed.
 
     Raises HttpError, as for a model, if no target has a worker that could take the request.
     """
@@ -123,9 +123,9 @@ def choose_target(need: Requirements, checks: TargetChecks, tried: Collection[Wo
 
 @dataclass(frozen=True, slots=True)
 class TargetExplanation:
-    """The target of a request for an alias, and why it is that one; without a target, why not.
+    """The target of a request for an alias, and the reason; without a target, the reason for that.
 
-    `available`: of each target, whether it has a worker that could take the request now.
+    `available`: for each target, whether it has a worker that could take the request now.
     """
 
     split: Split
@@ -135,8 +135,8 @@ class TargetExplanation:
 
 
 def explain_target(need: Requirements, checks: TargetChecks) -> TargetExplanation | None:
-    """The target that `choose_target` would choose for a new request, and nothing is counted; None
-    for a request that names no alias. `need.model` is the target's then."""
+    """The target that `choose_target` would choose for a new request, without counting it; None for
+    a request that names no alias. Sets `need.model` to the target's model."""
     alias = need.alias
     if alias is None:
         return None
@@ -153,7 +153,7 @@ def explain_target(need: Requirements, checks: TargetChecks) -> TargetExplanatio
     reason = "its session belongs there"
     if alias.target < 0:
         alias.target = split.preview(available)
-        reason = "it is its turn by weight"
+        reason = "next in turn by weight"
     elif split.session_order(alias.session)[0] != alias.target:
         reason = "the target of its session has no worker for it now"
     if len(available) == 1 and len(split.models) > 1:
@@ -163,19 +163,19 @@ def explain_target(need: Requirements, checks: TargetChecks) -> TargetExplanatio
 
 
 def any_target(need: Requirements, check: Callable[[Requirements], bool]) -> bool:
-    """Whether the check holds for one of the alias's targets."""
+    """Whether the check is true for any of the alias's targets."""
     return any(_of_targets(need, check))
 
 
 def all_targets_tried(need: Requirements, checks: TargetChecks, tried: Collection[Worker]) -> bool:
-    """As `has_tried_all`, of all targets together."""
+    """Like `has_tried_all`, for all targets together."""
     able = list(_of_targets(need, checks.can_take))
     through = list(_of_targets(need, lambda each: checks.has_tried_all(each, tried)))
     return any(able) and all(done for done, can in zip(through, able, strict=True) if can)
 
 
 def _of_targets(need: Requirements, check: Callable[[Requirements], bool]) -> Iterator[bool]:
-    """Of each target in its order."""
+    """The result of the check for each target, in their order."""
     alias, asked = need.alias, need.model
     assert alias is not None
     try:
@@ -189,7 +189,7 @@ def _of_targets(need: Requirements, check: Callable[[Requirements], bool]) -> It
 def _available(
     need: Requirements, checks: TargetChecks, tried: Collection[Worker] = ()
 ) -> list[int]:
-    """The targets with a worker that could take it now, and was not tried if there is any such."""
+    """Targets with a worker that could take the request now, preferably with an untried one."""
     able = [index for index, can in enumerate(_of_targets(need, checks.can_take)) if can]
     if not tried:
         return able
@@ -198,8 +198,8 @@ def _available(
 
 
 def _waiting_target(need: Requirements, checks: TargetChecks, available: Sequence[int]) -> int:
-    """The target that can't take the request now because its session waits for a worker there; -1
-    where there is none."""
+    """The target that can't take the request now because its session waits for a worker there, or
+    -1."""
     alias = need.alias
     assert alias is not None
     if not alias.session or len(available) == len(alias.split.models):
@@ -209,7 +209,7 @@ def _waiting_target(need: Requirements, checks: TargetChecks, available: Sequenc
 
 
 def _preferred(alias: AliasRequirement, available: Sequence[int]) -> int:
-    """The target of the attempt before, or of the session; -1 where the weights decide."""
+    """The target of the previous attempt, or of the session; -1 if the weights decide."""
     if alias.target in available:
         return alias.target
     if not alias.session:
@@ -219,7 +219,7 @@ def _preferred(alias: AliasRequirement, available: Sequence[int]) -> int:
 
 
 def _no_target_error(need: Requirements, checks: TargetChecks) -> HttpError:
-    """That of the first target which has a worker at all; `need.model` is that one's model."""
+    """The error of the first target that has any worker; sets `need.model` to its model."""
     alias = need.alias
     assert alias is not None
     models = alias.split.models

@@ -2,8 +2,8 @@
 
 Also builds the error with the reason why no worker is eligible, and explains a pick: the reasons
 for each worker, and the policy's choice. Invariant: `ineligibility_reasons` is empty for a worker
-exactly when `pick_worker` can choose it, overloaded engines aside (`fleet.loads`). `explain` must
-change nothing: it sends no request and leaves the policy's state.
+if and only if `pick_worker` can choose it, except for overloaded engines (`fleet.loads`). `explain`
+must not change anything: it sends no request and leaves the policy's state unchanged.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from omni_proxy.wire.errors import HttpError
 
 
 def has_room(target: Worker) -> bool:
-    """Whether it is below its bound; a rank must be, and its worker as well."""
+    """Whether the target is below its limit; for a rank, its worker must be, too."""
     if not target.max_inflight:
         return True
     worker = target.worker
@@ -41,7 +41,10 @@ def has_room(target: Worker) -> bool:
 
 
 def eligible_workers(fleet: Fleet, requirements: Requirements, owner: str = "") -> Sequence[Worker]:
-    """Who could take it now, in registration order. Raises HttpError 404 for an unknown name."""
+    """The workers that could take the request now, in registration order.
+
+    Raises HttpError 404 if the request names an unknown worker.
+    """
     return _narrowed(
         fleet, requirements, fleet.candidates(requirements.model, requirements.mask), owner
     )
@@ -70,7 +73,7 @@ def pick_worker(
 ) -> Worker:
     """The worker for this attempt; one that was not tried yet if there is any.
 
-    `owner` is the URL of the worker that keeps the voices, "" while none does.
+    `owner`: URL of the worker that keeps the voices, or "".
     Raises HttpError 503 with the reason why no worker is eligible.
     """
     candidates: Sequence[Worker] = fleet.candidates(requirements.model, requirements.mask)
@@ -79,7 +82,7 @@ def pick_worker(
         or requirements.pinning is not UNPINNED
         or requirements.version_constraint is not None
         or requirements.dp_rank != ANY_RANK
-    ):  # else nothing is narrowed, and a call is saved
+    ):  # checked here to save the call in the usual case
         candidates = _narrowed(fleet, requirements, candidates, owner)
     if tried and len(candidates) > 1:
         candidates = untried(candidates, tried) or candidates
@@ -91,13 +94,13 @@ def pick_worker(
 
 
 def untried(candidates: Sequence[Worker], tried: Collection[Worker]) -> Sequence[Worker]:
-    """Ranks of workers that were tried are left as well, where there is nothing else."""
+    """Targets that were not tried, preferably of workers of which no rank was tried."""
     untried = [target for target in candidates if target not in tried]
     return [target for target in untried if target.worker not in tried] or untried
 
 
 def filter_by_version(requirements: Requirements, workers: Sequence[Worker]) -> Sequence[Worker]:
-    """Those whose weights it accepts."""
+    """The workers whose weight version the request accepts."""
     constraint = requirements.version_constraint
     return (
         workers if constraint is None else [w for w in workers if constraint.is_met_by(w.version)]
@@ -114,7 +117,7 @@ def _placed(
         return [target for target in candidates if target.worker is pinned]
     if owner:
         return [target for target in candidates if target.worker.url == owner]
-    # Before the first upload: the first routable worker that could keep voices at all.
+    # Before the first upload: the first routable worker that is able to keep voices.
     return [target for target in candidates if "audio_input" in target.capabilities][:1]
 
 
@@ -125,8 +128,8 @@ def ineligibility_reasons(
     owner: str = "",
     role: Role = "regular",
 ) -> list[str]:
-    """Why this worker is not eligible, the most important reason first; empty if it is. `role`: of
-    whom the request needs one."""
+    """Why this worker is not eligible, the most important reason first; empty if it is. `role`: the
+    role that the request needs."""
     reasons = []
     if worker.role != role:
         serves = "serves" if worker.role == "regular" else f"serves only the {worker.role} leg of"
@@ -168,7 +171,7 @@ def _full_reason(worker: Worker) -> str:
 
 
 def _unroutable_reasons(worker: Worker) -> list[str]:
-    """Why it is out of rotation, whatever the request; empty if it is routable."""
+    """Why the worker is out of rotation for any request; empty if it is routable."""
     reasons = []
     if worker.disabled:
         reasons.append("disabled")
@@ -188,7 +191,7 @@ def _reasons_against_voice_owner(
     if owner:
         return [] if worker.worker.url == owner else ["does not keep the uploaded voices"]
     if "audio_input" not in worker.capabilities:
-        return ["lacks audio_input, which keeping voices needs"]
+        return ["lacks audio_input, required for keeping voices"]
     candidates = filter_by_version(
         requirements, fleet.candidates(requirements.model, requirements.mask)
     )
@@ -197,7 +200,7 @@ def _reasons_against_voice_owner(
 
 
 def _model_counts(fleet: Fleet, requirements: Requirements, role: Role) -> bool:
-    """Whether the model counts: only if one of the other eligible workers names a model."""
+    """Whether the model matters: only if an otherwise eligible worker names a model."""
     return any(
         worker.model
         for worker in fleet.workers
@@ -208,7 +211,7 @@ def _model_counts(fleet: Fleet, requirements: Requirements, role: Role) -> bool:
 
 
 def changed(requirements: Requirements, **fields: object) -> Requirements:
-    """A copy with these fields in it."""
+    """A copy with these fields replaced."""
     values = {name: getattr(requirements, name) for name in Requirements.__match_args__}
     return Requirements(**{**values, **fields})
 
@@ -216,8 +219,8 @@ def changed(requirements: Requirements, **fields: object) -> Requirements:
 def no_worker_error(
     fleet: Fleet, requirements: Requirements, owner: str = "", role: Role = "regular"
 ) -> HttpError:
-    """The 503 for a request that no worker can take, with the first reason that explains it; the
-    400 where only the rank that it names can't."""
+    """The 503 for a request that no worker can take, with the first step that leaves no worker; a
+    400 if only the rank that the request names can't take it."""
     if requirements.dp_rank != ANY_RANK and role == "regular":
         others = eligible_workers(fleet, changed(requirements, dp_rank=ANY_RANK), owner)
         if others:
@@ -232,7 +235,7 @@ def no_worker_error(
 
 
 def unavailable(code: str, message: str) -> HttpError:
-    """The 503 of a request that nobody can take now."""
+    """The 503 for a request that no worker can take now."""
     error = HttpError(503, f"no eligible upstream: {message}", code)
     return error.with_headers(("retry-after", "1"))
 
@@ -240,8 +243,8 @@ def unavailable(code: str, message: str) -> HttpError:
 def workers_held_for_update(
     fleet: Fleet, requirements: Requirements, owner: str = "", role: Role = "regular"
 ) -> list[Worker]:
-    """Workers that only a weight operation makes ineligible; [] if another worker is eligible or
-    that is not the cause."""
+    """Workers that are ineligible only because of a weight operation; [] if another worker is
+    eligible, or the cause is different."""
     remaining = _meant(fleet, requirements, owner)
     for code, _, narrow in _steps(requirements, role):
         if code == "all_held":
@@ -254,7 +257,7 @@ def workers_held_for_update(
 
 
 def _meant(fleet: Fleet, requirements: Requirements, owner: str) -> list[Worker]:
-    """The workers that its pinning leaves: one if it names a worker or uses a stored voice."""
+    """The workers that the request's pinning allows: one if it names a worker or a stored voice."""
     if requirements.pinning is NAMED:
         pinned = fleet.get(requirements.named_worker)
         return [pinned] if pinned else []
@@ -266,7 +269,7 @@ def _meant(fleet: Fleet, requirements: Requirements, owner: str) -> list[Worker]
 
 
 def _by_weights(held_workers: Iterable[Worker]) -> tuple[str, str]:
-    """The code names what is likely to end first."""
+    """Code and message; the code is that of the operation likely to end first."""
     holds = {hold for worker in held_workers for hold in worker.cordon_reasons}
     text = " or ".join(text for hold, text in _HELD_WORDS.items() if hold in holds)
     message = f"every worker that could take it is {text}"
@@ -296,7 +299,7 @@ def _first_cause(
         return "worker_unavailable", f"the worker {requirements.named_worker} is not routable"
     if requirements.model and not any(w.serves(requirements.model) for w in remaining):
         return "model_not_found", f"no routable worker serves the model {requirements.model!r}"
-    # Of the steps only this one can look otherwise than a moment ago: others take and give back.
+    # Only this step's result can change between the pick and here, by other requests in flight.
     return "all_full", "every eligible worker was at its limit a moment ago"
 
 
@@ -318,7 +321,7 @@ _Step = tuple[str, Callable[[_Workers], str], Callable[[_Workers], _Workers]]
 
 
 def _of_model(workers: _Workers, model: str | None) -> _Workers:
-    """Those that serve it; those that name no model where none does."""
+    """Workers that serve the model, or, if none does, workers that name no model."""
     if not model:
         return workers
     return [w for w in workers if w.serves(model)] or [w for w in workers if w.model is None]
@@ -383,7 +386,7 @@ def _standing(worker: Worker) -> str:
 
 
 def _missing(workers: list[Worker], requirements: Requirements) -> str:
-    """The capabilities that no worker has; else all of them, which no worker has together."""
+    """The required capabilities that no worker has; if each is there, "all of ..."."""
     had = 0
     for worker in workers:
         had |= worker.mask
@@ -396,7 +399,7 @@ def _each(text: Iterable[Iterable[str]]) -> str:
 
 
 class Preview(Policy):
-    """Previews where `pick_worker` picks, and keeps the reason."""
+    """Passed to `pick_worker` as the policy: previews instead of picking, and keeps the reason."""
 
     __slots__ = ("_policy", "details", "name", "reason")
 
@@ -419,12 +422,12 @@ class Preview(Policy):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where a request would go: a verdict on each worker, and a pick or the error instead."""
+    """Routing of a request: reasons for each worker, and either a pick or an error."""
 
-    reasons: Sequence[tuple[Worker, list[str]]]  # why it cannot take it; empty if it can
+    reasons: Sequence[tuple[Worker, list[str]]]  # why it can't take the request; empty if it can
     pick: Worker | None = None
-    reason: str = ""  # of the pick, in the policy's words
-    details: Mapping[str, object] = field(default_factory=dict)  # of the pick, by the policy
+    reason: str = ""  # for the pick, from the policy
+    details: Mapping[str, object] = field(default_factory=dict)  # `explain_pick` of the policy
     error: HttpError | None = None
 
 
@@ -432,7 +435,8 @@ Verdicts: TypeAlias = list[tuple[Worker, list[str]]]
 
 
 def with_veto(fleet: Fleet, verdicts: Verdicts) -> Verdicts:
-    """The same with a reason against each that the load of its engine leaves out of the pick."""
+    """The verdicts, with a reason for each worker that is left out because its engine is
+    overloaded."""
     against = dict(fleet.loads.reasons([target for target, reasons in verdicts if not reasons]))
     return [
         (target, [against[target]] if target in against else reasons)
@@ -443,7 +447,7 @@ def with_veto(fleet: Fleet, verdicts: Verdicts) -> Verdicts:
 def explain(
     fleet: Fleet, requirements: Requirements, policy: Policy, owner: str = ""
 ) -> Explanation:
-    """Verdicts are in registration order. Changes nothing."""
+    """Reasons are in registration order. Changes no state."""
     reasons = [
         (target, ineligibility_reasons(fleet, target, requirements, owner))
         for worker in fleet.workers

@@ -1,11 +1,11 @@
-"""A radix tree of texts and their holders: which workers most likely have a prefix in their cache.
+"""A radix tree of texts and their holders: the workers that most likely have a prefix cached.
 
-Sizes are bytes of text; a text that several workers hold counts once in `size`. Nodes are numbers
-and their fields are columns: objects would cost three times the memory and burden the garbage
-collector. Invariants: the holder of a node holds its parent; a parent was used after all of its
-children, so the least recently used node is a leaf. Each call does a bounded amount of upkeep, and
-`size` never exceeds 5/4 of `max_size` by more than one text. While `_prune` has work left, a holder
-may still be on nodes below one that it has lost.
+Sizes are bytes of text; a text with several holders counts once in `size`. Nodes are numbers and
+their fields are columns: objects would take three times the memory and burden the garbage
+collector. Invariants: a holder of a node also holds its parent; a parent is more recently used than
+its children, so the least recently used node is a leaf. Each call does a bounded amount of upkeep,
+and `size` never exceeds 5/4 of `max_size` by more than one text. While `_prune` has work left, a
+holder may still be on nodes below a node that it has lost.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from msgspec import Struct
 Holder = TypeVar("Holder", bound=Hashable)
 
 ROOT = 0
-EVICTED_PER_SLICE = 256  # nodes; one or two microseconds each
+EVICTED_PER_SLICE = 256  # nodes
 EVICTED_PER_INSERT = 128
 SWEPT_PER_SLICE = 512
 SWEPT_PER_INSERT = 16
 DROPPED_PER_SLICE = 16
-PRUNED_PER_SLICE = 64  # nodes; up to ten microseconds each, to find their children
+PRUNED_PER_SLICE = 64  # nodes; finding their children is slow
 PRUNED_PER_REPORT = 8
 PRUNED_PER_INSERT = 1
 MOST_TO_PRUNE: Final = 4096
-MASKS_KNOWN: Final = 256  # whose holders are kept: few masks are matched again and again
+MASKS_KNOWN: Final = 256  # masks with cached holders: the same few masks are matched again
 _WRAP: Final = 0xFFFFFFFF
-# A node costs up to 200 bytes beside its label: texts that share all but a letter would fill the
-# memory long before their letters fill `max_size`. So the whole tree has 5/4 + 200/128 bytes at
-# most for each byte of `max_size`, whatever the texts are like.
+# A node takes up to 200 bytes in addition to its label: texts that differ in one byte would fill
+# the memory long before their labels fill `max_size`. With this limit of nodes, the whole tree
+# takes at most 5/4 + 200/128 bytes for each byte of `max_size`, for any texts.
 BYTES_PER_NODE = 128
 MIN_NODES = 1024
 _DIGITS = bytes.maketrans(b"01", b"\0\1")  # as truth values
-NARROW = 64  # bytes from which on an XOR finds the difference sooner than more halving
+NARROW = 64  # bytes at or below which an XOR is faster than further halving
 
 
 def common_length(label: bytes, text: bytes, at: int) -> int:
-    """How many bytes of `label` match `text` from `at` on."""
+    """Length of the common prefix of `label` and `text[at:]`."""
     low, high = 0, min(len(label), len(text) - at)
     while high - low > NARROW:
         middle = (low + high) >> 1
@@ -58,8 +58,8 @@ def common_length(label: bytes, text: bytes, at: int) -> int:
 
 
 class InsertedText(Struct, gc=False):
-    """Where a text ended in the tree when it was inserted, and how many of its `length` bytes its
-    holder had before. `generation` tells whether `node` is still that node."""
+    """The node where a text of `length` bytes ended when it was inserted; `held`: how many of these
+    bytes its holder had before. If `generation` has changed, the node's number was reused."""
 
     node: int
     generation: int
@@ -68,9 +68,9 @@ class InsertedText(Struct, gc=False):
 
 
 class TreeColumns(NamedTuple, Generic[Holder]):
-    """A tree at one moment, by the numbers of its nodes: what each adds to its parent's text (b"":
-    it is vacant), the mask of its holders, its parent, and the next one that was used later (of the
-    root, the oldest). `names`: holders by the place of their bit; None: no holder any more."""
+    """A snapshot of a tree, indexed by node number: the text that each adds to its parent's (b"":
+    vacant number), the mask of its holders, its parent, and the node used next after it (for the
+    root: the oldest). `names`: holders by the index of their bit; None: removed holder."""
 
     labels: list[bytes]
     masks: list[int]
@@ -88,17 +88,17 @@ class PrefixTree(Generic[Holder]):
         self.nodes = 0
         self.membership = 0  # changes whenever a holder is added or removed
         self._bits: dict[Holder, int] = {}
-        self._names: list[Holder | None] = []  # by place of the bit
+        self._names: list[Holder | None] = []  # by index of the bit
         self._sizes: dict[int, int] = {}
         self._live = 0
-        self._dead = 0  # forgotten, still on nodes
-        self._sweeping = 0  # those of the dead that the present pass wipes
+        self._dead = 0  # removed holders that are still on nodes
+        self._sweeping = 0  # the part of `_dead` that the present pass removes
         self._cursor = 1
         self._waste: list[object] = []
-        self._named: tuple[int, dict[int, tuple[Holder, ...]]] = (0, {})  # of this membership
+        self._named: tuple[int, dict[int, tuple[Holder, ...]]] = (0, {})  # (membership, cache)
         self._generation = 0
-        # Subtrees that a holder has lost, except what was used at that number or later: node and
-        # generation, holder, number.
+        # Subtrees that a holder has lost, except for texts used at `number` or later:
+        # (node, generation, holder, number).
         self._lost: list[tuple[int, int, Holder, int]] = []
         self._plant()
 
@@ -107,17 +107,17 @@ class PrefixTree(Generic[Holder]):
         self._masks: list[int] = [0]
         self._parents = array("I", [ROOT])
         self._kids = array("H", [0])
-        self._used = array("Q", [0])  # numbers of the latest use, as `insert` got them
-        self._generations = array("I", [0])  # another one for each life of a node
+        self._used = array("Q", [0])  # `number` of the latest `insert`
+        self._generations = array("I", [0])  # changes whenever a node number is vacated
         # A ring by last use, through the root: newer[ROOT] is the oldest, older[ROOT] the newest.
         self._older = array("I", [ROOT])
         self._newer = array("I", [ROOT])
-        # By first byte: parent -> child. Parted, so that no growth of a table takes long.
+        # By first byte: parent -> child. Many tables, so that growing one never takes long.
         self._edges: list[dict[int, int]] = [{} for _ in range(256)]
         self._free = array("I")
 
     def _replant(self) -> None:
-        """Memory of the columns is freed in steps: at once it takes milliseconds."""
+        """The memory of the columns is freed in steps, because freeing it in one takes too long."""
         columns = (self._labels, self._masks, self._parents, self._kids, self._older, self._newer)
         more = (self._used, self._generations, self._free)
         self._waste += [*columns, *more, *self._edges]
@@ -136,7 +136,7 @@ class PrefixTree(Generic[Holder]):
         return list(self._bits)
 
     def size_of(self, holder: Holder) -> int:
-        """Bytes of the texts that it holds."""
+        """Bytes of the texts that the holder has."""
         return self._sizes.get(self._bits.get(holder, 0), 0)
 
     def sizes_of(self, holders: Iterable[Holder]) -> list[int]:
@@ -162,8 +162,8 @@ class PrefixTree(Generic[Holder]):
         return found
 
     def match(self, text: bytes, among: int = -1) -> tuple[int, int]:
-        """The length of the text that any holder of the mask `among` has, and the mask of all
-        holders of that much. Changes nothing; only `insert` counts as a use."""
+        """The longest prefix of the text, in bytes, that a holder of the mask `among` has, and the
+        mask of its holders. Changes nothing; only `insert` counts as a use."""
         edges, labels, masks = self._edges, self._labels, self._masks
         among &= self._live
         node, at, end, holders = ROOT, 0, len(text), 0
@@ -184,7 +184,7 @@ class PrefixTree(Generic[Holder]):
         return at, holders
 
     def depths(self, text: bytes, among: int = -1) -> dict[Holder, int]:
-        """The matching length of each holder, of the mask `among`, that has any of the text."""
+        """The matching length, in bytes, of each holder of the mask `among` that has any."""
         lengths: dict[Holder, int] = {}
         edges, labels, masks = self._edges, self._labels, self._masks
         node, at, end, left = ROOT, 0, len(text), among & self._live
@@ -207,11 +207,11 @@ class PrefixTree(Generic[Holder]):
         return lengths
 
     def insert(self, text: bytes, holder: Holder, number: int = 0) -> InsertedText | None:
-        """`holder` has the text now; this is also its latest use. `number`: of this use, 0 or one
-        that never falls; only texts with one can be followed by `forget_below`."""
+        """Add `holder` to the text, which counts as a use. `number`: sequence number of this use
+        that never decreases, or 0: then None is returned, so `forget_below` can't be used."""
         self._keep_up()
         if self.size > self.max_size + (self.max_size >> 2):
-            return None  # a flood of short ends can outrun the eviction: then learn nothing new
+            return None  # eviction can't keep up with very many short labels: add nothing
         bit = self._bits.get(holder) or self._admit(holder)
         edges, labels, masks = self._edges, self._labels, self._masks
         node, at, end, path, grown = ROOT, 0, len(text), [], 0
@@ -246,11 +246,11 @@ class PrefixTree(Generic[Holder]):
         return InsertedText(last, self._generations[last], end, held)
 
     def forget_below(self, text: InsertedText, holder: Holder, length: int, before: int) -> None:
-        """`holder` has lost what it had below the first `length` bytes of this text, branches too,
-        except what was used at the number `before` or later: so the text itself stays."""
+        """Remove `holder` from everything below the first `length` bytes of this text, branches
+        included, except for texts used at number `before` or later, such as this text itself."""
         node, generations = text.node, self._generations
         if node >= len(generations) or generations[node] != text.generation:
-            return  # evicted since, or joined with what follows it
+            return  # evicted since, or joined with its child
         start = text.length - len(self._labels[node])
         while start > length and node != ROOT:
             node = self._parents[node]
@@ -260,7 +260,7 @@ class PrefixTree(Generic[Holder]):
             self._prune(PRUNED_PER_REPORT)
 
     def forget(self, holder: Holder) -> None:
-        """It holds nothing from now on; the memory is freed in steps."""
+        """Remove the holder; the memory is freed in steps."""
         bit = self._bits.pop(holder, 0)
         if bit:
             del self._sizes[bit]
@@ -274,7 +274,7 @@ class PrefixTree(Generic[Holder]):
             self.forget(holder)
 
     def columns(self) -> TreeColumns[Holder]:
-        """A copy, for another program: some milliseconds for a hundred thousand nodes."""
+        """A copy, for a new program in an upgrade; blocks for milliseconds if the tree is large."""
         dead = self._dead
         return TreeColumns(
             list(self._labels), [mask & ~dead for mask in self._masks], self._parents[:],
@@ -282,8 +282,8 @@ class PrefixTree(Generic[Holder]):
         )  # fmt: skip
 
     def restore(self, names: Sequence[Holder | None]) -> None:
-        """Have the holders of another tree; this one is new, and nothing but `restore_nodes` is
-        called before all of its nodes are here."""
+        """Take the holders of another tree. This tree must be new, and until all nodes are restored
+        only `restore_nodes` may be called."""
         for place, holder in enumerate(names):
             self._names.append(holder)
             if holder is None:
@@ -294,8 +294,8 @@ class PrefixTree(Generic[Holder]):
         self.membership += 1
 
     def restore_nodes(self, nodes: Iterable[tuple[int, bytes, int]]) -> None:
-        """The next nodes: the parent, as the number of an earlier one (from 1 on) or ROOT, label
-        and mask; the one that was used last comes first."""
+        """Add the next nodes: parent (the number of an earlier node, from 1 on, or ROOT), label
+        and mask; the most recently used node comes first."""
         older, newer = self._older, self._newer
         for parent, label, mask in nodes:
             node = self._grow(parent, label, mask)
@@ -306,7 +306,7 @@ class PrefixTree(Generic[Holder]):
                 self._sizes[self._bits[holder]] += len(label)
 
     def maintain(self, *, evict: bool) -> bool:
-        """One slice of upkeep; whether more is to do. `evict` cuts back to `max_size`."""
+        """Do one slice of upkeep; returns whether more is left. `evict`: shrink to `max_size`."""
         if self._dead:
             self._sweep(SWEPT_PER_SLICE)
         elif self._lost:
@@ -318,7 +318,7 @@ class PrefixTree(Generic[Holder]):
         return bool(self._dead or self._waste or self._lost) or (evict and self.oversized)
 
     def _keep_up(self) -> None:
-        """What every insert pays, so that neither a flood nor the forgotten can pile up."""
+        """Upkeep at every insert, so that neither new texts nor removed holders accumulate."""
         if self._dead:
             self._sweep(SWEPT_PER_INSERT)
         elif self._lost:
@@ -331,7 +331,7 @@ class PrefixTree(Generic[Holder]):
 
     def _admit(self, holder: Holder) -> int:
         used_bits = self._live | self._dead
-        bit = ~used_bits & (used_bits + 1)  # the lowest that is free
+        bit = ~used_bits & (used_bits + 1)  # the lowest free bit
         self._bits[holder] = bit
         bit_index = bit.bit_length() - 1
         if bit_index == len(self._names):
@@ -369,7 +369,7 @@ class PrefixTree(Generic[Holder]):
         return self._new(label, mask, parent)
 
     def _split(self, node: int, length: int) -> int:
-        """A new parent takes the first `length` bytes of the node's label."""
+        """Insert a parent that takes the first `length` bytes of the node's label."""
         label = self._labels[node]
         upper = self._new(label[:length], self._masks[node] & self._live, self._parents[node])
         self._labels[node] = label[length:]
@@ -380,7 +380,7 @@ class PrefixTree(Generic[Holder]):
         return upper
 
     def _join(self, node: int, only: int) -> None:
-        """The only child takes over its parent's label and place."""
+        """Replace a node by its only child, whose label is extended by that of the node."""
         label, lower = self._labels[node], self._labels[only]
         parent = self._parents[node]
         self._edges[label[0]][parent] = only
@@ -390,7 +390,7 @@ class PrefixTree(Generic[Holder]):
         self._vacate(node)
 
     def _use(self, path: list[int], number: int) -> None:
-        """The deepest first: a parent is newer than its children. `number`: of this use."""
+        """Mark the nodes as used, the deepest first: a parent is newer than its children."""
         older, newer, used = self._older, self._newer, self._used
         newest = older[ROOT]
         for node in reversed(path):
@@ -438,7 +438,7 @@ class PrefixTree(Generic[Holder]):
         self.nodes -= 1
 
     def _prune(self, budget: int) -> None:
-        """Go on with what holders have lost, from the top: a match stops where it was lost."""
+        """Continue to remove holders from lost subtrees: from the top, so matches stop there."""
         lost, masks, generations = self._lost, self._masks, self._generations
         while budget and lost:
             node, generation, holder, before = lost.pop()
@@ -474,7 +474,7 @@ class PrefixTree(Generic[Holder]):
         return found
 
     def _sweep(self, budget: int) -> None:
-        """Remove dropped holders from the nodes, and nodes without holders from the tree."""
+        """Remove dead holders from the nodes, and nodes without holders from the tree."""
         if not self._sweeping:
             self._sweeping, self._cursor = self._dead, 1
         sweeping, masks, count = self._sweeping, self._masks, len(self._labels)

@@ -1,9 +1,9 @@
-"""The data-parallel rank that a client asks for, and the one key that tells an engine its rank.
+"""The data-parallel rank that a client requests, and the body key that passes a rank to an engine.
 
 A client may choose a rank by the header `X-data-parallel-rank` or by a key of a JSON body. Pure.
-Invariant: what the client chose is what the engine gets, or the request is refused; without ranks
-in the fleet nothing here runs, and the engines judge such a header or key themselves.
-Source: features.md 8 (which route of which engine hears what).
+Invariant: the engine gets the rank that the client chose, or the request is refused. Without ranks
+in the fleet nothing here runs, and the engines handle such a header or key themselves.
+Source: features.md 8 (which engine reads the rank from where, by route).
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from omni_proxy.wire.request import RANK_HINT
 
 BODY_KEY: Final = "routed_dp_rank"
 OLD_BODY_KEY: Final = "data_parallel_rank"  # of earlier SGLang versions
-# A body without these has neither key: a part of both, and how an escaped ASCII letter begins.
+# A body that has neither of these has neither key: a part of both keys, and the start of an escaped
+# ASCII letter.
 _COMMON_PART: Final = b"_rank"
 _ESCAPE: Final = b"\\u00"
-_BACKSLASH: Final = b"\\"  # one byte is found in a tenth of the time
+_BACKSLASH: Final = b"\\"  # searched first: a single byte is found much faster
 _NUL: Final = b"\0"
-_WIDE_MARKS: Final = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # UTF-32 begins with the same, or a 0
+_WIDE_MARKS: Final = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # UTF-32: the same, or a NUL first
 # SGLang ignores the header on these routes.
 BODY_ONLY_PATHS: Final = frozenset(("/generate",))
 _KEYS: Final = (BODY_KEY, OLD_BODY_KEY)
 _HIGHEST: Final = 1 << 31
 _MAX_DIGITS: Final = len(str(_HIGHEST))
-# In the place of all members of a large body: one more key comes before some others.
+# Stands for the members of a large body, for `splice_parts`: the body is an object and not empty.
 _SOME_MEMBER: Final = (JsonMember(b"", 0, 0, 0),)
 
 
 def may_name_rank(body: bytes) -> bool:
-    """Whether the body may have one of the keys; cheap."""
-    # `find` in the place of `in`, which raises and clears an error first.
+    """Whether the body may contain one of the keys; fast."""
+    # `find` instead of `in`, which is slower: it raises and clears an error internally.
     return (
         body.find(_COMMON_PART) >= 0
         or (body.find(_BACKSLASH) >= 0 and body.find(_ESCAPE) >= 0)
-        or body.find(_NUL, 0, 2) >= 0  # as `_is_of_other_encoding`, without a frame
+        or body.find(_NUL, 0, 2) >= 0  # `_is_of_other_encoding`, inlined
         or body.startswith(_WIDE_MARKS)
     )
 
 
 def _is_of_other_encoding(body: bytes) -> bool:
-    """Whether it is in UTF-16 or UTF-32, as a JSON text is that begins so (RFC 4627, 3)."""
+    """Whether the JSON text is in UTF-16 or UTF-32, by its first bytes (RFC 4627, 3)."""
     return body.find(_NUL, 0, 2) >= 0 or body.startswith(_WIDE_MARKS)
 
 
 def pin_to_rank(need: Requirements, hints: Mapping[bytes, bytes], body: bytes) -> None:
-    """Fill in `dp_rank` and `names_rank_in_body`, from the header (`hints`) and the body.
+    """Set `dp_rank` and `names_rank_in_body` from the header (`hints`) and the body.
 
-    Raises HttpError 400 for a value that is no rank, for two that differ, and for a key that is
-    there twice.
+    Raises HttpError 400 for an invalid rank, for two different ranks, and for a duplicate key.
     """
     chosen = {
         where: _rank(where, value)
@@ -105,7 +105,7 @@ def _rank(where: str, value: bytes) -> int:
     rank = int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else _HIGHEST
     if rank >= _HIGHEST:
         shown = text[:40].decode("latin-1")
-        raise _bad(f"{where}: {shown!r} is no data-parallel rank, which is a number from 0 on")
+        raise _bad(f"{where}: {shown!r} is not a data-parallel rank; use a number, 0 or more")
     return rank
 
 
@@ -114,7 +114,7 @@ def _bad(message: str) -> HttpError:
 
 
 def candidates_of_rank(candidates: Sequence[Worker], index: int) -> list[Worker]:
-    """Those that are this rank; a worker without ranks is its own rank 0."""
+    """The candidates with this rank; a worker without ranks counts as rank 0."""
     return [
         target
         for target in candidates
@@ -123,8 +123,8 @@ def candidates_of_rank(candidates: Sequence[Worker], index: int) -> list[Worker]
 
 
 def rank_error(candidates: Sequence[Worker], workers: Sequence[Worker], index: int) -> HttpError:
-    """The 400 for a rank that can't be taken. `candidates`: what could be, whatever its rank;
-    `workers`: all of the fleet."""
+    """The 400 for a rank that can't take the request. `candidates`: targets of any rank that could;
+    `workers`: all workers of the fleet."""
     free = ", ".join(target.display_id for target in candidates)
     ranks = max((len(worker.dp_ranks) for worker in workers), default=0)
     why = "is full or out of rotation" if index < max(1, ranks) else "does not exist"
@@ -134,11 +134,11 @@ def rank_error(candidates: Sequence[Worker], workers: Sequence[Worker], index: i
 def body_for_rank(
     path: str, need: Requirements, rank: DpRank, body: bytes
 ) -> list[bytes | memoryview]:
-    """The body for this rank, in parts: with one key more on routes whose engine ignores the
-    header, unless the client named the rank itself. Raises HttpError 400 for what is no object."""
+    """The body for this rank, in parts: with an added key on routes whose engine ignores the
+    header, unless the client's body has one. Raises HttpError 400 if the body is not an object."""
     if path not in BODY_ONLY_PATHS or need.names_rank_in_body or need.body_fields is None:
         return [body]
     members = None
     if need.large_body_class and not need.ranks_in_large_body:
-        members = _SOME_MEMBER  # it was walked: it is an object, has neither key, and is not empty
+        members = _SOME_MEMBER  # the body was scanned: an object, not empty, with neither key
     return splice_parts(body, {BODY_KEY: b"%d" % rank.index}, members)

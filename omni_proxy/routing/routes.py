@@ -1,7 +1,7 @@
-"""The route table: which paths are model traffic, and what each requires of a worker.
+"""The route table: the paths of model traffic, and the requirements of each on a worker.
 
-There is no catch-all: a path of this table, or of [[routes]] in the configuration, goes to a
-worker, any other to the admin API. Source: omni-router.md 4, 7 and 12; features.md 4.
+There is no catch-all: requests for a path in this table, or in [[routes]] of the configuration, go
+to a worker, all others to the admin API. Source: omni-router.md 4, 7 and 12; features.md 4.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from omni_proxy.fleet.worker import capability_mask, counter_offset
 class BodyKind(Enum):
     """How the inspection reads a body."""
 
-    JSON = "json"  # if the content type is that
+    JSON = "json"  # only if the content type is JSON
     ALWAYS_JSON = "always_json"
     FORM = "form"
     OPAQUE = "opaque"
 
 
-# Of an enum itself a member costs 0.2 us to look up in Python 3.11, ten times a name of a module.
+# Looking up a member of an enum is ten times slower than a module name in Python 3.11.
 JSON, ALWAYS_JSON, FORM, OPAQUE = BodyKind
 
 
 class Pinning(Enum):
-    """Routes that are bound to one worker instead of chosen by the policy."""
+    """How a route is bound to one worker, instead of a choice by the policy."""
 
     ANY = "any"
     VOICE_OWNER = "voice_owner"
     NAMED = "named"  # by the header x-sglang-omni-route-worker
-    RESPONSE_OWNER = "response_owner"  # see `routing.responses`
+    RESPONSE_OWNER = "response_owner"  # see `routing.stored_responses`
 
 
 UNPINNED, VOICE_OWNER, NAMED, RESPONSE_OWNER = Pinning
@@ -41,9 +41,10 @@ UNPINNED, VOICE_OWNER, NAMED, RESPONSE_OWNER = Pinning
 
 @dataclass(frozen=True, slots=True)
 class Legs:
-    """What prefill and decode workers do for the requests of a route. `connectors`: with which they
-    are served in two legs. `alone`: with which a decode worker can serve them whole, where
-    [routing.disaggregation] allows it. `no_model`: they need no model, so that it always can."""
+    """How prefill and decode workers serve the requests of a route. `connectors`: those with which
+    requests are served in two legs. `alone`: those with which a decode worker can serve whole
+    requests, if [routing.disaggregation] allows it. `no_model`: the requests need no model, so that
+    a decode worker can always serve them."""
 
     connectors: frozenset[str] = frozenset()
     alone: frozenset[str] = frozenset()
@@ -55,15 +56,15 @@ NO_LEGS = Legs()
 BOTH_ENGINES = Legs(_VLLM | {"sglang"}, _VLLM)
 SGLANG_ONLY = Legs(frozenset(("sglang",)), _VLLM)
 VLLM_ONLY = Legs(_VLLM, _VLLM)
-DECODE_ALONE = Legs(alone=_VLLM)  # the route's requests have no field for the transfer
+DECODE_ALONE = Legs(alone=_VLLM)  # requests of the route have no field for the KV transfer
 NO_MODEL = Legs(no_model=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row. `traffic` is the class its counts are kept under (omni-router.md 3), `counter_index`
-    where they begin. `text`: the keys of the body whose content is the prefix text, where those are
-    others than `prefix_text` knows."""
+    """One route. `traffic`: class of its counters (omni-router.md 3), which begin at
+    `counter_index`. `text`: keys of the body whose content is the prefix text, if they differ from
+    those that `prefix_text` reads by default."""
 
     path: str
     methods: frozenset[str]
@@ -151,11 +152,11 @@ _CANCEL = Route(
     capability_mask(["chat"]), BodyKind.OPAQUE, Pinning.RESPONSE_OWNER, legs=NO_MODEL,
 )  # fmt: skip
 _EXACT[_SPEECH_STREAM.path] = _SPEECH_STREAM
-MODEL_PATHS = tuple(_EXACT)  # those that are spelled out
+MODEL_PATHS = tuple(_EXACT)  # paths without parameters
 
 
 class MethodNotAllowed(Exception):
-    """The path is a model route, the method is not one of it."""
+    """The path is a model route that doesn't have the method."""
 
     def __init__(self, allowed: frozenset[str]) -> None:
         super().__init__("Method Not Allowed")
@@ -163,7 +164,7 @@ class MethodNotAllowed(Exception):
 
 
 def match_route(method: str, path: str) -> Route | None:
-    """The row of a built-in model route, None for any other path. Raises MethodNotAllowed."""
+    """The built-in model route of a path, None for any other path. Raises MethodNotAllowed."""
     row = _EXACT.get(path)
     if row is None:
         row = (
@@ -183,7 +184,8 @@ ConfiguredRoutes = Mapping[str, Route]
 
 
 def configured_routes(entries: Iterable[RouteEntry]) -> ConfiguredRoutes:
-    """By path. Each is a class of its own, `configured`, read and picked as a chat is."""
+    """Configured routes by path. Their traffic class is `configured`; requests are inspected and
+    routed like chat requests."""
     return {
         entry.path: Route(
             entry.path, frozenset(entry.methods), "configured",
@@ -194,7 +196,7 @@ def configured_routes(entries: Iterable[RouteEntry]) -> ConfiguredRoutes:
 
 
 def match_configured(routes: ConfiguredRoutes, method: str, path: str) -> Route | None:
-    """As `match_route`, of a path that has no built-in row. Raises MethodNotAllowed."""
+    """Like `match_route`, for a path without a built-in route. Raises MethodNotAllowed."""
     row = routes.get(path)
     if row is not None and method not in row.methods:
         raise MethodNotAllowed(row.methods)

@@ -1,9 +1,9 @@
-"""The routes of /v1/responses: only the worker that made a response has stored it.
+"""Stored responses of /v1/responses: a request that refers to one goes to the worker that has it.
 
-Pure. Invariant: the id of a response is recorded, with its worker, before the client can see it;
-its bytes are not changed. At most `MAX_RESPONSES` are kept, the least recently used are dropped. A
-request for a response of an unknown worker goes to any worker, which answers it. Source:
-features.md 4 (contracts).
+Pure. Invariant: the id of a response is recorded with its worker before the client receives it; the
+response is not modified. At most `MAX_RESPONSES` ids are kept, the least recently used are dropped.
+A request that refers to an unknown id may go to any worker, which answers it. Source: features.md 4
+(contracts).
 """
 
 from __future__ import annotations
@@ -22,28 +22,27 @@ from omni_proxy.routing.routes import NAMED, UNPINNED
 
 STEM: Final = "/v1/responses/"
 MAX_RESPONSES: Final = 100_000
-SCANNED_BYTES: Final = 16 * 1024  # of a response; its id stands at the beginning
+SCANNED_BYTES: Final = 16 * 1024  # of a response: its id is near the beginning
 _OWN_ID: Final = re.compile(rb'"id"\s*:\s*"(resp_[^"\\]{1,251})"')
 _ANY_ID: Final = re.compile(rb'"id"\s*:\s*"([^"\\]{1,256})"')
 
 
 class ResponseOwners(Protocol):
-    """Which worker made a response, by its id. `now` is monotonic seconds."""
+    """Workers by the ids of responses that they stored. `now` is monotonic seconds."""
 
     def find(self, key: str, now: float) -> Worker | None: ...
     def keep(self, key: str, worker: Worker, now: float) -> None: ...
 
 
 def own_response_owners() -> ResponseOwners:
-    """In this process's memory."""
+    """A table in this process's memory."""
     owners = OwnSessions()
     owners.tune(MAX_RESPONSES, 0)
     return owners
 
 
 def named_response(path: str, body: bytes) -> str:
-    """The response id in a request: that of its path, or the one that it continues; "" without
-    one."""
+    """The response id that a request refers to, in its path or as `previous_response_id`; or ""."""
     if path.startswith(STEM):
         return unquote(path.removeprefix(STEM).partition("/")[0])
     return read_text(keyed_value(body, "previous_response_id")) or ""
@@ -52,7 +51,7 @@ def named_response(path: str, body: bytes) -> str:
 def pin_to_response_owner(
     requirements: Requirements, response_id: str, owners: ResponseOwners, now: float
 ) -> None:
-    """Bind `need` to the worker that made the response."""
+    """Pin the request to the worker that stored the response, if it is known."""
     worker = owners.find(response_id, now) if response_id else None
     if worker is None:
         requirements.pinning = UNPINNED
@@ -61,7 +60,7 @@ def pin_to_response_owner(
 
 
 class ResponseIdScanner:
-    """Finds the id at the beginning of a response, and reports it once."""
+    """Finds the id near the beginning of a response, and passes it to `match` once."""
 
     __slots__ = ("_found", "_head", "done")
 
@@ -71,7 +70,7 @@ class ResponseIdScanner:
         self.done = False
 
     def scan(self, chunk: bytes) -> None:
-        """The next bytes, of a body or of its chunked form: an id is rarely cut in two there."""
+        """Scan the next bytes. They may be in chunked encoding: an id is rarely split by it."""
         if self.done:
             return
         head = self._head = self._head + chunk[: SCANNED_BYTES - len(self._head)]

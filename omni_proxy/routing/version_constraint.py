@@ -1,7 +1,7 @@
-"""Which weight versions a request accepts: a label, a minimum epoch, or both.
+"""Version constraints of requests: a label, a minimum epoch, or both.
 
-Invariant: `reason_against` is empty exactly when `is_met_by` is true. A constraint that can't be
-parsed is refused and never ignored: the request must not get other weights.
+Invariant: `reason_against` is empty if and only if `is_met_by` is true. A constraint that can't be
+parsed is refused, never ignored: the request must not be served by other weights.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Final
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.wire.errors import HttpError
 
-LABEL_HINT: Final = b"weight-version"  # as hints are keyed
+LABEL_HINT: Final = b"weight-version"  # keys of request hints
 EPOCH_HINT: Final = b"min-weight-epoch"
 _EPOCH: Final = re.compile(rb"[0-9]{1,18}\Z")
 
 
 @dataclass(frozen=True, slots=True)
 class VersionConstraint:
-    """`label` as the client wrote it: the worker's own, or as answers show it."""
+    """`label`: as sent by the client; matches the worker's label or the form shown in responses."""
 
     label: str | None = None
     min_epoch: int = 0
@@ -31,7 +31,7 @@ class VersionConstraint:
         return label and version.epoch >= self.min_epoch
 
     def reason_against(self, version: WeightVersion) -> str:
-        """Why these weights don't satisfy it, else ""."""
+        """Why this version doesn't meet the constraint, or ""."""
         return "" if self.is_met_by(version) else f"has weights {version}, not {self}"
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""Which voices a speech request names, and whether they pin it to the worker that stores them.
+"""Voices in speech requests: requests that use an uploaded voice are pinned to its worker.
 
-Contract: omni-router.md 13. A request with its own reference audio needs no stored voice, nor does
-`default`. A body that was not read whole is pinned to the voice owner.
+Contract: omni-router.md 13. A request with its own reference audio, or for the voice `default`,
+needs no stored voice. A request whose body was not read completely is pinned to the voice owner.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SPEECH_TRAFFIC = frozenset(("speech_http", "speech_batch", "tts_websocket"))
 
 
 class _Item(msgspec.Struct, gc=False):
-    """Of a batch."""
+    """One item of a batch."""
 
     voice: msgspec.Raw = ABSENT
     speaker: msgspec.Raw = ABSENT
@@ -40,11 +40,11 @@ _items_in = ObjectListReader(_Item, least=len('{"voice":"v"}'))
 
 
 def pin_to_voice_owner(registry: VoiceRegistry, traffic: str, requirements: Requirements) -> None:
-    """Bind `need` to the owner where a voice of its own asks for that."""
+    """Pin the request to the voice owner if it uses a voice that is stored there."""
     if not registry.owner or traffic not in SPEECH_TRAFFIC:
         return
     payload = requirements.body_fields
-    # A session without a valid first message: any worker refuses it.
+    # A WebSocket session without a valid first message is not pinned: any worker refuses it.
     unread = (payload is None or bool(requirements.large_body_class)) and traffic != "tts_websocket"
     if unread or (payload is not None and registry.requires_owner(voice_names(payload))):
         requirements.pinning = VOICE_OWNER
@@ -52,7 +52,7 @@ def pin_to_voice_owner(registry: VoiceRegistry, traffic: str, requirements: Requ
 
 
 def voice_names(payload: BodyFields) -> Iterator[str]:
-    """Lower-case names of voices that may be uploaded ones, those of a batch's items too."""
+    """Names of voices that may be uploaded ones, in lower case, including those of batch items."""
     if not (is_list(payload.items) and is_truthy(payload.items)):
         yield from _named(payload, payload)
     for item in _items_in(payload.items):
@@ -60,7 +60,7 @@ def voice_names(payload: BodyFields) -> Iterator[str]:
 
 
 def _named(item: _Item | BodyFields, default: BodyFields) -> Iterator[str]:
-    """An item's fields win over the defaults of its batch."""
+    """Fields of an item take precedence over the defaults of its batch."""
     if has_voice_reference(item) or (item is not default and has_voice_reference(default)):
         return
     for voice in (item.voice, item.speaker, default.voice, default.speaker):
@@ -68,7 +68,7 @@ def _named(item: _Item | BodyFields, default: BodyFields) -> Iterator[str]:
             continue
         name = read_text(voice)
         if name is None and (is_list(voice) or starts_with(voice, b"{") or read_value(voice)):
-            return  # the first that says something says nothing of use
+            return  # the first field with a value decides, even if the value is invalid
         if name is not None:
             if name.lower() != "default":
                 yield name.lower()

@@ -1,10 +1,10 @@
 """A weighted choice among the targets of a model alias.
 
-Invariants: over `sum(weights)` choices with all targets available each target is chosen exactly as
-often as its weight says, evenly spread (the smooth weighted round robin of nginx). A session's
-order of targets depends on its key, the targets and their weights alone, so it is the same in every
-process, and a changed weight moves only the sessions that the change needs (weighted rendezvous
-hashing, Thaler and Ravishankar 1998). Pure: there is neither chance nor a clock in it.
+Invariants: over `sum(weights)` choices with all targets available, the number of choices of a
+target is its weight, evenly spread (nginx's smooth weighted round robin). A session's order of
+targets depends only on its key, the targets and their weights, so it is the same in every process,
+and a changed weight moves no more sessions than necessary (weighted rendezvous hashing, Thaler and
+Ravishankar 1998). Pure: uses neither randomness nor a clock.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Split:
     __slots__ = ("_credits", "models", "name", "rewrite", "weights")
 
     def __init__(self, entry: ModelAlias, previous: Split | None = None) -> None:
-        """`previous`: of the configuration before; equal targets go on where it was."""
+        """`previous`: the split before a reload; with equal targets its state is kept."""
         self.name = entry.name
         self.rewrite = entry.rewrite
         self.models = tuple(target.model for target in entry.targets)
         self.weights = tuple(target.weight for target in entry.targets)
-        # Of each target: how much of its share it has not got yet.
+        # By target: the part of its share that it has not received yet.
         self._credits = [0] * len(self.models)
         if previous is not None and previous._targets == self._targets:
             self._credits = previous._credits
@@ -42,7 +42,7 @@ class Split:
         return self.models, self.weights
 
     def choose(self, available: Sequence[int]) -> int:
-        """The next one of these targets, given by index."""
+        """The next target out of `available`; all are indices."""
         chosen = self.preview(available)
         for index in available:
             self._credits[index] += self.weights[index]
@@ -54,7 +54,7 @@ class Split:
         return max(available, key=lambda index: self._credits[index] + self.weights[index])
 
     def session_order(self, session: str) -> list[int]:
-        """All targets, by how much they are this session's."""
+        """Indices of all targets in the session's order of preference."""
         key = session.encode("utf-8", "surrogatepass")
         scores = [
             log(_point(model, key)) / weight
@@ -64,16 +64,16 @@ class Split:
 
 
 class AliasRequirement(msgspec.Struct, gc=False):
-    """Of a request that names the alias `split`. `session`: its key, "" without one."""
+    """State of a request that names the alias `split`. `session`: its affinity key, or ""."""
 
     split: Split
     session: str = ""
-    target: int = -1  # of the present or last attempt, by index; -1 before the first one
-    spans: list[tuple[int, int]] | None = None  # where the body names it; None: not looked for
+    target: int = -1  # index of the present or last attempt's target; -1 before the first attempt
+    spans: list[tuple[int, int]] | None = None  # of the alias in the body; None: not searched yet
 
     @property
     def model(self) -> str | None:
-        """The target's; None before the first attempt."""
+        """The target's model; None before the first attempt."""
         return None if self.target < 0 else self.split.models[self.target]
 
 
@@ -81,5 +81,5 @@ def _point(model: str, key: bytes) -> float:
     """A number above 0 and below 1, evenly distributed over keys."""
     text = model.encode("utf-8", "surrogatepass") + b"\0" + key
     digest = hashlib.blake2b(text, digest_size=8).digest()
-    # 52 bits and a half are exact in a double: never 0, never 1.
+    # 52 bits plus one half are exact in a double, so the result is never 0 or 1.
     return ((int.from_bytes(digest, "big") >> 12) + 0.5) / _POINTS

@@ -125,11 +125,11 @@ def test_an_alias_is_shown_with_its_targets_and_the_one_that_comes():
         {"model": "big", "weight": 9, "available": True},
         {"model": "small", "weight": 1, "available": False},
     ]
-    alias = {"name": "m", "target": "big", "reason": "it is its turn by weight", "targets": targets}
+    alias = {"name": "m", "target": "big", "reason": "next in turn by weight", "targets": targets}
     lines = render_explanation(explanation(pick=PICK, alias=alias))
     assert lines[1:3] == [
         "alias of  big (weight 9), small (weight 1, no worker for it)",
-        "target    big: it is its turn by weight",
+        "target    big: next in turn by weight",
     ]
     lines = render_explanation(explanation(pick=PICK, alias=alias | {"target": None}))
     assert not any(line.startswith("target") for line in lines)

@@ -268,7 +268,7 @@ def test_an_explanation_says_which_target_comes_and_counts_nothing(fleet):
         reported = explain_target(request(aliases), RegularWorkers(fleet))
         need = request(aliases)
         choose_target(need, RegularWorkers(fleet))
-        assert (reported.target, reported.reason) == (need.model, "it is its turn by weight")
+        assert (reported.target, reported.reason) == (need.model, "next in turn by weight")
     assert reported.available == [True, True]
     assert (
         explain_target(request(aliases, "s"), RegularWorkers(fleet)).reason

@@ -1,2 +1,1 @@
-"""Requests in two legs: the policies of the prefill and the decode pool, and the choice of a
-pair."""
+"""Requests in two legs: the policies of the prefill and decode pools, and picking a pair."""

@@ -1,7 +1,7 @@
-"""The 503 of a request that needs a prefill and a decode worker and finds no pair.
+"""The 503 for a request that needs a prefill and a decode worker, if there is no pair.
 
-Invariant: codes and texts are those of `routing.pick` where one pool lacks a worker; beyond these
-only why no two workers pair. Must change nothing.
+Invariant: codes and texts are those of `routing.pick` if a pool has no worker for the request; new
+ones only explain why no two workers pair. Must not change any state.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from omni_proxy.wire.errors import HttpError
 
 
 def no_pair_error(fleet: Fleet, need: Requirements, owner: str = "") -> HttpError:
-    """With the first reason that explains it: of the decode pool, then of the prefill pool, then
-    why no two pair; the 400 where only the rank that it names can't. Raises HttpError 404."""
+    """The error with the first reason found: in the decode pool, in the prefill pool, or why no two
+    workers pair. A 400 if only the rank that the request names can't take it. Raises HttpError
+    404."""
     if need.dp_rank != ANY_RANK:
         any_rank = changed(need, dp_rank=ANY_RANK)
         others = [each for each in _pools(fleet, any_rank)[1] if has_room(each)]
@@ -63,7 +64,7 @@ def _pools(fleet: Fleet, need: Requirements) -> tuple[Sequence[Worker], Sequence
 
 
 def held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[Worker]:
-    """As `workers_held_for_update`, of whichever pool is held, or of the regular workers."""
+    """Like `workers_held_for_update`: of the regular workers, or else of the pool that is held."""
     return (
         workers_held_for_update(fleet, need, owner)
         or workers_held_for_update(fleet, of_leg(fleet, need, "decode"), owner, "decode")
@@ -72,7 +73,7 @@ def held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[W
 
 
 def of_leg(fleet: Fleet, need: Requirements, role: Role) -> Requirements:
-    """What the request needs of this leg: a worker that it names counts for the leg of its role."""
+    """The request's requirements for this leg: pinning to a worker applies only to its own role."""
     named = fleet.get(need.named_worker) if need.pinning is NAMED else None
     if named is None or named.role in (role, "regular"):
         return need

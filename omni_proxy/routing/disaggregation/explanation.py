@@ -1,7 +1,7 @@
-"""Explains a placement: a verdict on each worker for its leg, both picks and the policies' reasons.
+"""Explains a placement: reasons against each worker for its leg, both picks and their reasons.
 
-Invariant: changes no state of a policy; a worker has no reasons exactly when `pick_placement` could
-choose it.
+Invariant: changes no state of a policy; a worker has no reasons if and only if `pick_placement`
+could choose it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WITHOUT_PREFILL: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefillPick:
-    """The other leg of an explained placement; `worker` None: `reason` says why there is none."""
+    """The prefill leg of an explained placement; without a worker, `reason` explains why."""
 
     worker: Worker | None
     policy: str
@@ -42,8 +42,8 @@ class PrefillPick:
 
 @dataclass(frozen=True, slots=True)
 class PlacementExplanation:
-    """`explanation`: of the worker that answers the client. `policy`: which picked it. `prefill`:
-    None where a regular worker takes the request, or nobody does."""
+    """`explanation`: for the worker that answers the client. `policy`: the one that picked it.
+    `prefill`: None if a regular worker takes the request, or no worker does."""
 
     explanation: Explanation
     policy: str
@@ -51,7 +51,7 @@ class PlacementExplanation:
 
 
 class _Previews:
-    """`PoolPolicies` whose picks change nothing."""
+    """`PoolPolicies` with previews, so that picks change no state."""
 
     def __init__(self, policies: PoolPolicies) -> None:
         self._policies = policies
@@ -73,13 +73,13 @@ class _Previews:
         return self._policies.uncached_tokens(candidates, requirements)
 
     def record_cached(self, worker: Worker, requirements: Requirements) -> None:
-        """A preview sends no prompt to anybody."""
+        """Does nothing: a preview sends no prompt."""
 
 
 def explain_placement(
     fleet: Fleet, need: Requirements, policy: Policy, policies: PoolPolicies, owner: str = ""
 ) -> PlacementExplanation:
-    """Verdicts are in registration order."""
+    """Reasons are in registration order."""
     if need.legs is NO_LEGS or not fleet.has_pools:
         return PlacementExplanation(explain(fleet, need, policy, owner), policy.name)
     pairing, previews, regular = Pairing(fleet), _Previews(policies), Preview(policy)
@@ -126,7 +126,7 @@ def _verdicts(
             reasons = _against_decode(worker, pools, lone, need)
         verdicts.append((worker, reasons))
     judged: dict[Worker, list[str]] = {}
-    for role in ("prefill", "decode", "regular"):  # each leg is picked among its own
+    for role in ("prefill", "decode", "regular"):  # each leg is picked among workers of its role
         judged |= with_veto(fleet, [each for each in verdicts if each[0].role == role])
     return [(target, judged[target]) for target, _ in verdicts]
 

@@ -1,13 +1,12 @@
-"""Picks the workers of a request where there are prefill and decode workers.
+"""Picks the workers of a request in a fleet with prefill and decode workers.
 
     decode worker     by decode_policy, among those that a prefill worker pairs with
     uncached < bound  the decode worker computes the prompt itself     (min_uncached_tokens)
     prefill worker    by prefill_policy, among those that pair with the decode worker
-    no pair           the decode worker alone (fallback = "decode"), else a regular worker
+    no pair           only a decode worker (fallback = "decode"), else a regular worker
 
-Invariants: both workers of a placement pair (`partners`); nothing is picked that is not routable,
-capable and below its limit; what was not tried yet comes first; a placement exists exactly when
-`is_eligible`.
+Invariants: both workers of a placement pair (`partners`); every picked worker is routable, capable
+and below its limit; untried workers are preferred; a placement exists if and only if `is_eligible`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from omni_proxy.wire.errors import HttpError
 
 
 class PoolChoice(Protocol):
-    """What the choice asks of `PoolPolicies`, or of a preview of them."""
+    """The part of `PoolPolicies` that picking needs; also implemented by previews."""
 
     @property
     def rules(self) -> DisaggregationConfig: ...
@@ -54,7 +53,7 @@ class PoolChoice(Protocol):
 
 
 class Policies(msgspec.Struct, frozen=True, gc=False):
-    """`regular`: of regular workers. `pools`: of the prefill and decode pools."""
+    """`regular`: the policy of regular workers. `pools`: those of the prefill and decode pools."""
 
     regular: Policy
     pools: PoolChoice
@@ -62,7 +61,7 @@ class Policies(msgspec.Struct, frozen=True, gc=False):
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
     """`worker` answers the client: a decode worker, or a regular one. `prefill`: the worker of the
-    other leg; None if `worker` computes the prompt itself. Then `reason` says why: "" for a regular
+    other leg; None if `worker` computes the prompt itself, with the `reason`: "" for a regular
     worker, else "cached", "fallback" or "no_model"."""
 
     worker: Worker
@@ -71,8 +70,8 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
 
 
 class _LastPools(msgspec.Struct, frozen=True, gc=False):
-    """Those of the last request: the next one mostly has the same. `revision`: of the fleet; no
-    worker of it has a limit then."""
+    """The pools of the last request: the next one usually has the same. `revision`: of the fleet,
+    in which no worker has a limit."""
 
     revision: int
     model: str | None
@@ -85,7 +84,7 @@ _NO_POOLS: Final = _LastPools(-1, None, 0, NO_LEGS, Pools((), (), (), {}))
 
 
 class Pairing:
-    """Finds the pools of a request; what does not depend on the moment is kept until the fleet
+    """Finds the pools of a request; results that don't depend on load are cached until the fleet
     changes."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -95,7 +94,7 @@ class Pairing:
         self._kept: dict[tuple[int, int, Legs], Pools] = {}
 
     def usual_pools(self, need: Requirements) -> Pools | None:
-        """Those of the last request, where they are this one's, too."""
+        """The pools of the last request, if they are also those of this one."""
         last = self._last
         if (
             last.revision == self.fleet.revision
@@ -110,7 +109,10 @@ class Pairing:
         return None
 
     def pools(self, need: Requirements) -> Pools:
-        """Those that can take it now. Raises HttpError 404 if it names an unknown worker."""
+        """The pools that can take the request now.
+
+        Raises HttpError 404 if it names an unknown worker.
+        """
         usual = self.usual_pools(need)
         if usual is not None:
             return usual
@@ -138,7 +140,7 @@ class Pairing:
             self._revision = self.fleet.revision
         key = (id(prefills), id(decodes), legs)
         kept = self._kept.get(key)
-        if kept is None:  # it refers to both lists, so that their ids stay theirs
+        if kept is None:  # `Pools` refers to both lists, so their ids are not reused
             kept = self._kept[key] = pair_up(prefills, decodes, legs)
         return kept
 
@@ -146,8 +148,8 @@ class Pairing:
 def pick_usual_pair(
     pairing: Pairing, need: Requirements, policies: PoolPolicies
 ) -> tuple[Worker, Worker] | None:
-    """The decode and the prefill worker that `pick_placement` gives for a first attempt, in fewer
-    steps; None where it has more to look at."""
+    """The decode and the prefill worker that `pick_placement` picks for a first attempt, in fewer
+    steps; None for requests that need `pick_placement`."""
     pools, built = pairing.usual_pools(need), policies.built
     if (
         pools is None
@@ -168,7 +170,7 @@ def pick_placement(
     tried: Collection[Worker] = (),
     owner: str = "",
 ) -> Placement:
-    """The workers for this attempt; of each pool one that was not tried yet if there is any.
+    """The workers for this attempt; in each pool an untried one if there is any.
 
     `owner` as for `pick_worker`. Raises HttpError 503 with the reason why there are none.
     """
@@ -188,14 +190,14 @@ def pick_placement(
 
 
 class _Preference(msgspec.Struct, frozen=True, gc=False):
-    """`tried`: workers of earlier attempts. `loads`: which engines are overloaded."""
+    """`tried`: workers of earlier attempts. `loads`: used to avoid overloaded engines."""
 
     tried: Collection[Worker]
     loads: EngineLoads
 
     def among(self, workers: Sequence[Worker]) -> Sequence[Worker]:
-        """Those that were not tried yet, or all; of these, those that are not overloaded, or all.
-        The same list where nobody is left out: policies recognize it."""
+        """The untried workers, or else all; of these, those that are not overloaded, or else all.
+        If none is left out, the same list object, which policies recognize."""
         if self.tried:
             workers = untried(workers, self.tried) or workers
         return self.loads.below_bounds(workers) if self.loads.overloaded else workers
@@ -230,7 +232,7 @@ def _two_legs(
     preference: _Preference,
 ) -> Placement:
     bound = policies.rules.min_uncached_tokens
-    # Before the pick, with which the policy believes that the prompt is cached there.
+    # Must be computed before the pick, after which the prompt counts as cached there.
     uncached = policies.uncached_tokens(decodes, need) if bound else None
     decode = policies.of("decode").pick(decodes, need)
     if uncached is not None:
@@ -257,7 +259,7 @@ def is_eligible(
 
 
 def could_take(pairing: Pairing, need: Requirements, policies: PoolChoice) -> bool:
-    """Whether there are workers for it that only have no room. Raises HttpError 404."""
+    """Whether there are workers for the request if limits are ignored. Raises HttpError 404."""
     fleet = pairing.fleet
     prefills, decodes = pinned(
         fleet,
@@ -278,8 +280,8 @@ def all_tried(
     tried: Collection[Worker],
     owner: str = "",
 ) -> bool:
-    """Whether the next attempt could only go where one has failed; false if nobody can take it.
-    Raises HttpError 404."""
+    """Whether the next attempt could only use workers that were tried; False if no worker can take
+    the request. Raises HttpError 404."""
     pools = pairing.pools(need)
     for decode in pools.paired:
         fresh = any(each.worker not in tried for each in pools.partners[decode])

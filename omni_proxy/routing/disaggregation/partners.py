@@ -1,7 +1,7 @@
-"""Which prefill and decode workers pair, and which decode workers may serve a request alone.
+"""Rules for pairs of prefill and decode workers, and for decode workers that serve whole requests.
 
-Two workers pair if they have the same KV connector, the same model and the same weights: a prompt
-that one version computed is never continued by another. Must not pick: `pairing` does.
+Two workers pair if they have the same KV connector, model and weights: a prompt that was computed
+by one version is never continued by another. Must not pick workers: `pairing` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def may_pair(prefill: Worker, decode: Worker) -> bool:
 
 
 def same_weights(one: WeightVersion, other: WeightVersion) -> bool:
-    """A label that is not known yet is no other version, the proxy's own epoch is."""
+    """An unknown label matches any label; epochs, which the proxy counts itself, must be equal."""
     if one.epoch != other.epoch:
         return False
     return one.label == other.label or one.label is None or other.label is None
@@ -35,8 +35,8 @@ def same_weights(one: WeightVersion, other: WeightVersion) -> bool:
 
 @dataclass(slots=True)
 class Pools:
-    """The workers of both pools that a request could use, and who pairs with whom. `paired`: the
-    decode workers that have a partner. Lists are shared and must not be changed."""
+    """The workers of both pools that a request could use. `paired`: decode workers that have a
+    partner; `partners`: their prefill workers. Lists are shared and must not be changed."""
 
     prefills: Sequence[Worker]
     decodes: Sequence[Worker]
@@ -45,7 +45,8 @@ class Pools:
 
 
 def pair_up(prefills: Sequence[Worker], decodes: Sequence[Worker], legs: Legs) -> Pools:
-    """Equal workers share a list of partners, by which policies recognize it."""
+    """Decode workers with equal properties share one list of partners, so that policies recognize
+    it by identity."""
     lists: dict[tuple[str, str | None, WeightVersion], Sequence[Worker]] = {}
     partners: dict[Worker, Sequence[Worker]] = {}
     for decode in decodes:
@@ -64,9 +65,9 @@ def pair_up(prefills: Sequence[Worker], decodes: Sequence[Worker], legs: Legs) -
 def pinned(
     fleet: Fleet, need: Requirements, prefills: Sequence[Worker], decodes: Sequence[Worker]
 ) -> tuple[Sequence[Worker], Sequence[Worker]]:
-    """Both pools without those that its pinning rules out: one worker may be named, of either
-    pool, and a data-parallel rank, which is that of the decode worker. Raises HttpError 404 for an
-    unknown worker."""
+    """Both pools without workers that the request's pinning excludes: it may name a worker of
+    either pool, and a data-parallel rank, which applies to the decode worker. Raises HttpError 404
+    for an unknown worker."""
     if need.dp_rank != ANY_RANK:
         decodes = candidates_of_rank(decodes, need.dp_rank)
     if need.pinning is UNPINNED:
@@ -82,15 +83,15 @@ def pinned(
 
 
 def alone(decodes: Sequence[Worker], legs: Legs, *, fallback: bool) -> Sequence[Worker]:
-    """The decode workers that may serve it without a prefill worker."""
+    """The decode workers that may serve the request without a prefill worker."""
     if legs.no_model:
         return decodes
     return [worker for worker in decodes if worker.kv_connector in legs.alone] if fallback else []
 
 
 def can_serve(workers: Iterable[Worker], *, fallback: bool, same_version: bool = True) -> bool:
-    """Whether these workers can serve requests: one that is regular, a pair, or a decode worker
-    that may serve alone. `same_version`: only workers with the same weights pair."""
+    """Whether these workers can serve requests: with a regular worker, a pair, or a decode worker
+    that may serve whole requests. `same_version`: only workers with the same weights pair."""
     pools: dict[str, list[Worker]] = {"prefill": [], "decode": []}
     for worker in workers:
         if worker.role == "regular":

@@ -1,8 +1,8 @@
-"""What a request could choose among when its worker was picked: kept for a few requests a second.
+"""Records of the candidates when a worker was picked, made for a few requests per second.
 
-Invariant: bounded, whatever the fleet: `MOST_CANDIDATES` rows, and the interval between two records
-grows with the fleet, so that making them costs a constant share of the time at most. A record is
-made by `explain_placement` the moment before the pick, so it changes nothing. Pure.
+Invariant: costs are bounded for any fleet: a record has at most `MOST_CANDIDATES` rows, and the
+interval between two records grows with the fleet, so that they take at most a constant share of
+the time. A record is made by `explain_placement` just before the pick and changes no state. Pure.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from omni_proxy.routing.policies import Policy
 MOST_CANDIDATES: Final = 16
 INTERVAL_SECS: Final = 0.5
 BURST: Final = 10
-BURST_WORKERS: Final = 1000  # of all records of a burst together: they may be one turn of the loop
+BURST_WORKERS: Final = 1000  # of all records of a burst, which may all be made in one loop turn
 SECS_PER_WORKER: Final = 0.005
 TEXT_CHARS: Final = 200
 
 
 class Candidate(NamedTuple):
     """A worker, or a rank of it. `against`: why it could not take the request, "" if it could.
-    `facts`: what the policy knew of it, by the names of POST /explain."""
+    `facts`: the policy's numbers for it, named as in POST /explain."""
 
     url: str
     rank: int | None
@@ -38,8 +38,8 @@ class Candidate(NamedTuple):
 
 
 class PickRecord(NamedTuple):
-    """`foreseen` and `reason`: the worker that the policy was to pick, and why; a policy that draws
-    lots may have picked another one. `total`: workers and ranks, those that are left out too."""
+    """`foreseen` and `reason`: the previewed worker, and why; a random policy may then have picked
+    another one. `total`: number of workers and ranks, including those not in `candidates`."""
 
     policy: str
     foreseen: str
@@ -49,9 +49,9 @@ class PickRecord(NamedTuple):
 
 
 def next_record(last_due: float, now: float, fleet: Fleet) -> float:
-    """From when on the next one may be made, with one made `now`. The mean is one in an interval;
-    after a while without requests, up to `BURST` may follow each other at once, fewer in a large
-    fleet."""
+    """The time from which the next record may be made, if one is made `now`. On average there is
+    one per interval; after a pause up to `BURST` may follow each other immediately, fewer in a
+    large fleet."""
     workers = len(fleet.workers)
     interval = INTERVAL_SECS + SECS_PER_WORKER * workers
     burst = max(1, min(BURST, BURST_WORKERS // max(1, workers)))
@@ -61,7 +61,7 @@ def next_record(last_due: float, now: float, fleet: Fleet) -> float:
 def record_pick(
     fleet: Fleet, need: Requirements, policy: Policy, pools: PoolPolicies, owner: str
 ) -> PickRecord:
-    """Of the pick that would be made now."""
+    """The record of the pick that would be made now."""
     explained = explain_placement(fleet, need, policy, pools, owner)
     explanation = explained.explanation
     picked = explanation.pick
@@ -88,7 +88,7 @@ def record_pick(
 
 
 def _facts_of(target: Worker, details: Mapping[str, object]) -> dict[str, float]:
-    """The numbers that the policy knows of this worker."""
+    """The policy's numbers for this worker."""
     facts: dict[str, float] = {}
     for name, by_url in details.items():
         known = by_url.get(target.url) if isinstance(by_url, Mapping) else None

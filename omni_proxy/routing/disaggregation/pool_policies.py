@@ -1,9 +1,9 @@
-"""The policies of the prefill and the decode pool, each with its own state, and what the decode
-workers are believed to have cached.
+"""The policies of the prefill and the decode pool, each with its own state, and predictions of what
+decode workers have cached.
 
-Invariant: each pool has its own policy object: the turns, prefix trees and sessions of one pool
-know nothing of the other's, nor of the regular workers'. A reload keeps the state of a policy whose
-name stays. A fleet without pools builds no policy here.
+Invariant: each pool has its own policy object: the turns, prefix trees and sessions of the two
+pools and of the regular workers are independent. A reload keeps the state of a policy whose name
+is unchanged. In a fleet without pools no policy is built here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from omni_proxy.routing.policies.event_aware import EventAware
 from omni_proxy.routing.policies.session_load import PrefixedSessions, Sessions
 from omni_proxy.routing.policies.sticky import Sticky
 
-BYTES_PER_TOKEN: Final = 4  # of UTF-8 text, in the mean of English and code
+BYTES_PER_TOKEN: Final = 4  # mean of UTF-8 text, for English and code
 SHORTEST_TOKEN: Final = {TOKENS: 2}  # bytes by mark: a digit and a comma
 POOLS: Final[tuple[Role, ...]] = ("prefill", "decode")
 
@@ -41,9 +41,9 @@ class PoolPolicies:
         self._routing = routing
         self._random_below = random_below
         self._now = now
-        self.built: dict[Role, Policy] = {}  # for those who ask often; `of` builds the others
-        self._needs_affinity_key: bool | None = None  # None: not asked under this configuration
-        self._knowledge: EventAware | None = None  # where the decode policy has none
+        self.built: dict[Role, Policy] = {}  # for frequent reads; `of` builds missing ones
+        self._needs_affinity_key: bool | None = None  # None: not computed for this configuration
+        self._knowledge: EventAware | None = None  # predictions, if the decode policy has none
         self._sessions: Sessions | None = None
         self._held: tuple[frozenset[str], Callable[[Worker], bool]] | None = None
         self._blocks: BlockIndex | None = None
@@ -57,7 +57,7 @@ class PoolPolicies:
         return policy
 
     def configure(self, routing: RoutingConfig) -> None:
-        """Put another configuration in force."""
+        """Apply another configuration."""
         self._routing, self.rules = routing, routing.disaggregation
         self._needs_affinity_key = None
         for role, before in self.built.items():
@@ -68,32 +68,32 @@ class PoolPolicies:
             self._knowledge.reconfigure(routing)
 
     def use_sessions(self, sessions: Sessions) -> None:
-        """A table for sticky sessions that other policies use too."""
+        """Use a table of sticky sessions that is shared with other policies."""
         self._sessions = sessions
         for role, policy in self.built.items():
             self._share_sessions(role, policy)
 
     def use_blocks(self, blocks: BlockIndex) -> None:
-        """As for `Policy`."""
+        """See `Policy.use_blocks`."""
         self._blocks = blocks
         for policy in self._known():
             policy.use_blocks(blocks)
 
     def use_hints(self, hints: ClusterHints) -> None:
-        """As for `Policy`, with notes of sessions."""
+        """See `Policy.use_hints`; also shares sessions."""
         self._hints = hints
         for role, policy in self.built.items():
             self._share_hints(role, policy)
 
     def place_session(self, digest: bytes, worker: Worker | None) -> None:
-        """As for `Sticky`; `worker` None: in whichever pool it was."""
+        """See `Sticky.place_session`; `worker` None: the session is finished in both pools."""
         for role, policy in self.built.items():
             if isinstance(policy, Sticky) and (worker is None or worker.role == role):
                 policy.place_session(digest, worker)
 
     def hold_for(self, reasons: frozenset[str], is_member: Callable[[Worker], bool]) -> None:
-        """As for `Sticky`: a session waits for its decode worker, whose cache has its past; not for
-        its prefill worker."""
+        """See `Sticky.hold_for`. A session waits only for its decode worker, which has its context
+        cached, not for its prefill worker."""
         self._held = (reasons, is_member)
         policy = self.built.get("decode")
         if isinstance(policy, Sticky):
@@ -106,7 +106,7 @@ class PoolPolicies:
         return self._needs_affinity_key
 
     def held_worker(self, requirements: Requirements) -> Worker | None:
-        """The decode worker that its session waits for; None where it does not wait."""
+        """The decode worker that the request's session waits for; None if it does not wait."""
         policy = self.of("decode")
         return policy.held_worker(requirements) if isinstance(policy, Sticky) else None
 
@@ -119,7 +119,7 @@ class PoolPolicies:
         return any(known)
 
     def session_count(self, worker: Worker) -> int:
-        """The sessions of its pool that are at this worker."""
+        """Number of sessions at this worker, in the policy of its pool."""
         policy = self.built.get(worker.role)
         return policy.session_count(worker) if isinstance(policy, Sticky) else 0
 
@@ -132,7 +132,7 @@ class PoolPolicies:
             policy.maintain(now)
 
     def stats(self) -> dict[str, dict[str, object]]:
-        """JSON-able, by role; empty while no pool was used."""
+        """JSON-serializable, by role; empty until a pool was used."""
         return {
             role: {"name": policy.name, **policy.stats()} for role, policy in self.built.items()
         }
@@ -140,9 +140,9 @@ class PoolPolicies:
     def uncached_tokens(
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> Callable[[Worker], int | None]:
-        """How many tokens of the prompt each candidate would have to compute, by its cache as known
-        before this request; None where that is unknown. What is behind the text that is compared
-        counts as not cached.
+        """A function that returns how many tokens of the prompt a candidate would have to compute,
+        by its predicted cache before this request; None if that is unknown. Text after the compared
+        part counts as uncached.
         """
         known = self.of("decode").cached_prefix(candidates, requirements)
         if known is None:
@@ -155,7 +155,7 @@ class PoolPolicies:
         return lambda worker: most + estimate_tokens(mark, text[1 + cached.get(worker, 0) :])
 
     def record_cached(self, worker: Worker, requirements: Requirements) -> None:
-        """The decode worker gets this prompt: it has it cached from now on."""
+        """The prompt is sent to the decode worker and counts as cached there from now on."""
         if self._knowledge is not None:
             self._knowledge.record_pick(worker, requirements)
 
@@ -195,7 +195,7 @@ class PoolPolicies:
 
 
 def bytes_beyond(text: bytes, requirements: Requirements) -> int:
-    """Of the prompt, behind the text that is compared; -1 where the whole prompt was not read."""
+    """Bytes of the prompt after the compared text; -1 if not all of the prompt was read."""
     if len(text) < LIMIT:
         return 0
     fields = requirements.body_fields
@@ -205,7 +205,7 @@ def bytes_beyond(text: bytes, requirements: Requirements) -> int:
 
 
 def estimate_tokens(mark: bytes, text: bytes) -> int:
-    """How many tokens these bytes of prefix text are. Token ids are spelled as in JSON."""
+    """Estimated number of tokens in these bytes of prefix text; token ids are JSON text."""
     if mark == TOKENS:
         return text.count(b",") + bool(text.strip(b" ,]\r\n\t"))
     return -(-len(text) // BYTES_PER_TOKEN)

@@ -1,1 +1,1 @@
-"""Reading a request for routing: its requirements, model, affinity key and prefix. Pure."""
+"""Inspection of requests for routing: requirements, model, affinity key and prefix. Pure."""

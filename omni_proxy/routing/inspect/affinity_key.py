@@ -1,10 +1,9 @@
-"""The affinity key of a request: what keeps a session, or a client, with one worker.
+"""The affinity key of a request, which keeps a session, or a client, on one worker.
 
-The first header of `[routing] session_headers` that is present names the session, else the first
-key of `session_body_keys` that the JSON body has (routers.md 1.1, features.md 6). Invariant: equal
-bytes give the same key, in a header, in a body (as UTF-8) and in `POST /finish_session`; a key is
-at most `MAX_KEY_BYTES` long. The body is parsed only where a key of it is configured and no header
-has named the session.
+It is the first header of `[routing] session_headers` that is present, else the first key of
+`session_body_keys` in the JSON body (routers.md 1.1, features.md 6). Invariant: equal bytes give
+the same key in a header, in a body (as UTF-8) and in `POST /finish_session`; a key has at most
+`MAX_KEY_BYTES`. The body is parsed only if a body key is configured and no header has a value.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ import msgspec
 
 from omni_proxy.config.schema import Config
 
-MAX_KEY_BYTES: Final = 256  # a longer value is hashed, so that a huge cookie costs no memory
-MAX_BODY_BYTES: Final = 8 * 1024 * 1024  # parsing more would keep all other requests waiting
-MAX_ODD_BODY_BYTES: Final = 1024 * 1024  # of a body that only Python's own reader accepts
+MAX_KEY_BYTES: Final = 256  # longer values are hashed, so that huge cookies take no memory
+MAX_BODY_BYTES: Final = 8 * 1024 * 1024  # parsing more would delay all other requests
+MAX_ODD_BODY_BYTES: Final = 1024 * 1024  # for bodies that only Python's JSON reader accepts
 _KEY_HEADERS: Final = ("authorization", "x-api-key")
 _ABSENT: Final = msgspec.Raw()
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -30,7 +29,7 @@ _decode_value: Final = msgspec.json.Decoder().decode
 
 
 class AffinityKeyReader:
-    """`headers` in lower case, `body_keys` dotted; both in the order of preference."""
+    """`headers` in lower case, `body_keys` dotted; both in order of preference."""
 
     def __init__(self, headers: Sequence[str], body_keys: Sequence[str] = ()) -> None:
         self._names = tuple(name.encode("latin-1") for name in headers)
@@ -39,7 +38,7 @@ class AffinityKeyReader:
         self._body_keys = [_BodyKey(key) for key in body_keys]
 
     def read(self, lines: bytes, body: bytes = b"") -> str:
-        """Of header lines `name: value` with CRLF, and a body; "" where nothing names a session."""
+        """The key in header lines `name: value` with CRLF, or in a body; "" if there is none."""
         found: dict[bytes, bytes] = {}
         for line in self._line.finditer(lines):
             value = line[2].rstrip(b" \t")
@@ -61,8 +60,8 @@ class AffinityKeyReader:
 
 
 def affinity_keys_of(config: Config) -> AffinityKeyReader:
-    """As a configuration says. Where model traffic needs a key, that is the same for all, so it
-    names no session."""
+    """The reader for a configuration. If model traffic needs an API key, headers with API keys are
+    left out: clients may share a key."""
     headers = config.routing.session_headers
     if config.server.api_key or config.keys:
         headers = tuple(name for name in headers if name not in _KEY_HEADERS)
@@ -71,26 +70,26 @@ def affinity_keys_of(config: Config) -> AffinityKeyReader:
 
 @lru_cache(maxsize=16)
 def affinity_key_reader(headers: tuple[str, ...], body_keys: tuple[str, ...]) -> AffinityKeyReader:
-    """One reader for each configuration."""
+    """A cached reader: one for equal arguments."""
     return AffinityKeyReader(headers, body_keys)
 
 
 def session_key(value: bytes) -> str:
-    """The key for a session's id as it was sent."""
+    """The affinity key for a session id as sent by the client."""
     if len(value) > MAX_KEY_BYTES:
         return hashlib.blake2b(value, digest_size=16).hexdigest()
     return value.decode("latin-1")
 
 
 class _BodyKey:
-    """A dotted path of keys; everything beside it is skipped without being decoded."""
+    """A dotted path of keys; all other values are skipped without being decoded."""
 
     def __init__(self, dotted: str) -> None:
         self._path = dotted.split(".")
         self._steps = [_decoder_of(name) for name in self._path]
 
     def read(self, body: bytes) -> str:
-        """A text or a whole number there; "" for anything else."""
+        """The string or whole number at the path; "" for anything else."""
         raw = msgspec.Raw(bytes(body))
         try:
             for step in self._steps:
@@ -103,7 +102,7 @@ class _BodyKey:
         return value if isinstance(value, str) else ""
 
     def _read_oddly(self, body: bytes) -> object:
-        """Of what workers accept beside JSON: NaN, UTF-16, lone surrogates."""
+        """For bodies beyond strict JSON that workers accept: NaN, UTF-16, lone surrogates."""
         try:
             value: object = json.loads(body)
         except (ValueError, RecursionError):
@@ -114,7 +113,7 @@ class _BodyKey:
 
 
 def _decoder_of(name: str) -> Callable[[msgspec.Raw], msgspec.Raw]:
-    """Reads the value of one key of an object; an absent one has no length."""
+    """A function that returns the raw value of one key of an object; of length 0 if absent."""
     struct = msgspec.defstruct(
         "BodyKey", [("value", msgspec.Raw, _ABSENT)], rename={"value": name}, gc=False
     )

@@ -1,7 +1,7 @@
 """The fields of a request body that routing reads, as raw JSON values or form fields.
 
-Invariant: `BodyFields` refers to the bytes that it was read from and holds almost nothing else; a
-value is decoded when it is used. Any body is read in time linear in its length. Accepts what
+Invariant: `BodyFields` refers to the bytes that it was read from and stores almost nothing else; a
+value is decoded when it is used. Reading a body takes time linear in its length. Accepts what
 Python's JSON reader accepts (NaN, UTF-16), as workers do. Source: omni-router.md 7.
 """
 
@@ -22,8 +22,8 @@ NULL: Final = msgspec.Raw(b"null")
 MAX_REQUEST_ID_CHARS: Final = 256  # a longer one is not used
 MAX_RIDS = 10_000
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-# What Python's reader takes beside JSON, and valid JSON of the same standing: an array can stand
-# nowhere but where these can, neither behind a backslash nor beside other characters of a number.
+# Constants that Python's reader accepts in addition to JSON, and valid JSON that replaces them. An
+# array is valid only where these are: not after a backslash or next to characters of a number.
 _CONSTANTS: Final = (
     (b"-Infinity", b"[100000000000003]"),
     (b"Infinity", b"[100000000000002]"),
@@ -31,18 +31,18 @@ _CONSTANTS: Final = (
 )
 _ARRAYS: Final = frozenset(array for _, array in _CONSTANTS)
 _MAX_ARRAY: Final = max(map(len, _ARRAYS))
-# Up to the next half of a pair that stands alone: msgspec takes it as bytes, not as an escape.
-# All that is before it belongs to the match: that a backslash is itself escaped shows from there.
+# Up to the next lone surrogate, which msgspec accepts as bytes but not as an escape. The text
+# before it is part of the match, because it shows whether the backslash is itself escaped.
 _LONE: Final = re.compile(
     rb"((?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F][0-9a-fA-F]{2})"
     rb"|\\u[dD][89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+)"
     rb"(?:\\u([dD][89a-fA-F][0-9a-fA-F]{2}))?"
 )
-CONSTANT_GROWTH: Final = 6  # so many times as long are they at most
+CONSTANT_GROWTH: Final = 6  # the largest factor by which the replacements are longer
 
 
 class BodyFields(msgspec.Struct, gc=False):
-    """Everything else in a body is skipped. Fields of no length were not in it."""
+    """The fields that are read; all others are skipped. Raw fields of length 0 are absent."""
 
     model: str | None = None
     stream: bool | None = None
@@ -69,11 +69,11 @@ class BodyFields(msgspec.Struct, gc=False):
     voice: msgspec.Raw = ABSENT
     speaker: msgspec.Raw = ABSENT
     items: msgspec.Raw = ABSENT
-    # With one of them an engine caches the same tokens apart.
+    # With one of these an engine caches the same tokens separately.
     lora_path: msgspec.Raw = ABSENT
     cache_salt: msgspec.Raw = ABSENT
     extra_key: msgspec.Raw = ABSENT
-    # What an engine writes into a chat beside its messages, or in another way.
+    # Fields that change how an engine renders a chat.
     tools: msgspec.Raw = ABSENT
     chat_template_kwargs: msgspec.Raw = ABSENT
     add_generation_prompt: msgspec.Raw = ABSENT
@@ -83,12 +83,12 @@ class BodyFields(msgspec.Struct, gc=False):
 
 
 class NonStandardBodyFields(BodyFields, gc=False):
-    """Of a body with NaN or infinities: the fields that are spelled have others in their place."""
+    """Fields of a body with NaN or infinities: in raw fields these are replaced (`_CONSTANTS`)."""
 
 
 _FIELDS: Final = BodyFields.__struct_fields__
 _TYPED: Final = ("model", "stream", "request_id")
-# The same with nothing decoded: takes any value for any field.
+# The same fields without decoding: accepts any value for any field.
 RawBodyFields = msgspec.defstruct(
     "Pieces", [(name, msgspec.Raw, ABSENT) for name in _FIELDS], gc=False
 )
@@ -110,7 +110,7 @@ def decode_body(body: bytes) -> BodyFields:
         payload = _decode(body)
     except MALFORMED:
         return _decode_oddly(body)
-    if not body.isascii():  # what was skipped was not looked at
+    if not body.isascii():  # the decoder does not validate skipped values
         try:
             body.decode()
         except UnicodeDecodeError:
@@ -119,7 +119,7 @@ def decode_body(body: bytes) -> BodyFields:
 
 
 def _decode_oddly(body: bytes) -> BodyFields:
-    """What is no strict JSON, or has a field of another type than most."""
+    """For a body that is not strict JSON, or has a field of an unusual type."""
     text = as_utf8(body)
     if b"\\ud" in text or b"\\uD" in text:
         text = _LONE.sub(_as_bytes, text)
@@ -151,14 +151,16 @@ def invalid_json() -> HttpError:
 
 
 def body_fields_of(fields: dict[str, Any]) -> BodyFields:
-    """The same of fields that were read already."""
+    """`BodyFields` of an object that was decoded already."""
     values = {name: fields[name] for name in _FIELDS if name in fields}
     return decode_body(json.dumps(values, ensure_ascii=False).encode("utf-8", "surrogatepass"))
 
 
 def as_utf8(body: bytes) -> bytes:
-    """A JSON text in the encoding that most have. Raises HttpError 400. Lone surrogates pass, as
-    they do in Python's reader."""
+    """A JSON text, converted to UTF-8. Lone surrogates are kept, as by Python's reader.
+
+    Raises HttpError 400.
+    """
     try:
         encoding = json.detect_encoding(body)
         text: str = body.decode(encoding, "surrogatepass")
@@ -174,14 +176,14 @@ def _as_bytes(escape: re.Match[bytes]) -> bytes:
 
 
 def restore_constants(text: bytes) -> bytes:
-    """What an `NonStandardBodyFields` spells, as the client spelled it."""
+    """A raw value of `NonStandardBodyFields`, as the client sent it."""
     for constant, array in _CONSTANTS:
         text = text.replace(array, constant)
     return text
 
 
 def read_value(raw: msgspec.Raw) -> Any:
-    """None if it can't be read, for example because it is nested too deeply."""
+    """None if the value can't be decoded, for example because it is nested too deeply."""
     try:
         return _decode_any(raw)
     except MALFORMED:
@@ -193,7 +195,7 @@ def read_value(raw: msgspec.Raw) -> Any:
 
 
 def read_text(raw: msgspec.Raw) -> str | None:
-    """None for whatever is no string."""
+    """None if the value is not a string."""
     if not starts_with(raw, b'"'):
         return None
     value = read_value(msgspec.Raw(restore_constants(bytes(raw))))
@@ -213,12 +215,12 @@ def starts_with(raw: msgspec.Raw, prefix: bytes) -> bool:
 
 
 def is_given(raw: msgspec.Raw) -> bool:
-    """Whether it is there, and not null."""
+    """Whether the field is present and not null."""
     return len(raw) > 0 and raw != NULL
 
 
 def is_truthy(raw: msgspec.Raw) -> bool:
-    """Not null, not false, not empty; a number counts even when it is 0."""
+    """Whether the field is present and not null, false or empty; any number is true, even 0."""
     if not is_given(raw) or raw == _FALSE:
         return False
     if starts_with(raw, b'"'):
@@ -233,7 +235,7 @@ def is_list(raw: msgspec.Raw) -> bool:
 
 
 def read_elements(raw: msgspec.Raw) -> list[msgspec.Raw]:
-    """Of a list; none of anything else."""
+    """The elements of a list; [] for any other value."""
     try:
         return _decode_list(raw) if is_list(raw) else []
     except MALFORMED:
@@ -244,8 +246,8 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 class ObjectListReader(Generic[Fields]):
-    """Reads the objects of a list as structs of `kind`, whose fields are all Raw, and skips what
-    else is in it. `least`: shorter ones than so many bytes have none of the fields."""
+    """Reads the objects in a list as structs of `kind`, whose fields are all Raw, and skips other
+    elements. `least`: objects of fewer bytes can't have any of the fields."""
 
     def __init__(self, kind: type[Fields], least: int) -> None:
         self._all: Callable[[msgspec.Raw], list[Fields]] = msgspec.json.Decoder(
@@ -267,14 +269,14 @@ class ObjectListReader(Generic[Fields]):
                 if len(element) < self._least:
                     yield self._none
                     continue
-                with suppress(*MALFORMED):  # nested as deeply as can just be skipped
+                with suppress(*MALFORMED):  # nested too deeply
                     yield self._one(element)
         else:
             yield from match
 
 
 def adapters_of_body(body: bytes) -> frozenset[str]:
-    """All that its key `lora_path` (SGLang) names, however that key is spelled."""
+    """The adapters in the body's `lora_path` (SGLang), even if the key is written with escapes."""
     try:
         return read_adapters(_decode_adapter(body).lora_path)
     except MALFORMED:
@@ -282,13 +284,13 @@ def adapters_of_body(body: bytes) -> frozenset[str]:
 
 
 def read_adapters(raw: msgspec.Raw) -> frozenset[str]:
-    """What `lora_path` names: a name, or a list of them for a batch."""
+    """The adapters in the value of `lora_path`: a name, or a list of names for a batch."""
     values = read_elements(raw) if is_list(raw) else [raw]
     return frozenset(filter(None, map(read_text, values)))
 
 
 def read_rids(raw: msgspec.Raw) -> tuple[str, ...]:
-    """One, or a list of them for a batch."""
+    """The ids in the value of `rid`: one, or a list for a batch."""
     values = read_elements(raw)[:MAX_RIDS] if starts_with(raw, b"[") else [raw]
     texts = (read_text(value) for value in values)
     return tuple(
@@ -302,14 +304,14 @@ def read_rids(raw: msgspec.Raw) -> tuple[str, ...]:
 
 MAX_VALUE_BYTES = 4096
 MAX_PART_HEAD_BYTES = 8192
-MAX_PARTS = 2000  # servers commonly refuse more; to look at each of millions would take seconds
+MAX_PARTS = 2000  # servers commonly refuse more; scanning millions would take seconds
 WANTED = ("model", "stream")
 _BOUNDARY = re.compile(rb'boundary="?([^";,\r\n]{1,70})"?', re.IGNORECASE)
 _NAME = re.compile(rb'[;\s]name="?([^";\r\n]+)"?', re.IGNORECASE)
 
 
 def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
-    """The requested fields that are present; the first of each wins."""
+    """The fields of `WANTED` that are present; the first one of each name."""
     fields: dict[str, str] = {}
     for name, start, end in _form_values(body, content_type):
         if name in WANTED and name not in fields and end - start <= MAX_VALUE_BYTES:
@@ -320,14 +322,14 @@ def form_fields(body: bytes, content_type: bytes) -> dict[str, str]:
 
 
 def form_values(body: bytes, content_type: bytes, name: str) -> Iterator[tuple[int, int]]:
-    """Where the values of all fields of that name begin and end."""
+    """Start and end offsets of the values of all fields with this name."""
     for found, start, end in _form_values(body, content_type):
         if found == name:
             yield start, end
 
 
 def _form_values(body: bytes, content_type: bytes) -> Iterator[tuple[str, int, int]]:
-    """Name, beginning and end of each field; the name of a file is ""."""
+    """Name, start and end of each part; the name of a file part is ""."""
     if not content_type.lower().startswith(b"multipart/form-data"):
         return
     match = _BOUNDARY.search(content_type)
@@ -348,7 +350,7 @@ def _form_values(body: bytes, content_type: bytes) -> Iterator[tuple[str, int, i
 
 
 def _plain_name(head: bytes) -> str:
-    """The name of a part that is no file."""
+    """The name of a part, or "" for a file."""
     for line in head.split(b"\r\n"):
         if line.lower().startswith(b"content-disposition:") and b"filename" not in line.lower():
             match = _NAME.search(line)

@@ -1,9 +1,9 @@
-"""Changes of single keys of a JSON object in its text: set, replaced or removed.
+"""Edits of a JSON object in its text: sets, replaces or removes single keys.
 
-A body is never decoded and encoded again: engines must get the client's own spelling of all other
-keys (numbers, escapes, order, blanks). Invariant: a reader of the result sees the body's object
-with these changes and nothing else; every other byte stays, and its order. A key to be changed that
-stands in the body twice is refused, since two readers could take another one of them.
+A body is never decoded and encoded again: engines must get the client's spelling of all other keys
+(numbers, escapes, order, blanks). Invariant: the result decodes to the body's object with only
+these changes; all other bytes and their order are unchanged. If a key to be changed occurs twice,
+the body is refused, because two parsers may use different ones.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from omni_proxy.routing.inspect.large_json import (
 )
 from omni_proxy.wire.errors import HttpError
 
-# The JSON text of the new value; None to remove the key; for a nested object the changes within it,
-# which is created where it is absent or null.
+# The JSON text of the new value; None to remove the key; a mapping of edits within a nested object,
+# which is created if it is absent or null.
 Edit: TypeAlias = "bytes | Mapping[str, Edit] | None"
 Edits = Mapping[str, Edit]
 
 _BOM: Final = b"\xef\xbb\xbf"  # of UTF-8; Python's reader skips it
-ESCAPED_LETTER: Final = b"\\u00"  # how a letter of a name may begin, names being ASCII
+ESCAPED_LETTER: Final = b"\\u00"  # start of an escaped ASCII letter: key names are ASCII
 _TO_VALUE: Final = re.compile(rb"[ \t\r\n]*+:[ \t\r\n]*+")
 _TO_KEY: Final = re.compile(rb"[ \t\r\n]*+,?[ \t\r\n]*+")
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -40,9 +40,9 @@ _decode_members: Callable[[bytes | memoryview], dict[str, msgspec.Raw]] = msgspe
 
 
 class JsonText:
-    """A JSON object in its text: read and changed more than once, but parsed only once, and only if
-    it may have one of the keys in question. Where all members are is found only if one that is
-    there is changed, and its name is in the text elsewhere, too."""
+    """A JSON text that is read and edited several times, but parsed at most once, and only if it
+    may have one of the keys in question. The offsets of its members are computed only if an
+    existing member is changed whose name also occurs elsewhere in the text."""
 
     __slots__ = ("_body", "_escapes", "_is_parsed", "_members", "_start", "_values")
 
@@ -53,11 +53,13 @@ class JsonText:
         *,
         is_checked: bool = False,
     ) -> None:
-        """`members`: as for `splice_parts`. `is_checked`: it is known to be a JSON object. Raises
-        HttpError 400."""
+        """`members`: as for `splice_parts`. `is_checked`: the body is known to be a JSON object.
+
+        Raises HttpError 400.
+        """
         self._body = body
         self._start = object_at(body)
-        # Of which a name may consist. `in` would raise and clear an error first, `find` does not.
+        # A name may be written with escapes. `find` is faster than `in`, which raises internally.
         self._escapes = body.find(ESCAPED_LETTER) >= 0
         self._members = members
         self._values: dict[str, msgspec.Raw] | None = None
@@ -72,7 +74,7 @@ class JsonText:
             self._members = _walked_members(self._body, self._start)
 
     def value(self, name: str) -> bytes:
-        """The text of a key's value, b"" if it is absent; the last one if it is there twice."""
+        """The text of a key's value, b"" if it is absent; of duplicates, the last one."""
         if not self._is_parsed:
             if not self._escapes and self._body.find(_quoted(name)) < 0:
                 return b""
@@ -86,8 +88,8 @@ class JsonText:
         return b""
 
     def splice(self, edits: Edits, text: bytes = b"") -> bytes:
-        """The text with `edits`; `text`: as they stand in front of a body that has none of them,
-        where that is known. Raises HttpError 400: a changed key that is there twice."""
+        """The text with `edits`. `text`: the encoded members to insert if the body has none of the
+        keys, if known. Raises HttpError 400 if a changed key occurs twice."""
         body, start = self._body, self._start
         if self._lacks(edits) and self._members is None:
             return _with_added(body, start, text or _added(edits, ()))
@@ -102,7 +104,7 @@ class JsonText:
         return b"".join(_parts(memoryview(body), start, edits, self._members))
 
     def _lacks(self, edits: Edits) -> bool:
-        """Whether none of these keys can be there."""
+        """Whether the body certainly has none of these keys."""
         if self._escapes:
             return False
         body = self._body
@@ -112,8 +114,8 @@ class JsonText:
         return True
 
     def _with_values(self, values: Mapping[str, msgspec.Raw], edits: Edits) -> bytes | None:
-        """The text with `edits`, where the name of each key that has another value from now on is
-        in it once: it is that key's then. None for anything else."""
+        """The text with `edits`, if the name of each existing key to edit occurs only once in the
+        text, so that it must be that key. Otherwise None."""
         body, first, places = self._body, self._start + 1, []
         for name in edits.keys() & values.keys():
             quoted, value, edit = _quoted(name), values[name], edits[name]
@@ -137,19 +139,19 @@ class JsonText:
 
 @lru_cache(maxsize=256)
 def _quoted(name: str) -> bytes:
-    """As it stands in a text that escapes no letters."""
+    """The name as in a text that escapes no letters."""
     return b'"%b"' % name.encode()
 
 
 def _with_added(body: bytes, start: int, added: bytes) -> bytes:
-    """In front of all members."""
+    """The body with `added` before all of its members."""
     begin = start + 1
     is_empty = not body.startswith(b'"', begin) and body[begin:].lstrip().startswith(b"}")
     return b"".join((body[:begin], added, b"," if added and not is_empty else b"", body[begin:]))
 
 
 def _values_of(body: bytes, start: int) -> dict[str, msgspec.Raw] | None:
-    """None for what is no standard JSON."""
+    """None if the body is not standard JSON."""
     try:
         return _decode_members(memoryview(body)[start:] if start else body)
     except _MALFORMED:
@@ -157,7 +159,7 @@ def _values_of(body: bytes, start: int) -> dict[str, msgspec.Raw] | None:
 
 
 def _added(edits: Edits, there: Container[str]) -> bytes:
-    """The text of keys that were not there."""
+    """The text of the members to add: edits of keys that are not in `there`."""
     members = []
     for name, edit in edits.items():
         if edit is None or name in there:
@@ -170,7 +172,7 @@ def _added(edits: Edits, there: Container[str]) -> bytes:
 def splice(body: bytes, edits: Edits) -> bytes:
     """The body with `edits`, in time linear in its length.
 
-    Raises HttpError 400: no JSON object, not UTF-8, a changed key that is there twice.
+    Raises HttpError 400 if the body is not a JSON object in UTF-8, or has a changed key twice.
     """
     return b"".join(splice_parts(body, edits))
 
@@ -178,10 +180,10 @@ def splice(body: bytes, edits: Edits) -> bytes:
 def splice_parts(
     body: bytes, edits: Edits, members: Sequence[JsonMember] | None = None
 ) -> list[bytes | memoryview]:
-    """The same in parts, of which those of the body refer to it.
+    """Like `splice`, in parts that refer to the body where unchanged.
 
-    `members`: of the body where they are known (`walk_members`): of one that is too large to be
-    read at once.
+    `members`: the members of the body, if they are known already (`walk_members`), as for a body
+    that is too large for one pass.
     """
     start = object_at(body)
     if members is None:
@@ -196,7 +198,7 @@ def find_members(body: bytes, start: int = 0) -> list[JsonMember]:
 
 
 def object_at(body: bytes) -> int:
-    """Where the object begins. Raises HttpError 400."""
+    """The offset of the object's opening brace. Raises HttpError 400."""
     if body.startswith(b"{") and not body.startswith(b"{\0"):
         return 0
     start = len(_BOM) if body.startswith(_BOM) else 0
@@ -211,8 +213,8 @@ def object_at(body: bytes) -> int:
 
 
 def _members_by_length(body: bytes, start: int) -> list[JsonMember] | None:
-    """The members, where all names differ and the body is standard JSON; else None. msgspec finds
-    the lengths of the values in a tenth of the time that a walk takes."""
+    """The members, if all names differ and the body is standard JSON; else None. Much faster than a
+    walk, because msgspec finds the lengths of the values."""
     values = _values_of(body, start)
     if values is None:
         return None
@@ -221,7 +223,7 @@ def _members_by_length(body: bytes, start: int) -> list[JsonMember] | None:
         key_at = at
         spelled = b'"%b"' % name.encode("utf-8", "surrogatepass")
         if not body.startswith(spelled, at):
-            return None  # it has escapes, or a name before it is there twice
+            return None  # the name has escapes, or an earlier name occurs twice
         value_at = _end(_TO_VALUE, body, at + len(spelled))
         end = value_at + len(value)
         members.append(JsonMember(spelled[1:-1], key_at, value_at, end))
@@ -265,7 +267,7 @@ def _parts(
 
 
 def _span_to_remove(members: Sequence[JsonMember], place: int, first_kept: int) -> tuple[int, int]:
-    """With one comma: that before it, or behind it where no member before it stays."""
+    """Includes one comma: the one before the member, or after it if no earlier member is kept."""
     member = members[place]
     if place > first_kept:
         return members[place - 1].end, member.end
@@ -273,7 +275,7 @@ def _span_to_remove(members: Sequence[JsonMember], place: int, first_kept: int) 
 
 
 def _edited(edits: Edits, members: Sequence[JsonMember]) -> dict[str, int]:
-    """Where the keys of `edits` are. Raises HttpError 400 for one that is there twice."""
+    """Indices of the members with keys of `edits`. Raises HttpError 400 for a duplicate key."""
     found: dict[str, int] = {}
     for place, member in enumerate(members):
         name = key_text(member.name)

@@ -1,8 +1,8 @@
-"""The text of a request by named keys of its body: of configured routes, and of /v1/responses.
+"""The text of a request by named keys of its body: for configured routes and /v1/responses.
 
 Pure. A key may be dotted (`input.text`). A value may be a text, token ids, a list of either, parts
-with a `text`, or messages with a role and content. Invariant: any body gives fields, in time linear
-in its length; a key that is not there, or is nested too deeply, gives no text.
+with a `text`, or messages with a role and content. Invariant: every body gives fields, in time
+linear in its length; a key that is missing or nested too deeply gives no text.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _decode_object: Callable[[msgspec.Raw], dict[str, msgspec.Raw]] = msgspec.json.D
     dict[str, msgspec.Raw]
 ).decode
 KeyedValue = tuple[str, msgspec.Raw]
-# With one of them an engine caches the same tokens apart.
+# With one of these keys an engine caches the same tokens separately.
 CACHED_APART: Final = ("lora_path", "cache_salt", "extra_key")
 
 
 class KeyedBodyFields(BodyFields, gc=False):
-    """A body of which the values of some keys are the text, in this order."""
+    """A body whose text is the values of some keys, in this order."""
 
     keyed: tuple[KeyedValue, ...] = ()
 
 
 def keyed_fields(body: bytes, keys: Sequence[str]) -> KeyedBodyFields:
-    """Refers to `body`; empty if that is not a JSON object in UTF-8."""
+    """The fields refer to `body`; they are empty if it is not a JSON object in UTF-8."""
     found = dict(_values(body, (*dict.fromkeys(keys), *CACHED_APART)))
     keyed = tuple((key, found[key]) for key in dict.fromkeys(keys) if key in found)
     lora_path, cache_salt, extra_key = (found.get(name, ABSENT) for name in CACHED_APART)
@@ -70,7 +70,7 @@ def _below(value: msgspec.Raw, names: Sequence[str]) -> msgspec.Raw:
 
 @lru_cache(maxsize=256)
 def _top_reader(keys: tuple[str, ...]) -> Callable[[bytes], dict[str, msgspec.Raw]]:
-    """Reads the top-level values that the keys begin with, and skips all others."""
+    """A reader for the top-level values of the (dotted) keys; all others are skipped."""
     names = sorted({key.partition(".")[0] for key in keys})
     by_field = {f"value_{number}": name for number, name in enumerate(names)}
     fields = [(field, msgspec.Raw, ABSENT) for field in by_field]

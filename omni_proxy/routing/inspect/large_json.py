@@ -1,9 +1,9 @@
 """The routing fields of JSON bodies that are too large to be decoded (omni-router.md 7).
 
-Past `LARGE_BYTES` only the fields at the top level are read; nested values are skipped by their
-brackets and strings and not validated. A body of up to `ONE_PASS_BYTES` is read in one pass, a
-larger one by `walk_large_json`. Invariant: the time is linear in the body, memory does not grow
-with it, and between two `yield`s of the walk at most about `SLICE_BYTES` are scanned.
+Above `LARGE_BYTES` only the fields at the top level are read; nested values are skipped by their
+brackets and strings, without validation. A body of up to `ONE_PASS_BYTES` is read in one pass, a
+larger one by `walk_large_json`. Invariant: time is linear in the body's length, memory is constant,
+and between two `yield`s of the walk at most about `SLICE_BYTES` are scanned.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from omni_proxy.routing.inspect.body_fields import invalid_json
 from omni_proxy.wire.errors import HttpError
 
 LARGE_BYTES = 1024 * 1024
-ONE_PASS_BYTES = 8 * 1024 * 1024  # a walk over more would block the event loop
+ONE_PASS_BYTES = 8 * 1024 * 1024  # one pass over more would block the event loop
 PREFIX_BYTES = 64 * 1024
 _UNSAID = msgspec.Raw()
 
 
 class LargeJsonFields(msgspec.Struct):
-    """The fields that are read; strings stay undecoded, which is sufficient for a prefix."""
+    """The routing fields, undecoded, which is sufficient for a prefix."""
 
     model: msgspec.Raw = _UNSAID
     stream: msgspec.Raw = _UNSAID
@@ -45,7 +45,7 @@ class LargeJsonFields(msgspec.Struct):
 
     @property
     def beginning(self) -> bytes:
-        """Of the first text that is there."""
+        """The first bytes of the first text that is present."""
         for raw in (
             self.system, self.messages, self.prompt, self.text, self.input_ids, self.token_ids
         ):  # fmt: skip
@@ -58,7 +58,7 @@ _decode = msgspec.json.Decoder(LargeJsonFields).decode
 
 
 def read_large_json(body: bytes) -> LargeJsonFields:
-    """Raises HttpError 400 for anything but a JSON object in UTF-8."""
+    """Raises HttpError 400 if the body is not a JSON object in UTF-8."""
     try:
         return _decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -68,11 +68,11 @@ def read_large_json(body: bytes) -> LargeJsonFields:
 # The walk in slices. Nested values are skipped by their brackets and strings.
 
 SLICE_BYTES: Final = 256 * 1024
-FIRST_BYTES: Final = 512  # of what is nested; most of it is short
+FIRST_BYTES: Final = 512  # first slice of a nested value: most of them are short
 KEYS_PER_SLICE: Final = 500
 MAX_KEYS: Final = 10_000
 MAX_SCALAR_BYTES: Final = 4096
-MAX_KEY_BYTES: Final = 256  # all of any key that is looked for, each character escaped
+MAX_KEY_BYTES: Final = 256  # enough for every key of interest, even with each character escaped
 _BLANKS: Final = re.compile(rb"[ \t\r\n]*+")
 STANDARD_SCALAR: Final = re.compile(
     rb"(?:-?(?:0|[1-9][0-9]*+)(?:\.[0-9]++)?(?:[eE][+-]?[0-9]++)?|true|false|null)(?=[\s,}]|\Z)"
@@ -90,15 +90,15 @@ _QUOTE, _COMMA, _COLON, _OPEN, _CLOSE = b'",:{}'
 _NESTS: Final = b"[{"
 _FIELDS: Final = frozenset(LargeJsonFields.__struct_fields__)
 
-# Also what Python's reader takes beside JSON.
+# Includes the constants that Python's JSON reader accepts in addition.
 PYTHON_SCALAR: Final = re.compile(STANDARD_SCALAR.pattern + rb"|(?:NaN|-?Infinity)(?=[\s,}]|\Z)")
 
 Walk = Generator[None, None, int]
 
 
 class JsonMember(msgspec.Struct, frozen=True, gc=False):
-    """One member of the object on top, as offsets in the body: its key from the opening quote, its
-    value, and the end of both. `name`: the key without quotes, its escapes not decoded."""
+    """A member of the top-level object, as offsets in the body: of its key's opening quote, of its
+    value, and of its end. `name`: the key without quotes, with escapes not decoded."""
 
     name: bytes
     key_at: int
@@ -107,18 +107,18 @@ class JsonMember(msgspec.Struct, frozen=True, gc=False):
 
 
 def key_text(spelled: bytes) -> str:
-    """The key that a member's `name` spells."""
+    """The key of a member, with the escapes in its `name` decoded."""
     text = spelled.decode("utf-8", "replace")
     if "\\" not in text:
         return text
     try:
         return str(json.loads(f'"{text}"'))
-    except ValueError:  # it was cut, and is none that is looked for
+    except ValueError:  # cut at MAX_KEY_BYTES: not a key of interest
         return text
 
 
 def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
-    """Raises HttpError 400 for anything but a JSON object."""
+    """Raises HttpError 400 if the body is not a JSON object."""
     values: dict[str, msgspec.Raw] = {}
     for member in walk_members(body):
         if member is None:
@@ -132,9 +132,10 @@ def walk_large_json(body: bytes) -> Generator[None, None, LargeJsonFields]:
 def walk_members(
     body: bytes, start: int = 0, scalar: re.Pattern[bytes] = STANDARD_SCALAR
 ) -> Generator[JsonMember | None, None, None]:
-    """The members on top in their order, and None between two slices. `start`: of the object.
+    """Yields the top-level members in their order, and None between two slices. `start`: offset of
+    the object.
 
-    Raises HttpError 400 for anything but a JSON object that ends the body.
+    Raises HttpError 400 unless a JSON object extends from `start` to the end of the body.
     """
     keys, at = 0, (yield from _blanks(body, start))
     at = yield from _blanks(body, _past(body, at, _OPEN))
@@ -156,7 +157,7 @@ def walk_members(
             at = yield from _blanks(body, at + 1)
         keys += 1
         if keys > MAX_KEYS:
-            message = f"a large JSON request body may have {MAX_KEYS} fields and no more"
+            message = f"a large JSON request body may have at most {MAX_KEYS} fields"
             raise HttpError(400, message, "invalid_json")
         if not keys % KEYS_PER_SLICE:
             yield None
@@ -202,26 +203,26 @@ def _value(body: bytes, at: int, scalar: re.Pattern[bytes]) -> Walk:
 
 
 def _string(body: bytes, at: int) -> Walk:
-    """Behind the string whose first quote is at `at`."""
+    """Returns the offset after the string whose opening quote is at `at`."""
     at += 1
     while True:
         end = _end(_IN_STRING, body, at)
         if _byte(body, end) == _QUOTE:
             return end + 1
-        if end - at < SLICE_BYTES - _ESCAPE_BYTES:  # it was not the slice that ended
+        if end - at < SLICE_BYTES - _ESCAPE_BYTES:  # invalid, not the end of the slice
             raise invalid_json()
         at = end
         yield
 
 
 def _nested(body: bytes, at: int) -> Walk:
-    """Behind the list or object that begins at `at`."""
+    """Returns the offset after the list or object that begins at `at`."""
     depth, size, walked = 0, FIRST_BYTES, 0
     while at < len(body):
         cut = min(len(body), at + size)
         match = _WHOLE_STRINGS.match(body, at, cut)
         assert match is not None
-        end = match.end()  # or the beginning of a string that continues after the slice
+        end = match.end()  # before `cut` if a string continues after the slice
         after = _depth_after(body[at:end], depth)
         if after is None and size > FIRST_BYTES:
             size //= 2
@@ -241,9 +242,10 @@ def _nested(body: bytes, at: int) -> Walk:
 
 
 def _depth_after(block: bytes, depth: int) -> int | None:
-    """None where the outermost bracket closes in it. `piece` has no half of a string."""
+    """The depth after `block`, which has whole strings only; None if the outermost bracket closes
+    in it."""
     brackets = _STRING.sub(b"", block).translate(None, _NO_BRACKETS)
-    if depth:  # brackets that open and close within it don't change the depth outside
+    if depth:  # matching pairs don't change the depth after the block
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     closing = brackets.count(b"]") + brackets.count(b"}")
     if closing >= depth and brackets:
@@ -254,7 +256,7 @@ def _depth_after(block: bytes, depth: int) -> int | None:
 
 
 def _length_of(block: bytes, depth: int) -> int:
-    """Up to the bracket that closes the outermost one."""
+    """The length up to and including the bracket that closes the outermost one."""
     for match in _STRING_OR_BRACKET.finditer(block):
         depth += _STEP.get(match[0][0], 0)
         if not depth:

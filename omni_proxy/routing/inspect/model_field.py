@@ -1,8 +1,8 @@
-"""Where a request body names its model, and the body with another model in that place.
+"""Finds the model in a request body, and replaces it by another one.
 
 For aliases with `rewrite`. Invariant: only the bytes of the model's value change. A body that names
-its model twice is refused, since two readers could take another one of them; a body that names none
-stays as it is.
+its model twice is refused, because two parsers may use different ones; a body that names none is
+unchanged.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from omni_proxy.routing.inspect.requirements import HeadFacts, has_json_body
 from omni_proxy.routing.routes import FORM, Route
 from omni_proxy.wire.errors import HttpError
 
-Span: TypeAlias = tuple[int, int]  # the first byte of a value, and the first behind it
+Span: TypeAlias = tuple[int, int]  # offsets of the first byte of a value, and of the byte after it
 Parts: TypeAlias = "list[bytes | memoryview]"
 
 _BATCH: Final = "speech_batch"  # its items may name the model, too
 _MODEL: Final = b'"model"'
-_BACKSLASH: Final = b"\\"  # one byte is found in a tenth of the time
+_BACKSLASH: Final = b"\\"  # searched first: a single byte is found much faster
 _BLANKS: Final = b" \t\r\n"
 _BOUNDARIES: Final = re.compile(rb'boundary="?([0-9A-Za-z\'()+_,./:=?-]{1,70})"?', re.IGNORECASE)
 _IS_DISPOSITION: Final = re.compile(rb"content-disposition[ \t]*:", re.IGNORECASE)
@@ -41,13 +41,13 @@ _DISPOSITION: Final = re.compile(
     rb'(?:; *filename="[^"]*")?(?:; *filename\*=[^;" ]+)?\Z',
     re.IGNORECASE,
 )
-_ODD: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]")  # lines that readers end differently
+_ODD: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]")  # line ends that parsers may dispute
 _TO_ELEMENT: Final = re.compile(rb"[ \t\r\n]*+,?[ \t\r\n]*+")
 
 
 def model_spans(route: Route, body: bytes, facts: HeadFacts, read: str | None = None) -> list[Span]:
-    """The values that name the model, in their order. `read`: what a key of a JSON body was read to
-    name, if it was. Raises HttpError 400."""
+    """Spans of the values that name the model, in their order. `read`: the model that inspection
+    read from a JSON body, if any. Raises HttpError 400."""
     if read is not None and route.traffic != _BATCH and (span := _only_span(body, read)):
         return [span]
     if has_json_body(route, facts) and body:
@@ -59,8 +59,8 @@ def model_spans(route: Route, body: bytes, facts: HeadFacts, read: str | None = 
 
 
 def _only_span(body: bytes, model: str) -> Span | None:
-    """The place of the value without a walk, where the key is in the text once: it is the one that
-    was read, then. None where that is not certain."""
+    """The span of the value without a walk, if the key occurs only once in the text: then it must
+    be the one that was read. None if that is not certain."""
     at = body.find(_MODEL)
     name_end = at + len(_MODEL)
     if (
@@ -72,13 +72,13 @@ def _only_span(body: bytes, model: str) -> Span | None:
     value = b'"%b"' % model.encode("utf-8", "surrogatepass")
     start = body.find(value, name_end)
     if start < 0 or body[name_end:start].strip(_BLANKS) != b":":
-        return None  # it is written with escapes
+        return None  # the value has escapes
     return start, start + len(value)
 
 
 def session_spans(first: str | bytes) -> list[Span]:
-    """The same of the first message of a speech session, whose object `session`, if it has one,
-    has the settings; of a message without settings: none. Raises HttpError 400."""
+    """`model_spans` of the first message of a speech session. The settings are in its object
+    `session`, or in the message itself. Raises HttpError 400."""
     if not isinstance(first, str):
         return []
     text = first.encode()
@@ -96,7 +96,7 @@ def session_spans(first: str | bytes) -> list[Span]:
 
 
 def walk_model_spans(body: bytes) -> Generator[None, None, list[Span]]:
-    """The same for a JSON body that is too large to be read at once. Raises HttpError 400."""
+    """`model_spans` of a JSON body that is too large for one pass. Raises HttpError 400."""
     members = []
     for member in walk_members(body):
         if member is None:
@@ -121,8 +121,8 @@ def _only(found: Iterable[Span]) -> list[Span]:
 
 
 def check_form(body: bytes, content_type: bytes) -> None:
-    """For a caller that may use some models only. Raises HttpError 400 where another reader of the
-    form could see another model: it is named twice, or a part is not written as clients do."""
+    """For callers that may use only some models. Raises HttpError 400 if another parser of the form
+    could read another model: it is named twice, or a part has an unusual form."""
     boundaries = _BOUNDARIES.findall(content_type)
     delimiter = b"\r\n--" + b"".join(boundaries)
     if len(boundaries) != 1 or not body.startswith(delimiter[2:]):
@@ -147,7 +147,7 @@ def check_form(body: bytes, content_type: bytes) -> None:
 
 
 def _name_of_part(head: bytes) -> bytes | None:
-    """In lower case; None for a head that two readers may take differently."""
+    """In lower case; None for a head that parsers may read differently."""
     first, *lines = head.split(b"\r\n")
     named = [line for line in lines if _IS_DISPOSITION.match(line)]
     found = _DISPOSITION.match(named[0]) if len(named) == 1 else None
@@ -174,14 +174,14 @@ def _of_items(route: Route, body: bytes, members: Iterable[JsonMember]) -> Itera
 
 
 def _elements(body: bytes, start: int, end: int) -> Iterator[Span]:
-    """Of the list there; none of anything else. Raises HttpError 400."""
+    """Spans of the elements, if the value is a list. Raises HttpError 400."""
     elements = read_elements(msgspec.Raw(bytes(body[start:end])))
     at = _next(body, start + 1)
     for element in elements:
         yield at, at + len(element)
         at = _next(body, at + len(element))
     if body.startswith(b"[", start) and at != end - 1:
-        raise invalid_json()  # NaN, or nested too deeply
+        raise invalid_json()  # contains NaN, or is nested too deeply
 
 
 def _next(body: bytes, at: int) -> int:
@@ -190,7 +190,7 @@ def _next(body: bytes, at: int) -> int:
 
 
 def with_model(body: bytes, spans: Sequence[Span], model: str, *, is_json: bool) -> Parts:
-    """The body with `model` in the place of these values, in parts that refer to it."""
+    """The body with these values replaced by `model`, in parts that refer to it."""
     text = json.dumps(model) if is_json else model
     value, view, at = text.encode(), memoryview(body), 0
     parts: Parts = []

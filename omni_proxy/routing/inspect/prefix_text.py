@@ -1,8 +1,8 @@
 """The text of a request for prefix matching, in the order in which a worker reads it.
 
-Invariant: any decoded body gives bytes, in time bounded by `limit` and not by the body. Texts are
-UTF-8 with lone surrogates unchanged, separated by bytes that UTF-8 never has, so that different
-structures give different texts. Same body, same text, in every process.
+Invariant: every decoded body gives bytes, in time bounded by `limit`, not by the body. Texts are
+UTF-8 with lone surrogates unchanged, separated by bytes that never occur in UTF-8, so that
+different structures give different texts. The same body gives the same text in every process.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 
 LIMIT = 64 * 1024  # bytes; later text hardly changes where a prefix is cached
 MAX_NAME_CHARS = 32
-MAX_PIECES = 8192  # roles, parts, prompts: a body of a million empty ones is not read whole
-# One byte each: were they longer, short texts would be alike by their marks alone.
+MAX_PIECES = 8192  # roles, parts, prompts: limits the work for millions of empty ones
+# One byte each: with longer marks, short texts would match by their marks.
 ROLES = {
     "system": b"\xf5", "user": b"\xf6", "assistant": b"\xf7", "tool": b"\xf8", "developer": b"\xf9",
 }  # fmt: skip
 SYSTEM_KEYS = frozenset(("system", "instructions"))
-# The beginning of a list of numbers. The spelling does for a prefix.
+# The start of a list of numbers, which is matched as spelled in the body.
 _TOKEN_IDS = re.compile(rb"\[\s*-?[0-9]")
 _SEVERAL = re.compile(rb"\[\s*[\[\"]")
 _LOOK_BYTES = 64
@@ -49,7 +49,7 @@ class _SpokenPart(msgspec.Struct, gc=False):
 
 
 class _Spoken(msgspec.Struct, gc=False):
-    """A message as nearly all are."""
+    """A message in the usual form."""
 
     role: str
     content: str | list[_SpokenPart]
@@ -69,14 +69,14 @@ _decode_piece = msgspec.json.Decoder(_Piece).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
 
-# Of a chat of the Chat Completions API all of them are absent.
+# Absent in every chat of the Chat Completions API.
 _beside_messages = attrgetter("system", "prompt", "text", "input_ids", "token_ids")
 _MESSAGES_ONLY = (ABSENT,) * 5
 
 
 def prefix_text(payload: BodyFields | None, limit: int = LIMIT) -> bytes:
-    """At most `limit` bytes, the first of which is a mark; b"" for a body without `system`,
-    messages, `prompt`, `text`, `input_ids` and `token_ids`."""
+    """At most `limit` bytes, the first of which is a mark; b"" for a body without any of `system`,
+    `messages`, `prompt`, `text`, `input_ids` and `token_ids`."""
     if payload is None:
         return b""
     if type(payload) is NonStandardBodyFields:
@@ -89,7 +89,7 @@ def prefix_text(payload: BodyFields | None, limit: int = LIMIT) -> bytes:
 
 
 def has_one_prompt(payload: BodyFields | None) -> bool:
-    """Whether no text of it stands in a list with others, each a prompt of its own."""
+    """Whether the body is one prompt, not a list of prompts."""
     if payload is None or _beside_messages(payload) == _MESSAGES_ONLY:
         return True
     several = (payload.prompt, payload.text, payload.input_ids)
@@ -97,12 +97,12 @@ def has_one_prompt(payload: BodyFields | None) -> bool:
 
 
 def prompt_bytes(payload: BodyFields) -> int:
-    """About how long its text is, as it is spelled in the body, also where it was cut."""
+    """Approximate length of the whole text, as spelled in the body and not cut."""
     return len(payload.messages) + sum(map(len, _beside_messages(payload)))
 
 
 def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
-    """The same of messages in known roles, as most are; else None."""
+    """The prefix text of messages in the usual form with known roles; else None."""
     if not len(messages):
         return None
     try:
@@ -145,7 +145,7 @@ def _gathered(payload: BodyFields, limit: int) -> bytes:
 
 
 class _Gathered:
-    """Bytes up to a bound."""
+    """Collects bytes up to a limit."""
 
     __slots__ = ("_left", "_looks", "text")
 
@@ -155,7 +155,7 @@ class _Gathered:
         self._looks = MAX_PIECES
 
     def add(self, text: bytes) -> bool:
-        """Whether there is room for more."""
+        """Returns whether there is room for more."""
         self.text += text[: self._left]
         self._left -= len(text)
         self._looks -= 1
@@ -179,8 +179,8 @@ def _pieces(payload: BodyFields, limit: int) -> Iterator[bytes]:
 
 
 def _keyed(key: str, value: msgspec.Raw, limit: int) -> Iterator[bytes]:
-    """Of any shape: a text, token ids, parts, messages, or a list of these. The system's prompt is
-    marked as the message that it becomes."""
+    """The text of a value: a text, token ids, parts, messages, or a list of these. A system prompt
+    is marked like a system message."""
     text = _text(value)
     role = ROLES["system"] if key in SYSTEM_KEYS else b""
     if text is not None:
@@ -206,17 +206,17 @@ def _item(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
 
 
 def _read(raw: msgspec.Raw) -> _Piece | None:
-    """None for anything but an object."""
+    """None if the value is not an object."""
     if not starts_with(raw, b"{"):
         return None
     try:
         return _decode_piece(raw)
-    except (msgspec.DecodeError, RecursionError):  # nested as deeply as can just be skipped
+    except (msgspec.DecodeError, RecursionError):  # nested too deeply
         return _Piece()
 
 
 def _text(raw: msgspec.Raw) -> str | None:
-    """None for anything but a string."""
+    """None if the value is not a string."""
     value = read_value(raw) if starts_with(raw, b'"') else None
     return value if isinstance(value, str) else None
 
@@ -236,7 +236,7 @@ def _message(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
 
 
 def _part(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
-    """A part's text, or only its kind: a picture's URL is no prefix, and its bytes are too long."""
+    """A part's text, or else its type: URLs or bytes of images are no use as a prefix."""
     spoken = _text(raw)
     if spoken is not None:
         yield PART + _utf8(spoken, limit)
@@ -268,7 +268,7 @@ def _script(raw: msgspec.Raw, limit: int) -> Iterator[bytes]:
 
 
 def _is_number(raw: msgspec.Raw) -> bool:
-    """Whether it is what Python has for an integer, true and false included."""
+    """Whether Python decodes the value as an int, which includes true and false."""
     return (
         not starts_with(raw, b"[")
         and not starts_with(raw, b"{")
@@ -277,12 +277,12 @@ def _is_number(raw: msgspec.Raw) -> bool:
 
 
 def _name(name: str | None) -> bytes:
-    """Of a role or a kind of part."""
+    """The marked name of a role or of a type of part."""
     return NAME if name is None else NAME + _utf8(name, MAX_NAME_CHARS) + NAME_END
 
 
 def _tokens(raw: msgspec.Raw, limit: int) -> bytes:
-    """Four bytes each, about what a token is as text."""
+    """Four bytes per token, about the mean length of a token's text."""
     ids: list[int]
     try:
         ids = _decode_ids(raw)[: limit // 4]
@@ -294,7 +294,7 @@ def _tokens(raw: msgspec.Raw, limit: int) -> bytes:
         ]
     try:
         return array("I", ids).tobytes()
-    except OverflowError:  # none of them is a token's
+    except OverflowError:  # not token ids
         return array("I", (number & 0xFFFFFFFF for number in ids)).tobytes()
 
 

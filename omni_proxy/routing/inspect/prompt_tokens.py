@@ -1,9 +1,9 @@
-"""The token ids of a request that brings its prompt as tokens, as RL rollouts do.
+"""The token ids of a request whose prompt is token ids, as in RL rollouts.
 
-They stay as the body spells them: reading a thousand integers takes ten times as long as what is
-done with them. Invariant: ids that are returned are the whole prompt, or its first `MAX_BYTES`, and
-the engine caches it as plain tokens of the base model: a request with a text, with media, with
-several prompts, with an adapter or with a cache salt has none.
+The ids stay as text of the body: parsing a thousand integers would take ten times as long as their
+use. Invariant: the returned ids are the whole prompt, or its first `MAX_BYTES`, and the engine
+caches it as plain tokens of the base model. So there are none for a request with a text, media,
+several prompts, an adapter or a cache salt.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
 from omni_proxy.routing.kv_events.spelled_ids import without_spaces
 
-MAX_BYTES = (
-    512 * 1024
-)  # ids behind them hardly change where a prompt is cached; not final: tests set it
+# Ids after these bytes hardly change where a prompt is cached. Not Final: tests set it.
+MAX_BYTES = 512 * 1024
 _WHITE_SPACE: Final = b" \t\r\n"
 _LINE_SPACE: Final = b"\t\r\n"
-_OF_OTHER_VALUES: Final = b'".eE-n{['  # one of them is in whatever else can stand in a list
-# With a space behind each comma and none elsewhere, as Python's json.dumps writes lists: then there
-# are as many ids as spaces, and one. Counting both would cost as much again.
+_OF_OTHER_VALUES: Final = b'".eE-n{['  # every other value in a JSON list has at least one of these
+# A space after each comma and nowhere else, as Python's json.dumps writes lists: the number of ids
+# is then the number of spaces plus one, which avoids counting.
 _IS_SPACED: Final = re.compile(rb",[0-9]++(?:, [0-9]++){4}")
 COMMA: Final = b","
 _MEDIA: Final = IMAGE | AUDIO | VIDEO
@@ -42,7 +41,7 @@ _NOTHING: Final = (ABSENT,) * 6
 
 
 def spelled_tokens(requirements: Requirements) -> msgspec.Raw | None:
-    """The value of the body that may be such a prompt, undecoded."""
+    """The undecoded value in the body that may be a prompt of token ids."""
     fields = requirements.body_fields
     if fields is None or type(fields) is NonStandardBodyFields:
         return None
@@ -54,9 +53,11 @@ def spelled_tokens(requirements: Requirements) -> msgspec.Raw | None:
 
 
 def spelled_ids(raw: msgspec.Raw) -> tuple[bytes, int | None]:
-    """The ids of a valid JSON list, each with a comma before it; b"" for anything but integers that
-    are not negative, or one list of them. JSON has one spelling of each, but for white space. How
-    many they are, if that is known; it is wrong where a list is spelled in several ways."""
+    """The ids of a valid JSON list, each with a comma before it, and their number if known.
+
+    b"" unless the list has only non-negative integers, or one list of them. Without white space,
+    JSON has only one spelling of them. The number is wrong if a list mixes spacing styles.
+    """
     spelled = b"".join((COMMA, memoryview(raw)[1:-1]))
     spaces = 0
     if any(map(spelled.__contains__, _LINE_SPACE)):
@@ -80,7 +81,7 @@ def spelled_ids(raw: msgspec.Raw) -> tuple[bytes, int | None]:
 
 
 def _only_list(fields: BodyFields) -> msgspec.Raw | None:
-    """The one value that may be a list of ids."""
+    """The only value that may be a list of ids; None if there are more, or none."""
     if isinstance(fields, KeyedBodyFields):
         given = [raw for _, raw in fields.keyed]
     else:

@@ -1,9 +1,9 @@
-"""What a request requires of a worker, read from its body and its hint headers (omni-router.md 7).
+"""The requirements of a request on a worker, from its body and hint headers (omni-router.md 7).
 
-Also what is known of a large body from its beginning. Invariant: the same body and hints give the
-same `Requirements`; the body is decoded for reading only and is forwarded byte for byte. A body
-that is not JSON where JSON is required is refused. `requirements_of_beginning` returns what the
-whole body would give, or None.
+Also the requirements of a large body from its first bytes. Invariant: the same body and hints give
+the same `Requirements`; the body is decoded only for reading and forwarded byte for byte. A body
+that is not JSON where JSON is required is refused. `requirements_of_beginning` returns the same
+requirements as for the whole body, or None.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class HeadFacts(Protocol):
 
 
 class VoiceReferenceFields(Protocol):
-    """A body of speech, or an item of one."""
+    """The body of a speech request, or an item of it."""
 
     ref_audio: msgspec.Raw
     references: msgspec.Raw
@@ -89,7 +89,7 @@ ANY_RANK: Final = -1
 
 
 class Requirements(msgspec.Struct, gc=False):
-    """What may take the request: a model or None, capability bits, perhaps one worker only."""
+    """What a worker needs to serve the request: model, capability bits, perhaps its identity."""
 
     mask: int
     model: str | None = None
@@ -100,22 +100,22 @@ class Requirements(msgspec.Struct, gc=False):
     decoded: BodyFields | None = None  # what `body_fields` returns
     affinity_key: str = ""  # keeps a session on its worker, for policies that use it
     version_constraint: VersionConstraint | None = None  # which weights it accepts; None: any
-    rids: tuple[str, ...] = ()  # its names at the engine, where the body gives them (SGLang)
-    adapters_in_large_body: frozenset[str] = frozenset()  # beside its model (SGLang's `lora_path`)
+    rids: tuple[str, ...] = ()  # ids at the engine, if the body has them (SGLang)
+    adapters_in_large_body: frozenset[str] = frozenset()  # in addition to the model (`lora_path`)
     large_body_class: str = ""  # the traffic class of a body that was too large to be read whole
-    given_hints: frozenset[bytes] = frozenset()  # of such a request: its hints
-    ranks_in_large_body: tuple[tuple[str, bytes], ...] = ()  # of such a request: keys and values
+    given_hints: frozenset[bytes] = frozenset()  # with a large body: the keys of its hints
+    ranks_in_large_body: tuple[tuple[str, bytes], ...] = ()  # with a large body: keys and values
     dp_rank: int = ANY_RANK  # the data-parallel rank that the client names
     names_rank_in_body: bool = False
-    legs: Legs = NO_LEGS  # what prefill and decode workers can do for it
-    alias: AliasRequirement | None = None  # then `model` is its target's, once that is chosen
-    # What the newest pick believed of the worker's cache, where a policy learns from the answer.
+    legs: Legs = NO_LEGS  # how prefill and decode workers can serve it
+    alias: AliasRequirement | None = None  # if set, `model` is the chosen target's
+    # Predicted cache of the latest pick's worker, for policies that compare it with the response.
     prediction: CachePrediction | None = None
-    undecoded: bytes = b""  # the body, until `body_fields` is read, where it need not be
+    undecoded: bytes = b""  # the body, if it is decoded only when `body_fields` is read
 
     @property
     def body_fields(self) -> BodyFields | None:
-        """Its fields, for policies that read the prompt."""
+        """The fields of the body, for policies that read the prompt."""
         if self.undecoded:
             self.decoded, self.undecoded = decode_body(self.undecoded), b""
         return self.decoded
@@ -126,12 +126,12 @@ class Requirements(msgspec.Struct, gc=False):
 
     @property
     def asked_model(self) -> str | None:
-        """As the request names it."""
+        """The model or alias in the request."""
         return self.model if self.alias is None else self.alias.split.name
 
     @property
     def target_model(self) -> str | None:
-        """Of an alias: what its present or last attempt goes to; None without one."""
+        """The model of an alias's target in the present or last attempt; None without an alias."""
         return None if self.alias is None else self.alias.model
 
     @property
@@ -140,7 +140,7 @@ class Requirements(msgspec.Struct, gc=False):
 
 
 MAX_MODEL_CHARS = 1024
-# Fields that hardly any body has, and what they need; `rid` is looked for with them.
+# Rare fields, and the capabilities that they require; `rid` is checked together with them.
 _RARE = {
     "image": IMAGE, "images": IMAGE, "audios": AUDIO, "audio_inputs": AUDIO,
     "video": VIDEO, "videos": VIDEO, "audio": AUDIO_OUT, "modalities": 0,
@@ -157,13 +157,13 @@ class _UsualPart(msgspec.Struct, gc=False):
 
 
 class _UsualMessage(msgspec.Struct, gc=False):
-    """As nearly all are: texts, or parts that are objects with a type."""
+    """A message in the usual form: a text, or parts that are objects with a type."""
 
     content: str | list[_UsualPart] | None = None
 
 
 class _Part(msgspec.Struct, gc=False):
-    """Of any message's content; and a message, which is read alike."""
+    """A part of any message's content; also used to read a message."""
 
     type: msgspec.Raw = ABSENT
     content: msgspec.Raw = ABSENT
@@ -187,7 +187,7 @@ _items_in = ObjectListReader(_Item, least=len('{"model":"m"}'))
 
 
 def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements:
-    """Raises HttpError 400 for bad JSON, a bad hint, or a hint that contradicts the body."""
+    """Raises HttpError 400: invalid JSON, an invalid hint, or a hint that contradicts the body."""
     if body and has_json_body(route, facts):
         if len(body) > LARGE_BYTES:
             return requirements_of_large_json(route, read_large_json(body), facts)
@@ -208,15 +208,15 @@ def inspect_request(route: Route, body: bytes, facts: HeadFacts) -> Requirements
 
 
 def requirements_of_json(route: Route, body: bytes) -> Requirements:
-    """The requirements of a small JSON body, which is parsed at once. Raises HttpError 400."""
+    """The requirements of a small JSON body, which is decoded whole. Raises HttpError 400."""
     return requirements_of_fields(route, decode_body(body))
 
 
 def requirements_of_hints(route: Route, facts: HeadFacts, model: str | None = None) -> Requirements:
-    """The requirements of the hints alone, and of the body's `model`. Raises HttpError 400."""
+    """The requirements by hints and the body's `model` only. Raises HttpError 400."""
     requirements = Requirements(route.mask, model, pinning=route.pinning)
     if route.traffic.startswith("speech") and has_json_body(route, facts):
-        requirements.mask |= AUDIO  # as for any large body of speech
+        requirements.mask |= AUDIO  # as for any large speech body
     _apply_hints(requirements, facts.hints, source=None)
     if model is not None and requirements.model != model:
         raise _bad("x-sglang-omni-route-model conflicts with the multipart form model")
@@ -234,7 +234,7 @@ def requirements_of_large_json(
         input_ids=msgspec.Raw(top.beginning),
     ))  # fmt: skip
     if route.traffic.startswith("speech"):
-        requirements.mask |= AUDIO  # a voice reference is what makes such a body large
+        requirements.mask |= AUDIO  # such a body is large because of a voice reference
     requirements.large_body_class = route.traffic
     requirements.adapters_in_large_body = read_adapters(msgspec.Raw(bytes(top.lora_path)))
     requirements.ranks_in_large_body = tuple(
@@ -249,8 +249,8 @@ def requirements_of_large_json(
 
 
 def inspect_session(route: Route, first: str | bytes, facts: HeadFacts) -> Requirements:
-    """The requirements of a speech session. A first message that is not session.config has none;
-    the worker refuses it (omni-router.md 12). Raises HttpError 400 for hints only."""
+    """The requirements of a speech session by its first message. One that is not session.config
+    adds none; the worker refuses it (omni-router.md 12). Raises HttpError 400 for invalid hints."""
     fields = _session_fields(first)
     if fields is None:
         requirements = Requirements(route.mask)
@@ -298,11 +298,11 @@ def requirements_of_fields(route: Route, payload: BodyFields) -> Requirements:
     if stream:
         mask |= STREAMING
     spelled = bytes(payload.messages)
-    if spelled.rfind(b"[") > 0:  # else there is no list of parts
+    if spelled.rfind(b"[") > 0:  # there may be a list of parts
         mask |= _parts(payload.messages, spelled)
     requirements = Requirements(mask, model, stream, request_id, route.pinning, "", payload)
     if _rare_values(payload) != _NO_RARE:
-        if _ids_left_out(payload) != _NO_MEDIA:  # clients of SGLang send an id alone
+        if _ids_left_out(payload) != _NO_MEDIA:  # SGLang's clients send `rid` without media
             requirements.mask |= _media(payload)
         requirements.rids = read_rids(payload.rid)
     if route.traffic != "generation":
@@ -320,9 +320,9 @@ def _read_speech(route: Route, payload: BodyFields, requirements: Requirements) 
 
 
 def _named(model: str | None) -> str | None:
-    """A model's name without lone surrogates, which no log and no response can hold.
+    """The model's name without lone surrogates, which logs and responses can't contain.
 
-    A longer name is truncated: no worker serves it, and logs and responses would repeat it.
+    A too long name is truncated: no worker serves it, and logs and responses would repeat it.
     """
     if not model:
         return None
@@ -369,7 +369,7 @@ def _odd_parts(messages: msgspec.Raw) -> int:
 
 
 def has_voice_reference(payload: VoiceReferenceFields) -> bool:
-    """Whether it brings a voice to imitate with it."""
+    """Whether the request includes reference audio of a voice."""
     return is_truthy(payload.ref_audio) or any(
         is_truthy(text.audio_path) or is_truthy(text.ref_audio)
         or is_truthy(text.audio) or is_truthy(text.data)
@@ -390,7 +390,7 @@ def _read_batch(payload: BodyFields, requirements: Requirements) -> None:
 
 
 def _read_form(body: bytes, content_type: bytes, requirements: Requirements) -> bool:
-    """Whether the form had any of the fields."""
+    """Reads model and stream of a form; returns whether it has any of these fields."""
     texts = form_fields(body, content_type)
     requirements.model = texts.get("model") or None
     if texts.get("stream", "").strip().lower() in ("true", "1", "yes", "on"):
@@ -402,7 +402,7 @@ def _read_form(body: bytes, content_type: bytes, requirements: Requirements) -> 
 def _apply_hints(
     requirements: Requirements, hints: dict[bytes, bytes], *, source: str | None
 ) -> None:
-    """Hints complete what the body left open; against a body that spoke they are refused."""
+    """Apply hints, which add to the body's fields; a hint that contradicts the body is refused."""
     requirements.version_constraint = parse_version_constraint(hints)
     prefix = "x-sglang-omni-route-"
     if b"model" in hints:
@@ -443,11 +443,11 @@ def _hinted_mask(text: str, prefix: str) -> int:
 
 
 def settle_unread(fleet: Fleet, requirements: Requirements) -> None:
-    """Check that the unread fields of a large body make no difference between the workers, or that
-    hints give them. Raises HttpError 400."""
+    """Check that the unread fields of a large body don't matter for the choice of a worker, or are
+    given as hints. Raises HttpError 400."""
     given_hints = requirements.given_hints
     candidates = fleet.candidates(None, requirements.mask)
-    # Its items may name other models than it does.
+    # Items of a batch may name other models than the batch.
     batch = requirements.large_body_class == "speech_batch"
     mixed = len({worker.model for worker in candidates}) > 1
     if mixed and b"model" not in given_hints and (batch or requirements.model is None):
@@ -467,8 +467,8 @@ def settle_unread(fleet: Fleet, requirements: Requirements) -> None:
         requirements.mask |= widest
 
 
-# A large body whose head and beginning give all its requirements can be streamed; in any doubt the
-# whole body is read.
+# A large body can be streamed if head and first bytes are sufficient for all requirements.
+# Otherwise the whole body is read first.
 
 _ENOUGH_FOR_JSON: Final = frozenset((b"model", b"capabilities"))
 
@@ -476,9 +476,9 @@ _ENOUGH_FOR_JSON: Final = frozenset((b"model", b"capabilities"))
 def requirements_of_beginning(
     fleet: Fleet, route: Route, beginning: bytes, facts: HeadFacts
 ) -> Requirements | None:
-    """None where the whole body must be seen. Raises Refusal 400 for a bad hint."""
+    """None if the whole body is needed. Raises HttpError 400 for an invalid hint."""
     if has_json_body(route, facts):
-        if fleet.has_ranks:  # the body may name a rank, or get a key that does
+        if fleet.has_ranks:  # the body may name a rank, or needs an added key for one
             return None
         enough = facts.hints.keys() >= _ENOUGH_FOR_JSON
         return requirements_of_hints(route, facts) if enough else None

@@ -1,11 +1,11 @@
-"""Token counts that a response ends with: `usage`, and how much of the prompt was cached.
+"""Token counts at the end of a response: `usage`, and the cached tokens of the prompt.
 
 Cached tokens are `cached_tokens` of `usage` (OpenAI's APIs) or of `meta_info` (SGLang), and
-`cache_read_input_tokens` (Anthropic), which counts beside `input_tokens` and not in it. Invariant:
-linear in the bytes; a count that is null, absent or no integer is not there. For cached tokens
-nothing is decoded: a quote inside a JSON string is escaped, so no text of a model reads as a key.
-The end of a body, from a member of its outermost object on, is a JSON object again once a brace
-stands before it: so a usage is read without decoding what comes before.
+`cache_read_input_tokens` (Anthropic), which is not included in `input_tokens`. Invariant: time is
+linear in the bytes; a count that is null, absent or not an integer counts as missing. Cached tokens
+are found without decoding: quotes inside JSON strings are escaped, so a model's text can't contain
+a key. `usage` is decoded without the text before it: the end of a body, from a member of its
+outermost object on, is a JSON object again if a brace is put before it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Annotated, Final
 
 import msgspec
 
-TAIL_BYTES: Final = 8192  # the counts come at the end, behind the text
-SHORT: Final = 512  # decoding so many bytes costs less than looking for their end
+TAIL_BYTES: Final = 8192  # searched at the end of the body: the counts come after the text
+SHORT: Final = 512  # a body of up to this many bytes is decoded whole, which is faster
 _COUNT: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,15})(?![0-9.eE])")
-# The counts as vLLM and OpenAI write them, with nothing behind that could be another one.
+# The counts as vLLM and OpenAI write them, not followed by another count.
 _USUAL: Final = re.compile(
     rb'"prompt_tokens":[ ]?([0-9]{1,15}),[^{}]*"prompt_tokens_details":[ ]?'
     rb'\{[^{}]*"cached_tokens":[ ]?([0-9]{1,15})[,}][^c]*\Z'
@@ -29,7 +29,7 @@ _READ: Final = b'"cache_read_input_tokens"'
 _CREATED: Final = b'"cache_creation_input_tokens"'
 _PROMPT: Final = b'"prompt_tokens"'
 _INPUT: Final = b'"input_tokens"'
-# By the names that engines use; the first one that is there counts.
+# Names that engines use; the first one present is used.
 NAMES: Final = {
     "input": ("prompt_tokens", "input_tokens"),
     "output": ("completion_tokens", "output_tokens"),
@@ -65,21 +65,21 @@ class _UsualEnd(msgspec.Struct, gc=False):
     usage: _UsualCounts
 
 
-# Of OPENED_USAGE and what follows the last USAGE of a body: for code that can't afford `counts_in`.
-# Raises msgspec.DecodeError, ValueError or RecursionError for what is not written as usual.
+# Decodes OPENED_USAGE plus the bytes after the last USAGE of a body, faster than `counts_in`.
+# Raises msgspec.DecodeError, ValueError or RecursionError if the usage is not in the usual form.
 decode_usual: Final = msgspec.json.Decoder(_UsualEnd).decode
-# Of a list of these.
+# The same for a list of them.
 decode_usual_ends: Final = msgspec.json.Decoder(list[_UsualEnd]).decode
 
 
 def counts_in(body: bytes) -> tuple[int | None, int | None]:
-    """Tokens of the prompt and of the completion, as a response reports that ends with `body`."""
+    """Prompt tokens and completion tokens in a response that ends with `body`."""
     end = body
     if len(body) > SHORT or not body.startswith(b"{"):
         at = body.rfind(USAGE, -TAIL_BYTES)
         if at < 0:
             return None, None
-        end = b"{" + body[at:].partition(b"\n\n")[0]  # an event ends there
+        end = b"{" + body[at:].partition(b"\n\n")[0]  # up to the end of the event
     try:
         usage = _decode_end(end).usage
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -94,7 +94,7 @@ def counts_in(body: bytes) -> tuple[int | None, int | None]:
 
 
 def _counts_anywhere(body: bytes) -> tuple[int | None, int | None]:
-    """As `counts_in`, by what stands behind the last such key, wherever in the body that is."""
+    """Like `counts_in`, by the value of the last `usage` key at any depth of the body."""
     at = body.rfind(USAGE, -TAIL_BYTES)
     if at < 0:
         return None, None
@@ -113,7 +113,7 @@ def _counts_anywhere(body: bytes) -> tuple[int | None, int | None]:
 
 
 def tokens_in(body: bytes) -> dict[str, int]:
-    """`input` and `output`, those that a response reports that ends with `body`."""
+    """Those of the counts `input` and `output` that a response ending with `body` has."""
     counts = zip(NAMES, counts_in(body), strict=True)
     return {kind: count for kind, count in counts if count is not None}
 
@@ -123,8 +123,8 @@ def _is_count(value: object) -> bool:
 
 
 def read_cached_tokens(body: bytes) -> tuple[int, int] | None:
-    """(cached tokens, prompt tokens) of a response that ends with `body`; the first is never the
-    larger one. None where it does not say both."""
+    """(cached tokens, prompt tokens) of a response that ends with `body`; the first is never larger
+    than the second. None if the response does not report both."""
     at = body.rfind(_PROMPT, -TAIL_BYTES)
     usual = _USUAL.match(body, at) if at >= 0 else None
     if usual is not None:

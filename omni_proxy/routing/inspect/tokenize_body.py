@@ -1,9 +1,9 @@
-"""What an engine's /tokenize needs of a request to say which tokens its prompt is.
+"""Bodies for an engine's /tokenize that return the tokens of a request's prompt.
 
-Invariant: a body that is returned stands for the whole prompt: messages with everything that the
-engine writes into them, or one text. Requests with media, several prompts, an adapter or a cache
-salt have none, since the engine caches them apart, and so has a request that continues the
-assistant's message. Source: vLLM's and SGLang's API of /tokenize.
+Invariant: a returned body represents the whole prompt: messages with all fields that the engine's
+chat template uses, or one text. There is none for requests with media, several prompts, an adapter
+or a cache salt, which the engine caches separately, and for requests that continue the assistant's
+message. Source: vLLM's and SGLang's API of /tokenize.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_proxy.routing.inspect.keyed_text import KeyedBodyFields
 from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
 
 _MEDIA: Final = IMAGE | AUDIO | VIDEO
-# What a chat template writes beside the messages.
+# Fields that a chat template uses in addition to the messages.
 TEMPLATE_FIELDS: Final = ("tools", "chat_template_kwargs", "add_generation_prompt")
 _template_values = attrgetter(*TEMPLATE_FIELDS)
 _not_tokenized = attrgetter(
@@ -34,7 +34,7 @@ _texts = attrgetter("messages", "prompt", "text")
 
 
 def tokenize_body(requirements: Requirements) -> bytes | None:
-    """None where /tokenize can't say all of the prompt."""
+    """None if /tokenize can't return the tokens of the whole prompt."""
     fields = requirements.body_fields
     if fields is None or isinstance(fields, KeyedBodyFields | NonStandardBodyFields):
         return None
@@ -55,7 +55,7 @@ def tokenize_body(requirements: Requirements) -> bytes | None:
 
 
 def template_mark(requirements: Requirements) -> bytes:
-    """What makes equal texts other tokens; b"" for most requests."""
+    """The fields with which the same text gives other tokens, encoded; b"" for most requests."""
     fields = requirements.body_fields
     if fields is None or not any(map(is_given, _template_values(fields))):
         return b""

@@ -1,8 +1,8 @@
-"""Requirements of a body that is written as most are, found without decoding it.
+"""Requirements of a body in the usual form, found without decoding it.
 
-Here for the native build, whose `usual_body.pyx` stands in the place of this file: to look through
-a body by hand pays there alone. Invariant: `read_usual` returns what `requirements_of_fields` does
-with the decoded body, or None for a body that must be decoded.
+A stub for the native build, where `usual_body.pyx` replaces this file: only there is scanning a
+body faster than decoding it. Invariant: `read_usual` returns what `requirements_of_fields` returns
+for the decoded body, or None for a body that must be decoded.
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ READS_BODIES: Final = False
 
 
 def read_usual(route: Route, body: bytes) -> Requirements | None:
-    """Of a body of model traffic that is no speech."""
+    """For bodies of model traffic other than speech."""
     return None

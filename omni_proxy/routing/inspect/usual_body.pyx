@@ -1,9 +1,10 @@
 # cython: optimize.use_switch=True
 """`usual_body.py` for the native build: model and stream of a plain JSON object.
 
-Invariant: of a body that is taken, msgspec would read the same. So it is strict JSON, printable
-ASCII without a backslash, names what is read once, names no media, request id and typed part, and
-is nested at most MAX_DEPTH deep. Every index is below `end`, which is the body's size.
+Invariant: msgspec would read the same from any body that is accepted. So an accepted body is strict
+JSON in printable ASCII without a backslash, has no key of interest twice, no media, no request id
+and no typed parts, and is nested at most MAX_DEPTH deep. Every index is below `end`, the body's
+size.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_GET_SIZE
@@ -16,7 +17,7 @@ from omni_proxy.routing.inspect.requirements import MAX_MODEL_CHARS, STREAMING
 
 cdef extern from *:
     """
-    /* Printable ASCII but for the backslash; without a branch, so that it is done 16 at once. */
+    /* Printable ASCII except for the backslash; without branches, so that it is vectorized. */
     __attribute__((optimize("O3"))) static int omni_plain(const unsigned char *text, Py_ssize_t size) {
         unsigned char odd = 0;
         for (Py_ssize_t at = 0; at < size; at++)
@@ -31,7 +32,7 @@ cdef enum:
     MAX_DEPTH = 60
 cdef Py_ssize_t _longest = MAX_MODEL_CHARS, _streaming = STREAMING
 cdef Requirements _default = Requirements(0)
-cdef str _model = ""  # the newest one, which most requests name again
+cdef str _model = ""  # the latest one: most requests name it again
 
 
 cdef Py_ssize_t _skip_spaces(const char *text, Py_ssize_t at, Py_ssize_t end) noexcept:
@@ -41,13 +42,13 @@ cdef Py_ssize_t _skip_spaces(const char *text, Py_ssize_t at, Py_ssize_t end) no
 
 
 cdef Py_ssize_t _skip_string(const char *text, Py_ssize_t at, Py_ssize_t end) noexcept:
-    """`at`: behind its first quote. Behind its last one; -1: it has none."""
+    """`at`: after the opening quote. Returns the offset after the closing one, or -1."""
     cdef const char *found = <const char *>memchr(text + at, c'"', end - at)
     return -1 if found == NULL else found - text + 1
 
 
 cdef Py_ssize_t _skip_key(const char *text, Py_ssize_t at, Py_ssize_t end) noexcept:
-    """From before a key to behind its colon; -1: there is none."""
+    """`at`: before a key. Returns the offset after its colon; -1: there is no key."""
     at = _skip_spaces(text, at, end)
     if at >= end or text[at] != c'"':
         return -1
@@ -59,7 +60,7 @@ cdef Py_ssize_t _skip_key(const char *text, Py_ssize_t at, Py_ssize_t end) noexc
 
 
 cdef Py_ssize_t _skip_digits(const char *text, Py_ssize_t at, Py_ssize_t end) noexcept:
-    """At least one; -1: there is none."""
+    """Skips at least one digit; -1: there is none."""
     cdef Py_ssize_t start = at
     while at < end and c"0" <= text[at] <= c"9":
         at += 1
@@ -67,7 +68,7 @@ cdef Py_ssize_t _skip_digits(const char *text, Py_ssize_t at, Py_ssize_t end) no
 
 
 cdef Py_ssize_t _skip_plain(const char *text, Py_ssize_t at, Py_ssize_t end) noexcept:
-    """A number or a word; -1: it is neither."""
+    """Skips a number, true, false or null; -1: it is none of these."""
     if text[at] == c"t":
         return at + 4 if end - at >= 4 and memcmp(text + at, b"true", 4) == 0 else -1
     if text[at] == c"f":
@@ -98,8 +99,8 @@ cdef bint _is_type(const char *text, Py_ssize_t at, Py_ssize_t end) noexcept:
 cdef Py_ssize_t _skip_value(
     const char *text, Py_ssize_t at, Py_ssize_t end, bint *typed
 ) noexcept:
-    """Behind the value, which begins at `at`; -1: it is not well-formed, or nested too deeply.
-    `typed` is set where an object in it has the key `type`."""
+    """The offset after the value that begins at `at`; -1: it is invalid, or nested too deeply.
+    Sets `typed` if an object in it has the key `type`."""
     cdef unsigned long long objects = 0  # a bit for each level: whether it is an object
     cdef int depth = 0
     cdef char char
@@ -155,7 +156,7 @@ cdef bint _is(const char *key, Py_ssize_t size, bytes name) noexcept:
 
 
 cdef bint _is_rare(const char *key, Py_ssize_t size) noexcept:
-    """Whether it needs more than a look: `request_id`, `rid`, and what names media."""
+    """Whether the body must be decoded for this key: `request_id`, `rid`, and keys of media."""
     if size == 3:
         return _is(key, size, b"rid")
     if size == 5:
@@ -175,7 +176,7 @@ cdef str _model_at(const char *name, Py_ssize_t size):
 
 
 cdef Requirements _new():
-    """With the defaults of all fields. `Requirements()` reads twenty arguments for it."""
+    """Requirements with default fields; `Requirements()` is slower, with its twenty arguments."""
     cdef Requirements need = Requirements.__new__(Requirements)
     need.request_id = _default.request_id
     need.named_worker = _default.named_worker
@@ -245,5 +246,5 @@ cpdef Requirements read_usual(route, bytes body):
     need.model = model
     need.stream = stream
     need.pinning = route.pinning
-    need.undecoded = body  # in case that a policy reads more of it
+    need.undecoded = body  # for policies that read more fields
     return need

@@ -1,11 +1,11 @@
-"""The blocks that workers have cached, as their engines' events say: key to a set of holders.
+"""Index of the blocks that workers have cached, from their engines' events: key to set of holders.
 
-One index serves all policies of a process; it is filled with the changes that `publisher_state`
-makes, in their order. Each holder is a bit, so that sets of them are integers, as in
-`prefix_tree`. Beside it stand predictions: prompts that were just sent to a worker, until their
-events come, under the keys that were looked at when they were sent. Invariants: no call does more
-work than its arguments are long, `maintain` a bounded slice; what a holder lost is never matched
-again, even before its memory is free.
+One index serves all policies of a process; it applies the changes that `publisher_state` makes, in
+order. Each holder is a bit, so that sets of them are integers, as in `prefix_tree`. In addition
+there are predictions: prompts that were just sent to a worker count as cached until their events
+arrive; they are found by the keys that were computed when they were sent. Invariants: a call takes
+time linear in its arguments, `maintain` does a bounded slice; blocks that a holder lost are never
+matched again, even before their memory is freed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,14 @@ from omni_proxy.routing.kv_events.block_keys import PromptBlocks
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 from omni_proxy.routing.kv_events.known_texts import KnownTexts
 
-# Parted by the lowest bits of the key, so that no growth of a table takes long.
+# Tables by the lowest bits of the key, so that growing one never takes long.
 _PARTS: Final = 256
 _LOW: Final = _PARTS - 1
-SWEPT_PER_SLICE: Final = 4096  # blocks, and at most one part more
-PREDICTED_SECS: Final = 2.0  # a sent prompt counts as cached for so long without an event
-MAX_PREDICTED = (
-    1 << 25
-)  # bytes of spelled prompts; older predictions go first; not final: tests set it
-KEY_BYTES: Final = 36  # an integer of 64 bits
+SWEPT_PER_SLICE: Final = 4096  # blocks; the last part of a slice may exceed it
+PREDICTED_SECS: Final = 2.0  # how long a sent prompt counts as cached without an event
+# Bytes of predicted prompts; above it older predictions are dropped. Not Final: tests set it.
+MAX_PREDICTED = 1 << 25
+KEY_BYTES: Final = 36  # memory of a 64-bit integer
 
 
 class PredictedPrompt(NamedTuple):
@@ -42,26 +41,26 @@ class BlockIndex:
     """Holders are URLs of workers, or of their data-parallel ranks. `now` is monotonic seconds."""
 
     def __init__(self) -> None:
-        self.texts = KnownTexts()  # whose blocks are known, wherever they are
+        self.texts = KnownTexts()  # texts with known blocks, for all holders
         self.blocks = 0
-        self.membership = 0  # changes with a holder's bit, trust or block size
+        self.membership = 0  # changes with any holder's bit, exactness or block size
         self._parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]
         self._bits: dict[str, int] = {}
         self._names: dict[int, str] = {}
         self._sizes: dict[str, int] = {}  # tokens of a block, by holder
         self._counts: dict[str, int] = {}
         self._exact: set[str] = set()
-        self._holed: set[str] = set()  # that may hold a block and not the one before it
+        self._holed: set[str] = set()  # may hold a block without the one before it
         self._live = 0
-        self._dead = 0  # forgotten, still on blocks
+        self._dead = 0  # bits of removed holders that are still on blocks
         self._sweeping = 0
         self._cursor = 0
         self._predicted: dict[int, PredictedPrompt] = {}
         self._predicted_before: dict[int, PredictedPrompt] = {}
-        self._predicted_bytes = 0  # of the former
+        self._predicted_bytes = 0  # of `_predicted`
         self._turned_at = 0.0
 
-    # What the events say.
+    # Changes by events.
 
     def apply(self, holder: str, changes: Iterable[HeldChange]) -> None:
         if self._dead:
@@ -79,7 +78,7 @@ class BlockIndex:
                 self._note(op, holder, values)
 
     def _note(self, op: ChangeOp, holder: str, values: Sequence[int]) -> None:
-        """What is to know of its blocks, beside their keys."""
+        """Apply a change of the holder's attributes."""
         self.membership += 1
         if op == ChangeOp.BLOCK_SIZE:
             self._sizes[holder] = values[0]
@@ -94,7 +93,7 @@ class BlockIndex:
             self._holed.discard(holder)
 
     def forget(self, holder: str) -> None:
-        """It left the fleet."""
+        """The holder left the fleet."""
         self._reset(holder)
         self._exact.discard(holder)
         self._holed.discard(holder)
@@ -102,11 +101,11 @@ class BlockIndex:
         self.membership += 1
 
     def clear(self, holder: str) -> None:
-        """Its cache is empty: it was flushed."""
+        """The holder's cache was flushed."""
         self._reset(holder)
 
     def is_exact(self, holder: str) -> bool:
-        """Whether what it does not hold here is not in its cache."""
+        """Whether blocks that the index doesn't have for the holder are not in its cache."""
         return holder in self._exact
 
     @property
@@ -114,16 +113,16 @@ class BlockIndex:
         return bool(self._exact)
 
     def block_size(self, holder: str) -> int:
-        """In tokens; 0 while no block of it is known."""
+        """In tokens; 0 while no block of the holder is known."""
         return self._sizes.get(holder, 0)
 
     def count(self, holder: str) -> int:
-        """How many blocks it holds."""
+        """How many blocks the holder has."""
         return self._counts.get(holder, 0)
 
     @property
     def bytes(self) -> int:
-        """Of memory, about."""
+        """Approximate memory."""
         parts = sum(map(sys.getsizeof, self._parts))
         return parts + self.blocks * KEY_BYTES
 
@@ -134,16 +133,17 @@ class BlockIndex:
         return mask
 
     def bit_of(self, holder: str) -> int:
-        """0 while it holds nothing and is not exact."""
+        """0 while the holder has no blocks and is not exact."""
         return self._bits.get(holder, 0)
 
-    # What policies ask.
+    # Queries by policies.
 
     def match(self, prompt: PromptBlocks, among: int, now: float) -> tuple[int, int]:
-        """How many leading blocks of a prompt some holder in the mask `among` has, and the mask of
-        all that have so many; 0 and 0 if none has the first. Changes nothing.
+        """The most leading blocks of a prompt that a holder in the mask `among` has, and the mask
+        of all holders with as many; 0 and 0 if none has the first block. Changes nothing.
 
-        Who has a block has all before it, but for holders with holes, so few blocks are looked at.
+        A holder of a block has all blocks before it, except for holders with holes. So a binary
+        search looks up only a few blocks.
         """
         among &= self._live
         depth, held = self._match_stored(prompt, among)
@@ -177,7 +177,7 @@ class BlockIndex:
         held = parts[key & _LOW].get(key, 0) & among
         if not held:
             return 0, 0
-        depth, at = 1, high  # most prompts are known whole, or nearly so
+        depth, at = 1, high  # start at the end: most prompts are cached almost completely
         while depth < high:
             key = key_of(at, depth)
             mask = parts[key & _LOW].get(key, 0) & among
@@ -200,9 +200,9 @@ class BlockIndex:
         return depth, held
 
     def _guesses(self, prompt: PromptBlocks, now: float) -> Iterator[PredictedPrompt]:
-        """Prompts that were sent and have a block of this one, each once."""
+        """Predicted prompts that share a block with this one, each once."""
         if prompt.count:
-            prompt.last_key()  # by which an equal prompt is found
+            prompt.last_key()  # computed so that an equal prompt is found by it
         seen: list[PredictedPrompt] = []
         for predicted in (self._predicted, self._predicted_before):
             for key in predicted.keys() & prompt.asked:
@@ -212,7 +212,7 @@ class BlockIndex:
                     yield guess
 
     def depths(self, prompt: PromptBlocks, among: int, now: float) -> dict[str, int]:
-        """How many leading blocks each holder in the mask has, those with none left out."""
+        """Number of leading blocks by holder in the mask, for holders that have any."""
         lengths: dict[str, int] = {}
         while True:
             depth, held = self.match(prompt, among, now)
@@ -230,12 +230,12 @@ class BlockIndex:
         return names
 
     def predict(self, holder: str, prompt: PromptBlocks, now: float) -> None:
-        """This prompt was sent to it: until its events come, it counts as cached there."""
+        """The prompt was sent to the holder: until its events arrive, it counts as cached there."""
         self._turn(now)
         bit, parts = self._admit(holder), self._parts
         if not prompt.count:
             return
-        prompt.key(1)  # by which a prompt with the same beginning is found
+        prompt.key(1)  # computed so that prompts with the same prefix are found by it
         prompt.last_key()
         new = [key for key in prompt.asked if not parts[key & _LOW].get(key, 0) & bit]
         if new:
@@ -244,7 +244,7 @@ class BlockIndex:
             self._predicted_bytes += prompt.memory
 
     def maintain(self, now: float) -> bool:
-        """One slice of upkeep; whether more is to do."""
+        """Do one slice of upkeep; returns whether more is left."""
         self._turn(now)
         self.texts.maintain(now)
         if self._dead:
@@ -255,7 +255,7 @@ class BlockIndex:
         return [each for each in (self._predicted, self._predicted_before) if each]
 
     def _turn(self, now: float) -> None:
-        """Predictions go by whole tables: one by one they would cost as much again."""
+        """Drop expired predictions a table at a time: one by one it would cost twice as much."""
         if now - self._turned_at >= PREDICTED_SECS or self._predicted_bytes > MAX_PREDICTED // 2:
             self._predicted_before, self._predicted = self._predicted, {}
             self._predicted_bytes = 0
@@ -297,7 +297,7 @@ class BlockIndex:
             self._counts[holder] -= less
 
     def _reset(self, holder: str) -> None:
-        """It holds nothing from now on, predictions included; memory is freed in slices."""
+        """Remove the holder's blocks and predictions; memory is freed in slices."""
         bit = self._bits.pop(holder, 0)
         if not bit:
             return
@@ -313,7 +313,7 @@ class BlockIndex:
         bit = self._bits.get(holder, 0)
         if not bit:
             used = self._live | self._dead
-            bit = ~used & (used + 1)  # the lowest that is free
+            bit = ~used & (used + 1)  # the lowest free bit
             self._bits[holder] = bit
             self._names[bit] = holder
             self._live |= bit
@@ -321,7 +321,7 @@ class BlockIndex:
         return bit
 
     def _sweep(self) -> None:
-        """Take forgotten bits off the blocks of some parts."""
+        """Remove dead bits from the blocks of some parts."""
         if not self._sweeping:
             self._sweeping, self._cursor = self._dead, 0
         keep = ~self._sweeping
@@ -339,7 +339,7 @@ class BlockIndex:
             self._sweeping = 0
 
     def _wipe_predictions(self, keep: int) -> None:
-        """A bit that is given to another holder must not bring predictions with it."""
+        """Remove predictions of dead bits, which may be reused for other holders."""
         if any(not guess.bit & keep for guess in chain(*map(dict.values, self._predictions()))):
             self._predicted = {k: v for k, v in self._predicted.items() if v.bit & keep}
             self._predicted_before = {

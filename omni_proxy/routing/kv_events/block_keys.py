@@ -1,13 +1,12 @@
-"""Our own names of blocks: a checksum of all token ids up to the block's end, as JSON spells them.
+"""The proxy's keys of blocks: a checksum of all token ids up to the block's end, as JSON text.
 
-    spelling of a prompt  b",5,17,…,9": each id with a comma before it
-    key of a block        CRC-32 of it to the block's end, 12 bits of its length, 20 of its end
+    text of a prompt  b",5,17,…,9": each id with a comma before it
+    key of a block    CRC-32 of the text up to the block's end, 12 bits of its length, 20 of its end
 
-Equal tokens give equal keys, whatever engine computed them, and `PromptBlocks` reads the bytes of a
-prompt once for them, no id as a number. Invariants: a key is all that is needed to go on with the
-next block; keys are the same in every process of one build, and must not be stored. Who wants two
-prompts with one key can make them, and gets requests to a worker that has computed another one, no
-more.
+Equal tokens give equal keys for every engine. `PromptBlocks` computes them in one pass over the
+bytes of a prompt, without parsing ids. Invariants: a key is sufficient to compute the key of the
+next block; keys are the same in every process of one build, and must not be saved. Collisions can
+be made on purpose; they only misdirect requests to a worker without the prefix.
 """
 
 from __future__ import annotations
@@ -32,18 +31,19 @@ _encode = msgspec.json.Encoder().encode
 
 
 def tail_bytes(block_size: int) -> int:
-    """So many at least spell a block of this many ids."""
+    """The number of bytes at a block's end that its key covers: any block has at least as many."""
     return min(2 * block_size, _MOST_TAIL)
 
 
 def root_key(block_size: int) -> int:
-    """What the first block goes on from: blocks of different sizes never share a key."""
+    """The key before the first block: it depends on the block size, so that blocks of different
+    sizes have different keys."""
     return crc32(b"%d" % block_size) << 32
 
 
 def extend_key(key: int, spelled: bytes | memoryview, last: bytes) -> int:
-    """The key behind `key`, so many bytes further: a whole number of blocks. `last`: their last
-    `tail_bytes`."""
+    """The key after `spelled`, a whole number of blocks that follow `key`. `last`: the last
+    `tail_bytes` of `spelled`."""
     return (
         crc32(spelled, key >> 32) << 32
         | key + (len(spelled) << _TAIL_BITS) & _LENGTH_MASK
@@ -52,20 +52,20 @@ def extend_key(key: int, spelled: bytes | memoryview, last: bytes) -> int:
 
 
 def spell(tokens: Sequence[int]) -> bytes:
-    """As in the keys."""
+    """The text of token ids, as used in keys."""
     return b"," + _encode(list(tokens))[1:-1] if tokens else b""
 
 
 def extend_keys(key: int, tokens: Sequence[int], block_size: int) -> list[int]:
-    """The keys of the whole blocks of `tokens`, which follow the block with `key`; tokens beyond
-    the last whole block have none."""
+    """The keys of the whole blocks of `tokens`, which follow the block with `key`; tokens after the
+    last whole block are ignored."""
     ends, tail = range(0, len(tokens) + 1, block_size), tail_bytes(block_size)
     blocks = [spell(tokens[at:end]) for at, end in pairwise(ends)]
     return [key := extend_key(key, block, block[-tail:]) for block in blocks]
 
 
 def block_keys(tokens: Sequence[int], block_size: int) -> list[int]:
-    """The keys of a prompt's whole blocks, the first one first."""
+    """The keys of a prompt's whole blocks, in order."""
     return extend_keys(root_key(block_size), tokens, block_size)
 
 
@@ -73,11 +73,11 @@ _STATE_BYTES: Final = 200
 
 
 class PromptBlocks:
-    """Of so many `tokens`, in blocks of one size. `most`: only so many tokens count.
+    """The blocks of a prompt, of one size in tokens. `most`: only this many tokens count.
 
-    A block's key covers all that is before it, so a match looks at a few blocks of a prompt and
-    sums the bytes between them, instead of naming each. Invariant: `key(n)` is what `block_keys`
-    gives for the same tokens. Takes time in proportion to the bytes up to the block.
+    A block's key covers all tokens before it, so a match computes the keys of only a few blocks,
+    with one checksum of the bytes between them. Invariant: `key(n)` is the same as by `block_keys`
+    for these tokens. Takes time in proportion to the bytes up to the block.
     """
 
     __slots__ = (
@@ -89,14 +89,15 @@ class PromptBlocks:
         self.size = size
         self.tokens = tokens
         self.count = (tokens if most is None else min(most, tokens)) // size  # of whole blocks
-        self.asked: set[int] = set()  # keys
+        self.asked: set[int] = set()  # keys that were computed
         self._spelled, self._view, self._end_of = ids.spelled, ids.view, ids.end_of
         self._tail = tail_bytes(size)
-        # Number of a block: where it ends in the spelling, and its key.
+        # Number of a block: its end offset in the text, and its key.
         self._states: dict[int, tuple[int, int]] = {0: (0, root_key(size))}
 
     def key(self, number: int, after: int = 0) -> int:
-        """Of block `number`, from 1 to `count`. `after`: one before it whose key was asked for."""
+        """The key of block `number`, from 1 to `count`. `after`: an earlier block with a computed
+        key, or 0."""
         state = self._states.get(number)
         if state is not None:
             return state[1]
@@ -109,12 +110,12 @@ class PromptBlocks:
         return key
 
     def last_key(self) -> int:
-        """Of the last block, if there is any."""
+        """The key of the last block, if there is any."""
         return self.key(self.count, max(self._states))
 
     def each_key(self) -> Iterator[int]:
-        """Of all blocks, the first one first. Where the caller stops, that block and the one before
-        it count as asked for."""
+        """The keys of all blocks, in order. Where the caller stops, the keys of that block and of
+        the one before it are added to `asked`."""
         number, end, key, tail = 0, 0, self._states[0][1], self._tail
         before = (end, key)
         try:
@@ -129,16 +130,16 @@ class PromptBlocks:
 
     @property
     def memory(self) -> int:
-        """Bytes, about."""
+        """Approximate bytes."""
         return len(self._spelled) + _STATE_BYTES * len(self._states)
 
     def common(self, other: PromptBlocks) -> int:
-        """How many leading blocks both have, which are of one size."""
+        """How many leading blocks both have in common; their block sizes are equal."""
         ours, theirs = self._spelled, other._spelled
         if ours == theirs:
             return min(self.count, other.count)
         low, high = 0, min(len(ours), len(theirs))
-        while low < high:  # so many bytes are equal, and no more than so many
+        while low < high:  # between `low` and `high` leading bytes are equal
             at = (low + high + 1) >> 1
             if ours[low:at] == theirs[low:at]:
                 low = at
@@ -146,7 +147,7 @@ class PromptBlocks:
                 high = at - 1
         tokens = ours.count(COMMA, 0, low)
         if not (_ends(ours, low) and _ends(theirs, low)):
-            tokens -= 1  # the last one goes on, in one of them
+            tokens -= 1  # the last id is longer in one of them
         return min(tokens // self.size, self.count, other.count)
 
 

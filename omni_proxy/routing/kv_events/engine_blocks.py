@@ -1,7 +1,7 @@
-"""The blocks that one engine has cached, by its own names: our keys, and how they hang together.
+"""The blocks that one engine has cached, by the engine's hashes ("names"): their keys and parents.
 
-Invariant: `has_holes` is true exactly while some block is held that stands behind one that is not.
-Source: features.md 7 (media, removals).
+Invariant: `has_holes` is true if and only if some block is held whose parent is not. Source:
+features.md 7 (media, removals).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Final
 
 from omni_proxy.routing.kv_events.event_payload import StoredEvent
 
-# Where the engine can use a block without computing or fetching it over a network.
+# Media from which the engine can use a block without computing it or a transfer over a network.
 MEDIA: Final = ("", "GPU", "CPU", "CPU_TIER1", "CPU_TIER2", "CPU_PINNED")
-# A block is one integer, a fraction of a tuple's memory: its key, the engine's name of the block
-# before it, how many known blocks stand behind it, and a bit for each of MEDIA that has it.
+# A block is one integer, which takes much less memory than a tuple: its key, the engine's name of
+# its parent, the number of its known children, and a bit for each of MEDIA that has it.
 _MEDIA_BITS: Final = 8
 _MEDIA_MASK: Final = (1 << _MEDIA_BITS) - 1
 _ONE_BEHIND: Final = 1 << _MEDIA_BITS
@@ -22,24 +22,24 @@ _BEHIND_BITS: Final = 24
 _BEHIND_MASK: Final = (1 << _BEHIND_BITS) - 1
 _NAME_AT: Final = _MEDIA_BITS + _BEHIND_BITS
 _NAME_MASK: Final = (1 << 64) - 1
-_KEY_AT: Final = _NAME_AT + 64 + 1  # one bit more: whether there is a block before it
+_KEY_AT: Final = _NAME_AT + 64 + 1  # one bit more: whether it has a parent
 _HAS_PARENT: Final = 1 << (_KEY_AT - 1)
 
 
 class NameReused(Exception):
-    """One name for blocks with different tokens."""
+    """The engine used one name for blocks with different tokens."""
 
 
 class EngineBlocks:
     def __init__(self) -> None:
         self._blocks: dict[int, int] = {}  # by name, oldest first
-        self._missing: dict[int, int] = {}  # blocks that are gone, and how many stand behind each
+        self._missing: dict[int, int] = {}  # removed blocks with children, and the number of these
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def __iter__(self) -> Iterator[int]:
-        """The names, of those stored first first."""
+        """The names, in the order in which they were stored."""
         return iter(self._blocks)
 
     @property
@@ -54,8 +54,8 @@ class EngineBlocks:
         return None if block is None else block >> _KEY_AT
 
     def store(self, event: StoredEvent, keys: Iterable[int]) -> list[int]:
-        """The keys that are new; there may be fewer `keys` than names. The block before the first
-        one is held. Raises NameReused."""
+        """Store blocks and return the new keys; there may be fewer `keys` than names. The parent of
+        the first one must be held. Raises NameReused."""
         medium, parent, new = 1 << MEDIA.index(event.medium), event.parent, list[int]()
         for key, name in zip(keys, event.hashes, strict=False):
             known = self._blocks.get(name)
@@ -75,14 +75,15 @@ class EngineBlocks:
         return new
 
     def leave_medium(self, names: Iterable[int], medium: str) -> list[int]:
-        """Those of the names that no medium has any more; "" for all media."""
+        """Remove the medium ("": all media) from these blocks; returns names of blocks without any
+        medium left, which the caller removes."""
         bit = 1 << MEDIA.index(medium) if medium else -1
         gone: list[int] = []
         for name in names:
             known = self._blocks.get(name)
             if known is None:
                 continue
-            # One that was stored without a medium is gone with any.
+            # A block that was stored without a medium is removed with any medium.
             media = known & _MEDIA_MASK & ~bit & ~1
             if media:
                 self._blocks[name] = known & ~_MEDIA_MASK | media
@@ -91,12 +92,12 @@ class EngineBlocks:
         return gone
 
     def remove(self, names: Iterable[int]) -> list[int]:
-        """The keys of those that were held."""
+        """Remove blocks; returns the keys of those that were held."""
         keys: list[int] = []
         for name in names:
             block = self._blocks.pop(name, None)
             if block is None:
-                continue  # it was named twice
+                continue  # named twice, or unknown
             keys.append(block >> _KEY_AT)
             behind = block >> _MEDIA_BITS & _BEHIND_MASK
             if behind:
@@ -110,7 +111,7 @@ class EngineBlocks:
         self._missing = {}
 
     def _leave(self, parent: int) -> None:
-        """One block less stands behind it."""
+        """Decrement the number of children of `parent`."""
         if parent in self._blocks:
             self._blocks[parent] -= _ONE_BEHIND
             return

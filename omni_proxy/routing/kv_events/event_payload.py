@@ -1,9 +1,9 @@
 """Decodes a batch of KV events: MessagePack, in the forms of vLLM and SGLang.
 
 A batch is `[time, [event, ...], rank?]`. An event is a map with a `type`, or an array whose first
-element is the type and whose later ones may be missing; both forms may carry fields of later
+element is the type and whose later ones may be missing; both forms may have fields of later
 versions, which are ignored. Invariant: any bytes give a `DecodedBatch` or `UndecodablePayload`; an
-event that can't be read for certain is counted in `undecodable`, never skipped silently.
+event that can't be read reliably is counted in `undecodable`, never skipped silently.
 Sources: features.md 7, real-engines.md 4 (vLLM 0.32.0), captures of both.
 """
 
@@ -16,34 +16,34 @@ import msgspec
 
 MAX_BLOCK_SIZE: Final = 65536  # tokens
 MAX_TOKEN: Final = (1 << 32) - 1
-MAX_UNDECODABLE: Final = 1000  # events of a batch; what is behind them is not looked at
+MAX_UNDECODABLE: Final = 1000  # events of a batch; later ones are not decoded
 _WORD: Final = (1 << 64) - 1
-# Where the fields of the array form stand; a map has them by name.
+# Order of the fields in the array form; a map has them by name.
 _STORED_FIELDS: Final = (
     "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium",
 )  # fmt: skip
 _REMOVED_FIELDS: Final = ("type", "block_hashes", "medium", "group_idx")
 _FULL_ATTENTION: Final = "full_attention"
-# Of these one that is set makes another block of the same tokens.
+# If one of these is set, the same tokens are a different block.
 _NOT_PLAIN: Final = ("lora_id", "lora_name", "cache_salt", "extra_key")
 
 _decode = msgspec.msgpack.Decoder().decode
 
 
 class UndecodablePayload(Exception):
-    """The bytes are no batch of events."""
+    """The bytes are not a batch of events."""
 
 
 class StoredEvent(NamedTuple):
-    """A run of blocks, each behind the one before, the first behind `parent`.
+    """Consecutive blocks; the first one follows `parent`.
 
-    `hashes`: the engine's names, 64 bits. `plain`: so many of them, from the first, hold nothing
-    but tokens under the base model; behind those stand blocks of an adapter, a cache salt or media,
-    which no plain request can use. `group`: of layers, None where the engine names none.
+    `hashes`: the engine's names of the blocks, 64 bits. `plain`: how many of them, from the first,
+    are only tokens of the base model; later ones are of an adapter, a cache salt or media, which
+    plain requests can't use. `group`: of layers; None if the engine names none.
     """
 
     hashes: list[int]
-    parent: int | None  # None: the beginning of the prompt
+    parent: int | None  # None: the first block of a prompt
     tokens: Sequence[int]
     block_size: int
     medium: str
@@ -52,7 +52,7 @@ class StoredEvent(NamedTuple):
 
 
 class RemovedEvent(NamedTuple):
-    """`medium` and `group`: "" and None for all of them."""
+    """`medium` "" and `group` None: all media, all groups."""
 
     hashes: list[int]
     medium: str
@@ -67,9 +67,8 @@ DecodedEvent: TypeAlias = StoredEvent | RemovedEvent | ClearedEvent
 
 
 class DecodedBatch(NamedTuple):
-    """`at`: the engine's time, seconds; 0 without one. `rank`: the data-parallel rank that the
-    publisher names, None for none. `undecodable`: why events could not be read, one entry for
-    each."""
+    """`at`: the engine's time in seconds, 0 if missing. `rank`: the data-parallel rank, None if
+    missing. `undecodable`: for each event that could not be read, the reason."""
 
     at: float
     events: list[DecodedEvent]
@@ -82,14 +81,14 @@ def decode_batch(payload: bytes) -> DecodedBatch:
     try:
         body = _decode(payload)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise UndecodablePayload(f"no MessagePack: {error}") from None
+        raise UndecodablePayload(f"not MessagePack: {error}") from None
     if isinstance(body, dict):
         at, rows = body.get("ts"), body.get("events")
         rank = body.get("data_parallel_rank", body.get("dp_rank"))
     elif isinstance(body, list) and len(body) >= 2:
         at, rows, rank = body[0], body[1], body[2] if len(body) > 2 else None
     else:
-        raise UndecodablePayload("no batch of events")
+        raise UndecodablePayload("not a batch of events")
     if not isinstance(rows, list):
         raise UndecodablePayload("a batch without a list of events")
     moment = float(at) if isinstance(at, int | float) else 0.0
@@ -117,7 +116,7 @@ def _kind(row: object) -> str:
 
 
 def _event(row: object) -> DecodedEvent | None:
-    """None for one that does not matter. Raises ValueError, TypeError or LookupError."""
+    """None for an event to be ignored. Raises ValueError, TypeError or LookupError."""
     match _kind(row):
         case "BlockStored":
             return _stored(_stored_fields(row) if isinstance(row, list) else _map(row))
@@ -138,8 +137,8 @@ def _fields(row: list[Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _stored_fields(row: list[Any]) -> dict[str, Any]:
-    """SGLang's field behind `medium` has been a list of component types, and a map with the cache's
-    salt; vLLM's is the adapter's name. They are sources apart by type."""
+    """The field after `medium` is a list of component types or a map with the cache salt, depending
+    on SGLang's version; in vLLM it is the adapter's name. Its type tells which one it is."""
     fields = _fields(row, _STORED_FIELDS)
     behind = row[len(_STORED_FIELDS) :]
     if not behind:
@@ -157,16 +156,16 @@ def _stored(fields: Mapping[str, Any]) -> StoredEvent | None:
     if kind is not None and kind != _FULL_ATTENTION:
         return None
     if kind is None and group not in (None, 0):
-        return None  # it does not say what its layers are
+        return None  # the kind of its layers is unknown
     hashes = _hashes(fields["block_hashes"])
     parent = fields.get("parent_block_hash")
     tokens, size = fields["token_ids"], fields["block_size"]
     if type(size) is not int or not 0 < size <= MAX_BLOCK_SIZE:
-        raise ValueError("block_size is no size")
+        raise ValueError("block_size is invalid")
     if not isinstance(tokens, list) or len(tokens) != size * len(hashes):
         raise ValueError("token_ids don't fill the blocks")
     if tokens and (set(map(type, tokens)) != {int} or min(tokens) < 0 or max(tokens) > MAX_TOKEN):
-        raise ValueError("token_ids are no token ids")
+        raise ValueError("token_ids has an invalid id")
     return StoredEvent(
         hashes, None if parent is None else _word(parent), tokens, size, _medium(fields), group,
         _plain(fields, len(hashes)),
@@ -179,12 +178,12 @@ def _removed(fields: Mapping[str, Any]) -> RemovedEvent:
 
 def _hashes(value: object) -> list[int]:
     if not isinstance(value, list):
-        raise TypeError("block_hashes is no list")
+        raise TypeError("block_hashes is not a list")
     return [_word(each) for each in value]
 
 
 def _word(value: object) -> int:
-    """Signed and unsigned integers, and digests of any length, as 64 bits."""
+    """A hash as 64 bits: a signed or unsigned integer, or a digest of any length."""
     if type(value) is int:
         return value & _WORD
     if isinstance(value, bytes) and value:
@@ -197,19 +196,19 @@ def _medium(fields: Mapping[str, Any]) -> str:
     if medium is None:
         return ""
     if not isinstance(medium, str):
-        raise TypeError("medium is no text")
+        raise TypeError("medium is not a string")
     return medium
 
 
 def _group(fields: Mapping[str, Any]) -> int | None:
     group = fields.get("group_idx")
     if group is not None and type(group) is not int:
-        raise TypeError("group_idx is no number")
+        raise TypeError("group_idx is not an integer")
     return group
 
 
 def _plain(fields: Mapping[str, Any], blocks: int) -> int:
-    """How many blocks, from the first, depend on nothing but their tokens."""
+    """How many blocks, from the first, depend only on their tokens."""
     metadata = fields.get("metadata")
     sources = (fields, metadata) if isinstance(metadata, dict) else (fields,)
     if any(each.get(name) for each in sources for name in _NOT_PLAIN):
@@ -218,5 +217,5 @@ def _plain(fields: Mapping[str, Any], blocks: int) -> int:
     if extra is None:
         return blocks
     if not isinstance(extra, list) or len(extra) != blocks:
-        raise ValueError("extra_keys has not one entry for each block")
+        raise ValueError("extra_keys does not have one entry per block")
     return next((at for at, keys in enumerate(extra) if keys), blocks)

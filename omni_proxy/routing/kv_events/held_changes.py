@@ -1,8 +1,8 @@
-"""What changes of the blocks that a worker is believed to have: made by `publisher_state`, applied
-by `block_index`, and packed on the way between processes.
+"""Changes of a worker's cached blocks: made by `publisher_state`, applied by `block_index`, and
+packed to be sent between processes.
 
-Invariant: changes of one holder take effect in their order. Must not be stored: keys belong to one
-build.
+Invariant: changes of one holder are applied in their order. Must not be saved: keys are valid only
+within one build.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, TypeAlias
 
 
 class ChangeOp(IntEnum):
-    """A change of what a worker is believed to have, see `HeldChange`."""
+    """The kind of a `HeldChange`."""
 
     RESET = 0
     STORE = 1
@@ -22,8 +22,8 @@ class ChangeOp(IntEnum):
     EXACT = 3
     INEXACT = 4
     BLOCK_SIZE = 5
-    FORGET = 6  # the worker is not followed any more
-    HOLES = 7  # some block is held, and the one before it is not
+    FORGET = 6  # the worker is no longer followed
+    HOLES = 7  # some block is held without the block before it
     NO_HOLES = 8
 
 
@@ -35,11 +35,11 @@ class HeldChange(NamedTuple):
 
 
 PackedChanges: TypeAlias = list[tuple[int, bytes]]  # between processes of one machine
-MAX_PACKED: Final = 1024  # values of one change: applying it takes some hundred microseconds
+MAX_PACKED: Final = 1024  # values of one change, so that applying one never takes long
 
 
 def pack_changes(changes: Iterable[HeldChange]) -> Iterator[tuple[int, bytes]]:
-    """Long changes become several."""
+    """Long changes are split."""
     for op, values in changes:
         for at in range(0, max(1, len(values)), MAX_PACKED):
             yield int(op), array("Q", values[at : at + MAX_PACKED]).tobytes()

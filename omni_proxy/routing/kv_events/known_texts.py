@@ -1,10 +1,10 @@
-"""Texts whose tokens an engine has told, and texts that it is to be asked about.
+"""Texts with tokens from an engine's /tokenize, and the queue of texts to tokenize.
 
     a text was sent -> question -> /tokenize of its worker -> tokens -> keys of its blocks
 
-A later text with the same beginning has the same blocks there. Invariants: the newest texts are
-kept, in bounded memory; the number of questions is bounded by what the answers were used for; an
-engine that does not answer is not asked for a while. Pure: whoever asks is elsewhere.
+A later text with the same prefix starts with the same blocks. Invariants: the newest texts are
+kept, in bounded memory; the number of questions is bounded by the use of earlier answers; an engine
+that does not answer is not queried for a while. Pure: the requests are sent elsewhere.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
 from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.tree_key import text_length
 
-# Of a text that is worth a question: about a thousand tokens, and no text that was cut.
+# Length of texts to tokenize: at least about a thousand tokens, and not cut.
 MIN_BYTES: Final = 4096
 MAX_BYTES: Final = LIMIT - 2
 MOST_TEXTS: Final = 256
 MOST_TOKENS: Final = 1 << 20  # of all texts
-MOST_QUESTIONS: Final = 16  # that wait; older ones are dropped
-ANSWERED_SHARE: Final = 0.75  # of a text that is known: then it is not asked about
-# Questions are free at first and one in each so many seconds, and two for each use of an answer.
+MOST_QUESTIONS: Final = 16  # in the queue; older ones are dropped
+ANSWERED_SHARE: Final = 0.75  # a text with at least this share known is not tokenized
+# A budget of questions: FREE_QUESTIONS at first, one more each FREE_SECS and QUESTIONS_PER_USE more
+# for each use of an answer.
 FREE_QUESTIONS: Final = 32
 FREE_SECS: Final = 10.0
 QUESTIONS_PER_USE: Final = 2
-SILENT_SECS: Final = 60.0  # that an engine is left alone after it did not answer
+SILENT_SECS: Final = 60.0  # pause after an engine did not answer
 
 
 class TextQuestion(NamedTuple):
-    """`url`: of the worker that got the text. `key`: as in the prefix tree, `length` bytes of text.
-    `body`: for /tokenize."""
+    """`url`: of the worker that got the text. `key`: of the text, as in the prefix tree, for
+    `length` bytes of text. `body`: for /tokenize."""
 
     url: str
     key: bytes
@@ -44,7 +45,7 @@ class TextQuestion(NamedTuple):
 
 
 class KnownText:
-    """`length` in bytes, and how many `tokens` that is."""
+    """`length` of the text in bytes, and its number of `tokens`."""
 
     __slots__ = ("_ids", "length", "tokens")
 
@@ -54,13 +55,13 @@ class KnownText:
         self._ids = SpelledIds(spell(tokens), len(tokens))
 
     def blocks(self, block_size: int, tokens: int) -> PromptBlocks:
-        """Of the first `tokens`."""
+        """The blocks of the first `tokens`."""
         return PromptBlocks(self._ids, block_size, tokens)
 
 
 class FoundText(NamedTuple):
-    """The first `tokens` of `known` are those of the first `shared` bytes of a text. Tokens become
-    bytes by their mean, so it may be some more or fewer."""
+    """The first `tokens` of `known` are those of the first `shared` bytes of a text. `tokens` is
+    estimated from bytes by the mean, so it may be slightly too high or too low."""
 
     known: KnownText
     shared: int
@@ -84,7 +85,8 @@ class KnownTexts:
         return len(self._texts)
 
     def find(self, key: bytes, length: int) -> FoundText | None:
-        """What is known of the beginning of a text of `length` bytes. Changes nothing."""
+        """The known text that shares the longest prefix with a text of `length` bytes. Changes
+        nothing."""
         depth, held = self._tree.match(key)
         if not held:
             return None
@@ -94,7 +96,7 @@ class KnownTexts:
         return FoundText(known, shared, known.tokens * shared // known.length)
 
     def is_worth_asking(self, url: str, length: int, found: FoundText | None, now: float) -> bool:
-        """Whether the engine at `url` should be asked about a text of so many bytes."""
+        """Whether the engine at `url` should tokenize a text of `length` bytes."""
         if self._free < 1 or not MIN_BYTES <= length <= MAX_BYTES:
             return False
         if self._silent.get(url, now) > now:
@@ -106,14 +108,14 @@ class KnownTexts:
         self._questions.append(question)
 
     def take_question(self) -> TextQuestion | None:
-        """The newest one: its blocks are still there when the next text like it comes."""
+        """The newest question: its blocks are most likely still cached for the next such text."""
         if not self._questions:
             return None
         self.asked += 1
         return self._questions.pop()
 
     def note_use(self) -> None:
-        """A text went where its blocks are, by an answer."""
+        """A text was routed by the blocks of a known text."""
         self.used += 1
         self._free = min(FREE_QUESTIONS, self._free + QUESTIONS_PER_USE)
 
@@ -130,7 +132,7 @@ class KnownTexts:
             self._tree.forget(oldest)
 
     def note_silence(self, question: TextQuestion, now: float) -> None:
-        """It was not answered."""
+        """The question was not answered."""
         self.failed += 1
         self._silent[question.url] = now + SILENT_SECS
 
@@ -143,6 +145,6 @@ class KnownTexts:
         self._tree.maintain(evict=False)
 
     def as_facts(self) -> dict[str, int]:
-        """JSON-able."""
+        """JSON-serializable."""
         count = len(self._texts)
         return {"texts": count, "calls": self.asked, "failed": self.failed, "used": self.used}

@@ -1,13 +1,13 @@
-"""What can be believed of one publisher: the order of its batches, and the blocks that it named.
+"""The state of one publisher of KV events: validates the order of its batches, tracks its blocks.
 
     unknown --batch 0, a cleared cache, or a replay from 0--> whole --a gap--> replay --> whole
-       ^------ restarted, replay not whole, undecodable event, two publishers ------------+
+       ^------ restarted, incomplete replay, undecodable event, two publishers -----------+
 
-Invariants: while `mode` is EXACT, `blocks` is what the engine had cached after the last batch that
-arrived, as far as plain requests can use it; a batch that is missing, of another engine, or not
-understood ends that before anything behind it counts. A batch number alone proves no continuity
-once the connection broke: then the last batch must come again, byte for byte. Pure: the caller
-brings batches, times and the news of connections, and sends what `ask` names.
+Invariants: while `mode` is "exact", `blocks` are the blocks that the engine had cached after the
+last batch that arrived, as far as plain requests can use them. A batch that is missing, undecodable
+or from another engine ends this mode before any later event is applied. After a broken connection
+batch numbers do not prove continuity: the last batch must arrive again, byte for byte. Pure: the
+caller supplies batches, times and changes of the connection, and sends the replay request in `ask`.
 Sources: features.md 7 (trust), real-engines.md 4 (restart, flush, replay).
 """
 
@@ -30,17 +30,17 @@ from omni_proxy.routing.kv_events.event_payload import (
 )
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
 
-MAX_HELD_BATCHES: Final = 10_000  # that came during a replay
+MAX_HELD_BATCHES: Final = 10_000  # batches that arrive during a replay
 MAX_HELD_BYTES: Final = 64 * 1024 * 1024
-MAX_REPLAYS: Final = 3  # in a row, without a batch that followed
-FLUSH_SETTLE_SECS: Final = 5.0  # events this long after a flush may have left the engine before it
-RETRY_SECS: Final = 5.0  # after a replay that got no answer, doubling
+MAX_REPLAYS: Final = 3  # in a row, without a batch in order after them
+FLUSH_SETTLE_SECS: Final = 5.0  # events this long after a flush may have been sent before it
+RETRY_SECS: Final = 5.0  # after an unanswered replay request; doubles each time
 MAX_RETRY_SECS: Final = 60.0
-_DIGESTS: Final = 256  # of the last batches, by which one that comes twice is known
+_DIGESTS: Final = 256  # kept of the last batches, to recognize duplicates
 
 
 class _Replay:
-    """One that is under way. `start`: the first batch that was asked for."""
+    """A replay in progress. `start`: the first batch that was requested."""
 
     __slots__ = ("broken", "received", "start")
 
@@ -51,15 +51,16 @@ class _Replay:
 
 
 class PublisherState:
-    """`replays`: whether there is a replay socket to ask. `now` is monotonic seconds.
+    """`replays`: whether the publisher has a replay socket. `now` is monotonic seconds.
 
-    The caller sends `ask`, if it is not None, to that socket, sets it to None, and reports what
-    comes; batches that arrive meanwhile go to `receive` as always.
+    If `ask` is not None, the caller sends it to the replay socket, sets it to None, and passes the
+    replies to `replayed`, `replay_ended` and `replay_failed`. Batches that are published during
+    the replay still go to `receive`.
     """
 
     def __init__(self, *, replays: bool) -> None:
         self.mode: KvMode = "inferred"
-        self.reason = "nothing was heard of the publisher yet"
+        self.reason = "no batch was received from the publisher yet"
         self.ask: int | None = None
         self.batches = 0
         self.undecodable = 0
@@ -68,8 +69,8 @@ class PublisherState:
         self.block_size = 0
         self._replays = replays
         self._next = 0  # the number of the next batch
-        self._newest_at = 0.0  # the engine's time, of this engine
-        self._order_at = 0.0  # the same since the connection broke
+        self._newest_at = 0.0  # latest time in batches of this engine, by its clock
+        self._order_at = 0.0  # the same, but only since the connection was last broken
         self._whole = False
         self._unproven = False  # the connection broke since the last batch
         self._replay: _Replay | None = None
@@ -79,34 +80,35 @@ class PublisherState:
         self._digests: dict[int, int] = {}
         self._groups: set[int] = set()
         self._rank: int | None = None
-        self._ignored_until = 0.0  # events before it may have left the engine before a flush
-        self._has_holes = False  # as reported
-        self._clear_due = False  # after a flush: its event has not come
+        self._ignored_until = 0.0  # events before this time may have been sent before a flush
+        self._has_holes = False  # as in the latest change
+        self._clear_due = False  # after a flush: its event has not arrived
         self._retry_at: float | None = None
         self._retry_secs = RETRY_SECS
         self._changes: list[HeldChange] = []
 
     @property
     def is_replaying(self) -> bool:
-        """Whether an answer to `ask` is awaited; the caller drops one that is not."""
+        """Whether a replay is expected; the caller drops replies that are not."""
         return self._replay is not None
 
     def take_changes(self) -> list[HeldChange]:
-        """Those since the last call."""
+        """The changes since the last call."""
         changes, self._changes = self._changes, []
         return changes
 
     def dump(self) -> list[HeldChange]:
-        """Everything that is believed, as changes that say nothing new to who has it already."""
+        """The whole state as changes; applying them again has no effect."""
         size = [HeldChange(ChangeOp.BLOCK_SIZE, [self.block_size])] if self.block_size else []
         mode = HeldChange(ChangeOp.EXACT if self.mode == "exact" else ChangeOp.INEXACT, [])
         holes = HeldChange(ChangeOp.HOLES if self.blocks.has_holes else ChangeOp.NO_HOLES, [])
         return [*size, holes, HeldChange(ChangeOp.STORE, self.blocks.keys()), mode]
 
-    # What arrives.
+    # Input.
 
     def connected(self, now: float) -> None:
-        """Batches reach us from now on. Call it when the subscription is in force for certain."""
+        """Batches are received from now on. To be called once the subscription is certainly
+        active."""
         if self._replay is None and self._replays:
             if self._unproven:
                 self._begin_replay(max(0, self._next - 1))
@@ -115,8 +117,8 @@ class PublisherState:
 
     def disconnected(self) -> None:
         """Another engine may publish from now on, or batches may have been lost."""
-        self._order_at = 0.0  # its clock may be another
-        if self._replay is not None:  # what was held for it may be of another engine, too
+        self._order_at = 0.0  # another engine's clock may differ
+        if self._replay is not None:  # the held batches may be of another engine, too
             self._drop_replay("the connection to the publisher broke")
         if not self._whole:
             return
@@ -127,7 +129,7 @@ class PublisherState:
             self._lose("the connection to the publisher broke")
 
     def receive(self, number: int, payload: bytes, now: float) -> None:
-        """A batch as it was published."""
+        """A published batch arrived."""
         self.batches += 1
         if self._replay is None and self._unproven:
             self._begin_replay(max(0, self._next - 1))
@@ -137,20 +139,20 @@ class PublisherState:
         self._held.append((number, payload))
         self._held_bytes += len(payload)
         if len(self._held) > MAX_HELD_BATCHES or self._held_bytes > MAX_HELD_BYTES:
-            self.replay_failed("too many batches came during a replay", now)
+            self.replay_failed("too many batches arrived during a replay", now)
 
     def tick(self, now: float) -> None:
-        """A few times a second: a replay that got no answer is asked for again."""
+        """To be called a few times a second: repeats an unanswered replay request."""
         if self._retry_at is not None and now >= self._retry_at:
             self._retry_at = None
             if self._replay is None and not self._whole:
                 self._begin_replay(0)
 
     def flushed(self, now: float) -> None:
-        """The engine's cache is empty now, as its own answer or its restart says: nothing is
-        believed of what it published before."""
+        """The engine's cache is empty now, because it confirmed a flush or was restarted: batches
+        that it published before are void."""
         self._ignored_until = now + FLUSH_SETTLE_SECS
-        if self._replay is not None:  # what was held for it was published before
+        if self._replay is not None:  # the held batches were published before
             self._next = max([self._next, *(number + 1 for number, _ in self._held)])
             self._drop_replay("the cache was cleared during a replay")
         self._clear_due = True
@@ -159,7 +161,7 @@ class PublisherState:
     # Replays.
 
     def replayed(self, number: int, payload: bytes, now: float) -> None:
-        """A batch of the answer to `ask`."""
+        """A replayed batch arrived."""
         replay = self._replay
         if replay is None or replay.broken:
             return
@@ -168,7 +170,7 @@ class PublisherState:
                 replay.broken = f"the replay begins at batch {number}"
                 return
             if 0 < self._newest_at < _time_of(payload):
-                self._clear_due = False  # the flush was of the engine before this one
+                self._clear_due = False  # the flush was of an earlier engine
                 self._ignored_until = 0.0
             self._forget()
         replay.received += 1
@@ -177,7 +179,7 @@ class PublisherState:
             if number == self._next - 1 and last == hash(payload):
                 return
             if number != self._next or self._unproven:
-                replay.broken = f"batch {self._next - 1} is not there any more"
+                replay.broken = f"batch {self._next - 1} is no longer available for replay"
                 return
         if number != self._next:
             replay.broken = f"batch {self._next} is missing in the replay"
@@ -185,21 +187,21 @@ class PublisherState:
         self._apply(number, payload, now)
 
     def replay_ended(self, now: float) -> None:
-        """The end mark came."""
+        """The end mark of a replay arrived."""
         replay = self._replay
         if replay is None:
             return
         self._replay = None
         if replay.start and not replay.received:
-            replay.broken = f"batch {self._next - 1} is not there any more"
+            replay.broken = f"batch {self._next - 1} is no longer available for replay"
         if not replay.start and not replay.received and not replay.broken:
             self._forget()
         if replay.broken and replay.start and self._attempts < MAX_REPLAYS:
             self._begin_replay(0)
             return
         if replay.broken or self._clear_due:  # a replay may end before the flush
-            self._lose(replay.broken or "the cache was cleared; its event is awaited")
-        elif self._whole:  # else `_apply` has said why not
+            self._lose(replay.broken or "the cache was cleared; its event has not arrived")
+        elif self._whole:  # otherwise `_apply` has set the reason
             self._unproven = False
             self._mark_exact("replayed from the first batch" if not replay.start else "")
         self._take_held(now)
@@ -207,7 +209,7 @@ class PublisherState:
             self._attempts = 0
 
     def replay_failed(self, reason: str, now: float) -> None:
-        """No answer, or none that can be read."""
+        """The replay request got no reply, or an unreadable one."""
         if self._replay is None:
             return
         self._replay, self.ask = None, None
@@ -217,7 +219,7 @@ class PublisherState:
         self._take_held(now)
 
     def drop_oldest(self, count: int) -> None:
-        """Forget the blocks that were stored first: there is no room for more."""
+        """Remove the blocks that were stored first, because the index is full."""
         self._forget_blocks(list(islice(self.blocks, count)))
 
     # The order of batches.
@@ -230,11 +232,11 @@ class PublisherState:
     def _begin_replay(self, start: int) -> None:
         self._attempts += 1
         if self._attempts > MAX_REPLAYS:
-            self._lose("batches were lost again and again")
+            self._lose("batches were lost repeatedly")
             return
         self._replay = _Replay(start)
         self.ask = start
-        self._mark_degraded(f"asks for batches from {start} on")
+        self._mark_degraded(f"a replay from batch {start} on was requested")
 
     def _take_held(self, now: float) -> None:
         held, self._held, self._held_bytes = self._held, [], 0
@@ -247,7 +249,7 @@ class PublisherState:
 
     def _take(self, number: int, payload: bytes, now: float) -> None:
         if self._digests.get(number) == hash(payload):
-            return  # it came twice
+            return  # a duplicate
         if number > self._next and self._whole:
             lost = f"batches {self._next} to {number - 1} were lost"
             if self._replays and self._attempts < MAX_REPLAYS:
@@ -260,12 +262,12 @@ class PublisherState:
             return
         self._apply(number, payload, now)
         if self.mode == "inferred":
-            self.reason = "it was not heard from its first batch on"
+            self.reason = "its first batches were not received"
 
     def _restarted(self, number: int, payload: bytes, now: float) -> bool:
-        """Whether a batch with a number that was there already is the next one of a new engine."""
+        """Whether a batch with an earlier number is the next one to apply, of a new engine."""
         if _time_of(payload) < self._order_at:
-            self._lose("batches came in another order")
+            self._lose("batches arrived out of order")
             return False
         self._digests.clear()
         self._unproven = False
@@ -281,16 +283,16 @@ class PublisherState:
         if now >= self._ignored_until:
             self._clear_due = False
         self._forget()
-        self._mark_exact("heard from the first batch")
+        self._mark_exact("received from the first batch on")
         return True
 
     # The content of batches.
 
     def _apply(self, number: int, payload: bytes, now: float) -> None:
-        """Take over a batch whose place in the order is right, or that may clear everything."""
+        """Apply a batch that is in order, or that may clear the cache."""
         self._next = number + 1
         self._digests[number] = hash(payload)
-        # What came during a replay may be in it, too.
+        # Batches that arrived during a replay may also be part of it.
         most = _DIGESTS if self._replay is None else _DIGESTS + MAX_HELD_BATCHES
         while len(self._digests) > most:
             del self._digests[next(iter(self._digests))]
@@ -299,7 +301,7 @@ class PublisherState:
         except UndecodablePayload as error:
             self._not_understood(1, str(error))
             return
-        # Numbers without a gap prove the order; an engine's clock may be set back.
+        # Consecutive numbers prove the order; the clock of an engine may be set back.
         is_late = batch.at < self._order_at and not self._whole
         self._newest_at = max(self._newest_at, batch.at)
         self._order_at = max(self._order_at, batch.at)
@@ -310,7 +312,7 @@ class PublisherState:
             self._lose("batches of several data-parallel ranks come from one publisher")
             return
         if self._clear_due and self._replay is None and now >= self._ignored_until:
-            self._clear_due = False  # an engine that does not publish its flushes
+            self._clear_due = False  # this engine does not publish its flushes
         self._take_events(batch, now, is_late=is_late)
 
     def _take_events(self, batch: DecodedBatch, now: float, *, is_late: bool) -> None:
@@ -340,9 +342,9 @@ class PublisherState:
     def _cleared(self) -> None:
         self._clear_blocks()
         self._whole = True
-        if self._replay is None:  # else it may be one from before a flush
+        if self._replay is None:  # a replayed event may be of an earlier flush
             self._ignored_until, self._clear_due = 0.0, False
-            self._mark_exact("heard since its cache was cleared")
+            self._mark_exact("received since its cache was cleared")
 
     def _store(self, event: StoredEvent) -> None:
         if event.medium not in MEDIA or not event.plain:
@@ -355,14 +357,14 @@ class PublisherState:
         if event.parent is not None:
             parent = self.blocks.key_of(event.parent)
             if parent is None:
-                return  # behind a block that no plain request can use
+                return  # after a block that plain requests can't use
             before = parent
         tokens = event.tokens[: event.plain * event.block_size]
         keys = extend_keys(before, tokens, event.block_size)
         try:
             new = self.blocks.store(event, keys)
         except NameReused:
-            self._not_understood(1, "BlockStored: a hash that named other tokens")
+            self._not_understood(1, "BlockStored: a hash was reused for other tokens")
             return
         if new:
             self._change(ChangeOp.STORE, new)
@@ -370,7 +372,7 @@ class PublisherState:
 
     def _set_block_size(self, size: int) -> bool:
         if self.blocks:
-            self._not_understood(1, "BlockStored: another block_size than before")
+            self._not_understood(1, "BlockStored: block_size has changed")
             return False
         self.block_size = size
         self._changes.append(HeldChange(ChangeOp.BLOCK_SIZE, [size]))
@@ -386,7 +388,7 @@ class PublisherState:
     def _forget_blocks(self, names: Iterable[int]) -> None:
         keys = self.blocks.remove(names)
         if keys:
-            if self.blocks.has_holes:  # it must be known before the blocks are gone
+            if self.blocks.has_holes:  # must be applied before the blocks are removed
                 self._note_holes()
             self._change(ChangeOp.REMOVE, keys)
             self._note_holes()
@@ -403,7 +405,7 @@ class PublisherState:
         else:
             self._changes.append(HeldChange(op, list(keys)))
 
-    # What is believed.
+    # State transitions.
 
     def _clear_blocks(self) -> None:
         self.blocks.clear()
@@ -411,7 +413,7 @@ class PublisherState:
         self._changes.append(HeldChange(ChangeOp.RESET, []))
 
     def _forget(self) -> None:
-        """An engine is followed from its first batch on."""
+        """Reset the state: a new engine is followed from its first batch on."""
         self._clear_blocks()
         self._digests.clear()
         self._groups.clear()
@@ -429,14 +431,14 @@ class PublisherState:
             self._changes.append(HeldChange(ChangeOp.EXACT, []))
 
     def _mark_degraded(self, reason: str) -> None:
-        """Not exact for the moment; what is known is kept."""
+        """Leave exact mode for now; the blocks are kept."""
         if self.mode == "exact":
             self.mode = "degraded"
             self._changes.append(HeldChange(ChangeOp.INEXACT, []))
         self.reason = reason
 
     def _lose(self, reason: str) -> None:
-        """Nothing that is known can be believed."""
+        """Leave exact mode and drop all blocks, because they can't be trusted any more."""
         self._mark_degraded(reason)
         if self._whole or self._next:
             self.mode = "degraded"

@@ -1,11 +1,11 @@
-"""Token ids as the bytes that spell them, each with a comma before it, and where the n-th one ends.
+"""Token ids as text, each with a comma before it, and the offset at which the n-th id ends.
 
-Counting commas is what a long list costs most: a processor can't foresee where they are, so a loop
-that looks for each is slow. A copy with 1 for a comma and 0 for all else has their number as its
-sum, which Adler-32 has in its lower half and computes without looking; a short list is not worth
-the copy. Each search leaves a mark for the next ones. Invariant: `end_of` counts as `bytes.split`
-would; who says a wrong number of ids gets places that are no ends of so many, and no error. The
-native build has `spelled_ids.pyx` in its place, which counts all commas itself.
+Counting commas is the most expensive step for a long list: branch prediction fails in a loop that
+searches each. Instead, in a copy with 1 for commas and 0 for other bytes, their number is the sum,
+which is the lower half of Adler-32; short lists are counted directly. Each search caches its
+result for the next ones. Invariant: `end_of` counts like `bytes.split`. If the caller passes a
+wrong number of ids, offsets are wrong, without an error. In the native build `spelled_ids.pyx`
+replaces this file; it counts all commas itself.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Final
 from zlib import adler32
 
 COMMA: Final = b","
-PART: Final = 8192  # bytes that are counted at a time; Adler-32 counts up to 65,520
-LONG: Final = 12288  # bytes that are worth a copy
+PART: Final = 8192  # bytes counted at a time; Adler-32's sum is correct up to 65,520
+LONG: Final = 12288  # bytes from which the copy is faster
 _COMMAS: Final = bytes(byte == COMMA[0] for byte in range(256))
-_SUM: Final = 0xFFFF  # Adler-32's sum of all bytes, and one
-# An id with its comma is shorter, so that looking for the next few has a bound; any other spelling
-# is found too, by looking further.
+_SUM: Final = 0xFFFF  # mask of Adler-32's lower half: the sum of all bytes plus one
+# Upper bound of the length of an id with its comma, which limits a search for the next few; longer
+# spellings are found by a second search.
 _ID_BYTES: Final = 12
-_FEW: Final = 32  # ids from an end that are looked for from there
-_EARLY: Final = 24  # bytes before the guessed place, so that the right one is seldom before it
+_FEW: Final = 32  # up to this many ids from either end are searched from that end
+_EARLY: Final = 24  # bytes to start before the estimated offset, which may be too high
 
 
 def without_spaces(spelled: bytes) -> bytes:
@@ -31,8 +31,8 @@ def without_spaces(spelled: bytes) -> bytes:
 
 
 class SpelledIds:
-    """`tokens`: how many they are, where that is known; else they are counted. `view`: of the
-    bytes."""
+    """`tokens`: the number of ids, if known; otherwise they are counted. `view`: a memoryview of
+    `spelled`."""
 
     __slots__ = ("_commas", "_counts", "_places", "spelled", "tokens", "view")
 
@@ -44,11 +44,11 @@ class SpelledIds:
             tokens = self._mark() if len(spelled) > LONG else spelled.count(COMMA)
         self.tokens = tokens
         if self._commas is None:
-            # How many commas there are before some places, in order.
+            # Sorted offsets, and the number of commas before each.
             self._counts, self._places = [0, tokens], [0, len(spelled)]
 
     def _mark(self) -> int:
-        """Count all, part by part."""
+        """Count all commas, part by part."""
         commas = self._commas = memoryview(self.spelled.translate(_COMMAS))
         self._counts, self._places, total = [0], [0], 0
         for at in range(0, len(commas), PART):
@@ -59,7 +59,7 @@ class SpelledIds:
         return total
 
     def end_of(self, tokens: int) -> int:
-        """Where the first so many ids end."""
+        """The offset after the first `tokens` ids."""
         spelled, behind = self.spelled, self.tokens - tokens
         if behind <= 0:
             return len(spelled)
@@ -81,7 +81,7 @@ class SpelledIds:
             nth = tokens - before - spelled.count(COMMA, begin, at) + 1
         else:
             nth = tokens - before - (adler32(commas[begin:at]) & _SUM) + 2
-        if nth <= 0:  # it is before there
+        if nth <= 0:  # the estimate was too high
             at, nth = begin, tokens - before + 1
         near = spelled[at : at + _ID_BYTES * nth].split(COMMA, nth)
         if len(near) > nth:
@@ -94,7 +94,7 @@ class SpelledIds:
 
 
 def _nth_comma(spelled: bytes, begin: int, nth: int) -> int:
-    """The n-th from there on, or the end."""
+    """Offset of the n-th comma from `begin` on, or the end."""
     near = spelled[begin : begin + _ID_BYTES * nth].split(COMMA, nth)
     if len(near) <= nth:
         near = spelled[begin:].split(COMMA, nth)
@@ -103,7 +103,7 @@ def _nth_comma(spelled: bytes, begin: int, nth: int) -> int:
 
 
 def _nth_last_comma(spelled: bytes, nth: int) -> int:
-    """The n-th from the end, or the beginning."""
+    """Offset of the n-th comma from the end, or 0."""
     start = max(0, len(spelled) - _ID_BYTES * nth)
     near = spelled[start:].rsplit(COMMA, nth)
     if len(near) <= nth:

@@ -1,7 +1,6 @@
 """`spelled_ids.py` for the native build: commas are counted sixteen bytes at a time.
 
-Invariant: every index is below the size of the spelling, or of the marks, which are as many as its
-parts.
+Invariant: every index is below the size of the text, or of `_before`, which has one count per part.
 """
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
@@ -69,7 +68,7 @@ cdef class SpelledIds:
             return PyBytes_GET_SIZE(self.spelled)
         if tokens < 0:
             raise ValueError("fewer than no ids")
-        while high - low > 1:  # the last part with at most so many commas before it
+        while high - low > 1:  # find the last part with at most `tokens` commas before it
             middle = (low + high) >> 1
             if self._before[middle] <= tokens:
                 low = middle

@@ -1,4 +1,4 @@
-"""The protocols by which a request runs in two legs: what each engine gets, and what is read of it.
+"""The KV transfer protocols of requests in two legs: request bodies, and reading of responses.
 
-One file per protocol. All are pure: bodies are spliced, rooms and ids come as arguments.
+One file per protocol. All are pure: they edit bodies; random numbers are arguments.
 """

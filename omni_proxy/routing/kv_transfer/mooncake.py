@@ -1,7 +1,8 @@
-"""vLLM's Mooncake protocol: both legs at once, joined by an id of the transfer.
+"""vLLM's Mooncake protocol: both legs run at the same time, joined by a transfer id.
 
-The decode engine is told the bootstrap server of the prefill engine and that engine's id, which
-`GET /query` there names; it changes when the engine restarts. Source: features.md 2.3, 2.7.
+The decode leg contains the address of the prefill engine's bootstrap server, and the engine's id,
+which `GET /query` there returns and which changes when the engine restarts.
+Source: features.md 2.3, 2.7.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from omni_proxy.routing.kv_transfer.sglang import bootstrap_host
 from omni_proxy.routing.policies.policy import RandomBelow
 
 QUERY: Final = "/query"
-MAX_ENGINES: Final = 4096  # known at a time
+MAX_ENGINES: Final = 4096  # whose ids are kept
 MAX_QUERY_BYTES: Final = 1024 * 1024
-# One less than there are: a bound of one bit more would throw every other draw away.
+# 2**128 - 1 instead of 2**128: for a bound one bit longer, half of the draws would be rejected.
 _MOST_DRAWN: Final = 2**128 - 1
 _REMOTE_DECODE: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,'
 
@@ -36,16 +37,16 @@ class MooncakeLegs(msgspec.Struct, frozen=True):
 def mooncake_legs(
     path: str, body: JsonText, address: str, engine_id: str, random_below: RandomBelow
 ) -> MooncakeLegs:
-    """`address`: of the prefill engine's bootstrap server, with `http://`. Raises HttpError 400 for
-    a key that is there twice."""
+    """`address`: URL of the prefill engine's bootstrap server. Raises HttpError 400 for a duplicate
+    key."""
     prefill, decode = transfer_params(address, engine_id, random_below)
     return MooncakeLegs(nixl.prefill_edits(path, body, prefill), nixl.decode_edits(decode))
 
 
 def transfer_params(address: str, engine_id: str, random_below: RandomBelow) -> tuple[bytes, bytes]:
-    """`kv_transfer_params` of the prefill and the decode leg; the arguments as above."""
+    """`kv_transfer_params` of the prefill and the decode leg; arguments as for `mooncake_legs`."""
     text = b"%032x" % random_below(_MOST_DRAWN)
-    uuid = text[:8], text[8:12], text[12:16], text[16:20], text[20:]  # as a UUID is written
+    uuid = text[:8], text[8:12], text[12:16], text[16:20], text[20:]  # groups of a UUID
     transfer_id = b'"transfer_id":"xfer-%b-%b-%b-%b-%b"}' % uuid
     return _REMOTE_DECODE + transfer_id, _remote_prefill(address, engine_id) + transfer_id
 
@@ -65,7 +66,7 @@ def bootstrap_address(url: str, port: int) -> str:
 
 
 def read_engine_ids(answer: bytes) -> dict[int, str]:
-    """Of an answer to `GET /query`, by data-parallel rank; empty if it is none."""
+    """Engine ids in a reply to `GET /query`, by data-parallel rank; empty if it is invalid."""
     try:
         ranks: Any = msgspec.json.decode(answer)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -85,20 +86,20 @@ _NONE: Final[Mapping[int, str]] = {}
 
 
 class EngineIds:
-    """What prefill workers have answered to `GET /query`, for each of their processes."""
+    """Engine ids that prefill workers returned from `GET /query`, each valid for one process."""
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[str, Mapping[int, str]]] = {}
 
     def find(self, worker: Worker, rank: int = 0) -> str | None:
-        """None if it has to be asked: never asked, restarted, or forgotten after a failure."""
+        """None if it has to be queried: it was never queried, restarted, or removed on failure."""
         instance, engine_ids = self._known.get(worker.url, ("", _NONE))
         return engine_ids.get(rank) if instance == worker.instance else None
 
     def transfer(
         self, worker: Worker, rank: int, random_below: RandomBelow
     ) -> tuple[bytes, bytes] | None:
-        """As `transfer_params`; None where `find` has none."""
+        """Like `transfer_params`; None if `find` returns None."""
         known = self._known.get(worker.url)
         if known is None or known[0] != worker.instance or rank not in known[1]:
             return None

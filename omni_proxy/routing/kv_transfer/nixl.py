@@ -1,9 +1,9 @@
-"""vLLM's NIXL protocol: prefill first, then decode with what prefill answered.
+"""vLLM's NIXL protocol: prefill first, then decode with an object from prefill's response.
 
-The prefill engine computes the prompt and one token, and answers with `kv_transfer_params`: where
-its KV blocks are. Invariants: that object is copied whole, no key of it is known here; the client's
-limits and `stream` come back for decode; a client's own object never reaches an engine. Source:
-features.md 2.2, 2.7.
+The prefill engine computes the prompt and one token; its response has `kv_transfer_params` with
+the location of its KV blocks. Invariants: that object is copied as it is, none of its keys is
+interpreted here; decode gets the client's limits and `stream`; a client's own `kv_transfer_params`
+never reach an engine. Source: features.md 2.2, 2.7.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _OPTIONAL_LIMIT: Final = "max_completion_tokens"
 
 
 def prefill_edits(path: str, body: JsonText, params: bytes = REMOTE_DECODE) -> Edits:
-    """For the prefill engine: no stream, one token. Raises HttpError 400 for a key that is there
-    twice."""
+    """Edits for the prefill engine: no stream, one token. Raises HttpError 400 for a duplicate
+    key."""
     edits: dict[str, bytes | Edits | None] = {
         PARAMS: params, "stream": b"false", "stream_options": None,
     }  # fmt: skip
@@ -49,13 +49,13 @@ def prefill_edits(path: str, body: JsonText, params: bytes = REMOTE_DECODE) -> E
 
 
 def decode_edits(params: bytes | None) -> Edits:
-    """For the decode engine. None: prefill answered without the object, or was not asked; then the
-    decode engine computes the prompt itself."""
+    """Edits for the decode engine. None: there was no prefill leg, or its response has no object;
+    the decode engine then computes the prompt itself."""
     return {PARAMS: params}
 
 
 def read_params(answer: bytes) -> bytes | None:
-    """The object in a prefill engine's whole answer."""
+    """The `kv_transfer_params` in a prefill engine's complete response, or None."""
     try:
         value = bytes(_decode_answer(answer).kv_transfer_params)
     except MALFORMED:

@@ -1,8 +1,8 @@
-"""The bodies of both legs of a plain chat, made without a parse of their own.
+"""The bodies of both legs of a plain chat, made without parsing the body again.
 
-Most bodies have none of the keys that a protocol changes, or these in the simplest form, which
-shows in the fields that were read to route the request and in the text. Invariant: what is made
-here is what the edits of `sglang`, `nixl` and `mooncake` make; None wherever that is not certain.
+Most bodies have none of the keys that a protocol changes, or have them in the simplest form. That
+is determined from the fields that were read to route the request, and from the text. Invariant: the
+results are those of the edits of `sglang`, `nixl` and `mooncake`, or None if that is not certain.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from omni_proxy.routing.kv_transfer.sglang import (
 from omni_proxy.routing.policies.policy import RandomBelow
 
 _ROOM_MASK: Final = ROOMS - 1
-_FIRST: Final = b'{"'  # no blank, no byte-order mark, no other encoding; and some member
+_FIRST: Final = b'{"'  # no blank, byte-order mark or other encoding, and at least one member
 _ONE: Final = b"1"
-_BACKSLASH: Final = b"\\"  # one byte is found in a tenth of the time
+_BACKSLASH: Final = b"\\"  # searched first: a single byte is found much faster
 _PREFILL_RANK: Final = b'"disagg_prefill_dp_rank"'
 _MAX_TOKENS: Final = b'"max_tokens"'
 _OPTIONAL_LIMIT: Final = b'"max_completion_tokens"'
@@ -38,7 +38,7 @@ _STREAM: Final = b'"stream"'
 
 
 class ChatFields(BodyFields, gc=False):
-    """Also the keys that vLLM's protocols change."""
+    """`BodyFields` plus the keys that vLLM's protocols change."""
 
     max_tokens: msgspec.Raw = ABSENT
     max_completion_tokens: msgspec.Raw = ABSENT
@@ -49,10 +49,10 @@ class ChatFields(BodyFields, gc=False):
 
 
 _decode: Callable[[bytes], ChatFields] = msgspec.json.Decoder(ChatFields).decode
-# Keys that are removed, or that have a place of their own in the body.
+# Keys that are removed or replaced: bodies with any of them are left to the edits.
 _removed = attrgetter("min_tokens", "min_completion_tokens", "stream_options", "kv_transfer_params")
 _NONE_REMOVED: Final = (ABSENT,) * 4
-# All but `max_tokens`: most bodies have none of them.
+# All of these keys except `max_tokens`: most bodies have none of them.
 _beside_limit = attrgetter(
     "stream", "max_completion_tokens", "min_tokens", "min_completion_tokens", "stream_options",
     "kv_transfer_params",
@@ -64,11 +64,13 @@ _NO_STREAM_ONE_TOKEN: Final = b',"stream":false,"max_tokens":1,'
 
 
 def decode_chat(body: bytes) -> BodyFields:
-    """As `decode_body`; the fields are `ChatFields` unless the body is odd. Raises HttpError
-    400."""
+    """Like `decode_body`; the fields are `ChatFields` if the body is strict JSON.
+
+    Raises HttpError 400.
+    """
     try:
         fields = _decode(body)
-        if not body.isascii():  # what was skipped was not looked at
+        if not body.isascii():  # the decoder does not validate skipped values
             body.decode()
     except MALFORMED:
         return decode_body(body)
@@ -82,8 +84,8 @@ def sglang_chat(
     random_below: RandomBelow,
     prefill_rank: int | None = None,
 ) -> tuple[str, bytes, bytes] | None:
-    """`rid`, and the bodies of both legs. `body`: known to be JSON; `port`: as for `sglang_legs`;
-    `prefill_rank`: for decode's, where prefill has ranks."""
+    """`rid`, and the bodies of both legs. `body`: valid JSON; `port`: as for `sglang_legs`;
+    `prefill_rank`: added to decode's body if the prefill worker has ranks."""
     if (
         not body.startswith(_FIRST)
         or (body.find(_BACKSLASH) >= 0 and body.find(ESCAPED_LETTER) >= 0)
@@ -107,13 +109,13 @@ def sglang_chat(
 
 @lru_cache(maxsize=4096)
 def _beginning(prefill_url: str, port: int | None) -> bytes:
-    """Of a body of `sglang_chat`, up to the room."""
+    """The start of a body of `sglang_chat`, up to the room."""
     host, shown_port = json_text(bootstrap_host(prefill_url)), port_text(port)
     return b'{"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":' % (host, shown_port)
 
 
 def one_token_chat(body: bytes, fields: BodyFields | None, params: bytes) -> bytes | None:
-    """The body of vLLM's prefill leg. `fields`: of this body."""
+    """The body of vLLM's prefill leg, or None. `fields`: of this body."""
     if (
         type(fields) is not ChatFields
         or not body.startswith(_FIRST)
@@ -132,12 +134,12 @@ def one_token_chat(body: bytes, fields: BodyFields | None, params: bytes) -> byt
     if at < 0 or body.find(_MAX_TOKENS, end) >= 0:
         return None
     value = bytes(limit)
-    at = body.find(value, end)  # as in `_value_at`
+    at = body.find(value, end)  # see `_value_at`
     return b"".join((_PARAMS, params, _NO_STREAM, body[1:at], _ONE, body[at + len(value) :]))
 
 
 def _one_token_of(body: bytes, fields: ChatFields, params: bytes) -> bytes | None:
-    """The same where there is more to change than `max_tokens`."""
+    """Like `one_token_chat`, for bodies that have more keys to change than `max_tokens`."""
     if _removed(fields) != _NONE_REMOVED:
         return None
     added, places = b"", list[tuple[int, int, bytes]]()
@@ -163,8 +165,8 @@ def _one_token_of(body: bytes, fields: ChatFields, params: bytes) -> bytes | Non
 def _replaced(
     body: bytes, parts: list[bytes], places: list[tuple[int, int, bytes]]
 ) -> bytes | None:
-    """`body` with another beginning, `parts`, and other values at these places; None for a place
-    below 0."""
+    """`body` with its opening brace replaced by `parts`, and new values at `places`: (offset,
+    length, value). None if an offset is negative."""
     if len(places) > 1:
         places.sort()
     start = 1
@@ -178,15 +180,14 @@ def _replaced(
 
 
 def _value_at(body: bytes, quoted: bytes, value: bytes) -> int:
-    """Where the value of a key of the outermost object is, whose name stands in the text once; -1
-    if it does not."""
+    """Offset of the value of a top-level key, if its name occurs only once in the text; else -1."""
     at = body.find(quoted)
     end = at + len(quoted)
     if at < 0 or body.find(quoted, end) >= 0:
         return -1
-    return body.find(value, end)  # there is nothing but a colon and blanks before
+    return body.find(value, end)  # only a colon and blanks are before it
 
 
 def chat_with_params(body: bytes, params: bytes | None) -> bytes:
-    """The body of vLLM's decode leg, for one of `one_token_chat`."""
+    """The body of vLLM's decode leg, if `one_token_chat` made that of the prefill leg."""
     return body if params is None else b'{"kv_transfer_params":%b,%b' % (params, body[1:])

@@ -1,9 +1,8 @@
-"""The answer of a decode engine as the client gets it: its own `rid`, and all log probabilities.
+"""Rewrites a decode engine's response for the client: its `rid`, and all log probabilities.
 
-Two things of an answer are not the decode engine's to say: the id that the client gave, and the log
-probabilities of the prompt, which the prefill engine computed; they go in front of its own.
-Invariant: every other byte stays. What can't be read is passed on as it came. Source: features.md
-2.1, 2.7.
+The decode engine has neither the id that the client sent, nor the log probabilities of the prompt,
+which the prefill engine computed and which are put before its own. Invariant: all other bytes are
+unchanged. Responses that can't be parsed are passed on unchanged. Source: features.md 2.1, 2.7.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _BLANK_LINE: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _BLANK_BYTES: Final = 4
 _DATA: Final = re.compile(rb"(?m)^(data: ?)(\{.*\})\r?$")
 
-Logprobs = Mapping[int, bytes]  # by the prompt's number: the elements of its list as JSON
+Logprobs = Mapping[int, bytes]  # by index of the prompt: the elements of its list, as JSON
 
 
 def is_one_id(given: bytes) -> bool:
-    """Whether this `rid` names the whole request. `given`: as JSON."""
+    """Whether this `rid`, given as JSON, is one id for the whole request."""
     return given.startswith(b'"') and given != b'""'
 
 
 class ClientIds:
-    """Puts the client's ids in the place of ours. `given`: the client's `rid` as JSON."""
+    """Replaces the proxy's ids by the client's. `given`: the client's `rid` as JSON."""
 
     __slots__ = ("_base", "_by_number", "_whole")
 
@@ -61,13 +60,13 @@ class ClientIds:
         return pattern.sub(self._numbered, text)
 
     def _numbered(self, found: re.Match[bytes]) -> bytes:
-        number = int(found[1] or 0)  # without one it is no batch
+        number = int(found[1] or 0)  # without a number it is not a batch
         known = self._by_number[number] if number < len(self._by_number) else b""
         return known or found[0]
 
 
 class ResponseRewriter:
-    """Of one answer. `ids`: None if the client gave none; `logprobs`: those of prefill."""
+    """Rewrites one response. `ids`: None if the client sent none; `logprobs`: those of prefill."""
 
     __slots__ = ("_ids", "_logprobs", "_rest")
 
@@ -77,16 +76,16 @@ class ResponseRewriter:
         self._rest = bytearray()
 
     def rewrite_body(self, body: bytes) -> bytes:
-        """A whole answer that is no stream: an object, or a list of them for a batch."""
+        """Rewrite a non-streaming response: an object, or a list of objects for a batch."""
         if self._logprobs:
             body = _merged_batch(body, self._logprobs)
         return body if self._ids is None else self._ids.restore(body)
 
     def feed(self, payload: bytes) -> bytes:
-        """The events that are complete with this piece of a stream. Raises
-        UpstreamProtocolError past `MAX_EVENT_BYTES` without the end of an event."""
+        """Add a chunk of a stream; returns the rewritten events that are complete now. Raises
+        UpstreamProtocolError if an event exceeds `MAX_EVENT_BYTES`."""
         rest = self._rest
-        start = max(0, len(rest) - _BLANK_BYTES + 1)  # what is before has no end of an event
+        start = max(0, len(rest) - _BLANK_BYTES + 1)  # earlier bytes were searched already
         rest += payload
         end = max((found.end() for found in _BLANK_LINE.finditer(rest, start)), default=0)
         if not end:
@@ -98,7 +97,7 @@ class ResponseRewriter:
         return self._rewrite_events(events)
 
     def finish(self) -> bytes:
-        """What came behind the last complete event, at the end of the stream."""
+        """At the end of the stream: the bytes after the last complete event, rewritten."""
         rest = bytes(self._rest)
         self._rest.clear()
         return self._rewrite_events(rest)
@@ -115,7 +114,7 @@ class ResponseRewriter:
 
 
 def read_logprobs(answer: bytes, *, stream: bool) -> Logprobs:
-    """Of a prefill engine's whole answer; {} if it has none."""
+    """The log probabilities in a prefill engine's complete response; {} if it has none."""
     found: dict[int, bytes] = {}
     if stream:
         for event in _DATA.finditer(answer):
@@ -138,7 +137,7 @@ def _items(answer: bytes) -> list[bytes]:
 
 
 def _logprobs_of(item: bytes, position: int | None) -> tuple[int, bytes]:
-    """The number of its prompt, and the elements of its list."""
+    """The index of the item's prompt, and the elements of its list as JSON."""
     try:
         outer = JsonText(item)
         inner = JsonText(outer.value(META))
@@ -167,7 +166,7 @@ def _merged_batch(body: bytes, logprobs: Logprobs) -> bytes:
 
 
 def _merged(item: bytes, logprobs: Logprobs, position: int | None) -> bytes:
-    """`position`: the number of its prompt; None: that of its `index`."""
+    """`position`: the index of its prompt; None: use its `index`."""
     try:
         outer = JsonText(item)
         number = _index(outer) if position is None else position

@@ -1,7 +1,7 @@
-"""Errors of the transfer of a KV cache: neither engine of the pair is to be blamed for them.
+"""Errors of KV transfers, which must not count as failures of either engine of the pair.
 
-A transfer fails where a network does, or since the other engine is gone; outlier ejection by such
-errors would empty both pools. Invariant: only an error counts whose text names the transfer.
+A transfer fails because of the network, or because the other engine is down; outlier ejection by
+such errors would empty both pools. Invariant: an error counts only if its text names the transfer.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-LOOK_BYTES: Final = 16384  # of an error's text
+LOOK_BYTES: Final = 16384  # searched in an error's text
 # SGLang: `KVTransferError` (disaggregation/base), "Failed to get bootstrap", "bootstrap room", the
 # session errors of its Mooncake and NIXL backends. vLLM: the classes and log lines of its NIXL and
 # Mooncake connectors, "handshake", "KV load failure" (kv_load_failure_policy).
@@ -24,11 +24,11 @@ _ERROR_EVENT: Final = re.compile(
 
 
 def names_transfer(status: int, body: bytes) -> bool:
-    """Whether this answer is an error of the transfer."""
+    """Whether this response is an error of the KV transfer."""
     return status >= 500 and _MARKS.search(body[:LOOK_BYTES]) is not None
 
 
 def is_transfer_event(events: bytes) -> bool:
-    """Whether the beginning of an event stream is an error of the transfer."""
+    """Whether the first bytes of an event stream are an error of the KV transfer."""
     look = events[:LOOK_BYTES]
     return _ERROR_EVENT.search(look) is not None and _MARKS.search(look) is not None

@@ -1,7 +1,7 @@
-"""The policies: the interface (`policy`), the built-in ones, and those of other packages
+"""The policies: the interface (`policy`), the built-in policies, and policies of other packages
 (`plugins`).
 
-`build_policy` creates the one that a configuration names.
+`build_policy` creates the policy that a configuration names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omni_proxy.routing.policies.sticky import Sticky
 
 __all__ = ["BUILT_IN", "Policy", "RandomBelow", "build_policy"]
 
-# By the names of `config.fields.POLICIES`.
+# Keys: the names in `config.fields.POLICIES`.
 BUILT_IN: Final[dict[str, type[Policy]]] = {
     "round_robin": RoundRobin,
     "least_request": LeastRequest,
@@ -36,8 +36,8 @@ def build_policy(
 ) -> Policy:
     """The policy that `routing` names; `now` is monotonic seconds.
 
-    It is the policy `before`, with new parameters, where the name stays. Sessions outlive a change
-    of the policy below them, and that policy outlives switching sessions on or off.
+    If the name is unchanged, the policy `before` is kept and gets the new parameters. Sessions
+    survive a change of the inner policy, which itself survives switching sessions on or off.
     """
     sessions = before if isinstance(before, Sticky) else None
     inner = sessions.inner if sessions else before

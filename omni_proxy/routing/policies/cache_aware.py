@@ -5,10 +5,10 @@
                                                                  shortest queue: spill = "chosen")
     else                  -> smallest tree, or least loaded     (fallback)
 
-The chosen worker holds the text from then on, until its answer reports less (`feedback`).
-Invariants: equal workers take turns; a preview changes nothing; one tree, bounded in total, keyed
-by the models that workers name; what may be on its way to a worker is not unlearned. Beyond `EXACT`
-candidates, checks of all are reused for a share of the picks. Source: routers.md 2.
+The chosen worker counts as holder of the text until its response reports less (`feedback`).
+Invariants: equal workers are picked in turn; previews change no state; one tree, bounded in total,
+keyed by the models that workers name; prefixes of requests in flight are not evicted by feedback.
+With more than `EXACT` candidates, full scans are reused for some picks. Source: routers.md 2.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.tree_key import tree_key
 
 EXACT = 64
-# One pick more for so many candidates goes by the same verdict on the balance of their loads, and
-# by the same list of the smallest trees, which change less.
+# With `count` candidates, a check of the balance of loads is reused for count // LOADS_FOR picks,
+# and a list of the smallest trees for count // SIZES_FOR: sizes change more slowly.
 LOADS_FOR = 64
 SIZES_FOR = 16
-# Trees up to so many times the smallest, and the text itself, are small alike: of those the
-# shortest queue is taken. By size alone requests would wait at one worker while another is idle.
+# Trees up to this many times the smallest, plus the text itself, count as equally small: the worker
+# with the shortest queue among them is picked. By size alone, requests would wait at one worker
+# while another is idle.
 ALIKE = 1.5
 
 
-_Rank = tuple[float, float, int]  # load and size of tree by weight, place in the candidates
+_Rank = tuple[float, float, int]  # load and tree size per unit of weight, index in the candidates
 
 
 class CacheChoice(NamedTuple):
-    """What was chosen and why. `matched`: in bytes, or tokens."""
+    """The chosen worker and the reason. `matched`: in bytes, or tokens."""
 
     worker: Worker
     branch: str
@@ -102,11 +103,11 @@ class CacheAware(Policy):
         self._now = now
         self._evict_at = now + self._rules.eviction_interval_secs
         self._evicting = False
-        # Good for so many picks among the same candidates: the verdict on their balance, and who
-        # had the smallest trees.
+        # Results that are reused for picks among the same candidates: whether loads are imbalanced,
+        # with the number of picks left; and the workers with the smallest trees.
         self._judged: tuple[Sequence[Worker], bool, int] = ((), False, 0)
         self._small: tuple[Sequence[Worker], list[Worker]] = ((), [])
-        # The mask of the last candidates, while the tree has the same holders.
+        # The mask of the latest candidates, valid while the tree has the same holders.
         self._among: tuple[Sequence[Worker], int, int] = ((), -1, 0)
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
@@ -127,7 +128,7 @@ class CacheAware(Policy):
         text = prompt_text(candidates, requirements)
         judged = self._judged
         choice = self._choose(candidates, text, requirements)
-        self._judged = judged  # else the next pick could go by another verdict
+        self._judged = judged  # a preview must not use up a reused result
         return choice.worker, self._words(choice, text)
 
     def explain_pick(
@@ -154,7 +155,7 @@ class CacheAware(Policy):
         text = prompt_text(candidates, requirements)
         if not text.whole:
             return b"", {}
-        mark = text.start - 1  # which begins the text and does not count
+        mark = text.start - 1  # the mark before the text does not count
         return text.whole[mark:], self._held(text, candidates)
 
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:
@@ -174,7 +175,7 @@ class CacheAware(Policy):
         self._slow_start.share = rules.warmup_share
         self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
         self._evicting |= self._tree.oversized
-        self._judged, self._small = ((), False, 0), ((), [])  # they went by the old ones
+        self._judged, self._small = ((), False, 0), ((), [])  # computed with the old rules
         return True
 
     def forget_worker(self, worker: Worker) -> None:
@@ -216,7 +217,7 @@ class CacheAware(Policy):
         }
 
     def _count_choice(self, choice: CacheChoice, candidates: Sequence[Worker], length: int) -> None:
-        """A request goes where `choice` says; `length`: of its prompt, in bytes or tokens."""
+        """Record that a request is sent as chosen; `length`: of its prompt, in bytes or tokens."""
         if choice.ties > 1:
             self._turn += 1
         if choice.branch == "smallest_tree":
@@ -250,14 +251,13 @@ class CacheAware(Policy):
         return self._without_match(candidates, len(text.key), matched)
 
     def _inferred(self, text: PromptText, candidates: Sequence[Worker]) -> int:
-        """How many bytes of the text some candidate holds, by the tree."""
+        """The most bytes of the text that a candidate holds, by the tree."""
         return text.matching(self._tree.match(text.key, self._mask_of(candidates))[0])
 
     def _heard(
         self, text: PromptText, matched: int, candidates: Sequence[Worker]
     ) -> dict[Worker, int]:
-        """Bytes of the text by candidate that were sent to it by other proxies, where it is more
-        than the `matched` ones."""
+        """Bytes of the text that other proxies sent to each candidate, if more than `matched`."""
         if self._hints is None:
             return {}
         heard = self._hints.heard_of(text.whole, text.start + matched, candidates)
@@ -266,7 +266,7 @@ class CacheAware(Policy):
     def _held(
         self, text: PromptText, candidates: Sequence[Worker], mask: int = -1
     ) -> dict[Worker, int]:
-        """Bytes of the text by worker, without those that hold none."""
+        """Bytes of the text by worker, for workers that hold any."""
         matching = (
             (w, text.matching(depth)) for w, depth in self._tree.depths(text.key, mask).items()
         )
@@ -276,7 +276,7 @@ class CacheAware(Policy):
         return held
 
     def _without_match(self, candidates: Sequence[Worker], more: int, matched: int) -> CacheChoice:
-        """`more`: bytes that the tree of the chosen one gets."""
+        """`more`: bytes that the tree of the chosen worker grows by."""
         if self._rules.fallback == "least_loaded":
             return self._shortest_queue(candidates, "least_loaded", matched=matched)
         return self._smallest_tree(candidates, more, matched)
@@ -364,7 +364,7 @@ class CacheAware(Policy):
         return mask
 
     def _load(self, worker: Worker) -> float:
-        """In flight; where weights differ, as if all had their mean."""
+        """Requests in flight; if weights differ, scaled to the mean weight."""
         weights = self._weights
         return worker.in_flight if weights.even else worker.in_flight * weights.mean / worker.weight
 
@@ -412,7 +412,7 @@ class CacheAware(Policy):
             uncached, backlog, running = choice.cost.terms(worker).values()
             return (
                 f"the lowest cost: {uncached} tokens to compute, {backlog} before them, "
-                f"and {running} for what is in flight; {share}"
+                f"and {running} for requests in flight; {share}"
             )
         if branch in ("matched", "heard"):
             names = ", ".join(holder.display_id for holder in choice.holders)
@@ -429,7 +429,7 @@ class CacheAware(Policy):
 
 
 def _good_for(candidates: Sequence[Worker], candidate: int) -> int:
-    """How many more picks go by what one has seen that looked at all of them."""
+    """For how many further picks the result of a full scan is reused."""
     count = len(candidates)
     return count // candidate if count > EXACT else 0
 
@@ -437,7 +437,7 @@ def _good_for(candidates: Sequence[Worker], candidate: int) -> int:
 def _small_alike(
     candidates: Sequence[Worker], sizes: Sequence[float], spared: Collection[Worker], more: int
 ) -> list[_Rank]:
-    """Workers with the smallest tree, or one hardly larger, before `more` bytes are added."""
+    """Ranks of workers whose tree is the smallest or hardly larger; `more`: bytes to be added."""
     rest = _ranks(candidates, sizes, spared)
     bound = min(size for _, size, _ in rest) * ALIKE + more
     return [rank for rank in rest if rank[1] <= bound]
@@ -458,10 +458,10 @@ def prompt_text(candidates: Sequence[Worker], requirements: Requirements) -> Pro
     text = prefix_text(requirements.body_fields)
     if not text:
         return _NO_TEXT
-    # Where workers name models, the candidates for a model are those that name it. An engine caches
-    # each adapter by itself.
+    # If workers name models, the candidates for a model are those that name it. An engine caches
+    # each adapter separately.
     model = requirements.model if candidates[0].serves(requirements.model) else ""
     name = (model or "").encode("utf-8", "surrogatepass")
-    # The mark does not count: all texts of a kind share it.
+    # The leading mark does not count as matched: all texts of a kind share it.
     whole = name + text
     return PromptText(whole, len(name) + 1, tree_key(whole))

@@ -1,11 +1,12 @@
-"""The cost model of cache_aware: what a prompt costs at each worker, in prompt tokens.
+"""The cost model of cache_aware: the cost of a prompt at each worker, in prompt tokens.
 
     cost = (uncached_weight * uncached + backlog + request_cost_tokens * in_flight) / weight
 
-`uncached`: tokens of this prompt that the worker has to compute. `backlog`: those of the prompts
-that were sent to it and have no first byte yet. A request in flight counts as so many tokens. The
-lowest cost wins; docs/routing.md derives it. Invariant: a choice changes nothing, and looks at all
-that hold some of the prompt and at most `EXACT` others, by turns. Bytes are tokens by a mean.
+`uncached`: tokens of this prompt that the worker has to compute. `backlog`: uncached tokens of
+prompts that were sent to it and have no first byte yet. Each request in flight counts as
+`request_cost_tokens`. The lowest cost wins; docs/routing.md derives the formula. Invariant: a
+choice changes no state; it compares all workers that have some of the prompt cached, and at most
+`EXACT` others in rotation. Bytes are converted to tokens by a mean.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ from omni_proxy.routing.inspect.prefix_text import LIMIT, prompt_bytes
 from omni_proxy.routing.inspect.requirements import Requirements
 
 EXACT: Final = 64
-BYTES_PER_TOKEN: Final = 4  # of UTF-8 text, in the mean of English and code
+BYTES_PER_TOKEN: Final = 4  # mean of UTF-8 text, for English and code
 
 
 def count_prompt_tokens(length: int, requirements: Requirements) -> int:
-    """Of a prompt whose text has `length` bytes, cut at `LIMIT`."""
+    """Tokens of a prompt, estimated from `length`, the bytes of its text after a cut at `LIMIT`."""
     if length >= LIMIT - 1 and requirements.body_fields is not None:
         length = max(length, prompt_bytes(requirements.body_fields))
     return -(-length // BYTES_PER_TOKEN)
 
 
 def uncached_tokens(tokens: int, held: int) -> int:
-    """Of a prompt with so many tokens, of whose text so many bytes are cached."""
+    """Uncached tokens of a prompt of `tokens` tokens, if `held` bytes of its text are cached."""
     return max(0, tokens - held // BYTES_PER_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCost:
-    """`held`: bytes of the text by worker, those with none left out. `tokens`: of the prompt.
-    `rules`: its weights."""
+    """`tokens`: length of the prompt. `held`: cached bytes of its text, for workers that have any.
+    `rules`: the weights of the cost."""
 
     tokens: int
     held: Mapping[Worker, int]
@@ -47,7 +48,7 @@ class PromptCost:
     rules: CacheAwareConfig
 
     def terms(self, worker: Worker) -> dict[str, int]:
-        """What its cost consists of."""
+        """The summands of the worker's cost, before `uncached_weight` and the worker's weight."""
         reports = self.reports.get(worker)
         return {
             "uncached_tokens": self.uncached(worker),
@@ -59,7 +60,7 @@ class PromptCost:
         return uncached_tokens(self.tokens, self.held.get(worker, 0))
 
     def of(self, workers: Collection[Worker]) -> list[float]:
-        """The cost at each of them."""
+        """The cost at each worker, in their order."""
         held, reports, each = self.held, self.reports, self.rules.request_cost_tokens
         factor, tokens = self.rules.uncached_weight, self.tokens
         costs: list[float] = []
@@ -74,7 +75,7 @@ class PromptCost:
 
 
 def cheapest(cost: PromptCost, candidates: Sequence[Worker], turn: int) -> tuple[Worker, int]:
-    """The worker with the lowest cost, in its turn, and how many cost as little."""
+    """The worker with the lowest cost, and how many have that cost; `turn` rotates among these."""
     if len(candidates) > EXACT:
         candidates = _some(cost, candidates, turn)
     costs = cost.of(candidates)

@@ -1,9 +1,9 @@
-"""What cache_aware learns of the workers' caches: texts when they are sent, corrections by answers.
+"""Feedback of cache_aware: adds texts to the tree when they are sent, corrects it by responses.
 
-Below what a worker reports to have had of a prompt, its part of the tree is forgotten, with the
-branches behind it, except the prompt itself and what may have been on its way to the worker then.
-Invariants: an answer is learned from once; a worker that reports nothing, or 0 always, is left
-alone; without `feedback` and the cost model only the tree is written.
+If a response reports fewer cached tokens than predicted, the worker is removed from the tree below
+the reported length, with all branches, except for the prompt itself and for texts that may have
+been in flight at the time. Invariants: a response is used once; a worker that reports nothing, or
+always 0, is never corrected; without `feedback` and the cost model only the tree is written.
 """
 
 from __future__ import annotations
@@ -24,34 +24,35 @@ from omni_proxy.routing.policies.cache_cost import count_prompt_tokens, uncached
 from omni_proxy.routing.prefix_tree import InsertedText, PrefixTree
 from omni_proxy.routing.tree_key import key_length, text_length
 
-# Engines reuse whole blocks, of 1 to 128 tokens, and compute a prompt's last token always. What is
-# missing beyond a block and half of what was reported has been evicted: bytes become tokens by
-# their mean over the prompt, and a prefix that all prompts share may be twice as dense as the rest.
+# Engines reuse whole blocks of 1 to 128 tokens, and always compute a prompt's last token. A prefix
+# counts as evicted only if the prediction exceeds the report by a block plus half of the report:
+# bytes are converted to tokens by the mean of the prompt, and a prefix that all prompts share may
+# have twice as many tokens per byte as the rest.
 BLOCK_TOKENS = 128
-# An engine that reports 0 so many times where more was predicted, and never more, has no cache.
+# An engine that reported 0 this many times where more was predicted, and never more, has no cache.
 MISSES = 16
 MEDIA = IMAGE | AUDIO | VIDEO
-CUT_LENGTH = LIMIT - 1  # beside the mark
+CUT_LENGTH = LIMIT - 1  # of a text that was cut, without its mark
 
 
 class PromptText(NamedTuple):
     whole: bytes  # the model's name, then the prefix text, which begins with a mark
-    start: int  # where the text itself begins
-    key: bytes  # of the whole, as in the tree
+    start: int  # offset of the text itself in `whole`
+    key: bytes  # `tree_key` of `whole`
 
     @property
     def length(self) -> int:
         return len(self.whole) - self.start
 
     def matching(self, depth: int) -> int:
-        """How many bytes of the text match where so many of its key do. The end of a text that is
-        no whole block counts with the last one."""
+        """Matching bytes of the text if the first `depth` bytes of its key match. A partial block
+        at the end of the text matches if all of the key does."""
         whole = len(self.whole) if depth >= len(self.key) else text_length(depth)
         return max(0, whole - self.start)
 
 
 class CacheFeedback:
-    """`tree`: that of the policy; `rules`: those in force."""
+    """`tree`: the policy's tree; `rules`: the current settings."""
 
     __slots__ = ("_number", "_tree", "corrections", "reports", "rules")
 
@@ -60,10 +61,10 @@ class CacheFeedback:
         self.corrections = 0
         self.reports: dict[Worker, CacheReports] = {}
         self._tree = tree
-        self._number = 0  # of the newest text
+        self._number = 0  # sequence number of the newest text
 
     def insert(self, text: PromptText, worker: Worker, requirements: Requirements) -> None:
-        """The worker gets the text: it holds it from now on."""
+        """The text is sent to the worker, which counts as its holder from now on."""
         rules = self.rules
         if not rules.feedback and rules.score != "cost":
             self._tree.insert(text.key, worker)
@@ -88,12 +89,12 @@ class CacheFeedback:
             tokens = count_prompt_tokens(text.length, requirements)
             prediction.uncached = uncached_tokens(tokens, held)
         if requirements.mask & MEDIA or not has_one_prompt(requirements.body_fields):
-            # Its tokens are not those of the text alone, or of one text.
+            # The reported tokens include media, or several prompts.
             prediction.text, prediction.length = None, 0
         self._sent(prediction, reports, requirements)
 
     def expect(self, worker: Worker, requirements: Requirements, tokens: int, held: int) -> None:
-        """The worker gets a prompt of so many tokens, and is known to have `held` of them."""
+        """A prompt of `tokens` tokens is sent to the worker, which has `held` of them cached."""
         reports = self.reports.get(worker) or self._reports_of(worker)
         self._number = number = self._number + 1
         if not self.rules.feedback:
@@ -107,7 +108,7 @@ class CacheFeedback:
         self._sent(prediction, reports, requirements)
 
     def _end_attempt(self, requirements: Requirements) -> None:
-        """What was predicted for an earlier attempt does not hold for this one."""
+        """Drop this policy's predictions of earlier attempts, which don't apply to this one."""
         requirements.prediction = without_those_of(self, requirements.prediction)
 
     def _reports_of(self, worker: Worker) -> CacheReports:
@@ -126,31 +127,31 @@ class CacheFeedback:
         reports.backlog += prediction.uncached
 
     def learn(self, prediction: CachePrediction, cached: int, prompt: int, sent: int) -> int | None:
-        """As `CacheLearner`. Forgets what the worker had less than predicted."""
+        """See `CacheLearner`. Removes prefixes from the tree that the worker no longer has."""
         text, reports, length = prediction.text, prediction.reports, prediction.length
         if text is None:
             if not length:
                 return None
             predicted = min(prediction.held, prompt)
             reports.note(predicted, cached)
-            # Its blocks were counted: nothing was inferred, so nothing is corrected.
+            # The prediction was by KV events, not by the tree: there is nothing to correct.
             self._judge(prediction, agrees=predicted <= cached + BLOCK_TOKENS)
             return predicted
         held = length
         if text.held < text.length:
             held = max(0, text_length(text.held) - prediction.start)
-        if length >= CUT_LENGTH:  # the text was cut, and the request is longer
+        if length >= CUT_LENGTH:  # the text was cut: the prompt is longer
             length = max(length, sent)
         predicted = held * prompt // length
         reports.note(predicted, cached)
-        agrees = predicted <= cached + BLOCK_TOKENS  # else it may be nothing but a block
+        agrees = predicted <= cached + BLOCK_TOKENS  # the difference may be a partial block
         if self._judge(prediction, agrees=agrees) and not agrees:
             self._correct(prediction, text, cached, predicted, length / prompt)
         return predicted
 
     def _judge(self, prediction: CachePrediction, *, agrees: bool) -> bool:
-        """Whether a difference may be learned from."""
-        if self.rules.score == "cost":  # whose backlog needs all prompts
+        """Whether a difference may be used for a correction."""
+        if self.rules.score == "cost":  # the backlog needs a prediction for every prompt
             prediction.reports.silent = 0
             return True
         return prediction.reports.judge(prediction.number, self._number, agrees=agrees)
@@ -159,7 +160,7 @@ class CacheFeedback:
         self, prediction: CachePrediction, text: InsertedText, cached: int, predicted: int,
         bytes_each: float,
     ) -> None:  # fmt: skip
-        """Forget what the worker had less than predicted, if that is clearly less."""
+        """Remove prefixes of the worker from the tree if it had clearly less than predicted."""
         reports, most = prediction.reports, cached + cached // 2 + BLOCK_TOKENS
         if predicted > most and self.rules.feedback and reports.misses < MISSES:
             kept = key_length(prediction.start + int(most * bytes_each))
@@ -168,8 +169,8 @@ class CacheFeedback:
             self.corrections += 1
 
     def is_small_by_eviction(self, worker: Worker, candidates: Sequence[Worker]) -> bool:
-        """Whether it has the smallest tree for what it has evicted, and enough to do: it would get
-        every request without a match."""
+        """Whether the worker's tree may be small because of evictions, while its load is above
+        average: otherwise it would get every request without a match."""
         reports = self.reports.get(worker)
         if reports is None or not reports.corrections:
             return False
@@ -177,7 +178,7 @@ class CacheFeedback:
         return worker.in_flight / worker.weight > sum(loads) / len(loads) + 1
 
     def facts(self, workers: Iterable[Worker]) -> dict[str, dict[str, int]]:
-        """JSON-able, by URL; without those that have reported nothing."""
+        """JSON-serializable facts by URL, of workers that have reported anything."""
         known = ((worker, self.reports.get(worker)) for worker in workers)
         return {
             worker.url: reports.as_facts()
@@ -190,7 +191,7 @@ class CacheFeedback:
 
 
 def learns_from_answers(routing: RoutingConfig) -> bool:
-    """Whether a policy of this configuration reads what answers report."""
+    """Whether a policy of this configuration uses the cached tokens that responses report."""
     pools = routing.disaggregation
     policies = (routing.policy, pools.prefill_policy, pools.decode_policy)
     uses = "cache_aware" in policies or bool(pools.min_uncached_tokens)

@@ -1,14 +1,14 @@
-"""The cache_aware policy where engines publish KV events: prompts of token ids are matched exactly.
+"""The cache_aware policy with engines' KV events: prompts of token ids are matched exactly.
 
-    prompt of token ids, and workers whose events are trusted -> by the blocks that they have
-    text whose beginning an engine has tokenized              -> by its blocks, if somebody has any
-    anything else                                             -> by the tree, as `cache_aware`
+    prompt of token ids, and workers whose events are exact -> by the blocks that they have
+    text of which an engine has tokenized a prefix          -> by its blocks, if a worker has any
+    anything else                                           -> by the tree, as `cache_aware`
 
-What is inferred of workers that publish nothing stands beside what is known of the others: the
-larger share of the prompt wins; where all are known and none has enough, the shortest queue.
-Invariants: with `source = "inferred"` every choice is that of `cache_aware`; a trusted worker is
-never believed to have a block that it did not report, but for what was sent to it a moment ago; a
-preview changes nothing. Source: features.md 7.
+Exact workers are compared with the inferred state of workers without events: the larger share of
+the prompt wins. If all are exact and none has enough, the shortest queue. Invariants: with
+`source = "inferred"` every choice is that of `cache_aware`; an exact worker counts as having only
+blocks that it reported, or that were sent to it a moment ago; a preview changes no state.
+Source: features.md 7.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ RECENT: Final = 64  # prompts
 
 
 class _Group(NamedTuple):
-    """Trusted workers whose blocks have one size, in tokens; 0: none of them has any."""
+    """Exact workers with the same block size, in tokens; 0: these workers have no blocks yet."""
 
     block_size: int
     mask: int
 
 
 class _Known(NamedTuple):
-    """`by_url`: the trusted ones of the candidates; `rest`: the others; `sizes`: of the blocks."""
+    """The candidates: exact ones in `by_url`, the others in `rest`; `sizes`: their block sizes."""
 
     candidates: Sequence[Worker]
     membership: int
@@ -55,7 +55,7 @@ class _Known(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """`length` and `matched` in tokens, or in bytes where `inferred`."""
+    """The best match. `length` and `matched` are in tokens, or in bytes if `inferred`."""
 
     length: int
     matched: int
@@ -65,14 +65,14 @@ class _Found(NamedTuple):
 
 
 class _Recent(NamedTuple):
-    """What `_Prompt` has of a prompt."""
+    """Cached parts of a `_Prompt`."""
 
     tokens: int
     blocks: dict[int, PromptBlocks]
 
 
 class _Prompt(NamedTuple):
-    """`blocks`: by their size; of a text those that are known."""
+    """`blocks`: by block size; of a text only those of its tokenized prefix."""
 
     tokens: int
     blocks: dict[int, PromptBlocks]
@@ -84,7 +84,7 @@ _NONE = _Known((), -1, (), {}, (), frozenset())
 
 
 class EventAware(CacheAware):
-    """`blocks`: what the engines of this fleet have reported, from `use_blocks` on."""
+    """Without `use_blocks` it behaves like `CacheAware`."""
 
     __slots__ = ("_blocks", "_by_events", "_known", "_recent", "_tokenizes")
 
@@ -175,7 +175,7 @@ class EventAware(CacheAware):
         return {**stats, "index_blocks": blocks.blocks, "index_bytes": blocks.bytes, **tokenize}
 
     def _prompt(self, candidates: Sequence[Worker], requirements: Requirements) -> _Prompt | None:
-        """None where the request is matched by the tree alone."""
+        """None if the request can be matched only by the tree."""
         blocks = self._blocks
         if not self._by_events or blocks is None or not blocks.has_exact:
             return None
@@ -196,8 +196,8 @@ class EventAware(CacheAware):
     def _text_prompt(
         self, candidates: Sequence[Worker], requirements: Requirements, known: _Known
     ) -> _Prompt | None:
-        """None where the tree knows more of the text than an engine has tokenized, or nobody has
-        its first block: what an engine tells is never worse than what was inferred."""
+        """None if the tree matches more of the text than an engine has tokenized, or no worker has
+        its first block: matching by blocks must not be worse than by the tree."""
         blocks, text = self._blocks, prompt_text(candidates, requirements)
         assert blocks is not None
         found = blocks.texts.find(_marked(text, requirements), text.length)
@@ -216,7 +216,7 @@ class EventAware(CacheAware):
     def _ask(
         self, worker: Worker, candidates: Sequence[Worker], requirements: Requirements
     ) -> None:
-        """The worker's engine may be asked for the tokens of what it gets."""
+        """Request the tokens of this text from the worker's engine, if it is worth it."""
         blocks = self._blocks
         if blocks is None or not self._by_events or not blocks.is_exact(worker.url):
             return
@@ -234,8 +234,10 @@ class EventAware(CacheAware):
     def _blocks_of(
         self, raw: msgspec.Raw, sizes: AbstractSet[int]
     ) -> tuple[int, dict[int, PromptBlocks]]:
-        """How many tokens the prompt has, 0 for none, and its blocks. Samples of one prompt come
-        one after another: what was found out of the last prompts is kept."""
+        """The number of tokens of the prompt, 0 if there are none, and its blocks by size.
+
+        Results of recent prompts are cached, because samples of the same prompt follow each other.
+        """
         digest = xxh3_128_digest(raw)
         recent = self._recent.get(digest)
         if recent is not None and recent.blocks.keys() >= sizes:
@@ -259,13 +261,13 @@ class EventAware(CacheAware):
             if rules.spill == "chosen" and self._spills(choice.worker, candidates):
                 choice = self._shortest_queue(candidates, "spilled", choice)
             return choice, found
-        if not prompt.known.rest:  # nobody's part of the tree says what a cache has
+        if not prompt.known.rest:  # all workers are exact: sizes in the tree mean nothing
             choice = self._shortest_queue(candidates, "least_loaded")
             return choice._replace(matched=found.matched), found
         return self._without_match(candidates, found.length, found.matched), found
 
     def _find(self, prompt: _Prompt, requirements: Requirements) -> _Found:
-        """The largest share of the prompt that some worker has."""
+        """The largest share of the prompt that a worker has."""
         blocks, known = self._blocks, prompt.known
         assert blocks is not None
         best = _Found(prompt.tokens, 0, ())
@@ -287,7 +289,7 @@ class EventAware(CacheAware):
         return _Found(length, most, holders, inferred=True)
 
     def _cached_tokens(self, prompt: _Prompt) -> dict[Worker, int]:
-        """Of the trusted workers, those with none left out."""
+        """Cached tokens by exact worker, for those that have any."""
         blocks, known = self._blocks, prompt.known
         assert blocks is not None
         return {
@@ -302,8 +304,8 @@ class EventAware(CacheAware):
     def _sent(
         self, worker: Worker, requirements: Requirements, prompt: _Prompt, held: int = -1
     ) -> None:
-        """The worker gets the prompt, and soon has its blocks, unless it has them. `held`: tokens
-        that it has now; -1 where they were not counted."""
+        """The prompt is sent to the worker, which will soon have its blocks. `held`: tokens that it
+        has now; -1 if they were not counted."""
         blocks, known = self._blocks, prompt.known
         if blocks is None:
             return
@@ -327,7 +329,7 @@ class EventAware(CacheAware):
 
 
 def _marked(text: PromptText, requirements: Requirements) -> bytes:
-    """Its key among known texts: equal texts with other tools are other tokens."""
+    """Key of the text among known texts, with its template: other tools give other tokens."""
     mark = template_mark(requirements)
     return tree_key(mark + text.whole) if mark else text.key
 

@@ -1,11 +1,9 @@
-"""Policies that hash a key or a prefix onto a ring of workers.
+"""Policies that hash a key or a prefix onto a consistent-hash ring of workers.
 
-Invariant: equal candidates, loads and keys give the same worker in every proxy.
-
-A consistent-hash ring: points of workers on a circle of 64-bit numbers.
-
-Invariant: a worker's points depend on its URL and weight alone, so equal candidates give the same
-ring in every process, and a worker that joins or leaves moves only the keys of its own arcs.
+A ring consists of points of workers on a circle of 64-bit numbers. Invariants: a worker's points
+depend only on its URL and weight, so equal candidates give the same ring in every process, and a
+worker that joins or leaves moves only the keys of its own arcs; equal candidates, loads and keys
+give the same worker in every proxy.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.least_request import LeastRequest, load_word
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
 
-PLACES = 150  # of a worker of weight 1
-MAX_PLACES = 1 << 15  # of a ring, as far as lower weights can help it
+PLACES = 150  # points of a worker of weight 1
+MAX_PLACES = 1 << 15  # points of a ring above which heavy workers get fewer points per weight
 RINGS = 32
 WORKERS_REMEMBERED = 1024
-WIDER = 4  # a ring of up to this many times the candidates is walked rather than rebuilt
+WIDER = 4  # a ring of up to this many times the candidates is walked instead of rebuilt
 
 
 def point(key: bytes) -> int:
@@ -34,7 +32,7 @@ def point(key: bytes) -> int:
 
 
 class Ring:
-    """Where each key belongs among these workers."""
+    """The order of these workers for each key."""
 
     __slots__ = ("_owner_of", "_points", "plain", "weights")
 
@@ -42,7 +40,7 @@ class Ring:
         self, weights: dict[Worker, int], positions: Sequence[list[int]], unit: int
     ) -> None:
         self.weights = weights
-        self.plain = unit == 1  # a part of these workers would have the very same places
+        self.plain = unit == 1  # a ring of some of these workers would have the same points
         self._owner_of = {
             position: worker
             for worker, of_one in zip(weights, positions, strict=True)
@@ -51,7 +49,7 @@ class Ring:
         self._points = sorted(self._owner_of)
 
     def from_key(self, key: bytes) -> Iterator[Worker]:
-        """Each worker once, clockwise from the key's place."""
+        """Each worker once, clockwise from the key's point."""
         points, count = self._points, len(self._points)
         index = bisect_left(points, point(key))
         visited: set[Worker] = set()
@@ -64,7 +62,8 @@ class Ring:
                     return
 
     def serves(self, candidates: Sequence[Worker]) -> bool:
-        """Whether a walk that skips the others is a walk on the ring of these."""
+        """Whether this ring, with other workers skipped, gives the same order as the ring of
+        `candidates`, and is not too large."""
         part = len(self.weights) != len(candidates)
         if part and (not self.plain or len(self.weights) > len(candidates) * WIDER):
             return False
@@ -83,7 +82,7 @@ class Rings:
         self._last: Ring | None = None
 
     def walk(self, candidates: Sequence[Worker], key: bytes) -> Iterator[Worker]:
-        """The candidates clockwise from the key's place."""
+        """The candidates clockwise from the key's point."""
         if candidates is not self._of_last or self._last is None:
             self._last = self._ring(candidates)
             self._of_last = candidates
@@ -104,8 +103,8 @@ class Rings:
         return len(self._rings)
 
     def _ring(self, candidates: Sequence[Worker]) -> Ring:
-        """Its own, or a wider one: a fleet where now these and now those are full makes more sets
-        of candidates than rings could be kept."""
+        """The ring of these candidates, or of a larger set: while workers become full and free,
+        there are more sets of candidates than rings can be kept."""
         members = tuple(sorted(candidates, key=lambda worker: worker.url))
         cached = self._rings.get(members)
         if cached is not None and cached.serves(members):
@@ -138,8 +137,8 @@ class Rings:
 
 
 def _unit(weights: Sequence[int]) -> int:
-    """The weight that gets `PLACES`; above 1 only where a ring would get too large. It doubles, so
-    that few changes of the fleet change it: one that does moves more keys than its share."""
+    """The weight that gets `PLACES` points; above 1 only if the ring would become too large. It is
+    a power of two, so that few changes of the fleet change it: each such change moves many keys."""
     unit = 1
     while unit < max(weights) and sum(weights) * PLACES > MAX_PLACES * unit:
         unit *= 2
@@ -157,9 +156,9 @@ def _places(url: str, count: int) -> list[int]:
 
 
 class ConsistentHashing(Policy):
-    """The key's worker on a ring; while that one is out, the next clockwise.
+    """The key's worker on a ring; if that is no candidate, the next one clockwise.
 
-    Without a key there is nothing to keep together: the least loaded goes.
+    A request without a key goes to the least loaded worker.
     """
 
     __slots__ = ("_keyless", "_rings", "name")
@@ -181,7 +180,7 @@ class ConsistentHashing(Policy):
         if not requirements.affinity_key:
             picked, reason = self._keyless.preview_pick(candidates, requirements)
             return picked, f"the request has no key, so {reason}"
-        return self._owner(candidates, requirements), "the hash of its key belongs there"
+        return self._owner(candidates, requirements), "chosen by the hash of its key"
 
     def forget_worker(self, worker: Worker) -> None:
         self._rings.forget_worker(worker)
@@ -196,10 +195,10 @@ class ConsistentHashing(Policy):
 
 
 class PrefixHash(Policy):
-    """The worker of the text's prefix on a ring, skipping workers above their bound.
+    """The worker of the text's prefix on a ring; workers above their bound are skipped.
 
     The bound is a worker's share of all requests in flight, by weight, times `load_factor`; at
-    least one worker is below it. A request without text goes to the least loaded.
+    least one worker is below it. A request without text goes to the least loaded worker.
     """
 
     __slots__ = ("_factor", "_length", "_passed_over", "_rings", "_textless", "name")
@@ -240,7 +239,7 @@ class PrefixHash(Policy):
             return picked, f"the request has no text, so {reason}"
         picked, skipped = self._below_bound(candidates, text)
         if not skipped:
-            return picked, "the hash of its beginning belongs there"
+            return picked, "chosen by the hash of its prefix"
         names = ", ".join(f"{worker.display_id} ({load_word(worker)})" for worker in skipped)
         return picked, f"next on the ring after {names} above the bound"
 

@@ -1,10 +1,8 @@
-"""Policies that compare in-flight requests per unit of weight. Invariant: equally loaded workers
-take turns.
+"""Policies that compare in-flight requests per unit of weight, and helpers for weights and loads.
 
-The weights and loads of candidates: whether weights differ, and the least loaded worker.
-
-Invariant: a list of candidates is checked once and then recognised by identity. A list handed to a
-policy never changes, and a change of weight makes the fleet hand out new lists.
+Invariants: equally loaded workers are picked in turn. A list of candidates is checked once and then
+recognised by identity: a list that a policy was given never changes, and after a change of weights
+the fleet returns new lists.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from omni_proxy.routing.policies.policy import Policy, RandomBelow
 
 
 class CandidateWeights:
-    """The weights of the last candidates."""
+    """The weights of the latest list of candidates."""
 
     __slots__ = ("_of", "even", "mean", "total")
 
@@ -29,7 +27,7 @@ class CandidateWeights:
         self.mean = 0.0
 
     def take(self, candidates: Sequence[Worker]) -> bool:
-        """Look at these; the result is `even`: whether all weigh the same."""
+        """Examine these candidates; returns `even`: whether all weights are equal."""
         if candidates is not self._of:
             weights = [worker.weight for worker in candidates]
             self._of = candidates
@@ -40,13 +38,13 @@ class CandidateWeights:
 
 
 def fill(worker: Worker) -> float:
-    """How full it would be with one request more, per unit of its weight."""
+    """The worker's load with one more request, per unit of its weight."""
     return (worker.in_flight + worker.load_offset + 1) / worker.weight
 
 
 def least(candidates: Sequence[Worker], offset: int) -> tuple[Worker, int]:
-    """The least full in its turn, and how many are as full as it."""
-    fills = [  # as `fill`, inline
+    """The least loaded worker, and how many have that load; `offset` rotates among these."""
+    fills = [  # `fill`, inlined
         (worker.in_flight + worker.load_offset + 1) / worker.weight for worker in candidates
     ]
     lowest = min(fills)
@@ -61,11 +59,12 @@ def load_word(worker: Worker) -> str:
 
 
 class LeastRequest(Policy):
-    """The fewest exchanges in flight; among ties the next in turn (omni-router.md 8).
+    """The worker with the fewest exchanges in flight; ties are picked in turn (omni-router.md 8).
 
-    Where all weigh the same the scan starts at the turn and stops at the first idle worker, so a
-    fleet with room costs O(1); the turn goes on behind the one that was picked, or a busy worker's
-    neighbour would get its turns. Else the least of (in_flight + 1) / weight goes.
+    With equal weights the scan starts at the turn and stops at the first idle worker, so it costs
+    O(1) in a fleet with idle workers. The next turn starts after the picked worker: otherwise the
+    neighbour of a busy worker would also get its requests. With different weights the worker with
+    the lowest (in_flight + 1) / weight is picked.
     """
 
     __slots__ = ("_even", "_turn", "_twice", "_weights", "name")
@@ -74,7 +73,7 @@ class LeastRequest(Policy):
         self.name = "least_request"
         self._turn = 0
         self._even: Sequence[Worker] | None = None  # a list known to hold equal weights only
-        self._twice: list[Worker] = []  # those twice over: a turn may begin anywhere
+        self._twice: list[Worker] = []  # `_even` repeated: a scan may start anywhere
         self._weights = CandidateWeights()
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
@@ -113,7 +112,7 @@ class LeastRequest(Policy):
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two drawn at random."""
+    """The less loaded of two workers drawn at random."""
 
     __slots__ = ("_random_below", "name")
 

@@ -1,9 +1,9 @@
-"""Policies of other packages: found, checked and kept from doing harm.
+"""Policies of other packages: loads and checks them, and isolates the proxy from their failures.
 
 `[routing] policy` names an entry point of the group `omni_proxy.policies`, or
-"package.module:Class". The configuration is refused where the class can't be loaded or created.
-Invariant: a policy that raises, or returns no candidate, loses nothing but its choice: `FALLBACK`
-picks instead, the failure is counted in GET /status and logged at most once per
+"package.module:Class". The configuration is refused if the class can't be loaded or created.
+Invariant: if a policy raises or returns a worker that is no candidate, no request fails: `FALLBACK`
+picks instead. The failure is counted in GET /status and logged at most once per
 `LOG_INTERVAL_SECS`.
 """
 
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class PolicyLoadError(Exception):
-    """`reason`: why there is no such policy; `hint`: what to do."""
+    """A policy can't be loaded: `reason` for the user, and `hint` with a remedy."""
 
     def __init__(self, reason: str, hint: str) -> None:
         super().__init__(reason)
@@ -39,7 +39,7 @@ class PolicyLoadError(Exception):
 
 
 def load_policy_class(name: str) -> type[Policy]:
-    """The class of a policy's name in the configuration. Raises PolicyLoadError."""
+    """The class for a policy name in the configuration. Raises PolicyLoadError."""
     loaded: object
     path = name
     if ":" not in name:
@@ -62,7 +62,7 @@ def load_policy_class(name: str) -> type[Policy]:
         loaded = getattr(loaded, step, None)
     if not (isinstance(loaded, type) and issubclass(loaded, Policy)):
         raise PolicyLoadError(
-            f"{path} of the policy {name} is no class derived from Policy",
+            f"{path} of the policy {name} is not a class derived from Policy",
             f"derive it from {Policy.__module__}.Policy",
         )
     missing: frozenset[str] = loaded.__abstractmethods__
@@ -74,8 +74,10 @@ def load_policy_class(name: str) -> type[Policy]:
 
 
 def check_policy(config: Config, file: str) -> None:
-    """Load and create the policies that are named, unless they are built in; blocks while a module
-    is imported. Raises ConfigError."""
+    """Load and create the named policies that are not built in; blocks while modules are imported.
+
+    Raises ConfigError.
+    """
     routing = config.routing
     named = {
         "routing.policy": routing.policy,
@@ -105,8 +107,8 @@ def _create(policy_class: type[Policy], name: str, routing: RoutingConfig) -> No
 
 
 def create_plugin(routing: RoutingConfig, random_below: RandomBelow, now: float) -> GuardedPolicy:
-    """The policy that `routing` names, guarded. Never raises: a configuration that was accepted
-    is put in force; FALLBACK serves where the policy can't be created any more."""
+    """The policy that `routing` names, guarded. Never raises, because an accepted configuration
+    has to be applied: if the policy can no longer be created, FALLBACK is used."""
     name = routing.policy
     try:
         inner = load_policy_class(name).create(routing, random_below, now)
@@ -120,8 +122,8 @@ def create_plugin(routing: RoutingConfig, random_below: RandomBelow, now: float)
 
 
 class GuardedPolicy(Policy):
-    """A policy of another package; whatever it raises ends here. Requests call its `pick` alone:
-    what else it does may take long, or fail."""
+    """Wraps a policy of another package and catches whatever it raises. For requests only `pick` is
+    called, because the other methods may be slow or fail."""
 
     explains_itself = False
 
@@ -130,7 +132,7 @@ class GuardedPolicy(Policy):
     )  # fmt: skip
 
     def __init__(self, name: str, inner: Policy | None, now: float) -> None:
-        """`inner` None: it could not be created, and the fallback serves."""
+        """`inner` None: the policy could not be created, and the fallback is used."""
         self.name = name
         self.inner = inner
         self.needs_affinity_key = inner is not None and bool(inner.needs_affinity_key)
@@ -145,7 +147,7 @@ class GuardedPolicy(Policy):
                 worker = self.inner.pick(candidates, requirements)
                 if worker in candidates:
                     return worker
-                self._report("pick", ValueError(f"{worker!r} is no candidate"))
+                self._report("pick", ValueError(f"{worker!r} is not a candidate"))
             except Exception as error:
                 self._report("pick", error)
         return self._fallback.pick(candidates, requirements)
@@ -158,7 +160,7 @@ class GuardedPolicy(Policy):
                 worker, reason = self.inner.preview_pick(candidates, requirements)
                 if worker in candidates:
                     return worker, str(reason)
-                self._report("preview_pick", ValueError(f"{worker!r} is no candidate"))
+                self._report("preview_pick", ValueError(f"{worker!r} is not a candidate"))
             except Exception as error:
                 self._report("preview_pick", error)
         worker, reason = self._fallback.preview_pick(candidates, requirements)
@@ -225,7 +227,7 @@ class GuardedPolicy(Policy):
 
 
 def _error_text(error: BaseException) -> str:
-    """The type and message, and the line that raised it."""
+    """The error's type and message, and the line that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

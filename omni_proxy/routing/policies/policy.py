@@ -1,10 +1,10 @@
 """The policy interface: a policy chooses one of the workers that can take a request.
 
 Public: policies of other packages derive from `Policy` (docs/routing.md, "Write your own policy").
-Invariants: `candidates` is never empty, and neither the policy nor the caller changes it, so equal
-lists may be recognised by identity. In-flight counts are read from the workers and include every
-request that this proxy has sent and not finished. All methods are synchronous, are called by one
-thread, must not block, and read no clock: the time comes as an argument.
+Invariants: `candidates` is never empty, and neither the policy nor the caller changes it, so a list
+seen before may be recognised by identity. In-flight counts are read from the workers and include
+every request that this proxy has sent and not finished. All methods are synchronous, are called
+from one thread, must not block, and read no clock: the time is an argument.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ RandomBelow = Callable[[int], int]  # RandomBelow(n) draws an integer from 0 to 
 
 
 class Policy(ABC):
-    """The base class of all policies. Only `pick` and `preview_pick` are abstract: the other
-    methods are those of a policy without memory.
+    """The base class of all policies. Only `pick` and `preview_pick` are abstract: the defaults of
+    the other methods suit a policy without state.
 
-    Of a worker a policy may read `id`, `url`, `weight` (1 or more), `in_flight`, `max_inflight`
-    (0: no limit), `model`, `capabilities` and `version`; it must not set any of them. A worker is
-    hashable by identity and is the same object until it leaves the fleet. Of the requirements it
-    may read `model`, `stream`, `affinity_key` and `body_fields`.
+    A policy may read these attributes of a worker: `id`, `url`, `weight` (1 or more), `in_flight`,
+    `max_inflight` (0: no limit), `model`, `capabilities` and `version`; it must not set any of
+    them. A worker is hashable by identity and is the same object until it leaves the fleet. Of the
+    requirements a policy may read `model`, `stream`, `affinity_key` and `body_fields`.
     """
 
     __slots__ = ()
-    name: str  # of a built-in policy; others go by the name in the configuration
-    # False: `preview_pick` and `explain_pick` are called for POST /explain alone.
+    name: str  # of a built-in policy; others have the name in the configuration
+    # False: `preview_pick` and `explain_pick` are called only for POST /explain.
     explains_itself = True
     needs_affinity_key = False  # True: `Requirements.affinity_key` is filled in before a pick
 
@@ -53,57 +53,61 @@ class Policy(ABC):
 
     @abstractmethod
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
-        """One of `candidates`, which gets the request. Called once for each attempt."""
+        """Return the candidate that gets the request. Called once for each attempt."""
 
     @abstractmethod
     def preview_pick(
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> tuple[Worker, str]:
-        """What `pick` would return now, and the reason in words. Must change no state."""
+        """What `pick` would return now, and the reason as text. Must not change any state."""
 
     def explain_pick(
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> dict[str, object]:
-        """JSON-able facts for POST /explain, beside health and load. Must change no state."""
+        """JSON-serializable facts for POST /explain, in addition to health and load.
+
+        Must not change any state.
+        """
         return {}
 
     def cached_prefix(
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> tuple[bytes, dict[Worker, int]] | None:
-        """The request's text behind its mark, and how many bytes of it workers are believed to have
-        cached, those with none left out; None for a policy that does not know. Must change no
+        """The request's text with its leading mark, and by worker how many bytes of it are
+        predicted to be cached, if any; None for a policy without predictions. Must not change any
         state."""
         return None
 
     def record_pick(self, worker: Worker, requirements: Requirements) -> None:  # noqa: B027
-        """Something else chose this worker (a sticky session): remember what `pick` would."""
+        """The worker was chosen by a sticky session: update the state as `pick` does."""
 
     def forget_worker(self, worker: Worker) -> None:  # noqa: B027
-        """The worker left the fleet, or its cache is empty: it was restarted or flushed."""
+        """The worker left the fleet, or its cache is empty after a restart or flush."""
 
     def maintain(self, now: float) -> None:  # noqa: B027
         """A short slice of upkeep, called a few times a second. `now` is monotonic seconds."""
 
     def reconfigure(self, routing: RoutingConfig) -> bool:
-        """Take over new parameters and keep all state. Called after each reload that keeps the
-        name of the policy; False: a new policy has to be created."""
+        """Apply new parameters and keep all state. Called after each reload that keeps the name of
+        the policy; False: a new policy has to be created."""
         return True
 
     def use_blocks(self, blocks: BlockIndex) -> None:  # noqa: B027
-        """What engines report of their caches stands here from now on."""
+        """From now on `blocks` has the cache contents that engines report."""
 
     def use_hints(self, hints: ClusterHints) -> None:  # noqa: B027
-        """What other proxies of a cluster know stands here, and goes here what they should know."""
+        """From now on `hints` has what the cluster's other proxies published, and takes what this
+        one publishes."""
 
     @property
     def prefix_tree(self) -> PrefixTree[Worker] | None:
-        """Who has which prefix, if this policy knows it: a program that takes over goes on with
-        it."""
+        """The prefixes by worker, if this policy has them; handed over to a new program in an
+        upgrade."""
         return None
 
     def adopt_tree(self, tree: PrefixTree[Worker]) -> None:  # noqa: B027
-        """That of a program before, in the place of the own one."""
+        """Replace the policy's tree by that of the old program in an upgrade."""
 
     def stats(self) -> dict[str, object]:
-        """JSON-able, for `policy` in GET /status."""
+        """JSON-serializable values for `policy` in GET /status."""
         return {}

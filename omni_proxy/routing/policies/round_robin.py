@@ -1,4 +1,4 @@
-"""Policies that ignore load: round robin, smooth by weight, and random."""
+"""Policies that ignore load: smooth weighted round robin, and random."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from omni_proxy.routing.policies.policy import Policy, RandomBelow
 
 
 class RoundRobin(Policy):
-    """One counter over all requests, taken modulo this request's candidates (omni-router.md 8).
+    """One counter over all requests, taken modulo the number of candidates (omni-router.md 8).
 
-    Candidates of different weight: smooth weighted round robin. Each gains its weight per request,
-    the one with the most is picked and loses the sum of all weights: no bursts on heavy workers.
+    If weights differ, smooth weighted round robin: per request each candidate gains its weight as
+    credit, the one with the most credit is picked and loses the sum of all weights. This avoids
+    bursts to heavy workers.
     """
 
     __slots__ = ("_earned", "_even", "_turn", "_weights", "name")
@@ -41,10 +42,10 @@ class RoundRobin(Policy):
     ) -> tuple[Worker, str]:
         if self._weights.take(candidates):
             index = self._turn % len(candidates)
-            return candidates[index], f"it is its turn: {index + 1} of {len(candidates)}"
+            return candidates[index], f"next in turn: {index + 1} of {len(candidates)}"
         picked = self._richest(candidates)
         share = f"{picked.weight} of {self._weights.total}"
-        return picked, f"it is its turn: by weight it gets {share} requests"
+        return picked, f"next in turn: by weight it gets {share} requests"
 
     def forget_worker(self, worker: Worker) -> None:
         self._earned.pop(worker, None)
@@ -62,7 +63,7 @@ class RoundRobin(Policy):
 
 
 class Random(Policy):
-    """By weight, else uniform; a diagnostic policy."""
+    """Random by weight, for diagnosis."""
 
     __slots__ = ("_random_below", "_weights", "name")
 

@@ -1,12 +1,12 @@
-"""The table of sessions: which worker each is at, and how many each worker has.
+"""The table of sessions: the worker of each session, and the number of sessions of each worker.
 
-Invariant: at most `sticky_max` sessions are kept, the least recently used is dropped first; one
-that was idle for `sticky_idle_secs` has expired (0: never). `count(worker)` is the number of
-sessions in the table that are at this worker, expired ones at most until the next `maintain`.
-Several data-plane processes share a table: `multiprocess.shared_dataplane`. With `share`, a session
-that begins, moves or ends is noted for the other proxies of a cluster, and again while it is used;
-`place` is what they say of one. A session that was placed elsewhere and has not come here counts,
-too; one that has moved elsewhere counts at both workers until it comes here again.
+Invariant: at most `sticky_max` sessions are kept, the least recently used is dropped first; a
+session that was idle for `sticky_idle_secs` has expired (0: never). `count(worker)` is the number
+of sessions in the table at this worker; expired ones may count until the next `maintain`. Several
+data-plane processes share a table: `multiprocess.shared_dataplane`. With `share`, a session that
+begins, moves or ends is noted for the other proxies of a cluster, and again while it is used;
+`place` applies such a note of another proxy. Sessions placed by other proxies count here, too; one
+that another proxy moved counts at both workers until its next request here.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from omni_proxy.cluster.session_places import FINISHED, SessionNotes, session_di
 from omni_proxy.fleet.worker import Worker
 
 DROPPED_PER_SLICE = 1000
-NOTED_AGAIN: Final = 4  # times, in `sticky_idle_secs` of a session that is used all the time
-NOTED_AGAIN_SECS: Final = 900.0  # where sessions do not expire
+NOTED_AGAIN: Final = 4  # notes per `sticky_idle_secs` of a session in constant use
+NOTED_AGAIN_SECS: Final = 900.0  # interval of these notes if sessions do not expire
 SessionRow: TypeAlias = tuple[str, str, float]  # its key, the URL of its worker or rank, last use
 
 
 class Sessions(Protocol):
-    """Where the keys are remembered. `now` is monotonic seconds."""
+    """A table of sessions. `now` is monotonic seconds."""
 
     def tune(self, most: int, idle_secs: float) -> None:
-        """`sticky_max` and `sticky_idle_secs`."""
+        """Set `sticky_max` and `sticky_idle_secs`."""
 
     def find(self, key: str, now: float) -> Worker | None: ...
     def keep(self, key: str, worker: Worker, now: float) -> None: ...
 
     def finish(self, key: str) -> bool:
-        """Forget it; whether it was there."""
+        """Remove the session; returns whether it existed."""
         ...
 
     def count(self, worker: Worker) -> int: ...
@@ -44,26 +44,26 @@ class Sessions(Protocol):
     def __len__(self) -> int: ...
 
     def share(self, notes: SessionNotes, prefix: str) -> None:
-        """Where to note what is placed from now on; `prefix`: of its keys in the whole cluster."""
+        """Add later changes to `notes`. `prefix`: prepended to keys, the same in all proxies."""
 
     def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
-        """Another proxy has the session with this digest there; None: it is finished."""
+        """Another proxy placed the session with this digest there; None: it is finished."""
 
 
 def repeat_secs(idle_secs: float) -> float:
-    """How often a session that is used is noted again, so that it expires nowhere."""
+    """Interval in which a session in use is noted again, so that no proxy lets it expire."""
     return idle_secs / NOTED_AGAIN if idle_secs else NOTED_AGAIN_SECS
 
 
 class OwnSessions:
-    """In this process's memory."""
+    """Sessions in this process's memory."""
 
     __slots__ = (
         "_counts", "_heard", "_idle_secs", "_max", "_notes", "_prefix", "_repeat_secs", "_sessions",
     )  # fmt: skip
 
     def __init__(self) -> None:
-        # By digest: those that were placed elsewhere since they were used here last.
+        # By digest: sessions that another proxy placed since their last use here.
         self._heard: OrderedDict[bytes, tuple[Worker | None, float]] = OrderedDict()
         self._notes: SessionNotes | None = None
         self._prefix = ""
@@ -142,7 +142,7 @@ class OwnSessions:
             self._drop_received(digest)
 
     def rows(self, most: int) -> list[SessionRow]:
-        """The `most` that were used last, oldest first."""
+        """The `most` most recently used sessions, oldest first."""
         first = max(0, len(self._sessions) - most)
         return [
             (key, worker.url, used)
@@ -153,7 +153,7 @@ class OwnSessions:
         return len(self._sessions)
 
     def _take_received(self, key: str) -> None:
-        """What was heard of it last holds."""
+        """Apply the latest placement by another proxy to this session."""
         digest = session_digest(self._prefix + key)
         heard = self._heard.get(digest)
         if heard is None:
@@ -186,8 +186,8 @@ class OwnSessions:
 
 
 def fewest_sessions(candidates: Sequence[Worker], sessions: Sessions, turn: int) -> Worker:
-    """The worker with the fewest sessions for its weight; of those the one with the fewest requests
-    in flight, and of those the next in turn."""
+    """The worker with the fewest sessions per weight; among ties the one with the fewest requests
+    in flight per weight, and among those the next in turn."""
     fills = [
         ((sessions.count(worker) + 1) / worker.weight, worker.in_flight / worker.weight)
         for worker in candidates
@@ -198,7 +198,7 @@ def fewest_sessions(candidates: Sequence[Worker], sessions: Sessions, turn: int)
 
 
 class PrefixedSessions:
-    """Part of a table that other policies use too: its keys begin with `prefix`."""
+    """Part of a table that is shared with other policies: its keys begin with `prefix`."""
 
     __slots__ = ("_prefix", "_sessions")
 
@@ -225,11 +225,11 @@ class PrefixedSessions:
         self._sessions.maintain(now)
 
     def __len__(self) -> int:
-        """Of the whole table."""
+        """Number of sessions in the whole table."""
         return len(self._sessions)
 
     def share(self, notes: SessionNotes, prefix: str) -> None:
-        """The whole table is shared, whose keys have the prefix."""
+        """Does nothing: the underlying table is shared as a whole."""
 
     def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
         self._sessions.place(digest, worker, now)

@@ -1,9 +1,9 @@
 """Slow start of workers with a small prefix tree.
 
-A worker that has just joined has the smallest tree for long and would get every request without a
-match. While its tree is below half of the mean it is chosen at most once per 1/share choices, but
-never less often than its fair share. Invariant: only `record_choice` and `forget_worker` change
-anything.
+A worker that has just joined has the smallest tree for a long time and would get every request
+without a match. While its tree is below half of the mean it is chosen at most once per 1/share
+choices, but not less often than its fair share. Invariant: only `record_choice` and `forget_worker`
+change state.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from omni_proxy.fleet.worker import Worker
 
 NEW_SHARE = 0.5  # of the mean size
-_WHOLE = 1.0 - 1e-9  # 1/n summed n times
+_WHOLE = 1.0 - 1e-9  # one pick, with tolerance for the sum of n times 1/n
 
 
 class SlowStart:
-    """New workers earn `share` of a pick per choice and save at most one. 0: off."""
+    """New workers earn `share` of a pick per choice, and accumulate at most one. 0: off."""
 
     __slots__ = ("_saved", "share")
 
@@ -26,7 +26,7 @@ class SlowStart:
         self._saved: dict[Worker, float] = {}
 
     def spared(self, candidates: Sequence[Worker], sizes: Sequence[float]) -> list[Worker]:
-        """Who can't be chosen now; never all of them."""
+        """The new workers that can't be chosen now; never all candidates."""
         return [
             worker
             for worker in self._new_workers(candidates, sizes)
@@ -36,7 +36,7 @@ class SlowStart:
     def record_choice(
         self, picked: Worker, candidates: Sequence[Worker], sizes: Sequence[float]
     ) -> None:
-        """`sizes` are those that the choice was made by."""
+        """`sizes`: the sizes of the trees that the choice was based on."""
         new_workers = self._new_workers(candidates, sizes)
         earned = {worker: self._with_earned(worker, len(candidates)) for worker in new_workers}
         if self._saved:

@@ -1,10 +1,10 @@
-"""Sticky sessions above any policy: an affinity key stays with its worker while that is a
-candidate.
+"""Sticky sessions on top of any policy: an affinity key stays with its worker while that worker is
+a candidate.
 
-Invariant: a session moves only where its worker can't take it, or where the re-pin gate is open
-(`sticky_rebalance_abs`). While an operation on weights keeps its worker out, and requests may wait
-for that, the session is held: `pick` raises, and chooses nobody else. A flushed or restarted worker
-keeps its sessions; a worker that left the fleet is no candidate, which ends them.
+Invariant: a session moves only if its worker can't take the request, or is overloaded enough for
+rebalancing (`sticky_rebalance_abs`). While a weight operation keeps its worker out of rotation, and
+requests may wait for that, the session is held: `pick` raises and picks no other worker. A flushed
+or restarted worker keeps its sessions; they move if the worker leaves the fleet.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from omni_proxy.routing.policies.session_load import (
 from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.wire.errors import HttpError
 
-HOLDING_CORDONS = frozenset((PAUSED, UPDATING))  # of a worker that comes back as it was
+HOLDING_CORDONS = frozenset((PAUSED, UPDATING))  # after these a worker returns to rotation
 
 
 class Sticky(Policy):
-    """Goes by the name of the policy below it."""
+    """Has the name of the inner policy."""
 
     __slots__ = (
         "_begun", "_by_sessions", "_finished", "_held_reasons", "_is_member", "_kept", "_moved",
@@ -61,14 +61,14 @@ class Sticky(Policy):
         self._sessions.tune(routing.sticky_max, routing.sticky_idle_secs)
 
     def use_sessions(self, sessions: Sessions, routing: RoutingConfig) -> None:
-        """From now on; those that are known already stay behind."""
+        """Replace the table of sessions; sessions in the old one are dropped."""
         self._sessions = sessions
         self._take(routing)
 
     def hold_for(self, reasons: frozenset[str], is_member: Callable[[Worker], bool]) -> None:
-        """For which cordons of its worker, out of `HOLDING_CORDONS`, a session waits.
+        """Set the cordons of a worker, out of `HOLDING_CORDONS`, for which its sessions wait.
 
-        `is_member`: whether a worker is still in the fleet.
+        `is_member`: returns whether a worker is still in the fleet.
         """
         self._held_reasons, self._is_member = reasons, is_member
 
@@ -77,7 +77,7 @@ class Sticky(Policy):
         return self.inner.reconfigure(routing)
 
     def replace_inner(self, inner: Policy) -> None:
-        """The sessions outlive the policy that began them."""
+        """Replace the inner policy; the sessions are kept."""
         self.inner = inner
         self.name = inner.name
 
@@ -109,7 +109,7 @@ class Sticky(Policy):
     def preview_pick(
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> tuple[Worker, str]:
-        """Raises HttpError 503 as `pick`."""
+        """Raises HttpError 503 like `pick`."""
         key = requirements.affinity_key
         home = self._sessions.find(key, self._now) if key else None
         if home is not None and home in candidates:
@@ -179,13 +179,13 @@ class Sticky(Policy):
         return {**self.inner.stats(), "sticky": sessions}
 
     def finish_session(self, key: str) -> bool:
-        """It is over: it is no load any more. Whether it was known."""
+        """End the session, so that it no longer counts as load; returns whether it existed."""
         known = self._sessions.finish(key)
         self._finished += known
         return known
 
     @property
-    def explains_itself(self) -> bool:  # type: ignore[override]  # read only, here too
+    def explains_itself(self) -> bool:  # type: ignore[override]  # read-only
         return self.inner.explains_itself
 
     @property
@@ -196,13 +196,13 @@ class Sticky(Policy):
         self.inner.adopt_tree(tree)
 
     def session_rows(self, most: int) -> list[SessionRow]:
-        """For another program; none where the sessions are shared with other processes."""
+        """Sessions for a new program in an upgrade; [] if they are shared with other processes."""
         return self._sessions.rows(most) if isinstance(self._sessions, OwnSessions) else []
 
     def restore_sessions(
         self, rows: Sequence[SessionRow], find: Callable[[str], Worker | None]
     ) -> None:
-        """Go on with those of another program; `find`: by URL."""
+        """Restore the sessions of the old program in an upgrade; `find`: a worker by URL."""
         for key, url, used in rows:
             worker = find(url)
             if worker is not None:
@@ -212,14 +212,14 @@ class Sticky(Policy):
         return self._sessions.count(worker)
 
     def held_worker(self, requirements: Requirements) -> Worker | None:
-        """The worker that its session waits for; None where it does not wait."""
+        """The worker that the request's session waits for; None if it does not wait."""
         if not requirements.affinity_key or not self._held_reasons:
             return None
         home = self._sessions.find(requirements.affinity_key, self._now)
         return home if home is not None and self._waits_for(home, requirements) else None
 
     def _place(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
-        """Where a session begins, or goes on without its worker."""
+        """The worker for a new session, or for one whose worker is not available."""
         if not self._by_sessions:
             return self.inner.pick(candidates, requirements)
         worker = self._fewest_sessions(candidates)
@@ -228,8 +228,8 @@ class Sticky(Policy):
         return worker
 
     def _fewest_sessions(self, candidates: Sequence[Worker]) -> Worker:
-        """Not where the gate is open: a session that began there would move with its next
-        request."""
+        """Workers that exceed the rebalancing bounds are left out: a new session there would move
+        with its next request."""
         if self._rebalance_abs:
             least = min(worker.in_flight / worker.weight for worker in candidates)
             candidates = [
@@ -240,7 +240,7 @@ class Sticky(Policy):
         return fewest_sessions(candidates, self._sessions, self._turn)
 
     def _waits_for(self, home: Worker, requirements: Requirements) -> bool:
-        """Whether nothing but an operation on weights keeps it from the request."""
+        """Whether a weight operation is the only reason why `home` can't take the request."""
         reasons = home.cordon_reasons
         return (
             bool(reasons)
@@ -253,8 +253,8 @@ class Sticky(Policy):
         )
 
     def _idler_than(self, home: Worker, candidates: Sequence[Worker]) -> Worker | None:
-        """The idlest of them where the gate is open: `home` has so many requests more than it, and
-        so many times as many, by weight."""
+        """The least loaded candidate if `home` exceeds its load by both `sticky_rebalance_abs` and
+        `sticky_rebalance_rel`, per unit of weight; else None."""
         load = home.in_flight / home.weight
         if load < self._rebalance_abs:
             return None
@@ -273,7 +273,7 @@ def _always(worker: Worker) -> bool:
 
 
 def _held_error(home: Worker) -> HttpError:
-    """What the client gets where it may not wait, or has waited for too long."""
+    """The response to a client whose request may not wait, or has waited too long."""
     code, word = ("weights_updating", "being updated")
     if UPDATING not in home.cordon_reasons:
         code, word = "paused", "paused by a trainer"

@@ -24,7 +24,7 @@ def asked(text):
 
 def test_the_pick_has_the_policy_s_reason():
     reported = record(fleet_of(entry("a"), entry("b")), Requirements(CHAT), build("round_robin"))
-    assert reported["pick"]["reason"] == "it is its turn: 1 of 2"
+    assert reported["pick"]["reason"] == "next in turn: 1 of 2"
     assert reported["policy"] == "round_robin"
 
 
@@ -77,7 +77,7 @@ def test_a_pair_has_both_picks_and_a_decode_worker_alone_the_reason():
         "http://d:1",
         "http://p:1",
     )
-    assert reported["prefill"]["pick"]["reason"] == "it is its turn: 1 of 1"
+    assert reported["prefill"]["pick"]["reason"] == "next in turn: 1 of 1"
     fleet.cordon(fleet.workers[0], "paused")
     reported = record(fleet, need, build("round_robin"))
     assert (reported["pick"]["url"], reported["prefill"]["pick"]) == ("http://d:1", None)

@@ -82,8 +82,8 @@ def test_a_class_path_names_a_policy():
     ("name", "message"),
     [
         ("no_such_module_:X", "the module no_such_module_ of the policy .* can't be imported"),
-        (f"{HERE}:Missing", "is no class derived from Policy; derive it from"),
-        (f"{HERE}:NoPolicy", "is no class derived from Policy"),
+        (f"{HERE}:Missing", "is not a class derived from Policy; derive it from"),
+        (f"{HERE}:NoPolicy", "is not a class derived from Policy"),
         (f"{HERE}:WithoutPreview", "lacks preview_pick; define them"),
         (f"{HERE}:Uncreatable", "can't be created: RuntimeError: no licence at .*:[0-9]+;"),
     ],
@@ -127,7 +127,7 @@ def test_failures_are_logged_once_a_minute_with_their_number(caplog):
     assert [line.rpartition("failures=")[2] for line in caplog.messages] == [
         "1 fallback=least_request", "6 fallback=least_request",
     ]  # fmt: skip
-    assert "is no candidate" in caplog.messages[0]
+    assert "is not a candidate" in caplog.messages[0]
 
 
 def test_what_can_no_longer_be_created_is_served_by_the_fallback_and_tried_again(caplog):
