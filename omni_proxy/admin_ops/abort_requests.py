@@ -1,10 +1,10 @@
-"""Aborts over the fleet: which requests are meant, and the same in the dialect of either engine.
+"""Aborts over the fleet: the requests to abort, and translation of the call between engines.
 
     SGLang  POST /abort_request   {"rid": "a"}  {"rid": "a", "prefix": true}  {"abort_all": true}
     vLLM    POST /abort_requests  {"request_ids": ["a"]}  {} or an empty list for all
 
-Invariant: a call that is written in an engine's own dialect is passed on byte for byte. An id is
-recognized also as vLLM writes it: `chatcmpl-a`, `cmpl-a-0` (prompt 0), `generate-tokens-a`.
+Invariant: an engine gets a call in its own dialect byte for byte. An id is also recognized in the
+forms that vLLM makes of it: `chatcmpl-a`, `cmpl-a-0` (prompt 0), `generate-tokens-a`.
 Source: features.md 3.1, real-engines.md 5.1 (contracts), and vLLM 0.32.
 """
 
@@ -26,7 +26,7 @@ _PREFIXES: Final = ("chatcmpl-", "cmpl-", "generate-tokens-")  # of vLLM, before
 
 
 class AbortDialect(StrEnum):
-    """A kind of engine; the value is the path of its route."""
+    """The dialect of a kind of engine; the value is the path of its route."""
 
     SGLANG, VLLM = ABORTS
 
@@ -36,17 +36,17 @@ class AbortDialect(StrEnum):
 
 
 class AbortTarget(msgspec.Struct, frozen=True):
-    """The requests to abort: those of `ids`, those whose id begins with one of them (`prefix`), or
-    all."""
+    """The requests to abort: those with an id in `ids`, with `prefix` those whose id begins with
+    one of `ids`, or all."""
 
     ids: tuple[str, ...] = ()
     prefix: bool = False
     everything: bool = False
 
     def matcher(self) -> Callable[[Iterable[str]], Collection[str]]:
-        """A function of the ids that one request goes by; it returns those of `ids` that mean it.
+        """A function that takes all ids of one request and returns those of `ids` that match it.
 
-        For `everything` that is [""].
+        For `everything` it returns [""].
         """
         if self.everything:
             return lambda _: ("",)
@@ -58,9 +58,9 @@ class AbortTarget(msgspec.Struct, frozen=True):
 
 
 class AbortFindings(msgspec.Struct, frozen=True):
-    """The requests that one data-plane process has of those to abort.
+    """The requests to abort that one data-plane process has.
 
-    `waiting`: how many waited there, and have ended. `known`: those of the target's ids that it
+    `waiting`: how many were queued there; they have been ended. `known`: ids of the target that it
     found. `running`: worker URL to the ids of its requests.
     """
 
@@ -70,7 +70,7 @@ class AbortFindings(msgspec.Struct, frozen=True):
 
 
 def spellings(request_id: str) -> set[str]:
-    """The id, and what its request is called if vLLM has written it."""
+    """The id, and the ids that it has without vLLM's prefixes and suffixes."""
     found = {request_id}
     for prefix in _PREFIXES:
         if request_id.startswith(prefix):
@@ -111,17 +111,17 @@ def read_target(dialect: AbortDialect, body: bytes) -> AbortTarget:
 
 
 def _ids(value: object, name: str) -> tuple[str, ...]:
-    """One or a list of them. Raises HttpError 400."""
+    """The ids in a value: one string or a list. Raises HttpError 400."""
     values = value if isinstance(value, list) else [] if value is None else [value]
     if len(values) > MAX_IDS:
-        raise _bad(f"{name} may name {MAX_IDS} requests and no more")
+        raise _bad(f"{name} may name at most {MAX_IDS} requests")
     ids = tuple(item for item in values if isinstance(item, str))
     if len(ids) != len(values):
         raise _bad(f"{name} must be a string or a list of strings")
     try:
         "".join(ids).encode()
     except UnicodeEncodeError:
-        raise _bad(f"{name} has half a character, which no request can be named by") from None
+        raise _bad(f"{name} has half a character (a lone surrogate)") from None
     return ids
 
 
@@ -130,8 +130,8 @@ def _bad(message: str, code: str = "invalid_request") -> HttpError:
 
 
 def call_bodies(dialect: AbortDialect, target: AbortTarget, running: Sequence[str]) -> list[bytes]:
-    """The bodies of the calls that say it in this dialect. `running`: the ids that this worker is
-    known to have, for an engine that knows no prefixes."""
+    """The bodies of the calls in this dialect. `running`: ids of requests at this worker, for an
+    engine that does not support prefixes."""
     if dialect is AbortDialect.VLLM:
         if target.everything:
             return [b"{}"]
@@ -144,7 +144,7 @@ def call_bodies(dialect: AbortDialect, target: AbortTarget, running: Sequence[st
 
 
 def merged(findings: Iterable[AbortFindings]) -> AbortFindings:
-    """Of several processes."""
+    """The findings of several processes, merged."""
     waiting, known, running = 0, set[str](), dict[str, tuple[str, ...]]()
     for item in findings:
         waiting += item.waiting
@@ -155,7 +155,7 @@ def merged(findings: Iterable[AbortFindings]) -> AbortFindings:
 
 
 def urls_to_call(target: AbortTarget, findings: AbortFindings) -> Collection[str] | None:
-    """The workers that have the requests; None if all must be called to be sure."""
+    """URLs of the workers that have the requests; None if all workers must be called."""
     is_known = not (target.everything or target.prefix) and set(target.ids) <= set(findings.known)
     return findings.running.keys() if is_known else None
 
@@ -163,7 +163,7 @@ def urls_to_call(target: AbortTarget, findings: AbortFindings) -> Collection[str
 def abort_response(
     dialect: AbortDialect, results: Sequence[WorkerResult], sent_ids: int, waiting: int
 ) -> AdminResponse:
-    """`sent_ids`: how many ids each call named; one without a count counts as this."""
+    """`sent_ids`: number of ids in each call, assumed as the count of replies without one."""
     response = aggregate(dialect.value, results, {})
     body = {**response.body, "ended_in_queue": waiting}
     if dialect is AbortDialect.VLLM:

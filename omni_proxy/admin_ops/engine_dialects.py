@@ -1,8 +1,9 @@
 """Translation of an admin call between the dialects of SGLang and vLLM. Pure.
 
 A caller uses one dialect, and a fleet may have engines of both. A call is sent unchanged; a worker
-without the route gets the translation. Invariant: a translation requests the same operation. What
-one kind of engine cannot do has no row in `_TABLE`, and its worker's refusal is the result.
+without the route gets the translation. Invariant: a translation requests the same operation. An
+operation that the other kind of engine can't do has no row in `_TABLE`; the worker's refusal is
+then the result.
 Sources: features.md 3.2, real-engines.md 5.1.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Final
 from urllib.parse import parse_qsl
 
 CHECKSUM: Final = b'{"action": "checksum"}'
-# Before a pause in mode `wait` the proxy itself waits until nothing runs. vLLM has no `retract`.
+# Before a pause in mode `wait` the proxy itself waits until no requests run. vLLM has no `retract`.
 _MODES_OF_SGLANG: Final = {"abort": "abort", "wait": "retract", "keep": "in_place"}
 _MODES_OF_VLLM: Final = {"abort": "abort", "retract": "keep", "in_place": "keep"}
 
@@ -33,25 +34,25 @@ class EngineCall:
         return self.target.partition("?")[0]
 
     def argument(self, name: str) -> object:
-        """A key of the query or, where the query lacks it, of the JSON body; None without it."""
+        """A key of the query or, if it is not there, of the JSON body; else None."""
         query = dict(parse_qsl(self.target.partition("?")[2]))
         return query[name] if name in query else _fields(self.body).get(name)
 
 
 def translate(call: EngineCall) -> tuple[EngineCall, ...]:
-    """The calls, one after the other, that do the same at an engine of the other kind.
+    """The sequence of calls for the same operation at an engine of the other kind.
 
-    () if that kind cannot do it, or has the same call.
+    () if that kind can't do it, or has the same call.
     """
     translate = _TABLE.get(call.path)
     return translate(call) if translate is not None else ()
 
 
 def with_defaults(path: str, body: bytes) -> bytes:
-    """The body of an admin call with the safe default added.
+    """The body of an admin call with a safe default added.
 
-    SGLang's /update_weight_version aborts all running requests by default: 16 of 16 were lost after
-    a pause that was to keep them (features.md 3.1).
+    SGLang's /update_weight_version aborts all running requests by default, even after a pause that
+    should keep them (features.md 3.1).
     """
     if path != "/update_weight_version":
         return body
@@ -80,7 +81,7 @@ def _checker(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
 
 
 def _update_from_disk(call: EngineCall) -> tuple[EngineCall, ...]:
-    """The cache is flushed by default, as in SGLang."""
+    """Flushes the cache by default, as SGLang does."""
     path, label = call.argument("model_path"), call.argument("weight_version")
     if not isinstance(path, str):
         return ()
@@ -92,7 +93,7 @@ def _update_from_disk(call: EngineCall) -> tuple[EngineCall, ...]:
 
 
 def _abort_all(call: EngineCall) -> tuple[EngineCall, ...]:
-    """Only all of them: one request has other names at another engine."""
+    """Only for all requests: a single request has a different id at the other engine."""
     return () if call.argument("request_ids") else (_post("/abort_request", abort_all=True),)
 
 

@@ -1,12 +1,11 @@
-"""One operation on the fleet, from its place in the queue to the state that it leaves.
+"""One operation on the fleet, from the queue to the resulting state of each worker.
 
     waiting -> draining -> recording -> calling -> reading -> verifying -> restoring -> over
        └──────────────────────┴─ refused: nothing was sent ─────────────────────────────┘
 
 Afterwards a worker is `restored` (to its state before), `uncertain` (its weights are unknown: out
-of rotation until it is resolved or fully updated) or `disabled` (until an operator acts). The table
-is
-`fates`. Invariant: a worker that succeeded is never left worse than before.
+of rotation until it is resolved or fully updated) or `disabled` (until an operator acts); see
+`fates`. Invariant: a worker that succeeded is never in a worse state than before.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _ORDER: Final = tuple(Step)
 
 
 class WorkerFate(StrEnum):
-    """What an operation makes of one worker."""
+    """State of a worker after an operation."""
 
     RESTORED = "restored"
     UNCERTAIN = "uncertain"
@@ -46,7 +45,7 @@ class WorkerFate(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Disposition:
-    """The state of a worker after the operation, and the reason for a bad one."""
+    """The state of a worker after the operation, and the reason unless it is restored."""
 
     fate: WorkerFate
     reason: str = ""
@@ -56,16 +55,16 @@ RESTORED: Final = Disposition(WorkerFate.RESTORED)
 
 
 def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Disposition]:
-    """By worker URL.
+    """The disposition of each worker, by URL.
 
-    | route | failed how | fate of the failed |
+    | route | failure | fate of failed workers |
     |---|---|---|
     | init of a group | any | disabled |
     | pause, other group calls, version labels | any | restored: no weight was touched |
-    | whole update | all answered 4xx without a change | restored: nothing was applied |
+    | whole update | 4xx without a change from all workers | restored: nothing was applied |
     | any other update | any | uncertain |
 
-    If the route discards weights, workers that did it, or may have, are uncertain, too.
+    If the route discards weights, workers that discarded them, or may have, are uncertain, too.
     """
     failed = {result.worker: result for result in answers if not result.success}
     fates = {result.worker: RESTORED for result in answers}
@@ -94,9 +93,9 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
 
 @dataclass(slots=True)
 class Operation:
-    """`since` is when its present step began; both times are seconds of one clock.
+    """`since`: start of the present step; all times are seconds of one clock.
 
-    `was` are the holds that each target had before it.
+    `was`: the cordon reasons that each target had before the operation.
     """
 
     id: str
@@ -108,16 +107,17 @@ class Operation:
     targets: tuple[str, ...] = ()
     was: dict[str, frozenset[str]] = field(default_factory=dict)
     answers: dict[str, WorkerResult] = field(default_factory=dict)
-    trace_parent: str = ""  # of its request, as it came
+    trace_parent: str = ""  # the traceparent of its request, as received
 
     def enter(self, step: Step, at: float) -> None:
-        """Only forward: a step may be left out, none is taken twice. Raises ValueError."""
+        """Enter a later step; steps may be skipped. Raises ValueError for the same or an earlier
+        step."""
         if _ORDER.index(step) <= _ORDER.index(self.step):
             raise ValueError(f"{self.step} is not followed by {step}")
         self.step, self.since = step, at
 
     def target(self, holds: Mapping[str, frozenset[str]]) -> None:
-        """Its workers, in order, with their cordon reasons."""
+        """Set the workers of the operation, in order, with their cordon reasons."""
         self.targets = tuple(holds)
         self.was = dict(holds)
 
@@ -125,7 +125,7 @@ class Operation:
         self.answers[result.worker] = result
 
     def progress(self) -> list[dict[str, object]]:
-        """A row for each target: not called yet, called, or its reply."""
+        """A row for each target: waiting, called, or its result."""
         return [self._row(url) for url in self.targets]
 
     def status(self, at: float) -> dict[str, object]:
@@ -140,7 +140,7 @@ class Operation:
         }
 
     def describe(self, at: float) -> str:
-        """A sentence for a caller that waits for it."""
+        """A sentence for a caller that waits for this operation."""
         by = f" of {self.caller}" if self.caller else ""
         text = f"{self.route.name}{by} began {at - self.requested_at:.1f} s ago, step {self.step}"
         if self.step is Step.CALLING:

@@ -1,10 +1,11 @@
-"""The results of workers, and the one response that is made of them (omni-router.md 11.1).
+"""Results of workers, merged into one response (omni-router.md 11.1).
 
-A worker succeeded with a 2xx whose JSON has no `"success": false`; the operation succeeded if all
-workers did: 200, else 502 with every result. GET /model_info (11.3) sets a field that all reporting
-workers agree on, else null; several weight versions are a 409. GET /get_weights_by_name
-(api-server.md 9.1) is the array that all have, else an error with every part. Invariant: `success`,
-`message` and `status` are at the top level of every response and every error.
+A worker succeeded if it returned a 2xx whose JSON has no `"success": false`. The operation
+succeeded if all workers did: 200, else 502 with every result. GET /model_info (11.3): a field has
+the value that all reporting workers agree on, else null; several weight versions are a 409.
+GET /get_weights_by_name (api-server.md 9.1): the array that all workers return, else an error with
+every result. Invariant: `success`, `message` and `status` are at the top level of every response
+and every error.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from omni_proxy.wire.bounded_json import TooManyValues, read_json, without_lone_
 from omni_proxy.wire.errors import HttpError
 
 FAILED = "one or more workers failed admin request"
-# Texts of engines that refuse although the weights have changed, and what
-# was cached is of the old ones; or a swap broke off half-way.
+# Texts of refusals after which the weights have changed nevertheless: the cache is of the old ones,
+# or a swap was interrupted.
 CHANGED = (
     "weights were updated",
     "weights updated,",
@@ -29,15 +30,14 @@ CHANGED = (
 )
 NOT_FLUSHED = "not flushed"
 REASON_CHARS = 512
-MAX_ANSWER_VALUES = 300_000  # of one worker, which may name every tensor
+MAX_ANSWER_VALUES = 300_000  # JSON values in one worker's reply, which may list every tensor
 MAX_TEXT_BYTES = 64 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerResult:
-    """`worker` is its URL. Without a complete response `error` has why; `body` is JSON or text.
-
-    `sent_to`: the path of the translated call, if it was sent in another dialect, else "".
+    """`worker` is its URL. `body` is JSON or text; without a complete response `error` has the
+    reason. `sent_to`: the path of the call if it was translated to another dialect, else "".
     """
 
     worker: str
@@ -54,18 +54,18 @@ class WorkerResult:
 
     @property
     def refused(self) -> bool:
-        """Whether it answered with a clear refusal."""
+        """Whether the worker returned a 4xx."""
         return self._answered and 400 <= (self.status or 0) < 500
 
     @property
     def unchanged(self) -> bool:
-        """Whether it refused clearly, without a text that its weights have changed."""
+        """Whether it returned a 4xx, and its text does not say that its weights have changed."""
         sentence = _sentence(self.body).lower()
         return self.refused and not any(phrase in sentence for phrase in CHANGED)
 
     @property
     def reason(self) -> str:
-        """Why it failed, in a few words."""
+        """Why it failed, as a short text."""
         if self.error:
             return self.error
         sentence = _sentence(self.body)
@@ -90,7 +90,7 @@ class WorkerResult:
 
 @dataclass(frozen=True, slots=True)
 class AdminResponse:
-    """What the caller gets."""
+    """The response to the caller."""
 
     status: int
     body: Mapping[str, object]
@@ -104,7 +104,7 @@ class AdminResponse:
 def aggregate(
     path: str, answers: Sequence[WorkerResult], more: Mapping[str, Mapping[str, object]]
 ) -> AdminResponse:
-    """`more`: what is to be added to a worker's entry, by its URL."""
+    """`more`: fields to add to a worker's entry, by its URL."""
     success = all(result.success for result in answers)
     body = {
         "success": success,
@@ -118,14 +118,14 @@ def aggregate(
 
 
 def refused(refusal: HttpError) -> AdminResponse:
-    """A refusal of the proxy, with the top-level keys that clients of these routes read."""
+    """A refusal by the proxy, with the top-level keys that clients of these routes read."""
     values = json.loads(refusal.body())
     top = {"success": False, "message": refusal.message, "status": "error"}
     return AdminResponse(refusal.status, {**top, **values}, dict(refusal.headers))
 
 
 def parsed(raw: bytes) -> object:
-    """A body as JSON, else as text; of one with too many values for either, the beginning."""
+    """A body as JSON, else as text; the start of its text if it has too many values."""
     try:
         return without_lone_surrogates(raw, read_json(raw, MAX_ANSWER_VALUES)) if raw else ""
     except TooManyValues:
@@ -152,7 +152,7 @@ MODEL_INFO = "/model_info"
 
 
 def label_reported(body: object, fact: str) -> list[object]:
-    """A fact of a worker's body, each value once: at its top level, and by stage."""
+    """The distinct values of a fact in a worker's body, at its top level and in its stages."""
     values: list[object] = []
     for container in _places(body):
         value = container.get(fact)
@@ -162,7 +162,7 @@ def label_reported(body: object, fact: str) -> list[object]:
 
 
 def version_of(body: object) -> str | None:
-    """The label of its weights; None if it reports none, or several."""
+    """The label of the worker's weights; None if it reports none, or several."""
     labels = label_reported(body, "weight_version")
     return str(labels[0]) if len(labels) == 1 else None
 
@@ -212,7 +212,7 @@ MIXED: Final = "the workers have different values of it"
 
 
 def merge_weights_by_name(result: AdminResponse) -> tuple[object, int]:
-    """Body and status for the caller, of the aggregate of what the workers answered."""
+    """Body and status for the caller, from the aggregate of the workers' results."""
     results = result.body.get("results")
     if not isinstance(results, list):
         return result.body, result.status
@@ -242,13 +242,14 @@ def _words(body: object) -> str:
 OURS: Final = frozenset(
     ("success", "path", "worker_count", "results", "error", "seconds", "detail")
 )
-MAX_KEYS: Final = 64  # of a body that are looked at
+MAX_KEYS: Final = 64  # keys of a body that are compared
 MAX_ITEMS: Final = 16
 DIFFERENT_WEIGHTS: Final = "the workers have different weights"
 
 
 def as_one(path: str, response: AdminResponse, results: Sequence[WorkerResult]) -> AdminResponse:
-    """`response`: the aggregate of `results`, which are of the route with this path."""
+    """The response in the form of a single engine. `response`: the aggregate of `results`, which
+    are of the route with this path."""
     if not response.ok:
         return _refused_alike(response, results)
     bodies = [result.body if isinstance(result.body, dict) else {} for result in results]
@@ -280,7 +281,7 @@ def _agreed(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 
 def _is_short(value: object) -> bool:
-    """Long values are not compared, nor repeated: they are in the results."""
+    """Whether a value is compared and repeated; long values are only in the results."""
     if isinstance(value, dict):
         return False
     if not isinstance(value, list):
@@ -289,7 +290,7 @@ def _is_short(value: object) -> bool:
 
 
 def _world_size(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """An engine of the other kind has its ranks in its /server_info."""
+    """The sum over all workers; SGLang reports its ranks as `tp_size` of /server_info."""
     values = [body.get("world_size", body.get("tp_size", 1)) for body in bodies]
     return {"world_size": sum(value for value in values if isinstance(value, int))}
 
@@ -302,7 +303,7 @@ def _all_of(key: str) -> Callable[[Sequence[Mapping[str, object]]], dict[str, ob
 
 
 def _match(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Of a comparison with a baseline: true if it matches everywhere."""
+    """The result of a comparison with a baseline: true if all workers match."""
     if not all("match" in body for body in bodies):
         return {}
     differing: set[str] = set()
@@ -313,7 +314,7 @@ def _match(bodies: Sequence[Mapping[str, object]]) -> dict[str, object]:
 
 
 def _differ(checksums: Sequence[Mapping[str, object]]) -> bool:
-    """Whether two workers with the same tensors and ranks name other checksums for them."""
+    """Whether two workers with the same tensors and ranks report different checksums."""
     first = checksums[0] if checksums else {}
     return any(first.keys() == sums.keys() and first != sums for sums in checksums[1:])
 

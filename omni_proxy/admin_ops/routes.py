@@ -1,4 +1,4 @@
-"""The admin routes as a table: the effect of each on its workers, and so what it needs. Pure.
+"""The admin routes as a table: the effect of each on its workers, and its requirements. Pure.
 
 kind      lock and journal   cordon reason       afterwards
 read      no                 -                   -
@@ -8,7 +8,7 @@ continue  no                 -                   "paused" ends on success
 pause     yes                paused              stays paused, see `while_paused`
 group     yes                updating            a failed init disables its worker
 update    yes                updating            failed workers are uncertain, see operation.py
-Invariant: a route of [[control_routes]] never takes the place of a built-in one.
+Invariant: a route of [[control_routes]] never replaces a built-in one.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from omni_proxy.routing.routes import MethodNotAllowed, match_route
 
 
 class Kind(StrEnum):
-    """What a route does to a worker."""
+    """The effect of a route on a worker."""
 
     READ = "read"
-    PLAIN = "plain"  # changes nothing that concerns routing or weights
+    PLAIN = "plain"  # does not affect routing or weights
     FLUSH = "flush"
     CONTINUE = "continue"
     PAUSE = "pause"
@@ -40,8 +40,8 @@ class Kind(StrEnum):
 class AdminRoute:
     """`whole`: success replaces all weights. `receives`: a refusal does not prove them unchanged.
 
-    `labels` only: changes a name and no weight. `discards`: success leaves no weights that could
-    serve. `one_engine`: the response is that of one vLLM engine (results.as_one).
+    `labels`: changes only a label, no weights. `discards`: after success there are no weights to
+    serve with. `one_engine`: the response has the form of one vLLM engine's (`results.as_one`).
     """
 
     path: str
@@ -55,19 +55,19 @@ class AdminRoute:
 
     @property
     def needs_lock(self) -> bool:
-        """One at a time over the fleet, written down before its first call leaves."""
+        """Runs one at a time over the fleet, and is recorded before its first call is sent."""
         return self.kind in (Kind.PAUSE, Kind.GROUP, Kind.UPDATE)
 
     @property
     def hold(self) -> str:
-        """Why its targets are out of rotation while it runs; "" if they are not."""
+        """The cordon reason of its targets while it runs; "" if they stay in rotation."""
         if not self.needs_lock:
             return ""
         return PAUSED if self.kind is Kind.PAUSE else UPDATING
 
     @property
     def drains(self) -> bool:
-        """Whether what is in flight may get time to end first."""
+        """Whether requests in flight may get time to end first."""
         return self.kind in (Kind.PAUSE, Kind.UPDATE)
 
     @property
@@ -103,7 +103,7 @@ TRANSFER: Final = (TRANSFER_INIT, START_UPDATE, START_DRAFT_UPDATE, UPDATE_WEIGH
                    TRANSFER_SHUTDOWN)  # fmt: skip
 _READ: Final = ("GET", "POST")
 
-# SGLang's dialect, then vLLM's: a fleet takes both (`engine_dialects.py`).
+# SGLang's dialect, then vLLM's: a fleet accepts both (`engine_dialects.py`).
 ROUTES: Final = (
     AdminRoute(MODEL_INFO, Kind.READ, _READ),
     AdminRoute("/weights_checker", Kind.READ, _READ),
@@ -152,17 +152,17 @@ ROUTES: Final = (
 )
 BY_PATH: Final = {route.path: route for route in ROUTES}
 RESOLVES: Final = ("/weights/resolve", "/weight_update_journal/resolve")
-# Refusals of these have `success`, `message` and `status` at the top level, too.
 ROLLBACK: Final = AdminRoute("/weights/rollback", Kind.UPDATE, whole=True)
 ROLLOUT: Final = AdminRoute("/weights/rollout", Kind.UPDATE, whole=True)
 STEER_ROLLOUT: Final = tuple(f"{ROLLOUT.path}/{step}" for step in ("pause", "resume", "cancel"))
 ABORT_SYNC: Final = "/weights/sync/abort"
-ABORTS: Final = ("/abort_request", "/abort_requests")  # of SGLang and vLLM: see `admin_ops.abort`
+ABORTS: Final = ("/abort_request", "/abort_requests")  # SGLang's and vLLM's: `abort_requests.py`
+# Refusals of these have `success`, `message` and `status` at the top level, too.
 TOPPED: Final = frozenset(
     (*BY_PATH, *RESOLVES, ROLLBACK.path, ROLLOUT.path, *STEER_ROLLOUT, ABORT_SYNC, *ABORTS)
 )
 CONTINUE: Final = BY_PATH["/continue_generation"]
-# All other routes of the admin API: a path, or a prefix.
+# All other routes of the admin API: paths, and prefixes (`_BELOW`).
 _PATHS: Final = frozenset(
     (
         "/live", "/ready", "/health", "/liveness", "/readiness", "/health_generate", "/status",
@@ -184,13 +184,13 @@ def paths() -> frozenset[str]:
 
 
 def is_built_in(path: str) -> bool:
-    """Whether the admin API has a route for it, for any method; `path` is decoded."""
-    path = "/" + path.lstrip("/")  # as Quart matches it
+    """Whether the admin API has a built-in route for the (decoded) path, with any method."""
+    path = "/" + path.lstrip("/")  # as in Quart
     return path in TOPPED or path in _PATHS or path.startswith(_BELOW)
 
 
 def variant_of(route: AdminRoute, call: EngineCall) -> AdminRoute:
-    """The row of this call: some routes of vLLM do several things, by their arguments."""
+    """The route as it applies to this call: the effect of some vLLM routes depends on arguments."""
     if route.path == RPC_ALL:
         method = str(call.argument("method") or "")
         if "weight" in method and not method.startswith(_READING_METHODS):
@@ -208,7 +208,7 @@ READ_METHODS = ("GET", "POST")
 
 
 def control_route(config: Config, path: str) -> AdminRoute | None:
-    """The configured control route of exactly this path. A reading one takes GET, too."""
+    """The configured control route with this path. A route of kind `read` accepts GET, too."""
     for entry in config.control_routes:
         if entry.path == path:
             kind = Kind(entry.kind)
@@ -217,12 +217,12 @@ def control_route(config: Config, path: str) -> AdminRoute | None:
 
 
 def is_known(path: str, config: Config) -> bool:
-    """Whether the admin API has a route for it, whatever the method; `path` is decoded."""
+    """Whether the admin API has a route for the (decoded) path, with any method."""
     return is_built_in(path) or control_route(config, path) is not None
 
 
 def check_routes(config: Config, file: str) -> None:
-    """Raises ConfigError for a configured path that is a built-in route's."""
+    """Raises ConfigError for a configured path that is also a built-in route's."""
     paths = [(f"routes[{i}].path", route.path) for i, route in enumerate(config.routes)]
     control = enumerate(config.control_routes)
     paths += [(f"control_routes[{i}].path", route.path) for i, route in control]
@@ -236,7 +236,7 @@ def check_routes(config: Config, file: str) -> None:
 
 
 def _taken(path: str) -> str:
-    """Why a configured route can't have this path, else ""."""
+    """Why a configured route can't have this path, or ""."""
     if path in BY_PATH or is_built_in(path):
         return "is a built-in control route"
     try:

@@ -1,11 +1,11 @@
-"""Selectors: which workers an operation is for (routers.md 1.8).
+"""Selectors of the workers that an operation applies to (routers.md 1.8).
 
-    selector = term ("," term)*            all of them hold
+    selector = term ("," term)*            all terms must match
     term     = key "=" value | key "!=" value
              | key "in" "(" values ")" | key "notin" "(" values ")"
 
-A worker that lacks the key satisfies `!=` and `notin`, and nothing else. An invalid text is refused
-whole, with the offset of the first unexpected character.
+A worker without the key matches only `!=` and `notin`. An invalid text is refused as a whole, with
+the offset of the first unexpected character.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""API keys of callers: their hashes, whose a presented key is, and what it may do. Pure."""
+"""API keys of callers: hashes, look-up of the caller by key, permissions and limits. Pure."""

@@ -1,10 +1,11 @@
-"""One caller: the owner of a key of `[[keys]]`, its limits, and what it has taken of them.
+"""One caller: the owner of a key of `[[keys]]`, with its limits and their current use.
 
-An `ApiCaller` lives as long as its name is configured: a reload loses no count. Its counts are
-cells of one slot, which data-plane processes share (see `rate_window`): each process writes its
-own, and counts before it looks. What no other process decides by is counted in attributes, and
-stands in the cells after `publish`. Invariant: over all processes no more requests are in flight
-than the key allows, no more begin in any 60 s, and each that was admitted is ended once. Pure.
+An `ApiCaller` lives as long as its name is configured: a reload loses no counts. Its counts are
+cells of one slot, shared between data-plane processes (see `rate_window`): each process writes only
+its own cells, and adds to them before it reads those of others. Counts that don't matter to other
+processes' decisions are kept in attributes, and written to the cells by `publish`. Invariant: over
+all processes at most as many requests are in flight, and begin in any 60 s, as the key allows; each
+admitted request is ended exactly once. Pure.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ REQUEST_WINDOW: Final = REFUSED + len(REASONS)
 TOKEN_WINDOW: Final = REQUEST_WINDOW + WINDOW_CELLS
 SLOT_CELLS: Final = TOKEN_WINDOW + WINDOW_CELLS
 
-MAX_UNSORTED: Final = 64  # so no more responses are kept until their tokens are counted
+MAX_UNSORTED: Final = 64  # responses that are kept until their tokens are counted
 
 
 class SlotRows(Protocol):
-    """Where the cells of slots are; see `LocalRows`."""
+    """Access to the cells of slots; see `LocalRows`."""
 
     fence: Callable[[], None]
 
@@ -45,17 +46,17 @@ class SlotRows(Protocol):
     def own(self, slot: int) -> Cells: ...
 
     def others(self, slot: int) -> Sequence[Cells]:
-        """Of other processes."""
+        """The cells of other processes."""
 
 
-# A request that has ended: its response where that came whole, the bytes of its body, the status.
+# A request that has ended: its response (if complete), the size of its body in bytes, the status.
 Ended: TypeAlias = tuple[bytes, int, int]
-# Tokens of the prompts and of the completions of such requests, all together.
+# Returns the prompt tokens and the completion tokens of such requests, in total.
 CountTokens: TypeAlias = Callable[[Sequence[Ended]], tuple[int, int]]
 
 
 class TokenCounts(Protocol):
-    """As a response reports them."""
+    """Token counts reported by a response."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -66,7 +67,7 @@ _completion_tokens: Final = attrgetter("completion_tokens")
 
 
 class LocalRows:
-    """Cells of one process alone."""
+    """Cells of a single process."""
 
     fence = staticmethod(no_fence)
     tries = 1
@@ -82,12 +83,13 @@ class LocalRows:
 
 
 class ApiCaller:
-    """`slot`: of its cells. All times are of the event loop's clock in seconds.
+    """`slot`: index of its cells. All times are of the event loop's clock, in seconds.
 
-    Nothing is looked at while `begun < look_at` and the time is before `until`: then a request
-    begins by one more `begun`. `bound` is the same where neither models nor tokens are to be
-    checked, else 0. What has begun since the last look is counted in the windows with the
-    next one, in the bucket that it began in, since `until` is no later than the bucket's end.
+    A "look" evaluates all limits. Until the next look, that is while `begun < look_at` and the time
+    is before `until`, a request is admitted by just incrementing `begun`. `bound` is `look_at` if
+    neither models nor tokens have to be checked, else 0. Requests begun since the last look are
+    added to the windows at the next one, in the bucket in which they began: `until` is no later
+    than the end of that bucket.
     """
 
     __slots__ = (
@@ -104,28 +106,28 @@ class ApiCaller:
         self.name = entry.name
         self.slot = slot
         self._count_tokens = count_tokens
-        # Of all time, here: requests that began, and those that are in flight no more but for
-        # `unsorted` and `settled`; what of their difference is in the cells.
+        # Totals of this process: requests begun; requests ended, without `unsorted` and `settled`;
+        # and the part of their difference that is in the cells.
         self.begun = self._over = self._published = 0
-        self.unsorted: list[Ended] = []  # not counted yet, where it `counts_later`
-        self.settled: list[TokenCounts] = []  # the same, where their tokens decide something
+        self.unsorted: list[Ended] = []  # ended, not counted yet (if `counts_later`)
+        self.settled: list[TokenCounts] = []  # the same, if token limits apply
         self.ended = self.input_tokens = self.output_tokens = 0  # not in the cells yet
         self._cells = cells = rows.own(slot)
         self.requests = RateWindow(cells, REQUEST_WINDOW)
         self.tokens = RateWindow(cells, TOKEN_WINDOW)
-        self._looked_at = self._limit = 0  # `begun` then, and where the rate ends
-        self.tokens_left = self._tokens_seen = 0  # of the rate: now, and then
+        self._looked_at = self._limit = 0  # `begun` at the last look; `begun` at the rate limit
+        self.tokens_left = self._tokens_seen = 0  # tokens left of the rate: now; at the last look
         self._is_shared = False
         self._rate = self.token_rate = 0
         self.configure(entry, rows)
 
     def configure(self, entry: CallerKey, rows: SlotRows) -> None:
-        """Other limits, or other processes; the counts stay."""
+        """Apply other limits, or other processes; the counts are kept."""
         self._count_taken()
         self.entry = entry
         self.models = frozenset(entry.models)  # empty: all
         self.priority = entry.priority
-        # Of `entry`; 0: none.
+        # Limits of `entry`; 0: no limit.
         self._most, self._rate = entry.max_inflight, entry.requests_per_minute
         self.token_rate = entry.tokens_per_minute
         self.has_rates = bool(self._rate or self.token_rate)
@@ -134,9 +136,9 @@ class ApiCaller:
         for window in (self.requests, self.tokens):
             window.share_with(self._others, rows.fence, rows.tries)
         self.counts_at_once = bool(self._most and self._others)
-        # What others count is to be looked at for each request.
+        # The counts of other processes have to be read for each request.
         self._is_shared = bool(self._others and (self._most or self.has_rates))
-        # That a request has ended, and its tokens, decide nothing until the next look.
+        # The end of a request and its tokens affect no decision before the next look.
         self.counts_later = not (self.counts_at_once or self.token_rate)
         self._lines, self.look_at, self.until = b"", 0, -inf
         self.bound = 0
@@ -144,14 +146,15 @@ class ApiCaller:
         self.publish()
 
     def retire(self) -> None:
-        """Its name is configured no more: what is in flight still ends in the cells."""
+        """The name is no longer configured: requests in flight are still counted in the cells when
+        they end."""
         self._count_taken()
         self.counts_at_once, self.counts_later, self.bound = True, False, 0
         self.look_at = 0
         self.publish()
 
     def publish(self) -> None:
-        """Bring the cells up to date, but for the rates."""
+        """Update the cells, except for the rates."""
         if self.unsorted or self.settled:
             self._sort()
         cells = self._cells
@@ -178,9 +181,9 @@ class ApiCaller:
         self.output_tokens += completions + sum(map(_completion_tokens, settled))
 
     def _count_taken(self) -> None:
-        """What was taken of the rates since the last look, in the buckets of then."""
+        """Add use of the rates since the last look to the windows, in the buckets of that time."""
         if self._is_shared:
-            return  # it is counted at once
+            return  # counted immediately
         if self._rate:
             self.requests.add(self.begun - self._looked_at)
         if self.token_rate:
@@ -188,7 +191,7 @@ class ApiCaller:
         self._looked_at, self._tokens_seen = self.begun, self.tokens_left
 
     def _look(self, now: float) -> None:
-        """See how many requests may begin until when without another look."""
+        """Evaluate all limits: how many requests may begin before the next look, and until when."""
         if self.unsorted or self.settled:
             self._sort()
         self._count_taken()
@@ -209,13 +212,13 @@ class ApiCaller:
 
     @property
     def in_flight(self) -> int:
-        """Over all processes."""
+        """Requests in flight, over all processes."""
         here = self.begun - self._over - len(self.unsorted) - len(self.settled)
         return here + sum([cells[IN_FLIGHT] for cells in self._others])
 
     def begin(self, now: float) -> Reason | None:
-        """Count a request as in flight and as one of this minute; else why that may not be, and
-        nothing is counted."""
+        """Count a request as in flight and in this minute's rate. If a limit is reached, returns
+        the limit and counts nothing."""
         if self.begun >= self.look_at or now >= self.until:
             if self._is_shared:
                 return self._begin_beside_others(now)
@@ -239,7 +242,7 @@ class ApiCaller:
         return None
 
     def _enter(self, most: int) -> bool:
-        """In flight beside those of other processes."""
+        """Count a request as in flight if the limit over all processes permits."""
         for _ in range(self._tries):
             if self.in_flight >= most:
                 return False
@@ -257,8 +260,7 @@ class ApiCaller:
             self.publish()
 
     def cancel(self, bucket: int, now: float) -> None:
-        """What `begin` counted in this bucket of `requests` counts no more: the request did not
-        begin after all."""
+        """Undo `begin`, which counted in this bucket of `requests`: the request does not start."""
         self._leave()
         self._count_taken()
         if self._rate:
@@ -266,8 +268,8 @@ class ApiCaller:
         self.until = -inf
 
     def reserve(self, tokens: int, now: float) -> int | None:
-        """How many tokens are reserved, None where they may not be. An estimate above the limit
-        takes all of it: whether so many come is not known yet."""
+        """Reserve tokens of the rate; returns how many, or None if they are not available. An
+        estimate above the limit reserves all of it, because the actual number may be lower."""
         limit = self.token_rate
         if not limit:
             return 0
@@ -284,12 +286,12 @@ class ApiCaller:
         return tokens
 
     def is_in_debt(self, now: float) -> bool:
-        """Whether not one token is left."""
+        """Whether no tokens of the rate are left."""
         return bool(self.token_rate) and self.tokens_used(now) >= self.token_rate
 
     def end(self, reserved: int, bucket: int, prompt: int, completion: int, now: float) -> None:
-        """It is in flight no more: the last call for a request. Tokens of the prompt and of the
-        completion replace those that were reserved in this bucket of `tokens`."""
+        """The request has ended; the last call for a request. Prompt and completion tokens replace
+        those that were reserved in this bucket of `tokens`."""
         self._over += 1
         self.ended += 1
         self.input_tokens += prompt
@@ -300,7 +302,7 @@ class ApiCaller:
             self.publish()
 
     def settle(self, reserved: int, bucket: int, used: int, now: float) -> None:
-        """Tokens that were used replace those that were reserved in this bucket."""
+        """Used tokens replace those that were reserved in this bucket."""
         if not self._is_shared and now >= self.until:
             self._look(now)
         more = used - reserved
@@ -312,15 +314,15 @@ class ApiCaller:
             self._tokens_seen += freed
         else:
             self.tokens_left -= more
-        if not used:  # so its bucket may be empty again, and what is told of that is wrong
+        if not used:  # the bucket may be empty again, so the reset time may have changed
             self.until = -inf
 
     def count_refused(self, reason: Reason) -> None:
         self._cells[REFUSED + REASONS.index(reason)] += 1
 
     def rate_lines(self, now: float) -> bytes:
-        """Header lines that tell of its rates, of which it has one. Resets are in whole seconds, so
-        the lines are the same for a while but for what is left."""
+        """Header lines with the state of its rates; it must have at least one. Resets are in whole
+        seconds, so for a while only the remaining numbers change."""
         if now >= self.until:
             self._look(now)
         if self.token_rate:
@@ -330,8 +332,8 @@ class ApiCaller:
         return self._lines % (self._limit - self.begun)
 
     def _lines_at(self, now: float) -> tuple[bytes, float]:
-        """With places for what is left, and until when they hold; so long both windows are in the
-        same bucket."""
+        """The lines, with placeholders for the remaining numbers, and until when they are valid,
+        which is within the present bucket of both windows."""
         lines, until = b"", inf
         for noun, limit, window in (
             ("requests", self._rate, self.requests),
@@ -344,13 +346,13 @@ class ApiCaller:
         return lines, until
 
     def requests_used(self, now: float) -> int:
-        """Of `requests_per_minute`, over all processes."""
+        """Use of `requests_per_minute`, over all processes."""
         self._count_taken()
         self.until = -inf  # the window may be in another bucket
         return self.requests.used(now)
 
     def tokens_used(self, now: float) -> int:
-        """Of `tokens_per_minute`, over all processes."""
+        """Use of `tokens_per_minute`, over all processes."""
         if not self._is_shared and now < self.until:
             return self.token_rate - self.tokens_left
         self._count_taken()
@@ -358,13 +360,13 @@ class ApiCaller:
         return self.tokens.used(now)
 
     def rate_rows(self, now: float) -> tuple[RateRows, RateRows]:
-        """What it has taken of its rates, for `restore` in another program."""
+        """The present use of its rates, for `restore` in a new program after an upgrade."""
         self._count_taken()
         self.until = -inf
         return self.requests.rows(now), self.tokens.rows(now)
 
     def restore(self, requests: RateRows, tokens: RateRows, now: float) -> None:
-        """What it has taken of its rates in another program counts here."""
+        """Add the use of its rates in the old program."""
         self._count_taken()
         self.requests.restore(requests, now)
         self.tokens.restore(tokens, now)
@@ -385,7 +387,7 @@ class ApiCaller:
 
 
 def _rate_lines(noun: str, limit: int, reset: int) -> bytes:
-    """What is left is to be filled in."""
+    """Header lines with a placeholder for the remaining number."""
     return (
         f"x-ratelimit-limit-{noun}: {limit}\r\n"
         f"x-ratelimit-remaining-{noun}: %d\r\nx-ratelimit-reset-{noun}: {reset}\r\n"
@@ -393,7 +395,7 @@ def _rate_lines(noun: str, limit: int, reset: int) -> bytes:
 
 
 def slot_totals(rows: Iterable[Cells]) -> dict[str, int]:
-    """What a slot's cells of all processes add up to, by the names of GET /keys."""
+    """The sums of a slot's cells over all processes, named as in GET /keys."""
     cells = list(rows)
 
     def total(at: int) -> int:

@@ -1,8 +1,7 @@
-"""All callers of model routes, by their keys.
+"""All callers of model routes, by their keys. Pure.
 
-Invariant: while `guarded`, a request without a right key belongs to nobody, also in the moment
-before the first keys have been read. A caller keeps its counts as long as its name is configured.
-Pure.
+Invariant: while `guarded`, a request without a valid key is refused, also before the first keys
+have been read. A caller keeps its counts as long as its name is configured.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ from omni_proxy.wire.errors import HttpError
 
 KEY_FIELDS: Final = frozenset((b"authorization", b"x-api-key"))
 _KEY_LINES: Final = re.compile(rb"\r\n(?i:(authorization)|x-api-key)[ \t]*:[ \t]*([^\r\n]*)")
-UNKNOWN_SLOT: Final = 0  # counts requests without a right key; names have the slots above it
+UNKNOWN_SLOT: Final = 0  # counts requests without a valid key; callers have the slots above it
 
 
 class Callers:
-    """`[server] api_key` and `[[keys]]`. `keyed`: there are some of the latter."""
+    """`[server] api_key` and `[[keys]]`. `guarded`: requests need a key. `keyed`: `[[keys]]` is not
+    empty."""
 
     def __init__(self, count_tokens: CountTokens) -> None:
         self._count_tokens = count_tokens
@@ -39,13 +39,13 @@ class Callers:
         return iter(self._by_name.values())
 
     def configure(self, config: Config) -> None:
-        """The keys themselves come by `follow`."""
+        """Apply the configuration, except for the keys of `[[keys]]`, which are set by `follow`."""
         self._server_key = config.server.api_key.encode()
         self.keyed = bool(config.keys)
         self.guarded = self.keyed or bool(self._server_key)
 
     def follow(self, table: KeyTable[CallerKey], slots: Mapping[str, int], rows: SlotRows) -> None:
-        """`slots`: of each name, in `rows`."""
+        """Apply the keys. `slots`: slots of the callers in `rows`, by name."""
         before, self._by_name = self._by_name, {}
         for entry in table.entries:
             slot = slots[entry.name]
@@ -62,13 +62,13 @@ class Callers:
         self._unknown = rows.own(UNKNOWN_SLOT)
 
     def publish(self) -> None:
-        """Bring the cells of all up to date."""
+        """Update the cells of all callers."""
         for caller in self._by_name.values():
             caller.publish()
 
     def find(self, key: bytes, *, counts: bool = True) -> ApiCaller | None:
-        """The caller with this key; None for `[server] api_key`, which may do everything. Raises
-        HttpError 401. `counts`: a request with it, if it is a wrong one."""
+        """The caller with this key; None for `[server] api_key`, which has no limits. `counts`:
+        count a wrong key as a refused request. Raises HttpError 401."""
         if self._server_key and compare_digest(key, self._server_key):
             return None
         entry = self._table.find(key)
@@ -81,7 +81,7 @@ class Callers:
 
 
 def key_in(lines: bytes) -> bytes:
-    """The key that a head's lines present, b"" for none. `lines` begin with the request line."""
+    """The key in a head's lines, b"" for none. `lines` begin with the request line."""
     authorization = x_api_key = b""
     for bearer, value in _KEY_LINES.findall(lines):
         if bearer:
@@ -92,13 +92,13 @@ def key_in(lines: bytes) -> bytes:
 
 
 def without_key_lines(lines: bytes) -> bytes:
-    """A head's lines, or a part of them, without those that may hold a key of ours."""
+    """A head's lines, or a part of them, without fields that may contain a key of the proxy."""
     return _KEY_LINES.sub(b"", lines)
 
 
 def may_use(caller: ApiCaller, model: str | None, fleet_models: frozenset[str]) -> bool:
-    """Whether it may ask for this model. For a request that names none, all that the fleet has must
-    be allowed, as any of them may serve it; `fleet_models`: empty where that is not known."""
+    """Whether the caller may use this model. A request without a model may be served by any worker,
+    so all models of the fleet must be allowed. `fleet_models`: empty if they are unknown."""
     if not caller.models:
         return True
     if model:

@@ -1,7 +1,7 @@
-"""Whose a presented key is.
+"""Look-up of the entry of a presented key.
 
-Invariant: only hashes are held, and each look-up compares with all of them in constant time, so
-that neither the memory nor the time that it takes shows a key.
+Invariant: only hashes are stored, and each look-up compares with all of them in constant time, so
+that neither memory nor timing reveals a key.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Entry = TypeVar("Entry", bound=KeySource)
 
 
 class KeyTable(Generic[Entry]):
-    """`entries` are resolved: each has its `key_sha256`."""
+    """`entries` must be resolved: each has its `key_sha256`."""
 
     __slots__ = ("_by_digest", "entries")
 
@@ -29,7 +29,7 @@ class KeyTable(Generic[Entry]):
         return bool(self.entries)
 
     def find(self, key: bytes) -> Entry | None:
-        """The entry of a key as it was presented, None for a wrong one."""
+        """The entry of a presented key, None for a wrong key."""
         digest = sha256(key).digest()
         found = None
         for known, entry in self._by_digest:
@@ -39,12 +39,12 @@ class KeyTable(Generic[Entry]):
 
 
 def bearer_token(authorization: bytes) -> bytes:
-    """Of the value of an Authorization field, b"" for another scheme (RFC 6750 2.1)."""
+    """The token in an Authorization field's value, b"" for another scheme (RFC 6750 2.1)."""
     scheme, _, token = authorization.strip().partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else b""
 
 
 def presented_key(authorization: bytes, x_api_key: bytes) -> bytes:
-    """The key of a request by the values of these two fields, b"" for none. A bearer token wins;
+    """The key in the values of these two fields, b"" for none. A bearer token takes precedence;
     clients of Anthropic's API send X-Api-Key."""
     return bearer_token(authorization) or x_api_key.strip()

@@ -1,11 +1,11 @@
 """A sliding window: at most `limit` in any 60 s, counted in cells that several processes may share.
 
-Time is cut into buckets of half a second. What was taken in the last WINDOW buckets, the present
-one and the oldest one as a whole, is never above the limit; any 60 s touch no more buckets than
-that. So the bound holds for any 60 s, and what was taken is free again after 60 to 60.5 s, whatever
-the limit is. Memory is fixed: one ring of counts for each process, each written by its own process
-alone. A process that shares a window counts itself first and reads the others then: of two in one
-moment at least one sees the other and steps back. Pure: the time is an argument, in seconds.
+Time is divided into buckets of half a second. The sum over the last WINDOW buckets never exceeds
+the limit, and any 60 s overlap at most as many buckets; so the limit holds for any 60 s, and an
+amount is free again after 60 to 60.5 s. Memory is fixed: one ring of counts per process, written
+only by that process. With a shared window a process first adds its own amount, then reads the
+others: of two at the same moment at least one sees the other and undoes its addition. Pure: the
+time is an argument, in seconds.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Final, Protocol
 
 WINDOW_SECS: Final = 60
 PER_SEC: Final = 2  # buckets
-WINDOW: Final = WINDOW_SECS * PER_SEC + 1  # buckets that any 60 s may touch
-RING: Final = 256  # so a process that clears old cells touches none that another one reads
+WINDOW: Final = WINDOW_SECS * PER_SEC + 1  # buckets that any 60 s may overlap
+RING: Final = 256  # large enough that cells being cleared are not read by other processes
 WINDOW_CELLS: Final = RING + 1  # the number of the newest bucket, then the ring
-FRESH: Final = 4  # newest buckets: of other processes they are read each time
+FRESH: Final = 4  # newest buckets: those of other processes are read each time
 
 
 class Cells(Protocol):
@@ -30,11 +30,11 @@ class Cells(Protocol):
 
 
 def no_fence() -> None:
-    """Where no other process counts."""
+    """For windows that are not shared."""
 
 
 class RateWindow:
-    """`cells`: `WINDOW_CELLS` of this process, from index `at` on. They may hold earlier counts."""
+    """`cells`: `WINDOW_CELLS` of this process, from index `at` on. They may have earlier counts."""
 
     __slots__ = (
         "_at", "_cells", "_closed", "_ends_at", "_fence", "_others", "_place", "_tries", "bucket",
@@ -43,28 +43,29 @@ class RateWindow:
 
     def __init__(self, cells: Cells, at: int = 0) -> None:
         self._cells = cells
-        self._at = at + 1  # of the ring
+        self._at = at + 1  # start of the ring
         self._others: Sequence[Cells] = ()
         self._fence: Callable[[], None] = no_fence
-        self.bucket = cells[at]  # the number of the bucket that counts now
-        self._place = self._at + self.bucket % RING  # of its cell
+        self.bucket = cells[at]  # number of the present bucket
+        self._place = self._at + self.bucket % RING  # index of its cell
         self._ends_at = 0.0  # its end, or earlier
         self.total = self._sum(cells, self.bucket)  # of this process, in the present window
         self._tries = 1
-        self._closed = 0  # of other processes, before the FRESH buckets
+        self._closed = 0  # sum of other processes' buckets before the FRESH ones
 
     def share_with(
         self, others: Sequence[Cells], fence: Callable[[], None], tries: int = 3
     ) -> None:
-        """The same cells of other processes. `fence`: all see what was written before it. `tries`:
-        where processes step back for each other; another number in each, so that one gets in."""
+        """Share the window with the cells of other processes. `fence`: a memory barrier. `tries`:
+        attempts when processes undo their additions because of each other; the number should differ
+        between processes, so that one succeeds."""
         self._others = others
         self._fence = fence
         self._tries = tries
         self._closed = self._sum_closed()
 
     def take(self, amount: int, limit: int, now: float) -> bool:
-        """Count `amount`, unless that would be above the limit. `bucket` is then where."""
+        """Add `amount` to the present bucket, unless the limit would be exceeded."""
         if now >= self._ends_at:
             self._follow(now)
         if self._others:
@@ -77,7 +78,7 @@ class RateWindow:
         return True
 
     def add(self, amount: int) -> None:
-        """Count what was taken in the present bucket, where that is known to fit."""
+        """Add `amount` to the present bucket; the caller knows that it fits."""
         self.total += amount
         self._cells[self._place] += amount
 
@@ -97,8 +98,8 @@ class RateWindow:
         return False
 
     def settle(self, taken: int, bucket: int, actual: int, now: float) -> None:
-        """`taken` in `bucket` turned out to be `actual`: less goes back to where it was taken, more
-        is counted now, above the limit if need be."""
+        """Replace `taken` in `bucket` by `actual`: an excess is subtracted from that bucket, a
+        shortfall is added to the present one, even above the limit."""
         if now >= self._ends_at:
             self._follow(now)
         more = actual - taken
@@ -115,8 +116,8 @@ class RateWindow:
         return self._total() if self._others else self.total
 
     def reset_state(self, now: float) -> tuple[int, float]:
-        """The whole seconds until all of it is free again, and until when that stays so: `now`
-        where that is not known, as others may take something."""
+        """Whole seconds until all of the limit is free again, and until when this number is valid:
+        `now` if that is unknown, as others may add something."""
         reset = self.reset_secs(now)
         if self._others or not self._cells[self._place]:
             return reset, now
@@ -124,7 +125,7 @@ class RateWindow:
         return reset, min(self._ends_at, free_at - reset + 1)
 
     def wait_secs(self, amount: int, limit: int, now: float) -> int:
-        """Whole seconds, at least one, until `amount` fits if nothing else is taken meanwhile."""
+        """Whole seconds, at least one, until `amount` fits if nothing else is added."""
         excess = self.used(now) + amount - limit
         number = self.bucket
         for oldest in range(number - WINDOW + 1, number + 1):
@@ -135,7 +136,7 @@ class RateWindow:
         return max(1, ceil((number + WINDOW) / PER_SEC - now))
 
     def reset_secs(self, now: float) -> int:
-        """Whole seconds until all of it is free again."""
+        """Whole seconds until all of the limit is free again."""
         self.used(now)
         for newest in range(self.bucket, self.bucket - WINDOW, -1):
             if self._count_at(newest):
@@ -143,13 +144,13 @@ class RateWindow:
         return 0
 
     def rows(self, now: float) -> tuple[tuple[int, int], ...]:
-        """What counts now, over all processes: numbers of buckets, and how much was taken."""
+        """The present window over all processes: numbers of buckets, and their counts."""
         self.used(now)
         counts = [(each, self._count_at(each)) for each in self._numbers()]
         return tuple((number, count) for number, count in counts if count)
 
     def restore(self, rows: Iterable[tuple[int, int]], now: float) -> None:
-        """Count what another program has counted, by the same clock."""
+        """Add the counts of an old program, which used the same clock."""
         self.used(now)
         for number, count in rows:
             if number in self._numbers() and count > 0:
@@ -161,7 +162,7 @@ class RateWindow:
         return range(max(0, self.bucket - WINDOW + 1), self.bucket + 1)
 
     def _count_at(self, number: int) -> int:
-        """Over all processes."""
+        """The count of a bucket, over all processes."""
         at = self._at + number % RING
         return sum(
             cells[at]
@@ -185,7 +186,7 @@ class RateWindow:
         return sum([self._sum(cells, self.bucket - FRESH) for cells in self._others])
 
     def _sum(self, cells: Cells, last: int) -> int:
-        """Of one process, in the present window up to bucket `last`."""
+        """The sum of one process in the present window, up to bucket `last`."""
         at, newest = self._at, cells[self._at - 1]
         first = max(0, self.bucket - WINDOW + 1, newest - RING + 1)
         last = min(last, newest)
@@ -198,7 +199,7 @@ class RateWindow:
         self._ends_at = (self.bucket + 1) / PER_SEC
 
     def _advance(self, number: int) -> None:
-        """The buckets up to `number` begin, empty."""
+        """Start the buckets up to `number`, with counts of 0."""
         cells, at = self._cells, self._at
         for each in range(max(self.bucket + 1, number - RING + 1), number + 1):
             cells[at + each % RING] = 0

@@ -1,7 +1,7 @@
-"""Entries with a key's environment variable or file, as entries with the SHA-256 of the key.
+"""Resolves entries with an environment variable or file to entries with the SHA-256 of the key.
 
-Pure: the environment and the reader of files are arguments. Invariant: a key is in no result and
-in no error; of two entries with one key the second is refused, wherever the keys come from.
+Pure: the environment and the reader of files are arguments. Invariant: results and errors never
+contain a key; of two entries with the same key the second is refused, for any sources of the keys.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from msgspec import structs
 from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.problem import Path, format_path
 
-MAX_KEY_BYTES: Final = 4096  # a longer one would not fit into a head with much else
+MAX_KEY_BYTES: Final = 4096  # a longer key would hardly fit into a request head
 
 Entry = TypeVar("Entry", bound=KeySource)
-Finding = tuple[Path, str, str]  # where, why, and what may help
+Finding = tuple[Path, str, str]  # path, reason, hint
 
 
 class UnusableKey(ValueError):
-    """The reason, without the key."""
+    """A key can't be used; the message is the reason, without the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +49,25 @@ class KeyReader:
 
 
 def sha256_of_key(text: bytes) -> str:
-    """The SHA-256, in hex, of a key as a file or a pipe has it: white space around it is no part
-    of it. Raises UnusableKey."""
+    """The SHA-256, in hex, of a key from a file or pipe, without white space around it.
+
+    Raises UnusableKey.
+    """
     key = text.strip()
     if not key:
-        raise UnusableKey("holds no key")
+        raise UnusableKey("contains no key")
     if len(key) > MAX_KEY_BYTES:
-        raise UnusableKey(f"holds more than {MAX_KEY_BYTES} bytes")
+        raise UnusableKey(f"contains more than {MAX_KEY_BYTES} bytes")
     if not all(0x21 <= byte <= 0x7E for byte in key):
-        raise UnusableKey("holds more than one key, or one with characters that no header can have")
+        raise UnusableKey("contains more than one key, or characters not allowed in headers")
     return sha256(key).hexdigest()
 
 
 def resolve(
     entries: Sequence[Entry], path: Path, reader: KeyReader
 ) -> tuple[tuple[Entry, ...], list[Finding]]:
-    """The entries with `key_sha256` instead of their source, and why some are missing there.
-    `path`: of the list in the configuration."""
+    """The entries with `key_sha256` instead of their source, and findings about those that are left
+    out. `path`: of the list in the configuration."""
     resolved: list[Entry] = []
     findings: list[Finding] = []
     holders: dict[str, Path] = {}
@@ -78,7 +80,7 @@ def resolve(
             continue
         if digest in holders:
             hint = f"give each its own: {format_path(holders[digest])} has this one"
-            findings.append(((*place, entry.source), "holds the key of another entry", hint))
+            findings.append(((*place, entry.source), "has the same key as another entry", hint))
             continue
         holders[digest] = place
         resolved.append(structs.replace(entry, key_env="", key_file="", key_sha256=digest))

@@ -1,6 +1,6 @@
-"""How many tokens a request will take, guessed before it is sent. Pure.
+"""Estimates the tokens of a request before it is sent. Pure.
 
-Invariant: no body is decoded, and a guess never raises.
+Invariant: bodies are not decoded, and an estimate never raises.
 """
 
 from __future__ import annotations
@@ -8,21 +8,21 @@ from __future__ import annotations
 import re
 from typing import Final
 
-BYTES_PER_TOKEN: Final = 4  # of English text and of JSON around it
-# In a JSON string a quote is escaped, so this is never a part of one.
-_BEGINNING: Final = b'"max_'  # to find that from the end is much faster than the pattern
+BYTES_PER_TOKEN: Final = 4  # mean of English text with the JSON around it
+# Never part of a JSON string, in which quotes are escaped.
+_BEGINNING: Final = b'"max_'  # searched from the end first, which is much faster than the pattern
 _MAX_TOKENS: Final = re.compile(
     rb'"max_(?:completion_|new_|output_)?tokens"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,9})'
 )
 
 
 def estimate_prompt(size: int) -> int:
-    """Tokens of a request's body of so many bytes."""
+    """Tokens of a request body with `size` bytes."""
     return -(-size // BYTES_PER_TOKEN)
 
 
 def max_tokens_in(body: bytes) -> int:
-    """The most tokens that a JSON body lets the completion have, 0 if it does not say."""
+    """The limit of completion tokens in a JSON body, 0 if it has none."""
     at = body.rfind(_BEGINNING)
     if at < 0:
         return 0

@@ -1,7 +1,7 @@
-"""When requests without a right API key are worth a log line, and how many came lately. Pure.
+"""Log lines about requests with a missing or wrong API key, and their number in the last minute.
 
-Invariant: at most one line in `PAUSE_SECS`, however many are refused and from however many
-addresses; each refused request is in exactly one of the lines.
+Pure. Invariant: at most one line per `PAUSE_SECS`, for any number of refused requests and
+addresses; each refused request is counted in exactly one line.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ class WrongKeyReport:
         self._due_at = -inf
 
     def due(self, refused: int, now: float) -> int:
-        """How many were refused since the last line; 0 where no line is due. `refused`: of all
-        time; `now`: of any clock, in seconds."""
+        """Number of refused requests since the last line; 0 if no line is due. `refused`: total so
+        far; `now`: of any clock, in seconds."""
         more = refused - self._reported
         if more <= 0 or now < self._due_at:
             return 0
@@ -30,18 +30,18 @@ class WrongKeyReport:
 
 
 class RecentRefusals:
-    """How many were refused in the last minute; exact to the time between two `note`s."""
+    """Number of refused requests in the last minute; as precise as the interval of `note` calls."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, int]] = deque()
         self._before = 0  # refused before the last minute
 
     def note(self, refused: int, now: float) -> None:
-        """`refused`: of all time; `now`: of any clock, in seconds."""
+        """`refused`: total so far; `now`: of any clock, in seconds."""
         self._marks.append((now, refused))
         while self._marks[0][0] <= now - RECENT_SECS:
             self._before = self._marks.popleft()[1]
 
     def count(self, refused: int) -> int:
-        """Of `refused` of all time, those in the last minute."""
+        """Refused requests in the last minute. `refused`: total so far."""
         return refused - self._before

@@ -1,1 +1,1 @@
-"""What sources of `[[discover]]` say, turned into workers: pods, DNS answers. PURE."""
+"""Discovery: turns pods and DNS answers of `[[discover]]` sources into workers. Pure."""

@@ -1,7 +1,7 @@
-"""Answers of DNS as workers: addresses with ports, of SRV records or of a host.
+"""DNS answers as workers: addresses with ports, from SRV records or a host name.
 
-Invariant: no failure ever takes a worker away; an answer without addresses, or that the name does
-not exist, does so when it has come `EMPTY_ANSWERS` times in a row. Pure.
+Invariant: a failed query never removes a worker. An answer without addresses, or that the name does
+not exist, does after `EMPTY_ANSWERS` of them in a row. Pure.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class SrvRecord:
 
 
 def preferred(records: Iterable[SrvRecord]) -> list[SrvRecord]:
-    """Those of the lowest priority, which RFC 2782 has clients use, with weights in lowest terms; a
-    target of "." is a service that is not there."""
+    """The records with the lowest priority number, which clients must use (RFC 2782), with weights
+    in lowest terms. A target of "." means that the service is not available."""
     listed = [record for record in records if record.target not in ("", ".")]
     lowest = min((record.priority for record in listed), default=0)
     chosen = [record for record in listed if record.priority == lowest]
@@ -62,7 +62,7 @@ class DnsState:
         self._empty = 0  # answers in a row
 
     def answered(self, addresses: Iterable[DnsAddress], now: float) -> list[SourceMember]:
-        """The members that are changed."""
+        """Apply an answer; returns the members that changed."""
         self.problems.clear()
         endpoints: dict[str, list[SourceEndpoint]] = {}
         for address in addresses:
@@ -75,7 +75,7 @@ class DnsState:
         return self.members.replace(endpoints, ABSENT, now)
 
     def delay_secs(self, ttl_secs: float) -> float:
-        """Until the next question."""
+        """Seconds until the next query."""
         refresh = self._entry.refresh_secs
         return min(refresh, max(ttl_secs, LEAST_TTL_SECS))
 

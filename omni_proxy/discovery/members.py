@@ -1,8 +1,8 @@
-"""The workers of one source of discovery, by the identity of what was found.
+"""The workers of one source of discovery, by identity.
 
-Invariant: a worker that has been open leaves only by way of `LEAVING`, so that its requests can
-end; one that never was ready is not seen outside. The same identity keeps its place, another one
-under the same URL is another worker. Pure: times are handed in.
+Invariant: a worker that has been open is removed only through `LEAVING`, so that its requests can
+end; a worker that was never ready is not visible outside. A worker with the same URL but another
+identity is another worker. Pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from omni_proxy.config.overlay import FoundWorker
 
 
 class DiscoveryState(Enum):
-    PENDING = "pending"  # not ready yet: no worker so far
+    PENDING = "pending"  # never ready so far: not visible yet
     OPEN = "open"
-    NOT_READY = "not_ready"  # it was ready; gets no new requests until it is again
-    LEAVING = "leaving"  # gets no new requests, and is forgotten once it is idle
+    NOT_READY = "not_ready"  # was ready before; gets no new requests until it is ready again
+    LEAVING = "leaving"  # gets no new requests, and is removed once it is idle
 
 
 @dataclass(frozen=True, slots=True)
 class SourceEndpoint:
-    """A worker as its source describes it now."""
+    """A worker as its source reports it now."""
 
     found: FoundWorker
     ready: bool
@@ -33,8 +33,8 @@ class SourceEndpoint:
 class SourceMember:
     found: FoundWorker
     state: DiscoveryState
-    since: float  # of its state
-    reason: str = ""  # of a state that keeps requests away
+    since: float  # start of its state
+    reason: str = ""  # for a state in which it gets no requests
 
     @property
     def url(self) -> str:
@@ -46,8 +46,8 @@ class SourceMember:
 
 
 class SourceMembers:
-    """Each method is one change at time `now`, and returns the members whose state or settings
-    it changed."""
+    """`put` and `replace` apply a change at time `now`, and return the members whose state or
+    settings changed."""
 
     def __init__(self) -> None:
         self._by_uid: dict[str, dict[str, SourceMember]] = {}  # then by URL
@@ -61,7 +61,7 @@ class SourceMembers:
     def put(
         self, uid: str, endpoints: Sequence[SourceEndpoint], reason: str, now: float
     ) -> list[SourceMember]:
-        """All that there is of `uid` now; `reason`: why the others of it leave."""
+        """Set the endpoints of `uid`; its other members leave, for the `reason`."""
         known = self._by_uid.setdefault(uid, {})
         changed = [
             member
@@ -76,7 +76,7 @@ class SourceMembers:
     def replace(
         self, endpoints: Mapping[str, Sequence[SourceEndpoint]], reason: str, now: float
     ) -> list[SourceMember]:
-        """All that there is, by uid."""
+        """Set all endpoints, by uid."""
         changed = []
         for uid in [uid for uid in self._by_uid if uid not in endpoints]:
             changed += self.put(uid, (), reason, now)
@@ -85,7 +85,7 @@ class SourceMembers:
         return changed
 
     def forget(self, member: SourceMember) -> None:
-        """It has left."""
+        """Remove a member that has left."""
         members = self._by_uid.get(member.uid, {})
         if members.get(member.url) is member:
             del members[member.url]
@@ -98,7 +98,7 @@ class SourceMembers:
     def _put_one(
         self, known: dict[str, SourceMember], endpoint: SourceEndpoint, reason: str, now: float
     ) -> SourceMember | None:
-        """The member, if it is changed."""
+        """The member, if it changed."""
         found, url = endpoint.found, endpoint.found.entry.url
         member = known.get(url)
         if member is None:
@@ -126,7 +126,7 @@ class SourceMembers:
     def _retire(
         self, known: dict[str, SourceMember], present: set[str], reason: str, now: float
     ) -> list[SourceMember]:
-        """Those whose URL is not `present` leave."""
+        """Members whose URL is not in `present` leave."""
         changed = []
         for url in [url for url in known if url not in present]:
             member = known[url]
@@ -139,8 +139,8 @@ class SourceMembers:
 
 
 def combine(sources: Iterable[SourceMembers]) -> tuple[FoundWorker, ...]:
-    """One worker for each URL: one that stays before one that leaves, then the first source's, then
-    the newest. The order is that of the sources, then that in which workers were found."""
+    """One worker for each URL: a worker that stays takes precedence over one that leaves, then the
+    first source, then the newest worker. Ordered by source, then in order of discovery."""
     chosen: dict[str, tuple[int, SourceMember]] = {}
     for number, members in enumerate(sources):
         for member in members:

@@ -1,7 +1,6 @@
-"""JSON of the Kubernetes API: lists that are read item by item, and lines of a watch.
+"""JSON of the Kubernetes API: lists, decoded item by item, and lines of a watch.
 
-Invariant: a list of any length costs its reader no more at a time than one item. Nothing but JSON
-objects comes out; text that is none is a ValueError. Pure.
+Invariant: at most one item of a list is decoded at a time. Invalid JSON raises ValueError. Pure.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ _DECODER: Final = json.JSONDecoder()
 
 
 def walk_list(text: str) -> Iterator[tuple[str, object]]:
-    """The keys of an object and their values; of the key `items` each item by itself. Raises
-    ValueError, with what came before it yielded."""
+    """Yields the keys and values of an object, and for the key `items` each item separately. Raises
+    ValueError, after the valid part was yielded."""
     at = _expect(text, 0, "{")
     if text[at : at + 1] == "}":
         return
     while True:
         key, at = _value(text, at)
         if not isinstance(key, str):
-            raise ValueError("a key is no string")
+            raise ValueError("a key is not a string")
         at = _expect(text, at, ":")
         if key == "items" and text[at : at + 1] == "[":
             for item, after in _items(text, _blank(text, at + 1)):
@@ -40,7 +39,7 @@ def walk_list(text: str) -> Iterator[tuple[str, object]]:
 
 
 def _items(text: str, at: int) -> Iterator[tuple[object, int]]:
-    """Each item, and the place after it; last None, and the place after the list."""
+    """Yields each item and the offset after it; at the end None and the offset after the list."""
     if text[at : at + 1] == "]":
         yield None, _blank(text, at + 1)
         return
@@ -62,7 +61,7 @@ def _value(text: str, at: int) -> tuple[object, int]:
 
 
 def _expect(text: str, at: int, mark: str) -> int:
-    """The place after `mark` and blanks."""
+    """The offset after `mark` and blanks."""
     at = _blank(text, at)
     if text[at : at + 1] != mark:
         raise ValueError(f'expected "{mark}" at character {at}')
@@ -75,14 +74,14 @@ def _blank(text: str, at: int) -> int:
 
 
 class LineBuffer:
-    """Splits a stream into lines; a line of more than `max_bytes` is a ValueError."""
+    """Splits a stream into lines. Raises ValueError for a line of more than `max_bytes`."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are complete now, without empty ones."""
+        """Add data; returns the lines that are complete now, without empty ones."""
         *lines, rest = data.split(b"\n")
         if lines:
             lines[0] = bytes(self._rest) + lines[0]

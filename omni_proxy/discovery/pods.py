@@ -1,8 +1,8 @@
-"""Pods of Kubernetes as workers: what of a pod counts, and the pods of one source by uid.
+"""Pods of Kubernetes as workers: reads pods, and tracks those of one source by uid.
 
 Invariant: after `replace` and any events the members are those of the pods that match, have not
-ended and are not being deleted; the order of events of one pod decides, and nothing else. What a
-pod says wrongly excludes that pod alone, with a reason. Pure: no I/O, times are handed in.
+ended and are not being deleted; only the order of events of the same pod matters. Invalid data in a
+pod excludes only that pod, with a reason. Pure: no I/O, times are arguments.
 Source: Kubernetes API v1 `Pod`; features.md 9.
 """
 
@@ -23,7 +23,7 @@ from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMem
 
 EventType: TypeAlias = Literal["ADDED", "MODIFIED", "DELETED"]
 PREFIX: Final = "omni-proxy.dev/"
-# The first that a pod has; then those of other routers.
+# Annotations in order of precedence: the proxy's own, then those of other routers.
 PORTS: Final = (PREFIX + "port", "smg.ai/worker-ports")
 BOOTSTRAP_PORTS: Final = (
     PREFIX + "bootstrap-port", "sglang.ai/bootstrap-port", "vllm.ai/bootstrap-port",
@@ -41,8 +41,8 @@ MAX_PROBLEMS: Final = 1000
 
 @dataclass(frozen=True, slots=True)
 class Pod:
-    """What counts of a pod. `reason`: why a worker of it that is not in `endpoints`, or not ready,
-    gets no requests; `problem`: why it has none at all although it matches."""
+    """The relevant state of a pod. `reason`: why its workers that are not ready, or not in
+    `endpoints`, get no requests; `problem`: why a matching pod has no endpoints."""
 
     uid: str
     name: str
@@ -82,16 +82,16 @@ class PodReader:
         return Pod(uid, title, tuple(SourceEndpoint(each, ready) for each in found), NOT_READY)
 
     def _workers(self, pod: Mapping[str, object]) -> Iterator[WorkerEntry]:
-        """Raises ValueError for what can't be a worker."""
+        """Raises ValueError for invalid annotations, labels or ports."""
         entry, metadata = self._entry, _table(pod, "metadata")
         labels, annotations = _texts(metadata, "labels"), _texts(metadata, "annotations")
         role = annotations.get(PREFIX + "role") or labels.get(entry.role_label) or entry.role
         if role and role not in get_args(Role):
-            raise ValueError(f'"{role}" is no role: {", ".join(get_args(Role))}')
+            raise ValueError(f'"{role}" is not a role; use one of {", ".join(get_args(Role))}')
         connector = _first(annotations, CONNECTORS) or entry.kv_connector
         if connector and connector not in get_args(KvConnector):
             names = ", ".join(get_args(KvConnector))
-            raise ValueError(f'"{connector}" is no KV connector: {names}')
+            raise ValueError(f'"{connector}" is not a KV connector; use one of {names}')
         bootstrap = _first(annotations, BOOTSTRAP_PORTS)
         address = _text(_table(pod, "status"), "podIP")
         host = f"[{address}]" if ":" in address else address
@@ -108,7 +108,7 @@ class PodReader:
             )
 
     def _ports(self, pod: Mapping[str, object], annotations: Mapping[str, str]) -> list[int]:
-        """Each once. Raises ValueError."""
+        """The distinct ports of the pod's workers. Raises ValueError."""
         given = _first(annotations, PORTS) or str(self._entry.port)
         names = [name.strip() for name in given.split(",")]
         ports = [_port(name) if name.isdecimal() else _named_port(pod, name) for name in names]
@@ -122,14 +122,14 @@ class PodState:
         self.members = SourceMembers()
         self.problems: dict[str, str] = {}  # by name of the pod
         self._reader = PodReader(entry)
-        self._problem_of: dict[str, str] = {}  # by uid: the name under which it has one
+        self._problem_of: dict[str, str] = {}  # uid -> key in `problems`
 
     def read(self, pod: Mapping[str, object]) -> Pod | None:
-        """Changes nothing: for lists that are read in slices."""
+        """Read a pod without changing the state; for lists that are processed in slices."""
         return self._reader.read(pod)
 
     def replace(self, pods: Iterable[Pod], now: float) -> list[SourceMember]:
-        """The whole list."""
+        """Apply a complete list."""
         self.problems.clear()
         self._problem_of.clear()
         listed = {pod.uid: pod for pod in pods}
@@ -142,11 +142,11 @@ class PodState:
         return changed
 
     def apply(self, kind: EventType, pod: Mapping[str, object], now: float) -> list[SourceMember]:
-        """One event of a watch."""
+        """Apply an event of a watch."""
         read = self._reader.read(pod)
         if read is None:
             return []
-        if kind == "DELETED":  # also where only its labels have changed
+        if kind == "DELETED":  # also sent if its labels no longer match the selector
             read = Pod(read.uid, read.name, reason=read.reason if not read.endpoints else GONE)
         return self._put(read, now)
 
@@ -169,7 +169,7 @@ def _is_ready(status: Mapping[str, object]) -> bool:
 
 
 def _named_port(pod: Mapping[str, object], name: str) -> int:
-    """Of a container, or of one that runs beside it. Raises ValueError."""
+    """The port with this name of a container or init container. Raises ValueError."""
     spec = _table(pod, "spec")
     for key in ("containers", "initContainers"):
         containers = spec.get(key)
@@ -185,7 +185,7 @@ def _port(text: str) -> int:
     """Raises ValueError."""
     if re.fullmatch("[0-9]{1,5}", text) and 1 <= int(text) <= MAX_PORT:
         return int(text)
-    raise ValueError(f'"{text[:40]}" is no port')
+    raise ValueError(f'"{text[:40]}" is not a port')
 
 
 def _first(annotations: Mapping[str, str], names: Iterable[str]) -> str:
@@ -204,4 +204,4 @@ def _texts(value: Mapping[str, object], key: str) -> Mapping[str, str]:
 
 def _text(value: Mapping[str, object], key: str) -> str:
     text = value.get(key)
-    return text if isinstance(text, str) and text.isprintable() else ""  # for it is logged
+    return text if isinstance(text, str) and text.isprintable() else ""  # the text may be logged

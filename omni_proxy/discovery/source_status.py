@@ -1,6 +1,6 @@
-"""What is known of one source of discovery: when it was last heard, and what went wrong.
+"""The status of one source of discovery: times of its last reports, and its last error.
 
-Invariant: `error` is there exactly while the newest attempt failed. Pure: times are handed in.
+Invariant: `error` is set if and only if the latest attempt failed. Pure: times are arguments.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from omni_proxy.discovery.members import DiscoveryState, SourceMember
 class SourceStatus:
     name: str
     kind: str
-    listed_at: datetime | None = None  # its last whole list or answer
-    heard_at: datetime | None = None  # the same, or the last event
+    listed_at: datetime | None = None  # of its last complete list or answer
+    heard_at: datetime | None = None  # the same, or of the last event
     error: str = ""
     failing_since: datetime | None = None
     failures: int = 0
@@ -31,14 +31,14 @@ class SourceStatus:
         self.heard(now)
 
     def heard(self, now: datetime, event: str = "") -> None:
-        """`event`: its type, "" for none."""
+        """A list, an answer or an event was received. `event`: its type, or ""."""
         self.heard_at = now
         self.error, self.failing_since = "", None
         if event:
             self.events[event] += 1
 
     def failed(self, error: str, now: datetime) -> bool:
-        """Whether this is news."""
+        """An attempt failed; returns whether the error is a new one."""
         self.failures += 1
         self.failing_since = self.failing_since or now
         before, self.error = self.error, error
@@ -46,7 +46,7 @@ class SourceStatus:
 
     @property
     def state(self) -> str:
-        """`stale`: it fails, and the workers are those of its last list."""
+        """`stale`: it fails, and the workers are those of the last list."""
         if not self.error:
             return "synced" if self.listed_at else "starting"
         return "stale" if self.listed_at else "failing"
@@ -54,7 +54,7 @@ class SourceStatus:
 
 @dataclass(frozen=True, slots=True)
 class SourceReport:
-    """A source, its workers by state, and what it could not use, by the name of it."""
+    """A source, the number of its workers by state, and problems by pod name or address."""
 
     status: SourceStatus
     workers: dict[str, int]

@@ -42,7 +42,7 @@ def test_each_source_gives_the_hash_of_its_key():
         (KeySource(name="a", key_env="UNSET"), "not set"),
         (KeySource(name="a", key_env="EMPTY"), "not set"),
         (KeySource(name="a", key_file="gone"), "No such file"),
-        (KeySource(name="a", key_file="blank"), "holds no key"),
+        (KeySource(name="a", key_file="blank"), "contains no key"),
         (KeySource(name="a", key_file="two"), "more than one key"),
         (KeySource(name="a", key_file="long"), "bytes"),
     ],
@@ -67,7 +67,7 @@ def test_one_key_for_two_names_is_refused_whatever_its_sources_are():
     assert findings == [
         (
             ("admin", "keys", 1, "key_sha256"),
-            "holds the key of another entry",
+            "has the same key as another entry",
             "give each its own: admin.keys[0] has this one",
         )
     ]

@@ -130,7 +130,7 @@ def test_a_key_that_cannot_be_read_is_refused_and_a_variable_that_is_not_set_is_
     assert len(json.loads(capsys.readouterr().out)["notes"]) == 1
     monkeypatch.setenv("GRAFANA_KEY", "k1")
     assert main(["check", str(file)]) == 2
-    assert "holds the key of another entry" in capsys.readouterr().err
+    assert "has the same key as another entry" in capsys.readouterr().err
     monkeypatch.setenv("GRAFANA_KEY", "k0")
     assert main(["check", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["ok"]

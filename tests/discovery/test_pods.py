@@ -90,11 +90,11 @@ def test_labels_and_annotations_say_role_model_and_how_kv_caches_pass():
 @pytest.mark.parametrize(
     ("annotations", "ip", "reason"),
     [
-        ({"omni-proxy.dev/port": "0"}, "10.0.0.1", '"0" is no port'),
+        ({"omni-proxy.dev/port": "0"}, "10.0.0.1", '"0" is not a port'),
         ({"omni-proxy.dev/port": "grpc"}, "10.0.0.1", 'no container has a port named "grpc"'),
-        ({"omni-proxy.dev/role": "boss"}, "10.0.0.1", '"boss" is no role'),
-        ({"omni-proxy.dev/kv-connector": "x"}, "10.0.0.1", '"x" is no KV connector'),
-        ({"vllm.ai/bootstrap-port": "x"}, "10.0.0.1", '"x" is no port'),
+        ({"omni-proxy.dev/role": "boss"}, "10.0.0.1", '"boss" is not a role'),
+        ({"omni-proxy.dev/kv-connector": "x"}, "10.0.0.1", '"x" is not a KV connector'),
+        ({"vllm.ai/bootstrap-port": "x"}, "10.0.0.1", '"x" is not a port'),
         ({}, "169.254.169.254", "link-local address"),
     ],
 )

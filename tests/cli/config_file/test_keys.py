@@ -148,7 +148,7 @@ def test_the_hash_is_that_of_the_key_on_stdin(run, key):
 def test_stdin_without_one_key_is_a_usage_error_that_does_not_repeat_it(run, key):
     status, out, err = run("hash", key=key)
     assert (status, out) == (2, "")
-    assert "stdin holds" in err
+    assert "stdin contains" in err
     assert "two keys" not in err
 
 
