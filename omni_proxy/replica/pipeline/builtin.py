@@ -1,8 +1,7 @@
 """The built-in pipelines.
 
     text:  prepare ─> decode            omni:  transcribe ─> look ─> prepare ─> decode ~~> speak
-Invariant: a request passes only the stages that it needs; a stage that is off is not in the
-pipeline.
+Invariant: a request passes only the stages that it needs; a disabled stage is not in the pipeline.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ class BuiltinOptions:
 
     `transcription_path` is the file of a transcription model outside the cache folder.
     `max_in_flight` bounds live requests (0: no bound), `max_running` requests of a batch; `threads`
-    is torch's; `tp` is the number of processes that share the text model.
+    is torch's number of threads; `tp` is the number of processes that share the text model.
     """
 
     model: str = "tiny"
@@ -145,7 +144,7 @@ def after_transcribe(payload: StagePayload) -> list[str]:
 
 
 def after_transcribe_with_images(payload: StagePayload) -> list[str]:
-    """The same for pipelines with an image stage."""
+    """The route of "transcribe" in pipelines with an image stage."""
     following, inputs = after_transcribe(payload), payload.request.inputs
     has_images = following and isinstance(inputs, dict) and inputs.get("images")
     return ["look"] if has_images else following

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class Generation:
-    """The chunks of one request: `async for`, inside `async with` to be able to stop early.
+    """The chunks of one request, read with `async for`; `async with` allows stopping early.
 
     The request is submitted when the generation is entered or when its first chunk is requested,
     whichever is first; that raises QueueFullError or RequestFailed. The last chunk has `terminal`.
@@ -124,7 +124,7 @@ class Generation:
 
 
 class Client:
-    """Everything that callers may request of a running pipeline; one per coordinator is enough."""
+    """All operations of a running pipeline for its callers; one per coordinator is enough."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
@@ -145,14 +145,14 @@ class Client:
     async def speech(
         self, request: GenerateRequest, request_id: str | None = None
     ) -> CompletionResult:
-        """The same for a request that must have audio; RequestFailed 500 if none was generated."""
+        """Return the complete response; raises RequestFailed 500 if it has no audio."""
         result = await self.completion(request, request_id)
         if result.audio is None:
             raise RequestFailed("no audio was generated", 500)
         return result
 
     async def abort(self, request_id: str) -> bool:
-        """Abort a request that another task reads; False if no such request is live."""
+        """Abort a request, which any task may be reading; False if no such request is live."""
         await trio.lowlevel.checkpoint()
         return self._coordinator.abort(request_id)
 

@@ -1,10 +1,10 @@
-"""The configuration of a pipeline: stages, their order and processes; as TOML; as a plan.
+"""Pipeline configuration: stages, their order and processes; read from TOML, compiled to a plan.
 
 Invariant: a pipeline that passed `validate_config` has no unknown stage name, no cycle and no dead
-end; of a TOML file every key is known and of its type, or the file is refused with all problems at
-once. No stage is imported until a plan is made; what a route or a merge of the plan returns is
-checked before anything is sent. A merge of terminals returns `{stage: result}`, a fan-in one
-stage's `data`.
+end. A TOML file with an unknown key or a value of the wrong type is refused, with all problems in
+one error. No stage is imported until a plan is compiled; the return values of the plan's routes and
+merges are checked before anything is sent. A merge of terminals returns `{stage: result}`, that of
+a fan-in returns one stage's `data`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from typing import Any
 from omni_proxy.replica.pipeline.messages import OmniRequest, StagePayload
 
 MERGE_TERMINALS = "omni_proxy.replica.pipeline.config:merge_terminals"
-# Media that a request may have beside its text, by the key in its inputs. A task in `entries` may
-# be followed by some of them (`chat+audio+image`): that entry is for requests that have all of
-# them.
+# Media that a request may have in addition to text, by the key in its inputs. A task in `entries`
+# may be followed by some of them (`chat+audio+image`): that entry is for requests with all of them.
 MEDIA = {"audios": "audio", "images": "image", "videos": "video"}
 
 
@@ -200,7 +199,7 @@ def _process_problems(config: PipelineConfig) -> Iterator[str]:
             if seen.setdefault((stage.process, key), value) != value:
                 yield (
                     f"stages[{index}].env.{key}: another stage of process {stage.process} "
-                    "sets it otherwise"
+                    "sets another value"
                 )
 
 
@@ -216,7 +215,7 @@ def load_pipeline(path: str | Path) -> PipelineConfig:
 
 
 def parse_pipeline(table: Mapping[str, Any]) -> PipelineConfig:
-    """The same for a parsed table."""
+    """Validate a parsed TOML table; raises PipelineConfigError with one line per problem."""
     problems: list[str] = []
     values = _read(table, _PIPELINE, "", problems)
     stages = []
@@ -258,7 +257,7 @@ def _read(
 
 def _of_type(kind: type, named: str) -> FieldParser:
     def read(value: Any) -> Any:
-        # TOML keeps true and 1 apart; Python does not.
+        # TOML distinguishes true from 1; in Python, True is an int.
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
             raise TypeError(f"expected {named}, got {value!r}")
         return value
@@ -338,7 +337,7 @@ class StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What the coordinator works from; `stages` keeps the configured order."""
+    """A compiled pipeline, as the coordinator runs it; `stages` keeps the configured order."""
 
     config: PipelineConfig
     stages: Mapping[str, StagePlan]
@@ -405,9 +404,7 @@ def import_dotted(dotted: str) -> Callable[..., Any]:
     return imported
 
 
-# How the results of several stages become one.
-#
-# Invariant: a merge of terminals returns `{stage: result}`; a fan-in returns one stage's `data`.
+# Merges: they join the results of several stages into one.
 
 
 def merge_terminals(results: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -3,10 +3,10 @@
     listen (503 starting) ──stages ready──> serve ──signal──> drain ──> stages stop ──> return
                                               └──second signal──> cut ──┘
 
-Invariant: when `launch_server` returns or raises, no child process is left and the port is free; a
-thread of a stage may still compute after a cut, so end the process without waiting for it. Each
-connection is a `hypercorn_connection`: none ends the server, and none outlives the drain, after
-which open sockets are reset.
+Invariant: when `launch_server` returns or raises, no child process is left and the port is free.
+After a cut, a stage's thread may still compute: exit the process without waiting for it. Each
+connection is a `hypercorn_connection`: its errors don't end the server, and it is reset if it is
+still open after the drain.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _reset(stream: trio.SocketStream) -> None:
         stream.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         stream.socket.close()
     except (OSError, trio.ClosedResourceError):
-        return  # closed already
+        return  # already closed
 
 
 def _hypercorn_config() -> Config:
@@ -205,7 +205,7 @@ class _ServerLifecycle:
     runtime: Runtime | None = None
 
     async def watch_signals(self, signals: AsyncIterator[int]) -> None:
-        """The first signal drains, the second one ends at once."""
+        """The first signal starts the drain, the second one cuts connections and stages."""
         async for number in signals:
             if self.stopping.is_set():
                 log.warning("second_signal action=cut_connections")
@@ -231,7 +231,7 @@ class _ServerLifecycle:
                     nursery.cancel_scope.cancel()
 
     async def _on_ready(self, listener: socket.socket, options: AppOptions) -> None:
-        """Log the address; from then on nothing may block the loop, as loading and imports do."""
+        """Log the address. From then on, nothing may block the event loop."""
         assert self.runtime is not None
         await self.runtime.ready.wait()
         # Weights and modules are permanent: exclude them from garbage collection, which would pause

@@ -1,7 +1,7 @@
 """Messages between the coordinator and its stages, in one process or over a socket.
 
-Invariant: every message survives msgpack (tuples come back as lists); audio is raw little-endian
-float32 bytes. A message is never changed after it was sent: threads share its dicts.
+Invariant: every message can be encoded as msgpack (tuples are decoded as lists); audio is raw
+little-endian float32 bytes. A message is never changed after it was sent: threads share its dicts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StagePayload(Struct, frozen=True):
 class Submit(Struct, frozen=True, tag="submit"):
     """A request for a stage; `from_stage` is "" if it comes from the client.
 
-    `fed`: the previous stage streams into this one: `StreamChunk`s follow, the last one marked.
+    `fed`: the previous stage streams into this one; `StreamChunk`s follow, the last one marked.
     """
 
     payload: StagePayload
@@ -44,7 +44,7 @@ class Submit(Struct, frozen=True, tag="submit"):
 class StreamChunk(Struct, frozen=True, tag="stream_chunk"):
     """A chunk of another stage's output while it is generated; `last` marks the last one.
 
-    The texts of all chunks together are the complete text: the last one holds what was not
+    The texts of all chunks together are the complete text: the last one has the part that was not
     streamed.
     """
 
@@ -62,9 +62,9 @@ class Abort(Struct, frozen=True, tag="abort"):
 
 
 class EndEarly(Struct, frozen=True, tag="end_early"):
-    """End a request with the result that there is so far: the stage sends it at once.
+    """End a request with its partial result, which the stage sends immediately.
 
-    Only for stages whose `StageReady.info` has `ends_early`; one that is unknown is ignored.
+    Only for stages whose `StageReady.info` has `ends_early`; an unknown request is ignored.
     """
 
     request_id: str
@@ -117,8 +117,9 @@ class ResultChunk(Struct, frozen=True, tag="streamed"):
 
 
 class StageFailure(Struct, frozen=True, tag="failed"):
-    """A stage failed a request: by the caller's fault (400), the server's (500), or an admin
-    operation.
+    """A stage failed a request; `kind` is the cause: caller (400), server (500) or dropped.
+
+    A request is dropped by an admin operation.
     """
 
     request_id: str
@@ -149,8 +150,9 @@ class StageReady(Struct, frozen=True, tag="stage_ready"):
 
 
 class StageEnded(Struct, frozen=True, tag="stage_ended"):
-    """The stage accepts no more requests: it failed to start, crashed, or was shut down (`error`
-    "").
+    """The stage accepts no more requests: it failed to start, crashed, or was shut down.
+
+    `error` is the reason, "" after a shutdown.
     """
 
     stage: str

@@ -1,4 +1,4 @@
-"""Requests and results of the pipeline client, free of HTTP, and their conversion for the stages.
+"""Requests and results of the pipeline client, without HTTP, and their conversion for the stages.
 
 Invariant: None (or an empty tuple) is unset; only fields that are set reach a stage.
 """
@@ -49,8 +49,8 @@ class PromptMessage:
 class SamplingParams:
     """Sampling parameters; None leaves the choice to the stage.
 
-    `top_logprobs` also requests the text of the tokens; `logit_bias` has token ids as strings for
-    its keys, as JSON has; `json_schema` is the text of a schema that the response must match.
+    `top_logprobs` also requests the text of the tokens; the keys of `logit_bias` are token ids as
+    strings, as in JSON; `json_schema` is the text of a schema that the response must match.
     """
 
     temperature: float | None = None
@@ -126,7 +126,7 @@ class CompletionResult:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-# From the caller's request to the message for the stages: only fields that are set.
+# Conversion of the caller's request to the message for the stages.
 
 _OPTIONAL = (
     "temperature",

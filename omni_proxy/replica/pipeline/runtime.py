@@ -2,7 +2,8 @@
 
     starting ──all ready──> running ──a host ends──> (back-off, restarted)
        └── a host ends ──> StartError                  ──stop──> shut down, awaited with a timeout
-Invariant: except during `stop`, a stage that ended is being restarted, and the coordinator knows.
+Invariant: except during `stop`, the end of a stage is reported to the coordinator, and the stage is
+restarted.
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Runtime:
     def _exit_reason(self, host: StageHost) -> str:
         reasons = [(name, self._reasons.get(name, "")) for name in host.stages]
         name, reason = next((named for named in reasons if named[1]), reasons[0])
-        return f"stage {name}: {reason or 'it ended unasked'}"
+        return f"stage {name}: {reason or 'it ended unexpectedly'}"
 
 
 def _hosts(stages: tuple[StageConfig, ...]) -> list[StageHost]:

@@ -1,4 +1,4 @@
-"""A stage: its scheduler with an inbox, the scheduler for stages that are a function, its thread.
+"""A stage: its scheduler interface and inbox, a scheduler that calls a function, and its thread.
 
 Invariant: an error of a request becomes one `StageFailure`, never an exception from `run`. After an
 `Abort` nothing more is emitted for that request. Calls for one request never overlap. The first
@@ -52,7 +52,7 @@ Inbox = queue.SimpleQueue[StageInput]
 
 
 def ignore_event(event_name: str, request_id: str, metadata: dict[str, Any]) -> None:
-    """The default `record`; the stage runner replaces it by a profiler's recorder."""
+    """The default `record`; the stage runner replaces it with a profiler's recorder."""
 
 
 class Scheduler(Protocol):
@@ -92,12 +92,12 @@ class _Job:
 
 
 class FunctionScheduler:
-    """Runs `function` for each request, `concurrency` requests at once, first in first out.
+    """Runs `function` for each request, up to `concurrency` at a time, first in first out.
 
     `function(payload, emit_chunk, aborted)` returns the result's dict. It should call `aborted()`
-    regularly and may return anything once that is true. Requests that another stage streams into go
-    to `open_feed` instead, which a stage named in a `stream_to` must have. `marks` is the
-    profiler's name of this work: NAME_start and NAME_end are recorded around each call.
+    regularly; once that is true, its return value is ignored. Requests that another stage streams
+    into go to `open_feed` instead, which is required for a stage named in a `stream_to`. `marks` is
+    the profiler's name of this work: NAME_start and NAME_end are recorded around each call.
     """
 
     supports_admin = False
@@ -284,7 +284,7 @@ def _record(stage: str, event: str, request_id: str, seen: dict[str, Any]) -> No
 
 
 def missing_package_message(fault: ModuleNotFoundError) -> str:
-    """Which module is missing, and how to install it if it belongs to the package."""
+    """The error message for a package that is not installed, with the command that installs it."""
     name = (fault.name or "").partition(".")[0]
     if name in ("", "omni_proxy"):
         return str(fault)

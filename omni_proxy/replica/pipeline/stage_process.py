@@ -1,10 +1,10 @@
-"""Stages in a child process: the parent's handle, the frames between both, and the child's main.
+"""Stages in a child process: the parent's handle, the frames of their socket, the child's main.
 
 A frame is four bytes of length, big-endian, then a msgpack body. Invariant: a frame is complete, or
-the connection is closed. When `live` returns, also by cancellation, the child process is gone; its
-end, for any reason, is reported at once for each of its stages. The child does not outlive its
-parent: end of file on the socket ends it. It ignores SIGINT and SIGTERM, because the parent ends it
-after its own drain.
+the connection is closed. When `live` returns, also by cancellation, the child process has exited;
+its end, for any reason, is reported immediately for each of its stages. The child does not outlive
+its parent: end of file on the socket ends it. It ignores SIGINT and SIGTERM, because the parent
+ends it after its own drain.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def encode_frame(message: Any) -> bytes:
 
 
 class FrameDecoder:
-    """Takes bytes as they arrive, yields complete bodies; raises FrameError for a length above the
-    bound.
-    """
+    """Takes bytes as they arrive, yields complete bodies; raises FrameError if one is too long."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -244,7 +242,7 @@ def _describe_exit(status: int | None) -> str:
 
 
 def run_stage_process(argv: Sequence[str]) -> int:
-    """`argv` is the number of the socket's file descriptor; ends the process with its parent."""
+    """Run a stage process; `argv` is its socket's file descriptor. Exits when the parent does."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     connection = socket.socket(fileno=int(argv[0]))
@@ -318,7 +316,7 @@ def _encode_or_fail(message: StageOutput) -> bytes:
         return encode_frame(message)
     except (TypeError, ValueError, OverflowError) as error:
         log.error("message_not_encodable stage=%s error=%s", message.stage, error)
-        reason = f"stage {message.stage} made what cannot leave its process: {error}"
+        reason = f"stage {message.stage} produced a message that cannot be encoded: {error}"
         match message:
             case Result(request_id, stage) | ResultChunk(request_id, stage):
                 return encode_frame(StageFailure(request_id, stage, reason))

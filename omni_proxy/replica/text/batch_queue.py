@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from omni_proxy.replica.text.sequence import Sequence
 
-# Room for growth that an admission leaves to each running sequence, to avoid an early retraction.
+# Tokens that admission leaves free for each running sequence to grow, to avoid early retractions.
 HEADROOM_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLimits:
-    """What may be computed at once."""
+    """Bounds on running sequences, on their tokens together, and on prefill tokens of a batch."""
 
     max_running: int
     max_total_tokens: int
@@ -69,7 +69,7 @@ class BatchQueue:
         return admitted
 
     def retract(self, keep: int = 0) -> int:
-        """Move all but the first `keep` running back to the front of the queue, in order."""
+        """Move all but the first `keep` running sequences to the front of the queue, in order."""
         retracted = self.running[keep:]
         del self.running[keep:]
         self.waiting.extendleft(reversed(retracted))
@@ -90,7 +90,7 @@ class BatchQueue:
         return decoding + prefilling
 
     def _committed(self) -> int:
-        """The same, once all pending tokens of the running sequences are computed."""
+        """Tokens of the running sequences, computed or pending."""
         return sum(len(sequence.tokens) for sequence in self.running)
 
     def _has_room_for(self, sequence: Sequence) -> bool:
@@ -103,9 +103,7 @@ class BatchQueue:
         return needed <= self._limits.max_total_tokens
 
 
-# The text stage's counters, and the gauges made of them.
-#
-# Invariant: totals only grow; a rate is that of the interval since the gauges were last reported.
+# Counters of the text stage, and the gauges computed from them.
 
 
 @dataclass(slots=True)

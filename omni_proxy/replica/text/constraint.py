@@ -1,10 +1,10 @@
 """Logit shaping: JSON schemas (llguidance), biases, and penalties for generated tokens.
 
-Invariant: a request without any of these uses the plain `TokenSampler`, at its cost. The constraint
-is applied last: no bias and no penalty brings back a token that it forbids. A schema feature that
-the library cannot enforce is refused by name, never ignored. Whitespace is bounded, or
-a small model would write blank lines until its tokens run out. Schemas are compiled in a thread and
-never delay other requests; a request that was dropped meanwhile is not restored.
+Invariant: a request without any of these uses the plain `TokenSampler`. The constraint is applied
+last: no bias and no penalty can select a token that it forbids. A schema feature that the library
+cannot enforce is refused by name, never ignored. Whitespace is bounded; otherwise a small model
+could write blank lines until its token limit. Schemas are compiled in a thread and never delay
+other requests; a request that was dropped during the compilation is not restored.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ OPTIONS = {
 
 
 class ConstraintError(SamplingError):
-    """The schema cannot be enforced; the text has the part that cannot."""
+    """The schema cannot be enforced; the message names the unsupported part."""
 
 
 class MissingLibraryError(Exception):
-    """This installation cannot enforce schemas; the text has the package to install."""
+    """This installation cannot enforce schemas; the message names the package to install."""
 
 
 def check_schema(schema: str) -> None:
@@ -80,7 +80,7 @@ class ConstraintFactory:
         self._compiled: dict[str, Any] = {}  # the newest last
 
     def constraint(self, schema: str) -> Constraint:
-        """Return a new constraint. Raises as `check_schema`; the first call is slower."""
+        """Return a new constraint. Raises what `check_schema` raises; the first call is slower."""
         with self._lock:
             matcher = self._compiled.pop(schema, None) or self._compile(schema)
             constraint = Constraint(matcher.deep_copy(), self._tokenizer.vocab_size)
@@ -136,7 +136,7 @@ class Constraint:
 
 
 class _TokenizerAdapter:
-    """The tokenizer in the form that llguidance expects; control tokens have a name, no text."""
+    """The tokenizer's interface for llguidance; control tokens have a name instead of text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         ids = range(tokenizer.vocab_size)
@@ -195,8 +195,9 @@ class CompiledConstraint(Struct, frozen=True):
 
 
 class ConstraintCompiler:
-    """At most one thread, alive while there is work; all methods are called in the scheduler's
-    thread.
+    """Compiles constraints in at most one thread, which ends when there is no more work.
+
+    All methods are called in the scheduler's thread.
     """
 
     def __init__(self, stage: str, constraints: ConstraintFactory) -> None:
@@ -283,7 +284,7 @@ class ShapedTokenSampler(TokenSampler):
         self._biases = torch.tensor(list(sampling.logit_bias.values()))
 
     @property
-    def complete(self) -> bool:  # type: ignore[override]  # a constant in the plain chooser
+    def complete(self) -> bool:  # type: ignore[override]  # a constant in the plain sampler
         return self._constraint is not None and self._constraint.complete
 
     def choose(self, logits: Tensor, tokens: Iterable[int]) -> tuple[int, float | None]:

@@ -1,10 +1,10 @@
-"""Operations on the text stage (api-server.md 2.3, 2.4): info, pause, continue, flush; slow ones.
+"""Admin operations of the text stage (api-server.md 2.3, 2.4), and the runner of slow ones.
 
     begin ──step──> thread ──StepDone──> advance ──step──> ... ──return──> the operation's result
 
 Invariant: an operation runs in the scheduler's thread between two batches, so it never sees a
-partial one; only the long steps of a slow operation run in a thread of their own. Such a step halts
-the stage unless it is a `BackgroundStep`; one halting step runs at a time, others wait for it.
+partial one; only the long steps of a slow operation run in their own thread. Such a step halts the
+stage unless it is a `BackgroundStep`; one halting step runs at a time, others wait for it.
 The scheduler handles messages during a step. An exception becomes the operation's result and never
 ends the loop.
 """
@@ -186,8 +186,7 @@ SlowFunction: TypeAlias = Callable[[Admin], Steps]
 
 
 class PeerError(Exception):
-    """A step succeeded here, but failed at another rank of the same model: it must not take
-    effect."""
+    """A step succeeded here but failed at another rank of the model, so it must not take effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +203,10 @@ Post: TypeAlias = Callable[[StepDone], None]
 
 @dataclass(slots=True)
 class _Operation:
-    """`halting`: its step halts the stage, until its next step begins.
+    """A slow operation in progress.
 
-    `parked` is a halting step that waits for another operation's. `call` is the current step's.
+    `halting`: its current step halts the stage. `parked` is a halting step that waits until another
+    operation's halting step has ended. `call` is the current step's function.
     """
 
     order: Admin
@@ -218,7 +218,7 @@ class _Operation:
 
 
 class SlowOperations:
-    """All methods are called in the stage's thread."""
+    """Runs the steps of slow operations. All methods are called in the stage's thread."""
 
     def __init__(self, stage: str, clock: Callable[[], float]) -> None:
         self._stage = stage
@@ -231,9 +231,7 @@ class SlowOperations:
         return action in self._functions
 
     def register(self, action: str, function: SlowFunction, *, beside: bool = False) -> None:
-        """`beside`: it may begin while another operation halts the stage, to be able to end that
-        one.
-        """
+        """With `beside`, `action` may begin while another operation halts the stage, to end it."""
         self._functions[action] = function
         if beside:
             self._beside.add(action)
@@ -257,7 +255,7 @@ class SlowOperations:
             threading.Thread(target=call.stop, args=(why,), name=name, daemon=True).start()
 
     def begin(self, order: Admin, post: Post) -> AdminResult | None:
-        """Start an operation; returns its answer if it ends at once.
+        """Start an operation; returns its answer if it ends immediately.
 
         A thread calls `post` with the argument for `advance`.
         """

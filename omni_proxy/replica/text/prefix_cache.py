@@ -41,8 +41,7 @@ class _Entry(Generic[KV]):
 
 
 class PrefixCache(Generic[KV]):
-    """Evicts the least recently used entry first. A shared prefix below `min_tokens` is not
-    copied."""
+    """Evicts the least recently used entry first; doesn't reuse prefixes below `min_tokens`."""
 
     def __init__(self, max_entries: int, max_bytes: int, min_tokens: int = 16) -> None:
         self._max_entries, self._max_bytes = max_entries, max_bytes
@@ -80,9 +79,7 @@ class PrefixCache(Generic[KV]):
         return lent
 
     def keep(self, tokens: Sequence[int], kv: KV, epoch: int) -> bool:
-        """Store a KV that holds exactly `tokens` and was begun in `epoch`; return whether it was
-        stored.
-        """
+        """Store the KV of exactly `tokens`, begun in `epoch`; return whether it was stored."""
         key = tuple(tokens)
         if epoch != self.epoch or len(key) < self._min_tokens:
             return False
@@ -104,8 +101,10 @@ class PrefixCache(Generic[KV]):
         return True
 
     def flush(self) -> int:
-        """Drop everything, also what is being computed now; return the number of entries
-        dropped."""
+        """Drop all entries and begin a new epoch, so that a KV in computation is never stored.
+
+        Returns the number of entries dropped.
+        """
         dropped = len(self)
         self._entries = []
         self.epoch += 1

@@ -1,6 +1,7 @@
 """Parses and validates a submitted request before anything is computed for it.
 
-Invariant: a parsed prompt fits the model: known tokens, room for an answer, valid sampling.
+Invariant: a parsed prompt has only tokens of the vocabulary, room for an answer in the context
+length, and valid sampling parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from omni_proxy.replica.text.sampling import Sampling, SamplingError, parse_samp
 
 
 class PromptError(Exception):
-    """The request cannot be computed; `kind` says whether the caller or the server is at fault."""
+    """The request cannot be computed; `kind` is whose fault it is, the caller's or the server's."""
 
     def __init__(self, message: str, kind: FailureKind = "caller") -> None:
         super().__init__(message)
@@ -38,7 +39,7 @@ class Prompt:
     """A parsed request that arrived at `arrived_s` of the scheduler's clock.
 
     `max_new_tokens` is the requested number or the remaining room, whichever is less. `transfer`
-    is where its KV is fetched from or sent to, if that is another replica.
+    names the replica that its KV is fetched from or sent to, if any.
     """
 
     request_id: str
@@ -93,7 +94,7 @@ def _tokens_of(data: Any, limits: PromptLimits, max_tokens: int) -> tuple[int, .
     tokens = data.get("token_ids") if isinstance(data, Mapping) else None
     if not isinstance(tokens, list | tuple):
         raise PromptError(
-            f"stage {limits.stage} got no token_ids: put a stage that makes them before it",
+            f"stage {limits.stage} received no token_ids: put a tokenizing stage before it",
             "server",
         )
     if not tokens:

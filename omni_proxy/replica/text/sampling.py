@@ -1,8 +1,8 @@
 """Sampling: parameters of a request, and the sampler that chooses its tokens.
 
-Invariant: a choice depends on the request's own logits, tokens and generator alone, so the same
-seed gives the same text whatever else is in the batch. Every sampled token uses as many random
-numbers as the vocabulary has tokens.
+Invariant: a choice depends only on the request's own logits, tokens and generator, so the same seed
+gives the same text regardless of other requests in the batch. Every sampled token uses as many
+random numbers as the vocabulary has tokens.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SamplingError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """The parameters of one request. `top_k` below 1 means all; `max_new_tokens` None means the
-    rest.
+    """The parameters of one request.
 
+    `top_k` below 1 means all tokens; `max_new_tokens` None means up to the context length.
     `top_logprobs` requests that many top candidates for each chosen token, with their text.
     `logit_bias` is added to the logits of token ids. `json_schema` is a JSON schema as text; ""
     leaves the response unconstrained.
@@ -115,7 +115,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
     strings = (value,) if isinstance(value, str) else _listed(name, value)
     strings = tuple(strings)
     if len(strings) > MAX_STOPS:
-        raise SamplingError(f"{name} holds {len(strings)} strings; at most {MAX_STOPS} are taken")
+        raise SamplingError(f"{name} holds {len(strings)} strings; at most {MAX_STOPS} are allowed")
     for text in strings:
         if not isinstance(text, str) or not text:
             raise SamplingError(f"{name} must hold strings that are not empty, not {text!r}")
@@ -144,7 +144,7 @@ def parse_biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise SamplingError(f"{name} must be an object of token ids and numbers, not {value!r:.40}")
     if len(value) > MAX_BIASES:
-        raise SamplingError(f"{name} holds {len(value)} tokens; at most {MAX_BIASES} are taken")
+        raise SamplingError(f"{name} holds {len(value)} tokens; at most {MAX_BIASES} are allowed")
     check = _number(lambda bias: -100 <= bias <= 100, "within -100 and 100")
     biases = {}
     for key, bias in value.items():
@@ -280,8 +280,10 @@ def kept_tokens(logits: Tensor, sampling: Sampling) -> Tensor | None:
 
 
 def _kept(best: Tensor, among: Tensor, sampling: Sampling) -> Tensor:
-    """Mask of the `best` logits (descending) that top-p and min-p keep, by their share `among`
-    all."""
+    """Mask of the logits in `best` (descending) that pass top-p and min-p.
+
+    A token's probability is its share of the distribution that `among` holds the logits of.
+    """
     shares = (best.double() - among.double().logsumexp(-1)).exp()
     keep = shares >= sampling.min_p * shares[0]
     if sampling.top_p < 1.0:

@@ -1,8 +1,8 @@
 """The loop of the text stage: handle messages, compute one batch, report its results, repeat.
 
-Invariant: everything happens in the thread that calls `run`. Requests join and leave between two
-batches only; after an abort nothing more is emitted for the request. A batch that cannot be
-computed fails its own requests only. While paused or idle, the loop blocks.
+Invariant: all work is done in the thread that calls `run`. Requests join and leave only between two
+batches; after an abort nothing more is emitted for the request. A batch that cannot be computed
+fails only its own requests. While paused or idle, the loop blocks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ DROPPED = "The request was dropped by an admin action."
 
 
 def discard_output(message: StageOutput) -> None:
-    """The default of `emit`; `run` replaces it by the stage's outlet."""
+    """The default of `emit`, until `run` sets the real one."""
 
 
 class TextScheduler:
@@ -74,9 +74,9 @@ class TextScheduler:
 
     Operations registered with `register_admin` run between two steps and may use every public
     attribute; those of `register_slow_admin` too, except in the steps they yield. `record` is
-    called for the scheduler's events of api-server.md 4.2, `at_end` when `run` ends; `sync_facts`
-    returns how new weights arrive; `weights_damaged` is called when another part of the model is
-    damaged.
+    called for the scheduler's events of api-server.md 4.2, each of `at_end` when `run` ends;
+    `sync_facts` returns how new weights arrive; `weights_damaged` is called when another part of
+    the model is damaged.
     """
 
     supports_admin = True
@@ -140,7 +140,7 @@ class TextScheduler:
     def run(self, inbox: queue.SimpleQueue[StageInput], emit: Emit) -> None:
         """Serve until Shutdown; requests that are still held get no answer."""
         self.emit = emit
-        # The inbox is typed for messages of the pipeline; these two the stage posts to itself.
+        # The stage posts these two to itself; the inbox's type has only the pipeline's messages.
         self._post = cast("Callable[[StepDone | CompiledConstraint], None]", inbox.put)
         try:
             while self._drain(inbox):
@@ -156,20 +156,19 @@ class TextScheduler:
     def register_slow_admin(
         self, action: str, function: SlowFunction, *, beside: bool = False
     ) -> None:
-        """Answer `action` with `function(order)`, whose steps run in a thread
-        (`operations.py`).
+        """Answer `action` with `function(order)`, whose steps run in a thread (`operations.py`).
 
-        While a step halts the stage, nothing is computed and other operations are refused, unless
-        they may run `beside` others.
+        While a step halts the stage, nothing is computed and other operations are refused, except
+        those registered with `beside`.
         """
         self._slow.register(action, function, beside=beside)
 
     def halts(self, op_id: str) -> bool:
-        """Whether that slow operation halts the stage now."""
+        """Whether the slow operation `op_id` halts the stage, or waits to do so."""
         return self._slow.halts(op_id)
 
     def interrupt(self, op_id: str, why: str) -> None:
-        """End the current step of that slow operation soon, if possible."""
+        """End the current step of the slow operation `op_id` soon, if possible."""
         self._slow.interrupt(op_id, why)
 
     def knows(self, action: str) -> bool:
@@ -296,7 +295,7 @@ class TextScheduler:
         return dropped + self._compiling.forget(request_id)
 
     def _end_early(self, request_id: str) -> None:
-        """Answer a request with its partial output; a request without any is dropped."""
+        """Answer a request with its partial output, possibly empty; an embedding is dropped."""
         sequence = self.batch_queue.find(request_id)
         if sequence is not None:
             self._metrics.aborted += 1
@@ -399,7 +398,7 @@ class TextScheduler:
 
     @contextmanager
     def _catch_errors(self, sequences: Iterable[Sequence]) -> Iterator[None]:
-        """An exception inside fails these sequences, if they still run, and nothing else."""
+        """If an exception is raised inside, fail those of these sequences that still run."""
         try:
             yield
         except Exception as error:  # a model may raise anything; the loop must continue
@@ -422,7 +421,7 @@ class TextScheduler:
         tokens = prompt.token_ids
         try:
             vector = self.worker.embed(tokens)
-        except Exception as error:  # as in a batch
+        except Exception as error:  # a model may raise anything; the loop must continue
             log.exception("embedding_failed stage=%s", self._stage)
             self._fail(prompt.request_id, error)
             return

@@ -1,10 +1,10 @@
 """One request while it is computed: its tokens, its KV, and the text generated so far.
 
 Invariant: the KV holds the first `kv.length` of `tokens`; all others are pending. Dropping the KV
-loses computation, never text. Text is released once, in whole characters. The stop string that is
-complete first ends it, however the text was divided into chunks (of those that end at the same
-position, the first in request order); neither it nor anything after it is released, and nothing is
-held back longer than needed.
+loses computation, never text. Text is released once, in whole characters. The first complete stop
+string ends it, regardless of chunk boundaries; of several that end at the same position, the first
+in request order counts. Neither the stop string nor text after it is released. Text is held back
+only while it may begin a stop string or its last character is incomplete.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from omni_proxy.replica.text.prompt import Prompt
 class StopStrings:
     """Cuts one text at its first stop string (api-server.md 1.3).
 
-    After a match `hit` is the stop string and nothing more is released.
+    After a match, `hit` is the stop string and nothing more is released.
     """
 
     __slots__ = ("_held_back", "_stops", "hit")
 
     def __init__(self, stops: Collection[str] = ()) -> None:
         if "" in stops:
-            raise ValueError("a stop string must not be empty: it would end every text at once")
+            raise ValueError("a stop string must not be empty: it would end every text immediately")
         self._stops = tuple(stops)
         self._held_back = ""
         self.hit: str | None = None
@@ -75,8 +75,9 @@ FinishReason = Literal["stop", "length", "abort"]
 
 
 class Sequence:
-    """`begun` counts how often its computation was started: once, and after each retraction.
+    """A request in computation.
 
+    `begun` counts the starts of its computation: the first, and one after each retraction.
     `constraint` is that of the request's schema, if it has one.
     """
 
@@ -143,10 +144,10 @@ class Sequence:
         return text
 
     def _logprob_item(self, logprob: float, token: int) -> list[Any]:
-        """[log probability, id, text], and the top candidates in the same form; no text unless
-        requested.
+        """[log probability, id, text], then the top candidates in the same form.
 
-        The text of a token is bytes, or for a control token a list with its name.
+        The text of a token is None unless requested, a list with its name for a control token, and
+        bytes for any other token.
         """
         if self.prompt.sampling.top_logprobs is None:
             return [logprob, token, None]

@@ -29,11 +29,11 @@ def build(stage_name: str, **params: Any) -> TextScheduler:
     settings = parse_settings(stage_name, params)
     if not settings.events.enabled:
         return _scheduler(stage_name, settings)
-    # ZeroMQ is imported only where it is configured.
+    # Import ZeroMQ only if KV events are configured.
     from omni_proxy.replica.kv_events.publisher import KvEventPublisher, PublishedChanges
 
     with ExitStack() as on_error:
-        # Before the model is loaded, so that a port in use is reported at once.
+        # Before the model is loaded, so that a port in use is reported immediately.
         publisher = KvEventPublisher(settings.events)
         on_error.callback(publisher.close)
         scheduler = _scheduler(stage_name, settings)
@@ -47,7 +47,7 @@ def build(stage_name: str, **params: Any) -> TextScheduler:
 def _scheduler(stage_name: str, settings: TextSettings) -> TextScheduler:
     text = load_model(settings)
     if settings.tp > 1:
-        # Tensor parallelism is imported only where it is configured.
+        # Import tensor parallelism only if it is configured.
         from omni_proxy.replica.tp.leader import start_leader
 
         return start_leader(stage_name, text, settings)

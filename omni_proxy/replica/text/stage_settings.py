@@ -1,7 +1,7 @@
 """Parameters of the text stage, checked before a model is loaded, and the objects built from them.
 
-Invariant: a `TextSettings` holds values in range. It imports neither the stage's factory nor the
-tensor-parallel leader, which both import it.
+Invariant: a `TextSettings` holds values in range. This module imports neither the stage's factory
+nor the tensor-parallel leader: both import it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class TextSettings:
     `model` is a name or the path of a GGUF file. `max_total_tokens` bounds the tokens of all
     running requests together, and so the length of one; `prefill_chunk` is how many prompt tokens
     one batch may hold beside decoding requests. `prefix_cache_entries` 0 turns the cache off.
-    `threads` 0 keeps torch's default. `tp` is the number of processes that share the model, 1 for
-    none. Weights are read from disk only below `weights_root`; "" allows none. `weights_isolation`
-    and the `weights_*_secs` configure updates over a trainer's group (`ReceiveSettings`).
+    `threads` 0 keeps torch's default. `tp` is the number of processes that share the model; 1
+    turns this off. Weights are read from disk only below `weights_root`; "" allows none.
+    `weights_isolation` and the `weights_*_secs` configure updates over a trainer's group
+    (`ReceiveSettings`).
     `kv_transfer` makes it a prefill or decode replica (`TransferSettings`), `kv_events` publishes
     what the prefix cache holds (`KvEventSettings`).
     """

@@ -132,7 +132,7 @@ def test_stages_of_one_process_agree_on_its_environment():
         stage("a", next=("b",), process="p", env={"X": "1"}),
         stage("b", terminal=True, process="p", env={"X": "2"}),
     )
-    assert reported == ("stages[1].env.X: another stage of process p sets it otherwise",)
+    assert reported == ("stages[1].env.X: another stage of process p sets another value",)
 
 
 def test_a_pipeline_without_stages_is_refused():

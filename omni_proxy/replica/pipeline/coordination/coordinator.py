@@ -1,9 +1,10 @@
 """The coordinator: admits requests, moves them from stage to stage, delivers or ends them.
 
     pending ──first output──> running ──all results──> completed ─┐
-       └──────────┴──error──> failed, ──abort──> aborted ─────────┴─reader gone─> (removed)
-Invariant: a request ends once; stages learn of an early end before the reader does. An id stays in
-use until its reader is gone. All methods but `admin` are synchronous and run in the trio thread.
+       └──────────┴──error──> failed, ──abort──> aborted ─────────┴──release──> (removed)
+Invariant: a request ends once; an early end is sent to the stages before the reader gets it. An id
+is in use until its reader releases the delivery. All methods except `admin` are synchronous and run
+in the trio thread.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class StageTransport(Protocol):
 
 
 class RequestState(StrEnum):
-    """The states of the diagram above."""
+    """The state of a request; see the diagram in the module's docstring."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -73,7 +74,7 @@ class RequestState(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """`ends_early`: the next stage must end the request as soon as it receives it."""
+    """A request; with `ends_early`, its next stage must end it as soon as it receives it."""
 
     flow: RequestFlow
     delivery: Delivery
@@ -108,7 +109,7 @@ class Coordinator:
         """Admit and start a request; the caller must `release` the delivery.
 
         Raises QueueFullError, or RequestFailed: 400 for an id that is in use, 503 when stopped or
-        if a stage is down, 500 if the pipeline's routing fails at once.
+        if a stage is down, 500 if routing fails.
         """
         if not self.running:
             raise RequestFailed(NOT_RUNNING, 503)
@@ -168,7 +169,7 @@ class Coordinator:
                     self._send(stage, EndEarly(entry.flow.request_id))
 
     def release(self, delivery: Delivery) -> None:
-        """The reader has left: abort the request unless it has ended, and free its id."""
+        """Called when the reader ends: abort the request unless it has ended, and free its id."""
         entry = self._requests.get(delivery.request_id)
         if entry is not None and entry.delivery is delivery:
             self.abort(delivery.request_id)
@@ -211,7 +212,7 @@ class Coordinator:
     def _on_chunk(self, entry: _Request, message: ResultChunk) -> None:
         stage = message.stage
         metadata = {"from_stage": stage, "chunk_id": message.chunk_id, "modality": message.modality}
-        # One event under two names: report tools read either.
+        # Record one event under two names: each is read by some report tools.
         self._record("coordinator_stream_received", message.request_id, metadata)
         self._record("stage_stream_chunk_received", message.request_id, metadata)
         entry.state = RequestState.RUNNING
@@ -299,7 +300,7 @@ class Coordinator:
         if entry := self._live(request_id):
             self._end_early(entry, RequestState.FAILED, error)
         elif ended_entry := self._requests.get(request_id):
-            # The end was not read yet: replace it, and drop the chunks before it.
+            # The reader has not taken the end yet: replace it, and drop the chunks before it.
             ended_entry.delivery.end = error
 
     def _send(self, stage: str, message: StageInput) -> None:

@@ -4,7 +4,7 @@
 `ChunkSplitter` makes chunks of stage output; `ChunkAssembler` joins chunks into one response.
 Invariant: queued bytes are bounded, per reader and in total; above a bound the stream ends with an
 error. Each part of a stage's text, tokens, log probabilities and audio is sent once, streamed or at
-the end. Only the last chunk is terminal and has a finish reason. Every method but `take` is
+the end. Only the last chunk is terminal and has a finish reason. All methods except `take` are
 synchronous.
 """
 
@@ -132,9 +132,8 @@ class ChunkAssembler:
         )
 
 
-# How much of a stage's result was streamed, and the rest of it.
-#
-# Invariant: pieces plus rest is the whole result, each character, token and byte once.
+# The streamed part of a stage's result, and the rest. Together they are the complete result: each
+# character, token and byte once.
 
 GROWING_KEYS = ("text", "token_ids", "output_token_logprobs", "audio_data")
 
@@ -202,7 +201,7 @@ class Delivery:
     def put(self, chunk: DeliveredChunk) -> None:
         if self.end is None:
             if not self._chunks:
-                self.last_taken_at = trio.current_time()  # there was nothing to take before
+                self.last_taken_at = trio.current_time()  # don't count time with nothing to take
             size = size_bytes(chunk.chunk)
             self._chunks.append(chunk)
             self.waiting_bytes += size
@@ -241,8 +240,10 @@ class Delivery:
 
 
 class DeliveryBacklog:
-    """All open deliveries; `cut(request_id, error)` ends the request of a reader that is too
-    slow."""
+    """All open deliveries and their queued bytes.
+
+    `cut(request_id, error)` is called to end the request of a reader that is too slow.
+    """
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ Sends = list[tuple[str, StageInput]]
 
 
 class RequestFlow:
-    """Every method raises FlowError, or what a route or a merge raises."""
+    """The flow of one request. Every method raises FlowError, or what a route or a merge raises."""
 
     def __init__(self, plan: Plan, request_id: str, request: OmniRequest) -> None:
         self.request_id = request_id
@@ -99,8 +99,8 @@ class RequestFlow:
     ) -> None:
         if stage in self._entered:
             raise FlowError(
-                f"stage {stage} was reached twice (again from {from_stage}); if it shall join "
-                "them, give it wait_for and merge"
+                f"stage {stage} was reached twice (again from {from_stage}); to join "
+                "both inputs, give it wait_for and merge"
             )
         self._entered.add(stage)
         self._pending.add(stage)
@@ -120,6 +120,6 @@ class RequestFlow:
             return
         for target, arrived in self._joins.items():
             missing = set(self._plan.stages[target].config.wait_for) - arrived.keys()
-            raise FlowError(f"stage {target} waited in vain for {', '.join(sorted(missing))}")
+            raise FlowError(f"stage {target} got no data from {', '.join(sorted(missing))}")
         if not self.results:
             raise FlowError("no terminal stage was reached")

@@ -1,6 +1,6 @@
-"""Operations on the stages: one at a time, sent to all, their answers aggregated.
+"""Admin operations: sent to the stages, one operation at a time, with their answers aggregated.
 
-Operations in CONCURRENT_ACTIONS do not wait for others: the stage refuses what conflicts.
+Operations in CONCURRENT_ACTIONS do not wait for others: the stage refuses those that conflict.
 Invariant: every selected stage is in the aggregate once: with its answer, as skipped (it supports
 no operations), or as failed (it is down, or ended before it answered). An answer after the
 operation's timeout is only logged.
@@ -64,7 +64,7 @@ NOT_DONE = "admin operation did not complete successfully"
 
 
 class StageOperations:
-    """`send(stage, Admin)` may raise; the error text is that stage's answer."""
+    """Sends operations with `send(stage, Admin)`; if it raises, that is the stage's answer."""
 
     def __init__(self, send: Callable[[str, StageInput], None]) -> None:
         self._send = send

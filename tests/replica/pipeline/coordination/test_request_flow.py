@@ -52,7 +52,7 @@ def test_a_missing_input_stage_is_reported():
     flow.begin()
     flow.finished("a", {"text": "one"})
     flow.finished("c", {})
-    with pytest.raises(FlowError, match="stage d waited in vain for b"):
+    with pytest.raises(FlowError, match="stage d got no data from b"):
         flow.finished("b", {})
 
 
