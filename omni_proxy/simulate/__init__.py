@@ -1,1 +1,1 @@
-"""`omni-proxy simulate`: policies compared on a workload in virtual time, without sockets."""
+"""`omni-proxy simulate`: compares policies on a workload in virtual time, without sockets."""

@@ -1,11 +1,10 @@
-"""Measures a running worker: how fast it computes prompts, and how long a decode step takes.
+"""Measures a running worker: its prefill speed, and the duration of a decode step.
 
-Requests go to its `/v1/completions`, streamed. Prefill: a straight line through the time to the
-first token of long new prompts and of short ones, over the tokens that were computed. The short
-ones have a cached beginning, as most have in service, if the worker tells what it had cached.
-Decode: the time between tokens with one request and with several at once; a straight line through
-both gives the step and what each request adds. Each figure is a median. It blocks, in threads of
-its own.
+Sends streamed requests to its `/v1/completions`. Prefill: a line through the times to the first
+token of long new prompts and of short ones, over the computed tokens. The short ones have a cached
+prefix, as most prompts have in service, if the worker reports cached tokens. Decode: the time
+between tokens with one request and with several concurrent ones; a line through both gives the step
+and the additional time per request. Each figure is a median. Blocks, and starts threads.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from omni_proxy.upstream_http.event_stream import (
 )
 
 SHORT_WORDS: Final = 64
-LONG_WORDS: Final = (512, 256, 128)  # the longest that its context can hold
+LONG_WORDS: Final = (512, 256, 128)  # the first one that fits into the context is used
 ANSWER_TOKENS: Final = 32
 REPEATS: Final = 5
 AT_ONCE: Final = 4
-NEW_WORDS: Final = 12  # behind a cached beginning
+NEW_WORDS: Final = 12  # after a cached prefix
 TIMEOUT_SECS: Final = 300.0
 
 
 class CalibrationError(Exception):
-    """The worker could not be measured; the text says why."""
+    """The worker could not be measured; the message is the reason."""
 
 
 class _RefusedError(CalibrationError):
@@ -51,13 +50,13 @@ class _Timing:
     computed_tokens: int  # of the prompt
     cached_tokens: int
     first_secs: float
-    step_secs: float  # between two tokens of the answer
+    step_secs: float  # between two generated tokens
 
 
 def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> EngineSpec:
     """Raises CalibrationError."""
     base = url.rstrip("/")
-    # llama.cpp closes a connection after a stream without a word of it.
+    # llama.cpp closes a connection after a stream without announcing it.
     with httpx.Client(timeout=TIMEOUT_SECS, headers={"connection": "close"}) as client:
         model, slots = _model(client, base), _llamacpp_slots(client, base)
         progress("warming up")
@@ -66,7 +65,7 @@ def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> En
         count = _longest(client, base, model)
         long = [_ask(client, base, model, _words(count)) for _ in range(REPEATS)]
         short = _short(client, base, model, count // 2)
-        progress(f"decode, {AT_ONCE} requests at once")
+        progress(f"decode, {AT_ONCE} concurrent requests")
         with ThreadPoolExecutor(AT_ONCE) as threads:
             calls = [
                 threads.submit(_ask, client, base, model, _words(SHORT_WORDS))
@@ -77,7 +76,7 @@ def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> En
     secs = _median(long, "first_secs") - _median(short, "first_secs")
     if tokens <= 0 or secs <= 0:
         raise CalibrationError(
-            f"{url}: a longer prompt takes no longer, so prefill is not measured"
+            f"{url}: prefill can't be measured: longer prompts take no longer than short ones"
         )
     overhead_secs = _median(short, "first_secs") - _median(short, "computed_tokens") * secs / tokens
     alone_ms = _median(short, "step_secs") * 1000
@@ -93,7 +92,7 @@ def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> En
 
 
 def _llamacpp_slots(client: httpx.Client, base: str) -> dict[str, int]:
-    """llama.cpp's server says how many requests it computes at a time; nothing of others."""
+    """The number of concurrent requests of llama.cpp's server; {} for other engines."""
     try:
         slots = client.get(f"{base}/props").json()["total_slots"]
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
@@ -102,7 +101,7 @@ def _llamacpp_slots(client: httpx.Client, base: str) -> dict[str, int]:
 
 
 def _longest(client: httpx.Client, base: str, model: str) -> int:
-    """Raises CalibrationError."""
+    """The number of words for long prompts. Raises CalibrationError."""
     for words in LONG_WORDS[:-1]:
         try:
             _ask(client, base, model, _words(words))
@@ -113,8 +112,8 @@ def _longest(client: httpx.Client, base: str, model: str) -> int:
 
 
 def _short(client: httpx.Client, base: str, model: str, cached_words: int) -> list[_Timing]:
-    """Short prompts behind a cached beginning, or without one if the worker tells of no cache.
-    Raises CalibrationError."""
+    """Timings of short prompts after a cached prefix, or without one if the worker reports no
+    cached tokens. Raises CalibrationError."""
     beginning = _words(cached_words)
     _ask(client, base, model, beginning)
     behind = [_ask(client, base, model, f"{beginning} {_words(NEW_WORDS)}") for _ in range(REPEATS)]
@@ -124,7 +123,7 @@ def _short(client: httpx.Client, base: str, model: str, cached_words: int) -> li
 
 
 def _words(count: int) -> str:
-    """Text that no cache can hold."""
+    """Random text, which can't be cached."""
     return " ".join(secrets.token_hex(2) for _ in range(count))
 
 
@@ -142,7 +141,7 @@ def _model(client: httpx.Client, base: str) -> str:
 
 
 def _ask(client: httpx.Client, base: str, model: str, prompt: str) -> _Timing:
-    """One request. Raises CalibrationError."""
+    """Send one request. Raises CalibrationError."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -173,7 +172,7 @@ def _ask(client: httpx.Client, base: str, model: str, prompt: str) -> _Timing:
         ) from None
     if len(times) < 2 or not usage.input:
         raise CalibrationError(f"{base}/v1/completions: no stream of tokens with usage at its end")
-    # Not their mean: between two tokens the worker may compute the prompt of another request.
+    # A median, as between two tokens the worker may compute the prompt of another request.
     gaps = sorted(later - earlier for earlier, later in pairwise(times))
     first_secs = times[0] - began_at
     cached = usage.cached or 0

@@ -1,11 +1,11 @@
 """A model of an inference engine: continuous batching, chunked prefill, a block cache with LRU.
 
-A step computes at most `CHUNK_TOKENS` prompt tokens, in the order of admission, and one token of
-each request that decodes. A request is admitted where the batch has a place and its prompt and its
-output fit into the KV memory. Blocks that no request uses stay until memory is needed: the longest
-unused go first. Invariants: `used + idle + free` tokens are `kv_tokens`; only computed leading
-blocks are reused, and at least one token of each prompt is computed. Simplified: memory for the
-whole output is reserved, so nothing is preempted. No I/O; the time is an argument.
+A step computes at most `CHUNK_TOKENS` prompt tokens, in order of admission, and one token of each
+decoding request. A request is admitted if the batch has a free slot, and its prompt and output fit
+into the KV memory. Unused blocks stay cached until memory is needed; the least recently used are
+evicted first. Invariants: `used + idle + free` tokens are `kv_tokens`; only computed leading blocks
+are reused, and at least one token of each prompt is computed. Simplified: memory for the whole
+output is reserved, so nothing is preempted. No I/O; the time is an argument.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ CHUNK_TOKENS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a worker can do. `kv_tokens` 0: no bound. `slots` above 0: it keeps texts as llama.cpp
-    does, one for each slot, and `kv_tokens` bounds those that are stored beside them."""
+    """Speed and memory of an engine. `kv_tokens` 0: unlimited. `slots` above 0: caches texts like
+    llama.cpp, one per slot, and `kv_tokens` limits the texts stored in addition."""
 
     prefill_tokens_per_sec: float = 8000.0
-    prefill_overhead_ms: float = 0.0  # of each prompt, besides its tokens
+    prefill_overhead_ms: float = 0.0  # per prompt, in addition to its tokens
     decode_step_ms: float = 6.0
     decode_step_ms_per_request: float = 0.35
     max_batch: int = 256
@@ -39,18 +39,18 @@ class EngineSpec:
 
 
 class ResponseListener(Protocol):
-    """Who sent a request: it gets the first token and the end."""
+    """The sender of a request, notified of the first token and of the end."""
 
     def on_first_token(self) -> None: ...
 
     def on_completed(self, cached_tokens: int) -> None:
-        """`cached_tokens`: of its prompt, found in the cache when it was admitted."""
+        """`cached_tokens`: tokens of its prompt that were cached at admission."""
 
     def on_failed(self, error: str, *, refused: bool = False) -> None: ...
 
 
 class CachePublisher(Protocol):
-    """Who is told what enters and leaves the block cache."""
+    """Receives changes of the block cache."""
 
     def stored(self, request: Request, place: int) -> None: ...
     def removed(self, block: int) -> None: ...
@@ -61,7 +61,7 @@ class CachePublisher(Protocol):
     def die(self) -> None: ...
 
 
-# schedule(at, callback, number): the callback gets the number, by which a late one is recognised.
+# schedule(at, callback, number): `number` is passed to the callback, to recognise outdated calls.
 Schedule = Callable[[float, Callable[[int], None], int], None]
 
 
@@ -81,11 +81,11 @@ class Job:
     def __init__(self, request: Request, listener: ResponseListener) -> None:
         self.request = request
         self.listener = listener
-        self.cached_blocks = 0  # of its prompt, found at admission
+        self.cached_blocks = 0  # of its prompt, at admission
         self.cached_tokens = 0
-        self.prefill = 0  # prompt tokens that are still to be computed
-        self.private = 0  # KV tokens that only this request uses
-        self.pinned: tuple[int, ...] = ()  # blocks that it uses
+        self.prefill = 0  # prompt tokens that are not computed yet
+        self.private = 0  # KV tokens used only by this request
+        self.pinned: tuple[int, ...] = ()  # blocks that the request uses
 
 
 class _Block:
@@ -97,23 +97,23 @@ class _Block:
 
 
 class BlockCache:
-    """The KV memory: blocks of prompts by id, and what requests use for themselves. In tokens."""
+    """The KV memory, in tokens: blocks of prompts by id, and private memory of requests."""
 
     def __init__(self, kv_tokens: int, publisher: CachePublisher | None = None) -> None:
         self._publisher = publisher
         self.free: float = kv_tokens or inf
         self._kv_tokens = kv_tokens
         self._blocks: dict[int, _Block] = {}
-        self._idle: OrderedDict[int, _Block] = OrderedDict()  # without users, longest unused first
+        self._idle: OrderedDict[int, _Block] = OrderedDict()  # unused blocks, in LRU order
         self._idle_tokens = 0
 
     @property
     def usage(self) -> float | None:
-        """The share that requests use; None without a bound."""
+        """The share of memory that requests use; None if it is unlimited."""
         return 1 - (self.free + self._idle_tokens) / self._kv_tokens if self._kv_tokens else None
 
     def leading(self, blocks: tuple[int, ...]) -> int:
-        """How many of the first blocks are there."""
+        """How many leading blocks are cached."""
         known = self._blocks
         count = 0
         for block in blocks:
@@ -123,12 +123,12 @@ class BlockCache:
         return count
 
     def admit(self, job: Job) -> bool:
-        """Reserve memory for all of its prompt and output; False where there is not enough."""
+        """Reserve memory for the whole prompt and output; False if there is not enough."""
         request, known, idle = job.request, self._blocks, self._idle
         pinned = request.blocks[: self.leading(request.blocks)]
         held = list(map(known.__getitem__, pinned))
         cached = sum([block.tokens for block in held])
-        if len(pinned) == len(request.blocks) and pinned:  # the last one may be longer there
+        if len(pinned) == len(request.blocks) and pinned:  # the cached last block may be longer
             last = held[-1].tokens
             cached -= max(0, last - request.block_size(len(pinned) - 1))
         needed = request.input_tokens + request.output_tokens - cached
@@ -151,7 +151,7 @@ class BlockCache:
         return True
 
     def publish(self, job: Job) -> None:
-        """Its prompt is computed: all of its blocks can be reused."""
+        """The job's prompt is computed: all of its blocks can be reused."""
         request = job.request
         for place in range(len(job.pinned), len(request.blocks)):
             name = request.blocks[place]
@@ -163,7 +163,7 @@ class BlockCache:
                 if self._publisher is not None:
                     self._publisher.stored(request, place)
                 continue
-            self.free += tokens  # another request has computed the same one meanwhile
+            self.free += tokens  # another request has computed the same block
             block.users += 1
             if self._idle.pop(name, None) is not None:
                 self._idle_tokens -= block.tokens
@@ -181,7 +181,7 @@ class BlockCache:
         job.pinned = ()
 
     def clear(self) -> None:
-        """Forget all blocks that no request uses."""
+        """Remove all unused blocks."""
         if self._publisher is not None and len(self._idle) == len(self._blocks):
             self._publisher.cleared()
         while self._idle:
@@ -197,8 +197,8 @@ class BlockCache:
 
 
 class Engine:
-    """One worker's engine. `found_blocks` of `seen_blocks` were in its cache at admission.
-    `publisher`: of its KV events; one with slots has none."""
+    """One worker's engine. Of `seen_blocks` prompt blocks, `found_blocks` were cached at admission.
+    `publisher`: of its KV events; not used with `slots`."""
 
     def __init__(
         self,
@@ -210,20 +210,20 @@ class Engine:
     ) -> None:
         self.spec = spec
         self.alive = True
-        self.factor = 1.0  # every step takes so many times as long
+        self.factor = 1.0  # multiplier of the duration of steps
         self.found_blocks = 0
         self.seen_blocks = 0
-        self.requests = 0  # that were sent to it
+        self.requests = 0  # that were sent to the engine
         self._schedule = schedule
         self._publisher = publisher
         self._cache = _cache_of(spec, publisher)
         self._waiting: deque[Job] = deque()
         self._prefilling: deque[Job] = deque()
-        self._decoding: list[tuple[int, int, Job]] = []  # by the step of the last token
+        self._decoding: list[tuple[int, int, Job]] = []  # heap by the step of the last token
         self._step = 0
         self._admitted = 0
-        self._begun = 0  # prompts that the next step begins
-        # The steps that run now: when they began, how long each takes, and how many they are.
+        self._begun = 0  # prompts that start in the next step
+        # The present run of steps: their number, its id, its start, and the duration of a step.
         self._running = 0
         self._number = 0
         self._began_at = started_at
@@ -236,8 +236,8 @@ class Engine:
 
     @property
     def load(self) -> LoadReport:
-        """What it would report of itself now. As in vLLM and SGLang a request also waits while
-        the step has no room for its prompt."""
+        """The load that the engine would report now. As in vLLM and SGLang, requests that the
+        present step has no room for also count as waiting."""
         waiting, left = len(self._waiting), self._chunk
         for job in self._prefilling:
             waiting += left <= 0
@@ -245,7 +245,7 @@ class Engine:
         return LoadReport(float(waiting), self._cache.usage)
 
     def submit(self, request: Request, listener: ResponseListener, now: float) -> None:
-        """It computes the request, and calls the listener at the first token and at the end."""
+        """Start a request; the listener is called at the first token and at the end."""
         self.requests += 1
         if (
             self.spec.kv_tokens
@@ -260,7 +260,7 @@ class Engine:
             self._shorten(now)
 
     def die(self) -> None:
-        """The process is gone: every request fails, and no new one is taken."""
+        """The engine's process ends: every request fails, and no new one is accepted."""
         self.alive = False
         self._number += 1
         self._running = 0
@@ -280,7 +280,7 @@ class Engine:
             job.listener.on_failed("the worker died")
 
     def cancel(self, listener: ResponseListener) -> None:
-        """Its client or the proxy has closed the connection."""
+        """Drop the request of this listener: its connection was closed."""
         for queue in (self._waiting, self._prefilling):
             for job in queue:
                 if job.listener is listener:
@@ -295,7 +295,7 @@ class Engine:
                 return
 
     def evict(self) -> None:
-        """Drop every cached block that no request uses."""
+        """Drop all cached blocks that no request uses."""
         self._cache.clear()
         self._publish()
 
@@ -307,7 +307,7 @@ class Engine:
         return len(self._prefilling) + len(self._decoding) < self.spec.max_batch
 
     def _shorten(self, now: float) -> None:
-        """The steps that run end with the present one, so that a request can be admitted."""
+        """End the run of steps after the present step, so that a request can be admitted."""
         done = max(1, ceil((now - self._began_at) / self._step_secs - 1e-9))
         if done < self._running:
             self._run(done)

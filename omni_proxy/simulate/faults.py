@@ -1,8 +1,8 @@
-"""What goes wrong in a simulation: workers that die, slow down, join, or lose their cache, and KV
-events that never arrive.
+"""Faults in a simulation: workers that die, slow down, join, or lose their cache, and lost KV
+events.
 
-Spelling: `die:W@SECS`, `slow:W@SECSxFACTOR`, `join@SECS`, `evict:W@SECS`, `lose_events:SHARE`; W
-counts from 0, SHARE is from 0 to 1 and holds for the whole run.
+Syntax: `die:W@SECS`, `slow:W@SECSxFACTOR`, `join@SECS`, `evict:W@SECS`, `lose_events:SHARE`; W
+counts from 0, SHARE is from 0 to 1 and applies to the whole run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ EXPECTED: Final = "die:W@SECS, slow:W@SECSxFACTOR, join@SECS, evict:W@SECS or lo
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`worker`: its place among the workers, -1 for one that joins. `share`: of batches of KV
-    events."""
+    """`worker`: index of the worker, -1 for one that joins. `share`: share of KV event batches that
+    are lost."""
 
     kind: Kind
     at: float

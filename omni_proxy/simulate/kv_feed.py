@@ -1,12 +1,12 @@
-"""KV events of modelled engines, as the proxy gets them: losses, replays, trust and the index.
+"""KV events of modelled engines, as the proxy receives them: losses, replays, state and index.
 
     BlockCache --rows--> KvFeed: a batch for each step --DELAY_SECS--> PublisherState --> BlockIndex
 
-Batches are MessagePack as an engine publishes it and are read by the proxy's own code; only the
-sockets and the process beside the proxy are not there. Prompts are token ids, equal exactly where
-blocks are: few for each block, with blanks behind them, so that a body is as long as a real one
-and quickly read. Invariant: a feed has no chance but that of `random`, no real time, no I/O.
-Source: real-engines.md 4 (vLLM publishes a batch for a step and keeps 10,000 for replays).
+Batches are MessagePack as published by an engine, and are decoded by the proxy's own code; only
+sockets and the separate process are left out. Prompts are token ids, equal if and only if blocks
+are equal: a few ids for each block, padded with blanks, so that a body has a realistic length but
+is read quickly. Invariant: the only randomness of a feed is that of `random`; no real time, no I/O.
+Source: real-engines.md 4 (vLLM publishes a batch per step and keeps 10,000 for replays).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from omni_proxy.simulate.virtual_time import VirtualTime
 from omni_proxy.simulate.workload import BYTES_PER_TOKEN, Request
 
 DELAY_SECS: Final = 0.002  # from an engine to the proxy's index, or from the proxy to an engine
-REPLAYED_BATCHES: Final = 10_000  # the newest; older ones can't be asked for
+REPLAYED_BATCHES: Final = 10_000  # the newest ones; older ones can't be replayed
 _WORD: Final = (1 << 64) - 1
-# A block is spelled with so many tokens, whatever it has: the digits of an id of 64 bits, each an
-# id of three digits, which is 4 bytes of a body and one byte of MessagePack. The factor makes
-# numbers that follow each other differ in their first digits, as texts do.
+# Every block is written as this many tokens: the hex digits of its 64-bit id, each a token id of
+# three digits, which takes 4 bytes in a body and one byte in MessagePack. The factor makes
+# consecutive block ids differ in their first digits, as texts do.
 SPELLED_TOKENS: Final = 16
 _FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no two products are equal
 _AS_JSON: Final = str.maketrans({f"{digit:x}": f"{100 + digit}," for digit in range(16)})
@@ -41,13 +41,13 @@ _encode: Final = msgspec.msgpack.Encoder().encode
 
 
 def reads_events(routing: RoutingConfig) -> bool:
-    """Whether some choice of this configuration can depend on KV events."""
+    """Whether picks with this configuration can depend on KV events."""
     return routing.policy == "cache_aware" and routing.cache_aware.source == "events"
 
 
 class StoredRow(NamedTuple):
-    """Blocks that an engine has computed, one behind the other. `parent`: the one before them, None
-    at the beginning of a prompt."""
+    """Consecutive blocks that an engine has computed. `parent`: the block before them, None at the
+    start of a prompt."""
 
     blocks: list[int]
     parent: int | None
@@ -61,7 +61,7 @@ class Loss(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """A list is of blocks that are gone, None says that all are."""
+    """In `rows`, a list has removed blocks, None means that all were removed."""
 
     number: int
     at: float
@@ -75,7 +75,7 @@ class KvFeed:
         self, url: str, time: VirtualTime, index: BlockIndex, loss: Loss, *, replays: bool
     ) -> None:
         self.state = PublisherState(replays=replays)
-        self.lost = 0  # batches
+        self.lost = 0  # number of lost batches
         self._url = url
         self._time = time
         self._index = index
@@ -87,11 +87,11 @@ class KvFeed:
         self.state.connected(time.now)
         self._hand_over()
 
-    # What the engine calls.
+    # Called by the engine.
 
     def stored(self, request: Request, place: int) -> None:
-        """A block of the prompt is computed. What is left of it at the end of the prompt is
-        published, too, as engines do, whose blocks are smaller, unless it is very short."""
+        """A block of the prompt is computed. A partial last block is published, too, unless it is
+        very short: engines publish most of it, because their blocks are smaller."""
         if request.block_size(place) >= SPELLED_TOKENS:
             block, parent = request.blocks[place], request.blocks[place - 1] if place else None
             last = self._rows[-1] if self._rows else None
@@ -107,11 +107,11 @@ class KvFeed:
             self._rows.append([block])
 
     def cleared(self) -> None:
-        """Its cache is empty."""
+        """The engine's cache is empty."""
         self._rows.append(None)
 
     def publish(self) -> None:
-        """The end of a step: what changed in it is one batch."""
+        """A step has ended: publish its changes as one batch."""
         if not self._rows:
             return
         batch = _Batch(self._next, self._time.now, self._rows)
@@ -124,12 +124,12 @@ class KvFeed:
         self._later(self._receive, batch)
 
     def die(self) -> None:
-        """The engine is gone, and with it the connection."""
+        """The engine has ended, which closes the connection."""
         self._alive = False
         self._rows.clear()
         self._later(self._disconnected, None)
 
-    # What the proxy gets.
+    # On the side of the proxy.
 
     def tick(self) -> None:
         self.state.tick(self._time.now)
@@ -147,7 +147,7 @@ class KvFeed:
         self._hand_over()
 
     def _hand_over(self) -> None:
-        """To the index, and to the engine what is asked for."""
+        """Apply changes to the index, and send a replay request to the engine."""
         if changes := self.state.take_changes():
             self._index.apply(self._url, changes)
         if self.state.ask is not None:
@@ -155,7 +155,7 @@ class KvFeed:
             self._later(self._asked, start)
 
     def _asked(self, start: int) -> None:
-        """At the engine. Replays go over a connection that loses nothing."""
+        """A replay request arrives at the engine. Replays are never lost."""
         if self._alive:
             self._later(self._replayed, [batch for batch in self._kept if batch.number >= start])
 
@@ -169,8 +169,7 @@ class KvFeed:
 
 
 def token_prompt(request: Request, number: int) -> bytes:
-    """The prompt as JSON, a list of ids. `number` makes one without blocks different from all
-    others."""
+    """The prompt as a JSON list of ids. `number` makes a prompt without blocks unique."""
     width = request.block_tokens * BYTES_PER_TOKEN
     blocks = request.blocks or (_WORD - number,) * (
         -(-request.input_tokens // request.block_tokens)
@@ -181,7 +180,7 @@ def token_prompt(request: Request, number: int) -> bytes:
 
 @lru_cache(1 << 16)
 def _spelled(block: int) -> tuple[bytes, bytes]:
-    """The tokens of a block: as JSON with a comma behind each, and as MessagePack."""
+    """The tokens of a block: as JSON with a comma after each, and as MessagePack."""
     digits = f"{block * _FACTOR & _WORD:0{SPELLED_TOKENS}x}"
     return digits.translate(_AS_JSON).encode(), digits.encode().translate(_AS_MSGPACK)
 
@@ -196,7 +195,7 @@ def _event(row: StoredRow | list[int] | None) -> list[object]:
     if isinstance(row, list):
         return ["BlockRemoved", [block & _WORD for block in row], "GPU"]
     ids = b"".join(_spelled(block)[1] for block in row.blocks)
-    tokens = msgspec.Raw(b"\xdd" + len(ids).to_bytes(4, "big") + ids)  # each is one byte
+    tokens = msgspec.Raw(b"\xdd" + len(ids).to_bytes(4, "big") + ids)  # one byte per id
     names = [block & _WORD for block in row.blocks]
     parent = None if row.parent is None else row.parent & _WORD
     return ["BlockStored", names, parent, tokens, SPELLED_TOKENS, None, "GPU"]

@@ -1,6 +1,6 @@
-"""Figures as one SVG: bars with names and values as text, such as those of several policies.
+"""Figures as one SVG: bars with names and values as text, for example of several policies. Pure.
 
-PURE. No script and no font of its own; readable on a light and on a dark page.
+No scripts or embedded fonts; readable on light and dark pages.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Final, TypeAlias
 
 from omni_proxy.simulate.report import Run
 
-Bar: TypeAlias = tuple[str, float, str]  # its name, its value, and the value as text
+Bar: TypeAlias = tuple[str, float, str]  # name, value, and the value as text
 
 WIDTH: Final = 900
 NAME_WIDTH: Final = 260
@@ -37,7 +37,7 @@ _PARTS: Final[tuple[tuple[str, Callable[[Run], float], str], ...]] = (
 
 
 def svg(title: str, note: str, runs: Sequence[Run]) -> str:
-    """The figures of runs, one bar for each in each part."""
+    """The figures of the runs: each part has one bar per run."""
     parts = []
     for name, read, form in _PARTS:
         values = [read(run) for run in runs]
@@ -50,7 +50,7 @@ def svg(title: str, note: str, runs: Sequence[Run]) -> str:
 
 
 def bars(title: str, note: str, parts: Sequence[tuple[str, Sequence[Bar]]]) -> str:
-    """A whole file. The longest bar of each part has the full width."""
+    """A complete SVG file. The longest bar of each part has the full width."""
     lines, y = [], TOP
     for part, rows in parts:
         longest = max((value for _, value, _ in rows), default=0.0) or 1.0
@@ -78,6 +78,6 @@ def bars(title: str, note: str, parts: Sequence[tuple[str, Sequence[Bar]]]) -> s
 
 
 def name_of(run: Run) -> str:
-    """The policy, with the values that were swept."""
+    """The policy with its swept values."""
     values = ", ".join(f"{key.rpartition('.')[2]}={value}" for key, value in run.settings.items())
     return f"{run.policy} {values}".strip()

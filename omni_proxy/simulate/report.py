@@ -1,6 +1,6 @@
-"""What a simulation found, as figures: for a table, for JSON and for a picture.
+"""Results of simulations as figures: for a table, for JSON and for a picture. Pure.
 
-PURE. Times are in milliseconds, rates are shares from 0 to 1. Percentiles are the nearest rank.
+Times are in milliseconds, rates are from 0 to 1. Percentiles use the nearest rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ MOST_FAILURES: Final = 5  # reasons that are shown
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One policy with one set of swept values. `ttft`, `total`: mean, p50, p90 and p99 in ms."""
+    """The figures of one policy with one set of swept values. `ttft_ms`, `total_ms`: mean, p50, p90
+    and p99."""
 
     policy: str
     settings: Mapping[str, object]
@@ -33,7 +34,7 @@ class Run:
     goodput_rps: float | None  # None without a deadline
     ttft_ms: Mapping[str, float]
     total_ms: Mapping[str, float]
-    failures: Mapping[str, int] = field(default_factory=dict)  # why, and how many
+    failures: Mapping[str, int] = field(default_factory=dict)  # count by reason
 
 
 def summarize(
@@ -42,7 +43,7 @@ def summarize(
     simulation: Simulation,
     deadline_ms: float | None,
 ) -> Run:
-    """The figures of a simulation that has run."""
+    """The figures of a finished simulation."""
     outcomes, engines = simulation.outcomes, list(simulation.engines.values())
     duration_secs = simulation.time.now
     seen = sum(engine.seen_blocks for engine in engines)
@@ -78,14 +79,14 @@ def spread_ms(secs: Sequence[float]) -> dict[str, float]:
 
 
 def percentile(ordered: Sequence[float], percent: int) -> float:
-    """The smallest value that `percent` of all are not above; 0 without any."""
+    """The smallest value such that `percent` of all values are at or below it; 0 without any."""
     if not ordered:
         return 0.0
     return ordered[max(0, ceil(len(ordered) * percent / 100) - 1)]
 
 
 def as_json(seed: int, workers: int, facts: Facts, runs: Sequence[Run]) -> dict[str, object]:
-    """One object, with keys that stay."""
+    """One object; its keys are stable between releases."""
     return {
         "seed": seed,
         "workers": workers,
@@ -106,7 +107,7 @@ def _without_failures(run: dict[str, object]) -> dict[str, object]:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What a table does not say: why requests failed, and that a swept key changed nothing."""
+    """Lines below the table: why requests failed, and swept keys that had no effect."""
     failures: Counter[str] = Counter()
     for run in runs:
         failures.update(run.failures)

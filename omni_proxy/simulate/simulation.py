@@ -1,8 +1,8 @@
-"""One run: the proxy's own admission, queue, policy, retries and health over modelled engines.
+"""One run: the proxy's own admission, queue, policy, retries and health with modelled engines.
 
 The objects are those of the data plane (`ExchangeServices`) and of the fleet; only sockets, engines
-and time are models. A response's head comes with its first token. Health checks run at the
-configured interval. Invariant: no chance but that of `seed`, no real time, no I/O.
+and time are models. The head of a response arrives with its first token. Health checks run at the
+configured interval. Invariant: the only randomness is that of `seed`; no real time, no I/O.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.response_heads import ResponseHeadCache
 from omni_proxy.wire.load_report import EngineLoad
 
-EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)  # of virtual time, where a date is wanted
+EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)  # the date of virtual time 0
 MAINTAIN_SECS: Final = 0.25
-REPORT_SECS: Final = 0.05  # from an engine's figures to the proxy that has asked for them
+REPORT_SECS: Final = 0.05  # delay of an engine's load report
 PATH: Final = "/v1/completions"
 HEX: Final = 16  # characters of a block's id in the text of a prompt
 USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}}'
@@ -66,18 +66,18 @@ USAGE: Final = b'{"usage":{"prompt_tokens":%d,"prompt_tokens_details":{"cached_t
 
 @dataclass(slots=True)
 class Outcomes:
-    """What clients saw. Times in seconds, of completed requests, in the order of their end."""
+    """Results for clients. Times are seconds, of completed requests, in order of completion."""
 
     completed: int = 0
     failed: int = 0
-    failures: Counter[str] = field(default_factory=Counter)  # why, and how many
+    failures: Counter[str] = field(default_factory=Counter)  # by reason
     retries: int = 0
     first_token_secs: list[float] = field(default_factory=list)
     total_secs: list[float] = field(default_factory=list)
 
 
 class _OpenConnection:
-    """A client that neither leaves nor reads slowly."""
+    """A client that never disconnects and never reads slowly."""
 
     peer_closed = False
     closed = False
@@ -85,7 +85,8 @@ class _OpenConnection:
 
 
 class SimulatedExchange(ExchangeIO):
-    """One client's request: what `dataplane.exchange.exchange_steps` does, at modelled engines."""
+    """One client's request: the steps of `dataplane.exchange.exchange_steps`, with modelled
+    engines."""
 
     __slots__ = ("_ended", "_first_at", "_refused", "broken", "number", "request", "simulation")
 
@@ -102,7 +103,7 @@ class SimulatedExchange(ExchangeIO):
         self.rest, self.head_bytes = b"", 0
         self.simulation = simulation
         self.request = request
-        self.number = number  # different for each request of a run
+        self.number = number  # unique in a run
         self._first_at = 0.0
         self._ended = self._refused = False
         self.broken = ""
@@ -119,7 +120,7 @@ class SimulatedExchange(ExchangeIO):
             self.on_phase_timeout()
 
     def await_next_request(self) -> None:
-        """The connection has one request."""
+        """Does nothing: a connection has only one request."""
 
     async def serve(self) -> None:
         exchange = self.exchange = Exchange(self.loop.now, "")
@@ -169,7 +170,7 @@ class SimulatedExchange(ExchangeIO):
             services.fleet.observe_success(worker, exchange.half_open_id)
 
     async def _attempt(self, exchange: Exchange, worker: Worker) -> None:
-        """Raises AttemptFailed before the first token; later `exchange` says how it ended."""
+        """Raises AttemptFailed before the first token; after it `exchange` has the outcome."""
         engine = self.simulation.engines[worker.url]
         exchange.sent_at = self.loop.now
         if not engine.alive:
@@ -216,7 +217,7 @@ class SimulatedExchange(ExchangeIO):
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What the proxy is put in front of. `seed` decides all chance of the proxy."""
+    """Workers, workload and engines of a run. `seed`: of all randomness in the proxy."""
 
     workers: Sequence[WorkerSpec]
     workload: Workload
@@ -234,7 +235,7 @@ class Simulation:
         self.outcomes = Outcomes()
         self.facts = FactsCounter()
         self.engines: dict[str, Engine] = {}
-        self.feeds: dict[str, KvFeed] = {}  # of KV events, where the policy reads them
+        self.feeds: dict[str, KvFeed] = {}  # of KV events, if the policy uses them
         self.blocks = BlockIndex()
         self.route = _route()
         self._config = config
@@ -245,7 +246,7 @@ class Simulation:
         self._reads_events = reads_events(config.routing)
         share = max((each.share for each in scenario.faults), default=0.0)
         self._loss = Loss(share, Random(f"{seed} lost events"))
-        self._active = 0  # requests that have come or will come, and have not ended
+        self._active = 0  # known requests that have not ended, including future ones
         self._loop = VirtualLoop(self.time)
         self._fleet = Fleet()
         self._fleet.thresholds = thresholds_of(config)
@@ -266,7 +267,7 @@ class Simulation:
             self.time.schedule(fault.at, self._apply, fault)
 
     def run(self) -> Outcomes:
-        """Until every request has ended."""
+        """Run until every request has ended."""
         arrivals = iter(self._workload.requests)
         self._active = len(self._workload.requests)
         self.time.schedule(0.0, self._maintain, None)
@@ -286,8 +287,8 @@ class Simulation:
         return self.outcomes
 
     def body_of(self, request: Request, number: int) -> bytes:
-        """A request of the completions API: prompts share leading bytes exactly where they share
-        leading blocks. `number` is the request's own."""
+        """A request of the completions API: prompts share leading bytes if and only if they share
+        leading blocks. `number`: unique for the request."""
         if self._reads_events:
             prompt = token_prompt(request, number)
         else:
@@ -296,7 +297,7 @@ class Simulation:
         return b'{%b"stream":true,"prompt":%b}' % (model, prompt)
 
     def on_end(self, io: SimulatedExchange, exchange: Exchange, first_at: float) -> None:
-        """Record what the client saw."""
+        """Record the result for the client."""
         outcomes, now = self.outcomes, self.time.now
         self._active -= 1
         outcomes.retries += max(0, exchange.attempts - 1)
@@ -346,7 +347,7 @@ class Simulation:
         )
 
     def _publishes(self, worker: WorkerSpec) -> bool:
-        """Every engine does, unless the configuration names the workers that do."""
+        """Whether the engine publishes KV events: all do, unless the configuration names some."""
         return worker.kv_events != "off" or all(each.kv_events == "off" for each in self._members)
 
     def _start(self, request: Request) -> None:
@@ -384,7 +385,7 @@ class Simulation:
         self.time.schedule(self.time.now + secs, self._probe, worker)
 
     def _schedule_poll(self, worker: Worker) -> None:
-        """As `health.engine_load` polls; streams, as these requests are, report no load."""
+        """Schedule polls like `health.engine_load`; streams, as used here, report no load."""
         if secs := self._config.routing.load_poll_secs:
             self.time.schedule(self.time.now + secs * self._random.random(), self._poll, worker)
 
@@ -413,7 +414,7 @@ class Simulation:
             engine.evict()
 
     def _join(self) -> None:
-        """A worker like the first one; it gets requests once its probes have succeeded."""
+        """Add a worker like the first one; it gets requests once its probes have succeeded."""
         spec = simulated_worker(len(self._members), self._members[0])
         self._members.append(spec)
         self._add_engine(spec)
@@ -444,12 +445,12 @@ def _route() -> Route:
 
 
 def _has_replays(worker: WorkerSpec) -> bool:
-    """Only an endpoint that is named alone has no replay socket beside it."""
+    """Whether there is a replay socket: unless only `kv_events` names an endpoint."""
     return worker.kv_events in ("off", "auto") or bool(worker.kv_replay)
 
 
 def simulated_worker(place: int, like: WorkerSpec | None = None) -> WorkerSpec:
-    """A worker at an address that is never dialled."""
+    """A worker with an address to which no connection is made."""
     url = f"http://10.{place >> 16 & 255}.{place >> 8 & 255}.{place & 255}:8000"
     if like is not None:
         return replace(like, url=url)

@@ -1,10 +1,10 @@
-"""The KV memory of llama.cpp's server: each of a few slots keeps one text, others are stored aside.
+"""The KV memory of llama.cpp's server: each of a few slots has one text, more are in a store.
 
-    a request ──> an idle slot with a common beginning, else the one unused for longest
-                  └─ what it held is stored, where most of it would be lost
-Invariant: a text is in one place only. Whoever begins as a text of a slot or of the store takes it
-over, and what follows the common beginning is lost. Source: llama.cpp, tools/server (the choice of
-a slot, and its prompt cache). Simplified: the store is bounded in tokens, not in bytes.
+    a request ──> an idle slot with a common prefix, else the least recently used idle slot
+                  └─ its old text is stored, if most of it would be lost
+Invariant: a text is either in one slot or in the store. A request with a common prefix takes the
+text over, and the part after the prefix is lost. Source: llama.cpp, tools/server (selection of a
+slot, and its prompt cache). Simplified: the store is limited in tokens, not in bytes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Final, Protocol
 from omni_proxy.simulate.workload import Request
 
 # Shares of a prompt or of a text.
-SIMILAR: Final = 0.1  # a slot with less in common is not preferred
-LOST: Final = 0.5  # a slot that keeps less of its text has it stored first
-USABLE: Final = 0.25  # a stored text of which less is common stays where it is
+SIMILAR: Final = 0.1  # a slot with a smaller common prefix is not preferred
+LOST: Final = 0.5  # if a slot would keep less of its text, the text is stored first
+USABLE: Final = 0.25  # a stored text with a smaller common share is not used
 
 
 class CachedPrompt(Protocol):
-    """A request at an engine, and what admission finds out about it."""
+    """A request at an engine, with fields that are set at admission."""
 
     request: Request
     cached_blocks: int
@@ -32,7 +32,7 @@ class CachedPrompt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """`tokens` counts the answer, too, which no later prompt has in common."""
+    """`tokens` includes the answer, which later prompts don't match."""
 
     blocks: tuple[int, ...] = ()
     tokens: int = 0
@@ -42,11 +42,11 @@ class _Text:
 class _Slot:
     text: _Text
     job: CachedPrompt | None = None
-    used: int = 0  # the number of its last request
+    used: int = 0  # sequence number of its last request
 
 
 class SlotCache:
-    """`stored_tokens` bounds the store, 0: no bound."""
+    """`stored_tokens`: limit of the store; 0: no limit."""
 
     def __init__(self, slots: int, stored_tokens: int) -> None:
         self._slots = [_Slot(_Text()) for _ in range(slots)]
@@ -56,11 +56,11 @@ class SlotCache:
 
     @property
     def usage(self) -> float:
-        """The share of the slots that compute."""
+        """The share of slots in use."""
         return sum(slot.job is not None for slot in self._slots) / len(self._slots)
 
     def admit(self, job: CachedPrompt) -> bool:
-        """Give it a slot with what can be reused; False where every slot computes."""
+        """Assign a slot, with the reusable part of its text; False if all slots are in use."""
         idle = [slot for slot in self._slots if slot.job is None]
         if not idle:
             return False
@@ -77,11 +77,12 @@ class SlotCache:
         return True
 
     def publish(self, job: CachedPrompt) -> None:
-        """Its prompt is computed."""
+        """The job's prompt is computed."""
         self._slot_of(job).text = _Text(job.request.blocks, job.request.input_tokens)
 
     def release(self, job: CachedPrompt) -> None:
-        """The slot keeps what it has: after an answer prompt and answer, else what was reused."""
+        """Free the slot. It keeps prompt and answer; if the prompt was not computed, the reused
+        part."""
         slot = self._slot_of(job)
         slot.job = None
         if slot.text.tokens == job.request.input_tokens:
@@ -89,7 +90,7 @@ class SlotCache:
             slot.text = _Text(slot.text.blocks, total)
 
     def clear(self) -> None:
-        """Forget every text that no request uses."""
+        """Drop all texts that no request uses."""
         self._stored.clear()
         for slot in self._slots:
             if slot.job is None:
@@ -114,7 +115,7 @@ class SlotCache:
         return slot
 
     def _store(self, text: _Text) -> None:
-        """Unless it is there; shorter texts that it begins with are not kept beside it."""
+        """Store a text unless it is part of a stored one; stored prefixes of it are dropped."""
         if any(_begins(text, other) for other in self._stored):
             return
         self._stored = [other for other in self._stored if not _begins(other, text)]
@@ -123,7 +124,8 @@ class SlotCache:
             self._stored.pop(0)
 
     def _take(self, held: _Text, request: Request) -> _Text:
-        """The stored text that serves the request better than what the slot held, or none."""
+        """Remove and return the stored text that matches the request better than `held`, or return
+        `held`."""
         best, most = _Text(), common_tokens(held, request)
         kept = most / held.tokens
         for text in self._stored:
@@ -138,7 +140,7 @@ class SlotCache:
 
 
 def leading(text: tuple[int, ...], blocks: tuple[int, ...]) -> int:
-    """How many of the first blocks are equal."""
+    """How many leading blocks are equal."""
     count = 0
     for one, other in zip(text, blocks, strict=False):
         if one != other:

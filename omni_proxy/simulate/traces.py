@@ -4,7 +4,7 @@ A file may be compressed with gzip. Invariant: every line is checked, and bad in
 TraceError with the file and the line; only blank lines are skipped. Sources: Mooncake's trace
 release (FAST '25): `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of blocks of 512
 tokens. Azure LLM inference trace 2023: `TIMESTAMP,ContextTokens,GeneratedTokens`. A route log has
-bytes and no tokens: these are estimated by `BYTES_PER_TOKEN` and `BYTES_PER_EVENT`.
+bytes instead of tokens: these are estimated by `BYTES_PER_TOKEN` and `BYTES_PER_EVENT`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import msgspec
 
 from omni_proxy.simulate.workload import BYTES_PER_TOKEN, OpenLoop, Request, Workload
 
-BYTES_PER_EVENT: Final = 240  # of an OpenAI stream: one token with its JSON around it
+BYTES_PER_EVENT: Final = 240  # of an OpenAI stream: one token and the JSON around it
 GZIP_MAGIC: Final = b"\x1f\x8b"
 CSV_HEADER: Final = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 MAX_TOKENS: Final = 100_000_000
@@ -31,7 +31,7 @@ Line = TypeVar("Line")
 
 
 class TraceError(Exception):
-    """The text is `FILE:LINE: reason`."""
+    """The message is `FILE:LINE: reason`."""
 
 
 class _MooncakeLine(msgspec.Struct, gc=False):
@@ -94,17 +94,18 @@ def _read_all(
         if request is not None:
             requests.append(request)
     if not requests:
-        raise TraceError(f"{path}:1: no request in it")
+        raise TraceError(f"{path}:1: the file has no requests")
     return requests
 
 
 def _check_time(request: Request, before: Sequence[Request]) -> None:
-    """Raises ValueError: a time in another unit would be years of health checks."""
+    """Raises ValueError if times are too far apart, because they are probably in another unit:
+    years of health checks would be simulated."""
     days = abs(request.at - before[0].at) / 86400 if before else 0.0
     if days > MAX_DAYS:
         raise ValueError(
             f"its time is {days:.6g} days from that of the first request, at most {MAX_DAYS} are "
-            "simulated; in .jsonl `timestamp` counts milliseconds"
+            "simulated; in .jsonl `timestamp` is in milliseconds"
         )
 
 
@@ -182,14 +183,14 @@ def _csv_request(line: bytes) -> Request:
 
 
 def _tokens(name: str, value: int) -> int:
-    """Raises ValueError. An answer of no token, which some traces have, counts as one."""
+    """The number of tokens; 0, which some traces have, becomes 1. Raises ValueError."""
     if not 0 <= value <= MAX_TOKENS:
         raise ValueError(f"{name} is {value}, expected 0 to {MAX_TOKENS}")
     return max(1, value)
 
 
 def _from_zero(requests: list[Request]) -> list[Request]:
-    """Times from the first request on."""
+    """Make times relative to the first request."""
     first = min((request.at for request in requests), default=0.0)
     for request in requests:
         request.at -= first

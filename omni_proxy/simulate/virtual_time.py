@@ -1,6 +1,6 @@
-"""Virtual time for the data plane's objects: an event loop and timers that a simulation drives.
+"""Virtual time for objects of the data plane: an event loop and timers driven by a simulation.
 
-Invariant: nothing waits in real time and no socket is opened; callbacks of the same moment run in
+Invariant: nothing waits in real time and no sockets are opened; callbacks for the same time run in
 the order in which they were scheduled, so equal input gives equal results.
 """
 
@@ -16,7 +16,7 @@ from omni_proxy.dataplane.loop.timeouts import Timers
 
 
 class VirtualTime:
-    """The clock, and what is to happen. Times are seconds from 0."""
+    """The clock and the scheduled events. Times are seconds from 0."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -27,12 +27,12 @@ class VirtualTime:
         return self.now
 
     def schedule(self, at: float, callback: Callable[[Any], None], argument: Any) -> None:
-        """`callback(argument)` at `at`, or now if that is over."""
+        """Call `callback(argument)` at `at`, or now if `at` is in the past."""
         self._scheduled += 1
         heappush(self._events, (max(at, self.now), self._scheduled, callback, argument))
 
     def advance(self) -> bool:
-        """Run the next event; False where there is none."""
+        """Run the next event; False if there is none."""
         if not self._events:
             return False
         self.now, _, callback, argument = heappop(self._events)
@@ -48,7 +48,7 @@ class VirtualLoop(EventLoop):
         self._time = time
 
     def step_ready(self) -> None:
-        """Step the tasks that were woken, until none is."""
+        """Step woken tasks until no task is woken any more."""
         self.now = self._time.now
         while self._ready:
             ready, self._ready = self._ready, []

@@ -1,9 +1,9 @@
 """Workloads: requests with arrival times, prompt blocks and output lengths.
 
-A prompt is a sequence of blocks of `block_tokens` tokens (the last one may be shorter). Equal block
-ids stand for equal text behind equal text, so leading blocks with equal ids are a common prefix. A
-workload may add requests when one ends: the next turn of a chat comes after the answer. Invariant:
-equal arguments and an equal seed give the same requests.
+A prompt is a sequence of blocks of `block_tokens` tokens (the last one may be shorter). An equal
+block id means equal text up to the block's end, so leading blocks with equal ids are a common
+prefix. A workload may add requests when one ends: the next turn of a chat follows the answer.
+Invariant: equal arguments and an equal seed give the same requests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from random import Random
 from typing import Final, Protocol
 
 TRACE_BLOCK_TOKENS: Final = 512
-BLOCK_TOKENS: Final = 64  # of the workloads that are made here
+BLOCK_TOKENS: Final = 64  # of the generated workloads below
 BYTES_PER_TOKEN: Final = 4
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request. `blocks` empty: nothing of its prompt is shared with any other."""
+    """One request. `blocks` empty: its prompt shares no prefix with any other."""
 
     at: float  # seconds since the start of the workload
     input_tokens: int
@@ -36,25 +36,25 @@ class Request:
         return len(self.blocks) or -(-self.input_tokens // self.block_tokens)
 
     def block_size(self, place: int) -> int:
-        """Tokens of one block; the last one of a prompt has what is left."""
+        """Tokens of one block; the last block of a prompt has the remaining ones."""
         if place + 1 < len(self.blocks):
             return self.block_tokens
         return max(0, self.input_tokens - place * self.block_tokens)
 
 
 class Workload(Protocol):
-    """Where the requests come from."""
+    """A source of requests."""
 
     @property
     def requests(self) -> Sequence[Request]:
-        """Those that are known before the run, by arrival time."""
+        """The requests that are known before the run, by arrival time."""
 
     def next_after(self, request: Request, now: float) -> Iterable[Request]:
-        """Requests that follow one that has ended at `now`."""
+        """Requests that follow `request`, which has ended at `now`."""
 
 
 class OpenLoop:
-    """Requests that come at given times, whatever becomes of the others."""
+    """Requests that arrive at given times, independent of each other."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self.requests = sorted(requests, key=lambda request: request.at)
@@ -65,7 +65,7 @@ class OpenLoop:
 
 @dataclass(slots=True, eq=False)
 class Turns:
-    """What is left of a conversation: (think seconds, new prompt tokens, output tokens) each."""
+    """Remaining turns of a conversation: (think seconds, new prompt tokens, output tokens) each."""
 
     session: str
     left: list[tuple[float, int, int]]
@@ -73,7 +73,7 @@ class Turns:
 
 class Conversations:
     """Sessions of several turns: each prompt is the previous prompt, its answer and new text, and
-    comes a think time after the answer."""
+    is sent a think time after the answer."""
 
     def __init__(
         self, first: Iterable[Request], turns: Sequence[Turns], names: Iterable[int]
@@ -89,7 +89,7 @@ class Conversations:
         think_secs, new_tokens, output_tokens = turns.left.pop(0)
         size = request.block_tokens
         tokens = request.input_tokens + request.output_tokens + new_tokens
-        whole = request.input_tokens // size  # a block that was not full is another one now
+        whole = request.input_tokens // size  # a partial last block gets more text and a new id
         blocks = request.blocks[:whole] + tuple(
             next(self._names) for _ in range(-(-tokens // size) - whole)
         )
@@ -98,7 +98,7 @@ class Conversations:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a workload is, whoever serves it."""
+    """Properties of a workload, independent of the fleet."""
 
     requests: int
     mean_input_tokens: float
@@ -110,9 +110,9 @@ class Facts:
 
 @dataclass(slots=True)
 class FactsCounter:
-    """Counts requests in the order in which they come. The best possible hit rate is that of one
-    worker that never forgets: the share of blocks, or of tokens, that an earlier prompt began with,
-    too."""
+    """Counts requests in order of arrival. The best possible hit rate is that of one worker with
+    unlimited cache: the share of leading blocks, or of their tokens, that are also in an earlier
+    prompt."""
 
     requests: int = 0
     _input: int = 0
@@ -153,14 +153,14 @@ class FactsCounter:
         )
 
 
-# Made workloads. Each is a function of the number of requests, of workers (the arrival rate grows
-# with it; it need not be whole) and of a source of chance.
+# Generated workloads: functions of the number of requests, the number of workers (to which the
+# arrival rate is proportional; it may be fractional) and a random generator.
 
 RATE_PER_WORKER: Final = 2.0  # requests a second, for prompts of about two thousand tokens
 
 
 def _lengths(random: Random, mean: float) -> int:
-    """A positive length with a long tail: log-normal, as prompts and answers are."""
+    """A positive length with a long tail: log-normal, like those of prompts and answers."""
     return max(1, round(mean * random.lognormvariate(-0.32, 0.8)))
 
 
@@ -177,7 +177,7 @@ def _names(number: int, names: Iterable[int]) -> tuple[int, ...]:
 
 
 def uniform(requests: int, workers: float, random: Random) -> Workload:
-    """Prompts that share nothing, at a steady rate."""
+    """Prompts without common prefixes, at a steady rate."""
     arrivals = _arrivals(random, RATE_PER_WORKER * workers)
     return OpenLoop(
         (
@@ -188,7 +188,7 @@ def uniform(requests: int, workers: float, random: Random) -> Workload:
 
 
 def bursts(requests: int, workers: float, random: Random) -> Workload:
-    """As uniform, but ten times the mean rate for a second of each ten, and none in the others."""
+    """Like `uniform`, but ten times the mean rate in one of each ten seconds, and none else."""
     arrivals = _arrivals(random, RATE_PER_WORKER * workers * 10)
     return OpenLoop(
         (
@@ -205,8 +205,8 @@ def bursts(requests: int, workers: float, random: Random) -> Workload:
 
 
 def shared(requests: int, workers: float, random: Random) -> Workload:
-    """Sixty-four system prompts of 2,048 tokens, some much more frequent than others, with a short
-    question behind."""
+    """Sixty-four system prompts of 2,048 tokens, some much more frequent than others, each followed
+    by a short question."""
     names = count(1)
     size = 2048 // BLOCK_TOKENS
     prompts = [_names(size, names) for _ in range(64)]
@@ -223,7 +223,7 @@ def shared(requests: int, workers: float, random: Random) -> Workload:
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """Conversations of one kind. Lengths are mean tokens; all have the same system prompt."""
+    """One kind of conversation. Lengths are mean tokens; all have the same system prompt."""
 
     turns: tuple[int, int]  # fewest and most
     think_secs: float  # mean time between an answer and the next prompt
@@ -263,14 +263,14 @@ def _conversations(chat: _Chat, requests: int, workers: float, random: Random) -
 
 
 def chats(requests: int, workers: float, random: Random) -> Workload:
-    """People who chat: one to nine turns, with about 20 s to read and write between them."""
+    """Chats of people: one to nine turns, with about 20 s between them for reading and writing."""
     chat = _Chat((1, 9), think_secs=20.0, system=256, first=320, later=96, output=256)
     return _conversations(chat, requests, workers, random)
 
 
 def agents(requests: int, workers: float, random: Random) -> Workload:
     """Agents with tools: a long common prompt, ten to thirty short turns with long tool results,
-    and about a second between them."""
+    about one second between them."""
     chat = _Chat((10, 30), think_secs=1.0, system=4096, first=512, later=640, output=96)
     return _conversations(chat, requests, workers, random)
 
@@ -279,8 +279,8 @@ GROUP: Final = 8  # answers to one prompt
 
 
 def rollouts(requests: int, workers: float, random: Random) -> Workload:
-    """Reinforcement learning: every minute a batch comes at once, eight requests with each prompt,
-    and long answers."""
+    """Reinforcement learning: every minute a batch arrives at the same moment, with eight requests
+    for each prompt, and long answers."""
     names = count(1)
     made: list[Request] = []
     batch = 64 * workers

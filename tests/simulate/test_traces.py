@@ -65,7 +65,7 @@ def test_the_first_requests_of_a_trace(tmp_path):
         ("t.jsonl", '{"timestamp": 0, "input_length": 5}\n', ":1: "),
         ("t.jsonl", lines([MOONCAKE[0] | {"input_length": -1}]), ":1: input_length is -1"),
         ("t.jsonl", lines([MOONCAKE[0] | {"hash_ids": [1]}]), ":1: 1 hash_ids for 600 tokens"),
-        ("t.jsonl", "\n\n", ":1: no request"),
+        ("t.jsonl", "\n\n", ":1: the file has no requests"),
         ("t.csv", "a,b\n", ":1: expected the header"),
         ("t.csv", AZURE + "2023-11-16 18:15:50,many,1\n", ":4: "),
         ("t.csv", AZURE + "2023-11-16 18:15:50,1\n", ":4: expected 3 fields, found 2"),
@@ -118,5 +118,5 @@ def test_a_damaged_file_and_times_in_another_unit_are_refused(tmp_path):
         read_trace(damaged)
     far = tmp_path / "far.jsonl"
     far.write_text(lines([MOONCAKE[0], MOONCAKE[1] | {"timestamp": 1e15}]))
-    with pytest.raises(TraceError, match=r"far\.jsonl:2: .* counts milliseconds"):
+    with pytest.raises(TraceError, match=r"far\.jsonl:2: .* is in milliseconds"):
         read_trace(far)
