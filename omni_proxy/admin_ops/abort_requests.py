@@ -3,8 +3,9 @@
     SGLang  POST /abort_request   {"rid": "a"}  {"rid": "a", "prefix": true}  {"abort_all": true}
     vLLM    POST /abort_requests  {"request_ids": ["a"]}  {} or an empty list for all
 
-Invariant: an engine gets a call in its own dialect byte for byte. An id is also recognized in the
-forms that vLLM makes of it: `chatcmpl-a`, `cmpl-a-0` (prompt 0), `generate-tokens-a`.
+Invariant: a call that is already in the engine's dialect is passed on byte for byte. An id is also
+recognized in the forms that vLLM makes of it: `chatcmpl-a`, `cmpl-a-0` (prompt 0),
+`generate-tokens-a`.
 Source: features.md 3.1, real-engines.md 5.1 (contracts), and vLLM 0.32.
 """
 

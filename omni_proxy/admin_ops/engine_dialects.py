@@ -103,7 +103,7 @@ def _plain(method: str, path: str) -> Callable[[EngineCall], tuple[EngineCall, .
 
 
 def _same_at(path: str) -> Callable[[EngineCall], tuple[EngineCall, ...]]:
-    """The same body, at another path."""
+    """Sends the body unchanged to another path."""
     return lambda call: (EngineCall(call.method, path, call.body),)
 
 

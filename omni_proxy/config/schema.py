@@ -441,8 +441,8 @@ class LaunchEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     capabilities: Capabilities = CAPABILITIES
     # Empty: as for a worker.
     model: str = ""
-    # As for a worker. Replica i has bootstrap port base_bootstrap_port + i, as {bootstrap_port} in
-    # the command and in env.
+    # Role of the replicas, as for a worker. Replica i has bootstrap port base_bootstrap_port + i,
+    # substituted for {bootstrap_port} in the command and in env.
     role: Literal["", "regular", "prefill", "decode"] = ""
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
     base_bootstrap_port: Port = DEFAULT_BOOTSTRAP_PORT

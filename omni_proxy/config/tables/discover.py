@@ -89,7 +89,7 @@ class DiscoverEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     model: str = ""
     # Pod label that has the model.
     model_label: LabelKey = ""
-    # As for a worker.
+    # Protocol of KV transfer, as for a worker.
     kv_connector: Literal["", "sglang", "nixl", "mooncake"] = ""
     # URL of the API server; empty: the cluster's own, with the pod's service account.
     api_server: ApiServer = ""

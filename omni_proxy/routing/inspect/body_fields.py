@@ -88,7 +88,7 @@ class NonStandardBodyFields(BodyFields, gc=False):
 
 _FIELDS: Final = BodyFields.__struct_fields__
 _TYPED: Final = ("model", "stream", "request_id")
-# The same fields without decoding: accepts any value for any field.
+# `BodyFields` with all fields undecoded: accepts any value for any field.
 RawBodyFields = msgspec.defstruct(
     "Pieces", [(name, msgspec.Raw, ABSENT) for name in _FIELDS], gc=False
 )

@@ -68,7 +68,7 @@ class _UsualEnd(msgspec.Struct, gc=False):
 # Decodes OPENED_USAGE plus the bytes after the last USAGE of a body, faster than `counts_in`.
 # Raises msgspec.DecodeError, ValueError or RecursionError if the usage is not in the usual form.
 decode_usual: Final = msgspec.json.Decoder(_UsualEnd).decode
-# The same for a list of them.
+# Decodes a list of such objects.
 decode_usual_ends: Final = msgspec.json.Decoder(list[_UsualEnd]).decode
 
 
