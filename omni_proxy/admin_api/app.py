@@ -14,7 +14,7 @@ from quart_trio import QuartTrio
 
 from omni_proxy.admin_api.access import KeyCheck, OpenReads
 from omni_proxy.admin_api.audit_log import AuditLog
-from omni_proxy.admin_api.openapi.document import OpenApiRoutes
+from omni_proxy.admin_api.openapi_document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
 from omni_proxy.admin_api.routes.abort_routes import FleetAbortRoutes
 from omni_proxy.admin_api.routes.broadcast_routes import BroadcastRoutes

@@ -19,18 +19,18 @@ from omni_proxy.config.api_keys import CallerKey
 from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.flags import Dialect
 from omni_proxy.config.schema import AdminKey
-from omni_proxy.discovery.source_status import SourceReport
+from omni_proxy.discovery.members import SourceReport
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober
 from omni_proxy.kv_events.event_follower import EventCounts
-from omni_proxy.picker.pick_request import Selection
+from omni_proxy.picker.picker import Selection
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.model_aliases import ModelAliases, TargetChecks
+from omni_proxy.routing.pinning import ResponseOwners
 from omni_proxy.routing.policies import Policy
-from omni_proxy.routing.stored_responses import ResponseOwners
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments

@@ -19,9 +19,14 @@ from omni_proxy.cli.frozen_binary import lead_process_group
 from omni_proxy.config.fields import RetryCause
 from omni_proxy.config.flags import Dialect, Startup, parse_worker_urls, ranks_in_urls
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.pool_flags import PoolFlags, connector_of, pool_workers
+from omni_proxy.config.router_flags import (
+    DiscoveryFlags,
+    PoolFlags,
+    connector_of,
+    discover_entries,
+    pool_workers,
+)
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.config.tables.discovery_flags import DiscoveryFlags, discover_entries
 
 # The defaults of sglang-router.
 DEFAULTS: Final[dict[str, object]] = {

@@ -1,17 +1,20 @@
-"""In-flight counts of the other proxies: merged, expired, and smoothed for least-load policies.
+"""In-flight counts of the other proxies, and this proxy's share of a worker's bound.
 
-Invariant: `totals` has, for each target, the sum over all peers whose last message is at most
-`lease_secs` old; a target with none in flight is not in it. After a gap in a peer's message numbers
-its counts stay unchanged until it publishes all of them. No count is negative, whatever a peer
-publishes. `OwnCounts` makes the messages of this proxy: changes only, or all counts on request.
-No I/O; time is an argument, in monotonic seconds.
+Invariants: `totals` has, for each target, the sum over all peers whose last message is at most
+`lease_secs` old. After a gap in a peer's message numbers its counts stay unchanged until it
+publishes all of them; no count is negative. The counts are slightly old, so all proxies would take
+the same free slot: each has a share of the slots (remainders are distributed by worker key), and
+other free slots go to one proxy at a time among those with waiting requests. Together they start no
+more than their shares and the free slots, and each waiting proxy gets its share eventually. No I/O;
+time is an argument, in monotonic seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import sqrt
-from typing import Final
+from typing import Final, NamedTuple
 
 from omni_proxy.cluster.messages import CountsMessage
 
@@ -150,3 +153,52 @@ def smoothed(before: float, total: int, share: float) -> float:
         share = max(share, FAST_SHARE)
     value = before + min(1.0, share) * difference
     return float(total) if abs(total - value) < SAME else value
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """The sharing proxies. `rank`: this proxy's index among the `members`, ordered by name.
+
+    `taker_rank` and `takers`: the same among the proxies that take turns; None if this one doesn't.
+    `turn`: increases by one when free slots go to the next proxy. `others_wait`: other proxies have
+    waiting requests, so slots above the own share are given up when their requests end.
+    """
+
+    members: int
+    rank: int
+    takers: int
+    taker_rank: int | None
+    turn: int
+    others_wait: bool
+
+
+class Use(NamedTuple):
+    """Use of a worker's `bound`: own requests in flight, those of other proxies as last reported,
+    and slots reserved for the shares of waiting proxies."""
+
+    bound: int
+    own: int
+    elsewhere: int
+    reserved: int = 0
+
+
+def share_of(bound: int, members: int, rank: int, target: int) -> int:
+    """A member's share of the slots. `target`: the worker's key."""
+    return bound // members + ((rank - target) % members < bound % members)
+
+
+def own_limit(use: Use, sharing: Sharing, target: int) -> int:
+    """How many requests this proxy may have in flight at the worker now."""
+    if sharing.members < 2:
+        return use.bound
+    share = share_of(use.bound, sharing.members, sharing.rank, target)
+    kept = max(use.own, share)
+    # Free slots outside of all shares, and in shares of proxies that don't need them.
+    free = max(0, use.bound - kept - use.elsewhere - use.reserved)
+    granted = 0
+    if sharing.taker_rank is not None:
+        # This proxy gets every `takers`-th of the free slots 0, 1, …
+        first = (sharing.taker_rank - target - sharing.turn) % sharing.takers
+        granted = len(range(first, free, sharing.takers))
+    most = share if sharing.others_wait and not granted else kept + granted
+    return min(most, max(0, use.bound - use.elsewhere))

@@ -27,7 +27,7 @@ class WorkerFigures(NamedTuple):
 
 
 class CountedFigures(Struct, frozen=True, array_like=True):
-    """Counts since the last message, with the field names of `telemetry.history.rings.Bin`.
+    """Counts since the last message, with the field names of `telemetry.history.Bin`.
 
     `firsts` and `gaps`: counts by bucket of that class.
     """

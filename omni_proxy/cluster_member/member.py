@@ -38,11 +38,10 @@ from omni_proxy.cluster.proxy_figures import WorkerFigures
 from omni_proxy.cluster_member.cut_off import CutOffHold
 from omni_proxy.cluster_member.members import CallHandler, Members
 from omni_proxy.cluster_member.shared_figures import FiguresSource, SharedFigures
-from omni_proxy.cluster_member.shared_health import SharedHealth
 from omni_proxy.cluster_member.shared_hints import HintsView, SharedHints
 from omni_proxy.cluster_member.shared_load import LoadView, SharedLoad
 from omni_proxy.cluster_member.shared_weights import SharedWeights
-from omni_proxy.cluster_member.shared_workers import SharedWorkers
+from omni_proxy.cluster_member.shared_workers import SharedHealth, SharedWorkers
 from omni_proxy.cluster_member.store_connection import (
     Command,
     CredentialError,

@@ -29,7 +29,7 @@ from omni_proxy.multiprocess.ipc import ClearCacheCommand, ClusterHintsCommand
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.runtime_config.config_store import ConfigStore
-from omni_proxy.telemetry.history.rings import MINUTE_POINTS, MINUTE_RANGE, Bin, History
+from omni_proxy.telemetry.history import MINUTE_POINTS, MINUTE_RANGE, Bin, History
 from omni_proxy.telemetry.instruments import Instruments
 
 RATE_SECS = 10

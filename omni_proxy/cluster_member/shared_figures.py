@@ -25,7 +25,7 @@ from omni_proxy.cluster.proxy_figures import (
 from omni_proxy.cluster_member.store_connection import RedisConnection
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.histogram import BETWEEN_CHUNKS, FINE
-from omni_proxy.telemetry.history.rings import Bin, History
+from omni_proxy.telemetry.history import Bin, History
 
 
 class FiguresSource(Protocol):

@@ -12,8 +12,17 @@ from collections.abc import Iterable
 from typing import Final, Protocol
 
 from omni_proxy.cluster.messages import CountsMessage, target_key
-from omni_proxy.cluster.peer_counts import OwnCounts, Peer, PeerCounts, first_seen, smoothed
-from omni_proxy.cluster.slot_share import Sharing, Use, own_limit, share_of
+from omni_proxy.cluster.peer_counts import (
+    OwnCounts,
+    Peer,
+    PeerCounts,
+    Sharing,
+    Use,
+    first_seen,
+    own_limit,
+    share_of,
+    smoothed,
+)
 from omni_proxy.config.tables.cluster import ClusterConfig
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -178,7 +187,7 @@ class SharedLoad:
         return limit > before
 
     def _reserved(self, key: int, bound: int, members: int) -> int:
-        """See `slot_share.Use`. A peer without requests at the target gets no reservation."""
+        """See `peer_counts.Use`. A peer without requests at the target gets no reservation."""
         return sum(
             max(0, share_of(bound, members, rank, key) - peer.in_flight[key])
             for rank, peer in self._waiting_peers

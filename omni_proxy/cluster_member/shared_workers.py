@@ -1,8 +1,10 @@
-"""Shares changes of workers over HTTP (added, changed, drained, deleted) with all proxies.
+"""Shares changes of workers over HTTP (added, changed, drained, deleted), and health hints.
 
-Invariant: a change of another proxy is saved here as a change over HTTP, but not published again. A
-change that is made while the store can't be reached is published later. Of two changes of a worker
-the one with the higher revision of the store wins, at all proxies.
+Invariants: a change of another proxy is saved here as a change over HTTP, but not published again.
+A change that is made while the store can't be reached is published later. Of two changes of a
+worker the one with the higher revision of the store wins, at all proxies. A health hint changes no
+state: when a worker leaves or returns to rotation at one proxy, the others probe it, and each
+decides by its own probes and requests.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.cluster.messages import WorkerMessage, encode
+from omni_proxy.cluster.messages import HealthMessage, WorkerMessage, encode
 from omni_proxy.cluster.worker_changes import (
     PUT,
     WorkerChange,
@@ -27,6 +29,10 @@ from omni_proxy.cluster_member.store_connection import RedisConnection
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import SavedState
 from omni_proxy.config.tables.cluster import ClusterConfig
+from omni_proxy.fleet.health_state import Health
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import Worker
+from omni_proxy.health.prober import Prober
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.wire.errors import HttpError
@@ -149,3 +155,39 @@ class SharedWorkers:
     @property
     def _revision_key(self) -> str:
         return f"{self._table().name}:workers-revision"
+
+
+class SharedHealth:
+    """`table()`: the current [cluster]."""
+
+    def __init__(self, fleet: Fleet, prober: Prober, table: Callable[[], ClusterConfig]) -> None:
+        self._fleet = fleet
+        self._prober = prober
+        self._table = table
+        self._changed: dict[str, bool] = {}  # by URL: whether it is healthy now
+        fleet.watch_health(self._note)
+
+    async def tick(self, connection: RedisConnection, member: str) -> None:
+        """Publish changes. Raises StoreError."""
+        if self._changed:
+            changed, self._changed = self._changed, {}
+            message = encode(HealthMessage(member, changed))
+            await connection.call(("PUBLISH", f"{self._table().name}:members", message))
+
+    def take(self, message: HealthMessage) -> None:
+        for url, healthy in message.healthy.items() if self._shares else ():
+            worker = self._fleet.find(url)
+            if worker is not None and (worker.health.state is Health.HEALTHY) != healthy:
+                self._prober.hasten(worker)
+
+    def _note(self, worker: Worker, before: Health) -> None:
+        now = worker.health.state
+        # No hint for a worker that starts: each proxy probes it anyway.
+        left, came_back = before is Health.HEALTHY, now is Health.HEALTHY
+        if self._shares and (left or (came_back and before is not Health.UNKNOWN)):
+            self._changed[worker.url] = came_back
+
+    @property
+    def _shares(self) -> bool:
+        table = self._table()
+        return table.enabled and "health" in table.share

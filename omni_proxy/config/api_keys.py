@@ -1,7 +1,7 @@
 """Sources of API keys, common to `[[keys]]` and `[[admin.keys]]`; and the limits in `[[keys]]`.
 
 Invariant: the configuration file never contains a key itself, and errors never repeat a value that
-might be one. Values only; `api_keys.resolve` reads the sources.
+might be one. Values only; `api_keys.key_table` reads the sources.
 """
 
 import re

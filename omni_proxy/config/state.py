@@ -3,16 +3,18 @@
 Seven parts: added workers; overrides (`switches`) of workers that another source names; tombstones
 of such workers that were deleted; workers to be deleted once they are drained (`leaving`); records
 of who disabled a worker (`disabled_by`); uploaded voices; and added callers. Parsed as strictly as
-FILE: a text with any problem is refused as a whole.
+FILE: a text with any problem is refused as a whole. Only the SHA-256 of a key is saved. FILE takes
+precedence: its entries hide saved callers with the same name or key. Functions modify nothing.
 """
 
+from collections.abc import Mapping
 from typing import Any, Final, Literal
 
 import msgspec
 import tomli_w
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from omni_proxy.config.api_keys import SavedKey, source_findings
+from omni_proxy.config.api_keys import MAX_KEYS, SavedKey, source_findings
 from omni_proxy.config.fields import (
     CAPABILITIES,
     BootstrapPort,
@@ -27,6 +29,8 @@ from omni_proxy.config.fields import (
     WorkerRanks,
 )
 from omni_proxy.config.parse import config_error, decode_text, parse_tables
+from omni_proxy.config.problem import format_path
+from omni_proxy.config.schema import Config
 from omni_proxy.config.validate import Finding, walk
 
 _HEAD: Final = """\
@@ -137,3 +141,63 @@ def _duplicate_urls(values: dict[str, Any]) -> list[Finding]:
         for index, url in enumerate(urls)
         if url is not None and url in urls[:index]
     ]
+
+
+_REQUIRED: Final = ("name", "key_sha256")
+
+
+class KeyRefused(Exception):
+    """The key can't be added; the message has the reason."""
+
+
+class KeyKnown(Exception):
+    """Another caller already has the name or the key."""
+
+
+def read_saved_key(body: Mapping[str, object]) -> SavedKey:
+    """Parse the body of a request. Raises KeyRefused."""
+    values, findings = walk(dict(body), SavedKey)
+    for path, reason, hint in findings:
+        name = format_path(path) or "body"
+        raise KeyRefused(f"{name}: {reason}" + (f"; {hint}" if hint else ""))
+    for name in _REQUIRED:
+        if not values.get(name):
+            raise KeyRefused(f"{name} is missing")
+    if values.get("key_env") or values.get("key_file"):
+        raise KeyRefused("over HTTP a key can be given only as key_sha256")
+    return msgspec.convert(values, SavedKey)
+
+
+def with_saved_keys(config: Config, state: SavedState) -> Config:
+    """`config` with the saved keys of `state`, which replace any saved keys in `config`."""
+    own = tuple(entry for entry in config.keys if not isinstance(entry, SavedKey))
+    names = {entry.name for entry in own}
+    hashes = {entry.key_sha256 for entry in own}
+    saved = (key for key in state.keys if key.name not in names and key.key_sha256 not in hashes)
+    keys = (*own, *saved)
+    return config if keys == config.keys else structs.replace(config, keys=keys)
+
+
+def with_key(key: SavedKey, state: SavedState, config: Config) -> SavedState:
+    """Raises KeyKnown, and KeyRefused if MAX_KEYS is reached."""
+    for entry in (*config.keys, *state.keys):
+        if entry.name == key.name:
+            raise KeyKnown(f"caller {key.name} already exists")
+        if entry.key_sha256 == key.key_sha256:
+            raise KeyKnown(f"caller {entry.name} already has this key")
+    if len(config.keys) >= MAX_KEYS:
+        raise KeyRefused(f"the limit of {MAX_KEYS} keys is reached")
+    return structs.replace(state, keys=(*state.keys, key))
+
+
+def without_hidden_keys(state: SavedState, config: Config) -> SavedState:
+    """Drop saved keys that FILE hides, so that they don't return when FILE's entry is removed."""
+    kept = tuple(key for key in state.keys if key in config.keys)
+    return state if kept == state.keys else structs.replace(state, keys=kept)
+
+
+def without_key(state: SavedState, name: str) -> SavedState:
+    """Raises KeyError if no key with this name was added over HTTP."""
+    if all(key.name != name for key in state.keys):
+        raise KeyError(name)
+    return structs.replace(state, keys=tuple(key for key in state.keys if key.name != name))

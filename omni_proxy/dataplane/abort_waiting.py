@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
-from omni_proxy.dataplane.disaggregation.engine_calls import abort_legs
+from omni_proxy.dataplane.engine_calls import abort_legs
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.services import ExchangeServices

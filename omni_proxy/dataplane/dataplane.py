@@ -28,6 +28,7 @@ from omni_proxy.dataplane.admission.inflight import InFlight
 from omni_proxy.dataplane.admission.queue import Queue
 from omni_proxy.dataplane.admission.update_gate import UpdateGate, reasons_to_hold_sessions
 from omni_proxy.dataplane.downstream.connection import Connection
+from omni_proxy.dataplane.engine_calls import TokenizeCalls
 from omni_proxy.dataplane.exchange.exchange import Recorders
 from omni_proxy.dataplane.loop import timeouts
 from omni_proxy.dataplane.loop.event_loop import EventLoop
@@ -36,7 +37,6 @@ from omni_proxy.dataplane.loop.timeouts import Timers
 from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.dataplane.status import admission_record, status_record, totals_record
-from omni_proxy.dataplane.tokenize_calls import TokenizeCalls
 from omni_proxy.dataplane.upstream.acquire import Balancer
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.fleet.engine_load import bounds_of

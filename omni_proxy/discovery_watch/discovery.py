@@ -18,8 +18,14 @@ import trio
 from omni_proxy.config.overlay import FoundWorker
 from omni_proxy.config.schema import Config
 from omni_proxy.config.tables.discover import DiscoverEntry
-from omni_proxy.discovery.members import DiscoveryState, SourceMember, SourceMembers, combine
-from omni_proxy.discovery.source_status import SourceReport, count_states
+from omni_proxy.discovery.members import (
+    DiscoveryState,
+    SourceMember,
+    SourceMembers,
+    SourceReport,
+    combine,
+    count_states,
+)
 from omni_proxy.discovery_watch.api_connection import ClusterAccess
 from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
 from omni_proxy.discovery_watch.pod_watcher import PodWatcher

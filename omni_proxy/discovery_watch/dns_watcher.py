@@ -24,8 +24,7 @@ from dns.rdtypes.IN.SRV import SRV
 
 from omni_proxy.config.tables.discover import DiscoverEntry
 from omni_proxy.discovery.dns_answers import DnsAddress, DnsState, SrvRecord, preferred
-from omni_proxy.discovery.members import SourceMember
-from omni_proxy.discovery.source_status import SourceStatus
+from omni_proxy.discovery.members import SourceMember, SourceStatus
 from omni_proxy.upstream_http.resolver import parse_listeners
 
 _log = logging.getLogger(__name__)

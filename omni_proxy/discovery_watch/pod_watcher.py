@@ -21,10 +21,8 @@ import trio
 
 from omni_proxy.backoff import Backoff
 from omni_proxy.config.tables.discover import DiscoverEntry
-from omni_proxy.discovery.members import SourceMember
-from omni_proxy.discovery.object_list import LineBuffer, walk_list
-from omni_proxy.discovery.pods import EventType, Pod, PodState
-from omni_proxy.discovery.source_status import SourceStatus
+from omni_proxy.discovery.members import SourceMember, SourceStatus
+from omni_proxy.discovery.pods import EventType, LineBuffer, Pod, PodState, walk_list
 from omni_proxy.discovery_watch.api_connection import (
     ALL_NAMESPACES,
     ApiEndpoint,

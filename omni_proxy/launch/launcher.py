@@ -19,8 +19,7 @@ import trio
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.health.prober import Prober
-from omni_proxy.launch.child_process import ParentDeathGuard
-from omni_proxy.launch.handed_replica import HandedReplica
+from omni_proxy.launch.child_process import HandedReplica, ParentDeathGuard
 from omni_proxy.launch.replica_process import (
     GpuAllocator,
     ReplicaProcess,

@@ -29,8 +29,12 @@ import trio
 from omni_proxy.backoff import Backoff
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.launch.child_process import ChildProcess, ParentDeathGuard
-from omni_proxy.launch.handed_replica import HandedReplica, ReplicaRecord
+from omni_proxy.launch.child_process import (
+    ChildProcess,
+    HandedReplica,
+    ParentDeathGuard,
+    ReplicaRecord,
+)
 from omni_proxy.launch.worker_link import LaunchedWorkerLink
 from omni_proxy.self_exec import program_argv
 

@@ -22,8 +22,8 @@ from omni_proxy.multiprocess.process_slot import ProcessSlot
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.model_aliases import ModelAliases, TargetChecks
+from omni_proxy.routing.pinning import ResponseOwners
 from omni_proxy.routing.policies import Policy
-from omni_proxy.routing.stored_responses import ResponseOwners
 from omni_proxy.watchdog import Watchdog
 
 COUNTS: Final = ("accepted", "failures", "failed_tls_handshakes", "answers_across_versions")

@@ -19,8 +19,7 @@ from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.picker.pick_request import Selection
-from omni_proxy.picker.picker import Picker
+from omni_proxy.picker.picker import Picker, Selection
 from omni_proxy.picker.reservations import ReservationRecord, Reservations
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError

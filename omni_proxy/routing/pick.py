@@ -26,8 +26,8 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker, capability_names
 from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
+from omni_proxy.routing.pinning import candidates_of_rank, rank_error
 from omni_proxy.routing.policies import Policy
-from omni_proxy.routing.rank_pinning import candidates_of_rank, rank_error
 from omni_proxy.routing.routes import NAMED, UNPINNED, VOICE_OWNER
 from omni_proxy.wire.errors import HttpError
 

@@ -37,8 +37,7 @@ from omni_proxy.config.overlay import (
 from omni_proxy.config.parse import ConfigError, Problem, parse
 from omni_proxy.config.problem import did_you_mean
 from omni_proxy.config.schema import Config
-from omni_proxy.config.state import SavedState, SavedVoices
-from omni_proxy.config.tables.saved_keys import with_saved_keys, without_hidden_keys
+from omni_proxy.config.state import SavedState, SavedVoices, with_saved_keys, without_hidden_keys
 from omni_proxy.fleet.health_state import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.policies.plugins import check_policy

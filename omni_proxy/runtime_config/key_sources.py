@@ -14,8 +14,7 @@ from typing import Final, Generic, TypeVar
 
 import trio
 
-from omni_proxy.api_keys.key_table import KeyTable
-from omni_proxy.api_keys.resolve import MAX_KEY_BYTES, KeyReader, resolve
+from omni_proxy.api_keys.key_table import MAX_KEY_BYTES, KeyReader, KeyTable, resolve
 from omni_proxy.config.api_keys import KeySource
 from omni_proxy.config.problem import ConfigError, Path, Problem, format_path
 from omni_proxy.config.schema import Config

@@ -385,7 +385,7 @@ class Simulation:
         self.time.schedule(self.time.now + secs, self._probe, worker)
 
     def _schedule_poll(self, worker: Worker) -> None:
-        """Schedule polls like `health.engine_load`; streams, as used here, report no load."""
+        """Schedule polls like `health.engine_readers`; streams, as used here, report no load."""
         if secs := self._config.routing.load_poll_secs:
             self.time.schedule(self.time.now + secs * self._random.random(), self._poll, worker)
 

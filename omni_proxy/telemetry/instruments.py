@@ -19,7 +19,7 @@ import trio
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import FAILED, ROUTED, SUCCEEDED, Worker, counter_offset
 from omni_proxy.telemetry.histogram import SHORT, Histogram, quantile
-from omni_proxy.telemetry.history.sampling import HistorySampler
+from omni_proxy.telemetry.history import HistorySampler
 from omni_proxy.telemetry.line_log import LineLog
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow

@@ -29,7 +29,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.config.state import read_state
 from omni_proxy.dataplane.dataplane import DataPlane
-from omni_proxy.launch.handed_replica import HandedReplica
+from omni_proxy.launch.child_process import HandedReplica
 from omni_proxy.multiprocess.process_manager import ProcessManager
 from omni_proxy.multiprocess.reuseport_group import GroupSockets
 from omni_proxy.picker.reservations import ReservationRecord
@@ -38,7 +38,6 @@ from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.upgrade.channel import ChannelClosed, HandoverChannel
-from omni_proxy.upgrade.fleet_state import missing_workers, restore_workers
 from omni_proxy.upgrade.new_program import ENVIRONMENT
 from omni_proxy.upgrade.parts import ProgramParts
 from omni_proxy.upgrade.state import (
@@ -50,6 +49,8 @@ from omni_proxy.upgrade.state import (
     StartedMessage,
     StateMessage,
     UnreadableMessage,
+    missing_workers,
+    restore_workers,
 )
 from omni_proxy.upgrade.tree_handover import load_all
 

@@ -27,12 +27,11 @@ from msgspec.structs import replace
 from omni_proxy import __version__
 from omni_proxy.config.state import render_state
 from omni_proxy.fleet.cordons import CHANGING_CORDONS
-from omni_proxy.launch.handed_replica import HandedReplica
+from omni_proxy.launch.child_process import HandedReplica
 from omni_proxy.picker.reservations import ReservationRecord
 from omni_proxy.routing.policies.session_load import OwnSessions
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.supervisor import Supervisor
-from omni_proxy.upgrade.fleet_state import worker_records
 from omni_proxy.upgrade.new_program import NewProgram, NewProgramFailed, new_program_argv
 from omni_proxy.upgrade.parts import ProgramParts
 from omni_proxy.upgrade.state import (
@@ -46,6 +45,7 @@ from omni_proxy.upgrade.state import (
     ReadyMessage,
     StartedMessage,
     StateMessage,
+    worker_records,
 )
 from omni_proxy.upgrade.tree_handover import save_all
 

@@ -1,22 +1,28 @@
 """The state that one program hands over to the next, as JSON (docs/upgrade.md). No I/O.
 
-Invariant: readers ignore unknown fields and use defaults for missing ones, so records may get new
+Invariants: readers ignore unknown fields and use defaults for missing ones, so records may get new
 fields under the same format number. A change that an older reader would misread needs a new number:
 format 3 has additional descriptors, of files with prefix trees; 2 had another form of these files.
+A worker with cordons that the next program would not lift gets none of its health back: it is
+probed as after a start.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, cast, get_args
 
 import msgspec
 from msgspec import Struct
 
 from omni_proxy.api_keys.caller import RateRows
 from omni_proxy.config.fields import Role
+from omni_proxy.fleet.cordons import LAUNCH_CORDON, PAUSED, UNCERTAIN
 from omni_proxy.fleet.health_state import HealthRecord
-from omni_proxy.launch.handed_replica import ReplicaRecord
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.fleet.worker import ReportedRole, Worker
+from omni_proxy.launch.child_process import ReplicaRecord
 from omni_proxy.multiprocess.shared_memory.sessions import SharedRows
 from omni_proxy.picker.reservations import ReservationRecord
 
@@ -143,3 +149,73 @@ def decode(text: bytes) -> Message:
         return _decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UnreadableMessage(str(error)) from None
+
+
+# The state journal restores the first two, the launcher the third.
+KEPT_CORDONS: Final = frozenset((UNCERTAIN, PAUSED, LAUNCH_CORDON))
+
+
+def worker_records(fleet: Fleet) -> tuple[WorkerRecord, ...]:
+    return tuple(map(_record, fleet.workers))
+
+
+def _record(worker: Worker) -> WorkerRecord:
+    return WorkerRecord(
+        url=worker.url,
+        health=worker.health.record(),
+        registered_at=worker.registered_at,
+        disabled_changed_at=worker.disabled_changed_at,
+        cordons=tuple(sorted(worker.cordon_reasons)),
+        weight_label=worker.version.label,
+        weight_epoch=worker.version.epoch,
+        instance=worker.instance,
+        hop_line=worker.hop_line.decode("latin-1"),
+        reported_role=worker.reported_role,
+        reported_ranks=worker.reported_ranks,
+        reported_adapters=worker.reported_adapters,
+        reported_bootstrap_port=worker.reported_bootstrap_port,
+        routed=worker.routed,
+        succeeded=worker.succeeded,
+        failed=worker.failed,
+    )
+
+
+def missing_workers(fleet: Fleet, records: Iterable[WorkerRecord]) -> list[str]:
+    """URLs of routable workers that are not in the fleet."""
+    return [each.url for each in records if not each.cordons and fleet.find(each.url) is None]
+
+
+def restore_workers(fleet: Fleet, records: Iterable[WorkerRecord]) -> int:
+    """Restore workers; return how many were found in the fleet."""
+    count = 0
+    for record in records:
+        worker = fleet.find(record.url)
+        if worker is not None:
+            count += 1
+            _restore(fleet, worker, record)
+    return count
+
+
+def _restore(fleet: Fleet, worker: Worker, record: WorkerRecord) -> None:
+    worker.registered_at = record.registered_at or worker.registered_at
+    worker.disabled_changed_at = record.disabled_changed_at or worker.disabled_changed_at
+    classes = {**record.routed, **record.succeeded, **record.failed}
+    for traffic in classes:
+        worker.add_counts(
+            traffic,
+            routed=record.routed.get(traffic, 0),
+            succeeded=record.succeeded.get(traffic, 0),
+            failed=record.failed.get(traffic, 0),
+        )
+    if not KEPT_CORDONS.issuperset(record.cordons):
+        return
+    worker.health.restore(record.health)
+    worker.instance = record.instance
+    worker.hop_line = record.hop_line.encode("latin-1")
+    if record.reported_role in get_args(ReportedRole):
+        worker.report_role(cast("ReportedRole", record.reported_role))
+    worker.report_adapters(record.reported_adapters)
+    worker.report_bootstrap_port(record.reported_bootstrap_port)
+    fleet.set_version(worker, record.weight_label, record.weight_epoch)
+    fleet.report_ranks(worker, record.reported_ranks)
+    fleet.restored(worker)

@@ -19,13 +19,12 @@ from omni_proxy.admin_ops.abort_requests import AbortFindings
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import AdminConfig, Config, RoutingConfig, WorkerEntry
-from omni_proxy.config.state import SavedState
-from omni_proxy.config.tables.saved_keys import with_saved_keys
+from omni_proxy.config.state import SavedState, with_saved_keys
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
+from omni_proxy.routing.pinning import own_response_owners
 from omni_proxy.routing.policies import build_policy
-from omni_proxy.routing.stored_responses import own_response_owners
 from omni_proxy.runtime_config.membership_lock import MembershipLock
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.telemetry.instruments import Instruments

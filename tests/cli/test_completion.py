@@ -4,8 +4,7 @@ import sys
 import pytest
 
 from omni_proxy.cli import COMMANDS, main
-from omni_proxy.cli.completion import pages
-from omni_proxy.cli.flags.completion_scripts import SHELLS, Flag, Page
+from omni_proxy.cli.completion import SHELLS, Flag, Page, pages
 
 ASK = """
 source "$1"; shift

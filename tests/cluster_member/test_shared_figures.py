@@ -7,7 +7,7 @@ from omni_proxy.cluster.proxy_figures import CountedFigures, ProxyFigures
 from omni_proxy.cluster_member import shared_figures
 from omni_proxy.cluster_member.shared_figures import SharedFigures
 from omni_proxy.telemetry.histogram import FINE
-from omni_proxy.telemetry.history.rings import Bin, History
+from omni_proxy.telemetry.history import Bin, History
 
 AT = 9000.0
 

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import trio
 
-from omni_proxy.config.tables.label_selector import matches, parse_selector
+from omni_proxy.config.tables.discover import matches, parse_selector
 from tools.http_requests import RequestReader
 
 HISTORY = 1000  # events that a watch can begin at

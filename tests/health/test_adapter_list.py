@@ -7,7 +7,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import RETRY_SECS, EnginePages
-from omni_proxy.health.engine_properties import (
+from omni_proxy.health.engine_readers import (
     MAX_ADAPTERS,
     REFRESH_SECS,
     AdapterList,

@@ -4,9 +4,9 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from omni_proxy.health import engine_load, engine_pages
-from omni_proxy.health.engine_load import SILENT_SECS, EngineLoadReader
+from omni_proxy.health import engine_pages, engine_readers
 from omni_proxy.health.engine_pages import EnginePages
+from omni_proxy.health.engine_readers import SILENT_SECS, EngineLoadReader
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.load_report import LoadReport
 from tests.fleet.entries import entry, fleet_of, heal
@@ -133,9 +133,9 @@ async def test_others_have_their_turn_while_a_long_page_is_read(polled, monkeypa
     async def turn():
         turns.append(None)
 
-    monkeypatch.setattr(engine_load.trio.lowlevel, "checkpoint", turn)
+    monkeypatch.setattr(engine_readers.trio.lowlevel, "checkpoint", turn)
     page = b"# x\n" * 300_000 + VLLM
     result = CallResult(None, 200, page, "", 0.0)
-    loads = await engine_load._loads_of(engine_load.LOAD_METRICS, result)
+    loads = await engine_readers._loads_of(engine_readers.LOAD_METRICS, result)
     assert loads[0] == LoadReport(3.0, 0.5)
     assert len(turns) >= len(page) // (1 << 18)

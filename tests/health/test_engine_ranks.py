@@ -6,7 +6,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import EnginePages
-from omni_proxy.health.engine_properties import EngineRanks, ranks_of_info, ranks_of_metrics
+from omni_proxy.health.engine_readers import EngineRanks, ranks_of_info, ranks_of_metrics
 from omni_proxy.upstream_http.client import CallResult
 from tests.fleet.entries import NOW, entry, fleet_of, heal
 

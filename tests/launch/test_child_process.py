@@ -8,8 +8,13 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.launch.child_process import LINE_CHARS, OutputLines, ParentDeathGuard
-from omni_proxy.launch.handed_replica import HandedReplica, ReplicaRecord
+from omni_proxy.launch.child_process import (
+    LINE_CHARS,
+    HandedReplica,
+    OutputLines,
+    ParentDeathGuard,
+    ReplicaRecord,
+)
 from tests.processes import until_gone
 
 GUARDED_PROGRAM = """

@@ -4,8 +4,7 @@ import pytest
 
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
-from omni_proxy.picker.pick_request import read_selection
-from omni_proxy.picker.picker import Picker
+from omni_proxy.picker.picker import Picker, read_selection
 from tests.dataplane.manual_clock import ManualClock
 from tests.fleet.entries import entry, fleet_of
 

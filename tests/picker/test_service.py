@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-from omni_proxy.picker.pick_request import read_selection
+from omni_proxy.picker.picker import read_selection
 from omni_proxy.picker.service import PickerService
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry

@@ -1,7 +1,7 @@
 import pytest
 import trio
 
-from omni_proxy.dataplane.disaggregation import engine_calls
+from omni_proxy.dataplane import engine_calls
 from omni_proxy.dataplane.loop import timeouts
 from tests.program_forkserver import OWN_INTERPRETERS
 from tests.promises.early_readers import EarlyReaders

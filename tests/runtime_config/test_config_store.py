@@ -9,7 +9,7 @@ from omni_proxy.config.api_keys import SavedKey
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import with_added, with_deleted, with_override
 from omni_proxy.config.parse import ConfigError
-from omni_proxy.config.tables.saved_keys import with_key
+from omni_proxy.config.state import with_key
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.simulate.plot import svg
-from omni_proxy.simulate.report import Run, as_json, percentile, table
+from omni_proxy.simulate.report import Run, as_json, percentile, svg, table
 from omni_proxy.simulate.workload import Facts
 
 TIMES = {"mean": 12.0, "p50": 10.0, "p90": 20.0, "p99": 1234.5}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.fleet.health_state import Health, HealthRecord
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.upgrade.fleet_state import missing_workers, restore_workers, worker_records
 from omni_proxy.upgrade.state import (
     CloseIdleMessage,
     CommitMessage,
@@ -23,6 +22,9 @@ from omni_proxy.upgrade.state import (
     WorkerRecord,
     decode,
     encode,
+    missing_workers,
+    restore_workers,
+    worker_records,
 )
 
 NOW = datetime(2026, 11, 23, 12, 0, tzinfo=UTC)

@@ -1,33 +1,74 @@
-"""GET /dashboard: one self-contained page, without any data of this proxy.
+"""GET /dashboard: the page, and the feed of the proxy's state, once a second, that it and
+`omni-proxy top` read.
 
-Invariant: the page is the same bytes for every client, so it needs no key. It requests its data
-itself, with the key that its user enters.
-
-GET /feed: the state of the proxy once a second, for the dashboard and `omni-proxy top`.
-
-Invariant: a reader costs the bytes of one snapshot and delays nothing; the number of readers is
-bounded, and none of them delays a shutdown.
+Invariants: the parts in pages/dashboard become one page, the same bytes for every client, so it
+needs no key; its policy allows its own inline script and style, by their hashes, and nothing else.
+The page requests its data itself, with the key that the user enters. A reader of the feed costs the
+bytes of one snapshot and delays no other; their number is bounded, and none delays a shutdown.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import re
 from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cache
+from importlib.resources import files
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import trio
 from quart import Quart, Response, request
 from quart.wrappers.response import ResponseBody
 
-from omni_proxy.admin_api.access import KeyCheck
-from omni_proxy.admin_api.dashboard_page import content_security_policy, dashboard_page
-from omni_proxy.admin_api.roles import ALL
+from omni_proxy.admin_api.access import ALL, KeyCheck
 from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
 from omni_proxy.admin_api.services import Services
 from omni_proxy.wire.errors import HttpError
+
+STYLES: Final = ("base.css", "table.css", "charts.css", "narrow.css")
+# A part may call functions of later parts, but not use their values.
+SCRIPTS: Final = (
+    "dom.js", "access.js", "feed.js", "standing.js", "cluster.js", "overview.js", "charts.js",
+    "workers.js", "actions.js", "weights.js", "config.js", "requests.js", "callers.js",
+    "explain.js", "playground.js", "keyboard.js", "begin.js",
+)  # fmt: skip
+_INLINE: Final = re.compile(r"<(script|style)>(.*?)</\1>", re.DOTALL)
+
+
+@cache
+def dashboard_page() -> str:
+    folder = files("omni_proxy.admin_api") / "pages" / "dashboard"
+
+    def joined(names: tuple[str, ...]) -> str:
+        return "".join((folder / name).read_text() for name in names)
+
+    page = (folder / "page.html").read_text()
+    page = page.replace("<style></style>", f"<style>\n{joined(STYLES)}</style>", 1)
+    script = f'<script>\n"use strict";\n{joined(SCRIPTS)}</script>'
+    return page.replace("<script></script>", script, 1)
+
+
+def content_security_policy(page: str) -> str:
+    """A policy that allows the inline parts of this page and its own API."""
+    hashes: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, text in _INLINE.findall(page):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        hashes[kind].append(f"'sha256-{digest}'")
+    rules = {
+        "default-src": "'none'",
+        "script-src": " ".join(hashes["script"]),
+        "style-src": " ".join(hashes["style"]),
+        "connect-src": "'self'",
+        "img-src": "data:",  # the page's icon
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+    }
+    return "; ".join(f"{name} {value}" for name, value in rules.items())
 
 
 class DashboardRoutes:

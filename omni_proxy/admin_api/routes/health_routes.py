@@ -31,10 +31,10 @@ from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.config.diff import redacted
 from omni_proxy.config.schema import Config
-from omni_proxy.config.state import SavedState
-from omni_proxy.config.tables.saved_keys import (
+from omni_proxy.config.state import (
     KeyKnown,
     KeyRefused,
+    SavedState,
     read_saved_key,
     with_key,
     without_key,

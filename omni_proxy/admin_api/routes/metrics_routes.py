@@ -29,7 +29,7 @@ from omni_proxy.admin_api.serializers.metrics_text import (
     prefers_openmetrics,
 )
 from omni_proxy.admin_api.services import Services
-from omni_proxy.telemetry.history.rings import SERIES, STEPS, Track, start_of
+from omni_proxy.telemetry.history import SERIES, STEPS, Track, start_of
 from omni_proxy.telemetry.prometheus import fleet_families, request_families
 
 SCRAPES: Final = 16

@@ -43,7 +43,12 @@ from omni_proxy.routing.inspect.requirements import (
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.model_aliases import TargetExplanation, explain_target, name_adapter
-from omni_proxy.routing.rank_pinning import pin_to_rank
+from omni_proxy.routing.pinning import (
+    named_response,
+    pin_to_rank,
+    pin_to_response_owner,
+    pin_to_voice_owner,
+)
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
     MethodNotAllowed,
@@ -52,8 +57,6 @@ from omni_proxy.routing.routes import (
     match_configured,
     match_route,
 )
-from omni_proxy.routing.stored_responses import named_response, pin_to_response_owner
-from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.telemetry.recent_window import FinishedExchange
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json

@@ -16,7 +16,7 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.services import PickerView, Services, WorkerChoice
 from omni_proxy.fleet.dp_rank import DpRank
-from omni_proxy.picker.pick_request import read_selection
+from omni_proxy.picker.picker import read_selection
 from omni_proxy.wire.errors import HttpError
 
 SUCCESSOR_SECS: Final = 10.0

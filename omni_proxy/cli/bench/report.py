@@ -13,7 +13,7 @@ from rich.text import Text
 
 from omni_proxy.cli.bench.measurements import BenchFigures
 from omni_proxy.cli.screen.text_table import NOTHING, printable
-from omni_proxy.simulate.plot import Bar, bars
+from omni_proxy.simulate.report import Bar, bars
 
 _COLUMNS = ("mean", "p50", "p90", "p99")
 

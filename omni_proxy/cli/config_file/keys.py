@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import quote
 
-from omni_proxy.api_keys.resolve import MAX_KEY_BYTES, UnusableKey, sha256_of_key
+from omni_proxy.api_keys.key_table import MAX_KEY_BYTES, UnusableKey, sha256_of_key
 from omni_proxy.cli.client.admin_client import (
     AdminClient,
     AdminClientError,

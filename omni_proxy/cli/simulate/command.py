@@ -34,8 +34,7 @@ from omni_proxy.simulate.calibrate import CalibrationError, measure
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import Fault, parse_fault
 from omni_proxy.simulate.kv_feed import reads_events
-from omni_proxy.simulate.plot import svg
-from omni_proxy.simulate.report import Run, as_json, notes, summarize, table
+from omni_proxy.simulate.report import Run, as_json, notes, summarize, svg, table
 from omni_proxy.simulate.simulation import Scenario, Simulation, simulated_worker
 from omni_proxy.simulate.traces import TraceError, read_route_log, read_trace
 from omni_proxy.simulate.workload import WORKLOADS, Facts, Workload

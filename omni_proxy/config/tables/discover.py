@@ -1,12 +1,16 @@
-"""`[[discover]]`: sources of workers that FILE does not name.
+"""`[[discover]]`: sources of workers that FILE does not name, and their label selectors.
 
-Invariant: an entry that `discover_findings` accepts is complete for its kind, and its bearer token
-never crosses a network in clear text. Values only; `discovery_watch` queries the sources.
+Invariants: an entry that `discover_findings` accepts is complete for its kind, and its bearer token
+never crosses a network in clear text; a text that `parse_selector` accepts selects the same pods as
+on an API server (Kubernetes, "Labels and Selectors": `=`, `==`, `!=`, `in`, `notin`, `KEY` and
+`!KEY`). Values only; `discovery_watch` queries the sources. Pure.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Annotated, Any, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
@@ -14,9 +18,75 @@ from urllib.parse import urlsplit
 from msgspec import Meta, Struct
 
 from omni_proxy.config.fields import CAPABILITIES, Capabilities, Interval, Name, Port, read_listen
-from omni_proxy.config.problem import Path, format_path
-from omni_proxy.config.tables.label_selector import is_label_key, parse_selector
+from omni_proxy.config.problem import Path, format_path, to_toml_literal
 from omni_proxy.config.url import normalize_url
+
+_NAME: Final = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_KEY: Final = rf"(?:[a-z0-9](?:[a-z0-9.-]{{0,251}}[a-z0-9])?/)?{_NAME}"
+_VALUE: Final = rf"(?:{_NAME})?"
+_EQUAL: Final = re.compile(rf"({_KEY})\s*(=|==|!=)\s*({_VALUE})")
+_IN_SET: Final = re.compile(rf"({_KEY})\s+(in|notin)\s*\(([^()]*)\)")
+_EXISTS: Final = re.compile(rf"(!?)\s*({_KEY})")
+_LABEL_KEY: Final = re.compile(_KEY)
+_LABEL_VALUE: Final = re.compile(_VALUE)
+_COMMA: Final = re.compile(r",(?![^()]*\))")  # not inside the parentheses of a set
+
+Operator: TypeAlias = Literal["in", "notin", "exists", "absent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirement:
+    """One term of a selector; labels have to match all of its terms."""
+
+    key: str
+    operator: Operator
+    values: frozenset[str] = frozenset()
+
+    def matches(self, labels: Mapping[str, str]) -> bool:
+        match self.operator:
+            case "in":
+                return labels.get(self.key) in self.values
+            case "notin":  # matches if the label is missing, too
+                return labels.get(self.key) not in self.values
+            case "exists":
+                return self.key in labels
+            case "absent":
+                return self.key not in labels
+
+
+Selector: TypeAlias = tuple[Requirement, ...]
+
+
+def parse_selector(text: str) -> Selector:
+    """The empty selector matches everything. Raises ValueError with a reason."""
+    if not text.strip():
+        return ()
+    return tuple(_requirement(term.strip()) for term in _COMMA.split(text))
+
+
+def matches(selector: Selector, labels: Mapping[str, str]) -> bool:
+    return all(requirement.matches(labels) for requirement in selector)
+
+
+def is_label_key(text: str) -> bool:
+    return _LABEL_KEY.fullmatch(text) is not None
+
+
+def _requirement(term: str) -> Requirement:
+    if match := _EQUAL.fullmatch(term):
+        operator: Operator = "notin" if match[2] == "!=" else "in"
+        return Requirement(match[1], operator, frozenset((match[3],)))
+    if match := _IN_SET.fullmatch(term):
+        values = [value.strip() for value in match[3].split(",")]
+        if all(map(_LABEL_VALUE.fullmatch, values)):
+            return Requirement(match[1], "in" if match[2] == "in" else "notin", frozenset(values))
+    if match := _EXISTS.fullmatch(term):
+        return Requirement(match[2], "absent" if match[1] else "exists")
+    raise ValueError(
+        f"{to_toml_literal(term)} is not a term of a label selector",
+        'write "app=sglang", "tier in (a, b)", "app!=x" or "!draft", joined by commas',
+    )
+
 
 MAX_DNS_NAME: Final = 253
 SRV_MARK: Final = "_"  # names of SRV records begin with it (RFC 2782), host names never do

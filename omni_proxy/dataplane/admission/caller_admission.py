@@ -16,12 +16,12 @@ import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller, Reason
 from omni_proxy.api_keys.callers import key_in, may_use, without_key_lines
-from omni_proxy.api_keys.token_usage import (
+from omni_proxy.dataplane.admission.token_usage import (
     BYTES_PER_TOKEN,
     estimate_prompt,
     max_tokens_in,
+    tokens_of,
 )
-from omni_proxy.dataplane.admission.response_tokens import tokens_of
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.settings import Settings
 from omni_proxy.fleet.registry import Fleet

@@ -15,7 +15,6 @@ from functools import partial
 
 import msgspec
 
-from omni_proxy.dataplane.disaggregation.engine_calls import EngineIdQuery, abort_at
 from omni_proxy.dataplane.disaggregation.leg_requests import (
     LegRequests,
     with_prefill_rank,
@@ -30,6 +29,7 @@ from omni_proxy.dataplane.disaggregation.prefill_leg import (
     failure_of_response,
     limit_by_transfer,
 )
+from omni_proxy.dataplane.engine_calls import EngineIdQuery, abort_at
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import Connections, ExchangeIO
 from omni_proxy.dataplane.exchange.response_relay import RewrittenResponse, relay
@@ -55,11 +55,12 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText
 from omni_proxy.routing.kv_transfer import nixl
 from omni_proxy.routing.kv_transfer.mooncake import bootstrap_address, mooncake_legs
-from omni_proxy.routing.kv_transfer.sglang import SglangLegs, sglang_legs
-from omni_proxy.routing.kv_transfer.sglang_response import (
+from omni_proxy.routing.kv_transfer.sglang import (
     ClientIds,
     ResponseRewriter,
+    SglangLegs,
     read_logprobs,
+    sglang_legs,
 )
 from omni_proxy.routing.kv_transfer.transfer_errors import is_transfer_event
 from omni_proxy.wire.request import RequestHead

@@ -66,9 +66,14 @@ from omni_proxy.routing.kv_transfer.plain_chat import (
     one_token_chat,
     sglang_chat,
 )
-from omni_proxy.routing.kv_transfer.sglang import CHAT, SglangLegs, sglang_legs
-from omni_proxy.routing.kv_transfer.sglang_response import ClientIds, is_one_id
-from omni_proxy.routing.rank_pinning import may_name_rank
+from omni_proxy.routing.kv_transfer.sglang import (
+    CHAT,
+    ClientIds,
+    SglangLegs,
+    is_one_id,
+    sglang_legs,
+)
+from omni_proxy.routing.pinning import may_name_rank
 from omni_proxy.wire.head_caching.response_heads import NOT_CACHED
 
 

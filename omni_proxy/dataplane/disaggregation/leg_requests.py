@@ -19,7 +19,7 @@ from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.routing.inspect.json_splice import Edits, JsonText, object_at
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, JsonMember, walk_members
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.rank_pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
+from omni_proxy.routing.pinning import BODY_KEY, BODY_ONLY_PATHS, OLD_BODY_KEY
 from omni_proxy.wire.forwarded import field_value
 from omni_proxy.wire.request import RANK_HINT, RequestHead, drop_field, drop_fields
 from omni_proxy.wire.scan.head_template import HeadTemplate

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller
-from omni_proxy.dataplane.tracing.request_trace import RequestTrace
+from omni_proxy.dataplane.request_trace import RequestTrace
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION, WeightVersion
 from omni_proxy.fleet.worker import Worker

@@ -20,7 +20,7 @@ from omni_proxy.dataplane.loop.io_task import IoTask
 from omni_proxy.dataplane.loop.stream import HUNG_UP, PEER_CLOSED, Stream
 from omni_proxy.dataplane.loop.task import Readable
 from omni_proxy.dataplane.services import ExchangeServices
-from omni_proxy.dataplane.tracing.span_records import encode_spans
+from omni_proxy.dataplane.span_records import encode_spans
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.dataplane.upstream.response_reports import settle_prediction
 from omni_proxy.fleet.worker import FAILED, SUCCEEDED, Worker

@@ -52,14 +52,13 @@ from omni_proxy.routing.inspect.requirements import (
 )
 from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
 from omni_proxy.routing.model_aliases import name_adapter
-from omni_proxy.routing.rank_pinning import pin_to_rank
+from omni_proxy.routing.pinning import pin_to_rank, pin_to_voice_owner
 from omni_proxy.routing.routes import (
     RESPONSE_OWNER,
     MethodNotAllowed,
     match_configured,
     match_route,
 )
-from omni_proxy.routing.voice_pinning import pin_to_voice_owner
 from omni_proxy.routing.weighted_split import AliasRequirement, Split
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import with_received

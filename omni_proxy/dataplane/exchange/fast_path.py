@@ -31,7 +31,7 @@ from omni_proxy.dataplane.exchange.response_relay import diagnostic_fields
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import EventHandler, PhaseTimeout
-from omni_proxy.dataplane.tracing.request_trace import (
+from omni_proxy.dataplane.request_trace import (
     DRAW_BITS,
     UNSAMPLED,
     UNSAMPLED_LINE,
@@ -51,7 +51,7 @@ from omni_proxy.dataplane.upstream.response_reports import take_load
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
 from omni_proxy.routing.inspect.usual_body import read_usual
-from omni_proxy.routing.rank_pinning import body_for_rank
+from omni_proxy.routing.pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 

@@ -13,12 +13,16 @@ import msgspec
 
 from omni_proxy.api_keys.caller import ApiCaller
 from omni_proxy.api_keys.callers import Callers, key_in, without_key_lines
-from omni_proxy.dataplane.tracing.request_trace import EVERY, Tracing
-from omni_proxy.dataplane.tracing.trace_context import has_state_alone, traceparent_index
+from omni_proxy.dataplane.request_trace import (
+    EVERY,
+    Tracing,
+    has_state_alone,
+    traceparent_index,
+)
 from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
 from omni_proxy.routing.inspect.requirements import has_json_body
 from omni_proxy.routing.inspect.usual_body import READS_BODIES
-from omni_proxy.routing.rank_pinning import may_name_rank
+from omni_proxy.routing.pinning import SPEECH_TRAFFIC, may_name_rank
 from omni_proxy.routing.routes import (
     UNPINNED,
     ConfiguredRoutes,
@@ -27,7 +31,6 @@ from omni_proxy.routing.routes import (
     match_configured,
     match_route,
 )
-from omni_proxy.routing.voice_pinning import SPEECH_TRAFFIC
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.head_caching.lru import LruCache
 from omni_proxy.wire.head_caching.request_heads import TEMPLATES
@@ -77,7 +80,7 @@ class CachedRequest:
 
 
 class _RankedFields(BodyFields, gc=False):
-    """Body fields and the keys that name a rank, which `rank_pinning` reads."""
+    """Body fields and the keys that name a rank, which `routing.pinning` reads."""
 
     routed_dp_rank: msgspec.Raw = ABSENT
     data_parallel_rank: msgspec.Raw = ABSENT

@@ -11,13 +11,13 @@ from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.exchange.response_relay import BodyFraming
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.routes import RESPONSE_OWNER
-from omni_proxy.routing.stored_responses import (
+from omni_proxy.routing.pinning import (
     ResponseIdScanner,
     ResponseOwners,
     named_response,
     pin_to_response_owner,
 )
+from omni_proxy.routing.routes import RESPONSE_OWNER
 
 
 def read_keys(io: ExchangeIO, exchange: Exchange, need: Requirements) -> None:

@@ -47,10 +47,10 @@ from omni_proxy.routing.pick import (
     pick_worker,
     workers_held_for_update,
 )
+from omni_proxy.routing.pinning import ResponseOwners, own_response_owners
 from omni_proxy.routing.policies import Policy
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.routing.routes import NO_LEGS
-from omni_proxy.routing.stored_responses import ResponseOwners, own_response_owners
 from omni_proxy.wire.errors import HttpError
 
 # Two processes that take the same last slot both give it up, and then choose again. That this

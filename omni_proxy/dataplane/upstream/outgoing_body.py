@@ -11,7 +11,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.routing.inspect.model_field import Parts, model_spans, with_model
 from omni_proxy.routing.inspect.requirements import HeadFacts, Requirements
 from omni_proxy.routing.model_aliases import ModelAliases
-from omni_proxy.routing.rank_pinning import body_for_rank
+from omni_proxy.routing.pinning import body_for_rank
 from omni_proxy.routing.routes import FORM, Route
 from omni_proxy.routing.weighted_split import AliasRequirement
 

@@ -34,8 +34,7 @@ from omni_proxy.routing.inspect.requirements import (
     Requirements,
     inspect_session,
 )
-from omni_proxy.routing.rank_pinning import pin_to_rank
-from omni_proxy.routing.voice_pinning import pin_to_voice_owner
+from omni_proxy.routing.pinning import pin_to_rank, pin_to_voice_owner
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 from omni_proxy.wire.websocket import (

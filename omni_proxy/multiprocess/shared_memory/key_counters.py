@@ -1,8 +1,10 @@
-"""The usage of callers' keys, in memory that all processes share.
+"""The usage of callers' keys, in memory that all processes share, and the report of wrong keys.
 
 `KeyCounters` is the memory, one row for each process; `KeySlots` assigns slots of a row to the
 configured names. Invariant: every cell has one writer, the process of its row, so no update is lost
 without locks. After a process has exited its in-flight counts are cleared, the others are kept.
+Requests with a missing or wrong key cause at most one log line per `PAUSE_SECS`; each is counted in
+exactly one line.
 """
 
 from __future__ import annotations
@@ -12,13 +14,13 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
 from typing import Final
 
 import trio
 
 from omni_proxy.api_keys.caller import IN_FLIGHT, REFUSED, SLOT_CELLS, slot_totals
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
-from omni_proxy.api_keys.wrong_key_report import RecentRefusals, WrongKeyReport
 from omni_proxy.config.api_keys import MAX_KEYS
 from omni_proxy.multiprocess.shared_memory.worker_counters import fence
 
@@ -160,3 +162,40 @@ class KeySlots:
         slot = self._released.popleft()
         counters.clear(slot)
         return slot
+
+
+PAUSE_SECS: Final = 60.0
+RECENT_SECS: Final = 60.0
+
+
+class WrongKeyReport:
+    def __init__(self) -> None:
+        self._reported = 0
+        self._due_at = -inf
+
+    def due(self, refused: int, now: float) -> int:
+        """Number of refused requests since the last line; 0 if no line is due. `refused`: total so
+        far; `now`: of any clock, in seconds."""
+        more = refused - self._reported
+        if more <= 0 or now < self._due_at:
+            return 0
+        self._reported, self._due_at = refused, now + PAUSE_SECS
+        return more
+
+
+class RecentRefusals:
+    """Number of refused requests in the last minute; as precise as the interval of `note` calls."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, int]] = deque()
+        self._before = 0  # refused before the last minute
+
+    def note(self, refused: int, now: float) -> None:
+        """`refused`: total so far; `now`: of any clock, in seconds."""
+        self._marks.append((now, refused))
+        while self._marks[0][0] <= now - RECENT_SECS:
+            self._before = self._marks.popleft()[1]
+
+    def count(self, refused: int) -> int:
+        """Refused requests in the last minute. `refused`: total so far."""
+        return refused - self._before

@@ -22,8 +22,8 @@ from omni_proxy.cluster.messages import target_key
 from omni_proxy.cluster.session_places import FINISHED, SessionNotes, session_digest
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.multiprocess.shared_memory.worker_counters import CELLS
+from omni_proxy.routing.pinning import MAX_RESPONSES
 from omni_proxy.routing.policies.session_load import repeat_secs
-from omni_proxy.routing.stored_responses import MAX_RESPONSES
 
 MAX_SESSIONS: Final = 10_000_000  # the upper bound of [routing] sticky_max
 WAYS: Final = 8

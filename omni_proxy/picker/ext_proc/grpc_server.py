@@ -21,8 +21,7 @@ import grpc
 import trio
 from google.protobuf.message import DecodeError
 
-from omni_proxy.picker.ext_proc.grpc_address import GrpcAddress
-from omni_proxy.picker.ext_proc.grpc_tls import GrpcTls
+from omni_proxy.picker.ext_proc.grpc_listener import GrpcAddress, GrpcTls
 from omni_proxy.picker.ext_proc.messages import Destination
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
 from omni_proxy.picker.ext_proc.protocol import ProcessingRequest, ProcessingResponse

@@ -21,7 +21,7 @@ from omni_proxy.routing.pick import (
     unavailable,
     workers_held_for_update,
 )
-from omni_proxy.routing.rank_pinning import candidates_of_rank, rank_error
+from omni_proxy.routing.pinning import candidates_of_rank, rank_error
 from omni_proxy.routing.routes import NAMED, UNPINNED
 from omni_proxy.wire.errors import HttpError
 

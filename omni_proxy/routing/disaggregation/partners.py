@@ -13,7 +13,7 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.requirements import ANY_RANK, Requirements
-from omni_proxy.routing.rank_pinning import candidates_of_rank
+from omni_proxy.routing.pinning import candidates_of_rank
 from omni_proxy.routing.routes import BOTH_ENGINES, NAMED, UNPINNED, Legs
 from omni_proxy.wire.errors import HttpError
 

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from omni_proxy.telemetry.history.rings import POINTS, SERIES
+from omni_proxy.telemetry.history import POINTS, SERIES
 from tests.admin_api.api_fixture import A, B, build_api, entry
 from tests.telemetry.ends import ended
 

@@ -1,1 +1,0 @@
-"""Traces of exchanges: W3C trace context for workers, and span records for the exporter."""

@@ -1,1 +1,0 @@
-"""Time series of the last hours of the fleet and of each worker, for charts."""
