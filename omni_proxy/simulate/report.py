@@ -1,8 +1,8 @@
 """Results of simulations as figures: for a table, for JSON and for a picture. Pure.
 
 Times are in milliseconds, rates are from 0 to 1. Percentiles use the nearest rank. The picture is
-an SVG of bars with names and values as text, readable on light and dark pages, without a script or a
-font. Pure.
+an SVG of bars with names and values as text, readable on light and dark pages, without a script or
+a font.
 """
 
 from __future__ import annotations
