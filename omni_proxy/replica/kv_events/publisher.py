@@ -1,13 +1,13 @@
-"""Publishes over ZeroMQ which blocks a prefix cache has, and repeats the last batches, in a thread.
+"""Publishes the block events of a prefix cache over ZeroMQ, and replays the last batches.
 
     PUB     [topic, number, payload], the number in 8 bytes, from 0
-    ROUTER  asked ["", first number]; answers the batches from there on, then number -1 without any
+    ROUTER  request ["", first number]; replies with the batches from there on, then with number -1
     payload [unix seconds, [event ...], rank] as MessagePack; vLLM: an event is a map with its
             `type`, hashes unsigned; SGLang: an array that begins with its type, hashes signed
-A block's hash covers its tokens and all before it. Invariants: a block is held while some cache
-entry has all of its tokens; `publish` never blocks, and a batch that is dropped leaves a gap in the
-numbers. The sockets belong to the thread once it runs. After `close` the ports are free. Contract:
-real-engines.md 4, features.md 7.
+A block's hash covers its tokens and all before it. Invariants: a block is in `held` while at least
+one cache entry has all of its tokens; `publish` never blocks, and a dropped batch leaves a gap in
+the numbers. The sockets belong to a thread once it runs. After `close` the ports are free.
+Contract: real-engines.md 4, features.md 7.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ HASH_BYTES: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class BlocksStored:
-    """A run of blocks, each the parent of the next; `parent` is None at the beginning of a text.
+    """A run of blocks, each the parent of the next; `parent` is None if the run starts a text.
 
-    `tokens` are those of all of them, `block_size` for each hash.
+    `tokens` are the tokens of the whole run, `block_size` for each hash.
     """
 
     hashes: tuple[int, ...]
@@ -56,7 +56,7 @@ class BlocksStored:
 
 @dataclass(frozen=True, slots=True)
 class BlocksRemoved:
-    """The last blocks of a text come first, so that no block ever lacks its parent."""
+    """Removed blocks, last blocks of a text first, so that no block ever lacks its parent."""
 
     hashes: tuple[int, ...]
 
@@ -79,7 +79,7 @@ def block_hashes(tokens: Sequence[int], block_size: int) -> Iterator[int]:
 
 
 class HeldBlocks:
-    """Follows the entries of one cache."""
+    """The blocks of one cache's entries."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -93,7 +93,7 @@ class HeldBlocks:
     def change(
         self, added: tuple[int, ...], dropped: Iterable[tuple[int, ...]]
     ) -> list[BlockEvent]:
-        """One entry was stored and others evicted for it; events of the removals come first."""
+        """Handle that one entry was stored and others evicted for it; returns removals first."""
         chain = tuple(block_hashes(added, self._block_size))
         known = next((at for at, each in enumerate(chain) if not self._holders[each]), len(chain))
         self._chains[added] = chain
@@ -124,15 +124,15 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 NUMBER_BYTES: Final = 8
 REPLAY_BYTES: Final = 64 * 2**20  # of payloads; a batch of a long text is large
 REQUEST_BYTES: Final = 64 * 2**10  # the longest message that is accepted
-LINGER_MS: Final = 200  # for batches that were published just before the end
+LINGER_MS: Final = 200  # for sending batches that were published just before the end
 CLOSE_SECS: Final = 2.0
-MEDIUM: Final = "GPU"  # also on a CPU, as vLLM has it: the first tier of a cache
+MEDIUM: Final = "GPU"  # vLLM's name of the first tier of a cache, also on a CPU
 RANK: Final = 0
 _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_batch(form: Form, block_size: int, unix_secs: float, events: list[BlockEvent]) -> bytes:
-    """Fields for what this engine lacks (adapters, salts, other attention) are empty."""
+    """Fields for features that this engine lacks (adapters, salts, other attention) are empty."""
     convert = _vllm_events if form == "vllm" else _sglang_events
     return _encoder.encode([unix_secs, list(convert(events, block_size)), RANK])
 
@@ -205,10 +205,10 @@ class ReplayBuffer:
 
 
 class KvEventPublisher:
-    """`endpoint` and `replay_endpoint` are for subscribers: with the bound port, and with `*` in
-    place of the replica's address.
+    """Owns the sockets and the thread; raises OSError if an endpoint cannot be opened.
 
-    Raises OSError if an endpoint cannot be opened. `publish` is for one thread alone.
+    `endpoint` and `replay_endpoint` are for subscribers: with the bound port, and with `*` in place
+    of the replica's address. Only one thread may call `publish`.
     """
 
     def __init__(self, settings: KvEventSettings, now: Callable[[], float] = time.time) -> None:
@@ -285,7 +285,7 @@ class KvEventPublisher:
             opened.bind(address)
         except (zmq.ZMQError, OSError) as error:
             raise OSError(
-                error.errno, f"KV events: {name} {endpoint}: {error.strerror}; name another one"
+                error.errno, f"KV events: {name} {endpoint}: {error.strerror}; choose another one"
             ) from None
         taken = opened.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(taken, bytes)
@@ -309,7 +309,7 @@ class KvEventPublisher:
                 if self._replay is not None and self._replay in ready:
                     self._answer_replay(self._replay)
             self._send_waiting()
-        except Exception:  # the engine serves without it; subscribers see no more batches
+        except Exception:  # the engine continues without it; subscribers get no more batches
             log.exception("kv_events_stopped")
         finally:
             self._closing = True
@@ -332,7 +332,7 @@ class KvEventPublisher:
             log.warning("kv_events_replay_refused frames=%d", len(frames))
             return
         peer, empty, asked = frames
-        # SGLang repeats number and payload only.
+        # SGLang replays only number and payload.
         head = [peer, empty, self._topic] if self.settings.form == "vllm" else [peer, empty]
         for number, payload in self._buffer.since(int.from_bytes(asked, "big")):
             router.send_multipart([*head, _bytes(number), payload])
@@ -345,13 +345,13 @@ def _bytes(number: int) -> bytes:
 
 
 def _numeric(host: str) -> str:
-    """ZeroMQ binds addresses, not names. Raises OSError."""
+    """The address of `host`: ZeroMQ binds addresses, not names. Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     return str(found[0][4][0])
 
 
 class PublishedChanges:
-    """The cache listener whose changes are published."""
+    """The cache listener that publishes the changes of its cache."""
 
     def __init__(self, publisher: KvEventPublisher) -> None:
         self._publisher = publisher

@@ -4,8 +4,8 @@ vLLM and SGLang report where events are published.
 Contract: real-engines.md 4 (vLLM 0.32: keys, defaults, when it binds; `/kv_event_sources`),
 features.md 7 (`kv_events` of `/server_info`).
 Invariant: a `KvEventSettings` holds values in range, and endpoints of a known form; invalid values
-are refused before a model is loaded, by the option's name. Reported endpoints have the
-bound port for port 0, and this replica's address for `*`. Imports neither torch nor ZeroMQ.
+are refused before a model is loaded, with the option's name. Reported endpoints have the bound port
+for port 0, and this replica's address for `*`. Imports neither torch nor ZeroMQ.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _TCP: Final = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%]+\]|::|[^\s:/\[\]*]+):([0-9
 
 
 class KvEventSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`endpoint` "" publishes nothing, `replay_endpoint` "" repeats nothing.
+    """Where and how events are published; `endpoint` "" turns publishing off.
 
-    `host` is what `*` of an endpoint stands for: the address that the replica serves HTTP on, so
-    that prompts are readable nowhere else. The last `buffer_steps` batches can be replayed.
-    `hwm` is how many batches wait for a slow subscriber, `max_queue_size` for the publisher; more
-    are dropped.
+    `host` replaces `*` in an endpoint: it is the replica's HTTP address, so that prompts are not
+    readable on other addresses. The last `buffer_steps` batches can be replayed at
+    `replay_endpoint`; "" turns this off. At most `hwm` batches wait for a slow subscriber, and
+    `max_queue_size` for the publisher; further ones are dropped.
     """
 
     endpoint: str = ""
@@ -71,7 +71,7 @@ def parse_kv_event_settings(params: Mapping[str, Any]) -> KvEventSettings:
 
 
 def binds(endpoint: str) -> bool:
-    """Whether a publisher listens there, as vLLM decides it; else it connects to a subscriber."""
+    """Whether a publisher listens there, by vLLM's rule; else it connects to a subscriber."""
     return WILDCARD in endpoint or "::" in endpoint or not endpoint.startswith("tcp:")
 
 
@@ -101,7 +101,7 @@ def _check_endpoint(name: str, endpoint: str) -> None:
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The JSON of `--kv-events-config`: vLLM's, or SGLang's, which has no first key."""
+    """The JSON of `--kv-events-config`, vLLM's or SGLang's; SGLang's lacks the first key."""
 
     enable_kv_cache_events: bool | None = None
     publisher: Literal["null", "zmq"] | None = None
@@ -122,8 +122,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "KV events",
-        "what the prefix cache holds, published over ZeroMQ as vLLM and SGLang do it; a router "
-        "that reads it sends prompts where they are cached",
+        "changes of the prefix cache, published over ZeroMQ as by vLLM and SGLang; a router that "
+        "reads them sends prompts to replicas that have them cached",
     )
     add = group.add_argument
     add(
@@ -132,16 +132,16 @@ def add_kv_event_options(parser: argparse.ArgumentParser) -> None:
         help="publish at tcp://*:PORT on --host (0: any free port) or ipc://PATH, or connect to a "
         "subscriber at tcp://HOST:PORT",
     )
-    add("--kv-replay", metavar="ENDPOINT", help="where missed batches can be asked for again")
+    add("--kv-replay", metavar="ENDPOINT", help="where subscribers can request missed batches")
     add(
         "--kv-events-form",
         choices=FORMS,
-        help="whose form the events have (default: vllm, with --dialect sglang sglang)",
+        help="format of the events (default: vllm; sglang with --dialect sglang)",
     )
     add(
         "--kv-events-config",
         metavar="JSON",
-        help="the same as vLLM and SGLang take it, instead of --kv-events and --kv-replay",
+        help="the option of vLLM and SGLang, instead of --kv-events and --kv-replay",
     )
     add(
         "--block-size",
@@ -183,9 +183,9 @@ def kv_events_problem(arguments: argparse.Namespace) -> str:
     """Why these arguments are invalid for a publisher; "" if they are valid or none is set."""
     plain = arguments.kv_events or arguments.kv_replay
     if arguments.kv_events_config is not None and plain:
-        return "--kv-events-config takes the place of --kv-events and --kv-replay: leave them out"
+        return "--kv-events-config replaces --kv-events and --kv-replay: remove them"
     if arguments.kv_replay and not arguments.kv_events:
-        return "--kv-replay repeats the events of --kv-events: name that, too"
+        return "--kv-replay needs --kv-events, whose events it replays"
     try:
         params = kv_event_params(arguments)
         if not params:
@@ -217,13 +217,13 @@ INFO_KEY: Final = "kv_events"  # in the information of a stage
 def stage_information(
     settings: KvEventSettings, endpoint: str, replay_endpoint: str
 ) -> dict[str, Any]:
-    """What a stage reports of its publisher, with the endpoints that were opened."""
+    """The publisher's part of a stage's information, with the endpoints that were opened."""
     opened = {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
     return {INFO_KEY: msgspec.structs.asdict(settings) | opened}
 
 
 def vllm_sources(stages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """By rank; empty where nothing is published."""
+    """The publishers by rank, in vLLM's format; empty if nothing is published."""
     return {
         str(rank): {
             "enable_kv_cache_events": True,
@@ -240,7 +240,7 @@ def vllm_sources(stages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def sglang_source(stages: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """None where nothing is published, or not on a port of this replica."""
+    """The publisher in SGLang's format; None if there is none, or none with a port of its own."""
     for info in _publishers(stages):
         host, port = tcp_parts(info["endpoint"])
         if host and binds(info["endpoint"]):

@@ -1,1 +1,1 @@
-"""Prefill and decode on different replicas: the KV cache of a prompt goes over a TCP socket."""
+"""Prefill and decode on different replicas; KV caches are transferred over TCP sockets."""

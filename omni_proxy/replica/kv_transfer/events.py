@@ -1,4 +1,4 @@
-"""Messages between the transfer thread and the stage's thread. Values only.
+"""Messages between the transfer thread and the stage's thread. Values only, no logic.
 
 Invariant: each order is answered exactly once, or never if it was withdrawn first.
 """
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leg:
-    """A prefill request whose KV decode fetches by `key`; `waits`: computed only once it asks."""
+    """A prefill request whose KV decode fetches by `key`.
+
+    With `waits`, it is computed only after decode has connected.
+    """
 
     key: str
     request_id: str
@@ -29,9 +32,9 @@ class Leg:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchOrder:
-    """Decode: get a KV of `tokens` tokens, whose digest is `prompt`, into `kv`, which is empty.
+    """Decode: fetch the KV of a prompt into `kv`, which is empty.
 
-    `vocabulary` is the number of logits.
+    `prompt` is the digest of the prompt's `tokens` tokens; `vocabulary` is the number of logits.
     """
 
     fetch: Fetch
@@ -66,8 +69,11 @@ class LegFailed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fetched:
-    """The order's KV is complete; the logits after its last token, and prefill's count of cached
-    tokens. The bytes are in use until they are given back."""
+    """The order's KV is complete.
+
+    `logits` are those after its last token, `cached_tokens` is prefill's count. The KV's bytes are
+    taken from the budget until they are given back.
+    """
 
     order: FetchOrder
     logits: Tensor

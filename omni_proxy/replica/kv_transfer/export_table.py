@@ -1,8 +1,8 @@
 """The KVs that a prefill replica keeps until decode fetches them.
 
-Invariant: at most `max_bytes` are held, and each KV at most `lease_secs`. A KV can be claimed only
-once, by its key. Its memory is freed when it was fetched, its request is aborted, its lease ends,
-or the weights change. Thread-safe.
+Invariant: at most `max_bytes` are in the table, and each KV at most for `lease_secs`. A KV can be
+claimed only once, by its key. Its memory is freed when it was fetched, its request is aborted, its
+lease ends, or the weights change. Thread-safe.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from omni_proxy.replica.kv_transfer.wire import Identity
     from omni_proxy.replica.models.kv import SequenceKV
 
-REMEMBERED: Final = 4096  # keys that are gone, with the reason: for errors that say what happened
-UNKNOWN = "it is not known here: this replica never had it, or was restarted"
+REMEMBERED: Final = 4096  # removed keys that are kept with their reason, for error messages
+UNKNOWN = "the key is unknown: this replica never had the KV, or was restarted"
 
 
 class ClaimError(Exception):
-    """There is no KV for this key; the text says why."""
+    """There is no KV for this key; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Export:
-    """The KV of one prompt of `tokens` tokens, and the logits after its last one.
+    """The KV of one prompt of `tokens` tokens, and the logits after its last token.
 
-    `prompt` is the digest of the tokens; `identity` is that of the model which computed it.
+    `prompt` is the digest of the tokens; `identity` is that of the model that computed the KV.
     """
 
     key: str
@@ -56,7 +56,7 @@ class _Entry:
 
 
 class ExportTable:
-    """`clock` is in seconds."""
+    """The exported KVs by key, and the reasons of removed keys. `clock` is in seconds."""
 
     def __init__(self, max_bytes: int, lease_secs: float, clock: Callable[[], float]) -> None:
         self._max_bytes = max_bytes
@@ -100,7 +100,7 @@ class ExportTable:
             return entry.export
 
     def gone(self, key: str) -> str:
-        """Why there is no KV for this key any more; "" for a key that never had one."""
+        """The reason why the KV for this key was removed; "" if there never was one."""
         return self._gone.get(key, "")
 
     def release(self, key: str, reason: str = "it has been fetched already") -> None:
@@ -127,7 +127,7 @@ class ExportTable:
         now = self._clock()
         for key, entry in list(self._entries.items()):
             if not entry.claimed and entry.ends_at <= now:
-                self._drop(key, f"nobody fetched it within {self._lease_secs:g} s")
+                self._drop(key, f"it was not fetched within {self._lease_secs:g} s")
 
     def _held(self) -> int:
         return sum(entry.export.nbytes for entry in self._entries.values())

@@ -1,8 +1,8 @@
 """The decode side: gets the KV of a prompt from a prefill replica.
 
-Invariant: deadlines end a fetch whatever the peer does. A fetch connects only to allowed addresses
-and returns a complete KV with this model's sizes. At most `max_bytes` are in memory at a time,
-being fetched or waiting for their request.
+Invariant: every fetch ends within its deadlines, whatever the peer sends. It connects only to
+allowed addresses and returns a complete KV with this model's sizes. At most `max_bytes` of KVs are
+in memory at a time, being fetched or waiting for their request.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SILENCE = 1.25  # longer than prefill's own wait, so that prefill reports why th
 
 
 class ByteBudget:
-    """A byte budget: tasks take from it, and any code of the same thread gives back."""
+    """A budget of bytes: `take` waits for free bytes, `give_back` never waits. Not thread-safe."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -46,7 +46,7 @@ class ByteBudget:
         """Wait until that many bytes are free. Raises TransferFailed if the budget is smaller."""
         if count > self._total:
             raise TransferFailed(
-                f"the KV has {count} bytes and this replica takes {self._total}: raise "
+                f"the KV has {count} bytes, more than the limit of {self._total}: raise "
                 "--kv-max-bytes"
             )
         while self._taken + count > self._total:
@@ -90,7 +90,7 @@ class Fetcher:
             logits = await self._read(stream, order)
             await stream.write(frame(FrameKind.DONE))
         if clock.cancelled_caught:
-            raise TransferFailed(f"the KV did not come within {secs:g} s")
+            raise TransferFailed(f"the KV did not arrive within {secs:g} s")
         order.kv.length = order.tokens
         return logits, offer.cached_tokens
 
@@ -105,7 +105,7 @@ class Fetcher:
                 unsent = b""
                 kind, body = await stream.read_message(FrameKind.WAIT, FrameKind.OFFER)
             if clock.cancelled_caught:
-                raise TransferFailed(f"it was silent for {secs:g} s")
+                raise TransferFailed(f"it sent nothing for {secs:g} s")
         return parse(body, Offer)
 
     def _check(self, offer: Offer, order: FetchOrder) -> None:
@@ -118,7 +118,7 @@ class Fetcher:
         )
         given = (offer.layers, offer.layer_bytes, offer.logits_bytes)
         if given != expected or not 0 <= offer.cached_tokens < order.tokens:
-            raise TransferFailed(f"it offers a KV of other sizes: {given} and not {expected}")
+            raise TransferFailed(f"it offers a KV with other sizes: {given}, expected {expected}")
 
     async def _read(self, stream: FrameStream, order: FetchOrder) -> Tensor:
         order.kv.reserve(order.tokens)
@@ -134,13 +134,13 @@ class Fetcher:
         view = byte_view(into)
         kind, length = await stream.read_header()
         if kind is not FrameKind.DATA or length != len(view):
-            raise WireError(f"a {kind.name} frame of {length} bytes where {len(view)} were due")
+            raise WireError(f"got a {kind.name} frame of {length} bytes, expected {len(view)}")
         await stream.read_into(view)
 
     async def _connect(self, order: FetchOrder) -> trio.socket.SocketType:
         """Raises TransferFailed."""
         host, port = order.fetch.host, order.fetch.port
-        failure = "it could not be connected to"
+        failure = "the connection failed"
         with trio.move_on_after(min(CONNECT_SECS, self._settings.wait_secs)):
             try:
                 found = await trio.socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -148,10 +148,7 @@ class Fetcher:
                 raise TransferFailed(f"its name cannot be resolved: {error.strerror}") from None
             for family, kind, protocol, _, address in found:
                 if not is_allowed(str(address[0]), self._networks):
-                    failure = (
-                        f"{address[0]} is not an address that KVs are fetched from: allow it with "
-                        "--kv-peers"
-                    )
+                    failure = f"fetching KVs from {address[0]} is not allowed: add it to --kv-peers"
                     continue
                 sock = trio.socket.socket(family, kind, protocol)
                 try:

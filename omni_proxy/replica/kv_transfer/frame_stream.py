@@ -20,16 +20,16 @@ from omni_proxy.replica.kv_transfer.wire import (
     parse_header,
 )
 
-# Prefixed to every failure of a transfer, as SGLang names it: routers read it.
+# Prefix of every error of a transfer, named as in SGLang: routers look for it.
 KV_ERROR = "KVTransferError"
 
 
 class TransferFailed(Exception):
-    """A transfer did not succeed; the text is for the client, without the prefix."""
+    """A transfer failed; the message is the one for the client, without the prefix."""
 
 
 class ConnectionEnded(TransferFailed):
-    """The peer closed the connection, or was lost."""
+    """The peer closed the connection, or the connection was lost."""
 
 
 class FrameStream:
@@ -51,7 +51,7 @@ class FrameStream:
         return bytes(data)
 
     async def read_into(self, view: memoryview) -> None:
-        """Fill `view`, which is of bytes. Raises ConnectionEnded."""
+        """Fill `view`, whose items are bytes. Raises ConnectionEnded."""
         place = 0
         while place < len(view):
             await trio.lowlevel.checkpoint()
@@ -60,15 +60,18 @@ class FrameStream:
             except OSError as error:
                 raise ConnectionEnded(f"the connection was lost: {error.strerror}") from None
             if not count:
-                raise ConnectionEnded("the other side closed the connection")
+                raise ConnectionEnded("the peer closed the connection")
             place += count
 
     async def read_header(self, begun: bytes = b"") -> tuple[FrameKind, int]:
-        """`begun` are bytes of it that were read before. Raises ConnectionEnded and WireError."""
+        """The next frame's kind and length; `begun` is the part of the header already read.
+
+        Raises ConnectionEnded and WireError.
+        """
         return parse_header(begun + await self.read(HEADER.size - len(begun)))
 
     async def read_message(self, *kinds: FrameKind) -> tuple[FrameKind, bytes]:
-        """The next frame, which is of one of `kinds`.
+        """The next frame, which must be of one of `kinds`.
 
         Raises TransferFailed for a refusal, ConnectionEnded and WireError.
         """
@@ -76,13 +79,13 @@ class FrameStream:
         if kind is FrameKind.REFUSE:
             raise TransferFailed(parse(await self.read(length), Refuse).reason)
         if kind not in kinds:
-            raise WireError(f"a {kind.name} frame is out of place")
+            raise WireError(f"unexpected {kind.name} frame")
         return kind, await self.read(length)
 
     async def read_head(self, most: int) -> bytes:
-        """The first line of an HTTP head, after all of the head was read.
+        """Read a complete HTTP head and return its first line.
 
-        Raises ConnectionEnded, and WireError for one of more than `most` bytes.
+        Raises ConnectionEnded, and WireError for a head of more than `most` bytes.
         """
         data = b""
         while b"\r\n\r\n" not in data:
@@ -103,14 +106,16 @@ class FrameStream:
                 raise ConnectionEnded(f"the connection was lost: {error.strerror}") from None
 
     async def write_data(self, data: memoryview) -> None:
-        """A DATA frame. Raises ConnectionEnded."""
+        """Write a DATA frame. Raises ConnectionEnded."""
         await self.write(header(FrameKind.DATA, len(data)))
         await self.write(data)
 
     async def wait_closed(self) -> str:
-        """Wait until the peer closes; return how it did, or that it sent unexpected data."""
+        """Wait until the peer disconnects or, wrongly, sends data; return an error text."""
         try:
             data = await self._socket.recv(1)
         except OSError as error:
-            return f"the decode replica was lost: {error.strerror}"
-        return "the decode replica broke the protocol" if data else "the decode replica is gone"
+            return f"the decode replica disconnected: {error.strerror}"
+        if data:
+            return "the decode replica sent unexpected data"
+        return "the decode replica disconnected"

@@ -1,10 +1,10 @@
 """The KV transfer fields of a request body, in the formats of SGLang and vLLM. Pure.
 
     sglang    bootstrap_host, bootstrap_port, bootstrap_room; lists of them for several prompts
-    nixl      kv_transfer_params: the prefill leg asks for them, the decode leg brings them back
-    mooncake  kv_transfer_params with a transfer_id that both legs bring
-Invariant: a transfer is either understood completely or refused; keys of other connectors are
-ignored, as the real engines do. A key names one KV and never means that of another prompt.
+    nixl      kv_transfer_params: returned by the prefill leg, passed on to the decode leg
+    mooncake  kv_transfer_params with a transfer_id that both legs have
+Invariant: a transfer is either parsed completely or refused; keys of other connectors are ignored,
+as in the real engines. A key names one KV and is never used for that of another prompt.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NO_ROOM = (
 
 
 class InvalidTransfer(ValueError):
-    """The request's fields for the transfer are invalid; the text says how to mend them."""
+    """The request's fields for the transfer are invalid; the message says how to fix them."""
 
 
 class Serve(Struct, frozen=True, tag="serve"):
     """Prefill: serve the prompt's KV to the replica that requests `key`.
 
-    With an empty key the response contains a generated one. `waits`: compute the prompt only after
-    decode has connected, and answer only after decode has the KV.
+    With an empty key, the response contains a generated one. With `waits`, the prompt is computed
+    only after decode has connected, and the request is answered only after decode has the KV.
     """
 
     key: str = ""
@@ -50,9 +50,9 @@ class Serve(Struct, frozen=True, tag="serve"):
 
 
 class Fetch(Struct, frozen=True, tag="fetch"):
-    """Decode: get the KV `key` from that address.
+    """Decode: fetch the KV `key` from a prefill replica.
 
-    `engine_id` is the process that must have it, "" for any. Requests of one `group` share one
+    `engine_id` is the engine that must have the KV, "" for any. Requests of one `group` share one
     transfer.
     """
 
@@ -80,7 +80,7 @@ def kept_key(handle: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TransferFields:
-    """Reads the fields for a replica with this role; `port` stands for a port that is null."""
+    """Reads the fields for a replica with this role; `port` replaces a port that is null."""
 
     role: Role = "null"
     connector: Connector = "sglang"
@@ -89,7 +89,7 @@ class TransferFields:
     def specs(
         self, given: Mapping[str, Any], group: str, count: int, prompts: int = 1
     ) -> list[TransferSpec | None]:
-        """The transfer of each of `count` requests that the body asks for, with `prompts` prompts.
+        """The transfer of each of the `count` requests of a body with `prompts` prompts.
 
         Raises InvalidTransfer.
         """
@@ -101,10 +101,10 @@ class TransferFields:
         if spec is None:
             return [None] * count
         if prompts > 1 and spec == Serve():
-            return [None] * count  # the response has one object only: decode computes them itself
+            return [None] * count  # the response has room for one KV only: decode computes them
         if prompts > 1:
             raise InvalidTransfer(f"{PARAMS} is for one prompt, not for {prompts}: send one each")
-        # The choices of one prompt have one KV: prefill serves it once, decode's share it.
+        # The choices of one prompt have one KV: prefill serves it once, decode's choices share it.
         return [spec] * count if isinstance(spec, Fetch) else [spec, *[None] * (count - 1)]
 
     def _rooms(self, given: Mapping[str, Any], count: int) -> list[TransferSpec]:
@@ -121,7 +121,7 @@ class TransferFields:
                     f"bootstrap_room must be within 0 and 2**63 - 1: {room!r:.40}"
                 )
         if len(set(rooms)) < count:
-            raise InvalidTransfer("bootstrap_room has one room twice: each prompt needs its own")
+            raise InvalidTransfer("bootstrap_room has duplicates: each prompt needs its own room")
         keys = [room_key(room) for room in rooms]
         if self.role == "prefill":
             return [Serve(key, waits=True) for key in keys]

@@ -1,11 +1,11 @@
 """The text stage's scheduler of a prefill or decode replica.
 
     prefill  [room: wait for decode] ──> queue ──> one token ──> [room: wait until it is fetched]
-    decode   fetch ──> queue ──> the first token from the fetched logits ──> decode as ever
-Invariant: a KV is used only with the same weights that it was computed with. With other weights its
-request fails with a KVTransferError, or is recomputed here if the KV was already accepted. A
-request that ends early ends its transfer, too, and the other replica is notified. Requests without
-a transfer are scheduled as on any other replica.
+    decode   fetch ──> queue ──> the first token from the fetched logits ──> decode as usual
+Invariant: a KV is used only with the weights that it was computed with. With other weights, its
+request fails with a KVTransferError, or its prompt is recomputed here if the KV was already
+accepted. If a request ends early, its transfer ends, too, and the other replica is notified.
+Requests without a transfer are scheduled as on any other replica.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Fetching:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Import:
-    """A fetched KV until its request is started; `nbytes` of the budget are given back then."""
+    """A fetched KV until its request starts; then `nbytes` are given back to the budget."""
 
     kv: SequenceKV
     logits: Tensor
@@ -74,21 +74,21 @@ class _Import:
 
 
 class TransferScheduler(TextScheduler):
-    """`transfers` is started by `run` and closed when it ends."""
+    """A TextScheduler with KV transfers; `run` starts `transfers` and closes it at its end."""
 
     def __init__(self, stage_name: str, transfers: TransferThread, *parts: Any) -> None:
         super().__init__(stage_name, *parts)
         self._transfers = transfers
         self._generation = 0  # of the weights
-        # Of the weights: now, since it takes a while, and after a change when it is needed.
+        # Slow to compute: done at the start, and after a change of the weights when first needed.
         self._digest = weights_digest(self.worker)
-        self._pending: list[Prompt] = []  # came while the weights were being changed
+        self._pending: list[Prompt] = []  # arrived while the weights were being changed
         self._specs: dict[str, TransferSpec] = {}  # of requests whose transfer has begun
-        self._ready: set[str] = set()  # may join the queue: decode has connected, or the KV is here
-        self._legs: dict[str, Leg] = {}  # prefill: announced, and not over
-        self._unmet: dict[str, Prompt] = {}  # prefill: wait for decode to connect
+        self._ready: set[str] = set()  # may join the queue: decode connected, or the KV is fetched
+        self._legs: dict[str, Leg] = {}  # prefill: announced, and not ended
+        self._unmet: dict[str, Prompt] = {}  # prefill: decode has not connected yet
         self._logits: Tensor | None = None  # of the sequence that is being advanced
-        self._handing_over: dict[str, dict[str, Any]] = {}  # prefill: results, until it is fetched
+        self._handing_over: dict[str, dict[str, Any]] = {}  # prefill: results until KVs are fetched
         self._fetching: dict[str, _Fetching] = {}  # decode: by group
         self._imports: dict[str, _Import] = {}
         host, port = transfers.address
@@ -104,7 +104,7 @@ class TransferScheduler(TextScheduler):
         self.register_admin("model_info", model_info)
 
     def run(self, inbox: SimpleQueue[StageInput], emit: Emit) -> None:
-        # The inbox is typed for messages of the pipeline; these the stage posts to itself.
+        # The transfer thread posts its events; the inbox's type has only the pipeline's messages.
         self._transfers.start(cast("Post", inbox.put))
         try:
             super().run(inbox, emit)
@@ -266,12 +266,12 @@ class TransferScheduler(TextScheduler):
         self._transfers.fetch(order)
 
     def _may_share(self, fetching: _Fetching, prompt: Prompt) -> bool:
-        """Whether this is another choice of the same request; a room has only one."""
+        """Whether this is another choice of the same request; a room has only one choice."""
         is_room = fetching.order.fetch.group == fetching.order.fetch.key
         return not is_room and fetching.prompts[0].token_ids == prompt.token_ids
 
     def _take_fetching(self, order: FetchOrder) -> _Fetching | None:
-        """The requests that wait for it; None if they were all dropped."""
+        """Remove and return the order's fetch; None if its requests were all dropped."""
         fetching = self._fetching.get(order.fetch.group)
         if fetching is None or fetching.order is not order:
             return None
@@ -350,7 +350,7 @@ class TransferScheduler(TextScheduler):
         super()._fail(request_id, error)
 
     def _fail_transfer(self, request_id: str, reason: str) -> None:
-        """Fail a request whose transfer failed, wherever it is; nothing if it has ended."""
+        """Fail a request whose transfer failed, in any state; does nothing if it has ended."""
         if request_id in self._specs:
             self._end_transfer(request_id, reason)
             super()._forget(request_id)
@@ -364,7 +364,7 @@ class TransferScheduler(TextScheduler):
         return dropped
 
     def _end_transfer(self, request_id: str, reason: str) -> None:
-        """Drop this request's transfer; if it is not over, tell the other replica why."""
+        """Drop this request's transfer; if it has not ended, send `reason` to the other replica."""
         spec = self._specs.pop(request_id, None)
         self._ready.discard(request_id)
         self._unmet.pop(request_id, None)
@@ -395,7 +395,7 @@ class TransferScheduler(TextScheduler):
         self._transfers.table.drop(lambda _: True, "the weights have changed since")
 
     def _identity(self) -> Identity:
-        """Only while no operation changes a weight."""
+        """Of this model; not valid while an operation changes weights."""
         if not self._digest:
             self._digest = weights_digest(self.worker)
         return identity(self.worker, self.weight_version, self._digest)
@@ -403,8 +403,7 @@ class TransferScheduler(TextScheduler):
     # Operations
 
     def _release_kept(self, payload: dict[str, Any]) -> OperationOutcome:
-        """Free the kept KVs of requests that have ended: `ids`, those that begin with `prefix`, or
-        `all`."""
+        """Free the kept KVs of ended requests: of `ids`, of ids with a `prefix`, or `all`."""
         ids, prefix = set(payload.get("ids", ())), str(payload.get("prefix") or "")
 
         def wanted(export: Export) -> bool:

@@ -1,8 +1,8 @@
 """The prefill side: a port where decode replicas fetch KVs and routers query this replica.
 
-    HELLO kept:ID         a KV that a response named: it is there, or refused
-    HELLO room:N          met by the prefill request of that room, which is computed only then
-    HELLO transfer:ID     met by the prefill request of that id, whenever it is computed
+    HELLO kept:ID         a KV that a response named: sent if it is in the table, else refused
+    HELLO room:N          waits for the prefill request of that room, which is computed only then
+    HELLO transfer:ID     waits for the prefill request of that id, computed before or after
     GET /query, /health   HTTP, for Mooncake's routers
 Invariant: every wait has a deadline; a key has one connection at a time. If one of two connected
 legs is lost, the other leg is notified at once. KVs are only read, never changed.
@@ -48,7 +48,7 @@ HTTP_START: Final = b"GET "
 
 @dataclass(slots=True, eq=False)
 class _Rendezvous:
-    """One key: its prefill request, its connection, or both."""
+    """The prefill request of one key, decode's connection for it, or both."""
 
     leg: Leg | None = None
     connected: bool = False
@@ -62,7 +62,7 @@ class _Rendezvous:
 
 
 class TransferServer:
-    """All methods run in the transfer thread."""
+    """Serves a prefill replica's KVs. All methods run in the transfer thread."""
 
     def __init__(
         self, settings: TransferSettings, table: ExportTable, engine_id: str, post: Post
@@ -196,8 +196,8 @@ class TransferServer:
         """Raises TransferFailed."""
         if hello.engine_id not in ("", self._engine_id):
             raise TransferFailed(
-                f"the KV was that of engine {hello.engine_id}; this is {self._engine_id}: the "
-                "replica was restarted since"
+                f"the KV belongs to engine {hello.engine_id}, this is {self._engine_id}: the "
+                "replica was restarted since then"
             )
         if hello.key.startswith(kept_key("")):
             await self._send_kept(stream, hello, self._claim(hello.key))
@@ -227,7 +227,7 @@ class TransferServer:
             self._table.release(hello.key, reason)
 
     async def _offer(self, stream: FrameStream, hello: Hello, rendezvous: _Rendezvous) -> None:
-        """Wait for the prefill request and its KV, then send it; report a lost leg to the other."""
+        """Wait for the prefill request and its KV, then send it; report failures to both legs."""
         leg: Leg | None = None
         reason = "the transfer was cancelled"
         try:
@@ -251,7 +251,10 @@ class TransferServer:
     async def _await_leg(
         self, stream: FrameStream, hello: Hello, rendezvous: _Rendezvous
     ) -> Leg | None:
-        """The prefill request; None if it has ended and left its KV. Raises TransferFailed."""
+        """Wait for the prefill request; None if it ended and its KV is in the table.
+
+        Raises TransferFailed.
+        """
         key, secs = hello.key, self._settings.wait_secs
         with trio.move_on_after(secs):
             await self._wait_for(
@@ -261,13 +264,13 @@ class TransferServer:
             )
         leg = rendezvous.leg
         if leg is None and key not in self._table:
-            gone = self._table.gone(key) or f"no prefill request came for it within {secs:g} s"
+            gone = self._table.gone(key) or f"no prefill request for it within {secs:g} s"
             raise TransferFailed(f"no KV {key}: {gone}")
         if leg is not None and leg.prompt != hello.prompt:
             if leg.waits:
-                self._post(LegFailed(leg, "decode has another prompt for its room"))
+                self._post(LegFailed(leg, "the decode request of its room has another prompt"))
                 rendezvous.leg = None
-            raise TransferFailed(f"{key} is another prompt's at the prefill replica")
+            raise TransferFailed(f"{key} belongs to another prompt at the prefill replica")
         if leg is not None and leg.waits:
             self._post(LegMet(leg))
         return leg
@@ -275,7 +278,7 @@ class TransferServer:
     async def _await_export(self, stream: FrameStream, rendezvous: _Rendezvous) -> Export:
         """Raises TransferFailed."""
         await self._wait_for(
-            stream, rendezvous, lambda: rendezvous.export is not None, says_wait=True
+            stream, rendezvous, lambda: rendezvous.export is not None, send_wait=True
         )
         assert rendezvous.export is not None
         return rendezvous.export
@@ -284,7 +287,7 @@ class TransferServer:
         self, stream: FrameStream, hello: Hello, rendezvous: _Rendezvous
     ) -> Export:
         """Raises TransferFailed."""
-        await self._wait_for(stream, rendezvous, lambda: hello.key in self._table, says_wait=True)
+        await self._wait_for(stream, rendezvous, lambda: hello.key in self._table, send_wait=True)
         return self._claim(hello.key)
 
     async def _wait_for(
@@ -293,11 +296,11 @@ class TransferServer:
         rendezvous: _Rendezvous,
         holds: Callable[[], bool],
         *,
-        says_wait: bool = False,
+        send_wait: bool = False,
     ) -> None:
-        """Until it holds; with `says_wait` decode hears meanwhile that prefill is at work.
+        """Wait until `holds()`; with `send_wait`, send WAIT to the decode replica at intervals.
 
-        Raises TransferFailed if the prefill request or the decode replica is gone.
+        Raises TransferFailed if the prefill request ends or the decode replica disconnects.
         """
         ended: list[str] = []
 
@@ -310,7 +313,7 @@ class TransferServer:
             while not holds() and not rendezvous.failure and not ended:
                 with trio.move_on_after(self._settings.wait_secs / 4) as clock:
                     await rendezvous.changed.wait()
-                if clock.cancelled_caught and says_wait:
+                if clock.cancelled_caught and send_wait:
                     await self._send_waits(stream, ended)
             nursery.cancel_scope.cancel()
         if rendezvous.failure or ended:
@@ -323,9 +326,9 @@ class TransferServer:
             ended.append(str(error))
 
     async def _send(self, stream: FrameStream, hello: Hello, export: Export) -> None:
-        """Raises TransferFailed; the decode replica has the KV when it returns."""
+        """Send the KV and wait until the decode replica has it. Raises TransferFailed."""
         if (hello.prompt, hello.tokens) != (export.prompt, export.tokens):
-            raise TransferFailed("it is the KV of another prompt")
+            raise TransferFailed("the KV is that of another prompt")
         if reason := difference(hello.identity, export.identity):
             raise TransferFailed(reason)
         secs = self._settings.transfer_secs
@@ -333,7 +336,7 @@ class TransferServer:
             await self._write(stream, export)
             await stream.read_message(FrameKind.DONE)
         if clock.cancelled_caught:
-            raise TransferFailed(f"the decode replica did not take the KV within {secs:g} s")
+            raise TransferFailed(f"the decode replica did not receive the KV within {secs:g} s")
 
     async def _write(self, stream: FrameStream, export: Export) -> None:
         kv, tokens, logits = export.kv, export.tokens, byte_view(export.logits)
@@ -347,7 +350,7 @@ class TransferServer:
     # HTTP
 
     async def _answer_http(self, stream: FrameStream) -> None:
-        """GET /query returns this replica by data-parallel rank; GET /health returns 200."""
+        """GET /query returns the engine by data-parallel rank; GET /health returns 200."""
         line = await stream.read_head(MAX_HEAD_BYTES)
         bodies = {
             b"/query": {"0": {"engine_id": self._engine_id}},

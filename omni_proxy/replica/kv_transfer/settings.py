@@ -1,10 +1,9 @@
-"""Settings of KV transfers, as parameters of a text stage, and the options of `omni-proxy replica`
-for prefill and decode apart, which set them.
+"""Settings of KV transfers, as parameters of a text stage, and the `omni-proxy replica` options
+for separate prefill and decode, which set them.
 
-Invariant: a `TransferSettings` holds values in range; what is refused is refused before a model is
-loaded, by the option's name. Peers are addresses, not names: a name that a request brings is
-resolved first, so that no name leads to an address that is not allowed. Imports neither torch nor
-the web framework.
+Invariant: a `TransferSettings` holds values in range; an invalid value is refused before a model is
+loaded, with the option's name. Peers are addresses, not names: a host name in a request is resolved
+first, and the resulting address must be allowed. Imports neither torch nor the web framework.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSettings:
-    """`role` "null" is a replica that transfers nothing.
+    """A replica's part in KV transfers; with `role` "null" it has none.
 
-    A prefill replica listens on `host` and `port` (0: any free one), and advertises the address
-    `advertise`, by default `host`. It keeps at most `max_bytes` for `lease_secs`. A leg waits
-    `wait_secs` for any message of the other leg; a transfer may take `transfer_secs`. A decode
-    replica fetches from `peers` only: addresses, networks, or "any".
+    A prefill replica listens on `host` and `port` (0: any free port), and advertises the address
+    `advertise`, by default `host`. It keeps at most `max_bytes` of KVs, each for `lease_secs`. A
+    leg waits `wait_secs` for any message of the other leg; a transfer may take `transfer_secs`. A
+    decode replica fetches only from `peers`: addresses, networks, or "any".
     """
 
     role: Role = "null"
@@ -104,9 +103,9 @@ def parse_transfer_settings(params: Mapping[str, Any]) -> TransferSettings:
 def add_transfer_options(parser: argparse.ArgumentParser) -> None:
     """Options of a replica that does only the prefill, or only the decode."""
     group = parser.add_argument_group(
-        "prefill and decode apart",
-        "a prefill replica computes prompts and hands their KV caches over to decode replicas, "
-        "which a router pairs with it",
+        "separate prefill and decode",
+        "a prefill replica computes prompts and sends their KV caches to decode replicas, which a "
+        "router pairs with it",
     )
     add = group.add_argument
     add(
@@ -114,13 +113,14 @@ def add_transfer_options(parser: argparse.ArgumentParser) -> None:
         "--disaggregation-mode",
         choices=ROLES,
         default="null",
-        help="what it does of a request; null: all of it",
+        help="the leg of a request that this replica serves; null: whole requests",
     )
     add(
         "--kv-connector",
         choices=CONNECTORS,
-        help="whose fields in requests name a KV: sglang's bootstrap_room, or kv_transfer_params "
-        "as vLLM's NIXL or Mooncake connector (default: sglang, with --dialect vllm nixl)",
+        help="format of the request fields that name a KV: sglang's bootstrap_room, or "
+        "kv_transfer_params of vLLM's NIXL or Mooncake connector (default: sglang; nixl with "
+        "--dialect vllm)",
     )
     add(
         "--bootstrap-port",
@@ -128,19 +128,24 @@ def add_transfer_options(parser: argparse.ArgumentParser) -> None:
         type=port_or_0,
         default=DEFAULT_BOOTSTRAP_PORT,
         metavar="PORT",
-        help="where a prefill replica hands KVs over, on --host; 0: any free port",
+        help="port on --host where a prefill replica serves KVs; 0: any free port",
     )
-    add("--kv-host", metavar="HOST", help="where decode is told to fetch KVs, if not --host")
+    add(
+        "--kv-host",
+        metavar="HOST",
+        help="address advertised to decode for fetching KVs (default: --host)",
+    )
     add(
         "--kv-peers",
         metavar="NETWORKS",
         default=",".join(LOOPBACK),
-        help="addresses that a decode replica fetches from, with commas; any: all of them",
+        help="addresses and networks that a decode replica may fetch from, separated by commas; "
+        "any: all of them",
     )
     for name, default, what in (
         ("lease", 30.0, "how long a KV is kept for decode"),
-        ("wait", 30.0, "how long either leg waits for a word of the other"),
-        ("transfer", 30.0, "the longest that one transfer may take"),
+        ("wait", 30.0, "how long a leg waits for a message of the other leg"),
+        ("transfer", 30.0, "how long one transfer may take"),
     ):
         add(f"--kv-{name}-secs", type=deadline, default=default, metavar="SECS", help=what)
     add(
@@ -148,7 +153,7 @@ def add_transfer_options(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=2**30,
         metavar="BYTES",
-        help="most memory for KVs that wait to be fetched, or to be used",
+        help="limit on the memory for KVs that wait to be fetched or to be used",
     )
 
 
@@ -178,19 +183,19 @@ def connector_of(arguments: argparse.Namespace) -> Connector:
 
 
 def transfer_problem(arguments: argparse.Namespace) -> str:
-    """Why these arguments do not make a prefill or decode replica; "" if they do."""
+    """Why these arguments are invalid for a prefill or decode replica; "" if they are valid."""
     if arguments.role == "null":
         return ""
     if arguments.engine != "torch":
         return f"--role {arguments.role} needs --engine torch"
     if arguments.tp > 1:
-        return f"--role {arguments.role}: a KV is handed over by one rank; leave --tp out"
+        return f"--role {arguments.role}: KV transfer works with one rank only; remove --tp"
     connector = connector_of(arguments)
     if connector == "sglang" and arguments.dialect == "vllm":
         return "--kv-connector sglang: --dialect vllm serves none of SGLang's routes"
     wildcard = arguments.host in ("0.0.0.0", "::")
     if connector == "nixl" and arguments.role == "prefill" and wildcard and not arguments.kv_host:
-        return f"--host {arguments.host}: name the address that decode reaches by --kv-host"
+        return f"--host {arguments.host}: set the address that decode connects to with --kv-host"
     try:
         parse_transfer_settings(transfer_params(arguments)["kv_transfer"])
     except ValueError as error:

@@ -1,8 +1,8 @@
 """KVs as bytes, and the digests that decide whether two replicas may share a KV.
 
-Invariant: a KV read from bytes equals the KV that was written, byte for byte; nothing
-is converted. Digests are over the live weights: compute them in the stage's thread, while no
-operation changes a weight.
+Invariant: a KV read from bytes equals the KV that was written, byte for byte; nothing is converted.
+Digests are over the live weights: compute them in the stage's thread, while no operation changes a
+weight.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ def identity(worker: ModelWorker, weight_version: str, weights: str) -> Identity
 
 
 def weights_digest(worker: ModelWorker) -> str:
-    """SHA-256 over names, shapes and digests of all weights. Reads every byte of them once, on
-    several cores."""
+    """SHA-256 over names, shapes and digests of all weights.
+
+    Slow: reads all weights once, in several threads.
+    """
 
     def line(named: tuple[str, Tensor]) -> str:
         name, weight = named
@@ -63,28 +65,27 @@ def byte_view(tensor: Tensor) -> memoryview:
 
 
 def layer_of(kv: SequenceKV, layer: int, tokens: int) -> Tensor:
-    """[2, kv_heads, tokens, head_size]: keys and values of the first `tokens` tokens, in new
-    memory."""
+    """Copy the keys and values of the first `tokens` tokens: [2, kv_heads, tokens, head_size]."""
     return kv.layer(layer)[:, :, :tokens].clone(memory_format=torch.contiguous_format)
 
 
 def layer_buffer(kv: SequenceKV, tokens: int) -> Tensor:
-    """Room for what `layer_of` returns at the other replica."""
+    """An uninitialized tensor of the shape that `layer_of` returns."""
     layer = kv.layer(0)
     return layer.new_empty((layer.shape[0], layer.shape[1], tokens, layer.shape[3]))
 
 
 def layer_bytes(kv: SequenceKV, tokens: int) -> int:
-    """Bytes of one layer of so many tokens."""
+    """Bytes of one layer's KV of `tokens` tokens."""
     shape = kv.shape
     return 2 * shape.kv_heads * tokens * shape.head_size * kv.layer(0).element_size()
 
 
 def kv_bytes(kv: SequenceKV, tokens: int) -> int:
-    """Bytes of all layers of so many tokens."""
+    """Bytes of the whole KV of `tokens` tokens."""
     return kv.shape.layers * layer_bytes(kv, tokens)
 
 
 def put_layer(kv: SequenceKV, layer: int, rows: Tensor) -> None:
-    """Write what `layer_of` returned; the tokens count once `length` is advanced."""
+    """Write what `layer_of` returned; the tokens are used once `length` is advanced."""
     kv.layer(layer)[:, :, : rows.shape[2]] = rows

@@ -1,4 +1,4 @@
-"""The thread that transfers KVs: a trio loop beside the stage's thread.
+"""The thread that transfers KVs: it runs a trio loop in parallel to the stage's thread.
 
 Invariant: the stage's thread waits for this thread only at start and close. Tensors of a transfer
 belong to this thread until it reports the end of the transfer. When `close` returns, the port is
@@ -41,9 +41,9 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class TransferThread:
-    """Made, started, called and closed by the stage's thread.
+    """Created, started, called and closed by the stage's thread.
 
-    A prefill replica's port is bound at once: OSError says that it is in use.
+    A prefill replica's port is bound on creation; raises OSError if it is in use.
     """
 
     def __init__(self, settings: TransferSettings, name: str) -> None:
@@ -95,11 +95,13 @@ class TransferThread:
     # Decode
 
     def fetch(self, order: FetchOrder) -> None:
-        """Reported by a `Fetched`, whose bytes are to be given back, or by a `FetchFailed`."""
+        """Start a fetch; its end is posted as `Fetched`, whose bytes the receiver must give back,
+        or `FetchFailed`.
+        """
         self._call(self._begin_fetch, order)
 
     def cancel(self, order: FetchOrder) -> None:
-        """End the fetch, if it runs; it may have been reported already."""
+        """End the fetch if it still runs; its end may have been posted already."""
         self._call(self._cancel_fetch, order)
 
     def give_back(self, nbytes: int) -> None:
@@ -111,7 +113,7 @@ class TransferThread:
         reason = ""
         try:
             trio.run(self._main, post)
-        except Exception as error:  # the stage is started anew
+        except Exception as error:  # the stage is restarted
             log.exception("kv_thread_crashed")
             reason = f"{type(error).__name__}: {error}"
         if not self._scope.cancel_called:
@@ -173,12 +175,12 @@ class TransferThread:
             await self._budget.take(nbytes)
         if clock.cancelled_caught:
             raise TransferFailed(
-                f"there was no memory for the KV within {secs:g} s: raise --kv-max-bytes"
+                f"no memory for the KV was free within {secs:g} s: raise --kv-max-bytes"
             )
 
 
 def _guarded(function: Callable[..., object], arguments: tuple[object, ...]) -> None:
-    """An exception of a callback would end the thread's loop."""
+    """Call `function` and log its exception, which would otherwise end the thread's loop."""
     try:
         function(*arguments)
     except Exception:
@@ -197,7 +199,7 @@ def _listen(settings: TransferSettings) -> socket.socket:
         listener.close()
         raise OSError(
             error.errno,
-            f"the bootstrap port {settings.port} of {settings.host}: {error.strerror}; name "
+            f"the bootstrap port {settings.port} of {settings.host}: {error.strerror}; choose "
             "another --bootstrap-port",
         ) from None
     return listener

@@ -1,11 +1,12 @@
 """The protocol between decode and prefill replicas: frames on one TCP connection. Pure.
 
-    decode ──HELLO──> prefill        the KV it requests, and its own model and weights
+    decode ──HELLO──> prefill        the requested KV, and decode's model and weights
            <──WAIT*── <──OFFER──     prefill is computing the KV; then the sizes to read
            <──DATA──…                one frame per layer, then one with the last token's logits
            ──DONE──>                 prefill may free the KV
            <──REFUSE──               instead of any answer: why there is no KV
-A frame is 12 bytes (magic, version, kind, length; big-endian) and a body: msgpack, but for DATA.
+A frame is 12 bytes (magic, version, kind, length; big-endian) and a body, which is raw bytes for
+DATA and msgpack otherwise.
 Invariant: a length above the bound of its kind is refused before a byte of the body is read.
 """
 
@@ -26,7 +27,7 @@ MAX_DATA_BYTES: Final = 2**31
 
 
 class WireError(Exception):
-    """The peer does not speak this protocol; the connection is unusable."""
+    """The peer does not follow this protocol; the connection is unusable."""
 
 
 class FrameKind(IntEnum):
@@ -39,9 +40,9 @@ class FrameKind(IntEnum):
 
 
 class Identity(Struct, frozen=True):
-    """What must be equal for a KV to be valid at another replica.
+    """The properties that two replicas must share for one to use the other's KVs.
 
-    `sizes` are those of the model, in words; `weights` is the digest of all its weights.
+    `sizes` describes the model's sizes as text; `weights` is the digest of all its weights.
     """
 
     model: str
@@ -62,8 +63,10 @@ class Hello(Struct, frozen=True):
 
 
 class Offer(Struct, frozen=True):
-    """What follows: `layers` frames of `layer_bytes`, then the logits. `cached_tokens` is how many
-    of the prompt prefill had in its prefix cache."""
+    """The sizes of the DATA frames that follow: `layers` of `layer_bytes`, then the logits.
+
+    `cached_tokens` is the number of prompt tokens that prefill had in its prefix cache.
+    """
 
     layers: int
     layer_bytes: int
@@ -87,7 +90,7 @@ def frame(kind: FrameKind, body: bytes = b"") -> bytes:
 def header(kind: FrameKind, length: int) -> bytes:
     """The header of a frame whose body follows separately. Raises ValueError if it is too long."""
     if length > bound(kind):
-        raise ValueError(f"{length} bytes are too many for a {kind.name} frame")
+        raise ValueError(f"{length} bytes are over the limit of a {kind.name} frame")
     return HEADER.pack(MAGIC, VERSION, kind, length)
 
 
@@ -106,15 +109,15 @@ def parse_header(data: bytes) -> tuple[FrameKind, int]:
     """The kind of a frame, and the length of its body. Raises WireError."""
     magic, version, number, length = HEADER.unpack(data)
     if magic != MAGIC:
-        raise WireError("the peer is not a replica's KV transfer port")
+        raise WireError("the peer is not the KV transfer port of a replica")
     if version != VERSION:
         raise WireError(f"the peer has version {version} of the protocol, this one {VERSION}")
     try:
         kind = FrameKind(number)
     except ValueError:
-        raise WireError(f"a frame of the unknown kind {number}") from None
+        raise WireError(f"a frame of unknown kind {number}") from None
     if length > bound(kind):
-        raise WireError(f"a {kind.name} frame of {length} bytes; at most {bound(kind)} are taken")
+        raise WireError(f"a {kind.name} frame of {length} bytes; the limit is {bound(kind)}")
     return kind, length
 
 
@@ -123,7 +126,7 @@ def parse(body: bytes, form: type[Body]) -> Body:
     try:
         return msgspec.msgpack.decode(body, type=form)
     except (msgspec.DecodeError, ValueError) as error:
-        raise WireError(f"a {form.__name__} that cannot be read: {error}") from None
+        raise WireError(f"an invalid {form.__name__} message: {error}") from None
 
 
 def difference(decode: Identity, prefill: Identity) -> str:

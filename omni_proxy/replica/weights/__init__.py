@@ -1,5 +1,5 @@
 """Weight updates of a serving model, and checksums of its weights.
 
 Invariant: new weights are validated completely before a live tensor is touched, and then replace
-the live ones all together or not at all. The text stage's scheduler decides when.
+all live ones or none. The text stage's scheduler decides when.
 """

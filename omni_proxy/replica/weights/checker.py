@@ -54,8 +54,9 @@ def identity(name: str, tensor: Tensor) -> Tensor:
 
 
 class WeightsChecker:
-    """`layout` is part of every result: which part of the whole tensors this rank holds.
+    """Runs the actions of the route `weights_checker` on one rank.
 
+    `layout` is part of every result: it describes the part of each tensor that this rank holds.
     `whole` returns the whole tensor at rank 0 and None at other ranks, which report no
     `full_checksum`.
     """
@@ -85,7 +86,7 @@ class WeightsChecker:
             raise WeightsError(NO_SNAPSHOT)
 
     def check(self, action: str) -> dict[str, Any]:
-        """Hash everything and return the result's `data`; raises WeightsError as `require`."""
+        """Hash all tensors and return the result's `data`; raises WeightsError, like `require`."""
         self.require(action)
         started_s = self._clock()
         metadata = metadata_of(self._target)

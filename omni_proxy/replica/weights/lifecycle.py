@@ -1,11 +1,11 @@
 """One weight update from request to answer, including the scheduler's pause (api-server.md 2.4).
 
-    active requests? ──> stage (thread) ──> drop ──> swap (thread) ──> forget old keys, new version
-Invariant: requests are dropped only once the new weights are known to fit. A failed update leaves
+    active requests? ──> stage (thread) ──> drop ──> swap (thread) ──> flush KVs, set version
+Invariant: requests are dropped only after the new weights passed all checks. A failed update leaves
 the old weights unchanged and reports it. KVs computed with old weights are never used again: a
 request that runs during a swap without a pause is recomputed and continues with the new weights.
 Weights are `open` while a single bucket may not be the last one (two-phase.md 7, S7), `uncertain`
-if such a sync can no longer finish or a swap failed halfway; no request is refused because of that.
+if such a sync can no longer finish or a swap failed halfway; requests are accepted in both states.
 """
 
 from __future__ import annotations
@@ -45,14 +45,17 @@ class IntegrityState(StrEnum):
 
 
 class VersionIntegrity:
-    """`buckets`: how many single buckets were applied since the weights were whole."""
+    """Whether the live weights are all of one version.
+
+    `buckets` counts the single buckets applied since they last were.
+    """
 
     def __init__(self) -> None:
         self.standing = IntegrityState.WHOLE
         self.buckets = 0
 
     def bucket(self, *, last: bool) -> None:
-        """A bucket of a sync was applied; `last`: it is declared the last one."""
+        """A bucket of a sync was applied; `last` if it is declared to be the last one."""
         if last:
             self.whole()
             return
@@ -112,7 +115,7 @@ PayloadFields: TypeAlias = Mapping[str, Any]
 
 
 def stage_in_background(step: Callable[[], StagedTensors]) -> StagingSteps:
-    """A single step."""
+    """Staging in a single step that doesn't halt the stage."""
     staged: StagedTensors = yield step
     return staged
 
@@ -121,7 +124,7 @@ def stage_in_background(step: Callable[[], StagedTensors]) -> StagingSteps:
 class UpdateOptions:
     """Options of an update. `pause_on_failure` is set by the route.
 
-    `whole`: the tensors are a complete update; else they are one bucket of it, perhaps the last.
+    With `whole`, the tensors are a complete update; else they are one bucket of it.
     """
 
     abort_all_requests: bool = False
@@ -146,7 +149,7 @@ class UpdateOptions:
         flush_cache: bool = True,
         whole: bool = True,
     ) -> UpdateOptions:
-        """The default of `flush_cache`."""
+        """Parse a request's fields; `flush_cache` is the default of its field."""
         version = payload.get("weight_version")
         return cls(
             abort_all_requests=bool(payload.get("abort_all_requests", False)),
@@ -168,7 +171,7 @@ class UpdateSession:
 
 
 class Lifecycle:
-    """All but the yielded steps runs in the scheduler's thread."""
+    """Runs updates. Except for the yielded steps, all code runs in the scheduler's thread."""
 
     def __init__(self, scheduler: TextScheduler, target: LiveTensors) -> None:
         self._scheduler = scheduler
@@ -200,7 +203,8 @@ class Lifecycle:
     ) -> Generator[Step, Any, OperationOutcome]:
         """Run one update, refused if requests are running; `details` become part of the result.
 
-        An open session keeps the new weights, except for an update that is not `in_session`.
+        An open session keeps the new weights until its end; with `in_session` False, the update
+        takes effect immediately.
         """
         active = self._scheduler.active_ids()
         if active and not (options.abort_all_requests or self._retracted):
@@ -217,7 +221,7 @@ class Lifecycle:
         *,
         in_session: bool = True,
     ) -> Generator[Step, Any, OperationOutcome]:
-        """As `update_when_idle`, also if requests are running."""
+        """Like `update_when_idle`, but not refused if requests are running."""
         dropped, flushed = 0, None
         staged: StagedTensors | None = None
         try:
@@ -244,7 +248,7 @@ class Lifecycle:
         # No running request may mix keys of two sets of weights.
         scheduler.batch_queue.retract()
         try:
-            # Only a failure of another rank would require an undo.
+            # An undo is needed only if another rank fails.
             yield staged.apply if self._target.split else staged.apply_for_good
         except PeerError as fault:
             staged.undo()
@@ -261,8 +265,10 @@ class Lifecycle:
             torch.cuda.empty_cache()
 
     def end_session(self, *, running: bool = False) -> Generator[Step, Any, OperationOutcome]:
-        """Swap in the session's tensors and end it; refused if requests are running, unless
-        `running` requests may be recomputed."""
+        """Swap in the session's tensors and end it.
+
+        Refused if requests are running, unless `running` allows it; they are recomputed then.
+        """
         session, scheduler = self.session, self._scheduler
         if session is None:
             details = "no weight-update session is open; call begin_weight_update() first"
@@ -274,7 +280,7 @@ class Lifecycle:
         options = UpdateOptions(weight_version=session.weight_version, pause_on_failure=True)
         try:
             yield from self.swap(session.staged, options)
-        except Exception as error:  # as in an update
+        except Exception as error:  # of any kind, as in `apply_update`
             yield from self.drop_session()
             return self.failed(options, error, {"tensors": count})
         self.session = None
@@ -282,20 +288,22 @@ class Lifecycle:
         return True, "Succeeded to end weight update.", data, None
 
     def overwritten(self) -> None:
-        """The weights are of no version; everything computed with earlier weights is dropped."""
+        """The live weights belong to no version: drop all that was computed with earlier ones."""
         self._scheduler.batch_queue.retract()
         self._scheduler.weights_changed()
         self.integrity.damaged()
 
     def damaged(self) -> None:
-        """Live weights, at this or another rank, are a mix of two versions: no batch is computed
-        until they are updated, or until generation is continued explicitly."""
+        """Live weights, at this or another rank, are a mix of two versions: pause.
+
+        No batch is computed until they are updated, or generation is continued explicitly.
+        """
         self._scheduler.weights_changed()
         self.integrity.damaged()
         self._hold()
 
     def name_version(self, version: str) -> None:
-        """Set the version: of the live weights now, or of an open session's weights at its end."""
+        """Set the version of the live weights; with an open session, of the weights at its end."""
         if self.session is not None:
             self.session.weight_version = version
         else:
@@ -311,7 +319,7 @@ class Lifecycle:
             session.weight_version = options.weight_version
 
     def _hold(self) -> None:
-        """Pause in place, unless the stage is paused already."""
+        """Pause in place, unless the stage is already paused."""
         if not self._scheduler.paused:
             self._scheduler.pause("in_place")
 
@@ -331,7 +339,7 @@ class Lifecycle:
         self, options: UpdateOptions, error: Exception, details: PayloadFields
     ) -> OperationOutcome:
         """The result of an update that did not complete."""
-        if not isinstance(error, CallOutOfOrder):  # an out-of-order call, which ended nothing
+        if not isinstance(error, CallOutOfOrder):  # such a call is refused and ends no sync
             self.integrity.broken()
         held = self.integrity.describe(self._scheduler.weight_version)
         match error:

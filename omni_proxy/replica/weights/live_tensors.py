@@ -1,12 +1,9 @@
 """A model's live tensors by name, and staged new values that replace them together.
 
 Invariant: a tensor that does not fit is refused by name before any live tensor is written; a failed
-`apply` restores what it had written. Tensors are written in place, because views of them exist.
-
-Writes new values into live tensors, by copy or by swap, on all cores.
-
-A swap needs no memory for a third set of tensors: afterwards the old values are where the new ones
-were, so that they can be restored. Both work only on plain tensors in host memory. Invariant: a
+`apply` restores what it had written. Tensors are written in place, because views of them exist: by
+copy or by swap, on all cores, if they are plain tensors in host memory. A swap needs no memory for
+a third set of tensors: the old values move into the memory of the new ones and can be restored. A
 failed swap changes nothing, because moved parts are moved back with a buffer that was allocated
 before the first move; a failed `copy_tensors` may have written some tensors.
 """
@@ -127,7 +124,7 @@ class DamagedWeightsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TensorSignature:
-    """Dtype and shape of a tensor that was announced."""
+    """Dtype and shape of a tensor."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -244,7 +241,7 @@ class StagedTensors:
         return len(self._new)
 
     def check(self, name: str, form: TensorSignature) -> None:
-        """Raises WeightsError if `add` would for such a tensor."""
+        """Raises WeightsError if `add` would raise it for such a tensor."""
         if not name.endswith(DERIVED_ENDINGS):
             self._target.check(name, form)
 
@@ -258,7 +255,7 @@ class StagedTensors:
         part = target.part_of(name, tensor.detach())
         new = part.to(device=live.device, dtype=live.dtype)
         if own in self._new and not torch.equal(self._new[own], new):
-            raise WeightsError(f"{name} is given twice, with different values")
+            raise WeightsError(f"{name} occurs twice, with different values")
         self._new[own] = new
 
     def update(self, later: StagedTensors) -> None:
@@ -278,14 +275,14 @@ class StagedTensors:
                 for name in list(self._new):
                     live = self._target.live(name)
                     old[name] = live.clone()
-                    # Old values take the place of new ones in memory, one tensor after another.
+                    # One tensor at a time, to bound memory: each new value is freed after its copy.
                     live.copy_(self._new.pop(name))
         except Exception as error:  # of any kind: the old weights must be restored
             self.undo()
             raise ApplyError(f"{type(error).__name__}: {error}") from error
 
     def apply_for_good(self) -> None:
-        """As `apply`, without keeping old values, for when no later step can fail."""
+        """Like `apply`, without keeping the old values; only if no later step can fail."""
         pairs = [(self._target.live(name), new) for name, new in self._new.items()]
         if all(can_swap(pairs)):
             try:

@@ -4,8 +4,8 @@
     arming ─refused─> grouped    arming, receiving, received ─lost─> failed ─join, prepare─> ...
     applying ─settled─> grouped  every state ─leave, replaced by a new trainer─> grouped or idle
 
-Invariant: one transfer at a time, for any number of groups; a late report of a superseded call
-changes nothing. `grouped` without a group is `idle`.
+Invariant: one transfer at a time, for any number of groups; a late report of a superseded call is
+ignored. `grouped` without a group is `idle`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ TABLE: Final[Mapping[ReceivePhase, Mapping[ReceiveEvent, ReceivePhase]]] = {
     },
     _S.RECEIVING: {_E.CAME: _S.RECEIVED, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
     _S.RECEIVED: {_E.APPLIES: _S.APPLYING, _E.LOST: _S.FAILED, _E.ENDED: _S.GROUPED},
-    # Everything was received: neither the trainer's end nor that of its group discards it.
+    # All tensors were received: they are applied even if the trainer or its group ends.
     _S.APPLYING: {_E.SETTLED: _S.GROUPED},
 }
 LIVE: Final = frozenset({_S.ARMING, _S.RECEIVING, _S.RECEIVED, _S.APPLYING})
@@ -75,7 +75,7 @@ class CallOutOfOrder(GroupError):
 
 @dataclass(frozen=True, slots=True)
 class GroupMembership:
-    """A group that this replica has joined or is joining; `rank` is that of its first process."""
+    """A group that this replica has joined or is joining; `rank` is the replica's first rank."""
 
     group_name: str
     owner: str
@@ -102,7 +102,9 @@ def do_nothing() -> None:
 
 
 class ReceiveState:
-    """All methods are atomic. Calls raise CallOutOfOrder; reports of their outcome never do.
+    """The state of all groups and of the transfer. All methods are atomic.
+
+    Methods for a trainer's calls raise CallOutOfOrder; those that report an outcome never do.
 
     `on_lost` is called when a prepared transfer cannot complete any more, for any reason.
     """
@@ -131,7 +133,7 @@ class ReceiveState:
     # Groups
 
     def joining(self, group: GroupMembership) -> bool:
-        """A trainer's join begins; returns whether a group of that name exists, perhaps in use."""
+        """A trainer's join begins; returns whether a group of that name already exists."""
         name = group.group_name
         known = self._groups.get(name)
         if name in self._joining:
@@ -154,7 +156,7 @@ class ReceiveState:
             del self._joining[group.group_name]
 
     def joined(self, group: GroupMembership) -> bool:
-        """All ranks joined; ends a transfer of the replaced group. False: it was destroyed."""
+        """All ranks joined; ends a transfer of the replaced group. False if it was destroyed."""
         name = group.group_name
         if self._joining.get(name) is not group:
             return False
@@ -169,7 +171,7 @@ class ReceiveState:
         return True
 
     def not_joined(self, group: GroupMembership) -> bool:
-        """The join failed: no group of that name is left. False: it was already destroyed."""
+        """The join failed: no group of that name is left. False if it was already destroyed."""
         name = group.group_name
         if self._joining.get(name) is not group:
             return False
@@ -182,7 +184,7 @@ class ReceiveState:
         return True
 
     def require_group(self, group_name: str) -> None:
-        """Whether there is a group to destroy; a failed group counts."""
+        """Raises CallOutOfOrder unless there is a group to destroy; a failed group counts."""
         if group_name not in self._groups and group_name not in self._ended:
             raise CallOutOfOrder("The group to be destroyed does not exist.")
 
@@ -195,7 +197,7 @@ class ReceiveState:
     # The transfer
 
     def require_free(self) -> None:
-        """No transfer is live."""
+        """Raises CallOutOfOrder if a transfer is live."""
         transfer = self.transfer
         if self._state in LIVE and transfer is not None:
             raise CallOutOfOrder(
@@ -214,7 +216,7 @@ class ReceiveState:
         return self.transfer
 
     def complete(self, group_name: str) -> TransferRecord:
-        """The transfer that a completion now waits for."""
+        """Begin the completion of the prepared transfer and return it."""
         transfer = self.transfer
         if transfer is None and group_name in self._ended:
             raise CallOutOfOrder(
@@ -246,7 +248,7 @@ class ReceiveState:
         return transfer is self.transfer and self._state in LIVE
 
     def report(self, transfer: TransferRecord, event: ReceiveEvent, fault: str = "") -> bool:
-        """Whether the event applies: not to an ended transfer, nor in a state without it."""
+        """Apply the event; False if the transfer has ended or its state doesn't have the event."""
         if not self.is_current(transfer) or event not in TABLE[self._state]:
             return False
         self._state = TABLE[self._state][event]
@@ -265,10 +267,10 @@ class ReceiveState:
         if known is not None and known.joined:
             return
         if known is not None:
-            raise CallOutOfOrder(f"group {group_name!r} is just being initialized", CONFLICT_STATUS)
+            raise CallOutOfOrder(f"group {group_name!r} is being initialized", CONFLICT_STATUS)
         if group_name in self._ended:
             raise CallOutOfOrder(
-                f"group {group_name!r} is gone ({self._ended[group_name]}): call "
+                f"group {group_name!r} has ended ({self._ended[group_name]}): call "
                 "init_weights_update_group again"
             )
         raise CallOutOfOrder(

@@ -1,10 +1,10 @@
-"""Loads open safetensors files: headers first, then the tensors' bytes, possibly in steps.
+"""Loads safetensors files: headers first, then the tensors' bytes, possibly in steps.
 
-Files are read on several threads with a single copy, not mapped: a file that is truncated meanwhile
-is an error here, while a mapping would end the process. A file that is still being written is
-prefetched as far as its writer reports; an update uses prefetched bytes only if it names the same
-file, and they are dropped after KEEP_SECS without one. Invariant: a tensor that does not fit the
-model is refused before any tensor byte is read; live tensors are not touched here.
+Invariant: a tensor that does not fit the model is refused before any tensor byte is read; live
+tensors are not touched here. Files are read by several threads with a single copy, not mapped: if a
+file is truncated while it is read, that is an error here; with a mapping, the process would get
+SIGBUS. A file that is still being written is prefetched as far as its writer reports; an update
+uses prefetched bytes only if it names the same file. They are dropped after KEEP_SECS.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class TruncatedFile(Exception):
 
 
 def allocate_read_buffer(nbytes: int) -> Tensor:
-    """Flat uint8 memory that was never touched."""
+    """New flat uint8 memory, in huge pages if the system has them."""
     pages: Any = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a system without large pages
+    with suppress(OSError, AttributeError):  # a system without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(pages, dtype=np.uint8))[:nbytes]
 
@@ -133,7 +133,7 @@ class FileSelection:
     sha256: str | None = None
 
     def names_in(self, stored: StoredTensors) -> list[str]:
-        """Raises WeightsError if there are none."""
+        """The names to load from `stored`; raises WeightsError if there are none."""
         names = stored.names if self.names is None else list(self.names)
         if not names:
             raise WeightsError(f"{stored.title} holds no tensor")
@@ -142,7 +142,7 @@ class FileSelection:
 
 @dataclass(frozen=True, slots=True)
 class _SelectedTensor:
-    """One tensor of an open file."""
+    """A tensor to load from an open file."""
 
     name: str
     stored: StoredTensors
@@ -158,7 +158,7 @@ class _SelectedTensor:
 
 @dataclass(slots=True)
 class _LoadBlock:
-    """The block of tensors that need no conversion; `unread` are its pieces not read yet."""
+    """The buffer of all tensors that need no conversion; `unread` are its pieces not yet read."""
 
     give_back: Callable[[], None]
     tensors: dict[_SelectedTensor, Tensor] = field(default_factory=dict)
@@ -166,7 +166,10 @@ class _LoadBlock:
 
 
 class SafetensorsLoader:
-    """Must be ended by `stage` or `forget`; its `with` block closes the files."""
+    """Loads the selected tensors of some files; must be ended by `stage` or `forget`.
+
+    As a context manager, it closes the files.
+    """
 
     def __init__(self, target: LiveTensors, rooms: ReadBufferPool) -> None:
         self._target = target
@@ -196,7 +199,7 @@ class SafetensorsLoader:
         return [each for each in self._wanted if self._as_it_is(each)]
 
     def open_file(self, part: FileSelection) -> None:
-        """Opens a file and checks its tensors; raises WeightsError if one does not fit, OSError."""
+        """Opens a file and checks its tensors; raises OSError, WeightsError if one does not fit."""
         file = self._files.enter_context(part.path.open("rb"))
         stored = StoredTensors(file, str(part.path))
         staged = StagedTensors(self._target)
@@ -225,7 +228,7 @@ class SafetensorsLoader:
         return sum(len(later[2]) for later in room_.unread)
 
     def stage(self) -> StagedTensors:
-        """Reads everything that is missing; raises WeightsError, and OSError from a file."""
+        """Reads the remaining bytes and stages all tensors; raises WeightsError, OSError."""
         cores = len(os.sched_getaffinity(0))
         try:
             for file, part in self._promised:
@@ -249,7 +252,7 @@ class SafetensorsLoader:
         return staged
 
     def forget(self) -> None:
-        """Drops what was read."""
+        """Drops all bytes that were read."""
         room_, self._room = self._room, None
         if room_ is not None:
             room_.tensors.clear()
@@ -302,29 +305,29 @@ def _require_digest(file: BufferedReader, part: FileSelection) -> None:
             raise WeightsError(f"{part.path} has the SHA-256 {found}, not the expected one")
 
 
-# How long a prefetched file is kept without an update: its writer may have failed.
+# How long a prefetched file is kept if no update uses it: its writer may have failed.
 KEEP_SECS: Final = 60.0
-# Read per step, after which an update may take over; one thread, to leave cores to the model.
+# Bytes read per step, after which an update may take over; one thread, to leave cores to the model.
 STEP_BYTES: Final = 64 << 20
 THREADS: Final = 1
 
 
 class FilePrefetcher:
-    """Keeps the latest file only. Thread-safe; an update waits for one step at most."""
+    """Prefetches one file, the latest. Thread-safe; an update waits for at most one step."""
 
     def __init__(self, keep_secs: float = KEEP_SECS) -> None:
         self._keep_secs = keep_secs
         self._lock = threading.Lock()
-        self._wanted = threading.Event()  # by an update, which reads the rest on all threads
+        self._wanted = threading.Event()  # set by an update, which reads the rest on all cores
         self._path: Path | None = None
         self._loading: SafetensorsLoader | None = None
         self._timer: threading.Timer | None = None
 
     def read(self, path: Path, nbytes: int, opened: Callable[[], SafetensorsLoader]) -> int:
-        """Reads the final first `nbytes`; returns how many bytes can be prefetched in all (0:
-        none).
+        """Reads up to byte `nbytes`, before which the file no longer changes.
 
-        Raises WeightsError, and OSError from the file; nothing is kept then.
+        Returns how many bytes can be prefetched in total, perhaps 0. Raises WeightsError, and
+        OSError from the file; nothing is kept then.
         """
         with self._lock:
             if self._path != path:
@@ -344,7 +347,10 @@ class FilePrefetcher:
             return sum(each.form.nbytes for each in loading.as_they_are)
 
     def take(self, parts: Sequence[FileSelection]) -> SafetensorsLoader | None:
-        """The loader of exactly these files, which the caller must close; any other is dropped."""
+        """The loader of exactly these files, which the caller must close, or None.
+
+        A loader of other files is dropped.
+        """
         self._wanted.set()
         try:
             with self._lock:

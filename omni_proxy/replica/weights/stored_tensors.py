@@ -40,13 +40,13 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-# What the decoder raises for invalid input.
+# Exceptions of the decoder for invalid input.
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**48
 MAX_HEADER_BYTES = 100_000_000
 PICKLE = b"\x80"
-ZIP = b"PK\x03\x04"  # what torch.save writes around a pickle
+ZIP = b"PK\x03\x04"  # torch.save writes pickles in ZIP files
 
 
 def shape_of(sizes: Any, name: str) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class HeaderEntry(Struct):
 
 
 class StoredTensors:
-    """The tensors of an open safetensors file; `title` names it in error texts."""
+    """The tensors of an open safetensors file, named `title` in error messages."""
 
     def __init__(self, file: BinaryIO, title: str) -> None:
         """Read and check the header; raises WeightsError, and OSError from the file."""
@@ -77,16 +77,16 @@ class StoredTensors:
         size = file.seek(0, io.SEEK_END)
         file.seek(0)
         start, first = file.read(8), file.read(1)
-        # A safetensors file may begin with either, but then its header does, too.
+        # A safetensors file may begin with these bytes, too, but then a JSON object follows.
         if start.startswith((PICKLE, ZIP)) and first != b"{":
             raise self._fault("is a pickle, which is never read; send safetensors")
         if len(start) < 8:
-            raise self._fault(f"is truncated: {size} bytes are no safetensors file")
+            raise self._fault(f"is truncated: {size} bytes are too short for a safetensors file")
         (header_bytes,) = struct.unpack("<Q", start)
         if header_bytes > MAX_HEADER_BYTES:
-            raise self._fault("is no safetensors file: its header is too long")
+            raise self._fault("is not a safetensors file: its header is too long")
         if 8 + header_bytes > size:
-            raise self._fault(f"is truncated: its header has {header_bytes} bytes, it has {size}")
+            raise self._fault(f"is truncated: its header has {header_bytes} bytes, the file {size}")
         self._data_start = 8 + header_bytes
         self._entries = self._read_header(first + file.read(max(header_bytes - 1, 0)))
         self._check_layout(size - self._data_start)
@@ -104,7 +104,7 @@ class StoredTensors:
 
     @property
     def descriptor(self) -> int:
-        """Of the file, where it is one."""
+        """The file descriptor; only for data in a file."""
         return self._file.fileno()
 
     def place(self, name: str) -> int:
@@ -155,7 +155,7 @@ class StoredTensors:
                 )
             place = end
         if place > data_bytes:
-            raise self._fault(f"is truncated: {data_bytes} of {place} bytes of data are there")
+            raise self._fault(f"is truncated: it has {data_bytes} of {place} bytes of data")
         if place < data_bytes:
             raise self._fault(f"has {data_bytes - place} bytes that belong to no tensor")
 
@@ -173,7 +173,7 @@ def stage_serialized(
     parts = payload.get("serialized_named_tensors")
     if not isinstance(parts, list) or len(parts) not in (1, size):
         raise WeightsError(
-            f"serialized_named_tensors must be a list of one text for all ranks, or of {size}"
+            f"serialized_named_tensors must be a list of one string for all ranks, or of {size}"
         )
     load_format = payload.get("load_format")
     if load_format not in (None, "auto", "safetensors"):
@@ -181,7 +181,7 @@ def stage_serialized(
     try:
         raw = base64.b64decode(parts[rank % len(parts)], validate=True)
     except (binascii.Error, TypeError, ValueError):
-        raise WeightsError("serialized_named_tensors is no base64") from None
+        raise WeightsError("serialized_named_tensors is not valid base64") from None
     stored = StoredTensors(io.BytesIO(raw), "serialized_named_tensors")
     if not stored.names:
         raise WeightsError("serialized_named_tensors holds no tensor")

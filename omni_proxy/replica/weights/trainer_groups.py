@@ -1,8 +1,8 @@
 """This rank's membership in trainers' groups: join, arm, wait, leave (two-phase.md 1, 7).
 
-Invariant: blocking calls run in an operation's steps, decisions in the stage's thread. Everything
-announced is validated before anything is armed; a failure ends disarmed, with the live weights
-unchanged and ready for the next trainer. The methods that yield are parts of operations.
+Invariant: blocking calls run in an operation's steps, decisions in the stage's thread. All
+announced tensors are validated before a rank is armed. After a failure, no rank is armed, the live
+weights are unchanged, and another trainer can join. Methods that yield are parts of operations.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from omni_proxy.process_group.receiver import PendingReceive, Received, Receiver
     from omni_proxy.process_group.rendezvous import Rendezvous
 
-# No deadline is longer, so that it is a plain number of seconds.
+# The longest deadline that a request or a setting may have.
 MAX_DEADLINE_SECS = 3600.0
 
 Isolation = Literal["process", "thread"]
@@ -56,7 +56,7 @@ StepGenerator = Generator[Step, Any, T]
 class ReceiveSettings:
     """How a replica receives weights, and its timeouts.
 
-    `isolation`: where the blocking receive runs. All ranks must join within `join_secs` and be
+    `isolation` is where the blocking receive runs. All ranks must join within `join_secs` and be
     armed within `ready_secs`; a receive without progress for `stall_secs` fails; a completion
     waits up to `receive_secs` for tensors that have not been received.
     """
@@ -73,7 +73,7 @@ DEFAULT_RECEIVE_SETTINGS = ReceiveSettings()
 
 @dataclass(frozen=True, slots=True)
 class ArmRequest:
-    """The tensors to receive, armed within `ready_secs`; `whole`: a complete update."""
+    """The tensors to receive, armed within `ready_secs`; `whole` if they are a complete update."""
 
     group_name: str
     plans: tuple[TensorPlan, ...]
@@ -85,7 +85,7 @@ class ArmRequest:
 class PendingTransfer:
     """One transfer and its receiver; `armed` and `received` are set by the threads of its steps.
 
-    `whole`: a complete update, not one bucket of it. `buckets_received` is set at its end.
+    `whole` means a complete update, not one bucket of it. `buckets_received` is set at its end.
     """
 
     transfer: TransferRecord
@@ -106,7 +106,10 @@ class PendingTransfer:
 
 
 class TrainerGroups:
-    """Everything but the steps runs in the stage's thread. `size` ranks run in lockstep."""
+    """The groups of one rank; `size` ranks run in lockstep.
+
+    Except for steps, all code runs in the stage's thread.
+    """
 
     def __init__(
         self, name: str, target: LiveTensors, terms: ReceiveSettings, *, size: int = 1,
@@ -136,7 +139,7 @@ class TrainerGroups:
         known, name = self.receive_state.joining(group), group.group_name
         stop = self._joining[name] = CancelToken()
         try:
-            # Either all ranks join or none: if one cannot, the others need not wait for it.
+            # All ranks join or none; a rank that cannot join is reported to the others.
             yield BackgroundStep(
                 InterruptibleCall(partial(self._join, rendezvous, stop, known), stop.cancel)
             )
@@ -147,7 +150,7 @@ class TrainerGroups:
             self._not_joined(group)
             raise
         except Exception:
-            # A group without all ranks is of no use, whatever the error.
+            # A group without all ranks is useless, whatever the error.
             with suppress(PeerError):
                 yield BackgroundStep(partial(self._destroy, name))
             self._not_joined(group)
@@ -164,7 +167,7 @@ class TrainerGroups:
         self.refresh()
         self.receive_state.require_group(name)
         if name in self._joining:
-            # Its receiver may not have the group yet, and would have nothing to destroy.
+            # The receiver may not have the group yet; then it has nothing to destroy.
             self._joining[name].cancel(f"group {name!r} was destroyed")
         try:
             with suppress(PeerError):
@@ -181,7 +184,7 @@ class TrainerGroups:
             groups = receiver.status()["groups"] if known else []
             if any(each["group_name"] == rendezvous.group_name for each in groups):
                 raise CallOutOfOrder(
-                    f"there is such a group already: {error}", CONFLICT_STATUS
+                    f"the group already exists: {error}", CONFLICT_STATUS
                 ) from None
             raise
 
@@ -199,7 +202,7 @@ class TrainerGroups:
 
     def _destroy(self, name: str) -> None:
         if self._receiver is not None:
-            with suppress(GroupError):  # it ended by itself
+            with suppress(GroupError):  # it has already ended
                 self._receiver.destroy(name)
 
     def _not_joined(self, group: GroupMembership) -> None:
@@ -217,7 +220,7 @@ class TrainerGroups:
     # Receiving
 
     def planned(self, payload: dict[str, Any]) -> tuple[TensorPlan, ...]:
-        """A step: checks announced tensors against the model; raises GroupError, WeightsError."""
+        """Check announced tensors against the model, in a step; raises GroupError, WeightsError."""
         plans = parse_plans(payload)
         staged = StagedTensors(self._target)
         for plan in plans:
@@ -226,15 +229,17 @@ class TrainerGroups:
         return plans
 
     def arm(self, wanted: ArmRequest, *, halting: bool) -> StepGenerator[PendingTransfer]:
-        """Arm every rank. Raises GroupError (also CallOutOfOrder) and PeerError; then no rank is
-        armed."""
+        """Arm every rank.
+
+        Raises GroupError (also CallOutOfOrder) and PeerError; then no rank is armed.
+        """
         self.refresh()
         name = wanted.group_name
         transfer = self.receive_state.prepare(name, len(wanted.plans), self._clock())
         current = self._current = PendingTransfer(transfer, wanted.plans, wanted.whole)
         try:
             yield _step(partial(self._arm, current, wanted.ready_secs), halting=halting)
-        except Exception as error:  # whatever it was, what is half armed blocks all that follow
+        except Exception as error:  # of any kind: a rank left armed would block later transfers
             yield from self._disarm(current, error)
             raise
         if not self.receive_state.report(transfer, ReceiveEvent.ARMED):
@@ -242,7 +247,7 @@ class TrainerGroups:
         return current
 
     def completing(self, name: str) -> PendingTransfer:
-        """The transfer that a completion now waits for; raises CallOutOfOrder."""
+        """Begin the completion of the prepared transfer and return it; raises CallOutOfOrder."""
         self.receive_state.complete(name)
         assert self._current is not None
         return self._current
@@ -250,13 +255,16 @@ class TrainerGroups:
     def await_received(
         self, current: PendingTransfer, secs: float, *, halting: bool
     ) -> StepGenerator[None]:
-        """Wait until every rank has received all; raises as `arm`, and then ends the group."""
+        """Wait until every rank has received all tensors; raises what `arm` raises.
+
+        The group has ended then.
+        """
         armed = current.armed
         assert armed is not None
         try:
             wait = InterruptibleCall(partial(self._wait, current, secs), armed.abort)
             yield _step(wait, halting=halting)
-        except Exception as error:  # whatever it was, what is half armed blocks all that follow
+        except Exception as error:  # of any kind: a rank left armed would block later transfers
             yield from self._disarm(current, error)
             raise
         self.receive_state.report(current.transfer, ReceiveEvent.CAME)
@@ -265,7 +273,7 @@ class TrainerGroups:
             raise GroupError(f"group {current.transfer.group_name!r} was ended during the transfer")
 
     def stage(self, current: PendingTransfer) -> StagedTensors:
-        """A step: stages the received tensors as new values of the model; raises WeightsError."""
+        """Stage the received tensors as new values, in a step; raises WeightsError."""
         received = current.received
         assert received is not None
         staged = StagedTensors(self._target, current.close)
@@ -278,7 +286,7 @@ class TrainerGroups:
         return staged
 
     def settle(self, current: PendingTransfer, *, kept: bool) -> StepGenerator[None]:
-        """The transfer has ended, with any outcome; `kept`: its tensors are in use."""
+        """Handle the end of a transfer, with any outcome; `kept` if its tensors are in use."""
         self.receive_state.report(current.transfer, ReceiveEvent.SETTLED)
         if self._current is current:
             self._current = None
@@ -296,7 +304,7 @@ class TrainerGroups:
         current.received = current.armed.wait(secs)
 
     def _disarm(self, current: PendingTransfer, error: Exception) -> StepGenerator[None]:
-        """If one rank failed, all stop: the other ranks cannot use the group any more."""
+        """Disarm all ranks after one failed: the others cannot use the group any more."""
         transfer, refused = current.transfer, isinstance(error, GroupError)
         dropped = isinstance(error, GroupError) and error.group_dropped
         if dropped or not refused or self._size > 1:

@@ -5,8 +5,8 @@
 The stage generates between and during these; only the swap halts it. With `buckets`, one completion
 applies all of them. With one bucket's names at the top level, each completion applies that bucket,
 so the weights may be of two versions until a completion carries a version or a flush: `/model_info`
-and every answer report it (`weights`, `buckets_applied`). A begin_weight_update before the first
-bucket applies them all at once. If a receive fails for any reason, the old weights are intact.
+and every answer report it (`weights`, `buckets_applied`). After begin_weight_update, all buckets
+are applied together at the session's end. If a receive fails, the old weights are unchanged.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def parse_deadline(payload: dict[str, Any], default_secs: float) -> float:
 
 
 class TwoPhase:
-    """Each method is an admin action of the text stage."""
+    """The admin actions of a two-phase update: each public method is one."""
 
     def __init__(self, lifecycle: Lifecycle, sync: TrainerGroups) -> None:
         self._lifecycle = lifecycle
@@ -61,7 +61,7 @@ class TwoPhase:
         except (WeightsError, GroupError, PeerError) as error:
             if isinstance(error, CallOutOfOrder):
                 return False, str(error), response | {"status_code": error.status}, str(error)
-            # A trainer whose next bucket is refused has no call to end the sync.
+            # A bucket was refused, and the trainer has no call to end the sync.
             self._lifecycle.integrity.broken()
             return False, str(error), response, str(error)
         response |= _size(current)
@@ -80,7 +80,7 @@ class TwoPhase:
         except GroupError as refusal:
             status = refusal.status if isinstance(refusal, CallOutOfOrder) else OUT_OF_ORDER_STATUS
             return False, str(refusal), {"group_name": name, "status_code": status}, str(refusal)
-        # Callers without this field mean no flush: the default of the seed, not of SGLang.
+        # If this field is missing, don't flush: unlike SGLang, which flushes by default.
         options = UpdateOptions.of(
             payload, pause_on_failure=False, flush_cache=False, whole=current.whole
         )
@@ -128,7 +128,7 @@ class TwoPhase:
 
 
 def _size(current: PendingTransfer) -> dict[str, Any]:
-    """The size of a transfer in numbers."""
+    """The size of a transfer, for the answer."""
     return {
         "num_buckets": len(current.plans),
         "num_tensors": sum(len(plan.tensors) for plan in current.plans),

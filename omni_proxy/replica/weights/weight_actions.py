@@ -47,7 +47,7 @@ ROWS_SHOWN = 100
 
 @dataclass(frozen=True, slots=True)
 class ModelRank:
-    """Which part of a tensor-parallel model a stage's process holds."""
+    """The part of a tensor-parallel model that a stage's process holds."""
 
     rank: int = 0
     size: int = 1
@@ -58,7 +58,7 @@ class ModelRank:
 
 
 class WeightActions:
-    """Registers itself with `scheduler`; `weights_root` bounds what may be read from disk.
+    """Registers its actions with `scheduler`; only files below `weights_root` are read.
 
     `load_first` loads the initial model again, for a `model_path` that is its name.
     """
@@ -80,7 +80,7 @@ class WeightActions:
         self._checker = WeightsChecker(self._target, rank.layout, scheduler.worker.whole)
         self._lifecycle = Lifecycle(scheduler, self._target)
         self._sync = TrainerGroups(f"weights-rank-{rank.rank}", self._target, terms, size=rank.size)
-        # If a bucket is lost, the buckets before it lack the rest of their version.
+        # If a bucket is lost, the version of the buckets before it stays incomplete.
         self._sync.receive_state.on_lost = self._lifecycle.integrity.broken
         self._two_phase = TwoPhase(self._lifecycle, self._sync)
         self._transfer = WeightTransfer(self._lifecycle, self._sync, self._target, rank.rank)
@@ -153,7 +153,7 @@ class WeightActions:
             message = "Succeeded to update model weights."
             scheduler.model_path = payload["model_path"]
             scheduler.load_format = payload.get("load_format") or scheduler.load_format
-            # The whole model was replaced: tensors gathered for the previous one are void.
+            # The whole model was replaced: discard tensors gathered for the previous one.
             yield from self._lifecycle.drop_session()
         response = {
             "model_path": payload.get("model_path"),
@@ -173,7 +173,7 @@ class WeightActions:
         return staged
 
     def read_weights_ahead(self, order: Admin) -> Steps:
-        """Prefetch the final part of a file that a later update from disk will name."""
+        """Prefetch the part that no longer changes of a file for a later update from disk."""
         try:
             nbytes = yield BackgroundStep(
                 partial(self._folder.prefetch, order.payload, self._target)
@@ -229,7 +229,7 @@ class WeightActions:
             message = f"Failed to initialize custom process group: {error}"
             status = {"status_code": error.status} if isinstance(error, CallOutOfOrder) else {}
             return False, message, response | status, message
-        # A new group begins a new sync: an older one will not be ended by its trainer.
+        # A new group begins a new sync: the trainer won't end an older one.
         self._lifecycle.integrity.broken()
         yield from self._lifecycle.drop_session()
         return True, "Succeeded to initialize custom process group.", response, None
@@ -250,7 +250,7 @@ class WeightActions:
         selector = order.payload.get("selector", "all")
         yield from ()
         if selector not in SELECTORS:
-            return failure(f"there is no {selector!r} model here: the selector is all or target")
+            return failure(f"there is no {selector!r} model here: selector must be all or target")
         if self._lifecycle.session is not None:
             return failure(
                 "a weight-update session is already open; call end_weight_update() first"
@@ -268,7 +268,7 @@ class WeightActions:
         version = order.payload.get("new_version")
         yield from ()
         if not isinstance(version, str) or not version:
-            return failure("new_version must be a text that is not empty")
+            return failure("new_version must be a non-empty string")
         dropped = 0
         if order.payload.get("abort_all_requests", True):
             dropped = self._scheduler.drop_all()
@@ -289,7 +289,7 @@ class WeightActions:
         return True, "ok", {"name": name, "parameter": values}, None
 
     def _rows(self, name: str, count: int) -> list[Any]:
-        """The first rows of the whole tensor; at ranks other than the first, of their part."""
+        """The first rows of the whole tensor; at ranks other than the first, of the rank's part."""
         tensor = self._target.live(name)
         whole = self._scheduler.worker.whole(name, tensor)
         held = tensor if whole is None else whole

@@ -1,10 +1,10 @@
-"""The admin actions behind vLLM's weight routes: init, start, update, finish (features.md 3.2).
+"""The admin actions of vLLM's weight routes: init, start, update, finish (features.md 3.2).
 
     init: join the trainer's group ──> start ──> update (announce, receive) * ──> finish: swap
 The group has no name on the wire: rank 0 is the trainer, and its store keeps the keys below the
-group's address (`Rendezvous.stateless`). Everything between start and finish is gathered and
-swapped in by finish alone, so a failed update leaves the old weights whole, and ends the session as
-in vLLM. As in vLLM, running requests do not prevent an update: they are recomputed after the swap.
+group's address (`Rendezvous.stateless`). Tensors received between start and finish are gathered and
+swapped in only by finish, so a failed update leaves the old weights unchanged. It ends the session,
+as in vLLM. Running requests do not prevent an update: they are recomputed after the swap.
 """
 
 from __future__ import annotations
@@ -54,14 +54,17 @@ IN_UPDATE = "Cannot release a trainer connection during a weight update"
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """How tensors are broadcast: one message each, or packed into messages of about that size."""
+    """How tensors are broadcast: one message each, or packed into messages of about equal size."""
 
     packed: bool = False
     buffer_bytes: int = PACKED_BUFFER_BYTES
 
     @classmethod
     def of(cls, info: Mapping[str, Any], default: WireForm | None = None) -> WireForm:
-        """vLLM 0.32 sends it in the init, older trainers in each update; raises GroupError."""
+        """Parse the init's or an update's fields; raises GroupError.
+
+        vLLM 0.32 sends them in the init, older trainers in each update.
+        """
         before = default or cls()
         packed = info.get("packed", before.packed)
         size = info.get("packed_buffer_size_bytes", before.buffer_bytes)
@@ -101,7 +104,7 @@ def announced(info: Mapping[str, Any], form: WireForm) -> dict[str, Any]:
 
 
 def packed_ends(sizes: Sequence[int], form: WireForm) -> list[int]:
-    """Where each packed message ends, as indexes after its last tensor."""
+    """The end of each packed message: the index after its last tensor."""
     ends: list[int] = []
     filled = 0
     for index, nbytes in enumerate(sizes, start=1):
@@ -113,7 +116,7 @@ def packed_ends(sizes: Sequence[int], form: WireForm) -> list[int]:
 
 
 def _nbytes(dtype: Any, shape: Any) -> int:
-    """0 for an invalid dtype or shape, which the plan refuses by name."""
+    """The tensor's bytes; 0 for an invalid dtype or shape, which the plan refuses by name."""
     bare = dtype.removeprefix("torch.") if isinstance(dtype, str) else ""
     valid = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     return prod(shape) * ITEM_BYTES.get(bare, 0) if valid else 0
@@ -169,7 +172,7 @@ class WeightTransfer:
         return True, "Weight update started", {}, None
 
     def update_weights(self, order: Admin) -> Steps:
-        """Receive the announced tensors, until the last byte, an error, or the deadline."""
+        """Receive the announced tensors into the session."""
         session = self._lifecycle.session
         if session is None:
             return failure(NOT_STARTED)
@@ -206,7 +209,7 @@ class WeightTransfer:
         return success, "Weight update finished" if success else message, data, error
 
     def reset_weights(self, order: Admin) -> Steps:
-        """Overwrite every tensor with random values, so that a test can prove a later update."""
+        """Overwrite every tensor with random values, so that tests can verify a later update."""
         yield self._randomize
         self._lifecycle.overwritten()
         return True, "Weights reset", {}, None
@@ -219,7 +222,7 @@ class WeightTransfer:
 
     def _leave(self) -> StepGenerator[None]:
         self._joined = False
-        with suppress(GroupError):  # it ended by itself
+        with suppress(GroupError):  # it has already ended
             yield from self._sync.leave(GROUP_NAME)
 
     def _receive(

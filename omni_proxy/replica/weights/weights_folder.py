@@ -3,9 +3,9 @@
 A manifest is one of
     {"files": ["a.safetensors", {"path": "b.safetensors", "sha256": "<of the file>"}]}
     {"tensors": {"model.norm.weight": "a.safetensors", ...}}
-and changes only what it names; without a manifest, every tensor of the model must be present.
+and changes only the named tensors; without a manifest, every tensor of the model must be present.
 Invariant: no file outside the root is opened, not even through a link. A file is read completely
-into memory before anything is changed, so that later changes of the file do not matter.
+into memory before a live tensor is changed, so later changes of the file have no effect.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ManifestFile(Struct, forbid_unknown_fields=True):
 
 
 class UpdateManifest(Struct, forbid_unknown_fields=True):
-    """A manifest: exactly one of the two is given."""
+    """A manifest: exactly one of the two fields is set."""
 
     files: list[str | ManifestFile] | None = None
     tensors: dict[str, str] | None = None
@@ -64,11 +64,11 @@ class WeightsFolder:
         self._prefetcher = FilePrefetcher()
 
     def stage(self, payload: Mapping[str, Any], target: LiveTensors) -> StagedTensors:
-        """Read what `model_path` and `manifest` name; raises WeightsError."""
+        """Read the files that `model_path` and `manifest` name; raises WeightsError."""
         load_format = payload.get("load_format")
         if load_format not in FORMATS:
             raise WeightsError(
-                f"load_format {short_repr(load_format)} is not supported: it is auto or safetensors"
+                f"load_format {short_repr(load_format)} is not supported: use auto or safetensors"
             )
         manifest = parse_manifest(payload.get("manifest"))
         try:
@@ -85,14 +85,14 @@ class WeightsFolder:
             raise WeightsError(f"{short_repr(payload.get('model_path'))}: {error}") from error
 
     def prefetch(self, payload: Mapping[str, Any], target: LiveTensors) -> int:
-        """Prefetches the final first `nbytes` of the file `model_path`, which is being written.
+        """Prefetches the first `nbytes` of the file `model_path`, which no longer change.
 
-        A later `stage` of the same file uses them, also if it was renamed. Returns how many bytes
-        can be prefetched in all; raises WeightsError.
+        The rest of the file may still be written. A later `stage` of the same file uses them, also
+        after a rename. Returns how many bytes can be prefetched in total; raises WeightsError.
         """
         name, nbytes = payload.get("model_path"), payload.get("nbytes")
         if type(nbytes) is not int or nbytes < 0:
-            raise WeightsError("nbytes must be a whole number, at least 0")
+            raise WeightsError("nbytes must be a whole number of at least 0")
         try:
             path = self._inside(name)
             parts = [FileSelection(self._file(path.parent, path.name))]
@@ -123,7 +123,7 @@ class WeightsFolder:
         try:
             found = ((folder or self._root) / path).resolve()
         except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a NUL
-            raise WeightsError(f"{short_repr(path)} is no path: {error}") from None
+            raise WeightsError(f"{short_repr(path)} is not a valid path: {error}") from None
         if not found.is_relative_to(self._root):
             raise WeightsError(f"{short_repr(path)} is outside --weights-root {self._root}")
         return found
@@ -140,14 +140,14 @@ class WeightsFolder:
             return [FileSelection(place)]
         if not place.is_dir():
             raise WeightsError(
-                f"{short_repr(str(place))} does not exist, or is no file and no folder"
+                f"{short_repr(str(place))} does not exist, or is neither a file nor a folder"
             )
         index = self._file(place, INDEX) if (place / INDEX).exists() else None
         if index is not None:
             return self._mapped(place, _weight_map(index))
         found = sorted(place.glob("*.safetensors"))
         if not found:
-            raise WeightsError(f"{place} holds no .safetensors file; no other format is read")
+            raise WeightsError(f"{place} has no .safetensors file; no other format is supported")
         return [FileSelection(self._file(place, path.name)) for path in found]
 
     def _mapped(self, place: Path, tensors: Mapping[str, str]) -> list[FileSelection]:
@@ -159,7 +159,7 @@ class WeightsFolder:
     def _file(self, folder: Path, name: str) -> Path:
         path = self._inside(name, folder)
         if not path.is_file():
-            raise WeightsError(f"{short_repr(str(folder / name))} does not exist, or is no file")
+            raise WeightsError(f"{short_repr(str(folder / name))} does not exist, or is not a file")
         return path
 
 
@@ -187,4 +187,4 @@ def _weight_map(index: Path) -> dict[str, str]:
             raise WeightsError(f"{index} is longer than {MAX_INDEX_BYTES} bytes")
         return msgspec.json.decode(text, type=CheckpointIndex).weight_map
     except NOT_JSON as error:
-        raise WeightsError(f"{index} is no index of safetensors files: {error}") from None
+        raise WeightsError(f"{index} is not an index of safetensors files: {error}") from None

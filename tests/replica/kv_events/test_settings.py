@@ -121,7 +121,7 @@ def test_the_form_is_that_of_the_dialect_unless_named():
     ("words", "reason"),
     [
         (("--kv-replay", "tcp://*:0"), "--kv-events"),
-        (("--kv-events", "tcp://*:0", "--kv-events-config", "{}"), "leave them out"),
+        (("--kv-events", "tcp://*:0", "--kv-events-config", "{}"), "remove them"),
         (("--kv-events-config", "{"), "--kv-events-config"),
         (("--kv-events-config", '{"publisher": "nats"}'), "--kv-events-config"),
         (("--kv-events", "5557"), "neither tcp://HOST:PORT"),

@@ -90,7 +90,7 @@ TestAgainstADictionary = AgainstADictionary.TestCase
 def test_an_error_reports_the_state_of_the_kv():
     now = [0.0]
     held = table(lambda: now[0])
-    with pytest.raises(ClaimError, match="not known here"):
+    with pytest.raises(ClaimError, match="the key is unknown"):
         held.claim("a")
     held.keep(Stored("a", 1))
     held.claim("a")

@@ -111,21 +111,21 @@ def sizes(**changed):
     ("answer", "words"),
     [
         (sends(), "closed the connection"),
-        (sends(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "not a replica's KV transfer port"),
+        (sends(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "not the KV transfer port"),
         (sends(HEADER.pack(MAGIC, VERSION + 1, 3, 0)), f"version {VERSION + 1}"),
-        (sends(HEADER.pack(MAGIC, VERSION, 3, 2**32 - 1)), "at most 65536"),
+        (sends(HEADER.pack(MAGIC, VERSION, 3, 2**32 - 1)), "the limit is 65536"),
         (sends(HEADER.pack(MAGIC, VERSION, 99, 0)), "unknown kind 99"),
-        (sends(frame(FrameKind.OFFER, b"\xc1")), "cannot be read"),
-        (sends(frame(FrameKind.DONE)), "out of place"),
+        (sends(frame(FrameKind.OFFER, b"\xc1")), "invalid Offer message"),
+        (sends(frame(FrameKind.DONE)), "unexpected DONE frame"),
         (sends(message(FrameKind.REFUSE, Refuse("it is full"))), "it is full"),
         (sends(frame(FrameKind.WAIT), OFFER, LAYER), "closed the connection"),
         (sends(sizes(layers=5)), "other sizes"),
         (sends(sizes(layer_bytes=2**40)), "other sizes"),
         (sends(sizes(logits_bytes=0)), "other sizes"),
         (sends(sizes(cached_tokens=70)), "other sizes"),
-        (sends(OFFER, frame(FrameKind.DATA, b"short")), "of 5 bytes where"),
+        (sends(OFFER, frame(FrameKind.DATA, b"short")), "of 5 bytes, expected"),
         (sends(OFFER, LAYER, LAYER[: len(LAYER) // 2]), "closed the connection"),
-        (sends_and_waits(), "silent for 0.25 s"),
+        (sends_and_waits(), "nothing for 0.25 s"),
         (sends_and_waits(OFFER, LAYER[:-1]), "within 0.2 s"),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_kv_is_not_sent_for_another_prompt(prefill, changed):
         kind, body = read_frame(peer)
     assert (kind, parse(body, Refuse).reason) == (
         FrameKind.REFUSE,
-        "it is the KV of another prompt",
+        "the KV is that of another prompt",
     )
 
 
@@ -280,7 +280,7 @@ def test_a_room_whose_decode_is_lost_fails_at_once(prefill):
     with connected(prefill) as peer:
         peer.sendall(hello(prefill, "room:1"))
         prefill.until(lambda facts: facts["waiting"] == 0)
-    assert "decode replica is gone" in prefill.end(request_id).error
+    assert "decode replica disconnected" in prefill.end(request_id).error
     prefill.admin("continue_generation")
     assert prefill.ask(PROMPT)["finish_reason"] == "length"
 
@@ -289,7 +289,7 @@ def test_a_room_whose_decode_reads_nothing_fails_by_the_clock(prefill):
     request_id = prefill.submit(PROMPT, Serve("room:2", waits=True))
     with connected(prefill) as peer:
         peer.sendall(hello(prefill, "room:2"))
-        assert "did not take the KV within 0.2 s" in prefill.end(request_id).error
+        assert "did not receive the KV within 0.2 s" in prefill.end(request_id).error
 
 
 def test_decode_is_notified_that_prefill_is_at_work():

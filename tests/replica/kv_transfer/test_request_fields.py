@@ -64,7 +64,7 @@ def test_sglangs_legs_need_a_room(role):
     ("changed", "words"),
     [
         ({"bootstrap_room": [1]}, "list of 2 rooms"),
-        ({"bootstrap_room": [1, 1]}, "twice"),
+        ({"bootstrap_room": [1, 1]}, "duplicates"),
         ({"bootstrap_room": [1, -1]}, "within 0"),
         ({"bootstrap_room": [1, 2**63]}, "within 0"),
         ({"bootstrap_room": [1, True]}, "within 0"),

@@ -138,7 +138,7 @@ def test_one_object_given_to_two_requests_at_once_serves_one(pair):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"key": "kept:nobody"}, "not known here"),
+        ({"key": "kept:nobody"}, "the key is unknown"),
         ({"engine_id": "0" * 32}, "restarted since"),
         ({"host": "192.0.2.1"}, "--kv-peers"),
         ({"host": "host.invalid"}, "resolved"),
@@ -205,7 +205,7 @@ def test_a_leg_that_waits_in_vain_ends_by_its_clock(pair):
         lonely = Pair(prefill, decode, None)
         serve, fetch = lonely.room()
         assert "no decode replica connected" in prefill.fail(prompt, serve).error
-        assert "no prefill request came" in decode.fail(prompt, fetch).error
+        assert "no prefill request for it" in decode.fail(prompt, fetch).error
         assert prefill.ask(prompt)["text"]  # it works on
 
 
@@ -227,7 +227,7 @@ def test_an_aborted_decode_leg_ends_prefills_at_once(pair):
     first, second = pair.prefill.submit(prompt, serve), pair.decode.submit(prompt, fetch)
     pair.prefill.until(lambda facts: facts["waiting"] == 0)
     pair.decode.abort(second)
-    assert "decode replica is gone" in pair.prefill.end(first).error
+    assert "decode replica disconnected" in pair.prefill.end(first).error
     assert pair.decode.facts()["fetching"] == 0
     pair.prefill.admin("continue_generation")
 
@@ -320,7 +320,7 @@ def test_a_kept_kv_is_freed_when_its_lease_ends():
     with stage("prefill", lease_secs=0.05) as prefill, stage("decode") as decode:
         fetch = Pair(prefill, decode, None).kept(prompt)
         assert prefill.until(lambda facts: facts["kept"] == 0)["kept_bytes"] == 0
-        assert "nobody fetched it within 0.05 s" in decode.fail(prompt, fetch).error
+        assert "it was not fetched within 0.05 s" in decode.fail(prompt, fetch).error
 
 
 def test_a_kept_kv_is_freed_by_its_requests_id(pair):

@@ -85,7 +85,7 @@ def test_the_connector_follows_the_dialect():
     ("words", "problem"),
     [
         (["--engine", "llamacpp"], "needs --engine torch"),
-        (["--tp", "2"], "leave --tp out"),
+        (["--tp", "2"], "remove --tp"),
         (["--kv-connector", "sglang", "--dialect", "vllm"], "none of SGLang's routes"),
         (["--kv-connector", "nixl", "--host", "0.0.0.0"], "--kv-host"),
         (["--kv-peers", "nowhere"], "peers are addresses"),

@@ -38,7 +38,7 @@ def test_a_header_is_read_as_it_was_written_up_to_the_bound_of_its_kind(kind, le
     if length <= bound(kind):
         assert parse_header(header(kind, length)) == (kind, length)
     else:
-        with pytest.raises(ValueError, match="too many"):
+        with pytest.raises(ValueError, match="over the limit"):
             header(kind, length)
 
 

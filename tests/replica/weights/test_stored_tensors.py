@@ -171,11 +171,11 @@ def test_serialized_tensors_are_staged_for_the_rank_they_are_for():
 @pytest.mark.parametrize(
     ("parts", "reported"),
     [
-        ([], "a list of one text"),
-        ([NEW, NEW], "a list of one text"),
-        (["not base64!"], "is no base64"),
-        (["a"], "is no base64"),
-        ([None], "is no base64"),
+        ([], "a list of one string"),
+        ([NEW, NEW], "a list of one string"),
+        (["not base64!"], "is not valid base64"),
+        (["a"], "is not valid base64"),
+        ([None], "is not valid base64"),
         ([""], "is truncated"),
         ([pickle.dumps({"a": 1})], "is a pickle, which is never read"),
         ([b"PK\x03\x04" + b"\0" * 60], "is a pickle, which is never read"),

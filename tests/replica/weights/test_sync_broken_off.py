@@ -59,7 +59,7 @@ def sent_two_values_for_one_tensor(sync):
     bucket = [(name, "float32", SHAPES["model.embed_tokens.weight"], seed) for name, seed in tied]
     assert sync.prepare(one(bucket)).success
     sync.send(bucket)
-    assert "given twice" in sync.complete().message
+    assert "occurs twice" in sync.complete().message
 
 
 def failed_in_one_call(sync):

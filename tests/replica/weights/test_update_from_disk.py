@@ -97,7 +97,7 @@ def test_the_tied_head_may_have_its_other_name_but_not_other_values(stage, tmp_p
     save(tmp_path / "odd.safetensors", both | {"lm_head.weight": new[EMBEDDING] + 1})
     answer = stage.update("odd.safetensors")
     assert not answer.success
-    assert "is given twice, with different values" in answer.message
+    assert "occurs twice, with different values" in answer.message
 
 
 def test_half_precision_becomes_what_the_model_computes_in(stage, tmp_path):
@@ -196,10 +196,10 @@ def all_but_one(tmp_path):
 
 BAD = {
     "does not exist": lambda tmp_path: tmp_path / "nothing.safetensors",
-    "is no path": lambda tmp_path: "a\0b",
-    "does not exist, or is no file": a_shard_that_is_missing,
-    "is no index of safetensors files": an_index_that_is_no_json,
-    "holds no .safetensors file": a_folder_without_weights,
+    "is not a valid path": lambda tmp_path: "a\0b",
+    "does not exist, or is not a file": a_shard_that_is_missing,
+    "is not an index of safetensors files": an_index_that_is_no_json,
+    "has no .safetensors file": a_folder_without_weights,
     "is outside --weights-root": lambda tmp_path: "../elsewhere/weights.safetensors",
     "outside --weights-root": lambda tmp_path: "/etc/passwd",
     "link/weights.safetensors' is outside": a_link_out_of_the_root,
