@@ -1,7 +1,7 @@
 """The app: every route over one pipeline client, and the settings of all routes.
 
-Invariant: creating it starts nothing: no pipeline, no server, no profiler. Its lifetime is that of
-the server that serves it; the caller owns the client.
+Invariant: creating the app doesn't start a pipeline, server or profiler. It lives as long as the
+server that serves it; the caller owns the client.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ BODY_TIMEOUT_SECS = 600
 
 
 def create_app(client: Client, **options: Unpack[AppOptions]) -> QuartTrio:
-    """`options` are the fields of `RouteContext`: model_name, admin_api_key, stream_speech_as,
-    ..."""
+    """`options` are the fields of `RouteContext`, such as model_name and admin_api_key."""
     return build_app(RouteContext(client=client, **options))
 
 

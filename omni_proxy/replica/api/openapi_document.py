@@ -1,9 +1,9 @@
 """GET /openapi.json, and the page for /docs and /redoc that renders it (api-server.md 1.0).
 
-Invariant: the document describes what is mounted: paths and methods are read from the app when the
-document is first requested. An endpoint without an entry in the table is a bug that a test finds.
-The document needs no key and reveals nothing about the models. The page loads nothing but the
-document, from this server, so it works offline; it inserts everything as text, never as HTML.
+Invariant: the document describes the mounted routes: paths and methods are read from the app when
+the document is first requested. A test fails for an endpoint without an entry in the table. The
+document needs no key and reveals nothing about the models. The page loads only the document, from
+this server, so it works offline; it inserts all content as text, never as HTML.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _parameter(name: str, place: str) -> dict[str, Any]:
 
 
 def _plain(schema: Any) -> Any:
-    """The same schema without bounds that are only those of 64-bit integers."""
+    """The schema without bounds that are only those of 64-bit integers."""
     if isinstance(schema, list):
         return [_plain(item) for item in schema]
     if not isinstance(schema, dict):
@@ -183,7 +183,7 @@ def mount(app: QuartTrio, _: RouteContext) -> None:
     documents: list[dict[str, Any]] = []
 
     async def openapi() -> Response:
-        if not documents:  # every route is mounted by now
+        if not documents:  # at the first request, when all routes are mounted
             documents.append(description(app))
         return json_response(documents[0])
 
@@ -223,7 +223,7 @@ p { margin: .4rem 0 .4rem 1rem; }
 <h1 id="title">API</h1>
 <p class="faint" id="about">Reading openapi.json</p>
 <main id="routes"></main>
-<noscript>This page needs JavaScript; the same is in <a href="/openapi.json">openapi.json</a>.
+<noscript>This page needs JavaScript; see <a href="/openapi.json">openapi.json</a> instead.
 </noscript>
 <script>
 "use strict";

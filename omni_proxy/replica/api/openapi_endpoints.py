@@ -1,7 +1,7 @@
 """The endpoints of the OpenAPI document: purpose, bodies, responses and error formats.
 
-Invariant: bodies are the Structs that the routes validate, and hand-checked fields are those of the
-table that checks them, so that the document cannot differ from the code.
+Invariant: bodies are the Structs that the routes validate, and fields without a Struct are those of
+the table that checks them, so that the document cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DETAIL = "Detail"
 OPENAI = ("OpenAIError", DETAIL)
 Schema = dict[str, Any]
 
-# Schema of a hand-checked field, by the description in its error message.
+# Schema of a field without a Struct, by the description in its error message.
 _KINDS: Mapping[str, Schema] = {
     "a string": {"type": "string"},
     "true or false": {"type": "boolean"},
@@ -87,10 +87,12 @@ _MODE = ("mode", "clear_cache")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """One endpoint. `bodies`: any of these; or `body`: a schema, of the media type `takes`.
+    """One endpoint.
 
-    `answers` are media types. `refuses` are the error formats; any route may answer 405 and 413
-    with a `Detail`. `locked` needs the admin key, if one is set. `query` are query parameters.
+    The request body is one of the Structs in `bodies`, or has the schema `body`; `takes` is its
+    media type. `answers` are the media types of responses, `refuses` the error formats; any route
+    may answer 405 and 413 with a `Detail`. A `locked` endpoint needs the admin key, if one is set.
+    `query` are query parameters.
     """
 
     summary: str
@@ -139,7 +141,7 @@ _LISTENING = _form({"file": _FILE}, {"model": _TEXT, "response_format": _TEXT})
 
 ENDPOINTS: Mapping[str, Endpoint] = {
     "health": Endpoint(summary="200 when all stages are ready, else 503", tag=_INFO),
-    "models": Endpoint(summary="The one model", tag=_INFO),
+    "models": Endpoint(summary="The model of this server", tag=_INFO),
     "model": Endpoint(summary="The model of that name, or 404", tag=_INFO, refuses=OPENAI),
     "get_model_info": _FACTS,
     "server_info": _FACTS,

@@ -1,9 +1,9 @@
 """Services for every route: the pipeline client, names, operator settings, request metrics.
 
-Invariant: nothing here changes while the app serves, except what `meters` counts. The module
-imports no route, so that every route can import it. Names and units of metrics are SGLang's, so
-that its dashboards and routers can read them; every series carries `model_name`. Times are those of
-the trio clock, in seconds. Gauges of the engine are in `native.metrics`.
+Invariant: only the counts in `meters` change while the app serves. The module imports no route, so
+that every route can import it. Names and units of metrics are SGLang's, so that its dashboards and
+routers can read them; every series has the label `model_name`. Times are those of the trio clock,
+in seconds. Gauges of the engine are in `native.metrics`.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class RequestMetrics:
 
 
 class RequestTimer:
-    """Timer of one request, started when created; `finish` or `close` ends it once.
+    """Times one request from its creation on, until `finish` or `close` is first called.
 
-    As a context manager it finishes at a normal exit, and counts any other as aborted.
+    As a context manager, it finishes at a normal exit and counts an exception as an abort.
     """
 
     __slots__ = ("_awaits_output", "_metrics", "_model_name", "_open", "_started_secs")
@@ -121,7 +121,7 @@ def _admin_key_from_environment() -> str | None:
 
 
 class AppOptions(TypedDict, total=False):
-    """Keyword arguments of `create_app`: any field of `RouteContext` but the client."""
+    """Keyword arguments of `create_app`: the fields of `RouteContext` except the client."""
 
     model_name: str
     model_path: str
@@ -156,11 +156,10 @@ class RouteContext:
     event and without `[DONE]`, as older servers do. `enable_tensor_updates` accepts new weights in
     request bodies. `profile_root` is the only folder for profiles; None allows any folder with an
     admin key, else the folder for temporary files. An empty list of media domains, or a media path
-    of None, allows nothing. `dialect` selects the engine whose routes are served beside OpenAI's.
-    `tokenizer_model` is the text model of /tokenize, "" if there is none.
-    `stored_responses` is how many of /v1/responses are kept. `transfer` is the replica's role where
-    prefill and decode are apart. `started_unix_secs` and `instance`
-    identify this process.
+    of None, allows none. `dialect` selects the engine whose routes are served in addition to
+    OpenAI's. `tokenizer_model` is the text model of /tokenize, "" if there is none.
+    `stored_responses` is how many responses of /v1/responses are stored. `transfer` is the role of
+    a prefill or decode replica. `started_unix_secs` and `instance` identify this process.
     """
 
     client: Client

@@ -1,9 +1,9 @@
 """A follower rank in its own process, which repeats the leader's steps and answers operations.
 
-It is a text stage without requests: steps arrive as messages, operations are the stage's own, and
-each slow step waits for the leader's verdict on the previous one. The process ends when the
-leader's socket closes (`pipeline/stage_process.py`), even during a collective operation. An error
-here ends it.
+It is a text stage without requests: steps arrive as messages, its operations are those of a text
+stage, and each slow step waits for the leader's verdict on the previous one. The process ends on an
+error, and when the leader's socket closes (`pipeline/stage_process.py`), even during a collective
+operation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from omni_proxy.replica.weights.live_tensors import DamagedWeightsError
 
 
 def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) -> FollowerScheduler:
-    """Load the part of rank `rank` of the model; the ranks connect to the leader's `port`."""
+    """Load rank `rank`'s part of the model; the ranks connect to the leader's `port`."""
     own = TextSettings(**settings)
     text = load_model(own)
     group = RankGroup(rank, own.tp)
@@ -50,7 +50,7 @@ def build(stage_name: str, *, rank: int, port: int, settings: dict[str, Any]) ->
 
 
 class FollowerScheduler(TextScheduler):
-    """`run` raises any error that makes this rank unusable: its leader then ends all ranks."""
+    """A follower's scheduler; `run` raises any error, after which the leader ends all ranks."""
 
     worker: RankWorker
     port: int

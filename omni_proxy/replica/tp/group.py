@@ -1,9 +1,9 @@
 """The ranks' process group: sum and gather over gloo, on loopback only; messages between the ranks.
 
 Invariant: the group has its own store and is not the default group, so trainers' groups can exist
-in the same process. No wait outlasts the end of a peer by more than WATCH_SECS. Messages for tensor
-parallelism are `Admin` messages with actions that no route has, so a follower gets only ordinary
-stage messages.
+in the same process. A wait ends at most WATCH_SECS after the end of a peer. Messages for tensor
+parallelism are `Admin` messages with actions that no route has, so a follower's inbox has only
+ordinary stage messages.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ CLOSE_SECS = 2.0
 
 
 class RankLost(Exception):
-    """A rank has ended or is out of step: the others cannot compute any more."""
+    """A rank has ended or is out of step, so the others cannot compute any more."""
 
 
 def never_lost() -> str:
-    """For a rank whose process ends with its peer, so there is nothing to check."""
+    """The `lost` of a rank whose process ends with its peer, so there is nothing to check."""
     return ""
 
 
 def open_store(size: int) -> tuple[Any, int]:
-    """The store for the rendezvous, and its port: bound to loopback, not to every address."""
+    """The store for the rendezvous, and its port, bound to loopback only."""
     with socket.socket() as listener:
         listener.bind((LOOPBACK, 0))
         listener.listen()
@@ -58,10 +58,10 @@ def _store(port: int, size: int, **how: Any) -> Any:
 
 
 class RankGroup:
-    """All methods but `close` are collective: each rank calls them in the same order.
+    """All methods except `close` are collective: each rank calls them in the same order.
 
-    One thread at a time may use it. `lost` returns why a peer is lost, or "". Once `broken` is set,
-    to the reason of the first failure, no operation succeeds.
+    One thread at a time may use it. `lost` returns the reason why a peer is lost, or "". `broken`
+    is the reason of the first failure; once it is set, no operation succeeds.
     """
 
     def __init__(self, rank: int, size: int, lost: Callable[[], str] = never_lost) -> None:
@@ -87,9 +87,9 @@ class RankGroup:
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """At rank 0 all ranks' tensors in their order, elsewhere none; raises RankLost.
+        """Return all ranks' tensors in the order of the ranks; an empty list at ranks above 0.
 
-        They must be of one shape and type, which may be any.
+        The tensors must have the same shape and dtype. Raises RankLost.
         """
         sent = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         is_root = self.rank == 0
@@ -118,14 +118,14 @@ class RankGroup:
                     raise self._fault(error) from error
 
     def _fault(self, error: RuntimeError) -> RankLost:
-        self.broken = self._lost() or f"rank {self.rank} got nothing from the others: {error}"
+        self.broken = self._lost() or f"rank {self.rank} received no data from the others: {error}"
         return RankLost(self.broken)
 
     def close(self) -> None:
-        """Leaves the group; a collective operation that still runs delays this by CLOSE_SECS."""
+        """Leaves the group; waits up to CLOSE_SECS for a collective operation that still runs."""
         held = [self._group]
         self._group = None
-        # Its destructor waits for operations in flight, and would abort a process that exits.
+        # Its destructor waits for running operations, and would abort a process that is exiting.
         closing = threading.Thread(target=held.clear, name="tp-close", daemon=True)
         closing.start()
         closing.join(CLOSE_SECS)
@@ -139,7 +139,8 @@ ABORT_STEP = "tp_abort_step"
 class Vote(Struct, frozen=True, tag="vote"):
     """A follower has finished the slow step `number` of an operation; `fault` "" means success.
 
-    `damaged`: the step left a mix of old and new weights."""
+    If `damaged`, the step left a mix of old and new weights.
+    """
 
     op_id: str
     number: int
@@ -165,7 +166,7 @@ class StepOverdue(Struct, frozen=True):
 
 
 def step(entries: list[Any], parts: list[tuple[int, list[int]]]) -> Admin:
-    """The next batch: journal entries first, then (KV number, its new tokens)."""
+    """The next batch: journal entries first, then each KV's number with its new tokens."""
     return Admin("", STEP, {"kv": entries, "parts": parts})
 
 

@@ -1,10 +1,10 @@
 """Rank 0: the text stage's scheduler over a sharded model, and the processes of its followers.
 
-Invariant: a batch that was sent to the followers is finished, or the stage ends: then all ranks
-end, their requests fail, and the pipeline's runtime restarts the stage with its first weights. An
+Invariant: if a batch that was sent to the followers cannot be finished, the stage ends: all ranks
+end, the requests fail, and the pipeline's runtime restarts the stage with its initial weights. An
 operation ends when every rank has answered; while it halts one of them, no batch is computed. After
-`Followers.close` no follower process is left. A follower that exits or reports its end is lost, and
-`lost` has the reason before a later message of it is handled.
+`Followers.close`, no follower process is left. A follower that exits or reports its end is lost;
+`lost` is set to the reason before any later message is handled.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Follower:
         self._connection.sendall(frame)
 
     def receive(self, until: float | None = None) -> list[FollowerMessage]:
-        """The messages of the next read; raises OSError, FrameError, msgspec.DecodeError."""
+        """Read once and return the complete messages; raises OSError, FrameError, DecodeError."""
         left = None if until is None else max(0.001, until - time.monotonic())
         self._connection.settimeout(left)
         data = self._connection.recv(READ_BYTES)
@@ -118,7 +118,7 @@ class Follower:
 
     def hang_up(self) -> None:
         """Closes the connection; the shutdown also wakes this side's reader."""
-        with suppress(OSError):  # the follower closed it first
+        with suppress(OSError):  # the follower has already closed it
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
@@ -154,7 +154,7 @@ class Followers:
             self._members[-1].begin(StageCall(self._stage, factory, each))
 
     def await_ready(self) -> None:
-        """Wait until all have loaded their part; raises RankLost with the first reason."""
+        """Wait until all have loaded their part; raises RankLost if one fails to."""
         until = time.monotonic() + READY_SECS
         for member in self._members:
             try:
@@ -216,7 +216,7 @@ class Followers:
 def start_leader(stage_name: str, text: TextModel, settings: TextSettings) -> LeaderScheduler:
     """Start the followers and return the scheduler over all ranks.
 
-    Raises ValueError if the model cannot be split so, RankLost if a follower did not start.
+    Raises ValueError if the model cannot be split that way, RankLost if a follower did not start.
     """
     shard = Shard(text.model.config, 0, settings.tp)
     store, port = open_store(settings.tp)
@@ -257,7 +257,7 @@ class LeaderLlama(ShardedLlama):
             return super().hidden(tokens)
 
     def _batch(self, parts: Sequence[BatchPart]) -> Batch:
-        batch = super()._batch(parts)  # raises before the followers get a batch that it refuses
+        batch = super()._batch(parts)  # an invalid batch raises before it is sent to the followers
         forked = [(cast("MirroredKV", kv).number, list(tokens)) for tokens, kv in parts]
         self._announced = True
         self._followers.send_all(step(self._journal.take(), forked))

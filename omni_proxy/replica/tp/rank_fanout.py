@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class FanOutLeader(Protocol):
-    """What the operations need of the leader; all methods are called in its thread."""
+    """The leader's methods that operations use; all are called in its thread."""
 
     def send_all(self, message: Admin) -> None:
         """Send to all followers."""
@@ -39,10 +39,10 @@ class FanOutLeader(Protocol):
         """Delivers `message` after `after_secs`, unless the returned function cancels it."""
 
     def advance(self, done: StepDone) -> None:
-        """Lets rank 0 continue after its step; its answer may be reported before this returns."""
+        """Continues rank 0's operation; its answer may be reported before this returns."""
 
     def interrupt(self, op_id: str, why: str) -> None:
-        """Makes rank 0's current step end soon, if it can."""
+        """Ends rank 0's current step soon, if possible."""
 
     def halts(self, op_id: str) -> bool:
         """Whether rank 0 is in a step of the operation during which no batch may be computed."""
@@ -56,11 +56,12 @@ class FanOutLeader(Protocol):
 
 @dataclass(slots=True)
 class _Operation:
-    """`number` counts rank 0's slow steps, `decided` those whose verdict was sent.
+    """The progress of one operation.
 
-    `announced`: the followers have the operation. `aborted` is the last step that all ranks had
-    to abort. `done` is the step that waits for its verdict. `halting` is that of rank 0's last
-    step: a follower may still be in it when rank 0 has ended.
+    `number` counts rank 0's slow steps, `decided` those whose verdict was sent. `announced` means
+    that the followers have the operation. `aborted` is the last step that all ranks had to abort,
+    `done` the step that waits for its verdict. `halting` is whether rank 0's last step halts: a
+    follower may still be in it when rank 0 has ended.
     """
 
     order: Admin
@@ -92,7 +93,7 @@ class RankFanOut:
         return any(each.announced and each.halting for each in self._live.values())
 
     def run(self, order: Admin, begin: Callable[[], None]) -> None:
-        """Starts the operation at rank 0 and, unless rank 0 refuses at once, at all others."""
+        """Starts the operation at rank 0, then at the others unless rank 0 has refused it."""
         operation = self._live[order.op_id] = _Operation(order)
         begin()
         self._note_halt(operation)
@@ -140,7 +141,7 @@ class RankFanOut:
             self._proceed(operation)
 
     def _proceed(self, operation: _Operation) -> None:
-        """Does all that is possible now, and sets a deadline for the rest."""
+        """Handles what has arrived, and sets a deadline for what is missing."""
         self._abort_step(operation)
         if operation.done is not None:
             self._decide(operation, operation.done)
@@ -156,7 +157,7 @@ class RankFanOut:
             )
 
     def _abort_step(self, operation: _Operation) -> None:
-        """If the current step failed at one rank, aborts it at the others."""
+        """Aborts the current step at all ranks if it failed at one."""
         number = operation.decided + 1
         if not operation.announced or operation.own is not None or operation.aborted == number:
             return
@@ -167,7 +168,7 @@ class RankFanOut:
                 self._leading.interrupt(operation.order.op_id, fault)
 
     def _decide(self, operation: _Operation, done: StepDone) -> None:
-        """Once every rank has finished the step, or the deadline passed, sends the verdict."""
+        """Sends the verdict once every rank has finished the step, or the deadline has passed."""
         number = operation.number
         voted = {rank for rank, vote in operation.votes.items() if vote.number >= number}
         missing = [r for r in self._ranks if r not in operation.results and r not in voted]
@@ -187,9 +188,9 @@ class RankFanOut:
             operation.halting = self._leading.halts(operation.order.op_id)
 
     def _finish(self, operation: _Operation, own: AdminResult) -> None:
-        """Answers once rank 0 has ended and all others have too, or are overdue."""
+        """Answers once all other ranks have ended, too, or are overdue."""
         for vote in operation.votes.values():
-            # A follower with more steps than rank 0 had would wait for a verdict forever.
+            # A follower with more steps than rank 0 would otherwise wait forever for a verdict.
             fault = "" if own.success else f"rank 0: {own.error or own.message}"
             self._leading.send_all(verdict(own.op_id, vote.number, fault))
             operation.decided = max(operation.decided, vote.number)
@@ -231,7 +232,10 @@ def _describe(result: AdminResult) -> str:
 def merged(
     own: AdminResult, others: list[AdminResult], size: int, missing: list[int]
 ) -> AdminResult:
-    """The stage's answer: rank 0's, with every rank's in full, and their success (2.2)."""
+    """The stage's answer (2.2): rank 0's, with the complete answers of all ranks.
+
+    It is a success only if every rank's answer is one.
+    """
     local = msgspec.structs.replace(own, rank=0, role="leader")
     ranked = [local, *others]
     failed = [each for each in ranked if not each.success]

@@ -34,7 +34,7 @@ from omni_proxy.replica.models.llama import (
 from omni_proxy.replica.models.text_model import ModelWorker, TextModel
 from omni_proxy.replica.tp.group import RankGroup
 
-# Adds up the ranks' tensors, in place at each of them; returns the same tensor.
+# Makes the tensor the sum of the ranks' tensors, in place at every rank, and returns it.
 Sum = Callable[[Tensor], Tensor]
 
 ROWS, COLUMNS = 0, 1  # of a weight [out, in]
@@ -53,7 +53,7 @@ class TensorSlice:
 
 
 def sizes_for(config: LlamaConfig) -> list[int]:
-    """Over how many processes this model can be split, 1 included."""
+    """The numbers of processes that this model can be split over, including 1."""
     return [size for size in range(1, config.num_attention_heads + 1) if _divides(config, size)]
 
 
@@ -73,7 +73,7 @@ def _either(sizes: list[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The slices of rank `rank` of `size`; raises ValueError if the model cannot be split so."""
+    """The slices of rank `rank` of `size`; raises ValueError if the model can't be split so."""
 
     config: LlamaConfig
     rank: int
@@ -106,7 +106,7 @@ class Shard:
         return _share(self.config.intermediate_size, self.rank, self.size)
 
     def cut(self, name: str) -> TensorSlice | None:
-        """This rank's slice of the tensor of this name; None: all of it."""
+        """This rank's slice of the tensor of this name; None means all of it."""
         config, words = self.config, name.split(".")
         layer_part = words[-2] if len(words) > 2 and words[-1] == "weight" else ""
         match layer_part:
@@ -135,7 +135,7 @@ class Shard:
         return tuple(shape)
 
     def gather(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """Join all ranks' slices, in the order of the ranks, to the whole tensor."""
+        """Join all ranks' slices, in the order of the ranks, into the whole tensor."""
         if self.cut(name) is None:
             return parts[self.rank]
         whole = parts[0].new_empty(self.whole_shape(name, parts[0].shape))
@@ -223,7 +223,7 @@ class ShardedLlama(Llama):
 
 
 class RankWorker(ModelWorker):
-    """`text.model` is a ShardedLlama."""
+    """The worker of one rank; `text.model` must be a ShardedLlama."""
 
     def __init__(self, text: TextModel, group: RankGroup) -> None:
         super().__init__(text)
@@ -235,7 +235,7 @@ class RankWorker(ModelWorker):
         return cast("ShardedLlama", self.text.model)
 
     def whole(self, name: str, tensor: Tensor) -> Tensor | None:
-        """As of any worker; raises RankLost."""
+        """The whole tensor at rank 0, else None; raises RankLost."""
         shard = self.model.shard
         if shard.cut(name) is None:
             return tensor if self.tp_rank == 0 else None
@@ -283,13 +283,13 @@ class MirroredKV(SequenceKV):
         self._journal.note(TRUNCATE, self.number, length)
 
     def __del__(self) -> None:
-        journal = getattr(self, "_journal", None)  # None if its memory could not be allocated
+        journal = getattr(self, "_journal", None)  # missing if the allocation in __init__ failed
         if journal is not None:
             journal.note(FREE, self.number)
 
 
 class KVMirror:
-    """A follower's part of the same KVs; a KV that is new at the leader starts empty."""
+    """A follower's part of the leader's KVs; a KV that is new at the leader starts empty."""
 
     def __init__(self, new_kv: Callable[[], SequenceKV]) -> None:
         self._new_kv = new_kv
@@ -308,7 +308,7 @@ class KVMirror:
                 case (str(word), int(number)) if word == FREE:
                     self._held.pop(number, None)
                 case _:
-                    raise ValueError(f"a journal entry of the leader makes no sense: {entry!r}")
+                    raise ValueError(f"invalid journal entry from the leader: {entry!r}")
 
     def kv(self, number: int) -> SequenceKV:
         if number not in self._held:

@@ -78,7 +78,7 @@ def test_a_peer_that_is_known_to_be_lost_is_not_waited_for():
 def test_a_peer_that_parts_is_noticed_and_breaks_the_group():
     with Ranks(2) as ranks:
         ranks.groups[1].close()
-        with pytest.raises(RankLost, match="rank 0 got nothing"):
+        with pytest.raises(RankLost, match="rank 0 received no data"):
             ranks.groups[0].add_up(torch.ones(1))
         assert ranks.groups[0].broken
         with pytest.raises(RankLost, match="have not connected, or have left"):

@@ -1,1 +1,1 @@
-"""Shared by all routes: errors, body validation, SSE and deferred streams, media, origin checks."""
+"""Helpers for routes: errors, body validation, SSE and deferred streams, media, origin checks."""

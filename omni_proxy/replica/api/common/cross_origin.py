@@ -1,11 +1,11 @@
 """Cross-origin requests: CORS headers, and protection of admin routes from foreign web pages.
 
-Any page may call models and read (api-server.md 1.0). Without an admin key the caller's network
-location is its only credential, and every web page that a user there visits shares it. Invariant: a
-route that is not listed as open refuses requests from pages of another origin, GET requests of
-browsers, and browser requests under a Host that an attacker may have pointed here (DNS rebinding).
-With an admin key nothing is refused here: the key is the stronger check. Every response varies by
-origin, except the plain 500 of an unexpected error.
+Any page may use model routes and read-only routes (api-server.md 1.0). Without an admin key, the
+only credential is the caller's network location, which any web page in a user's browser shares.
+Invariant: a route that is not listed as open refuses requests from pages of another origin, GET
+requests of browsers, and browser requests with a Host whose DNS record may be an attacker's (DNS
+rebinding). With an admin key nothing is refused here: the key is the stronger check. Every response
+varies by origin, except the plain 500 of an unexpected error.
 """
 
 from __future__ import annotations
@@ -64,22 +64,20 @@ def _check_for(context: RouteContext) -> Callable[[], Awaitable[None]]:
         if context.admin_api_key or rule is None or is_open(request.method, rule.rule):
             return
         if is_cross_origin(request.headers, f"{request.scheme}://{request.host}"):
-            message = "a page of another origin may not do this: set --admin-api-key"
+            message = "refused for pages of another origin: set --admin-api-key to allow it"
             raise DetailError(403, f"cross_site: {message}")
         # A proxy may forward only these headers of a browser's request.
         if _has_origin_headers(request.headers) and not is_local_name(hostname_of(request.host)):
-            message = f"a page at {request.host} may not do this: any name can be pointed here; use"
+            message = f"refused for pages at {request.host}: a name can point to any address; use"
             raise DetailError(403, f"cross_site: {message} the address, or set --admin-api-key")
         if request.method in SAFE_METHODS and _is_browser(request.headers):
-            raise DetailError(403, f"a browser changes nothing by {request.method}: send POST")
+            raise DetailError(403, f"{request.method} requests of browsers are refused: send POST")
 
     return check
 
 
 def is_cross_origin(headers: Headers, own_origin: str) -> bool:
-    """Whether the headers say that the request comes from a page of another origin than
-    `own_origin`.
-    """
+    """Whether the headers show that the request comes from a page of an origin other than ours."""
     if any(site not in _SAME_SITE_VALUES for site in headers.getlist("Sec-Fetch-Site")):
         return True
     # Browsers that send no Origin send a Referer.
@@ -89,12 +87,12 @@ def is_cross_origin(headers: Headers, own_origin: str) -> bool:
 
 
 def _is_browser(headers: Headers) -> bool:
-    """Over plain HTTP to another host a browser sends only its User-Agent."""
+    """Whether a browser sent these headers; over plain HTTP, only User-Agent may show it."""
     return _has_origin_headers(headers) or headers.get("User-Agent", "").startswith("Mozilla/")
 
 
 def _has_origin_headers(headers: Headers) -> bool:
-    """Every browser request but a plain GET has one of them."""
+    """Whether an origin header is set: all browser requests have one, except plain GETs."""
     return any(name in headers for name in ("Origin", "Referer", "Sec-Fetch-Site"))
 
 

@@ -1,9 +1,9 @@
-"""The three error families that clients know: `{"detail"}`, OpenAI's and the speech routes'.
+"""The three error formats of the routes: `{"detail"}`, OpenAI's and the speech routes'.
 
-`DetailError` and `OpenAIError` choose the family where they are raised; an error of the pipeline
-client becomes `{"detail"}`. `SpeechError` has four keys that are always present (api-server.md
-1.0): a client error names the field at fault, a server error none. Invariant: an unexpected error
-is a plain-text 500 without details.
+`DetailError`, `OpenAIError` and `SpeechError` determine the format; an error of the pipeline client
+becomes `{"detail"}`. A `SpeechError` has four keys that are always present (api-server.md 1.0); a
+client error names the field at fault, a server error names none. Invariant: an unexpected error is
+a plain-text 500 without details.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ClientError: TypeAlias = QueueFullError | RequestFailed
 
 
 class DetailError(Exception):
-    """A request answered with `status` and `{"detail": detail}`."""
+    """Answers the request with `status` and `{"detail": detail}`."""
 
     def __init__(self, status: int, detail: object, headers: Mapping[str, str] = {}) -> None:
         super().__init__(detail)
@@ -38,7 +38,7 @@ class DetailError(Exception):
 
 
 class InvalidBody(DetailError):
-    """A body that does not match the route's schema: 422 with one item per problem."""
+    """The body does not match the route's schema: 422 with one item per problem."""
 
     def __init__(self, problems: list[dict[str, Any]]) -> None:
         super().__init__(422, problems)
@@ -46,7 +46,7 @@ class InvalidBody(DetailError):
 
 
 class OpenAIError(Exception):
-    """A request answered with `status` and OpenAI's error object, all keys present."""
+    """Answers the request with `status` and OpenAI's error object, with all keys."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
@@ -137,7 +137,7 @@ async def _http_failed(error: HTTPException) -> Response:
 
 @dataclass(slots=True)
 class SpeechError(Exception):
-    """A speech request that ends in an error, before any audio or within a session."""
+    """Ends a speech request with an error, before any audio or within a session."""
 
     message: str
     param: str | None = None
@@ -155,7 +155,7 @@ class SpeechError(Exception):
         }
 
     def under(self, path: str) -> SpeechError:
-        """Return the same error with `path` before its field's name."""
+        """Return the same error with `path` prefixed to its field's name."""
         param = f"{path}.{self.param}" if self.param else path
         return SpeechError(self.message, param, self.status, self.kind, self.code)
 

@@ -1,7 +1,7 @@
-"""KV transfers at the HTTP routes: reads them from request bodies, writes them into responses.
+"""KV transfer fields of the HTTP routes: read from request bodies, written into responses.
 
-Invariant: on a replica without a prefill or decode role nothing here has an effect. The fields are
-read from the raw body, because every route that generates text accepts them.
+Invariant: without a prefill or decode role, the fields have no effect. They are read from the raw
+body, because every route that generates text accepts them.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ async def release_kept(context: RouteContext, which: dict[str, Any]) -> None:
 def given_id(context: RouteContext, *named: object) -> str | None:
     """Return the request's id, or None: the first non-empty string of `named`, the body's ids.
 
-    Without one, the request id header counts if the replica has a role and a vLLM connector.
+    Without one, it is the request id header, if the replica has a role and a vLLM connector.
     """
     for name in named:
         if isinstance(name, str) and name:

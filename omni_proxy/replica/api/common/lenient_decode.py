@@ -1,10 +1,10 @@
-"""Lenient decoding of JSON bodies into msgspec Structs, with problems reported as FastAPI does.
+"""Lenient decoding of JSON bodies into msgspec Structs, with problems reported as in FastAPI.
 
 A value of the right type is used unchanged. A value of another type with the same meaning ("5" or
 5.0 for 5) is converted. Any other value is a 422 item `{type, loc, msg, input[, ctx]}`
 (api-server.md 1.0), with pydantic's types, locations and messages. Invariant: the list of problems
-is empty exactly if the coerced value can be converted; up to MAX_PROBLEMS problems are listed, not
-only the first. A body that is not JSON is refused before any field is checked.
+is empty if and only if the coerced value can be converted; it has all problems, up to MAX_PROBLEMS.
+A body that is not JSON is refused before any field is checked.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from omni_proxy.replica.api.common.errors import InvalidBody
 Loc: TypeAlias = tuple[str | int, ...]
 Problems: TypeAlias = list[dict[str, Any]]
 
-# Without a bound, a body of many wrong elements would cause a response many times its size.
+# Without a bound, a body of many invalid elements would cause a response many times its size.
 MAX_PROBLEMS = 100
 
 _YES = frozenset(("1", "on", "t", "true", "y", "yes"))
 _NO = frozenset(("0", "off", "f", "false", "n", "no"))
 _INTEGER = re.compile(r"\s*[+-]?\d+(\.0+)?\s*", re.ASCII)
-# Bound in msgspec's type information -> pydantic's error type, its message, the check.
+# Name of a bound in msgspec's type information -> pydantic's error type, its message, the check.
 _BOUNDS: dict[str, tuple[str, str, Callable[[Any, Any], bool]]] = {
     "gt": ("greater_than", "greater than", lambda value, bound: value > bound),
     "ge": ("greater_than_equal", "greater than or equal to", lambda value, bound: value >= bound),
@@ -107,7 +107,7 @@ def _dict(kind: inspect.DictType, value: object, loc: Loc, problems: Problems) -
 
 
 def _union(kind: inspect.UnionType, value: object, loc: Loc, problems: Problems) -> Any:
-    """Take the first branch that accepts the value; otherwise list the problems of each branch."""
+    """Use the first branch that accepts the value; if none does, list each branch's problems."""
     if value is None and any(
         isinstance(branch_type, inspect.NoneType) for branch_type in kind.types
     ):
@@ -245,7 +245,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class _Missing:
-    """No body at all, in contrast to every JSON value."""
+    """The type of MISSING: there is no body, which differs from every JSON value."""
 
 
 MISSING = _Missing()
@@ -266,7 +266,7 @@ async def json_body() -> Any:
 
 
 def _not_json(data: bytes) -> dict[str, Any]:
-    position, reason = 0, "No JSON value that can be read"
+    position, reason = 0, "Not a JSON value"
     try:
         json.loads(data)
     except json.JSONDecodeError as error:
@@ -304,6 +304,6 @@ async def validate_body(kind: type[S]) -> S:
 
 
 def value_error(message: str, given: object) -> InvalidBody:
-    """The 422 for a body whose fields are valid each, but not together."""
+    """The 422 for a body whose fields are valid individually but not together."""
     item = problem("value_error", ("body",), f"Value error, {message}", given)
     return InvalidBody([item | {"ctx": {"error": {}}}])

@@ -1,10 +1,10 @@
 """Media in requests and responses: uploads, data URLs, HTTP and file references; audio samples.
 
-Invariant: at most the allowed number of bytes is held, also of a multipart form, whose parts are
-bounded in number and size. Nothing is read from a disk or a network that the operator has not
-allowed: without rules only `data:` URLs are accepted. The address that was checked is the address
-that is dialled, for every redirect anew, so that no name can resolve to a private network between
-check and connect (DNS rebinding). There are no retries; each request has its own connection.
+Invariant: at most the allowed number of bytes is in memory, also of a multipart form, whose parts
+are bounded in number and size. Files and hosts are read only if the operator has allowed them:
+without rules, only `data:` URLs are accepted. The address that was checked is the one that is
+connected to, also for each redirect, so that a name cannot resolve to a private network after the
+check (DNS rebinding). There are no retries; each request has its own connection.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ UPLOAD_TIMEOUT_SECS: Final = 600.0
 
 
 class FetchError(ValueError):
-    """The URL was not fetched; the text is the reason."""
+    """The URL was not fetched; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,23 +92,24 @@ class _Response:
         return int(self._parser.get_status_code())
 
     def feed(self, data: bytes) -> None:
-        """Parse `data`; b"" is the end of the connection. Raises FetchError for a response that is
-        too large or not HTTP.
+        """Parse `data`; b"" is the end of the connection.
+
+        Raises FetchError for a response that is incomplete, too large or not HTTP.
         """
         if not data:
-            # Without a length the body ends with the connection.
+            # A body without a length ends with the connection.
             self.complete = self.complete or (self.status == 200 and not self._framed)
             if not self.complete:
-                raise FetchError("the URL could not be fetched: its answer was cut")
+                raise FetchError("the URL could not be fetched: the response is incomplete")
             return
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
-            raise FetchError("the URL could not be fetched: its answer is no HTTP") from None
+            raise FetchError("the URL could not be fetched: the response is not HTTP") from None
         if len(self.body) > self._most_bytes:
             raise FetchError(f"the reference is larger than {self._most_bytes} bytes")
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise FetchError("the URL could not be fetched: its answer's head is too large")
+            raise FetchError("the URL could not be fetched: the response's head is too large")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._head_bytes += len(name) + len(value)
@@ -130,7 +131,7 @@ async def fetch_url(
     allow_private: bool = False,
     kind: str = "audio",
 ) -> bytes:
-    """Return the body behind `url`, at most `most_bytes`; `kind` is the media type to accept.
+    """Return the body of `url`, at most `most_bytes`; `kind` is the media type to accept.
 
     Raises FetchError.
     """
@@ -141,10 +142,10 @@ async def fetch_url(
             if response.status == 200:
                 return bytes(response.body)
             if response.status not in REDIRECT_STATUSES:
-                raise FetchError(f"the URL answered {response.status}")
+                raise FetchError(f"the URL returned status {response.status}")
             url = urljoin(url, response.location)
         raise FetchError(f"the URL redirects more than {MAX_REDIRECTS} times")
-    raise FetchError(f"the URL gave nothing within {FETCH_TIMEOUT_SECS:g} seconds")
+    raise FetchError(f"the URL could not be fetched within {FETCH_TIMEOUT_SECS:g} seconds")
 
 
 async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool, kind: str) -> _Target:
@@ -157,7 +158,7 @@ async def _resolve(url: str, allowed: tuple[str, ...], allow_private: bool, kind
         raise FetchError("the URL must be http(s)://host/path, without a user name")
     if not host.isascii() or not any(host == name or host.endswith(f".{name}") for name in allowed):
         raise FetchError(
-            f"this server fetches no {kind} from {host}; send a data:{kind} URL instead"
+            f"fetching {kind} from {host} is not allowed; send a data:{kind} URL instead"
         )
     port = port or (443 if parts.scheme == "https" else 80)
     try:
@@ -198,16 +199,15 @@ async def _get(target: _Target, most_bytes: int) -> _Response:
 
 
 class MediaError(ValueError):
-    """The referenced media cannot be read; the text has the reason and what is accepted."""
+    """The referenced media cannot be read; the message has the reason and what is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class MediaRules:
-    """What a request may reference besides `data:` URLs, for media of `kind` (audio or image).
+    """References other than `data:` URLs that are allowed for media of `kind` (audio or image).
 
-    `allowed_domains`: hosts (and their subdomains) that http(s) URLs may name. `allowed_folder`:
-    the folder that file paths must be in. `allow_private`: whether non-public addresses are
-    allowed.
+    `allowed_domains` are the hosts that http(s) URLs may name, with their subdomains;
+    `allow_private` permits non-public addresses. File paths must be in `allowed_folder`.
     """
 
     allowed_domains: tuple[str, ...] = ()
@@ -218,9 +218,9 @@ class MediaRules:
 
 
 async def read_media(source: str, rules: MediaRules) -> bytes:
-    """Return the bytes behind a `data:` URL, http(s) URL, `file://` URL or path.
+    """Return the bytes that a `data:` URL, http(s) URL, `file://` URL or path refers to.
 
-    Raises MediaError for what the rules do not allow, or what cannot be read.
+    Raises MediaError if the rules do not allow it or it cannot be read.
     """
     scheme = source[:12].partition(":")[0].lower()
     if scheme == "data":
@@ -233,15 +233,13 @@ async def read_media(source: str, rules: MediaRules) -> bytes:
         except FetchError as error:
             raise MediaError(str(error)) from None
     if "://" in source and scheme != "file":
-        raise MediaError(f"a reference may not be a {scheme}: URL; send a data:{rules.kind} URL")
+        raise MediaError(f"{scheme}: URLs are not supported; send a data:{rules.kind} URL")
     path = _file_url(source) if scheme == "file" else source
     return await trio.to_thread.run_sync(_read_file, path, rules)
 
 
 def decode_base64(text: str, most_bytes: int = MAX_MEDIA_BYTES) -> bytes:
-    """Return the decoded bytes. Raises MediaError, before decoding if the result would be too
-    large.
-    """
+    """Return the decoded bytes. Raises MediaError; a result too large is refused undecoded."""
     if len(text) > most_bytes * 4 // 3 + 4:
         raise MediaError(f"the reference is larger than {most_bytes} bytes")
     try:
@@ -258,7 +256,7 @@ def decode_audio_samples(data: bytes) -> tuple[Samples, int]:
 
 
 def to_stage_audio(samples: Samples, rate: int) -> dict[str, Any]:
-    """Return audio in the form that the stages take."""
+    """Return audio in the format of the stages."""
     return {"audio_data": samples.astype("<f4").tobytes(), "sample_rate": rate}
 
 
@@ -276,14 +274,14 @@ def _data_url(source: str, rules: MediaRules) -> bytes:
     head, comma, payload = source.partition(",")
     kind, *marks = head[5:].lower().split(";")
     if not comma or not kind.strip().startswith(f"{rules.kind}/") or "base64" not in marks:
-        raise MediaError(f"a data URL must read data:{rules.kind}/<type>;base64,<data>")
+        raise MediaError(f"a data URL must have the form data:{rules.kind}/<type>;base64,<data>")
     return decode_base64(payload.strip(), rules.most_bytes)
 
 
 def _file_url(source: str) -> str:
     parts = urlsplit(source)
     if parts.netloc not in ("", "localhost"):
-        raise MediaError("a file URL may name no other machine")
+        raise MediaError("a file URL must not name another host")
     return unquote(parts.path)
 
 
@@ -292,7 +290,7 @@ def _read_file(path: str, rules: MediaRules) -> bytes:
         raise MediaError(f"this server reads no local files; send a data:{rules.kind} URL")
     folder = os.path.realpath(rules.allowed_folder)
     try:
-        # Symbolic links are resolved first, so that none leads out of the folder.
+        # Resolve symbolic links first, so that none leads out of the folder.
         resolved = os.path.realpath(os.path.join(folder, path))
         inside = os.path.commonpath((folder, resolved)) == folder and os.path.isfile(resolved)
         if inside:
@@ -320,7 +318,7 @@ class MultipartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UploadedFile:
-    """One uploaded file, complete."""
+    """One uploaded file with its complete content."""
 
     filename: str
     content_type: str
@@ -386,9 +384,7 @@ class _Parts:
         self._held = bytearray()
 
     def take(self, event: Event) -> None:
-        """Add one event. Raises ValueError if the form ends too soon, MultipartError for a bad
-        part.
-        """
+        """Add one event. Raises MultipartError for an invalid part, ValueError for an early end."""
         if isinstance(event, NeedData):
             raise ValueError("it ends before its last boundary")
         if isinstance(event, (Field, File)):

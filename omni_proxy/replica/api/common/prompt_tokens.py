@@ -1,7 +1,7 @@
 """The model's tokenizer and chat template for routes that count or decode tokens.
 
-Invariant: the first request that needs them loads them, once, in a thread; a server without such
-requests never loads them. The tokens are the same that the pipeline's prompt stage computes.
+Invariant: they are loaded once, in a thread, for the first request that needs them. The tokens are
+those that the pipeline's prompt stage computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_TOKENIZER = "this server was started without a text model, so it has no token
 
 
 class PromptTokens:
-    """`model` is the text model's name or file; "" if there is none."""
+    """Counts and decodes tokens of `model`, a model's name or file; "" if there is none."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -37,7 +37,7 @@ class PromptTokens:
     async def of_messages(
         self, messages: Sequence[PromptMessage], *, generation_prompt: bool = True
     ) -> list[int]:
-        """The tokens of a chat; media in it have none. Raises DetailError."""
+        """The tokens of a chat, without those of its media. Raises DetailError."""
         builder = await self._loaded()
         plain = [{"role": each.role, "content": each.content} for each in messages]
 
@@ -47,7 +47,7 @@ class PromptTokens:
         return await trio.to_thread.run_sync(_checked, tokens)
 
     async def spelled(self, ids: Iterable[int]) -> list[str]:
-        """The text of each token; for a control token its name. Raises DetailError."""
+        """The text of each token, or the name of a control token. Raises DetailError."""
         tokenizer = (await self._loaded()).tokenizer
         pieces = []
         for token in ids:
@@ -90,7 +90,7 @@ class PromptTokens:
 
 
 def _load(model: str) -> PromptBuilder:
-    # Most servers never tokenize for a route, so the import is local.
+    # Import it only here: most servers never tokenize for a route.
     from omni_proxy.replica.stages.prepare import load_prompt_builder
 
     return load_prompt_builder(model)

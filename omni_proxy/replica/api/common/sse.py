@@ -3,8 +3,8 @@
 An `EventStream` sends the response head first and then submits the request. A `DeferredStream`
 waits for the first output before it sends the head, so that earlier failures are plain HTTP errors.
 Invariant: when the client disconnects, the generation is closed, which aborts it, even if Quart
-never entered the response body. No `with` block spans a yield: Quart enters and exits the body, in
-one task.
+never entered the response body. Quart enters and exits the body in one task; no `with` block spans
+a yield.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _KEY: Final = "omni_proxy.patient_body"
 
 
 class EventFormatter(Protocol):
-    """Turns chunks into the route's events; it holds the state of one response and does no I/O."""
+    """Converts one response's chunks into the route's events; does no I/O."""
 
     def feed(self, chunk: GenerateChunk) -> Iterable[Event]: ...
 
@@ -77,9 +77,9 @@ def error_event(message: str, status: int) -> Event:
 
 
 class EventStream(ResponseBody):
-    """The body of a streamed response: the events of each chunk at once, then `[DONE]`.
+    """The body of a streamed response: the events of each chunk as it arrives, then `[DONE]`.
 
-    A failure is an error event before `[DONE]`; with `cut` it closes the connection instead.
+    A failure is an error event before `[DONE]`; with `cut`, it closes the connection instead.
     """
 
     def __init__(
@@ -147,8 +147,9 @@ def stream_response(body: ResponseBody) -> Response:
 
 
 class ChunkEncoder(Protocol):
-    """A route's encoding of chunks. `failed` returns None to cut the connection instead of sending
-    an error.
+    """A route's encoding of chunks.
+
+    `failed` returns None to close the connection instead of sending an error.
     """
 
     def feed(self, chunk: GenerateChunk) -> Iterable[bytes]: ...
@@ -229,7 +230,7 @@ class DeferredStream(ResponseBody):
 
 
 def deferred_response(body: DeferredStream, headers: Mapping[str, str]) -> Response:
-    """Return the response over a body that has begun; it has no time limit."""
+    """Return the response with a body that has begun; it has no time limit."""
     response = Response(body, headers=dict(headers))
     response.timeout = None
     return response
@@ -250,6 +251,6 @@ class _StreamCleanup:
 
 
 def close_streams_after_requests(app: QuartTrio) -> None:
-    """Install the cleanup in `app`, once however often this is called."""
+    """Install the cleanup in `app`; repeated calls have no effect."""
     if not isinstance(app.asgi_app, _StreamCleanup):
         app.asgi_app = _StreamCleanup(app.asgi_app)  # type: ignore[method-assign, assignment]

@@ -1,10 +1,10 @@
 """Admin operations on the stages: the table of routes, the admin key, and /model_info.
 
-Invariant: fields that a body omits are sent with their defaults, null is not sent, `stages` and
-`timeout_s` never (api-server.md 2). A failed operation is a 400 whose `detail` is the complete
-aggregate; a timeout or an unknown stage is reported as such, not as a bare 500. Bodies that are not
-JSON are a 422; after that the key is checked before anything else in the body (2.1). Keys are
-compared in constant time.
+Invariant: fields that a body omits are sent to the stages with their defaults; fields that are null
+are not sent, nor are `stages` and `timeout_s` (api-server.md 2). A failed operation is a 400 whose
+`detail` is the complete aggregate; a timeout is a 504, an unknown stage a 400. A body that is not
+JSON is a 422; after that, the key is checked before any field (2.1). Keys are compared in constant
+time.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Continue(OperationBody, kw_only=True):
 
 
 def with_status(aggregate: dict[str, Any]) -> dict[str, Any]:
-    """A successful aggregate, with additional keys that sglang's clients read."""
+    """A successful aggregate with the additional keys that SGLang's clients read."""
     counts = [
         result["data"][PAUSED_COUNT]
         for result in aggregate["results"]
@@ -179,10 +179,11 @@ class ModelInfoRoutes:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """`shared`: values that all stages with weights agree on, else None; `versions` of all stages.
+    """Facts about the model, combined from the stages.
 
-    MODEL_FACTS are those of the first stage with weights: a pipeline has one model that trainers
-    update.
+    `shared` are values that are equal at all stages with weights, else None; `versions` are those
+    of all stages. MODEL_FACTS are those of the first stage with weights: a pipeline has only one
+    model that trainers update.
     """
 
     shared: dict[str, Any]
@@ -220,9 +221,9 @@ def _mixed(aggregate: dict[str, Any], versions: list[str]) -> dict[str, Any]:
 
 
 def add_admin_envelope(app: QuartTrio, paths: Collection[str]) -> None:
-    """Add `success`, `message` and `status` to JSON errors of `paths`, where trainers read them.
+    """Add `success`, `message` and `status`, which trainers read, to JSON errors of `paths`.
 
-    The contract's own keys (`detail`, `error`) stay as they are (api-server.md 9.1).
+    The contract's own keys (`detail`, `error`) are unchanged (api-server.md 9.1).
     """
 
     async def add(response: Response) -> Response:

@@ -1,12 +1,12 @@
-"""POST /generate, as a rollout (api-server.md 1.9) and as SGLang has it, and POST /abort_request.
+"""POST /generate, as a rollout (api-server.md 1.9) and in SGLang's format; POST /abort_request.
 
 A body with `text`, `rid`, `input_ids` as a list of lists, or `stream: true` with `input_ids` is
 SGLang's; anything else is a rollout with one of `input_ids`, `prompt`, `messages`. Invariant: a
 rollout with logprobs (the default) gets one for each token of the response, or an error. An event
-of SGLang's stream holds the complete output so far, never a delta. A list of prompts gets a list in
-the same order. SGLang's sampling keys without a meaning here are ignored. Aborted requests return
-what they have, with `finish_reason` abort; an unknown id is no error, since the request may have
-ended.
+of SGLang's stream has the complete output so far, not a delta. A list of prompts gets a list in the
+same order. SGLang's sampling keys that don't apply here are ignored. Aborted requests return their
+partial output, with `finish_reason` abort; an unknown id is not an error, since the request may
+have ended.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class SglangResponse:
     def complete(self, result: CompletionResult) -> dict[str, Any]:
         """Raises DetailError 501 if logprobs were requested and the pipeline has none."""
         if self._wants_logprobs and result.logprobs is None:
-            message = "this pipeline returns no logprobs; leave return_logprob out to go without"
+            message = "this pipeline returns no logprobs; omit return_logprob"
             raise DetailError(501, message)
         self._add(result.text, result.token_ids, result.logprobs)
         return self._event(result.finish_reason or "stop", result)
@@ -176,9 +176,9 @@ class SglangResponse:
 
 
 def _prompts(body: NativeBody) -> tuple[list[Prompt], bool]:
-    """Return the prompts and whether they were a list. Raises DetailError 400."""
+    """Return the prompts, and whether the body had a list of them. Raises DetailError 400."""
     if body.text is not None and body.input_ids is not None:
-        raise DetailError(400, "give one of text and input_ids, not both")
+        raise DetailError(400, "set one of text and input_ids, not both")
     if body.input_ids is None:
         if isinstance(body.text, str) or (
             isinstance(body.text, list) and all(isinstance(text, str) for text in body.text)
@@ -196,7 +196,7 @@ def _to_generate_request(body: NativeBody, prompt: Prompt) -> GenerateRequest:
     given = body.sampling_params or NativeSampling()
     if (given.n or 1) != 1:
         raise DetailError(
-            400, "sampling_params.n must be 1: this server makes one answer per prompt"
+            400, "sampling_params.n must be 1: this server returns one answer per prompt"
         )
     limit = given.max_new_tokens
     sampling = sampling_params(
@@ -305,15 +305,13 @@ def _check_supported(body: RolloutBody) -> None:
     named = [name for name in ("input_ids", "prompt", "messages") if getattr(body, name)]
     if len(named) != 1:
         suffix = f", not {' and '.join(named)}" if named else ""
-        raise DetailError(400, f"give exactly one of input_ids, prompt and messages{suffix}")
+        raise DetailError(400, f"set exactly one of input_ids, prompt and messages{suffix}")
     if body.stream:
         raise DetailError(400, "stream=true is not supported by /generate with prompt or messages")
     flags = ("return_omni_rollout", "return_routed_experts", "return_indexer_topk")
     for name in (*flags, "multimodal_train_inputs"):
         if getattr(body, name):
-            raise DetailError(
-                400, f"{name} is not supported: this server's model has nothing of it"
-            )
+            raise DetailError(400, f"{name} is not supported by this server's model")
 
 
 def _response_body(body: RolloutBody, result: CompletionResult) -> dict[str, Any]:
@@ -322,7 +320,7 @@ def _response_body(body: RolloutBody, result: CompletionResult) -> dict[str, Any
     generated = usage.get("completion_tokens")
     if body.wants_logprobs:
         if result.logprobs is None:
-            message = "this pipeline returns no logprobs; send return_logprob=false to go without"
+            message = "this pipeline returns no logprobs; send return_logprob=false"
             raise DetailError(501, message)
         if generated is not None and len(result.logprobs) != generated:
             count = len(result.logprobs)
@@ -355,7 +353,7 @@ def _audio_body(result: CompletionResult) -> dict[str, Any] | None:
 
 
 class AbortBody(Struct, kw_only=True):
-    """`rid` is one request with all its choices; with `prefix`, every id that begins with it."""
+    """`rid` names one request with all its choices; with `prefix`, every id that starts with it."""
 
     rid: str | None = None
     prefix: bool | None = None
@@ -372,7 +370,7 @@ class AbortRoutes:
         if body.abort_all:
             client.end_early(lambda _: True)
         elif not rid:
-            raise DetailError(400, "give a rid, with prefix: true for all that begin so, or "
+            raise DetailError(400, "set rid (with prefix: true for all ids that start with it), or "
                               "abort_all: true")  # fmt: skip
         elif body.prefix:
             client.end_early(lambda request_id: request_id.startswith(rid))

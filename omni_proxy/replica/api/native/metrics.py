@@ -1,8 +1,8 @@
-"""GET /metrics, and the load report: SGLang's names for the gauges of the stages.
+"""GET /metrics, and the load report: the stages' gauges under SGLang's and vLLM's names.
 
-Invariant: a scrape uses the gauges that the stages reported last and waits for none; a gauge that
-no stage reports is 0, so that every key is present. Counts are summed over the stages, ratios are
-the maximum. Every series carries `model_name`.
+Invariant: a scrape uses the latest gauges of the stages and waits for none; a gauge that no stage
+reports is 0, so that every key is present. Counts are summed over the stages; of ratios, the
+maximum is used. Every series has the label `model_name`.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ GAUGES = {
     ),
     "engine_paused": ("paused", "1 while generation is paused.", max_over_stages),
 }
-# The same under vLLM's names.
+# The same gauges under vLLM's names.
 VLLM_GAUGES = {
     "num_requests_running": GAUGES["num_running_reqs"],
     "num_requests_waiting": GAUGES["num_queue_reqs"],
     "kv_cache_usage_perc": GAUGES["token_usage"],
 }
 COUNTERS = {
-    "prompt_tokens": "Prompt tokens taken in.",
+    "prompt_tokens": "Prompt tokens processed.",
     "generation_tokens": "Tokens generated.",
     "cached_tokens": "Prompt tokens that were cached.",
 }

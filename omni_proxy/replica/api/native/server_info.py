@@ -2,8 +2,8 @@
 
 Invariant: the keys of /health and of a card are exactly those of api-server.md 1.1 and 1.2, in that
 order. /health never waits for a stage, and server info waits only briefly: if a stage is busy with
-an operation, the last known values are returned. These routes are open; the aggregate of all
-stages, behind the admin key, is /model_info.
+an operation, the last known values are returned. These routes need no key; the aggregate of all
+stages, which needs the admin key, is /model_info.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ OWNER = "sglang-omni"
 FACTS_TIMEOUT_SECS = 2.0
 FLUSH_TIMEOUT_SECS = 60.0
 GENERATE_TIMEOUT_SECS = 20.0
-# Features of SGLang's servers that this one lacks, reported so that clients need not guess.
-# Weights of quantized files are unpacked when they are loaded.
+# Features of SGLang's servers that this one lacks, reported explicitly for its clients.
+# `quantization` is None, since weights of quantized files are unpacked when they are loaded.
 UNSUPPORTED_FEATURES = {
     "quantization": None,
     "fp8_kv_cache_enabled": False,
@@ -93,7 +93,7 @@ class ModelListRoutes:
         return json_response({"object": "list", "data": [self._card()]})
 
     async def get_model(self, name: str) -> Response:
-        """Return the card of the one model; raises OpenAIError 404 for any other name."""
+        """Return the model's card; raises OpenAIError 404 for any other name."""
         if name != self._context.model_name:
             message = (
                 f"the model {name!r} does not exist; this server has {self._context.model_name!r}"

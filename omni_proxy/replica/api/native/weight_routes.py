@@ -1,8 +1,8 @@
 """Operations on weights: updates, trainer groups, versions, checks (api-server.md 2.2, 3, 9.1).
 
-Invariant: tensors are read from disk or a group, never from a body, unless `enable_tensor_updates`
-allows it; then as safetensors, never as a pickle. Responses are those of `admin_operations`, except
-where trainers expect sglang's: an array for a tensor, and its message for what is not supported.
+Invariant: tensors are read from disk or a group; from a body only if `enable_tensor_updates` is
+set, and then as safetensors, never as a pickle. Responses are those of `admin_operations`, except
+where trainers expect SGLang's: an array for a tensor, and its message for unsupported operations.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_TENSOR_UPDATES = {
     }
 }
 WEIGHTS_BY_NAME_SECS = 60.0
-# Upper bounds for operations whose deadline the stage enforces itself.
+# Upper bounds for operations whose deadline is enforced by the stage.
 MAX_WAIT_SECS = 3600.0
 GRACE_SECS = 30.0
 
@@ -75,10 +75,10 @@ class FromTensor(OperationBody, kw_only=True):
 
 
 class StageDeadlineBody(OperationBody, kw_only=True):
-    """An operation whose deadlines the stage enforces; each of them ends in an answer.
+    """An operation whose deadlines are enforced by the stage, which answers when one has passed.
 
-    `timeout_s` replaces them, except for the deadline to arm, which it can only shorten; nothing
-    before the stage gives up earlier. An invalid time is refused by the stage.
+    `timeout_s` replaces them, except for the deadline to arm, which it can only shorten. The route
+    waits longer than the stage. An invalid time is refused by the stage.
     """
 
     def payload(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class StageDeadlineBody(OperationBody, kw_only=True):
 
 
 class InitGroup(StageDeadlineBody, kw_only=True):
-    """Without a `backend` the stage chooses the one for its device."""
+    """Without a `backend`, the stage chooses the one for its device."""
 
     master_address: str
     master_port: int
@@ -105,7 +105,7 @@ class DestroyGroup(OperationBody, kw_only=True):
 
 
 class PrepareUpdate(StageDeadlineBody, kw_only=True):
-    """Buckets, or one bucket's names at the top level; errors in them are a 400."""
+    """Either `buckets`, or one bucket's fields at the top level; errors in them are a 400."""
 
     names: Any = None
     dtypes: Any = None
@@ -118,7 +118,7 @@ class PrepareUpdate(StageDeadlineBody, kw_only=True):
 
 
 class CompleteUpdate(StageDeadlineBody, kw_only=True):
-    """The cache is flushed only on request, as in the older of the two formats."""
+    """`flush_cache` is false by default, as in the older of the two formats."""
 
     group_name: str | None = "weight_update_group"
     flush_cache: bool | None = False
@@ -157,7 +157,7 @@ class WeightsByName(OperationBody, kw_only=True):
 
 
 def with_ready_status(aggregate: dict[str, Any]) -> dict[str, Any]:
-    """Add `status` and `success`, for the clients of both formats."""
+    """Add the keys `status` and `success`, which the clients of the two formats read."""
     return with_status(aggregate) | {
         "status": "ready",
         "message": _weight_stage_result(aggregate)["message"],
@@ -206,7 +206,7 @@ class WeightUpdateRoutes:
         self._context = context
 
     async def check(self) -> Response:
-        """GET, with the action in the query."""
+        """GET /weights_checker, with the action in the query."""
         require_key(self._context)
         return json_response(await run_operation(self._context, CHECK, _read_query(CheckWeights)))
 

@@ -66,8 +66,7 @@ from omni_proxy.replica.text.sequence import StopStrings
 
 
 def truncate_at_stop(text: str, stops: Sequence[str]) -> str:
-    """Return `text` up to the first occurrence of the first stop string, in request order, in
-    it."""
+    """Return `text` up to its first match of the first stop string, in request order, in it."""
     for stop in stops:
         index = text.find(stop)
         if index >= 0:
@@ -77,7 +76,7 @@ def truncate_at_stop(text: str, stops: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResponseOptions:
-    """Request fields that the format of the response depends on."""
+    """Request fields that determine the format of the response."""
 
     request_id: str
     model: str
@@ -155,7 +154,7 @@ class ChatChunkFormatter:
             )
 
     def _usage(self, chunk: GenerateChunk) -> dict[str, Any]:
-        """The total usage with the last finish event of all choices; empty before."""
+        """The total usage for the last finish event of all choices, nothing for earlier ones."""
         self._usages[chunk.request_id] = chunk.usage
         if len(self._usages) < len(self._choices):
             return {}
@@ -165,7 +164,7 @@ class ChatChunkFormatter:
 
 
 class _ChoiceFormatter:
-    """The `choices` items of one choice."""
+    """The events' `choices` items of one choice."""
 
     def __init__(self, options: ChatResponseOptions, index: int) -> None:
         self._options = options

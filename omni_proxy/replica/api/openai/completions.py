@@ -93,9 +93,7 @@ class CompletionRoutes:
         context = self._context
         count = parse_choice_count(body.n)
         if count * len(prompts) > MOST_PROMPTS:
-            message = (
-                f"n times the prompts is {count * len(prompts)}; at most {MOST_PROMPTS} are made"
-            )
+            message = f"n times the prompts is {count * len(prompts)}; the limit is {MOST_PROMPTS}"
             raise DetailError(400, message)
         request_id = new_request_id(given_id(context, body.request_id, body.rid))
         per_prompt = [_to_generate_request(body, prompt, schema) for prompt in prompts]
@@ -168,17 +166,15 @@ class CompletionChunkFormatter:
 
 def _check_supported(body: CompletionBody) -> None:
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise DetailError(
-            400, "best_of must be equal to n: all completions that are made are returned"
-        )
+        raise DetailError(400, "best_of must be equal to n: all generated completions are returned")
     if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
         raise DetailError(
             400, f"logprobs must be within 0 and {MAX_TOP_LOGPROBS}, not {body.logprobs}"
         )
     if body.echo:
-        raise DetailError(400, "echo must be false: the prompt is not given back")
+        raise DetailError(400, "echo must be false: the prompt is not returned")
     if body.suffix:
-        raise DetailError(400, "suffix is not supported: the model continues text, it inserts none")
+        raise DetailError(400, "suffix is not supported: the model cannot insert text")
 
 
 def _to_generate_request(

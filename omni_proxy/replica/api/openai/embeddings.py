@@ -83,7 +83,7 @@ def _vector(result: CompletionResult) -> Sequence[float]:
     vector = result.extra.get("embedding")
     if not isinstance(vector, list | tuple) or not vector:
         raise DetailError(
-            400, "this server makes no embeddings: its pipeline has no stage for them"
+            400, "this server returns no embeddings: its pipeline has no stage for them"
         )
     return vector
 

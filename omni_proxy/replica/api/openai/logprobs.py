@@ -2,8 +2,8 @@
 
 An item of a stage is `[log probability, token id, text, top candidates]`; the last two may be
 missing. The text is bytes, str, or a list with the name of a control token. Invariant: a token is
-released as soon as its text is sent, and not at all if its text is never sent: an end-of-text
-token, or anything after a stop string.
+released when its text is sent. Tokens whose text is never sent (an end-of-text token, tokens after
+a stop string) are never released.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from omni_proxy.replica.models.tokenizer import Utf8Stream
 from omni_proxy.replica.pipeline.requests import RequestFailed
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's bound
-MISSING = "this pipeline returns no log probabilities; send logprobs=false to go without"
+MISSING = "this pipeline returns no log probabilities; send logprobs=false"
 
 Item = Sequence[Any]
 
 
 def parse_top_logprobs(logprobs: bool | None, top: int | None) -> int | None:
-    """How many top candidates a chat response lists per token; None for no log probabilities.
+    """The number of top candidates per token in a chat response; None for no log probabilities.
 
     Raises DetailError 400.
     """
@@ -41,10 +41,10 @@ class LogprobAligner:
 
     def __init__(self) -> None:
         self._pending: deque[Item] = deque()
-        self._unmatched_bytes = 0  # of text sent, beyond the text of the tokens released
+        self._unmatched_bytes = 0  # bytes of text sent beyond that of the released tokens
 
     def feed(self, items: Sequence[Item] | None, text: str) -> list[Item]:
-        """Take the stage's new items and the text sent now; return the items that belong to it."""
+        """Add the stage's new items and the text sent now; return the items of that text."""
         self._pending.extend(items or ())
         self._unmatched_bytes += len(text.encode("utf-8", errors="replace"))
         released: list[Item] = []
@@ -105,14 +105,14 @@ def _text(item: Item, spelling: Any) -> str:
 
 
 class CompletionLogprobs:
-    """The four lists of one choice of a completion, complete or in parts."""
+    """The four lists of one choice of a completion, built from one or more parts."""
 
     def __init__(self) -> None:
         self._characters = Utf8Stream()
         self._offset = 0
 
     def feed(self, items: Sequence[Item] | None) -> dict[str, Any] | None:
-        """The lists for the next tokens; without offsets if the text of one of them is unknown."""
+        """The lists for the next tokens; without offsets if the text of a token is unknown."""
         if not items:
             return None
         all_known = all(len(item) > 2 and item[2] is not None for item in items)

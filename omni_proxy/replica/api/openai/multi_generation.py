@@ -1,9 +1,9 @@
 """Several generations for one HTTP request: concurrency, choices (`n`), ids and total usage.
 
-Invariant: the first failure ends all generations, and leaving early aborts those that have not
+Invariant: the first failure ends all generations, and closing early aborts those that have not
 ended. At most MAX_CONCURRENT of one request run at a time, so that it does not fill the queue. The
-first of `n` choices equals the response without `n`; the others differ by their seed alone. A
-prompt is counted once, however many choices it has.
+first of `n` choices equals the response without `n`; the others differ only in their seed. The
+usage counts a prompt once, regardless of its choices.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_CONCURRENT = 16  # generations of one request that run at the same time
 
 
 def request_ids(request_id: str, count: int, named: str | Sequence[str] | None = None) -> list[str]:
-    """One id for each of several requests; a single request has the id itself.
+    """One id for each of `count` requests, derived from `request_id`; a single request has it.
 
-    A list of ids that the caller `named` has one for each. Raises DetailError 400.
+    If the caller `named` a list of ids, it must have one for each request. Raises DetailError 400.
     """
     if named is not None and not isinstance(named, str):
         if len(named) != count:
@@ -145,7 +145,7 @@ SEED_RANGE = 2**64
 
 
 def parse_choice_count(n: int | None) -> int:
-    """How many choices each prompt has. Raises DetailError 400."""
+    """The number of choices for each prompt. Raises DetailError 400."""
     count = 1 if n is None else n
     if not 1 <= count <= MAX_CHOICES:
         raise DetailError(400, f"n must be within 1 and {MAX_CHOICES}, not {count}")
@@ -153,7 +153,7 @@ def parse_choice_count(n: int | None) -> int:
 
 
 def requests_for_choices(request: GenerateRequest, count: int) -> list[GenerateRequest]:
-    """Return the request `count` times, with a different seed each if it has one."""
+    """Return the request `count` times, each with a different seed if it has one."""
     seed = request.sampling.seed
     if seed is None or count == 1:
         return [request] * count

@@ -1,11 +1,11 @@
-"""From body fields to a pipeline request: sampling, prompts, messages with media, response_format.
+"""Converts body fields to a pipeline request: sampling, prompts, messages, media, response_format.
 
 Invariant: a field that is absent or null stays unset, so that the stage's defaults apply. A parsed
-prompt is never empty, and token ids are integers from 0. An unsupported field that would change the
-response is refused by name; hints are ignored. A response_format is enforced or refused with 400.
-All of this happens before anything is computed and before a stream's head is sent. Media is read
-only as the operator allows, and refused before it is fetched if the server cannot use it; the k-th
-audio or image of a message has the k-th part `{"type": "audio"}` or `{"type": "image"}`.
+prompt is never empty, and token ids are integers of at least 0. An unsupported field that would
+change the response is refused by name; hints are ignored. A response_format is enforced or refused
+with 400. All checks are made before anything is computed and before a stream's head is sent. Media
+is read only as the operator allows, and refused before it is fetched if the server cannot use it;
+the k-th audio or image of a message has the k-th part `{"type": "audio"}` or `{"type": "image"}`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PositiveInt64 = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 MAX_PROMPTS = 2048  # OpenAI's limit for inputs; also bounds the work of a single body
 MAX_PROMPT_TOKENS = 1 << 20  # above any context here; bounds the time to validate a prompt
 Prompt: TypeAlias = str | list[int]
-_USE_RESPONSE_FORMAT = "ask for a JSON schema in response_format instead"
+_USE_RESPONSE_FORMAT = "set a JSON schema in response_format instead"
 UNSUPPORTED_FIELDS = {
     "guided_json": _USE_RESPONSE_FORMAT,
     "guided_regex": _USE_RESPONSE_FORMAT,
@@ -56,22 +56,22 @@ UNSUPPORTED_FIELDS = {
     "json_schema": _USE_RESPONSE_FORMAT,
     "regex": _USE_RESPONSE_FORMAT,
     "ebnf": _USE_RESPONSE_FORMAT,
-    "min_tokens": "an answer may be as short as the model wants it",
-    "min_new_tokens": "an answer may be as short as the model wants it",
-    "bad_words": "give logit_bias for token ids",
-    "allowed_token_ids": "give logit_bias for token ids",
+    "min_tokens": "a minimum length cannot be enforced",
+    "min_new_tokens": "a minimum length cannot be enforced",
+    "bad_words": "use logit_bias for token ids",
+    "allowed_token_ids": "use logit_bias for token ids",
     "use_beam_search": "answers are sampled",
-    "prompt_logprobs": "log probabilities are those of the answer's tokens",
-    "include_stop_str_in_output": "an answer ends before its stop string",
-    "continue_final_message": "an answer is a new message",
-    "chat_template": "messages are written by the model's own template",
+    "prompt_logprobs": "log probabilities are returned only for generated tokens",
+    "include_stop_str_in_output": "a response ends before its stop string",
+    "continue_final_message": "a response is always a new message",
+    "chat_template": "only the model's own template is used",
     "truncate_prompt_tokens": "shorten the prompt",
-    "web_search_options": "the model has no network",
+    "web_search_options": "the model has no network access",
 }
 # Fields of the same name in the bodies of all text routes and in SamplingParams.
 SAMPLING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 SHAPING_FIELDS = ("presence_penalty", "frequency_penalty", "logit_bias")
-NO_TOOLS = "this server calls no tools; leave it out, or ask for a JSON schema in response_format"
+NO_TOOLS = "this server calls no tools; omit it, or set a JSON schema in response_format"
 TEXT_TOOL_CHOICES = (None, "auto", "none")
 FIELD = "response_format"
 KINDS = ("text", "json_object", "json_schema")
@@ -89,9 +89,9 @@ MEDIA_PARTS = {
 }
 _UNSUPPORTED = {
     "audio": "this server accepts no audio: start it with a transcription model",
-    "image": "this server takes no images: its model reads text alone; start it with --images ocr "
-    "(after pip install 'omni-proxy[ocr]') to have the text in them read",
-    "video": "this server accepts no videos: its model reads text only",
+    "image": "this server accepts no images: its model reads only text; start it with --images ocr "
+    "(after pip install 'omni-proxy[ocr]') to read the text in images",
+    "video": "this server accepts no videos: its model reads only text",
 }
 
 
@@ -122,8 +122,7 @@ class CommonFields(Struct, kw_only=True):
 
 
 def stop_strings(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings in request order; empty ones, which would end every text at once, are
-    dropped."""
+    """Stop strings in request order, without empty ones, which would end every text immediately."""
     given = [stop] if isinstance(stop, str) else stop or []
     return tuple(text for text in given if text)
 
@@ -139,8 +138,8 @@ def sampling_params(
     """The sampling fields of a text route's body, which have the same names in all routes.
 
     A field that the body does not have is unset. A penalty of 0 and an empty bias are unset, too,
-    so that the request gets the plain sampler. `top` is how many top candidates to list per token;
-    it includes `logprobs`.
+    so that the request gets the plain sampler. `top` is the number of top candidates to list per
+    token; it implies `logprobs`.
     """
     given = partial(getattr, body)
     return SamplingParams(
@@ -181,18 +180,16 @@ def parse_prompts(value: Any, name: str) -> tuple[list[Prompt], bool]:
     """Return the prompts, and whether `value` was a list of them. Raises DetailError 400."""
     if isinstance(value, list) and len(value) > MAX_PROMPT_TOKENS:
         raise DetailError(
-            400, f"{name} has {len(value)} elements; at most {MAX_PROMPT_TOKENS} are taken"
+            400, f"{name} has {len(value)} elements; the limit is {MAX_PROMPT_TOKENS}"
         )
     if isinstance(value, str) or is_token_ids(value):
         return [value], False
     if isinstance(value, list) and value:
         if len(value) > MAX_PROMPTS:
-            raise DetailError(
-                400, f"{name} has {len(value)} elements; at most {MAX_PROMPTS} are taken"
-            )
+            raise DetailError(400, f"{name} has {len(value)} elements; the limit is {MAX_PROMPTS}")
         if all(isinstance(prompt, str) for prompt in value) or all(map(is_token_ids, value)):
             return value, True
-    message = "must be a string, a list of token ids, or a list that is not empty of either"
+    message = "must be a string, a list of token ids, or a non-empty list of either"
     raise DetailError(400, f"{name} {message}")
 
 
@@ -221,7 +218,7 @@ def check_no_tools(given: dict[str, Any]) -> None:
 async def response_schema(context: RouteContext, given: dict[str, Any] | None) -> str | None:
     """Return the schema of a `response_format` as text; None if the response is not constrained.
 
-    Raises DetailError: 400 for what cannot be enforced, 501 if the package for it is missing.
+    Raises DetailError: 400 for a schema that cannot be enforced, 501 if the package is missing.
     """
     schema = _schema(given or {"type": "text"})
     if schema is None:
@@ -230,10 +227,10 @@ async def response_schema(context: RouteContext, given: dict[str, Any] | None) -
     # A stage that is not ready has not reported its features: the request fails like any other.
     ready = context.client.health()["status"] == "healthy"
     if ready and not any(info.get("json_schemas") for info in infos):
-        message = "no stage of this pipeline enforces a JSON schema; leave it out"
+        message = "no stage of this pipeline can enforce a JSON schema; omit it"
         raise DetailError(400, f"{FIELD}: {message}")
     try:
-        # A large schema takes long to check: not on the event loop.
+        # Not on the event loop: checking a large schema is slow.
         await trio.to_thread.run_sync(check_schema, schema)
     except ConstraintError as error:
         raise DetailError(400, f"{FIELD}.json_schema.schema: {error}") from None
@@ -281,9 +278,9 @@ class MediaReader:
     async def messages(
         self, given: Sequence[tuple[str, Any]], attachments: Mapping[str, Sequence[str]]
     ) -> list[PromptMessage]:
-        """Convert roles and contents, and the media lists beside them. Raises DetailError 400."""
+        """Convert roles and contents, and the body's media lists. Raises DetailError 400."""
         if len(given) > MAX_MESSAGES:
-            message = f"messages has {len(given)} elements; at most {MAX_MESSAGES} are taken"
+            message = f"messages has {len(given)} elements; the limit is {MAX_MESSAGES}"
             raise DetailError(400, message)
         roles = [role for role, _ in given]
         last_user = len(roles) - 1 - roles[::-1].index("user") if "user" in roles else len(roles)
@@ -319,7 +316,7 @@ class MediaReader:
         if kind in VIDEO_PARTS:
             raise_unsupported_medium("video", where)
         supported = ", ".join((*TEXT_PARTS[:1], *MEDIA_PARTS))
-        raise DetailError(400, f"{where}.type {kind!r} is not known; known are {supported}")
+        raise DetailError(400, f"{where}.type {kind!r} is not supported; use one of {supported}")
 
     async def _attachment_parts(
         self, attachments: Mapping[str, Sequence[str]]
@@ -335,7 +332,7 @@ class MediaReader:
         if not self._context.can(f"{medium}_input"):
             raise_unsupported_medium(medium, where)
         if medium == "image" and len(self.media["images"]) == MAX_IMAGES:
-            raise DetailError(400, f"{where}: at most {MAX_IMAGES} images are read for one request")
+            raise DetailError(400, f"{where}: a request may have at most {MAX_IMAGES} images")
         try:
             data = await self._bytes(source, self._rules[medium])
             media: Any = data
@@ -353,14 +350,14 @@ class MediaReader:
 
 
 def _message(role: str, parts: list[dict[str, Any]]) -> PromptMessage:
-    """A message of text parts only becomes one string, which every chat template supports."""
+    """Join a message of only text parts to one string, which every chat template supports."""
     if all(part["type"] == "text" for part in parts):
         return PromptMessage(role, "\n".join(part["text"] for part in parts))
     return PromptMessage(role, parts)
 
 
 def raise_unsupported_medium(medium: str, where: str) -> NoReturn:
-    """Raises DetailError 400, which explains how to start a server that supports it."""
+    """Raises DetailError 400, whose message says how to start a server that supports it."""
     raise DetailError(400, f"{where}: {_UNSUPPORTED[medium]}")
 
 

@@ -3,9 +3,9 @@
 Transcripts are returned as JSON, text, subtitles or a stream of events; translations and
 diarizations are refused. Invariant: an upload is decoded before it is submitted to the pipeline.
 Errors are `{"detail"}`, except those of translations, which are OpenAI's. At most MAX_LONG_UPLOADS
-long uploads are processed at once. A key whose value is unknown is left out, except in
-verbose_json. Subtitles use the times of the segments; nothing is interpolated. Source:
-api-server.md 1.8.
+long uploads are processed at a time. A key whose value is unknown is omitted, except in
+verbose_json. Subtitles use the times of the segments, without interpolation. Source: api-server.md
+1.8.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TranscriptResponse:
 
     @classmethod
     def of(cls, result: CompletionResult, duration_secs: float) -> TranscriptResponse:
-        """`duration_secs` is that of the upload, used if the pipeline reports none."""
+        """`duration_secs` is the upload's duration, used if the pipeline reports none."""
         extra = result.extra
         return cls(
             text=result.text,
@@ -106,14 +106,14 @@ class TranscriptResponse:
 
 
 def duration_usage(duration_secs: float | None) -> dict[str, Any]:
-    """Return the usage under its key; empty if the duration is unknown."""
+    """Return `{"usage": ...}`, or an empty dict if the duration is unknown."""
     if duration_secs is None:
         return {}
     return {"usage": {"type": "duration", "seconds": math.ceil(duration_secs)}}
 
 
 class TranscriptEvents:
-    """The stream: deltas, the complete text, `[DONE]`; no `[DONE]` after a failure."""
+    """The stream's events: deltas, the complete text, `[DONE]`; no `[DONE]` after a failure."""
 
     def __init__(self, duration_secs: float) -> None:
         self._duration_secs = duration_secs
@@ -183,8 +183,7 @@ class LongUploadLimit:
             raise DetailError(
                 503,
                 f"{self._in_use} uploads of more than {LONG_UPLOAD_SECS:g} seconds are "
-                f"being transcribed; "
-                "try again later",
+                "being transcribed; try again later",
             )
         self._in_use += 1
         return UploadSlot(self)
@@ -214,7 +213,7 @@ class _Routes:
         """POST /v1/audio/transcriptions."""
         if not self._context.can("audio_input"):
             raise DetailError(
-                400, "this replica transcribes nothing; start it with --transcription whisper-tiny"
+                400, "this replica cannot transcribe; start it with --transcription whisper-tiny"
             )
         form = await self._form()
         fields, upload = self._checked(form)
@@ -239,8 +238,7 @@ class _Routes:
             raise DetailError(error.status, error.message) from None
 
     def _checked(self, form: MultipartForm) -> tuple[TranscriptionFields, UploadedFile]:
-        """Return the fields and the file. Raises DetailError, and InvalidBody for malformed
-        fields."""
+        """Return the fields and the file. Raises DetailError, InvalidBody for malformed fields."""
         upload = form.files.get("file")
         if upload is None:
             raise InvalidBody([problem("missing", ("body", "file"), "Field required", None)])
@@ -258,7 +256,7 @@ class _Routes:
                 400, f"response_format {response_format!r} needs a model with timestamps"
             )
         if fields.stream and response_format not in ("json", "text"):
-            raise DetailError(400, f"a stream has no {response_format!r} form: use json or text")
+            raise DetailError(400, f"{response_format!r} cannot be streamed: use json or text")
         return fields, upload
 
     async def _respond(
@@ -302,7 +300,7 @@ class _Routes:
         )
 
     async def translate(self) -> Response:
-        """POST /v1/audio/translations: refused, first for an unknown model, then in general."""
+        """POST /v1/audio/translations: always refused; an unknown model gets its own error."""
         try:
             form = await read_form(request, self._context.max_body_bytes)
         except MultipartError as error:

@@ -1,8 +1,8 @@
 """Splits text that arrives in chunks into segments that can be synthesized one by one. Pure.
 
-Invariant: the same text gives the same segments however it is divided, with one exception: marks
-and closing quotes that arrive in a later chunk than the mark they follow are dropped, as they are
-not audible. A mark between two digits (3.14) does not split.
+Invariant: the same text gives the same segments regardless of chunk boundaries, with one exception:
+marks and closing quotes that arrive in a later chunk than the mark before them are dropped, as they
+are not audible. A mark between two digits (3.14) does not split.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SentenceSplitter:
     def __init__(self, *, clauses: bool = False) -> None:
         self._marks = CLAUSE_MARKS if clauses else SENTENCE_MARKS
         self._buffer = ""
-        self._scanned = 0  # leading characters of the buffer that are known to hold no split
+        self._scanned = 0  # leading characters of the buffer in which there is no split
 
     @property
     def buffered_chars(self) -> int:

@@ -53,7 +53,7 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _FieldType:
-    """What a field may hold: a description for error messages, and a check."""
+    """The type of a field: a description for error messages, and a check."""
 
     description: str
     accepts: Callable[[Any], bool]
@@ -135,7 +135,7 @@ class VoiceReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeechRequest:
-    """A validated request. `format_given`: response_format was set, and is not the default."""
+    """A validated request; `format_given` means that response_format was set explicitly."""
 
     input: str = ""
     model: str | None = None
@@ -156,7 +156,7 @@ class SpeechRequest:
     ) -> GenerateRequest:
         """Return the pipeline request: task "tts", the other fields under `tts_params`.
 
-        `references` are those whose audio has been read. Source: api-server.md 1.4, lowering.
+        `references` have their audio already read. Source: api-server.md 1.4, lowering.
         """
         tts_params: dict[str, Any] = {"voice": self.voice, "response_format": self.response_format}
         tts_params |= {"speed": self.speed, **self.options}
@@ -271,7 +271,7 @@ def _speed_of(given: Mapping[str, Any]) -> float:
 def _references_of(given: Mapping[str, Any]) -> tuple[VoiceReference, ...]:
     """Return the voice samples named by `ref_audio` or by `references`, not both."""
     if "ref_audio" in given and given.get("references"):
-        raise SpeechError("give ref_audio or references, not both", "references")
+        raise SpeechError("set ref_audio or references, not both", "references")
     if "ref_audio" in given:
         return (VoiceReference("ref_audio", given["ref_audio"], given.get("ref_text")),)
     return tuple(_reference(index, one) for index, one in enumerate(given.get("references", ())))

@@ -1,10 +1,10 @@
 """POST /v1/audio/speech (api-server.md 1.4) and /v1/audio/speech/batch (1.5).
 
 One text is returned as a file or as a stream, a batch as one JSON body. Invariant: bodies are
-parsed here, by hand, and every error is in the format of OpenAI. The outcome of a request can be
-queried only after a clean end, for the last MAX_OUTCOMES requests. Results of a batch are in the
-order of its items, and one item's failure does not affect the others; only errors in the body as a
-whole refuse the batch.
+parsed field by field, without a schema, and every error has OpenAI's format. The outcome of a
+request can be queried only after a clean end, for the last MAX_OUTCOMES requests. Results of a
+batch are in the order of its items, and one item's failure does not affect the others; the whole
+batch is refused only for errors outside of the items.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class _Routes:
         """GET /v1/audio/speech/{request_id}."""
         outcome = self._outcomes.get(request_id)
         if outcome is None:
-            raise DetailError(404, f"no outcome is known for speech request {request_id!r}")
+            raise DetailError(404, f"there is no outcome for speech request {request_id!r}")
         body = {"request_id": request_id, "finish_reason": outcome.finish_reason}
         return json_response(body | {"usage": outcome.usage})
 
@@ -126,7 +126,7 @@ def _outcome_of(speech: SpeechResult) -> SpeechOutcome:
 
 
 def _whole_file(speech: SpeechResult, speech_request: SpeechRequest, request_id: str) -> Response:
-    """Return the encoded bytes, with all known facts in the headers."""
+    """Return the encoded bytes, with the usage and other known values in the headers."""
     result = speech.result
     headers = {
         "content-disposition": f'attachment; filename="speech.{speech_request.response_format}"',
@@ -152,7 +152,7 @@ async def _speech_error_response(error: SpeechError) -> Response:
 
 
 def register_speech_errors(app: QuartTrio) -> None:
-    """Answer every SpeechError that leaves a route in its format."""
+    """Register the handler that answers a SpeechError in its format."""
     app.register_error_handler(SpeechError, _speech_error_response)
 
 
@@ -190,7 +190,7 @@ class _BatchRoutes:
             raise SpeechError("items must be a list of one speech request or more", "items")
         if len(items) > self._most_items:
             raise SpeechError(
-                f"items has {len(items)} requests; a batch takes up to {self._most_items}", "items"
+                f"items has {len(items)} requests; the limit is {self._most_items}", "items"
             )
         _refuse_stream(body)
         item_fields = []
@@ -226,11 +226,11 @@ class _BatchRoutes:
 
 
 def _refuse_stream(fields: Mapping[str, Any]) -> None:
-    """A batch is one JSON response: no part of it can be streamed."""
+    """Raise SpeechError for fields that request a stream: a batch is one JSON response."""
     if fields.get("stream") not in (None, False):
-        raise SpeechError("a batch does not stream: stream must be absent or false", "stream")
+        raise SpeechError("a batch cannot stream: stream must be absent or false", "stream")
     if fields.get("stream_format") == "sse":
-        raise SpeechError("a batch does not stream: stream_format must not be sse", "stream_format")
+        raise SpeechError("a batch cannot stream: stream_format must not be sse", "stream_format")
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:

@@ -1,7 +1,7 @@
-"""Shared by all speech routes: checks, reference audio, and synthesis by the pipeline.
+"""The service behind all speech routes: checks, reference audio, and synthesis by the pipeline.
 
-Invariant: requests are refused before they reach the pipeline; nothing is synthesized in another
-voice or format than the requested one. Source: api-server.md 1.4.
+Invariant: invalid requests are refused before they reach the pipeline; speech always has the
+requested voice and format. Source: api-server.md 1.4.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ VOICE_CLONING: Final = "voice_clone"
 
 
 def to_speech_error(error: ClientError | SpeechError) -> SpeechError:
-    """Return the speech error for an error of the pipeline client; a SpeechError stays as it is."""
+    """Return the speech error for an error of the pipeline client; a SpeechError is returned."""
     if isinstance(error, SpeechError):
         return error
     status, message = status_and_message(error)
@@ -119,7 +119,7 @@ class SpeechService:
             )
         if request.references:
             path = request.references[0].path
-            raise SpeechError("this model has one voice: it follows no reference audio", path)
+            raise SpeechError("this model has one voice and cannot use reference audio", path)
 
     async def to_generate_request(
         self, speech_request: SpeechRequest, *, stream: bool

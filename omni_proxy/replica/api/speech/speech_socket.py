@@ -1,10 +1,10 @@
-"""WS /v1/audio/speech/stream: text in as it is written, speech out sentence by sentence.
+"""WS /v1/audio/speech/stream: receives text incrementally, sends speech sentence by sentence.
 
     configure -> (input.text | input.commit)* -> input.done -> close 1000      (api-server.md 1.6)
 
-Invariant: sentences are synthesized one after another, in order, and each `audio.start` has its
-`audio.done`. A session that ends by anything but its `input.done` gets an error event before the
-close frame. A disconnect cancels the session, which aborts the synthesis.
+Invariant: sentences are synthesized one after another, in order, and each `audio.start` has an
+`audio.done`. A session that doesn't end with `input.done` gets an error event before the close
+frame. A disconnect cancels the session, which aborts the synthesis.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ Frame = str | bytes | None
 
 
 class NotTextFrame(Exception):
-    """A binary frame: the protocol has none from the client."""
+    """A binary frame, which a client must not send."""
 
 
 class FrameTooLong(Exception):
-    """A frame above its size limit."""
+    """A frame is above its size limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def parse_message(frame: Frame, most_bytes: int) -> dict[str, Any]:
 
 
 def parse_session_config(message: Mapping[str, Any]) -> SessionConfig:
-    """Parse a session.config, whose fields are under "session" or beside its type.
+    """Parse a session.config, whose fields are under "session" or at the top level.
 
     Raises SpeechError.
     """
@@ -173,8 +173,7 @@ class _Session:
         await self._socket_events.close(end.code, end.error.message)
 
     async def _listen(self, frames: trio.MemorySendChannel[Frame]) -> None:
-        # A full channel stops reading, which slows the client down by backpressure: no text is
-        # lost.
+        # If the channel is full, reading stops: backpressure slows the client, and no text is lost.
         while True:
             await frames.send(await self._socket_events.receive_frame())
 
@@ -222,7 +221,7 @@ class _Session:
                 await self._socket_events.send_error(error)
 
     async def _handle(self, message: Mapping[str, Any], speaker: _SentenceSpeaker) -> bool:
-        """Handle one message; True for the last. Raises SpeechError for an invalid one."""
+        """Handle one message; return whether it is the last. Raises SpeechError if invalid."""
         match message.get("type"):
             case "input.text":
                 await self._synthesize_all(self._split(message.get("text")), speaker)
@@ -236,11 +235,10 @@ class _Session:
                 await self._socket_events.close(NORMAL)
                 return True
             case "session.config":
-                raise SpeechError("the session is configured already", "type")
+                raise SpeechError("the session is already configured", "type")
             case other:
                 raise SpeechError(
-                    f"unknown message type {other!r}; known are input.text, input.commit and "
-                    "input.done",
+                    f"unknown message type {other!r}; use input.text, input.commit or input.done",
                     "type",
                 )
         return False
@@ -288,7 +286,7 @@ class _SentenceSpeaker:
         self._template = template
 
     async def synthesize(self, text: str, index: int, sentence_id: str) -> None:
-        """Synthesize one sentence; a failure is reported and ends nothing else."""
+        """Synthesize one sentence; a failure is reported and doesn't end the session."""
         start = {
             "type": "audio.start",
             "id": sentence_id,

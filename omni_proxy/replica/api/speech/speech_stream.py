@@ -2,8 +2,8 @@
 
 Invariant: the response head waits for the first audio, so earlier failures are plain HTTP errors;
 later failures are visible: an error event in the openai-sse format, a cut connection in the others,
-never a clean end. Every sample is sent once: the client library removes from the terminal chunk
-what was streamed before it. Source: api-server.md 1.4 and 7.
+never a clean end. Every sample is sent once: the pipeline client removes the samples that were
+streamed from the terminal chunk. Source: api-server.md 1.4 and 7.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ _COUNTS: Final = ("prompt_tokens", "completion_tokens", "total_tokens")
 
 
 class SpeechWriter(Protocol):
-    """One format: audio, the end and a failure as bytes. `failed` returns None to cut the
-    connection.
+    """One stream format: encodes audio, the end and a failure as bytes.
+
+    `failed` returns None to cut the connection.
     """
 
     def headers(self, sample_rate: int) -> dict[str, str]: ...
@@ -75,7 +76,7 @@ def _audio_headers(request_id: str, sample_rate: int) -> dict[str, str]:
 
 
 class ChunkEventWriter:
-    """`audio.speech.chunk` events, each with a complete file, then the end and `[DONE]`."""
+    """The sse format: `audio.speech.chunk` events, each with a complete file, then `[DONE]`."""
 
     def __init__(self, request: SpeechRequest, request_id: str) -> None:
         self._format = request.response_format
@@ -90,7 +91,7 @@ class ChunkEventWriter:
         }
 
     def _chunk(self, audio: dict[str, Any] | None, **rest: Any) -> dict[str, Any]:
-        # The id has its prefix twice, as in the first servers with this format.
+        # The id has its prefix twice, as in other servers with this format.
         chunk = {
             "id": f"speech-{self._request_id}",
             "object": "audio.speech.chunk",
@@ -123,7 +124,7 @@ class ChunkEventWriter:
 
 
 class PcmWriter:
-    """Only int16 samples; their format is in the response headers."""
+    """The pcm format: only int16 samples; their rate is in the response headers."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -146,7 +147,7 @@ class PcmWriter:
 
 
 class DeltaEventWriter:
-    """OpenAI's `speech.audio.delta` events and one `speech.audio.done`; no `[DONE]`."""
+    """The openai-sse format: `speech.audio.delta` events, one `speech.audio.done`; no `[DONE]`."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
@@ -192,7 +193,7 @@ def writer_for(
 def choose_stream_format(
     request: SpeechRequest, stream_speech_as: StreamFormat
 ) -> StreamFormat | None:
-    """Return the format of the stream; None is no stream. Raises SpeechError.
+    """Return the format of the stream, or None if it isn't streamed. Raises SpeechError.
 
     stream   stream_format   response
     false    absent, audio   no stream: one file
@@ -210,12 +211,12 @@ def choose_stream_format(
     response_format = request.response_format if request.format_given else None
     if stream_format == "pcm" and response_format != "pcm":
         raise SpeechError(
-            'a stream of raw audio needs response_format="pcm" (or ask for stream_format="sse")',
+            'a stream of raw audio needs response_format="pcm" (or set stream_format="sse")',
             "response_format",
         )
     if stream_format == "openai-sse" and response_format not in (None, "pcm"):
         raise SpeechError(
-            'stream_format="sse" carries 16-bit samples: response_format must be "pcm" or absent',
+            'stream_format="sse" has 16-bit samples: response_format must be "pcm" or absent',
             "response_format",
         )
     return stream_format
@@ -230,7 +231,7 @@ class SampleRateGuard:
     def check(self, chunk: GenerateChunk) -> int:
         """Return the rate of a chunk with audio.
 
-        Raises SpeechError if it changes, because the response head has announced the first rate.
+        Raises SpeechError if it changes, because the response head has the first rate.
         """
         rate = chunk.sample_rate or DEFAULT_SAMPLE_RATE
         if self.rate not in (0, rate):
@@ -240,8 +241,9 @@ class SampleRateGuard:
 
 
 class SpeechEncoder:
-    """Encodes a generation's chunks in one format; `ended` is called with the outcome of a clean
-    end.
+    """Encodes a generation's chunks in one format.
+
+    `ended` is called with the outcome, only after a clean end.
     """
 
     def __init__(self, writer: SpeechWriter, ended: Callable[[SpeechOutcome], None]) -> None:

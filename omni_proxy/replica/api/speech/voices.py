@@ -1,11 +1,11 @@
 """/v1/audio/voices: voices that clients upload (api-server.md 1.7), stored on disk.
 
-Upload, list and delete work with any model, since a proxy routes by them. A model with one voice
-(hibari) cannot use an uploaded one: /v1/audio/speech refuses its name with 400. Invariant: a voice
-exists exactly if its JSON file does, which is written last, by an atomic rename, so a crash leaves
-a complete voice or none. A body above its limit is refused before it is parsed; a stored sample was
-decoded. Names are lower-case, so that they do not depend on the file system. `VoiceStore` blocks:
-call it in a thread.
+Upload, list and delete work with any model, since proxies use them for routing. A model with one
+voice (hibari) cannot use an uploaded one: /v1/audio/speech refuses its name with 400. Invariant: a
+voice exists if and only if its JSON file does, which is written last, by an atomic rename, so a
+crash leaves a complete voice or none. A body above its limit is refused before it is parsed, a
+sample that cannot be decoded is not stored. Names are lower-case, independently of the file system.
+`VoiceStore` blocks: call it in a thread.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ NO_CACHE: Final = dict.fromkeys(
 
 
 class StoredVoiceError(ValueError):
-    """The voice cannot be stored; the text is the reason."""
+    """The voice cannot be stored; the message is the reason."""
 
 
 class StoredVoice(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -103,13 +103,13 @@ class VoiceStore:
     def add(self, voice: StoredVoice, sample: bytes) -> None:
         """Store a voice, replacing one of the same name.
 
-        Raises StoredVoiceError if the folder holds the maximum already.
+        Raises StoredVoiceError if the folder already has the maximum.
         """
         with self._lock:
             names = {existing.name for existing in self.voices()}
             if voice.name not in names and len(names) >= self._limit:
                 raise StoredVoiceError(
-                    f"there are {len(names)} uploaded voices already, the most that are kept; "
+                    f"there are already {len(names)} uploaded voices, which is the limit; "
                     "delete one first"
                 )
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -145,8 +145,7 @@ class VoiceStore:
 
 
 def folded_name(name: str) -> str:
-    """Return the name under which a voice is stored. Raises StoredVoiceError for an invalid
-    name."""
+    """Return the name that a voice is stored under. Raises StoredVoiceError if it is invalid."""
     folded = name.strip().lower()
     if not VOICE_NAME.fullmatch(folded):
         raise StoredVoiceError(
@@ -241,7 +240,7 @@ def _voice_of(form: MultipartForm, sample: UploadedFile) -> StoredVoice:
 
 
 def _check_sample(sample: UploadedFile) -> None:
-    """Refuse a sample that is too long, too short, silent, or not audio."""
+    """Raise SpeechError for a sample that is too long, too short, silent, or not audio."""
     if len(sample.data) > MOST_SAMPLE_BYTES:
         raise upload_too_large(
             f"audio_sample is larger than {MOST_SAMPLE_BYTES} bytes", "audio_sample"

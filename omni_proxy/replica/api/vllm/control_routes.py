@@ -1,9 +1,9 @@
 """vLLM's control routes: pause, sleep, abort, caches, version; and the admin actions they call.
 
-Invariant: a pause holds requests and refuses none; requests that it aborts return what they have,
-with `finish_reason` abort. Routes that change something need the admin key, reading routes do not.
-`EngineCalls` holds the only state, which parts of the engine sleep; the stages know whether they
-are paused.
+Invariant: during a pause, requests wait and none is refused; requests that it aborts return their
+partial output, with `finish_reason` abort. Routes that change state need the admin key, read-only
+routes do not. The only state here is in `EngineCalls`: which parts of the engine sleep; whether a
+stage is paused is the stage's own state.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PAUSE_MODES: Final[tuple[PauseChoice, ...]] = ("abort", "wait", "keep")
 SLEEPING_PARTS: Final = ("weights", "kv_cache")
 SCHEDULING: Final = "scheduling"
 CONTROL_SECS: Final = 60.0
-WAIT_SECS: Final = 3600.0  # for requests that end by themselves, and for a trainer
+WAIT_SECS: Final = 3600.0  # for running requests to end, and for a trainer
 CHOICE: Final = re.compile(r"[-_][0-9]+$")
 ID_PREFIXES: Final = ("chatcmpl-", "cmpl-", "generate-tokens-")
 SLEEP_LEVELS = ("0", "1", "2")
@@ -45,7 +45,7 @@ NO_METHOD = "'Worker' object has no attribute '{}'"
 
 
 class EngineCalls:
-    """One for each app."""
+    """vLLM's calls of its engine, as admin actions of the stages; one instance for each app."""
 
     def __init__(self, context: RouteContext) -> None:
         self._context = context
@@ -54,7 +54,10 @@ class EngineCalls:
     async def run(
         self, action: str, payload: dict[str, Any] | None = None, secs: float = CONTROL_SECS
     ) -> dict[str, Any]:
-        """The data of the stage that ran it; raises VllmError 500 if a stage refused."""
+        """Run an action; return the data of the stage that ran it.
+
+        Raises VllmError: 500 if a stage refused the action, 501 if none supports it.
+        """
         aggregate = await self._context.client.admin(action, payload or {}, None, secs)
         if not aggregate["success"]:
             raise worker_error(str(aggregate["message"]))
@@ -80,7 +83,7 @@ class EngineCalls:
             case "abort":
                 await self.run("pause_generation", {"mode": "in_place"})
                 self._context.client.end_early(lambda _: True)
-        # The answer follows the aborts: a stage handles both in the order of one inbox.
+        # Its answer means that the aborts are done: a stage handles its messages in order.
         await self.run("flush_cache" if clear_cache else "model_info")
 
     async def resume(self) -> None:
@@ -91,14 +94,17 @@ class EngineCalls:
         return any(stage["data"].get("paused") for stage in facts.stages)
 
     async def sleep(self, level: int, mode: PauseChoice) -> None:
-        """From level 1 on the prefix cache is dropped; the weights stay in memory."""
+        """Pause; from level 1 on, also flush the prefix cache. The weights stay in memory."""
         await self.pause(mode, clear_cache=level >= 1)
         if level >= 1:
             await self.run("flush_cache")
             self._asleep.update(SLEEPING_PARTS)
 
     async def wake_up(self, tags: Sequence[str]) -> bool:
-        """Whether everything is awake, so that requests continue; no tags: wake everything."""
+        """Wake up the parts named in `tags`, or all if there are none.
+
+        Returns whether all parts are awake now, so that requests continue.
+        """
         self._asleep -= set(tags or SLEEPING_PARTS)
         if self._asleep:
             return False
@@ -123,7 +129,10 @@ class EngineCalls:
 
 
 def id_matcher(wanted: Iterable[str]) -> Callable[[str], bool]:
-    """Return a matcher of request ids, as sent or as returned; it matches all choices."""
+    """Return a function that matches the wanted request ids, with or without vLLM's prefix.
+
+    It also matches the ids of a request's choices.
+    """
     names = set(wanted)
     names |= {bare_id(name) for name in names}
 
@@ -135,7 +144,7 @@ def id_matcher(wanted: Iterable[str]) -> Callable[[str], bool]:
 
 
 def bare_id(request_id: str) -> str:
-    """Without the prefix that vLLM's routes add to an id."""
+    """The id without the prefix that vLLM's routes add to it."""
     for prefix in ID_PREFIXES:
         if request_id.startswith(prefix):
             return request_id[len(prefix) :]
@@ -143,7 +152,7 @@ def bare_id(request_id: str) -> str:
 
 
 def without_choice(request_id: str) -> str:
-    """`a-3` is choice 3, or prompt 3, of request `a`; so is `a_3`, as SGLang's routers name it."""
+    """The id without its choice: `a-3` (`a_3` in SGLang's routers) is choice or prompt 3 of `a`."""
     return CHOICE.sub("", request_id)
 
 
@@ -193,7 +202,7 @@ class ControlRoutes:
     # Requests and caches
 
     async def abort_requests(self) -> Response:
-        """Abort all requests, or those named; counts the names, known or not, as vLLM does."""
+        """Abort all requests, or those named; as in vLLM, the count includes unknown names."""
         ids = await self._ids_of_body()
         if ids:
             self._engine.abort(ids)
@@ -223,7 +232,7 @@ class ControlRoutes:
         return ids
 
     async def reset_prefix_cache(self) -> Response:
-        """Running requests have copies of their own, so it never fails while they run."""
+        """Flush the prefix cache; never fails, because running requests have their own copies."""
         require_key(self._context)
         query_flag("reset_running_requests", default=False)
         query_flag("reset_external", default=False)
@@ -298,7 +307,7 @@ def _framework_error(message: str) -> VllmError:
 
 
 async def _object_body() -> dict[str, Any]:
-    """The JSON object in the body; raises VllmError without one, as vLLM's control routes do."""
+    """The JSON object in the body; raises VllmError if there is none, as in vLLM."""
     body = await json_body()
     if body is MISSING:
         raise _framework_error("Invalid JSON format")

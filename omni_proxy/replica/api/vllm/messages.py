@@ -4,9 +4,9 @@
     message_stop
 
 Invariant: a stream has all of these events in this order, or ends with an `error` event. The first
-text opens the text block; an empty response has none in a stream, and an empty one if it is not
-streamed, as in vLLM. Errors of the engine are Anthropic's, invalid bodies vLLM's 400. Tools are
-accepted if the model may choose not to call one (it never does); a required call is refused.
+text opens the text block; as in vLLM, an empty response has no text block in a stream, and an empty
+one otherwise. Errors of the engine have Anthropic's format, an invalid body gets vLLM's 400. Tools
+are accepted if the model may choose not to call one (it never does); a required call is refused.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from omni_proxy.replica.pipeline.requests import (
     SamplingParams,
 )
 
-# A line that a coding agent adds to its system prompt. It differs in each request, which would
-# defeat the prefix cache.
+# A line that a coding agent adds to its system prompt. It is removed, because it differs in each
+# request and no cached prefix would match.
 BILLING_LINE = "x-anthropic-billing-header"
 REQUIRED_CALLS = ("any", "tool")
 
@@ -81,7 +81,7 @@ def anthropic_message(message_id: str, model: str, result: CompletionResult) -> 
 
 
 def stop_reason(finish_reason: str | None, hit: Any) -> tuple[str | None, str | None]:
-    """None for an aborted request: Anthropic has no stop reason for it."""
+    """Anthropic's stop reason and stop sequence; None for an aborted request, which has neither."""
     if finish_reason == "length":
         return "max_tokens", None
     if finish_reason != "stop":
@@ -280,7 +280,7 @@ def _text(block: dict[str, Any]) -> str:
 
 
 def _parts(block: dict[str, Any]) -> list[dict[str, Any]]:
-    """A content block as parts of an OpenAI message; thoughts of earlier turns are left out."""
+    """A content block as parts of an OpenAI message, without the thinking of earlier turns."""
     match block.get("type"):
         case "image":
             return [{"type": "image_url", "image_url": {"url": _image_url(block.get("source"))}}]

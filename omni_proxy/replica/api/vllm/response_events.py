@@ -28,7 +28,7 @@ def new_id(kind: str) -> str:
 
 
 def response_object(body: dict[str, Any], response_id: str, model: str) -> dict[str, Any]:
-    """A response that has just begun; `body` is the request's, with its defaults."""
+    """The object of a response that has just begun; `body` is the request's, with defaults."""
     return {
         "id": response_id,
         "created_at": int(time.time()),
@@ -83,7 +83,7 @@ def with_output(
 
 
 def message_item(item_id: str, text: str | None) -> dict[str, Any]:
-    """The only output item; `text` None: it has just begun."""
+    """The only output item; with `text` None, it has just begun."""
     return {
         "id": item_id,
         "content": [] if text is None else [text_part(text)],

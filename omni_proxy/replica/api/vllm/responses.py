@@ -1,10 +1,10 @@
 """OpenAI's Responses API: POST /v1/responses, and GET, DELETE and cancel of a stored response.
 
-Invariant: a response is stored unless `store` is false or the server stores none; only this server
-knows its id. It is stored with the messages that led to it, so that a follow-up can continue them.
-At most `limit` responses and MAX_BYTES of text are stored; the oldest are evicted first. A
-background response continues after its request, until it is cancelled or deleted or the server
-stops. Errors are vLLM's.
+Invariant: a response is stored, only in this process, unless `store` is false or the store is off.
+It is stored with the conversation before it, so that a later request can continue it. At most
+`limit` responses and MAX_BYTES of text are stored; the oldest are evicted first. A background
+response continues after its request, until it is cancelled or deleted or the server stops. Errors
+have vLLM's format.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def do_nothing() -> None:
 
 @dataclass(slots=True)
 class StoredResponse:
-    """`messages`: the conversation so far, without instructions; `cancel` ends its generation."""
+    """A response with its conversation so far (`messages`), without instructions.
+
+    `cancel` ends its generation.
+    """
 
     body: dict[str, Any]
     messages: list[PromptMessage]
@@ -86,7 +89,7 @@ def _texts(message: PromptMessage) -> list[str]:
 
 
 class ResponseStore:
-    """`limit` 0 stores nothing, which is vLLM's default."""
+    """The stored responses, oldest first; `limit` 0 stores none, which is vLLM's default."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -176,7 +179,7 @@ class ResponseRoutes:
         if body.background and (body.store is False or not self._store.limit):
             raise VllmError(400, NOT_STORED, kind=CALLER, param="background")
         if body.background and body.stream:
-            text = "a background response cannot be streamed here: get it by its id"
+            text = "a background response cannot be streamed: get it by its id"
             raise VllmError(400, text, kind=CALLER, param="stream")
         if body.tool_choice not in TEXT_TOOL_CHOICES:
             raise VllmError(400, f"tool_choice must be auto or none: {NO_TOOLS}", kind=CALLER)
@@ -221,7 +224,7 @@ class ResponseRoutes:
     async def _generate(
         self, turn: _Turn, request: GenerateRequest, stored: StoredResponse, scope: trio.CancelScope
     ) -> None:
-        """Run a background response; its outcome is stored, unless it was deleted."""
+        """Run a background response and store its outcome, unless it was deleted."""
         with scope:
             stored.body = turn.response = turn.response | {"status": "in_progress"}
             try:
@@ -312,7 +315,7 @@ def _given(items: str | list[dict[str, Any]]) -> list[tuple[str, Any]]:
             case "function_call_output":
                 given.append(("user", _content(item.get("output"))))
             case "reasoning":
-                pass  # of an earlier turn: it is not passed to the model again
+                pass  # the reasoning of an earlier turn is not passed to the model again
             case kind:
                 text = f"input[{index}].type {kind!r} is not supported"
                 raise VllmError(400, text, kind=CALLER, param="input")
@@ -328,7 +331,7 @@ def _role(item: dict[str, Any], index: int) -> str:
 
 
 def _content(content: Any) -> Any:
-    """Parts in the format of a chat, where the text of an answer is plain text."""
+    """Content parts in the chat format, in which output text is plain text."""
     if not isinstance(content, list):
         return content
     return [

@@ -1,8 +1,8 @@
 """POST /inference/v1/generate: tokens in, tokens out, with the weight version of each token.
 
-Invariant: the ids of a response, all its events together, are exactly the tokens that were sampled,
-an end-of-text token included; `weight_versions` covers each of them once. Text is decoded only
-if `output_mode` requests it. An aborted request returns its partial output.
+Invariant: the ids of a response, in all its events together, are exactly the sampled tokens,
+including an end-of-text token; `weight_versions` covers each of them once. Text is decoded only if
+`output_mode` requests it. An aborted request returns its partial output.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ID_PREFIX = "generate-tokens-"
 
 
 class TokenSampling(Struct, kw_only=True):
-    """vLLM's sampling_params; fields that only steer its engine are ignored."""
+    """vLLM's sampling_params; fields that only concern vLLM's engine are ignored."""
 
     n: Int64 | None = None
     presence_penalty: float | None = None
@@ -98,7 +98,7 @@ class TokenRoutes:
         check_supported_fields(leg_fields(self._context, given["sampling_params"]))
         for name in ("features", "content_parts"):
             if getattr(body, name):
-                raise VllmError(400, f"{name} is not supported: the model reads tokens", param=name)
+                raise VllmError(400, f"{name} is not supported: only tokens are", param=name)
         count = parse_choice_count(body.sampling_params.n)
         name = request.headers.get(REQUEST_ID_HEADER) or body.request_id or secrets.token_hex(8)
         ids = request_ids(name, count)
@@ -121,7 +121,7 @@ def to_request(body: TokensBody) -> GenerateRequest:
     if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
         raise DetailError(400, f"logprobs must be within 0 and {MAX_TOP_LOGPROBS}, not {top}")
     if top is not None and body.output_mode == "text":
-        raise DetailError(400, "logprobs are those of tokens: leave output_mode out")
+        raise DetailError(400, "logprobs need tokens as output: omit output_mode")
     sampling = sampling_params(given, given.max_tokens, top=top)
     return GenerateRequest(
         prompt=body.token_ids, model=body.model, sampling=sampling,
@@ -161,7 +161,7 @@ class TokenResponse:
         }
 
     def usage(self, usages: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        """The prompt is counted once, since it is computed once for all choices."""
+        """The total usage; the prompt, computed once for all choices, is counted once."""
         first = usages[0] or {}
         details = first.get("prompt_tokens_details") or {}
         prompt = len(self.body.token_ids)
@@ -179,7 +179,7 @@ class TokenResponse:
         }
 
     def choice(self, index: int, part: CompletionResult | GenerateChunk) -> dict[str, Any]:
-        """A choice's tokens: all of them, or those of one chunk of a stream."""
+        """One choice, with all its tokens or those of one chunk of a stream."""
         ended = isinstance(part, CompletionResult) or part.terminal
         choice: dict[str, Any] = {
             "index": index,
@@ -194,7 +194,7 @@ class TokenResponse:
         return choice | ({"text": part.text} if self.mode == "text" else {})
 
     def _stop_reason(self, hit: str | int | None) -> str | int | None:
-        """vLLM reports an end-of-text token as the reason only if the caller listed it."""
+        """As in vLLM, an end-of-text token is the reason only if the caller listed it."""
         return hit if isinstance(hit, str) or hit in self._stop_ids else None
 
     def _logprobs(self, part: CompletionResult | GenerateChunk) -> dict[str, Any] | None:
@@ -206,7 +206,7 @@ class TokenResponse:
 
 
 def _position(item: Sequence[Any], count: int) -> dict[str, Any]:
-    """One token: itself first, then its most likely alternatives."""
+    """The log probabilities of one position: the token itself, then its likeliest alternatives."""
     own = {"token_id": item[1], "logprob": item[0], "rank": None}
     others = [
         {"token_id": token, "logprob": logprob, "rank": rank}

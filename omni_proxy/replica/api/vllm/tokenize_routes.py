@@ -1,10 +1,10 @@
 """Requests as tokens: POST /tokenize, /detokenize, and render routes of chat and completions.
 
 vLLM and SGLang both have /tokenize and /detokenize: these respond like vLLM unless only SGLang's
-routes are served; `/v1/tokenize` and `/v1/detokenize` always respond like SGLang, which takes lists
-of prompts and returns `text` where vLLM returns `prompt`. Invariant: nothing is generated. A
+routes are served; `/v1/tokenize` and `/v1/detokenize` always respond like SGLang, which accepts
+lists of prompts and returns `text` instead of vLLM's `prompt`. Invariant: nothing is generated. A
 rendered request is a body for /inference/v1/generate with the same tokens and the same sampling, so
-that it generates what the original request would.
+it generates the same response as the original request.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from omni_proxy.replica.text.sampling import Sampling
 
 SpelledToken = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 UNSUPPORTED = ("chat_template", "continue_final_message")
-NO_FORMAT = "response_format has no place among tokens: generate with /v1/chat/completions"
+NO_FORMAT = "response_format cannot be rendered as tokens: use /v1/chat/completions"
 _DEFAULTS = Sampling()
-# vLLM's other keys, which have no meaning here.
+# vLLM's other keys, which are always null here.
 _UNSET: dict[str, Any] = {
     "token_offsets": None, "features": None, "content_parts": None,
 }  # fmt: skip
@@ -58,7 +58,7 @@ class TokenizedMessage(Struct):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """vLLM's: one of prompt and messages."""
+    """vLLM's body: either `prompt` or `messages`."""
 
     model: str | None = None
     prompt: str | None = None
@@ -74,7 +74,7 @@ class DetokenizeBody(Struct, kw_only=True):
 
 
 class PromptsBody(Struct, kw_only=True):
-    """SGLang's."""
+    """SGLang's body."""
 
     model: str | None = None
     prompt: str | list[str]
@@ -103,8 +103,8 @@ class TokenizeRoutes:
             raise invalid(missing)
         for name in UNSUPPORTED:
             if given.get(name):
-                raise VllmError(400, f"{name} is not supported: messages are written by the "
-                                "model's own template", param=name)  # fmt: skip
+                raise VllmError(400, f"{name} is not supported: only the model's own template "
+                                "is used", param=name)  # fmt: skip
         if body.prompt is not None:
             tokens = await self._tokens.of_text(body.prompt)
         else:
@@ -131,8 +131,8 @@ class TokenizeRoutes:
             count: Any = len(tokens)
         else:
             if len(body.prompt) > MAX_PROMPTS:
-                raise DetailError(400, f"prompt has {len(body.prompt)} elements; at most "
-                                  f"{MAX_PROMPTS} are taken")  # fmt: skip
+                raise DetailError(400, f"prompt has {len(body.prompt)} elements; the "
+                                  f"limit is {MAX_PROMPTS}")  # fmt: skip
             tokens = [await self._tokens.of_text(text) for text in body.prompt]
             count = [len(each) for each in tokens]
         size = await self._max_tokens()
@@ -179,7 +179,7 @@ class RenderRoutes:
         return json_response(self._rendered("chatcmpl", body, tokens, sampling))
 
     async def completions(self) -> Response:
-        """One for each prompt."""
+        """A list with one rendered request for each prompt."""
         given = await json_body()
         body = validate(CompletionBody, given)
         _check(given)

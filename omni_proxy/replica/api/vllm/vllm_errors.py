@@ -1,7 +1,7 @@
 """vLLM's error format: `{"error": {message, type, param, code}}`, where `code` is the HTTP status.
 
-`vllm_view` wraps a route: every error that it raises for its caller has this format. The text
-of an invalid body is that of FastAPI's validation as vLLM prints it: one line for each problem.
+`vllm_view` wraps a route and converts its errors to this format. The message for an invalid body
+is that of FastAPI's validation as vLLM prints it: one line for each problem.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TYPES: Final[Mapping[int, str]] = {
 
 
 class VllmError(Exception):
-    """A request answered with `status` and this error; `kind` None: that of the status."""
+    """Answers the request with `status` and this error; `kind` None is the status's kind."""
 
     def __init__(
         self, status: int, message: str, *, kind: str | None = None, param: str | None = None
@@ -69,12 +69,12 @@ def error_kind(status: int) -> str:
 
 
 def phrase(status: int) -> str:
-    """The type of an error that vLLM's framework raises, not its engine."""
+    """The type of errors of vLLM's web framework, in contrast to its engine."""
     return HTTPStatus(status).phrase
 
 
 def worker_error(message: str) -> VllmError:
-    """The error of a call that a worker of the engine refused."""
+    """The error of a call that failed in a worker of the engine."""
     text = f"Call to collective_rpc method failed: Worker failed with error '{message}'"
     return VllmError(500, f"{text}, please check the stack trace above for the root cause")
 
@@ -123,7 +123,7 @@ def _summary(value: object) -> str:
 
 
 def embedded(kind: type[S], given: object) -> S:
-    """The fields of a body for vLLM's control routes, where no body is an empty one."""
+    """The fields of a body for vLLM's control routes; a missing body counts as an empty one."""
     try:
         return validate(kind, {} if given is MISSING else given)
     except InvalidBody as error:
@@ -136,7 +136,7 @@ def embedded(kind: type[S], given: object) -> S:
 
 
 def query_choice(name: str, choices: tuple[str, ...], default: str) -> str:
-    """One of these values; raises VllmError for any other."""
+    """The query parameter `name`, one of `choices`; raises VllmError for any other value."""
     given = request.args.get(name, default)
     if given in choices:
         return given
@@ -162,7 +162,7 @@ def query_flag(name: str, *, default: bool) -> bool:
 
 
 def vllm_view(view: Callable[P, Awaitable[Response]]) -> Callable[P, Awaitable[Response]]:
-    """The route with its errors in vLLM's format."""
+    """Wrap a route so that its errors have vLLM's format."""
 
     @wraps(view)
     async def answer(*args: P.args, **kwargs: P.kwargs) -> Response:

@@ -1,7 +1,7 @@
 """vLLM's weight routes: join a trainer, start, update, finish, and the version's label.
 
-Each is one admin action of the text stage (`weights/weight_transfer.py`). Invariant: the response
-is sent when every rank is done; a refusal is vLLM's 500 with the worker's reason.
+Each route runs one admin action of the text stage (`weights/weight_transfer.py`). Invariant: the
+response is sent when every rank has finished; a refusal is vLLM's 500 with the worker's reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from omni_proxy.replica.api.route_context import RouteContext
 from omni_proxy.replica.api.vllm.control_routes import CONTROL_SECS, WAIT_SECS, EngineCalls
 from omni_proxy.replica.api.vllm.vllm_errors import VllmError, embedded, phrase, vllm_view
 
-# In addition to the stage's own deadlines, at each of which it answers.
+# Added to the stage's deadline, so that the stage answers first.
 GRACE_SECS = 30.0
 FINISH_SECS = 600.0
 NO_BASELINE = "action='compare' requires a 'baseline' object"
@@ -96,7 +96,7 @@ class WeightTransferRoutes:
         return json_response({"weight_version": facts.shared["weight_version"]})
 
     async def check(self) -> Response:
-        """Digests by name, each of one rank's part; also while paused, as in vLLM 0.32."""
+        """Digests by name, each for one rank's part; as in vLLM 0.32, also while paused."""
         given = await admin_body(self._context)
         body = embedded(CheckWeightsAgainst, {} if given is MISSING else given)
         if body.action == "reset":
@@ -129,7 +129,7 @@ def ranked_checksums(data: dict[str, Any]) -> dict[str, str]:
 
 
 def mount(app: QuartTrio, context: RouteContext, engine: EngineCalls, *, alone: bool) -> None:
-    """`alone`: SGLang's routes are not served, one of which has the same path."""
+    """With `alone`, SGLang's routes, one of which has the same path as one here, are not served."""
     routes = WeightTransferRoutes(context, engine)
     posts = {
         "/init_weight_transfer_engine": routes.init,

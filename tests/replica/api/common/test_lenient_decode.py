@@ -112,7 +112,7 @@ async def test_bytes_that_are_no_json_name_where_they_stop_being_it(world):
         (b'{"a": ', 6, "Expecting value"),
         (b"\xff", 0, "Not UTF-8"),
         (b'{"a": "\xff"}', 7, "Not UTF-8"),
-        (b'{"a": NaN}', 0, "No JSON value"),
+        (b'{"a": NaN}', 0, "Not a JSON value"),
         (b"[" * 100_000, 0, "Nested too deeply"),
     ):
         answer = await world.post("/v1/chat/completions", data)

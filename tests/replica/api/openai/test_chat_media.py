@@ -74,7 +74,7 @@ async def test_data_urls_are_taken_in_every_place(world):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("http://127.0.0.1:9/a.wav", "fetches no audio"),
+        ("http://127.0.0.1:9/a.wav", "fetching audio from"),
         ("file:///etc/passwd", "reads no local files"),
         ("/etc/passwd.wav", "reads no local files"),
         ("ftp://x/a.wav", "ftp"),
@@ -119,7 +119,7 @@ async def test_a_server_without_audio_input_refuses_audio(world):
 async def test_more_messages_than_any_model_reads_are_refused_before_they_are_read(world):
     answer = await world.chat(messages=[{"role": "user", "content": 5}] * (MAX_MESSAGES + 1))
     assert answer.status_code == 400
-    assert f"at most {MAX_MESSAGES}" in (await answer.get_json())["detail"]
+    assert f"the limit is {MAX_MESSAGES}" in (await answer.get_json())["detail"]
 
 
 def url(data=BYTES):
@@ -180,7 +180,10 @@ async def test_rollouts_take_images_in_messages_too(world):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("http://127.0.0.1:9/a.png", "fetches no image from 127.0.0.1; send a data:image URL"),
+        (
+            "http://127.0.0.1:9/a.png",
+            "fetching image from 127.0.0.1 is not allowed; send a data:image URL",
+        ),
         ("file:///etc/passwd", "reads no local files; send a data:image URL"),
         ("/etc/passwd.png", "reads no local files"),
         ("ftp://x/a.png", "ftp"),
@@ -218,7 +221,7 @@ async def test_more_images_than_are_read_at_once_are_refused(world):
     await world.chat_json(images=[url()] * MAX_IMAGES)
     answer = await world.chat(images=[url()] * (MAX_IMAGES + 1))
     assert answer.status_code == 400
-    assert (await answer.get_json())["detail"].startswith(f"images[{MAX_IMAGES}]: at most")
+    assert (await answer.get_json())["detail"].startswith(f"images[{MAX_IMAGES}]: a request may")
 
 
 @pytest.mark.parametrize("kind", ["image_url", "input_image", "image"])
@@ -229,7 +232,7 @@ async def test_a_server_without_vision_names_the_flag_for_it(tiny, kind):
         answer = await blind.chat(**body)
         assert answer.status_code == 400
         detail = (await answer.get_json())["detail"]
-        assert "takes no images" in detail
+        assert "accepts no images" in detail
         assert "--images ocr" in detail
         assert "pip install 'omni-proxy[ocr]'" in detail
 
@@ -261,4 +264,4 @@ async def test_the_model_reads_what_is_in_the_image():
         assert usage["prompt_tokens_details"]["cached_tokens"] >= usage["prompt_tokens"] - 1
         broken = await world.chat(messages=MESSAGES, images=[url(b"no image")])
         assert broken.status_code == 400
-        assert "images[0]: this is no image" in (await broken.get_json())["detail"]
+        assert "images[0]: not an image" in (await broken.get_json())["detail"]

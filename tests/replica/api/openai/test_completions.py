@@ -150,7 +150,7 @@ async def test_stop_strings_cut_the_text(world):
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["x"] * 2049}, "2048"),
         ({"n": 0}, "n must be within 1 and 128"),
-        ({"n": 128, "prompt": ["x"] * 17}, "2176; at most 2048"),
+        ({"n": 128, "prompt": ["x"] * 17}, "2176; the limit is 2048"),
         ({"best_of": 2}, "best_of"),
         ({"logprobs": 21}, "logprobs must be within 0 and 20"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

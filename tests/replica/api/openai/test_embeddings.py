@@ -60,7 +60,7 @@ async def test_what_cannot_be_embedded_is_a_400_in_openais_envelope(tiny, body, 
 async def test_a_pipeline_without_embeddings_refuses_them(world):
     status, body = await embed(world)
     assert status == 400
-    assert "makes no embeddings" in body["error"]["message"]
+    assert "returns no embeddings" in body["error"]["message"]
 
 
 async def test_more_inputs_than_may_be_in_flight_take_turns():

@@ -143,7 +143,7 @@ async def test_errors_are_anthropics_and_those_of_a_body_vllms(world):
     denied = world.with_options(capabilities=frozenset())
     turn = [{"role": "user", "content": [image]}]
     status, body = await status_and_body(await denied.post(PATH, ASK | {"messages": turn}))
-    assert "takes no images" in body["error"]["message"]
+    assert "accepts no images" in body["error"]["message"]
     assert (await status_and_body(await world.post(f"{PATH}/count_tokens", ASK)))[0] == 501
 
 
