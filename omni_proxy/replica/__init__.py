@@ -1,7 +1,7 @@
 """The replica: an inference server with the same HTTP API as SGLang workers.
 
-It imports nothing of the proxy, and the proxy only starts it as a command. Public
-names are imported on first use, so that importing the package does not load a web server.
+It imports nothing of the proxy, and the proxy starts it only as a command. Public names are
+imported on first use, so that importing the package does not load a web server.
 """
 
 from __future__ import annotations

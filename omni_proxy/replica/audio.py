@@ -1,10 +1,9 @@
 """Audio as arrays of float32 samples within -1 and 1: WAV and raw PCM, and sample rate conversion.
 
-Invariant: output is 16-bit mono (api-server.md 1.4). Input is validated, and anything unsupported
-is an `AudioError` with a message for the client: a truncated file is refused, and no format is
-guessed. Resampling is linear interpolation, which is good enough for speech: the first sample
-keeps its place, and no sample leaves the range of the input. Nothing here depends on models or
-requests.
+Invariant: output is 16-bit mono (api-server.md 1.4). Input is validated, and an unsupported or
+truncated file is an `AudioError` with a message for the client; no format is guessed. Resampling is
+linear interpolation, which is sufficient for speech: the first sample keeps its position, and no
+sample leaves the range of the input. This module does not depend on models or requests.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ OTHER_CODECS = {2: "ADPCM", 6: "A-law", 7: "mu-law", 0x11: "ADPCM", 0x50: "MPEG"
 # The last 14 bytes of every extensible sub-format that only repeats a plain format code.
 SUBFORMAT_TAIL = bytes.fromhex("000000001000800000aa00389b71")
 MAX_CHANNELS = 64
-# Programs that write to a pipe do not know the length in advance: the size is near 2 or 4 GiB.
+# Programs that write to a pipe do not know the length in advance: they set it to about 2 or 4 GiB.
 UNKNOWN_SIZE = 0x7FFF0000
 SUPPORTED = (
     "supported are WAV files of 8, 16, 24 or 32 bit PCM or 32 bit float samples, "
@@ -60,7 +59,7 @@ LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000
 
 
 class AudioError(ValueError):
-    """The bytes are not readable audio; the text has their format and the supported ones."""
+    """The bytes are not readable audio; the message has their format and the supported ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ class _Format:
 
 
 def encode_pcm16(samples: Samples) -> bytes:
-    """Return little-endian int16: clipped to -1 and 1, times 32767, cut toward zero."""
+    """Return little-endian int16: clipped to -1 and 1, times 32767, rounded toward zero."""
     finite = np.nan_to_num(np.asarray(samples, np.float32), nan=0.0)
     return (np.clip(finite, -1.0, 1.0) * np.float32(32767.0)).astype("<i2").tobytes()
 
@@ -89,7 +88,7 @@ def encode_wav(samples: Samples, rate: int) -> bytes:
 def decode_audio(data: bytes) -> tuple[Samples, int]:
     """Return the file's samples, channels mixed down to one, and its rate in Hz.
 
-    Raises AudioError for anything but a whole, uncompressed WAV file.
+    Raises AudioError unless it is a complete, uncompressed WAV file.
     """
     if data[:4] != b"RIFF" or data[8:12] != b"WAVE":
         raise AudioError(f"the audio {_kind_of(data)}; {SUPPORTED}")
@@ -114,13 +113,13 @@ def _kind_of(data: bytes) -> str:
         if data[at : at + len(start)] == start:
             return f"is {name}, which cannot be read here"
     if len(data) > 1 and data[0] == 0xFF and data[1] & 0xE0 == 0xE0:
-        layer = data[1] & 0x06  # 0 only in AAC's framing, whose sync word is else the same
+        layer = data[1] & 0x06  # 0 only in AAC's framing; the sync words are equal
         return f"is {'MP3' if layer else 'AAC'}, which cannot be read here"
-    return f"is no WAV file (it begins with {data[:4]!r})"
+    return f"is not a WAV file (it begins with {data[:4]!r})"
 
 
 def _chunks(data: bytes) -> tuple[_Format, bytes]:
-    """Walk over the chunks after the first 12 bytes up to the samples."""
+    """Return the format and the samples; skips other chunks after the first 12 bytes."""
     audio_format: _Format | None = None
     at = 12
     while at + 8 <= len(data):
@@ -140,7 +139,7 @@ def _chunks(data: bytes) -> tuple[_Format, bytes]:
         if name == b"fmt ":
             audio_format = _read_format(held)
         at += size + size % 2
-    raise AudioError("the WAV file is cut: it ends before its samples (no data chunk)")
+    raise AudioError("the WAV file is truncated: it ends before its samples (no data chunk)")
 
 
 def _read_format(held: bytes) -> _Format:
@@ -153,7 +152,7 @@ def _read_format(held: bytes) -> _Format:
         code = int.from_bytes(held[24:26], "little")
     if code not in (PCM, IEEE_FLOAT):
         raise AudioError(
-            f"the WAV file holds {OTHER_CODECS.get(code, f'codec {code}')}; {SUPPORTED}"
+            f"the WAV file contains {OTHER_CODECS.get(code, f'codec {code}')}; {SUPPORTED}"
         )
     if bits not in ((32,) if code == IEEE_FLOAT else FULL_SCALE):
         kind = "float" if code == IEEE_FLOAT else "PCM"
@@ -162,11 +161,11 @@ def _read_format(held: bytes) -> _Format:
         raise AudioError(f"the WAV file declares {channels} channels; {SUPPORTED}")
     if not LOWEST_RATE <= rate <= HIGHEST_RATE:
         raise AudioError(
-            f"the WAV file has {rate} samples a second, outside {LOWEST_RATE} to {HIGHEST_RATE}"
+            f"the WAV file has {rate} samples/s, outside {LOWEST_RATE} to {HIGHEST_RATE}"
         )
     if block_bytes != channels * bits // 8:
         raise AudioError(
-            f"the WAV file contradicts itself: {channels} channels of {bits} bits in "
+            f"the WAV file is inconsistent: {channels} channels of {bits} bits in "
             f"{block_bytes} bytes"
         )
     return _Format(code, channels, rate, block_bytes, bits)
@@ -180,7 +179,7 @@ def _floats(body: bytes) -> Samples:
 
 
 def _integers(body: bytes, bits: int) -> Samples:
-    if bits == 8:  # the one unsigned width
+    if bits == 8:  # the only unsigned width
         whole = np.frombuffer(body, np.uint8).astype(np.int32) - FULL_SCALE[8]
     elif bits == 24:
         wide = np.zeros((len(body) // 3, 4), np.uint8)

@@ -1,4 +1,4 @@
-"""`omni-proxy replica`: arguments in, exit status out.
+"""The command `omni-proxy replica`: parses arguments, serves or fetches, returns the exit status.
 
 Status 0: stopped by a signal, or fetched. 1: failed. 2: invalid arguments or pipeline file. No
 model runtime is imported before its environment is set; parsing arguments imports none.
@@ -36,7 +36,7 @@ from omni_proxy.replica.option_types import (
 DEFAULT_ENGINE = "torch"
 TINY = "tiny"
 TEXT_MODELS = (TINY, "smollm2-135m")
-INTERRUPTED = 130  # what a shell expects after Ctrl-C
+INTERRUPTED = 130  # the status that shells expect after Ctrl-C
 # Imports of the torch engine; hibari is needed only for speech.
 REQUIRED_PACKAGES = ("numpy", "torch", "jinja2", "tiktoken", "safetensors", "prometheus_client")
 REQUIRED_FOR_IMAGES = ("rapidocr_onnxruntime", "cv2", "PIL")
@@ -47,8 +47,8 @@ def serve_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omni-proxy replica",
         description="Serve models over the HTTP APIs of OpenAI, SGLang-Omni, SGLang and vLLM; "
-        "files are fetched first.",
-        epilog="`omni-proxy replica fetch MODEL` only puts a model's file into the cache folder; "
+        "missing model files are fetched first.",
+        epilog="`omni-proxy replica fetch MODEL` only fetches a model's file into the cache; "
         "`omni-proxy replica profile SOURCE` reports on recorded events.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -64,8 +64,8 @@ def serve_parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help=f"the text model: {', '.join(TEXT_MODELS)}, or a path to a .gguf file",
     )
-    add("--model-name", help="name to serve it under, if not the model's own")
-    add("--threads", type=count, default=1, help="threads that compute")
+    add("--model-name", help="name that the model is served under (default: its own)")
+    add("--threads", type=count, default=1, help="threads for computation")
     add(
         "--log-level",
         choices=list(llamacpp.VERBOSITY),
@@ -78,13 +78,13 @@ def serve_parser() -> argparse.ArgumentParser:
     add_transfer_options(parser)
     add_kv_event_options(parser)
     llama = parser.add_argument_group("engine llamacpp")
-    llama.add_argument("--parallel", type=count, default=4, help="requests computed at once")
-    llama.add_argument("--context", type=count, default=2048, help="tokens of each request")
+    llama.add_argument("--parallel", type=count, default=4, help="requests computed concurrently")
+    llama.add_argument("--context", type=count, default=2048, help="context length of each request")
     llama.add_argument(
         "--embeddings",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="serve /v1/embeddings too; without it prompts are read a quarter faster",
+        help="also serve /v1/embeddings; slows down prompts",
     )
     return parser
 
@@ -92,7 +92,7 @@ def serve_parser() -> argparse.ArgumentParser:
 def fetch_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omni-proxy replica fetch",
-        description="Put a model's file into the cache folder and print its path.",
+        description="Fetch a model's file into the cache folder and print its path.",
         allow_abbrev=False,
     )
     parser.add_argument("model", choices=sorted(MODELS))
@@ -103,29 +103,29 @@ def fetch_parser() -> argparse.ArgumentParser:
 def _add_torch(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine torch")
     add = group.add_argument
-    add("--speech", choices=["hibari", "off"], default="off", help="what speaks")
-    add("--transcription", choices=["whisper-tiny", "off"], default="off", help="what hears")
-    add("--images", choices=["ocr", "off"], default="off", help="what reads the text in images")
-    add("--pipeline", type=Path, metavar="FILE.toml", help="stages from a file instead")
-    add("--admin-api-key", metavar="KEY", help="else $SGLANG_OMNI_ADMIN_KEY; none is open")
+    add("--speech", choices=["hibari", "off"], default="off", help="speech model")
+    add("--transcription", choices=["whisper-tiny", "off"], default="off", help="ASR model")
+    add("--images", choices=["ocr", "off"], default="off", help="how text in images is read")
+    add("--pipeline", type=Path, metavar="FILE.toml", help="file that defines the stages")
+    add("--admin-api-key", metavar="KEY", help="default: $SGLANG_OMNI_ADMIN_KEY; without it, open")
     add(
         "--weights-root",
         type=Path,
         metavar="DIR",
-        help="the only folder that new weights are read from; without it any, or none at all where "
-        "--host accepts other machines and there is no admin key",
+        help="the only folder that new weights are read from (default: any; none if --host accepts "
+        "other machines and there is no admin key)",
     )
     add(
         "--profile-root",
         type=Path,
         metavar="DIR",
-        help="the only folder that profiles are written below; without it any where there is an "
-        "admin key, else that for temporary files",
+        help="the only folder that profiles are written to (default: any with an admin key, else "
+        "the folder for temporary files)",
     )
     add(
         "--enable-tensor-updates",
         action="store_true",
-        help="take new weights in requests, as safetensors in base64 (never as a pickle)",
+        help="accept new weights in requests, as safetensors in base64 (never as a pickle)",
     )
     add(
         "--stream-speech-as",
@@ -137,17 +137,17 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
         "--dialect",
         choices=["both", "sglang", "vllm"],
         default="both",
-        help="engine whose routes for trainers and operators are served beside OpenAI's",
+        help="engine whose routes for trainers and operators are served in addition to OpenAI's",
     )
     add(
         "--stored-responses",
         type=count_or_0,
         default=1000,
         metavar="N",
-        help="how many of /v1/responses are kept for GET and previous_response_id; 0: none",
+        help="responses of /v1/responses to store for GET and previous_response_id; 0: none",
     )
-    add("--max-in-flight", type=count_or_0, default=256, help="requests admitted; 0: no bound")
-    add("--max-running", type=count, default=16, help="requests of one batch")
+    add("--max-in-flight", type=count_or_0, default=256, help="admitted requests; 0: no limit")
+    add("--max-running", type=count, default=16, help="requests in one batch")
     add("--tp", type=count, default=1, metavar="N", help="processes that share the text model")
     add(
         "--own-process",
@@ -156,7 +156,7 @@ def _add_torch(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="run that stage in its own process; may be repeated",
     )
-    add("--drain-secs", type=seconds, default=5.0, help="for what is in flight at a stop")
+    add("--drain-secs", type=seconds, default=5.0, help="time for requests in flight at shutdown")
 
 
 def _add_group(parser: argparse.ArgumentParser) -> None:
@@ -164,22 +164,23 @@ def _add_group(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "weights over a trainer's group",
         "/init_weights_update_group, /prepare_weights_update, /complete_weights_update and "
-        "/update_weights_from_distributed; a call's timeout_s takes the place of its deadline, but "
-        "can only shorten the time to be armed",
+        "/update_weights_from_distributed; a call's timeout_s replaces these deadlines, but can "
+        "only shorten that for arming",
     )
     add = group.add_argument
     add(
         "--weights-isolation",
         choices=["process", "thread"],
         default="process",
-        help="where a blocking receive runs: in a child process, which a broken trainer may block "
-        "or crash, or in a thread (no second GPU context, but such a trainer ends the replica)",
+        help="where a blocking receive runs: in a child process, which isolates the replica from a "
+        "faulty trainer, or in a thread (no second GPU context, but such a trainer can block or "
+        "crash the replica)",
     )
     for name, default, what in (
-        ("join", 300.0, "for all ranks of a group to meet"),
-        ("ready", 60.0, "for every rank to be armed, or the preparation is refused"),
-        ("receive", 300.0, "that a completion waits for tensors that have not been received"),
-        ("stall", 30.0, "without progress before a receive fails"),
+        ("join", 300.0, "time for all ranks to join a group"),
+        ("ready", 60.0, "time for all ranks to be armed; after it, the preparation is refused"),
+        ("receive", 300.0, "time that a completion waits for tensors that are not yet received"),
+        ("stall", 30.0, "time without progress after which a receive fails"),
     ):
         add(f"--weights-{name}-secs", type=deadline, default=default, metavar="SECS", help=what)
 
@@ -197,7 +198,7 @@ def text_model(text: str) -> str:
 
 
 class MissingPackageError(Exception):
-    """A package of an extra is not installed; the text explains how to install it."""
+    """A package of an extra is not installed; the message says how to install it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -226,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _log_unexpected(work: partial[int]) -> int:
-    """As `_report_errors`, and 1 for unexpected exceptions, which are logged."""
+    """Like `_report_errors`; also logs unexpected exceptions and returns 1 for them."""
     try:
         return _report_errors(work)
     except Exception:
@@ -278,7 +279,7 @@ def _serve_torch(arguments: argparse.Namespace) -> int:
         _check_installed(REQUIRED_FOR_IMAGES, "ocr")
     if kv_event_params(arguments):
         _check_installed(("zmq",))
-    # With OpenMP's default, waiting threads spin, which is very slow beside other busy processes.
+    # By default, OpenMP's waiting threads spin, which is very slow if other processes are busy.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     import trio
@@ -316,14 +317,14 @@ def _check_installed(packages: Sequence[str], extra: str = "replica") -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingPackageError(
-            f"not installed: {', '.join(missing)}; get them by pip install 'omni-proxy[{extra}]'"
+            f"not installed: {', '.join(missing)}; run pip install 'omni-proxy[{extra}]'"
         )
 
 
 def _ensure_model_file(model: str, cache: Path) -> str:
     """Return the verified file of a model, fetching it if missing.
 
-    "" for the default cache folder: the stage that loads the model finds and verifies it there.
+    Returns "" for the default cache folder: the stage that loads the model verifies the file there.
     """
     is_default = cache == cache_folder(os.environ)
     if not is_default or not (cache / MODELS[model].file).exists():

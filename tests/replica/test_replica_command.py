@@ -69,8 +69,8 @@ def test_the_model_is_served_under_its_own_name_unless_requested_otherwise(monke
     [
         (["--port", "0"], "--port: 0 is not within 1 and 65535"),
         (["--port", "http"], "--port: invalid port_number value: 'http'"),
-        (["--host", "[h]"], "--host: [h] is no IPv6 address in brackets"),
-        (["--host", "[::1"], "--host: [::1 is no IPv6 address in brackets"),
+        (["--host", "[h]"], "--host: [h] is not an IPv6 address in brackets"),
+        (["--host", "[::1"], "--host: [::1 is not an IPv6 address in brackets"),
         (["--threads", "0"], "--threads: 0 is less than 1"),
         (["--model", "gpt"], "--model: 'gpt' is not one of tiny, smollm2-135m, nor a path to a"),
         ([*LLAMACPP, "--model", "tiny"], "--model tiny needs --engine torch"),
@@ -79,10 +79,10 @@ def test_the_model_is_served_under_its_own_name_unless_requested_otherwise(monke
         (["--drain-secs", "-1"], "--drain-secs: -1 is not within 0 and 3600"),
         (
             ["--weights-stall-secs", "0"],
-            "--weights-stall-secs: 0 is not more than 0 and at most 3600",
+            "--weights-stall-secs: 0 must be above 0 and at most 3600",
         ),
         (["--bootstrap-port", "65536"], "-bootstrap-port: 65536 is not within 0 and 65535"),
-        (["--kv-lease-secs", "3601"], "--kv-lease-secs: 3601 is not more than 0 and at most 3600"),
+        (["--kv-lease-secs", "3601"], "--kv-lease-secs: 3601 must be above 0 and at most 3600"),
         (["--kv-max-bytes", "0"], "--kv-max-bytes: 0 is less than 1"),
         (["--images", "yes"], "--images: invalid choice: 'yes'"),
         (["--own-process", "prepare"], "--own-process: invalid choice: 'prepare'"),
@@ -323,7 +323,7 @@ def test_images_without_their_extra_end_with_1_and_the_cure(monkeypatch, capsys)
     monkeypatch.setattr(command, "REQUIRED_PACKAGES", ())
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert status_of(["--model", "tiny", "--images", "ocr"]) == 1
-    assert "PIL; get them by pip install 'omni-proxy[ocr]'" in capsys.readouterr().err
+    assert "PIL; run pip install 'omni-proxy[ocr]'" in capsys.readouterr().err
 
 
 def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The chat template of a model: messages to the text that the model was trained to continue.
+"""The chat template of a model: renders messages as the text that it was trained to continue.
 
 Invariant: a template is Jinja code from the model file, so it is rendered in a sandbox: it gets
 messages and token names, but no objects of this program.
@@ -14,11 +14,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class ChatTemplateError(ValueError):
-    """The template rejects these messages, or is invalid; the text is the reason."""
+    """The template rejects these messages, or is invalid; the message is the reason."""
 
 
 def _refuse(message: str) -> NoReturn:
-    raise ChatTemplateError(f"the chat template refuses the messages: {message}")
+    raise ChatTemplateError(f"the chat template rejects the messages: {message}")
 
 
 class ChatTemplate:
@@ -34,12 +34,12 @@ class ChatTemplate:
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template is broken: {error}") from error
+            raise ChatTemplateError(f"the model's chat template is invalid: {error}") from error
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
-        """Return the text; with the generation prompt it ends where the model's response begins.
+        """Return the text, which ends where the model's response begins if a prompt is added.
 
         Raises ChatTemplateError, for example for a role that the template does not support.
         """

@@ -1,7 +1,7 @@
 """Reads a GGUF model file (version 3, little-endian): its metadata, and its tensors as float32.
 
 Invariant: every offset and length is checked against the file before it is used, so a truncated or
-foreign file raises GGUFError, never crashes or returns partial tensors. Nothing is written.
+foreign file raises GGUFError, never crashes or returns partial tensors. The file is never changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ UNPACK_ELEMENTS = 1 << 16  # unpacked pieces stay in the second-level cache
 
 Floats = NDArray[np.float32]
 
-# The value types of the metadata, by number: those of a fixed size, then string and array.
+# The value types of metadata, by number: the types with a fixed size, then string and array.
 SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -33,7 +33,7 @@ STRING, ARRAY = 8, 9
 
 
 class GGUFError(ValueError):
-    """The file is not a readable model; the text names the file, the position and the reason."""
+    """The file is not a readable model; the message has the file, the position and the reason."""
 
 
 def _plain(rows: NDArray[Any], out: Floats) -> None:
@@ -93,7 +93,7 @@ class GGUFTensor:
 
 
 class _Cursor:
-    """Reads values in sequence, never past the end."""
+    """Reads values in sequence; raises GGUFError at the end of the file."""
 
     def __init__(self, content: memoryview, path: Path) -> None:
         self.content = content
@@ -108,8 +108,8 @@ class _Cursor:
         start = self.position
         if count > len(self.content) - start:
             self.fail(
-                f"the file ends inside {what} ({count} bytes wanted, "
-                f"{len(self.content) - start} there): is it truncated?"
+                f"the file ends inside {what} ({count} bytes needed, "
+                f"{len(self.content) - start} left): is it truncated?"
             )
         self.position += count
         return start
@@ -124,7 +124,7 @@ class _Cursor:
         try:
             return str(self.content[start : self.position], "utf-8")
         except UnicodeDecodeError as error:
-            self.fail(f"{what} is no UTF-8 text: {error.reason}")
+            self.fail(f"{what} is not UTF-8 text: {error.reason}")
 
     def value(self, kind: int, what: str) -> Any:
         if kind == STRING:
@@ -142,7 +142,7 @@ class _Cursor:
         if kind not in SCALARS:
             self.fail(f"{what} is an array of the unsupported value type {kind}")
         code = SCALARS[kind]
-        # Checked before allocating: a false count must not cost memory.
+        # Check the size before allocating: a wrong count must not cause a huge allocation.
         start = self.skip(count * struct.calcsize(f"<{code}"), what)
         return list(struct.unpack_from(f"<{count}{code}", self.content, start))
 
@@ -156,7 +156,7 @@ class GGUFFile:
             self._bytes: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
         except OSError as error:
             raise GGUFError(f"{path}: cannot be read: {error.strerror}") from error
-        except ValueError as error:  # what numpy raises for an empty file
+        except ValueError as error:  # raised by numpy for an empty file
             raise GGUFError(f"{path}: the file is empty") from error
         cursor = _Cursor(self._bytes.data, path)
         tensors, pairs = _read_head(cursor)
@@ -205,7 +205,7 @@ class GGUFFile:
     def _aligned(self, cursor: _Cursor) -> int:
         alignment = self.metadata.get("general.alignment", DEFAULT_ALIGNMENT_BYTES)
         if not isinstance(alignment, int) or alignment < 1:
-            cursor.fail(f"the alignment {alignment!r} is no positive number")
+            cursor.fail(f"the alignment {alignment!r} is not a positive number")
         return -(-cursor.position // alignment) * alignment
 
     def _check_extents(self) -> None:
@@ -223,7 +223,7 @@ def _read_head(cursor: _Cursor) -> tuple[int, int]:
     magic = bytes(cursor.content[start : cursor.position])
     if magic != MAGIC:
         cursor.position = start
-        cursor.fail(f"this is no GGUF file: it begins with {magic!r}")
+        cursor.fail(f"this is not a GGUF file: it begins with {magic!r}")
     version = cursor.scalar("I", "the version")
     if version != VERSION:
         cursor.fail(f"GGUF version {version} is not supported, only version {VERSION}")
@@ -243,7 +243,7 @@ def _tensor(cursor: _Cursor, name: str) -> GGUFTensor:
     if packing is None:
         known = ", ".join(each.name for each in BLOCK_FORMATS.values())
         cursor.fail(f"{what} has the type {kind}; only {known} can be read")
-    row = math.prod(sizes[:1])  # one where there are no dimensions
+    row = math.prod(sizes[:1])  # 1 if there are no dimensions
     if row % packing.block_elements:
-        cursor.fail(f"{what} has rows of {row}, no multiple of {packing.block_elements}")
+        cursor.fail(f"{what} has rows of {row}, not a multiple of {packing.block_elements}")
     return GGUFTensor(tuple(reversed(sizes)), packing, offset)

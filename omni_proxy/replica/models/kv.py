@@ -1,7 +1,7 @@
 """KV cache of one sequence: keys and values of every layer, attended to by its next tokens.
 
 Invariant: rows below `length` are valid in every layer; rows at or above it are undefined.
-Sequences never share memory. The last position that fits is `limit - 1`.
+Sequences never share memory. The last possible position is `limit - 1`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ PAGE_TOKENS = 64
 
 
 class ContextFull(ValueError):
-    """The tokens do not fit in the model's context; the text names the limit."""
+    """The tokens do not fit in the model's context; the message has the limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class KVShape:
 
 
 class SequenceKV:
-    """Grows as tokens are appended; not thread-safe."""
+    """The keys and values of one sequence; grows as tokens are appended. Not thread-safe."""
 
     __slots__ = ("_layers", "_store", "length", "shape")
 
@@ -52,7 +52,7 @@ class SequenceKV:
         return self._layers[number]
 
     def reserve(self, count: int) -> None:
-        """Make room for `count` more tokens; raises ContextFull, and then nothing has changed."""
+        """Make room for `count` more tokens; raises ContextFull, without any change."""
         needed = self.length + count
         if needed > self.shape.limit:
             raise ContextFull(
@@ -88,16 +88,16 @@ class SequenceKV:
         return copy
 
     def truncate(self, length: int) -> None:
-        """Drop all tokens but the first `length`; the memory is kept for new ones."""
+        """Drop all tokens except the first `length`; the memory is kept for new ones."""
         self._check(length)
         self.length = length
 
     def _check(self, length: int) -> None:
         if not 0 <= length <= self.length:
-            raise ValueError(f"{length} tokens of a sequence that holds {self.length}")
+            raise ValueError(f"{length} tokens requested, the sequence has {self.length}")
 
     def _room(self, tokens: int, like: Tensor) -> Tensor:
-        # One page more than requested: a copied prefix will usually be continued.
+        # One page more than requested: a copied prefix is usually continued.
         pages = tokens // PAGE_TOKENS + 1
         shape = self.shape
         capacity = min(pages * PAGE_TOKENS, shape.limit)
@@ -107,4 +107,4 @@ class SequenceKV:
         self._store = store
         self._layers = store.unbind(
             0
-        )  # once here: indexing the tensor for each layer and token would be slow
+        )  # only once: indexing the tensor for each layer and token would be slow

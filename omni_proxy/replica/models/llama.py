@@ -1,7 +1,7 @@
 """Llama: one forward pass over sequences of any lengths, weights under Hugging Face names.
 
-Invariant: `named_parameters` has the names and shapes of a tied Hugging Face Llama, and writes into
-them in place take effect at once: q/k/v and gate/up are rows of one joined tensor.
+Invariant: `named_parameters` has the names and shapes of a tied Hugging Face Llama, and in-place
+writes to them take effect immediately: q/k/v and gate/up are rows of one joined tensor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_attention_heads):
             raise ValueError(
-                f"hidden_size {self.hidden_size} is no even multiple of "
+                f"hidden_size {self.hidden_size} is not an even multiple of "
                 f"{self.num_attention_heads} attention heads"
             )
         if self.num_attention_heads % self.num_key_value_heads:
@@ -57,7 +57,7 @@ class LlamaConfig:
 
 
 class Weight(nn.Module):
-    """A `weight` only, not initialized: every model fills it from a file or a seed."""
+    """A module with only a `weight`, not initialized: a model fills it from a file or a seed."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def split_rows(joined: Tensor, sizes: Sequence[int]) -> list[Weight]:
 
 
 def rejoin(weights: Sequence[Weight]) -> Tensor:
-    """Make the weights rows of one new tensor again, after each was moved separately."""
+    """Join the weights as rows of one new tensor again, after each was moved separately."""
     joined = torch.cat([weight.weight.data for weight in weights])
     sizes = [len(weight.weight) for weight in weights]
     for weight, rows in zip(weights, torch.split(joined, sizes), strict=True):
@@ -82,8 +82,8 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
     tokens = len(x)
     if tokens > FEW_TOKENS or weight.numel() < LARGE_WEIGHT:
         return functional.linear(x, weight)
-    # With the weight on the left the library reads it at full speed. That needs two columns or
-    # more: a single token is duplicated.
+    # With the weight as the left operand, the library reads it at full speed. That needs at least
+    # two columns: a single token is duplicated.
     columns = (x if tokens > 1 else torch.cat((x, x))).t()
     return torch.mm(weight, columns)[:, :tokens].t().contiguous()
 
@@ -108,9 +108,9 @@ def rotate_(heads: Tensor, cosines: Tensor, sines: Tensor) -> None:
 
 
 def causal_mask(past: int, count: int, device: torch.device) -> Tensor | None:
-    """Return which tokens each of `count` new ones may attend to, [count, past + count].
+    """Mask of the tokens that each of `count` new tokens attends to, bool [count, past + count].
 
-    None for the two cases without a mask: a single token attends to all, and without a past the
+    None if no mask is needed: a single new token attends to all, and without past tokens the
     kernel's causal mode is used.
     """
     if count == 1 or past == 0:
@@ -139,7 +139,7 @@ class Batch:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention over each sequence's own past."""
+    """Grouped-query attention of each sequence's new tokens to its own tokens."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         return self
 
     def forward(self, x: Tensor, layer: int, batch: Batch) -> Tensor:
-        """Map [tokens, hidden] to the same; appends the new keys and values to each span's KV."""
+        """Map [tokens, hidden] to [tokens, hidden]; append keys and values to each span's KV."""
         joined = project(x, self.joined).view(len(x), -1, self.head_size)
         turned = self.heads + self.kv_heads
         rotate_(joined[:, :turned], *batch.rotary)
@@ -172,8 +172,7 @@ class Attention(nn.Module):
 
     def _attend(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
         if len(queries) == 1:
-            # The heads that share keys are as good as several tokens: no key is copied or read
-            # twice.
+            # Treat the heads that share keys like several tokens: no key is copied or read twice.
             grouped = queries.view(1, self.kv_heads, -1, self.head_size)
             seen = functional.scaled_dot_product_attention(grouped, keys[None], values[None])
             return seen.view(1, self.heads, self.head_size)
@@ -189,7 +188,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """The SwiGLU feed-forward network of a layer."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -268,10 +267,10 @@ class Llama(nn.Module):
     def forward(self, parts: Sequence[BatchPart], *, all_positions: bool = False) -> Tensor:
         """Append each part's tokens to its KV and return logits.
 
-        [len(parts), vocab], those of each part's last token; with `all_positions` [all tokens,
-        vocab] in the order of the parts. Raises ContextFull if a part does not fit, and ValueError
-        for a part without tokens, a token outside the vocabulary or a KV in two parts; then no KV
-        has changed.
+        The logits are those of each part's last token, [len(parts), vocab]; with `all_positions`,
+        those of all tokens, [tokens, vocab], in the order of the parts. Raises ContextFull if a
+        part does not fit, and ValueError for a part without tokens, a token outside the vocabulary
+        or a KV in two parts; then no KV has changed.
         """
         with torch.inference_mode():
             batch = self._batch(parts)

@@ -2,9 +2,8 @@
 
 Loads a Llama from a GGUF file, such as SmolLM2. Invariant: the weights have Hugging Face names and
 layout, so that updates under those names change the same rows. A file that needs unsupported
-features is refused, not approximated. `ModelWorker` is called from the text stage's thread only,
-never concurrently. It keeps no request state: a KV belongs to its sequence. Weights are changed
-only between two passes.
+features is refused, not approximated. `ModelWorker` is called only from the text stage's thread. It
+has no state of requests: a KV belongs to its sequence. Weights are changed only between two passes.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from omni_proxy.replica.models.kv import SequenceKV
 from omni_proxy.replica.models.llama import BatchPart, Llama, LlamaConfig
 from omni_proxy.replica.models.tokenizer import BytePairTokenizer, Tokenizer
 
-CONTROL = 3  # the kind of a token that is no text
+CONTROL = 3  # the file's type of control tokens
 
-# A chat model's turn and its text may end with different tokens; the file lists only one of them.
+# A turn and a text may end with different tokens, but the file lists only one of them.
 END_NAMES = {"<|endoftext|>", "<|im_end|>"}
 
-# Names of a layer's weights in the file; all but the norms are matrices.
+# Names of a layer's weights in the file; all except the norms are matrices.
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
@@ -54,7 +53,7 @@ PACKAGED_MODELS = ("smollm2-135m",)
 
 
 def stored_name(name: str) -> str:
-    """Return the name in the file of the weight with this Hugging Face name."""
+    """Return the name in the file for a weight's Hugging Face name."""
     if name in OUTER_NAMES:
         return OUTER_NAMES[name]
     _, _, number, rest = name.split(".", 3)
@@ -104,7 +103,7 @@ def load_weights(file: GGUFFile) -> Llama:
         if heads:
             _unpermute_(weight, heads)
 
-    # Most of the time is the first touch of the memory by the kernel, which two threads halve.
+    # Two threads: most of the time is spent on page faults, which are handled in parallel.
     with ThreadPoolExecutor(2, thread_name_prefix="read weights") as pool:
         list(pool.map(fill, model.named_parameters()))
     return model
@@ -154,7 +153,7 @@ def _token_id(file: GGUFFile, role: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """`context` is the maximum number of tokens of a prompt and its response together."""
+    """A loaded model; `context` is the maximum number of tokens of prompt and response together."""
 
     name: str
     model: Llama
@@ -184,7 +183,7 @@ def load_text_model(name_or_path: str, *, seed: int = 0) -> TextModel:
         return _from_file(Path(name_or_path), Path(name_or_path).stem)
     known = ", ".join(("tiny", *PACKAGED_MODELS))
     raise ValueError(
-        f"no text model is called {name_or_path!r}: it is one of {known}, or a path to a .gguf file"
+        f"there is no text model {name_or_path!r}: use one of {known}, or a path to a .gguf file"
     )
 
 
@@ -194,7 +193,7 @@ def _from_file(path: Path, name: str) -> TextModel:
     config = llama_config(file)
     if tokenizer.vocab_size != config.vocab_size:
         raise GGUFError(
-            f"{path}: {tokenizer.vocab_size} tokens, but {config.vocab_size} rows of embedding"
+            f"{path}: it has {tokenizer.vocab_size} tokens, but {config.vocab_size} embeddings"
         )
     return TextModel(
         name=name,
@@ -206,7 +205,7 @@ def _from_file(path: Path, name: str) -> TextModel:
 
 
 class ModelWorker:
-    """Owns a text model: all of it, or the shard of rank `tp_rank` of `tp_size`."""
+    """Runs a text model: the whole one, or the shard of rank `tp_rank` of `tp_size`."""
 
     tp_rank = 0
     tp_size = 1
@@ -243,15 +242,14 @@ class ModelWorker:
         return self.text.model.forward(parts)
 
     def embed(self, tokens: Sequence[int]) -> list[float]:
-        """Return the mean of the tokens' last hidden states, as a vector of length 1."""
+        """Return the mean of the tokens' last hidden states, normalized to length 1."""
         mean = self.text.model.hidden(tokens).double().mean(0)
         vector: list[float] = functional.normalize(mean, dim=0).tolist()
         return vector
 
     def whole(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return the complete tensor of which `tensor` is the local shard; None at all ranks but
-        the first.
+        """Return the complete tensor of which `tensor` is the local shard; None at ranks above 0.
 
-        All ranks call it for the same names in the same order, from any one thread.
+        All ranks must call it for the same names in the same order, one thread at a time.
         """
         return tensor

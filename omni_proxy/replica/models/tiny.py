@@ -1,7 +1,7 @@
 """A seeded Llama without a file: 0.85 million parameters, built in milliseconds, for tests.
 
-Invariant: a seed always gives the same bytes. Its text is meaningless syllables, but it varies, is
-always printable, and practically never ends by itself.
+Invariant: a seed always gives the same bytes. The generated text is meaningless syllables, but it
+varies, is always printable, and practically never ends before its token limit.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CONFIG = LlamaConfig(
     num_key_value_heads=2,
     max_position_embeddings=8192,
 )
-# Attention must be sharp and the layers outweigh the embedding, or the text repeats itself.
+# Without sharp attention, and layers that outweigh the embedding, the text would repeat itself.
 GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0, "down_proj": 2.0}
 # Lower ids are control tokens and single bytes, which are read but never generated.
 FIRST_SYLLABLE = len(CONTROLS) + 256
 
 
 class TinyTokenizer(ByteTokenizer):
-    """Longest syllable first, single bytes for everything else: any text round-trips."""
+    """Encodes the longest syllable first, all other text as bytes, so any text round-trips."""
 
     def __init__(self) -> None:
         syllables = ["".join(pair) for pair in product(ONSETS, RIMES)]
@@ -66,7 +66,7 @@ class TinyTokenizer(ByteTokenizer):
                     break
             else:
                 stop = start + 1
-                # A lone surrogate cannot be sent on as UTF-8, so it is not kept either.
+                # A lone surrogate cannot be encoded as UTF-8, so it is replaced.
                 letter = text[start].encode("utf-8", errors="replace")
                 ids += (len(CONTROLS) + byte for byte in letter)
             start = stop
@@ -91,9 +91,9 @@ def build(seed: int = 0) -> Llama:
 def _silence_bytes(model: Llama) -> None:
     """Make control tokens and single bytes practically impossible.
 
-    No layer writes into feature 0, so the value that the embeddings put there reaches the last
-    norm, whose weight turns it against the tokens that have most of it. The sign of the other
-    features makes a token unlikely to repeat, so that text does not get stuck.
+    No layer writes into feature 0, so its value from the embeddings reaches the last norm, whose
+    weight makes it lower the logits of the tokens that have most of it. The sign of the other
+    features makes a token unlikely to repeat, so the text does not loop.
     """
     for name, weight in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):

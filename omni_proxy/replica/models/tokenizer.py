@@ -1,8 +1,8 @@
 """Byte-pair tokenizer: text to token ids and back, by the merges of a model file.
 
 Invariant: decoding encoded text gives the same text, except for characters that the vocabulary
-cannot represent. `encode` returns ids of control tokens only with `special`, and they have no text.
-No text makes it fail.
+cannot represent. `encode` returns ids of control tokens only with `special`; they have no text.
+`encode` never fails, for any text.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import tiktoken
 REPLACEMENT = "\ufffd"
 # The pattern's look-ahead uses stack for each space: a million of them would overflow it.
 MAX_ENCODE_CHARS = 1 << 16
-# How the text is split before merging. Digits are single, so a space before one is, too.
+# Splits the text before merging. Each digit is separate, so a space before it is separate, too.
 PATTERN = r"\p{N}|'(?:s|t|re|ve|m|ll|d)| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
-# Halves of characters that JSON can carry and UTF-8 cannot.
+# Lone surrogates, which JSON can represent and UTF-8 cannot.
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 class Tokenizer(Protocol):
-    """What the text stage needs of a tokenizer."""
+    """The methods of a tokenizer that the text stage uses."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -35,14 +35,13 @@ class Tokenizer(Protocol):
 
     @property
     def control_names(self) -> Collection[str]:
-        """The names that `encode` with `special` reads as control tokens."""
+        """The names that `encode` with `special` converts to control tokens."""
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Return the ids; with `special`, names of control tokens in the text become these
-        tokens."""
+        """Return the ids; with `special`, names of control tokens become control tokens."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the text of the token as bytes; b"" for a control token."""
+        """Return the token's text as bytes; b"" for a control token."""
 
     def control_name(self, token_id: int) -> str | None:
         """Return the name of a control token; None for a token with text."""
@@ -52,7 +51,7 @@ class Tokenizer(Protocol):
 
 
 class Utf8Stream:
-    """Incremental UTF-8 decoding of bytes in chunks; the result is that of the whole."""
+    """Incremental UTF-8 decoding; chunk boundaries don't change the result."""
 
     __slots__ = ("_decoder",)
 
@@ -82,7 +81,7 @@ def byte_letters() -> dict[str, int]:
 
 
 class ControlTokens:
-    """The control tokens, found in a text by their names."""
+    """Finds the names of control tokens in a text."""
 
     __slots__ = ("_cut", "ids", "names")
 
@@ -93,8 +92,7 @@ class ControlTokens:
         self._cut = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if ids else None
 
     def encode(self, text: str, plain: Callable[[str], list[int]]) -> list[int]:
-        """Return the ids of the control tokens, and of the text between them as encoded by
-        `plain`."""
+        """Return the ids of control tokens, and of the text between them, encoded by `plain`."""
         if self._cut is None:
             return plain(text)
         ids: list[int] = []
@@ -104,7 +102,7 @@ class ControlTokens:
 
 
 class ByteTokenizer(ABC):
-    """Tokens that are bytes, and control tokens by their names; how text is cut is a subclass's."""
+    """Tokens that are bytes, and named control tokens; a subclass splits the text into tokens."""
 
     _bytes: list[bytes]  # by token id; empty for control tokens
     _controls: ControlTokens
@@ -123,23 +121,23 @@ class ByteTokenizer(ABC):
 
     @abstractmethod
     def _plain(self, text: str) -> list[int]:
-        """The ids of text in which control tokens mean nothing."""
+        """Encode text without interpreting names of control tokens."""
 
 
 class BytePairTokenizer(ByteTokenizer):
     """Byte-pair encoding over a vocabulary whose ids are in the order of its merges.
 
-    A vocabulary may lack bytes that its training never met; characters that need one are read as
-    U+FFFD.
+    A vocabulary may lack bytes that were not in its training data; characters that need one are
+    encoded as U+FFFD.
     """
 
     def __init__(
         self, vocabulary: Sequence[str], control_ids: Iterable[int], eos_ids: Iterable[int]
     ) -> None:
-        """Take the vocabulary as a model file spells it: byte letters, control tokens as text.
+        """`vocabulary` is written as in a model file: byte letters, control tokens as text.
 
-        Raises ValueError for a token that is neither or is there twice, and for a vocabulary
-        without a printable byte.
+        Raises ValueError for a token that is neither, for a duplicate, and for a vocabulary that
+        lacks a printable byte.
         """
         self._controls = ControlTokens({vocabulary[token_id]: token_id for token_id in control_ids})
         ranks = _ranks(vocabulary, self._controls.ids)
@@ -165,7 +163,7 @@ class BytePairTokenizer(ByteTokenizer):
         return ids
 
     def _spellable(self, text: str) -> str:
-        # tiktoken panics, past `except Exception`, over a byte that it has no token for.
+        # For a byte without a token tiktoken panics, which `except Exception` doesn't catch.
         if _SURROGATES.search(text):
             text = _SURROGATES.sub(REPLACEMENT, text)
         spelt = text.encode()
@@ -187,8 +185,8 @@ def _ranks(vocabulary: Sequence[str], controls: Mapping[str, int]) -> dict[bytes
             spelt = bytes(letters[letter] for letter in token)
         except KeyError as error:
             raise ValueError(
-                f"token {token_id} of the vocabulary, {token!r}, is not spelt in byte letters"
+                f"token {token_id} of the vocabulary, {token!r}, is not written in byte letters"
             ) from error
         if ranks.setdefault(spelt, token_id) != token_id:
-            raise ValueError(f"token {token_id} of the vocabulary, {token!r}, is there twice")
+            raise ValueError(f"token {token_id} of the vocabulary, {token!r}, is a duplicate")
     return ranks

@@ -1,7 +1,7 @@
-"""Transcription by Whisper tiny.en: samples in, English text with times out.
+"""Transcription with Whisper tiny.en: samples in, English text with times out.
 
-Invariant: the chunks given to `on_text` add up to the text of the transcript. Audio longer than a
-window is split where it is quiet. Nothing is decoded after `aborted()` returned true.
+Invariant: the chunks passed to `on_text`, joined, are the text of the transcript. Audio longer than
+a window is split where it is quiet. Nothing is decoded after `aborted()` returned true.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from omni_proxy.replica.models.whisper_net import (
 )
 
 LANGUAGE = "en"
-MAX_WINDOW_TOKENS = 220  # more than 30 s of speech; bounds a decoder that repeats itself
-STUCK_TOKENS = 24  # this many of at most two kinds are no speech, but a tone or noise
+MAX_WINDOW_TOKENS = 220  # more than 30 s of speech need; bounds a decoder that repeats itself
+STUCK_TOKENS = 24  # this many tokens with at most two distinct ones are a tone or noise
 SILENT_PEAK = 1e-3  # 60 dB below full scale
 NO_SPEECH_PROBABILITY = 0.6
 # A window ends in the quietest fifth of a second of its last ten seconds.
@@ -52,9 +52,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """The whole text and its segments; if aborted, what was decoded until then.
+    """The text and its segments; if aborted, those decoded until then.
 
-    `cut`: the token limit ended the text.
+    `cut` means that the token limit ended the text.
     """
 
     text: str
@@ -90,12 +90,12 @@ class Whisper:
 
     @classmethod
     def load(cls, path: Path | None = None) -> Whisper:
-        """Load a model.bin, by default the fetched one. Raises WhisperFileError."""
+        """Load a model.bin, by default that of the cache folder. Raises WhisperFileError."""
         if path is None:
             path = cache_folder(os.environ) / MODELS["whisper-tiny"].file
         if not path.exists():
             raise WhisperFileError(
-                f"{path} is not there: run `omni-proxy replica fetch whisper-tiny`"
+                f"{path} does not exist: run `omni-proxy replica fetch whisper-tiny`"
             )
         return cls(read_whisper_file(path))
 
@@ -141,7 +141,7 @@ class Whisper:
         """Yield the most likely tokens, up to the end of the text or a repetition."""
         decoding = self._net.encode(mel)
         scores = self._net.decode(self._prompt, decoding)
-        # After the first token of the prompt, this token means that there is no speech.
+        # At the position after the prompt's first token, this token means that there is no speech.
         if scores[0].softmax(0)[self._no_speech] > NO_SPEECH_PROBABILITY:
             return
         token = int((scores[-1] + self._never_first).argmax())
@@ -168,14 +168,14 @@ def windows(samples: Samples) -> Iterator[tuple[int, int]]:
 
 
 def _quietest(samples: Samples) -> int:
-    """Return the middle of the stretch with the least energy."""
+    """Return the middle of the interval with the least energy."""
     energy = np.cumsum(np.square(samples, dtype=np.float64))
     stretches = energy[QUIET_SAMPLES:] - energy[:-QUIET_SAMPLES]
     return int(stretches.argmin()) + QUIET_SAMPLES // 2
 
 
 class _TokenBudget:
-    """The remaining tokens; `spent` once one more was needed."""
+    """The remaining tokens; `spent` is set when one more was needed."""
 
     def __init__(self, tokens: int | None) -> None:
         self.spent = False
@@ -189,7 +189,7 @@ class _TokenBudget:
 
 
 class _TextJoiner:
-    """Joins the text of the windows by single blanks; trailing blanks wait for following text."""
+    """Joins the windows' text with single blanks; trailing blanks are held until text follows."""
 
     def __init__(self, on_text: OnText) -> None:
         self.text = ""

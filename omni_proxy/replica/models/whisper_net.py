@@ -1,7 +1,7 @@
 """Whisper's network in float32: spectra in, logits of the next token out; and its model file.
 
-Invariant: tokens appended one by one to a `DecodingState` get the logits that they would get all
-at once; every length in the file is checked before reading, and an unsupported variable is an
+Invariant: tokens appended one by one to a `DecodingState` get the same logits as if appended
+together; every length in the file is checked before reading, and an unsupported variable is an
 error. The file is CTranslate2's `model.bin`, version 6, with two files beside it (models.md 3).
 Log-mel spectra are those of Whisper's training: 16 kHz, windows of 400 samples every 160, 80 bands.
 They always cover 30 s, with silence after shorter audio, because the decoder repeats itself on
@@ -31,8 +31,8 @@ VERSION = 6
 SPEC = "WhisperSpec"
 # CTranslate2's numbers for its element types.
 ELEMENT_TYPES = {0: "<f4", 1: "<i1", 2: "<i2", 3: "<i4", 4: "<f2"}
-GELU = 3  # CTranslate2's number for the exact one
-# What the forward pass below implements; other settings in a file are refused.
+GELU = 3  # CTranslate2's number for the exact GELU
+# The settings that the forward pass below implements; a file with others is refused.
 EXPECTED = {
     "decoder/activation": GELU,
     "decoder/alibi": 0,
@@ -53,14 +53,14 @@ _LINEAR_HERTZ, _LINEAR_MEL = 1000.0, 15.0
 
 
 class WhisperFileError(Exception):
-    """The model's files are not readable; the text has the file and the reason."""
+    """The model's files are not readable; the message has the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhisperFile:
     """Variables by their names in the file (views of it), vocabulary, and suppressed ids.
 
-    `suppressed` are never emitted, `suppressed_first` not as the first token of a window.
+    `suppressed` ids are never emitted, `suppressed_first` not as the first token of a window.
     """
 
     variables: Mapping[str, NDArray[Any]]
@@ -105,7 +105,7 @@ def read_variables(data: memoryview) -> dict[str, NDArray[Any]]:
     for _ in range(cursor.number("I")):
         alias, name = cursor.name(), cursor.name()
         if name not in variables:
-            raise WhisperFileError(f"the model file names {name!r}, which it does not contain")
+            raise WhisperFileError(f"the model file refers to {name!r}, which it does not contain")
         variables[alias] = variables[name]
     if cursor.at != len(data):
         raise WhisperFileError(f"the model file continues after its end at byte {cursor.at}")
@@ -113,7 +113,7 @@ def read_variables(data: memoryview) -> dict[str, NDArray[Any]]:
 
 
 class _Cursor:
-    """A position in the file that advances over what is read; reading past the end is an error."""
+    """Reads the file in sequence; raises WhisperFileError at its end."""
 
     __slots__ = ("_data", "at")
 
@@ -151,7 +151,7 @@ class _Cursor:
         end = self.at + length
         if end > len(self._data):
             raise WhisperFileError(
-                f"the model file is cut: it has {len(self._data)} bytes, {end} are needed"
+                f"the model file is truncated: it has {len(self._data)} bytes, {end} are needed"
             )
         taken = self._data[self.at : end]
         self.at = end
@@ -160,7 +160,7 @@ class _Cursor:
 
 @dataclass(slots=True)
 class DecodingState:
-    """One window while it is decoded: keys and values [1, heads, n, 64] of every decoder layer."""
+    """The state of decoding one window: keys and values [1, heads, n, 64] of every layer."""
 
     cross_attention: list[tuple[Tensor, Tensor]]
     self_attention: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -168,7 +168,7 @@ class DecodingState:
 
 
 class WhisperNet:
-    """Encoder and decoder over the variables of a model file, under their names there."""
+    """Encoder and decoder; `variables` are those of a model file by name."""
 
     def __init__(self, variables: Mapping[str, NDArray[Any]]) -> None:
         for name, expected in EXPECTED.items():
@@ -267,7 +267,7 @@ class WhisperNet:
     def _parts(self, state: Tensor, name: str, count: int) -> list[Tensor]:
         """Apply one fused projection and split it into `count` tensors [1, heads, n, 64].
 
-        Without the leading 1 torch does not use its fast attention.
+        Without the leading dimension of 1, torch does not use its fast attention.
         """
         fused = self._linear(state, name).view(1, len(state), count, self._heads, -1)
         return list(fused.permute(2, 0, 3, 1, 4))
@@ -309,7 +309,7 @@ def log_compress(power: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @cache
 def _hann() -> NDArray[np.float32]:
-    # Periodic: the one sample more that np.hanning would end with is the first of the next.
+    # A periodic window: drop np.hanning's last sample, which equals the first of the next period.
     return np.hanning(FFT_SAMPLES + 1)[:-1].astype(np.float32)
 
 

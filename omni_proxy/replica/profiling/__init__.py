@@ -1,4 +1,4 @@
-"""Profiling: events of requests, torch traces, and reports made of the events.
+"""Profiling: events of requests, torch traces, and reports computed from the events.
 
 Invariant: recording never raises and never changes a response.
 """

@@ -1,6 +1,6 @@
-"""The profiler's routes: start and stop a run on all stages at once (api-server.md 4.1).
+"""The profiler's routes: start and stop a run on all stages together (api-server.md 4.1).
 
-Contract: a start answers before the stages have begun, a stop before they have ended; stopping
+Contract: a start is answered before the stages have begun, a stop before they have ended; stopping
 without an active run is not an error. The routes need the admin key if one is set. Files are
 written only below a folder that the operator allows.
 """
@@ -44,7 +44,7 @@ class StartEventsBody(msgspec.Struct):
 
 
 class StopBody(msgspec.Struct):
-    """Without a run_id the active run is stopped."""
+    """Without a run_id, the active run is stopped."""
 
     run_id: str | None = None
 
@@ -107,7 +107,7 @@ class _Routes:
             try:
                 resolved = Path(path).resolve()
             except (OSError, ValueError, RuntimeError):  # a NUL byte, or a loop of symbolic links
-                raise DetailError(400, f"{path!r} is no path") from None
+                raise DetailError(400, f"{path!r} is not a valid path") from None
             if not any(resolved.is_relative_to(root) for root in roots):
                 folders = " or ".join(map(str, roots))
                 raise DetailError(
@@ -120,7 +120,7 @@ class _Routes:
 
 
 def profile_roots(context: RouteContext) -> list[Path]:
-    """The folders below which profiles may be written; the operator's setting comes first."""
+    """The folders below which profiles may be written, the operator's setting first."""
     folders = [context.profile_root] if context.profile_root else []
     variable = os.environ.get(FOLDER_VARIABLE)
     if not folders:

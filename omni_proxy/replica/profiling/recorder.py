@@ -1,11 +1,11 @@
 """Records events of requests, one JSON line each, while a profiling run is active.
 
 Contract (api-server.md 4.2): the file is `<event_dir>/events_<owner>_<pid>.jsonl`, appended line by
-line. `record` costs one comparison when idle, never raises, and counts what it had to drop. Any
-thread may call any method. The instrumented inbox and outlet of a stage pass on the same messages
-in the same order, except those of the profiler, which are handled in the stage's thread, where a
-torch trace must begin and end. A process has one trace, since two open profilers would crash it; a
-trace that fails is logged and has no other effect.
+line. `record` costs one comparison when idle, never raises, and counts the events that it drops.
+Any thread may call any method. A stage's instrumented inbox and outlet pass on all messages in the
+same order, except those of the profiler, which are handled in the stage's thread, where a torch
+trace must begin and end. A process has one trace at a time, since two open profilers would crash
+it; a trace that fails is logged and has no other effect.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class EventRecorder:
             self.run_id = run_id
 
     def stop(self, run_id: str | None = None) -> None:
-        """End the run of that id, or the active one; another id changes nothing."""
+        """End the active run; a `run_id` that is not the active run's is ignored."""
         with self._lock:
             if run_id is None or run_id == self.run_id:
                 self._close()
@@ -119,7 +119,7 @@ class EventRecorder:
 
 
 def to_json_value(value: object) -> object:
-    """Represent a value that JSON cannot represent: tensors by a summary, others by repr."""
+    """Convert a value that JSON cannot represent: a tensor to a summary, others to their repr."""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if shape is None or dtype is None:
         return repr(value)
@@ -138,7 +138,7 @@ STAGE_EVENTS = EventRecorder()  # of all stages that run in this process
 
 
 class TorchTrace:
-    """One stage's use of the process's trace; started and stopped in that stage's thread."""
+    """The torch trace of a process, for one stage; start and stop it in that stage's thread."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
@@ -147,7 +147,7 @@ class TorchTrace:
         self._run_id = ""
 
     def start(self, run_id: str, template: str) -> None:
-        """`template` may contain {run_id} and {stage} (api-server.md 4.1)."""
+        """Start; the path `template` may contain {run_id} and {stage} (api-server.md 4.1)."""
         self.stop(None)
         if not _trace_lock.acquire(blocking=False):
             return  # another stage of this process already records all threads
@@ -185,7 +185,7 @@ class TorchTrace:
 class InstrumentedInbox(_Queue):
     """The queue that a stage's scheduler reads from."""
 
-    # A built-in type takes its arguments in __new__ too.
+    # A built-in type gets its arguments in __new__, too.
     def __new__(cls, stage: str) -> Self:
         return super().__new__(cls)
 
@@ -236,7 +236,7 @@ class InstrumentedInbox(_Queue):
 
 
 class InstrumentedEmit:
-    """Calls `emit` for each message, and records the first chunk, every chunk, and a failure."""
+    """Calls `emit` for each message, and records the first chunk, all chunks, and a failure."""
 
     def __init__(self, stage: str, emit: Emit) -> None:
         self._stage = stage
@@ -257,6 +257,6 @@ class InstrumentedEmit:
                     )
                 STAGE_EVENTS.record("stage_stream_chunk_sent", request_id, self._stage, metadata)
             case StageFailure(request_id, _, error):
-                # The coordinator records a success, since it has the next stage.
+                # A success is recorded by the coordinator, which determines the next stage.
                 failure_metadata = {"terminal": True, "error": error}
                 STAGE_EVENTS.record("stage_complete", request_id, self._stage, failure_metadata)

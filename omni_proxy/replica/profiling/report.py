@@ -1,9 +1,9 @@
-"""Reports from event files: where each request's time went, by stage and by hop between stages.
+"""Reports from event files: each request's time by stage and by hop between stages.
 
-`omni-proxy replica profile SOURCE` prints one as a table, JSON or an HTML page (self-contained: no
-script, no network; everything from events is escaped). Contract (api-server.md 4.3): names, order
-and rounding of the rows are what tools read; a line that is not an event is reported on stderr and
-skipped, and the exit status stays 0. 1: the output cannot be written.
+`omni-proxy replica profile SOURCE` prints a report as a table, JSON or a self-contained HTML page
+(no script, no network; all text from events is escaped). Contract (api-server.md 4.3): tools depend
+on names, order and rounding of the rows; a line that is not an event is reported on stderr and
+skipped. Exit status: 0, also with skipped lines; 1 if the output cannot be written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 Event = dict[str, Any]
 Row = dict[str, Any]
 
-# Intervals of a stage: opening event, closing event. First opened, first closed; one event may open
-# several intervals.
+# Intervals of a stage: opening event, closing event. Intervals close in the order in which they
+# were opened; one event may open several intervals.
 PAIRS = (
     ("stage_input_received", "stage_complete"),
     ("encoder_start", "encoder_end"),
@@ -119,7 +119,7 @@ def hop_rows(events: Sequence[Event]) -> list[Row]:
 
 
 def hops(events: Sequence[Event]) -> Iterator[tuple[str, str, str, float]]:
-    """Yield (from, to, kind, ms) of everything that one stage sent and another received."""
+    """Yield (from, to, kind, ms) of each message that one stage sent and another received."""
     payloads: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     chunks: dict[tuple[str, str, str, Any], int] = {}
     for event in events:
@@ -251,9 +251,9 @@ def render_page(summary: Mapping[str, Any], title: str) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>Profile of {escape(title)}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{summary['request_count']} requests</h1><p>{escape(title)}</p>",
-        "<h2>Timelines</h2><p>Point at a bar for its interval and its length.</p>",
+        "<h2>Timelines</h2><p>Hover over a bar for its interval and its duration.</p>",
         *(_request(request_id, events) for request_id, events in shown),
-        f"<p>{more} more requests are not drawn.</p>" if more > 0 else "",
+        f"<p>{more} more requests are not shown.</p>" if more > 0 else "",
         "<h2>Stages</h2>",
         _table(summary["stage_breakdown"]),
         "<h2>Hops</h2>",
@@ -343,7 +343,7 @@ def _print_error(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="omni-proxy replica profile",
-        description="Where the time of recorded requests went: by stage and by hop.",
+        description="Report the time of recorded requests by stage and by hop between stages.",
         epilog="Events are recorded between POST /start_request_profile and /stop_request_profile "
         "of a replica.",
         allow_abbrev=False,

@@ -1,1 +1,1 @@
-"""Stages around the text model: each module has a `build(stage_name, **params)` for a Scheduler."""
+"""Stages around the text model; each module's `build(stage_name, **params)` returns a Scheduler."""

@@ -1,13 +1,9 @@
 """The image stage ("look"): images in, the text in them out, by OCR.
 
-Invariant: one reading for each image, in the order of the images; an image without text has an
-empty one. Outputs of earlier stages are passed on.
-
-OCR by RapidOCR (PP-OCRv4 on onnxruntime), from the extra `ocr`.
-
-Invariant: no image of more than MAX_PIXELS is decoded, and the detector's input is bounded in its
-sides and in their ratio, since its memory grows with both. The extra's packages are imported
-lazily.
+OCR is RapidOCR (PP-OCRv4 on onnxruntime), from the extra `ocr`, whose packages are imported lazily.
+Invariant: one reading for each image, in the order of the images; that of an image without text is
+empty. Outputs of earlier stages are passed on. No image of more than MAX_PIXELS is decoded, and the
+detector's input is bounded in its sides and in their ratio, since its memory grows with both.
 """
 
 from __future__ import annotations
@@ -30,28 +26,28 @@ if TYPE_CHECKING:
 
 FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 MAX_PIXELS: Final = 40_000_000
-MAX_SIDE: Final = 2000  # in pixels; beyond it the detector would scale down by itself
+MAX_SIDE: Final = 2000  # in pixels; the detector scales larger images down
 MAX_SIDE_RATIO: Final = 8  # of the sides; the detector brings the short one to at least 736 pixels
 MIN_SIDE: Final = 32
 MISSING = (
-    "images cannot be read: {}; pip install 'omni-proxy[ocr]', and on a machine without libGL put "
-    "opencv-python-headless in the place of opencv-python"
+    "images cannot be read: {}; pip install 'omni-proxy[ocr]', and on a machine without libGL "
+    "replace opencv-python with opencv-python-headless"
 )
 
-# What Pillow raises for broken files of these forms.
+# Exceptions that Pillow raises for damaged files of these formats.
 _DAMAGED = (OSError, SyntaxError, EOFError, LookupError, TypeError, ValueError, struct.error)
 
 Line: TypeAlias = tuple[str, float]
-# What RapidOCR finds: the four corners (x, y), the text, how sure it is.
+# A result of RapidOCR: the four corners (x, y), the text, its confidence.
 OcrDetection: TypeAlias = tuple[Sequence[Sequence[float]], str, float]
 
 
 class ImageError(ValueError):
-    """The image cannot be read; the text has the reason and the supported formats."""
+    """The image cannot be read; the message has the reason and the supported formats."""
 
 
 class MissingOcrError(Exception):
-    """The OCR packages cannot be imported; the text says how to install them."""
+    """The OCR packages cannot be imported; the message says how to install them."""
 
 
 class OcrReader:
@@ -68,27 +64,26 @@ class OcrReader:
     def read(self, image_bytes: bytes) -> list[Line]:
         """Return the lines from top to bottom, each with its confidence (0 to 1).
 
-        Of an animation only the first frame is read. Raises ImageError.
+        Only the first frame of an animation is read. Raises ImageError.
         """
         found, _ = self._recognise(pad_to_detector(decode_image(image_bytes)))
         return join_lines(found or [])
 
 
 def decode_image(image_bytes: bytes) -> Image.Image:
-    """Return the image upright, in RGB, its sides at most MAX_SIDE. Raises ImageError."""
+    """Return the image upright, in RGB, with sides of at most MAX_SIDE. Raises ImageError."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     try:
         with Image.open(BytesIO(image_bytes), formats=FORMATS) as file:
             if file.width * file.height > MAX_PIXELS:
                 raise ImageError(
-                    f"the image has {file.width} x {file.height} pixels; at most "
-                    f"{MAX_PIXELS} are read"
+                    f"the image has {file.width} x {file.height} pixels; the limit is {MAX_PIXELS}"
                 )
             file.draft("RGB", (MAX_SIDE, MAX_SIDE))
             image = _on_white(ImageOps.exif_transpose(file))
     except UnidentifiedImageError:
-        raise ImageError(f"this is no image in a supported format: {', '.join(FORMATS)}") from None
+        raise ImageError(f"not an image in a supported format: {', '.join(FORMATS)}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ImageError(f"the image is too large: {error}") from None
     except ImageError:
@@ -155,7 +150,7 @@ class _Word:
 
 
 class ImageReader(Protocol):
-    """What this stage needs of a model; OcrReader has it."""
+    """The interface of an OCR model, which OcrReader implements."""
 
     def read(self, image_bytes: bytes) -> list[Line]: ...
 
@@ -187,7 +182,7 @@ class OcrStage:
 
     def _reading(self, image: Any, path: str) -> str:
         if not isinstance(image, bytes):
-            raise CallerError(f"{path}: an image is the bytes of its file")
+            raise CallerError(f"{path}: an image must be the bytes of its file")
         try:
             return "\n".join(text for text, _ in self._reader.read(image))
         except ImageError as error:

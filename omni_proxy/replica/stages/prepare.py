@@ -1,10 +1,10 @@
-"""The prompt stage: messages through the chat template, text to token ids.
+"""The prompt stage: renders messages with the chat template and converts text to token ids.
 
 Invariant: every token id comes from this model's tokenizer, or from the client as an id. In
-messages only the template writes control tokens: names of control tokens in user text are escaped
-by marks that contain a random number, so `encode` returns the ids of the rendered text as if they
-were plain words. A raw prompt may contain its own. Media that the pipeline cannot process is
-refused, not dropped; so is a prompt that cannot fit, before it costs time.
+messages, only the template writes control tokens: names of control tokens in user text are replaced
+by marks that contain a random number, and `encode` converts the marks to the ids of the names as
+plain text. A raw prompt may contain control tokens. Media that the pipeline cannot process is
+refused, not dropped; a prompt that cannot fit is refused before it is encoded.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from omni_proxy.replica.pipeline.stage import (
     FunctionScheduler,
 )
 
-EDGE = "\ufdd0"  # a noncharacter: templates neither write nor test for it
+EDGE = "\ufdd0"  # a noncharacter, which templates don't use
 
 
 class ControlTokenEscape:
-    """For one rendering: `escape` the template's input, then `encode` the rendered text."""
+    """Escapes for one rendering: `escape` the template's input, `encode` the rendered text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -65,7 +65,7 @@ class ControlTokenEscape:
         return f"{EDGE}{self._secret}.{self._names.index(match[0])}{EDGE}"
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of `text`: control tokens for names, words for marks."""
+        """Return the ids of `text`: names become control tokens, marks become plain text."""
         if not self._has_marks:
             return self._tokenizer.encode(text, special=True)
         ids: list[int] = []
@@ -90,7 +90,7 @@ NO_VISION_STAGE = (
     "{} cannot be used: no stage of this pipeline reads images; send the text, start the server "
     "with --images ocr, or run a pipeline with a vision stage (--pipeline FILE.toml)"
 )
-UNUSED_MEDIA = "{} of the {}s have no part in a message"
+UNUSED_MEDIA = "{} of the {}s have no content part in any message"
 TOO_LONG = (
     "The prompt has {}, and the model's context length is {} tokens for prompt and answer "
     "together: shorten the prompt"
@@ -119,7 +119,7 @@ def load_prompt_builder(model: str) -> PromptBuilder:
         path = Path(model)
     else:
         known = ", ".join(("tiny", *PACKAGED_MODELS))
-        raise ValueError(f"no text model is called {model!r}: {known}, or a path to a .gguf file")
+        raise ValueError(f"there is no text model {model!r}: {known}, or a path to a .gguf file")
     file = GGUFFile(path)
     context = llama_config(file).max_position_embeddings
     return PromptBuilder(load_tokenizer(file), load_chat_template(file), context)
@@ -134,7 +134,7 @@ class PromptBuilder:
         self.context = context
         ids = range(tokenizer.vocab_size)
         longest = max(len(tokenizer.token_bytes(token_id)) for token_id in ids)
-        # No token has more text, so a longer text certainly has too many tokens.
+        # No token is longer than this, so a longer text certainly has too many tokens.
         self._max_chars = context * max([longest, *map(len, tokenizer.control_names)])
 
     def text_tokens(self, text: str) -> list[int]:
@@ -174,14 +174,14 @@ class PromptBuilder:
             raise CallerError(TOO_LONG.format(f"{len(inputs)} tokens", self.context))
         if isinstance(inputs, Sequence) and all(type(token) is int for token in inputs):
             return list(inputs)
-        raise CallerError("the prompt is neither text nor a list of token ids nor messages")
+        raise CallerError("the prompt must be text, a list of token ids, or messages")
 
     def _from_messages(
         self, messages: Any, media_texts: _MediaTexts, generation_prompt: bool = True
     ) -> list[int]:
         if not isinstance(messages, Sequence) or not messages:
             raise CallerError("messages must be a list with at least one message")
-        if len(messages) > self.context:  # each has one token at least
+        if len(messages) > self.context:  # each has at least one token
             raise CallerError(TOO_LONG.format(f"{len(messages)} messages", self.context))
         plain_messages = [_with_text(message, media_texts) for message in messages]
         self._check_length(sum(len(message["content"]) for message in plain_messages))
@@ -200,7 +200,7 @@ class PromptBuilder:
 
 
 class _MediaTexts:
-    """Texts of audio and images from earlier stages: each part takes the next of its kind."""
+    """Texts of audio and images from earlier stages: each part gets the next of its kind."""
 
     def __init__(self, data: Mapping[str, Any]) -> None:
         self._transcripts = deque(data.get("transcripts") or ())

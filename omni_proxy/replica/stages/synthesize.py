@@ -1,10 +1,9 @@
-"""The speech stage ("speak"): text in, one chunk of audio per sentence out, by hibari-tts.
+"""The speech stage ("speak"): text in, one chunk of audio per sentence out, with hibari-tts.
 
-Invariant: the result's audio is that of all chunks in order, and depends on text, voice, speed and
-seed only, whether the text arrived at once or in chunks; a sentence's noise depends on the seed and
-its index. No voice but "heart", which the package contains, is passed to it, because it would
-download another one. Usage counts words as prompt tokens and frames of 12.5 ms as completion
-tokens.
+Invariant: the result's audio is that of all chunks in order. It depends only on text, voice, speed
+and seed, not on how the text was divided into chunks; a sentence's noise depends on the seed and
+its index. Only the voice "heart", which the package contains, is used: the package would download
+any other. Usage counts words as prompt tokens and frames of 12.5 ms as completion tokens.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from omni_proxy.replica.pipeline.stage import (
 )
 
 VOICE = "heart"
-# OpenAI clients always name an OpenAI voice; all mean the only voice here (api-server.md 1.4).
+# OpenAI's clients always send one of its voices; all are mapped to this one (api-server.md 1.4).
 VOICE_ALIASES = (
     *("default", "alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
     *("marin", "nova", "onyx", "sage", "shimmer", "verse"),
 )
 SLOWEST, FASTEST = 0.25, 4.0
 MODEL_SLOWEST, MODEL_FASTEST = 0.5, 2.0
-# The package splits long sentences at clauses only; longer runs without clauses are slow.
+# The package splits long sentences only at clauses; long runs without clauses are slow.
 MAX_PHONEMES = 400
 FRAME_SECS = 0.0125
 
 
 class VoiceError(ValueError):
-    """The request cannot be synthesized; the text has the reason and what is possible."""
+    """The request cannot be synthesized; the message has the reason and the valid values."""
 
 
 class MissingVoiceError(Exception):
@@ -53,9 +52,9 @@ def voices() -> tuple[str, ...]:
 
 
 def check_voice(name: str) -> str:
-    """Return the voice for `name`; raises VoiceError for an unknown name."""
+    """Return the model's voice for `name`; raises VoiceError for an unknown name."""
     if name.strip().lower() not in voices():
-        raise VoiceError(f"there is no voice {name!r} here: choose one of {', '.join(voices())}")
+        raise VoiceError(f"there is no voice {name!r}: choose one of {', '.join(voices())}")
     return VOICE
 
 
@@ -75,7 +74,7 @@ class HibariVoice:
 
     @classmethod
     def load(cls, threads: int = 1) -> HibariVoice:
-        """Load model and lexicons; synthesizes one word, since the first one is slow.
+        """Load model and lexicons, and synthesize one word, since the first synthesis is slow.
 
         Raises MissingVoiceError.
         """
@@ -107,7 +106,7 @@ class HibariVoice:
     def synthesize(
         self, sentence: str, *, speed: float = 1.0, seed: int = 0, place: int = 0
     ) -> Iterator[Samples]:
-        """Yield the arrays of the one sentence with index `place` in its text."""
+        """Yield the arrays of one sentence, which has index `place` in its text."""
         model_speed = min(max(check_speed(speed), MODEL_SLOWEST), MODEL_FASTEST)
         noise = np.random.default_rng((seed % (1 << 64), place))
         for phonemes in self._engine.phonemize(_plain_digits(sentence)):
@@ -127,7 +126,7 @@ def _plain_digits(sentence: str) -> str:
 
 
 def _split_phonemes(phonemes: str) -> Iterator[str]:
-    """Split at blanks, so that no run of the model takes seconds."""
+    """Split at blanks into runs of at most MAX_PHONEMES."""
     while len(phonemes) > MAX_PHONEMES:
         cut = phonemes.rfind(" ", 1, MAX_PHONEMES)
         cut = cut if cut > 0 else MAX_PHONEMES
@@ -138,7 +137,7 @@ def _split_phonemes(phonemes: str) -> Iterator[str]:
 
 
 class IncrementalSentences:
-    """Returns sentences as soon as they are complete in a text that arrives in chunks.
+    """Splits a text that arrives in chunks into sentences, each as soon as it is complete.
 
     Invariant: `feed` and `flush` together return what `split` returns for the whole text.
     """
@@ -153,7 +152,7 @@ class IncrementalSentences:
         found = self._split(self._rest)
         if not found:
             return []
-        # Whether the last sentence is complete depends on the word that follows.
+        # The next word determines whether the last sentence is complete.
         written = self._rest.rstrip()
         self._rest = found[-1] + self._rest[len(written) :]
         return found[:-1]
@@ -166,7 +165,7 @@ class IncrementalSentences:
 
 
 class VoiceModel(Protocol):
-    """What this stage needs of a voice; HibariVoice has it."""
+    """The interface of a voice, which HibariVoice implements."""
 
     sample_rate: int
 
@@ -178,12 +177,12 @@ class VoiceModel(Protocol):
 
 
 def build(stage_name: str, *, threads: int = 1) -> FunctionScheduler:
-    """Load the voice and return the stage; `threads` compute it. Raises MissingVoiceError."""
+    """Load the voice with `threads` threads and return the stage. Raises MissingVoiceError."""
     return make_stage(stage_name, HibariVoice.load(threads))
 
 
 def make_stage(stage_name: str, voice: VoiceModel) -> FunctionScheduler:
-    """Return the stage over a loaded voice, which one request at a time may use."""
+    """Return the stage over a loaded voice, which serves one request at a time."""
 
     def open_feed(
         payload: StagePayload, emit_chunk: EmitChunk, aborted: Aborted
@@ -244,7 +243,7 @@ class VoiceParams:
         except VoiceError as error:
             raise CallerError(str(error)) from error
         except (TypeError, ValueError, OverflowError) as error:
-            raise CallerError(f"speed or seed is no number: {error}") from error
+            raise CallerError(f"speed or seed is not a number: {error}") from error
         return cls(speed, seed)
 
 

@@ -1,7 +1,7 @@
-"""The transcription stage: audio in, English text out, by Whisper.
+"""The transcription stage: audio in, English text out, with Whisper.
 
 Invariant: one transcript for each audio, in order. A request with task "asr" is answered here;
-otherwise the transcripts go to the next stage beside the raw inputs. Decoding is greedy:
+otherwise the transcripts go to the next stage together with the raw inputs. Decoding is greedy:
 temperature, penalties and a prompt have no effect.
 """
 
@@ -33,12 +33,12 @@ log = logging.getLogger(__name__)
 
 MODEL = "whisper-tiny"
 MAX_AUDIO_SECS = 3600.0
-# Ways to request the one language, or no particular one.
+# Names of the only language, or of none in particular.
 ACCEPTED_LANGUAGES = ("", "auto", "en", "english")
 
 
 class TranscriptionModel(Protocol):
-    """What this stage needs of a model; Whisper has it."""
+    """The interface of a model, which Whisper implements."""
 
     def transcribe(
         self,
@@ -57,7 +57,7 @@ def build(
     concurrency: int = 1,
     threads: int = 0,
 ) -> FunctionScheduler:
-    """Load the model.bin at `path` and return the stage; "" is the packaged one, fetched if needed.
+    """Load the model.bin at `path` ("": the packaged one, fetched if needed); return the stage.
 
     `threads` 0 keeps torch's default. Raises WhisperFileError and ModelFileError.
     """
@@ -101,7 +101,7 @@ class TranscribeStage:
         aborted: Aborted,
     ) -> dict[str, Any]:
         if len(samples) != 1:
-            raise CallerError(f"one audio is transcribed at a time, not {len(samples)}")
+            raise CallerError(f"a request can have only one audio, not {len(samples)}")
         _check_language(payload)
         started = time.perf_counter()
         transcript = self._whisper.transcribe(
@@ -124,20 +124,19 @@ class TranscribeStage:
         }
 
     def _samples(self, audio: Any) -> Samples:
-        """Return mono samples at 16 kHz; audio above the length limit is refused before
-        resampling."""
+        """Return mono samples at 16 kHz; audio that is too long is refused before resampling."""
         samples, rate = decode_input(audio)
         duration_secs = len(samples) / rate
         if duration_secs > self._max_audio_secs:
             raise CallerError(
-                f"the audio is {duration_secs:.0f} s long; at most {self._max_audio_secs:.0f} s "
-                "are transcribed at once"
+                f"the audio is {duration_secs:.0f} s long; the limit is "
+                f"{self._max_audio_secs:.0f} s"
             )
         return resample(samples, rate, RATE)
 
 
 def raw_inputs(payload: StagePayload) -> Any:
-    """Return the client's inputs, wherever in the pipeline this stage is."""
+    """Return the client's inputs, regardless of this stage's position in the pipeline."""
     if isinstance(payload.data, Mapping) and "raw_inputs" in payload.data:
         return payload.data["raw_inputs"]
     return payload.request.inputs
@@ -168,7 +167,7 @@ def decode_input(audio: Any) -> tuple[Samples, int]:
         rate = audio.get("sample_rate")
         if isinstance(rate, int) and rate > 0 and len(audio["audio_data"]) % 4 == 0:
             return np.frombuffer(audio["audio_data"], "<f4"), rate
-    raise CallerError("an audio is a file's bytes, or audio_data (float32) with its sample_rate")
+    raise CallerError("an audio must be a file's bytes, or float32 audio_data with a sample_rate")
 
 
 def _check_language(payload: StagePayload) -> None:
@@ -176,5 +175,5 @@ def _check_language(payload: StagePayload) -> None:
     language = str(params.get("language") or "").strip().lower()
     if language.partition("-")[0] not in ACCEPTED_LANGUAGES:
         raise CallerError(
-            f"language {language!r} cannot be transcribed: this model supports {LANGUAGE!r} only"
+            f"language {language!r} cannot be transcribed: this model supports only {LANGUAGE!r}"
         )

@@ -21,7 +21,7 @@ def test_messages_are_written_one_after_another_and_left_as_they_are():
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ([{"role": "tool", "content": "4"}], "refuses the messages: no tools here"),
+        ([{"role": "tool", "content": "4"}], "rejects the messages: no tools here"),
         ([{"role": "user", "content": None}], "fails on these messages: unsupported operand"),
         ([{"role": "user"}], "fails on these messages"),
     ],
@@ -32,7 +32,7 @@ def test_messages_it_cannot_write_are_refused_with_its_reason(messages, reason):
 
 
 def test_a_broken_template_is_refused_at_once():
-    with pytest.raises(ChatTemplateError, match=r"chat template is broken: .*endfor"):
+    with pytest.raises(ChatTemplateError, match=r"chat template is invalid: .*endfor"):
         ChatTemplate("{% for m in messages %}")
 
 

@@ -135,14 +135,14 @@ def test_a_foreign_file_is_refused(folder, content):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"PK\x03\x04" + bytes(60), "no GGUF file: it begins with b'PK"),
+        (b"PK\x03\x04" + bytes(60), "not a GGUF file: it begins with b'PK"),
         (struct.pack("<4sIQQ", b"GGUF", 2, 0, 0), "version 2 is not supported"),
         (gguf({}, [("x", (32,), 12, bytes(40))]), "'x' has the type 12; only F32, F16, Q4_1, Q8_0"),
-        (gguf({}, [("x", (33,), Q8_0, bytes(68))]), "rows of 33, no multiple of 32"),
+        (gguf({}, [("x", (33,), Q8_0, bytes(68))]), "rows of 33, not a multiple of 32"),
         (gguf({}, [("x", (2, 0), F32, b"")]), "'x' is empty: its dimensions are [2, 0]"),
         (gguf({}, [("x", (1,) * 5, F32, floats([1]))]), "'x' has 5 dimensions, more than 4"),
         (gguf({}, [("x", (1,), F32, floats([1]))] * 2), "'x' is listed twice"),
-        (gguf({"general.alignment": 0}), "alignment 0 is no positive number"),
+        (gguf({"general.alignment": 0}), "alignment 0 is not a positive number"),
         (
             struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sI", 1, b"k", 99),
             "the metadata 'k' has the unknown value type 99",
@@ -155,7 +155,7 @@ def test_a_foreign_file_is_refused(folder, content):
             struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1sIIQ", 1, b"k", 9, 4, 2**62),
             "truncated",
         ),
-        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1s", 1, b"\xff"), "no UTF-8"),
+        (struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + struct.pack("<Q1s", 1, b"\xff"), "not UTF-8"),
     ],
 )
 def test_the_error_names_what_is_wrong(folder, content, reason):

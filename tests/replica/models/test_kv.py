@@ -59,9 +59,9 @@ def test_only_what_is_held_can_be_forked_or_kept():
     kv = SequenceKV(SHAPE, LIKE)
     appended(kv, 2, 0)
     for wrong in (-1, 3):
-        with pytest.raises(ValueError, match=f"{wrong} tokens of a sequence that holds 2"):
+        with pytest.raises(ValueError, match=f"{wrong} tokens requested, the sequence has 2"):
             kv.fork(wrong)
-        with pytest.raises(ValueError, match=f"{wrong} tokens of a sequence that holds 2"):
+        with pytest.raises(ValueError, match=f"{wrong} tokens requested, the sequence has 2"):
             kv.truncate(wrong)
     assert kv.length == 2
 

@@ -127,9 +127,9 @@ def test_an_embedding_of_another_type_is_read_too(written):
         ({"llama.rope.scaling.type": "linear"}, "scaling"),
         ({"tokenizer.ggml.model": "llama"}, "its tokenizer is 'llama' with the rules 'smollm'"),
         ({"tokenizer.ggml.eos_token_id": 999}, "the eos token 999 is not among its 261 tokens"),
-        ({"tokenizer.ggml.tokens": VOCABULARY[:-1]}, "260 tokens, but 261 rows of embedding"),
-        ({"tokenizer.ggml.tokens": [*VOCABULARY[:-1], "a b"]}, "'a b', is not spelt"),
-        ({"tokenizer.chat_template": "{% if %}"}, "chat template is broken"),
+        ({"tokenizer.ggml.tokens": VOCABULARY[:-1]}, "260 tokens, but 261 embeddings"),
+        ({"tokenizer.ggml.tokens": [*VOCABULARY[:-1], "a b"]}, "'a b', is not written"),
+        ({"tokenizer.chat_template": "{% if %}"}, "chat template is invalid"),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(written, changes, reason):

@@ -79,8 +79,8 @@ def test_a_very_long_run_of_one_character_does_not_break_it(tokenizer, letter):
 
 def test_a_vocabulary_that_cannot_work_is_refused():
     for tokens, reason in (
-        ([*vocabulary(), "a b"], "token 264 of the vocabulary, 'a b', is not spelt"),
-        ([*vocabulary(), "he"], "token 264 of the vocabulary, 'he', is there twice"),
+        ([*vocabulary(), "a b"], "token 264 of the vocabulary, 'a b', is not written"),
+        ([*vocabulary(), "he"], "token 264 of the vocabulary, 'he', is a duplicate"),
         (vocabulary(without=b"a"), "no token for the byte 0x61"),
     ):
         with pytest.raises(ValueError, match=reason):

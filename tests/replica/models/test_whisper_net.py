@@ -41,7 +41,7 @@ def test_every_variable_round_trips():
 
 @given(st.integers(0, len(FILE) - 1))
 def test_a_cut_file_is_refused_wherever_it_is_cut(length):
-    with pytest.raises(WhisperFileError, match="the model file is cut"):
+    with pytest.raises(WhisperFileError, match="the model file is truncated"):
         read(FILE[:length])
 
 
@@ -60,7 +60,7 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(place, change):
     [
         (model_bin(FEW, version=5), "version 5, not 6"),
         (model_bin(FEW, spec="TransformerSpec"), "contains a 'TransformerSpec'"),
-        (model_bin(FEW, aliases=[("a", "b")]), "names 'b', which it does not contain"),
+        (model_bin(FEW, aliases=[("a", "b")]), "refers to 'b', which it does not contain"),
         (FILE + b"\0", "continues after its end"),
         (FILE.replace(b"\x04\x0c\0\0\0", b"\x09\x0c\0\0\0"), "an unknown type, 9"),
         (FILE.replace(b"\x02\x02\0\0\0\x03", b"\x02\x02\0\0\0\x04"), "12 bytes for its shape"),
@@ -99,7 +99,7 @@ def test_a_lost_or_damaged_file_is_reported_by_the_models_path(folder, name, con
     if name == "vocabulary.txt" and content == b"":
         assert read_whisper_file(folder / "model.bin").vocabulary == ()
         return
-    with pytest.raises(WhisperFileError, match=r"cannot read the model at .*model\.bin|is cut"):
+    with pytest.raises(WhisperFileError, match=r"cannot read the model at|is truncated"):
         read_whisper_file(folder / "model.bin")
 
 

@@ -69,7 +69,7 @@ def test_earlier_transcripts_are_kept():
     ("images", "reason"),
     [
         ([b"a", b"\0"], "images[1]: the image is damaged"),
-        (["a"], "images[0]: an image is the bytes of its file"),
+        (["a"], "images[0]: an image must be the bytes of its file"),
     ],
 )
 def test_an_image_that_cannot_be_read_is_the_callers_fault(stage, images, reason):

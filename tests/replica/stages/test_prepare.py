@@ -82,9 +82,21 @@ def test_what_was_read_stands_in_a_frame_where_the_image_stood():
 @pytest.mark.parametrize(
     ("inputs", "data", "reason"),
     [
-        (user("hi") | {"images": [b""]}, {"readings": ["a"]}, "1 of the images have no part"),
-        ({"prompt": "hi", "images": [b""]}, {"readings": ["a"]}, "1 of the images have no part"),
-        (user([{"type": "audio"}]), {"transcripts": ["a"] * 3}, "2 of the audios have no part"),
+        (
+            user("hi") | {"images": [b""]},
+            {"readings": ["a"]},
+            "1 of the images have no content part",
+        ),
+        (
+            {"prompt": "hi", "images": [b""]},
+            {"readings": ["a"]},
+            "1 of the images have no content part",
+        ),
+        (
+            user([{"type": "audio"}]),
+            {"transcripts": ["a"] * 3},
+            "2 of the audios have no content part",
+        ),
         (user([{"type": "image"}] * 2), {"readings": ["a"]}, "part of type image cannot be used"),
     ],
 )
@@ -107,9 +119,9 @@ def test_media_and_their_parts_must_be_as_many(inputs, data, reason):
         ({"messages": []}, "at least one message"),
         ({"messages": "hi"}, "a message must have a role"),
         ({"messages": [{"content": "hi"}]}, "must have a role"),
-        ({}, "neither text nor a list of token ids"),
-        ([1, "a"], "neither text nor a list of token ids"),
-        ([True], "neither text nor a list of token ids"),
+        ({}, "must be text, a list of token ids"),
+        ([1, "a"], "must be text, a list of token ids"),
+        ([True], "must be text, a list of token ids"),
     ],
 )
 def test_what_cannot_be_a_prompt_is_the_callers_fault(inputs, reason):
@@ -118,7 +130,7 @@ def test_what_cannot_be_a_prompt_is_the_callers_fault(inputs, reason):
 
 
 def test_an_unknown_model_is_reported_with_those_there_are():
-    with pytest.raises(ValueError, match="no text model is called 'gpt': tiny, smollm2-135m"):
+    with pytest.raises(ValueError, match="there is no text model 'gpt': tiny, smollm2-135m"):
         load_prompt_builder("gpt")
 
 

@@ -231,8 +231,8 @@ def test_references_of_a_text_are_ignored(stage):
     [
         (TEXT, {"voice": "emma"}, "there is no voice 'emma'"),
         (TEXT, {"speed": 5}, "speed 5.0 is not within"),
-        (TEXT, {"speed": "fast"}, "speed or seed is no number"),
-        (TEXT, {"seed": [1]}, "speed or seed is no number"),
+        (TEXT, {"speed": "fast"}, "speed or seed is not a number"),
+        (TEXT, {"seed": [1]}, "speed or seed is not a number"),
         ("你好", {}, "nothing that can be synthesized"),
         ("", {}, "nothing that can be synthesized"),
         (5, {}, "no text to synthesize"),

@@ -91,13 +91,13 @@ def test_english_is_accepted_in_any_spelling(stage, language):
     ("inputs", "asked", "reason"),
     [
         (b"ID3\4", {}, "the audio is MP3"),
-        ({"audios": [WAV, WAV]}, {}, "one audio is transcribed at a time, not 2"),
+        ({"audios": [WAV, WAV]}, {}, "a request can have only one audio, not 2"),
         ({"audios": []}, {}, "no audio to transcribe"),
         ("text", {}, "no audio to transcribe"),
-        ({"audio": "text"}, {}, "an audio is a file's bytes, or audio_data"),
-        ({"audio_data": b"\0" * 8}, {}, "an audio is a file's bytes, or audio_data"),
-        ({"audio_data": b"\0" * 7, "sample_rate": 8000}, {}, "an audio is a file's bytes"),
-        (encode_wav(np.zeros(61 * 8000, np.float32), 8000), {}, "61 s long; at most 60 s"),
+        ({"audio": "text"}, {}, "an audio must be a file's bytes, or float32"),
+        ({"audio_data": b"\0" * 8}, {}, "an audio must be a file's bytes, or float32"),
+        ({"audio_data": b"\0" * 7, "sample_rate": 8000}, {}, "an audio must be a file's bytes"),
+        (encode_wav(np.zeros(61 * 8000, np.float32), 8000), {}, "61 s long; the limit is 60 s"),
         (WAV, {"language": "de"}, "language 'de' cannot be transcribed"),
     ],
 )
