@@ -303,9 +303,11 @@ class DataPlaneProcess:
     def _send_line_batch(self) -> None:
         if self._channel.waiting_bytes > MAX_UNSENT_BYTES:
             return  # lines that still fit are kept
-        access, route, spans = self._access_lines, self._route_lines, self._span_lines
+        buffers = access, route, spans = self._access_lines, self._route_lines, self._span_lines
         if access.lines or route.lines or spans.lines:
-            dropped, access.dropped, route.dropped = access.dropped + route.dropped, 0, 0
+            dropped = access.dropped, route.dropped, spans.dropped
+            for buffer in buffers:
+                buffer.dropped = 0
             self._channel.send(LogLinesEvent(access.take(), route.take(), spans.take(), dropped))
 
     async def _send_hints(self) -> None:

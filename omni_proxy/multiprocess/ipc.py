@@ -226,13 +226,13 @@ class AbortedEvent(Struct, frozen=True, tag=True):
 
 
 class LogLinesEvent(Struct, frozen=True, tag=True):
-    """Lines for the access log, the route log and the span exporter; `dropped`: number of lines
-    that did not fit into the buffer."""
+    """Lines for the access log, the route log and the span exporter; `dropped`: for each of them,
+    the number of lines that did not fit into its buffer."""
 
     access: list[bytes]
     route: list[bytes]
     spans: list[bytes]
-    dropped: int
+    dropped: tuple[int, int, int]
 
 
 class HistogramDelta(Struct, frozen=True, array_like=True):

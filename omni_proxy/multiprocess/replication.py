@@ -252,14 +252,15 @@ class ReportHandler:
 
     def _write_lines(self, message: LogLinesEvent) -> None:
         logs = self.instruments.logs
-        for sink, lines in (
-            (logs["access_log"], message.access),
-            (logs["route_log"], message.route),
-            (self.instruments.spans, message.spans),
+        dropped = message.dropped
+        for sink, lines, lost in (
+            (logs["access_log"], message.access, dropped[0]),
+            (logs["route_log"], message.route, dropped[1]),
+            (self.instruments.spans, message.spans, dropped[2]),
         ):
             for line in lines:
                 sink.write(line)
-        logs["access_log"].dropped += message.dropped
+            sink.dropped += lost
 
     def _on_worker_event(
         self,

@@ -2,22 +2,27 @@
 
 import os
 import socket
+from collections import Counter
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
 from omni_proxy.config.parse import parse
 from omni_proxy.fleet.worker import worker_state
+from omni_proxy.multiprocess import dataplane_process
 from omni_proxy.multiprocess.dataplane_process import DataPlaneProcess
 from omni_proxy.multiprocess.ipc import (
     ClearCacheCommand,
     IpcChannel,
+    LogLinesEvent,
     ProcessCommand,
     ProcessEvent,
     StartCommand,
     StateSnapshot,
     VoiceListMessage,
 )
+from omni_proxy.multiprocess.replication import ReportHandler
 from omni_proxy.multiprocess.shared_memory.key_counters import KeyCounters
 from omni_proxy.multiprocess.shared_memory.sessions import create_sessions
 from omni_proxy.multiprocess.shared_memory.worker_counters import SharedCounters
@@ -55,3 +60,31 @@ async def test_a_clear_cache_command_of_a_removed_worker_is_ignored(process):
     process.take(ClearCacheCommand(2))
     process.take(ClearCacheCommand(3))
     assert [worker.url for worker in forgotten] == ["http://b:1"]
+
+
+async def test_lines_that_were_dropped_are_counted_for_their_own_log(process, monkeypatch):
+    sent = []
+    monkeypatch.setattr(process._channel, "send", sent.append)
+    monkeypatch.setattr(dataplane_process, "QUEUE_BYTES", 10)
+    buffers = process._access_lines, process._route_lines, process._span_lines
+    for count, buffer in enumerate(buffers, start=1):
+        buffer.write(b"fits")
+        for _ in range(count):
+            buffer.write(b"does not fit")
+    process._send_line_batch()
+    process._access_lines.write(b"again")
+    process._send_line_batch()
+    assert sent == [
+        LogLinesEvent([b"fits"], [b"fits"], [b"fits"], (1, 2, 3)),
+        LogLinesEvent([b"again"], [], [], (0, 0, 0)),
+    ]
+
+
+def test_each_log_gets_its_own_number_of_dropped_lines():
+    logs = {name: SimpleNamespace(dropped=0, write=None) for name in ("access_log", "route_log")}
+    instruments = SimpleNamespace(logs=logs, spans=SimpleNamespace(dropped=0, write=None))
+    handler = ReportHandler(None, None, None, instruments, None, Counter(), Counter())
+    for _ in range(2):
+        handler._write_lines(LogLinesEvent([], [], [], (1, 2, 3)))
+    sinks = *logs.values(), instruments.spans
+    assert [sink.dropped for sink in sinks] == [2, 4, 6]

@@ -109,7 +109,7 @@ class ReceiveMonitor:
     def __init__(self, plan: TensorPlan, sentinels: Sentinels | None) -> None:
         self.messages_done = 0
         self.bytes_received = 0
-        self.voices_changed = time.monotonic()
+        self.changed_at = time.monotonic()
         self._messages = plan.messages
         self._sentinels = sentinels
         self._bytes_done = 0
@@ -125,7 +125,7 @@ class ReceiveMonitor:
         self.bytes_received = self._bytes_done + self._bytes_of_current()
         changed = before != (self.messages_done, self.bytes_received)
         if changed:
-            self.voices_changed = time.monotonic()
+            self.changed_at = time.monotonic()
         return changed
 
     def final_bytes_of_current(self) -> int:
@@ -257,7 +257,7 @@ class BlockReceive:
         on_progress: ProgressCallback | None,
         hasher: TensorHasher | None,
     ) -> None:
-        self.monitor.voices_changed = time.monotonic()
+        self.monitor.changed_at = time.monotonic()
         conditions = _EndConditions(context, self.monitor)
 
         def update() -> None:
@@ -298,7 +298,7 @@ class _EndConditions:
         self._owner_gone_at: float | None = None
 
     def reason(self, now: float) -> str | None:
-        context, changed_at = self._context, self._monitor.voices_changed
+        context, changed_at = self._context, self._monitor.changed_at
         if self._owner_gone_at is None and context.owner_gone():
             self._owner_gone_at = now
         if (reason := context.stop_reason()) is not None:
