@@ -43,7 +43,7 @@ async def reply_with_error(
     if keepalive is not None and keepalive.begun:
         keepalive.reject(error)
         return False
-    exchange.end(outcome, _ended_by(error), str(error.code), phase=io.phase)
+    exchange.end(outcome, _ended_by(error, exchange), str(error.code), phase=io.phase)
     if exchange.relayed:
         return False
     exchange.body = b""
@@ -108,11 +108,14 @@ def _timeout_error(phase: str) -> HttpError:
     if phase in ("head", "body"):
         message = f"the request {phase} was not received in time"
         return HttpError(408, message, f"{phase}_timeout", close=True)
-    return HttpError(504, f"timeout in phase {phase}", "timeout", close=True)
+    return HttpError(504, f"timeout in phase {phase}", TIMEOUT, close=True)
 
 
-def _ended_by(error: HttpError) -> str:
-    if error.status in (502, 504):
+TIMEOUT: Final = "timeout"  # of the request as a whole
+
+
+def _ended_by(error: HttpError, exchange: Exchange) -> str:
+    if error.status in (502, 504) and (exchange.attempts or error.code != TIMEOUT):
         return "worker"
     return "client" if error.status == 408 else "proxy"
 

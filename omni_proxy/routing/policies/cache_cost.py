@@ -53,7 +53,9 @@ class PromptCost:
         return {
             "uncached_tokens": self.uncached(worker),
             "backlog_tokens": reports.backlog if reports is not None else 0,
-            "in_flight_tokens": self.rules.request_cost_tokens * worker.in_flight,
+            "in_flight_tokens": round(
+                self.rules.request_cost_tokens * (worker.in_flight + worker.load_offset)
+            ),
         }
 
     def uncached(self, worker: Worker) -> int:

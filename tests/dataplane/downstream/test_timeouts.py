@@ -176,6 +176,17 @@ def test_request_timeout_secs_ends_with_504_before_the_answer(manual_loop):
     expect_local_reply(client, 504, "response_timeout")
 
 
+def test_a_request_whose_time_ends_in_the_queue_is_ended_by_the_proxy(manual_loop):
+    config = "[server]\nqueue_size = 1\nqueue_timeout_secs = 0\nrequest_timeout_secs = 5\n"
+    dataplane = manual_loop(config)
+    dataplane.fleet.workers[0].disabled = True
+    client = dataplane.client(chat())
+    runs_out(dataplane, "queue", 5)
+    expect_local_reply(client, 504, "timeout")
+    dataplane.wait(2.1)
+    assert dataplane.log[0]["ended_by"] == "proxy"
+
+
 def test_request_timeout_secs_cuts_an_answer_that_has_begun(manual_loop):
     dataplane = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(idle_secs=300))
     client = dataplane.client(chat())

@@ -82,6 +82,15 @@ def test_a_preview_changes_nothing_and_explains_the_cost():
     assert policy.stats() == stats
 
 
+def test_the_explained_cost_has_the_load_of_other_proxies_as_the_compared_one():
+    policy, fleet = by_cost(2, 0)
+    fleet[1].load_offset = 3.5
+    worker, _ = policy.preview_pick(fleet, chat(TEXT))
+    explained = policy.explain_pick(fleet, chat(TEXT))["cost"]
+    assert worker is fleet[0]
+    assert [explained[each.url]["in_flight_tokens"] for each in fleet] == [200, 350]
+
+
 def test_the_backlog_is_counted_without_feedback_and_goes_when_the_score_changes():
     policy, (worker,) = by_cost(0, feedback=False)
     waiting = sent(policy, worker, chat(TEXT))
