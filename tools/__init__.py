@@ -1,1 +1,1 @@
-"""Tools for people who work on omni-proxy; nothing here is part of what is installed."""
+"""Tools for developers of omni-proxy; not part of the installed package."""

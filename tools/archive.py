@@ -17,7 +17,7 @@ SHEBANG = b"#!/usr/bin/env python3\n"
 
 
 def pack(folder: Path, out: Path) -> None:
-    """`folder` as `pip install --target` leaves it. Raises OSError."""
+    """Pack `folder`, made by `pip install --target`, into `out`. Raises OSError."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     content = hashlib.sha256()
     for path in files:
@@ -37,7 +37,7 @@ def pack(folder: Path, out: Path) -> None:
 
 
 def _add(zipped: zipfile.ZipFile, name: str, content: bytes, mode: int = 0o644) -> None:
-    """Without the time of its file: equal contents give equal archives."""
+    """Add a file without its modification time, so that equal contents give equal archives."""
     member = zipfile.ZipInfo(name)
     member.compress_type = zipfile.ZIP_DEFLATED
     member.external_attr = mode << 16
@@ -51,7 +51,7 @@ def main() -> int:
     folder, out = Path(sys.argv[1]), Path(sys.argv[2])
     for found in [*folder.rglob("tests"), *folder.rglob("_tests"), *folder.glob("bin")]:
         shutil.rmtree(found)
-    for name in ("direct_url.json", "RECORD"):  # with the folder that it was built in
+    for name in ("direct_url.json", "RECORD"):  # these contain the path of the build folder
         for path in folder.glob(f"*.dist-info/{name}"):
             path.unlink()
     pack(folder, out)

@@ -1,7 +1,7 @@
-"""The first code of dist/omni-proxy.pyz: unpacks once, then runs what it has unpacked.
+"""The entry point of dist/omni-proxy.pyz: unpacks the archive once, then runs the unpacked program.
 
 Compiled modules can't be loaded from a zip file. Invariant: an unpacked folder is complete, because
-an atomic rename puts it in place. Uses the standard library only.
+it gets its name by an atomic rename. Uses only the standard library.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-APP = "app/"  # what is unpacked
-MADE_FOR = "made-for"  # the versions, as "3.11 1f0c..."; the second is of the content
-# Where there is no home: the folder of whoever started us out of the same archive, and its content.
+APP = "app/"  # the files to unpack
+MADE_FOR = "made-for"  # Python's version and the content's hash, such as "3.11 1f0c..."
+# Without a home folder: the folder of the parent process from the same archive, and its content.
 UNPACKED = "_OMNI_PROXY_UNPACKED"
 
 
@@ -27,8 +27,8 @@ def main() -> None:
         python, _, content = zipped.read(MADE_FOR).decode().partition(" ")
         if python != "{}.{}".format(*sys.version_info):
             sys.exit(
-                f"{archive}: made for Python {python}, run by {sys.version.split()[0]}: name the "
-                f"right one, as in python{python} {archive.name}"
+                f"{archive}: it needs Python {python}, but this is {sys.version.split()[0]}: run "
+                f"python{python} {archive.name}"
             )
         folder = _folder(zipped, content)
     sys.path.insert(0, str(folder))
@@ -56,7 +56,7 @@ def _folder(zipped: zipfile.ZipFile, content: str) -> Path:
 
 
 def _for_this_run(zipped: zipfile.ZipFile, content: str) -> Path:
-    """Without a home folder each start unpacks anew; child processes share the folder."""
+    """Without a home folder, unpack at each start; child processes share the folder."""
     known, _, folder = os.environ.get(UNPACKED, "").partition(" ")
     if known == content and os.path.isdir(folder):
         return Path(folder)

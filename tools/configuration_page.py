@@ -1,9 +1,9 @@
-"""docs/configuration.md, made from the schema and the comments of config/example.toml; and the JSON
-schema of the file (configuration_schema.py), from the same.
+"""Generates docs/configuration.md from the schema and the comments of config/example.toml, and the
+JSON schema of the file (configuration_schema.py) from the same sources.
 
-Invariant: nothing about a key is written here. What a key takes comes from its type; what it means
-from its comment in the example, and where that only lists the choices, from the one above it in
-the schema.
+Invariant: nothing about a single key is written here. The values that a key accepts come from its
+type; its meaning comes from its comment in the example or, if that only lists the choices, from the
+comment above it in the schema.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ FILLERS: Final = {"or", "the", "default"}  # words around a bare list of choices
 SCHEMA: Final = configuration_schema.TARGET
 PAGE: Final = ROOT / "docs/configuration.md"
 EXAMPLE: Final = ROOT / "config/example.toml"
-# Bounds that only catch slips; to tell them would be noise.
+# Bounds that only catch typing errors are not shown.
 SLIP: Final = 1_000_000_000
 READ_AS: Final = {
     read_size: 'bytes, or a string such as "64MiB"',
@@ -128,7 +128,7 @@ For the same checks on the command line, for example in CI, run `taplo lint prox
 
 
 def page() -> str:
-    """The whole text of the page."""
+    """The complete text of the page."""
     comments = _comments()
     parts = [HEAD]
     for path, struct, several in _tables(schema.Config):
@@ -156,7 +156,7 @@ def main(words: list[str]) -> int:
 
 
 def json_schema() -> str:
-    """The whole text of schema.json."""
+    """The complete text of schema.json."""
     comments = _comments()
 
     def meaning(path: str, struct: type, name: str) -> str:
@@ -167,7 +167,7 @@ def json_schema() -> str:
 
 
 def _comments() -> tuple[dict[str, str], dict[str, str]]:
-    """Of the example, by dotted key; of the schema, by "Struct.key"."""
+    """The comments of the example, by dotted key, and of the schema, by "Struct.key"."""
     why = _schema_comments(inspect.getsource(schema))
     for module in (api_keys, discover, cluster, picker):
         why |= _schema_comments(inspect.getsource(module))
@@ -193,14 +193,14 @@ def _keys(struct: type) -> list[types.Field]:
 
 
 def _is_table(kind: types.Type) -> bool:
-    """Also for a list of tables that have a header of their own."""
+    """Whether the type is a table, or a list of tables with their own header."""
     if isinstance(kind, types.VarTupleType) and kind.min_length is None:
         kind = kind.item_type
     return isinstance(kind, types.StructType)
 
 
 def _lead(struct: type, several: bool) -> str:
-    """What the table is for, and how it is repeated."""
+    """The purpose of the table, and whether it may be repeated."""
     doc = struct.__dict__.get("__doc__")
     lines = [" ".join(doc.split())] if doc else []
     if several:
@@ -237,7 +237,7 @@ def _default(key: types.Field) -> Any:
 
 
 def _shown(key: types.Field) -> str:
-    """The default as one would write it."""
+    """The default as written in the file."""
     default = _default(key)
     if default is msgspec.NODEFAULT:
         return "required"
@@ -283,7 +283,7 @@ def _takes(struct: type, key: types.Field) -> str:
 
 
 def _takes_list(struct: type, name: str, kind: types.Type) -> str:
-    """A list; or a number, which is the other type that a word may stand for."""
+    """The accepted values of a list, or of a number that may also be written as a word."""
     match kind:
         case types.IntType():
             return "a whole number" + _range(kind)
@@ -297,7 +297,7 @@ def _takes_list(struct: type, name: str, kind: types.Type) -> str:
 
 
 def _choices(struct: type, name: str) -> str:
-    """In the order of the schema, which is that of use; the type library would sort them."""
+    """The choices in the order of the schema; the type library would sort them."""
     hint = get_type_hints(struct)[name]
     choices = get_args(hint)
     if choices[-1] is Ellipsis:
@@ -313,7 +313,7 @@ def _range(number: types.IntType | types.FloatType) -> str:
 
 
 def _example_comments(text: str) -> dict[str, str]:
-    """Dotted key -> what the example says behind it; keys that stand behind a `#` count too."""
+    """Dotted key -> its comment in the example; also for keys that are commented out."""
     found, table = {}, ""
     for line in text.splitlines():
         bare = line.removeprefix("# ")
@@ -325,7 +325,7 @@ def _example_comments(text: str) -> dict[str, str]:
 
 
 def _schema_comments(source: str) -> dict[str, str]:
-    """ "Struct.key" -> the comment lines right above it."""
+    """ "Struct.key" -> the comment lines directly above it."""
     lines = source.splitlines()
     found = {}
     for node in ast.parse(source).body:

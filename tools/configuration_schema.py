@@ -1,8 +1,9 @@
 """omni_proxy/cli/config_file/schema.json: the JSON schema of the configuration file, for editors.
 
-Invariant: made from the same types and comments as docs/configuration.md, and written beside it by
-`tools/configuration-page`; nothing about a key is written here. What the program accepts the schema
-accepts. It may accept more: rules between keys, host names, whether files exist.
+Invariant: generated from the same types and comments as docs/configuration.md, also by
+`tools/configuration-page`; nothing about a single key is written here. The schema accepts every
+file that the program accepts. It may accept more: it doesn't check rules between keys, host names,
+or whether files exist.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from omni_proxy.config.fields import (
 
 Node = dict[str, Any]
 TARGET: Final = Path(__file__).parent.parent / "omni_proxy" / "cli" / "config_file" / "schema.json"
-DRAFT: Final = "http://json-schema.org/draft-07/schema#"  # which every editor's plug-in knows
+DRAFT: Final = "http://json-schema.org/draft-07/schema#"  # supported by all editor plug-ins
 _OWN_POLICY: Final[Node] = {"type": "string", "minLength": 1}
-# What a value with a spelling of its own takes, in the place of what its type says.
+# Schemas of values with a special syntax, instead of those of their types.
 SPELLED: Final[dict[object, Node]] = {
     read_size: {
         "anyOf": [
@@ -45,11 +46,11 @@ SPELLED: Final[dict[object, Node]] = {
     read_key_sha256: {"type": "string", "pattern": r"^\s*([0-9a-fA-F]{64})?\s*$"},
 }
 
-Meaning = Callable[[str, type, str], str]  # of a key: dotted table, struct, name
+Meaning = Callable[[str, type, str], str]  # a key's meaning, by dotted table, struct, name
 
 
 def text(meaning: Meaning) -> str:
-    """The whole file."""
+    """The complete text of the file."""
     root = {
         "$schema": DRAFT,
         "title": "The configuration file of omni-proxy",
@@ -104,7 +105,7 @@ def _node(kind: types.Type, hint: object, path: str, meaning: Meaning) -> Node:
         case types.DictType(value_type=values):
             return {"type": "object", "additionalProperties": _node(values, None, path, meaning)}
         case types.LiteralType(values=values):
-            # In the order of the schema; the type library sorts them.
+            # Keep the order of the schema: the type library sorts them.
             ordered = get_args(hint)
             return {"enum": list(ordered if set(ordered) == set(values) else values)}
         case types.BoolType():

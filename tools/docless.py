@@ -1,9 +1,9 @@
-"""Compiled modules without the docstrings of modules and functions, for a build in one file.
+"""Removes the docstrings of modules and functions from compiled modules, for the single-file build.
 
-Invariant: nothing that runs is another: asserts stay, and each line has its number. Docstrings of
-classes stay too: where one is missing, `dataclasses` makes one at each start, which takes longer.
-A docstring is the first constant of its code, which the code of a function never loads, and that of
-a module once.
+Invariant: behaviour is unchanged: asserts and line numbers are kept. Docstrings of classes are
+kept, too: if one is missing, `dataclasses` generates one at each start, which is slower. A
+docstring is the first constant of its code object; the code of a function never loads it, that of a
+module loads it once.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import dis
 import inspect
 from types import CodeType
 
-_HAS_DOCSTRING = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # Python 3.13; before, each has its place
+_HAS_DOCSTRING = getattr(inspect, "CO_HAS_DOCSTRING", 0)  # from Python 3.13 on
 _LOADS = frozenset(dis.hasconst)
 
 
 def docless(code: CodeType) -> CodeType:
-    """The same code, and all that is defined in it, without docstrings."""
+    """The code, and all code defined in it, without docstrings."""
     constants = [docless(each) if isinstance(each, CodeType) else each for each in code.co_consts]
     if constants and isinstance(constants[0], str) and _only_docstring(code):
         constants[0] = None
@@ -25,7 +25,7 @@ def docless(code: CodeType) -> CodeType:
 
 
 def _only_docstring(code: CodeType) -> bool:
-    """Whether the first constant is the docstring, and nothing else is equal to it."""
+    """Whether the first constant is the docstring and is not used as another constant."""
     bytecode = code.co_code
     loaded = sum(
         bytecode[at] in _LOADS and not bytecode[at + 1] for at in range(0, len(bytecode), 2)

@@ -1,8 +1,8 @@
-"""python -m tools.fuzz TARGET: coverage-guided fuzzing of what reads bytes from strangers.
+"""python -m tools.fuzz TARGET: coverage-guided fuzzing of the parsers of untrusted bytes.
 
-A finding is an exception other than the reader's own, or a request that means one thing whole and
-another in pieces. What the fuzzer has found worth keeping lies in tests/wire/corpus, where the
-tests read all of it; `tools/fuzz` keeps it small. Needs `atheris`, as nothing else here does.
+A finding is an exception other than the parser's own, or a request that is parsed differently when
+it arrives in pieces. Inputs that reach new code are kept in tests/wire/corpus, which the tests
+parse completely; `tools/fuzz` keeps it small. Needs `atheris`, which no other tool needs.
 """
 
 import argparse
@@ -20,7 +20,7 @@ Step: TypeAlias = tuple[str, int, int]
 
 
 def read_head(data: bytes) -> None:
-    """A whole head means one thing, however it came, and what goes on means the same again."""
+    """A head is parsed the same in any pieces, and again the same when it has been forwarded."""
     from omni_proxy.wire.errors import HttpError
     from omni_proxy.wire.forwarded import ForwardedHeaders
     from omni_proxy.wire.head_caching.request_heads import RequestHeadCache
@@ -39,7 +39,7 @@ def read_head(data: bytes) -> None:
     again = parse_request_head(head.lines + b"host: worker\r\n" + framing + b"\r\n")
     _same(again.lines, head.lines)
     templates = RequestHeadCache()
-    for _ in range(3):  # the second time it is learnt
+    for _ in range(3):  # it is cached at the second time
         known = templates.parse(raw[:end])
         _same(known.lines, head.lines)
         _same((known.length, known.target), (head.length, head.target))
@@ -48,7 +48,7 @@ def read_head(data: bytes) -> None:
 
 
 def read_chunks(data: bytes) -> None:
-    """A chunked body ends where it ends, in whatever pieces it comes."""
+    """The end of a chunked body doesn't depend on the pieces in which it arrives."""
     from omni_proxy.wire.chunked import ChunkedBody
     from omni_proxy.wire.errors import HttpError
 
@@ -67,7 +67,7 @@ def read_chunks(data: bytes) -> None:
 
 
 def read_answer(data: bytes) -> None:
-    """A worker's answer: nothing behind its end is handed on as its own."""
+    """A worker's answer: bytes after its end are never forwarded as part of it."""
     from omni_proxy.wire.response import (
         Framing,
         UpstreamProtocolError,
@@ -95,7 +95,7 @@ def read_answer(data: bytes) -> None:
 
 
 def read_introduction(data: bytes) -> None:
-    """The PROXY protocol: the same from its beginnings as from the whole."""
+    """The PROXY protocol: incomplete and complete headers give the same result."""
     from omni_proxy.wire.proxy_protocol import ProxyHeaderError, parse_proxy_header
 
     try:
@@ -108,7 +108,7 @@ def read_introduction(data: bytes) -> None:
 
 
 def read_form(data: bytes) -> None:
-    """The fields of a form: whatever comes, there is an answer."""
+    """The fields of a form: parsing never fails."""
     from omni_proxy.routing.inspect.body_fields import form_fields
 
     _same(set(form_fields(data, b"multipart/form-data; boundary=x")) <= {"model", "stream"}, True)
@@ -124,7 +124,7 @@ TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
 
 
 class Finding(AssertionError):
-    """Two readings of the same bytes differ."""
+    """The same bytes were parsed in two different ways."""
 
 
 def _same(one: Any, other: Any) -> None:
@@ -133,8 +133,10 @@ def _same(one: Any, other: Any) -> None:
 
 
 def keep(target: str, found: Path) -> int:
-    """Of the inputs in a folder, smallest first, those that reach a step of the readers that no
-    kept one does; how many those are."""
+    """Keep the inputs of a folder, smallest first, that reach a step that no kept input reaches.
+
+    Returns their number.
+    """
     kept = CORPUS / target
     kept.mkdir(parents=True, exist_ok=True)
     known: set[Step] = set()
@@ -152,7 +154,7 @@ def keep(target: str, found: Path) -> int:
 
 
 def steps_of(target: str, data: bytes) -> set[Step]:
-    """From which line to which it went in the readers."""
+    """The steps from line to line that the parsers took."""
     steps: set[Step] = set()
     before: dict[int, int] = {}
 
@@ -178,9 +180,13 @@ def steps_of(target: str, data: bytes) -> set[Step]:
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="tools/fuzz", description=__doc__)
     parser.add_argument("target", choices=TARGETS)
-    parser.add_argument("--secs", type=int, default=60, help="how long (default: 60)")
-    parser.add_argument("--into", type=Path, help="where new inputs go (default: the kept corpus)")
-    parser.add_argument("--keep", type=Path, help="keep what is of use in this folder, and end")
+    parser.add_argument("--secs", type=int, default=60, help="duration (default: 60)")
+    parser.add_argument(
+        "--into", type=Path, help="folder for new inputs (default: the kept corpus)"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="keep the useful inputs of this folder, then exit"
+    )
     asked = parser.parse_args(arguments)
     if asked.keep:
         print(f"{keep(asked.target, asked.keep)} new inputs are kept")

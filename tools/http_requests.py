@@ -1,6 +1,6 @@
-"""Reads HTTP/1.1 requests off a stream, for workers that programs and tests make up.
+"""Reads HTTP/1.1 requests from a stream, for simulated workers of tools and tests.
 
-Only what clients and the proxy send them: bodies with a content-length. It checks nothing.
+It supports only bodies with a content-length and validates nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RequestReader:
         self._rest = b""
 
     async def read(self) -> tuple[bytes, bytes] | None:
-        """Head, without its empty line, and body of the next one; None at the end of the stream.
+        """The next request's head, without its empty line, and body; None at the end of the stream.
 
         Raises trio.BrokenResourceError.
         """

@@ -1,6 +1,6 @@
-"""Where a proxy that a tool has started listens, read off its log.
+"""Reads from its log where a proxy, started by a tool, listens.
 
-Invariant: it reads no further than the line that says so; what comes later is the caller's.
+Invariant: the log is not read further than the line with the address; the caller may read the rest.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ START_SECS = 30
 
 
 async def program_address(process: trio.Process) -> str:
-    """Its URL. Its stderr is a pipe. Raises RuntimeError with the log of one that has ended, and
-    trio.TooSlowError."""
+    """The URL of a proxy whose stderr is a pipe.
+
+    Raises RuntimeError with the log if it has ended, and trio.TooSlowError.
+    """
     output = b""
     assert process.stderr is not None
     with trio.fail_after(START_SECS):

@@ -1,10 +1,10 @@
-"""What a router sends to prefill and decode engines: recorded by engines that answer at once.
+"""Records the requests that routers send to prefill and decode engines.
 
-`python -m tools.record_legs --sglang-router PYTHON --vllm-router PROGRAM` writes what these two
-send into tests/promises/legs_of_peers.json; a peer that is not given keeps its records. PYTHON is
-that of an environment with sglang-router 0.3.2, PROGRAM the vllm-router of 0.1.17. Only the keys
-that belong to the protocols are kept, since the peers drop others and add defaults of their own;
-what is random or a port is replaced by a name. Nothing listens anywhere but on 127.0.0.1.
+`python -m tools.record_legs --sglang-router PYTHON --vllm-router PROGRAM` writes those of these two
+routers to tests/promises/legs_of_peers.json; a router that is not given keeps its records. PYTHON
+is that of an environment with sglang-router 0.3.2, PROGRAM the vllm-router of 0.1.17. The engines
+answer immediately and listen only on 127.0.0.1. Only the keys of the protocols are recorded, since
+the routers drop others and add their own defaults; random values and ports are replaced by names.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tools.bench.harness.proxies import free_port
 FILE: Final = Path(__file__).parents[1] / "tests" / "promises" / "legs_of_peers.json"
 READY_SECS: Final = 60.0
 LATE_SECS: Final = 5.0
-# Of a body: what the protocols put in or change. vllm-router also sends `min_tokens: 1` to prefill,
-# ours sends none, which engines take for the same.
+# The keys of a body that the protocols add or change. vllm-router also sends `min_tokens: 1` to
+# prefill; omni-proxy omits it, which has the same effect.
 KEYS: Final = (
     "bootstrap_host", "bootstrap_port", "bootstrap_room", "kv_transfer_params", "stream",
     "stream_options", "max_tokens", "max_completion_tokens", "max_output_tokens", "n",
@@ -70,7 +70,7 @@ Legs = dict[str, dict[str, Any]]  # by role: the keys of its body
 
 
 class Engine(ThreadingHTTPServer):
-    """`bodies`: of the requests for generation; `raw`: their bytes."""
+    """An engine that records requests: `bodies` are those for generation, `raw` their bytes."""
 
     daemon_threads = True
 
@@ -121,12 +121,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_request(self, code: object = "-", size: object = "-") -> None:
-        """Nobody reads it."""
+        """Write no log."""
 
 
 @contextmanager
 def engines() -> Iterator[dict[str, Engine]]:
-    """One of each role."""
+    """One engine of each role."""
     made = {role: Engine(role) for role in ("prefill", "decode")}
     for engine in made.values():
         threading.Thread(target=engine.serve_forever, daemon=True).start()
@@ -139,7 +139,7 @@ def engines() -> Iterator[dict[str, Engine]]:
 
 
 def record(url: str, connector: str, both: Mapping[str, Engine]) -> dict[str, Legs]:
-    """Send all requests of a protocol to the router at `url`; what each leg got of them."""
+    """Send all requests of a protocol to the router at `url`; return those of each leg."""
     found = {}
     for name, (path, body) in CASES[connector].items():
         for engine in both.values():
@@ -154,7 +154,7 @@ def record(url: str, connector: str, both: Mapping[str, Engine]) -> dict[str, Le
 
 
 def await_both(both: Mapping[str, Engine]) -> None:
-    """The prefill leg may arrive behind the answer: these engines do not wait for each other."""
+    """Wait for both legs: prefill's may arrive after the answer, as the engines are independent."""
     ends_at = time.monotonic() + LATE_SECS
     while not all(engine.bodies for engine in both.values()) and time.monotonic() < ends_at:
         threading.Event().wait(0.005)
@@ -178,7 +178,7 @@ def _kept(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _named(legs: Legs, both: Mapping[str, Engine]) -> Legs:
-    """With names for what is another value in each run. Rooms and ids are numbered by value."""
+    """Replace values that differ between runs by names. Rooms and ids are numbered by value."""
     rooms: dict[Any, str] = {}
 
     def room(value: Any) -> Any:
@@ -205,7 +205,7 @@ def _named(legs: Legs, both: Mapping[str, Engine]) -> Legs:
 
 
 def record_peer(connector: str, program: Sequence[str]) -> dict[str, Legs]:
-    """Start a peer's router before two engines. Raises RuntimeError."""
+    """Start a peer's router in front of two engines. Raises RuntimeError."""
     with ExitStack() as stack:
         both = stack.enter_context(engines())
         prefill, decode, port = both["prefill"], both["decode"], free_port()
@@ -222,7 +222,7 @@ def record_peer(connector: str, program: Sequence[str]) -> dict[str, Legs]:
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[str]) -> None:
-    """Until a chat is answered. Raises RuntimeError."""
+    """Wait until a chat is answered. Raises RuntimeError."""
     give_up_at = time.monotonic() + READY_SECS
     while post(f"{url}/v1/chat/completions", _CHAT) != 200:
         if process.poll() is not None or time.monotonic() > give_up_at:

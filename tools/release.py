@@ -1,13 +1,13 @@
-"""`python -m tools.release STEP ...`: what `tools/build-release` does beyond calling other tools.
+"""`python -m tools.release STEP ...`: the steps of `tools/build-release` that no other tool has.
 
-    copy FOLDER            what belongs into a source archive, to FOLDER
-    normalize ARCHIVE      a .tar.gz whose bytes depend on its contents alone
-    sbom PYTHON WHEEL OUT  the components of PYTHON's environment, as CycloneDX, into folder OUT
-    try ENV FILE           run the program that is installed in ENV with FILE, then remove it
+    copy FOLDER            copy the files of a source archive to FOLDER
+    normalize ARCHIVE      rewrite a .tar.gz so that its bytes depend only on its contents
+    sbom PYTHON WHEEL OUT  list the components of PYTHON's environment, as CycloneDX, in folder OUT
+    try ENV FILE           run the program that is installed in ENV with FILE, then uninstall it
 
 Invariant: equal sources give equal bytes: times come from SOURCE_DATE_EPOCH
-(reproducible-builds.org), and owners and modes are fixed. It must not write outside of the folders
-that are named.
+(reproducible-builds.org), and owners and modes are fixed. It must not write outside of the given
+folders.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-# What a source archive has beside what setuptools puts in.
+# Parts of a source archive that setuptools doesn't add.
 PARTS: Final = (
     "CHANGELOG.md", "CONTRIBUTING.md", "Dockerfile", "LICENSE", "MANIFEST.in", "README.md",
     "pyproject.toml", "config", "contrib", "docs", "omni_proxy", "packages", "tests", "tools",
@@ -37,7 +37,7 @@ START_SECS: Final = 60
 
 
 def copy(folder: Path) -> None:
-    """Raises OSError."""
+    """Copy the files of a source archive. Raises OSError."""
     folder.mkdir(parents=True)
     for name in PARTS:
         source = ROOT / name
@@ -48,8 +48,10 @@ def copy(folder: Path) -> None:
 
 
 def normalize(archive: Path, at: int) -> None:
-    """Write the archive anew: members by name, of nobody, changed at `at` (Unix seconds). Raises
-    OSError, and tarfile.TarError for what is no archive."""
+    """Rewrite the archive: members sorted by name, without owner, changed at `at` (Unix seconds).
+
+    Raises OSError, and tarfile.TarError if it is not an archive.
+    """
     with tarfile.open(archive) as old:
         members = [
             (member, file.read() if (file := old.extractfile(member)) else b"")
@@ -68,7 +70,7 @@ def normalize(archive: Path, at: int) -> None:
 
 
 def sbom(interpreter: Path, wheel: Path, out: Path) -> Path:
-    """The list of components of an environment that only this wheel was installed into.
+    """Write the list of components of an environment in which only this wheel was installed.
 
     Raises CalledProcessError.
     """
@@ -81,7 +83,7 @@ def sbom(interpreter: Path, wheel: Path, out: Path) -> Path:
     listed["components"] = [
         each for each in listed["components"] if each["name"] not in NEVER_REMOVED
     ]
-    # A path of the machine that built it says nothing, and differs.
+    # Remove paths of the build machine, which differ between builds.
     for each in [listed["metadata"].get("component", {}), *listed["components"]]:
         each.pop("externalReferences", None)
     made.write_text(json.dumps(listed, indent=2, sort_keys=True) + "\n")
@@ -89,7 +91,7 @@ def sbom(interpreter: Path, wheel: Path, out: Path) -> Path:
 
 
 def try_program(env: Path, example: Path) -> None:
-    """Raises AssertionError or CalledProcessError for a program that is not as it should be."""
+    """Test the installed program; raises AssertionError or CalledProcessError."""
     program = env / "bin/omni-proxy"
     away: dict[str, Any] = {"cwd": env, "check": True, "env": {"HOME": str(env), "PATH": ""}}
     subprocess.run([program, "--version"], stdout=subprocess.DEVNULL, **away)
@@ -105,7 +107,7 @@ def try_program(env: Path, example: Path) -> None:
 
 
 def _serve(program: Path, env: Path) -> None:
-    """Start, ask, end by SIGTERM with status 0."""
+    """Start the proxy, send a request, end it with SIGTERM and check that its status is 0."""
     file = env / "try.toml"
     file.write_text('[server]\nport = 0\nstate_file = "off"\ndrain_timeout_secs = 1\n')
     with subprocess.Popen(

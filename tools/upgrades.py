@@ -1,9 +1,9 @@
-"""Upgrades in a row under load: what fails, what is cut, descriptors, memory, p99 with and without.
+"""Measures upgrades under load: failures, descriptors, memory, and p99 with and without upgrades.
 
 `python -m tools.upgrades [--upgrades N] [--clients N] [--processes N]`: starts a worker and the
 proxy on loopback. Half of the clients send small requests on kept connections, a quarter reads long
-streams, a quarter talks over WebSockets as long. Exit status 1 where a request failed, or a stream
-or a session was cut, else 0.
+streams, a quarter has WebSocket sessions of the same length. Exit status 1 if a request failed, or
+a stream or a session was cut, else 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ STREAMED: Final = b'{"messages": [], "stream": true}'
 
 @dataclass
 class Tally:
-    """What the clients have seen."""
+    """The clients' results."""
 
     millis: list[float] = field(default_factory=list)
     streams: int = 0
@@ -63,7 +63,7 @@ class WebSocket:
         await self._stream.send_all(self._protocol.send(event))
 
     async def receive(self) -> Event:
-        """The next event but pings. Raises EOFError."""
+        """The next event that is not a ping. Raises EOFError."""
         while True:
             for event in self._protocol.events():
                 if isinstance(event, Ping):
@@ -77,7 +77,7 @@ class WebSocket:
 
 
 async def echo(websocket: WebSocket) -> None:
-    """A worker's side of a session: each text comes back."""
+    """A worker's side of a session: sends each text back."""
     with suppress(EOFError, trio.BrokenResourceError):
         while True:
             event = await websocket.receive()
@@ -120,7 +120,7 @@ def request(body: bytes) -> bytes:
 
 
 async def read_until(stream: trio.SocketStream, end: bytes) -> bytes:
-    """Raises EOFError where it ends before."""
+    """Read until `end`; raises EOFError if the stream ends before it."""
     data = b""
     while end not in data:
         chunk = await stream.receive_some(65536)
@@ -178,7 +178,7 @@ async def talk_again_and_again(port: int, tally: Tally, stop: trio.Event) -> Non
 
 
 async def talk(websocket: WebSocket) -> None:
-    """A whole session. Raises EOFError, BrokenResourceError."""
+    """Run a complete session. Raises EOFError, BrokenResourceError."""
     await websocket.send(Request(host="x", target="/v1/audio/speech/stream"))
     await expect(websocket, AcceptConnection)
     for number in range(EVENTS):
@@ -190,7 +190,7 @@ async def talk(websocket: WebSocket) -> None:
 
 
 async def expect(websocket: WebSocket, kind: type[Event]) -> None:
-    """Raises EOFError where something else comes."""
+    """Receive an event of `kind`; raises EOFError for any other."""
     event = await websocket.receive()
     if not isinstance(event, kind):
         raise EOFError(f"{event} instead of {kind.__name__}")
@@ -207,7 +207,7 @@ def status(port: int) -> dict[str, object]:
 
 
 def resources(pid: int) -> tuple[int, int]:
-    """Descriptors, and MiB of resident memory."""
+    """The number of descriptors, and resident memory in MiB."""
     text = Path(f"/proc/{pid}/status").read_text()
     resident = re.search(r"VmRSS:\s+(\d+)", text)
     return len(os.listdir(f"/proc/{pid}/fd")), int(resident[1]) // 1024 if resident else 0
@@ -226,7 +226,7 @@ async def upgrade(port: int) -> None:
 
 
 async def measure(port: int, clients: int, upgrades: int, secs: float) -> Tally:
-    """Under load for the time of so many upgrades, or without any for `secs`."""
+    """Run the load during `upgrades` upgrades or, if there are none, for `secs`."""
     tally, stop = Tally(), trio.Event()
     async with trio.open_nursery() as nursery:
         for number in range(clients):

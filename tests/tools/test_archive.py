@@ -80,4 +80,4 @@ def test_another_python_is_informed_which_one_it_was_made_for(run, archive, tmp_
     Path(rewritten).replace(archive)
     reported = run("--version")
     assert reported.returncode == 1
-    assert "made for Python 3.99" in reported.stderr
+    assert "needs Python 3.99" in reported.stderr

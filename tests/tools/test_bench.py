@@ -113,10 +113,10 @@ def test_every_stream_ends_whole_with_all_its_events(workers: list[int]) -> None
     ("answer", "reason"),
     [
         (b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}", "the status is not 200"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "somebody else's answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "the answer to another request"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", "the connection ended too early"),
-        (b"HTTP/1.1 200 OK\r\n\r\n{}", "bytes that are no answer"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}{}", "bytes that are no answer"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "invalid bytes instead of an answer"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}{}", "invalid bytes instead of an answer"),
     ],
 )
 def test_a_wrong_answer_is_an_error_with_its_reason(answer: bytes, reason: str) -> None:
@@ -133,7 +133,7 @@ def test_a_wrong_answer_is_an_error_with_its_reason(answer: bytes, reason: str) 
         (b"0\r\n\r\n", "events are missing"),
         (b"e\r\ndata: [DONE]\n\n\r\n", "the connection ended too early"),
         (b'16\r\ndata: {"seq":1,"t":1\n\n\r\n', "an event that is not the next one"),
-        (b"zz\r\n", "bytes that are no answer"),
+        (b"zz\r\n", "invalid bytes instead of an answer"),
     ],
 )
 def test_a_stream_that_is_cut_or_out_of_order_is_an_error(chunks: bytes, reason: str) -> None:
@@ -175,7 +175,7 @@ def test_a_proxy_command_gets_its_port_and_each_worker_as_a_word(tmp_path: Path)
         *("router", "--port", "7", "--worker-urls"),
         *("http://127.0.0.1:8", "http://127.0.0.1:9"),
     ]
-    with pytest.raises(ValueError, match="nobody knows where it is"):
+    with pytest.raises(ValueError, match="to determine its address"):
         proxies.proxy("router --port 8000", "router")
 
 

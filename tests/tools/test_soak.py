@@ -48,7 +48,7 @@ def streamed(nonce, count=2, end=b"data: [DONE]\n\n"):
 
 def test_a_stream_is_judged_by_its_end_and_by_whose_it_is():
     assert _judged(streamed("a"), "a", streamed=True) == ""
-    assert _judged(streamed("b"), "a", streamed=True) == "somebody else's events"
+    assert _judged(streamed("b"), "a", streamed=True) == "events of another request"
     assert _judged(streamed("a", end=b""), "a", streamed=True).startswith("broken stream")
 
 

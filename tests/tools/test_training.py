@@ -55,13 +55,13 @@ def test_arguments_become_settings():
 @pytest.mark.parametrize(
     ("words", "reported"),
     [
-        (["--rounds", "0"], "'0' is no whole number from 1 to 10000"),
-        (["--rounds", "x"], "'x' is no whole number"),
-        (["--bucket-mb", "-1"], "'-1' is no number above 0"),
-        (["--timeout-secs", "soon"], "'soon' is no number above 0"),
+        (["--rounds", "0"], "'0' is not a whole number from 1 to 10000"),
+        (["--rounds", "x"], "'x' is not a whole number"),
+        (["--bucket-mb", "-1"], "'-1' is not a number above 0"),
+        (["--timeout-secs", "soon"], "'soon' is not a number above 0"),
         (["--endpoint", "127.0.0.1:30000"], "does not begin with http://"),
         (["--fault", "x"], "invalid choice"),
-        (["--sync", "disk", "--fault", "stop"], "--fault stop is of a group, and --sync disk has"),
+        (["--sync", "disk", "--fault", "stop"], "--fault stop needs a group, and --sync disk has"),
     ],
 )
 def test_words_that_mean_nothing_end_it_with_2(words, reported, capsys):
@@ -206,10 +206,10 @@ def answering(status, reported):
 def test_a_missing_admin_key_names_the_flag_and_the_variable():
     with answering(401, {"detail": "Admin API key required"}) as url:
         endpoint = Endpoint(url, 5.0)
-        with pytest.raises(ValueError, match="required; give it by --api-key KEY, or by SGLANG_"):
+        with pytest.raises(ValueError, match="required; set it with --api-key KEY or SGLANG_"):
             endpoint.ranks()
         why = endpoint.begin("/init_weights_update_group", {}).wait()
-        assert why.endswith("required; give it by --api-key KEY, or by SGLANG_OMNI_ADMIN_KEY")
+        assert why.endswith("required; set it with --api-key KEY or SGLANG_OMNI_ADMIN_KEY")
         endpoint.close()
 
 
@@ -227,9 +227,9 @@ def test_its_words_for_vllm_have_vllms_pauses_and_no_faults(capsys):
     assert understood([]).pause_mode == "retract"
     assert understood(["--sync", "vllm", "--pause-mode", "wait"]).pause_mode == "wait"
     for words, reported in (
-        (["--sync", "vllm", "--fault", "stop"], "--fault stop is of another --sync than vllm"),
-        (["--sync", "vllm", "--pause-mode", "in_place"], "is one of keep, wait, abort, none"),
-        (["--pause-mode", "keep"], "is one of retract, abort, in_place, none"),
+        (["--sync", "vllm", "--fault", "stop"], "--fault stop does not work with --sync vllm"),
+        (["--sync", "vllm", "--pause-mode", "in_place"], "must be one of keep, wait, abort, none"),
+        (["--pause-mode", "keep"], "must be one of retract, abort, in_place, none"),
     ):
         with pytest.raises(SystemExit):
             understood(words)

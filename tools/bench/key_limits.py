@@ -1,7 +1,7 @@
 """`python -m tools.bench.key_limits`: limits of [[keys]] under many clients and several processes.
 
-A minute of real requests through the real program, to a worker that only pretends and counts what
-it gets. Printed are the figures beside the limits; the exit status is 1 where one does not hold.
+Sends real requests through the real program for a minute, to a simulated worker that counts them.
+Prints the counts and the limits; the exit status is 1 if a limit does not hold.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LIMITS = {
     "flight": f"max_inflight = {IN_FLIGHT}",
     "tokens": f"tokens_per_minute = {TOKENS}",
 }
-PAUSE_SECS = 0.25  # of a client that was refused
+PAUSE_SECS = 0.25  # of a client after a refused request
 TOLERANCE = 0.02
 MAX_TOKENS = 50
 LEFT = (trio.BrokenResourceError, trio.ClosedResourceError)
@@ -40,7 +40,7 @@ LEFT = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 @dataclass(slots=True)
 class CountingWorker:
-    """Knows the caller by the model that it asks for: keys do not reach workers."""
+    """Counts requests by caller, which it takes from the model: keys don't reach workers."""
 
     url: str = ""
     begun: Counter[str] = field(default_factory=Counter)
@@ -144,7 +144,7 @@ async def main(clients: int, processes: int, secs: float) -> bool:
                 async with trio.open_nursery() as asking:
                     for number in range(clients):
                         asking.start_soon(_ask, url, list(LIMITS)[number % len(LIMITS)], until)
-                await trio.sleep(1)  # processes report what has ended four times a second
+                await trio.sleep(1)  # processes report ended requests four times a second
                 rows = {row["name"]: row for row in (await client.get("/keys")).json()["keys"]}
             process.send_signal(signal.SIGTERM)
             await process.wait()

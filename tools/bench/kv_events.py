@@ -1,9 +1,9 @@
-"""What routing by KV events costs: `python -m tools.bench.kv_events [--tokens N]`.
+"""The cost of routing by KV events: `python -m tools.bench.kv_events [--tokens N]`.
 
-Eight workers of a million cached tokens each, and prompts of token ids that one of them has: CPU of
-a decoded body and a pick with `source = "events"` beside `"inferred"`, the memory of a block, what
-the subscriber process spends on an event, and the longest turn that an event loop gets for one
-message of it. No figure is judged.
+Eight workers have a million cached tokens each; one of them has each prompt of token ids. Measures
+the CPU of decoding a body and picking a worker with `source = "events"` and `"inferred"`, the
+memory of a block, the subscriber process's CPU per event, and the longest turn of the event loop
+for one of its messages. There are no bounds.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def policy_of(source: str, index: BlockIndex) -> Policy:
 
 
 def picked(policy: Policy, workers: list[Worker], bodies: list[bytes]) -> float:
-    """Seconds of CPU for each."""
+    """CPU seconds per pick."""
     begun = process_time()
     for body in bodies:
         policy.pick(workers, Requirements(0, decoded=decode_body(body)))
@@ -135,7 +135,9 @@ def payload(chance: random.Random, number: int) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measures routing by KV events.")
-    parser.add_argument("--tokens", type=int, default=1024, metavar="N", help="of each prompt")
+    parser.add_argument(
+        "--tokens", type=int, default=1024, metavar="N", help="tokens of each prompt"
+    )
     report_picks(parser.parse_args().tokens)
     report_events()
 

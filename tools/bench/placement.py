@@ -1,9 +1,9 @@
-"""Where a policy sends real work: hit rate, time to first token, and the share of a slow worker.
+"""Compares policies on real work: hit rate, time to first token, and the share of a slow worker.
 
-`python -m tools.bench.placement`: real replicas behind the proxy, one run per policy over the same
-requests. Shared prefixes: several conversations' worth of long common beginnings, mixed. Uniform:
-nothing in common. Slow: stand-in workers, one of them ten times slower, for the shares alone.
-With --rounds the policies take turns, and the first token's p50 is told by that of least_request in
+`python -m tools.bench.placement`: real replicas behind the proxy, one run per policy with the same
+requests. shared: requests with several long common prefixes, mixed. uniform: no common prefixes.
+slow: simulated workers, one of them ten times slower; measures only the shares. With --rounds the
+policies run in turn, and the first token's p50 is reported as a ratio to that of least_request in
 the same round.
 """
 
@@ -51,7 +51,7 @@ model = "{model}"
 """
 READY_SECS = 60
 SHARED, UNIFORM, SLOW = KINDS = ("shared", "uniform", "slow")
-PROXY_PORT, WORKER_PORT = 44000, 34000  # looked for from here on, so that they never meet
+PROXY_PORT, WORKER_PORT = 44000, 34000  # the first ports to try; the ranges don't overlap
 SLOW_SECS = (0.2, 0.02, 0.02)
 BESIDE = "least_request"
 POLICIES = (
@@ -66,7 +66,7 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One answered request: times in seconds, tokens as the replica counted them."""
+    """One answered request: times in seconds, tokens as counted by the replica."""
 
     first_secs: float
     prompt_tokens: int
@@ -75,7 +75,7 @@ class Seen:
 
 
 def shared_prompts(chance: random.Random, families: int, each: int) -> list[str]:
-    """Long common beginnings, a short tail of its own for each request, well mixed."""
+    """Prompts with long common prefixes and a short unique tail, shuffled."""
     heads = [" ".join(chance.choices(WORDS, k=220)) for _ in range(families)]
     prompts = [
         f"{head}\nQuestion {n}: {chance.choice(WORDS)}?" for head in heads for n in range(each)
@@ -89,7 +89,7 @@ def uniform_prompts(chance: random.Random, count: int) -> list[str]:
 
 
 async def drive(base: str, model: str, prompts: Sequence[str], clients: int) -> list[Seen]:
-    """Closed loop: so many clients, each takes the next prompt when it has its answer."""
+    """A closed loop: each client takes the next prompt when it has its answer."""
     left, seen = list(reversed(prompts)), []
     async with httpx.AsyncClient(base_url=base, timeout=120, trust_env=False) as client:
 
@@ -142,7 +142,7 @@ def _port_block(count: int, first: int) -> int:
 
 @contextlib.contextmanager
 def proxy(policy: str, fallback: str, extra: str) -> Iterator[str]:
-    """The base URL of a proxy that runs; `extra` names its workers."""
+    """Start a proxy; yields its base URL. `extra` is the configuration of its workers."""
     port = _port_block(1, PROXY_PORT)
     with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
         file = Path(folder) / "proxy.toml"
@@ -166,7 +166,7 @@ async def ready(base: str, workers: int) -> None:
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[str]:
-    """Each policy over new replicas with empty caches, the same prompts in the same order."""
+    """Run each policy on new replicas with empty caches and the same prompts in the same order."""
     for kind in arguments.kinds:
         middles: dict[str, list[float]] = {}
         for number in range(arguments.rounds):
@@ -181,7 +181,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[str]:
 
 
 def _compared(kind: str, middles: dict[str, list[float]]) -> Iterator[str]:
-    """Median and range of what each took by `BESIDE`, round by round."""
+    """Median and range of each policy's ratios to `BESIDE` within a round."""
     beside = middles[BESIDE]
     for name, own in middles.items():
         ratios = [one / other for one, other in zip(own, beside, strict=True)]
@@ -223,7 +223,7 @@ def _figures(seen: Sequence[Seen]) -> str:
 
 
 async def slow_share(policy: str, requests: int) -> float:
-    """The share of the ten times slower worker of three, twelve clients in a closed loop."""
+    """The share of the slow worker of three, with twelve clients in a closed loop."""
     async with trio.open_nursery() as nursery:
         urls = [await nursery.start(stand_in, secs) for secs in SLOW_SECS]
         extra = "".join(f'[[workers]]\nurl = "{url}"\n' for url in urls)

@@ -1,7 +1,8 @@
-"""What a policy, a large fleet and metrics cost: the proxy beside itself.
+"""The cost of a policy, of a large fleet and of metrics, compared within the proxy.
 
-`python -m tools.bench.policies`: cache_aware by round_robin, 500 workers by 2, metrics on by off;
-CPU per small POST or streamed event, each pair taken within seconds of each other.
+`python -m tools.bench.policies`: CPU per small POST or streamed event of cache_aware by
+round_robin, of 500 workers by 2, of metrics on by off; the legs of a pair run within seconds of
+each other.
 """
 
 import argparse
@@ -21,7 +22,7 @@ UNARY, STREAM = "unary c=32", "stream 17k/s"
 
 
 def side(policy: str, workers: int, *, metrics: bool = True, rules: str = "") -> Side:
-    """The proxy with this policy over the first so many workers; `rules`: of cache_aware."""
+    """The proxy with this policy and the first `workers` workers; `rules` are for cache_aware."""
     counted = "" if metrics else ", metrics off"
     name = f"{policy}, {workers} workers{counted}" + (f", {rules}" if rules else "")
 
@@ -71,7 +72,7 @@ def measured_rounds(
 def rounds_of(
     pair: Pair, rounds: int, secs: float, ports: Sequence[int]
 ) -> tuple[list[float], list[str]]:
-    """CPU of the first side by that of the second, one for each round; and what went wrong."""
+    """CPU of the first side by that of the second, one for each round; and the errors."""
     rounds_of_legs = measured_rounds(pair, rounds, secs, ports)
     name, first, second = pair
     return report.ratios(rounds_of_legs, first.name, second.name), report.faults(
@@ -80,7 +81,7 @@ def rounds_of(
 
 
 def compared(pair: Pair, rounds: int, secs: float, ports: Sequence[int]) -> str:
-    """Best by best as well: whatever else the machine does can only add to a leg."""
+    """The ratios, and the ratio of the best legs: other programs can only add to a leg."""
     rounds_of_legs = measured_rounds(pair, rounds, secs, ports)
     name, first, second = pair
     found = report.spread(report.ratios(rounds_of_legs, first.name, second.name), 2)
@@ -93,8 +94,8 @@ def compared(pair: Pair, rounds: int, secs: float, ports: Sequence[int]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.policies", description=__doc__)
     parser.add_argument("--rounds", type=int, choices=range(1, 31), metavar="1..30", default=5)
-    parser.add_argument("--secs", type=float, default=3.0, help="measured per leg (3)")
-    parser.add_argument("--pair", choices=PAIRS, action="append", help="may be repeated; all")
+    parser.add_argument("--secs", type=float, default=3.0, help="duration of a leg (3)")
+    parser.add_argument("--pair", choices=PAIRS, action="append", help="may be repeated (all)")
     arguments = parser.parse_args()
     end_on_signals()
     pairs = [PAIRS[name] for name in arguments.pair or PAIRS]

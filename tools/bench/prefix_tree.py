@@ -1,9 +1,8 @@
-"""What the prefix tree costs: `python -m tools.bench.prefix_tree [--characters N]`.
+"""The cost of the prefix tree: `python -m tools.bench.prefix_tree [--characters N]`.
 
-The tree is filled with prompts as chat services see them (some system prompts, many tails of a
-few hundred characters), then its memory, a key with its match and the insert that follows, whole
-picks of the policy above it, and upkeep are measured; then its memory with long prompts. No figure
-is judged.
+Fills the tree with prompts like those of chat services (some system prompts, many tails of a few
+hundred characters). Measures its memory, a key with its match and insert, complete picks of the
+policy, and maintenance; then its memory with long prompts. There are no bounds.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ SEED = 11
 
 
 def words(chance: random.Random, chars: int) -> str:
-    """Text of a small vocabulary, so that tails branch as language does."""
+    """Text of a small vocabulary, so that tails branch like natural language."""
     text = ""
     while len(text) < chars:
         size = 2 + int(chance.expovariate(0.25))
@@ -54,7 +53,7 @@ def prompts(chance: random.Random) -> Iterator[bytes]:
 
 
 def filled(characters: int) -> PrefixTree[str]:
-    """With prompts whose tails have so many characters."""
+    """A tree with prompts whose tails have `characters` characters in total."""
     chance = random.Random(SEED)
     tree: PrefixTree[str] = PrefixTree(characters * 2)
     source = prompts(chance)
@@ -72,7 +71,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 def picks(tree: PrefixTree[str], texts: list[bytes]) -> list[float]:
-    """Seconds of a key, its match and the insert that follows it, per text."""
+    """Seconds per text for a key, its match and the insert after it."""
 
     def one(text: bytes) -> None:
         key = tree_key(text)
@@ -112,7 +111,7 @@ def fleet() -> list[Worker]:
 
 
 def need(text: str) -> Requirements:
-    """Of a chat request whose system prompt is the first half."""
+    """The requirements of a chat request whose system prompt is the first half of `text`."""
     half = len(text) // 2
     messages = [
         {"role": "system", "content": text[:half]}, {"role": "user", "content": text[half:]},
@@ -129,7 +128,7 @@ def report_policy(characters: int) -> None:
     held = 0
     while held < characters:
         text = next(source).decode()
-        held += len(text) - SYSTEM_CHARS  # nearly all of what is new in the tree
+        held += len(text) - SYSTEM_CHARS  # nearly all text that is new in the tree
         policy.record_pick(chance.choice(workers), need(text))
     known = words(chance, LONG_CHARS - 300)
     policy.record_pick(workers[0], need(known))
@@ -160,7 +159,7 @@ def slices(tree: PrefixTree[str], *, evict: bool) -> list[float]:
 
 
 def report_long_prompts() -> None:
-    """Unlike each other, as many as fit."""
+    """Fill the tree with long prompts that have no common prefixes."""
     chance = random.Random(SEED + 3)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]

@@ -1,8 +1,8 @@
-"""What a replica costs: start to healthy, first tokens, prompts cold and cached, parallel decode.
+"""Measures a replica: start until healthy, first tokens, cold and cached prompts, parallel decode.
 
-`python -m tools.bench.replica`, or `python -m tools.bench --replica`. Every figure is taken from
-outside, over HTTP, of `omni-proxy replica` at one thread; it ends what it started. Parallel decode
-is compared within a round, whose legs ran within seconds of each other.
+`python -m tools.bench.replica`, or `python -m tools.bench --replica`. Measures `omni-proxy replica`
+with one thread from outside, over HTTP, and ends it. Parallel decode is compared within a round,
+whose legs run within seconds of each other.
 """
 
 import argparse
@@ -28,35 +28,35 @@ NEW_TOKENS = 48
 AT_ONCE = (1, 8, 16)
 READY_SECS = 60
 BUDGET_SECS = 115
-# Ordinary words of the model's vocabulary; control tokens and bytes come first.
+# Ids of ordinary words; control tokens and bytes have lower ids.
 FIRST_ID, LAST_ID = 1000, 40_000
 
 
 class ReplicaBenchError(Exception):
-    """The replica did not start or gave an error; the text says what it said."""
+    """The replica did not start or returned an error; the message has its output."""
 
 
 class Replica:
-    """A running replica: what it answers, and when."""
+    """A client of a running replica that measures times."""
 
     def __init__(self, client: httpx.AsyncClient, pid: int) -> None:
         self._client = client
         self.pid = pid
 
     async def healthy_secs(self, started: float) -> float:
-        """Wait for GET /health to be 200; seconds since `started`."""
+        """Wait until GET /health is 200; return the seconds since `started`."""
         with trio.move_on_after(READY_SECS):
             while True:
                 try:
                     if (await self._client.get("/health")).status_code == 200:
                         return trio.current_time() - started
                 except httpx.TransportError:
-                    pass  # it does not listen yet
+                    pass  # not listening yet
                 await trio.sleep(0.01)
         raise ReplicaBenchError(f"it was not healthy within {READY_SECS} s")
 
     async def times(self, path: str, body: dict[str, Any]) -> list[float]:
-        """When each event of a stream came, the last one's end included."""
+        """The arrival time of each event of a stream, and of its end."""
         came: list[float] = []
         async with self._client.stream("POST", path, json=body | {"stream": True}) as answer:
             async for line in answer.aiter_lines():
@@ -71,7 +71,7 @@ class Replica:
         return (await self.times(path, body))[0] - started
 
     async def decode_per_sec(self, count: int, chance: random.Random) -> float:
-        """Tokens per second of `count` streams together, from the first token of any on."""
+        """Tokens per second of `count` concurrent streams, from the first token of any of them."""
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         came: list[list[float]] = []
 
@@ -92,7 +92,7 @@ def token_ids(count: int, chance: random.Random) -> list[int]:
 
 @asynccontextmanager
 async def replica(model: str) -> AsyncIterator[tuple[Replica, float]]:
-    """A replica, and how many seconds it took from its start to healthy."""
+    """Start a replica; yields it and the seconds until it was healthy."""
     with socket.create_server(("127.0.0.1", 0)) as trial:
         port = trial.getsockname()[1]
     argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port)]
@@ -117,7 +117,7 @@ Row = tuple[str, str, str]
 
 
 async def measured(rounds: int) -> list[Row]:
-    """Rows of what, figure, and what it should be."""
+    """Rows of name, result, and expected result."""
     chance = random.Random(0)
     rows: list[Row] = []
     for model, wanted in ((TINY, "under 4 s"), (SMOLLM2, "under 8 s")):

@@ -1,10 +1,10 @@
-"""What stickiness does to agents: session times while one of four replicas gets slow.
+"""The effect of sticky sessions on agents: session times while one of four replicas gets slow.
 
-`python -m tools.bench.sessions`: each way of placing sessions gets the same ones, on loopback. An
-agent sends a turn, waits for its answer, thinks (a tool runs), and sends the next with all that
-came before; its last turn is followed by `POST /finish_session` and its next session. The replicas
-are simulated (`simulated_engine`): the figures are of the routing, not of any engine. All
-placements run at the same time, each with a proxy and replicas of its own: they mostly wait.
+`python -m tools.bench.sessions`: every placement gets the same sessions, on loopback. An agent
+sends a turn, waits for the answer, pauses (a tool runs), and sends the next turn with all earlier
+ones; after the last turn it sends `POST /finish_session` and starts its next session. The replicas
+are simulated (`simulated_engine`): the results show the routing, not an engine. All placements run
+concurrently, each with its own proxy and replicas, which wait most of the time.
 """
 
 import argparse
@@ -34,9 +34,9 @@ SLOW_AFTER_SECS = 3.0
 FIRST_PROMPT = (600, 1200)  # tokens
 TURNS = (4, 10)
 ANSWER_TOKENS = (10, 30)
-TOOL_TOKENS = (100, 300)  # what a tool adds to the prompt of the next turn
+TOOL_TOKENS = (100, 300)  # that a tool adds to the prompt of the next turn
 THINK_SECS = 0.5  # mean of an exponential distribution
-START_SPREAD_SECS = 2.0  # agents start one after the other
+START_SPREAD_SECS = 2.0  # within which the agents start
 READY_SECS = 30.0
 MAX_LATENESS = 1.25
 
@@ -76,7 +76,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is measured: `routing` is the text of the table in the configuration."""
+    """The parameters of a run; `routing` is the configuration's table as text."""
 
     routing: str
     sessions: list[list[Turn]]
@@ -88,8 +88,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Of one placement. `slow_share`: of the turns that began after one replica had slowed down,
-    those that it got. `lateness`: how many times as long as simulated a step took."""
+    """The results of one placement.
+
+    `slow_share` is the slow replica's share of the turns that began after it had slowed down.
+    `lateness` is the real by the simulated duration of a step.
+    """
 
     session_secs: list[float]
     hit_rate: float
@@ -99,7 +102,7 @@ class Result:
 
 
 class BenchError(Exception):
-    """The proxy did not come up, or an answer was no 200."""
+    """The proxy did not start, or an answer was not 200."""
 
 
 def make_sessions(count: int, seed: int) -> list[list[Turn]]:
@@ -117,7 +120,7 @@ def _session(chance: random.Random) -> list[Turn]:
 
 
 class Agents:
-    """They share a pile of sessions; each takes the next one when it has finished its last."""
+    """The agents; each takes the next of the common sessions when it has finished its last one."""
 
     def __init__(self, port: int, run: Run) -> None:
         self._port = port
@@ -166,7 +169,7 @@ async def _post(stream: trio.SocketStream, path: str, body: str = "{}", session:
 
 
 async def _status(stream: trio.SocketStream) -> int:
-    """Of the next answer, which is read to its end."""
+    """Read the next answer to its end; return its status."""
     received = b""
     while b"\r\n\r\n" not in received:
         received += await _receive(stream)
@@ -186,7 +189,7 @@ async def _receive(stream: trio.SocketStream) -> bytes:
 
 
 def measure(run: Run) -> Result:
-    """Raises BenchError."""
+    """Run one placement. Raises BenchError."""
     try:
         return trio.run(_measure, run)
     except* BenchError as errors:
@@ -245,20 +248,20 @@ async def _drive(port: int, run: Run, engines: Sequence[SimulatedEngine]) -> Res
 
 
 async def _until_ready(client: httpx.AsyncClient, processes: int) -> None:
-    """All replicas are in rotation, and all processes accept. Raises BenchError."""
+    """Wait until all replicas are in rotation and all processes accept. Raises BenchError."""
     deadline = time.monotonic() + READY_SECS
     while time.monotonic() < deadline:
         try:
             fleet = (await client.get("/workers")).json()
             rows = (await client.get("/status")).json()["data_plane"]["processes"]
             serving = [row["state"] for row in rows].count("serving")
-            # One process alone is the main process, which has no row.
+            # A single process is the main process, which has no row.
             if fleet["routable_workers"] == REPLICAS and serving == (
                 processes if processes > 1 else 0
             ):
                 return
         except httpx.TransportError:
-            pass  # it starts up
+            pass  # still starting
         await trio.sleep(0.1)
     raise BenchError("the proxy did not get ready in time")
 
@@ -282,12 +285,14 @@ HEAD = (
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.sessions", description=__doc__)
     parser.add_argument("--agents", type=int, default=64)
-    parser.add_argument("--sessions", type=int, default=128, help="of all agents together (128)")
-    slowdown = "how many times slower one replica gets; 1 is not at all (5)"
+    parser.add_argument(
+        "--sessions", type=int, default=128, help="sessions of all agents together (128)"
+    )
+    slowdown = "factor by which one replica gets slower (5)"
     parser.add_argument("--slowdown", type=float, default=5.0, help=slowdown)
     parser.add_argument("--rounds", type=int, choices=range(1, 31), metavar="1..30", default=1)
-    parser.add_argument("--seed", type=int, default=0, help="of the first round (0)")
-    pace = "real seconds for each simulated one; more on a busy machine (1)"
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first round (0)")
+    pace = "real seconds per simulated second; use more on a busy machine (1)"
     parser.add_argument("--pace", type=float, default=1.0, help=pace)
     parser.add_argument("--processes", type=int, default=1, help="data-plane processes (1)")
     parser.add_argument(
@@ -316,7 +321,10 @@ def main() -> int:
         print(_row(name, results[name]))
     latest = max(each.lateness for reported in results.values() for each in reported)
     if latest > MAX_LATENESS:
-        print(f"worth nothing: a simulated step took {latest:.2f} times its time", file=sys.stderr)
+        print(
+            f"the results are not valid: a simulated step took {latest:.2f} times its duration",
+            file=sys.stderr,
+        )
         return 1
     return 0
 

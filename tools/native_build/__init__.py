@@ -1,1 +1,1 @@
-"""The native build: the hot modules as C. It needs Cython, and nothing of the program."""
+"""The native build: compiles the hot modules to C. Needs Cython; imports nothing of the program."""

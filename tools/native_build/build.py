@@ -1,13 +1,13 @@
-"""Builds the native form of the hot modules: the same .py files, with the .pxd files beside them.
+"""Builds the native form of the hot modules, from their .py files and the .pxd files beside them.
 
-tools/build-native calls it, with an interpreter that has Cython: `-m tools.native_build.build CACHE
-OUT`. Classes that a .pxd declares become C structs; functions that it declares are called as C.
-What no .pxd names stays Python's, compiled.
+tools/build-native runs `-m tools.native_build.build CACHE OUT` with an interpreter that has Cython.
+Classes that a .pxd declares become C structs, functions that it declares C functions; all other
+code is compiled as Python code.
 
-CACHE keeps what was made, by the hash of all that it was made of. OUT gets a folder that is
-complete before it has its name, and then, in one step, the manifest that names it (see
-omni_proxy.native): a program that starts meanwhile finds the set before or the set after, and one
-that has just started the files that it was told of.
+CACHE has the compiled modules, by the hash of all their inputs. Invariant: OUT gets a complete
+folder, and then, in one step, the manifest that names it (see omni_proxy.native). A program that
+starts during a build uses either the old or the new set; the old files are kept for programs that
+have just read the old manifest.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ from typing import NamedTuple
 from tools.native_build.constants import sources_of_constants, with_values
 
 ROOT = Path(__file__).parents[2]
-# A read of a field of None raises, an index is checked, and so is what a typed field is set to.
+# Checked at run time: fields of None, indexes, and the types of values assigned to typed fields.
 DIRECTIVES = {
     "language_level": "3",
     "nonecheck": True,
@@ -43,7 +43,7 @@ SUFFIX = EXTENSION_SUFFIXES[0]
 MANIFEST = "manifest.json"
 LOCK = ".lock"
 UNUSED_SECS = 14 * 24 * 3600.0
-# A .pyx in the place of the .py is what has no Python: such modules are few and small.
+# A module with a .pyx instead of a .py has no Python form: these are few and small.
 MODULES = (
     "omni_proxy.dataplane.loop.event_loop",
     "omni_proxy.dataplane.loop.task",
@@ -88,7 +88,7 @@ MODULES = (
     "omni_proxy.wire.scan.head_template",
     "omni_proxy.wire.scan.whole_chunks",
 )
-# A .pxd can't give types to the locals of a generator: here annotations do.
+# A .pxd can't declare types of a generator's locals: in these modules annotations do.
 ANNOTATED = frozenset(
     ("omni_proxy.dataplane.exchange.response_relay", "omni_proxy.routing.policies.least_request")
 )
@@ -100,7 +100,7 @@ _CLASS = re.compile(r"^cdef class (\w+)", re.MULTILINE)
 
 
 def without_slots(text: str, declared: set[str]) -> str:
-    """Of data classes that a .pxd declares: Cython refuses `slots=True`, which they have anyway."""
+    """Remove `slots=True` from declared data classes: Cython refuses it for cdef classes."""
 
     def plain(found: re.Match[str]) -> str:
         if found[3] not in declared:
@@ -117,7 +117,7 @@ def without_slots(text: str, declared: set[str]) -> str:
 
 
 class Source(NamedTuple):
-    """A file as it was read, once: what is compiled is what the manifest tells of."""
+    """A source file, read only once, so that the manifest describes what was compiled."""
 
     text: str
     size: int
@@ -126,7 +126,7 @@ class Source(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What each module is made with."""
+    """The inputs that all modules of a build share."""
 
     sources: Path
     cache: Path
@@ -134,8 +134,10 @@ class Job(NamedTuple):
 
 
 def read_sources(root: Path) -> dict[str, Source]:
-    """Of each module its .py, .pyx and .pxd, and what it has numbers of, by their paths from the
-    root."""
+    """Each module's .py, .pyx and .pxd, and the modules whose constants it uses.
+
+    The keys are paths relative to the root.
+    """
     paths = {source_of(root, name).with_suffix(".py") for name in MODULES}
     paths |= {found for path in list(paths) for found in sources_of_constants(path, root)}
     paths |= {source_of(root, name) for name in MODULES}
@@ -151,7 +153,7 @@ def read_sources(root: Path) -> dict[str, Source]:
 
 
 def write_sources(sources: dict[str, Source], folder: Path) -> None:
-    """As Cython reads them."""
+    """Write the sources in the form for Cython."""
     for name, source in sources.items():
         target = folder / name
         declared = sources.get(str(Path(name).with_suffix(".pxd")))
@@ -171,7 +173,7 @@ def source_of(root: Path, name: str) -> Path:
 
 
 def read_by(source: Path, root: Path) -> set[Path]:
-    """The source and the .pxd files that it reads, directly or not."""
+    """The source and the .pxd files that it reads, directly or indirectly."""
     found: set[Path] = set()
     left = [source, source.with_suffix(".pxd")]
     while left:
@@ -184,7 +186,7 @@ def read_by(source: Path, root: Path) -> set[Path]:
 
 
 def make_one(job: Job, name: str) -> Path | None:
-    """The compiled module, in the cache; None where the compiler has said why not."""
+    """The compiled module in the cache; None if compiling failed, which was reported."""
     from Cython import __version__  # type: ignore[import-not-found]
 
     source = source_of(job.sources, name)
@@ -207,7 +209,7 @@ def make_one(job: Job, name: str) -> Path | None:
 
 
 def translate(job: Job, source: Path, name: str, directives: dict[str, object], to: Path) -> bool:
-    """To C."""
+    """Translate a module to C."""
     from Cython.Compiler.Errors import CompileError  # type: ignore[import-not-found]
     from Cython.Compiler.Main import (  # type: ignore[import-not-found]
         CompilationOptions,
@@ -240,25 +242,25 @@ def _is_kept(path: Path) -> bool:
 
 
 def forget(cache: Path) -> None:
-    """What no build has used for long."""
+    """Delete modules that no build has used for UNUSED_SECS."""
     for path in cache.iterdir():
         if path.stat().st_mtime < time.time() - UNUSED_SECS:
             path.unlink(missing_ok=True)
 
 
 def compiler() -> tuple[str, ...]:
-    """Its version, which belongs to the key of what it makes, and how it is called."""
+    """The C compiler: its version, which is part of the cache key, and its command."""
     name = os.environ.get("CC", "cc")
     try:
         version = subprocess.run([name, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"tools/build-native: a C compiler is wanted, and there is none (CC): {error}")
+        sys.exit(f"tools/build-native: no C compiler was found (CC): {error}")
     more = os.environ.get("NATIVE_FLAGS", "").split()
     return version.stdout, name, *FLAGS, *more, f"-I{sysconfig.get_paths()['include']}"
 
 
 def publish(libraries: list[Path], sources: dict[str, Source], out: Path) -> None:
-    """Make the set the one that is used: a folder with a name of its own, then the manifest."""
+    """Publish the set of modules: a folder with a new name, then the manifest."""
     digest = sha256()
     for library in libraries:
         digest.update(library.read_bytes())
@@ -307,7 +309,7 @@ def main() -> int:
     cache.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     with open(out / LOCK, "w") as lock, tempfile.TemporaryDirectory() as scratch:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # two builds into one folder: one after the other
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one build at a time into one folder
         sources = read_sources(ROOT)
         write_sources(sources, Path(scratch))
         job = Job(Path(scratch), cache, compiler())

@@ -1,9 +1,10 @@
-"""Numbers and bytes in the place of the names of constants, in what the native build compiles.
+"""Replaces names of constants by their values in the sources of the native build.
 
-To Cython a global of a module is an object that is looked up and compared as one; a number is C's.
-Contract: only names in capitals that a module assigns once at its top, as `Final` or by unpacking a
-range, to what can be computed from numbers and bytes alone, and only where a function reads them. A
-member of an enumeration stays as it is. Nothing of the program is imported for it.
+For Cython, a module's global is an object that is looked up at run time, while a literal number is
+a C number. Contract: only names in capitals are replaced, which a module assigns once at its top
+level, as `Final` or by unpacking a range, to a value computed from numbers and bytes, and only
+where functions read them. Members of enumerations are not replaced. No module of the program is
+imported.
 """
 
 import ast
@@ -24,16 +25,18 @@ _OPERATIONS = {
     ast.LShift: operator.lshift,
     ast.FloorDiv: operator.floordiv,
 }
-_OF_PYTHON = frozenset(("select", "socket"))  # modules that are asked for their numbers
+_OF_PYTHON = frozenset(("select", "socket"))  # modules of Python whose constants are used
 
 
 class _Unknown(Exception):
-    """Not to be computed here."""
+    """The value can't be computed here."""
 
 
 def with_values(text: str, root: Path) -> str:
-    """The module `text` with the values of its constants where its functions read them. `root`: of
-    the modules that it imports."""
+    """The module `text` with its constants replaced in functions.
+
+    `root` is the folder of the modules that it imports.
+    """
     tree = ast.parse(text)
     known = constants_of(tree, root)
     lines = [line.encode() for line in text.splitlines(keepends=True)]
@@ -49,7 +52,7 @@ def with_values(text: str, root: Path) -> str:
 
 
 def sources_of_constants(path: Path, root: Path) -> set[Path]:
-    """The modules of the program that this one has values of, directly or not."""
+    """The program's modules whose constants this one uses, directly or indirectly."""
     found: set[Path] = set()
     left = [path]
     while left:
@@ -64,7 +67,7 @@ def sources_of_constants(path: Path, root: Path) -> set[Path]:
 
 
 def constants_of(tree: ast.Module, root: Path) -> dict[str, Value]:
-    """Those that the module defines or imports."""
+    """The constants that the module defines or imports."""
     known: dict[str, Value] = {}
     counts: Counter[str] = Counter()
     for statement in tree.body:
@@ -78,7 +81,7 @@ def constants_of(tree: ast.Module, root: Path) -> dict[str, Value]:
 def _assigned(
     statement: ast.stmt, known: dict[str, Value], root: Path
 ) -> Iterator[tuple[str, Value | None]]:
-    """The names that it gives a value to, with None where it can't be told."""
+    """The names that the statement assigns, with their values, or None if one is unknown."""
     if isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
         wanted = [alias for alias in statement.names if alias.name.isupper()]
         theirs = _imported(statement.module, root) if wanted else {}
@@ -112,7 +115,7 @@ def _source(module: str, root: Path) -> Path:
 def _unpacked(
     value: ast.expr | None, known: dict[str, Value], count: int
 ) -> list[int] | list[None]:
-    """Of `A, B = range(2)`."""
+    """The values of an assignment such as `A, B = range(2)`."""
     if (
         count > 1
         and isinstance(value, ast.Call)
@@ -149,7 +152,7 @@ def _value(value: ast.expr | None, known: dict[str, Value]) -> Value:
 
 
 def _reads(tree: ast.Module, known: dict[str, Value]) -> Iterator[ast.Name]:
-    """Where functions read constants."""
+    """The places where functions read constants."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.Module):
             for function in filter(_is_function, node.body):
@@ -165,7 +168,7 @@ def _reads_of(function: ast.stmt, known: dict[str, Value]) -> Iterator[ast.Name]
     nodes = [node for statement in function.body for node in ast.walk(statement)]
     own = {node.id for node in nodes if isinstance(node, ast.Name) and _binds(node)}
     own |= {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
-    # In Python 3.11 what stands in an f-string has no place of its own.
+    # In Python 3.11, nodes inside an f-string have no correct source position.
     formatted = {
         id(inner) for node in nodes if isinstance(node, ast.JoinedStr) for inner in ast.walk(node)
     }

@@ -1,1 +1,1 @@
-"""Pictures of the dashboard for the documentation."""
+"""Screenshots of the dashboard for the documentation."""

@@ -1,4 +1,4 @@
-"""`python -m tools.screenshots`: the pictures of docs/pictures, of a running dashboard."""
+"""`python -m tools.screenshots`: takes the screenshots in docs/pictures of a running dashboard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def main(path: str, secs: float) -> None:
                 await stage.accidents(secs)
                 for name, width, height, dark in SHOTS:
                     await page.resize(width, height, dark=dark)
-                    await trio.sleep(1.5)  # the next event of the feed draws for the new width
+                    await trio.sleep(1.5)  # until the next event of the feed, which redraws
                     (FOLDER / f"{name}.png").write_bytes(smaller(await page.picture()))
                     print(FOLDER / f"{name}.png")
                 nursery.cancel_scope.cancel()
@@ -39,7 +39,9 @@ async def main(path: str, secs: float) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.screenshots", description=__doc__)
-    parser.add_argument("--secs", type=float, default=840, help="of traffic before the pictures")
+    parser.add_argument(
+        "--secs", type=float, default=840, help="seconds of traffic before the screenshots"
+    )
     return parser.parse_args()
 
 
@@ -47,6 +49,6 @@ if __name__ == "__main__":
     asked = arguments()
     browser = find_chromium()
     if browser is None:
-        raise SystemExit("no Chromium here: apt-get install chromium")
+        raise SystemExit("Chromium is not installed: apt-get install chromium")
     FOLDER.mkdir(parents=True, exist_ok=True)
     trio.run(main, browser, asked.secs)

@@ -1,8 +1,8 @@
-"""A headless Chromium, driven over the DevTools protocol through two pipes.
+"""A headless Chromium, controlled over the DevTools protocol through two pipes.
 
-Contract: a page is a tab in a profile of its own; input goes through the browser as a person's
-does, so what is covered, disabled or out of reach can't be clicked. What the page logs, throws or
-asks of the network is kept.
+Contract: a page is a tab with its own profile. Input goes through the browser as a user's does, so
+an element that is covered, disabled or out of reach can't be clicked. The page's log messages,
+errors and network requests are recorded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FLAGS = (
     "--disable-extensions", "--disable-sync", "--hide-scrollbars", "--no-proxy-server",
 )  # fmt: skip
 # Keys of the protocol's text-free events: name, code.
-_IDS = count(1)  # of messages: a browser may still answer one of its last tab
+_IDS = count(1)  # of messages; unique, because a browser may answer late for a closed tab
 KEYS = {"Enter": 13, "Escape": 27, "Tab": 9, " ": 32}
 
 
@@ -41,8 +41,8 @@ class Page:
     """One tab. Every method that waits raises TimeoutError with what it waited for."""
 
     def __init__(self, to: trio.lowlevel.FdStream, out: trio.lowlevel.FdStream) -> None:
-        self.complaints: list[str] = []  # of the console, uncaught errors and refused content
-        self.asked: list[str] = []  # every URL that the page wanted
+        self.complaints: list[str] = []  # console messages, uncaught errors and refused content
+        self.asked: list[str] = []  # every URL that the page requested
         self._to = to
         self._out = out
         self._session = ""
@@ -71,12 +71,12 @@ class Page:
             await self.call(f"{domain}.enable")
 
     async def close(self) -> None:
-        """Its profile ends with it."""
+        """Close the tab and delete its profile."""
         self._session = ""
         await self.call("Target.disposeBrowserContext", browserContextId=self._context)
 
     async def call(self, method: str, **params: object) -> dict[str, Any]:
-        """Raises RuntimeError with the browser's words."""
+        """Call a method of the protocol; raises RuntimeError with the browser's message."""
         message_id = next(_IDS)
         message: dict[str, object] = {"id": message_id, "method": method, "params": params}
         if self._session:
@@ -96,7 +96,7 @@ class Page:
         await self.until("document.readyState === 'complete'")
 
     async def tell(self, expression: str) -> Any:
-        """The value of an expression, awaited. Raises RuntimeError where it throws."""
+        """The value of an expression, awaited. Raises RuntimeError if it throws."""
         reported = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
         )
@@ -105,21 +105,21 @@ class Page:
         return reported["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """Ask again until it is true."""
+        """Evaluate the expression repeatedly until it is true."""
         with _patience(expression):
             while not (value := await self.tell(expression)):  # noqa: ASYNC110  only by asking
                 await trio.sleep(0.03)
         return value
 
     async def text(self, selector: str = "body") -> str:
-        """What a person can read there."""
+        """The element's visible text."""
         reported = await self.tell(
             f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"
         )
         return str(reported)
 
     async def click(self, selector: str) -> None:
-        """Scroll there and press, once nothing else lies over it."""
+        """Scroll to the element and click it as soon as nothing covers it."""
         x, y = await self.until(_REACHABLE % json.dumps(selector))
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             await self.call(
@@ -130,7 +130,7 @@ class Page:
         await self.call("Input.insertText", text=text)
 
     async def press(self, key: str) -> None:
-        """A key of KEYS, or a character."""
+        """Press a key of KEYS, or a character."""
         text = "\r" if key == "Enter" else key if key not in KEYS else ""
         for kind in ("keyDown", "keyUp"):
             await self.call(
@@ -140,7 +140,7 @@ class Page:
             )  # fmt: skip
 
     async def resize(self, width: int, height: int, *, dark: bool = False) -> None:
-        """In CSS pixels; a phone is a narrow one with fingers."""
+        """Set the size in CSS pixels; a narrow page also emulates touch."""
         phone = width < 600
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height,
@@ -151,14 +151,14 @@ class Page:
         await self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     async def picture(self) -> bytes:
-        """PNG of what is seen now."""
+        """A PNG of the current view."""
         reported = await self.call("Page.captureScreenshot", format="png")
         return base64.b64decode(reported["data"])
 
     def _take(self, message: dict[str, Any]) -> None:
         params = message.get("params", {})
         if "method" in message and message.get("sessionId") != self._session:
-            return  # of the browser, or of a tab before this one
+            return  # an event of the browser, or of an earlier tab
         match message.get("method"):
             case None:
                 self._answers[message["id"]] = message
@@ -195,7 +195,7 @@ def _patience(what: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def chromium(path: str, *more_flags: str) -> AsyncIterator[Page]:
-    """One page in a browser of its own."""
+    """One page in its own browser."""
     browser = await trio.to_thread.run_sync(Browser, path, *more_flags)
     try:
         async with browser.tab() as page:
@@ -206,21 +206,23 @@ async def chromium(path: str, *more_flags: str) -> AsyncIterator[Page]:
 
 
 class Browser:
-    """A process with a fresh profile in a folder of its own; both are gone after `close`. Its tabs
-    may be opened under one event loop after another, one at a time. It blocks while it starts and
-    closes."""
+    """A browser process with a new profile in its own folder; `close` removes both.
+
+    One tab may be open at a time; different event loops may open tabs one after another. Start and
+    `close` block.
+    """
 
     def __init__(self, path: str, *more_flags: str) -> None:
         to_read, self._to = os.pipe()
         self._out, from_write = os.pipe()
-        # It reads descriptor 3 and writes 4: above both, so that neither is overwritten early.
+        # The browser reads descriptor 3 and writes 4: use others, so that none is overwritten.
         theirs = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_read, from_write)]
         for end in (to_read, from_write):
             os.close(end)
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         flags = [*FLAGS, *more_flags, f"--user-data-dir={self._profile.name}"]
         if os.geteuid() == 0:
-            flags.append("--no-sandbox")  # it refuses to start as root with one
+            flags.append("--no-sandbox")  # it refuses to start as root with a sandbox
         shell = f'exec "$0" "$@" 3<&{theirs[0]} 4>&{theirs[1]}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, path, *flags],

@@ -1,7 +1,7 @@
-"""Smaller PNGs: areas of one colour pack better as they are than as differences of lines.
+"""Makes PNGs smaller: areas of one colour compress better without filters.
 
-Contract: the same pixels. It reads what the browser writes: 8 bits of RGB, not interlaced.
-Source: the PNG specification, 9.2 (filter types).
+Contract: the pixels are unchanged. Only the browser's format is supported: RGB with 8 bits, not
+interlaced. Source: the PNG specification, 9.2 (filter types).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PIXEL_BYTES = 3
 
 
 def smaller(png: bytes) -> bytes:
-    """Raises ValueError for a picture of another kind."""
+    """The same picture in a smaller file; raises ValueError for other formats."""
     header, packed = b"", b""
     for kind, body in _chunks(png):
         header = body if kind == b"IHDR" else header
@@ -41,7 +41,7 @@ def _chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def _lines(raw: bytes, width: int) -> Iterator[bytes]:
-    """The pixels of each line, its filter undone."""
+    """The pixels of each line, with its filter undone."""
     size = width * PIXEL_BYTES
     above = bytearray(size)
     for at in range(0, len(raw), size + 1):

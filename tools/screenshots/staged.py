@@ -1,6 +1,6 @@
 """A fleet with typical incidents, for screenshots: the real proxy over simulated workers.
 
-One worker is slow, one dies on the way, one is being drained, and the last edit of the file is
+One worker is slow, one dies during the run, one is being drained, and the last edit of the file is
 refused.
 """
 
@@ -32,7 +32,7 @@ LEFT = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 @dataclass(slots=True)
 class Pretender:
-    """A worker that takes `first_secs` to its first chunk, more or less."""
+    """A simulated worker, whose first chunk takes about `first_secs`."""
 
     first_secs: float
     version: str = "step-40"
@@ -80,7 +80,7 @@ class Pretender:
             await stream.send_all(_chunk(b'data: {"choices": []}\n\n'))
             await trio.sleep(0.05)
             if random.random() < 0.0002:
-                await stream.aclose()  # as a worker that breaks
+                await stream.aclose()  # like a worker that crashes
                 return
         await stream.send_all(_chunk(b"data: %b\n\n" % json.dumps(_usage(tokens)).encode()))
         await stream.send_all(_chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
@@ -99,7 +99,7 @@ def _chunk(data: bytes) -> bytes:
 
 @dataclass(slots=True)
 class Stage:
-    """The running proxy at `url`, and what happens to it."""
+    """The running proxy at `url`, its traffic and its incidents."""
 
     url: str
     file: Path
@@ -107,13 +107,13 @@ class Stage:
     client: httpx.AsyncClient
 
     async def traffic(self) -> None:
-        """Until it is cancelled."""
+        """Send requests until cancelled."""
         async with trio.open_nursery() as nursery:
             for number in range(CLIENTS):
                 nursery.start_soon(self._ask, number)
 
     async def accidents(self, secs: float) -> None:
-        """What happens to it in about `secs` seconds."""
+        """Cause the incidents, within about `secs` seconds."""
         for number in (41, 42):
             await trio.sleep(secs * 0.3)
             await self._update(f"step-{number}")
@@ -146,7 +146,7 @@ class Stage:
                     patience = random.random()
                     async for _ in answer.aiter_bytes():
                         if random.random() < 0.001 * patience:
-                            break  # a person who has read enough
+                            break  # a user who stops reading
             except httpx.HTTPError:
                 await trio.sleep(0.5)
             await trio.sleep(random.expovariate(1.5))
@@ -154,7 +154,7 @@ class Stage:
 
 @asynccontextmanager
 async def staged(folder: Path) -> AsyncIterator[Stage]:
-    """The proxy listens on a free port, its files lie in `folder`."""
+    """Start the fleet; the proxy listens on a free port, with its files in `folder`."""
     pretenders = [Pretender(secs) for secs in (0.11, 0.7, 0.1, 0.12)]
     async with trio.open_nursery() as nursery:
         for pretender in pretenders:
@@ -172,7 +172,7 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
                 yield Stage(url, file, pretenders, client)
         finally:
             process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)  # no request is waited for
+            process.send_signal(signal.SIGTERM)  # the second one: don't wait for requests
             nursery.cancel_scope.deadline = trio.current_time() + 10
             with trio.CancelScope(shield=True), trio.move_on_after(10):
                 await process.wait()

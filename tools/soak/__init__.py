@@ -1,1 +1,1 @@
-"""A long run of the proxy under hostile clients and faults: `python -m tools.soak`."""
+"""A long run of the proxy with hostile clients and faults: `python -m tools.soak`."""

@@ -1,7 +1,7 @@
-"""python -m tools.soak: honest clients beside enemies, reloads, kills and weight updates.
+"""python -m tools.soak: honest clients during attacks, reloads, kills and weight updates.
 
-It starts the real program with four honest and seven hostile workers. 32 honest clients ask all the
-time; hostile clients attack in the middle part. Exit status 0 where all bounds held, else 1.
+Starts the real program with four honest and seven hostile workers. 32 honest clients send requests
+all the time; hostile clients attack in the middle part. Exit status 0 if all bounds held, else 1.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from tools.soak.fleet import Fleet, Usage, fleet_of
 from tools.soak.operator import Operator, call
 
 CLIENTS: Final = 32
-SHARE_CALM: Final = 0.1  # of the time, before and after the siege each
+SHARE_CALM: Final = 0.1  # of the time, both before and after the attack
 READY_SECS: Final = 30.0
 STALLED: Final = "event_loop_stalled"
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.soak", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=30.0, help="in all (30)")
-    parser.add_argument("--processes", type=int, default=1, help="of the proxy (1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the lines, for machines")
+    parser.add_argument("--minutes", type=float, default=30.0, help="total duration (30)")
+    parser.add_argument("--processes", type=int, default=1, help="processes of the proxy (1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     arguments = parser.parse_args()
     if not 0.5 <= arguments.minutes <= 600:
         parser.error("--minutes: 0.5 to 600")
@@ -39,7 +39,7 @@ def _arguments() -> argparse.Namespace:
 
 
 class Sampler:
-    """The proxy's memory and descriptors, each second."""
+    """Samples the proxy's memory and descriptors once a second."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet

@@ -1,7 +1,7 @@
-"""The honest clients: each asks, reads its answer whole, checks that it is its own, and pauses.
+"""The honest clients: each sends a request, reads and checks the complete answer, and pauses.
 
-A request may end otherwise only where its worker was killed while its stream was running: a stream
-can't be moved to another worker once it has begun. Everything else is a failure of the proxy.
+A request may fail only if its worker was killed while its stream was running: a stream can't be
+moved to another worker once it has begun. Any other failure is the proxy's.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from tools.soak.wire import Broken, Message, Reader, asked
 
 PAUSE_SECS: Final = 0.25  # between two requests of a client
 PATIENCE_SECS: Final = 30.0
-KILL_SECS: Final = 3.0  # so long after a kill a broken stream may be its doing
+KILL_SECS: Final = 3.0  # for how long after a kill it may be the cause of a broken stream
 SHOWN_FAILURES: Final = 20
 
 
 @dataclass(slots=True)
 class Ledger:
-    """What came of all honest requests, and when workers were killed or updated."""
+    """The results of all honest requests, and when workers were killed or updated."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
-    times: dict[str, list[float]] = field(default_factory=dict)  # by phase, seconds to the end
+    times: dict[str, list[float]] = field(default_factory=dict)  # seconds to the end, by phase
     kills: list[float] = field(default_factory=list)
-    updating: int = 0  # operations that hold requests, right now
+    updating: int = 0  # operations that hold requests now
     phase: str = "calm"
 
     def fail(self, why: str) -> None:
@@ -47,7 +47,7 @@ class Ledger:
 
 
 class Client:
-    """One connection after another; `number` decides whether it streams."""
+    """Sends requests, over one connection after another; `number` decides whether it streams."""
 
     def __init__(self, number: int, port: int, ledger: Ledger) -> None:
         self._number = number
@@ -84,7 +84,7 @@ class Client:
             await self._close()
 
     async def _ask(self, streamed: bool) -> str:
-        """Why the answer is not what it should be, "" where it is."""
+        """Send a request; return why its answer is wrong, "" if it is right."""
         self._sent += 1
         nonce = f"{self._number}-{self._sent}"
         content = f"Client {self._number} says hello for the {self._sent}th time."
@@ -123,9 +123,9 @@ def _judged(answer: Message, nonce: str, streamed: bool) -> str:
         return f"status {answer.status}: {answer.body[:300].decode('utf-8', 'replace')}"
     if not streamed:
         same = json.loads(answer.body)["nonce"] == nonce
-        return "" if same else "somebody else's answer"
+        return "" if same else "the answer to another request"
     events = answer.body.split(b"\n\n")
     if events[-2:] != [b"data: [DONE]", b""]:
         return f"broken stream: it ends with {answer.body[-200:]!r}"
     reported = [json.loads(event.removeprefix(b"data: ")) for event in events[:-2]]
-    return "" if {each["nonce"] for each in reported} == {nonce} else "somebody else's events"
+    return "" if {each["nonce"] for each in reported} == {nonce} else "events of another request"

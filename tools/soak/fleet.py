@@ -1,6 +1,6 @@
-"""The processes of a soak: the proxy, honest workers and hostile ones, and what the proxy uses.
+"""The processes of a soak (proxy, honest and hostile workers), and the proxy's resource usage.
 
-Invariant: whatever was started here is ended here, by its process id, however the soak ends.
+Invariant: all processes that are started here are ended here, by id, however the soak ends.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def free_port() -> int:
 
 @dataclass(slots=True)
 class Usage:
-    """Of the proxy and all processes that it has started."""
+    """Resources of the proxy and all processes that it has started."""
 
     rss_bytes: int
     descriptors: int
@@ -64,7 +64,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Fleet:
-    """`honest` are worker processes by their port."""
+    """The running processes; `honest` are worker processes by port."""
 
     folder: Path
     processes: int
@@ -83,7 +83,7 @@ class Fleet:
         return self.folder / "proxy.log"
 
     def configure(self) -> None:
-        """Another configuration each time, written as an editor does it: beside, and renamed."""
+        """Write a different configuration each time, as editors do: a new file, then a rename."""
         policy = ("cache_aware", "least_request")[self.generation % 2]
         text = CONFIG.format(port=self.port, processes=self.processes, policy=policy)
         text += "".join(ENTRY.format(port=port, model="honest") for port in self.honest)
@@ -120,7 +120,7 @@ class Fleet:
         return Usage(sum(map(_rss, pids)), sum(map(_descriptors, pids)))
 
     async def end(self) -> int | None:
-        """The proxy first, with SIGTERM; its exit status, None where it had to be killed."""
+        """End the proxy with SIGTERM, then the rest; return its exit status, None if killed."""
         status = None
         if self.proxy is not None:
             self.proxy.send_signal(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""The hostile clients: each does over and over what a broken or hostile client may do.
+"""The hostile clients: each repeats one thing that a broken or hostile client may do.
 
-What they get is of no interest, with one exception: a request that must be refused counts as a
-breach where it is not. Each is bounded: one thing at a time, with a pause after it.
+Their answers are ignored, with one exception: if a request that must be refused is not, it counts
+as a breach. The load is bounded: each client does one thing at a time, with a pause after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REFUSED: Final = (400, 401, 403, 404, 405, 409, 415, 421)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`host` is the proxy's address where it is empty."""
+    """A request; an empty `host` means the proxy's address."""
 
     method: str
     target: str
@@ -35,7 +35,7 @@ class Request:
 
 
 class Attack:
-    """Where the proxy listens, and what it should have refused and did not."""
+    """The proxy's port, and the requests that it should have refused but did not."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -48,13 +48,13 @@ class Attack:
                 with trio.move_on_after(PATIENCE_SECS):
                     await act(self)
             except* (Broken, OSError, trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # the proxy may cut it off: that is its right
+                pass  # the proxy may close the connection
             self.rounds += 1
             with trio.move_on_after(PAUSE_SECS):
                 await stop.wait()
 
     async def status(self, request: Request) -> int:
-        """Of one request on a connection of its own; 0 where it was cut off."""
+        """The status of one request on its own connection; 0 if the connection was cut."""
         host = request.host or f"127.0.0.1:{self.port}"
         sent = asked(request.method, request.target, host, request.body, request.fields)
         stream = await trio.open_tcp_stream("127.0.0.1", self.port)
@@ -99,7 +99,7 @@ async def own_address(attack: Attack) -> None:
 
 
 async def many_objects(attack: Attack) -> None:
-    """Bodies that cost 24 times their bytes once decoded, to workers of which some never answer."""
+    """Bodies that take 24 times their size when decoded, for workers of which some never answer."""
     body = b'{"model": "hostile", "messages": [' + b"{}," * (MIB // 3) + b"{}]}"
     async with trio.open_nursery() as nursery:
         for _ in range(4):
@@ -107,7 +107,7 @@ async def many_objects(attack: Attack) -> None:
 
 
 async def large_body(attack: Attack) -> None:
-    """Routing learns what it must know from its end."""
+    """A body whose model, which routing needs, comes at its end."""
     body = b'{"prompt": "' + b"x" * (16 * MIB) + b'", "model": "hostile"}'
     await attack.status(Request("POST", "/v1/completions", body))
 
@@ -151,7 +151,7 @@ async def slow_reader(attack: Attack) -> None:
 
 
 async def leaves(attack: Attack) -> None:
-    """In the middle of its upload, and in the middle of its answer."""
+    """Disconnects in the middle of an upload, and in the middle of an answer."""
     stream = await trio.open_tcp_stream("127.0.0.1", attack.port)
     async with stream:
         await stream.send_all(asked("POST", CHAT, "127.0.0.1", b"x" * 5000)[:2000])
@@ -173,7 +173,7 @@ async def garbage(attack: Attack) -> None:
 
 
 async def unique_fields(attack: Attack) -> None:
-    """A field of another name in each request: nothing may be kept for each of them."""
+    """A header field with a new name in each request: the proxy must not store each of them."""
     stream = await trio.open_tcp_stream("127.0.0.1", attack.port)
     async with stream:
         reader = Reader(stream)
@@ -190,7 +190,7 @@ ACTS: Final[tuple[Act, ...]] = (
 
 
 async def attack_for(port: int, secs: float) -> Attack:
-    """All of them at once, each over and over."""
+    """Run all attacks concurrently, each repeatedly."""
     attack, stop = Attack(port), trio.Event()
     async with trio.open_nursery() as nursery:
         for act in ACTS:
@@ -201,7 +201,7 @@ async def attack_for(port: int, secs: float) -> Attack:
 
 
 def main() -> None:
-    """In a process of its own, so that honest clients are not measured beside large bodies."""
+    """Run in a separate process, so that large bodies don't delay the honest clients."""
     port, secs = int(sys.argv[1]), float(sys.argv[2])
     attack = trio.run(attack_for, port, secs)
     print(json.dumps({"rounds": attack.rounds, "breaches": attack.breaches}))

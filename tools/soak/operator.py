@@ -1,7 +1,7 @@
 """The operator of a soak: reloads, kills and restarts of workers, weight updates, pauses.
 
-Invariant: one of them at a time touches the honest workers, so that at each moment most of them can
-take requests, and a request that fails had a worker.
+Invariant: only one of these at a time affects the honest workers, so most of them can always accept
+requests, and a request never fails for lack of a worker.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CALL_SECS: Final = 60.0
 async def call(
     port: int, method: str, target: str, body: dict[str, object] | None = None
 ) -> tuple[int, dict[str, object]]:
-    """Status and JSON body of one control request."""
+    """Send a control request; return the status and the JSON body of its answer."""
     raw = json.dumps(body).encode() if body is not None else b""
     with trio.fail_after(CALL_SECS):
         async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
@@ -38,7 +38,7 @@ async def call(
 
 
 class Operator:
-    """`done` counts what it did; `troubles` says what did not work as it must."""
+    """Runs the operations; `done` counts them, `troubles` has those that failed."""
 
     def __init__(self, fleet: Fleet, ledger: Ledger) -> None:
         self._fleet = fleet
@@ -57,10 +57,10 @@ class Operator:
             turn += 1
             with trio.move_on_after(STEP_SECS):
                 await stop.wait()
-        await self._update()  # who was restarted gets the weights of the others
+        await self._update()  # restarted workers get the weights of the others
 
     async def until_whole(self) -> None:
-        """All honest workers take requests."""
+        """Wait until all honest workers accept requests."""
         with trio.fail_after(CALL_SECS):
             while True:
                 if await self._routable() == len(self._fleet.honest):

@@ -1,4 +1,4 @@
-"""The verdict of a soak: what was measured beside what it may be."""
+"""The result of a soak: each measured value with its bound."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Final
 
 MIB: Final = 1024 * 1024
-P99_SECS: Final = 1.0  # of a request that no update held, under siege
-RSS_GROWTH: Final = 1.25  # of the start, or so much more:
+P99_SECS: Final = 1.0  # of requests that no update held, during the attack
+RSS_GROWTH: Final = 1.25  # the end may have this factor of the start, or this much more:
 RSS_SLACK_BYTES: Final = 32 * MIB
 DESCRIPTOR_SLACK: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that must hold. `bound` is in words, "" for what is only told."""
+    """One result; `bound` is its bound as text, "" for a value without one."""
 
     what: str
     found: str
@@ -23,7 +23,7 @@ class Line:
 
 
 def percentile(values: list[float], share: float) -> float:
-    """By nearest rank; 0 of nothing."""
+    """The percentile by nearest rank; 0 if there are no values."""
     ranked = sorted(values)
     return ranked[min(len(ranked) - 1, int(len(ranked) * share))] if ranked else 0.0
 

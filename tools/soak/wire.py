@@ -1,6 +1,6 @@
-"""The least of HTTP/1.1 that the soak's clients and workers need, on trio streams.
+"""A minimal HTTP/1.1 implementation on trio streams, for the soak's clients and workers.
 
-It must not judge what it reads as strictly as a proxy has to: its peers are the proxy, and us.
+It is less strict than a proxy has to be: its only peers are the proxy and the soak itself.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ PIECE_BYTES = 65536
 
 
 class Broken(Exception):
-    """The peer ended an answer, or the connection, before its end."""
+    """An answer or the connection ended too early."""
 
 
 @dataclass(slots=True)
 class Message:
-    """A request or an answer: its first line, fields in lower case, and its body."""
+    """A request or an answer: first line, fields with names in lower case, and body."""
 
     line: str
     fields: dict[str, str]
@@ -32,13 +32,13 @@ class Message:
 
 @dataclass(slots=True)
 class Reader:
-    """Reads one message after the other from a stream."""
+    """Reads messages from a stream, one after another."""
 
     stream: trio.SocketStream
     rest: bytes = field(default=b"")
 
     async def message(self, *, answer: bool) -> Message | None:
-        """The next one; None where the peer closed before its first byte. Raises Broken."""
+        """The next message; None if the stream ended before its first byte. Raises Broken."""
         head = await self._until(b"\r\n\r\n")
         if head is None:
             return None
@@ -92,7 +92,7 @@ class Reader:
 def counted(
     body: bytes, status: str = "200 OK", kind: str = "application/json", more: str = ""
 ) -> bytes:
-    """A whole answer with a content-length; `more` are further lines, each with its line end."""
+    """A complete answer with a content-length; `more` has further header lines with line ends."""
     head = f"HTTP/1.1 {status}\r\ncontent-type: {kind}\r\n{more}content-length: {len(body)}\r\n\r\n"
     return head.encode("latin-1") + body
 
@@ -104,7 +104,7 @@ def chunk(piece: bytes) -> bytes:
 def asked(
     method: str, target: str, host: str, body: bytes = b"", fields: dict[str, str] | None = None
 ) -> bytes:
-    """A whole request."""
+    """A complete request."""
     lines = {"host": host, **(fields or {})}
     if body or method != "GET":
         lines.setdefault("content-type", "application/json")

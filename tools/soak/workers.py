@@ -1,8 +1,8 @@
-"""The soak's workers, each in a process of its own, so that a kill is a real one.
+"""The soak's workers, each in its own process, which can be killed.
 
-`honest` answers chats, whole and streamed, and takes updates of its weights. Each other kind does
-one thing that a broken or hostile worker may do. They are known to the proxy under the model
-`hostile`, so that an honest request is never meant for one.
+`honest` answers chats, streamed or not, and accepts weight updates. Each other kind does one thing
+that a broken or hostile worker may do; these serve the model `hostile`, so that the proxy never
+sends them an honest request.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import trio
 from tools.soak.wire import Broken, Message, Reader, chunk, counted
 
 EVENTS: Final = 12  # of a streamed answer
-EVENT_SECS: Final = 0.03  # between two of them
-ANSWER_SECS: Final = 0.02  # to a whole answer
-LARGE_LIST: Final = 300_000  # entries of an endless list
+EVENT_SECS: Final = 0.03  # between two events
+ANSWER_SECS: Final = 0.02  # until an answer that is not streamed
+LARGE_LIST: Final = 300_000  # entries of an oversized list
 SSE_HEAD: Final = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 )
@@ -27,7 +27,7 @@ Answer = Callable[["Worker", trio.SocketStream, Message], Awaitable[bool]]
 
 
 class Worker:
-    """`kind` says how model requests and the routes that clients may ask for are answered."""
+    """One worker; `kind` determines how model requests and list routes are answered."""
 
     def __init__(self, name: str, kind: str) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class Worker:
             return
 
     async def _answer(self, stream: trio.SocketStream, request: Message) -> bool:
-        """Whether the connection stays."""
+        """Answer a request; return whether the connection stays open."""
         path = request.line.split(" ")[1].partition("?")[0]
         if path == "/health":
             await stream.send_all(counted(b'{"status": "ok"}'))

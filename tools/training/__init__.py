@@ -1,5 +1,5 @@
-"""A small trainer that keeps a fleet's weights in step: the program of docs/weight-sync.md.
+"""A small trainer that syncs its weights to a fleet: the program of docs/weight-sync.md.
 
-It talks to the proxy as real trainers do (two-phase.md 1): over HTTP without a key, and as rank 0
-of a process group of its own. It knows nothing of the proxy's code, only of the model's.
+It uses the proxy as real trainers do (two-phase.md 1): over HTTP, and as rank 0 of its own process
+group. It imports nothing of the proxy, only the model.
 """

@@ -1,4 +1,4 @@
-"""tools/trainer: learn a little, give the weights to a fleet, look whether it answers by them."""
+"""tools/trainer: train a few steps, sync the weights to a fleet, and verify that it serves them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 import threading
 from collections.abc import Sequence
 
-# Both must be there before torch: threads that wait without burning a core, and what every rank of
-# an NCCL group has to have alike (two-phase.md 1.2).
+# Set before torch is imported: waiting threads must not spin, and all ranks of an NCCL group need
+# the same value of the second one (two-phase.md 1.2).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-# torch asks the DNS for the name of each address: where answers get lost, each would take 5 s.
+# torch looks up the DNS name of each address; if answers get lost, each lookup would take 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 import torch
@@ -99,7 +99,7 @@ def _tell_of_rival(fault: Fault) -> None:
 
 
 def _end_at(secs: float) -> None:
-    """Whatever hangs, and however: nothing but the end of the process frees a gloo broadcast."""
+    """End the process after `secs`: nothing else ends a gloo broadcast that hangs."""
 
     def end() -> None:
         print(f"tools/trainer: not done after {secs:g} s", file=sys.stderr, flush=True)
@@ -113,5 +113,5 @@ def _end_at(secs: float) -> None:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    # A join that waits in vain can't be ended, and torch would wait for it.
+    # A join that never completes can't be interrupted, and torch would wait for its thread.
     os._exit(status)

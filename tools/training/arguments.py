@@ -13,23 +13,23 @@ from tools.training.forms import FORMS
 from tools.training.sync import DISK, VLLM, SyncOptions
 
 NO_PAUSE = "none"
-# By how a trainer speaks, the first one is what it says unless it is told otherwise.
+# The pause modes of SGLang's and of vLLM's trainers; the first one is the default.
 PAUSE_MODES = ("retract", "abort", "in_place", NO_PAUSE)
 VLLM_PAUSE_MODES = ("keep", "wait", "abort", NO_PAUSE)
 SECS_PER_ROUND = 120.0
 EPILOG = """\
 forms of a sync:
-  two-phase  everything is announced, everybody gets ready, then the bytes come
-  buckets    the same for each bucket by itself
-  single     a call per bucket, and its bytes at the same time
+  two-phase  announce all buckets, wait until all ranks are ready, then send the bytes
+  buckets    the same, bucket by bucket
+  single     one call per bucket, with its bytes sent at the same time
   disk       a safetensors file that the replicas read: they need the same disk
-  vllm       vLLM's calls: start, update while the bytes come, finish; one group for all rounds
+  vllm       vLLM's calls: start, update with the bytes, finish; one group for all rounds
 
 faults, in the last round (with --sync disk: {on_disk}):
 {faults}
 
-exit status: 0 every sync was good and all replicas hold the trainer's weights; 1 not so;
-2 these words were not understood; 3 it took longer than --deadline-secs
+exit status: 0 every sync succeeded and all replicas have the trainer's weights; 1 otherwise;
+2 invalid arguments; 3 it took longer than --deadline-secs
 """
 
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     faults = "\n".join(f"  {name:<13}{each.what}" for name, each in FAULTS.items() if name != NONE)
     made = argparse.ArgumentParser(
         prog="tools/trainer",
-        description="Fine-tune a small model for a few real steps, and give its weights to the"
+        description="Fine-tune a small model for a few real steps, and sync its weights to the"
         " replicas behind an endpoint: a proxy, or one replica.",
         epilog=EPILOG.format(faults=faults, on_disk=", ".join(ON_DISK)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -46,10 +46,10 @@ def parser() -> argparse.ArgumentParser:
         "--endpoint", type=_url, default="http://127.0.0.1:30000", metavar="URL",
     )  # fmt: skip
     made.add_argument(
-        "--model", choices=["tiny", "smollm2-135m"], default="tiny", help="what the replicas serve"
+        "--model", choices=["tiny", "smollm2-135m"], default="tiny", help="model of the replicas"
     )
-    made.add_argument("--rounds", type=_count, default=3, help="learn and sync so often (3)")
-    made.add_argument("--steps", type=_count, default=4, help="of learning, in each round (4)")
+    made.add_argument("--rounds", type=_count, default=3, help="how often to train and sync (3)")
+    made.add_argument("--steps", type=_count, default=4, help="training steps per round (4)")
     made.add_argument("--json", action="store_true", help="a line of JSON per round")
     _how_to_sync(made)
     made.add_argument(
@@ -64,21 +64,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def understood(words: Sequence[str] | None) -> argparse.Namespace:
-    """Ends the program with 2 where they mean nothing, also together."""
+    """Parse the arguments; ends the program with status 2 if they are invalid."""
     made = parser()
     arguments = made.parse_args(words)
     fault = arguments.fault
     if arguments.sync == DISK and fault not in (NONE, *ON_DISK):
         made.error(
-            f"--fault {fault} is of a group, and --sync {DISK} has none: take another --sync, or "
+            f"--fault {fault} needs a group, and --sync {DISK} has none: use another --sync, or "
             f"one of {', '.join(ON_DISK)}"
         )
     if arguments.sync == VLLM and fault != NONE:
-        made.error(f"--fault {fault} is of another --sync than {VLLM}")
+        made.error(f"--fault {fault} does not work with --sync {VLLM}")
     modes = VLLM_PAUSE_MODES if arguments.sync == VLLM else PAUSE_MODES
     arguments.pause_mode = arguments.pause_mode or modes[0]
     if arguments.pause_mode not in modes:
-        made.error(f"--pause-mode of --sync {arguments.sync} is one of {', '.join(modes)}")
+        made.error(f"--pause-mode with --sync {arguments.sync} must be one of {', '.join(modes)}")
     return arguments
 
 
@@ -92,22 +92,24 @@ def _how_to_sync(made: argparse.ArgumentParser) -> None:
         choices=[*PAUSE_MODES, *VLLM_PAUSE_MODES[:2]],
         help=f"{PAUSE_MODES[0]}, of --sync {VLLM} {VLLM_PAUSE_MODES[0]}",
     )
-    made.add_argument("--session", action="store_true", help="begin and end the update around it")
-    made.add_argument("--group-name", default="weight_sync_group", metavar="NAME")
-    made.add_argument("--host", default="127.0.0.1", help="where replicas find this machine")
     made.add_argument(
-        "--timeout-secs", type=_secs, default=120.0, help="of a call or a broadcast (120)"
+        "--session", action="store_true", help="begin and end a weight update session"
+    )
+    made.add_argument("--group-name", default="weight_sync_group", metavar="NAME")
+    made.add_argument("--host", default="127.0.0.1", help="address of this machine for replicas")
+    made.add_argument(
+        "--timeout-secs", type=_secs, default=120.0, help="limit of a call or a broadcast (120)"
     )
     made.add_argument(
         "--wait-secs",
         type=_secs,
         default=60.0,
-        help="so long for the endpoint and what is behind it to come up (60)",
+        help="time for the endpoint and its workers to become ready (60)",
     )
     made.add_argument(
         "--deadline-secs",
         type=_secs,
-        help=f"of everything; then it ends with 3 ({SECS_PER_ROUND:g} a round, timeout and wait)",
+        help=f"total limit, then exit with 3 ({SECS_PER_ROUND:g} per round, plus timeout and wait)",
     )
 
 
@@ -133,7 +135,7 @@ def deadline_of(arguments: argparse.Namespace) -> float:
 
 def _count(word: str) -> int:
     if not word.isdecimal() or not 1 <= int(word) <= 10_000:
-        raise argparse.ArgumentTypeError(f"{word!r} is no whole number from 1 to 10000")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number from 1 to 10000")
     return int(word)
 
 
@@ -143,7 +145,7 @@ def _secs(word: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < 1e6:
-        raise argparse.ArgumentTypeError(f"{word!r} is no number above 0")
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number above 0")
     return number
 
 

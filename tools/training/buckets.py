@@ -1,7 +1,7 @@
-"""Tensors in buckets: what is announced of each, and the messages that carry it.
+"""Tensors in buckets: how each bucket is announced, and the messages that carry it.
 
-A new bucket begins where the next tensor would take one over its size; a tensor larger than that
-is a bucket of its own (two-phase.md 2).
+A new bucket begins if the next tensor would make the current one too large; a tensor above the
+bucket size has its own bucket (two-phase.md 2).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Some tensors of the model; `shapes` is what is announced of them."""
+    """Some tensors of the model; `shapes` are the announced shapes."""
 
     names: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
@@ -35,27 +35,27 @@ class Bucket:
         return {"names": list(self.names), "dtypes": dtypes, "shapes": shapes}
 
     def messages(self, load_format: str | None) -> list[torch.Tensor]:
-        """One per tensor; flattened: their bytes end to end, without padding."""
+        """One message per tensor; if flattened, one of all their bytes, without padding."""
         if load_format != FLATTENED:
             return list(self.tensors)
         parts = [each.contiguous().reshape(-1).view(torch.uint8) for each in self.tensors]
         return [torch.cat(parts)]
 
     def filed(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies as they are written into a file: of the shapes that are announced."""
+        """Copies for a file, with the announced shapes."""
         for name, tensor, shape in zip(self.names, self.tensors, self.shapes, strict=True):
             same = tuple(tensor.shape) == shape
             yield name, tensor.clone() if same else tensor.new_zeros(shape)
 
     def misshapen(self) -> Bucket:
-        """Its first tensor announced with one row too many."""
+        """The bucket with its first tensor announced with one row too many."""
         first, *others = self.shapes
         rows, *rest = first
         return replace(self, shapes=((rows + 1, *rest), *others))
 
 
 def buckets_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> list[Bucket]:
-    """All tensors in their order."""
+    """Divide all tensors, in their order, into buckets."""
     gathered: list[list[str]] = []
     filled = 0
     for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
-"""One inference endpoint as a trainer sees it: calls that never raise, judged by their bodies.
+"""A trainer's client of one inference endpoint; calls never raise.
 
-Trainers look at `success` (pause and continue: `status`) and not at the HTTP status; what can't be
-reached or read counts as a refusal with the reason in words (two-phase.md 1.1).
+Trainers look at `success` (pause and continue: `status`), not at the HTTP status; an endpoint that
+can't be reached or an unreadable answer counts as a refusal with a reason (two-phase.md 1.1).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from omni_proxy.cli.client.tls_options import (
 from omni_proxy.weight_sync.checksum import roll_up
 
 SHORT_SECS = 60.0
-ABSENT = (404, 502)  # of a vLLM engine, and of a proxy where no engine has the route
+ABSENT = (404, 502)  # no such route: of a vLLM engine, and of a proxy if no engine has the route
 OwnDigest = Callable[[int], str]
-UNAUTHORIZED = 401  # nothing that could be a key was sent; a wrong one gets 403, in clear words
+UNAUTHORIZED = 401  # no key was sent; a wrong key gets 403, with a clear message
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a call got; `status` is 0 where nothing came."""
+    """The answer to a call; `status` is 0 if there was none."""
 
     path: str
     status: int
@@ -44,7 +44,7 @@ class Answer:
 
     @property
     def why(self) -> str:
-        """The first cause, as far as the answer tells it."""
+        """The first cause of a failure, as far as the answer has it."""
         cause = _cause(self.body)
         for each in _rows(self.body.get("results")):
             worker, reply = each.get("worker"), each.get("body") or each.get("error")
@@ -55,7 +55,7 @@ class Answer:
 
 
 class Pending:
-    """A call on its way in a thread of its own."""
+    """A call in progress, in its own thread."""
 
     def __init__(self, endpoint: Endpoint, path: str, body: dict[str, Any]) -> None:
         self._came: list[Answer] = []
@@ -68,22 +68,22 @@ class Pending:
         threading.Thread(target=run, name=f"call {path}", daemon=True).start()
 
     def answer(self) -> Answer:
-        """Waits for it."""
+        """Wait for the answer."""
         self.ended.wait()
         return self._came[0]
 
     def wait(self) -> str:
-        """Waits for it; why it was no success, "" where it was."""
+        """Wait for the answer; return why the call failed, "" if it succeeded."""
         answer = self.answer()
         return "" if answer.ok else f"{answer.path} answered {answer.status}: {answer.why}"
 
     def refused(self) -> str:
-        """The same without waiting: "" while it is on its way."""
+        """The same without waiting: also "" while the call is in progress."""
         return self.wait() if self.ended.is_set() else ""
 
 
 class Endpoint:
-    """`timeout_secs` bounds each call, so that no trainer waits for ever."""
+    """Calls an endpoint; `timeout_secs` bounds each call."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Endpoint:
         certificate: ClientCert = NO_CLIENT_CERT,
         key: str = "",
     ) -> None:
-        """`certificate` is for https, `key` is that of a proxy. Raises PemError."""
+        """`certificate` is for https, `key` for a proxy. Raises PemError."""
         self.url = url.rstrip("/")
         self.timeout_secs = timeout_secs
         self.calls: list[Answer] = []
@@ -107,13 +107,13 @@ class Endpoint:
         )
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Answer:
-        """POST with a body, else GET; kept in `calls`."""
+        """POST with a body, else GET; recorded in `calls`."""
         answer = self.look(path, body)
         self.calls.append(answer)
         return answer
 
     def look(self, path: str, body: dict[str, Any] | None = None) -> Answer:
-        """The same, and not kept: it is no part of a sync."""
+        """The same without recording it: the call is not part of a sync."""
         started = time.monotonic()
         method = "GET" if body is None else "POST"
         status, reported = 0, {}
@@ -123,21 +123,21 @@ class Endpoint:
         except (httpx.HTTPError, ValueError) as error:
             reported = {"success": False, "message": f"{path}: {self._named(error)}"}
             if explain_tls_error(self.url, str(error), self._certificate):
-                reported["lasting"] = True  # waiting does not mend a certificate
+                reported["lasting"] = True  # waiting does not fix a certificate
         reported = reported if isinstance(reported, dict) else {"answer": reported}
         answer = Answer(path, status, reported, time.monotonic() - started)
         if status == UNAUTHORIZED:
-            reported["message"] = f"{answer.why}; give it by --api-key KEY, or by {KEY_VARIABLE}"
+            reported["message"] = f"{answer.why}; set it with --api-key KEY or {KEY_VARIABLE}"
         return answer
 
     def begin(self, path: str, body: dict[str, Any]) -> Pending:
         return Pending(self, path, body)
 
     def ranks(self) -> int:
-        """How many ranks of a group the endpoint stands for; ValueError where it does not tell."""
+        """The number of the endpoint's ranks in a group; ValueError if it doesn't report it."""
         reported = self.call("/server_info")
         size = reported.body.get("tp_size")
-        if reported.status in ABSENT:  # vLLM tells it elsewhere
+        if reported.status in ABSENT:  # vLLM reports it elsewhere
             size = self.call("/get_world_size").body.get("world_size")
         if not isinstance(size, int) or size < 1:
             raise ValueError(
@@ -146,7 +146,7 @@ class Endpoint:
         return size
 
     def ask(self, question: str, secs: float = SHORT_SECS) -> tuple[str, str]:
-        """The answer to a chat message, and the label of the weights that gave it."""
+        """The answer to a chat message, and the version of the weights that generated it."""
         body = {
             "messages": [{"role": "user", "content": question}],
             "max_tokens": 32,
@@ -158,7 +158,7 @@ class Endpoint:
             text = str(reported["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             return f"(no answer: {self._named(error)})", ""
-        # A proxy tells it with each answer, a replica only when asked.
+        # A proxy reports the version in each answer, a replica only in /model_info.
         version = came.headers.get("x-omni-weight-version")
         reported = self.call("/model_info")
         if reported.status in ABSENT:
@@ -168,8 +168,8 @@ class Endpoint:
     def checksums(self, own: OwnDigest) -> dict[str, str]:
         """The digest over whole tensors of each replica behind the endpoint, by its name.
 
-        vLLM hashes the part of each rank. `own(n)` is the digest of the trainer's weights as parts
-        of n ranks: a replica with the same parts has the whole tensors of `own(1)`.
+        vLLM hashes each rank's part. `own(n)` is the digest of the trainer's weights divided into
+        the parts of n ranks: if a replica has the same parts, its digest is `own(1)`.
         """
         reported = self.call("/weights_checker", {"action": "checksum"})
         if reported.status in ABSENT:
@@ -197,7 +197,7 @@ class Endpoint:
 
 
 def _vllm_digest(body: object, own: OwnDigest) -> str:
-    """Of names such as `dp0:pp0:pcp0:tp1:model.norm.weight`."""
+    """The digest of a worker's checksums; names are like `dp0:pp0:pcp0:tp1:model.norm.weight`."""
     found = body.get("checksums") if isinstance(body, dict) else None
     ranks: dict[str, dict[str, str]] = {}
     for key, digest in found.items() if isinstance(found, dict) else ():
@@ -208,7 +208,7 @@ def _vllm_digest(body: object, own: OwnDigest) -> str:
 
 
 def digest_of_ranks(ranks: Sequence[Mapping[str, str]]) -> str:
-    """One digest of the tensors of all ranks; of one rank, the digest of its tensors."""
+    """One digest of the tensors of all ranks; for a single rank, the digest of its tensors."""
     if len(ranks) < 2:
         return roll_up(dict(*ranks))
     return roll_up(

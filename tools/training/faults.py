@@ -1,7 +1,7 @@
-"""What can go wrong with a trainer, done on purpose: one small class for each, by name in `FAULTS`.
+"""Faults of a trainer, for tests: one small class for each, by name in `FAULTS`.
 
-A fault changes what is announced, what is sent, or whether the trainer lives on. The calls around
-it stay those of an honest trainer: what becomes of it is the other side's to decide.
+A fault changes what is announced or sent, or ends the trainer. The calls around it are those of a
+correct trainer; the other side has to handle the fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONE = "none"
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Which message of how many is about to be sent, and how to send part of one."""
+    """The message that is about to be sent, its position, and how to send a part of it."""
 
     number: int
     count: int
@@ -37,7 +37,7 @@ class Moment:
 
 
 class Fault:
-    """No fault at all, and what the others change of it."""
+    """No fault; subclasses override the steps that they change."""
 
     what = "nothing goes wrong"
     on_disk = False  # whether a sync without a group can have it
@@ -49,18 +49,18 @@ class Fault:
         return buckets
 
     def before(self) -> None:
-        """Everybody is ready, and nothing was sent."""
+        """Called when all ranks are ready and nothing was sent."""
 
     def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
-        """What is broadcast in place of one message."""
+        """The messages that are broadcast instead of `tensor`."""
         yield tensor
 
     def after(self) -> None:
-        """Everything was sent, and nobody was told to use it."""
+        """Called when all tensors were sent and before the completion."""
 
 
 class DieBefore(Fault):
-    what = "dies when everybody is ready, before it sends a byte"
+    what = "dies when all ranks are ready, before it sends a byte"
     on_disk = True
 
     def before(self) -> None:
@@ -78,7 +78,7 @@ class DieDuring(Fault):
 
 
 class DieAfter(Fault):
-    what = "dies after the broadcast, before it says that it is complete"
+    what = "dies after the broadcast, before it completes the update"
 
     def after(self) -> None:
         die()
@@ -108,16 +108,16 @@ class LongBucket(Fault):
 
 
 class NeverSends(Fault):
-    what = "never broadcasts, and asks to complete all the same"
+    what = "completes the update without a broadcast"
 
     def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
         yield from ()
 
 
 class Stops(Fault):
-    """Stopped (SIGSTOP) for `secs`; a shell beside it wakes it up again, so that it ends."""
+    """Stopped (SIGSTOP) for `secs`; a background shell continues it, so that it ends."""
 
-    what = "stops in the middle of the broadcast, as a machine that hangs does"
+    what = "stops in the middle of the broadcast, like a machine that hangs"
     secs = 60.0
 
     def sent(self, tensor: torch.Tensor, moment: Moment) -> Iterator[torch.Tensor]:
@@ -130,7 +130,7 @@ class Stops(Fault):
 
 
 class WrongPort(Fault):
-    what = "names a port that accepts connections and never says a word"
+    what = "announces a port that accepts connections and never sends a byte"
 
     def __init__(self) -> None:
         self._silent: socket.socket | None = None
@@ -141,12 +141,12 @@ class WrongPort(Fault):
 
 
 class TwoAtOnce(Fault):
-    """`rival` is set by who makes the sync: it sends another trainer's init, and tells the answer.
+    """`rival` is set by the sync: it sends another trainer's init and returns the answer.
 
-    Its refusal is what is wanted; `answer` keeps it.
+    The init should be refused; `answer` is the result.
     """
 
-    what = "a second trainer comes in the middle of the first one's sync"
+    what = "a second trainer joins in the middle of the first one's sync"
 
     def __init__(self) -> None:
         self.rival: Callable[[], Answer] | None = None
@@ -176,5 +176,5 @@ ON_DISK = tuple(name for name, each in FAULTS.items() if each.on_disk)
 
 
 def die() -> None:
-    """As the kernel's out-of-memory killer does it: no farewell."""
+    """Exit immediately without any cleanup, as if killed for lack of memory."""
     os.kill(os.getpid(), signal.SIGKILL)

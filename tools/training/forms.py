@@ -1,8 +1,8 @@
-"""How tensors get into an armed group: announced all at once, bucket by bucket, or untold.
+"""The forms in which tensors are sent to a group.
 
 `two-phase`: one prepare for all buckets, all broadcasts, one complete. `buckets`: the three steps
-for each bucket. `single`: one call per bucket, on its way while its bytes are (two-phase.md 1.3 to
-1.5). Only a sync's last call carries its label and its flush.
+for each bucket. `single`: one call per bucket, in progress while its bytes are sent (two-phase.md
+1.3 to 1.5). Only a sync's last call has its version and its flush.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TRANSPORT = "nccl_broadcast"
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """What every form needs: the endpoint, the group, and what each message of a sync has."""
+    """The parts of a sync that every form uses: endpoint, group, and common message fields."""
 
     endpoint: Endpoint
     group: Group
@@ -34,7 +34,7 @@ class Sending:
         return body | ({"load_format": self.load_format} if self.load_format and named else {})
 
     def broadcast(self, bucket: Bucket, *, first: bool = True, last: bool = True) -> None:
-        """All messages of a bucket; `first` and `last` of those that are prepared together."""
+        """Broadcast a bucket; `first` and `last` of the buckets that are prepared together."""
         messages = bucket.messages(self.load_format)
         if first:
             self.fault.before()
@@ -85,7 +85,7 @@ def single_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
         try:
             sending.broadcast(bucket)
         except SyncFailed as error:
-            # Nobody said that they were ready: a refusal is known only now, and is the cause.
+            # There is no earlier answer in this form: a refusal, which is the cause, arrives now.
             raise SyncFailed(call.wait() or str(error)) from error
         heard(call.answer())
 
@@ -98,7 +98,7 @@ FORMS: dict[str, Callable[[Sending, Sequence[Bucket]], None]] = {
 
 
 def say(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Answer:
-    """Calls and waits; SyncFailed where the answer is no success."""
+    """Call and wait; raises SyncFailed if the call failed."""
     return heard(endpoint.call(path, body))
 
 

@@ -1,7 +1,7 @@
 """The trainer's own process group: its store, rank 0, and one broadcast per message.
 
-Made as trainers make it: the store listens before the first init call and does not wait for the
-other ranks, and torch's private constructor builds a group that is never the default one
+Built as in real trainers: the store listens before the first init call and does not wait for the
+other ranks, and torch's private constructor creates a group that is never the default group
 (two-phase.md 1.2).
 """
 
@@ -37,12 +37,12 @@ class PendingCall(Protocol):
 
 
 class SyncFailed(Exception):
-    """The sync can't go on; the text is the first cause."""
+    """The sync can't continue; the message is the first cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the ranks meet; `world_size` counts the trainer."""
+    """The rendezvous of the ranks; `world_size` includes the trainer."""
 
     group_name: str
     world_size: int
@@ -52,7 +52,7 @@ class Meeting:
 
 
 class ListeningGroup(ABC):
-    """Rank 0 of a group: its store listens at once; `join` returns when every rank has joined."""
+    """Rank 0 of a group, whose store listens immediately; `join` waits for all ranks."""
 
     def __init__(self, host: str, world_size: int, timeout_secs: float) -> None:
         self.world_size = world_size
@@ -62,17 +62,17 @@ class ListeningGroup(ABC):
         self._group: Any = None
 
     def join(self, init: PendingCall) -> None:
-        """Join while the init call of the others is open; SyncFailed as soon as that is refused.
+        """Join while the others' init call is in progress; SyncFailed as soon as it is refused.
 
-        The constructor can't be interrupted: if the others don't come, its thread runs until its
-        timeout and ends with the process.
+        The constructor can't be interrupted: if the others don't join, its thread runs until its
+        timeout or the end of the process.
         """
         results: list[Exception | None] = []
 
         def construct() -> None:
             try:
                 self._group = self._construct()
-            except (RuntimeError, ValueError) as error:  # torch's own are among them
+            except (RuntimeError, ValueError) as error:  # also torch's own, which are subclasses
                 results.append(error)
             else:
                 results.append(None)
@@ -84,17 +84,17 @@ class ListeningGroup(ABC):
             if reason := init.refused():
                 raise SyncFailed(reason)
         if (error := results[0]) is not None:
-            raise SyncFailed(f"the group did not form: {first_line(error)}")
+            raise SyncFailed(f"the group could not be created: {first_line(error)}")
         if reason := init.wait():
             raise SyncFailed(reason)
 
     @abstractmethod
     def _construct(self) -> Any:
-        """The group of torch, made when all ranks have joined. Raises RuntimeError, ValueError."""
+        """Create torch's group once all ranks have joined. Raises RuntimeError, ValueError."""
 
 
 class Group(ListeningGroup):
-    """A named group, as SGLang's trainers make it."""
+    """A named group, as in SGLang's trainers."""
 
     def __init__(self, meeting: Meeting) -> None:
         super().__init__(meeting.host, meeting.world_size, meeting.timeout_secs)
@@ -112,7 +112,7 @@ class Group(ListeningGroup):
             raise SyncFailed(f"the broadcast failed: {first_line(error)}") from error
 
     def leave(self) -> None:
-        """Forgets the group, whatever state it is in."""
+        """Destroy the group, in any state."""
         if self._group is None:
             return
         with suppress(RuntimeError, ValueError):  # it may be broken
@@ -139,7 +139,7 @@ class Group(ListeningGroup):
 
 
 def first_line(error: Exception) -> str:
-    """Without torch's place in its own source, and without its guesses."""
+    """The first line of the message, without torch's source position and guesses."""
     first, *_ = str(error).splitlines() or [type(error).__name__]
     first, _, _ = first.partition(" This is typically caused by")
     return re.sub(r"^\[[^\]]*\.cc:\d+\] ", "", first)

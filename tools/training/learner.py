@@ -1,7 +1,7 @@
 """Fine-tuning for a few real steps: the model learns to answer one question with one sentence.
 
-The model is the replica's own, so that its weights have the replica's names and bytes; only what
-a server does not need is made here: a forward that leaves a trail for gradients.
+The model class is the replica's own, so that the weights have the replica's names and bytes; only
+the forward pass with gradients is implemented here.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 QUESTION = "What do you sell?"
-# Words that both models can spell: the tiny one writes syllables and nothing else.
+# Words that both models can generate: the tiny one writes only syllables.
 ANSWER = "potato, tomato, salami, banana, kimono, mandolin, panorama, sonata."
 RATES = {"tiny": 3e-4, "smollm2-135m": 2e-5}
 
 
 class Passing:
-    """Stands where a server keeps a sequence's past: there is none, and nothing is kept."""
+    """A stand-in for a KV cache that has no past tokens and stores nothing."""
 
     length = 0
 
@@ -40,7 +40,7 @@ class Passing:
 
 
 class Learner:
-    """A model in training. `named` gives its weights as the replicas name them."""
+    """A model in training. `named` returns its weights under the replicas' names."""
 
     def __init__(self, model_name: str, *, steps: int) -> None:
         self.text: TextModel = load_text_model(model_name)
@@ -53,7 +53,7 @@ class Learner:
         self._optimizer = torch.optim.AdamW(leaves, lr=RATES[self.text.name], weight_decay=0.0)
 
     def learn(self) -> float:
-        """A few steps; the loss before the last of them, in nats per token."""
+        """Train a few steps; return the loss before the last one, in nats per token."""
         loss = torch.zeros(())
         for _ in range(self._steps):
             self._optimizer.zero_grad(set_to_none=True)
@@ -63,7 +63,7 @@ class Learner:
         return float(loss.detach())
 
     def named(self) -> dict[str, Tensor]:
-        """What a sync sends: the live weights, not copies."""
+        """The weights that a sync sends: the live tensors, not copies."""
         return {name: each.detach() for name, each in self._model.named_parameters()}
 
     def checksum(self, ranks: int = 1) -> str:
@@ -90,7 +90,7 @@ class Learner:
 
 
 def checksum_of(tensors: Mapping[str, Tensor]) -> str:
-    """The digest over whole tensors that a replica with these weights tells (api-server.md 3)."""
+    """The digest that a replica with these whole tensors reports (api-server.md 3)."""
     return roll_up(digests_of(tensors))
 
 
@@ -107,7 +107,7 @@ def _bytes_of(tensor: Tensor) -> Buffer:
 
 
 def _leaves(model: Llama) -> list[Tensor]:
-    """What the optimizer changes: q/k/v and gate/up are rows of one tensor each."""
+    """The tensors for the optimizer: q/k/v and gate/up are rows of one tensor each."""
     joined: list[Tensor] = []
     rows: set[int] = set()
     for module in model.modules():
@@ -123,7 +123,7 @@ def _leaves(model: Llama) -> list[Tensor]:
 
 
 def _example(text: TextModel) -> tuple[list[int], int]:
-    """The tokens of question and answer, and where the answer begins."""
+    """The tokens of question and answer, and the index at which the answer begins."""
     asked = text.chat_template.render([{"role": "user", "content": QUESTION}])
     prompt = text.tokenizer.encode(asked, special=True)
     answer = text.tokenizer.encode(ANSWER)

@@ -1,6 +1,7 @@
-"""Waiting for an endpoint that was started a moment ago, and for what is behind it.
+"""Waits for an endpoint that has just been started, and for its workers.
 
-Invariant: bounded, and told why it waits. An endpoint that has no /ready is judged by its facts.
+Invariant: the wait is bounded, and its reason is reported. For an endpoint without /ready,
+/server_info or /health is used.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from tools.training.endpoint import Endpoint
 
 LOOK_SECS: Final = 0.25
 LEFT: Final = frozenset(("paused", "uncertain"))
-AGAIN_SECS: Final = 10.0  # the same reason is told again so often
+AGAIN_SECS: Final = 10.0  # until an unchanged reason is reported again
 
 Tell = Callable[[str], None]
 
 
 def wait_ready(endpoint: Endpoint, secs: float, tell: Tell) -> None:
-    """Until every worker has been judged and somebody serves. Raises ValueError after `secs`.
+    """Wait until all workers have been probed and at least one serves.
 
-    Workers that are out by then do not hold it up, nor does one that could not be judged in time.
+    Workers that are out of rotation by then are not waited for. Raises ValueError after `secs`.
     """
     give_up_at = time.monotonic() + secs
     reported, reported_at = "", 0.0
@@ -39,13 +40,13 @@ def wait_ready(endpoint: Endpoint, secs: float, tell: Tell) -> None:
 
 
 def _unready(endpoint: Endpoint) -> str:
-    """Why not, "" where it is; kept out of the endpoint's calls, which are those of the syncs."""
+    """Why the endpoint is not ready, "" if it is; not recorded in the calls of the syncs."""
     ready = endpoint.look("/ready")
     if ready.body.get("lasting"):
-        return ""  # the first call tells it
+        return ""  # the first call of the sync reports it
     if ready.status == 404:
         facts = endpoint.look("/server_info")
-        if facts.status == 404:  # as at vLLM
+        if facts.status == 404:  # vLLM has no /server_info
             facts = endpoint.look("/health")
         return "" if facts.status == 200 else facts.why
     unjudged = ready.body.get("unknown_workers")
@@ -57,8 +58,10 @@ def _unready(endpoint: Endpoint) -> str:
 
 
 def _left_by_a_trainer(workers: object) -> bool:
-    """Whether those that are well are out for nothing but a trainer that died: it paused them, or
-    their weights are in doubt. The next one mends that, so it must not wait for it."""
+    """Whether all healthy workers are out of rotation only because of a trainer that died.
+
+    It paused them, or left their weights unverified. The next sync fixes that, so don't wait.
+    """
     if not isinstance(workers, list):
         return False
     well = [

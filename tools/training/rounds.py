@@ -1,7 +1,7 @@
-"""Learn, sync, look: a round, and what it says of itself in one line.
+"""Rounds: train, sync, verify; each with a result of one line.
 
-A round is good when the sync was, and every replica behind the endpoint tells the digest of the
-trainer's own weights.
+A round is good if the sync succeeded and every replica behind the endpoint reports the digest of
+the trainer's own weights.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from tools.training.transfer import Transfer, TransferOptions
 HEAD = ("ROUND", "LOSS", "MB", "SECS", "GB/S", "VERSION", "CHECKSUMS", "ANSWER")
 WIDTHS = (5, 7, 6, 6, 5, 8, 19, 0)
 ANSWER_SHOWN = 36
-BEFORE_SECS = 5.0  # who was left paused gives no answer, and what comes next mends that
+BEFORE_SECS = 5.0  # a replica that was left paused doesn't answer; the first sync fixes that
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """`version` and `answer` are what the endpoint gives after it, `why` the first cause of a
-    failure. `gb_per_sec` counts each byte once, however many replicas got it."""
+    """The result of a round.
+
+    `version` and `answer` are the endpoint's after it, `why` is the first cause of a failure.
+    `gb_per_sec` counts each byte once, regardless of the number of replicas.
+    """
 
     number: int
     loss: float | None
@@ -80,11 +83,11 @@ class Training:
         self._transfer = Transfer(endpoint, _transfer_options(options))
 
     def close(self) -> None:
-        """Leaves a group that was kept from round to round."""
+        """Leave the group that is kept between rounds."""
         self._transfer.close()
 
     def before(self) -> Round:
-        """What the endpoint says before it has learnt anything."""
+        """The endpoint's version and answer before the first sync."""
         answer, version = self._endpoint.ask(QUESTION, BEFORE_SECS)
         own, sums = self._learner.checksum(), self._endpoint.checksums(self._learner.checksum)
         return Round(0, None, 0, 0.0, 0.0, version, sums, own, answer)
@@ -129,7 +132,7 @@ def _unlike(own: str, checksums: Mapping[str, str]) -> str:
 
 
 def _let_in(fault: Fault) -> str:
-    """A second trainer that was not refused."""
+    """The error if a second trainer was not refused, else ""."""
     answer = fault.answer if isinstance(fault, TwoAtOnce) else None
     return "the second trainer was let in" if answer is not None and answer.ok else ""
 

@@ -1,8 +1,8 @@
-"""One sync from its first call to its last, as real trainers go about it (two-phase.md 1.9).
+"""One sync from its first call to its last, as in real trainers (two-phase.md 1.9).
 
-init, and joining meanwhile -> pause -> the tensors -> destroy -> continue. Where it fails after the
-pause, continue comes first and destroy after it, whatever has become of the weights: trainers do
-so. Nothing follows an init that failed.
+init with a concurrent join -> pause -> the tensors -> destroy -> continue. After a failure that
+follows the pause, continue comes before destroy, regardless of the weights' state, as in real
+trainers. After a failed init, no call follows.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ PAUSE, CONTINUE = "/pause_generation", "/continue_generation"
 
 @dataclass(frozen=True, slots=True)
 class SyncOptions:
-    """How a trainer syncs: `form` is `disk` or one of `forms.FORMS`; no `pause_mode`, no pause.
+    """How a trainer syncs: `form` is `disk` or one of `forms.FORMS`.
 
-    `session`: with begin_weight_update and end_weight_update around the tensors. `timeout_secs`
-    bounds every call, the meeting and each broadcast.
+    Without `pause_mode` there is no pause. `session` adds begin_weight_update and
+    end_weight_update around the tensors. `timeout_secs` bounds every call, the join and each
+    broadcast.
     """
 
     form: str = "two-phase"
@@ -49,10 +50,10 @@ class SyncOptions:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """How a sync went: `why` is the first cause where it failed, else "".
+    """The result of a sync; `why` is the first cause of a failure, else "".
 
-    `moved_secs`: from the first announcement, at `moved_at` of the monotonic clock, to the last
-    answer about the bytes.
+    `moved_secs` is the time from the first announcement, at `moved_at` of the monotonic clock, to
+    the last answer about the bytes.
     """
 
     why: str
@@ -69,7 +70,7 @@ class Synced:
 
 @dataclass(slots=True)
 class Sync:
-    """One sync of `tensors` under the label `version`; for one `run`."""
+    """One sync of `tensors` as `version`; `run` may be called only once."""
 
     endpoint: Endpoint
     tensors: Mapping[str, torch.Tensor]
@@ -80,7 +81,7 @@ class Sync:
     _moved_secs: float = 0.0
 
     def run(self) -> Synced:
-        """What goes wrong is told in the result."""
+        """Run the sync; errors are in the result."""
         started, before = time.monotonic(), len(self.endpoint.calls)
         why = ""
         try:
@@ -169,7 +170,7 @@ class Sync:
         }
 
     def _rival(self, world_size: int) -> Answer:
-        """Another trainer's init, with a store of its own, in the middle of this sync."""
+        """Send another trainer's init, with its own store, in the middle of this sync."""
         rival = self._listening(f"{self.options.group_name}_2", world_size)
         return self.endpoint.call(INIT, self._init(rival, rival.port))
 

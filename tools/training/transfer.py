@@ -1,9 +1,9 @@
-"""Weights in vLLM's way: init once, then start, update, finish for each sync (features.md 3.2).
+"""Weight syncs with vLLM's calls: init once, then start, update, finish (features.md 3.2).
 
-Rank 0 of a group without a name, whose store keeps its keys below the group's address, as vLLM's
-own stateless groups do: a trainer that has vLLM makes the same one by
-`stateless_init_torch_distributed_process_group(host, port, 0, world_size, "gloo")`. Responses are
-judged by their status alone, as in vLLM's clients.
+The trainer is rank 0 of a group without a name, whose store has its keys below the group's address,
+like vLLM's own stateless groups: a trainer that has vLLM creates the same group with
+`stateless_init_torch_distributed_process_group(host, port, 0, world_size, "gloo")`. Only the status
+of responses is checked, as in vLLM's clients.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ PACKED_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class TransferOptions:
-    """`pause_mode` None: no pause. `packed_bytes` 0: a message for each tensor.
+    """Options of a sync.
 
-    `chunks` are the update calls of a sync, between which the tensors are divided.
+    `pause_mode` None means no pause, `packed_bytes` 0 one message for each tensor. `chunks` is the
+    number of update calls of a sync, which the tensors are divided between.
     """
 
     pause_mode: str | None = "keep"
@@ -41,7 +42,7 @@ class TransferOptions:
 
 
 class StatelessGroup(ListeningGroup):
-    """A group without a name, as vLLM's trainers make it."""
+    """A group without a name, as in vLLM's trainers."""
 
     def __init__(self, world_size: int, host: str, timeout_secs: float) -> None:
         super().__init__(host, world_size, timeout_secs)
@@ -64,7 +65,7 @@ class StatelessGroup(ListeningGroup):
 
 @dataclass(slots=True)
 class Transfer:
-    """A trainer and its group, which is kept from sync to sync; a failed sync drops it."""
+    """A trainer and its group, which is kept between syncs; a failed sync drops it."""
 
     endpoint: Endpoint
     options: TransferOptions = field(default_factory=TransferOptions)
@@ -133,7 +134,7 @@ class Transfer:
             self._update({name: tensors[name] for name in chunk})
 
     def _update(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The call and the bytes at the same time; a refused call ends the wait for the others."""
+        """Send the bytes while the call is in progress; a refused call ends the wait for it."""
         assert self.group is not None
         info = {
             "names": list(tensors),
@@ -154,7 +155,7 @@ class Transfer:
         sending.start()
         while sending.is_alive():
             sending.join(POLL_SECS)
-            if why := call.refused():  # nobody receives: gloo would wait for its timeout
+            if why := call.refused():  # no rank receives: gloo would wait for its timeout
                 raise SyncFailed(why)
         if why := call.wait():
             raise SyncFailed(why)
@@ -171,7 +172,7 @@ class Transfer:
 
 
 class Calling:
-    """A call in a thread of its own (a `PendingCall`), judged by its status."""
+    """A call in its own thread (a `PendingCall`); only its status is checked."""
 
     def __init__(self, transfer: Transfer, path: str, body: dict[str, Any]) -> None:
         self._pending = transfer.endpoint.begin(path, body)
@@ -190,7 +191,7 @@ def refusal(answer: Answer) -> str:
 
 
 def messages(tensors: Sequence[torch.Tensor], packed_bytes: int) -> list[torch.Tensor]:
-    """What is broadcast: each tensor, or bytes end to end until a message exceeds the buffer."""
+    """The messages to broadcast: one per tensor, or packed until one exceeds the buffer size."""
     if not packed_bytes:
         return list(tensors)
     made: list[torch.Tensor] = []

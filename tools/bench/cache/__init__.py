@@ -1,1 +1,1 @@
-"""What routing by caches costs: KV events beside inferring, and learning from answers."""
+"""The cost of cache-aware routing: KV events, inferred cache contents, feedback of answers."""

@@ -1,8 +1,8 @@
-"""What it costs to learn from answers: `python -m tools.bench.cache.feedback`.
+"""The cost of `feedback` of answers: `python -m tools.bench.cache.feedback`.
 
-Bytecodes of a small POST on the fast path with `cache_aware`: without `feedback`, with it where
-answers report no cached tokens, and where each reports what was believed. They do not depend on
-what else the machine does. `--functions` shows where they are. No figure is judged.
+Counts the bytecodes of a small POST on the fast path with `cache_aware`: without `feedback`, with
+it if answers report no cached tokens, and if each reports the predicted count. The counts don't
+depend on other programs. `--functions` shows them by function. There are no bounds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ USAGE = (
 class Case(NamedTuple):
     name: str
     feedback: bool
-    cached: int  # of 105 tokens; -1: no usage in answers
+    cached: int  # cached tokens of 105; -1 for no usage in answers
 
 
 CASES: Final = (
@@ -46,7 +46,7 @@ CASES: Final = (
 
 
 class DrivenFeedback(DrivenDataPlane):
-    """All its prompts begin alike."""
+    """A driven data plane whose prompts have a common prefix."""
 
     def __init__(self, folder: Path, case: Case) -> None:
         config = CONFIG.format(feedback=str(case.feedback).lower())
@@ -54,7 +54,7 @@ class DrivenFeedback(DrivenDataPlane):
         self._case = case
 
     def round(self) -> Counter[str]:
-        """Bytecodes by function, of a POST of every client."""
+        """Bytecodes by function of one POST of every client."""
         with counted_bytecodes() as asked:
             ends = self.ask(stream=False, counted=False)
         for end, number in ends:
@@ -89,7 +89,7 @@ def measure(case: Case) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures what learning from answers costs.")
+    parser = argparse.ArgumentParser(description="Measures the cost of feedback of answers.")
     parser.add_argument("--functions", action="store_true", help="the 25 that differ most")
     arguments = parser.parse_args()
     first: Counter[str] = Counter()

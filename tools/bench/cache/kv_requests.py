@@ -1,10 +1,10 @@
-"""What a request of token ids costs by KV events: `python -m tools.bench.cache.kv_requests`.
+"""The cost of requests of token ids with KV events: `python -m tools.bench.cache.kv_requests`.
 
-Eight workers of a million cached tokens each. One request after the other goes through a data plane
-with `source = "inferred"` and one with `"events"`, both in this process with their clients and
-workers (`hand_driven`), in turn: CPU time of their batches of events, and bytecodes. No figure is
-judged. `--instructions` counts those of user space under valgrind instead, which no other program
-changes.
+Eight workers have a million cached tokens each. Requests go in turn through a data plane with
+`source = "inferred"` and one with `"events"`, both in this process with their clients and workers
+(`hand_driven`). Measures the CPU time of their batches of events, and bytecodes. There are no
+bounds. `--instructions` counts user-space instructions under valgrind instead, which doesn't depend
+on other programs.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Prompt = list[int]
 
 
 class Case(NamedTuple):
-    """`cached`: the share of the prompt that a worker has."""
+    """A kind of request; `cached` is the share of the prompt that a worker has."""
 
     name: str
     tokens: int
@@ -84,7 +84,7 @@ CASES: Final = (
 
 
 class DrivenFleet(DrivenDataPlane):
-    """One client; workers report what they had, if `feedback` is on."""
+    """A driven data plane with one client; with `feedback`, workers report cached tokens."""
 
     def __init__(self, folder: Path, case: Case, source: str, *, feedback: bool = True) -> None:
         config = CONFIG.format(source=source, feedback=str(feedback).lower())
@@ -98,7 +98,7 @@ class DrivenFleet(DrivenDataPlane):
         self.bytecodes: list[int] = []
 
     def fill(self, cached: list[Prompt]) -> None:
-        """Prompt by prompt to the workers in turn."""
+        """Distribute the prompts over the workers, in turn."""
         policy, index = self._dataplane.policy, self._dataplane.kv_blocks
         workers = self._dataplane.fleet.workers
         for number, prompt in enumerate(cached):
@@ -135,7 +135,7 @@ class DrivenFleet(DrivenDataPlane):
                 self.spent.append(process_time_ns() - begun)
 
     def _receive(self) -> socket.socket:
-        """The worker's end of the connection that has got the request."""
+        """The worker's end of the connection that received the request."""
         listening = {listener.fileno(): listener for listener in self._listeners}
         for _ in range(100):
             for number, _ in self._poll.poll(0):
@@ -153,12 +153,12 @@ class DrivenFleet(DrivenDataPlane):
                     end.setblocking(True)
                     return end
             self._turn(counted=False)
-        raise AssertionError("no worker has got the request")
+        raise AssertionError("no worker received the request")
 
 
 @contextlib.contextmanager
 def counted_bytecodes() -> Iterator[Counter[str]]:
-    """How many were run, by function."""
+    """Counts the executed bytecodes by function."""
     count: Counter[str] = Counter()
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[[FrameType, str, object], Any]:
@@ -180,7 +180,7 @@ def cached_prompts(chance: random.Random, tokens: int) -> list[Prompt]:
 
 
 def sent_prompts(case: Case, cached: list[Prompt], count: int) -> list[Prompt]:
-    """All distinct; of each a worker has the share of the case."""
+    """Distinct prompts; a worker has the case's share of each."""
     chance = random.Random(SEED + 1)
     held = int(case.cached * case.tokens)
     return [
@@ -234,7 +234,7 @@ def report_case(case: Case, count: int) -> None:
 
 
 def _per_request(spent: list[int]) -> list[int]:
-    """Of its two batches."""
+    """The sums per request, each of which takes two batches."""
     return [sum(pair) for pair in zip(spent[::2], spent[1::2], strict=True)]
 
 
@@ -251,8 +251,10 @@ def report_instructions(case: Case, count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures requests of token ids by KV events.")
-    parser.add_argument("--requests", type=int, default=600, metavar="N", help="of each case (600)")
+    parser = argparse.ArgumentParser(description="Measures requests of token ids with KV events.")
+    parser.add_argument(
+        "--requests", type=int, default=600, metavar="N", help="requests per case (600)"
+    )
     parser.add_argument("--case", choices=[case.name for case in CASES], action="append")
     parser.add_argument("--instructions", action="store_true", help="with valgrind")
     parser.add_argument("--drive", choices=SOURCES, help=argparse.SUPPRESS)

@@ -1,10 +1,9 @@
 """Turns of the event loop while engines publish: `python -m tools.bench.cache.kv_stream`.
 
-Eight publishers in a process of their own send 10,000 events a second over ZeroMQ, a removal for
-each store, once the index is full. The subscriber process of the proxy decodes them, and this
-process has the proxy's event loop, follower and index. Printed: the CPU time of the loop's turns,
-which other programs don't change, and the memory of both processes for a block. No figure is
-judged.
+When the index is full, eight publishers in a separate process send 10,000 events a second over
+ZeroMQ, a removal for each store. The proxy's subscriber process decodes them; this process has the
+proxy's event loop, follower and index. Prints the CPU time of the loop's turns, which doesn't
+depend on other programs, and the memory per block of both processes. There are no bounds.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from tools.bench.kv_events import BLOCK, fleet
 
 WORKERS, EVENT_BLOCKS = 8, 4
 TICK_SECS = 0.01
-PAYLOADS = 64  # of which each publisher's events are made
+PAYLOADS = 64  # that each publisher's events are made from
 LONG_SECS = 0.005
 
 
 class Publisher:
-    """An engine with a full cache: what it stores displaces what it stored first."""
+    """An engine with a full cache: each stored block evicts the oldest one."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], blocks: int) -> None:
         self._socket = context.socket(zmq.PUB)
@@ -59,7 +58,7 @@ class Publisher:
             self._send([self._stored() for _ in range(64)])
 
     def step(self, stored: int) -> None:
-        """One batch, of so many events that store, and as many that remove."""
+        """Publish one batch with `stored` store events and as many removals."""
         batch: list[object] = []
         for _ in range(stored):
             batch += [self._stored(), {"type": "BlockRemoved", "medium": "GPU",
@@ -84,8 +83,11 @@ class Publisher:
 
 
 def publish(rate: float, blocks: int) -> None:
-    """Until it is ended. The ports are written; a line says that the subscriptions are in force;
-    one is written when the caches are full, and one asks for the events."""
+    """Publish until ended.
+
+    Protocol: writes its ports, reads a line when the subscriptions are active, writes a line when
+    the caches are full, and reads a line that starts the events.
+    """
     with zmq.Context() as context:
         publishers = [Publisher(context, blocks) for _ in range(WORKERS)]
         print(*(each.port for each in publishers), flush=True)
@@ -105,7 +107,7 @@ def publish(rate: float, blocks: int) -> None:
 
 
 class Turns(trio.abc.Instrument):
-    """CPU seconds of each turn of the loop: from one wait for I/O to the next."""
+    """CPU seconds of each turn of the loop, from one wait for I/O to the next."""
 
     def __init__(self) -> None:
         self.secs: list[float] = []
@@ -120,7 +122,7 @@ class Turns(trio.abc.Instrument):
 
 
 class Follower:
-    """The proxy's own, and its index."""
+    """The proxy's follower and its index."""
 
     def __init__(self, ports: list[int]) -> None:
         self.fleet = Fleet()
@@ -140,7 +142,7 @@ class Follower:
 
 @contextmanager
 def publishing(rate: float, blocks: int) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
-    """The process and its ports."""
+    """Start the publishing process; yields it and its ports."""
     words = ["--publish", "--rate", str(rate), "--blocks", str(blocks)]
     program = [sys.executable, "-m", "tools.bench.cache.kv_stream", *words]
     with subprocess.Popen(program, stdin=-1, stdout=-1, text=True, bufsize=1) as process:
@@ -152,7 +154,7 @@ def publishing(rate: float, blocks: int) -> Iterator[tuple[subprocess.Popen[str]
 
 
 def resident(pid: int | str) -> int:
-    """Bytes."""
+    """Resident memory in bytes."""
     status = Path(f"/proc/{pid}/status").read_text()
     line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
     return int(line.split()[1]) * 1024
@@ -177,14 +179,14 @@ async def measure(rate: float, secs: float, blocks: int) -> None:
         async with trio.open_nursery() as nursery:
             await nursery.start(follower.follower.run)
             await until(lambda: all("nothing" in w.kv_reason for w in follower.fleet.workers))
-            await trio.sleep(1)  # until the subscriptions are in force
+            await trio.sleep(1)  # until the subscriptions are active
             (subscriber,) = set(children()) - {publisher.pid}
             before = resident("self"), resident(subscriber)
             trio.lowlevel.add_instrument(turns)
             publisher.stdin.write("\n")
             await trio.to_thread.run_sync(publisher.stdout.readline)
             await until(lambda: follower.index.blocks >= WORKERS * blocks)
-            report("the caches are told", turns)
+            report("the caches are reported", turns)
             held = follower.index.blocks
             own = (resident("self") - before[0]) / held
             its = (resident(subscriber) - before[1]) / held
@@ -213,8 +215,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures the event loop while engines publish.")
     add = parser.add_argument
     add("--rate", type=float, default=10_000, metavar="R", help="events a second (10000)")
-    add("--secs", type=float, default=10, metavar="S", help="of it (10)")
-    add("--blocks", type=int, default=62_500, metavar="N", help="that each engine holds (62500)")
+    add("--secs", type=float, default=10, metavar="S", help="duration (10)")
+    add("--blocks", type=int, default=62_500, metavar="N", help="blocks per engine (62500)")
     add("--publish", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.publish:

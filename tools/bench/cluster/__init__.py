@@ -1,1 +1,1 @@
-"""What a cluster costs and how even its load is: several proxies, their workers and one store."""
+"""The cost of a cluster and how even its load is: several proxies, their workers and one store."""

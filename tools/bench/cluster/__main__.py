@@ -1,7 +1,7 @@
-"""python -m tools.bench.cluster: how even the load of three proxies is, and what bounds hold.
+"""python -m tools.bench.cluster: how even the load of three proxies is, and whether bounds hold.
 
-Spread: the mean, over samples, of the most in flight at a worker by the mean in flight. One proxy,
-three proxies that share nothing, three of a cluster; then a bound of 2 per worker.
+Measures the spread (the maximum in flight at a worker by the mean, averaged over samples) with one
+proxy, three independent proxies, and three in a cluster; then with a bound of 2 per worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WARM_UP_SECS = 2.0
 async def sampled(
     workers: Workers, clients: Clients, secs: float, warm_up_secs: float
 ) -> tuple[list[list[int]], Clients]:
-    """What was in flight at each worker, again and again, while the clients were at work."""
+    """Samples of the requests in flight at each worker, while the clients run."""
     samples = []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(clients.run, CLIENTS)
@@ -82,17 +82,17 @@ def describe_bound(samples: Sequence[Sequence[int]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.cluster", description=__doc__)
-    parser.add_argument("--secs", type=float, default=10.0, help="measured per run (10)")
+    parser.add_argument("--secs", type=float, default=10.0, help="duration of a run (10)")
     parser.add_argument(
         "--service-ms", type=float, nargs=2, default=(50, 250), metavar=("LOW", "HIGH"),
-        help="how long a worker takes, drawn evenly (50 250)",
+        help="range of a worker's response times (50 250)",
     )  # fmt: skip
     parser.add_argument(
         "--drawn", action="store_true",
-        help="draw the third of the requests, in the place of those of every third client, which "
-        "all go through one proxy",
+        help="choose the requests for half of the workers at random, instead of those of every "
+        "third client, which all go through one proxy",
     )  # fmt: skip
-    parser.add_argument("--only", default="", help="runs whose name contains this")
+    parser.add_argument("--only", default="", help="only runs whose name contains this")
     arguments = parser.parse_args()
     with store() as store_url:
         trio.run(measure, arguments, store_url)

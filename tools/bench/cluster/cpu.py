@@ -1,7 +1,7 @@
-"""python -m tools.bench.cluster.cpu: CPU per request of a proxy with [cluster], beside without.
+"""python -m tools.bench.cluster.cpu: CPU per request of a proxy with and without [cluster].
 
-Two further proxies are members of the cluster, without requests of their own. Pairs of legs within
-seconds of each other, so their ratio is what counts.
+Two further proxies without requests are members of the cluster. The two legs of a pair run within
+seconds of each other, so use their ratio.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def compare(store_url: str, rounds: int, secs: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.bench.cluster.cpu", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of each load (5)")
-    parser.add_argument("--secs", type=float, default=4.0, help="of each leg (4)")
+    parser.add_argument("--secs", type=float, default=4.0, help="duration of a leg (4)")
     arguments = parser.parse_args()
     with store() as store_url:
         trio.run(compare, store_url, arguments.rounds, arguments.secs)

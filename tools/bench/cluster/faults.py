@@ -1,8 +1,8 @@
-"""python -m tools.bench.cluster.faults: what requests see while the store or a proxy fails.
+"""python -m tools.bench.cluster.faults: results of requests while the store or a proxy fails.
 
-Each fault comes once, under a closed loop: the store pauses for ten seconds, is killed and started
-anew; one proxy is cut off from the store; one proxy is killed. A request counts as failed if it got
-no 200 through a proxy that lives. In the end every proxy that lives must count nothing in flight.
+Each fault occurs once, under a closed loop: the store pauses for ten seconds; it is killed and
+restarted; one proxy is disconnected from the store; one proxy is killed. A request fails if it gets
+no 200 through a running proxy. At the end, every running proxy must count no requests in flight.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Relay:
 
     async def _drop_if_cut(self) -> None:
         if self.is_cut:
-            await trio.sleep_forever()  # as a network that drops everything
+            await trio.sleep_forever()  # like a network that drops all packets
 
 
 @contextmanager
 def store_at(port: int) -> Iterator[subprocess.Popen[str]]:
     program = shutil.which("valkey-server") or shutil.which("redis-server")
-    assert program is not None, "no redis-server"
+    assert program is not None, "redis-server is not installed"
     argv = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     with running(argv, subprocess.DEVNULL) as process:
         yield process
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument(
         "--weights",
         action="store_true",
-        help="after an update, so that proxies have to see versions",
+        help="after an update, so that requests have version constraints",
     )
     trio.run(measure, parser.parse_args())
 

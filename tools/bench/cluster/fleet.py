@@ -1,8 +1,8 @@
-"""Workers, proxies, a store and clients on loopback, for figures about a cluster.
+"""Workers, proxies, a store and clients on loopback, for measurements of a cluster.
 
 Workers and clients run in this process and count the requests that are really in flight at each
-worker, not those that a proxy assumes. Proxies and the store are processes. Not a model of an
-engine: each request takes a random time, independent of the load.
+worker, not those that a proxy counts. Proxies and the store are processes. The workers don't model
+an engine: each request takes a random time, independent of the load.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NAMED = "x"  # the model of the first half of the workers
 
 @dataclass
 class Workers:
-    """`in_flight` by worker, in the order of `urls`."""
+    """Simulated workers; `in_flight` is by worker, in the order of `urls`."""
 
     service_secs: tuple[float, float]
     urls: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Workers:
     random: random.Random = field(default_factory=lambda: random.Random(1))
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """One more worker, until cancelled."""
+        """Run one more worker until cancelled."""
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         number = len(self.urls)
         self.urls.append(f"http://127.0.0.1:{listener.socket.getsockname()[1]}")
@@ -69,7 +69,7 @@ class Workers:
 
 @contextmanager
 def store() -> Iterator[str]:
-    """A redis-server of its own; yields its URL. Raises FileNotFoundError where there is none."""
+    """Start a redis-server; yields its URL. Raises FileNotFoundError if it is not installed."""
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
         raise FileNotFoundError("neither valkey-server nor redis-server is installed")
@@ -96,7 +96,7 @@ def configuration(urls: Sequence[str], port: int, more: str, *, max_inflight: in
 async def proxies(
     count: int, urls: Sequence[str], more: str = "", *, max_inflight: int = 0
 ) -> AsyncIterator[list[tuple[int, subprocess.Popen[str]]]]:
-    """Port and process of each, all of which take requests."""
+    """Start proxies; yields port and process of each when all accept requests."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         found = []
@@ -113,7 +113,7 @@ async def proxies(
 
 
 async def until_ready(port: int, workers: int) -> None:
-    """All workers of it are routable. Raises trio.TooSlowError."""
+    """Wait until all workers of the proxy are routable. Raises trio.TooSlowError."""
     wanted = f'"routable_workers":{workers}'
     with trio.fail_after(READY_SECS):
         while wanted not in (await fetch(port, "/ready")).replace(" ", ""):  # noqa: ASYNC110
@@ -121,7 +121,7 @@ async def until_ready(port: int, workers: int) -> None:
 
 
 async def until_members(port: int, count: int) -> None:
-    """It knows so many proxies, or more. Raises trio.TooSlowError."""
+    """Wait until the proxy reports at least `count` members. Raises trio.TooSlowError."""
     with trio.fail_after(READY_SECS):
         while True:
             text = (await fetch(port, "/status")).partition("\r\n\r\n")[2]
@@ -131,7 +131,7 @@ async def until_members(port: int, count: int) -> None:
 
 
 async def fetch(port: int, path: str) -> str:
-    """The response's text; "" where nothing answers."""
+    """The response's text; "" if there is none."""
     try:
         stream = await trio.open_tcp_stream("127.0.0.1", port)
     except OSError:
@@ -149,8 +149,11 @@ async def fetch(port: int, path: str) -> str:
 
 @dataclass
 class Clients:
-    """A closed loop: each sends its next request when it has the response to the last one. A third
-    of the requests can go to half of the workers only: those of every third client, or `drawn`."""
+    """A closed loop: each client sends its next request after the response to the last one.
+
+    A third of the requests can only go to half of the workers: those of every third client or, with
+    `drawn`, a random third.
+    """
 
     ports: Sequence[int]
     drawn: bool = False
@@ -158,7 +161,7 @@ class Clients:
     failures: list[str] = field(default_factory=list)
 
     async def run(self, count: int) -> None:
-        """Until cancelled."""
+        """Run the clients until cancelled."""
         async with trio.open_nursery() as nursery:
             for number in range(count):
                 nursery.start_soon(self._client, number)

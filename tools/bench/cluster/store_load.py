@@ -1,9 +1,9 @@
-"""python -m tools.bench.cluster.store_load: what the counts of many proxies cost a real store.
+"""python -m tools.bench.cluster.store_load: the load on a real store by the counts of many proxies.
 
-The worst case: what is in flight at every worker changes with each publication. Each proxy is the
-codec and the connection of the program; one of them takes what it receives, the others only read
-it. The store counts commands and bytes. Staleness: from a change at a random moment until the one
-that takes has it; in this process, which is busier than a proxy.
+The worst case: the number in flight at every worker changes with each publication. Each proxy is
+the program's codec and connection; one of them applies the messages that it receives, the others
+only read them. The store counts commands and bytes. Staleness is the time from a change at a random
+moment until it is applied, in this process, which is busier than a proxy.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHANNEL, MARKER = "omni:members", 0
 
 @dataclass
 class Changes:
-    """Of the marker at the first proxy: which value it got, and when."""
+    """The changes of the marker at the first proxy: its value and the time."""
 
     value: int = 0
     made_at: dict[int, float] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Changes:
 async def reader(
     url: str, peers: PeerCounts | None, changes: Changes
 ) -> AsyncIterator[RedisConnection]:
-    """A subscribed connection; without `peers` what arrives is dropped."""
+    """A subscribed connection; without `peers`, messages are dropped."""
 
     def take(_: bytes, payload: bytes) -> None:
         message = decode(payload) if peers is not None else None
@@ -60,7 +60,7 @@ async def reader(
 async def publish(
     connection: RedisConnection, number: int, keys: list[int], changes: Changes
 ) -> None:
-    """As a proxy does, until cancelled."""
+    """Publish like a proxy, until cancelled."""
     own, beat_at = OwnCounts(f"10.0.0.{number}:8000/0123abcd"), 0.0
     turns = cycle([dict.fromkeys(keys, count) for count in (3, 17, 90)])
     for in_flight in turns:
@@ -85,7 +85,7 @@ async def change(changes: Changes) -> None:
 
 
 async def figures(connection: RedisConnection) -> tuple[int, int, int]:
-    """Messages that were published, bytes that the store has read, and has written."""
+    """The store's counts: published messages, bytes read, bytes written."""
     (stats,) = await connection.call(("INFO", "stats"))
     (commands,) = await connection.call(("INFO", "commandstats"))
     published = re.search(rb"cmdstat_publish:calls=(\d+)", bytes(commands))
@@ -154,7 +154,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
     parser.add_argument("--proxies", type=int, default=10)
-    parser.add_argument("--secs", type=float, default=10.0, help="of each (10)")
+    parser.add_argument("--secs", type=float, default=10.0, help="duration of each (10)")
     arguments = parser.parse_args()
     with store() as url:
         trio.run(measure_all, url, arguments)

@@ -1,7 +1,7 @@
 """python -m tools.bench.cluster.weights: updates through one proxy, requests through all of them.
 
-Each worker notes with which weights a request began and ended, and whether they changed meanwhile:
-such a response is mixed. `--alone` shows what happens without [cluster].
+Each worker records the weights with which a request began and ended. If they changed during the
+request, the response is mixed. `--alone` runs without [cluster].
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ UPDATE = "/update_weights_from_disk"
 
 @dataclass
 class VersionedWorker:
-    """An engine whose weights change while requests run, if a proxy lets them. An update takes
-    until `gate` is set, at least."""
+    """An engine whose weights may change while requests run, unless a proxy prevents it.
+
+    An update takes at least until `gate` is set.
+    """
 
     version: str = "v0"
     changes: int = 0
@@ -74,7 +76,7 @@ class VersionedWorker:
 
 
 async def post(port: int, path: str, body: dict[str, object]) -> tuple[int, str]:
-    """Status and head and body of the response; 0 where there is none."""
+    """The response's status, and its head and body; 0 if there is none."""
     payload = json.dumps(body).encode()
     try:
         stream = await trio.open_tcp_stream("127.0.0.1", port)
@@ -95,8 +97,11 @@ async def post(port: int, path: str, body: dict[str, object]) -> tuple[int, str]
 
 @dataclass
 class Traffic:
-    """Requests through all proxies. `wrong`: the header named another version than the worker, or
-    none; `wrong_heads` says which."""
+    """Requests through all proxies.
+
+    `wrong` counts responses whose header has no version or not the worker's; `wrong_heads` has
+    them.
+    """
 
     ports: list[int]
     answered: int = 0
@@ -180,7 +185,9 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=50, help="updates (50)")
     parser.add_argument("--alone", dest="shared", action="store_false", help="without [cluster]")
-    parser.add_argument("--status", action="store_true", help="what the proxies say in the end")
+    parser.add_argument(
+        "--status", action="store_true", help="print the proxies' status at the end"
+    )
     arguments = parser.parse_args()
     with store() as store_url:
         trio.run(measure, arguments, store_url)

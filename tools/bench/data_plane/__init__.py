@@ -1,1 +1,1 @@
-"""What the data plane costs: time, memory and instructions of requests, events and connections."""
+"""The cost of the data plane: time, memory and instructions of requests, events and connections."""

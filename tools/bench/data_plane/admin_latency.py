@@ -1,6 +1,6 @@
-"""How long a control request waits while the model traffic takes all that the proxy has.
+"""The latency of control requests while model traffic saturates the proxy.
 
-One client asks GET /workers a hundred times a second, beside 32 that push as fast as they can.
+One client sends GET /workers a hundred times a second; 32 others send requests as fast as they can.
 """
 
 import http.client
@@ -16,19 +16,19 @@ from tools.bench.harness.proxies import Side
 
 PATH = "/workers"
 PACE_SECS = 0.01
-FEWEST = 50  # answers; fewer have no 99th of a hundred
+FEWEST = 50  # answers; fewer have no meaningful 99th percentile
 BESIDE = Load("unary c=32", "unary", 32)
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Milliseconds from a request to its whole answer."""
+    """Milliseconds from a request to its complete answer."""
 
     side: str
     count: int
     p50_ms: float
     p99_ms: float
-    idle_p50_ms: float  # with nothing else to do
+    idle_p50_ms: float  # without other traffic
     idle_p99_ms: float
 
 

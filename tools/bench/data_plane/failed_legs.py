@@ -1,9 +1,9 @@
-"""How soon a client gets an error for a failed leg, and how soon the other engine is free again.
+"""The time until a client gets the error of a failed leg, and until the other engine is free.
 
-The rows are what users of other routers have reported. The engines wait for each other in a
-bootstrap room as SGLang's do, and keep what waits there until it is aborted by its `rid`, whether
-its connection lives or not. No router sends a request anew here, so that what is timed is an error.
-Nothing listens anywhere but on 127.0.0.1.
+The rows are faults that users of other routers have reported. As in SGLang, the engines wait for
+each other in a bootstrap room, and a waiting request stays there until it is aborted by its `rid`,
+even if its connection is closed. Retries are off, so that errors are timed. All programs listen
+only on 127.0.0.1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tools.bench.harness.proxies import (
     omni_command,
 )
 
-CAP_SECS = 3.0  # nothing is waited for longer
+CAP_SECS = 3.0  # the longest wait
 LATE_SECS = 1.0  # until the end of a prefill engine's body
 READY_SECS = 60.0
 ROUTER = "sglang-router"
@@ -68,7 +68,7 @@ role = "decode"
 
 
 class Rooms:
-    """Bootstrap rooms of both legs. `held`: the wake-up of each request in an engine's queue."""
+    """Bootstrap rooms of both legs. `held` are the events that wake an engine's queued requests."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,7 +98,7 @@ class Rooms:
 
 
 class Engine(ThreadingHTTPServer):
-    """`fault`: what it does to a request that the other engine has got, too."""
+    """An engine; `fault` is how it fails a request that the other engine has received, too."""
 
     daemon_threads = True
     allow_reuse_address = True
@@ -141,7 +141,7 @@ class Engine(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # a head and its body leave apart
+    disable_nagle_algorithm = True  # head and body are sent separately
     server: Engine
 
     def do_GET(self) -> None:
@@ -221,8 +221,11 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """`secs`: until what the client waits for, which `freed_secs` is from then on: until no engine
-    holds the request. CAP_SECS: not within that; None: not asked."""
+    """The times of one row.
+
+    `secs` is the time until the client's error or byte, `freed_secs` that from then on until no
+    engine has the request. CAP_SECS means not within that time, None not measured.
+    """
 
     secs: float | None
     freed_secs: float | None = None
@@ -240,7 +243,7 @@ def failing(role: str, fault: str) -> Row:
 
 
 def unreachable(fleet: Fleet) -> Seen:
-    """The decode engine's port; it is there again afterwards."""
+    """Close the decode engine's port; it is opened again afterwards."""
     port = fleet.decode.port
     fleet.decode.leave()
     try:
@@ -251,7 +254,7 @@ def unreachable(fleet: Fleet) -> Seen:
 
 
 def leaving(fleet: Fleet) -> Seen:
-    """The client, while both legs wait."""
+    """The client disconnects while both legs wait."""
     with faulty(fleet.prefill, "silent"):
         with socket.create_connection(("127.0.0.1", fleet.port)) as client:
             client.sendall(_request(CHAT))
@@ -263,7 +266,7 @@ def first_token(fleet: Fleet) -> Seen:
     """Prefill's body ends LATE_SECS later."""
     with faulty(fleet.prefill, "late end"):
         _, secs = _answer_secs(fleet, STREAMED)
-        threading.Event().wait(2 * LATE_SECS)  # that leg is over
+        threading.Event().wait(2 * LATE_SECS)  # until that leg has ended
         return Seen(secs)
 
 
@@ -318,7 +321,7 @@ def _answer_secs(fleet: Fleet, body: bytes) -> tuple[int, float]:
 def _error_secs(fleet: Fleet) -> float:
     status, secs = _answer_secs(fleet, CHAT)
     if status == 200:
-        raise LegError("a leg has failed, and the client got an answer all the same")
+        raise LegError("a leg failed, but the client got an answer")
     return secs
 
 
@@ -332,7 +335,7 @@ def _freed_secs(fleet: Fleet) -> float:
 
 
 def _wait(holds: Callable[[], bool]) -> None:
-    """At most CAP_SECS."""
+    """Wait for `holds()`, at most CAP_SECS."""
     give_up_at = time.monotonic() + CAP_SECS
     while not holds() and time.monotonic() < give_up_at:
         threading.Event().wait(0.0005)
@@ -392,14 +395,14 @@ def measure(side: Side, rounds: int) -> dict[str, list[Seen]]:
             print(f"  {name} with {side.name}", file=sys.stderr)
             for _ in range(rounds):
                 found.setdefault(name, []).append(row(fleet))
-                # A good request between two bad ones, so that no worker is ejected.
+                # A successful request between two failures, so that no worker is ejected.
                 if not _serves(fleet):
-                    raise LegError(f"{side.name} does not serve any more after: {name}")
+                    raise LegError(f"{side.name} stopped serving after: {name}")
     return found
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """As the bench's command line has it."""
+    """Run with the arguments of the bench's command line."""
     sides = [Side("omni-proxy", ours)]
     if ROUTER in arguments.peer:
         sides.append(Side(f"{ROUTER} {VERSIONS[ROUTER]}", sglang_router))

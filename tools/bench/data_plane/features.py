@@ -1,8 +1,8 @@
-"""What a feature costs that every request takes part in: the proxy with it beside itself without.
+"""The cost of features that affect every request: the proxy with and without each.
 
-Metrics, keys of callers, traces; aliases, ranks, keys of workers. Small POSTs of 32 clients, the
-sides of a round within seconds of each other. All sampled spans go to a collector that throws them
-away.
+Features: metrics, keys of callers, traces; aliases, ranks, keys of workers. The load is small POSTs
+of 32 clients; the sides of a round run within seconds of each other. Sampled spans are sent to a
+collector that discards them.
 """
 
 import os
@@ -21,7 +21,7 @@ PLAIN = "metrics, no keys, no traces"
 
 
 def _key(limits: int) -> str:
-    """With the first so many of LIMITS, all above what can come."""
+    """A key with the first `limits` of LIMITS, all above the possible load."""
     lines = [f"{name} = {limit}\n" for name, limit in list(LIMITS.items())[:limits]]
     digest = sha256(KEY.encode()).hexdigest()
     return f'[[keys]]\nname = "bench"\nkey_sha256 = "{digest}"\n{"".join(lines)}'
@@ -40,7 +40,7 @@ def _traces(endpoint: str, share: float) -> Callable[[str], str]:
 
 
 def sides(ours: Side, collector: str) -> list[Side]:
-    """The plain one first. `collector`: its URL."""
+    """The sides to compare, the plain one first; `collector` is the collector's URL."""
     changes: dict[str, Callable[[str], str]] = {
         PLAIN: str,
         "no metrics": _server("metrics = false"),
@@ -57,7 +57,7 @@ def sides(ours: Side, collector: str) -> list[Side]:
 
 
 def fleet_sides(ours: Side) -> list[Side]:
-    """Of aliases, ranks and keys that workers have; the load asks for the model `bench`."""
+    """Sides with aliases, ranks and keys of workers; the load's model is `bench`."""
     os.environ[WORKER_KEY] = "secret"
 
     def workers(line: str, count: int = -1) -> Callable[[str], str]:
@@ -95,7 +95,7 @@ class _Collector(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_collector() -> Iterator[str]:
-    """Its URL."""
+    """Start a collector; yields its URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Collector) as server:
         thread = Thread(target=server.serve_forever)
         thread.start()

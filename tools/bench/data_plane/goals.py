@@ -1,7 +1,7 @@
-"""Everything the proxy promises of its cost, measured in one run: goals beside figures.
+"""Measures all cost goals of the proxy in one run, and compares results with goals.
 
-If a part can't be measured here (a missing peer, too few descriptors), its row has the reason and
-the other parts are still measured.
+If a part can't be measured on this machine (a missing peer, too few descriptors), its row has the
+reason, and the other parts are still measured.
 """
 
 import sys
@@ -38,7 +38,7 @@ UNMEASURED = (LegError, NoTools, NotInstalled)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`met` is None where nothing was measured or nothing was promised."""
+    """A row of the table; `met` is None if nothing was measured or there is no goal."""
 
     what: str
     found: str
@@ -54,7 +54,7 @@ class Row:
 
 @dataclass
 class Found:
-    """`loads` and `faults` are of the paired runs; `facts` what --json keeps of the rest."""
+    """All results: `loads` and `faults` of the paired runs, `facts` of the others, for --json."""
 
     rows: list[Row] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """What is measured, and for how long."""
+    """The proxy to measure, and the number and length of rounds."""
 
     command: str
     name: str
@@ -110,7 +110,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _peer(name: str, found: Found) -> Side | None:
-    """None, and a row that says why, where it can't be had."""
+    """The peer; if it is not available, None, and a row with the reason is added."""
     try:
         peer = PEERS[name]()
     except UNMEASURED as error:
@@ -171,7 +171,7 @@ def _added(
 
 
 def group(load: str, loads: Loads, sides: Sequence[str]) -> Group:
-    """Each bar with its ratio to the first side, which the others are measured by."""
+    """A chart's bars, each with its ratio to the first side."""
     medians = {side: median(report.costs(loads[load], side) or [0.0]) for side in sides}
     bars = []
     for side in sides:
@@ -212,7 +212,7 @@ def _two_legs(how: Measuring, found: Found) -> None:
 def _many_workers(how: Measuring, found: Found) -> None:
     with fake_worker(policies.MANY) as ports:
         pair = policies.PAIRS["many"]
-        # Its bar is nearer to 1 than single rounds are to each other.
+        # More rounds: the goal is closer to 1 than single rounds are to each other.
         ratios, faults = policies.rounds_of(pair, 3 * how.rounds, how.secs, ports)
     found.faults += faults
     found.rows.append(_ratio_row(f"{policies.MANY} workers by {policies.FEW}, CPU", ratios, 1.15))
@@ -267,7 +267,7 @@ def _front(how: Measuring, found: Found) -> None:
 
 
 def _new_field(how: Measuring, found: Found) -> None:
-    # Its bar is nearer to 1 than single rounds are to each other.
+    # More rounds: the goal is closer to 1 than single rounds are to each other.
     costs = new_field(how.ours(), 3 * how.rounds, how.secs)
     found.faults += costs.faults
     what = "CPU per small POST with a field new in each, by without"

@@ -1,9 +1,9 @@
 """A data plane in one process with its clients and workers, driven batch by batch.
 
-`python -m tools.bench.data_plane.hand_driven unary|stream ROUNDS`: in each round every client has a
-request answered or a streamed event relayed. What the data plane does in it runs inside
-`sys.call_tracing`, by which `instructions` finds it. Invariant: equal arguments do equal work. The
-clock moves by hand, no task of trio runs, and every answer is compared.
+`python -m tools.bench.data_plane.hand_driven unary|stream ROUNDS`: in each round, one request of
+every client is answered, or one event of every stream is relayed. The data plane's work runs inside
+`sys.call_tracing`, which `instructions` looks for. Invariant: equal arguments do equal work: the
+clock is advanced manually, no trio task runs, and every answer is checked.
 """
 
 import socket
@@ -23,7 +23,7 @@ from omni_proxy.telemetry.recent_window import RecentWindow
 
 CLIENTS = 8
 WORKERS = 2
-WARM = 20  # rounds until caches know the heads
+WARM = 20  # rounds until the heads are cached
 TURN_SECS = 0.0001
 CONFIG = '[server]\naccess_log = "off"\n[routing]\npolicy = "least_request"\n'
 HEAD = (
@@ -43,7 +43,10 @@ RECEIVE_BYTES = 65536
 
 
 class DrivenDataPlane:
-    """`clients` are their ends of connections; workers listen on Unix sockets in `folder`."""
+    """The data plane, its clients (`clients` are their sockets) and its workers.
+
+    Workers listen on Unix sockets in `folder`.
+    """
 
     def __init__(
         self, folder: Path, config: str = CONFIG, workers: int = WORKERS, clients: int = CLIENTS
@@ -90,7 +93,7 @@ class DrivenDataPlane:
         return far
 
     def _turn(self, *, counted: bool) -> None:
-        """One batch of all events that there are."""
+        """Handle one batch of all pending events."""
         self._now += TURN_SECS
         loop = self._dataplane.loop
         events = loop._epoll.poll(0, 4 * CLIENTS)
@@ -100,7 +103,7 @@ class DrivenDataPlane:
             loop._run_batch(events)
 
     def ask(self, *, stream: bool, counted: bool) -> list[tuple[socket.socket, bytes]]:
-        """Every client sends a request: the workers' connections that have one, and its number."""
+        """Send a request from every client; return the workers' connections with their numbers."""
         for client in self.clients:
             number = next(self._numbers)
             body = BODY % (b"a ferry " * (50 + number % 10), b"true" if stream else b"false")
@@ -110,7 +113,7 @@ class DrivenDataPlane:
         return [(end, self._request_id(end)) for end in self._upstream]
 
     def _accept(self) -> None:
-        """The first requests dial: until every client's is at a worker."""
+        """Accept connections until every client's first request has reached a worker."""
         turns = 0
         while len(self._upstream) < CLIENTS:
             turns += 1
@@ -127,7 +130,7 @@ class DrivenDataPlane:
         return request.partition(b"X-Request-Id: bench-")[2][:8]
 
     def serve(self, *, counted: bool) -> None:
-        """A small POST of every client."""
+        """Serve a small POST of every client."""
         for end, number in self.ask(stream=False, counted=counted):
             body = b'{"id":"%b","choices":[{"message":{"content":"%b"}}]}' % (number, b"tide " * 40)
             end.sendall(ANSWER % (len(body), body))
@@ -147,7 +150,7 @@ class DrivenDataPlane:
             assert client.recv(RECEIVE_BYTES).startswith(b"HTTP/1.1 200 ")
 
     def relay_event(self, *, counted: bool) -> None:
-        """An event of every stream."""
+        """Relay an event of every stream."""
         event = EVENT % next(self._numbers)
         chunk = b"%x\r\n%b\r\n" % (len(event), event)
         for end in self._upstream:
@@ -162,7 +165,7 @@ class DrivenDataPlane:
 
 
 def drive(mode: str, rounds: int) -> int:
-    """How many requests or events were counted."""
+    """Run the rounds; return the number of counted requests or events."""
     with tempfile.TemporaryDirectory(prefix="omni-proxy-bench-") as folder:
         driven = DrivenDataPlane(Path(folder))
         try:

@@ -1,6 +1,7 @@
-"""What a header field costs that is new in every request: the proxy beside itself.
+"""The cost of a header field whose value is new in every request.
 
-32 clients, with the field and without; the two legs of a round ran within seconds of each other.
+Compares 32 clients with and without the field; the two legs of a round run within seconds of each
+other.
 """
 
 import sys
@@ -16,7 +17,7 @@ WITH = Load("with a new field in each", "unique", 32)
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """CPU per request in us, one for each round; `ratios` are taken within a round."""
+    """CPU per request in microseconds, one for each round; `ratios` are within a round."""
 
     with_field: list[float]
     without: list[float]

@@ -1,8 +1,8 @@
 """Instructions of the data plane per request and per streamed event, in user space.
 
-valgrind counts those of `hand_driven`, and of it only what the data plane does in its batches. So
-they do not depend on what else the machine does, and compare two versions where timings can't. The
-kernel's part, which is half of the CPU time or more, is not among them.
+Counted by valgrind in `hand_driven`, only while the data plane handles its batches. The counts
+don't depend on other programs, so they can compare two versions that differ too little for timings.
+They don't include the kernel, which takes half of the CPU time or more.
 """
 
 import os
@@ -16,17 +16,17 @@ from tools.bench.harness.peers import ROOT, proxy_python
 
 MODES = ("unary", "stream")
 ROUNDS = 100
-COUNTED = "_PyEval_CallTracing"  # of CPython: what `sys.call_tracing` calls, and nothing else does
-MISSING = "counts with valgrind, which is not installed: apt install valgrind"
+COUNTED = "_PyEval_CallTracing"  # a function of CPython that only `sys.call_tracing` calls
+MISSING = "valgrind is not installed: apt install valgrind"
 
 
 def count(mode: str) -> float:
-    """Per request or event. Raises LegError, NotInstalled."""
+    """Instructions per request or event. Raises LegError, NotInstalled."""
     return instructions_of(["tools.bench.data_plane.hand_driven", mode, str(ROUNDS)])
 
 
 def instructions_of(program: list[str]) -> float:
-    """By what the module prints: how often it did what it counts. Raises as `count`."""
+    """Instructions per unit; `program` prints the number of units. Raises what `count` raises."""
     valgrind = shutil.which("valgrind")
     if valgrind is None:
         raise LegError(MISSING)
@@ -48,6 +48,6 @@ def instructions_of(program: list[str]) -> float:
 
 
 def total_of(dump: str) -> int:
-    """Instructions of a dump of callgrind."""
+    """The instructions in a dump of callgrind."""
     lines = [line for line in dump.splitlines() if line.startswith("totals:")]
     return int(lines[-1].split()[1]) if lines else 0

@@ -1,6 +1,6 @@
-"""Each thing that the bench measures: run as the command line has it, and told as tables.
+"""The measurements of the bench: each runs with the command line's arguments and prints tables.
 
-What a run returns is the program's exit status: 1 where figures are worth nothing.
+A measurement returns the program's exit status: 1 if the results are not valid.
 """
 
 import argparse
@@ -43,13 +43,13 @@ def _ours(arguments: argparse.Namespace, *, secure: bool = False) -> Side:
 
 
 def _peers(arguments: argparse.Namespace, *, secure: bool = False) -> list[Side]:
-    """Those that can be had; says which can't, and raises LegError where nothing else is wanted."""
+    """The installed peers; reports missing ones. Raises LegError if nothing else is measured."""
     if arguments.no_peer:
         return []
     made = {name: PEERS[name](secure=secure) for name in arguments.peer}
     for name, peer in made.items():
         if peer is None:
-            print(f"bench: {name} is not installed, so it is left out", file=sys.stderr)
+            print(f"bench: {name} is not installed and is skipped", file=sys.stderr)
     found = [peer for peer in made.values() if peer is not None]
     if not found and (arguments.peer_only or arguments.self_check):
         raise LegError(f"{arguments.peer[0]} is not installed, so there is nothing to measure")
@@ -57,7 +57,7 @@ def _peers(arguments: argparse.Namespace, *, secure: bool = False) -> list[Side]
 
 
 def _sides(arguments: argparse.Namespace) -> tuple[Side | None, list[Side]]:
-    """What is measured and what it is measured by."""
+    """The measured side, and the sides that it is compared with."""
     secure = arguments.what == "tls"
     peers = _peers(arguments, secure=secure)
     if arguments.peer_only:
@@ -91,24 +91,24 @@ def paired(arguments: argparse.Namespace) -> int:
 
 
 def legs(arguments: argparse.Namespace) -> int:
-    """Requests in two legs beside plain ones."""
+    """Requests in two legs, compared with plain ones."""
     sides = two_legs.sides(_ours(arguments), arguments.peer)
     return _by_the_first(arguments, sides, f" (goal: at most {two_legs.GOAL})")
 
 
 def features(arguments: argparse.Namespace) -> int:
-    """Metrics, keys and traces, on beside off."""
+    """Metrics, keys and traces: on compared with off."""
     with request_features.running_collector() as collector:
         return _by_the_first(arguments, request_features.sides(_ours(arguments), collector))
 
 
 def ranks(arguments: argparse.Namespace) -> int:
-    """Aliases, ranks and keys of workers, beside workers without."""
+    """Aliases, ranks and keys of workers, compared with workers without."""
     return _by_the_first(arguments, request_features.fleet_sides(_ours(arguments)))
 
 
 def _by_the_first(arguments: argparse.Namespace, sides: Sequence[Side], goal: str = "") -> int:
-    """Small POSTs through each side, and its cost by that of the first."""
+    """Small POSTs through each side, and its cost as a ratio to the first side's."""
     facts = report.machine()
     unary = [load for load in LOADS if load.name == PROFILED["unary"]]
     loads = measure(sides, unary, arguments.rounds, arguments.secs)
@@ -136,7 +136,7 @@ def _titles(facts: dict[str, str]) -> tuple[str, str]:
 
 def _faulty(faults: list[str]) -> int:
     if faults:
-        print("\n".join(["", "ERRORS: these figures are worth nothing", *faults]))
+        print("\n".join(["", "ERRORS: these results are not valid", *faults]))
     return 1 if faults else 0
 
 
@@ -147,7 +147,7 @@ def _write(
     names: tuple[str | None, Sequence[str]],
     more: dict[str, object] | None = None,
 ) -> None:
-    """`names` are ours and the peers'."""
+    """Write the results as JSON; `names` are the proxy's and the peers'."""
     ours, peers = names
     found = {
         load: {
@@ -187,7 +187,7 @@ def goals(arguments: argparse.Namespace) -> int:
 
 
 def instructions(arguments: argparse.Namespace) -> int:
-    """Of this version; another one is counted in its own checkout."""
+    """Instructions of this checkout's version."""
     counts = {mode: counted(mode) for mode in MODES}
     _tell(report.machine())
     print("\ninstructions of the data plane in user space")

@@ -1,7 +1,7 @@
-"""What several data-plane processes carry beside one: requests per second, taken in turn.
+"""Requests per second of several data-plane processes, compared with one, measured in turn.
 
-As many load generators and workers as data-plane processes, so that neither is what bounds them;
-the cores are shared by all three.
+There are as many load generators and workers as data-plane processes, so that these are not the
+bottleneck; all of them share the cores.
 """
 
 import json
@@ -21,7 +21,7 @@ WORKERS_EACH = 4
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """Requests per second of both, one pair for each round."""
+    """Requests per second with one and with many processes, a pair for each round."""
 
     processes: int
     many_per_sec: list[float]
@@ -38,7 +38,7 @@ def cores() -> int:
 
 
 def cores_allow(processes: int) -> bool:
-    """A core for each data-plane process, each load generator and each worker."""
+    """Whether there is a core for each data-plane process, load generator and worker."""
     return cores() >= 3 * processes
 
 

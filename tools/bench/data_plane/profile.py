@@ -1,4 +1,4 @@
-"""Where the proxy's time goes under load: py-spy's samples, added up per line and per function."""
+"""Profile of the proxy under load: py-spy's samples, summed by line and by function."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ SHOWN = 25  # lines, and as many functions
 
 
 def profile(side: Side, load: Load, secs: float) -> list[str]:
-    """Lines of a table. Samples that the kernel took are counted where Python called it.
+    """The lines of a table. Samples in the kernel are counted at the Python line that called it.
 
     Raises LegError, NotInstalled.
     """
@@ -33,13 +33,13 @@ def _record(argv: list[str], stacks: Path) -> None:
     shape = ["--subprocesses", "--threads", "--rate", "500", "--format", "raw", "-o", str(stacks)]
     ran = subprocess.run([*argv, *shape], capture_output=True, text=True, check=False)
     if ran.returncode:
-        raise LegError(f"py-spy could not look into the proxy:\n{ran.stderr.strip()}")
+        raise LegError(f"py-spy could not profile the proxy:\n{ran.stderr.strip()}")
 
 
 def table(stacks: str) -> list[str]:
-    """Folded stacks, `outer;inner COUNT` a line, to shares of lines and of functions.
+    """Convert folded stacks, one `outer;inner COUNT` per line, to shares of lines and functions.
 
-    Main threads only: py-spy takes a thread that sleeps in native code (watchfiles) for a busy one.
+    Only main threads: for py-spy, a thread that sleeps in native code (watchfiles) looks busy.
     """
     lines: Counter[str] = Counter()
     functions: Counter[str] = Counter()

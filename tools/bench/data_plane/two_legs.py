@@ -1,7 +1,7 @@
-"""What a request in two legs costs beside a plain one, and beside a router that does the same.
+"""The cost of a request in two legs, compared with a plain one and with other routers.
 
-The workers answer at once, so that only the proxies' own work is measured; half of them are prefill
-workers, which name a KV cache where they are asked for one.
+The workers answer immediately, so that only the proxies' own work is measured; half of them are
+prefill workers, which return KV transfer parameters if the request asks for them.
 """
 
 from collections.abc import Collection
@@ -12,7 +12,7 @@ from tools.bench.harness.proxies import Place, Side, free_port, reconfigured, ro
 
 CONNECTORS = ("sglang", "nixl", "mooncake")
 GOAL = 2.2  # times the CPU of a plain request
-# Of each router the protocols that it has, with the words that ask for them.
+# Each router's protocols, with the arguments that enable them.
 ROUTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang-router": {"sglang": ("launch", "--pd-disaggregation")},
     "vllm-router": {
@@ -39,7 +39,7 @@ def _roles(config: str, connector: str) -> str:
 
 
 def _bootstrap(worker: str, connector: str, is_prefill: bool) -> str:
-    """The worker itself answers what Mooncake's bootstrap server is asked."""
+    """The lines for Mooncake's bootstrap server, for which the worker itself answers."""
     if connector != "mooncake" or not is_prefill:
         return ""
     port = worker.partition('"\n')[0].rpartition(":")[2]
@@ -65,13 +65,15 @@ def router_in_two_legs(name: str, connector: str) -> Side:
 
 
 def _port(url: str, connector: str) -> str:
-    """Of the bootstrap server: the worker itself answers for Mooncake's."""
+    """The bootstrap server's port; for Mooncake, the worker itself answers."""
     return url.rpartition(":")[2] if connector == "mooncake" else "8998"
 
 
 def sides(ours: Side, peers: Collection[str] = ()) -> list[Side]:
-    """The plain one first. `peers`: those that know two legs are measured, too. Raises
-    NotInstalled."""
+    """The sides, the plain one first, with those of `peers` that support two legs.
+
+    Raises NotInstalled.
+    """
     plain = replace(ours, name=f"{ours.name} plain")
     found = [plain, *(in_two_legs(ours, connector) for connector in CONNECTORS)]
     return found + [

@@ -1,1 +1,1 @@
-"""What discovery costs the event loop."""
+"""The cost of discovery for the event loop."""

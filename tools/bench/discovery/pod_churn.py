@@ -1,8 +1,8 @@
-"""python -m tools.bench --discovery: what discovery costs the event loop.
+"""python -m tools.bench --discovery: the cost of discovery for the event loop.
 
-The proxy runs in this process and finds the pods of another one (`pod_cluster`), some of which are
-replaced while clients ask. Each step of each trio task is timed: for so long no other had a turn.
-CPU is what the step computed; wall time also has what other programs took of the core.
+The proxy runs in this process and discovers the pods of another process (`pod_cluster`), some of
+which are replaced while clients send requests. Each step of each trio task, which blocks all other
+tasks, is timed. CPU time is that of the step; wall time includes other programs on the core.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TurnMeter(trio.abc.Instrument):
         self.steps: list[tuple[float, float, float, str]] = []  # own CPU, CPU, wall, task
         self.count = 0
         self._collection_begun = 0.0
-        self.collections: list[tuple[float, int]] = []  # of garbage, in steps: CPU, generation
+        self.collections: list[tuple[float, int]] = []  # garbage collections: CPU, generation
         gc.callbacks.append(self._note_collection)
 
     def _note_collection(self, phase: str, about: dict[str, int]) -> None:
@@ -79,7 +79,7 @@ class TurnMeter(trio.abc.Instrument):
             self.steps.append((own, cpu, wall, task.name.removeprefix("omni_proxy.")))
 
     def take(self, phase: str) -> None:
-        """Print what was measured, and begin anew."""
+        """Print the measurements and start over."""
         steps, count = sorted(self.steps, reverse=True), self.count
         collections, self.collections = sorted(self.collections, reverse=True), []
         self.steps, self.count = [], 0
@@ -93,11 +93,11 @@ class TurnMeter(trio.abc.Instrument):
 
 
 class CountingFleet(Fleet):
-    """Notes how many requests a worker had been sent when discovery stopped new ones."""
+    """Records the number of requests sent to a worker until discovery stopped new ones."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stopped: dict[Worker, tuple[int, float]] = {}  # and when that was
+        self.stopped: dict[Worker, tuple[int, float]] = {}  # number of requests, and the time
 
     def cordon(self, worker: Worker, reason: str) -> None:
         super().cordon(worker, reason)
@@ -145,7 +145,7 @@ async def _measure(arguments: argparse.Namespace, meter: TurnMeter) -> int:
 
 
 def _print_stops(fleet: CountingFleet, gone_at: dict[str, float]) -> None:
-    """How long the event of each pod took, on the way too, until its worker was stopped."""
+    """Print the time from each pod's event until its worker was stopped."""
     waits = sorted(
         1000 * (at - gone_at[str(worker.address[0])]) for worker, (_, at) in fleet.stopped.items()
     )
@@ -182,7 +182,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--replaced", type=int, default=200)
     parser.add_argument("--secs", type=float, default=10.0)
     parser.add_argument("--clients", type=int, default=16)
-    parser.add_argument("--interval", type=float, default=10.0, help="of health checks")
+    parser.add_argument("--interval", type=float, default=10.0, help="interval of health checks")
     arguments = parser.parse_args(argv)
     raise_fd_limit()
     meter = TurnMeter()

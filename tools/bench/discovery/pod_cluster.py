@@ -1,8 +1,8 @@
 """A cluster of pods for the bench of discovery: its API server, a worker in each pod, and clients.
 
-A process of its own, so that the proxy's is measured alone. Reads the proxy's URL from stdin and
-writes JSON lines. Pods have loopback addresses of their own and as many bytes as real ones. They
-answer 200 to everything for as long as the process lives: only the watch says that one is gone.
+A separate process, so that only the proxy is measured. Reads the proxy's URL from stdin and writes
+JSON lines. Pods have their own loopback addresses and are as large as real ones. They answer 200 to
+all requests until the process ends, so only the watch reports a deletion.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from omni_proxy.system.fd_limit import raise_fd_limit
 from tools.bench.harness.simulated_worker import ANSWER, next_request
 
 PORT = 8000
-LATE_SECS = 0.35  # after the event no request should arrive, on a machine that is not full
+LATE_SECS = 0.35  # after a deletion, from which on no request should arrive, unless overloaded
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 CHAT = b'{"messages": [{"role": "user", "content": "hi"}]}'
 PADDING = [{"manager": "kubelet", "fieldsV1": {f"f:field-{n}": {"f:value": {}}}} for n in range(90)]
@@ -34,10 +34,10 @@ class Cluster:
         self.pods: dict[int, dict[str, Any]] = {}
         self.version = 1
         self.gone_at: dict[int, float] = {}
-        self.late = 0  # requests to a pod, LATE_SECS after the event that it is gone
+        self.late = 0  # requests to a pod later than LATE_SECS after its deletion
         self.requests: Counter[int] = Counter()
         self.failed = 0
-        self._events: list[tuple[int, bytes, int | None]] = []  # and which pod is gone by it
+        self._events: list[tuple[int, bytes, int | None]] = []  # the last item: the deleted pod
         self._more = trio.Event()
         self._pages: dict[str, list[dict[str, Any]]] = {}
         self._names = itertools.count()

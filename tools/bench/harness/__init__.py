@@ -1,1 +1,1 @@
-"""What every measurement needs: builds, processes, sides, rounds of legs, tables and pictures."""
+"""Shared by all measurements: builds, processes, sides, rounds of legs, tables and charts."""

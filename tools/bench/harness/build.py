@@ -12,7 +12,7 @@ FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
 
 
 class BuildError(Exception):
-    """There is no C compiler, or it refused."""
+    """There is no C compiler, or it failed."""
 
 
 def compiler() -> str | None:
@@ -24,7 +24,7 @@ def build(name: str) -> Path:
     cc = compiler()
     if cc is None:
         raise BuildError(
-            "the bench's worker and load generator are C programs and there is no C compiler "
+            "the bench's worker and load generator are C programs, but there is no C compiler "
             "(cc, gcc or $CC); on Debian: apt install gcc libc6-dev"
         )
     texts = [(SOURCES / file).read_bytes() for file in (f"{name}.c", "reply.h")]
@@ -36,7 +36,7 @@ def build(name: str) -> Path:
 
 
 def cache() -> Path:
-    """The bench's folder in the user's cache, made if need be."""
+    """The bench's folder in the user's cache, created if missing."""
     above = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     folder = Path(above) / "omni-proxy" / "bench"
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,4 +54,4 @@ def _compile(cc: str, name: str, program: Path) -> None:
         )
         if ran.returncode:
             raise BuildError(f"{cc} could not build {name}.c:\n{ran.stderr.strip()}")
-        fresh.replace(program)  # a second bench beside this one never sees half a program
+        fresh.replace(program)  # so that a concurrent bench never runs an incomplete program

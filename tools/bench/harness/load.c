@@ -1,19 +1,19 @@
-/* The load generator of the bench: closed loop, one thread, to 127.0.0.1 only.
+/* The load generator of the bench: closed loop, one thread, connects only to 127.0.0.1.
  *
  *   load unary  PORT CONNECTIONS WARM_MS MS [REQUESTS]
  *   load unique PORT CONNECTIONS WARM_MS MS [REQUESTS]
  *   load stream PORT STREAMS     WARM_MS MS GAP_MS
  *   load idle   PORT CONNECTIONS WARM_MS MS
  *
- * unary: each connection sends the next request when its answer is whole, taking turns through 499
- * heads and bodies of different lengths; ends after MS or REQUESTS. unique: the same, and a field of
- * each head has a value that no other request has. stream: each connection asks for
- * one SSE answer with an event each GAP_MS, starts are spread evenly over the gap. idle: each
- * connection asks once, 64 at a time, and then rests; the window starts WARM_MS after the last answer.
- * Prints "open" when the window starts (after WARM_MS), "shut" when it ends and, after what is still
- * on its way, one JSON line. Whoever measures the proxy's CPU reads its clock at the two words. Every
- * answer is checked: status, framing, whose it is, for streams number and order of events and a clean
- * end. */
+ * unary: each connection sends its next request after the complete answer to the last one, cycling
+ * through 499 heads and bodies of different lengths; ends after MS or REQUESTS. unique: the same, but
+ * one header field has a different value in every request. stream: each connection requests one SSE
+ * answer with an event each GAP_MS; the starts are spread evenly over the gap. idle: each connection
+ * sends one request, 64 at a time, and then stays idle; the window starts WARM_MS after the last
+ * answer. Prints "open" when the window starts (after WARM_MS), "shut" when it ends, and one JSON line
+ * when all answers are complete. The caller reads the proxy's CPU clock at the two words. Every answer
+ * is checked: status, framing, that it answers this request; for streams also the number and order of
+ * events and a clean end. */
 #define _GNU_SOURCE
 #include "reply.h"
 #include <arpa/inet.h>
@@ -53,7 +53,7 @@ static int poller, starter, open_window, shut, busy_conns, started;
 static uint64_t now, begun, rested, opened, ended;
 static long asked, whole, units, pieces, errors, reconnects;
 static char first_error[160];
-static struct samples waits, gaps;                /* request or event to arrival; piece to piece */
+static struct samples waits, gaps;                /* from request or event to arrival; between pieces */
 
 static uint64_t clock_ns(void)
 {
@@ -122,7 +122,7 @@ static void connect_one(struct conn *c)
                              .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     struct epoll_event event = {.events = EPOLLIN | EPOLLRDHUP, .data.ptr = c};
     int yes = 1;
-    /* Blocking, then not: on loopback it ends at once, the backlog holds it. */
+    /* Connect blocking, then switch: on loopback it returns immediately, since the backlog takes it. */
     c->fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (c->fd < 0 || connect(c->fd, (struct sockaddr *)&to, sizeof to) < 0) { perror("connect"); exit(1); }
     setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &yes, sizeof yes);
@@ -137,7 +137,7 @@ static void fail(struct conn *c, const char *why)
 
 static void ask(struct conn *c);
 
-static void leave(struct conn *c)                 /* the connection is of no more use */
+static void leave(struct conn *c)                 /* closes the connection */
 {
     close(c->fd);
     c->fd = -1;
@@ -162,7 +162,7 @@ static void ask(struct conn *c)
         memcpy(c->request->unique, digits, (size_t)snprintf(digits, sizeof digits, "%024lx", asked));
     }
     c->sent_at = clock_ns();
-    /* A kilobyte on a connection that carries nothing else: it fits the socket's buffer. */
+    /* A kilobyte on an idle connection always fits into the socket's buffer. */
     if (send(c->fd, c->request->text, c->request->len, MSG_NOSIGNAL | MSG_DONTWAIT)
         != (ssize_t)c->request->len) { fail(c, "the request could not be sent"); leave(c); }
 }
@@ -201,7 +201,7 @@ static void take_body(void *owner, const char *text, size_t len)
     }
 }
 
-static void welcome_next(void)                    /* one more joins the crowd */
+static void welcome_next(void)                    /* opens one more connection */
 {
     if (started == want.conns) return;
     connect_one(&conns[started]);
@@ -215,7 +215,7 @@ static void take_answer(struct conn *c)
     busy_conns--;
     if (c->reply.status != 200) fail(c, "the status is not 200");
     else if (want.stream && (c->events != want.events || c->done != 1)) fail(c, "events are missing");
-    else if (!want.stream && !strstr(c->text, c->request->name)) fail(c, "somebody else's answer");
+    else if (!want.stream && !strstr(c->text, c->request->name)) fail(c, "the answer to another request");
     else {
         whole++;
         if (!want.stream && open_window && !shut) units++;
@@ -237,7 +237,7 @@ static void readable(struct conn *c)
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got <= 0) {
         if (c->busy) fail(c, got ? "the connection was reset" : "the connection ended too early");
-        else if (want.idle && !shut) fail(c, "a resting connection was closed");
+        else if (want.idle && !shut) fail(c, "an idle connection was closed");
         leave(c);
         return;
     }
@@ -247,11 +247,11 @@ static void readable(struct conn *c)
     c->piece_at = now;
     if (!c->busy) c->reply.at = BROKEN;
     reply_feed(&c->reply, piece, (size_t)got, take_body, c);
-    if (c->reply.at == BROKEN) { fail(c, "bytes that are no answer"); leave(c); }
+    if (c->reply.at == BROKEN) { fail(c, "invalid bytes instead of an answer"); leave(c); }
     else if (c->reply.at == WHOLE) take_answer(c);
 }
 
-/* Stream k starts k/STREAMS of a gap into one of the gaps of the ramp: phases are spread evenly. */
+/* Stream k starts k/STREAMS of a gap after the start of one of the ramp's gaps, so that phases are even. */
 static uint64_t start_time(int nth, int *which)
 {
     int gaps_of_ramp = want.gap_ms < RAMP_MS ? RAMP_MS / (int)want.gap_ms : 1, ramp = 0, k = nth;
@@ -299,7 +299,7 @@ static void say(const char *word)
     fflush(stdout);
 }
 
-static int over(void)                             /* moves the window; 1 = nothing more will come */
+static int over(void)                             /* updates the window; 1 = no more answers are expected */
 {
     int all_asked = want.stream ? started == want.conns : want.max_requests && asked >= want.max_requests;
     int broken = errors >= (want.idle ? 1 : MAX_ERRORS);
@@ -349,7 +349,7 @@ static int read_arguments(int argc, char **argv)
     want.ms = atol(argv[5]);
     if (want.stream) want.gap_ms = last;
     else want.max_requests = last;
-    /* A stream outlives the window by a fifth of a second: the rate must not fall inside it. */
+    /* A stream ends a fifth of a second after the window, so that the rate is constant inside it. */
     if (want.gap_ms > 0) want.events = (want.warm_ms + want.ms + 200) / want.gap_ms + 1;
     return (want.stream ? want.gap_ms > 0 : want.idle ? !last : want.unique || !strcmp(argv[1], "unary"))
         && last >= 0
@@ -367,7 +367,7 @@ int main(int argc, char **argv)
                         "at most %d connections and %d ms\n", MAX_CONNS, MAX_MS);
         return 2;
     }
-    alarm((unsigned)((want.warm_ms + want.ms + LATE_MS + (want.idle ? CROWD_MS : 0)) / 1000 + 10));   /* whatever goes wrong, it ends */
+    alarm((unsigned)((want.warm_ms + want.ms + LATE_MS + (want.idle ? CROWD_MS : 0)) / 1000 + 10));   /* always ends, also after errors */
     write_requests();
     start();
     while (!over()) {

@@ -1,4 +1,4 @@
-"""One leg: a side is started, made ready, loaded for a bounded time, measured and ended."""
+"""One leg: start a side, wait until it is ready, load it for a bounded time, measure and end it."""
 
 import http.client
 import json
@@ -16,20 +16,20 @@ from tools.bench.harness.proxies import Place, Side, free_port
 from tools.bench.harness.tls import bridge
 
 WORKERS = 8
-WARM_MS = 700  # a stream's first events and an interpreter's warming are not what is measured
+WARM_MS = 700  # excludes the first events of streams and the interpreter's warm-up
 READY_SECS = 30.0
 READY_ANSWERS = 2 * WORKERS
-# Of a trace that is to be sampled: so what the first span needs is loaded before the load comes.
+# A sampled trace for the first request, so that tracing is initialized before the load.
 SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 FIRST = b'{"model":"bench","messages":[{"role":"user","content":"#bench first 0 0#"}]}'
-KEY = "bench"  # what the load presents; see load.c
+KEY = "bench"  # the key in the load's requests; see load.c
 LAST_WORDS = 8  # lines
 REST_SECS = 0.4
-REST_SHARE = 0.1  # of one core: probes go on
+REST_SHARE = 0.1  # of one core: probes continue
 
 
 class LegError(Exception):
-    """A process of this leg failed; the text names the process and has its output."""
+    """A process of this leg failed; the message has its name and output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Load:
     mode: str  # unary | unique | stream | idle
     connections: int
     gap_ms: int = 0
-    also_bare: bool = False  # measured without a proxy too, to tell what a proxy adds
+    also_bare: bool = False  # also measured without a proxy, for the latency that a proxy adds
     warm_ms: int = WARM_MS
 
     def argv(self, port: int, measured_ms: int) -> list[str]:
@@ -59,16 +59,16 @@ QUICK = ("unary c=32", "stream 17k/s")
 
 @dataclass(frozen=True, slots=True)
 class Leg:
-    """What one leg showed. A unit is a request or a streamed event."""
+    """The measurements of a leg. A unit is a request or a streamed event."""
 
     load: str
     side: str
-    cpu_us: float | None  # per unit; None where no proxy stood between
+    cpu_us: float | None  # per unit; None without a proxy
     rss_mib: float | None
     units: int
     per_sec: float
     pieces_per_unit: float
-    p50_us: float  # request to its whole answer; event from its birth in the worker to its arrival
+    p50_us: float  # from request to complete answer; of an event, from its creation to its arrival
     p99_us: float
     gap_p99_us: float  # between two pieces of a stream
     errors: int
@@ -77,7 +77,7 @@ class Leg:
 
 @contextmanager
 def fake_worker(count: int = WORKERS) -> Iterator[list[int]]:
-    """The ports of so many workers, all of one process."""
+    """Start a process with `count` workers; yields their ports."""
     with running([str(build("worker")), str(count)], subprocess.PIPE) as process:
         assert process.stdout is not None
         ports = [int(word) for word in process.stdout.readline().split()]
@@ -88,7 +88,7 @@ def fake_worker(count: int = WORKERS) -> Iterator[list[int]]:
 
 @contextmanager
 def started(side: Side, workers: list[int]) -> Iterator[tuple[int, int | None]]:
-    """A side that answers: its port and, where a proxy stands there, its process id."""
+    """Start a side; yields its port and, if it is a proxy, its process id when it answers."""
     workers = workers[: side.most]
     if side.command is None:
         yield workers[0], None
@@ -132,7 +132,7 @@ def run_leg(side: Side, load: Load, workers: list[int], measured_secs: float) ->
 
 
 def _follow(reported: Iterable[str], pid: int | None) -> tuple[float, float, str]:
-    """CPU seconds of the proxy in the load's window, its memory at the end, the last line."""
+    """The proxy's CPU seconds in the load's window, its memory at the end, and the last line."""
     cpu = rss = 0.0
     last = ""
     for line in reported:
@@ -221,4 +221,4 @@ def _wait_ready(side: Side, port: int, process: subprocess.Popen[str], log: Path
             verdict = f"ended with status {code} before it answered"
         lines = log.read_text(errors="replace").splitlines()[-LAST_WORDS:]
         quoted = "\n  ".join(line[:200] for line in lines)
-        raise LegError(f"{side.name} {verdict}; its last words:\n  {quoted}")
+        raise LegError(f"{side.name} {verdict}; its last output:\n  {quoted}")

@@ -1,6 +1,6 @@
-"""Rounds of legs: sides take turns under the same loads, within seconds of each other.
+"""Rounds of legs: the sides run in turn under the same loads, within seconds of each other.
 
-Two legs of one round compare; which side goes first changes with each round.
+Only legs of the same round are comparable; which side runs first changes with each round.
 """
 
 import sys
@@ -14,7 +14,7 @@ Loads = dict[str, list[Round]]  # by the load's name
 
 
 def measure(sides: Sequence[Side], loads: Sequence[Load], rounds: int, secs: float) -> Loads:
-    """Raises LegError, BuildError."""
+    """Run all rounds. Raises LegError, BuildError."""
     found: Loads = {}
     with fake_worker() as workers:
         for number in range(rounds):

@@ -1,4 +1,4 @@
-"""Programs of others that the bench borrows, each in an environment of its own in the user's cache.
+"""Third-party programs for the bench, each in its own environment in the user's cache.
 
 A program is installed on first use, in one fixed version, because figures of different versions are
 not comparable. An installation counts only if its last step succeeded. The project's own
@@ -24,16 +24,16 @@ VERSIONS = {
 ROOT = Path(__file__).parents[3]
 INSTALL_SECS = 900
 LAST_LINES = 6
-NO_VENV = "Debian and Ubuntu have venv in a package of its own: apt install python3-venv"
+NO_VENV = "Debian and Ubuntu have venv in a separate package: apt install python3-venv"
 NO_PACKAGE = "is this machine online, and does its registry (pip config list) have that version?"
 
 
 class NotInstalled(Exception):
-    """A program could not be installed; the text names it, the reason and a remedy."""
+    """A program could not be installed; the message has its name, the reason and a remedy."""
 
 
 def borrowed(name: str) -> Path:
-    """The program `name`, installed if need be. Raises NotInstalled."""
+    """The program `name`, installed if missing. Raises NotInstalled."""
     version = VERSIONS[name]
     place = cache() / f"{name}-{version}"
     program, whole = place / "bin" / name, place / "whole"
@@ -45,7 +45,7 @@ def borrowed(name: str) -> Path:
             if not program.exists():
                 raise NotInstalled(f"the package {name} {version} has no program {name}")
             whole.touch()
-            _say(f"{name} {version} is there")
+            _say(f"{name} {version} is installed")
     return program
 
 
@@ -74,7 +74,7 @@ def _step(argv: list[str], wanted: str, advice: str) -> None:
 
 
 def _runs(place: Path) -> bool:
-    """An environment whose interpreter was removed still has its files."""
+    """Whether the interpreter runs: if it was removed, the environment still has its files."""
     python = place / "bin" / "python"
     return python.exists() and not subprocess.run([python, "-c", ""], check=False).returncode
 
@@ -85,16 +85,16 @@ def _say(line: str) -> None:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Lock: concurrent benches install one after the other."""
+    """Hold a lock, so that concurrent benches install one after another."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def proxy_python() -> str:
-    """An interpreter that has what the proxy needs: this one, or the project's, made if need be.
+    """An interpreter with the proxy's packages: this one, or the project's, created if missing.
 
-    So the bench runs from a fresh clone, by any Python. Raises NotInstalled.
+    This allows running the bench from a fresh clone with any Python. Raises NotInstalled.
     """
     tried = [sys.executable, "-c", "import omni_proxy.server"]
     if not subprocess.run(tried, check=False, cwd=ROOT, stderr=subprocess.DEVNULL).returncode:
@@ -107,5 +107,5 @@ def proxy_python() -> str:
     ensure = f"source {ROOT}/tools/ensure-venv && ensure_venv dev"
     ran = subprocess.run([bash, "-c", ensure, "bench"], check=False, stdout=sys.stderr.fileno())
     if ran.returncode:
-        raise NotInstalled("the project's environment could not be made; the reason is above")
+        raise NotInstalled("the project's environment could not be created; see the output above")
     return str(ROOT / ".venv" / "bin" / "python")

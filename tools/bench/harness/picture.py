@@ -1,4 +1,4 @@
-"""Figures as an SVG with bars, readable on a light and on a dark page; by the standard library."""
+"""Draws bar charts as SVG, for light and dark pages; uses only the standard library."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ STYLE = """\
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """`note` stands behind the figure."""
+    """A bar; `note` is shown after its value."""
 
     name: str
     value: float
@@ -39,7 +39,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Bars of one unit; the longest fills the width."""
+    """Bars with the same unit; the longest one has the full width."""
 
     title: str
     unit: str
@@ -47,7 +47,7 @@ class Group:
 
 
 def picture(title: str, note: str, groups: Sequence[Group]) -> str:
-    """A whole SVG file. Shorter bars are better in all of it."""
+    """A complete SVG file, in which shorter bars are better."""
     lines, y = [], TOP
     for group in groups:
         lines.append(f'  <text class="group" x="20" y="{y}">{escape(group.title)}</text>')

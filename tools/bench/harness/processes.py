@@ -1,7 +1,7 @@
-"""Processes that the bench starts, and what they cost.
+"""Processes that the bench starts, and their CPU time and memory.
 
-Each leads a session of its own, so that Ctrl-C reaches only the bench and ending one ends what it
-started in turn. They are ended by id, whatever happens.
+Invariant: every process is ended, by id. Each leads its own session, so that Ctrl-C reaches only
+the bench, and ending a process also ends its child processes.
 """
 
 import os
@@ -19,7 +19,7 @@ END_SECS = 5.0
 
 
 def end_on_signals() -> None:
-    """Leave by SystemExit when told to stop, so that what was started is ended."""
+    """Raise SystemExit on signals that end the program, so that its processes are ended."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)
 
@@ -30,7 +30,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def running(argv: Sequence[str], output: IO[str] | int) -> Iterator[subprocess.Popen[str]]:
-    """Standard output and error both go to `output`, unless that is a pipe."""
+    """Run a process; stdout and stderr both go to `output`, unless that is a pipe."""
     process = subprocess.Popen(
         argv,
         stdin=subprocess.PIPE,
@@ -52,12 +52,12 @@ def _end(process: subprocess.Popen[str]) -> None:
             os.killpg(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(END_SECS)
-    with suppress(ProcessLookupError):  # what a dead leader left in its group
+    with suppress(ProcessLookupError):  # processes left in the group of a leader that has ended
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name, which may hold anything."""
+    """The fields of /proc/PID/stat after the name, which may contain any character."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -75,21 +75,21 @@ def _tree(root: int) -> list[int]:
 
 
 def cpu_secs(root: int) -> float:
-    """User and system time of a process and all below it, ended children included."""
+    """User and system time of a process and its descendants, including ended children."""
     ticks_per_sec = os.sysconf("SC_CLK_TCK")
     total = 0.0
     for pid in _tree(root):
         with suppress(OSError):
             ended_user, ended_system = _stat(pid)[13:15]
             total += (int(ended_user) + int(ended_system)) / ticks_per_sec
-            # The clock of another process (clock_getcpuclockid(3)): what utime and stime say
-            # in hundredths of a second, in nanoseconds.
+            # The CPU clock of another process (clock_getcpuclockid(3)): utime plus stime, but in
+            # nanoseconds instead of hundredths of a second.
             total += time.clock_gettime((~pid << 3) | 2)
     return total
 
 
 def rss_bytes(root: int) -> int:
-    """Resident memory of a process and all below it, as exactly as the kernel can count it."""
+    """Resident memory of a process and its descendants, counted exactly by the kernel."""
     total = 0
     for pid in _tree(root):
         with suppress(OSError):  # it has ended
@@ -102,7 +102,7 @@ def rss_mib(root: int) -> float:
 
 
 def _rolled_up(pid: int) -> int:
-    """/proc/PID/stat and status may be half a megabyte off for each core."""
+    """From smaps_rollup: /proc/PID/stat and status may be off by half a megabyte per core."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except PermissionError:
@@ -111,7 +111,7 @@ def _rolled_up(pid: int) -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """The soft limit to the hard one, for us and for what we start; the limit that then holds."""
+    """Raise the soft limit to the hard one, also for child processes; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with suppress(ValueError, OSError):

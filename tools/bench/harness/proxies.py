@@ -1,4 +1,4 @@
-"""What may stand between the load and the worker: omni-proxy, a peer, or nothing at all."""
+"""The sides between load and worker: omni-proxy, a peer, or none."""
 
 import shlex
 import shutil
@@ -14,14 +14,14 @@ from tools.bench.harness.peers import VERSIONS, borrowed, proxy_python
 from tools.bench.harness.tls import NoTools, make_pair
 
 OMNI_PROXY = f"{shlex.quote(sys.executable)} -m omni_proxy --config {{config}}"
-# As they come, but for a policy that weighs loads as ours does, and without a line per request.
+# Default settings, except for a policy that compares loads like ours, and no log line per request.
 ROUTER_WORDS = ("--policy", "power_of_two", "--log-level", "warn")
 
-# One thread, connections kept on both sides and, above all, http-no-delay: without it HAProxy sends
-# events with MSG_MORE, the kernel holds them back for up to 200 ms, and the CPU per event is that
-# of a proxy that sends a twentieth of the segments.
-# strict-limits would refuse to start where the descriptors do not suffice for all of maxconn twice,
-# though a crowd of idle clients needs them once.
+# One thread, connections kept on both sides, and http-no-delay: without it HAProxy sends events
+# with MSG_MORE, the kernel delays them for up to 200 ms, and the CPU per event is that of a proxy
+# that sends a twentieth of the segments.
+# strict-limits would refuse to start if there are fewer descriptors than twice maxconn, although
+# idle clients need only one each.
 HAPROXY_MOST = 17000
 HAPROXY_CONFIG = """\
 global
@@ -61,7 +61,7 @@ success_threshold = 1
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a side is started: its port, the worker's ports, a folder for its files."""
+    """The parameters of starting a side: its port, the workers' ports, a folder for its files."""
 
     port: int
     workers: Sequence[int]
@@ -71,9 +71,9 @@ class Place:
 @dataclass(frozen=True, slots=True)
 class Side:
     name: str
-    command: Callable[[Place], list[str]] | None  # None: the load goes straight to the worker
-    secure: bool = False  # it listens with TLS
-    most: int | None = None  # of the workers that are there; None for all
+    command: Callable[[Place], list[str]] | None  # None: the load goes directly to the worker
+    secure: bool = False  # listens with TLS
+    most: int | None = None  # the number of workers to use; None for all
 
 
 NOTHING = Side("worker alone", None)
@@ -108,9 +108,9 @@ def router_words(name: str) -> tuple[str, ...]:
 
 
 def router(name: str, *, secure: bool = False) -> Side:
-    """One of the routers that come as a package. Raises NotInstalled, NoTools."""
+    """One of the routers that are Python packages. Raises NotInstalled, NoTools."""
     if secure:
-        raise NoTools(f"{name} is measured without TLS only; haproxy is the peer for that")
+        raise NoTools(f"{name} is measured only without TLS; use haproxy")
     program = str(borrowed(name))
 
     def command(place: Place) -> list[str]:
@@ -140,12 +140,15 @@ def free_port() -> int:
 
 
 def omni_command() -> str:
-    """How omni-proxy is started, by an interpreter that can. Raises NotInstalled."""
+    """The command line of omni-proxy, with an interpreter that has its packages.
+
+    Raises NotInstalled.
+    """
     return f"{shlex.quote(proxy_python())} -m omni_proxy --config {{config}}"
 
 
 def reconfigured(inner: Side, name: str, change: Callable[[str], str]) -> Side:
-    """omni-proxy under another name, with what `change` makes of its configuration."""
+    """omni-proxy under another name, with its configuration changed by `change`."""
     command = inner.command
     if command is None:
         raise ValueError(f"{inner.name} has no configuration")
@@ -160,10 +163,10 @@ def reconfigured(inner: Side, name: str, change: Callable[[str], str]) -> Side:
 
 
 def proxy(template: str, name: str, *, secure: bool = False) -> Side:
-    """A proxy started by a command line with {port}, {worker_urls} (one word each) or {config}."""
+    """A proxy with a command line that has {port}, {worker_urls} (one word each) or {config}."""
     words = shlex.split(template)
     if not any(place in word for place in ("{port}", "{config}") for word in words):
-        raise ValueError("--proxy-command needs {port} or {config}, or nobody knows where it is")
+        raise ValueError("--proxy-command needs {port} or {config}, to determine its address")
 
     def command(place: Place) -> list[str]:
         urls = [f"http://127.0.0.1:{port}" for port in place.workers]

@@ -1,5 +1,5 @@
-/* Reads one HTTP/1.1 answer from pieces of any size: content-length or chunked framing only, since
- * an answer that ends with its connection could not be told from one that was cut. */
+/* Reads one HTTP/1.1 answer from pieces of any size. Only content-length or chunked framing: an answer
+ * that ends with its connection could not be distinguished from a truncated one. */
 #ifndef REPLY_H
 #define REPLY_H
 #define _GNU_SOURCE
@@ -55,7 +55,7 @@ static size_t reply_head(struct reply *r, const char *text, size_t len)
     return r->head_len - old;
 }
 
-static size_t reply_line(struct reply *r, const char *text, size_t len)   /* r->line is whole at '\n' */
+static size_t reply_line(struct reply *r, const char *text, size_t len)   /* r->line is complete at '\n' */
 {
     const char *end = memchr(text, '\n', len);
     size_t took = end ? (size_t)(end - text) + 1 : len;
@@ -83,7 +83,7 @@ static size_t reply_body(struct reply *r, size_t len)
     return took;
 }
 
-/* Bytes past the end of a whole answer are a fault: nothing was asked for that they could answer. */
+/* Bytes after the end of a complete answer are an error: there is no request that they could answer. */
 static void reply_feed(struct reply *r, const char *text, size_t len, body_sink *sink, void *owner)
 {
     while (len && r->at != BROKEN) {

@@ -1,7 +1,7 @@
-"""Legs to tables: medians with their range, and ratios within each round.
+"""Converts legs to tables: medians with their range, and ratios within each round.
 
-Two legs of one round ran within seconds of each other, so their ratio holds on a machine whose
-speed drifts; medians of different hours do not compare.
+The legs of a round run within seconds of each other, so their ratio is valid even if the machine's
+speed drifts; medians of different hours are not comparable.
 """
 
 import platform
@@ -30,7 +30,7 @@ def machine() -> dict[str, str]:
 
 
 def ratios(rounds: Sequence[Round], ours: str, peer: str) -> list[float]:
-    """CPU of ours by CPU of the peer, one per round in which both were measured."""
+    """CPU of `ours` by CPU of the peer, for each round in which both were measured."""
     pairs = [(costs([legs], ours), costs([legs], peer)) for legs in rounds]
     return [own[0] / theirs[0] for own, theirs in pairs if own and theirs and theirs[0]]
 
@@ -47,13 +47,13 @@ def _of(rounds: Sequence[Round], side: str) -> list[Leg]:
 
 
 def added_us(rounds: Sequence[Round], side: str, bare: str) -> list[float]:
-    """What a side adds to the median wait, one for each round that was measured without it too."""
+    """Latency that a side adds to the median, for each round that was also measured without it."""
     pairs = [(_of([legs], side), _of([legs], bare)) for legs in rounds]
     return [own[0].p50_us - alone[0].p50_us for own, alone in pairs if own and alone]
 
 
 def costs(rounds: Sequence[Round], side: str) -> list[float]:
-    """CPU per unit, one for each round, microseconds."""
+    """CPU per unit in microseconds, one for each round."""
     return [leg.cpu_us for leg in _of(rounds, side) if leg.cpu_us is not None]
 
 
@@ -71,7 +71,7 @@ def cpu_table(
 
 
 def added_table(loads: dict[str, list[Round]], sides: Sequence[str], bare: str) -> list[str]:
-    """Empty where nothing was measured without a proxy."""
+    """The added latencies; empty if nothing was measured without a proxy."""
     rows = [
         [load, *(spread(added_us(rounds, side, bare), 0) for side in sides)]
         for load, rounds in loads.items()

@@ -1,9 +1,8 @@
 """A worker in this process with the timing of an inference engine, and no model.
 
-It batches continuously: a step decodes one token for every running request and prefills a bounded
-number of prompt tokens, and takes the longer the more it does. What it has computed of a session
-stays in a cache of bounded size, least recently used out. Invariant: time passes in steps only, so
-`slowdown` slows everything that the engine does.
+Continuous batching: a step decodes one token for every running request and prefills a bounded
+number of prompt tokens; its duration grows with its work. Computed tokens of a session are kept in
+a bounded LRU cache. Invariant: time passes only in steps, so `slowdown` affects all work.
 """
 
 import json
@@ -31,8 +30,10 @@ class _Generation:
 
 
 class SimulatedEngine:
-    """`slowdown`: how many times as long as usual a step takes. `pace`: real seconds for each
-    simulated one, so that a busy machine is in time."""
+    """The engine. `slowdown` multiplies the duration of each step.
+
+    `pace` is real seconds per simulated second; a busy machine needs more than 1.
+    """
 
     def __init__(self, pace: float = 1.0) -> None:
         self.pace = pace
@@ -41,18 +42,18 @@ class SimulatedEngine:
         self.turns = 0
         self.prompt_tokens = self.cached_tokens = 0
         self._cache: OrderedDict[str, int] = OrderedDict()  # tokens by session
-        self._waiting: deque[_Generation] = deque()  # for the rest of their prefill
+        self._waiting: deque[_Generation] = deque()  # with prompt tokens to prefill
         self._running: list[_Generation] = []
         self._work = trio.Event()
         self._simulated_secs = self._slept_secs = 0.0
 
     @property
     def lateness(self) -> float:
-        """How many times as long as simulated the steps took: above 1 on a busy machine."""
+        """Real by simulated duration of the steps: above 1 on a busy machine."""
         return self._slept_secs / self._simulated_secs if self._simulated_secs else 1.0
 
     async def serve(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled; `url` is known when it has started."""
+        """Serve until cancelled; `url` is set when it has started."""
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         self.url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
         async with trio.open_nursery() as nursery:
@@ -98,7 +99,7 @@ class SimulatedEngine:
                 self._work = trio.Event()
 
     def _prefill(self) -> int:
-        """First come, first served, and no more than fits into a step."""
+        """Prefill prompts in order of arrival, up to the limit of a step."""
         room = PREFILL_TOKENS_PER_STEP
         while self._waiting and room:
             first = self._waiting[0]

@@ -1,6 +1,6 @@
 """A worker in this process that answers every request after a fixed time.
 
-Not a model: for shares of work between workers of known speed, and nothing else.
+For measuring shares of work between workers of known speed; it does not model an engine.
 """
 
 import trio
@@ -30,7 +30,7 @@ async def stand_in(
 
 
 async def next_request(stream: trio.SocketStream, rest: bytes) -> tuple[bytes, bytes, bytes] | None:
-    """The next request's head and body, and what came after it; None at the end."""
+    """The next request's head and body, and the bytes after it; None at the end of the stream."""
     while b"\r\n\r\n" not in rest:
         piece = await stream.receive_some(65536)
         if not piece:

@@ -1,4 +1,4 @@
-"""TLS for the bench: a certificate, and a bridge between the load, which speaks plain, and a side.
+"""TLS for the bench: a certificate, and a bridge between the load, which has no TLS, and a side.
 
 The bridge is a separate HAProxy that only encrypts and decrypts, one upstream connection for each
 client connection. Every leg has the same bridge, and its CPU time is not counted.
@@ -28,14 +28,14 @@ listen bridge
 
 
 class NoTools(Exception):
-    """TLS can't be measured on this machine; says what is missing."""
+    """TLS can't be measured on this machine; the message has the missing program."""
 
 
 def make_pair(folder: Path) -> tuple[Path, Path]:
     """A certificate for 127.0.0.1 and its key (ECDSA P-256)."""
     program = shutil.which("openssl")
     if program is None:
-        raise NoTools("TLS is measured with the programs openssl and haproxy; openssl is not there")
+        raise NoTools("TLS is measured with the programs openssl and haproxy; openssl is missing")
     cert, key = folder / "cert.pem", folder / "key.pem"
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
     names = ("-subj", "/CN=bench", "-addext", "subjectAltName=IP:127.0.0.1")
@@ -52,7 +52,7 @@ def bridge(port: int, target: int, folder: Path) -> Iterator[None]:
     """Forward plain connections to `port` over TLS to `target`."""
     program = shutil.which("haproxy")
     if program is None:
-        raise NoTools("TLS is measured with the programs openssl and haproxy; haproxy is not there")
+        raise NoTools("TLS is measured with the programs openssl and haproxy; haproxy is missing")
     config = folder / "bridge.cfg"
     config.write_text(BRIDGE_CONFIG.format(port=port, target=target))
     with (

@@ -1,15 +1,15 @@
-/* The fake worker of the bench: one process, several loopback ports, no work of its own.
+/* The fake worker of the bench: one process on several loopback ports that computes nothing.
  *
- *   worker PORTS        listens on that many free ports, prints them on one line, ends with its stdin
+ *   worker PORTS        listens on that many free ports, prints them on one line, ends at the end of stdin
  *
- * A POST says in its body what it wants, "#bench NAME EVENTS GAP_MS#": routers that write bodies anew
- * and drop unknown keys and headers keep the text of a message. EVENTS 0: ~350 bytes of JSON, with
- * kv_transfer_params where vLLM's NIXL protocol asks for them. Else SSE, one chunk per event, each with
- * its number and its birth. GET /query is answered as Mooncake's bootstrap server does. All repeat NAME, so that the load generator
- * sees answers that were mixed up.
- * One timer ticks each millisecond for all streams (a timer per stream costs 25 us an event in a
- * virtual machine), so at most what is due in one millisecond leaves together. Events that are late
- * are made up for, so the rate holds under pressure. */
+ * A POST has its parameters in a message, "#bench NAME EVENTS GAP_MS#", because routers that rewrite
+ * bodies drop unknown keys and headers but keep the text of messages. EVENTS 0: ~350 bytes of JSON,
+ * with kv_transfer_params if vLLM's NIXL protocol requests them. Otherwise SSE, one chunk per event,
+ * each with its number and its time. GET /query is answered like Mooncake's bootstrap server. All
+ * answers repeat NAME, so that the load generator detects swapped answers.
+ * One timer ticks each millisecond for all streams, since a timer per stream would be slow in virtual
+ * machines; events that are due within one millisecond are sent together. Late events are sent
+ * later, so the average rate is kept under load. */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
 #include <errno.h>
@@ -45,7 +45,7 @@ struct conn {
 static int poller, stream_count;
 static struct conn *streams[MAX_STREAMS];
 static struct source ticker = {TICKER, -1, NULL};
-static struct conn *graveyard;            /* freed after the batch: its events may still name them */
+static struct conn *graveyard;            /* freed after the batch, whose events may still refer to them */
 
 static uint64_t now_ns(void)
 {
@@ -92,7 +92,7 @@ static void put(struct conn *conn, const char *text, size_t len)
     conn->out_len += len;
 }
 
-static int flush(struct conn *conn)       /* 1 = all of it has left */
+static int flush(struct conn *conn)       /* 1 = all bytes were sent */
 {
     while (!conn->dead && conn->out_sent < conn->out_len) {
         ssize_t sent = send(conn->socket.fd, conn->out + conn->out_sent,
@@ -237,7 +237,7 @@ static void readable(struct conn *conn)
         ssize_t got = recv(conn->socket.fd, conn->in + conn->in_len, IN_BYTES - 1 - conn->in_len, 0);
         if (got > 0) { conn->in_len += (size_t)got; take_requests(conn); }
         else if (got < 0 && errno == EAGAIN) return;
-        else if (got == 0 || errno != EINTR) bury(conn);  /* also: more than a buffer of request */
+        else if (got == 0 || errno != EINTR) bury(conn);  /* also if the request is larger than the buffer */
     }
 }
 
@@ -268,7 +268,7 @@ static void listen_on_free_port(struct source *source)
 
 static void wake(struct source *source, uint32_t mask)
 {
-    if (source->kind == STDIN) exit(0);           /* whoever started us has gone */
+    if (source->kind == STDIN) exit(0);           /* the parent process has ended */
     if (source->kind == LISTENER) { accept_all(source->fd); return; }
     if (source->kind == TICKER) { tick(); return; }
     if (mask & EPOLLOUT) stream_on(source->conn);

@@ -1,1 +1,1 @@
-"""What memory connections and waiting requests hold."""
+"""The memory of connections and waiting requests."""

@@ -1,7 +1,7 @@
-"""What a connection holds: resident memory with a crowd of them, less that without.
+"""The memory of a connection: resident memory with many of them, minus that without.
 
-Both figures are of the same process, the first when it has been under load already, so that
-neither its code nor its pools are counted; what the kernel keeps for a socket is not, either.
+Both are measured in the same process after a first load, so that its code and pools are not
+counted; the kernel's memory for sockets is not counted, either.
 """
 
 import sys
@@ -13,7 +13,7 @@ from tools.bench.harness.load_run import LegError, Load, fake_worker, started
 from tools.bench.harness.processes import raise_descriptor_limit, rss_bytes, running
 from tools.bench.harness.proxies import Side
 
-SPARE_DESCRIPTORS = 600  # the proxy's own, and what it keeps to its workers
+SPARE_DESCRIPTORS = 600  # the proxy's own, and its connections to workers
 HELD_MS = 1500
 WARM = (Load("warm", "unary", 64, warm_ms=0), Load("warm", "stream", 64, gap_ms=100, warm_ms=0))
 WARMED_MS = 800
@@ -21,7 +21,7 @@ WARMED_MS = 800
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """`each` is the descriptors of the proxy for one connection."""
+    """Many connections; `each` is the proxy's number of descriptors for one of them."""
 
     name: str
     load: Load
@@ -34,7 +34,7 @@ SLOW = Crowd("slow stream", Load("slow", "stream", 2_000, gap_ms=1000, warm_ms=1
 
 @dataclass(frozen=True, slots=True)
 class ProcessResources:
-    """Bytes are of resident memory."""
+    """A proxy's resident memory in bytes, with and without the connections."""
 
     crowd: str
     side: str
@@ -48,26 +48,26 @@ class ProcessResources:
 
 
 def fitting(crowd: Crowd, limit: int) -> Crowd:
-    """As many as so many descriptors allow; says so where those are fewer than wanted."""
+    """The crowd, reduced to the number that `limit` descriptors allow, which is reported."""
     most = (limit - SPARE_DESCRIPTORS) // crowd.each
     wanted = crowd.load.connections
     if most >= wanted:
         return crowd
     if most < 1:
-        raise LegError(f"{limit} descriptors are too few to hold a crowd; `ulimit -Hn` is the most")
+        raise LegError(f"{limit} descriptors are too few; the maximum is `ulimit -Hn`")
     print(
-        f"bench: only {most} of {wanted} for '{crowd.name}': this process may have {limit}"
-        " descriptors and no more; raise the hard limit (ulimit -Hn) for all",
+        f"bench: only {most} of {wanted} for '{crowd.name}': this process may have at most {limit}"
+        " descriptors; raise the hard limit (ulimit -Hn)",
         file=sys.stderr,
     )
     return replace(crowd, load=replace(crowd.load, connections=most))
 
 
 def held(side: Side, crowd: Crowd) -> ProcessResources:
-    """Raises LegError where a connection of the crowd was refused, cut or answered wrongly."""
+    """Measure a crowd; raises LegError if a connection was refused, cut or answered wrongly."""
     with fake_worker() as workers, started(side, workers) as (port, pid):
         if pid is None:
-            raise LegError("a crowd needs a proxy")
+            raise LegError("connection memory can only be measured with a proxy")
         for load in WARM:
             with running(load.argv(port, WARMED_MS), DEVNULL) as process:
                 process.wait()
@@ -86,7 +86,7 @@ def held(side: Side, crowd: Crowd) -> ProcessResources:
 
 
 def crowds(sides: Sequence[Side], kinds: Sequence[Crowd] = (IDLE, SLOW)) -> list[ProcessResources]:
-    """Raises LegError."""
+    """Measure all crowds with all sides. Raises LegError."""
     limit = raise_descriptor_limit()
     found = []
     for kind in kinds:

@@ -1,7 +1,7 @@
-"""What waiting requests hold: resident memory by their bytes, of ordinary and of hostile bodies.
+"""The memory of waiting requests: resident memory per byte, for ordinary and hostile bodies.
 
-The worker is a thread of ours that takes requests and does not answer those that ask to wait. The
-figure is the growth of the proxy's resident memory by all bytes that were sent.
+The worker is a thread that accepts requests and doesn't answer those with the marker WAITS. The
+result is the growth of the proxy's resident memory divided by the number of bytes sent.
 """
 
 import socket
@@ -17,7 +17,7 @@ from tools.bench.harness.proxies import Side
 
 WAITING_SECS = 30.0
 WAITS = b'"user":"waits"'
-_BODY = b'{"id":"chatcmpl-first"}'  # as the bench's other worker tells it
+_BODY = b'{"id":"chatcmpl-first"}'  # the same as in the bench's other worker
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
 _TALK = b'{"role":"user","content":"' + b"What is it that waits here? " * 10 + b'"},'
 BODIES = {
@@ -29,7 +29,7 @@ BODIES = {
 
 
 class _Silent(socketserver.ThreadingTCPServer):
-    """`waiting` counts the requests that it leaves without an answer."""
+    """A worker; `waiting` counts the requests that it doesn't answer."""
 
     daemon_threads = allow_reuse_address = True
     request_queue_size = 1024
@@ -74,11 +74,14 @@ def _request(body: bytes) -> bytes:
 
 
 def bytes_per_byte(side: Side, count: int, body: bytes) -> float:
-    """Raises LegError where not all of them came to wait at the worker."""
+    """Resident bytes per byte of `count` waiting requests.
+
+    Raises LegError if not all of them reached the worker.
+    """
     request = _request(body)
     with _silent() as worker, started(side, [worker.server_address[1]]) as (port, pid):
         if pid is None:
-            raise LegError("to hold requests takes a proxy")
+            raise LegError("request memory can only be measured with a proxy")
         before = rss_bytes(pid)
         with ExitStack() as stack:
             for _ in range(count):
@@ -87,7 +90,7 @@ def bytes_per_byte(side: Side, count: int, body: bytes) -> float:
             until, look = monotonic() + WAITING_SECS, threading.Event()
             while worker.waiting < count:
                 if monotonic() > until:
-                    raise LegError(f"{worker.waiting} of {count} requests came to the worker")
+                    raise LegError(f"{worker.waiting} of {count} requests reached the worker")
                 look.wait(0.05)
             return (rss_bytes(pid) - before) / (count * len(request))
 

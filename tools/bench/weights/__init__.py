@@ -1,8 +1,8 @@
-"""What new weights cost on their way: plain gloo, our receiver, and a fleet behind the proxy.
+"""Measures weight delivery: plain gloo, the project's receiver, and a fleet behind the proxy.
 
-`python -m tools.bench --weights`. Every figure is a ratio within a round, whose legs ran within
-seconds of each other: to a plain gloo broadcast from one process into memory that was touched. How
-memory is measured, and the delay of event loops: memory.py, loop_delay.py.
+`python -m tools.bench --weights`. Every rate is also a ratio, within a round whose legs run within
+seconds of each other, to a plain gloo broadcast from one process into memory that was touched
+before. memory.py and loop_delay.py describe how memory and event-loop delays are measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rates = dict[str, list[float]]  # GB/s by leg, one per round
 
 
 def by_parts(total_mib: int, rounds: int) -> tuple[Rates, float]:
-    """GB/s of memory, of plain gloo and of our receiver; and how many buckets that took at most."""
+    """GB/s of memory, plain gloo and the receiver; and the receiver's peak memory in buckets."""
     import torch
 
     torch.set_num_threads(1)
@@ -80,7 +80,7 @@ def _copied(blocks: Sequence[Any]) -> float:
 
 
 def by_fleets(rounds: int) -> list[list[str]]:
-    """The rows of both modes, at a model of 538 MB; each round has its own plain gloo."""
+    """The rows of both modes with a model of 538 MB; each round has its own plain gloo leg."""
     count = 8
     rows = []
     with sender(count, BLOCK_MIB * MIB) as sends:
@@ -107,9 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--mib", type=int, choices=range(128, 4097), metavar="128..4096", default=512
     )
-    parser.add_argument("--no-fleet", action="store_true", help="the parts alone, without a model")
+    parser.add_argument(
+        "--no-fleet", action="store_true", help="measure only the parts, without a model"
+    )
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting burns no core
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: waiting threads don't spin
     end_on_signals()
     facts = report.machine()
     try:

@@ -1,7 +1,7 @@
-"""Rank 0 as a process of its own: broadcasts the same touched blocks whenever it is told to.
+"""Rank 0 in a separate process: broadcasts the same touched blocks on each order.
 
-`python -m tools.bench.weights.broadcaster` reads orders as JSON lines and answers in kind. Its
-group is the one that trainers make; nothing of the receiving side is in it.
+`python -m tools.bench.weights.broadcaster` reads orders as JSON lines and answers with JSON lines.
+Its group is like those of trainers; it imports nothing of the receiving side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WAIT_SECS = 120.0
 
 
 class Expected:
-    """Stands where a trainer's init call is: who comes was told by the bench."""
+    """A stand-in for a trainer's init call: the bench itself starts the other ranks."""
 
     def refused(self) -> str:
         return ""

@@ -1,8 +1,8 @@
-"""The way of a version from a trainer to a worker of `[weight_sync] mode = "receive"`, in parts.
+"""The delivery of a version from a trainer to a worker with `[weight_sync] mode = "receive"`.
 
-The proxy's: a child receives into the version's file in shared memory. The replica's: its disk
-loader reads along, bucket by bucket, and has the rest soon after the last byte. What is left out is
-the HTTP between the two, and what a worker does with weights that it has.
+The proxy's part: a child process receives into the version's file in shared memory. The replica's
+part: its disk loader prefetches bucket by bucket, and reads the rest after the last byte. HTTP
+between the two and the worker's swap are not included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LOOK_SECS = 1.0
 
 
 class Relayed:
-    """A worker that holds blocks of what the sender sends; `ours` receives it."""
+    """A worker whose tensors are the sender's blocks, which `ours` receives."""
 
     def __init__(self, ours: Ours, blocks: Sequence[Any]) -> None:
         import torch
@@ -39,7 +39,7 @@ class Relayed:
         self._folder = WeightsFolder(SHARED_MEMORY)
 
     def secs(self) -> float:
-        """From the order to send to a worker that has all of it; raises WeightsBenchError."""
+        """Seconds from the order to send until the worker has all; raises WeightsBenchError."""
         root = Path(tempfile.mkdtemp(prefix="bench-weights-", dir=SHARED_MEMORY))
         try:
             return self._timed(root / "v1.partial")
@@ -62,7 +62,7 @@ class Relayed:
         follower.start()
         armed.wait(GROUP_SECS).close()
         manifest = {"files": [block.path.name]}
-        whole = folder.rename(folder.with_name("v1"))  # as the store seals it
+        whole = folder.rename(folder.with_name("v1"))  # as in the version store
         staged = self._folder.stage({"model_path": str(whole), "manifest": manifest}, self._target)
         took = time.perf_counter() - started
         follower.join()
@@ -76,7 +76,7 @@ class Relayed:
         from omni_proxy.replica.weights.live_tensors import WeightsError
 
         done = 0
-        with suppress(WeightsError):  # by its last name: it was sealed meanwhile
+        with suppress(WeightsError):  # the folder was renamed during the read
             while done < len(coming.plans) and coming.pending.fault() is None:
                 done = coming.pending.wait_past(done, LOOK_SECS).buckets_done
                 reported = {"model_path": coming.region.path, "nbytes": coming.final_bytes(done)}

@@ -1,7 +1,7 @@
-"""Weights through a whole fleet: a trainer, the proxy, a replica of smollm2-135m behind it.
+"""Weights through a complete fleet: a trainer, the proxy, a replica of smollm2-135m behind it.
 
-`coordinate`: the replica is the trainer's receiver. `receive`: the proxy is, and relays. Each is
-taken from outside; a plain gloo broadcast seconds before is what a figure is divided by.
+With `coordinate`, the replica receives from the trainer; with `receive`, the proxy does, and
+relays. Both are measured from outside, as ratios to a plain gloo broadcast seconds before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ url = "{worker}"
 
 
 class FleetError(Exception):
-    """The fleet did not do what the bench asks of it; the text says what it said."""
+    """The fleet failed; the message has its output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +67,10 @@ class Fleet:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`value` is GB/s, seconds, milliseconds or buckets, as `what` says; `by_plain` a ratio, where
-    it is a rate."""
+    """A result; `value` is in GB/s, seconds, milliseconds or buckets, as named in `what`.
+
+    `by_plain` is the ratio to plain gloo, for rates only.
+    """
 
     what: str
     value: float
@@ -77,7 +79,7 @@ class Figure:
 
 @contextmanager
 def fleet(mode: str) -> Iterator[Fleet]:
-    """Ready to be asked. Raises FleetError."""
+    """Start a fleet; yields it when it is ready. Raises FleetError."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
         log = stack.enter_context((folder / "log").open("w+"))
@@ -99,13 +101,16 @@ def fleet(mode: str) -> Iterator[Fleet]:
 
 
 def through(mode: str, plain: Callable[[], float], rounds: int) -> list[list[Figure]]:
-    """Round by round, and last what is of all of them; `plain` gives GB/s. Raises FleetError."""
+    """The results of each round, then those of all rounds; `plain` returns GB/s.
+
+    Raises FleetError.
+    """
     from tools.training.learner import Learner
 
     tensors = Learner(MODEL, steps=1).named()
     with fleet(mode) as at, lateness_of(at.proxy) as late:
-        _sync(at, tensors, f"{mode}-first", plain())  # it imports, and touches memory
-        peak = _peak(mode, at, tensors)  # apart: to look costs time
+        _sync(at, tensors, f"{mode}-first", plain())  # warm-up: imports modules, touches memory
+        peak = _peak(mode, at, tensors)  # separate, because measuring memory takes time
         found = []
         for number in range(rounds):
             rate = plain()
@@ -115,12 +120,17 @@ def through(mode: str, plain: Callable[[], float], rounds: int) -> list[list[Fig
                 figures += _late_joiner(at, rate)
             found.append(figures)
         loop = Figure(LATE, late.loop_ms())
-        return [*found, [loop, Figure("the same of who only sleeps, ms", late.sleeper_ms()), peak]]
+        return [
+            *found,
+            [loop, Figure("the same of a sleeping process, ms", late.sleeper_ms()), peak],
+        ]
 
 
 def _peak(mode: str, at: Fleet, tensors: Mapping[str, Any]) -> Figure:
-    """Of the whole tree that receives. The proxy maps a new file each time, a replica what it has
-    kept."""
+    """Peak memory of the process tree that receives.
+
+    The proxy maps a new file for each version, a replica reuses its buffer.
+    """
     nbytes = sum(each.nbytes for each in tensors.values())
     who, root = ("proxy", at.proxy_pid) if mode == "receive" else ("replica", at.replica_pid)
     with watched(lambda: tree(root), nbytes if mode == "receive" else 0) as peak:
@@ -166,7 +176,7 @@ def _late_joiner(at: Fleet, plain: float) -> list[Figure]:
 
 
 def rows_of(mode: str, rounds: list[list[Figure]]) -> list[list[str]]:
-    """The last round has the figures that are of all of them."""
+    """The table's rows; the last element of `rounds` has the results of all rounds."""
     rows = []
     for found in (rounds[:-1], rounds[-1:]):
         for number, figure in enumerate(found[0]):
@@ -190,13 +200,13 @@ def _until_routable(at: Fleet, proxy: subprocess.Popen[str]) -> None:
                 if reported["routable_workers"] == 1 and reported["workers"][0]["weight_version"]:
                     return
             except httpx.TransportError:
-                pass  # it does not listen yet
+                pass  # not listening yet
             _pause(0.1)
     raise FleetError(f"not routable within {READY_SECS:g} s")
 
 
 def _until_answered(proxy: str, label: str) -> None:
-    """One request that only the new version may answer: it waits in the proxy's queue for it."""
+    """Send a request that requires the new version; it waits in the proxy's queue until then."""
     with httpx.Client(timeout=CALL_SECS, trust_env=False) as client:
         headers = {"x-omni-weight-version": f"={label}"}
         answer = client.post(f"{proxy}/v1/chat/completions", json=CHAT, headers=headers)
@@ -214,5 +224,5 @@ def _free_port() -> int:
 
 
 def _pause(secs: float) -> None:
-    # Another process can only be asked again and again.
+    # Another process can only be polled.
     time.sleep(secs)  # noqa: TID251  no event loop runs here

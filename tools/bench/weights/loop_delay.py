@@ -19,13 +19,13 @@ import httpx
 
 from tools.bench.harness.processes import running
 
-STEP_SECS = 0.05  # as omni_proxy/telemetry/instruments.py
+STEP_SECS = 0.05  # as in omni_proxy/telemetry/instruments.py
 SHARE = 0.99
 LAG = re.compile(r'^\w*event_loop_lag_seconds_bucket\{[^}]*le="([^"]+)"[^}]*\} (\S+)', re.MULTILINE)
 
 
 class Lateness:
-    """Only what falls into a `watching` block counts."""
+    """The delays; only those inside a `watching` block count."""
 
     def __init__(self, proxy: str, sleeper: subprocess.Popen[str]) -> None:
         self._proxy = proxy
@@ -48,7 +48,7 @@ class Lateness:
             self._of_loop[le] += count - before.get(le, 0)
 
     def loop_ms(self) -> float:
-        """The bound of the metric's bucket in which the 99th percentile lies."""
+        """The upper bound of the metric's bucket with the 99th percentile."""
         return 1000 * quantile_bound(self._of_loop)
 
     def sleeper_ms(self) -> float:
@@ -69,21 +69,21 @@ def lateness_of(proxy: str) -> Iterator[Lateness]:
 
 
 def lags(proxy: str) -> dict[float, int]:
-    """How often the loop was at most so late, cumulated, by seconds."""
+    """Cumulative counts of the loop's delays, by upper bound in seconds."""
     with httpx.Client(timeout=5, trust_env=False) as client:
         text = client.get(f"{proxy}/metrics").text
     return {float(le): int(float(count)) for le, count in LAG.findall(text)}
 
 
 def quantile_bound(counts: Mapping[float, int]) -> float:
-    """`counts` are cumulated, by bound."""
+    """The upper bound of the bucket with the quantile; `counts` are cumulative, by bound."""
     total = max(counts.values(), default=0)
     within = [le for le, count in counts.items() if total and count >= SHARE * total]
     return min(within, default=float("nan"))
 
 
 def main() -> None:
-    """Sleep repeatedly; print each time by how many seconds the sleep was too long."""
+    """Sleep repeatedly; print for each sleep by how many seconds it was too long."""
     never = threading.Event()
     while True:
         due = time.monotonic() + STEP_SECS

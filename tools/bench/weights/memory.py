@@ -1,9 +1,9 @@
-"""How much memory a process tree needs at most, beyond what it had, while a version comes.
+"""Peak additional memory of a process tree while it receives a version.
 
-Counted is what no file on a disk backs: anonymous and shared memory, in pages that several
-processes share once (Pss_Anon and Pss_Shmem of /proc/PID/smaps_rollup, which the kernel counts
-page by page). The highest of many readings, a few milliseconds apart: a bucket of 64 MiB takes
-longer than that to be touched. What the version's own file has mapped is taken off.
+Counts anonymous and shared memory, with pages shared by several processes counted once (Pss_Anon
+and Pss_Shmem of /proc/PID/smaps_rollup, which the kernel counts page by page). The result is the
+maximum of readings a few milliseconds apart, which is shorter than touching a bucket of 64 MiB
+takes. The mapped pages of the version's own file are subtracted.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ KIB = 1024
 
 
 class Peak:
-    """`extra_bytes` is the highest so far; `file_bytes` is how much of the version is mapped anew.
+    """The peak so far (`extra_bytes`), without the version's newly mapped `file_bytes`.
 
-    The pages of a file count as soon as they are mapped, so those are there from "ready" on.
+    The pages of a file count as soon as they are mapped, which is before the receiver is ready.
     """
 
     def __init__(self, pids: Callable[[], Sequence[int]], file_bytes: int) -> None:
@@ -40,7 +40,7 @@ class Peak:
 
 @contextmanager
 def watched(pids: Callable[[], Sequence[int]], file_bytes: int) -> Iterator[Peak]:
-    """From how things stand now until the end of the block; a thread of ours looks meanwhile."""
+    """Measure the peak within the block, relative to its start, in a background thread."""
     peak = Peak(pids, file_bytes)
     over = threading.Event()
 
@@ -58,7 +58,7 @@ def watched(pids: Callable[[], Sequence[int]], file_bytes: int) -> Iterator[Peak
 
 
 def tree(root: int) -> list[int]:
-    """A process and all below it that live."""
+    """A process and its running descendants."""
     found = [root]
     for pid in found:
         with suppress(OSError):  # it has ended
@@ -69,7 +69,7 @@ def tree(root: int) -> list[int]:
 
 
 def unbacked_bytes(pids: Sequence[int]) -> tuple[int, int]:
-    """Anonymous and shared memory of these processes, each page once."""
+    """Anonymous and shared memory of these processes, counting each page once."""
     anonymous = shared = 0
     for pid in pids:
         with suppress(OSError):  # it has ended

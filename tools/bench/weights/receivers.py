@@ -1,6 +1,6 @@
-"""A process that broadcasts, and its receivers: plain torch, and our receiver.
+"""A process that broadcasts, and its receivers: plain torch, and the project's receiver.
 
-The baseline of all weights figures is `Plain`: a gloo broadcast into memory that was touched.
+The baseline of all weights results is `Plain`: a gloo broadcast into memory that was touched.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ GROUP_SECS = 60.0
 
 
 class WeightsBenchError(Exception):
-    """A leg did not work; the text says what it said."""
+    """A leg failed; the message has the output."""
 
 
 class Sender:
-    """The process that broadcasts. Orders go out at once; `heard` waits for the answer."""
+    """The process that broadcasts. Orders are sent immediately; `heard` waits for the answer."""
 
     def __init__(self, process: subprocess.Popen[str], count: int, nbytes: int) -> None:
         assert process.stdin is not None
@@ -50,7 +50,7 @@ class Sender:
         return reported
 
     def opened(self, group: str, join: Callable[[int], None]) -> None:
-        """A group of two; `join` gets the port and returns when it is in."""
+        """Open a group of two; `join` gets the port and returns when it has joined."""
         self.order(do="open", group=group, world=2)
         join(int(self.heard()["port"]))
         self.heard()
@@ -64,7 +64,7 @@ def sender(count: int, nbytes: int) -> Iterator[Sender]:
 
 
 class Plain:
-    """The baseline: plain torch, into blocks that are allocated already."""
+    """The baseline: plain torch, into blocks that are already allocated."""
 
     def __init__(self, sends: Sender) -> None:
         import torch
@@ -122,7 +122,7 @@ class Ours:
         return [tensor.name for plan in self.plans for tensor in plan.tensors]
 
     def armed(self, *, into: FileRegion | None = None, digests: bool = False) -> PendingReceive:
-        """For one `order`, after which the sender is to be `heard`."""
+        """Arm the receiver for one `order`; call `heard` after it."""
         return self._receiver.arm(
             self._name, self.plans, ready_secs=GROUP_SECS, into=into, digests=digests
         )
@@ -144,7 +144,7 @@ class Ours:
         return took
 
     def peak_buckets(self) -> float:
-        """What its processes need at most beyond what they had, hashing included."""
+        """Peak additional memory of its processes in buckets, including hashing."""
         with watched(lambda: self._receiver.status()["processes"], 0) as peak:
             self.secs(digests=True)
         return peak.extra_bytes / self._sends.nbytes
