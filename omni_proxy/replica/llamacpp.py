@@ -29,7 +29,7 @@ class EngineError(Exception):
 class LlamaServerConfig:
     """Settings of one server: `context` is in tokens, for each of `parallel` requests.
 
-    `embeddings` serves them beside text; prompts are then processed more slowly.
+    `embeddings` also serves embeddings; prompts are then processed more slowly.
     """
 
     model_path: Path

@@ -48,7 +48,7 @@ def test_it_waits_until_one_worker_serves_and_all_were_probed(asked):
     with answering(0, (503, none), (503, none), (200, some), (200, UP)) as url:
         endpoint = asked(url)
         wait_ready(endpoint, 60, reported.append)
-    assert reported == ["no_routable_worker", "1 of 2 workers have not come up yet"]
+    assert reported == ["no_routable_worker", "1 of 2 workers have not been probed yet"]
     assert endpoint.calls == []
 
 

@@ -59,7 +59,9 @@ def two_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
     body = sending.message({"flush_cache": True, "weight_version": sending.version})
     answer = say(sending.endpoint, "/complete_weights_update", body)
     if answer.body.get("num_buckets_received", len(buckets)) != len(buckets):
-        raise SyncFailed(f"{answer.body['num_buckets_received']} of {len(buckets)} buckets came")
+        raise SyncFailed(
+            f"{answer.body['num_buckets_received']} of {len(buckets)} buckets were received"
+        )
 
 
 def bucket_by_bucket(sending: Sending, buckets: Sequence[Bucket]) -> None:

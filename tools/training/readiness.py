@@ -51,7 +51,7 @@ def _unready(endpoint: Endpoint) -> str:
         return "" if facts.status == 200 else facts.why
     unjudged = ready.body.get("unknown_workers")
     if isinstance(unjudged, int) and unjudged > 0:
-        return f"{unjudged} of {ready.body.get('total_workers')} workers have not come up yet"
+        return f"{unjudged} of {ready.body.get('total_workers')} workers have not been probed yet"
     if ready.status == 200 or _left_by_a_trainer(ready.body.get("workers")):
         return ""
     return str(ready.body.get("reason") or ready.why)

@@ -240,7 +240,7 @@ def vllm_sources(stages: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def sglang_source(stages: Iterable[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The publisher in SGLang's format; None if there is none, or none with a port of its own."""
+    """The publisher in SGLang's format; None if there is none that binds a TCP port."""
     for info in _publishers(stages):
         host, port = tcp_parts(info["endpoint"])
         if host and binds(info["endpoint"]):

@@ -395,7 +395,7 @@ class TransferScheduler(TextScheduler):
         self._transfers.table.drop(lambda _: True, "the weights have changed since")
 
     def _identity(self) -> Identity:
-        """Of this model; not valid while an operation changes weights."""
+        """The identity of this model; not valid while an operation changes weights."""
         if not self._digest:
             self._digest = weights_digest(self.worker)
         return identity(self.worker, self.weight_version, self._digest)

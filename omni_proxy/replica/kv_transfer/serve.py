@@ -5,7 +5,7 @@
     HELLO transfer:ID     waits for the prefill request of that id, computed before or after
     GET /query, /health   HTTP, for Mooncake's routers
 Invariant: every wait has a deadline; a key has one connection at a time. If one of two connected
-legs is lost, the other leg is notified at once. KVs are only read, never changed.
+legs is lost, the other leg is notified immediately. KVs are only read, never changed.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def builtin_pipeline(options: BuiltinOptions) -> PipelineConfig:
 
 
 def capabilities(config: PipelineConfig) -> frozenset[str]:
-    """What a built-in pipeline can do, in the capability names that routers use."""
+    """The capabilities of a built-in pipeline, under the names that routers use."""
     names = {stage.name for stage in config.stages}
     capability_names = {"chat", "streaming"}
     if "speak" in names:

@@ -147,7 +147,7 @@ def _hosts(stages: tuple[StageConfig, ...]) -> list[StageHost]:
 async def open_pipeline(config: PipelineConfig) -> AsyncIterator[tuple[Coordinator, Runtime]]:
     """Start a pipeline; await `runtime.ready` for the stages. Everything is stopped on exit.
 
-    Raises PipelineConfigError at once, StartError (in a group) during the start.
+    Raises PipelineConfigError immediately, StartError (in a group) during the start.
     """
     plan = compile_plan(config)
     runtime = Runtime(plan.config.stages)

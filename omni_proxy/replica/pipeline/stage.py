@@ -56,7 +56,9 @@ def ignore_event(event_name: str, request_id: str, metadata: dict[str, Any]) -> 
 
 
 class Scheduler(Protocol):
-    """What a stage's factory returns. `run` blocks in the stage's thread until `Shutdown`."""
+    """A stage's scheduler, created by its factory. `run` blocks in the stage's thread until
+    `Shutdown`.
+    """
 
     supports_admin: bool
 

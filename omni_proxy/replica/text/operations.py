@@ -191,7 +191,7 @@ class PeerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """What a step returned or raised; travels through the stage's inbox."""
+    """The return value or error of a step, posted to the stage's inbox."""
 
     op_id: str
     value: Any = None

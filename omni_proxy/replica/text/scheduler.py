@@ -70,7 +70,7 @@ def discard_output(message: StageOutput) -> None:
 
 
 class TextScheduler:
-    """Computes many requests at once (`Scheduler` of pipeline/stage.py).
+    """Computes many requests together (`Scheduler` of pipeline/stage.py).
 
     Operations registered with `register_admin` run between two steps and may use every public
     attribute; those of `register_slow_admin` too, except in the steps they yield. `record` is

@@ -35,14 +35,13 @@ class TextSettings:
     """Parameters of a text stage.
 
     `model` is a name or the path of a GGUF file. `max_total_tokens` bounds the tokens of all
-    running requests together, and so the length of one; `prefill_chunk` is how many prompt tokens
-    one batch may hold beside decoding requests. `prefix_cache_entries` 0 turns the cache off.
+    running requests together, and so the length of one; `prefill_chunk` bounds the prompt tokens in
+    one batch, in addition to decoding requests. `prefix_cache_entries` 0 turns the cache off.
     `threads` 0 keeps torch's default. `tp` is the number of processes that share the model; 1
     turns this off. Weights are read from disk only below `weights_root`; "" allows none.
     `weights_isolation` and the `weights_*_secs` configure updates over a trainer's group
-    (`ReceiveSettings`).
-    `kv_transfer` makes it a prefill or decode replica (`TransferSettings`), `kv_events` publishes
-    what the prefix cache holds (`KvEventSettings`).
+    (`ReceiveSettings`). `kv_transfer` makes it a prefill or decode replica (`TransferSettings`),
+    `kv_events` publishes the contents of the prefix cache (`KvEventSettings`).
     """
 
     model: str = "tiny"

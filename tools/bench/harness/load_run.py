@@ -188,7 +188,7 @@ def _wait_at_rest(process: subprocess.Popen[str]) -> None:
 
 
 def _settled(port: int, path: str, count: int) -> bool:
-    """Also True if the proxy has no such status path."""
+    """Whether the proxy has probed `count` workers; True if it has no such status path."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
     try:
         connection.request("GET", path)

@@ -92,7 +92,7 @@ def status_and_message(error: ClientError) -> tuple[int, str]:
 
 
 def to_openai_error(error: DetailError | ClientError) -> OpenAIError:
-    """The same error for a route with OpenAI's error format; a 422 becomes a 400."""
+    """Convert an error to OpenAI's format; a 422 becomes a 400."""
     if isinstance(error, InvalidBody):
         first = error.problems[0]
         path = [str(step) for step in first["loc"][1:]]

@@ -360,7 +360,7 @@ def _beyond(most_bytes: int) -> str:
 
 def parse_form(body: bytes, boundary: str) -> MultipartForm:
     """Parse a complete multipart body. Raises MultipartError."""
-    # All data at once: fed in chunks, werkzeug 3.1 adds a CR to a part that ends in CR LF.
+    # Feed all data in one call: in chunks, werkzeug 3.1 adds a CR to a part that ends in CR LF.
     decoder = MultipartDecoder(boundary.encode("latin-1", "replace"), max_parts=MAX_PARTS)
     parts = _Parts()
     try:

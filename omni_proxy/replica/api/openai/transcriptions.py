@@ -169,7 +169,7 @@ class TranscriptionFields(Struct, kw_only=True):
 
 
 class LongUploadLimit:
-    """Bounds how many long uploads are processed at once."""
+    """Bounds how many long uploads are processed at a time."""
 
     def __init__(self, limit: int = MAX_LONG_UPLOADS) -> None:
         self._limit = limit

@@ -137,7 +137,7 @@ class Coordinator:
         return True
 
     def end_early(self, wanted: Callable[[str], bool]) -> list[str]:
-        """End the wanted live requests with their partial output; return their ids.
+        """End the live requests whose id is `wanted`, with their partial output; return their ids.
 
         The stage that generates a request's text answers it with `finish_reason` abort. If the
         request is at another stage, and that stage does not pass it to one that can end requests
