@@ -152,6 +152,9 @@ REFRESH_SECS: Final = 30.0
 
 
 class AdapterList(PageReader):
+    """Both engines list an adapter with its base model as `parent`. vLLM takes the adapter's name as
+    the model, SGLang only `model:adapter` or `lora_path`."""
+
     refresh_secs = REFRESH_SECS
 
     def __init__(self, fleet: Fleet) -> None:
@@ -207,7 +210,11 @@ SILENT_SECS: Final = 30.0  # between two polls of an engine that reports no load
 
 
 class EngineLoadReader(PageReader):
-    """`poll_secs`: returns the configured interval. `clock`: that of `fleet.loads`."""
+    """`poll_secs`: returns the configured interval. `clock`: that of `fleet.loads`.
+
+    SGLang and the proxy's replica report their load in /v1/loads; vLLM, and SGLang with metrics, in
+    /metrics; TensorRT-LLM in /prometheus/metrics. After the first report only that page is read.
+    """
 
     def __init__(
         self, fleet: Fleet, poll_secs: Callable[[], float], clock: Callable[[], float]

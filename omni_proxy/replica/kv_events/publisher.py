@@ -79,7 +79,8 @@ def block_hashes(tokens: Sequence[int], block_size: int) -> Iterator[int]:
 
 
 class HeldBlocks:
-    """The blocks of one cache's entries."""
+    """The blocks of one cache's entries. Equal hashes mean equal prefixes, in every replica and
+    after a restart."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
