@@ -72,7 +72,7 @@ def test_nothing_but_the_command_line_imports_the_replica():
 
 def test_starting_the_proxy_never_imports_torch_a_model_runtime_or_zeromq():
     code = (
-        "import sys, omni_proxy.cli.serve, omni_proxy.server, omni_proxy.process_group.trainer_group; "
+        "import sys, omni_proxy.cli.serve, omni_proxy.server, omni_proxy.process_group.rank_protocol; "
         "print(*sorted({'torch', 'xllamacpp', 'numpy', 'openai', 'zmq', 'grpc'} & sys.modules.keys()))"
     )
     done = subprocess.run(

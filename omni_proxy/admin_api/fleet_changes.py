@@ -32,7 +32,7 @@ from omni_proxy.config.overlay import (
 )
 from omni_proxy.config.schema import Config
 from omni_proxy.config.url import dial_address, normalize_url, split_rank
-from omni_proxy.fleet.cordons import PAUSED, UNCERTAIN
+from omni_proxy.fleet.cordon_reasons import PAUSED, UNCERTAIN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.upstream_http.client import Call, call_worker

@@ -20,7 +20,7 @@ from typing import Final
 from omni_proxy.admin_ops.engine_dialects import EngineCall
 from omni_proxy.config.problem import ConfigError, Problem
 from omni_proxy.config.schema import Config
-from omni_proxy.fleet.cordons import PAUSED, UPDATING
+from omni_proxy.fleet.cordon_reasons import PAUSED, UPDATING
 from omni_proxy.routing.routes import MethodNotAllowed, match_route
 
 

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
-from omni_proxy.fleet.cordons import CHANGING_CORDONS, ROLLOUT_BATCH, UPDATING
+from omni_proxy.fleet.cordon_reasons import CHANGING_CORDONS, ROLLOUT_BATCH, UPDATING
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.protocol.journal import PauseRecord

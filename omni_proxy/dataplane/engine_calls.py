@@ -21,7 +21,7 @@ from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.side_task import SideTask, head_for, read_body
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.kv_events.known_texts import KnownTexts, TextQuestion
+from omni_proxy.routing.kv_events.tokenized_texts import KnownTexts, TextQuestion
 from omni_proxy.routing.kv_transfer.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_ids
 from omni_proxy.routing.kv_transfer.sglang import abort_body, bootstrap_host
 from omni_proxy.wire.errors import HttpError

@@ -29,7 +29,7 @@ from omni_proxy.discovery.members import (
 from omni_proxy.discovery_watch.api_connection import ClusterAccess
 from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
 from omni_proxy.discovery_watch.pod_watcher import PodWatcher
-from omni_proxy.fleet.cordons import DISCOVERY_CORDONS, LEAVING_CORDON, NOT_READY_CORDON
+from omni_proxy.fleet.cordon_reasons import DISCOVERY_CORDONS, LEAVING_CORDON, NOT_READY_CORDON
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore

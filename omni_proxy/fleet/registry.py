@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 from omni_proxy.config.fields import Role
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.fleet.cordons import LEAVING_CORDON
+from omni_proxy.fleet.cordon_reasons import LEAVING_CORDON
 from omni_proxy.fleet.dp_rank import DpRank, with_ranks
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health, Thresholds

@@ -17,7 +17,7 @@ from typing import Final, TypeGuard
 
 import trio
 
-from omni_proxy.fleet.cordons import ROLE_CORDON
+from omni_proxy.fleet.cordon_reasons import ROLE_CORDON
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import ReportedRole, Worker, adapter_names
 from omni_proxy.health.engine_pages import (
@@ -152,8 +152,8 @@ REFRESH_SECS: Final = 30.0
 
 
 class AdapterList(PageReader):
-    """Both engines list an adapter with its base model as `parent`. vLLM takes the adapter's name as
-    the model, SGLang only `model:adapter` or `lora_path`."""
+    """Both engines list an adapter with its base model as `parent`. vLLM takes the adapter as the
+    model, SGLang only `model:adapter` or `lora_path`."""
 
     refresh_secs = REFRESH_SECS
 

@@ -26,7 +26,7 @@ import trio
 from omni_proxy.config.schema import Config
 from omni_proxy.config.schema import HealthConfig as HealthConfig
 from omni_proxy.config.url import dial_address
-from omni_proxy.fleet.cordons import LAUNCH_CORDON
+from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

@@ -14,7 +14,7 @@ from typing import Self
 import httpx
 import trio
 
-from omni_proxy.fleet.cordons import LAUNCH_CORDON
+from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.health.prober import Prober

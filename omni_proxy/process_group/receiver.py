@@ -27,10 +27,10 @@ from omni_proxy.process_group.broadcast.transfer import (
     Transfer,
 )
 from omni_proxy.process_group.fork.subprocess_receiver import SubprocessReceiver
+from omni_proxy.process_group.rank_protocol import GroupLimits, Groups
 from omni_proxy.process_group.rendezvous import HostedRendezvous, Rendezvous
 from omni_proxy.process_group.sender import Sender, ThreadSender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
-from omni_proxy.process_group.trainer_group import GroupLimits, Groups
 
 __all__ = [
     "CancelToken",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from omni_proxy.config.fields import Role
-from omni_proxy.fleet.cordons import (
+from omni_proxy.fleet.cordon_reasons import (
     CATCHING_UP,
     CUT_OFF,
     PAUSED,

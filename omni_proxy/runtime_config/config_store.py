@@ -41,9 +41,9 @@ from omni_proxy.config.state import SavedState, SavedVoices, with_saved_keys, wi
 from omni_proxy.fleet.health_state import thresholds_of
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.policies.plugins import check_policy
-from omni_proxy.runtime_config.extras import check_extras
 from omni_proxy.runtime_config.key_sources import check_keys
 from omni_proxy.runtime_config.membership_lock import MembershipLock
+from omni_proxy.runtime_config.optional_packages import check_extras
 from omni_proxy.runtime_config.state_file import StateFile, load_state, state_path
 from omni_proxy.system.files import file_signature
 from omni_proxy.system.tls_contexts import check_tls_files

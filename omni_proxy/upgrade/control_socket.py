@@ -21,7 +21,7 @@ import trio
 from msgspec import Struct
 
 from omni_proxy.upgrade.outgoing import Outgoing, UpgradeFailed
-from omni_proxy.upgrade.parts import ProgramParts
+from omni_proxy.upgrade.program_parts import ProgramParts
 
 _log = logging.getLogger(__name__)
 

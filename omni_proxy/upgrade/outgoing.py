@@ -26,14 +26,14 @@ from msgspec.structs import replace
 
 from omni_proxy import __version__
 from omni_proxy.config.state import render_state
-from omni_proxy.fleet.cordons import CHANGING_CORDONS
+from omni_proxy.fleet.cordon_reasons import CHANGING_CORDONS
 from omni_proxy.launch.child_process import HandedReplica
 from omni_proxy.picker.reservations import ReservationRecord
 from omni_proxy.routing.policies.session_load import OwnSessions
 from omni_proxy.routing.policies.sticky import Sticky
 from omni_proxy.supervisor import Supervisor
-from omni_proxy.upgrade.new_program import NewProgram, NewProgramFailed, new_program_argv
-from omni_proxy.upgrade.parts import ProgramParts
+from omni_proxy.upgrade.child_program import NewProgram, NewProgramFailed, new_program_argv
+from omni_proxy.upgrade.program_parts import ProgramParts
 from omni_proxy.upgrade.state import (
     FORMATS,
     WITH_TREES,

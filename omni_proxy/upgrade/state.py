@@ -18,7 +18,7 @@ from msgspec import Struct
 
 from omni_proxy.api_keys.caller import RateRows
 from omni_proxy.config.fields import Role
-from omni_proxy.fleet.cordons import LAUNCH_CORDON, PAUSED, UNCERTAIN
+from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON, PAUSED, UNCERTAIN
 from omni_proxy.fleet.health_state import HealthRecord
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import ReportedRole, Worker

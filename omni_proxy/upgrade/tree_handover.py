@@ -23,7 +23,7 @@ from omni_proxy.multiprocess.shared_memory.prefix_trees import (
     save_trees,
     tree_file,
 )
-from omni_proxy.upgrade.parts import ProgramParts
+from omni_proxy.upgrade.program_parts import ProgramParts
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import trio
 from msgspec.structs import replace
 
 from omni_proxy.config.schema import Config
-from omni_proxy.fleet.cordons import PAUSED, ROLLOUT_BATCH, UNCERTAIN, UPDATING
+from omni_proxy.fleet.cordon_reasons import PAUSED, ROLLOUT_BATCH, UNCERTAIN, UPDATING
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -42,7 +42,7 @@ from omni_proxy.weight_sync.protocol.published_version import (
     PublishedVersion,
     TargetVersion,
 )
-from omni_proxy.weight_sync.rollout.state_machine import RolloutState
+from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState
 
 
 def folder_for(state_file: Path | None, config: Config, environ: Mapping[str, str]) -> Path:

@@ -5,7 +5,7 @@ import pytest
 import trio
 
 from omni_proxy.admin_ops.abort_requests import AbortTarget
-from omni_proxy.dataplane import abort_waiting
+from omni_proxy.dataplane import abort
 from tests.dataplane.loop_script import until
 from tests.promises.clients import post
 from tests.promises.dataplane_fixture import run_dataplane
@@ -197,7 +197,7 @@ async def test_a_stream_that_was_kept_alive_meanwhile_ends_regularly():
 
 
 async def test_other_tasks_have_their_turns_while_many_end(monkeypatch):
-    monkeypatch.setattr(abort_waiting, "CONNECTIONS_PER_TURN", 1)
+    monkeypatch.setattr(abort, "CONNECTIONS_PER_TURN", 1)
     async with (
         fake_workers(answering(counted(b"{}"))) as made,
         run_dataplane(*made, config=QUEUED) as opened,

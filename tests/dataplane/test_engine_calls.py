@@ -7,7 +7,7 @@ import trio
 
 from omni_proxy.dataplane.engine_calls import AT_ONCE
 from omni_proxy.routing.kv_events.block_keys import block_keys
-from omni_proxy.routing.kv_events.known_texts import TextQuestion
+from omni_proxy.routing.kv_events.tokenized_texts import TextQuestion
 from omni_proxy.routing.tree_key import tree_key
 from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import counted, fake_workers

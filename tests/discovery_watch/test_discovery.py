@@ -7,7 +7,7 @@ from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import with_deleted, with_override
 from omni_proxy.discovery_watch import discovery as module
 from omni_proxy.discovery_watch.discovery import Discovery
-from omni_proxy.fleet.cordons import DISCOVERY_CORDONS
+from omni_proxy.fleet.cordon_reasons import DISCOVERY_CORDONS
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import WorkerDrains

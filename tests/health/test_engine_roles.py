@@ -2,7 +2,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from omni_proxy.fleet.cordons import ROLE_CORDON
+from omni_proxy.fleet.cordon_reasons import ROLE_CORDON
 from omni_proxy.health import engine_pages
 from omni_proxy.health.engine_pages import MAX_RETRY_SECS, EnginePages
 from omni_proxy.health.engine_readers import EngineRoles, bootstrap_port_of_info, role_of_info

@@ -4,7 +4,7 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from omni_proxy.fleet.cordons import LAUNCH_CORDON
+from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON
 from omni_proxy.fleet.health_state import Thresholds
 from omni_proxy.health import prober as probing
 from omni_proxy.health.prober import Prober

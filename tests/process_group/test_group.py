@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from omni_proxy.process_group.trainer_group import GroupError, GroupLimits, Groups, Rendezvous
+from omni_proxy.process_group.rank_protocol import GroupError, GroupLimits, Groups, Rendezvous
 from tests.process_group.trainer_process import free_port
 from tests.process_group.wait_helpers import wait_until
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.fleet.cordons import WEIGHT_CORDONS
+from omni_proxy.fleet.cordon_reasons import WEIGHT_CORDONS
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import CAPABILITY_BITS, capability_mask
 from omni_proxy.routing.inspect.body_fields import body_fields_of

@@ -39,7 +39,7 @@ from omni_proxy.config.state import (
     with_key,
     without_key,
 )
-from omni_proxy.fleet.cordons import WEIGHT_CORDONS
+from omni_proxy.fleet.cordon_reasons import WEIGHT_CORDONS
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.partners import can_serve

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from omni_proxy.admin_api.services import Services
-from omni_proxy.fleet.cordons import PAUSED
+from omni_proxy.fleet.cordon_reasons import PAUSED
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.disaggregation.partners import can_serve

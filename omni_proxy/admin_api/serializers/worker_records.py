@@ -17,7 +17,7 @@ from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.config.state import DisabledBy
-from omni_proxy.fleet.cordons import LAUNCH_CORDON, PAUSED, UNCERTAIN
+from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON, PAUSED, UNCERTAIN
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker, capability_names, shown_adapters

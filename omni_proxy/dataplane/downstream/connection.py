@@ -17,7 +17,7 @@ from typing import Any
 
 from omni_proxy.dataplane.accept.proxy_protocol import read_proxy_header
 from omni_proxy.dataplane.accept.tls_termination import accept_tls
-from omni_proxy.dataplane.disaggregation.fast_pair import fast_path_for
+from omni_proxy.dataplane.disaggregation.fast_path_pair import fast_path_for
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import PUBLIC, ExchangeIO, ListenerRole, finalize
 from omni_proxy.dataplane.exchange.exchange_steps import respond

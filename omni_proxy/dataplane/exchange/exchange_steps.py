@@ -16,7 +16,7 @@ from omni_proxy.admin_ops.routes import is_known
 from omni_proxy.config.schema import Config
 from omni_proxy.dataplane.admission.caller_admission import begin as begin_call
 from omni_proxy.dataplane.admission.caller_admission import check_models_form, reserve
-from omni_proxy.dataplane.disaggregation.driver import respond_in_two_legs
+from omni_proxy.dataplane.disaggregation.two_leg_request import respond_in_two_legs
 from omni_proxy.dataplane.exchange.exchange import (
     Exchange,
     add_forwarded,

@@ -49,8 +49,8 @@ from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_ta
 from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
 from omni_proxy.dataplane.upstream.response_reports import take_load
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.inspect.plain_body import read_usual
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
-from omni_proxy.routing.inspect.usual_body import read_usual
 from omni_proxy.routing.pinning import body_for_rank
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead

@@ -20,8 +20,8 @@ from omni_proxy.dataplane.request_trace import (
     traceparent_index,
 )
 from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
+from omni_proxy.routing.inspect.plain_body import READS_BODIES
 from omni_proxy.routing.inspect.requirements import has_json_body
-from omni_proxy.routing.inspect.usual_body import READS_BODIES
 from omni_proxy.routing.pinning import SPEECH_TRAFFIC, may_name_rank
 from omni_proxy.routing.routes import (
     UNPINNED,

@@ -23,7 +23,7 @@ def changed_parts(exchange: Exchange) -> Parts | None:
         exchange.requirements, exchange.route, exchange.body, exchange.rank
     )  # fmt: skip
     if need is None or route is None or not body or exchange.legs is not None:
-        return None  # in two legs `dataplane.disaggregation.driver` changes it
+        return None  # in two legs `dataplane.disaggregation.two_leg_request` changes it
     parts = None
     if need.alias is not None and need.alias.spans:
         parts = parts_for_target(need, route, body)

@@ -46,9 +46,9 @@ from omni_proxy.process_group.fork.ipc import (
     TransferEnded,
     WaitForRanks,
 )
+from omni_proxy.process_group.rank_protocol import GroupLimits, Groups
 from omni_proxy.process_group.sender import SendResult, ThreadSender
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
-from omni_proxy.process_group.trainer_group import GroupLimits, Groups
 
 if TYPE_CHECKING:
     import torch

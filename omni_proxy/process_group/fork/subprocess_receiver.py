@@ -38,14 +38,14 @@ from omni_proxy.process_group.fork.ipc import (
     TransferEnded,
 )
 from omni_proxy.process_group.fork.subprocess_sender import SubprocessSender
-from omni_proxy.process_group.rendezvous import HostedRendezvous, Rendezvous, validated_address
-from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
-from omni_proxy.process_group.trainer_group import (
+from omni_proxy.process_group.rank_protocol import (
     MAX_DROP_REASONS,
     GroupLimits,
     GroupState,
     ready_group,
 )
+from omni_proxy.process_group.rendezvous import HostedRendezvous, Rendezvous, validated_address
+from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
 
 if TYPE_CHECKING:
     import torch

@@ -27,8 +27,8 @@ from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.tokenize_body import template_mark, tokenize_body
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks
-from omni_proxy.routing.kv_events.known_texts import MIN_BYTES, TextQuestion
-from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
+from omni_proxy.routing.kv_events.token_id_text import SpelledIds
+from omni_proxy.routing.kv_events.tokenized_texts import MIN_BYTES, TextQuestion
 from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice, prompt_text
 from omni_proxy.routing.policies.cache_feedback import PromptText
 from omni_proxy.routing.tree_key import MOST_BLOCK, tree_key

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from omni_proxy.cluster.session_places import SessionNotes
 from omni_proxy.config.schema import RoutingConfig
-from omni_proxy.fleet.cordons import PAUSED, UPDATING
+from omni_proxy.fleet.cordon_reasons import PAUSED, UPDATING
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cluster_hints import ClusterHints

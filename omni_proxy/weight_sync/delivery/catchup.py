@@ -18,7 +18,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.fleet.cordons import CATCHING_UP
+from omni_proxy.fleet.cordon_reasons import CATCHING_UP
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.delivery.deliver import DeliveryOptions, VersionDeliverer

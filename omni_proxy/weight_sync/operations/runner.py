@@ -20,7 +20,7 @@ from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate,
 from omni_proxy.admin_ops.routes import PAUSE, SLEEP, Kind
 from omni_proxy.config.overlay import SavedState, with_override
 from omni_proxy.config.schema import Config
-from omni_proxy.fleet.cordons import PAUSED
+from omni_proxy.fleet.cordon_reasons import PAUSED
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.worker_drain import drain_cordoned

@@ -15,7 +15,7 @@ import trio
 
 from omni_proxy.admin_ops.results import NOT_FLUSHED
 from omni_proxy.backoff import Backoff
-from omni_proxy.fleet.cordons import UNPROVEN
+from omni_proxy.fleet.cordon_reasons import UNPROVEN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker

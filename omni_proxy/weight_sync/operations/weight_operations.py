@@ -40,7 +40,7 @@ from omni_proxy.admin_ops.routes import (
     variant_of,
 )
 from omni_proxy.config.schema import Config
-from omni_proxy.fleet.cordons import CATCHING_UP, PAUSED
+from omni_proxy.fleet.cordon_reasons import CATCHING_UP, PAUSED
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
@@ -53,7 +53,7 @@ from omni_proxy.weight_sync.operations.version_probe import VersionProbe
 from omni_proxy.weight_sync.rollout.service import RolloutCall, RolloutService
 from omni_proxy.weight_sync.state_journal import JournalFile, OperationContext, StateJournal
 from omni_proxy.weight_sync.sync.endpoint import INITS, SyncEndpoint
-from omni_proxy.weight_sync.sync.own_pauses import abort_all
+from omni_proxy.weight_sync.sync.engine_pauses import abort_all
 from omni_proxy.weight_sync.worker_calls import AdminCall, call_all, limit_secs
 from omni_proxy.wire.errors import HttpError
 

@@ -18,7 +18,7 @@ import json
 import msgspec
 from msgspec import Struct, field
 
-from omni_proxy.weight_sync.rollout.state_machine import RolloutState, WorkerPhase
+from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState, WorkerPhase
 
 FORMAT = 1
 # In these steps of a sync no member has new weights yet.

@@ -20,13 +20,17 @@ import trio
 from msgspec.structs import replace
 
 from omni_proxy.admin_ops.operation import Operation, Step
-from omni_proxy.fleet.cordons import ROLLOUT_BATCH, UPDATING
+from omni_proxy.fleet.cordon_reasons import ROLLOUT_BATCH, UPDATING
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.weight_sync.protocol import rollout_state_machine as transitions
 from omni_proxy.weight_sync.protocol.checksum_agreement import Digest
 from omni_proxy.weight_sync.protocol.published_version import TargetVersion
-from omni_proxy.weight_sync.rollout import state_machine
+from omni_proxy.weight_sync.protocol.rollout_state_machine import (
+    FormerVersion,
+    RolloutPhase,
+    WorkerPhase,
+)
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
-from omni_proxy.weight_sync.rollout.state_machine import FormerVersion, RolloutPhase, WorkerPhase
 from omni_proxy.weight_sync.rollout.worker_update import (
     UpdateSettings,
     WeightSource,
@@ -139,7 +143,7 @@ class BatchChange:
         self._operation.enter(Step.RECORDING, trio.current_time())
         urls = [worker.url for worker in self._workers]
         if self._restores:
-            self._progress.put(state_machine.begin_restore(self._progress.now, urls))
+            self._progress.put(transitions.begin_restore(self._progress.now, urls))
             await self._progress.save()
             return True
         await self._read_former()
@@ -149,11 +153,11 @@ class BatchChange:
         rows = [state.worker(url) for url in urls]
         self._redone = {row.url for row in rows if row.phase is not WorkerPhase.PENDING}
         # Put the new state before writing it: a pause or cancel during the write must not be lost.
-        self._progress.put(state_machine.begin(state, urls))
+        self._progress.put(transitions.begin(state, urls))
         try:
             await self._progress.record()
         except OSError as error:
-            self._progress.put(state_machine.give_back(self._progress.now, rows))
+            self._progress.put(transitions.give_back(self._progress.now, rows))
             path, reason = self._journal.path, error.strerror or error
             await self._fail(f"nothing was sent: the journal {path} can't be written: {reason}")
             return False
@@ -176,7 +180,7 @@ class BatchChange:
         for url, digest in digests.items():
             former = state.worker(url).former
             if former is not None and digest is not None:
-                state = state_machine.remember(state, url, replace(former, digest=digest))
+                state = transitions.remember(state, url, replace(former, digest=digest))
         self._progress.put(state)
 
     # Update of one worker
@@ -197,7 +201,7 @@ class BatchChange:
         self._operation.on_result(result)
         if result.unchanged and url not in self._redone:
             self._fleet.set_version(worker, before.label, before.epoch)
-            self._progress.put(state_machine.refuse(self._progress.now, url, result.reason))
+            self._progress.put(transitions.refuse(self._progress.now, url, result.reason))
             await self._progress.save()
             _log.warning("rollout_refused worker=%s reason=%r", url, result.reason)
             self._release(worker)
@@ -244,7 +248,7 @@ class BatchChange:
             self._fleet.set_version(worker, state.label, epoch)
             self._fleet.cache_cleared(worker)
             self._journal.clear_uncertain([url])
-            self._progress.put(state_machine.succeed(self._progress.now, url, epoch, digest))
+            self._progress.put(transitions.succeed(self._progress.now, url, epoch, digest))
             await self._progress.save()
         _log.info("rollout_updated worker=%s version=%r epoch=%d", url, state.label, epoch)
         self._release(worker)
@@ -266,7 +270,7 @@ class BatchChange:
         """Mark the worker uncertain, so that it stays out of rotation, and roll back."""
         state = self._progress.now
         self._journal.mark_uncertain({worker.url: f"{state.name}: {reason}"})
-        self._progress.put(state_machine.break_off(state, worker.url, reason))
+        self._progress.put(transitions.break_off(state, worker.url, reason))
         await self._progress.save()
         self._release(worker)
 
@@ -302,7 +306,7 @@ class BatchChange:
         self._fleet.set_version(worker, former.label, former.epoch)
         self._fleet.cache_cleared(worker)
         self._journal.clear_uncertain([worker.url])
-        self._progress.put(state_machine.restore(self._progress.now, worker.url))
+        self._progress.put(transitions.restore(self._progress.now, worker.url))
         await self._progress.save()
         _log.info("rollout_restored worker=%s version=%r", worker.url, former.label)
         self._release(worker)
@@ -314,14 +318,12 @@ class BatchChange:
         self._journal.mark_uncertain(
             {worker.url: f"{state.name}: {reason}it could not be restored: {problem}"}
         )
-        self._progress.put(
-            state_machine.lose(state, worker.url, f"{reason}not restored: {problem}")
-        )
+        self._progress.put(transitions.lose(state, worker.url, f"{reason}not restored: {problem}"))
         await self._progress.save()
         self._release(worker)
 
     async def _fail(self, cause: str) -> None:
-        self._progress.put(state_machine.fail(self._progress.now, cause))
+        self._progress.put(transitions.fail(self._progress.now, cause))
         await self._progress.save()
 
     def _enter(self, worker: Worker, step: str) -> None:

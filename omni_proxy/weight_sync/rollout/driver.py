@@ -17,15 +17,13 @@ from msgspec.structs import replace
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import ROLLOUT
-from omni_proxy.fleet.cordons import CATCHING_UP, LAUNCH_CORDON, PAUSED, UNCERTAIN, UNPROVEN
+from omni_proxy.fleet.cordon_reasons import CATCHING_UP, LAUNCH_CORDON, PAUSED, UNCERTAIN, UNPROVEN
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
+from omni_proxy.weight_sync.protocol import rollout_state_machine as transitions
 from omni_proxy.weight_sync.protocol.published_version import ALL_WORKERS
-from omni_proxy.weight_sync.rollout import state_machine
-from omni_proxy.weight_sync.rollout.batch import BatchChange, RolloutContext
-from omni_proxy.weight_sync.rollout.progress import now_text
-from omni_proxy.weight_sync.rollout.state_machine import (
+from omni_proxy.weight_sync.protocol.rollout_state_machine import (
     Finish,
     FormerVersion,
     NextBatch,
@@ -34,6 +32,8 @@ from omni_proxy.weight_sync.rollout.state_machine import (
     RolloutWorker,
     WorkerPhase,
 )
+from omni_proxy.weight_sync.rollout.batch import BatchChange, RolloutContext
+from omni_proxy.weight_sync.rollout.progress import now_text
 from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, inspect
 from omni_proxy.weight_sync.store.manifest import StoredVersion
 from omni_proxy.weight_sync.store.service import StoreService
@@ -153,7 +153,7 @@ class RolloutDriver:
         progress = self._progress
         progress.clear_steps()
         if progress.active is not None:
-            progress.put(state_machine.recover(progress.now))
+            progress.put(transitions.recover(progress.now))
             _log.warning("rollout_continued id=%s state=%s", progress.now.id, progress.now.phase)
         while True:
             if progress.active is None:
@@ -165,7 +165,7 @@ class RolloutDriver:
         progress = self._progress
         await trio.lowlevel.checkpoint()
         await self._observe_fleet()
-        decision = state_machine.decide(progress.now, self._view.presence())
+        decision = transitions.decide(progress.now, self._view.presence())
         if isinstance(decision, Finish):
             await self._finish(decision)
         elif isinstance(decision, NextBatch):
@@ -177,11 +177,11 @@ class RolloutDriver:
 
     async def _observe_fleet(self) -> None:
         progress = self._progress
-        progress.put(state_machine.observe(progress.now, self._view.presence()))
+        progress.put(transitions.observe(progress.now, self._view.presence()))
         if progress.now.phase is not RolloutPhase.ROLLING_BACK:
             joined = await self._view.joined_workers()
             if joined and progress.now.phase in (RolloutPhase.RUNNING, RolloutPhase.PAUSED):
-                progress.put(state_machine.join(progress.now, joined))
+                progress.put(transitions.join(progress.now, joined))
 
     async def _take_turn(self) -> None:
         caller, now = self._progress.now.caller, trio.current_time()
@@ -198,8 +198,8 @@ class RolloutDriver:
     async def _perform(self, operation: Operation) -> AdminResponse:
         """Run the next batch. Decide it again: the fleet may have changed during the wait."""
         progress, presence = self._progress, self._view.presence()
-        progress.put(state_machine.observe(progress.now, presence))
-        batch = state_machine.decide(progress.now, presence)
+        progress.put(transitions.observe(progress.now, presence))
+        batch = transitions.decide(progress.now, presence)
         urls = batch.urls if isinstance(batch, NextBatch) else ()
         known = [self._fleet.find(url) for url in urls]
         workers = [worker for worker in known if worker is not None]
@@ -225,7 +225,7 @@ class RolloutDriver:
                 await self._publish_to_all()
             else:
                 await self._journal.withdraw({}, (state.epoch_before, state.label_before))
-            await progress.end(state_machine.finish(state, end, now_text()))
+            await progress.end(transitions.finish(state, end, now_text()))
         finally:
             progress.ending = False
         level = logging.INFO if end.phase is RolloutPhase.SUCCEEDED else logging.WARNING

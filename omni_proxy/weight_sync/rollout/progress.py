@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 import trio
 
-from omni_proxy.weight_sync.rollout.state_machine import RolloutState, RolloutWorker
+from omni_proxy.weight_sync.protocol.rollout_state_machine import RolloutState, RolloutWorker
 from omni_proxy.weight_sync.state_journal import StateJournal
 
 

@@ -21,18 +21,18 @@ from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
 from omni_proxy.weight_sync.operations.runner import RollbackSource, unknown_version
-from omni_proxy.weight_sync.rollout import state_machine
-from omni_proxy.weight_sync.rollout.batch import RolloutContext
-from omni_proxy.weight_sync.rollout.driver import FleetView, RolloutDriver
-from omni_proxy.weight_sync.rollout.progress import RolloutProgress, now_text
-from omni_proxy.weight_sync.rollout.request import RolloutRequest, invalid
-from omni_proxy.weight_sync.rollout.state_machine import (
+from omni_proxy.weight_sync.protocol import rollout_state_machine as transitions
+from omni_proxy.weight_sync.protocol.rollout_state_machine import (
     FormerVersion,
     InvalidStep,
     RolloutState,
     RolloutWorker,
     WorkerPhase,
 )
+from omni_proxy.weight_sync.rollout.batch import RolloutContext
+from omni_proxy.weight_sync.rollout.driver import FleetView, RolloutDriver
+from omni_proxy.weight_sync.rollout.progress import RolloutProgress, now_text
+from omni_proxy.weight_sync.rollout.request import RolloutRequest, invalid
 from omni_proxy.weight_sync.rollout.worker_update import BY_RPC, CannotUpdate, WorkerUpdater
 from omni_proxy.weight_sync.state_journal import OperationContext
 from omni_proxy.weight_sync.store.manifest import StoredVersion
@@ -111,16 +111,16 @@ class RolloutService:
 
     async def pause(self) -> AdminResponse:
         """Pause after the current batch. Raises HttpError 409."""
-        return await self._steer(state_machine.pause, "it is paused after the current batch")
+        return await self._steer(transitions.pause, "it is paused after the current batch")
 
     async def resume(self) -> AdminResponse:
         """Raises HttpError 409."""
-        return await self._steer(state_machine.resume, "it continues")
+        return await self._steer(transitions.resume, "it continues")
 
     async def cancel(self, caller: str) -> AdminResponse:
         """Raises HttpError 409."""
         effect = "it ends, and updated workers roll back"
-        return await self._steer(lambda state: state_machine.cancel(state, caller), effect)
+        return await self._steer(lambda state: transitions.cancel(state, caller), effect)
 
     async def _steer(
         self, step: Callable[[RolloutState], RolloutState], message: str

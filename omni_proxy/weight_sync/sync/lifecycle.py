@@ -27,6 +27,7 @@ from omni_proxy.weight_sync.protocol.requests import TRANSFER_GROUP, RankRange
 from omni_proxy.weight_sync.protocol.trainer_group import GroupOwner, SyncState, WeightSync
 from omni_proxy.weight_sync.state_journal import OperationContext, StateJournal
 from omni_proxy.weight_sync.sync import watchdog
+from omni_proxy.weight_sync.sync.engine_pauses import OwnPauses
 from omni_proxy.weight_sync.sync.member import (
     FanOutTimeouts,
     GroupFanOut,
@@ -34,7 +35,6 @@ from omni_proxy.weight_sync.sync.member import (
     TransferMember,
     WorkerMember,
 )
-from omni_proxy.weight_sync.sync.own_pauses import OwnPauses
 from omni_proxy.weight_sync.sync.verification import VersionQuarantine
 from omni_proxy.weight_sync.sync.watchdog import TrainerLink, is_store_reachable
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from omni_proxy.admin_ops.results import WorkerResult
-from omni_proxy.fleet.cordons import UPDATING
+from omni_proxy.fleet.cordon_reasons import UPDATING
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.weight_version import WeightVersion
 from omni_proxy.fleet.worker import Worker

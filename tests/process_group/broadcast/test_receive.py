@@ -4,8 +4,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from omni_proxy.process_group.rank_protocol import GroupError, GroupLimits, Groups, Rendezvous
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES
-from omni_proxy.process_group.trainer_group import GroupError, GroupLimits, Groups, Rendezvous
 from tests.process_group.trainer_process import DTYPES, sha256
 from tests.process_group.wait_helpers import wait_until
 

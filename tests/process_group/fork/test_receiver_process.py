@@ -14,8 +14,8 @@ from omni_proxy.process_group.fork.receiver_process import (
     _CommandExecutor,
     _EventWriter,
 )
+from omni_proxy.process_group.rank_protocol import GroupLimits
 from omni_proxy.process_group.tensor_plan import make_plan
-from omni_proxy.process_group.trainer_group import GroupLimits
 
 PLANS = (make_plan([("w", "uint8", [8])], dense=True),)
 

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from omni_proxy.process_group.trainer_group import Groups
+from omni_proxy.process_group.rank_protocol import Groups
 from tests.replica.weights.stage_fixture import running
 from tests.replica.weights.sync_steps import BODY, NORM, UP, Syncing, announced, many, sent_of
 

@@ -11,7 +11,7 @@ from omni_proxy.routing.inspect.keyed_text import keyed_fields
 from omni_proxy.routing.inspect.prompt_tokens import spelled_ids, spelled_tokens
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
 from omni_proxy.routing.kv_events.block_keys import spell
-from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
+from omni_proxy.routing.kv_events.token_id_text import SpelledIds
 
 
 def prompt_tokens(need):

@@ -6,7 +6,7 @@ from omni_proxy.routing.kv_events.block_keys import PromptBlocks, block_keys, sp
 from omni_proxy.routing.kv_events.publisher_state import (
     PublisherState,
 )
-from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
+from omni_proxy.routing.kv_events.token_id_text import SpelledIds
 
 SIZE = 2
 

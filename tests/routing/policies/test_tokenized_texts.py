@@ -3,7 +3,7 @@
 import pytest
 
 from omni_proxy.routing.kv_events.block_index import BlockIndex
-from omni_proxy.routing.kv_events.known_texts import MIN_BYTES
+from omni_proxy.routing.kv_events.tokenized_texts import MIN_BYTES
 from tests.routing.policies.chats import chat, workers
 from tests.routing.policies.test_event_aware import EVENTS, SIZE, exact, policy_of
 

@@ -8,7 +8,7 @@ import trio
 import trio.testing
 
 from omni_proxy.config.schema import WeightSyncConfig
-from omni_proxy.process_group.trainer_group import Groups
+from omni_proxy.process_group.rank_protocol import Groups
 from omni_proxy.weight_sync.delivery import proxy_rank as proxy_rank_module
 from omni_proxy.weight_sync.delivery.proxy_rank import ProxyRank
 from omni_proxy.weight_sync.store.service import StoreService

@@ -3,7 +3,7 @@
 import pytest
 import trio
 
-from omni_proxy.fleet.cordons import UPDATING
+from omni_proxy.fleet.cordon_reasons import UPDATING
 from tests.admin_api.api_fixture import A, B
 from tests.weight_sync.operation_fixture import cordon_reasons_of, read_journal
 from tests.weight_sync.trainer_fixture import (

@@ -21,7 +21,7 @@ from typing import Any
 import trio
 
 from omni_proxy.config.flags import Startup
-from omni_proxy.fleet.cordons import DISCOVERY_CORDONS
+from omni_proxy.fleet.cordon_reasons import DISCOVERY_CORDONS
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.runtime_config.config_store import ConfigStore

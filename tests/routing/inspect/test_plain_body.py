@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from omni_proxy.routing.inspect.plain_body import READS_BODIES, read_usual
 from omni_proxy.routing.inspect.requirements import requirements_of_json
-from omni_proxy.routing.inspect.usual_body import READS_BODIES, read_usual
 from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
 

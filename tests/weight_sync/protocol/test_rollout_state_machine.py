@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
 
-from omni_proxy.weight_sync.rollout import state_machine
-from omni_proxy.weight_sync.rollout.state_machine import (
+from omni_proxy.weight_sync.protocol import rollout_state_machine as transitions
+from omni_proxy.weight_sync.protocol.rollout_state_machine import (
     Finish,
     FormerVersion,
     InvalidStep,
@@ -38,12 +38,12 @@ def serving(state):
 
 def all_of(state):
     """Whom `decide` names, with everybody in rotation."""
-    return state_machine.decide(state, serving(state))
+    return transitions.decide(state, serving(state))
 
 
 def updated(state, *urls, epoch=1):
     for url in urls:
-        state = state_machine.succeed(state_machine.begin(state, [url]), url, epoch)
+        state = transitions.succeed(transitions.begin(state, [url]), url, epoch)
     return state
 
 
@@ -126,10 +126,10 @@ class Fleet(RuleBasedStateMachine):
         before = self.state
         try:
             if command == "cancel":
-                self.state = state_machine.cancel(self.state, "me")
+                self.state = transitions.cancel(self.state, "me")
                 self.cancelled |= not self.failed
             else:
-                self.state = getattr(state_machine, command)(self.state)
+                self.state = getattr(transitions, command)(self.state)
         except InvalidStep:
             assert before.phase not in (RolloutPhase.RUNNING, RolloutPhase.PAUSED)
             assert self.state is before
@@ -140,7 +140,7 @@ class Fleet(RuleBasedStateMachine):
             return
         for url in self.state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING):
             self.weights[url] = UNKNOWN
-        self.state = state_machine.recover(self.state)
+        self.state = transitions.recover(self.state)
 
     # What the machine says
 
@@ -148,8 +148,8 @@ class Fleet(RuleBasedStateMachine):
         outcomes=st.lists(st.sampled_from(("new", "new", "new", "refused", "broken")), min_size=5)
     )
     def next_batch(self, outcomes):
-        self.state = state_machine.observe(self.state, self.presence())
-        decision = state_machine.decide(self.state, self.presence())
+        self.state = transitions.observe(self.state, self.presence())
+        decision = transitions.decide(self.state, self.presence())
         if isinstance(decision, NextBatch) and decision.restores:
             self.back(decision, outcomes)
         elif isinstance(decision, NextBatch):
@@ -173,7 +173,7 @@ class Fleet(RuleBasedStateMachine):
         if fresh:  # a worker that serves leaves only if the budget allows it
             served = {each.url for each in self.state.workers if each.served}
             assert len(new_out & served) <= self.state.max_unavailable
-        self.state = state_machine.begin(self.state, batch.urls)
+        self.state = transitions.begin(self.state, batch.urls)
         self.touched |= set(batch.urls)
         for url, outcome in zip(batch.urls, outcomes, strict=False):
             before = self.weights[url]
@@ -181,27 +181,27 @@ class Fleet(RuleBasedStateMachine):
             if outcome == "new":
                 self.weights[url] = NEW
                 self.ever_new.add(url)
-                self.state = state_machine.succeed(self.state, url, 7)
+                self.state = transitions.succeed(self.state, url, 7)
             elif outcome == "refused" and before == OLD:
                 self.weights[url] = OLD
                 self.failed = True
-                self.state = state_machine.refuse(self.state, url, "no")
+                self.state = transitions.refuse(self.state, url, "no")
             else:
                 self.failed = True
-                self.state = state_machine.break_off(self.state, url, "it broke")
+                self.state = transitions.break_off(self.state, url, "it broke")
         left = batch.urls[len(outcomes) :]
         assert not left
 
     def back(self, batch, outcomes):
         assert self.stopped
-        self.state = state_machine.begin_restore(self.state, batch.urls)
+        self.state = transitions.begin_restore(self.state, batch.urls)
         for url, outcome in zip(batch.urls, outcomes, strict=False):
             if outcome == "new" and url not in self.down | self.gone:
                 self.weights[url] = OLD
-                self.state = state_machine.restore(self.state, url)
+                self.state = transitions.restore(self.state, url)
             else:
                 self.weights[url] = UNKNOWN
-                self.state = state_machine.lose(self.state, url, "it does not answer")
+                self.state = transitions.lose(self.state, url, "it does not answer")
 
     def end(self, decision):
         left = set(self.weights) - self.gone
@@ -212,7 +212,7 @@ class Fleet(RuleBasedStateMachine):
             lost = set(self.state.urls(WorkerPhase.LOST, WorkerPhase.SKIPPED))
             assert {self.weights[url] for url in left - lost} <= {OLD}
             assert (decision.phase is RolloutPhase.CANCELLED) is (self.cancelled)
-        self.state = state_machine.finish(self.state, decision, "now")
+        self.state = transitions.finish(self.state, decision, "now")
         assert self.state.ended
 
     def wait(self, decision):
@@ -257,12 +257,12 @@ class Fleet(RuleBasedStateMachine):
         if self.state.busy:
             for url in self.state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING):
                 self.weights[url] = UNKNOWN
-            self.state = state_machine.recover(self.state)
+            self.state = transitions.recover(self.state)
         for _ in range(4 * len(self.weights) + 4):
             if self.state.ended:
                 break
             if self.state.phase is RolloutPhase.PAUSED:
-                self.state = state_machine.resume(self.state)
+                self.state = transitions.resume(self.state)
             self.next_batch(["new"] * 5)
         assert self.state.ended, self.state
         self.state, self.weights, self.touched, self.down = copy
@@ -288,17 +288,17 @@ def test_a_canary_of_two_with_one_out_at_a_time_is_two_batches():
 
 def test_a_worker_that_is_out_for_another_reason_counts_against_the_budget():
     state = rollout("a", "b", "c")
-    decision = state_machine.decide(state, {**serving(state), "b": Presence.DOWN})
+    decision = transitions.decide(state, {**serving(state), "b": Presence.DOWN})
     assert decision == Waiting("waits for workers that are out of rotation: b")
 
 
 def test_a_worker_that_never_served_costs_no_budget():
     state = rollout("a", "b")
     state = replace(state, workers=(replace(state.workers[0], served=False), state.workers[1]))
-    found = state_machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
+    found = transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
     assert found == NextBatch(("b",))  # the canary is one that serves
     state = updated(state, "b")
-    assert state_machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(
+    assert transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(
         ("a",)
     )
 
@@ -307,68 +307,68 @@ def test_it_pauses_after_the_canary_on_request():
     state = updated(rollout("a", "b", pause_after_canary=True), "a")
     assert state.phase is RolloutPhase.PAUSED
     assert isinstance(all_of(state), Waiting)
-    assert all_of(state_machine.resume(state)) == NextBatch(("b",))
+    assert all_of(transitions.resume(state)) == NextBatch(("b",))
     alone = updated(rollout("a", pause_after_canary=True), "a")
     assert all_of(alone) == Finish(RolloutPhase.SUCCEEDED)
 
 
 def test_after_a_refusal_only_those_that_were_updated_go_back():
-    state = state_machine.begin(updated(rollout("a", "b", "c"), "a"), ["b"])
-    state = state_machine.refuse(state, "b", "bad file")
+    state = transitions.begin(updated(rollout("a", "b", "c"), "a"), ["b"])
+    state = transitions.refuse(state, "b", "bad file")
     assert (state.phase, state.cause) == (RolloutPhase.ROLLING_BACK, "b: bad file")
     assert all_of(state) == NextBatch(("a",), restores=True)
-    state = state_machine.restore(state_machine.begin_restore(state, ["a"]), "a")
+    state = transitions.restore(transitions.begin_restore(state, ["a"]), "a")
     end = all_of(state)
     assert end == Finish(RolloutPhase.FAILED, "b: bad file")
-    state = state_machine.finish(state, end, "now")
+    state = transitions.finish(state, end, "now")
     assert [each.phase for each in state.workers] == ["restored", "restored", "pending"]
 
 
 def test_the_first_cause_is_kept():
-    state = state_machine.begin(rollout("a", "b", max_unavailable=2, canary=0), ["a", "b"])
-    state = state_machine.break_off(state_machine.refuse(state, "b", "one"), "a", "two")
+    state = transitions.begin(rollout("a", "b", max_unavailable=2, canary=0), ["a", "b"])
+    state = transitions.break_off(transitions.refuse(state, "b", "one"), "a", "two")
     assert state.cause == "b: one"
-    assert state_machine.cancel(state, "me").cause == "b: one"
+    assert transitions.cancel(state, "me").cause == "b: one"
 
 
 def test_after_a_restart_the_worker_that_was_changed_is_done_again():
-    state = state_machine.recover(state_machine.begin(rollout("a", "b"), ["a"]))
-    assert state_machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(
+    state = transitions.recover(transitions.begin(rollout("a", "b"), ["a"]))
+    assert transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(
         ("a",)
     )
     assert isinstance(
-        state_machine.decide(state, {"a": Presence.DOWN, "b": Presence.SERVING}), Waiting
+        transitions.decide(state, {"a": Presence.DOWN, "b": Presence.SERVING}), Waiting
     )
 
 
 def test_a_restart_during_a_rollback_continues_the_rollback():
-    state = state_machine.cancel(updated(rollout("a", "b"), "a"), "me")
-    state = state_machine.recover(state_machine.begin_restore(state, ["a"]))
-    waits = state_machine.decide(state, {"a": Presence.UNKNOWN, "b": Presence.SERVING})
+    state = transitions.cancel(updated(rollout("a", "b"), "a"), "me")
+    state = transitions.recover(transitions.begin_restore(state, ["a"]))
+    waits = transitions.decide(state, {"a": Presence.UNKNOWN, "b": Presence.SERVING})
     assert waits == Waiting("waits for the first health checks of a")
-    found = state_machine.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
+    found = transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
     assert found == NextBatch(("a",), restores=True)
 
 
 def test_a_worker_that_restarted_after_its_update_is_done_again():
     state = updated(rollout("a", "b"), "a", "b")
-    found = state_machine.decide(state, {"a": Presence.MISSED, "b": Presence.SERVING})
+    found = transitions.decide(state, {"a": Presence.MISSED, "b": Presence.SERVING})
     assert found == NextBatch(("a",))
 
 
 def test_without_workers_it_fails():
-    state = state_machine.observe(rollout("a"), {})
+    state = transitions.observe(rollout("a"), {})
     assert all_of(state) == Finish(RolloutPhase.FAILED, "no worker is left that could be updated")
 
 
 @pytest.mark.parametrize("step", ["begin", "begin_restore"])
 def test_a_step_that_does_not_fit_changes_nothing(step):
     state = rollout("a")
-    state = state if step == "begin_restore" else state_machine.pause(state)
+    state = state if step == "begin_restore" else transitions.pause(state)
     with pytest.raises(InvalidStep):
-        getattr(state_machine, step)(state, ["a"])
+        getattr(transitions, step)(state, ["a"])
     with pytest.raises(InvalidStep, match="not part"):
-        state_machine.begin(rollout("a"), ["z"])
+        transitions.begin(rollout("a"), ["z"])
 
 
 @given(
@@ -380,8 +380,8 @@ def test_every_state_has_a_decision(phases, phase, presences):
     workers = tuple(row(f"w{at}", phase=each) for at, each in enumerate(phases))
     state = replace(rollout(), workers=workers, phase=phase)
     presence = {f"w{at}": each for at, each in enumerate(presences)}
-    decision = state_machine.decide(state, presence)
+    decision = transitions.decide(state, presence)
     if isinstance(decision, NextBatch):
         assert decision.urls
-        begin = state_machine.begin_restore if decision.restores else state_machine.begin
+        begin = transitions.begin_restore if decision.restores else transitions.begin
         assert begin(state, decision.urls).busy

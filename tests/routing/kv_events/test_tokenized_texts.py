@@ -2,9 +2,9 @@
 
 import pytest
 
-from omni_proxy.routing.kv_events import known_texts as tested
+from omni_proxy.routing.kv_events import tokenized_texts as tested
 from omni_proxy.routing.kv_events.block_keys import block_keys
-from omni_proxy.routing.kv_events.known_texts import (
+from omni_proxy.routing.kv_events.tokenized_texts import (
     FREE_QUESTIONS,
     FREE_SECS,
     MAX_BYTES,

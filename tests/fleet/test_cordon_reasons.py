@@ -1,9 +1,11 @@
 """Each reason is named once, and users find what it means."""
 
-from omni_proxy.fleet import cordons
+from omni_proxy.fleet import cordon_reasons
 from tests.tree import PACKAGE, ROOT, sources
 
-REASONS = {text for name, text in vars(cordons).items() if name.isupper() and isinstance(text, str)}
+REASONS = {
+    text for name, text in vars(cordon_reasons).items() if name.isupper() and isinstance(text, str)
+}
 # These words have other meanings, too, such as the state of a rollout.
 AMBIGUOUS = {
     "discovery", "launch", "leaving", "paused", "role", "rollout", "uncertain", "updating",
@@ -22,6 +24,6 @@ def test_no_other_module_spells_a_reason():
         (path.name, literal)
         for path in sources()
         for literal in literals
-        if path != PACKAGE / "fleet/cordons.py" and literal in path.read_text()
+        if path != PACKAGE / "fleet/cordon_reasons.py" and literal in path.read_text()
     }
     assert spelled == set()

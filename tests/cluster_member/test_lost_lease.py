@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 import trio
 from trio.testing import MockClock
 
-from omni_proxy.cluster_member.cut_off import CutOffHold
+from omni_proxy.cluster_member.lost_lease import CutOffHold
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
-from omni_proxy.fleet.cordons import CUT_OFF
+from omni_proxy.fleet.cordon_reasons import CUT_OFF
 from omni_proxy.fleet.registry import Fleet
 
 LEASE = 5.0

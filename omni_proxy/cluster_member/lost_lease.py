@@ -16,7 +16,7 @@ from typing import Final
 
 import trio
 
-from omni_proxy.fleet.cordons import CUT_OFF
+from omni_proxy.fleet.cordon_reasons import CUT_OFF
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 

@@ -15,12 +15,6 @@ from functools import partial
 from math import inf
 from typing import Final, TypeAlias
 
-from omni_proxy.dataplane.disaggregation.driver import (
-    SentPair,
-    free_late_leg,
-    respond_in_two_legs,
-    take_params,
-)
 from omni_proxy.dataplane.disaggregation.leg_requests import (
     EngineLines,
     for_prefill_rank,
@@ -31,6 +25,12 @@ from omni_proxy.dataplane.disaggregation.leg_requests import (
 from omni_proxy.dataplane.disaggregation.prefill_leg import (
     Interrupt,
     PrefillLeg,
+)
+from omni_proxy.dataplane.disaggregation.two_leg_request import (
+    SentPair,
+    free_late_leg,
+    respond_in_two_legs,
+    take_params,
 )
 from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 from omni_proxy.routing.inspect.prefix_text import LIMIT
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks, spell
-from omni_proxy.routing.kv_events.spelled_ids import SpelledIds
+from omni_proxy.routing.kv_events.token_id_text import SpelledIds
 from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.tree_key import text_length
 
