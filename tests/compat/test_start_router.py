@@ -124,7 +124,7 @@ def test_each_argument_without_effect_has_one_warning_and_unknown_ones_share_one
         (VllmRouterArgs(kv_connector="moriio"), "moriio"),
         (SglangRouterArgs(prefill_urls=[("http://p:1", 1)]), "--pd-disaggregation for SGLang"),
         (SglangRouterArgs(service_discovery=True), "--service-discovery: needs a selector"),
-        (SglangRouterArgs(backend="openai"), "backend: workers of any engine"),
+        (SglangRouterArgs(backend="openai"), "backend: workers may run any engine"),
         (SglangRouterArgs(oracle_password="s3cret"), "oracle_password: responses"),
         (VllmRouterArgs(policy="kv_aware"), "kv_aware"),
         (VllmRouterArgs(port="http"), "--port: expected a whole number"),

@@ -154,7 +154,7 @@ async def test_a_state_that_cannot_be_saved_is_shown_and_the_change_still_holds(
         assert answer.json()["warning"].startswith(output)
         assert answer.headers["x-omni-warning"] == answer.json()["warning"]
         removed = await running.client.post("/remove_worker", params={"url": two.url})
-        assert (removed.status_code, removed.headers["x-omni-warning"][:8]) == (200, "in force")
+        assert (removed.status_code, removed.headers["x-omni-warning"][:10]) == (200, "the change")
         answer = await add(running, two)
         assert urls(await running.get_json("/workers")) == [one.url, two.url]
         assert str(blocked) in (await running.get_json("/status"))["state_error"]
