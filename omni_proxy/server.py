@@ -1,8 +1,7 @@
 """The composition root: builds every service, starts them in order in one nursery, ends them.
 
 Invariant: no listener is bound before the configuration is validated, and the data plane outlives
-every supervisor. The first SIGTERM or SIGINT drains, a second one aborts; both end with exit
-status 0.
+every supervisor. `signals` ends the program, with exit status 0.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import math
 import os
 import random
 import secrets
-import signal
 import socket
 import sys
 import time
@@ -53,6 +51,7 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.key_sources import KeySources
 from omni_proxy.runtime_config.reloader import Reloader
 from omni_proxy.runtime_config.worker_drain import WorkerDrains
+from omni_proxy.signals import SignalHandler
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.fd_limit import raise_fd_limit
 from omni_proxy.system.garbage import collect_before_serving, keep_what_there_is
@@ -173,9 +172,9 @@ class Server:
         self.cluster = self._build_cluster(fleet)
         self.weight_operations.history.on_end = self._trace_operation
         self.prober.tolerates_failures = self.weight_operations.is_updating
-        self.leaving = False
         self.supervisors: list[Supervisor] = []
         self.upgrades = UpgradeService(self._program_parts(admin_socket))
+        self.signals = self._build_signals()
         self.admin_api = self._supervise_admin_api(self._build_services(proxy_id), admin_socket)
         self.supervisors = self._build_supervisors()
         config_store.add_prepare(self.admin_keys.prepare)
@@ -199,6 +198,20 @@ class Server:
             leave=self._handed_over.set,
             unheard=self.discovery.unheard,
             picker=lambda: self.picker,
+        )
+
+    def _build_signals(self) -> SignalHandler:
+        incoming = self._incoming
+        return SignalHandler(
+            server_config=lambda: self.config_store.config.server,
+            request_reload=self.reloader.request_reload,
+            upgrades=self.upgrades,
+            handed_over=self._handed_over,
+            decline_takeover=incoming.decline if incoming is not None else None,
+            service_manager=self.service_manager,
+            process_manager=self.process_manager,
+            picker=lambda: self.picker,
+            counts=self.view.counts,
         )
 
     def _build_cluster(self, fleet: Fleet) -> ClusterMember:
@@ -235,7 +248,7 @@ class Server:
             picker=self.picker,
             relays=not config_store.startup.picker,
             supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
-            leaving=lambda: self.leaving,
+            leaving=lambda: self.signals.leaving,
             find_admin_key=lambda key: self.admin_keys.table.find(key),
             find_caller=lambda key: self.caller_keys.table.find(key),
             key_usage=self.process_manager.key_usage,
@@ -345,7 +358,7 @@ class Server:
                 return self._cannot_listen(error)
             if self._is_activated:  # systemd keeps the files of its sockets
                 self.data_plane.listeners.keep_files()
-            root.start_soon(self._handle_signals, root.cancel_scope)
+            root.start_soon(self.signals.run, root.cancel_scope)
             try:
                 await self._start_services(root)
             except NotReady as error:
@@ -449,51 +462,3 @@ class Server:
         span = encode_operation_span(operation, response, secs, time.time_ns())
         if span is not None:
             self.instruments.spans.write(span)
-
-    async def _handle_signals(self, root_scope: trio.CancelScope) -> None:
-        numbers = signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR2
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._leave_after_upgrade, root_scope)
-            with trio.open_signal_receiver(*numbers) as signals:
-                async for number in signals:
-                    if number == signal.SIGHUP:
-                        self.reloader.request_reload("SIGHUP")
-                    elif number == signal.SIGUSR2:
-                        self.upgrades.request()
-                    elif self.leaving:
-                        _log.warning("shutdown_aborted signal=%s", signal.Signals(number).name)
-                        root_scope.cancel()
-                    else:
-                        self.leaving = True
-                        nursery.start_soon(self._shut_down, root_scope)
-
-    async def _shut_down(self, root_scope: trio.CancelScope) -> None:
-        server = self.config_store.config.server
-        if self._incoming is not None and not self._incoming.decline():
-            await self.upgrades.open.wait()  # finish the takeover, so that its replicas are ended
-        self.service_manager.stopping()
-        self.upgrades.outgoing.stop()
-        if server.ready_off_secs:
-            _log.info("shutdown_started ready_off=%gs", server.ready_off_secs)
-            await trio.sleep(server.ready_off_secs)
-        _log.info("drain_started timeout=%gs", server.drain_timeout_secs)
-        self.process_manager.begin_drain()
-        await self._end_when_drained(root_scope)
-
-    async def _leave_after_upgrade(self, root_scope: trio.CancelScope) -> None:
-        """After the new program has taken over, end with the last connection."""
-        await self._handed_over.wait()
-        self.leaving = True
-        await self.upgrades.wait_reported()
-        await self._end_when_drained(root_scope)
-
-    async def _end_when_drained(self, root_scope: trio.CancelScope) -> None:
-        server = self.config_store.config.server
-        with trio.move_on_after(server.drain_timeout_secs) as scope:
-            self.picker.begin_drain()
-            await self.process_manager.drained()
-            await self.picker.drained()
-        if scope.cancelled_caught:
-            connections = self.view.counts()["connections"]
-            _log.warning("drain_timeout aborted_connections=%d", connections)
-        root_scope.cancel()

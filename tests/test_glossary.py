@@ -156,6 +156,13 @@ def test_no_public_class_name_is_used_in_two_files():
         ("shared memory counters", "multiprocess/shared_memory/worker_counters.py"),
         ("chat template", "replica/models/chat_template.py"),
         ("prefix cache", "replica/text/prefix_cache.py"),
+        ("signals", "signals.py"),
+        ("rollback", "weight_sync/operations/rollback.py"),
+        ("slow start", "routing/policies/slow_start.py"),
+        ("trainer group", "weight_sync/protocol/trainer_group.py"),
+        ("abort", "dataplane/abort.py"),
+        ("websocket relay", "dataplane/websocket/relay.py"),
+        ("version constraint", "routing/version_constraint.py"),
     ],
 )
 def test_who_knows_the_field_finds_it_by_the_names_of_files(term, file):

@@ -23,7 +23,7 @@ SHARED = (
 LAYERS = (
     *SHARED, "wire", "config", "api_keys", "cluster", "process_group", "fleet", "system", "routing", "admin_ops", "discovery",
     "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch", "discovery_watch",
-    "weight_sync", "multiprocess", "kv_events", "cluster_member", "picker", "admin_api", "supervisor", "upgrade", "server", "replica", "simulate",
+    "weight_sync", "multiprocess", "kv_events", "cluster_member", "picker", "admin_api", "supervisor", "upgrade", "signals", "server", "replica", "simulate",
     "cli", "compat", "__main__",
 )  # fmt: skip
 

@@ -48,7 +48,8 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.delivery.service import VersionService
 from omni_proxy.weight_sync.operations.operation_queue import DetachedCalls, OperationQueue
-from omni_proxy.weight_sync.operations.runner import OperationRunner, Rollback, RollbackSource
+from omni_proxy.weight_sync.operations.rollback import Rollback, RollbackSource
+from omni_proxy.weight_sync.operations.runner import OperationRunner
 from omni_proxy.weight_sync.operations.version_probe import VersionProbe
 from omni_proxy.weight_sync.rollout.service import RolloutCall, RolloutService
 from omni_proxy.weight_sync.state_journal import JournalFile, OperationContext, StateJournal

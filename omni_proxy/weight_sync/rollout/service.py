@@ -20,7 +20,7 @@ from omni_proxy.admin_ops.routes import ROLLOUT, AdminRoute
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.operations.operation_queue import OperationQueue
-from omni_proxy.weight_sync.operations.runner import RollbackSource, unknown_version
+from omni_proxy.weight_sync.operations.rollback import RollbackSource, unknown_version
 from omni_proxy.weight_sync.protocol import rollout_state_machine as transitions
 from omni_proxy.weight_sync.protocol.rollout_state_machine import (
     FormerVersion,
