@@ -76,7 +76,7 @@ async def test_a_prompt_follows_its_beginning_from_proxy_to_proxy():
     assert len(set(at.values())) > 1
     await publish(one, two)
     assert {text: two.pick(text + "and more") for text in PROMPTS} == at
-    assert two.dataplane.policy.stats()["picks"] == {"heard": len(PROMPTS)}
+    assert two.dataplane.policy.stats()["picks"] == {"published": len(PROMPTS)}
     await publish(two, one)
     grown = PROMPTS[0] + "and more" + "m" * 2000
     assert one.pick(grown) == at[PROMPTS[0]]

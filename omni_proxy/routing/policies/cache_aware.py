@@ -117,7 +117,7 @@ class CacheAware(Policy):
         if text.whole:
             self._feedback.insert(text, choice.worker, requirements)
             if self._hints is not None:
-                sent = choice.matched if choice.branch in ("matched", "heard") else 0
+                sent = choice.matched if choice.branch in ("matched", "published") else 0
                 known = text.start + sent
                 self._hints.note_prompt(text.whole, known, choice.worker)
         return choice.worker
@@ -240,7 +240,7 @@ class CacheAware(Policy):
         matched, branch = text.matching(depth), "matched"
         named: Sequence[Worker] | None = None
         if self._hints is not None and (heard := self._heard(text, matched, candidates)):
-            matched, branch = max(heard.values()), "heard"
+            matched, branch = max(heard.values()), "published"
             named = [worker for worker, length in heard.items() if length == matched]
         if matched > rules.cache_threshold * text.length:
             named = self._tree.named(holders) if named is None else named
@@ -414,9 +414,9 @@ class CacheAware(Policy):
                 f"the lowest cost: {uncached} tokens to compute, {backlog} before them, "
                 f"and {running} for requests in flight; {share}"
             )
-        if branch in ("matched", "heard"):
+        if branch in ("matched", "published"):
             names = ", ".join(holder.display_id for holder in choice.holders)
-            source = ", as another proxy has published" if branch == "heard" else ""
+            source = ", as another proxy has published" if branch == "published" else ""
             return f"{share}, held by {names}{source}"
         if branch == "least_loaded":
             return f"only {share}, {queue}"
