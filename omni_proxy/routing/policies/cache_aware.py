@@ -8,7 +8,8 @@
 The chosen worker counts as holder of the text until its response reports less (`feedback`).
 Invariants: equal workers are picked in turn; previews change no state; one tree, bounded in total,
 keyed by the models that workers name; prefixes of requests in flight are not evicted by feedback.
-With more than `EXACT` candidates, full scans are reused for some picks. Source: routers.md 2.
+With more than `EXACT` candidates, full scans are reused for some picks. `policy = "cache_aware"`
+runs the subclass `event_aware.EventAware`. Source: routers.md 2.
 """
 
 from __future__ import annotations
