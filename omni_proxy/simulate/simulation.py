@@ -29,7 +29,7 @@ from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout, pause
 from omni_proxy.dataplane.services import ExchangeServices, Totals
 from omni_proxy.dataplane.settings import Settings
-from omni_proxy.dataplane.upstream.acquire import Balancer, report_failure
+from omni_proxy.dataplane.upstream.acquire import Balancer, report_failure, report_success
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed
 from omni_proxy.dataplane.upstream.pool import UpstreamPools
 from omni_proxy.dataplane.upstream.retry import RetryState
@@ -166,8 +166,8 @@ class SimulatedExchange(ExchangeIO):
             break
         if exchange.error:
             report_failure(services.fleet, exchange, worker, exchange.error)
-        elif worker.health.failed_requests:
-            services.fleet.observe_success(worker, exchange.half_open_id)
+        else:
+            report_success(services.fleet, exchange, worker)
 
     async def _attempt(self, exchange: Exchange, worker: Worker) -> None:
         """Raises AttemptFailed before the first token; after it `exchange` has the outcome."""

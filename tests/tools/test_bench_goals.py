@@ -190,7 +190,7 @@ def test_a_step_that_fails_is_quoted_with_advice(capfd: pytest.CaptureFixture[st
 
 
 def test_a_router_over_tls_is_refused() -> None:
-    with pytest.raises(proxies.NoTools, match="without TLS only"):
+    with pytest.raises(proxies.NoTools, match="only without TLS"):
         proxies.PEERS["smg"](secure=True)
 
 

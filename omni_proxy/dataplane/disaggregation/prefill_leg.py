@@ -20,7 +20,7 @@ from omni_proxy.dataplane.loop.event_loop import EventLoop, Steppable
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.dataplane.upstream.attempt import (
     STALE_CONNECTION,
     AttemptFailed,
@@ -319,8 +319,7 @@ class PrefillLeg(SideTask):
                 if self.kept:
                     learn_from(recorders, self._prediction, self.kept, self._sent_bytes)
                 self._prediction = None
-            if worker.health.failed_requests:
-                services.fleet.observe_success(worker, exchange.half_open_id)
+            report_success(services.fleet, exchange, worker)
         services.balancer.release(exchange, worker, result)
         if services.queue.waiting:
             services.queue.serve()

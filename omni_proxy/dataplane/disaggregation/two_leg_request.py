@@ -89,7 +89,7 @@ async def respond_in_two_legs(
         worker = exchange.worker
         keep = await relay(io, exchange, head, start)
         if worker is not None and not driver.is_answered_by_prefill:
-            report_end(io, exchange, worker)
+            report_end(io.services, exchange, worker)
         return keep
     finally:
         driver.end()

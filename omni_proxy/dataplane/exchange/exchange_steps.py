@@ -340,7 +340,7 @@ async def respond_by_worker(
         sent, worker = None, another
     release_body(io, exchange)
     keep = await relay(io, exchange, head, start)
-    report_end(io, exchange, worker)
+    report_end(io.services, exchange, worker)
     return keep
 
 

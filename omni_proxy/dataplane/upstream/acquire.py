@@ -379,3 +379,9 @@ def report_failure(
     fleet.observe_request_failure(
         worker, status=status, error=error, at=datetime.now(UTC), half_open_id=exchange.half_open_id
     )
+
+
+def report_success(fleet: Fleet, exchange: Exchange, worker: Worker) -> None:
+    """Report a success of the worker to outlier ejection, which counts only after failures."""
+    if worker.health.failed_requests:
+        fleet.observe_success(worker, exchange.half_open_id)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
-from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.services import ExchangeServices
+from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.routes import VOICE_OWNER
 
@@ -22,15 +23,13 @@ def release_body(io: ExchangeIO, exchange: Exchange) -> None:
         io.services.inflight.release_bytes(exchange)
 
 
-def report_end(io: ExchangeIO, exchange: Exchange, worker: Worker) -> None:
+def report_end(services: ExchangeServices, exchange: Exchange, worker: Worker) -> None:
     """Report the end of a response to outlier ejection and the voice registry."""
-    services, route = io.services, exchange.route
+    route = exchange.route
     if exchange.error and exchange.ended_by == "worker":
         report_failure(services.fleet, exchange, worker, exchange.error)
-    elif (
-        exchange.outcome == "completed" and exchange.status < 500 and worker.health.failed_requests
-    ):
-        services.fleet.observe_success(worker, exchange.half_open_id)
+    elif exchange.outcome == "completed" and exchange.status < 500:
+        report_success(services.fleet, exchange, worker)
     if route is not None and route.pinning is VOICE_OWNER and _changed_voices(exchange):
         services.keep_voices_at(worker)
 

@@ -15,7 +15,7 @@ from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import PhaseTimeout
-from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, lines_for_rank
 from omni_proxy.dataplane.upstream.pool import with_key
 from omni_proxy.dataplane.upstream.retry import RetryState
@@ -63,8 +63,7 @@ async def connect_worker(
                 exchange.end("upstream_error", "worker", failed.error)
                 raise
         else:
-            if worker.health.failed_requests:
-                services.fleet.observe_success(worker, exchange.half_open_id)
+            report_success(services.fleet, exchange, worker)
             return stream_and_rest
 
 

@@ -22,13 +22,13 @@ from omni_proxy.api_keys.callers import KEY_FIELDS
 from omni_proxy.dataplane.exchange.exchange import Exchange
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.acquire import report_failure
+from omni_proxy.dataplane.upstream.outcome import report_end
 from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.picker.ext_proc.messages import PREFILLER, Destination
 from omni_proxy.picker.ext_proc.stream import Asked
 from omni_proxy.picker.picker import Picker, PickRequest, head_of
-from omni_proxy.routing.routes import VOICE_OWNER
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
 from omni_proxy.wire.errors import HttpError
 
@@ -317,14 +317,7 @@ class EnvoyPicks:
         if status in FAILED_STATUSES:
             report_failure(services.fleet, exchange, worker, f"HTTP {status}", status)
             return
-        if exchange.outcome != "completed" or status >= 500:
-            return
-        if worker.health.failed_requests:
-            services.fleet.observe_success(worker, exchange.half_open_id)
-        route = exchange.route
-        uploads = exchange.method in ("POST", "DELETE") and 200 <= status < 300
-        if route is not None and route.pinning is VOICE_OWNER and uploads:
-            services.keep_voices_at(worker)
+        report_end(services, exchange, worker)
 
 
 def request_of(asked: Asked) -> PickRequest:
