@@ -207,8 +207,7 @@ class DisaggregationConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fie
     # If fewer prompt tokens than this are uncached at the decode worker, it computes the prompt
     # itself; 0: always two legs.
     min_uncached_tokens: Count = 0
-    # Longest wait for the prefill response, then for the first byte of decode; 0: only
-    # response_head_secs.
+    # Longest wait for prefill's response, then for decode's first byte; 0: response_head_secs only.
     transfer_timeout_secs: Duration = 30.0
     # Without a prefill worker, or if it failed: the decode worker computes the prompt (never with
     # kv_connector sglang, whose engines can't), or 503.

@@ -1,15 +1,13 @@
 """Cache-aware routing: a request goes to a worker that was sent the same prefix before.
 
-    loads differ too much -> shortest queue                     (spill = "global")
-    match > threshold     -> a holder of the longest match      (or, if its load is too high,
-                                                                 shortest queue: spill = "chosen")
-    else                  -> smallest tree, or least loaded     (fallback)
+    loads differ too much -> shortest queue                 (spill = "global")
+    match > threshold     -> a holder of the longest match  (shortest queue: spill = "chosen")
+    else                  -> smallest tree, or least loaded (fallback)
 
-The chosen worker counts as holder of the text until its response reports less (`feedback`).
-Invariants: equal workers are picked in turn; previews change no state; one tree, bounded in total,
-keyed by the models that workers name; prefixes of requests in flight are not evicted by feedback.
-With more than `EXACT` candidates, full scans are reused for some picks. `policy = "cache_aware"`
-runs the subclass `event_aware.EventAware`. Source: routers.md 2.
+`policy = "cache_aware"` runs the subclass `event_aware.EventAware`. The chosen worker counts as
+holder of the text until its response reports less (`feedback`). Invariants: equal workers are
+picked in turn; previews change no state; one tree, bounded in total, keyed by the models that
+workers name; prefixes of requests in flight are not evicted by feedback. Source: routers.md 2.
 """
 
 from __future__ import annotations
