@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.example_counts import SHARES
+from tests.forked_workers import ForkedWorkers
 from tests.program_forkserver import close_forkservers
-from tests.schedule import SharedFleets, fleets_first
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
@@ -56,14 +56,13 @@ def logging_as_it_was():
     root.setLevel(level)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    return SharedFleets(config, log) if config.getvalue("dist") == "loadfile" else None
+def pytest_addoption(parser):
+    parser.addoption("--processes", type=int, default=1, help="run the tests in so many processes")
 
 
-def pytest_collection_modifyitems(config, items):
-    if hasattr(config, "workerinput"):
-        fleets_first(items)
+def pytest_configure(config):
+    if (count := config.getoption("processes")) > 1:
+        config.pluginmanager.register(ForkedWorkers(count, join_gloo_threads))
 
 
 def pytest_collection_finish():
@@ -92,6 +91,10 @@ def forkservers():
 
 
 def pytest_sessionfinish():
+    join_gloo_threads()
+
+
+def join_gloo_threads():
     """A thread that gloo still holds when the interpreter ends would abort it: let it come back."""
     until = time.monotonic() + GIVEN_UP_SECS
     for thread in threading.enumerate():

@@ -1,4 +1,4 @@
-"""Which process runs which tests where several share a run (`--dist loadfile`).
+"""Which process runs which tests if several share a run (`--processes`).
 
 A file stays in one process, for what its tests share, and so do all files that share the fleets of
 replicas, or the syntax trees of all modules: each costs seconds of CPU time. Those with the fleets
@@ -7,8 +7,7 @@ begin first, since together they take longest.
 
 from __future__ import annotations
 
-import pytest
-from xdist.scheduler import LoadFileScheduling
+from collections.abc import Sequence
 
 FLEETS = "the fleets of replicas"
 SHARING_FLEETS = {
@@ -30,12 +29,15 @@ def unit_of(nodeid: str) -> str:
     return TREES if file in SHARING_TREES else file
 
 
-def fleets_first(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: unit_of(item.nodeid) != FLEETS)
+def units_of(nodeids: Sequence[str]) -> list[list[int]]:
+    """The indexes of the tests of each unit, in the order in which the units begin: the long ones
+    first, so that no process is left with one at the end."""
+    units: dict[str, list[int]] = {}
+    for index, nodeid in enumerate(nodeids):
+        units.setdefault(unit_of(nodeid), []).append(index)
+    return [units[name] for name in sorted(units, key=_place)]
 
 
-class SharedFleets(LoadFileScheduling):
-    """Units of `unit_of` instead of files."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return unit_of(nodeid)
+def _place(unit: str) -> int:
+    first = (FLEETS, "tests/promises/", "tests/replica/")
+    return next((place for place, start in enumerate(first) if unit.startswith(start)), len(first))

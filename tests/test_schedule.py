@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from tests.schedule import FLEETS, SHARING_FLEETS, SHARING_TREES, TREES, unit_of
+from tests.schedule import FLEETS, SHARING_FLEETS, SHARING_TREES, TREES, unit_of, units_of
 from tests.tree import ROOT, sources
 
 
@@ -26,3 +26,13 @@ def test_files_that_look_at_all_modules_stay_in_one_process():
 
 def test_any_other_file_is_a_unit_of_its_own():
     assert unit_of("tests/wire/test_head.py::test_x[a]") == "tests/wire/test_head.py"
+
+
+def test_the_units_that_take_long_begin_first():
+    one, other, *_ = SHARING_FLEETS
+    nodeids = [
+        "tests/wire/test_a.py::test_x", "tests/replica/test_b.py::test_x",
+        "tests/promises/test_c.py::test_x", f"{one}::test_x", "tests/wire/test_a.py::test_y",
+        f"{other}::test_x",
+    ]  # fmt: skip
+    assert units_of(nodeids) == [[3, 5], [2], [1], [0, 4]]

@@ -1,0 +1,188 @@
+"""Runs the tests in several processes, each a fork of the one that has collected them.
+
+Collecting takes longer than most files of tests run: a worker that does it again, as those of other
+plug-ins do, costs as much CPU time as two hundred tests. A fork has everything already, in memory
+that it shares. What stays in one process is in `tests.schedule`.
+Invariant: the first process runs no test; a worker that crashes fails the test that it ran, and its
+other tests run in another worker. Nothing may start a thread while tests are collected.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.schedule import units_of
+
+
+@dataclass(eq=False)
+class Worker:
+    """`units`: the indexes of items that it was sent and has not begun; `running`: of the present
+    one."""
+
+    number: int
+    pid: int
+    connection: Connection
+    units: deque[list[int]] = field(default_factory=deque)
+    running: int | None = None
+
+
+class ForkedWorkers:
+    """A pytest plug-in. `at_end`: called in each worker after its last test."""
+
+    def __init__(self, count: int, at_end: Callable[[], None]) -> None:
+        self._count = count
+        self._at_end = at_end
+        self._waiting: deque[list[int]] = deque()
+        self._workers: list[Worker] = []
+        self._started = 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.config.option.collectonly or session.testsfailed:
+            return None
+        if (threads := len(os.listdir("/proc/self/task"))) > 1:
+            raise pytest.UsageError(f"collecting the tests has started {threads - 1} threads")
+        session.config._tmp_path_factory.getbasetemp()
+        terminal = session.config.pluginmanager.getplugin("terminalreporter")
+        terminal.showfspath = False  # results of several files come in turn
+        self._waiting.extend(units_of([item.nodeid for item in session.items]))
+        try:
+            for _ in range(min(self._count, len(self._waiting))):
+                self._fork(session)
+            self._follow(session)
+        finally:
+            for worker in self._workers:
+                os.kill(worker.pid, signal.SIGKILL)
+                os.waitpid(worker.pid, 0)
+        return True
+
+    def _fork(self, session: pytest.Session) -> None:
+        ours, theirs = Pipe()
+        self._started += 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if not pid:
+            ours.close()
+            for worker in self._workers:
+                worker.connection.close()
+            self._work(session, theirs)
+        theirs.close()
+        self._workers.append(Worker(self._started, pid, ours))
+
+    def _follow(self, session: pytest.Session) -> None:
+        while self._workers:
+            ready = wait([worker.connection for worker in self._workers])
+            for worker in [each for each in self._workers if each.connection in ready]:
+                try:
+                    kind, value = worker.connection.recv()
+                except (EOFError, ConnectionResetError):
+                    self._on_exit(session, worker)
+                    continue
+                if kind == "next":
+                    unit = self._waiting.popleft() if self._waiting else []
+                    worker.units.append(unit)
+                    worker.connection.send(unit)
+                elif kind == "begin":
+                    worker.running = value
+                    while worker.units and not worker.units[0]:
+                        worker.units.popleft()
+                    worker.units[0].remove(value)
+                else:
+                    self._report(session, value)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+
+    def _report(self, session: pytest.Session, data: dict[str, Any]) -> None:
+        config = session.config
+        report = config.hook.pytest_report_from_serializable(config=config, data=data)
+        config.hook.pytest_runtest_logreport(report=report)
+
+    def _on_exit(self, session: pytest.Session, worker: Worker) -> None:
+        """It has ended: after its last test, or else the one that it ran has failed."""
+        self._workers.remove(worker)
+        worker.connection.close()
+        status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+        if worker.running is None or (status == 0 and not any(worker.units)):
+            return
+        item = session.items[worker.running]
+        text = f"the process of this test ended with status {status}"
+        report = pytest.TestReport(item.nodeid, item.location, {}, "failed", text, "call")
+        session.config.hook.pytest_runtest_logreport(report=report)
+        self._waiting.extendleft(unit for unit in reversed(worker.units) if unit)
+        if self._waiting:
+            self._fork(session)
+
+    def _work(self, session: pytest.Session, connection: Connection) -> NoReturn:
+        """In a fork."""
+        status = 1
+        try:
+            self._settle_in(session, connection)
+            self._run_units(session, connection)
+            self._at_end()
+            status = 0
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def _settle_in(self, session: pytest.Session, connection: Connection) -> None:
+        """Files that forks would share: captured output, and the folder for temporary ones."""
+        config = session.config
+        capture = config.pluginmanager.getplugin("capturemanager")
+        if capture.is_globally_capturing():
+            capture.stop_global_capturing()
+            capture.start_global_capturing()
+        config.pluginmanager.unregister(config.pluginmanager.getplugin("terminalreporter"))
+        config.pluginmanager.register(_Sender(config, connection))
+        factory = config._tmp_path_factory
+        factory._basetemp = factory.getbasetemp() / f"p{self._started}"
+        factory._basetemp.mkdir(mode=0o700)
+
+    def _run_units(self, session: pytest.Session, connection: Connection) -> None:
+        items = session.items
+
+        def next_unit() -> list[int]:
+            connection.send(("next", None))
+            unit: list[int] = connection.recv()
+            return unit
+
+        unit = next_unit()
+        while unit:
+            following: list[int] = []
+            for index, after in zip(unit, [*unit[1:], None], strict=True):
+                if after is None:  # fixtures of the session stay for the next unit
+                    following = next_unit()
+                    after = following[0] if following else None
+                connection.send(("begin", index))
+                item = items[index]
+                item.config.hook.pytest_runtest_protocol(
+                    item=item, nextitem=None if after is None else items[after]
+                )
+            unit = following
+
+
+class _Sender:
+    """Sends what a worker reports to the first process."""
+
+    def __init__(self, config: pytest.Config, connection: Connection) -> None:
+        self._config = config
+        self._connection = connection
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        config = self._config
+        data = config.hook.pytest_report_to_serializable(config=config, report=report)
+        self._connection.send(("report", data))

@@ -1,0 +1,102 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.tree import ROOT
+
+CONFTEST = """
+from tests.forked_workers import ForkedWorkers
+
+def pytest_configure(config):
+    config.pluginmanager.register(ForkedWorkers(2, lambda: print("at the end")))
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs files of tests by two workers; returns the exit status and the output."""
+
+    def run(*words, more="", **files):
+        (tmp_path / "conftest.py").write_text(CONFTEST + more)
+        (tmp_path / "pytest.ini").write_text("[pytest]")
+        for name, text in files.items():
+            (tmp_path / f"test_{name}.py").write_text(text)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, tmp_path]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def test_results_of_all_workers_are_those_of_one_run(run):
+    status, output = run(
+        one="import pytest\ndef test_a(): pass\ndef test_b(): print('said by b'); assert 0\n",
+        two="import pytest\n@pytest.mark.skip\ndef test_c(): pass\ndef test_d(tmp_path): pass\n",
+        three="def test_e(): raise ValueError\n",
+    )
+    assert status == 1
+    assert "2 failed, 2 passed, 1 skipped" in output
+    assert re.search(r"Captured stdout call -+\nsaid by b", output)
+    assert output.count("said by b") == 2  # and in the line of the code
+
+
+def test_a_worker_that_crashes_fails_its_test_and_the_others_run(run):
+    status, output = run(
+        one="import os\ndef test_a(): pass\ndef test_b(): os._exit(3)\ndef test_c(): pass\n",
+        two="import os, signal\ndef test_d(): os.kill(os.getpid(), signal.SIGKILL)\n",
+        three="def test_e(): pass\n",
+        four="def test_f(): pass\n",
+    )
+    assert status == 1
+    assert "2 failed, 4 passed" in output
+    assert "the process of this test ended with status 3" in output
+    assert "the process of this test ended with status -9" in output
+
+
+def test_x_ends_the_run_and_leaves_no_process(run):
+    text = "import time\ndef test_a(): assert 0\n"
+    status, output = run("-x", one=text, two="import time\ndef test_b(): time.sleep(60)\n")
+    assert status == 1
+    assert "stopping after 1 failures" in output
+
+
+FIXTURE = """
+import os, pytest
+
+def note(word):
+    with open(os.environ["LOG"], "a") as file:
+        file.write(f"{word} {os.getpid()}\\n")
+
+@pytest.fixture(scope="session")
+def thing():
+    note("made")
+    yield lambda: note("used")
+    note("over")
+"""
+
+
+def test_a_fixture_of_the_session_lasts_until_the_last_test_of_its_process(
+    run, tmp_path, monkeypatch
+):
+    log = tmp_path / "log"
+    monkeypatch.setenv("LOG", str(log))
+    test = "def test_it(thing): thing()\n"
+    status, output = run(more=FIXTURE, **dict.fromkeys(("one", "two", "three", "four"), test))
+    assert (status, "4 passed" in output) == (0, True), output
+    lines = [line.split() for line in log.read_text().splitlines()]
+    assert len(lines) >= 6
+    for pid in {pid for _, pid in lines}:
+        words = [word for word, of in lines if of == pid]
+        assert (words[0], words[-1]) == ("made", "over")
+        assert set(words[1:-1]) <= {"used"}
+
+
+def test_a_thread_of_the_collection_is_refused(run):
+    text = (
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    )
+    status, output = run(one=text + "def test_a(): pass\n", two="def test_b(): pass\n")
+    assert status == 4
+    assert "collecting the tests has started 1 threads" in output
