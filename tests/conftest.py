@@ -62,6 +62,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if (count := config.getoption("processes")) > 1:
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would start with numpy
         config.pluginmanager.register(ForkedWorkers(count, join_gloo_threads))
 
 
