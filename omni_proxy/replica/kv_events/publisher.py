@@ -221,6 +221,7 @@ class KvEventPublisher:
         self._buffer = ReplayBuffer(settings.buffer_steps)
         self._topic = settings.topic.encode()
         self._closing = False
+        self._stopped = False  # the thread has ended, by `close` or by an error
         self._context = zmq.Context()
         self._replay: zmq.Socket[bytes] | None = None
         try:
@@ -246,7 +247,7 @@ class KvEventPublisher:
 
     def publish(self, events: list[BlockEvent]) -> None:
         """Queue one batch for sending; it is dropped if the queue is full."""
-        if self._closing or not events:
+        if self._closing or self._stopped or not events:
             return
         number, self._next = self._next, self._next + 1
         if len(self._waiting) >= self.settings.max_queue_size:
@@ -313,7 +314,7 @@ class KvEventPublisher:
         except Exception:  # the engine continues without it; subscribers get no more batches
             log.exception("kv_events_stopped")
         finally:
-            self._closing = True
+            self._stopped = True
             for each in (self._pub, self._replay):
                 if each is not None:
                     each.close()

@@ -1,5 +1,6 @@
 """The publisher with real sockets of this machine."""
 
+import os
 import socket
 import threading
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from omni_proxy.replica.kv_events import publisher as publisher_module
 from omni_proxy.replica.kv_events.publisher import (
     AllCleared,
     BlocksRemoved,
@@ -215,6 +217,23 @@ def test_closing_sends_what_waits_and_frees_the_ports(context, opened):
         again.bind(("127.0.0.1", int(publisher.endpoint.rpartition(":")[2])))
     publisher.publish([AllCleared()])  # nobody's any more
     publisher.close()
+
+
+def test_a_publisher_whose_thread_failed_still_closes_all_it_has_opened(
+    opened, monkeypatch, caplog
+):
+    def fail(*_):
+        raise ValueError("no payload")
+
+    monkeypatch.setattr(publisher_module, "encode_batch", fail)
+    publisher = opened()
+    publisher.publish([AllCleared()])
+    publisher._thread.join(30)
+    assert "kv_events_stopped" in caplog.text
+    publisher.publish([AllCleared()])  # no more than ignored
+    publisher.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(publisher._wake)
 
 
 def test_changes_of_a_cache_are_published(context, opened):
