@@ -67,7 +67,7 @@ class SignalHandler:
     async def _shut_down(self, root_scope: trio.CancelScope) -> None:
         server = self.server_config()
         if self.decline_takeover is not None and not self.decline_takeover():
-            await self.upgrades.open.wait()  # what is handed over needs an owner that ends it
+            await self.upgrades.open.wait()  # finish it: this program must end what it took over
         self.service_manager.stopping()
         self.upgrades.outgoing.stop()
         if server.ready_off_secs:

@@ -22,8 +22,8 @@ MAX_TARGETS: Final = 1 << 17  # workers and ranks: twice the number of cells in 
 class CountsMessage(Struct, frozen=True, array_like=True, tag="counts"):
     """In-flight counts of a member. `number`: increases by one with each message.
 
-    `whole`: targets that are missing have none in flight; otherwise they are unchanged. `total`:
-    requests in flight at the member. `waits`: some of its requests wait for a worker.
+    `whole`: a snapshot, missing targets have none in flight; else a delta, they are unchanged.
+    `total`: requests in flight at the member. `waits`: some of its requests wait for a worker.
     """
 
     member: str

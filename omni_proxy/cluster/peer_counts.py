@@ -159,9 +159,10 @@ def smoothed(before: float, total: int, share: float) -> float:
 class Sharing:
     """The sharing proxies. `rank`: this proxy's index among the `members`, ordered by name.
 
-    `taker_rank` and `takers`: the same among the proxies that take turns; None if this one doesn't.
-    `turn`: increases by one when free slots go to the next proxy. `others_wait`: other proxies have
-    waiting requests, so slots above the own share are given up when their requests end.
+    `taker_rank` and `takers`: its index among the proxies that take turns, and their number; None
+    if this one doesn't. `turn`: increases by one when free slots go to the next proxy.
+    `others_wait`: other proxies have waiting requests, so slots above the own share are given up
+    when their requests end.
     """
 
     members: int

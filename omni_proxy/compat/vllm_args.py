@@ -1,7 +1,7 @@
 """The arguments of vllm-router, by the names and with the defaults of its `RouterArgs`.
 
 Contract: names, order, types and defaults are those of vllm-router 0.1.17, so that code written for
-it runs unchanged. vllm-router lacks the last one, `pd_disaggregation`, which SkyRL reads.
+it runs unchanged; plus `pd_disaggregation`, which vllm-router lacks and SkyRL reads.
 `start_router` implements their effects.
 """
 

@@ -1,7 +1,7 @@
 """DNS answers as workers: addresses with ports, from SRV records or a host name.
 
-Invariant: a failed query never removes a worker. An answer without addresses, or that the name does
-not exist, does after `EMPTY_ANSWERS` of them in a row. Pure.
+Invariant: a failed query never removes a worker. Workers are removed only after `EMPTY_ANSWERS`
+consecutive answers that have no addresses or say that the name does not exist. Pure.
 """
 
 from __future__ import annotations

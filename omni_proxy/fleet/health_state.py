@@ -4,10 +4,10 @@
        └─────fall──────┴──fall──> dead ──revive──> unknown              (on_threshold = "dead")
 
 rise: `success_threshold` good probes in a row. fall: `failure_threshold` failures in a row, or
-`max_worker_retries` failed requests in a row. A run with a failed probe in it ends in
-`on_threshold`, any other in `eject`: an outlier ejection, whose rule and circuit breaker are in
-`outlier_ejection.py`. Invariant: only `revive` leaves dead. Source: omni-router.md 9, rules of
-config.md.
+`max_worker_retries` failed requests in a row. If the failures include a failed probe, the worker
+goes to the state `on_threshold`; if all were requests, to that of `eject`, by the rule and with the
+circuit breaker of `outlier_ejection.py`. Invariant: only `revive` leaves dead. Source:
+omni-router.md 9, rules of config.md.
 """
 
 from __future__ import annotations
@@ -145,8 +145,8 @@ class HealthMachine(OutlierEjection):
         """Count a failed request that is evidence about the worker's health; True if it ejected it.
 
         While the worker is ejected or half-open, a failure is recorded but not counted, because the
-        request began before the ejection; except for the half-open request, whose number is
-        `half_open_id`.
+        request began before the ejection. The exception is the half-open request, whose number is
+        `half_open_id`: its failure counts.
         """
         if self.state is Health.DEAD:
             return False

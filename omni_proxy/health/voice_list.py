@@ -77,8 +77,8 @@ class VoiceList:
         return self._registry.set_names(generation, names)
 
     async def _save(self) -> None:
-        """Save the registry. Unknown names are saved as unknown: after an upload the saved list
-        would be stale."""
+        """Save the registry, also if the names are unknown, so that a restart does not load a list
+        that is older than an upload."""
         names = self._registry.names
         saved = None if names is None else tuple(sorted(names))
         await self._save_voices(SavedVoices(owner=self._registry.owner, names=saved))

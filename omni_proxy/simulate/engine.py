@@ -223,7 +223,7 @@ class Engine:
         self._step = 0
         self._admitted = 0
         self._begun = 0  # prompts that start in the next step
-        # The present run of steps: their number, its id, its start, and the duration of a step.
+        # The current run of equal steps: count, id, start, and seconds per step.
         self._running = 0
         self._number = 0
         self._began_at = started_at

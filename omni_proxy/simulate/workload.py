@@ -188,7 +188,7 @@ def uniform(requests: int, workers: float, random: Random) -> Workload:
 
 
 def bursts(requests: int, workers: float, random: Random) -> Workload:
-    """Like `uniform`, but ten times the mean rate in one of each ten seconds, and none else."""
+    """Like `uniform`, in bursts: ten times the mean rate for one second out of ten."""
     arrivals = _arrivals(random, RATE_PER_WORKER * workers * 10)
     return OpenLoop(
         (

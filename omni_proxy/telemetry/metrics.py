@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from omni_proxy.dataplane.exchange.exchange import Exchange, TwoLegs
 
 
-EndKey = tuple[str | None, int, str]  # model, hundreds of the status, how it ended
+EndKey = tuple[str | None, int, str]  # model, status class, outcome
 
 NO_MODEL_SEEN: Final = object()  # equal to no model
 _PLACES: Final = range(len(FINE) + 1)
@@ -156,7 +156,8 @@ class Metrics:
         clock: Callable[[], float] = monotonic,
         at_once: int = AT_ONCE,
     ) -> None:
-        """`clock`: that of the event loop. `at_once`: see AT_ONCE."""
+        """`clock`: that of the event loop. `at_once`: the number of times that are
+        merged into a histogram in one call."""
         self._clock = clock
         self._at_once = at_once
         self.failed_attempts: Counter[tuple[Worker, str]] = Counter()
@@ -165,9 +166,9 @@ class Metrics:
         self.exemplars = Exemplars()
         self.retries = 0
         self.alias_targets: Counter[tuple[str, str]] = Counter()  # requests by alias and target
-        self.legs = {leg: Histogram(DURATION) for leg in LEGS}  # times of legs that ended well
+        self.legs = {leg: Histogram(DURATION) for leg in LEGS}  # times of successful legs
         self.transfer_failures = 0  # of KV caches
-        self.fallbacks: Counter[str] = Counter()  # by reason: decode worked without prefill
+        self.fallbacks: Counter[str] = Counter()  # by reason: the decode worker computed the prompt
         # Prompt tokens that were predicted to be cached, and that were, if responses report them.
         self.cached_tokens: dict[Worker, tuple[int, int]] = {}
         self._phases: dict[str, RoutePhases] = {}

@@ -51,7 +51,7 @@ def escape_unprintable(text: str) -> str:
 
 
 def escape_match(found: re.Match[str]) -> str:
-    """For `re.sub`: escapes a character unless it is printable and not ASCII."""
+    """For `re.sub`: keeps printable non-ASCII characters, and escapes all others."""
     char = found[0]
     if char.isprintable() and not char.isascii():
         return char

@@ -54,7 +54,7 @@ class PickerRoutes:
     def _picker(self) -> PickerView:
         picker = self._services.picker
         if picker is None:
-            raise HttpError(503, "the picker does not run", "picker_unavailable")
+            raise HttpError(503, "the picker is not running", "picker_unavailable")
         return picker
 
 

@@ -82,5 +82,5 @@ def key_metrics(services: Services) -> Iterator[Metric]:
         for reason in REASONS
     ]
     refused.append(((UNKNOWN, UNKNOWN_REASON), refused_without_key(services)))
-    text = "Refused requests of a caller; the caller is empty without a valid key"
+    text = "Refused requests of a caller; the caller is empty for requests without a valid key"
     yield from counters("key_refused", text, ("key", "reason"), refused)

@@ -289,7 +289,7 @@ def _refusal_lines(body: JsonObject) -> list[str]:
         return []
     recent = body.get("refused_without_key_last_minute", 0)
     return [
-        f"without a right key: {total} refused (401) since the start, {recent} in the last minute"
+        f"without a valid key: {total} refused (401) since the start, {recent} in the last minute"
     ]
 
 

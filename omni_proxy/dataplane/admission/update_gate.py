@@ -65,7 +65,7 @@ def reasons_to_hold_sessions(config: Config) -> frozenset[str]:
 
 
 def _sheds(config: Config, holds: Iterable[str]) -> bool:
-    """Whether some of the cordons sheds requests: the worker returns only after the last one."""
+    """Whether any of these cordons is configured to shed. The worker returns after the last one."""
     updating, paused = config.weight_sync.while_updating, config.routing.while_paused
     # With while_paused = "pass" a worker has the cordon PAUSED only during the call itself.
     policy_by_cordon = {PAUSED: updating if paused == "pass" else paused}

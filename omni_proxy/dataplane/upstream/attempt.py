@@ -88,7 +88,7 @@ def encode_request(host_line: bytes, lines: list[bytes], length_line: bytes, bod
 
 
 def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
-    """Note that the request is sent now. `secs`: the timeout for the head of its response."""
+    """Record the time of sending. `secs`: the timeout for the head of its response."""
     loop = io.loop
     clock = loop.clock
     exchange.sent_at = now = loop.now
@@ -173,7 +173,7 @@ def _resume(
 def _idle_stream(io: AttemptIO, pool: UpstreamPool, *, may_redial: bool) -> Stream | None:
     """An idle connection, if one may be used.
 
-    None for a streamed body, which a dead connection would lose. And None after a dead connection:
+    None if the body is streamed, because it could not be sent again. None after a dead connection:
     a worker that restarts closes all of them, but not all closes have been reported yet.
     """
     return pool.reuse(io) if may_redial and io.body_stream is None else None

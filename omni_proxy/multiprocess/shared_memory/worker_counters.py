@@ -24,7 +24,7 @@ from omni_proxy.fleet.voice_registry import VoiceRegistry
 from omni_proxy.fleet.worker import Worker, WorkerState, worker_state
 
 # Rows with the workers' `inflight_bound` and `load_offset`, see `WorkerIds.share_cluster_state`.
-BOUNDS_ROW: Final = 1025  # [server] processes has at most 1024, and row 0 is the main process's
+BOUNDS_ROW: Final = 1025  # [server] processes is at most 1024, and row 0 is the main process's
 OFFSETS_ROW: Final = 1026
 ROWS: Final = OFFSETS_ROW + 1
 CELLS: Final = 1 << 16

@@ -65,7 +65,7 @@ class AsyncioThread:
 
 
 _log = logging.getLogger(__name__)
-# It warns about each stream that a stopping server refuses, although Envoy retries these.
+# gRPC warns about each stream that a stopping server refuses, although Envoy retries these.
 logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"

@@ -173,7 +173,7 @@ class WeightActions:
         return staged
 
     def read_weights_ahead(self, order: Admin) -> Steps:
-        """Prefetch the part that no longer changes of a file for a later update from disk."""
+        """Prefetch the part of a file that is already final, for a later update from disk."""
         try:
             nbytes = yield BackgroundStep(
                 partial(self._folder.prefetch, order.payload, self._target)

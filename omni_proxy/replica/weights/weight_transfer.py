@@ -1,10 +1,10 @@
 """The admin actions of vLLM's weight routes: init, start, update, finish (features.md 3.2).
 
     init: join the trainer's group ──> start ──> update (announce, receive) * ──> finish: swap
-The group has no name on the wire: rank 0 is the trainer, and its store keeps the keys below the
+vLLM's protocol does not name the group: keys in the store of rank 0, the trainer, begin with the
 group's address (`Rendezvous.stateless`). Tensors received between start and finish are gathered and
-swapped in only by finish, so a failed update leaves the old weights unchanged. It ends the session,
-as in vLLM. Running requests do not prevent an update: they are recomputed after the swap.
+swapped in only by finish, so a failed update leaves the old weights unchanged; as in vLLM, it ends
+the session. Running requests do not prevent an update: they are recomputed after the swap.
 """
 
 from __future__ import annotations

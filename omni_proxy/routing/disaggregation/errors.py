@@ -28,8 +28,10 @@ from omni_proxy.wire.errors import HttpError
 
 def no_pair_error(fleet: Fleet, need: Requirements, owner: str = "") -> HttpError:
     """The error with the first reason found: in the decode pool, in the prefill pool, or why no two
-    workers pair. A 400 if only the rank that the request names can't take it. Raises HttpError
-    404."""
+    workers pair. A 400 if workers have room, but not at the rank that the request names.
+
+    Raises HttpError 404.
+    """
     if need.dp_rank != ANY_RANK:
         any_rank = changed(need, dp_rank=ANY_RANK)
         others = [each for each in _pools(fleet, any_rank)[1] if has_room(each)]
@@ -64,7 +66,8 @@ def _pools(fleet: Fleet, need: Requirements) -> tuple[Sequence[Worker], Sequence
 
 
 def held_for_update(fleet: Fleet, need: Requirements, owner: str = "") -> list[Worker]:
-    """Like `workers_held_for_update`: of the regular workers, or else of the pool that is held."""
+    """The workers held for an update: regular ones; if there are none, those of the decode pool,
+    then those of the prefill pool."""
     return (
         workers_held_for_update(fleet, need, owner)
         or workers_held_for_update(fleet, of_leg(fleet, need, "decode"), owner, "decode")

@@ -55,7 +55,7 @@ def tokenize_body(requirements: Requirements) -> bytes | None:
 
 
 def template_mark(requirements: Requirements) -> bytes:
-    """The fields with which the same text gives other tokens, encoded; b"" for most requests."""
+    """The fields, encoded, that change how the same text is tokenized; b"" for most requests."""
     fields = requirements.body_fields
     if fields is None or not any(map(is_given, _template_values(fields))):
         return b""

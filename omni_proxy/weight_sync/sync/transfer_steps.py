@@ -179,7 +179,7 @@ def _transfer(member: Member) -> TransferMember:
 def _touched_by_start(results: Sequence[WorkerResult]) -> set[str]:
     """Workers that may have opened the update, and so no longer have complete weights.
 
-    None has if all refused with complete responses: then a common setting is the cause.
+    If every member refused with a complete response, none has: a common setting is the cause.
     """
     all_refused = all(not result.success and result.status is not None for result in results)
     open_before = [r for r in results if not r.success and not _is_plain_refusal(r)]

@@ -5,7 +5,7 @@ prompt is never empty, and token ids are integers of at least 0. An unsupported 
 change the response is refused by name; hints are ignored. A response_format is enforced or refused
 with 400. All checks are made before anything is computed and before a stream's head is sent. Media
 is read only as the operator allows, and refused before it is fetched if the server cannot use it;
-the k-th audio or image of a message has the k-th part `{"type": "audio"}` or `{"type": "image"}`.
+the k-th part `{"type": "audio"}` or `{"type": "image"}` refers to the k-th audio or image.
 """
 
 from __future__ import annotations

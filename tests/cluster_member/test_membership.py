@@ -6,8 +6,14 @@ import pytest
 import trio
 import trio.testing
 
-from omni_proxy.cluster_member import members as module
-from omni_proxy.cluster_member.members import CallError, CallHandler, Members, read_message, signed
+from omni_proxy.cluster_member import membership as module
+from omni_proxy.cluster_member.membership import (
+    CallError,
+    CallHandler,
+    Members,
+    read_message,
+    signed,
+)
 
 KEY = b"k" * 32
 
