@@ -54,6 +54,9 @@ STRICTER = {
     "malformed request head: Invalid characters in url": (
         "RFC 9112 3.2: left to h11's user", get(line=b"GET abc HTTP/1.1\r\n"),
     ),
+    "malformed request head: Double @ in url": (
+        "RFC 3986 3.2: h11 does not read the authority", get(line=b"GET http://@@a/ HTTP/1.1\r\n"),
+    ),
     "the request line is not METHOD TARGET": (
         "RFC 9112 3.2: h11 takes fragments", get(line=b"GET /#a HTTP/1.1\r\n"),
     ),
