@@ -12,7 +12,6 @@ Contract: as for `exchange.fast_path`; the driver never sends a leg again that h
 from __future__ import annotations
 
 from functools import partial
-from math import inf
 from typing import Final, TypeAlias
 
 from omni_proxy.dataplane.disaggregation.leg_requests import (
@@ -25,6 +24,7 @@ from omni_proxy.dataplane.disaggregation.leg_requests import (
 from omni_proxy.dataplane.disaggregation.prefill_leg import (
     Interrupt,
     PrefillLeg,
+    limit_by_transfer,
 )
 from omni_proxy.dataplane.disaggregation.two_leg_request import (
     SentPair,
@@ -292,11 +292,7 @@ class FastPairPath(FastPath):
         if leg.failure is not None:
             self.loop.wake(Interrupt(self, leg))
             return
-        io = self._io
-        due = io.loop.now + io.settings.limits.transfer  # as in `limit_by_transfer`
-        if due < io.phase_deadline:
-            io.phase_deadline = due
-        self._transfer_due = due if due < inf else 0.0
+        self._transfer_due = limit_by_transfer(self._io)
 
     def _send_after_prefill(self, leg: PrefillLeg) -> bool:
         """NIXL: send the decode leg with the parameters of the prefill response. False if the

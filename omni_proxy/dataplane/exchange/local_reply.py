@@ -22,6 +22,7 @@ from omni_proxy.wire.forwarded import field_value
 from omni_proxy.wire.request import RequestHead
 
 LINGER_READ_BYTES: Final = 262144
+TIMEOUT: Final = "timeout"  # code of an error: the request as a whole took too long
 LINGER_SECS: Final = 2.0
 LINGER_BYTES: Final = 16 * 1024 * 1024
 
@@ -109,9 +110,6 @@ def _timeout_error(phase: str) -> HttpError:
         message = f"the request {phase} was not received in time"
         return HttpError(408, message, f"{phase}_timeout", close=True)
     return HttpError(504, f"timeout in phase {phase}", TIMEOUT, close=True)
-
-
-TIMEOUT: Final = "timeout"  # of the request as a whole
 
 
 def _ended_by(error: HttpError, exchange: Exchange) -> str:
