@@ -4,11 +4,16 @@ import re
 
 from tests.tree import PACKAGE, ROOT, sources
 
-FILES = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")}
+FILES = {
+    path.relative_to(ROOT).as_posix()
+    for suffix in ("py", "pyx", "pxd")
+    for path in ROOT.glob(f"[!.]*/**/*.{suffix}")
+}
+MODULES = {path.stem for path in PACKAGE.rglob("*.py")}
 PACKAGES = {path.stem for path in PACKAGE.iterdir()}
 PAGES = (ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 QUOTED = re.compile(r"`([^`\n]+)`")
-FILE = re.compile(r"(?<![\w./*-])((?:\w+/)*\w+\.py)\b")
+FILE = re.compile(r"(?<![\w./*-])((?:\w+/)*\w+\.(?:pyx|pxd|py))\b")
 DOTTED = re.compile(r"(?:omni_proxy\.)?(\w+)\.(\w+)(?:\.\w+)*")
 NOT_OURS = {"setup.py", "my_policies.py"}  # pip's, and an example for users
 
@@ -19,7 +24,8 @@ def is_there(name: str) -> bool:
 
 def test_every_file_that_is_named_exists():
     pages = {path: QUOTED.findall(path.read_text()) for path in PAGES}
-    texts = {path: [path.read_text()] for path in [*sources(), *sources(ROOT / "tools")]}
+    compiled = [*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd")]
+    texts = {path: [path.read_text()] for path in [*sources(), *sources(ROOT / "tools"), *compiled]}
     missing = {
         (where.name, name)
         for where, found in (pages | texts).items()
@@ -42,3 +48,11 @@ def test_every_module_that_is_quoted_exists():
         if (match := DOTTED.fullmatch(quoted)) and match[1] in PACKAGES and match[2] not in words
     }
     assert missing == set()
+
+
+def test_every_module_that_is_quoted_with_its_class_exists():
+    """`membership.CallHandler`: the short form, beside modules of one's own package."""
+    quoted = re.compile(r"See `(\w+)\.[A-Z]\w+`")
+    named = {(path.name, name) for path in sources() for name in quoted.findall(path.read_text())}
+    assert {name for _, name in named} >= {"membership", "peer_counts"}
+    assert {each for each in named if each[1] not in MODULES} == set()

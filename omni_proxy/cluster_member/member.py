@@ -206,7 +206,7 @@ class ClusterMember:
         return await self._members.needed()
 
     def _lease_left(self) -> float | None:
-        """See `cut_off.CutOffHold`."""
+        """See `lost_lease.CutOffHold`."""
         if "weights" not in self.table.share or not self._weights.in_use:
             return None
         renewed_at = self._weights.own_lease.renewed_at
@@ -337,11 +337,11 @@ class ClusterMember:
         await self._nursery.start(self._members.listen, host, self._listening)
 
     def _outgoing(self) -> bytes | None:
-        """See `members.CallHandler`."""
+        """See `membership.CallHandler`."""
         return self._weights.message or None if self._weights.is_holder else None
 
     async def _apply_call(self, payload: bytes) -> list[bytes]:
-        """See `members.CallHandler`. Called while this proxy is cut off from the store.
+        """See `membership.CallHandler`. Called while this proxy is cut off from the store.
 
         Applies a state of weights; returns the acknowledgement after it is applied.
         """

@@ -1,6 +1,6 @@
 """Requirements of a body in the usual form, found without decoding it.
 
-A stub for the native build, where `usual_body.pyx` replaces this file: only there is scanning a
+A stub for the native build, where `plain_body.pyx` replaces this file: only there is scanning a
 body faster than decoding it. Invariant: `read_usual` returns what `requirements_of_fields` returns
 for the decoded body, or None for a body that must be decoded.
 """

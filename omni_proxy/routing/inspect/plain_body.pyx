@@ -1,5 +1,5 @@
 # cython: optimize.use_switch=True
-"""`usual_body.py` for the native build: model and stream of a plain JSON object.
+"""`plain_body.py` for the native build: model and stream of a plain JSON object.
 
 Invariant: msgspec would read the same from any body that is accepted. So an accepted body is strict
 JSON in printable ASCII without a backslash, has no key of interest twice, no media, no request id

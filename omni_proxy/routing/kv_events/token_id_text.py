@@ -4,7 +4,7 @@ Counting commas is the most expensive step for a long list: branch prediction fa
 searches each. Instead, in a copy with 1 for commas and 0 for other bytes, their number is the sum,
 which is the lower half of Adler-32; short lists are counted directly. Each search caches its
 result for the next ones. Invariant: `end_of` counts like `bytes.split`. If the caller passes a
-wrong number of ids, offsets are wrong, without an error. In the native build `spelled_ids.pyx`
+wrong number of ids, offsets are wrong, without an error. In the native build `token_id_text.pyx`
 replaces this file; it counts all commas itself.
 """
 

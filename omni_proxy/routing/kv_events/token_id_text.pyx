@@ -1,4 +1,4 @@
-"""`spelled_ids.py` for the native build: commas are counted sixteen bytes at a time.
+"""`token_id_text.py` for the native build: commas are counted sixteen bytes at a time.
 
 Invariant: every index is below the size of the text, or of `_before`, which has one count per part.
 """
