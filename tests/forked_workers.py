@@ -28,7 +28,6 @@ class Worker:
     """`units`: the indexes of items that it was sent and has not begun; `running`: of the present
     one."""
 
-    number: int
     pid: int
     connection: Connection
     units: deque[list[int]] = field(default_factory=deque)
@@ -77,7 +76,7 @@ class ForkedWorkers:
                 worker.connection.close()
             self._work(session, theirs)
         theirs.close()
-        self._workers.append(Worker(self._started, pid, ours))
+        self._workers.append(Worker(pid, ours))
 
     def _follow(self, session: pytest.Session) -> None:
         while self._workers:
