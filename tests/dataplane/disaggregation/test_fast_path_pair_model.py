@@ -9,41 +9,49 @@ from hypothesis import strategies as st
 from omni_proxy.dataplane.loop import event_loop
 from tests.dataplane.both_drivers import worker_sockets
 from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, answer, world_of
-from tests.dataplane.exchange.test_fast_path_model import LIKE, PLANS, REQUESTS, Course, configured
+from tests.dataplane.exchange.test_fast_path_model import (
+    BESIDES,
+    LIKE,
+    PLANS,
+    REQUESTS,
+    Course,
+    configured,
+)
 from tests.example_counts import examples
+from tests.weighted_choice import weighted
 
 KV_ERROR = b'{"error": {"message": "KVTransferError: gone"}}'
-ANSWERS = st.one_of(
-    *[st.just((answer(PREFILL),))] * 6,
-    PLANS,
-    st.sampled_from([
+ANSWERS = weighted(
+    (6, st.just((answer(PREFILL),))),
+    (1, PLANS),
+    (1, st.sampled_from([
         (answer(KV_ERROR, b"500 Oh"),),
         (answer(b'{"id": "%b"}' % (b"0" * 32)),),  # of a request whose random numbers are 0
         (answer(PREFILL)[:60], answer(PREFILL)[60:]),
-    ]),
+    ])),
 )  # fmt: skip
 WHO, AT = st.integers(0, 2), st.integers(0, 3)
 # As clients of SGLang write them, too.
 LIKE_WITH_ID = LIKE | st.tuples(
     st.just(b"one"), st.sampled_from([b'{"rid": "mine"}', b'{"rid": ["a"]}', b'{"rid": ""}'])
 )
-STEPS = st.one_of(
-    *[st.tuples(st.just("exchange"), st.integers(0, 1), LIKE_WITH_ID, ANSWERS, ANSWERS)] * 4,
-    *[st.tuples(st.just("like"), st.integers(0, 1), LIKE)] * 2,
-    st.tuples(st.just("ask"), WHO, REQUESTS, st.sampled_from(["", "", "half", "dies", "early"])),
-    *[st.tuples(st.just("answer_of"), st.sampled_from(sorted(NAMES)), ANSWERS)] * 3,
-    st.tuples(st.just("answer"), ANSWERS),
-    *[st.just(("more",))] * 2,
-    st.tuples(st.just("leaves"), WHO, st.sampled_from(["half", "whole"])),
-    st.just(("drain",)),
-    st.tuples(st.just("disable"), AT, st.booleans()),
-    st.tuples(st.just("bound"), AT, st.integers(0, 1)),
-    st.tuples(st.just("key"), AT),
-    st.tuples(st.just("change_role"), AT, st.sampled_from(["regular", "prefill", "decode"])),
-    st.just(("remove",)),
-    st.tuples(st.just("version"), AT, st.sampled_from(["v1", "v2"])),
-    st.tuples(st.just("fails"), AT, st.booleans()),
-    st.tuples(st.just("wait"), st.sampled_from([1, 6, 31, 400])),
+STEPS = weighted(
+    (4, st.tuples(st.just("exchange"), st.integers(0, 1), LIKE_WITH_ID, ANSWERS, ANSWERS)),
+    (2, st.tuples(st.just("like"), st.integers(0, 1), LIKE)),
+    (1, st.tuples(st.just("ask"), WHO, REQUESTS, BESIDES)),
+    (3, st.tuples(st.just("answer_of"), st.sampled_from(sorted(NAMES)), ANSWERS)),
+    (1, st.tuples(st.just("answer"), ANSWERS)),
+    (2, st.just(("more",))),
+    (1, st.tuples(st.just("leaves"), WHO, st.sampled_from(["half", "whole"]))),
+    (1, st.just(("drain",))),
+    (1, st.tuples(st.just("disable"), AT, st.booleans())),
+    (1, st.tuples(st.just("bound"), AT, st.integers(0, 1))),
+    (1, st.tuples(st.just("key"), AT)),
+    (1, st.tuples(st.just("change_role"), AT, st.sampled_from(["regular", "prefill", "decode"]))),
+    (1, st.just(("remove",))),
+    (1, st.tuples(st.just("version"), AT, st.sampled_from(["v1", "v2"]))),
+    (1, st.tuples(st.just("fails"), AT, st.booleans())),
+    (1, st.tuples(st.just("wait"), st.sampled_from([1, 6, 31, 400]))),
 )
 SERVER = st.sampled_from(
     ["", "", "half_close = 'answer'\n", "queue_size = 2\nqueue_timeout_secs = 5\n",

@@ -12,6 +12,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.loop import event_loop
 from tests.dataplane.both_drivers import WHOLE, World, chat_request, worker_sockets
 from tests.example_counts import examples
+from tests.weighted_choice import weighted
 
 STREAMED = b'{"messages": [], "stream": true}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
@@ -91,39 +92,34 @@ REQUESTS = st.builds(
     fields=FIELDS,
     turned=st.booleans(),
 ) | st.builds(chat_request, length=st.sampled_from([b"15", b"17", b"016", b"+16", b"", b"1e1"]))
-BESIDES = ["", "", "", "half", "dies", "early"]
+BESIDES = st.sampled_from(["", "", "", "half", "dies", "early"])
 WHO, AT = st.integers(0, 2), st.integers(0, 1)
 # As the client's last requests were written.
 LIKE = st.tuples(
     st.sampled_from([b"one"] * 4 + [b"two", b"two words", b"x" * 128, b"x" * 129, b"\xe9", b""]),
     st.sampled_from([b'{"messages": []}'] * 6 + [STREAMED, b"", b"{", b'{"request_id": "inner"}']),
 )
-STEPS = st.one_of(
-    *[st.tuples(st.just("like"), st.integers(0, 1), LIKE)] * 2,
-    *[st.tuples(st.just("exchange"), st.integers(0, 1), LIKE, PLANS)] * 4,
-    st.tuples(
-        st.just("ask"), WHO, REQUESTS, st.sampled_from(["", "", "", "half", "dies", "early"])
-    ),
-    st.tuples(st.just("ask"), WHO, st.just(chat_request()), st.just("")),
-    st.tuples(st.just("split"), WHO, REQUESTS, st.integers(-200, 30)),
-    st.tuples(st.just("split"), WHO, st.just(chat_request(body=b"")), st.integers(-1, 4)),
-    st.tuples(st.just("two"), WHO, REQUESTS, REQUESTS),
-    st.tuples(st.just("answer"), PLANS),
-    st.tuples(st.just("answer"), PLANS),
-    st.tuples(st.just("answer"), PLANS),
-    st.just(("more",)),
-    st.just(("more",)),
-    st.tuples(st.just("leaves"), WHO, st.sampled_from(["half", "whole"])),
-    st.tuples(st.just("reads"), WHO),
-    st.just(("drain",)),
-    st.tuples(st.just("disable"), AT, st.booleans()),
-    st.tuples(st.just("bound"), AT, st.integers(0, 1)),
-    st.tuples(st.just("key"), AT),
-    st.just(("remove",)),
-    st.tuples(st.just("version"), AT, st.sampled_from(["v1", "v2"])),
-    st.tuples(st.just("fails"), AT, st.booleans()),
-    st.tuples(st.just("wait"), st.sampled_from([1, 6, 400])),
-    st.tuples(st.just("config"), st.sampled_from(["", "sse_keepalive_secs = 5\n"])),
+STEPS = weighted(
+    (4, st.tuples(st.just("exchange"), st.integers(0, 1), LIKE, PLANS)),
+    (2, st.tuples(st.just("like"), st.integers(0, 1), LIKE)),
+    (3, st.tuples(st.just("answer"), PLANS)),
+    (2, st.just(("more",))),
+    (1, st.tuples(st.just("ask"), WHO, REQUESTS, BESIDES)),
+    (1, st.tuples(st.just("ask"), WHO, st.just(chat_request()), st.just(""))),
+    (1, st.tuples(st.just("split"), WHO, REQUESTS, st.integers(-200, 30))),
+    (1, st.tuples(st.just("split"), WHO, st.just(chat_request(body=b"")), st.integers(-1, 4))),
+    (1, st.tuples(st.just("two"), WHO, REQUESTS, REQUESTS)),
+    (1, st.tuples(st.just("leaves"), WHO, st.sampled_from(["half", "whole"]))),
+    (1, st.tuples(st.just("reads"), WHO)),
+    (1, st.just(("drain",))),
+    (1, st.tuples(st.just("disable"), AT, st.booleans())),
+    (1, st.tuples(st.just("bound"), AT, st.integers(0, 1))),
+    (1, st.tuples(st.just("key"), AT)),
+    (1, st.just(("remove",))),
+    (1, st.tuples(st.just("version"), AT, st.sampled_from(["v1", "v2"]))),
+    (1, st.tuples(st.just("fails"), AT, st.booleans())),
+    (1, st.tuples(st.just("wait"), st.sampled_from([1, 6, 400]))),
+    (1, st.tuples(st.just("config"), st.sampled_from(["", "sse_keepalive_secs = 5\n"]))),
 )
 SERVER = st.lists(
     st.sampled_from(

@@ -1,0 +1,251 @@
+"""The fast path against the slow path under settings that change what a worker gets or what counts:
+keys with limits, traces, usage metrics, aliases, ranks and load reports, in any combination."""
+
+import contextlib
+import json
+from hashlib import sha256
+
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+
+from omni_proxy.api_keys.caller import LocalRows
+from omni_proxy.api_keys.key_table import KeyTable
+from omni_proxy.config.parse import parse
+from omni_proxy.dataplane import request_trace
+from omni_proxy.dataplane.exchange import fast_path
+from tests.dataplane.both_drivers import (
+    WHOLE,
+    World,
+    chat_request,
+    with_sorted_fields,
+    worker_sockets,
+)
+from tests.dataplane.exchange.test_fast_path_model import (
+    CHUNK,
+    CLOSES,
+    HEAD,
+    LAST,
+    SSE,
+    Course,
+    counted,
+)
+from tests.example_counts import examples
+from tests.weighted_choice import weighted
+
+TRACE_ID, SPAN_ID = b"ab" * 16, b"cd" * 8
+USAGE = b'{"usage": {"prompt_tokens": 7, "completion_tokens": %d, "total_tokens": 9}}'
+LOAD = b'endpoint-load-metrics: JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": %d.0}}\r\n'
+KEYS = (b"key-a", b"key-b")
+LIMITS = ["", "max_inflight = 1\n", "requests_per_minute = 9\n", "tokens_per_minute = 400\n"]
+LIMITS += ["models = ['m', 'alias']\n", "priority = 3\n"]
+
+
+def key_tables(limits):
+    return "".join(
+        f'[[keys]]\nname = "team-{number}"\nkey_sha256 = "{sha256(key).hexdigest()}"\n{limit}'
+        for number, (key, limit) in enumerate(zip(KEYS, limits, strict=True))
+    )
+
+
+# Each a server part, a routing part, and tables. `ranks`: of both workers.
+SERVER = st.sampled_from(["", "usage_metrics = true\n", "queue_size = 2\nqueue_timeout_secs = 5\n"])
+ROUTING = st.sampled_from(
+    ["", "overload_waiting = 8\n", "policy = 'least_request'\n", "policy = 'cache_aware'\n",
+     "max_worker_retries = 2\noverload_waiting = 8\n"]
+)  # fmt: skip
+KEY_TABLES = st.just("") | st.tuples(st.sampled_from(LIMITS), st.sampled_from(LIMITS)).map(
+    key_tables
+)
+TRACING = st.sampled_from(
+    [""]
+    + [
+        f"[observe]\notlp_endpoint = 'http://c:4318'\ntrace_sampling = {rate}\n"
+        for rate in (0.0, 1.0)
+    ]
+)
+ALIASES = st.sampled_from(
+    [""]
+    + [
+        f"[[routing.models]]\nname = 'alias'\nrewrite = {rewrite}\ntargets = [{targets}]\n"
+        for rewrite in ("true", "false")
+        for targets in ("{model = 'm'}", "{model = 'm', weight = 3}, {model = 'other', weight = 1}")
+    ]
+)
+CONFIG = st.tuples(SERVER, ROUTING, ALIASES, TRACING, KEY_TABLES)
+RANKS = st.sampled_from([0, 0, 2])
+
+BODIES = st.sampled_from(
+    [b'{"messages": []}'] * 4
+    + [b'{"model": "alias", "messages": []}'] * 3
+    + [
+        b'{"model": "m", "max_tokens": 5}',
+        b'{"max_tokens": 5, "model" : "alias"}',
+        b'{"model": "alias", "model": "m"}',
+        b'{"model": "alias", "stream": true}',
+        b'{"model": "none"}',
+        b'{"routed_dp_rank": 1, "messages": []}',
+        b'{"data_parallel_rank": 7}',
+        b'{"messages": "\xff"}',
+        b"{",
+        b"",
+    ]
+)
+TRACES = st.sampled_from(
+    [b"00-%b-%b-%b" % (TRACE_ID, SPAN_ID, flag) for flag in (b"00", b"01", b"01")]
+    + [b"nonsense", b"00-%b-%b-01" % (b"0" * 32, SPAN_ID)]
+)
+PLANS = st.sampled_from(
+    [(WHOLE,)] * 4
+    + [(counted(body=USAGE % count),) for count in (2, 2, 500)]
+    + [(counted(fields=LOAD % waiting),) for waiting in (0, 1, 8)]
+    + [
+        (counted(body=USAGE % 2)[:-9], (USAGE % 2)[-9:]),
+        (counted(b"404 Not Found"),),
+        (counted(b"503 Busy"),),
+        (WHOLE, CLOSES),
+        (CLOSES,),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + CHUNK + LAST,),
+        (SSE + b"transfer-encoding: chunked\r\n\r\n", CHUNK, CHUNK + LAST),
+    ]
+)
+# Each client's key, and whether it sends a traceparent: the shape of its heads is known at first.
+CLIENTS = ((KEYS[0], False), (KEYS[0], True), (KEYS[1], False))
+OTHER_KEY = st.sampled_from([None] * 9 + [KEYS[0], KEYS[1], b"wrong", b""])
+REQUEST = st.tuples(OTHER_KEY, TRACES, BODIES)
+WHO, AT = st.integers(0, 2), st.integers(0, 1)
+STEPS = weighted(
+    (16, st.tuples(st.just("exchange"), WHO, REQUEST, PLANS)),
+    (1, st.tuples(st.just("like"), WHO, REQUEST)),
+    (2, st.tuples(st.just("answer"), PLANS)),
+    (1, st.just(("more",))),
+    (1, st.tuples(st.just("leaves"), WHO, st.sampled_from(["half", "whole"]))),
+    (1, st.tuples(st.just("disable"), AT, st.booleans())),
+    (1, st.tuples(st.just("bound"), AT, st.integers(0, 1))),
+    (1, st.tuples(st.just("key"), AT)),
+    (1, st.tuples(st.just("ranks"), AT, st.sampled_from([0, 2]))),
+    (1, st.tuples(st.just("version"), AT, st.sampled_from(["v1", "v2"]))),
+    (1, st.tuples(st.just("fails"), AT, st.booleans())),
+    (1, st.tuples(st.just("wait"), st.sampled_from([1, 6, 61]))),
+    (1, st.tuples(st.just("config"), CONFIG)),
+)
+
+
+class SettingsWorld(World):
+    def __init__(self, listeners, config, *, short, ranks):
+        fields = {name: {"ranks": ranks} for name in listeners}
+        super().__init__(listeners, config, short=short, fields=fields)
+        self.spans = []
+        self.dataplane.recorders.spans = self.Spans(self.spans)
+
+    class Spans:
+        def __init__(self, kept):
+            self.kept = kept
+
+        def write(self, record):
+            for span in json.loads(record):
+                span["took"] = span.pop("ended_ns") - span.pop("started_ns")
+                self.kept.append(span)
+
+    def seen(self, *, whole=False):
+        callers = self.dataplane.settings.callers
+        return {
+            **super().seen(whole=whole),
+            "workers": [(end.name, with_sorted_fields(end.came), end.end) for end in self.lines],
+            "spans": list(self.spans),
+            "callers": [(each.name, each.in_flight) for each in callers],
+            "loads": [
+                worker.engine_load and worker.engine_load.report for worker in self.fleet.workers
+            ],
+            "ranks": [
+                (rank.url, rank.in_flight)
+                for worker in self.fleet.workers
+                for rank in worker.dp_ranks
+            ],
+        }
+
+
+def configured(config):
+    server, routing, aliases, tracing, keys = config
+    return f"[server]\nlog_format = 'json'\n{server}[routing]\n{routing}{aliases}{tracing}{keys}"
+
+
+class SettingsCourse(Course):
+    def __init__(self, world):
+        super().__init__(world, "", "", ids=False, traced=False)
+
+    def go(self, slow, steps):
+        for who in range(len(CLIENTS)):
+            self.world.connect_client()
+            for flag in (b"00", b"01") * 3:
+                traceparent = b"00-%b-%b-%b" % (TRACE_ID, SPAN_ID, flag)
+                self.exchange(who, (None, traceparent, b'{"messages": []}'), (WHOLE,))
+        self.world.began = self.world.handed_over = 0
+        self.keep("warm")
+        for step in steps:
+            getattr(self, step[0])(*step[1:])
+            self.keep(step)
+        self.world.finish()
+        self.seen.append(self.world.seen(whole=True))
+
+    def like(self, who, request):
+        other_key, traceparent, body = request
+        key, sends_traceparent = CLIENTS[who]
+        key = key if other_key is None else other_key
+        fields = [b"Authorization: Bearer " + key] if key else []
+        fields += [b"traceparent: " + traceparent] if sends_traceparent else []
+        self.world.ask(self.world.clients[who], chat_request(body=body, fields=fields))
+
+    def exchange(self, who, request, plan):
+        client = self.world.clients[who]
+        if client.end != "open":  # its last request was refused, or it left
+            client.leave()
+            self.world.clients[who] = self.world.connect_client()
+            del self.world.clients[-1]
+        super().exchange(who, request, plan)
+
+    def ranks(self, at, count):
+        self.change(at, ranks=count)
+
+    def config(self, config):
+        """As a configuration file that was changed."""
+        made = parse(configured(config))
+        self.world.dataplane.configure(made)
+        slots = {key.name: slot for slot, key in enumerate(made.keys, start=1)}
+        self.world.dataplane.follow_keys(KeyTable(made.keys), slots, LocalRows())
+        self.world.turn()
+
+
+@pytest.fixture
+def listeners(tmp_path):
+    with contextlib.ExitStack() as stack:
+        yield {name: stack.enter_context(each) for name, each in worker_sockets(tmp_path).items()}
+
+
+def course(listeners, config, ranks, steps, *, short):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KEY_OF_A_WORKER", "secret")
+        for module in (request_trace, fast_path):  # both draw the same ids
+            patch.setattr(module, "getrandbits", lambda bits: 7)
+        made = SettingsWorld(listeners, configured(config), short=short, ranks=ranks)
+        with made.at_work() as world:
+            made = SettingsCourse(world)
+            made.go(False, steps)
+            assert not world.dataplane.loop.tasks
+            assert world.dataplane.in_flight == 0
+            assert not any(caller.in_flight for caller in world.dataplane.settings.callers)
+    return made
+
+
+@settings(
+    max_examples=examples(150),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(CONFIG, RANKS, st.lists(STEPS, min_size=8, max_size=30))
+def test_settings_have_the_results_of_the_slow_path(listeners, config, ranks, steps):
+    long, short = (course(listeners, config, ranks, steps, short=short) for short in (False, True))
+    for theirs, ours in zip(long.seen, short.seen, strict=True):
+        assert ours == theirs
+    assert long.world.began == 0
+    event(f"began {min(short.world.began // 2 * 2, 10)}")
+    event(f"whole {min((short.world.began - short.world.handed_over) // 2 * 2, 10)}")
