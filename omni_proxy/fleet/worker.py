@@ -101,7 +101,7 @@ class Worker(_RequestFields):
     `in_flight`: exchanges in flight until their last byte, including those of other proxies of the
     cluster (`in_flight_elsewhere`). `inflight_bound`: at this number it gets no more requests; it
     is `max_inflight`, or in a cluster this proxy's share of it. `load_offset`: added by policies
-    that look for the least load, to smooth the number in flight elsewhere. `is_plain`: it has no
+    that compare loads, to smooth the number in flight elsewhere (`load_of`). `is_plain`: it has no
     bound and is no data-parallel rank, so a request is counted only here.
     """
 

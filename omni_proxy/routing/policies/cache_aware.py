@@ -24,7 +24,12 @@ from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies.cache_cost import PromptCost, cheapest, count_prompt_tokens
 from omni_proxy.routing.policies.cache_feedback import CacheFeedback, PromptText
-from omni_proxy.routing.policies.least_request import CandidateWeights, least, load_word
+from omni_proxy.routing.policies.least_request import (
+    CandidateWeights,
+    least,
+    load_of,
+    load_word,
+)
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
 from omni_proxy.routing.policies.slow_start import SlowStart
 from omni_proxy.routing.prefix_tree import PrefixTree
@@ -363,9 +368,9 @@ class CacheAware(Policy):
         return mask
 
     def _load(self, worker: Worker) -> float:
-        """Requests in flight; if weights differ, scaled to the mean weight."""
+        """Its load; if weights differ, scaled to the mean weight."""
         weights = self._weights
-        return worker.in_flight if weights.even else worker.in_flight * weights.mean / worker.weight
+        return load_of(worker) if weights.even else load_of(worker) * weights.mean / worker.weight
 
     def _imbalanced(self, candidates: Sequence[Worker]) -> bool:
         of, outcome, picks = self._judged
@@ -378,7 +383,7 @@ class CacheAware(Policy):
 
     def _loads_differ(self, candidates: Sequence[Worker]) -> bool:
         if self._weights.take(candidates):
-            loads: list[float] = [worker.in_flight for worker in candidates]
+            loads = [worker.in_flight + worker.load_offset for worker in candidates]
         else:
             loads = [self._load(worker) for worker in candidates]
         low, high = min(loads), max(loads)
@@ -388,10 +393,10 @@ class CacheAware(Policy):
     def _spills(self, worker: Worker, candidates: Sequence[Worker]) -> bool:
         self._weights.take(candidates)
         mean = sum(map(self._load, candidates)) / len(candidates)
-        load = self._load(worker)
+        own = self._load(worker)
         rules = self._rules
-        return load > rules.balance_rel_threshold * mean and (
-            load > mean + rules.balance_abs_threshold
+        return own > rules.balance_rel_threshold * mean and (
+            own > mean + rules.balance_abs_threshold
         )
 
     def _words(self, choice: CacheChoice, text: PromptText) -> str:

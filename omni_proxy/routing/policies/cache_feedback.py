@@ -21,6 +21,7 @@ from omni_proxy.routing.cache_prediction import (
 from omni_proxy.routing.inspect.prefix_text import LIMIT, has_one_prompt
 from omni_proxy.routing.inspect.requirements import AUDIO, IMAGE, VIDEO, Requirements
 from omni_proxy.routing.policies.cache_cost import count_prompt_tokens, uncached_tokens
+from omni_proxy.routing.policies.least_request import load_of
 from omni_proxy.routing.prefix_tree import InsertedText, PrefixTree
 from omni_proxy.routing.tree_key import key_length, text_length
 
@@ -174,8 +175,8 @@ class CacheFeedback:
         reports = self.reports.get(worker)
         if reports is None or not reports.corrections:
             return False
-        loads = [candidate.in_flight / candidate.weight for candidate in candidates]
-        return worker.in_flight / worker.weight > sum(loads) / len(loads) + 1
+        loads = [load_of(candidate) / candidate.weight for candidate in candidates]
+        return load_of(worker) / worker.weight > sum(loads) / len(loads) + 1
 
     def facts(self, workers: Iterable[Worker]) -> dict[str, dict[str, int]]:
         """JSON-serializable facts by URL, of workers that have reported anything."""

@@ -17,7 +17,7 @@ from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.prefix_text import prefix_text
 from omni_proxy.routing.inspect.requirements import Requirements
-from omni_proxy.routing.policies.least_request import LeastRequest, load_word
+from omni_proxy.routing.policies.least_request import LeastRequest, load_of, load_word
 from omni_proxy.routing.policies.policy import Policy, RandomBelow
 
 PLACES = 150  # points of a worker of weight 1
@@ -252,11 +252,11 @@ class PrefixHash(Policy):
     def _below_bound(
         self, candidates: Sequence[Worker], text: bytes
     ) -> tuple[Worker, list[Worker]]:
-        total = sum(worker.in_flight for worker in candidates) + 1
+        total = sum(map(load_of, candidates)) + 1
         per_weight = total * self._factor / sum(worker.weight for worker in candidates)
         skipped: list[Worker] = []
         for worker in self._rings.walk(candidates, text):
-            if worker.in_flight <= per_weight * worker.weight:
+            if load_of(worker) <= per_weight * worker.weight:
                 return worker, skipped
             skipped.append(worker)
         raise AssertionError("every load lies above the mean of all loads")

@@ -37,14 +37,20 @@ class CandidateWeights:
         return self.even
 
 
+def load_of(worker: Worker) -> float:
+    """Requests in flight, those elsewhere in the cluster smoothed: what policies compare. Proxies
+    that all followed a step at once would all pick the same worker."""
+    return worker.in_flight + worker.load_offset
+
+
 def fill(worker: Worker) -> float:
-    """The worker's load with one more request, per unit of its weight."""
+    """The worker's `load_of` with one more request, per unit of its weight."""
     return (worker.in_flight + worker.load_offset + 1) / worker.weight
 
 
 def least(candidates: Sequence[Worker], offset: int) -> tuple[Worker, int]:
     """The least loaded worker, and how many have that load; `offset` rotates among these."""
-    fills = [  # `fill`, inlined
+    fills = [  # `fill`, inlined, as is `load_of`
         (worker.in_flight + worker.load_offset + 1) / worker.weight for worker in candidates
     ]
     lowest = min(fills)

@@ -19,6 +19,7 @@ from typing import Final, Protocol, TypeAlias
 from omni_proxy.cluster.messages import target_key
 from omni_proxy.cluster.session_places import FINISHED, SessionNotes, session_digest
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.routing.policies.least_request import load_of
 
 DROPPED_PER_SLICE = 1000
 NOTED_AGAIN: Final = 4  # notes per `sticky_idle_secs` of a session in constant use
@@ -186,10 +187,10 @@ class OwnSessions:
 
 
 def fewest_sessions(candidates: Sequence[Worker], sessions: Sessions, turn: int) -> Worker:
-    """The worker with the fewest sessions per weight; among ties the one with the fewest requests
-    in flight per weight, and among those the next in turn."""
+    """The worker with the fewest sessions per weight; among ties the one with the least load per
+    weight, and among those the next in turn."""
     fills = [
-        ((sessions.count(worker) + 1) / worker.weight, worker.in_flight / worker.weight)
+        ((sessions.count(worker) + 1) / worker.weight, load_of(worker) / worker.weight)
         for worker in candidates
     ]
     lowest = min(fills)

@@ -19,7 +19,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cluster_hints import ClusterHints
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.kv_events.block_index import BlockIndex
-from omni_proxy.routing.policies.least_request import load_word
+from omni_proxy.routing.policies.least_request import load_of, load_word
 from omni_proxy.routing.policies.policy import Policy
 from omni_proxy.routing.policies.session_load import (
     OwnSessions,
@@ -231,11 +231,11 @@ class Sticky(Policy):
         """Workers that exceed the rebalancing bounds are left out: a new session there would move
         with its next request."""
         if self._rebalance_abs:
-            least = min(worker.in_flight / worker.weight for worker in candidates)
+            least = min(load_of(worker) / worker.weight for worker in candidates)
             candidates = [
                 worker
                 for worker in candidates
-                if not self._is_open(worker.in_flight / worker.weight, least)
+                if not self._is_open(load_of(worker) / worker.weight, least)
             ]
         return fewest_sessions(candidates, self._sessions, self._turn)
 
@@ -255,17 +255,17 @@ class Sticky(Policy):
     def _idler_than(self, home: Worker, candidates: Sequence[Worker]) -> Worker | None:
         """The least loaded candidate if `home` exceeds its load by both `sticky_rebalance_abs` and
         `sticky_rebalance_rel`, per unit of weight; else None."""
-        load = home.in_flight / home.weight
-        if load < self._rebalance_abs:
+        own = load_of(home) / home.weight
+        if own < self._rebalance_abs:
             return None
         count = self._sessions.count
         idlest = min(
-            candidates, key=lambda each: (each.in_flight / each.weight, count(each) / each.weight)
+            candidates, key=lambda each: (load_of(each) / each.weight, count(each) / each.weight)
         )
-        return idlest if self._is_open(load, idlest.in_flight / idlest.weight) else None
+        return idlest if self._is_open(own, load_of(idlest) / idlest.weight) else None
 
-    def _is_open(self, load: float, least: float) -> bool:
-        return load - least >= self._rebalance_abs and load >= self._rebalance_rel * least
+    def _is_open(self, own: float, least: float) -> bool:
+        return own - least >= self._rebalance_abs and own >= self._rebalance_rel * least
 
 
 def _always(worker: Worker) -> bool:
