@@ -264,7 +264,7 @@ def find_response_head_end(buffer: bytes | bytearray) -> int:
 
     Raises UpstreamProtocolError.
     """
-    end = buffer.find(b"\r\n\r\n")
+    end = buffer.find(b"\r\n\r\n", 0, MAX_HEAD_BYTES)
     if end >= 0:
         return end + 4
     if len(buffer) > MAX_HEAD_BYTES:

@@ -286,6 +286,13 @@ def test_a_head_of_just_the_limit_is_still_waited_for():
     assert find_response_head_end(OK.ljust(MAX_HEAD_BYTES, b"a")) == 0
 
 
+def test_a_head_is_as_long_as_the_limit_whatever_else_has_arrived():
+    longest = OK.ljust(MAX_HEAD_BYTES - 4, b"a") + b"\r\n\r\n"
+    assert find_response_head_end(longest + b"a body") == MAX_HEAD_BYTES
+    with pytest.raises(UpstreamProtocolError, match="too large"):
+        find_response_head_end(b"H" + longest + b"a body")
+
+
 def test_an_upgrade_behind_the_end_is_garbage_like_anything_else_there():
     answer = UpstreamResponse()
     answer.read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", to_head=False)
