@@ -27,7 +27,9 @@ ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
 MAX_PENDING_WRITERS = 32
 BUSY_POLL_SECS: Final = 0.004  # under load, waiting in epoll is cheaper than waiting in trio
 HOST_CHECK_SECS: Final = 0.001  # interval of checks whether trio has ready I/O
-MAX_EVENTS: Final = 64  # per iteration; each may be a request that takes milliseconds
+# Per iteration: each event may be a request whose body takes 20 ms to read on a busy machine.
+MAX_EVENTS: Final = 8
+MAX_READY: Final = 64  # tasks stepped per iteration; all may have waited for the same change
 
 
 class IoHandler:
@@ -87,7 +89,7 @@ class EventLoop:
         self._closing: list[socket.socket] = []
         self.pending_writers: list[PendingWriter] = []  # flushed at the end of this iteration
         self.max_pending_writers = MAX_PENDING_WRITERS
-        self._ready: list[Steppable] = []  # stepped in the next iteration, even without an event
+        self._ready: list[Steppable] = []  # stepped in the next iterations, even without an event
         self._host_checked_at = self.now
         self._host: HostLoop | None = None  # set while the loop runs
         self._parked = False  # waits in trio for an event or the wake-up descriptor
@@ -212,7 +214,7 @@ class EventLoop:
             if handler is not None:
                 handler.on_event(mask)
         if self._ready:
-            ready, self._ready = self._ready, []
+            ready, self._ready = self._ready[:MAX_READY], self._ready[MAX_READY:]
             for task in ready:
                 task.step()
         if self.pending_writers:

@@ -7,7 +7,7 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from omni_proxy.dataplane.loop.event_loop import MAX_EVENTS, EventLoop, IoHandler
+from omni_proxy.dataplane.loop.event_loop import MAX_EVENTS, MAX_READY, EventLoop, IoHandler
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import (
     ANY_STREAM,
@@ -58,6 +58,27 @@ async def test_trio_gets_a_turn_when_more_streams_are_ready_than_fit_in_an_itera
     assert len(stepped) <= 2 * MAX_EVENTS
     for task in tasks:
         await task.ended.wait()
+
+
+async def test_trio_gets_a_turn_when_very_many_tasks_are_woken_at_once(loop):
+    stepped, started = [], trio.Event()
+
+    async def script(task):
+        await task.wait_for(None)
+        stepped.append(task)
+        started.set()
+
+    tasks = [Scripted(loop, script) for _ in range(4 * MAX_READY)]
+    for task in tasks:
+        task.start()
+    await trio.testing.wait_all_tasks_blocked(0.01)
+    for task in tasks:
+        loop.wake(task)
+    await started.wait()
+    assert len(stepped) <= 2 * MAX_READY
+    for task in tasks:
+        await task.ended.wait()
+    assert stepped == tasks
 
 
 async def test_an_event_of_another_stream_is_kept_and_does_not_step_the_task(loop, wires):
