@@ -5,7 +5,7 @@
 
 Afterwards a worker is `restored` (to its state before), `uncertain` (its weights are unknown: out
 of rotation until it is resolved or fully updated) or `disabled` (until an operator acts); see
-`fates`. Invariant: a worker that succeeded is never in a worse state than before.
+`worker_outcomes`. Invariant: a worker that succeeded is never in a worse state than before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Step(StrEnum):
 _ORDER: Final = tuple(Step)
 
 
-class WorkerFate(StrEnum):
+class WorkerOutcome(StrEnum):
     """State of a worker after an operation."""
 
     RESTORED = "restored"
@@ -47,17 +47,17 @@ class WorkerFate(StrEnum):
 class Disposition:
     """The state of a worker after the operation, and the reason unless it is restored."""
 
-    fate: WorkerFate
+    outcome: WorkerOutcome
     reason: str = ""
 
 
-RESTORED: Final = Disposition(WorkerFate.RESTORED)
+RESTORED: Final = Disposition(WorkerOutcome.RESTORED)
 
 
-def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Disposition]:
+def worker_outcomes(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Disposition]:
     """The disposition of each worker, by URL.
 
-    | route | failure | fate of failed workers |
+    | route | failure | outcome for failed workers |
     |---|---|---|
     | init of a group | any | disabled |
     | pause, other group calls, version labels | any | restored: no weight was touched |
@@ -67,26 +67,26 @@ def fates(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Dispo
     If the route discards weights, workers that discarded them, or may have, are uncertain, too.
     """
     failed = {result.worker: result for result in answers if not result.success}
-    fates = {result.worker: RESTORED for result in answers}
+    outcomes = {result.worker: RESTORED for result in answers}
     if route.path == INIT:
         reason = "the group could not be joined: "
-        return fates | {
-            url: Disposition(WorkerFate.DISABLED, reason + result.reason)
+        return outcomes | {
+            url: Disposition(WorkerOutcome.DISABLED, reason + result.reason)
             for url, result in failed.items()
         }
     if route.discards:
         reason = f"{route.name} discarded its weights"
-        return fates | {
-            result.worker: Disposition(WorkerFate.UNCERTAIN, reason)
+        return outcomes | {
+            result.worker: Disposition(WorkerOutcome.UNCERTAIN, reason)
             for result in answers
             if not result.unchanged
         }
     untouched = route.kind is not Kind.UPDATE or route.labels
     if untouched or (route.whole and all(result.unchanged for result in answers)):
-        return fates
+        return outcomes
     reason = f"{route.name} failed: "
-    return fates | {
-        url: Disposition(WorkerFate.UNCERTAIN, reason + result.reason)
+    return outcomes | {
+        url: Disposition(WorkerOutcome.UNCERTAIN, reason + result.reason)
         for url, result in failed.items()
     }
 

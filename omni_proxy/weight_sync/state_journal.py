@@ -252,7 +252,7 @@ class StateJournal:
             await self._try_to_write()
 
     async def finish_sync(self) -> None:
-        """Remove the sync's record, after its group has ended and all fates are decided."""
+        """Remove the sync's record, after its group has ended and all outcomes are decided."""
         async with self._write_lock:
             self._sync = None
             await self._try_to_write()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from omni_proxy.admin_ops.operation import Operation, Step, WorkerFate, fates
+from omni_proxy.admin_ops.operation import Operation, Step, WorkerOutcome, worker_outcomes
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.admin_ops.routes import BY_PATH, INIT, ROUTES, Kind
 
@@ -32,36 +32,36 @@ def naive(route, kinds):
     found = []
     for kind in kinds:
         if kind == "well":
-            found.append(WorkerFate.RESTORED)
+            found.append(WorkerOutcome.RESTORED)
         elif route.path == INIT:
-            found.append(WorkerFate.DISABLED)
+            found.append(WorkerOutcome.DISABLED)
         elif route.path.startswith("/update_weights") or route.path in APPLY:
             nothing = route.path == "/update_weights_from_disk" and set(kinds) == {"4xx"}
-            found.append(WorkerFate.RESTORED if nothing else WorkerFate.UNCERTAIN)
+            found.append(WorkerOutcome.RESTORED if nothing else WorkerOutcome.UNCERTAIN)
         else:
-            found.append(WorkerFate.RESTORED)
+            found.append(WorkerOutcome.RESTORED)
     return found
 
 
 @given(st.sampled_from(ROUTES), st.lists(KINDS, min_size=1, max_size=4))
 def test_what_is_left_of_each_worker(route, kinds):
-    left = fates(route, answers_of(kinds))
-    assert [what.fate for what in left.values()] == naive(route, kinds)
+    left = worker_outcomes(route, answers_of(kinds))
+    assert [what.outcome for what in left.values()] == naive(route, kinds)
     assert all(
-        bool(what.reason) == (what.fate is not WorkerFate.RESTORED) for what in left.values()
+        bool(what.reason) == (what.outcome is not WorkerOutcome.RESTORED) for what in left.values()
     )
 
 
 def test_discarding_weights_leaves_all_uncertain_but_4xx_refusals():
     route = replace(BY_PATH["/sleep"], discards=True)
-    left = fates(route, answers_of(["well", "4xx", "5xx", "lost"]))
-    assert [what.fate.value for what in left.values()] == [
+    left = worker_outcomes(route, answers_of(["well", "4xx", "5xx", "lost"]))
+    assert [what.outcome.value for what in left.values()] == [
         "uncertain", "restored", "uncertain", "uncertain"
     ]  # fmt: skip
 
 
 def test_the_reason_names_the_route_and_the_workers_error():
-    left = fates(BY_PATH["/update_weights_from_distributed"], answers_of(["4xx", "lost"]))
+    left = worker_outcomes(BY_PATH["/update_weights_from_distributed"], answers_of(["4xx", "lost"]))
     assert [what.reason for what in left.values()] == [
         "update_weights_from_distributed failed: status 400: no",
         "update_weights_from_distributed failed: ReadError",

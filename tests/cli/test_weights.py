@@ -91,7 +91,7 @@ def test_each_command_calls_its_route_with_the_key(proxy, words, path, body):
     assert (path, body, "Bearer k") in proxy.asked
 
 
-def test_failed_workers_are_in_the_table_with_their_fate(proxy, capsys):
+def test_failed_workers_are_in_the_table_with_their_outcome(proxy, capsys):
     lost = entry(B, success=False, error="ReadError", standing="uncertain")
     refused = entry(A, success=False, status_code=400, body={"message": "no"})
     reported = {"message": "one or more", "results": [refused, lost]}

@@ -1,7 +1,7 @@
 """Runs one weight operation: cordon, drain, record, call, read labels, compare, restore.
 
 Invariant: no call is sent before its record is on disk and its targets are cordoned; no target is
-uncordoned before its fate is recorded. An operation refused before its calls changes nothing.
+uncordoned before its outcome is recorded. An operation refused before its calls changes nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from datetime import UTC, datetime
 
 import trio
 
-from omni_proxy.admin_ops.operation import Disposition, Operation, Step, WorkerFate, fates
+from omni_proxy.admin_ops.operation import (
+    Disposition,
+    Operation,
+    Step,
+    WorkerOutcome,
+    worker_outcomes,
+)
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate, as_one
 from omni_proxy.admin_ops.routes import PAUSE, SLEEP, Kind
 from omni_proxy.config.overlay import SavedState, with_override
@@ -35,7 +41,9 @@ from omni_proxy.weight_sync.worker_calls import (
 )
 from omni_proxy.wire.errors import HttpError
 
-MISMATCHED = Disposition(WorkerFate.UNCERTAIN, "its checksums differ from those of other workers")
+MISMATCHED = Disposition(
+    WorkerOutcome.UNCERTAIN, "its checksums differ from those of other workers"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -66,7 +74,7 @@ class OperationRunner:
         self._enter(Step.CALLING)
         self._clear_versions(workers)
         results = await self._call_workers(workers)
-        outcomes = fates(self._route, results)
+        outcomes = worker_outcomes(self._route, results)
         succeeded = [w for w, result in zip(workers, results, strict=True) if result.success]
         more: dict[str, object] = {}
         if self._route.kind is Kind.UPDATE and succeeded and not self._route.discards:
@@ -74,7 +82,7 @@ class OperationRunner:
         self._enter(Step.RESTORING)
         self._restore_versions(results, outcomes)
         self._record_pauses(results)
-        await self._apply_fates(results, outcomes)
+        await self._apply_outcomes(results, outcomes)
         self._uncordon(workers)
         self._enter(Step.OVER)
         return self._response(results, outcomes, more)
@@ -140,7 +148,7 @@ class OperationRunner:
         refused = {
             result.worker
             for result in results
-            if result.refused and outcomes[result.worker].fate is WorkerFate.RESTORED
+            if result.refused and outcomes[result.worker].outcome is WorkerOutcome.RESTORED
         }
         for worker, version in self._before.items():
             if worker.url in refused:
@@ -193,17 +201,17 @@ class OperationRunner:
         secs = limit_secs(self._config.admin.worker_timeout_secs)
         return await compare_checksums(succeeded, self._call.credentials, secs)
 
-    async def _apply_fates(
+    async def _apply_outcomes(
         self, results: Sequence[WorkerResult], outcomes: Mapping[str, Disposition]
     ) -> None:
         """Disable workers and mark them uncertain before the journal's record is cleared."""
         for url, outcome in outcomes.items():
-            if outcome.fate is WorkerFate.DISABLED:
+            if outcome.outcome is WorkerOutcome.DISABLED:
                 await self._disable(url, outcome.reason)
         uncertain = {
             url: outcome.reason
             for url, outcome in outcomes.items()
-            if outcome.fate is WorkerFate.UNCERTAIN
+            if outcome.outcome is WorkerOutcome.UNCERTAIN
         }
         self._journal.mark_uncertain(uncertain)
         if self._route.whole:
@@ -276,7 +284,7 @@ class OperationRunner:
         rows: dict[str, dict[str, object]] = {}
         for url, outcome in outcomes.items():
             reason = {"reason": outcome.reason} if outcome.reason else {}
-            rows[url] = {"standing": outcome.fate.value, **reason}
+            rows[url] = {"standing": outcome.outcome.value, **reason}
         response = aggregate(self._route.path, results, rows)
         if self._route.one_engine:
             response = as_one(self._route.path, response, results)

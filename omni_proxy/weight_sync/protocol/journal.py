@@ -8,7 +8,7 @@
 A worker that a trainer paused stays paused, because its engine still is.
 
 Invariant: a record is written before the first call of its operation and cleared only after every
-worker's fate is decided. So a worker that isn't in the record was not touched.
+worker's outcome is decided. So a worker that isn't in the record was not touched.
 """
 
 from __future__ import annotations

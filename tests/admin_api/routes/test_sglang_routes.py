@@ -93,9 +93,9 @@ async def test_of_two_concurrent_additions_one_gets_the_success_text(api, engine
     assert "Worker URL already exists" in bad[1]
 
 
-@pytest.mark.parametrize("fate", ["dies", "is removed"])
+@pytest.mark.parametrize("ending", ["dies", "is removed"])
 async def test_waiting_for_a_new_worker_ends_when_its_probes_end(
-    api, engines, monkeypatch, autojump_clock, fate
+    api, engines, monkeypatch, autojump_clock, ending
 ):
     engines.set_reply(C, "/health", {"status": "ok"})
     asked = []
@@ -103,7 +103,7 @@ async def test_waiting_for_a_new_worker_ends_when_its_probes_end(
     async def probe_once(worker):
         asked.append(worker)
         assert len(asked) < 10, "asked again and again"
-        if fate == "dies":
+        if ending == "dies":
             api.fleet.mark_dead(worker, NOW)
         else:
             state = with_deleted(api.config_store.state, api.config_store.config, C)

@@ -13,7 +13,7 @@ from tests.routing.kv_events.published import SIZE, Engine, believed, blocks_of
 URL = "http://w"
 
 PROMPTS = st.sampled_from([(0, 0), (0, 0, 1, 1), (0, 0, 1, 1, 0, 1), (1, 0), (1, 0, 0, 0)])
-FATES = st.sampled_from(["arrives", "arrives", "arrives", "twice", "late", "lost"])
+DELIVERIES = st.sampled_from(["arrives", "arrives", "arrives", "twice", "late", "lost"])
 
 
 class Wire(RuleBasedStateMachine):
@@ -38,30 +38,30 @@ class Wire(RuleBasedStateMachine):
         self.index.apply(URL, self.state.take_changes())
         self.index.maintain(self.now)
 
-    def _send(self, batch, fate):
-        if self.flushed_before >= 0 and fate != "lost":
+    def _send(self, batch, delivery):
+        if self.flushed_before >= 0 and delivery != "lost":
             self.waiting.append(batch)
             self.arrive_after_a_flush()
-        elif fate == "late" or (self.broken and fate != "lost"):
+        elif delivery == "late" or (self.broken and delivery != "lost"):
             self.waiting.append(batch)
-        elif fate != "lost":
+        elif delivery != "lost":
             while self.waiting:
                 self._arrive(self.waiting.pop(0))
-            self._arrive(batch, again=fate == "twice")
+            self._arrive(batch, again=delivery == "twice")
 
-    @rule(tokens=PROMPTS, fate=FATES, salt=st.sampled_from([None, None, None, "s"]))
-    def store(self, tokens, fate, salt):
-        self._send(self.engine.store(tokens, salt=salt), fate)
+    @rule(tokens=PROMPTS, delivery=DELIVERIES, salt=st.sampled_from([None, None, None, "s"]))
+    def store(self, tokens, delivery, salt):
+        self._send(self.engine.store(tokens, salt=salt), delivery)
 
     @precondition(lambda self: self.engine.prompts)
-    @rule(data=st.data(), fate=FATES)
-    def remove(self, data, fate):
+    @rule(data=st.data(), delivery=DELIVERIES)
+    def remove(self, data, delivery):
         name = data.draw(st.sampled_from(sorted(self.engine.prompts)))
-        self._send(self.engine.remove(name), fate)
+        self._send(self.engine.remove(name), delivery)
 
-    @rule(fate=FATES)
-    def clear(self, fate):
-        self._send(self.engine.clear(), fate)
+    @rule(delivery=DELIVERIES)
+    def clear(self, delivery):
+        self._send(self.engine.clear(), delivery)
 
     @precondition(lambda self: not self.waiting)
     @rule()
