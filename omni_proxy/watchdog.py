@@ -92,7 +92,8 @@ class Watchdog:
         stop = threading.Event()
         threading.Thread(
             target=self._watch,
-            args=(threading.current_thread(), stop),
+            # Not from the Thread object, which has the native id of the parent in a forked process.
+            args=(threading.get_ident(), threading.get_native_id(), stop),
             name="watchdog",
             daemon=True,
         ).start()
@@ -114,17 +115,15 @@ class Watchdog:
         finally:
             stop.set()
 
-    def _watch(self, loop: threading.Thread, stop: threading.Event) -> None:
+    def _watch(self, loop: int, native_id: int, stop: threading.Event) -> None:
         """Runs in the thread."""
-        assert loop.ident is not None
-        assert loop.native_id is not None
-        clock, native_id = time.pthread_getcpuclockid(loop.ident), loop.native_id
+        clock = time.pthread_getcpuclockid(loop)
         timer = StallTimer(time.monotonic(), time.clock_gettime(clock), cpu_wait_secs(native_id))
         while not stop.wait(CHECK_SECS):
             now, cpu = time.monotonic(), time.clock_gettime(clock)
             stalled = timer.update(now, cpu, self._heartbeats, cpu_wait_secs(native_id))
             if stalled and not stop.is_set():
-                self._report(timer.secs, loop.ident)
+                self._report(timer.secs, loop)
 
     def _report(self, secs: float, loop_thread: int) -> None:
         stacks = _stacks(loop_thread)

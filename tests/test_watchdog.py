@@ -172,6 +172,30 @@ def test_the_kernel_counts_how_long_a_thread_waits_for_a_cpu():
             each.wait()
 
 
+FORKED = """
+import os, sys, threading, trio
+from omni_proxy import watchdog
+
+async def main():
+    asked, event = [], threading.Event()
+    watchdog.cpu_wait_secs = lambda native_id: asked.append(native_id) or event.set() or 0.0
+    async with trio.open_nursery() as nursery:
+        await nursery.start(watchdog.Watchdog().run)
+        await trio.to_thread.run_sync(event.wait, 60)
+        nursery.cancel_scope.cancel()
+    sys.exit(set(asked) != {threading.get_native_id()})
+
+if child := os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+trio.run(main)
+"""
+
+
+def test_in_a_forked_process_it_reads_the_clock_of_that_process():
+    """Python's own record of the main thread has the id that it had in the parent."""
+    assert subprocess.run([sys.executable, "-c", FORKED], timeout=90, check=False).returncode == 0
+
+
 def test_without_such_a_thread_none_is_reported():
     assert cpu_wait_secs(1 << 30) == 0.0
 
