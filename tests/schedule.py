@@ -18,7 +18,13 @@ SHARING_FLEETS = {
     )
 }  # fmt: skip
 TREES = "the syntax trees"
-SHARING_TREES = {f"tests/test_{name}.py" for name in ("checkpoints", "glossary", "layers", "sizes")}
+SHARING_TREES = {
+    f"tests/{name}.py"
+    for name in (
+        "telemetry/test_log_texts", "test_checkpoints", "test_error_codes", "test_glossary",
+        "test_layers", "test_sizes",
+    )
+}  # fmt: skip
 
 
 def unit_of(nodeid: str) -> str:
@@ -39,5 +45,5 @@ def units_of(nodeids: Sequence[str]) -> list[list[int]]:
 
 
 def _place(unit: str) -> int:
-    first = (FLEETS, "tests/promises/", "tests/replica/")
+    first = (FLEETS, "tests/promises/", "tests/replica/", TREES)
     return next((place for place, start in enumerate(first) if unit.startswith(start)), len(first))

@@ -6,11 +6,12 @@ identifiers, file names, log events and pages.
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.tree import PACKAGE, ROOT, name_of, parsed, sources
+from tests.tree import PACKAGE, ROOT, name_of, nodes, parsed, sources
 
 GLOSSARY = (ROOT / "docs/glossary.md").read_text()
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -48,7 +49,7 @@ def words_of(identifier):
 
 
 def identifiers(path):
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -59,8 +60,10 @@ def identifiers(path):
             yield node.attr
 
 
-def files_with(words):
-    """The files that may have one of these: to parse all of them takes seconds."""
+@cache
+def suspects():
+    """The files of tests and tools that may have a banned word: to parse all takes seconds."""
+    words = banned()
     small, large = "|".join(words), "|".join(word.upper() for word in words)
     first = "|".join(word.capitalize() for word in words)
     found = re.compile(
@@ -71,7 +74,7 @@ def files_with(words):
 
 
 def texts(path):
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Constant) and isinstance(node.value, str | bytes):
             yield node.value if isinstance(node.value, str) else node.value.decode("latin-1")
 
@@ -100,7 +103,7 @@ def test_no_identifier_of_tests_and_tools_has_another_word():
             for name in {*identifiers(path), path.stem}
             if words_of(name.replace("Doorkeeper", "").replace("collective_rpc", "")) & others
         }
-        for path in files_with(others)
+        for path in suspects()
     }
     assert {path: names for path, names in found.items() if names} == {}
 
@@ -115,7 +118,7 @@ def test_no_text_in_tests_and_tools_has_another_word():
             for word in set(WORD.findall(text.replace("collective_rpc", "").lower())) & others
         }
         - OLD_NAMES.get(name_of(path), set())
-        for path in files_with(others)
+        for path in suspects()
         if path != Path(__file__)
     }
     assert {path: words for path, words in found.items() if words} == {}

@@ -3,7 +3,7 @@ import re
 import subprocess
 import sys
 
-from tests.tree import PACKAGE, ROOT, imports, name_of, parsed, sources
+from tests.tree import PACKAGE, ROOT, imports, name_of, nodes, sources
 
 PURE = (
     "config", "wire", "api_keys", "cluster", "fleet", "routing", "admin_ops", "discovery",
@@ -89,7 +89,7 @@ def test_every_package_has_a_layer():
 def imported_files(path, names) -> set[str]:
     """The modules among `names` that a file imports, for its types alone, too."""
     found = set()
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             full = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= (full & names) or ({node.module} & names)

@@ -1,4 +1,4 @@
-from pathlib import Path
+import re
 
 from tests.schedule import FLEETS, SHARING_FLEETS, SHARING_TREES, TREES, unit_of, units_of
 from tests.tree import ROOT, sources
@@ -17,8 +17,10 @@ def test_files_that_share_fleets_of_replicas_stay_in_one_process():
 def test_files_that_look_at_all_modules_stay_in_one_process():
     using = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "tests").glob("test_*.py")
-        if "parsed(" in path.read_text() and path != Path(__file__)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(
+            r"^from tests.tree import .*\b(imports|nodes|parsed)\b", path.read_text(), re.MULTILINE
+        )
     }
     assert using == SHARING_TREES
     assert {unit_of(f"{file}::test_x") for file in using} == {TREES}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "omni_proxy"
+BLOCKS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 
 
 def sources(folder: Path = PACKAGE) -> list[Path]:
@@ -20,13 +21,24 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@cache
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All of its nodes. To walk a tree takes as long as to parse it."""
+    return tuple(ast.walk(parsed(path)))
+
+
 def name_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
+@cache
+def imports(path: Path, *, lazy: bool = True) -> tuple[str, ...]:
     """What it imports while running; with `lazy`, what only its functions import, too."""
+    return tuple(_imports(path, lazy=lazy))
+
+
+def _imports(path: Path, *, lazy: bool) -> Iterator[str]:
     waiting: list[ast.AST] = [parsed(path)]
     while waiting:
         node = waiting.pop()
@@ -38,4 +50,5 @@ def imports(path: Path, *, lazy: bool = True) -> Iterator[str]:
             assert node.module, f"{path}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            waiting += ast.iter_child_nodes(node)
+            # No expression has a statement in it.
+            waiting += [each for each in ast.iter_child_nodes(node) if isinstance(each, BLOCKS)]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.tree import ROOT
+from tests.tree import ROOT, nodes, sources
 
 LEVELS = frozenset(("debug", "info", "warning", "error", "exception", "critical"))
 VALUE = r"""(?:"[^"]*"|[^\s:,"]+)"""
@@ -21,8 +21,8 @@ OTHERS = frozenset((
 
 
 def texts():
-    for path in sorted(ROOT.glob("omni_proxy/**/*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path in sources():
+        for node in nodes(path):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Attribute)
