@@ -1,6 +1,7 @@
 """What the front says of itself holds: asked by schemathesis, of the real program."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import trio
 from tests.example_counts import thorough
 from tests.promises.fakes import counted, fake_workers
 from tests.promises.fleet_program import program, toml
+from tests.tree import ROOT
 
 PATIENCE_SECS = 90  # a deadline for a hung test, not a claim about speed
 KEY = "k"
@@ -72,9 +74,16 @@ async def asked(running, reported, folder, *words):
         "--continue-on-failure", "--no-shrink", "--suppress-health-check", "all", "--no-color",
         *LEFT_OUT, *words,
     ]  # fmt: skip
+    # Which characters there are takes seconds to find out, and is kept there for the next process.
+    env = {"HYPOTHESIS_STORAGE_DIRECTORY": str(ROOT / ".hypothesis"), **os.environ}
     with trio.fail_after(PATIENCE_SECS):
         done = await trio.run_process(
-            command, cwd=folder, check=False, capture_stdout=True, stderr=subprocess.STDOUT
+            command,
+            cwd=folder,
+            env=env,
+            check=False,
+            capture_stdout=True,
+            stderr=subprocess.STDOUT,
         )
     body = done.stdout.decode()
     assert done.returncode == 0, body[-20000:]
