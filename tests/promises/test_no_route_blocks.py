@@ -18,6 +18,7 @@ from omni_proxy.admin_api.routes.broadcast_routes import CONFIGURED
 from omni_proxy.admin_ops.results import MAX_ANSWER_VALUES
 from omni_proxy.wire.bounded_json import MAX_VALUES
 from tests.admin_api.api_fixture import A, build_api, entry
+from tests.example_counts import thorough
 from tests.promises.fakes import Call, counted
 from tests.promises.fleet_program import PATIENCE_SECS, program
 
@@ -57,7 +58,7 @@ REQUESTS = {  # what a route needs beside an empty object
 ENGINE = "server_info"  # the path of routes that name one of an engine
 
 
-MEMBERS = 3  # of the fleet, from the start on
+MEMBERS = 3 if thorough() else 2  # of the fleet, from the start on
 
 
 class Fleet:
