@@ -62,9 +62,10 @@ async def test_a_shutdown_during_an_upgrade_leaves_no_program(tmp_path):
                 await trio.open_tcp_stream("127.0.0.1", running.client.base_url.port)
 
 
-# Says that it accepts, and is gone when the running program answers.
+# Says that it accepts, and is gone when the running program answers: its child has stopped the
+# running program until then. Else a busy machine might let that one answer first.
 GONE = f"""
-import os, socket, sys
+import os, select, signal, socket, sys
 sys.path[:0] = {[str(Path(omni_proxy.__file__).parents[1]), *sys.path]!r}
 from omni_proxy.upgrade.channel import HandoverChannel
 from omni_proxy.upgrade.state import FORMATS, ReadyMessage, StartedMessage
@@ -72,8 +73,17 @@ number = int(os.environ["OMNI_PROXY_UPGRADE"].split()[0])
 channel = HandoverChannel(socket.socket(fileno=number))
 channel.send(StartedMessage(FORMATS, "gone"))
 channel.receive()
-channel.send(ReadyMessage(os.getpid(), "none"))
-os._exit(0)  # the end of an interpreter takes longer than the answer
+running = os.getppid()
+own = os.pidfd_open(os.getpid())
+if os.fork():
+    os.kill(running, signal.SIGSTOP)
+    channel.send(ReadyMessage(os.getpid(), "none"))
+    os._exit(0)
+os.close(number)
+os.close(2)
+select.select([own], [], [])
+os.kill(running, signal.SIGCONT)
+os._exit(0)
 """
 
 
