@@ -72,6 +72,14 @@ def lock(folder: Path) -> int:
     return descriptor
 
 
+def is_open_as(descriptor: int, path: Path) -> bool:
+    """Whether the open file or folder is the one that is now at `path`."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Replaces a file atomically. Raises OSError; the old file is then unchanged."""
     temporary = path.with_name(f"{path.name}.new")

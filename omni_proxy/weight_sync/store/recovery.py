@@ -205,9 +205,9 @@ def _create_and_lock(memory: Path) -> int | None:
 def _try_lock(folder: Path) -> int | None:
     """None if another program holds the lock, or the folder was replaced in the meantime."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    with suppress(BlockingIOError, FileNotFoundError):
+    with suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(descriptor), folder.lstat()):
+        if filesystem.is_open_as(descriptor, folder):
             return descriptor
     os.close(descriptor)
     return None

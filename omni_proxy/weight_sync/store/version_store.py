@@ -216,7 +216,8 @@ class VersionStore:
             if leased.on_disk:
                 filesystem.sync_files(leased.folder)
                 return
-            self._create_roots()
+            with self._lock:
+                self._create_roots()
             partial = target.with_name(target.name + PARTIAL)
             partial.mkdir(mode=0o700)
             try:
@@ -384,6 +385,11 @@ class VersionStore:
         """Creates the folders again if they were deleted by others. Raises OSError."""
         for root in self.roots:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        memory, lock = self._memory, self._memory_lock
+        if memory is not None and lock is not None and not filesystem.is_open_as(lock, memory):
+            # Else other programs would remove it as stale while it is empty.
+            self._memory_lock = recovery.claim(memory, self._disk)
+            os.close(lock)
 
     def _update_snapshot(self) -> None:
         """Update the snapshot, which is read without the lock: a slow change may hold it for

@@ -1,5 +1,6 @@
 import fcntl
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -102,6 +103,16 @@ def test_folders_of_others_and_unlabelled_ones_stay(shared, tmp_path):
     (shared / "omni-proxy-other").mkdir()
     assert remove_stale_folders() == []
     assert len(list(shared.iterdir())) == 3
+
+
+def test_a_folder_that_was_deleted_and_created_again_is_locked(shared, tmp_path):
+    used = shared / f"{filesystem.shared_memory_prefix()}used"
+    store = VersionStore(tmp_path / "used", memory=used)
+    shutil.rmtree(used)
+    store.discard(store.begin(0))
+    assert (remove_stale_folders(), (used / STORE_LINK).readlink()) == ([], tmp_path / "used")
+    store.close()
+    assert remove_stale_folders() == [used]
 
 
 def test_an_empty_folder_is_removed_unless_locked(shared, tmp_path):
