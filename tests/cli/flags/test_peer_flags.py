@@ -1,4 +1,5 @@
 import logging
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,11 @@ def flags_of(parser):
     return {name for action in parser._actions for name in action.option_strings}
 
 
+@cache
+def flags_of_routers():
+    return flags_of(router_parser())
+
+
 @pytest.fixture
 def started(monkeypatch):
     kept = []
@@ -39,11 +45,11 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize("flag", PEERS)
 def test_every_flag_of_the_peers_is_taken_or_has_an_answer(flag):
-    assert flag in flags_of(router_parser()) or flag in THEIRS or explain_missing_flag(flag)
+    assert flag in flags_of_routers() or flag in THEIRS or explain_missing_flag(flag)
 
 
 def test_no_flag_is_both_taken_and_refused():
-    taken = flags_of(router_parser())
+    taken = flags_of_routers()
     assert not [flag for flag in taken if explain_missing_flag(flag) or flag in THEIRS]
     assert not set(VALUED) & set(WITHOUT_EFFECT)
 
