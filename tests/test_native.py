@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -17,6 +18,12 @@ CHANGED = "omni_proxy/fleet/worker.pxd"
 NATIVE = "native omni-proxy 1 (native build)"
 PLAIN = "python omni-proxy 1"
 SHOW = "from omni_proxy import native; print(native.build(), native.full_version('1'))"
+
+
+@cache
+def sources_here():
+    """To find and hash them takes longer than anything else here."""
+    return read_sources(ROOT)
 
 
 def run(folder, script=SHOW, **variables):
@@ -48,7 +55,7 @@ def libraries(tmp_path):
 def folder(tmp_path, libraries):
     out = tmp_path / "out"
     out.mkdir()
-    publish(libraries, read_sources(ROOT), out)
+    publish(libraries, sources_here(), out)
     return out
 
 
@@ -148,7 +155,7 @@ def test_a_new_set_leaves_the_one_before_for_who_has_just_started(folder, librar
     again = []
     for number in range(2):
         libraries[0].write_text(f"changed {number}")
-        publish(libraries, read_sources(ROOT), folder)
+        publish(libraries, sources_here(), folder)
         again.append(modules_of(folder))
         assert run(folder) == (NATIVE, "")
         if number == 0:
@@ -158,18 +165,18 @@ def test_a_new_set_leaves_the_one_before_for_who_has_just_started(folder, librar
 
 def test_the_same_set_again_mends_a_damaged_one(folder, libraries):
     (modules_of(folder) / f"{MODULES[0]}{SUFFIX}").unlink()
-    publish(libraries, read_sources(ROOT), folder)
+    publish(libraries, sources_here(), folder)
     assert run(folder) == (NATIVE, "")
 
 
 def test_what_an_older_version_left_goes(folder, libraries):
     (folder / f"{MODULES[0]}{SUFFIX}").touch()
-    publish(libraries, read_sources(ROOT), folder)
+    publish(libraries, sources_here(), folder)
     assert not list(folder.glob("*.so"))
 
 
 def test_the_manifest_has_every_file_that_is_compiled():
-    sources = read_sources(ROOT)
+    sources = sources_here()
     assert {f"{name.replace('.', '/')}.py" for name in MODULES} <= sources.keys()
     assert {str(path.relative_to(ROOT)) for path in ROOT.glob("omni_proxy/**/*.pyx")} <= set(
         sources
