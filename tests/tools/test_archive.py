@@ -13,16 +13,19 @@ from tools.archive import pack
 from tools.archive_main import MADE_FOR
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Of our own modules only: what they need is found where the tests find it."""
+    folder = tmp_path_factory.mktemp("made")
+    unwanted = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "omni_proxy", folder / "installed/omni_proxy", ignore=unwanted)
+    pack(folder / "installed", folder / "omni-proxy.pyz")
+    return folder
+
+
 @pytest.fixture
-def archive(tmp_path):
-    """Our own modules only: what they need is found where the tests find it."""
-    folder = tmp_path / "installed"
-    shutil.copytree(
-        ROOT / "omni_proxy", folder / "omni_proxy", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    packed = tmp_path / "omni-proxy.pyz"
-    pack(folder, packed)
-    return packed
+def archive(made, tmp_path):
+    return Path(shutil.copy(made / "omni-proxy.pyz", tmp_path))
 
 
 @pytest.fixture
@@ -58,8 +61,9 @@ def test_its_commands_find_their_pages_and_modules(run, cache):
     assert list((cache / "omni-proxy").rglob("admin_api/pages/dashboard/page.html"))
 
 
-def test_another_content_is_unpacked_beside_it(run, archive, cache, tmp_path):
+def test_another_content_is_unpacked_beside_it(run, archive, made, cache, tmp_path):
     run("--version")
+    shutil.copytree(made / "installed", tmp_path / "installed")
     (tmp_path / "installed/omni_proxy/__init__.py").write_text('__version__ = "9"\n')
     pack(tmp_path / "installed", archive)
     assert run("--version").stdout == "omni-proxy 9\n"
