@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import cast
 
 import torch
@@ -23,6 +25,7 @@ TIED_NAMES = {"lm_head.weight": "model.embed_tokens.weight"}
 # For few tokens and a large weight, reading the weight dominates the time.
 FEW_TOKENS = 5
 LARGE_WEIGHT = 1 << 18
+CPU_FACTS = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +80,23 @@ def rejoin(weights: Sequence[Weight]) -> Tensor:
     return joined
 
 
+@cache
+def needs_left_operand() -> bool:
+    """Whether the matrix library reads a weight faster as the left operand.
+
+    It does on an AMD EPYC. On Intel's CPUs the plain form takes less than half the time.
+    """
+    try:
+        return "GenuineIntel" not in CPU_FACTS.read_text()
+    except OSError:
+        return True
+
+
 def project(x: Tensor, weight: Tensor) -> Tensor:
     """Map [tokens, in] by a weight [out, in] to [tokens, out], like `functional.linear`."""
     tokens = len(x)
-    if tokens > FEW_TOKENS or weight.numel() < LARGE_WEIGHT:
+    reading_dominates = tokens <= FEW_TOKENS and weight.numel() >= LARGE_WEIGHT
+    if not (reading_dominates and needs_left_operand()):
         return functional.linear(x, weight)
     # With the weight as the left operand, the library reads it at full speed. That needs at least
     # two columns: a single token is duplicated.

@@ -103,13 +103,30 @@ def test_positions_are_in_the_order_of_the_parts(model):
     assert near(logits, torch.cat([whole(model, tokens) for tokens, _ in parts]))
 
 
+@pytest.fixture
+def cpu_facts(monkeypatch, tmp_path):
+    """The file that names the maker of the CPU."""
+    monkeypatch.setattr(llama, "CPU_FACTS", tmp_path / "cpuinfo")
+    llama.needs_left_operand.cache_clear()
+    yield tmp_path / "cpuinfo"
+    llama.needs_left_operand.cache_clear()
+
+
+@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD"])
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_every_way_to_multiply_gives_the_same(tokens, monkeypatch):
+def test_every_way_to_multiply_gives_the_same(tokens, maker, cpu_facts, monkeypatch):
+    cpu_facts.write_text(f"processor\t: 0\nvendor_id\t: {maker}\n")
     x, weight = torch.randn(tokens, 16), torch.randn(24, 16)
     monkeypatch.setattr(llama, "LARGE_WEIGHT", 0)
     product = llama.project(x, weight)
     assert torch.allclose(product, x @ weight.T, atol=1e-4)
     assert product.is_contiguous()
+    assert llama.needs_left_operand() == (maker == "AuthenticAMD")
+
+
+def test_a_machine_that_does_not_name_its_cpu_multiplies_from_the_left(cpu_facts):
+    assert not cpu_facts.exists()
+    assert llama.needs_left_operand()
 
 
 def test_hidden_rows_lead_to_the_logits(model):
