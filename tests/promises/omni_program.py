@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from omni_proxy.replica.model_file import MODELS, cache_folder
 from omni_proxy.watchdog import STALL_EVENT
+from tests.program_forkserver import forking_interpreter
 
 MODEL = "smollm2-135m"
 NEEDED = ("torch", "hibari", "tiktoken")
@@ -52,7 +52,8 @@ def missing() -> str:
 @contextmanager
 def omni(folder: Path, base_port: int) -> Iterator[str]:
     """The base URL, once the replica is routable."""
-    words = [sys.executable, "-m", "omni_proxy", "replica", "--host", "{host}", "--port", "{port}"]
+    python = forking_interpreter()
+    words = [python, "-m", "omni_proxy", "replica", "--host", "{host}", "--port", "{port}"]
     words += ["--model", MODEL, "--speech", "hibari", "--transcription", "whisper-tiny"]
     file = folder / "omni.toml"
     command = ", ".join(json.dumps(word) for word in words)
@@ -60,7 +61,7 @@ def omni(folder: Path, base_port: int) -> Iterator[str]:
     log = folder / "log"
     with log.open("w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "omni_proxy", "--config", str(file)],
+            [python, "-m", "omni_proxy", "--config", str(file)],
             stdout=out,
             stderr=subprocess.STDOUT,
         )

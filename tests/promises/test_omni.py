@@ -83,16 +83,17 @@ def test_a_stream_has_the_text_of_the_complete_response(client):
 
 def test_the_same_seed_gives_the_same_text_and_another_one_another(client):
     def chat_reply(seed):
-        asked = {"temperature": 1.2, "seed": seed, "max_tokens": 16}
+        asked = {"temperature": 1.2, "seed": seed, "max_tokens": 8}
         return chat(client, "Tell me about the sea.", **asked).choices[0].message.content
 
-    assert chat_reply(1) == chat_reply(1)
-    assert len({chat_reply(seed) for seed in range(2, 6)}) > 1
+    first = chat_reply(1)
+    assert chat_reply(1) == first
+    assert {chat_reply(seed) for seed in (2, 3)} != {first}
 
 
 def test_sixteen_streams_at_once_all_complete(client):
     def run(number):
-        pieces = list(chat(client, f"Count to {number}.", stream=True, max_tokens=12))
+        pieces = list(chat(client, f"Count to {number}.", stream=True, max_tokens=4))
         return pieces[-1].choices[0].finish_reason, len(pieces)
 
     with ThreadPoolExecutor(16) as pool:
