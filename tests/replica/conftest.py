@@ -8,6 +8,7 @@ import pytest
 import trio
 
 from tests.process_group.trainer_pool import pool
+from tests.program_forkserver import forking_interpreter
 
 __all__ = ["pool"]
 
@@ -21,4 +22,12 @@ if "torch" in sys.modules:  # another test was first
 async def soon():
     """A deadline for a test that hangs, not a claim about speed."""
     with trio.fail_after(40):
+        yield
+
+
+@pytest.fixture(scope="module")
+def forked_programs():
+    """Ranks and receivers are started as forks: each would import torch for seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", forking_interpreter())
         yield

@@ -1,21 +1,14 @@
-import sys
-
 import pytest
 import torch
 
-from tests.program_forkserver import forking_interpreter
 from tests.replica.weights.stage_fixture import running
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def quick_followers(request):
-    """As forks: each would import torch for seconds. Not where a module looks at its children."""
-    with pytest.MonkeyPatch.context() as patch:
-        if not getattr(request.module, "OWN_INTERPRETERS", False):
-            patch.setattr(sys, "executable", forking_interpreter())
-        yield
+def quick_followers(forked_programs):
+    """For all tests of this folder."""
 
 
 @pytest.fixture(scope="module")

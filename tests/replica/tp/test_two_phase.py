@@ -1,11 +1,12 @@
 import os
 import signal
+import socket
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
 from omni_proxy.process_group.broadcast import mapped_file
-from tests.process_group.trainer_process import free_port
 from tests.replica.tp.test_operations import checked, serialized
 from tests.replica.weights.stage_fixture import weights_of
 from tests.replica.weights.sync_steps import (
@@ -21,7 +22,6 @@ from tests.replica.weights.sync_steps import (
     values,
 )
 
-OWN_INTERPRETERS = True  # it looks for receivers among the children
 A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
 
 
@@ -113,13 +113,16 @@ def test_a_killed_trainer_leaves_both_ranks_unchanged(sync, pool):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_cannot_join_does_not_block_the_others(pair, rank):
-    """The deadline of the rendezvous is far away."""
-    rendezvous = Syncing(pair, None, ranks=2).rendezvous(free_port())
-    joining = pair.send("init_weights_update_group", rendezvous)
-    (follower,) = pair.scheduler.info["follower_pids"]
-    for receiver in until_joining(pair, (os.getpid(), follower)[rank], follower):
-        os.kill(receiver, signal.SIGKILL)
-    answer = pair.answer(joining)
+    """The deadline of the rendezvous is far away: its port is open, but nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, ExitStack() as connections:
+        silent.settimeout(60)
+        rendezvous = Syncing(pair, None, ranks=2).rendezvous(silent.getsockname()[1])
+        joining = pair.send("init_weights_update_group", rendezvous)
+        for _ in range(2):  # each rank has one connection, and waits
+            connections.enter_context(silent.accept()[0])
+        for receiver in receivers()[rank]:
+            os.kill(receiver, signal.SIGKILL)
+        answer = pair.answer(joining)
     assert not answer.success
     assert "ended by SIGKILL" in answer.message
     other = answer.data["rank_results"][1 - rank]["message"]
@@ -127,25 +130,36 @@ def test_a_rank_that_cannot_join_does_not_block_the_others(pair, rank):
     assert states(pair) == ["idle", "idle"]
 
 
-def until_joining(pair, pid, follower):
-    """The receiver processes, once each of the two ranks has one."""
-    while not (receivers(os.getpid(), follower) and receivers(follower, None)):
-        assert pair.facts()["weight_sync"]["groups"]
-    return receivers(pid, follower)
+def receivers():
+    """The programs among our descendants that receive for rank 0, which is this process, and for
+    rank 1."""
+    ours, theirs = [], []
+    above = [os.getpid()]
+    while above:
+        parent = above.pop()
+        for child in children(parent):
+            above.append(child)
+            if b"receiver-process" in read(f"/proc/{child}/cmdline"):
+                (ours if parent == os.getpid() else theirs).append(child)
+    return ours, theirs
 
 
-def receivers(pid, but):
+def children(pid):
     tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    children = [int(child) for task in tasks for child in task.read_text().split()]
-    words = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    return [child for child in children if child != but and b"receiver-process" in words[child]]
+    return [int(child) for task in tasks for child in read(task).split()]
+
+
+def read(path):
+    """Nothing of a process that has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(path).read_bytes()
+    return b""
 
 
 def test_a_receiver_that_is_killed_is_reported_by_all_ranks_at_once(sync, pool):
     assert sync.prepare(many(A)).success
-    (follower,) = sync.stage.scheduler.info["follower_pids"]
     completing = sync.stage.send("complete_weights_update", {"group_name": "g"})
-    for receiver in receivers(follower, None):
+    for receiver in receivers()[1]:
         os.kill(receiver, signal.SIGKILL)
     answer = sync.stage.answer(completing)
     assert not answer.success

@@ -6,6 +6,11 @@ from tests.replica.weights.stage_fixture import running
 torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_receivers(forked_programs):
+    """For all tests of this folder."""
+
+
 @pytest.fixture
 def stage(tmp_path):
     """A stage that may read only below `tmp_path`."""
