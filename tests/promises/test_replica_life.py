@@ -12,6 +12,7 @@ import pytest
 import trio
 
 from tests.ports import free_port
+from tests.program_forkserver import forking_interpreter
 
 pytest.importorskip("torch")
 pytest.importorskip("tiktoken")
@@ -19,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 
 @asynccontextmanager
-async def replica(*words):
+async def replica(*words, python=sys.executable):
     port = free_port()
-    argv = [sys.executable, "-m", "omni_proxy", "replica", "--port", str(port), *words]
+    argv = [python, "-m", "omni_proxy", "replica", "--port", str(port), *words]
     process = await trio.lowlevel.open_process(argv, stderr=subprocess.PIPE)
     try:
         async with httpx.AsyncClient(
@@ -93,7 +94,8 @@ async def until_refused(port):
 
 
 async def test_a_second_signal_cuts():
-    async with replica("--model", "tiny", "--drain-secs", "3600") as (process, client):
+    words = ("--model", "tiny", "--drain-secs", "3600")
+    async with replica(*words, python=forking_interpreter()) as (process, client):
         await health_until(client, "healthy")
         async with streaming(client) as stream:
             process.send_signal(signal.SIGTERM)
@@ -150,10 +152,11 @@ def children_of(pid):
 )
 async def test_what_keeps_it_from_starting_is_reported(tmp_path, text, reported):
     (tmp_path / "p.toml").write_text(text)
-    async with replica("--pipeline", str(tmp_path / "p.toml")) as (process, _):
-        words = b""
+    words = ("--pipeline", str(tmp_path / "p.toml"))
+    async with replica(*words, python=forking_interpreter()) as (process, _):
+        output = b""
         async for data in process.stderr:
-            words += data
-        assert reported in words.decode()
-        assert "Traceback" not in words.decode()
+            output += data
+        assert reported in output.decode()
+        assert "Traceback" not in output.decode()
         assert await process.wait() in (1, 2)

@@ -24,6 +24,13 @@ class Person(BaseModel):
     pets: list[Literal["cat", "dog"]] = Field(max_length=2)
 
 
+class Pet(BaseModel):
+    """Short: on the chat model each token takes a while."""
+
+    mood: Literal["happy", "sad"]
+    name: str = Field(max_length=24)
+
+
 ASK = {"model": "fake", "messages": MESSAGES, "max_tokens": 120}
 
 
@@ -80,8 +87,8 @@ async def test_the_stream_helper_parses_split_events(using):
     def use(url):
         with client_of(url) as client:
             ask = ASK | {"temperature": 0}
-            whole = client.chat.completions.parse(**ask, response_format=Person)
-            with client.chat.completions.stream(**ask, response_format=Person) as stream:
+            whole = client.chat.completions.parse(**ask, response_format=Pet)
+            with client.chat.completions.stream(**ask, response_format=Pet) as stream:
                 for _ in stream:
                     pass
                 streamed = stream.get_final_completion()
