@@ -27,6 +27,10 @@ FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu",
     "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
     "--disable-extensions", "--disable-sync", "--hide-scrollbars", "--no-proxy-server",
+    # What a window would load before anyone needs it (the list below its address bar, a process for
+    # its next page, the first new-tab page) costs more than the pages that are looked at.
+    "--no-startup-window",
+    "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup,SpareRendererForSitePerProcess",
 )  # fmt: skip
 # Keys of the protocol's text-free events: name, code.
 _IDS = count(1)  # of messages; unique, because a browser may answer late for a closed tab
