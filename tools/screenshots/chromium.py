@@ -109,11 +109,15 @@ class Page:
         return reported["result"].get("value")
 
     async def until(self, expression: str) -> Any:
-        """Evaluate the expression repeatedly until it is true."""
+        """Evaluate the expression in the tab repeatedly until it is true; it may navigate."""
         with _patience(expression):
-            while not (value := await self.tell(expression)):  # noqa: ASYNC110  only by asking
-                await trio.sleep(0.03)
-        return value
+            while True:
+                try:
+                    return await self.tell(_TRUE_AT_LAST % expression)
+                except RuntimeError as error:
+                    if not any(words in str(error) for words in _LEFT):
+                        raise
+                    await trio.sleep(0.03)  # the next document may have no place for scripts yet
 
     async def text(self, selector: str = "body") -> str:
         """The element's visible text."""
@@ -178,6 +182,21 @@ class Page:
                 self.asked.append(params["request"]["url"])
 
 
+# Asked in the page: a message there and back for each look keeps three processes awake.
+_TRUE_AT_LAST = """(async () => {
+  for (;;) {
+    const found = await (%s);
+    if (found) return found;
+    await new Promise((resume) => setTimeout(resume, 30));
+  }
+})()"""
+# What the browser says if the document goes while a script waits in it.
+_LEFT = (
+    "navigated or closed",
+    "context was destroyed",
+    "Cannot find default execution context",
+    "Promise was collected",
+)
 _REACHABLE = """(() => {
   const it = document.querySelector(%s);
   if (!it || it.disabled) return null;
