@@ -341,9 +341,16 @@ class _Server:
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environ"])
+        sys.path[1:1] = _module_folders(request["environ"])
         if OWN_INTERPRETERS not in os.environ:
             sys.executable = self._stand_in
         return request["words"]
+
+
+def _module_folders(environ: Mapping[str, str]) -> list[str]:
+    """What an interpreter that starts with this environment has in its path, and this one not."""
+    named = environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [each for each in named if each and each not in sys.path]
 
 
 def main(control: int, listener: int, stand_in: str, imported: list[str]) -> list[str] | None:

@@ -4,18 +4,19 @@ import os
 import re
 import subprocess
 import sys
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 
-from tests.promises.fleet_program import PATIENCE_SECS, Program, put, toml, workers
+from omni_proxy.cli import main
+from tests.promises.fleet_program import PATIENCE_SECS, program, put, starting, toml, workers
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/routing.md").read_text().partition("## Write your own policy")[2]
 PACKING = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
 PYPROJECT = re.findall(r"^```ini\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)[0]
+REFUSED = "routing.policy: the module my_policies of the policy my_policies:Packing"
 BROKEN = """
 from omni_proxy.routing.policies import Policy
 
@@ -44,30 +45,10 @@ def installed(tmp_path_factory):
     return target
 
 
-def environment(target):
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{target}"}
-
-
-@asynccontextmanager
-async def program(target, file):
-    read, write = os.pipe()
-    async with trio.lowlevel.FdStream(read) as stream, trio.open_nursery() as nursery:
-        try:
-            process = await trio.lowlevel.open_process(
-                [sys.executable, "-m", "omni_proxy", "--config", str(file)],
-                stderr=write, env=environment(target), cwd=ROOT,
-            )  # fmt: skip
-        finally:
-            os.close(write)
-        running = Program(process, stream)
-        nursery.start_soon(running.listen)
-        try:
-            await running.arrive()
-            yield running
-            assert await running.leave() == 0, running.log
-        finally:
-            await running.end()
-            nursery.cancel_scope.cancel()
+@pytest.fixture
+def on_the_path(installed, monkeypatch):
+    """For programs, and for what they start themselves."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{installed}")
 
 
 def text(fleet, policy, processes=1):
@@ -83,11 +64,11 @@ async def policy_of(running):
 
 @pytest.mark.parametrize("policy", ["packing", "my_policies:Packing"])
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_the_policy_of_the_page_routes_requests(installed, tmp_path, policy, processes):
+async def test_the_policy_of_the_page_routes_requests(on_the_path, tmp_path, policy, processes):
     file = tmp_path / "proxy.toml"
     async with workers("one", "two") as fleet:
         put(file, text(fleet, policy, processes))
-        async with program(installed, file) as running:
+        async with program("--config", file) as running:
             await running.until_routable(*fleet)
             answers = [(await running.ask()).json()["worker"] for _ in range(4)]
             assert answers == ["one"] * 4  # one at a time: the first always has room
@@ -97,11 +78,11 @@ async def test_the_policy_of_the_page_routes_requests(installed, tmp_path, polic
             assert (await policy_of(running))["name"] == policy
 
 
-async def test_a_reload_switches_to_a_plugged_in_policy_and_away_from_it(installed, tmp_path):
+async def test_a_reload_switches_to_a_plugged_in_policy_and_away_from_it(on_the_path, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one", "two") as fleet:
         put(file, text(fleet, "round_robin"))
-        async with program(installed, file) as running:
+        async with program("--config", file) as running:
             await running.until_routable(*fleet)
             put(file, text(fleet, "packing"))
             await running.until(
@@ -116,11 +97,11 @@ async def test_a_reload_switches_to_a_plugged_in_policy_and_away_from_it(install
             assert {(await running.ask()).json()["worker"] for _ in range(4)} == {"one", "two"}
 
 
-async def test_a_reload_with_a_policy_that_cannot_be_loaded_changes_nothing(installed, tmp_path):
+async def test_a_reload_with_a_policy_that_cannot_be_loaded_changes_nothing(on_the_path, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one") as fleet:
         put(file, text(fleet, "packing"))
-        async with program(installed, file) as running:
+        async with program("--config", file) as running:
             await running.until_routable(*fleet)
             put(file, text(fleet, "nowhere_to_be_found:Policy"))
             body = await running.until(
@@ -133,11 +114,11 @@ async def test_a_reload_with_a_policy_that_cannot_be_loaded_changes_nothing(inst
             assert (await policy_of(running))["name"] == "packing"
 
 
-async def test_a_policy_that_raises_costs_no_request(installed, tmp_path):
+async def test_a_policy_that_raises_costs_no_request(on_the_path, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one", "two") as fleet:
         put(file, text(fleet, "broken_policy:Broken"))
-        async with program(installed, file) as running:
+        async with program("--config", file) as running:
             await running.until_routable(*fleet)
             for _ in range(6):
                 assert (await running.ask()).status_code == 200
@@ -145,14 +126,33 @@ async def test_a_policy_that_raises_costs_no_request(installed, tmp_path):
             assert running.log.count("policy_failed policy=broken_policy:Broken method=pick") == 1
 
 
-@pytest.mark.parametrize("words", [["check"], ["--config"]])
-def test_a_policy_that_is_not_there_is_refused_before_anything_starts(tmp_path, words):
+async def test_a_policy_that_is_not_there_is_refused_before_anything_starts(tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text('[routing]\npolicy = "my_policies:Packing"\n')
+    async with starting("--config", file) as running:
+        with trio.fail_after(PATIENCE_SECS):
+            assert await running.process.wait() == 2
+        await running.says("put its folder on PYTHONPATH")
+        assert REFUSED in running.log
+
+
+@pytest.mark.parametrize("policy", ["packing", "my_policies:Packing"])
+def test_an_interpreter_of_its_own_finds_the_policy_too(installed, tmp_path, policy):
+    """Other programs here are forks, whose path is made as an interpreter makes its own."""
+    file = tmp_path / "proxy.toml"
+    file.write_text(f'[routing]\npolicy = "{policy}"\n')
+    path = f"{ROOT}{os.pathsep}{installed}"
     done = subprocess.run(
-        [sys.executable, "-m", "omni_proxy", *words, file], cwd=ROOT, timeout=PATIENCE_SECS,
-        capture_output=True, text=True, check=False, env=environment(tmp_path),
+        [sys.executable, "-m", "omni_proxy", "check", file], cwd=ROOT, timeout=PATIENCE_SECS,
+        capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
-    assert done.returncode == 2
-    assert "routing.policy: the module my_policies of the policy my_policies:Packing" in done.stderr
-    assert "put its folder on PYTHONPATH" in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_check_refuses_a_policy_that_is_not_there(tmp_path, capsys):
+    file = tmp_path / "proxy.toml"
+    file.write_text('[routing]\npolicy = "my_policies:Packing"\n')
+    assert main(["check", str(file)]) == 2
+    reported = capsys.readouterr().err
+    assert REFUSED in reported
+    assert "put its folder on PYTHONPATH" in reported
