@@ -129,7 +129,13 @@ def close_forkservers() -> None:
 
 def forking_interpreter() -> str:
     """What runs `-m omni_proxy` as a fork, as `sys.executable` does in forks."""
-    forkserver(*PROXY), forkserver(*REPLICA)
+    forkserver(*REPLICA)
+    return program_interpreter()
+
+
+def program_interpreter() -> str:
+    """The same, where no command that needs torch is run as a fork."""
+    forkserver(*PROXY)
     return str(interpreter_folder() / "python")
 
 

@@ -1,10 +1,10 @@
 import subprocess
-import sys
 
 import pytest
 
 from omni_proxy.cli import COMMANDS, main
 from omni_proxy.cli.completion import SHELLS, Flag, Page, pages
+from tests.program_forkserver import program_interpreter
 
 ASK = """
 source "$1"; shift
@@ -119,7 +119,7 @@ def test_quotes_in_a_help_text_do_not_end_a_word(shell):
 @pytest.fixture
 def complete_line(script, tmp_path):
     program = tmp_path / "omni-proxy"
-    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m omni_proxy "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec "{program_interpreter()}" -m omni_proxy "$@"\n')
     program.chmod(0o755)
 
     def ask(line, breaks=' :"='):

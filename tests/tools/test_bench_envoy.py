@@ -15,6 +15,12 @@ def place(tmp_path):
     return Place(1234, [5001, 5002, 5003], tmp_path)
 
 
+@pytest.fixture(scope="module")
+def made():
+    """To find an interpreter with the packages of omni-proxy imports them all."""
+    return sides()
+
+
 def config_of(side, place):
     argv = side.command(place)
     return argv, json.loads((place.folder / "envoy.json").read_text())["static_resources"]
@@ -25,16 +31,16 @@ def filters(config):
     return [each["name"].rpartition(".")[2] for each in manager["http_filters"]]
 
 
-def test_envoy_alone_has_every_worker_and_asks_nobody(place):
-    argv, config = config_of(sides()[0], place)
+def test_envoy_alone_has_every_worker_and_asks_nobody(made, place):
+    argv, config = config_of(made[0], place)
     assert filters(config) == ["router"]
     assert argv[-2:] == ["-l", "warning"]
     assert all(str(port) in json.dumps(config) for port in (1234, *place.workers))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_envoy_asks_the_picker_that_runs_beside_it(place, number):
-    argv, config = config_of(sides()[number], place)
+def test_envoy_asks_the_picker_that_runs_beside_it(made, place, number):
+    argv, config = config_of(made[number], place)
     assert filters(config) == ["ext_proc", "router"]
     assert argv[:2] == ["sh", "-c"]
     assert " picker --config " in argv[2]
