@@ -357,6 +357,17 @@ async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
         page.complaints.clear()
 
 
+async def test_a_page_that_was_left_has_no_feed_until_one_goes_back_to_it(page, tmp_path):
+    """A browser opens six connections to a host: pages that it only keeps must not hold them."""
+    async with workers("one") as fleet, dashboard(page, tmp_path, fleet):
+        await shows(page, row(fleet[0]), "takes requests")
+        await page.tell("window.left = {feed: aborting.signal, at: last.at}, true")
+        await page.visit("about:blank")
+        await page.tell("history.back()")
+        await page.until("window.left && last.at > left.at")  # the page that was left
+        assert await page.tell("left.feed.aborted")
+
+
 async def test_a_key_that_may_only_read_sees_all_and_learns_what_it_may_not(page, tmp_path):
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     settings = f'[[admin.keys]]\nname = "viewer"\nkey_sha256 = "{digest}"\n'

@@ -6,6 +6,9 @@ function stop() { turn += 1; aborting?.abort(); hurry?.(); }
 function start() { stop(); tries = 0; follow(turn); }
 $("again").addEventListener("click", start);
 document.addEventListener("visibilitychange", () => { if (!document.hidden && !$("lost").hidden) start(); });
+/* A browser keeps pages that were left, to go back to. Each would hold one of the six connections that it opens to a host. */
+addEventListener("pagehide", stop);
+addEventListener("pageshow", (event) => { if (event.persisted) start(); });
 
 async function follow(mine) {
   while (mine === turn) {
