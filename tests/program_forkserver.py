@@ -4,6 +4,8 @@ A fork runs `python -m omni_proxy` from its first line on, with its own argument
 folder and stderr. It is a child of the fork server, which reports its exit status; signals reach it
 directly. Imported modules must not have started threads: a fork would not have them.
 
+A fork may also run another module over a socket, as trainers of tests do: they need torch, too.
+
 What a fork starts itself as `sys.executable -m omni_proxy` is a fork, too: `sys.executable` is a
 copy of `forked_program` there. Only with OWN_INTERPRETERS in its environment is it what it says.
 """
@@ -41,6 +43,7 @@ ENV = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS":
 OWN_INTERPRETERS = "OMNI_TESTS_OWN_INTERPRETERS"
 MESSAGE_BYTES = 1 << 17
 MAX_DESCRIPTORS = 253  # that the kernel sends at once
+CONNECTION = 3  # of `ForkServer.over`
 PROXY = (
     "omni_proxy.cli.serve",
     "omni_proxy.server",
@@ -60,6 +63,9 @@ REPLICA = (
     "omni_proxy.replica.stages.prepare",
     "omni_proxy.replica.text.stage",
     "omni_proxy.replica.models.tiny",
+    # What trainers import.
+    "torch.distributed",
+    "tools.training.__main__",
 )
 
 
@@ -89,13 +95,23 @@ class ForkServer:
         """The same where no event loop runs; the environment is that of the fork server."""
         return ForkedPopen(*self._start(words, stderr, {**os.environ, **ENV}))
 
+    def over(self, connection: socket.socket, module: str) -> ForkedPopen:
+        """Another module, with a copy of this socket as its descriptor CONNECTION, and our stderr."""
+        environ = {**os.environ, **ENV}
+        return ForkedPopen(*self._start((), 2, environ, module, connection.fileno()))
+
     def _start(
-        self, words: tuple[str, ...], stderr: int | None, environ: Mapping[str, str]
+        self,
+        words: tuple[str, ...],
+        stderr: int | None,
+        environ: Mapping[str, str],
+        module: str = "omni_proxy",
+        *connection: int,
     ) -> tuple[int, int, socket.socket]:
-        request = {"words": ("omni_proxy", *words), "environ": dict(environ), "folder": os.getcwd()}
+        request = {"words": (module, *words), "environ": dict(environ), "folder": os.getcwd()}
         ended, reports = socket.socketpair()
         with self._lock, reports, open(os.devnull, "wb") as discarded:
-            sent = [discarded.fileno() if stderr is None else stderr, reports.fileno()]
+            sent = [discarded.fileno() if stderr is None else stderr, reports.fileno(), *connection]
             socket.send_fds(self._ours, [json.dumps(request).encode()], sent)
             pid, descriptors, *_ = socket.recv_fds(self._ours, 32, 1)
         if not descriptors:
@@ -209,7 +225,10 @@ class ForkedPopen(_Forked):
     def wait(self, timeout: float | None = None) -> int:
         """Raises TimeoutError."""
         while (status := self.returncode) is None:
-            if not select.select([self._ended], [], [], timeout)[0]:
+            # poll, not select: a test process may hold more than select's 1,024 descriptors.
+            poll = select.poll()
+            poll.register(self._ended, select.POLLIN)
+            if not poll.poll(None if timeout is None else timeout * 1000):
                 raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
         return status
 
@@ -261,14 +280,16 @@ class _Server:
         return False
 
     def _fork_for_test(self) -> list[str] | bool | None:
-        message, descriptors, *_ = socket.recv_fds(self._control, MESSAGE_BYTES, 2)
+        message, descriptors, *_ = socket.recv_fds(self._control, MESSAGE_BYTES, 3)
         if not descriptors:
             return None
-        stderr, reports = descriptors[0], socket.socket(fileno=descriptors[1])
+        stderr, reports = descriptors.pop(0), socket.socket(fileno=descriptors.pop(0))
         if not (pid := os.fork()):
             self._leave(reports)
-            return self._become(json.loads(message), {2: stderr})
-        os.close(stderr)
+            given = dict(zip([CONNECTION], descriptors, strict=False))
+            return self._become(json.loads(message), {2: stderr, **given})
+        for each in (stderr, *descriptors):
+            os.close(each)
         fork = self._watch(pid, reports, owned=False)
         socket.send_fds(self._control, [str(pid).encode()], [fork.exits])
         return False

@@ -1,6 +1,6 @@
 """A real trainer's rank 0 in a process of its own, driven by JSON lines from a `Trainer`.
 
-Importing torch is most of what one costs: one process does that, and each trainer is a fork of it.
+Importing torch is most of what one costs, so each is a fork of the process that has done that.
 It makes its groups in the three ways that trainers do: `raw` (a gloo group over prefixed stores),
 `helper` (torch's private constructor over a store that waits for nobody), `rendezvous` (the same
 after a tcp:// rendezvous, whose store waits until every rank has been counted).
@@ -8,18 +8,15 @@ after a tcp:// rendezvous, whose store waits until every rank has been counted).
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import os
-import select
-import signal
 import socket
-import subprocess
 import sys
-import threading
 from contextlib import suppress
 from datetime import timedelta
+
+from tests.program_forkserver import CONNECTION, REPLICA, forkserver
 
 # torch asks the DNS for the name of each address that it connects to or hears from, 127.0.0.1 too:
 # where answers get lost, each would take 5 s. Of use to this process's own stores as well.
@@ -31,69 +28,6 @@ DTYPES = (
 )  # fmt: skip
 
 
-class _ForkServer:
-    """The process with torch in it, which forks whenever it is sent a socket; it ends with ours."""
-
-    def __init__(self):
-        self._lock = threading.Lock()
-        self._process = None
-
-    def serve(self, connection):
-        with self._lock:
-            if self._process is None or self._process.poll() is not None:
-                self._start()
-            socket.send_fds(self._ours, [b"."], [connection.fileno()])
-            return _Process(int(self._ours.recv(32)))
-
-    def _start(self):
-        self._ours, theirs = socket.socketpair()
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, str(theirs.fileno())]
-        with theirs:
-            self._process = subprocess.Popen(
-                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
-            )
-        atexit.unregister(self._close)
-        atexit.register(self._close)
-
-    def _close(self):
-        self._ours.close()
-        self._process.wait()
-
-
-class _Process:
-    """A process that is not our child, as far as a Popen would show it."""
-
-    def __init__(self, pid):
-        self.pid = pid
-        self._descriptor = os.pidfd_open(pid)
-
-    def send_signal(self, number):
-        if self.poll() is None:
-            signal.pidfd_send_signal(self._descriptor, number)
-
-    def kill(self):
-        self.send_signal(signal.SIGKILL)
-
-    def poll(self):
-        return 0 if self._ended(0) else None
-
-    def wait(self):
-        self._ended(None)
-
-    def close(self):
-        os.close(self._descriptor)
-
-    def _ended(self, within_secs):
-        # poll, not select: a test process may hold more than select's 1,024 descriptors.
-        poll = select.poll()
-        poll.register(self._descriptor, select.POLLIN)
-        return bool(poll.poll(None if within_secs is None else within_secs * 1000))
-
-
-_forkserver = _ForkServer()
-
-
 class Trainer:
     """The child process. `order` sends, `reply` reads, `tell` does both."""
 
@@ -101,7 +35,7 @@ class Trainer:
         self.awaited = 0
         ours, theirs = socket.socketpair()
         with theirs:
-            self.process = _forkserver.serve(theirs)
+            self.process = forkserver(*REPLICA).over(theirs, __name__)
         with ours:
             self._lines = ours.makefile("rw")
 
@@ -130,7 +64,6 @@ class Trainer:
 
     def close(self):
         self.kill()
-        self.process.close()
         with suppress(BrokenPipeError):  # an order that it did not live to hear
             self._lines.close()
 
@@ -268,28 +201,6 @@ def say(**reply):
     print(json.dumps(reply), flush=True)
 
 
-def forkserver_loop(control):
-    """Forks for each socket that comes; nothing here may start a thread."""
-    import torch
-    import torch.distributed
-
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    while True:
-        _, descriptors, *_ = socket.recv_fds(control, 1, 1)
-        if not descriptors:
-            return
-        pid = os.fork()
-        if not pid:
-            control.close()
-            sys.stdin = os.fdopen(descriptors[0])
-            sys.stdout = os.fdopen(os.dup(descriptors[0]), "w")
-            main()
-            os._exit(0)
-        os.close(descriptors[0])
-        control.send(str(pid).encode())
-
-
 def main():
     side = Side()
     for line in sys.stdin:
@@ -302,4 +213,6 @@ def main():
 
 
 if __name__ == "__main__":
-    forkserver_loop(socket.socket(fileno=int(sys.argv[1])))
+    sys.stdin, sys.stdout = os.fdopen(CONNECTION), os.fdopen(os.dup(CONNECTION), "w")
+    main()
+    os._exit(0)  # whatever torch's threads do

@@ -27,6 +27,9 @@ BUCKET_BYTES = 1 << 20
 # Much longer than it takes to notice a closed connection, much shorter than any timeout of FILE.
 NOTICED_SECS = 30
 MEND_SECS = 20
+# Between two looks at all tensors: each costs tens of milliseconds of CPU time, and a sync lasts a
+# few tenths of a second.
+LOOK_SECS = 0.2
 _seeds = count(1)
 
 
@@ -97,7 +100,7 @@ async def watch_for_early_changes(seen):
                     assert each["weight_version"] == label_of(seed), each
                     assert digests[each["url"]] == expected_checksum(seed), each
             looks += 1
-            await trio.sleep(POLL_SECS)
+            await trio.sleep(LOOK_SECS)
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(look)

@@ -16,18 +16,18 @@ from functools import cache
 
 import trio
 
-from tests.promises.trainer_forkserver import TrainerForkServer
+from tests.program_forkserver import CONNECTION, REPLICA, forkserver
 
 
 class Trainer:
     """The child process. `tell` sends an order and waits for the reply, {"gone": True} if it
     died."""
 
-    def __init__(self, forkserver):
+    def __init__(self):
         self.awaited = 0
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            self.process = forkserver.fork(theirs)
+            self.process = forkserver(*REPLICA).over(theirs, __name__)
             self._orders, self._replies = ours.makefile("w"), ours.makefile("r")
 
     async def tell(self, do, **order):
@@ -55,17 +55,17 @@ class Trainer:
             return ""
 
     def living(self):
-        return self.process.living()
+        return self.process.poll() is None
 
     def signal(self, number):
         self.process.send_signal(number)
 
     def kill(self):
         self.process.kill()
+        self.process.wait()
 
     def close(self):
         self.kill()
-        self.process.close()
         self._replies.close()
         with suppress(BrokenPipeError):  # an order that it did not live to hear
             self._orders.close()
@@ -75,7 +75,6 @@ class Trainers:
     """Child processes that are kept from test to test."""
 
     def __init__(self):
-        self._forkserver = TrainerForkServer(__name__)
         self._all = []
 
     def one(self):
@@ -88,14 +87,13 @@ class Trainers:
     def _free(self, count):
         free = [each for each in self._all if each.living() and not each.awaited]
         while len(free) < count:
-            self._all.append(Trainer(self._forkserver))
+            self._all.append(Trainer())
             free.append(self._all[-1])
         return free[:count]
 
     def close(self):
         for each in self._all:
             each.close()
-        self._forkserver.close()
 
 
 class TrainerCommands:
@@ -256,3 +254,8 @@ def main(orders, replies):
             reply = {"broken": repr(error)}
         say(**reply)
     os._exit(0)
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=CONNECTION) as connection:
+        main(connection.makefile("r"), connection.makefile("w"))
