@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.example_counts import SHARES
 from tests.forked_workers import ForkedWorkers
-from tests.program_forkserver import close_forkservers
+from tests.program_forkserver import close_forkservers, share_forkservers
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
@@ -63,7 +63,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if (count := config.getoption("processes")) > 1:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would start with numpy
-        config.pluginmanager.register(ForkedWorkers(count, join_gloo_threads))
+        forked = ForkedWorkers(count, join_gloo_threads, share_forkservers())
+        config.pluginmanager.register(forked)
 
 
 def pytest_collection_finish():
@@ -93,6 +94,7 @@ def forkservers():
 
 def pytest_sessionfinish():
     join_gloo_threads()
+    close_forkservers()
 
 
 def join_gloo_threads():

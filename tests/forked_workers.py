@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable
@@ -35,11 +36,18 @@ class Worker:
 
 
 class ForkedWorkers:
-    """A pytest plug-in. `at_end`: called in each worker after its last test."""
+    """A pytest plug-in. `at_end`: called in each worker after its last test. `served`: a socket, and
+    what the first process calls whenever it has something to read."""
 
-    def __init__(self, count: int, at_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        count: int,
+        at_end: Callable[[], None],
+        *served: tuple[socket.socket, Callable[[], None]],
+    ) -> None:
         self._count = count
         self._at_end = at_end
+        self._served = served
         self._waiting: deque[list[int]] = deque()
         self._workers: list[Worker] = []
         self._started = 0
@@ -74,34 +82,43 @@ class ForkedWorkers:
             ours.close()
             for worker in self._workers:
                 worker.connection.close()
+            for served, _ in self._served:
+                served.close()
             self._work(session, theirs)
         theirs.close()
         self._workers.append(Worker(pid, ours))
 
     def _follow(self, session: pytest.Session) -> None:
         while self._workers:
-            ready = wait([worker.connection for worker in self._workers])
+            sockets = [each for each, _ in self._served]
+            ready = wait([*sockets, *(worker.connection for worker in self._workers)])
+            for each, answer in self._served:
+                if each in ready:
+                    answer()
             for worker in [each for each in self._workers if each.connection in ready]:
-                try:
-                    kind, value = worker.connection.recv()
-                except (EOFError, ConnectionResetError):
-                    self._on_exit(session, worker)
-                    continue
-                if kind == "next":
-                    unit = self._waiting.popleft() if self._waiting else []
-                    worker.units.append(unit)
-                    worker.connection.send(unit)
-                elif kind == "begin":
-                    worker.running = value
-                    while worker.units and not worker.units[0]:
-                        worker.units.popleft()
-                    worker.units[0].remove(value)
-                else:
-                    self._report(session, value)
+                self._hear(session, worker)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
                 raise session.Interrupted(session.shouldstop)
+
+    def _hear(self, session: pytest.Session, worker: Worker) -> None:
+        try:
+            kind, value = worker.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._on_exit(session, worker)
+            return
+        if kind == "next":
+            unit = self._waiting.popleft() if self._waiting else []
+            worker.units.append(unit)
+            worker.connection.send(unit)
+        elif kind == "begin":
+            worker.running = value
+            while worker.units and not worker.units[0]:
+                worker.units.popleft()
+            worker.units[0].remove(value)
+        else:
+            self._report(session, value)
 
     def _report(self, session: pytest.Session, data: dict[str, Any]) -> None:
         config = session.config

@@ -29,9 +29,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -67,25 +67,38 @@ REPLICA = (
     "torch.distributed",
     "tools.training.__main__",
 )
+IMPORTED = {"proxy": PROXY, "replica": REPLICA}
 
 
-class ForkServer:
-    """Ends at `close`; its forks outlive it. `name`: of the socket at which processes ask for it."""
+class ForkServerProcess:
+    """A server of several processes. Ends at `close`; its forks outlive it."""
 
-    def __init__(self, name: str, *imported: str) -> None:
-        self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = threading.Lock()
+    def __init__(self, name: str) -> None:
+        self._ours, theirs = socket.socketpair()
         with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(interpreter_folder() / name))
             listener.listen(64)
             passed = [theirs.fileno(), listener.fileno()]
             command = [sys.executable, "-m", __name__, *map(str, passed)]
             self._process = subprocess.Popen(
-                [*command, str(interpreter_folder() / "python"), *imported],
+                [*command, str(interpreter_folder() / "python"), *IMPORTED[name]],
                 pass_fds=passed,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENV},
             )
+
+    def close(self) -> None:
+        self._ours.close()
+        self._process.wait()
+
+
+class ForkServer:
+    """The connection of this process to one. `name`: of the socket at which processes ask for it."""
+
+    def __init__(self, name: str) -> None:
+        self._lock = threading.Lock()
+        self._ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._ours.connect(str(interpreter_folder() / name))
 
     async def start(self, *words: str, stderr: int | None = None) -> Forked:
         """The program with these words. It gets a copy of `stderr`, or none."""
@@ -120,27 +133,67 @@ class ForkServer:
 
     def close(self) -> None:
         self._ours.close()
-        self._process.wait()
 
 
 @cache
 def forkserver(*imported: str) -> ForkServer:
     """One for all tests of a run, until `close_forkservers`."""
-    made = ForkServer("replica" if imported == REPLICA else "proxy", *imported)
-    _SERVERS.append(made)
+    name = next(name for name, each in IMPORTED.items() if each == imported)
+    if _PLACE.asks is None:
+        _PLACE.start(name)
+    else:
+        with (interpreter_folder() / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one question at a time
+            _PLACE.asks.sendall(name.encode())
+            if not _PLACE.asks.recv(1):
+                raise RuntimeError("the process that starts fork servers has ended")
+    made = ForkServer(name)
+    _CONNECTED.append(made)
     return made
 
 
-_SERVERS: list[ForkServer] = []
+@dataclass
+class Place:
+    """Where the fork servers of this process are. `asks`: where another process starts them."""
+
+    started: dict[str, ForkServerProcess] = field(default_factory=dict)
+    asks: socket.socket | None = None
+    owner: int = 0  # the process that removes the folder
+
+    def start(self, name: str) -> None:
+        if name not in self.started:
+            self.started[name] = ForkServerProcess(name)
+
+
+_PLACE = Place()
+_CONNECTED: list[ForkServer] = []
+
+
+def share_forkservers() -> tuple[socket.socket, Callable[[], None]]:
+    """For forks of this process, which use the same fork servers: one import of torch costs more
+    than a hundred tests. This process starts them, when one asks for the first time: it has to call
+    what is returned whenever something can be read from that socket."""
+    interpreter_folder()
+    answers, _PLACE.asks = socket.socketpair()
+
+    def answer() -> None:
+        _PLACE.start(answers.recv(32).decode())
+        answers.sendall(b".")
+
+    return answers, answer
 
 
 def close_forkservers() -> None:
+    """In a process that others share them with: all that it has started; else its connections."""
     forkserver.cache_clear()
-    while _SERVERS:
-        _SERVERS.pop().close()
-    if interpreter_folder.cache_info().currsize:
+    while _CONNECTED:
+        _CONNECTED.pop().close()
+    if _PLACE.owner == os.getpid():
+        while _PLACE.started:
+            _PLACE.started.popitem()[1].close()
         shutil.rmtree(interpreter_folder())
         interpreter_folder.cache_clear()
+        _PLACE.owner = 0
 
 
 def forking_interpreter() -> str:
@@ -159,6 +212,7 @@ def program_interpreter() -> str:
 def interpreter_folder() -> Path:
     """Where `python` has fork servers start the program, and they their sockets."""
     folder = Path(tempfile.mkdtemp(prefix="omni-"))
+    _PLACE.owner = os.getpid()
     stand_in = folder / "python"
     stand_in.write_text(
         f"#!{sys.executable} -SEs\n" + Path(__file__).with_name("forked_program.py").read_text()
@@ -244,7 +298,7 @@ class Fork:
 
 
 def serve(control: socket.socket, listener: socket.socket, stand_in: str) -> list[str] | None:
-    """The module and the words of a fork, in each fork; None in the server, once its client has gone."""
+    """The module and the words of a fork, in each fork; None in the server, once `control` closes."""
     with selectors.DefaultSelector() as selector:
         server = _Server(selector, control, listener, stand_in)
         while True:
@@ -266,11 +320,11 @@ class _Server:
         """False, but in a fork and at the end of the server."""
         match key.data:
             case None if key.fileobj is self._control:
-                return self._fork_for_test()
+                return None
             case None if key.fileobj is self._listener:
                 self._selector.register(self._listener.accept()[0], selectors.EVENT_READ)
             case None:
-                return self._fork_for_program(key.fileobj)
+                return self._answer(key.fileobj)
             case Fork() as fork if fork.pid not in self._forks:
                 pass  # it was reported earlier in the same round
             case Fork() as fork if key.fd == fork.exits:
@@ -279,28 +333,39 @@ class _Server:
                 self._pass_signal(fork)
         return False
 
-    def _fork_for_test(self) -> list[str] | bool | None:
-        message, descriptors, *_ = socket.recv_fds(self._control, MESSAGE_BYTES, 3)
-        if not descriptors:
-            return None
+    def _answer(self, connection: socket.socket) -> list[str] | bool:
+        """A test process asks for many forks over its connection, `forked_program` for one."""
+        try:
+            message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_DESCRIPTORS)
+        except ConnectionResetError:
+            message, descriptors = b"", []
+        if message.startswith(b"{"):
+            return self._fork_for_test(connection, json.loads(message), descriptors)
+        self._selector.unregister(connection)
+        if message:
+            return self._fork_for_program(connection, message, descriptors)
+        connection.close()
+        return False
+
+    def _fork_for_test(
+        self, connection: socket.socket, request: dict, descriptors: list[int]
+    ) -> list[str] | bool:
         stderr, reports = descriptors.pop(0), socket.socket(fileno=descriptors.pop(0))
         if not (pid := os.fork()):
             self._leave(reports)
             given = dict(zip([CONNECTION], descriptors, strict=False))
-            return self._become(json.loads(message), {2: stderr, **given})
+            return self._become(request, {2: stderr, **given})
         for each in (stderr, *descriptors):
             os.close(each)
         fork = self._watch(pid, reports, owned=False)
-        socket.send_fds(self._control, [str(pid).encode()], [fork.exits])
+        with suppress(OSError):  # the test process has been killed
+            socket.send_fds(connection, [str(pid).encode()], [fork.exits])
         return False
 
-    def _fork_for_program(self, connection: socket.socket) -> list[str] | bool:
+    def _fork_for_program(
+        self, connection: socket.socket, message: bytes, descriptors: list[int]
+    ) -> list[str] | bool:
         """What `forked_program` asks for."""
-        self._selector.unregister(connection)
-        message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_DESCRIPTORS)
-        if not message:
-            connection.close()
-            return False
         words, environ, folder, numbers = marshal.loads(message)
         if not (pid := os.fork()):
             self._leave(connection)

@@ -2,6 +2,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,8 +20,8 @@ def pytest_configure(config):
 def run(tmp_path):
     """Runs files of tests by two workers; returns the exit status and the output."""
 
-    def run(*words, more="", **files):
-        (tmp_path / "conftest.py").write_text(CONFTEST + more)
+    def run(*words, more="", conftest=CONFTEST, **files):
+        (tmp_path / "conftest.py").write_text(conftest + more)
         (tmp_path / "pytest.ini").write_text("[pytest]")
         for name, text in files.items():
             (tmp_path / f"test_{name}.py").write_text(text)
@@ -103,3 +104,50 @@ def test_a_thread_of_the_collection_is_refused(run):
     status, output = run(one=text + "def test_a(): pass\n", two="def test_b(): pass\n")
     assert status == 4
     assert "collecting the tests has started 1 threads" in output
+
+
+SHARING = """
+from tests.forked_workers import ForkedWorkers
+from tests.program_forkserver import close_forkservers, share_forkservers
+
+def pytest_configure(config):
+    config.pluginmanager.register(ForkedWorkers(2, close_forkservers, share_forkservers()))
+
+def pytest_sessionfinish():
+    close_forkservers()
+"""
+FORK = """
+import os, socket, time
+from pathlib import Path
+from tests import program_forkserver
+
+program_forkserver.IMPORTED["light"] = ()
+
+def parent_of_a_fork():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        fork = program_forkserver.forkserver().over(theirs, "tests.process_group.trainer_process")
+        parent = Path(f"/proc/{fork.pid}/stat").read_text().rpartition(")")[2].split()[1]
+        fork.kill()
+        assert fork.wait() == -9
+    return int(parent)
+
+def test_it():
+    with open(os.environ["LOG"], "a") as file:
+        file.write(f"{os.getpid()} {parent_of_a_fork()}\\n")
+    until = time.monotonic() + 60
+    while len({line.split()[0] for line in open(os.environ["LOG"])}) < 2:  # the other worker's, too
+        assert time.monotonic() < until
+        time.sleep(0.01)
+"""
+
+
+def test_workers_share_fork_servers_and_none_is_left(run, tmp_path, monkeypatch):
+    log = tmp_path / "log"
+    monkeypatch.setenv("LOG", str(log))
+    # A worker asks for its second file before it runs the first.
+    status, output = run(conftest=SHARING, one=FORK, two=FORK, three=FORK)
+    assert (status, "3 passed" in output) == (0, True), output
+    _, servers = zip(*map(str.split, log.read_text().splitlines()), strict=True)
+    assert len(set(servers)) == 1
+    assert not Path(f"/proc/{servers[0]}").exists()
