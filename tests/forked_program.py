@@ -1,5 +1,5 @@
 """Stands in for the interpreter where a program of the tests starts another one: `-m omni_proxy …`,
-or the trainer of tools, `-m tools.training …`.
+with steps `-m tests.promises.stepping_program …`, or the trainer of tools, `-m tools.training …`.
 
 It has the fork server make a process with its own words, environment, folder and descriptors, and
 ends as that one ends. Signals are handed on; SIGKILL, too, for the fork server kills the process as
@@ -13,13 +13,14 @@ import marshal
 import posix as os
 import sys
 
-PROXY, TRAINER = "omni_proxy", "tools.training"
+PROXY, STEPPING = "omni_proxy", "tests.promises.stepping_program"
+TRAINER = "tools.training"
 TORCH = ("replica", "receiver-process")  # commands that need the fork server which has it
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main(folder: str, words: list[str]) -> int:
-    if words[:1] != ["-m"] or words[1] not in (PROXY, TRAINER):
+    if words[:1] != ["-m"] or words[1] not in (PROXY, STEPPING, TRAINER):
         os.execv(sys.executable, [sys.executable, *words])
     module, first = words[1], "".join(words[2:3])
     server = "replica" if module == TRAINER or first in TORCH else "proxy"

@@ -16,7 +16,6 @@ from tests.promises.tiny_fleet import CHAT, UPDATE, known, replicas, toml, weigh
 pytestmark = pytest.mark.usefixtures("soon")
 ROLLOUT = "/weights/rollout"
 CLIENTS = 16
-PAUSE_SECS = 0.2
 ENDED = ("succeeded", "failed", "cancelled")
 
 
@@ -32,8 +31,9 @@ class Clients:
     With a pause between their requests: without one they would only compete with the replicas.
     """
 
-    def __init__(self, running):
+    def __init__(self, running, pause_secs=0.2):
         self._client = running.client
+        self._pause_secs = pause_secs
         self.texts, self.faults = defaultdict(set), []
         self.answers = 0
 
@@ -60,7 +60,7 @@ class Clients:
             except httpx.HTTPError as error:
                 self.faults.append(repr(error))
             self.answers += 1
-            await trio.sleep(PAUSE_SECS)
+            await trio.sleep(self._pause_secs)
 
     async def _whole(self):
         answer = await self._client.post("/v1/chat/completions", json=CHAT)
@@ -109,7 +109,7 @@ async def test_sixteen_clients_see_no_error_and_only_whole_versions(tmp_path, mo
         file.write_text(text)
         async with program("--config", file) as running:
             await known(running, 3)
-            clients = Clients(running)
+            clients = Clients(running, pause_secs=0.5)
             async with clients.asking(CLIENTS):
                 await begin(running, model_path=new.path, weight_version="v2")
                 body = await ended(running)
@@ -336,35 +336,33 @@ async def test_the_events_of_a_rollout_begin_with_its_plan_and_end_with_its_end(
             assert (await running.client.post(f"{ROLLOUT}/cancel")).status_code == 409
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "code", "message"),
-    [
-        (b"[1]", 400, "invalid_json", "must be a JSON object"),
-        (b"{", 400, "invalid_json", "invalid JSON body"),
-        (b"{}", 400, "invalid_rollout", "nothing to roll out: give model_path"),
-        (b'{"model_path": "/m"}', 400, "invalid_rollout", "weight_version is missing"),
-        (b'{"model_path": "/m", "weight_version": "v", "canary": -1}', 400, "invalid_rollout",
-         "canary must be a whole number"),
-        (b'{"model_path": "/m", "weight_version": "v", "max_unavailabel": 2}', 400,
-         "invalid_rollout", "did you mean max_unavailable?"),
-        (b'{"version": 3}', 404, "no_versions", "no versions are kept"),
-        (b'{"model_path": "/m", "weight_version": "default"}', 409, "label_in_use",
-         "already reported by"),
-    ],
+BAD = (
+    (b"[1]", 400, "invalid_json", "must be a JSON object"),
+    (b"{", 400, "invalid_json", "invalid JSON body"),
+    (b"{}", 400, "invalid_rollout", "nothing to roll out: give model_path"),
+    (b'{"model_path": "/m"}', 400, "invalid_rollout", "weight_version is missing"),
+    (b'{"model_path": "/m", "weight_version": "v", "canary": -1}', 400, "invalid_rollout",
+     "canary must be a whole number"),
+    (b'{"model_path": "/m", "weight_version": "v", "max_unavailabel": 2}', 400,
+     "invalid_rollout", "did you mean max_unavailable?"),
+    (b'{"version": 3}', 404, "no_versions", "no versions are kept"),
+    (b'{"model_path": "/m", "weight_version": "default"}', 409, "label_in_use",
+     "already reported by"),
 )  # fmt: skip
-async def test_a_bad_body_gets_a_clear_error_and_changes_nothing(
-    tmp_path, body, status, code, message
-):
+
+
+async def test_a_bad_body_gets_a_clear_error_and_changes_nothing(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(1) as (one,):
         file.write_text(engines_toml([one]))
         async with program("--config", file) as running:
             await running.until_routable(one)
-            answer = await running.client.post(ROLLOUT, content=body)
-            reported = answer.json()
-            assert (answer.status_code, reported["error"]["code"], reported["success"]) == (
-                status, code, False,
-            )  # fmt: skip
-            assert message in reported["message"]
-            assert one.paths(UPDATE) == []
-            assert (await running.get_json(ROLLOUT))["state"] == "none"
+            for body, status, code, message in BAD:
+                answer = await running.client.post(ROLLOUT, content=body)
+                reported = answer.json()
+                assert (answer.status_code, reported["error"]["code"], reported["success"]) == (
+                    status, code, False,
+                ), body  # fmt: skip
+                assert message in reported["message"], body
+                assert one.paths(UPDATE) == [], body
+                assert (await running.get_json(ROLLOUT))["state"] == "none", body

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,30 +9,18 @@ import httpx
 import pytest
 import trio
 
-import omni_proxy
 from tests.ports import free_run
+from tests.program_forkserver import forking_interpreter
 from tests.promises.fleet_program import program, put, toml, workers
 from tests.promises.test_upgrade import script, status, until_gone, upgrade
 
 pytestmark = pytest.mark.usefixtures("soon")
 
-# The real program, which waits before each of its messages: it makes the file NAME, and goes on
-# once there is NAME.go.
-STEPPING = f"""
-import sys, time
-from pathlib import Path
-sys.path[:0] = {[str(Path(omni_proxy.__file__).parents[1]), *sys.path]!r}
-from omni_proxy.cli import main
-from omni_proxy.upgrade.channel import HandoverChannel
-send = HandoverChannel.send
-def step(channel, message, descriptors=()):
-    file = Path(__file__).with_name(type(message).__name__)
-    file.touch()
-    while not Path(f"{{file}}.go").exists():
-        time.sleep(0.01)
-    send(channel, message, descriptors)
-HandoverChannel.send = step
-sys.exit(main())
+# Importing the program costs a second: it is a fork, as the first program is.
+STEPPING = """
+import os, sys
+program = ["{interpreter}", "-m", "tests.promises.stepping_program", *sys.argv]
+os.execv(program[0], program)
 """
 STARTED, READY = "StartedMessage", "ReadyMessage"
 
@@ -42,7 +29,8 @@ STARTED, READY = "StartedMessage", "ReadyMessage"
 async def upgrading(tmp_path, step, more=""):
     """The program, its worker, and what `upgrade` reports of a new program that waits before this
     message."""
-    binary, file, reports = script(tmp_path, STEPPING), tmp_path / "proxy.toml", []
+    binary = script(tmp_path, STEPPING.format(interpreter=forking_interpreter()))
+    file, reports = tmp_path / "proxy.toml", []
     async with workers("w") as fleet:
         put(file, toml(fleet, port=free_run(1), more=more))
         async with program("--config", file) as running, trio.open_nursery() as nursery:

@@ -137,7 +137,7 @@ async def test_a_member_that_is_killed_in_the_middle_costs_that_round_alone(seen
         await seen.until("/workers", lambda body: body["healthy_workers"] == 2)
         assert not any(each["routable"] for each in (await seen.get_json("/workers"))["workers"])
         # The next round of the trainer, in a new group, brings both back.
-        await round_of(seen, trainer, 32, chunks=40)
+        await round_of(seen, trainer, 32)
         await assert_all_hold(seen, 32)
         await seen.ready()
         await traffic.wait_for_more()
