@@ -96,13 +96,13 @@ class ForkedWorkers:
                 if each in ready:
                     answer()
             for worker in [each for each in self._workers if each.connection in ready]:
-                self._hear(session, worker)
+                self._receive(session, worker)
             if session.shouldfail:
                 raise session.Failed(session.shouldfail)
             if session.shouldstop:
                 raise session.Interrupted(session.shouldstop)
 
-    def _hear(self, session: pytest.Session, worker: Worker) -> None:
+    def _receive(self, session: pytest.Session, worker: Worker) -> None:
         try:
             kind, value = worker.connection.recv()
         except (EOFError, ConnectionResetError):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from omni_proxy.process_group.broadcast import mapped_file
+from tests.replica.tp.conftest import RANKS
 from tests.replica.tp.test_operations import checked, serialized
 from tests.replica.weights.stage_fixture import weights_of
 from tests.replica.weights.sync_steps import (
@@ -131,28 +132,22 @@ def test_a_rank_that_cannot_join_does_not_block_the_others(pair, rank):
 
 
 def receivers():
-    """The programs among our descendants that receive for rank 0, which is this process, and for
-    rank 1."""
+    """The programs that receive for rank 0, which is this process, and for rank 1."""
     ours, theirs = [], []
-    above = [os.getpid()]
-    while above:
-        parent = above.pop()
-        for child in children(parent):
-            above.append(child)
-            if b"receiver-process" in read(f"/proc/{child}/cmdline"):
-                (ours if parent == os.getpid() else theirs).append(child)
+    mark = f"{RANKS}={os.getpid()}".encode()
+    for each in Path("/proc").glob("[0-9]*"):
+        if b"receiver-process" in read(each / "cmdline").split(b"\0") and mark in read(
+            each / "environ"
+        ).split(b"\0"):
+            parent = int(read(each / "stat").rpartition(b")")[2].split()[1])
+            (ours if parent == os.getpid() else theirs).append(int(each.name))
     return ours, theirs
-
-
-def children(pid):
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    return [int(child) for task in tasks for child in read(task).split()]
 
 
 def read(path):
     """Nothing of a process that has ended."""
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return Path(path).read_bytes()
+    with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+        return path.read_bytes()
     return b""
 
 
