@@ -19,6 +19,7 @@ cdef class EventLoop:
     cdef public list _closing
     cdef public list pending_writers
     cdef public Py_ssize_t max_pending_writers
+    cdef public list _unhandled
     cdef public list _ready
     cdef public double _host_checked_at
     cdef public object _host
@@ -31,6 +32,6 @@ cdef class EventLoop:
     cpdef call_soon(self, task)
     cpdef wake(self, task)
     cpdef flush(self)
-    @cython.locals(handler=IoHandler, handlers=list, fd=Py_ssize_t, mask=int)
+    @cython.locals(handler=IoHandler, handlers=list, fd=Py_ssize_t, mask=int, rest=list)
     cpdef _run_batch(self, list events)
     cpdef bint _yield_due(self, host)

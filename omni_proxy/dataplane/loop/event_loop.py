@@ -3,7 +3,8 @@
 It runs plain coroutines (see `task`) and yields to trio's other tasks when they need to run.
 Invariant: sockets are closed after the iteration, so that a stale event can't reach a reused
 descriptor; an exception ends only the connection that raised it. It awaits trio in only two
-places, and no other task of trio waits longer than one iteration plus `HOST_CHECK_SECS`.
+places, and no other task of trio waits longer than one iteration plus `HOST_CHECK_SECS`. An
+iteration that takes long ends early, and the next one continues with its events.
 A trio task for each connection would cost more CPU per request: see docs/performance.md.
 """
 
@@ -27,8 +28,11 @@ ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
 MAX_PENDING_WRITERS = 32
 BUSY_POLL_SECS: Final = 0.004  # under load, waiting in epoll is cheaper than waiting in trio
 HOST_CHECK_SECS: Final = 0.001  # interval of checks whether trio has ready I/O
-# Per iteration: each event may be a request whose body takes 20 ms to read on a busy machine.
-MAX_EVENTS: Final = 8
+MAX_EVENTS: Final = (
+    64  # per iteration; fewer are slower, as clients and workers wait for each batch
+)
+CHECK_EVENTS: Final = 8  # events between two reads of the clock; each may take 20 ms: a large body
+MAX_BATCH_SECS: Final = 0.02  # then trio gets a turn before the other events
 MAX_READY: Final = 64  # tasks stepped per iteration; all may have waited for the same change
 
 
@@ -89,6 +93,7 @@ class EventLoop:
         self._closing: list[socket.socket] = []
         self.pending_writers: list[PendingWriter] = []  # flushed at the end of this iteration
         self.max_pending_writers = MAX_PENDING_WRITERS
+        self._unhandled: list[tuple[int, int]] = []  # events of an iteration that ended early
         self._ready: list[Steppable] = []  # stepped in the next iterations, even without an event
         self._host_checked_at = self.now
         self._host: HostLoop | None = None  # set while the loop runs
@@ -97,9 +102,14 @@ class EventLoop:
         self._handlers: list[IoHandler | None] = []  # indexed by descriptor
 
     def register(self, fd: int, handler: IoHandler) -> None:
+        self._drop_unhandled(fd)  # of a closed socket that had the same descriptor
         self._make_room(fd)
         self._epoll.register(fd, ALL_EVENTS)
         self._handlers[fd] = handler
+
+    def _drop_unhandled(self, fd: int) -> None:
+        if self._unhandled:
+            self._unhandled = [event for event in self._unhandled if event[0] != fd]
 
     def _make_room(self, fd: int) -> None:
         missing = fd + 1 - len(self._handlers)
@@ -112,6 +122,7 @@ class EventLoop:
 
     def suspend(self, fd: int) -> None:
         """Deliver no events until `rearm`. The descriptor stays registered, so neither can fail."""
+        self._drop_unhandled(fd)
         with contextlib.suppress(ValueError):  # the loop has ended
             self._epoll.modify(fd, 0)
 
@@ -178,8 +189,10 @@ class EventLoop:
         try:
             task_status.started()
             while True:
-                busy = host.waiting or self._ready or self.admin_exchanges
-                events = self._epoll.poll(0 if busy else BUSY_POLL_SECS, MAX_EVENTS)
+                events, self._unhandled = self._unhandled, []
+                if not events:
+                    busy = host.waiting or self._ready or self.admin_exchanges
+                    events = self._epoll.poll(0 if busy else BUSY_POLL_SECS, MAX_EVENTS)
                 if not events and not self._ready:
                     self._host_checked_at = self.clock()
                     self._parked = True
@@ -188,7 +201,7 @@ class EventLoop:
                     host.refresh()
                     continue
                 self._run_batch(events)
-                if self._yield_due(host):
+                if self._unhandled or self._yield_due(host):
                     await trio.lowlevel.checkpoint()
                     host.refresh()
         finally:
@@ -209,10 +222,20 @@ class EventLoop:
     def _run_batch(self, events: list[tuple[int, int]]) -> None:
         clock, handlers = self.clock, self._handlers
         self.now = clock()
-        for fd, mask in events:
+        rest = events[CHECK_EVENTS:]
+        for fd, mask in events[:CHECK_EVENTS] if rest else events:
             handler = handlers[fd]
             if handler is not None:
                 handler.on_event(mask)
+        while rest:
+            if clock() - self.now > MAX_BATCH_SECS:
+                self._unhandled = rest
+                break
+            events, rest = rest[:CHECK_EVENTS], rest[CHECK_EVENTS:]
+            for fd, mask in events:
+                handler = handlers[fd]
+                if handler is not None:
+                    handler.on_event(mask)
         if self._ready:
             ready, self._ready = self._ready[:MAX_READY], self._ready[MAX_READY:]
             for task in ready:

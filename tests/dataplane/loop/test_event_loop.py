@@ -7,7 +7,14 @@ import trio
 import trio.lowlevel
 import trio.testing
 
-from omni_proxy.dataplane.loop.event_loop import MAX_EVENTS, MAX_READY, EventLoop, IoHandler
+from omni_proxy.dataplane.loop.event_loop import (
+    CHECK_EVENTS,
+    MAX_BATCH_SECS,
+    MAX_EVENTS,
+    MAX_READY,
+    EventLoop,
+    IoHandler,
+)
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import (
     ANY_STREAM,
@@ -18,6 +25,7 @@ from omni_proxy.dataplane.loop.task import (
     pause,
 )
 from tests.dataplane.loop_script import Scripted, Wires, until
+from tests.dataplane.manual_clock import ManualClock
 
 
 async def test_a_task_is_stepped_when_its_stream_has_bytes(loop, wires):
@@ -58,6 +66,78 @@ async def test_trio_gets_a_turn_when_more_streams_are_ready_than_fit_in_an_itera
     assert len(stepped) <= 2 * MAX_EVENTS
     for task in tasks:
         await task.ended.wait()
+
+
+class Timed(IoHandler):
+    """Keeps the number of its events, which take `secs` each by the clock of the loop."""
+
+    def __init__(self, loop, secs):
+        self.loop, self.secs, self.events = loop, secs, 0
+        self.near, self.far = socket.socketpair()
+        loop.register(self.near.fileno(), self)  # it is writable: the first event is there
+
+    def on_event(self, mask):
+        self.loop.clock.now += self.secs
+        self.events += 1
+
+    def close(self):
+        self.far.close()
+        if self.near.fileno() >= 0:
+            self.loop.unregister(self.near.fileno(), self.near)
+
+
+@pytest.fixture
+async def timed(nursery):
+    """`timed(secs)` makes a handler in a loop whose clock only handlers advance."""
+    loop, made = EventLoop(ManualClock()), []
+
+    def make(secs):
+        made.append(Timed(loop, secs))
+        return made[-1]
+
+    make.loop = loop
+    await nursery.start(loop.run)
+    yield make
+    for each in made:
+        each.close()
+    loop.flush()
+
+
+@pytest.mark.parametrize("secs", [MAX_BATCH_SECS / 2, 0.0])
+async def test_an_iteration_that_takes_long_ends_before_all_its_events(timed, secs):
+    handlers = [timed(secs) for _ in range(4 * CHECK_EVENTS)]
+    steps, before = [], 0
+    while before < len(handlers):
+        await trio.lowlevel.checkpoint()
+        handled = sum(each.events for each in handlers)
+        steps.append(handled - before)
+        before = handled
+    if secs:  # trio runs tasks in random order, so two iterations may follow each other
+        assert max(steps) <= 2 * CHECK_EVENTS
+    else:
+        assert max(steps) == len(handlers)
+    assert {each.events for each in handlers} == {1}
+
+
+@pytest.mark.parametrize("how", ["its descriptor is another socket's", "it is suspended"])
+async def test_an_event_that_was_not_handled_does_not_outlive_its_socket(timed, how):
+    handlers = [timed(MAX_BATCH_SECS) for _ in range(4 * CHECK_EVENTS)]
+    while not any(each.events for each in handlers):
+        await trio.lowlevel.checkpoint()
+    waiting = next(each for each in handlers if not each.events)
+    fd = waiting.near.fileno()
+    if how == "it is suspended":
+        timed.loop.suspend(fd)
+        after = waiting
+    else:
+        waiting.close()
+        timed.loop.flush()
+        after = timed(0.0)
+        assert after.near.fileno() == fd
+    await trio.testing.wait_all_tasks_blocked(0.01)
+    assert waiting.events == 0
+    assert after.events == (after is not waiting)
+    assert sum(each.events for each in handlers) == len(handlers) - 1
 
 
 async def test_trio_gets_a_turn_when_very_many_tasks_are_woken_at_once(loop):
