@@ -34,4 +34,6 @@ cdef class EventLoop:
     cpdef flush(self)
     @cython.locals(handler=IoHandler, handlers=list, fd=Py_ssize_t, mask=int, rest=list)
     cpdef _run_batch(self, list events)
+    @cython.locals(handler=IoHandler, handlers=list, fd=Py_ssize_t, mask=int, events=list)
+    cpdef _continue_batch(self, list rest)
     cpdef bint _yield_due(self, host)

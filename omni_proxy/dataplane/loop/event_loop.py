@@ -220,22 +220,15 @@ class EventLoop:
         self._epoll.register(self._wakeup_fd, EPOLLIN | EPOLLET)
 
     def _run_batch(self, events: list[tuple[int, int]]) -> None:
-        clock, handlers = self.clock, self._handlers
-        self.now = clock()
+        handlers = self._handlers
+        self.now = self.clock()
         rest = events[CHECK_EVENTS:]
         for fd, mask in events[:CHECK_EVENTS] if rest else events:
             handler = handlers[fd]
             if handler is not None:
                 handler.on_event(mask)
-        while rest:
-            if clock() - self.now > MAX_BATCH_SECS:
-                self._unhandled = rest
-                break
-            events, rest = rest[:CHECK_EVENTS], rest[CHECK_EVENTS:]
-            for fd, mask in events:
-                handler = handlers[fd]
-                if handler is not None:
-                    handler.on_event(mask)
+        if rest:
+            self._continue_batch(rest)
         if self._ready:
             ready, self._ready = self._ready[:MAX_READY], self._ready[MAX_READY:]
             for task in ready:
@@ -244,6 +237,19 @@ class EventLoop:
             self.flush_writes()
         if self._closing:
             self.flush()
+
+    def _continue_batch(self, rest: list[tuple[int, int]]) -> None:
+        """Handle these events of the batch too, until it has taken `MAX_BATCH_SECS`."""
+        handlers = self._handlers
+        while rest:
+            if self.clock() - self.now > MAX_BATCH_SECS:
+                self._unhandled = rest
+                return
+            events, rest = rest[:CHECK_EVENTS], rest[CHECK_EVENTS:]
+            for fd, mask in events:
+                handler = handlers[fd]
+                if handler is not None:
+                    handler.on_event(mask)
 
     def _yield_due(self, host: HostLoop) -> bool:
         now = self.now
