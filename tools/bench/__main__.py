@@ -19,7 +19,7 @@ what is measured:
   tls                 the same with TLS listeners
   memory              bytes per connection, of 10,000 idle ones and of 2,000 slow streams
   fields              a header field that is new in every request, compared with none
-  front               the latency of GET /workers while 32 clients are busy
+  admin               the latency of GET /workers while 32 clients are busy
   processes           requests per second of two data-plane processes, compared with one
   legs                requests over prefill and decode workers, compared with plain ones
   failures            the time until a client gets the error of a failed leg
@@ -47,7 +47,7 @@ def _arguments() -> argparse.Namespace:
         *CPU_BENCHES,
         "memory",
         "fields",
-        "front",
+        "admin",
         "processes",
         "legs",
         "failures",
@@ -129,7 +129,7 @@ KINDS = {
     **dict.fromkeys(CPU_BENCHES, measurements.paired),
     "memory": measurements.memory,
     "fields": measurements.fields,
-    "front": measurements.front,
+    "admin": measurements.admin,
     "processes": measurements.processes,
     "legs": measurements.legs,
     "failures": failed_legs.run,

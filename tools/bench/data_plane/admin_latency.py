@@ -32,7 +32,7 @@ class Waits:
     idle_p99_ms: float
 
 
-def front_waits(side: Side, secs: float) -> Waits:
+def admin_waits(side: Side, secs: float) -> Waits:
     """Raises LegError."""
     with fake_worker() as workers, started(side, workers) as (port, _):
         alone = _ask(port, min(secs, 2.0))

@@ -11,7 +11,7 @@ from statistics import median
 
 from tools.bench import policies
 from tools.bench.data_plane import process_scaling, two_legs
-from tools.bench.data_plane.admin_latency import front_waits
+from tools.bench.data_plane.admin_latency import admin_waits
 from tools.bench.data_plane.header_fields import new_field
 from tools.bench.harness import report
 from tools.bench.harness.load_run import LOADS, QUICK, LegError, Load, fake_worker
@@ -24,7 +24,7 @@ from tools.bench.memory import connection_memory, request_memory
 
 ROUTER = "sglang-router"
 PROCESSES = 2
-FRONT_SECS = 8.0
+ADMIN_SECS = 8.0
 KIB = 1024
 PAIRED = ("unary c=1", "unary c=32", "stream 17k/s", "stream 50k/s")
 TITLES = {
@@ -87,7 +87,7 @@ def measure_goals(how: Measuring) -> Found:
         "memory per connection": _memory,
         "memory of waiting requests": _waiting,
         f"{PROCESSES} processes": _processes,
-        "control requests under load": _front,
+        "control requests under load": _admin_latency,
         "a field that is new in each request": _new_field,
     }
     for name, part in parts.items():
@@ -257,8 +257,8 @@ def _processes(how: Measuring, found: Found) -> None:
     found.facts[what] = both.ratios
 
 
-def _front(how: Measuring, found: Found) -> None:
-    waits = front_waits(how.ours(), max(how.secs, FRONT_SECS))
+def _admin_latency(how: Measuring, found: Found) -> None:
+    waits = admin_waits(how.ours(), max(how.secs, ADMIN_SECS))
     beside = f"p50 {waits.p50_ms:.1f} ms; idle p99 {waits.idle_p99_ms:.1f} ms"
     what = "GET /workers beside 32 busy clients, p99"
     figure = f"{waits.p99_ms:.1f} ms"

@@ -14,7 +14,7 @@ from statistics import median
 from tools.bench.data_plane import features as request_features
 from tools.bench.data_plane import goals as promises
 from tools.bench.data_plane import process_scaling, two_legs
-from tools.bench.data_plane.admin_latency import front_waits
+from tools.bench.data_plane.admin_latency import admin_waits
 from tools.bench.data_plane.header_fields import new_field
 from tools.bench.data_plane.instructions import MODES
 from tools.bench.data_plane.instructions import count as counted
@@ -209,8 +209,8 @@ def memory(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def front(arguments: argparse.Namespace) -> int:
-    waits = front_waits(_ours(arguments), max(arguments.secs, promises.FRONT_SECS))
+def admin(arguments: argparse.Namespace) -> int:
+    waits = admin_waits(_ours(arguments), max(arguments.secs, promises.ADMIN_SECS))
     _tell(report.machine())
     print(f"\nGET /workers of {waits.side}, {waits.count} times beside 32 busy clients, ms")
     rows = [
