@@ -86,7 +86,7 @@ async def test_traffic_is_charted_and_a_request_says_what_became_of_it(page, tmp
         await shows(page, ".life", *expected, "worker, until its head", "omni-proxy trace")
         parts = ("Its candidates, when its first worker was picked", "could take it", "took it")
         await shows(page, ".candidates", *parts, "in flight")
-        await push_words(page, "Where would such a one go now?")
+        await push_words(page, "Where would this request go now?")
         await shows(page, "#answer", "It would go to")
         await push_words(page, "Close it, and go on")
         await page.until("!document.querySelector('.life')")

@@ -83,7 +83,7 @@ function lifeRow(end) {
     bar.style.width = `${Math.max(0.4, (100 * (until - from)) / all)}%`;
     return make("li", "", make("span", "what", name), make("span", "lane", bar), make("span", "num", millis(until - from)));
   });
-  const cell = make("td", "", make("p", "", make("b", "", "Why this worker? "), whyWorker(end), " ", pressed("Where would such a one go now?", "link", () => explainLike(end))),
+  const cell = make("td", "", make("p", "", make("b", "", "Why this worker? "), whyWorker(end), " ", pressed("Where would this request go now?", "link", () => explainLike(end))),
     end.has_candidates ? candidates(end) : make("p", "quiet small", "Its candidates were not kept: those of two requests a second are."),
     (end.tried ?? []).length ? make("ol", "tries", ...end.tried.map((each) => make("li", /^[23]/.test(each.outcome) ? "ok" : "bad", make("b", "", short(each.worker)), ` ${each.outcome.replaceAll("_", " ")}`))) : null,
     make("ol", "lanes", ...bars),
