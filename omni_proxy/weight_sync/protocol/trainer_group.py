@@ -252,7 +252,7 @@ class WeightSync:
     def commit_end(self, flags: UpdateFlags | None = None) -> None:
         """The trainer ends the round. Raises InvalidTransition if none is open."""
         if not self.has_unpublished:
-            raise InvalidTransition(400, "no weights-update session is open")
+            raise InvalidTransition(400, "no weight-update session is open")
         self._enter(SyncEvent.UPDATE)
         self.round.last = flags or UpdateFlags(flush_cache=True)
         self.round.batched = True  # this is the last call of the round

@@ -343,7 +343,7 @@ def test_calls_that_all_abort_requests_complete_the_round():
 
 
 def test_only_an_open_round_can_be_ended():
-    with pytest.raises(InvalidTransition, match="no weights-update session"):
+    with pytest.raises(InvalidTransition, match="no weight-update session is open"):
         grouped("http://a").commit_end()
 
 
