@@ -423,6 +423,7 @@ def _abort_group(references: list[Backend]) -> None:
 
 def _group_status(group: _JoinedGroup) -> dict[str, Any]:
     monitor = group.receive.monitor if group.receive else None
+    bytes_received = monitor.bytes_received if monitor else 0
     return {
         "group_name": group.rendezvous.group_name,
         "backend": group.rendezvous.backend,
@@ -432,5 +433,6 @@ def _group_status(group: _JoinedGroup) -> dict[str, Any]:
         "owner_gone": group.owner_gone(),
         "state": group.state.value,
         "messages_done": monitor.messages_done if monitor else 0,
-        "bytes_come": monitor.bytes_received if monitor else 0,
+        "bytes_received": bytes_received,
+        "bytes_come": bytes_received,  # the old name, for one release
     }

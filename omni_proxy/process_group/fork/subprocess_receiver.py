@@ -367,5 +367,6 @@ def _group_status(group: _ChildGroup) -> dict[str, Any]:
         "state": group.state.value,
         "process": group.child.pid,
         "messages_done": messages_done,
-        "bytes_come": bytes_received,
+        "bytes_received": bytes_received,
+        "bytes_come": bytes_received,  # the old name, for one release
     }

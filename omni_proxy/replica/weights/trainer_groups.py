@@ -354,10 +354,12 @@ class TrainerGroups:
         current = self._current
         armed = current.armed if current is not None else None
         progress = armed.progress() if armed is not None else None
+        bytes_received = progress.bytes_received if progress is not None else 0
         return self.receive_state.facts(self._clock()) | {
             "isolation": self.terms.isolation,
             "buckets_done": progress.buckets_done if progress is not None else 0,
-            "bytes_come": progress.bytes_received if progress is not None else 0,
+            "bytes_received": bytes_received,
+            "bytes_come": bytes_received,  # the old name, for one release
             "bytes_expected": progress.bytes_expected if progress is not None else 0,
         }
 

@@ -201,7 +201,8 @@ class ProxyRank:
         return {
             "armed": True,
             "buckets_done": progress.buckets_done,
-            "bytes_come": progress.bytes_received,
+            "bytes_received": progress.bytes_received,
+            "bytes_come": progress.bytes_received,  # the old name, for one release
             "bytes_expected": progress.bytes_expected,
         }
 

@@ -38,9 +38,11 @@ def parse_progress(info: object) -> ReceiveProgress | None:
     if not isinstance(report, Mapping) or not isinstance(report.get("state"), str):
         return None
     error = report.get("error")
+    # Replicas of the previous release only have the old name.
+    received = "bytes_received" if "bytes_received" in report else "bytes_come"
     return ReceiveProgress(
         report["state"],
-        (_count(report, "buckets_done"), _count(report, "bytes_come")),
+        (_count(report, "buckets_done"), _count(report, received)),
         _secs(report),
         error if isinstance(error, str) else "",
     )

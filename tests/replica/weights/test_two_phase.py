@@ -77,7 +77,7 @@ def test_all_buckets_at_once(sync):
     reported = sync.reported()
     assert reported["state"] == "receiving"
     assert reported["owner"].startswith("127.0.0.1:")
-    assert (reported["bytes_expected"], reported["bytes_come"]) == (answer.data["num_bytes"], 0)
+    assert (reported["bytes_expected"], reported["bytes_received"]) == (answer.data["num_bytes"], 0)
     sync.send(A, B)
     assert sync.until("received")["buckets_done"] == 2
     assert holds(stage)

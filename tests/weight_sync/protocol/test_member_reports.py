@@ -16,10 +16,21 @@ def coming(nbytes, age, state="receiving", error=""):
 
 
 def test_progress_is_parsed_from_server_info_only():
-    report = {"state": "receiving", "buckets_done": 1, "bytes_come": 7, "secs": 2, "error": None}
+    report = {
+        "state": "receiving",
+        "buckets_done": 1,
+        "bytes_received": 7,
+        "secs": 2,
+        "error": None,
+    }
     assert parse_progress({"weight_sync": report}) == ReceiveProgress("receiving", (1, 7), 2.0)
     for strange in (None, [], {}, {"weight_sync": None}, {"weight_sync": {"state": 3}}):
         assert parse_progress(strange) is None
+
+
+def test_progress_of_a_replica_of_the_previous_release_has_the_old_name():
+    info = {"weight_sync": {"state": "receiving", "bytes_come": 7}}
+    assert parse_progress(info).received == (0, 7)
 
 
 def test_a_failed_receive_is_reported_with_the_members_name():

@@ -138,7 +138,7 @@ def report_progress(engines, state, nbytes, error=None):
 
     def info(url):
         engines.looks += 1
-        progress = {"state": state, "bytes_come": nbytes, "secs": engines.looks, "error": error}
+        progress = {"state": state, "bytes_received": nbytes, "secs": engines.looks, "error": error}
         return {"tp_size": engines.ranks[url], "weight_sync": progress}
 
     engines.looks, default_response = 0, type(engines).default_response
