@@ -35,7 +35,7 @@ from tests.idle import wait_until_idle
 
 NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
 A, B = "http://127.0.0.1:8011", "http://127.0.0.1:8012"  # workers of the fixture `api`
-C = "http://127.0.0.1:8013"  # one that is not
+C = "http://127.0.0.1:8013"  # not one of its workers
 ID_A = quote(A, safe="")
 NO_FOLDER = Path(tempfile.gettempdir(), "omni-proxy-tests", "there-is-no-such-folder")
 
@@ -92,7 +92,7 @@ class FakeConfigStore:
         return self.next_reload
 
     async def wait_predecessor_gone(self):
-        """No program came before."""
+        """Return at once: there is no predecessor."""
 
     async def release_membership(self):
         self.membership_lock.release()
@@ -116,7 +116,7 @@ class FakeDataPlane:
         self.policy = build_policy(RoutingConfig(), lambda _: 0, 0.0)
         self.pool_policies = PoolPolicies(RoutingConfig(), lambda _: 0, lambda: 0.0)
         self.pools_reported = {}
-        self.needs_affinity_key = True  # whatever the policy, for tests change that
+        self.needs_affinity_key = True  # for any policy, since tests change the policy
         self.draining = False
         self.voices = VoiceRegistry()
         self.process_rows = []
@@ -126,7 +126,7 @@ class FakeDataPlane:
 
         self.response_owners = own_response_owners()
         self.aliases = None
-        self.target_checks = None  # of aliases
+        self.target_checks = None  # of the targets of aliases
         self.found = AbortFindings()  # what an abort finds
         self.aborted = []
 
@@ -231,13 +231,13 @@ def build_api(*entries, key="", folder=NO_FOLDER, services=None, **tables):
 
 
 async def call(api, method, path, body=None, **headers):
-    """Status, JSON and header fields of the answer. `body`: bytes as they are, or a JSON value."""
+    """Status, JSON and header fields of the response. `body`: bytes to send, or a JSON value."""
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-    answer = await api.client().open(path, method=method, data=data, headers=headers)
-    return answer.status_code, await answer.get_json(), answer.headers
+    response = await api.client().open(path, method=method, data=data, headers=headers)
+    return response.status_code, await response.get_json(), response.headers
 
 
 async def message(api, method, path, body=None, **headers):
     """Status and message of an error."""
-    status, reported, _ = await call(api, method, path, body, **headers)
-    return status, reported["error"]["message"]
+    status, content, _ = await call(api, method, path, body, **headers)
+    return status, content["error"]["message"]

@@ -6,22 +6,22 @@ from tests.admin_api.fake_engines import Engines
 
 @pytest.fixture
 def api():
-    """Two workers of FILE, not probed yet, no key."""
+    """An API without a key; its two workers have not been probed."""
     return build_api(entry(A), entry(B))
 
 
 @pytest.fixture
 def engines(request, monkeypatch):
-    """The module's `ENGINES`, or the plain ones."""
+    """Fake engines: of the module's class `ENGINES`, or `Engines`."""
     return getattr(request.module, "ENGINES", Engines)().install(monkeypatch)
 
 
 @pytest.fixture
 async def settled(engines, tmp_path, nursery):
     """Two healthy workers with a model each; the weight operations have read their labels."""
-    made = build_api(entry(A, model="m"), entry(B, model="n"), folder=tmp_path / "w")
-    made.healthy(A, B)
-    await nursery.start(made.operations.run)
-    await made.settle()
+    api = build_api(entry(A, model="m"), entry(B, model="n"), folder=tmp_path / "w")
+    api.healthy(A, B)
+    await nursery.start(api.operations.run)
+    await api.settle()
     engines.requests.clear()
-    return made
+    return api

@@ -10,7 +10,7 @@ from omni_proxy.upstream_http import client
 
 
 class Engines:
-    """`replies[(url, path)]` is a reply, an exception, or a list of such, one per call."""
+    """`replies[(url, path)]`: a reply or an exception, or a list with one of them for each call."""
 
     def __init__(self):
         self.replies, self.requests = {}, []
@@ -22,12 +22,12 @@ class Engines:
     async def answer(self, request):
         self.requests.append(request)
         base = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
-        response = self.replies.get((base, request.url.path), (404, b"{}"))
-        if isinstance(response, list):
-            response = response.pop(0) if len(response) > 1 else response[0]
-        if isinstance(response, Exception):
-            raise response
-        status, raw = response
+        reply = self.replies.get((base, request.url.path), (404, b"{}"))
+        if isinstance(reply, list):
+            reply = reply.pop(0) if len(reply) > 1 else reply[0]
+        if isinstance(reply, Exception):
+            raise reply
+        status, raw = reply
 
         async def pieces():
             yield raw

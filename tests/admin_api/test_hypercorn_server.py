@@ -18,21 +18,21 @@ async def socket_path(nursery, tmp_path):
 
 
 async def exchange(stream, request):
-    """One answer with a content-length: head, body."""
+    """Send a request and read a response with a content-length: its head, fields and body."""
     await stream.send_all(request)
-    got = b""
-    while b"\r\n\r\n" not in got:
+    received = b""
+    while b"\r\n\r\n" not in received:
         piece = await stream.receive_some()
-        assert piece, got
-        got += piece
-    head, _, body = got.partition(b"\r\n\r\n")
+        assert piece, received
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
     fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
     while len(body) < int(fields[b"content-length"]):
         body += await stream.receive_some()
     return head, fields, body
 
 
-async def test_the_socket_is_private_and_gone_afterwards(nursery, tmp_path):
+async def test_the_socket_is_private_and_removed_afterwards(nursery, tmp_path):
     path = tmp_path / "front.sock"
     path.write_text("left behind")
     scope = await nursery.start(_served, build_api(entry(A)).app, path)
@@ -67,23 +67,23 @@ async def test_a_connection_serves_many_requests_and_adds_no_headers(socket_path
 async def test_a_head_request_gets_the_length_and_no_body(socket_path):
     async with await trio.open_unix_socket(str(socket_path)) as stream:
         await stream.send_all(b"HEAD /live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        got = b""
+        received = b""
         with trio.fail_after(30):
             async for piece in stream:
-                got += piece
-    assert b"content-length: 18\r\n" in got.lower()
-    assert got.endswith(b"\r\n\r\n")
+                received += piece
+    assert b"content-length: 18\r\n" in received.lower()
+    assert received.endswith(b"\r\n\r\n")
 
 
-async def test_an_early_answer_to_an_unread_upload_leaves_no_wedged_connection(socket_path):
-    # The answer is made while the body is on its way; the connection must serve again or close.
+async def test_an_early_response_to_an_upload_does_not_block_the_connection(socket_path):
+    # The response is sent before the body is read; the connection must serve again, or close.
     body = b"x" * 200_000
     head = b"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
     with trio.fail_after(30):
         for _ in range(10):
             async with await trio.open_unix_socket(str(socket_path)) as stream:
-                answered, _, _ = await exchange(stream, head + body[:1000])
-                assert answered.startswith(b"HTTP/1.1 404")
+                response_head, _, _ = await exchange(stream, head + body[:1000])
+                assert response_head.startswith(b"HTTP/1.1 404")
                 try:
                     await stream.send_all(body[1000:] + b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
                     rest = await stream.receive_some()
@@ -92,7 +92,7 @@ async def test_an_early_answer_to_an_unread_upload_leaves_no_wedged_connection(s
                 assert rest == b"" or rest.startswith(b"HTTP/1.1 200")
 
 
-async def test_on_request_stop_it_ends_with_idle_connections_open(nursery, tmp_path):
+async def test_the_server_stops_with_idle_connections_open(nursery, tmp_path):
     path, stop = tmp_path / "front.sock", trio.Event()
     ended = trio.Event()
 
@@ -109,7 +109,7 @@ async def test_on_request_stop_it_ends_with_idle_connections_open(nursery, tmp_p
             await ended.wait()
 
 
-async def test_a_worker_id_with_encoded_slashes_reaches_its_route(socket_path):
+async def test_a_worker_id_with_encoded_slashes_is_routed(socket_path):
     async with await trio.open_unix_socket(str(socket_path)) as stream:
         for name in (b"http%3A%2F%2F127.0.0.1%3A8011", b"http://127.0.0.1:8011"):
             request = b"GET /workers/%s HTTP/1.1\r\nhost: x\r\n\r\n" % name
@@ -123,14 +123,15 @@ async def test_a_connection_that_the_data_plane_closed_is_closed_at_once(socket_
     for _ in range(5):
         async with await trio.open_unix_socket(str(socket_path)) as stream:
             await exchange(stream, b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-            await trio.testing.wait_all_tasks_blocked(0.01)  # what follows an answer is over
+            # Wait until the server awaits the next request.
+            await trio.testing.wait_all_tasks_blocked(0.01)
     with trio.fail_after(30):
-        while open_sockets() > before:  # noqa: ASYNC110  # the kernel rings no bell here
+        while open_sockets() > before:  # noqa: ASYNC110  # there is no event for it
             await trio.sleep(0.01)
 
 
 async def test_bytes_that_break_a_connection_do_not_end_the_server(socket_path):
-    # A byte behind an upgrade is more than Hypercorn can stand (its issue 225).
+    # A byte after the head of an upgrade makes Hypercorn raise (its issue 225).
     hostile = (
         b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
         b"sec-websocket-version: 13\r\nsec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\nx"

@@ -5,7 +5,7 @@ from tests.admin_api.api_fixture import build_api
 
 
 @pytest.mark.parametrize(
-    ("asked", "meant"),
+    ("path", "suggestion"),
     [
         ("/v1/chat/completion", "/v1/chat/completions"),
         ("/chat/completions", "/v1/chat/completions"),
@@ -19,15 +19,15 @@ from tests.admin_api.api_fixture import build_api
         ("/" + "v1/chat/completions" * 4, ""),
     ],
 )
-def test_what_was_meant_is_suggested_and_nothing_else(asked, meant):
-    assert closest_path(asked) == meant
+def test_the_closest_path_is_suggested_if_it_is_similar(path, suggestion):
+    assert closest_path(path) == suggestion
 
 
-def test_a_long_path_is_compared_with_none():
+def test_a_long_path_gets_no_suggestion():
     assert closest_path("/v1/chat/completions".ljust(MAX_PATH_CHARS + 1, "s")) == ""
 
 
-async def test_a_404_names_the_path_that_was_meant():
+async def test_a_404_suggests_a_similar_path():
     client = build_api().client()
     body = await (await client.post("/v1/chat/completion")).get_json()
     assert body["error"]["message"] == (

@@ -11,66 +11,66 @@ def add(body, *, prefers_async=False):
     return parse_add(body, prefers_async=prefers_async)
 
 
-def switch(body, *, prefers_async=False):
+def put(body, *, prefers_async=False):
     return parse_put(body, URL, prefers_async=prefers_async)
 
 
-def refusal(judge, *args, **kwargs):
+def refusal(parse, *args, **kwargs):
     with pytest.raises(HttpError) as caught:
-        judge(*args, **kwargs)
+        parse(*args, **kwargs)
     assert caught.value.status == 400
     return caught.value.message
 
 
 @pytest.mark.parametrize("url", [URL, URL + "/", "HTTP://127.0.0.1:1"])
-def test_a_whole_spec_may_spell_its_workers_url_in_another_way(url):
-    assert switch({"url": url, "priority": 3}).note_fields == {"priority": 3}
+def test_a_complete_spec_may_spell_the_url_in_another_way(url):
+    assert put({"url": url, "priority": 3}).note_fields == {"priority": 3}
 
 
 @pytest.mark.parametrize("url", [URL + "0", "nonsense", 5, None])
-def test_a_whole_spec_may_not_move_its_worker(url):
-    assert "url must stay the same" in refusal(switch, {"url": url, "priority": 3})
+def test_a_complete_spec_may_not_change_the_url(url):
+    assert "url must stay the same" in refusal(put, {"url": url, "priority": 3})
 
 
-def test_omnis_keys_are_answered_when_done():
-    judged = add({"url": URL, "model": " m ", "capabilities": ["streaming", "chat", "chat"]})
-    assert not judged.in_background
-    assert judged.settings == {"model": "m", "capabilities": ("chat", "streaming")}
+def test_an_addition_with_omnis_keys_is_not_in_the_background():
+    parsed = add({"url": URL, "model": " m ", "capabilities": ["streaming", "chat", "chat"]})
+    assert not parsed.in_background
+    assert parsed.settings == {"model": "m", "capabilities": ("chat", "streaming")}
 
 
 @pytest.mark.parametrize("key", ["worker_type", "priority", "cost", "labels", "api_key", "dp_size"])
-def test_a_key_of_smg_is_answered_at_once(key):
+def test_an_addition_with_a_key_of_smg_is_in_the_background(key):
     value = {"worker_type": "regular", "labels": {}, "priority": 1, "cost": 2}.get(key, "x")
     assert add({"url": URL, key: value}).in_background
 
 
-def test_a_preference_is_enough_for_an_answer_at_once():
+def test_an_addition_can_be_in_the_background_by_preference():
     assert add({"url": URL}, prefers_async=True).in_background
 
 
 def test_unknown_keys_are_named_in_order():
     assert refusal(add, {"url": URL, "b": 1, "a": 2}) == "unsupported fields: a, b"
-    assert refusal(switch, {"x": 1}) == "unsupported fields: x"
+    assert refusal(put, {"x": 1}) == "unsupported fields: x"
     assert refusal(parse_patch, {"disabled": True}) == "unsupported fields: disabled"
 
 
 def test_a_put_may_name_the_url_that_the_worker_has():
-    assert not switch({"url": URL}).in_background
-    assert switch({"url": URL}).settings == {}
-    assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2"})
-    assert switch({"url": URL, "priority": 2}).in_background
-    assert "url must stay" in refusal(switch, {"url": "http://127.0.0.1:2", "priority": 2})
+    assert not put({"url": URL}).in_background
+    assert put({"url": URL}).settings == {}
+    assert "url must stay" in refusal(put, {"url": "http://127.0.0.1:2"})
+    assert put({"url": URL, "priority": 2}).in_background
+    assert "url must stay" in refusal(put, {"url": "http://127.0.0.1:2", "priority": 2})
 
 
-def test_an_empty_switch_or_patch_is_refused():
-    assert refusal(switch, {}) == "at least one worker field is required"
+def test_an_empty_put_or_patch_is_refused():
+    assert refusal(put, {}) == "at least one worker field is required"
     assert refusal(parse_patch, {}) == "at least one worker field is required"
 
 
 @pytest.mark.parametrize("value", ["true", 1, 0, None, []])
 @pytest.mark.parametrize("name", ["is_dead", "disabled"])
 def test_flags_are_booleans(name, value):
-    assert refusal(switch, {name: value}) == f"{name} must be a boolean"
+    assert refusal(put, {name: value}) == f"{name} must be a boolean"
 
 
 @pytest.mark.parametrize("value", [[], "chat", None, {}, ["fly"], [1], [["chat"]]])
@@ -84,25 +84,25 @@ def test_every_capability_is_accepted():
 
 @pytest.mark.parametrize("value", [None, "", "   "])
 def test_a_blank_model_clears_it(value):
-    assert switch({"model": value}).settings == {"model": ""}
+    assert put({"model": value}).settings == {"model": ""}
 
 
 @pytest.mark.parametrize("value", [1, True, [], {}])
 def test_a_model_is_a_string(value):
-    assert refusal(switch, {"model": value}) == "model must be a string or null"
+    assert refusal(put, {"model": value}) == "model must be a string or null"
 
 
 @pytest.mark.parametrize(
     "body", [{"model_id": "m"}, {"models": ["m", "n"]}, {"models": [{"id": "m"}]}]
 )
-def test_smgs_ways_to_name_a_model_are_read(body):
+def test_the_keys_of_smg_for_a_model_are_read(body):
     assert add(body).settings == {"model": "m"}
 
 
-def test_smgs_remarks_are_kept_and_the_rest_is_named_as_ignored():
-    judged = add({"url": URL, "priority": 7, "labels": {"a": "b"}, "api_key": "x", "kv_role": "y"})
-    assert judged.note_fields == {"priority": 7, "labels": {"a": "b"}}
-    assert judged.ignored == ["api_key", "kv_role"]
+def test_notes_of_smg_are_stored_and_other_keys_reported_as_ignored():
+    parsed = add({"url": URL, "priority": 7, "labels": {"a": "b"}, "api_key": "x", "kv_role": "y"})
+    assert parsed.note_fields == {"priority": 7, "labels": {"a": "b"}}
+    assert parsed.ignored == ["api_key", "kv_role"]
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_smgs_remarks_are_kept_and_the_rest_is_named_as_ignored():
         {"bootstrap_port": True},
     ],
 )  # fmt: skip
-def test_smg_values_that_we_cannot_honour_are_refused(body):
+def test_unsupported_values_of_smg_keys_are_refused(body):
     assert f"{next(iter(body))} must be" in refusal(add, body)
 
 
@@ -126,7 +126,7 @@ def test_the_role_is_read_in_both_dialects():
     omni = add({"url": URL, "role": "decode", "kv_connector": "nixl", "bootstrap_port": None})
     assert omni.settings == {"role": "decode", "kv_connector": "nixl", "bootstrap_port": 0}
     assert not omni.in_background
-    assert switch({"role": "regular"}).settings == {"role": "regular"}
+    assert put({"role": "regular"}).settings == {"role": "regular"}
     assert parse_patch({"role": "prefill"}).settings == {"role": "prefill"}
 
 
@@ -144,9 +144,9 @@ def test_ranks_and_adapters_are_read():
 
 
 @pytest.mark.parametrize("body", [{"ranks": 0}, {"ranks": "all"}, {"loras": "x"}, {"loras": [""]}])
-def test_wrong_ranks_and_adapters_are_refused(body):
+def test_invalid_ranks_and_adapters_are_refused(body):
     assert f"{next(iter(body))} must be" in refusal(add, body)
 
 
-def test_nothing_is_read_into_a_url_that_is_not_there():
+def test_a_put_without_a_known_worker_is_parsed_too():
     assert parse_put({"url": URL, "cost": 1}, None, prefers_async=False).in_background

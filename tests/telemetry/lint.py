@@ -1,4 +1,4 @@
-"""What `promtool check metrics` would say of an exposition, and a little more."""
+"""The checks of `promtool check metrics` for an exposition, and some of our own."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 # Base units only: seconds and bytes.
 OTHER_UNITS = {"ms", "us", "millis", "milliseconds", "micros", "kb", "mb", "kib", "mib", "minutes",
     "hours", "percent"}  # fmt: skip
-OF_HISTOGRAMS = ("_count", "_sum", "_bucket")
+HISTOGRAM_SUFFIXES = ("_count", "_sum", "_bucket")
 TYPES = ("gauge", "counter", "histogram", "summary")
-# Each is bounded by a table of the program, by the fleet or by its configuration.
+# Known labels; the values of each are bounded by the program, the fleet or the configuration.
 LABELS = {
     "route", "model", "worker", "status", "end", "cause", "state", "reason", "type", "origin",
     "version", "policy", "branch", "result", "operation", "outcome", "source", "log", "task", "le",
@@ -22,7 +22,7 @@ LABELS = {
 
 
 def names(text: str) -> set[str]:
-    """As they are queried: a counter with its _total, a histogram without its suffixes."""
+    """Names of metrics as queried: a counter with its _total, a histogram without suffixes."""
     return {
         family.name + ("_total" if family.type == "counter" else "")
         for family in text_string_to_metric_families(text)
@@ -32,18 +32,18 @@ def names(text: str) -> set[str]:
 def problems(text: str) -> list[str]:
     families = list(text_string_to_metric_families(text))
     found = [
-        f"{name}: {word} stands there twice"
+        f"{name}: {word} appears twice"
         for word in ("HELP", "TYPE")
         for name, count in Counter(re.findall(rf"^# {word} (\S+)", text, re.MULTILINE)).items()
         if count > 1
     ]
-    found += [f"{f.name}: {why}" for f in families for why in _of_family(f)]
+    found += [f"{f.name}: {problem}" for f in families for problem in _family_problems(f)]
     series = Counter((s.name, *sorted(s.labels.items())) for f in families for s in f.samples)
     found += [f"{key}: twice" for key, count in series.items() if count > 1]
     return found
 
 
-def _of_family(family):
+def _family_problems(family):
     words = family.name.split("_")
     if not NAME.fullmatch(family.name):
         yield "not in snake case"
@@ -52,25 +52,25 @@ def _of_family(family):
     if family.type not in TYPES:
         yield f"no TYPE: {family.type}"
     if set(words) & OTHER_UNITS:
-        yield "a unit that is no base unit"
+        yield "not a base unit"
     if set(words) & set(TYPES):
         yield "its type is part of its name"
-    if family.name.endswith(("_total", *OF_HISTOGRAMS)):
+    if family.name.endswith(("_total", *HISTOGRAM_SUFFIXES)):
         yield "a suffix that is not its own"
     if family.type == "histogram":
-        yield from _of_histogram(family)
-    yield from _of_samples(family)
+        yield from _histogram_problems(family)
+    yield from _sample_problems(family)
 
 
-def _of_samples(family):
+def _sample_problems(family):
     for sample in family.samples:
         if family.type == "counter" and not sample.name.endswith("_total"):
             yield "a counter without _total"
-        if strange := sample.labels.keys() - LABELS:
-            yield f"labels that nobody vouches for: {strange}"
+        if unknown := sample.labels.keys() - LABELS:
+            yield f"unknown labels: {unknown}"
 
 
-def _of_histogram(family):
+def _histogram_problems(family):
     if not family.name.endswith("_seconds"):
         yield "a histogram without its unit"
     series: dict[tuple, list[tuple[float, float]]] = {}
@@ -81,6 +81,6 @@ def _of_histogram(family):
             series.setdefault(tuple(sorted(labels.items())), []).append((bound, sample.value))
     for rows in series.values():
         if rows != sorted(rows) or [v for _, v in rows] != sorted(v for _, v in rows):
-            yield "buckets that don't rise"
+            yield "buckets that do not increase"
         if rows[-1][0] != float("inf"):
             yield "no last bucket"

@@ -42,36 +42,37 @@ async def test_without_a_key_everything_is_open(api):
     assert (await api.client().get("/config")).status_code == 200
 
 
-@pytest.mark.parametrize("sent", [None, "", "Bearer", "Bearer ", "Basic s3cret", "s3cret"])
-async def test_a_missing_or_malformed_key_gets_401_with_a_hint(sent):
-    headers = {} if sent is None else {"Authorization": sent}
-    answer = await build_api(entry(A), key="s3cret").client().get("/config", headers=headers)
-    assert answer.status_code == 401
-    assert answer.headers["WWW-Authenticate"] == "Bearer"
-    detail = (await answer.get_json())["detail"]
+@pytest.mark.parametrize("authorization", [None, "", "Bearer", "Bearer ", "Basic s3cret", "s3cret"])
+async def test_a_missing_or_malformed_key_gets_401_with_a_hint(authorization):
+    headers = {} if authorization is None else {"Authorization": authorization}
+    response = await build_api(entry(A), key="s3cret").client().get("/config", headers=headers)
+    assert response.status_code == 401
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+    detail = (await response.get_json())["detail"]
     assert detail == "Admin API key required: Authorization: Bearer <key>"
 
 
 async def test_a_wrong_key_is_a_403():
     client = build_api(entry(A), key="s3cret").client()
-    answer = await client.get("/config", headers={"Authorization": "Bearer s3cre"})
-    assert answer.status_code == 403
-    assert (await answer.get_json())["detail"] == "Invalid admin API key"
+    response = await client.get("/config", headers={"Authorization": "Bearer s3cre"})
+    assert response.status_code == 403
+    assert (await response.get_json())["detail"] == "Invalid admin API key"
 
 
-@pytest.mark.parametrize("sent", ["Bearer s3cret", "bearer s3cret", "BEARER  s3cret "])
-async def test_the_right_key_opens_whatever_the_case_of_its_scheme(sent):
+@pytest.mark.parametrize("authorization", ["Bearer s3cret", "bearer s3cret", "BEARER  s3cret "])
+async def test_the_right_key_is_accepted_in_any_case_of_the_scheme(authorization):
     client = build_api(entry(A), key="s3cret").client()
-    assert (await client.get("/config", headers={"Authorization": sent})).status_code == 200
+    response = await client.get("/config", headers={"Authorization": authorization})
+    assert response.status_code == 200
 
 
-async def test_a_key_beyond_ascii_is_compared_as_bytes():
+async def test_a_non_ascii_key_is_compared_as_bytes():
     client = build_api(entry(A), key="schlüssel").client()
-    sent = {"Authorization": "Bearer schlüssel"}  # the test client sends UTF-8
-    assert (await client.get("/config", headers=sent)).status_code == 200
+    headers = {"Authorization": "Bearer schlüssel"}  # the test client sends UTF-8
+    assert (await client.get("/config", headers=headers)).status_code == 200
 
 
-async def test_the_key_is_hot():
+async def test_a_changed_key_applies_without_a_restart():
     api = build_api(entry(A))
     api.config_store.config = Config(admin=AdminConfig(api_key="new"))
     assert (await api.client().get("/config")).status_code == 401
@@ -99,5 +100,5 @@ async def test_a_valid_key_is_accepted_from_any_address():
     api = build_api(entry(A), key="s3cret")
     headers = {"Sec-Fetch-Site": "cross-site", "Authorization": "Bearer s3cret"}
     path = f"/workers/{api.worker(A).id}"
-    answer = await api.client().put(path, json={"disabled": True}, headers=headers)
-    assert answer.status_code == 200
+    response = await api.client().put(path, json={"disabled": True}, headers=headers)
+    assert response.status_code == 200

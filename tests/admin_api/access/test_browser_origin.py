@@ -1,4 +1,4 @@
-"""What a page of somebody else's can have a browser send, and what becomes of it without a key."""
+"""Requests that a page of another origin makes a browser send, and how they are checked."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.admin_api.api_fixture import A, build_api, entry
 
 HOST = "10.0.0.5:30000"
 OWN = f"http://{HOST}"
-# What the app serves beside the READING rules: by these methods it changes something, or may.
+# All routes and methods that are not in READING: each changes something, or may.
 CHANGING = """
 POST /workers  PUT /workers/<path:name>  PATCH /workers/<path:name>  DELETE /workers/<path:name>
 POST /workers/<path:name>/drain  POST /add_worker  POST /remove_worker  POST /reload  POST /explain
@@ -62,7 +62,7 @@ def test_every_route_is_listed_as_reading_or_as_changing(api):
     served = {
         (method, rule.rule)
         for rule in api.app.url_map.iter_rules()
-        if rule.rule != CONFIGURED  # which changes something, like any that is not listed
+        if rule.rule != CONFIGURED  # counts as changing, like every route that is not in READING
         for method in rule.methods - {"OPTIONS", "HEAD"}
     }
     changing = rows(CHANGING) | {(method, rule) for rule in ENGINE for method in ENGINE_METHODS}
@@ -75,37 +75,37 @@ def path_of(rule):
     return rule.replace("<path:name>", "x").replace("<path:path>", "release_memory_occupation")
 
 
-def code_of(answer):
-    return (answer["error"]["code"], "detail" in answer)
+def code_of(response):
+    return (response["error"]["code"], "detail" in response)
 
 
 @pytest.mark.parametrize("page", FOREIGN, ids=str)
 async def test_a_page_of_another_origin_adds_no_worker(api, page):
-    sent = {"Content-Type": "text/plain;charset=UTF-8", **received(), **page}
-    answer = await api.client().post("/workers", data=b'{"url":"http://c:1"}', headers=sent)
-    assert answer.status_code == 403
-    assert code_of(await answer.get_json()) == ("cross_site", True)
+    headers = {"Content-Type": "text/plain;charset=UTF-8", **received(), **page}
+    response = await api.client().post("/workers", data=b'{"url":"http://c:1"}', headers=headers)
+    assert response.status_code == 403
+    assert code_of(await response.get_json()) == ("cross_site", True)
     assert len(api.fleet.workers) == 2
 
 
 @pytest.mark.parametrize("page", FOREIGN, ids=str)
-async def test_it_changes_nothing_by_any_route(api, page):
+async def test_a_page_of_another_origin_changes_nothing_by_any_route(api, page):
     changing = rows(CHANGING) | {(method, rule) for rule in ENGINE for method in ENGINE_METHODS}
     for method, rule in sorted(changing):
-        answer = await api.client().open(
+        response = await api.client().open(
             path_of(rule), method=method, headers={**received(), **page}
         )
-        assert answer.status_code == 403, (method, rule)
-        assert (await answer.get_json())["error"]["code"] == "cross_site"
+        assert response.status_code == 403, (method, rule)
+        assert (await response.get_json())["error"]["code"] == "cross_site"
 
 
-async def test_a_head_flushes_as_a_get_does_and_is_refused_as_one(api):
-    sent = {**received(), "Sec-Fetch-Site": "cross-site"}
-    assert (await api.client().head("/flush_cache", headers=sent)).status_code == 403
+async def test_a_cross_site_head_is_refused_like_a_get(api):
+    headers = {**received(), "Sec-Fetch-Site": "cross-site"}
+    assert (await api.client().head("/flush_cache", headers=headers)).status_code == 403
 
 
 @pytest.mark.parametrize(
-    "signs",
+    "browser_headers",
     [
         {"Sec-Fetch-Site": "none", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"},
         {"Sec-Fetch-Mode": "no-cors"},
@@ -116,23 +116,23 @@ async def test_a_head_flushes_as_a_get_does_and_is_refused_as_one(api):
     ],
     ids=str,
 )
-async def test_nothing_is_changed_by_a_browsers_get(api, signs):
+async def test_a_get_of_a_browser_changes_nothing(api, browser_headers):
     for path in ("/flush_cache", "/v1/rl/engine/start_profile?selector=x!%3Dy"):
-        answer = await api.client().get(path, headers={**received(), **signs})
-        assert answer.status_code == 403
-        assert (await answer.get_json())["error"]["code"] == "browser_get"
+        response = await api.client().get(path, headers={**received(), **browser_headers})
+        assert response.status_code == 403
+        assert (await response.get_json())["error"]["code"] == "browser_get"
 
 
 @pytest.mark.parametrize("page", FOREIGN, ids=str)
-async def test_a_page_may_be_followed_to_what_only_reads(api, page):
+async def test_a_page_of_another_origin_may_link_to_routes_that_only_read(api, page):
     for path in ("/config", "/dashboard", "/workers", "/live"):
-        answer = await api.client().get(path, headers={**received(), **page})
-        assert answer.status_code == 200
-        assert "Access-Control-Allow-Credentials" not in answer.headers
+        response = await api.client().get(path, headers={**received(), **page})
+        assert response.status_code == 200
+        assert "Access-Control-Allow-Credentials" not in response.headers
 
 
 @pytest.mark.parametrize(
-    ("own", "headers", "server"),
+    ("connection", "headers", "server"),
     [
         (received(), {}, ServerConfig()),
         (received(), {"Sec-Fetch-Mode": "cors"}, ServerConfig()),
@@ -153,67 +153,73 @@ async def test_a_page_may_be_followed_to_what_only_reads(api, page):
         ),
     ],
 )
-async def test_the_dashboard_and_commands_may_change_workers(own, headers, server):
+async def test_the_dashboard_and_commands_may_change_workers(connection, headers, server):
     api = build_api(entry(A), server=server)
     path = f"/workers/{api.worker(A).id}"
-    answer = await api.client().put(path, json={"disabled": True}, headers={**own, **headers})
-    assert answer.status_code == 200
+    response = await api.client().put(
+        path, json={"disabled": True}, headers={**connection, **headers}
+    )
+    assert response.status_code == 200
     assert api.worker(A).disabled
 
 
-async def test_forwarded_fields_of_a_client_are_trusted_only_if_configured():
+async def test_forwarded_headers_of_a_client_are_trusted_only_if_configured():
     claims = {"X-Forwarded-Host": "evil.example", "Origin": "http://evil.example"}
     for forwarded, code in {
         "off": "cross_site", "replace": "cross_site", "append": "host_not_allowed",
     }.items():  # fmt: skip
         api = build_api(entry(A), server=ServerConfig(forwarded=forwarded))
-        answer = await api.client().post("/reload", headers={**received(), **claims})
-        assert answer.status_code == 403
-        assert (await answer.get_json())["error"]["code"] == code
+        response = await api.client().post("/reload", headers={**received(), **claims})
+        assert response.status_code == 403
+        assert (await response.get_json())["error"]["code"] == code
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-async def test_a_browser_request_needs_a_json_content_type(api, kind):
-    sent = {**received(), "Origin": OWN, **({"Content-Type": kind} if kind else {})}
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_a_browser_request_needs_a_json_content_type(api, content_type):
+    headers = {
+        **received(),
+        "Origin": OWN,
+        **({"Content-Type": content_type} if content_type else {}),
+    }
     body = b'{"url":"http://c.test:1"}'
-    sent["Content-Length"] = str(len(body))
-    answer = await api.client().post("/workers", data=body, headers=sent)
-    assert answer.status_code == 415
-    assert (await answer.get_json())["error"]["code"] == "unsupported_media_type"
+    headers["Content-Length"] = str(len(body))
+    response = await api.client().post("/workers", data=body, headers=headers)
+    assert response.status_code == 415
+    assert (await response.get_json())["error"]["code"] == "unsupported_media_type"
 
 
 async def test_a_command_line_client_needs_no_content_type(api):
-    answer = await api.client().post(
+    response = await api.client().post(
         "/workers",
         data=b'{"url":"http://c.test:1"}',
         headers={**received(), "Content-Type": "application/x-www-form-urlencoded"},
     )
-    assert answer.status_code == 200
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:30000", "localhost.evil", "1.2.3"])
-async def test_without_a_key_a_strangers_name_is_answered_by_no_control_route(api, host):
+async def test_without_a_key_no_control_route_answers_under_a_foreign_host(api, host):
     routes = {("GET", rule) for rule in READING - ANY_HOST} | rows(CHANGING)
     for method, rule in sorted(routes - {("POST", rule) for rule in ANY_HOST_POST}):
-        answer = await api.client().open(path_of(rule), method=method, headers=received(host))
-        assert answer.status_code == 403, (method, rule)
-        reported = (await answer.get_json())["error"]
-        assert reported["code"] == "host_not_allowed"
-        assert "[admin] allowed_hosts" in reported["message"]
-        assert repr(hostname_of(host)) in reported["message"]
+        response = await api.client().open(path_of(rule), method=method, headers=received(host))
+        assert response.status_code == 403, (method, rule)
+        error = (await response.get_json())["error"]
+        assert error["code"] == "host_not_allowed"
+        assert "[admin] allowed_hosts" in error["message"]
+        assert repr(hostname_of(host)) in error["message"]
 
 
-async def test_health_is_reported_under_any_name_and_no_address_with_it(api):
+async def test_health_is_reported_under_any_host_but_without_addresses(api):
     for path in ("/live", "/ready", "/health", "/liveness", "/readiness", "/dashboard"):
-        answer = await api.client().get(path, headers=received("omni-proxy.default.svc"))
-        assert answer.status_code in (200, 503)
-        assert A not in await answer.get_data(as_text=True)
-    answer = await api.client().get("/health", headers=received())
-    assert A in await answer.get_data(as_text=True)
+        response = await api.client().get(path, headers=received("omni-proxy.default.svc"))
+        assert response.status_code in (200, 503)
+        assert A not in await response.get_data(as_text=True)
+    response = await api.client().get("/health", headers=received())
+    assert A in await response.get_data(as_text=True)
 
 
 @pytest.mark.parametrize(
-    "own",
+    "connection",
     [
         received("127.0.0.1:30000"), received("[::1]:30000"), received("192.0.2.7"),
         received("localhost"), received("LOCALHOST.:1"), received("a.localhost:1"),
@@ -222,67 +228,67 @@ async def test_health_is_reported_under_any_name_and_no_address_with_it(api):
     ],
     ids=str,
 )  # fmt: skip
-async def test_addresses_localhost_and_listed_names_are_answered(own):
+async def test_addresses_localhost_and_allowed_hosts_are_answered(connection):
     api = build_api(entry(A), admin=AdminConfig(allowed_hosts=("proxy.internal",)))
-    assert (await api.client().get("/config", headers=own)).status_code == 200
+    assert (await api.client().get("/config", headers=connection)).status_code == 200
 
 
-async def test_a_name_that_a_trusted_proxy_reports_of_is_judged_too():
+async def test_the_forwarded_host_of_a_trusted_proxy_is_checked_too():
     claims = {"X-Forwarded-Host": "evil.example"}
     api = build_api(entry(A), server=ServerConfig(forwarded="append"))
-    for own in (received(), received("proxy", listener="unix")):
-        answer = await api.client().get("/config", headers={**own, **claims})
-        assert answer.status_code == 403
-    stamped = {**received("admin", listener="unix"), "X-Forwarded-Host": "admin"}
-    assert (await api.client().get("/config", headers=stamped)).status_code == 200
+    for connection in (received(), received("proxy", listener="unix")):
+        response = await api.client().get("/config", headers={**connection, **claims})
+        assert response.status_code == 403
+    forwarded = {**received("admin", listener="unix"), "X-Forwarded-Host": "admin"}
+    assert (await api.client().get("/config", headers=forwarded)).status_code == 200
 
 
-async def test_open_metrics_are_scraped_under_any_name():
+async def test_open_metrics_are_served_under_any_host():
     api = build_api(entry(A), admin=AdminConfig(open_metrics=True))
-    sent = received("omni-proxy:30000")
-    assert (await api.client().get("/metrics", headers=sent)).status_code == 200
+    headers = received("omni-proxy:30000")
+    assert (await api.client().get("/metrics", headers=headers)).status_code == 200
 
 
 async def test_a_valid_key_is_accepted_from_any_origin_and_host():
     api = build_api(entry(A), key="s3cret")
     path = f"/workers/{api.worker(A).id}"
     for page in FOREIGN:
-        sent = {**received("evil.example"), **page, "Authorization": "Bearer s3cret"}
-        answer = await api.client().put(path, json={"disabled": True}, headers=sent)
-        assert answer.status_code == 200
+        headers = {**received("evil.example"), **page, "Authorization": "Bearer s3cret"}
+        response = await api.client().put(path, json={"disabled": True}, headers=headers)
+        assert response.status_code == 200
 
 
-async def test_what_needs_no_key_beside_one_is_answered_under_any_name():
+async def test_with_a_key_open_routes_are_answered_under_any_host():
     client = build_api(entry(A), key="s3cret").client()
     assert (await client.get("/workers", headers=received("proxy"))).status_code == 200
     assert (await client.get("/config", headers=received("proxy"))).status_code == 401
 
 
-async def test_a_page_reaches_a_listener_without_a_key_as_little():
+async def test_the_same_checks_apply_to_a_listener_without_a_key():
     admin = AdminConfig(api_key="s3cret", listen="127.0.0.1:1", listen_key=False)
     api = build_api(entry(A), admin=admin)
-    there = {"Host": "admin", **received()}
-    assert (await api.client().post("/reload", headers=there)).status_code == 200
+    same_host = {"Host": "admin", **received()}
+    assert (await api.client().post("/reload", headers=same_host)).status_code == 200
     for page in FOREIGN:
-        answer = await api.client().post("/reload", headers={**there, **page})
-        assert answer.status_code == 403
-    rebound = {"Host": "admin", **received("evil.example")}
-    assert (await api.client().get("/config", headers=rebound)).status_code == 403
+        response = await api.client().post("/reload", headers={**same_host, **page})
+        assert response.status_code == 403
+    foreign_host = {"Host": "admin", **received("evil.example")}
+    assert (await api.client().get("/config", headers=foreign_host)).status_code == 403
 
 
 @pytest.mark.parametrize(
     ("host", "name"),
     [("A.B:1", "a.b"), ("[::1]:1", "::1"), ("[::1]", "::1"), ("a.", "a"), ("", ""), (":1", "")],
 )
-def test_a_host_without_its_port(host, name):
+def test_the_hostname_of_a_host_field_has_no_port(host, name):
     assert hostname_of(host) == name
 
 
 @pytest.mark.parametrize("name", ["2130706433", "0x7f.1", "localhost.evil", "notlocalhost", "1.2"])
-def test_what_only_looks_like_an_address_is_a_name(name):
+def test_a_name_that_only_looks_like_an_address_is_not_local(name):
     assert not is_local_name(name)
 
 
 @pytest.mark.parametrize("text", ["null", "", "http://", "http://a:b", "http://[", "a:1"])
-def test_what_has_no_origin_equals_no_origin(text):
+def test_an_invalid_origin_is_parsed_as_an_empty_one(text):
     assert parse_origin(text) == ("", "", None)

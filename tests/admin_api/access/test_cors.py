@@ -14,17 +14,17 @@ def preflight(method):
 
 
 @pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/workers", "/list_workers"])
-async def test_what_is_open_may_be_read(api, path):
-    answer = await api.client().get(path, headers=PAGE)
-    assert answer.headers[ALLOW] == "*"
-    asked = await api.client().options(path, headers=preflight("GET"))
-    assert (asked.status_code, asked.headers[ALLOW]) == (200, "*")
-    assert asked.headers["Access-Control-Allow-Methods"] == "GET, HEAD"
+async def test_open_routes_may_be_read(api, path):
+    response = await api.client().get(path, headers=PAGE)
+    assert response.headers[ALLOW] == "*"
+    response_to_preflight = await api.client().options(path, headers=preflight("GET"))
+    assert (response_to_preflight.status_code, response_to_preflight.headers[ALLOW]) == (200, "*")
+    assert response_to_preflight.headers["Access-Control-Allow-Methods"] == "GET, HEAD"
     assert ALLOW not in (await api.client().get(path)).headers
 
 
 @pytest.mark.parametrize("path", ["/config", "/status", "/metrics", "/weights", "/nowhere"])
-async def test_what_needs_a_key_where_one_is_set_may_not(api, path):
+async def test_routes_that_can_need_a_key_may_not_be_read(api, path):
     assert ALLOW not in (await api.client().get(path, headers=PAGE)).headers
     assert ALLOW not in (await api.client().options(path, headers=preflight("GET"))).headers
 
@@ -33,9 +33,13 @@ async def test_what_needs_a_key_where_one_is_set_may_not(api, path):
     ("path", "method"),
     [("/workers", "POST"), ("/workers/x", "DELETE"), ("/reload", "POST"), ("/flush_cache", "GET")],
 )
-async def test_no_preflight_lets_a_page_change_something(api, path, method):
-    asked = await api.client().options(path, headers=preflight(method))
-    assert not [name for name, _ in asked.headers if name.lower().startswith("access-control")]
+async def test_no_preflight_allows_a_change(api, path, method):
+    response_to_preflight = await api.client().options(path, headers=preflight(method))
+    assert not [
+        name
+        for name, _ in response_to_preflight.headers
+        if name.lower().startswith("access-control")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +48,6 @@ async def test_no_preflight_lets_a_page_change_something(api, path, method):
 )
 async def test_allowed_origins_come_from_the_configuration(origins, allowed):
     api = build_api(entry(A), server=ServerConfig(cors_allow_origins=origins))
-    answer = await api.client().get("/workers", headers=PAGE)
-    assert (answer.status_code, answer.headers.get(ALLOW)) == (200, allowed)
-    assert ("Origin" in answer.vary) is bool(allowed)
+    response = await api.client().get("/workers", headers=PAGE)
+    assert (response.status_code, response.headers.get(ALLOW)) == (200, allowed)
+    assert ("Origin" in response.vary) is bool(allowed)

@@ -1,4 +1,4 @@
-"""What a key of each role may call: every route of the OpenAPI document, and the others."""
+"""Which routes a key of each role may call, in and outside the OpenAPI document."""
 
 from hashlib import sha256
 from pathlib import Path
@@ -22,7 +22,7 @@ from tests.admin_api.api_fixture import A, B, build_api, entry
 ROLES = get_args(AdminRole)
 REACHED = 299
 CLOSED = [route for route in TABLE if needs_key(route.method.upper(), route.path, AdminConfig())]
-# By itself, what a table would say of each closed route; written once more, by hand.
+# The roles of each closed route, written by hand: ROLE_TABLE is compared with them.
 READ = {
     "/status", "/config", "/feed", "/history", "/keys", "/metrics", "/engine_metrics",
     "/v1/loads", "/weights",
@@ -58,8 +58,8 @@ def api_with(*roles, admin=None, **tables):
     """Every allowed call ends with 299 before its route."""
     entries = keys(*(roles or ROLES))
     admin = admin or AdminConfig(keys=entries)
-    found = {"find_admin_key": KeyTable(entries).find}
-    api = build_api(entry(A), entry(B), admin=admin, services=found, **tables)
+    services = {"find_admin_key": KeyTable(entries).find}
+    api = build_api(entry(A), entry(B), admin=admin, services=services, **tables)
 
     async def reached():
         return "", REACHED
@@ -73,13 +73,13 @@ def as_role(role):
 
 
 def concrete(path):
-    named = (
+    path = (
         path.replace("{worker_id}", "x").replace("{caller}", "x").replace("{reservation_id}", "x")
     )
-    return named.replace("{path}", "some/path").replace("{model}", "m")
+    return path.replace("{path}", "some/path").replace("{model}", "m")
 
 
-def expected(method, path):
+def allowed_roles(method, path):
     if path in ENGINE_PATHS:
         return {"all"}
     if path in KEYS and method != "get":
@@ -92,34 +92,34 @@ def expected(method, path):
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_each_route_of_the_document_answers_the_roles_that_it_names(role):
+async def test_each_documented_route_answers_exactly_its_roles(role):
     api, described = api_with(), build_api().app
     for route in TABLE:
-        answer = await api.client().open(
+        response = await api.client().open(
             concrete(route.path), method=route.method.upper(), headers=as_role(role)
         )
-        allowed = route not in CLOSED or role in expected(route.method, route.path)
-        assert answer.status_code == (REACHED if allowed else 403), route
+        allowed = route not in CLOSED or role in allowed_roles(route.method, route.path)
+        assert response.status_code == (REACHED if allowed else 403), route
         if not allowed:
-            error = (await answer.get_json())["error"]
+            error = (await response.get_json())["error"]
             assert error["code"] == "role_not_allowed"
             assert f"'{role}' has the role {role}" in error["message"]
             assert "all" in error["message"]
     document = await (await described.test_client().get("/openapi.json")).get_json()
     for route in CLOSED:
         (scheme,) = document["paths"][route.path][route.method]["security"]
-        named = set(scheme["key"])
-        assert named == (
-            set() if route.path in ENGINE_PATHS else expected(route.method, route.path)
+        documented = set(scheme["key"])
+        assert documented == (
+            set() if route.path in ENGINE_PATHS else allowed_roles(route.method, route.path)
         )
 
 
-def test_only_engine_paths_of_no_row_are_left_to_the_role_all():
+def test_only_engine_paths_and_keys_are_left_to_the_role_all():
     left = {r.path for r in CLOSED if roles_for(r.method.upper(), r.path) == ("all",)}
     assert left == {*ENGINE_PATHS, *KEYS}
 
 
-def test_no_row_names_a_path_that_is_served_nowhere():
+def test_every_path_of_the_role_table_is_served():
     served = {concrete(route.path).replace("/x", "/*") for route in TABLE}
     rows = {path for row in ROLE_TABLE if not row.engine_only for path in row.paths}
     assert rows <= served
@@ -149,18 +149,20 @@ def test_admin_routes_have_the_role_of_their_kind():
         ("POST", "resume_memory_occupation", ("weights", "all")),
         ("PUT", "pause_generation", ("weights", "all")),
         ("POST", "health", ("all",)),
-        ("GET", "get_server_info", ("all",)),  # an engine's own has its keys
+        ("GET", "get_server_info", ("all",)),  # an engine's server_info shows its keys
         ("GET", "start_profile/", ("all",)),
         ("GET", "model_info%3Fx", ("all",)),
         ("POST", "anything/else", ("all",)),
     ],
 )
-async def test_an_engine_path_is_judged_as_the_path_itself(prefix, method, path, roles):
+async def test_a_path_sent_on_to_engines_has_the_roles_of_the_path_itself(
+    prefix, method, path, roles
+):
     api = api_with()
     for role in ROLES:
-        answer = await api.client().open(prefix + path, method=method, headers=as_role(role))
-        assert (answer.status_code == REACHED) == (role in roles)
-        assert answer.status_code in (REACHED, 403)
+        response = await api.client().open(prefix + path, method=method, headers=as_role(role))
+        assert (response.status_code == REACHED) == (role in roles)
+        assert response.status_code in (REACHED, 403)
 
 
 @pytest.mark.parametrize(
@@ -174,8 +176,8 @@ async def test_an_engine_path_is_judged_as_the_path_itself(prefix, method, path,
 async def test_a_configured_route_has_the_role_of_its_kind(kind, roles):
     api = api_with(control_routes=(ControlRouteEntry(path="/mine", kind=kind),))
     for role in ROLES:
-        answer = await api.client().post("/mine", headers=as_role(role))
-        assert answer.status_code == (REACHED if role in roles else 403)
+        response = await api.client().post("/mine", headers=as_role(role))
+        assert response.status_code == (REACHED if role in roles else 403)
 
 
 @pytest.mark.parametrize(
@@ -186,49 +188,50 @@ async def test_a_configured_route_has_the_role_of_its_kind(kind, roles):
         (secret("operat"), 403, "admin_key_invalid"),
     ],
 )
-async def test_without_one_of_the_keys_control_routes_are_closed(token, status, code):
+async def test_control_routes_are_closed_without_a_valid_key(token, status, code):
     headers = {"Authorization": f"Bearer {token}"}
-    api = api_with("read", server=ServerConfig(api_key="wrong"))  # that of model routes
+    # The key of model routes is "wrong", too: it is not accepted for control routes.
+    api = api_with("read", server=ServerConfig(api_key="wrong"))
     for method, path in (("GET", "/status"), ("POST", "/reload")):
-        answer = await api.client().open(path, method=method, headers=headers)
-        assert answer.status_code == status
-        assert (await answer.get_json())["error"]["code"] == code
+        response = await api.client().open(path, method=method, headers=headers)
+        assert response.status_code == status
+        assert (await response.get_json())["error"]["code"] == code
     assert (await api.client().get("/live")).status_code == REACHED
 
 
-async def test_the_main_key_may_do_everything_beside_others():
+async def test_the_main_key_may_do_everything_if_there_are_other_keys():
     api = api_with(admin=AdminConfig(api_key="main", keys=keys(*ROLES)))
     for path in ("/reload", "/pause_generation", "/v1/rl/engine/any"):
-        answer = await api.client().post(path, headers={"Authorization": "Bearer main"})
-        assert answer.status_code == REACHED
+        response = await api.client().post(path, headers={"Authorization": "Bearer main"})
+        assert response.status_code == REACHED
 
 
-async def test_a_refused_trainer_reads_it_at_the_top_level():
-    answer = await api_with().client().post("/pause_generation", headers=as_role("read"))
-    body = await answer.get_json()
-    assert (answer.status_code, body["success"], body["status"]) == (403, False, "error")
+async def test_a_refused_trainer_gets_the_error_at_the_top_level():
+    response = await api_with().client().post("/pause_generation", headers=as_role("read"))
+    body = await response.get_json()
+    assert (response.status_code, body["success"], body["status"]) == (403, False, "error")
     assert body["message"] == (
         "POST /pause_generation needs an admin key with the role weights or all; "
         "'read' has the role read"
     )
 
 
-async def test_a_listener_without_a_key_asks_for_no_role():
+async def test_a_listener_without_a_key_needs_no_role():
     admin = AdminConfig(keys=keys("read"), listen="127.0.0.1:1", listen_key=False)
     api = api_with("read", admin=admin)
-    there = {"Host": "admin", "X-Omni-Received": "tcp http 127.0.0.1:1"}
-    answer = await api.client().post("/reload", headers={**there, **as_role("read")})
-    assert answer.status_code == REACHED
+    headers = {"Host": "admin", "X-Omni-Received": "tcp http 127.0.0.1:1"}
+    response = await api.client().post("/reload", headers={**headers, **as_role("read")})
+    assert response.status_code == REACHED
 
 
 async def test_the_configuration_shows_no_hash_of_a_key():
     api = build_api(admin=AdminConfig(api_key="main", keys=keys("read")))
-    answer = await api.client().get("/config", headers={"Authorization": "Bearer main"})
-    shown = (await answer.get_json())["config"]["admin"]["keys"]
+    response = await api.client().get("/config", headers={"Authorization": "Bearer main"})
+    shown = (await response.get_json())["config"]["admin"]["keys"]
     assert [(key["name"], key["key_sha256"]) for key in shown] == [("read", "***")]
 
 
-def test_the_documentation_shows_the_table():
+def test_the_documentation_shows_the_role_table():
     page = (Path(__file__).parents[3] / "docs/security.md").read_text()
     for row in ROLE_TABLE:
         methods = "" if row.methods == ANY_METHOD else f"{', '.join(row.methods)} "
@@ -239,14 +242,14 @@ def test_the_documentation_shows_the_table():
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_model_info", "/v1/models", "/get_loads"])
-async def test_no_worker_learns_a_key_of_the_table(engines, path):
+async def test_no_admin_key_of_the_table_is_sent_to_a_worker(engines, path):
     entries = keys("operate")
     admin = AdminConfig(api_key="main", keys=entries)
     api = build_api(entry(A), admin=admin, services={"find_admin_key": KeyTable(entries).find})
     api.healthy(A)
-    for token, arrives in ((secret("operate"), False), ("main", True), ("of a client", True)):
+    for token, forwarded in ((secret("operate"), False), ("main", True), ("of a client", True)):
         engines.requests.clear()
         await api.client().get(path, headers={"Authorization": f"Bearer {token}"})
         sent = [request.headers.get("authorization") for request in engines.requests]
         assert sent
-        assert set(sent) == ({f"Bearer {token}"} if arrives else {None})
+        assert set(sent) == ({f"Bearer {token}"} if forwarded else {None})

@@ -34,42 +34,40 @@ def tags():
     return parser.found
 
 
-def rules(answer):
-    reported = answer.headers["Content-Security-Policy"]
-    return dict(rule.strip().split(" ", 1) for rule in reported.split(";"))
+def rules(response):
+    policy = response.headers["Content-Security-Policy"]
+    return dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
 
 
 async def test_the_page_is_served_whole(api):
-    answer = await api.client().get("/dashboard")
-    assert answer.status_code == 200
-    assert answer.content_type == "text/html; charset=utf-8"
-    assert await answer.get_data(as_text=True) == PAGE
+    response = await api.client().get("/dashboard")
+    assert response.status_code == 200
+    assert response.content_type == "text/html; charset=utf-8"
+    assert await response.get_data(as_text=True) == PAGE
 
 
-async def test_the_page_is_the_same_without_a_key_and_reports_nothing():
+async def test_the_page_needs_no_key_and_contains_no_data():
     api = build_api(entry(A, model="secret-model"), key="hunter2")
-    answer = await api.client().get("/dashboard")
-    assert (answer.status_code, await answer.get_data(as_text=True)) == (200, PAGE)
+    response = await api.client().get("/dashboard")
+    assert (response.status_code, await response.get_data(as_text=True)) == (200, PAGE)
 
 
 async def test_the_csp_allows_inline_code_and_this_api_only(api):
-    reported = rules(await api.client().get("/dashboard"))
-    assert reported["default-src"] == "'none'"
-    assert reported["connect-src"] == "'self'"
+    policy = rules(await api.client().get("/dashboard"))
+    assert policy["default-src"] == "'none'"
+    assert policy["connect-src"] == "'self'"
     for kind in ("script-src", "style-src"):
-        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", reported[kind])
-    assert "unsafe" not in str(reported)
-    assert (
-        reported["frame-ancestors"] == reported["base-uri"] == reported["form-action"] == "'none'"
-    )
-    assert reported["require-trusted-types-for"] == "'script'"
+        assert re.fullmatch(r"'sha256-[A-Za-z0-9+/]{43}='", policy[kind])
+    assert "unsafe" not in str(policy)
+    assert policy["frame-ancestors"] == policy["base-uri"] == policy["form-action"] == "'none'"
+    assert policy["require-trusted-types-for"] == "'script'"
 
 
 def test_another_script_has_another_hash():
-    one, other = (
+    first, second = (
         content_security_policy(f"<style>a</style><script>{text}</script>") for text in ("1", "2")
     )
-    assert one != other
+    assert first != second
 
 
 async def test_the_page_forbids_framing_sniffing_and_caching(api):
@@ -88,53 +86,53 @@ async def test_an_unchanged_page_is_not_sent_again(api):
     assert (await client.get("/dashboard", headers={"If-None-Match": '"x"'})).status_code == 200
 
 
-def test_the_page_names_no_other_place():
+def test_the_page_has_no_url_of_another_host():
     namespaces = {"http://www.w3.org/2000/svg"}
-    examples = {"http://10.0.0.7:8000", "http://${typed}"}  # a placeholder, and what is typed
+    examples = {"http://10.0.0.7:8000", "http://${typed}"}  # a placeholder, and the user's input
     found = set(re.findall(r"https?://[^\s\"'`)<>]+", PAGE))
     assert found - namespaces - examples <= {"https?:"}
     assert "@import" not in PAGE
     assert "url(" not in PAGE
 
 
-def test_every_source_of_the_page_is_inside_it(tags):
+def test_the_page_loads_nothing_from_elsewhere(tags):
     for tag, attributes in tags:
         assert not {"src", "srcset", "action", "ping"} & attributes.keys(), tag
         target = attributes.get("href", "#")
         assert target.startswith(("#", "data:")), target
 
 
-def test_nothing_is_styled_or_run_past_the_policy(tags):
+def test_the_page_has_no_inline_styles_or_event_handlers(tags):
     for tag, attributes in tags:
         assert "style" not in attributes, tag
         assert not [name for name in attributes if name.startswith("on")], tag
     assert len([tag for tag, _ in tags if tag in ("script", "style")]) == 2
 
 
-def test_nothing_becomes_markup():
-    ways = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
-    assert [way for way in ways if way in PAGE] == []
+def test_no_script_writes_markup():
+    sinks = ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(")
+    assert [sink for sink in sinks if sink in PAGE] == []
 
 
-def test_the_key_is_kept_for_this_tab_alone():
+def test_the_key_is_stored_for_this_tab_only():
     assert "sessionStorage" in PAGE
-    assert [each for each in ("localStorage", "document.cookie", "indexedDB") if each in PAGE] == []
+    assert [name for name in ("localStorage", "document.cookie", "indexedDB") if name in PAGE] == []
 
 
-def test_every_field_that_can_be_filled_has_a_name(tags):
+def test_every_input_field_has_a_label(tags):
     labelled = set(re.findall(r'<label[^>]*>(?:(?!</label>).)*?id="([\w-]+)"', PAGE))
     for tag, attributes in tags:
         if tag in ("input", "select", "textarea") and attributes["id"] not in labelled:
             assert attributes["aria-label"], attributes
 
 
-def test_each_part_is_in_the_page_once_and_short():
+def test_each_part_is_short_and_in_the_page_once():
     assert {path.name for path in PARTS.iterdir()} == {*SCRIPTS, *STYLES, "page.html"}
     for name in (*SCRIPTS, *STYLES):
         text = (PARTS / name).read_text()
         assert PAGE.count(text) == 1
         assert len(text.splitlines()) <= MOST_LINES
-        assert text.startswith("/* ") or name in STYLES, name  # what it is
+        assert text.startswith("/* ") or name in STYLES, name  # a comment says what it is
 
 
 def test_no_two_parts_declare_the_same_name():
@@ -143,12 +141,12 @@ def test_no_two_parts_declare_the_same_name():
     assert sorted(set(names)) == sorted(names)
 
 
-def test_each_id_that_the_script_asks_for_is_in_the_page(tags):
+def test_each_id_that_a_script_uses_is_in_the_page(tags):
     ids = {attributes["id"] for _, attributes in tags if "id" in attributes}
-    asked = set(re.findall(r"""\$\("([\w-]+)"\)""", PAGE))
+    used = set(re.findall(r"""\$\("([\w-]+)"\)""", PAGE))
     emptied = re.findall(r"empties\(([^)]*)\)", PAGE)
-    asked |= {name for each in emptied for name in re.findall(r'"([\w-]+)"', each)}
-    assert asked - ids == set()
+    used |= {name for each in emptied for name in re.findall(r'"([\w-]+)"', each)}
+    assert used - ids == set()
 
 
 def test_the_page_is_small():
@@ -159,10 +157,12 @@ def test_the_page_is_small():
     ("accept", "status"),
     [("text/html,application/xhtml+xml,*/*;q=0.8", 302), ("*/*", 404), ("application/json", 404)],
 )
-async def test_a_browser_at_the_root_is_led_to_it_and_a_program_gets_a_404(api, accept, status):
-    answer = await api.client().get("/", headers={"Accept": accept})
-    assert answer.status_code == status
+async def test_the_root_redirects_a_browser_to_the_dashboard_and_is_a_404_to_programs(
+    api, accept, status
+):
+    response = await api.client().get("/", headers={"Accept": accept})
+    assert response.status_code == status
     if status == 302:
-        assert answer.headers["Location"].endswith("dashboard")
+        assert response.headers["Location"].endswith("dashboard")
     else:
-        assert (await answer.get_json())["error"]["code"] == "not_found"
+        assert (await response.get_json())["error"]["code"] == "not_found"

@@ -14,13 +14,13 @@ from tests.admin_api.api_fixture import A, B, build_api, entry
 RANKS = json.dumps({"loads": [{"dp_rank": 0}] * MAX_RANKS}).encode()
 
 
-async def got(api, path, method="get", **headers):
-    answer = await getattr(api.client(), method)(path, headers=headers)
-    return answer.status_code, await answer.get_json()
+async def call_route(api, path, method="get", **headers):
+    response = await getattr(api.client(), method)(path, headers=headers)
+    return response.status_code, await response.get_json()
 
 
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
-async def test_server_info_shows_every_rank_behind_us(api, engines, path):
+async def test_server_info_counts_the_ranks_of_all_workers(api, engines, path):
     api.healthy(A, B)
     engines.set_reply(A, "/server_info", {
         "tp_size": 2, "model_path": "m", "radix_cache": True, "port": 1, "version": "1",
@@ -30,7 +30,7 @@ async def test_server_info_shows_every_rank_behind_us(api, engines, path):
         "model_path": "m", "radix_cache": False, "port": 2, "version": "2",
         "internal_states": [{"b": 1}], "max_total_num_tokens": 50,
     })  # fmt: skip
-    status, body = await got(api, path)
+    status, body = await call_route(api, path)
     assert status == 200
     assert body["tp_size"] == 3
     assert (body["model_path"], body["version"]) == ("m", None)
@@ -38,73 +38,74 @@ async def test_server_info_shows_every_rank_behind_us(api, engines, path):
     assert body["max_total_num_tokens"] == 150
     assert body["internal_states"] == [{"a": 1}, {"b": 1}]
     assert "port" not in body
-    assert [each["url"] for each in body["workers"]] == [A, B]
+    assert [worker["url"] for worker in body["workers"]] == [A, B]
 
 
 @pytest.mark.parametrize(("mode", "ranks"), [("coordinate", 3), ("receive", 1), ("both", 4)])
-async def test_a_trainers_group_has_the_ranks_of_all_that_live_or_ours(engines, mode, ranks):
+async def test_the_ranks_for_a_trainers_group_depend_on_the_mode(engines, mode, ranks):
     api = build_api(entry(A), entry(B), weight_sync=WeightSyncConfig(mode=mode))
     api.healthy(A, B)
     api.fleet.cordon(api.worker(A), "uncertain")
     engines.set_reply(A, "/server_info", {"tp_size": 2, "radix_cache_enabled": True})
     engines.set_reply(B, "/server_info", {"tp_size": 1, "radix_cache_enabled": False})
-    _, body = await got(api, "/server_info")
+    _, body = await call_route(api, "/server_info")
     assert body["tp_size"] == ranks
     assert body["radix_cache_enabled"] is True
 
 
-async def test_one_silent_worker_costs_only_its_own_info(api, engines):
+async def test_one_unreachable_worker_lacks_only_its_own_info(api, engines):
     api.healthy(A, B)
     engines.replies[A, "/server_info"] = httpx.ConnectError("refused")
     engines.set_reply(B, "/server_info", {"tp_size": 4})
-    status, body = await got(api, "/server_info")
+    status, body = await call_route(api, "/server_info")
     assert (status, body["tp_size"]) == (200, 4)
     assert body["workers"][0] == {"url": A, "info": None, "error": "ConnectError"}
 
 
-async def test_no_info_at_all_is_a_502_that_names_each_reason(api, engines):
+async def test_without_any_server_info_the_502_has_the_reason_of_each_worker(api, engines):
     api.healthy(A)
-    status, body = await got(api, "/server_info")
+    status, body = await call_route(api, "/server_info")
     assert status == 502
     assert body["details"] == {A: "status=404", B: "status=404"}
     assert body["error"]["code"] == "server_info_unavailable"
 
 
 @pytest.mark.parametrize("path", ["/get_model_info", "/health_generate"])
-async def test_without_a_routable_worker_it_is_503(api, engines, path):
-    assert (await got(api, path))[0] == 503
+async def test_without_a_routable_worker_the_status_is_503(api, engines, path):
+    assert (await call_route(api, path))[0] == 503
 
 
 async def test_in_mode_off_only_routable_workers_count_in_the_ranks(engines):
     api = build_api(entry(A), entry(B), weight_sync=WeightSyncConfig(mode="off"))
-    assert (await got(api, "/server_info"))[0] == 503
+    assert (await call_route(api, "/server_info"))[0] == 503
     api.healthy(A)
     for url, size in ((A, 2), (B, 4)):
         engines.set_reply(url, "/server_info", {"tp_size": size})
-    assert (await got(api, "/server_info"))[1]["tp_size"] == 2
+    assert (await call_route(api, "/server_info"))[1]["tp_size"] == 2
 
 
-async def test_model_info_is_the_first_routable_workers_own(api, engines):
+async def test_model_info_is_that_of_the_first_routable_worker_that_answers(api, engines):
     api.healthy(A, B)
     engines.replies[A, "/get_model_info"] = httpx.ConnectError("refused")
     engines.set_reply(B, "/model_info", {"model_path": "m", "weight_version": "7"})
-    assert await got(api, "/get_model_info") == (200, {"model_path": "m", "weight_version": "7"})
+    assert await call_route(api, "/get_model_info") == (
+        200,
+        {"model_path": "m", "weight_version": "7"},
+    )
     assert [r.url.path for r in engines.requests][-2:] == ["/get_model_info", "/model_info"]
 
 
-async def test_model_info_of_an_engine_without_such_a_route_is_that_of_its_list_of_models(
-    api, engines
-):
+async def test_model_info_is_read_from_the_model_list_if_no_route_has_it(api, engines):
     api.healthy(A)
     card = {"id": "name", "root": "/models/m", "max_model_len": 2048}
     engines.set_reply(A, "/v1/models", {"data": [card]})
     info = {"model_path": "/models/m", "max_model_len": 2048}
-    assert await got(api, "/get_model_info") == (200, info)
+    assert await call_route(api, "/get_model_info") == (200, info)
     engines.set_reply(A, "/v1/models", {"data": [{"id": "name", "root": None}]})
-    assert await got(api, "/get_model_info") == (200, {"model_path": "name"})
+    assert await call_route(api, "/get_model_info") == (200, {"model_path": "name"})
     for junk in ([], {"data": {}}, {"data": [1]}, {"data": [{"id": 5}]}, {}):
         engines.set_reply(A, "/v1/models", junk)
-        status, body = await got(api, "/get_model_info")
+        status, body = await call_route(api, "/get_model_info")
         assert (status, body["details"]) == (502, {A: "status=404"})
 
 
@@ -115,48 +116,46 @@ async def test_model_info_is_json_for_any_reply_of_a_worker(api, engines, junk):
     api.healthy(A, B)
     engines.set_reply(A, "/get_model_info", junk)
     engines.set_reply(B, "/get_model_info", b'{"model_path": "m", "x": NaN, "y": -Infinity}')
-    reported = {"model_path": "m", "x": None, "y": None}
-    assert await got(api, "/get_model_info") == (200, reported)
+    info = {"model_path": "m", "x": None, "y": None}
+    assert await call_route(api, "/get_model_info") == (200, info)
     engines.set_reply(B, "/get_model_info", junk)
-    status, reported = await got(api, "/get_model_info")
-    assert (status, reported["details"]) == (502, {A: "no JSON object", B: "no JSON object"})
+    status, body = await call_route(api, "/get_model_info")
+    assert (status, body["details"]) == (502, {A: "no JSON object", B: "no JSON object"})
 
 
 @pytest.mark.parametrize("ranks", [MAX_RANKS + 1, MAX_VALUES])
 @pytest.mark.parametrize("rank", [b"{}", b'{"dp_rank": 0}'])
-async def test_of_an_engine_with_too_many_ranks_our_own_count_is_reported(
-    api, engines, ranks, rank
-):
+async def test_loads_with_too_many_ranks_are_replaced_by_our_own_count(api, engines, ranks, rank):
     engines.set_reply(A, "/v1/loads", b'{"loads": [' + b",".join([rank] * ranks) + b"]}")
     engines.set_reply(B, "/v1/loads", {"loads": [{"dp_rank": 7}]})
-    _, body = await got(api, "/get_loads")
-    assert [(each["worker"], each["dp_rank"]) for each in body["loads"]] == [(A, 0), (B, 7)]
+    _, body = await call_route(api, "/get_loads")
+    assert [(load["worker"], load["dp_rank"]) for load in body["loads"]] == [(A, 0), (B, 7)]
 
 
-async def test_all_engines_together_fill_no_more_than_one_bounded_answer(api):
+async def test_the_loads_of_all_engines_together_are_bounded(api):
     engines = 2 * MAX_RECORDS // MAX_RANKS
-    reported = [CallResult(api.worker(), 200, RANKS, "", 0.0)] * engines
-    answer = await loads_answer(reported)
-    assert len(answer["loads"]) == MAX_RECORDS + engines // 2
+    results = [CallResult(api.worker(), 200, RANKS, "", 0.0)] * engines
+    response = await loads_answer(results)
+    assert len(response["loads"]) == MAX_RECORDS + engines // 2
 
 
-async def test_a_rank_that_is_no_number_is_not_passed_on(api, engines):
+async def test_a_rank_that_is_not_a_number_is_not_passed_on(api, engines):
     engines.set_reply(A, "/v1/loads", {"loads": [{"dp_rank": {"much": [1] * 1000}, "x": 1}]})
-    _, body = await got(api, "/get_loads")
+    _, body = await call_route(api, "/get_loads")
     assert body["loads"][0]["dp_rank"] == 0
 
 
-async def test_loads_speak_both_dialects(api, engines):
+async def test_loads_have_the_fields_of_both_dialects(api, engines):
     api.healthy(A, B)
     api.worker(B).in_flight = 3
     rank = {"num_running_reqs": 2, "num_waiting_reqs": 5, "num_total_reqs": 7, "token_usage": 0.5}
     engines.set_reply(A, "/v1/loads", {"loads": [rank, {"dp_rank": 1, "num_running_reqs": 1}]})
-    status, body = await got(api, "/get_loads")
+    status, body = await call_route(api, "/get_loads")
     assert status == 200
     assert body["workers"] == [{"worker": A, "load": 0}, {"worker": B, "load": 3}]
     shown = [
-        (each["worker"], each["dp_rank"], each["num_running_reqs"], each["source"])
-        for each in body["loads"]
+        (load["worker"], load["dp_rank"], load["num_running_reqs"], load["source"])
+        for load in body["loads"]
     ]
     assert shown == [(A, 0, 2, "engine"), (A, 1, 1, "engine"), (B, 0, 3, "proxy")]
     assert body["aggregate"]["total_running_reqs"] == 6
@@ -165,14 +164,14 @@ async def test_loads_speak_both_dialects(api, engines):
 
 async def test_a_worker_that_cannot_be_reached_has_load_minus_one(api, engines):
     engines.replies[A, "/v1/loads"] = httpx.ConnectError("refused")
-    _, body = await got(api, "/v1/loads")
+    _, body = await call_route(api, "/v1/loads")
     assert body["workers"][0] == {"worker": A, "load": -1}
 
 
 @pytest.mark.parametrize("junk", [[], {"loads": 7}, {"loads": ["x"]}, b"\xff", {"loads": None}])
-async def test_junk_loads_count_as_none(api, engines, junk):
+async def test_invalid_loads_count_as_missing(api, engines, junk):
     engines.set_reply(A, "/v1/loads", junk)
-    status, body = await got(api, "/get_loads")
+    status, body = await call_route(api, "/get_loads")
     assert status == 200
     assert body["loads"][0]["source"] == "proxy"
 
@@ -181,52 +180,52 @@ async def test_junk_loads_count_as_none(api, engines, junk):
     "odd",
     [b'{"dp_rank": "\\ud800"}', b'{"token_usage": 1%b}' % (b"0" * 400), b'{"token_usage": NaN}'],
 )
-async def test_loads_that_json_can_spell_and_nothing_else_can_hold_do_no_harm(api, engines, odd):
+async def test_json_values_that_cannot_be_exported_are_harmless_in_loads(api, engines, odd):
     engines.set_reply(A, "/v1/loads", b'{"loads": [%b]}' % odd)
     engines.set_reply(B, "/v1/loads", {"loads": [{"num_running_reqs": 3}]})
-    status, body = await got(api, "/get_loads")
+    status, body = await call_route(api, "/get_loads")
     assert (status, body["aggregate"]["total_running_reqs"]) == (200, 3)
     assert body["loads"][0]["token_usage"] == 0
 
 
-async def test_a_flush_reaches_every_living_worker_and_its_prefixes_are_forgotten(api, engines):
+async def test_a_flush_is_sent_to_every_live_worker_whose_prefixes_are_then_cleared(api, engines):
     api.healthy(A, B)
-    forgotten = []
-    api.fleet.watch_cache_cleared(forgotten.append)
+    cleared = []
+    api.fleet.watch_cache_cleared(cleared.append)
     engines.set_reply(A, "/flush_cache", b"flushed")
     engines.set_reply(B, "/flush_cache", b"busy", status=400)
-    status, body = await got(api, "/flush_cache", "post", Authorization="Bearer w")
+    status, body = await call_route(api, "/flush_cache", "post", Authorization="Bearer w")
     assert (status, body["status"], body["workers_flushed"]) == (502, "partial", 1)
     assert body["failed"] == {B: "status=400"}
-    assert forgotten == [api.worker(A)]
+    assert cleared == [api.worker(A)]
     assert {r.headers["authorization"] for r in engines.requests} == {"Bearer w"}
     engines.set_reply(B, "/flush_cache", b"flushed")
-    assert (await got(api, "/flush_cache", "post"))[0] == 200
-    asked = len(engines.requests)
-    status, body = await got(api, f"/flush_cache?selector=url={B}", "post")
-    assert (status, body["workers_flushed"], len(engines.requests)) == (200, 1, asked + 1)
-    assert (await got(api, "/flush_cache?selector=id=nobody", "post"))[0] == 404
+    assert (await call_route(api, "/flush_cache", "post"))[0] == 200
+    calls = len(engines.requests)
+    status, body = await call_route(api, f"/flush_cache?selector=url={B}", "post")
+    assert (status, body["workers_flushed"], len(engines.requests)) == (200, 1, calls + 1)
+    assert (await call_route(api, "/flush_cache?selector=id=unknown", "post"))[0] == 404
 
 
-async def test_generation_is_tried_on_the_idlest_first_and_on_the_next_where_it_fails(api, engines):
+async def test_generation_is_tried_on_the_least_loaded_worker_then_on_the_next(api, engines):
     api.healthy(A, B)
     api.worker(A).in_flight = 1
     engines.set_reply(B, "/health_generate", b"", status=503)
     engines.set_reply(A, "/health_generate", b"")
-    assert await got(api, "/health_generate") == (200, {"status": "ok", "worker": A})
+    assert await call_route(api, "/health_generate") == (200, {"status": "ok", "worker": A})
     assert engines.requests[0].url.port == 8012
     engines.set_reply(A, "/health_generate", b"", status=500)
-    status, body = await got(api, "/health_generate")
+    status, body = await call_route(api, "/health_generate")
     assert status == 503
     assert "status=500" in body["error"]["message"]
 
 
-async def test_a_worker_without_the_route_gets_a_generate_call(api, engines):
+async def test_a_worker_without_health_generate_gets_a_completion_request(api, engines):
     api.healthy(A)
     engines.set_reply(A, "/health", {"status": "ok"})
-    assert (await got(api, "/health_generate"))[0] == 503
+    assert (await call_route(api, "/health_generate"))[0] == 503
     engines.set_reply(A, "/v1/completions", {"choices": []})
-    assert (await got(api, "/health_generate"))[0] == 200
+    assert (await call_route(api, "/health_generate"))[0] == 200
 
 
 async def test_metrics_of_all_workers_become_one_text(api, engines):
@@ -237,16 +236,16 @@ async def test_metrics_of_all_workers_become_one_text(api, engines):
     )
     engines.set_reply(A, "/metrics", text % 1)
     engines.set_reply(B, "/metrics", text % 2)
-    answer = await api.client().get("/engine_metrics")
-    body = (await answer.get_data()).decode()
-    assert answer.content_type.startswith("text/plain; version=0.0.4")
+    response = await api.client().get("/engine_metrics")
+    body = (await response.get_data()).decode()
+    assert response.content_type.startswith("text/plain; version=0.0.4")
     assert body.count("# TYPE sglang:num_running_reqs gauge") == 1
     assert f'sglang:num_running_reqs{{model_name="m",worker="{A}"}} 1.0' in body
     assert f'sglang:num_running_reqs{{model_name="m",worker="{B}"}} 2.0' in body
     assert f'seen_total{{worker="{A}"}} 4.0' in body
 
 
-async def test_the_workers_names_of_metrics_stay_and_no_family_is_declared_twice(api, engines):
+async def test_metric_names_are_kept_and_no_family_is_declared_twice(api, engines):
     engines.set_reply(
         A, "/metrics",
         b"# TYPE kept counter\nkept 1\n# TYPE seen counter\nseen_total 2\n"
@@ -270,7 +269,7 @@ async def test_the_workers_names_of_metrics_stay_and_no_family_is_declared_twice
     assert "# TYPE both_total counter" in lines
 
 
-READ_SECS = 0.5  # less than the program's, which are too many for a test
+READ_SECS = 0.5  # shorter than the program's limit, which is too long for a test
 BLANKS = b" " * 900_000
 HOSTILE = {
     "blanks": b"f" + b" " * 7_000_000 + b"# TYPE" + BLANKS,
@@ -287,7 +286,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
-async def test_metrics_that_are_made_to_take_long_end_soon(api, engines, text, monkeypatch):
+async def test_parsing_hostile_metrics_is_limited_in_time(api, engines, text, monkeypatch):
     monkeypatch.setattr(metrics_text, "READ_SECS", READ_SECS)
     engines.set_reply(A, "/metrics", text)
     engines.set_reply(B, "/metrics", b"x 1\n")
@@ -298,7 +297,7 @@ async def test_metrics_that_are_made_to_take_long_end_soon(api, engines, text, m
 
 
 @pytest.mark.parametrize("junk", [b"\xff\xfe", b"{", b"# TYPE\nx y z\n", b'x{a="', b"x 1 inf\n"])
-async def test_metrics_that_cannot_be_read_cost_that_worker_only(api, engines, junk):
+async def test_unreadable_metrics_are_missing_for_that_worker_only(api, engines, junk):
     engines.set_reply(A, "/metrics", junk)
     engines.set_reply(B, "/metrics", b"x 1\n")
     body = (await (await api.client().get("/engine_metrics")).get_data()).decode()
@@ -319,7 +318,7 @@ async def test_a_conflicting_label_of_a_worker_is_exported_under_another_name(ap
 async def test_only_protected_routes_need_the_key():
     api = build_api(entry(A), key="k")
     for path in ("/flush_cache", "/engine_metrics"):
-        assert (await got(api, path))[0] == 401
+        assert (await call_route(api, path))[0] == 401
     for path in ("/get_loads", "/liveness"):
-        assert (await got(api, path))[0] == 200
-    assert (await got(api, "/readiness"))[0] == 503
+        assert (await call_route(api, path))[0] == 200
+    assert (await call_route(api, "/readiness"))[0] == 503

@@ -19,11 +19,11 @@ from tests.telemetry.ends import ended
 CHAT = b'{"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": true}'
 
 
-async def test_every_worker_has_a_verdict_and_nothing_is_sent(api):
+async def test_every_worker_has_a_verdict_and_no_request_is_sent(api):
     api.healthy(A)
-    answer = await api.client().post("/explain", data=CHAT)
-    body = await answer.get_json()
-    assert answer.status_code == 200
+    response = await api.client().post("/explain", data=CHAT)
+    body = await response.get_json()
+    assert response.status_code == 200
     assert [(row["url"], row["eligible"]) for row in body["workers"]] == [(A, True), (B, False)]
     assert body["workers"][1]["reasons"]
     assert body["pick"]["url"] == A
@@ -31,35 +31,35 @@ async def test_every_worker_has_a_verdict_and_nothing_is_sent(api):
     assert sum(api.worker().routed.values()) == 0
 
 
-async def test_the_path_chooses_the_route_and_hints_count(api):
-    answer = await api.client().post(
+async def test_the_path_and_routing_hints_are_respected(api):
+    response = await api.client().post(
         "/explain?path=/v1/audio/speech",
         data=b"{}",
         headers={"x-sglang-omni-route-capabilities": "speech"},
     )
-    assert (await answer.get_json())["need"]["capabilities"] == ["speech"]
+    assert (await response.get_json())["need"]["capabilities"] == ["speech"]
 
 
 @pytest.mark.parametrize("path", ["/nowhere", "/workers", "/v1/audio/voices/x", ""])
-async def test_a_path_that_is_no_model_route_is_refused(api, path):
-    answer = await api.client().post(f"/explain?path={path}", data=CHAT)
-    assert answer.status_code == 400
-    assert (await answer.get_json())["error"]["code"] == "unknown_path"
+async def test_a_path_that_is_not_a_model_route_is_refused(api, path):
+    response = await api.client().post(f"/explain?path={path}", data=CHAT)
+    assert response.status_code == 400
+    assert (await response.get_json())["error"]["code"] == "unknown_path"
 
 
-async def test_a_body_that_a_worker_would_not_get_is_refused_alike(api):
-    answer = await api.client().post("/explain", data=b"{not json")
-    assert answer.status_code == 400
-    assert "invalid JSON body" in (await answer.get_json())["error"]["message"]
+async def test_a_body_that_no_worker_would_get_is_refused_in_the_same_way(api):
+    response = await api.client().post("/explain", data=b"{not json")
+    assert response.status_code == 400
+    assert "invalid JSON body" in (await response.get_json())["error"]["message"]
 
 
-async def test_what_curl_calls_a_form_is_read_as_json(api):
-    kind = {"Content-Type": "application/x-www-form-urlencoded"}
-    answer = await api.client().post("/explain", data=CHAT, headers=kind)
-    assert (await answer.get_json())["need"]["model"] == "m"
+async def test_a_body_that_curl_sends_as_a_form_is_read_as_json(api):
+    headers = {"Content-Type": "application/x-www-form-urlencoded"}
+    response = await api.client().post("/explain", data=CHAT, headers=headers)
+    assert (await response.get_json())["need"]["model"] == "m"
 
 
-async def test_a_keyed_policy_is_shown_with_the_key_of_the_request(api):
+async def test_a_policy_with_keys_uses_the_key_of_the_request(api):
     api.healthy(A, B)
     api.data_plane.policy = build_policy(
         RoutingConfig(policy="consistent_hashing"), lambda n: 0, 0.0
@@ -67,8 +67,8 @@ async def test_a_keyed_policy_is_shown_with_the_key_of_the_request(api):
     client = api.client()
 
     async def picked(key):
-        answer = await client.post("/explain", data=CHAT, headers={"X-Session-Id": key})
-        return (await answer.get_json())["pick"]["url"]
+        response = await client.post("/explain", data=CHAT, headers={"X-Session-Id": key})
+        return (await response.get_json())["pick"]["url"]
 
     by_key = {key: await picked(key) for key in map(str, range(40))}
     assert set(by_key.values()) == {A, B}
@@ -78,17 +78,20 @@ async def test_a_keyed_policy_is_shown_with_the_key_of_the_request(api):
 LARGE = b'{"messages": [' + b'{"role": "user"},' * (ONE_PASS_BYTES // 16) + b'{}], "model": "m"}'
 
 
-async def test_a_large_body_is_explained_as_a_small_one(api):
+async def test_a_large_body_is_explained_like_a_small_one(api):
     api.healthy(A)
-    answer = await api.client().post("/explain", data=LARGE)
-    body = await answer.get_json()
-    assert answer.status_code == 200
+    response = await api.client().post("/explain", data=LARGE)
+    body = await response.get_json()
+    assert response.status_code == 200
     assert (body["need"]["model"], body["pick"]["url"]) == ("m", A)
-    answer = await api.client().post("/explain", data=LARGE[:-1])
-    assert (answer.status_code, (await answer.get_json())["error"]["code"]) == (400, "invalid_json")
+    response = await api.client().post("/explain", data=LARGE[:-1])
+    assert (response.status_code, (await response.get_json())["error"]["code"]) == (
+        400,
+        "invalid_json",
+    )
 
 
-async def test_others_have_their_turns_while_a_large_body_is_walked_over():
+async def test_other_tasks_run_while_a_large_body_is_scanned():
     turns = 0
 
     async def other():
@@ -104,15 +107,15 @@ async def test_others_have_their_turns_while_a_large_body_is_walked_over():
     assert turns >= len(LARGE) // SLICE_BYTES // 2
 
 
-async def test_a_stored_response_is_explained_by_its_owner(api):
+async def test_a_request_with_a_stored_response_is_routed_to_its_owner(api):
     api.healthy(A, B)
     api.data_plane.response_owners.keep("resp_1", api.worker(B), 0.0)
     for body, url in ((b'{"previous_response_id": "resp_1"}', B), (b'{"input": "a"}', A)):
-        answer = await api.client().post("/explain?path=/v1/responses", data=body)
-        assert (await answer.get_json())["pick"]["url"] == url
+        response = await api.client().post("/explain?path=/v1/responses", data=body)
+        assert (await response.get_json())["pick"]["url"] == url
 
 
-async def test_a_response_goes_where_its_instructions_and_input_were_sent():
+async def test_instructions_and_input_are_the_prompt_of_a_response():
     api = build_api(entry(A), entry(B))
     api.healthy(A, B)
     policy = api.data_plane.policy = build_policy(
@@ -127,16 +130,16 @@ async def test_a_response_goes_where_its_instructions_and_input_were_sent():
     policy.record_pick(api.worker(B), Requirements(0, "m", decoded=fields))
     for question, url in (("Why not", B), ("Why " * 400, A)):
         body = {**first, "input": [{"role": "user", "content": question}]}
-        answer = await api.client().post("/explain?path=/v1/responses", json=body)
-        assert (await answer.get_json())["pick"]["url"] == url
+        response = await api.client().post("/explain?path=/v1/responses", json=body)
+        assert (await response.get_json())["pick"]["url"] == url
 
 
 async def test_a_configured_route_is_explained_like_a_built_in_one():
     config = parse('[[routes]]\npath = "/own"\ncapability = "speech"\ntext = ["x"]')
     api = build_api(entry(A), routes=config.routes)
     api.healthy(A)
-    answer = await api.client().post("/explain?path=/own", data=b'{"x": [1, 2]}')
-    assert (await answer.get_json())["need"]["capabilities"] == ["speech"]
+    response = await api.client().post("/explain?path=/own", data=b'{"x": [1, 2]}')
+    assert (await response.get_json())["need"]["capabilities"] == ["speech"]
 
 
 async def test_each_data_parallel_rank_has_a_verdict_and_the_pick_names_its_rank():
@@ -148,26 +151,29 @@ async def test_each_data_parallel_rank_has_a_verdict_and_the_pick_names_its_rank
     assert (body["pick"]["url"], body["pick"]["rank"]) == (A, 0)
 
 
-@pytest.mark.parametrize("by", ["header", "body"])
-async def test_a_rank_that_the_client_names_counts(by):
+@pytest.mark.parametrize("place", ["header", "body"])
+async def test_a_rank_that_the_client_requests_is_respected(place):
     api = build_api(entry(A, ranks=2))
     api.healthy(A)
-    headers = {"X-data-parallel-rank": "1"} if by == "header" else {}
-    body = b'{"routed_dp_rank": 1}' if by == "body" else CHAT
-    answer = await (await api.client().post("/explain", data=body, headers=headers)).get_json()
-    assert answer["pick"]["rank"] == 1
-    assert [row["reasons"] for row in answer["workers"]] == [["is not data-parallel rank 1"], []]
+    headers = {"X-data-parallel-rank": "1"} if place == "header" else {}
+    body = b'{"routed_dp_rank": 1}' if place == "body" else CHAT
+    explanation = await (await api.client().post("/explain", data=body, headers=headers)).get_json()
+    assert explanation["pick"]["rank"] == 1
+    assert [row["reasons"] for row in explanation["workers"]] == [
+        ["is not data-parallel rank 1"],
+        [],
+    ]
 
 
-async def test_a_rank_that_does_not_exist_is_refused_as_the_request_would_be():
+async def test_a_rank_that_does_not_exist_is_explained_as_a_refusal():
     api = build_api(entry(A, ranks=2))
     api.healthy(A)
     headers = {"X-data-parallel-rank": "7"}
-    answer = await (await api.client().post("/explain", data=CHAT, headers=headers)).get_json()
-    assert answer["refusal"]["code"] == "invalid_rank"
+    explanation = await (await api.client().post("/explain", data=CHAT, headers=headers)).get_json()
+    assert explanation["refusal"]["code"] == "invalid_rank"
 
 
-async def test_both_picks_of_a_pair_are_explained_and_each_worker_has_the_verdict_of_its_leg():
+async def test_both_picks_of_a_pair_are_explained_with_a_verdict_per_leg():
     api = build_api(entry(A, role="prefill"), entry(B, role="decode"))
     api.healthy(A, B)
     body = await (await api.client().post("/explain", data=CHAT)).get_json()
@@ -176,8 +182,8 @@ async def test_both_picks_of_a_pair_are_explained_and_each_worker_has_the_verdic
         ("decode", True),
     ]
     assert (body["pick"]["url"], body["prefill"]["pick"]["url"]) == (B, A)
-    answer = await api.client().post("/explain?path=/v1/embeddings", data=CHAT)
-    body = await answer.get_json()
+    response = await api.client().post("/explain?path=/v1/embeddings", data=CHAT)
+    body = await response.get_json()
     assert body["refusal"]["code"] == "no_regular_worker"
     assert "prefill" not in body
 
@@ -189,13 +195,13 @@ targets = [{ model = "m1", weight = 3 }, { model = "m2" }]
 """
 
 
-async def test_an_alias_is_explained_with_its_target_and_why():
+async def test_an_alias_is_explained_with_its_target_and_the_reason():
     api = build_api(entry(A, model="m1"), entry(B, model="m2"))
     api.healthy(A)
     api.data_plane.aliases = ModelAliases(parse(ALIAS))
     api.data_plane.target_checks = RegularWorkers(api.fleet)
-    answer = await api.client().post("/explain", data=b'{"model": "alias"}')
-    body = await answer.get_json()
+    response = await api.client().post("/explain", data=b'{"model": "alias"}')
+    body = await response.get_json()
     assert body["alias"] == {
         "name": "alias",
         "target": "m1",
@@ -207,22 +213,22 @@ async def test_an_alias_is_explained_with_its_target_and_why():
         ],
     }
     assert (body["need"]["model"], body["pick"]["url"]) == ("alias", A)
-    answer = await api.client().post("/explain", data=b'{"model": "m1"}')
-    assert (await answer.get_json())["alias"] is None
+    response = await api.client().post("/explain", data=b'{"model": "m1"}')
+    assert (await response.get_json())["alias"] is None
 
 
-async def test_a_past_request_has_the_candidates_that_it_had_then(api):
+async def test_a_past_request_is_explained_with_the_candidates_of_its_time(api):
     api.healthy(A)
     rows = (
         Candidate(A, None, 3, "", {"matched_bytes": 5}),
         Candidate(B, None, 0, "disabled", {}),
     )
     recent = api.services.instruments.recent
-    one = ended(api.worker(), candidates=PickRecord("cache_aware", A, "most of it", rows, 7))
-    recent.note_completed(one, api.worker())
+    exchange = ended(api.worker(), candidates=PickRecord("cache_aware", A, "most of it", rows, 7))
+    recent.note_completed(exchange, api.worker())
     recent.note_completed(ended(api.worker(), request_id=b"other"), api.worker())
-    answer = await api.client().get("/explain?request_id=r")
-    assert await answer.get_json() == {
+    response = await api.client().get("/explain?request_id=r")
+    assert await response.get_json() == {
         "request_id": "r", "policy": "cache_aware", "worker": A, "reason": "most of it", "total": 7,
         "workers": [
             {"url": A, "eligible": True, "reasons": [], "in_flight": 3, "matched_bytes": 5},
@@ -241,9 +247,9 @@ async def test_a_past_request_has_the_candidates_that_it_had_then(api):
     }
 
 
-async def test_the_reason_of_a_pick_that_was_another_one_is_left_out(api):
+async def test_the_reason_is_left_out_if_another_worker_served_the_request(api):
     record = PickRecord("random", B, "drawn at random", (), 2)
-    one = ended(api.worker(), candidates=record)
-    api.services.instruments.recent.note_completed(one, api.worker())
+    exchange = ended(api.worker(), candidates=record)
+    api.services.instruments.recent.note_completed(exchange, api.worker())
     body = await (await api.client().get("/explain?request_id=r")).get_json()
     assert (body["worker"], body["reason"]) == (A, None)

@@ -13,13 +13,13 @@ from tests.telemetry.ends import ended
 
 
 async def snapshot(api):
-    answer = await api.client().get("/feed?once=true")
-    assert (answer.status_code, answer.mimetype) == (200, "application/json")
-    return await answer.get_json()
+    response = await api.client().get("/feed?once=true")
+    assert (response.status_code, response.mimetype) == (200, "application/json")
+    return await response.get_json()
 
 
-def work(api):
-    """A stream of A that went well, and one that did not; then the second is over."""
+def record_two_exchanges(api):
+    """Record a stream of A that completed and one that failed, then end the second."""
     worker = api.worker(A)
     api.instruments.metrics.record(ended(worker), worker)
     broken = ended(worker, outcome="stream_error", ended_by="worker", error="reset")
@@ -27,9 +27,9 @@ def work(api):
     api.instruments.recent.tick(time.time(), 3, 1)
 
 
-async def test_one_look_reports_fleet_history_ends_and_what_runs(api):
+async def test_a_snapshot_has_the_fleet_history_recent_ends_and_settings(api):
     api.healthy(A)
-    work(api)
+    record_two_exchanges(api)
     body = await snapshot(api)
     assert body["ready"] is True
     assert body["leaving"] is False
@@ -53,7 +53,7 @@ async def test_one_look_reports_fleet_history_ends_and_what_runs(api):
     assert body["weights"]["workers"][0]["worker"] == A
 
 
-async def test_since_when_a_worker_is_disabled_outlasts_the_program(api):
+async def test_the_time_when_a_worker_was_disabled_survives_a_restart(api):
     api.healthy(A)
     await api.client().put(f"/workers/{api.worker(A).id}", json={"disabled": True})
     store = api.config_store
@@ -63,7 +63,7 @@ async def test_since_when_a_worker_is_disabled_outlasts_the_program(api):
     assert row["state_since"] == "2026-11-20T08:00:00+00:00"
 
 
-async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_workers(api):
+async def test_the_last_minute_includes_the_current_second(api):
     api.healthy(A)
     worker = api.worker(A)
     api.instruments.metrics.record(ended(worker), worker)
@@ -73,7 +73,7 @@ async def test_the_last_minute_of_the_fleet_has_the_running_second_of_its_worker
     assert body["history"] == []
 
 
-async def test_a_silent_worker_with_requests_is_reported(api):
+async def test_a_worker_that_is_silent_with_requests_in_flight_is_reported(api):
     api.healthy(A)
     worker = api.worker(A)
     api.instruments.metrics.record(ended(worker), worker)
@@ -85,16 +85,16 @@ async def test_a_silent_worker_with_requests_is_reported(api):
     assert b["silent_secs"] is None
 
 
-async def test_a_reader_sees_its_own_role_and_the_others_theirs():
+async def test_the_feed_names_the_readers_key_and_role():
     api = build_api(entry(A), key="k")
     key = {"Authorization": "Bearer k"}
     body = await (await api.client().get("/feed?once=true", headers=key)).get_json()
     assert body["reader"] == {"name": "api_key", "role": "all"}
-    open_to_all = await snapshot(build_api(entry(A)))
-    assert open_to_all["reader"] == {"name": None, "role": "all"}
+    without_key = await snapshot(build_api(entry(A)))
+    assert without_key["reader"] == {"name": None, "role": "all"}
 
 
-async def test_the_steps_of_a_request_are_shown_where_they_are_known(api):
+async def test_the_steps_of_a_request_are_shown_if_they_are_known(api):
     a, b = api.worker(A), api.worker(B)
     failed = [(b, "connect_failure")]
     exchange = ended(
@@ -103,15 +103,15 @@ async def test_the_steps_of_a_request_are_shown_where_they_are_known(api):
     api.instruments.metrics.record(exchange, a)
     api.instruments.metrics.record(ended(a), a)
     plain, retried = sorted((await snapshot(api))["recent_ends"], key=lambda end: end["attempts"])
-    assert [each["outcome"] for each in retried["tried"]] == ["connect_failure", "200"]
-    assert [each["worker"] for each in retried["tried"]] == [B, A]
+    assert [attempt["outcome"] for attempt in retried["tried"]] == ["connect_failure", "200"]
+    assert [attempt["worker"] for attempt in retried["tried"]] == [B, A]
     assert retried["queue_ms"] == pytest.approx(300)
     assert (retried["policy"], retried["client"], retried["chunks"]) == ("random", "10.0.0.9", 10)
     assert (retried["head_ms"], retried["longest_gap_ms"]) == (pytest.approx(100), 400)
     assert plain.keys().isdisjoint(("tried", "queue_ms", "trace_id", "key"))
 
 
-async def test_nothing_of_it_is_shown_without_the_key():
+async def test_the_feed_and_the_metrics_need_the_key():
     api = build_api(entry(A), key="k")
     for path in ("/feed", "/feed?once=true", "/metrics"):
         assert (await api.client().get(path)).status_code == 401
@@ -120,13 +120,13 @@ async def test_nothing_of_it_is_shown_without_the_key():
 
 
 class Reader:
-    """A client of the feed, as the server below the app has it. It leaves when `left` is set."""
+    """A client of the feed, at the app's ASGI interface. It disconnects when `left` is set."""
 
     def __init__(self):
         self.left = trio.Event()
         self.ended = trio.Event()
         self.status = 0
-        self._heard, self._unread = [{"type": "http.request", "body": b""}], None
+        self._requests, self._unread = [{"type": "http.request", "body": b""}], None
         self._send, self._receive = trio.open_memory_channel(0)
 
     async def run(self, app):
@@ -134,10 +134,10 @@ class Reader:
         self.ended.set()
 
     async def _next(self):
-        if not self._heard:
+        if not self._requests:
             await self.left.wait()
             return {"type": "http.disconnect"}
-        return self._heard.pop()
+        return self._requests.pop()
 
     async def _take(self, message):
         if message["type"] == "http.response.start":
@@ -146,7 +146,7 @@ class Reader:
             await self._send.send(message["body"])
 
     async def event(self):
-        """The next one, decoded."""
+        """The next event, decoded."""
         *_, last = (await self._receive.receive()).decode().strip().splitlines()
         return json.loads(last.removeprefix("data: "))
 
@@ -162,23 +162,23 @@ async def reading(api):
             await reader.ended.wait()
 
 
-async def test_a_reader_gets_all_the_history_once_then_only_what_is_new(api):
-    at = iter(range(1001, 1009))
+async def test_a_reader_gets_the_whole_history_once_then_only_new_points(api):
+    seconds = iter(range(1001, 1009))
     for _ in range(3):
-        api.instruments.recent.tick(next(at), 0, 0)
-    reported = []
+        api.instruments.recent.tick(next(seconds), 0, 0)
+    events = []
     async with reading(api) as reader:
         for _ in range(3):
-            reported.append(await reader.event())
-            api.instruments.recent.tick(next(at), 0, 0)
-    assert [[point["at"] for point in event["history"]] for event in reported] == [
+            events.append(await reader.event())
+            api.instruments.recent.tick(next(seconds), 0, 0)
+    assert [[point["at"] for point in event["history"]] for event in events] == [
         [1001, 1002, 1003],
         [1004],
         [1005],
     ]
 
 
-async def test_a_reader_that_leaves_frees_its_place(monkeypatch):
+async def test_a_reader_that_disconnects_frees_its_place(monkeypatch):
     monkeypatch.setattr(dashboard_routes, "READERS", 1)
     api = build_api(entry(A))
     for _ in range(2):

@@ -6,17 +6,17 @@ from tests.admin_api.api_fixture import NOW, A, B, build_api, entry
 
 
 async def test_live_needs_no_worker():
-    answer = await build_api().client().get("/live")
-    assert answer.status_code == 200
-    assert await answer.get_json() == {"status": "alive"}
+    response = await build_api().client().get("/live")
+    assert response.status_code == 200
+    assert await response.get_json() == {"status": "alive"}
 
 
-async def test_ready_and_health_follow_the_first_routable_worker(api):
+async def test_ready_and_health_depend_on_a_routable_worker(api):
     client = api.client()
-    for path, word in (("/ready", "not_ready"), ("/health", "unhealthy")):
-        answer = await client.get(path)
-        body = await answer.get_json()
-        assert (answer.status_code, body["status"]) == (503, word)
+    for path, name in (("/ready", "not_ready"), ("/health", "unhealthy")):
+        response = await client.get(path)
+        body = await response.get_json()
+        assert (response.status_code, body["status"]) == (503, name)
         assert (body["routable_workers"], body["unknown_workers"], body["total_workers"]) == (
             0,
             2,
@@ -26,10 +26,10 @@ async def test_ready_and_health_follow_the_first_routable_worker(api):
     assert unready["reason"] == "no_routable_worker"
     api.healthy(A)
     assert "reason" not in await (await client.get("/ready")).get_json()
-    for path, word in (("/ready", "ready"), ("/health", "healthy")):
-        answer = await client.get(path)
-        body = await answer.get_json()
-        assert (answer.status_code, body["status"], body["routable_workers"]) == (200, word, 1)
+    for path, name in (("/ready", "ready"), ("/health", "healthy")):
+        response = await client.get(path)
+        body = await response.get_json()
+        assert (response.status_code, body["status"], body["routable_workers"]) == (200, name, 1)
         assert [record["url"] for record in body["workers"]] == [A, B]
 
 
@@ -39,7 +39,7 @@ async def statuses(api):
 
 
 @pytest.mark.parametrize(("dialect", "status"), [("sglang", 200), ("omni", 503)])
-async def test_a_router_that_waits_for_its_first_worker_is_well_but_not_ready(dialect, status):
+async def test_a_router_without_workers_so_far_is_healthy_but_not_ready(dialect, status):
     api = build_api(services={"dialect": dialect})
     assert await statuses(api) == [status, 503, 503]
     await api.client().post("/workers", json={"url": A})
@@ -47,7 +47,7 @@ async def test_a_router_that_waits_for_its_first_worker_is_well_but_not_ready(di
     assert await statuses(api) == [503] * 3
 
 
-async def test_a_router_is_not_well_before_each_given_worker_was_probed():
+async def test_a_router_is_unhealthy_until_each_given_worker_was_probed():
     api = build_api(entry(A), entry(B), services={"dialect": "sglang", "given": (A, B)})
     api.healthy(A)
     assert await statuses(api) == [503] * 3
@@ -55,7 +55,7 @@ async def test_a_router_is_not_well_before_each_given_worker_was_probed():
     assert body["reason"] == "first_probes"
     (worker,) = [worker for worker in api.fleet.workers if worker.url == B]
     api.fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=0)
-    assert await statuses(api) == [503] * 3  # good so far, and not believed yet
+    assert await statuses(api) == [503] * 3  # one good probe is not enough for "healthy"
     api.healthy(B)
     assert await statuses(api) == [200] * 3
 
@@ -67,7 +67,7 @@ async def test_a_given_worker_with_a_failed_first_probe_delays_no_readiness():
     assert await statuses(api) == [200] * 3
 
 
-async def test_a_given_worker_is_waited_for_no_longer_than_a_probe_takes():
+async def test_the_wait_for_a_given_worker_is_at_most_the_time_of_a_probe():
     services = {"dialect": "sglang", "given": (A, B), "started": time.monotonic() - 6}
     api = build_api(entry(A), entry(B), services=services)
     api.healthy(A)
@@ -75,7 +75,7 @@ async def test_a_given_worker_is_waited_for_no_longer_than_a_probe_takes():
 
 
 @pytest.mark.parametrize("services", [{"given": (A, B)}, {"dialect": "sglang", "given": (A,)}])
-async def test_the_first_worker_opens_where_no_other_was_given_to_a_router(services):
+async def test_one_healthy_worker_is_enough_if_no_other_was_given_to_a_router(services):
     api = build_api(entry(A), entry(B), services=services)
     api.healthy(A)
     assert await statuses(api) == [200] * 3
@@ -90,9 +90,9 @@ async def test_health_reports_admission_and_voice_routing(api):
 async def test_ready_is_503_during_shutdown(api):
     api.healthy(A)
     api.leaving = True
-    answer = await api.client().get("/ready")
-    assert answer.status_code == 503
-    body = await answer.get_json()
+    response = await api.client().get("/ready")
+    assert response.status_code == 503
+    body = await response.get_json()
     assert (body["status"], body["reason"]) == ("not_ready", "leaving")
     api.leaving, api.data_plane.draining = False, True
     assert (await api.client().get("/ready")).status_code == 503
@@ -100,7 +100,7 @@ async def test_ready_is_503_during_shutdown(api):
 
 
 @pytest.mark.parametrize("hold", ["updating", "paused", "uncertain"])
-async def test_a_weight_operation_turns_ready_off_but_not_health(hold):
+async def test_a_weight_operation_affects_ready_but_not_health(hold):
     api = build_api(entry(A))
     api.healthy(A)
     api.fleet.cordon(api.worker(), hold)
@@ -108,14 +108,14 @@ async def test_a_weight_operation_turns_ready_off_but_not_health(hold):
     assert (await api.client().get("/health")).status_code == 200
 
 
-async def test_another_hold_turns_health_off_too():
+async def test_any_other_hold_affects_health_too():
     api = build_api(entry(A))
     api.healthy(A)
     api.fleet.cordon(api.worker(), "starting")
     assert (await api.client().get("/health")).status_code == 503
 
 
-async def test_disabled_workers_alone_are_no_health():
+async def test_with_disabled_workers_only_the_proxy_is_unhealthy():
     api = build_api(entry(A, disabled=True))
     api.healthy(A)
     assert (await api.client().get("/health")).status_code == 503
@@ -129,18 +129,18 @@ async def test_head_answers_like_get(api, path):
 
 
 @pytest.mark.parametrize("path", ["/ready", "/health"])
-async def test_with_a_key_only_its_holder_sees_addresses(path):
+async def test_if_a_key_is_set_addresses_are_shown_only_with_it(path):
     api = build_api(entry(A), key="s3cret")
-    stranger = await (await api.client().get(path)).get_json()
-    holder = await (
+    without_key = await (await api.client().get(path)).get_json()
+    with_key = await (
         await api.client().get(path, headers={"Authorization": "Bearer s3cret"})
     ).get_json()
-    assert A not in str(stranger)
-    assert (stranger["total_workers"], "workers" in stranger) == (1, False)
-    assert holder["workers"][0]["url"] == A
+    assert A not in str(without_key)
+    assert (without_key["total_workers"], "workers" in without_key) == (1, False)
+    assert with_key["workers"][0]["url"] == A
 
 
-async def test_status_reports_what_runs(api):
+async def test_status_reports_the_parts_of_the_process(api):
     body = await (await api.client().get("/status")).get_json()
     assert list(body)[:5] == ["version", "pid", "started_at", "uptime_secs", "listeners"]
     assert body["listeners"] == ["http://127.0.0.1:30000"]
@@ -151,7 +151,7 @@ async def test_status_reports_what_runs(api):
     assert body["data_plane"] == body["door"]
 
 
-async def test_status_says_what_is_known_of_the_caches_that_publish_events():
+async def test_status_has_the_mode_of_each_cache_with_events():
     api = build_api(entry(A, kv_events="auto"), entry(B))
     body = await (await api.client().get("/status")).get_json()
     assert body["kv_modes"] == {A: {"kv_mode": "off", "kv_reason": ""}}
@@ -160,34 +160,34 @@ async def test_status_says_what_is_known_of_the_caches_that_publish_events():
     assert body["kv_modes"][A] == {"kv_mode": "degraded", "kv_reason": "batches 3 to 4 were lost"}
 
 
-async def test_an_unknown_path_is_a_json_404_with_detail(api):
-    answer = await api.client().get("/nowhere")
-    body = await answer.get_json()
-    assert (answer.status_code, body["detail"]) == (404, "Not Found")
+async def test_an_unknown_path_gets_a_json_404_with_detail(api):
+    response = await api.client().get("/nowhere")
+    body = await response.get_json()
+    assert (response.status_code, body["detail"]) == (404, "Not Found")
     assert set(body["error"]) == {"message", "type", "code"}
 
 
-async def test_a_wrong_method_is_a_json_405_that_names_the_right_ones(api):
-    answer = await api.client().delete("/live")
-    body = await answer.get_json()
-    assert (answer.status_code, body["detail"]) == (405, "Method Not Allowed")
-    assert "GET" in answer.headers["Allow"]
+async def test_a_wrong_method_gets_a_json_405_with_the_allowed_methods(api):
+    response = await api.client().delete("/live")
+    body = await response.get_json()
+    assert (response.status_code, body["detail"]) == (405, "Method Not Allowed")
+    assert "GET" in response.headers["Allow"]
     assert "error" in body
 
 
-async def test_a_fault_of_ours_is_a_json_500(api, monkeypatch):
+async def test_an_internal_error_gets_a_json_500(api, monkeypatch):
     def broken() -> None:
         raise RuntimeError("secret detail")
 
     monkeypatch.setattr(api.data_plane, "admission", broken)
-    answer = await api.client().get("/health")
-    body = await answer.get_json()
-    assert answer.status_code == 500
+    response = await api.client().get("/health")
+    body = await response.get_json()
+    assert response.status_code == 500
     assert body["error"]["code"] == "internal_server_error"
     assert "secret" not in str(body)
 
 
-async def test_a_dead_worker_is_counted_as_such(api):
+async def test_a_dead_worker_is_counted_as_dead(api):
     api.fleet.mark_dead(api.worker(), NOW)
     body = await (await api.client().get("/health")).get_json()
     assert (body["dead_workers"], body["unknown_workers"]) == (1, 1)

@@ -7,7 +7,7 @@ from tests.admin_api.api_fixture import A, B, build_api, entry
 from tests.telemetry.ends import ended
 
 
-def work(api):
+def record_history(api):
     now = time.time()
     worker = api.worker(A)
     for second in range(-200, 0):
@@ -17,13 +17,13 @@ def work(api):
 
 
 async def history(api, query=""):
-    answer = await api.client().get(f"/history{query}")
-    assert answer.status_code == 200
-    return await answer.get_json()
+    response = await api.client().get(f"/history{query}")
+    assert response.status_code == 200
+    return await response.get_json()
 
 
-async def test_the_fleet_of_the_last_15_minutes_by_default(api):
-    work(api)
+async def test_the_default_is_the_whole_fleet_for_15_minutes(api):
+    record_history(api)
     body = await history(api)
     assert (body["secs"], body["step_secs"], body["metrics"]) == (900, 5, True)
     assert list(body["series"]) == list(SERIES)
@@ -32,16 +32,16 @@ async def test_the_fleet_of_the_last_15_minutes_by_default(api):
     assert body["from"] + POINTS * 5 == pytest.approx(time.time(), abs=6)
 
 
-async def test_one_worker_and_one_series_of_a_longer_range(api):
-    work(api)
+async def test_a_worker_series_and_a_longer_range_can_be_selected(api):
+    record_history(api)
     body = await history(api, f"?secs=21600&series=first_p50_ms,in_flight&worker={B}")
     assert (body["step_secs"], body["worker"]) == (120, B)
     assert list(body["series"]) == ["first_p50_ms", "in_flight"]
     assert set(body["series"]["first_p50_ms"]) == {None}
 
 
-async def test_each_worker_on_its_own(api):
-    work(api)
+async def test_history_by_worker(api):
+    record_history(api)
     a, b = (await history(api, "?by=worker&series=first_p50_ms"))["workers"]
     assert (a["url"], b["url"]) == (A, B)
     assert any(a["series"]["first_p50_ms"])
@@ -57,11 +57,11 @@ async def test_each_worker_on_its_own(api):
         ("worker=http://c:1", 404, "not found"),
     ],
 )
-async def test_what_it_does_not_know_is_refused_by_name(api, query, status, text):
-    answer = await api.client().get(f"/history?{query}")
-    assert answer.status_code == status
-    assert text in (await answer.get_json())["error"]["message"]
+async def test_an_invalid_query_is_refused_with_the_reason(api, query, status, text):
+    response = await api.client().get(f"/history?{query}")
+    assert response.status_code == status
+    assert text in (await response.get_json())["error"]["message"]
 
 
-async def test_it_needs_the_key():
+async def test_the_history_needs_the_key():
     assert (await build_api(entry(A), key="k").client().get("/history")).status_code == 401

@@ -16,8 +16,8 @@ async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
         "": dict.fromkeys(USED, 0) | {"refused_max_inflight": 4, "refused_last_minute": 2},
     }
     api = build_api(entry(A), keys=(caller,), services={"key_usage": lambda: usage})
-    answer = await api.client().get("/keys")
-    body = await answer.get_json()
+    response = await api.client().get("/keys")
+    body = await response.get_json()
     (shown,) = body["keys"]
     assert (shown["name"], shown["models"], shown["requests_per_minute"]) == ("team-a", ["m"], 60)
     assert (shown["in_flight"], shown["requests"], shown["input_tokens"]) == (2, 7, 30)
@@ -41,15 +41,15 @@ async def test_callers_are_shown_with_the_admin_key_only():
 
 async def test_a_caller_is_added_and_removed_over_http():
     digest = "cd" * 32
-    of_file = CallerKey(name="file", key_sha256="ab" * 32)
-    api = build_api(entry(A), keys=(of_file,))
+    file_caller = CallerKey(name="file", key_sha256="ab" * 32)
+    api = build_api(entry(A), keys=(file_caller,))
     client = api.client()
     caller = {"name": "team/b", "key_sha256": digest, "models": ["m"], "requests_per_minute": 60}
     assert (await client.post("/keys", json=caller)).status_code == 200
-    for other in (caller, caller | {"name": "c"}, caller | {"key_sha256": of_file.key_sha256}):
+    for other in (caller, caller | {"name": "c"}, caller | {"key_sha256": file_caller.key_sha256}):
         assert (await client.post("/keys", json=other)).status_code == 409
     shown = await (await client.get("/keys")).get_json()
-    assert [(each["name"], each["origin"]) for each in shown["keys"]] == [
+    assert [(row["name"], row["origin"]) for row in shown["keys"]] == [
         ("file", "file"),
         ("team/b", "api"),
     ]

@@ -32,7 +32,7 @@ OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
 @pytest.fixture
 def busy():
-    """An API in which everything that is counted has happened once."""
+    """An API in which each event that is counted has happened once."""
     api = build_api(
         entry(A, model="m", ranks=2), entry(B), routing=RoutingConfig(sticky_sessions=True)
     )
@@ -61,23 +61,23 @@ def busy():
     api.operations.history.ended["/update_weights_from_disk", False] += 1
     api.operations.history.spent_secs["/update_weights_from_disk"] = 2.5
     api.instruments.logs["access_log"] = LineLog()
-    held = {"connections": 3, "restarts": 1}
+    counts = {"connections": 3, "restarts": 1}
     api.data_plane.process_rows = [
-        {"process": 0, "state": "serving", "in_flight": 2, **held},
-        {"process": 1, "state": "starting", "in_flight": 0, **held},
+        {"process": 0, "state": "serving", "in_flight": 2, **counts},
+        {"process": 1, "state": "starting", "in_flight": 0, **counts},
     ]
     return api
 
 
 async def scrape(api):
-    answer = await api.client().get("/metrics")
-    assert answer.status_code == 200
-    assert answer.headers["Content-Type"] == metrics_routes.CONTENT_TYPE
-    return (await answer.get_data()).decode()
+    response = await api.client().get("/metrics")
+    assert response.status_code == 200
+    assert response.headers["Content-Type"] == metrics_routes.CONTENT_TYPE
+    return (await response.get_data()).decode()
 
 
 async def values(api, name):
-    """The samples of that name, by their labels' values in the labels' order."""
+    """The samples with that name, by the values of their labels; the labels are sorted by name."""
     text = await scrape(api)
     return {
         tuple(sample.labels[label] for label in sorted(sample.labels)): sample.value
@@ -92,14 +92,14 @@ async def test_the_exposition_passes_the_lint(busy, api):
     assert problems(await scrape(api)) == []
 
 
-def test_the_lint_would_see_what_is_wrong():
+def test_the_lint_finds_each_problem():
     bad = (
         "# TYPE a_ms counter\na_ms 1\n# HELP b_gauge x\n# TYPE b_gauge gauge\n"
         'b_gauge{client="1"} 1\nb_gauge{client="1"} 1\n'
     )
     found = "\n".join(problems(bad))
-    for wrong in ("no HELP", "base unit", "part of its name", "nobody vouches", "twice"):
-        assert wrong in found
+    for problem in ("no HELP", "base unit", "part of its name", "unknown labels", "twice"):
+        assert problem in found
 
 
 PROMETHEUS = (
@@ -125,53 +125,53 @@ TRACE = b"4bf92f3577b34da6a3ce929d0e0e4736"
         (",;,=;q", False),
     ],
 )
-def test_openmetrics_is_for_scrapers_that_prefer_it(accept, preferred):
+def test_openmetrics_is_served_to_scrapers_that_prefer_it(accept, preferred):
     assert prefers_openmetrics(accept) is preferred
 
 
 async def scrape_openmetrics(api):
-    answer = await api.client().get("/metrics", headers={"Accept": PROMETHEUS})
-    assert answer.status_code == 200
-    assert answer.headers["Content-Type"] == OPENMETRICS_TYPE
-    assert answer.headers["Vary"] == "accept"
-    return (await answer.get_data()).decode()
+    response = await api.client().get("/metrics", headers={"Accept": PROMETHEUS})
+    assert response.status_code == 200
+    assert response.headers["Content-Type"] == OPENMETRICS_TYPE
+    assert response.headers["Vary"] == "accept"
+    return (await response.get_data()).decode()
 
 
-async def test_openmetrics_has_the_same_samples_and_the_traces_beside_them(busy):
+async def test_openmetrics_has_the_same_samples_plus_exemplars_with_trace_ids(busy):
     worker = busy.worker(A)
     meters = busy.instruments.metrics
     meters.note_trace(ended(worker, trace=RequestTrace(TRACE)), worker)
     text = await scrape_openmetrics(busy)
     assert text.endswith("\n# EOF\n")
     assert text.count("# EOF") == 1
-    families = list(openmetrics_families(text))  # it refuses what OpenMetrics does not allow
-    marks = {
+    families = list(openmetrics_families(text))  # raises if the text is not valid OpenMetrics
+    exemplars = {
         (family.name, sample.labels["le"]): sample.exemplar
         for family in families
         for sample in family.samples
         if sample.exemplar is not None
     }
-    assert set(marks) == {
+    assert set(exemplars) == {
         ("omni_proxy_request_duration_seconds", "1.28"),
         ("omni_proxy_time_to_first_chunk_seconds", "0.25"),
         ("gen_ai_client_operation_duration_seconds", "1.28"),
         ("gen_ai_client_operation_time_to_first_chunk_seconds", "0.25"),
     }
-    assert {mark.labels["trace_id"] for mark in marks.values()} == {TRACE.decode()}
+    assert {exemplar.labels["trace_id"] for exemplar in exemplars.values()} == {TRACE.decode()}
     plain = await scrape(busy)
     assert TRACE.decode() not in plain
     samples = [
         {
             (sample.name, *sorted(sample.labels.items()))
-            for family in each
+            for family in parsed
             for sample in family.samples
         }
-        for each in (families, text_string_to_metric_families(plain))
+        for parsed in (families, text_string_to_metric_families(plain))
     ]
     assert samples[0] == samples[1]
 
 
-async def test_requests_count_by_route_model_worker_status_and_end(busy):
+async def test_requests_are_counted_by_route_model_worker_status_and_end(busy):
     route = "/v1/chat/completions"
     assert await values(busy, "omni_proxy_requests_total") == {
         ("completed", "m", route, "2xx", A): 1,
@@ -182,7 +182,7 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
 
 
 @pytest.mark.parametrize(
-    ("name", "reported"),
+    ("name", "samples"),
     [
         ("omni_proxy_failed_attempts_total", {("503", A): 1}),
         ("omni_proxy_failed_tries_total", {("503", A): 1}),  # the old name, for one release
@@ -207,30 +207,30 @@ async def test_requests_count_by_route_model_worker_status_and_end(busy):
         ("omni_proxy_queue_seconds_count", {("/v1/chat/completions",): 1}),
     ],
 )
-async def test_what_has_happened_is_reported(busy, name, reported):
-    assert await values(busy, name) == reported
+async def test_each_counted_event_is_reported(busy, name, samples):
+    assert await values(busy, name) == samples
 
 
-async def test_opentelemetrys_names_report_the_same_over_all_workers(busy):
+async def test_opentelemetry_metrics_are_the_sums_over_all_workers(busy):
     name = "gen_ai_client_operation_{}_seconds_{}"
     by_model = {("chat", ""): 1, ("chat", "m"): 1}
-    for kind, ours in (
+    for kind, own_name in (
         ("duration", "request_duration"), ("time_to_first_chunk", "time_to_first_chunk"),
     ):  # fmt: skip
         assert await values(busy, name.format(kind, "count")) == by_model
-        reported = await values(busy, name.format(kind, "sum"))
-        by_worker = await values(busy, f"omni_proxy_{ours}_seconds_sum")
-        asked = [secs for (_, worker), secs in by_worker.items() if worker]
-        assert sum(reported.values()) == pytest.approx(sum(asked))
+        totals = await values(busy, name.format(kind, "sum"))
+        by_worker = await values(busy, f"omni_proxy_{own_name}_seconds_sum")
+        of_workers = [secs for (_, worker), secs in by_worker.items() if worker]
+        assert sum(totals.values()) == pytest.approx(sum(of_workers))
 
 
-def test_a_large_fleet_is_added_up_in_parts():
+def test_the_sums_of_a_large_fleet_are_made_in_parts():
     cell = RouteSeries(RoutePhases())
     cell.total.observe(0.5)
     worker = build_api(entry(A, model="m")).worker(A)
     parts = list(otel_families([("/generate", worker, cell)] * (3 * CELLS_AT_ONCE + 1)))
     assert len(parts) == 3 * 4
-    (reported,) = (
+    (count,) = (
         sample
         for family in text_string_to_metric_families(
             b"".join(metrics_routes.written(parts)).decode()
@@ -238,16 +238,18 @@ def test_a_large_fleet_is_added_up_in_parts():
         for sample in family.samples
         if sample.name == "gen_ai_client_operation_duration_seconds_count"
     )
-    assert reported.value == 3 * CELLS_AT_ONCE + 1
-    assert reported.labels == {
+    assert count.value == 3 * CELLS_AT_ONCE + 1
+    assert count.labels == {
         "gen_ai_operation_name": "generate_content", "gen_ai_request_model": "m",
     }  # fmt: skip
 
 
-async def test_the_policy_behind_sticky_sessions_has_its_metrics(busy):
+async def test_the_policy_inside_sticky_sessions_has_its_metrics(busy):
     assert (await values(busy, "omni_proxy_prefix_tree_limit_bytes"))[()] > 0
     results = ("begun", "kept", "moved", "rebalanced")
-    assert await values(busy, "omni_proxy_sticky_picks_total") == {(each,): 0 for each in results}
+    assert await values(busy, "omni_proxy_sticky_picks_total") == {
+        (result,): 0 for result in results
+    }
 
 
 async def test_sessions_are_reported_by_worker_while_they_are_sticky(busy, api):
@@ -261,7 +263,7 @@ async def test_open_metrics_needs_no_key():
     assert (await api.client().get("/feed")).status_code == 401
 
 
-def test_a_family_that_is_written_in_slices_is_the_same():
+def test_a_family_written_in_slices_has_the_same_text():
     family = GaugeMetricFamily("many", "with\nlines", labels=["n"])
     for number in range(3 * metrics_routes.SLICE + 1):
         family.add_metric([f"{number}"], number)
@@ -278,8 +280,8 @@ def test_a_family_that_is_written_in_slices_is_the_same():
 
 
 def test_a_metric_family_in_parts_is_merged():
-    rows = [((f"{number}",), number) for number in range(3 * PART)]
-    parts = list(gauges("many", "so many", ("worker",), rows))
+    samples = [((f"{number}",), number) for number in range(3 * PART)]
+    parts = list(gauges("many", "a count", ("worker",), samples))
     assert len(parts) == 4
     text = b"".join(metrics_routes.written(parts)).decode()
     assert text.count("# HELP") == text.count("# TYPE") == 1
@@ -287,19 +289,19 @@ def test_a_metric_family_in_parts_is_merged():
     assert [sample.value for sample in family.samples] == list(range(3 * PART))
 
 
-async def test_those_that_scrape_at_once_share_their_text(api, monkeypatch):
-    made = []
+async def test_concurrent_scrapes_share_one_text(api, monkeypatch):
+    collections = []
     families = metrics_routes.of_program
     monkeypatch.setattr(
-        metrics_routes, "of_program", lambda services: made.append(1) or families(services)
+        metrics_routes, "of_program", lambda services: collections.append(1) or families(services)
     )
     async with trio.open_nursery() as nursery:
         for _ in range(5):
             nursery.start_soon(scrape, api)
-    assert len(made) <= 2  # one for the first, and one that all others had asked for by then
+    assert len(collections) <= 2  # one for the first scrape, and one that the other four share
 
 
-async def test_scrapers_are_bounded_and_leave_their_place(monkeypatch):
+async def test_the_number_of_concurrent_scrapes_is_bounded(monkeypatch):
     monkeypatch.setattr(metrics_routes, "SCRAPES", 0)
     refused = await build_api().client().get("/metrics")
     assert refused.status_code == 503
@@ -310,14 +312,14 @@ async def test_scrapers_are_bounded_and_leave_their_place(monkeypatch):
         await scrape(api)
 
 
-async def test_a_scraper_that_never_reads_is_let_go(autojump_clock, api):
-    asked = [{"type": "http.request", "body": b""}]
+async def test_a_scraper_that_never_reads_is_disconnected(autojump_clock, api):
+    messages = [{"type": "http.request", "body": b""}]
     ended = trio.Event()
 
     async def receive():
-        if not asked:
+        if not messages:
             await trio.sleep_forever()
-        return asked.pop()
+        return messages.pop()
 
     async def send(message):
         if message.get("body"):
@@ -333,45 +335,45 @@ async def test_a_scraper_that_never_reads_is_let_go(autojump_clock, api):
             await ended.wait()
 
 
-def asked_for(expression):
-    """The metrics in a query."""
+def metrics_in(expression):
+    """The names of the metrics in a PromQL expression."""
     found = re.findall(r"\b((?:omni_proxy|process)_[a-z_]+)\b", expression)
     return {re.sub(r"_(bucket|sum|count)$", "", name) for name in found}
 
 
 async def test_the_grafana_dashboard_uses_existing_metrics_only(busy):
-    reported = names(await scrape(busy))
+    exported = names(await scrape(busy))
     panels = [panel for panel in GRAFANA["panels"] if panel["type"] != "row"]
     assert len(panels) > 20
     for panel in panels:
         for target in panel["targets"]:
-            used = asked_for(target["expr"])
+            used = metrics_in(target["expr"])
             assert used, panel["title"]
-            assert used <= reported, panel["title"]
+            assert used <= exported, panel["title"]
 
 
 async def test_the_alert_rules_use_existing_metrics_only(busy):
-    reported = names(await scrape(busy))
+    exported = names(await scrape(busy))
     rules = re.findall(r"- alert: (\w+)\n +expr: (.+)\n", ALERTS)
     assert len(rules) == ALERTS.count("expr:") > 5
     for name, expression in rules:
-        assert asked_for(expression), name
-        assert asked_for(expression) <= reported, name
+        assert metrics_in(expression), name
+        assert metrics_in(expression) <= exported, name
 
 
-@pytest.mark.parametrize("about", ["workers_paused", "paused_timestamp", "loop_stalls"])
-def test_pauses_and_stalls_are_in_the_grafana_dashboard_and_alerts(about):
-    assert about in json.dumps(GRAFANA)
-    assert about in ALERTS
+@pytest.mark.parametrize("topic", ["workers_paused", "paused_timestamp", "loop_stalls"])
+def test_pauses_and_stalls_are_in_the_grafana_dashboard_and_alerts(topic):
+    assert topic in json.dumps(GRAFANA)
+    assert topic in ALERTS
 
 
-async def test_every_metric_is_in_the_guide_and_no_other(busy):
-    reported = names(await scrape(busy))
+async def test_the_guide_lists_exactly_the_exported_metrics(busy):
+    exported = names(await scrape(busy))
     listed = set(re.findall(r"^\| `((?:omni_proxy|process)_[a-z_]+)", OPERATIONS, re.MULTILINE))
-    assert {name for name in reported if name.startswith("omni_proxy")} == {
+    assert {name for name in exported if name.startswith("omni_proxy")} == {
         name for name in listed if name.startswith("omni_proxy")
     }
-    assert listed <= reported
+    assert listed <= exported
 
 
 def outcomes_in(pattern):
@@ -380,7 +382,7 @@ def outcomes_in(pattern):
     return {word for text in texts for found in re.findall(pattern, text) for word in found if word}
 
 
-def test_every_end_state_is_in_the_guide_and_no_other():
+def test_the_guide_lists_exactly_the_end_states():
     ends = outcomes_in(r'\bend\(\s*"(\w+)"(?: if [^"]* else "(\w+)")?')
     ends |= outcomes_in(r'\b(?:ended|outcome) = "(\w+)" if .* else "(\w+)"')
     ends |= outcomes_in(r'outcome or "(cut_by_proxy)"()')
@@ -395,7 +397,7 @@ def test_every_phase_is_in_the_guide():
     assert {phase for phase in phases if f"`{phase}`" not in OPERATIONS} == set()
 
 
-def test_every_log_line_of_the_guide_is_one_that_the_program_writes():
+def test_every_log_line_of_the_guide_is_written_by_the_program():
     code = "\n".join(path.read_text() for path in (ROOT / "omni_proxy").rglob("*.py"))
     section = OPERATIONS.split("## Log lines")[1].split("## Taking")[0]
     lines = [
@@ -410,21 +412,21 @@ def test_every_log_line_of_the_guide_is_one_that_the_program_writes():
 
 
 async def test_each_data_plane_process_has_its_series_also_under_the_old_names(busy):
-    reported = await scrape(busy)
-    assert 'omni_proxy_dataplane_process_up{process="0"} 1.0' in reported
-    assert 'omni_proxy_dataplane_process_up{process="1"} 0.0' in reported
-    assert 'omni_proxy_dataplane_process_requests_in_flight{process="0"} 2.0' in reported
-    assert 'omni_proxy_dataplane_process_restarts_total{process="1"} 1.0' in reported
-    assert 'omni_proxy_door_up{door="0"} 1.0' in reported
-    assert 'omni_proxy_door_up{door="1"} 0.0' in reported
-    assert 'omni_proxy_door_requests_in_flight{door="0"} 2.0' in reported
-    assert 'omni_proxy_door_restarts_total{door="1"} 1.0' in reported
+    text = await scrape(busy)
+    assert 'omni_proxy_dataplane_process_up{process="0"} 1.0' in text
+    assert 'omni_proxy_dataplane_process_up{process="1"} 0.0' in text
+    assert 'omni_proxy_dataplane_process_requests_in_flight{process="0"} 2.0' in text
+    assert 'omni_proxy_dataplane_process_restarts_total{process="1"} 1.0' in text
+    assert 'omni_proxy_door_up{door="0"} 1.0' in text
+    assert 'omni_proxy_door_up{door="1"} 0.0' in text
+    assert 'omni_proxy_door_requests_in_flight{door="0"} 2.0' in text
+    assert 'omni_proxy_door_restarts_total{door="1"} 1.0' in text
 
 
-async def test_data_parallel_ranks_have_series_of_their_own(busy):
+async def test_each_data_parallel_rank_has_its_own_series(busy):
     text = (await (await busy.client().get("/metrics")).get_data()).decode()
     series = {line for line in text.splitlines() if line.startswith("omni_proxy_worker_rank_")}
-    named = [
+    rows = [
         ("in_flight", "0", "", 0), ("in_flight", "1", "", 1),
         ("attempts_total", "0", 'result="succeeded",', 0),
         ("attempts_total", "0", 'result="failed",', 0),
@@ -433,11 +435,11 @@ async def test_data_parallel_ranks_have_series_of_their_own(busy):
     ]  # fmt: skip
     assert series == {
         f'omni_proxy_worker_rank_{name}{{rank="{rank}",{result}worker="{A}"}} {count}.0'
-        for name, rank, result, count in named
+        for name, rank, result, count in rows
     }
 
 
-async def test_a_fleet_without_ranks_has_no_series_of_them():
+async def test_a_fleet_without_ranks_has_no_rank_series():
     text = (await (await build_api(entry(A)).client().get("/metrics")).get_data()).decode()
     assert "omni_proxy_worker_rank" not in text
 

@@ -18,23 +18,23 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 async def api():
     services, written = {}, []
     services["write_audit"] = written.append
-    made = build_api(entry(A, model="m"), entry(B, model="n"), services=services)
+    api = build_api(entry(A, model="m"), entry(B, model="n"), services=services)
     config = parse("")
-    plane = DataPlane(made.fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
+    plane = DataPlane(api.fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
     service = PickerService(Picker(plane.services), lambda: config)
-    made = build_api(
+    api = build_api(
         entry(A, model="m"), entry(B, model="n"), services={**services, "picker": service}
     )
-    plane = DataPlane(made.fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
+    plane = DataPlane(api.fleet, config, admin_socket="/nowhere", sources=Sources(lambda n: 0))
     service._picker = Picker(plane.services)
-    made.healthy(A, B)
-    made.written = written
-    return made
+    api.healthy(A, B)
+    api.written = written
+    return api
 
 
 async def post(api, path, body):
-    answer = await api.client().post(path, json=body)
-    return answer.status_code, await answer.get_json()
+    response = await api.client().post(path, json=body)
+    return response.status_code, await response.get_json()
 
 
 async def test_a_reservation_counts_until_it_is_deleted(api):
@@ -45,8 +45,8 @@ async def test_a_reservation_counts_until_it_is_deleted(api):
         "reservation_id": "a/b c", "worker_id": worker.id, "endpoint": "127.0.0.1:8011",
         "url": A, "rank": None, "model": None, "lease_secs": 120.0,
     }  # fmt: skip
-    answer = await api.client().delete("/reservations/a%2Fb%20c")
-    assert (answer.status_code, await answer.get_json()) == (
+    response = await api.client().delete("/reservations/a%2Fb%20c")
+    assert (response.status_code, await response.get_json()) == (
         200,
         {"reservation_id": "a/b c", "released": True},
     )
@@ -65,11 +65,11 @@ async def test_a_selection_has_no_reservation(api):
     [({"model": "x"}, 404), ({"path": "/nowhere"}, 404), ({"lease_secs": -1}, 400)],
 )
 @pytest.mark.parametrize("path", ["/select", "/select_and_reserve"])
-async def test_what_can_not_be_picked_is_refused(api, path, body, status):
+async def test_an_invalid_selection_is_refused(api, path, body, status):
     assert (await post(api, path, body))[0] == status
 
 
-async def test_nobody_is_503_at_once(api):
+async def test_without_an_eligible_worker_the_503_is_immediate(api):
     api.worker(A).disabled = True
     api.fleet.cordon(api.worker(A), "test")
     status, body = await post(api, "/select_and_reserve", CHAT)
@@ -77,7 +77,7 @@ async def test_nobody_is_503_at_once(api):
     assert body["error"]["message"].startswith("no eligible upstream")
 
 
-async def test_the_audit_log_has_no_line_for_each_request(api):
+async def test_selections_are_not_written_to_the_audit_log(api):
     await post(api, "/select_and_reserve", {**CHAT, "selection_id": "s"})
     await api.client().delete("/reservations/s")
     assert api.written == []
@@ -96,12 +96,12 @@ def test_an_endpoint_has_the_port_of_its_scheme(url, endpoint):
     assert endpoint_of(url) == endpoint
 
 
-async def test_after_an_upgrade_the_new_program_answers(api, nursery, tmp_path):
-    path, asked = tmp_path / "admin.sock", []
+async def test_after_an_upgrade_selections_are_sent_to_the_new_program(api, nursery, tmp_path):
+    path, requests = tmp_path / "admin.sock", []
 
     async def answer(stream):
         head, body = await RequestReader(stream).read()
-        asked.append((head.split(b"\r\n")[0], body))
+        requests.append((head.split(b"\r\n")[0], body))
         await stream.send_all(b"HTTP/1.1 409 Conflict\r\ncontent-length: 2\r\n\r\n{}")
 
     sock = trio.socket.socket(trio.socket.AF_UNIX)
@@ -113,14 +113,14 @@ async def test_after_an_upgrade_the_new_program_answers(api, nursery, tmp_path):
     assert await post(api, "/select_and_reserve", CHAT) == (409, None)
     assert (await api.client().delete("/reservations/a%2Fb%25")).status_code == 409
     lines = [b"POST /select_and_reserve HTTP/1.1", b"DELETE /reservations/a%2Fb%25 HTTP/1.1"]
-    assert [line for line, _ in asked] == lines
-    assert json.loads(asked[0][1]) == CHAT
+    assert [line for line, _ in requests] == lines
+    assert json.loads(requests[0][1]) == CHAT
     assert api.worker(A).in_flight == 0
     nursery.cancel_scope.cancel()
     path.unlink()
 
 
-async def test_a_new_program_that_has_ended_is_named(api, tmp_path):
-    api.services.picker.hand_over(str(tmp_path / "nobody.sock"))
+async def test_a_new_program_that_has_ended_gets_a_503(api, tmp_path):
+    api.services.picker.hand_over(str(tmp_path / "missing.sock"))
     status, body = await post(api, "/select_and_reserve", CHAT)
     assert (status, body["error"]["code"]) == (503, "picker_unavailable")

@@ -13,28 +13,28 @@ def api(settled):
     return settled
 
 
-async def call_route(api, path, method="get", **how):
-    answer = await getattr(api.client(), method)(path, **how)
-    return answer.status_code, await answer.get_json()
+async def call_route(api, path, method="get", **options):
+    response = await getattr(api.client(), method)(path, **options)
+    return response.status_code, await response.get_json()
 
 
-async def test_the_list_names_every_worker_and_what_its_engine_reports(api, engines):
+async def test_the_list_has_every_worker_with_data_of_its_engine(api, engines):
     engines.set_reply(A, "/server_info", {"version": "0.5", "tp_size": 2, "dp_size": 1})
     engines.replies[B, "/server_info"] = LOST
     status, body = await call_route(api, "/v1/rl/workers")
     assert (status, body["protocol_version"]) == (200, 1)
-    one, two = body["workers"]
-    assert (one["id"], one["url"], one["base_url"]) == (api.worker(A).id, A, A)
-    assert (one["engine"], one["engine_version"], one["tp_size"]) == ("sglang", "0.5", 2)
-    assert (one["model_id"], one["health"], one["weight_version"]) == ("m", "ready", "v1")
-    assert one["capabilities"]["pause_modes"] == ["abort", "retract", "in_place"]
-    assert (two["engine_version"], two["tp_size"]) == (None, None)
+    first, second = body["workers"]
+    assert (first["id"], first["url"], first["base_url"]) == (api.worker(A).id, A, A)
+    assert (first["engine"], first["engine_version"], first["tp_size"]) == ("sglang", "0.5", 2)
+    assert (first["model_id"], first["health"], first["weight_version"]) == ("m", "ready", "v1")
+    assert first["capabilities"]["pause_modes"] == ["abort", "retract", "in_place"]
+    assert (second["engine_version"], second["tp_size"]) == (None, None)
 
 
-@pytest.mark.parametrize("silent", [LOST, (500, b"{}"), (200, b"hello"), (200, b"[1]")], ids=repr)
-async def test_of_an_engine_that_reports_nothing_no_engine_is_assumed(api, engines, silent):
+@pytest.mark.parametrize("reply", [LOST, (500, b"{}"), (200, b"hello"), (200, b"[1]")], ids=repr)
+async def test_an_engine_without_server_info_is_not_guessed(api, engines, reply):
     engines.set_reply(A, "/server_info", {"version": "0.5"})
-    engines.replies[B, "/server_info"] = silent
+    engines.replies[B, "/server_info"] = reply
     engines.set_reply(A, "/version", {})
     engines.set_reply(B, "/version", {})
     _, body = await call_route(api, "/v1/rl/workers")
@@ -44,14 +44,14 @@ async def test_of_an_engine_that_reports_nothing_no_engine_is_assumed(api, engin
         assert list(body["results"]) == [api.worker(chosen).id]
 
 
-async def test_one_is_found_by_url_or_id(api):
+async def test_a_worker_is_found_by_url_or_id(api):
     for name in (A, api.worker(A).id):
         status, body = await call_route(api, f"/v1/rl/workers/{name}")
         assert (status, body["url"]) == (200, A)
     for name in ("HTTP://127.0.0.1:8011", f"{A}/", "http%3A%2F%2F127.0.0.1%3A8011%2F"):
         status, body = await call_route(api, f"/v1/rl/workers/{name}")
         assert (status, body.get("url")) == (200, A)
-    status, body = await call_route(api, "/v1/rl/workers/http://nobody:1")
+    status, body = await call_route(api, "/v1/rl/workers/http://unknown:1")
     assert (status, body["error"]["code"]) == (404, "worker_not_found")
 
 
@@ -65,7 +65,7 @@ async def test_one_engine_is_called_and_its_reply_wrapped(api, engines):
     assert engines.requests[-1].url.raw_path == b"/version?x=1"
 
 
-async def test_one_engine_that_refuses_or_is_lost_gets_that_reason(api, engines):
+async def test_a_failed_call_of_one_engine_has_its_reason(api, engines):
     name = api.worker(A).id
     engines.set_reply(A, "/version", {"detail": "no"}, status=404)
     status, body = await call_route(api, f"/v1/rl/workers/{name}/engine/version")
@@ -76,7 +76,7 @@ async def test_one_engine_that_refuses_or_is_lost_gets_that_reason(api, engines)
     assert (status, body["error"]["code"]) == (502, "upstream_unreachable")
 
 
-async def test_a_fan_out_is_200_where_all_did_it_and_207_else(api, engines):
+async def test_a_fan_out_is_a_200_if_all_succeed_and_a_207_otherwise(api, engines):
     path = "/v1/rl/engine/flush_cache?selector=model in (m,n)"
     status, body = await call_route(api, path, "post", json={})
     assert (status, body["total"], body["succeeded"], body["failed"]) == (200, 2, 2, [])
@@ -98,7 +98,7 @@ async def test_an_admin_route_is_a_queued_operation(api, engines):
     assert api.operations.status()["history"][-1]["path"] == UPDATE
 
 
-async def test_versions_that_differ_are_still_reported_one_by_one(api, engines):
+async def test_a_fan_out_reports_versions_that_differ_per_worker(api, engines):
     engines.labels[B] = "v2"
     path = "/v1/rl/engine/model_info?selector=worker_type=regular"
     status, body = await call_route(api, path)
@@ -116,9 +116,9 @@ async def test_versions_that_differ_are_still_reported_one_by_one(api, engines):
         ("/v1/rl/workers/http://127.0.0.1:8011/engine/a/%2e%2e/b", 400, "invalid_engine_path"),
     ],
 )
-async def test_what_is_refused(api, engines, path, status, code):
-    found, body = await call_route(api, path, "post", json={})
-    assert (found, body["error"]["code"]) == (status, code)
+async def test_an_invalid_engine_call_is_refused(api, engines, path, status, code):
+    received, body = await call_route(api, path, "post", json={})
+    assert (received, body["error"]["code"]) == (status, code)
     assert engines.requests == []
     if code == "invalid_selector":
         assert body["offset"] == 1

@@ -11,7 +11,7 @@ BODY = {"model_path": "/m", "weight_version": "v2"}
 
 
 class LoadingEngines(Engines):
-    """They take every call; what they report is what they loaded."""
+    """Engines that accept every call and report the version that they loaded."""
 
     def __init__(self):
         super().__init__()
@@ -25,8 +25,8 @@ class LoadingEngines(Engines):
         if path == "/update_weights_from_disk":
             await self.gate.wait()
             self.labels[url] = json.loads(request.content)["weight_version"]
-        reported = {"weight_version": self.labels[url], "model_path": "/m/v1", "success": True}
-        self.set_reply(url, path, reported)
+        reply = {"weight_version": self.labels[url], "model_path": "/m/v1", "success": True}
+        self.set_reply(url, path, reply)
         return await super().answer(request)
 
 
@@ -37,10 +37,10 @@ def engines(monkeypatch):
 
 @pytest.fixture
 async def api(engines, tmp_path, nursery):
-    made = build_api(entry(A), entry(B), folder=tmp_path / "weights")
-    made.healthy(A, B)
-    await nursery.start(made.operations.run)
-    return made
+    api = build_api(entry(A), entry(B), folder=tmp_path / "weights")
+    api.healthy(A, B)
+    await nursery.start(api.operations.run)
+    return api
 
 
 def events_in(raw):
@@ -55,36 +55,40 @@ async def until(api, state):
             await progress.changed.wait()
 
 
-async def test_without_one_its_state_is_none(api):
-    answer = await api.client().get(PATH)
-    reported = {"id": None, "state": "none", "workers": []}
-    assert (answer.status_code, await answer.get_json()) == (200, reported)
-    answer = await api.client().get(f"{PATH}?follow=true")
-    assert events_in(await answer.get_data()) == [reported]
+async def test_without_a_rollout_the_state_is_none(api):
+    response = await api.client().get(PATH)
+    no_rollout = {"id": None, "state": "none", "workers": []}
+    assert (response.status_code, await response.get_json()) == (200, no_rollout)
+    response = await api.client().get(f"{PATH}?follow=true")
+    assert events_in(await response.get_data()) == [no_rollout]
 
 
-async def test_it_is_accepted_with_a_location_and_seen_there_and_at_weights(api):
-    answer = await api.client().post(PATH, json=BODY)
-    assert (answer.status_code, answer.headers["location"]) == (202, PATH)
-    body = await answer.get_json()
+async def test_a_rollout_is_accepted_and_shown_at_its_location_and_at_weights(api):
+    response = await api.client().post(PATH, json=BODY)
+    assert (response.status_code, response.headers["location"]) == (202, PATH)
+    body = await response.get_json()
     assert (body["success"], body["rollout"]["state"], body["rollout"]["total"]) == (
         True, "running", 2,
     )  # fmt: skip
     await until(api, "succeeded")
-    seen = await (await api.client().get(PATH)).get_json()
-    assert (seen["state"], seen["updated"], seen["id"]) == ("succeeded", 2, body["rollout"]["id"])
-    assert (await (await api.client().get("/weights")).get_json())["rollout"] == seen
+    shown = await (await api.client().get(PATH)).get_json()
+    assert (shown["state"], shown["updated"], shown["id"]) == (
+        "succeeded",
+        2,
+        body["rollout"]["id"],
+    )
+    assert (await (await api.client().get("/weights")).get_json())["rollout"] == shown
     feed = json.loads(await (await api.client().get("/feed?once=true")).get_data())
-    assert feed["weights"]["rollout"]["id"] == seen["id"]
+    assert feed["weights"]["rollout"]["id"] == shown["id"]
 
 
 @pytest.mark.parametrize(
     ("path", "headers"), [(PATH, {"accept": "text/event-stream"}), (f"{PATH}?follow=true", {})]
 )
-async def test_with_events_the_answer_lasts_until_its_end(api, path, headers):
-    answer = await api.client().post(path, json=BODY, headers=headers)
-    assert (answer.status_code, answer.content_type) == (200, "text/event-stream")
-    events = events_in(await answer.get_data())
+async def test_a_response_with_events_ends_with_the_rollout(api, path, headers):
+    response = await api.client().post(path, json=BODY, headers=headers)
+    assert (response.status_code, response.content_type) == (200, "text/event-stream")
+    events = events_in(await response.get_data())
     assert (events[0]["state"], events[-1]["state"]) == ("running", "succeeded")
     assert events[-1]["updated"] == 2
 
@@ -92,44 +96,44 @@ async def test_with_events_the_answer_lasts_until_its_end(api, path, headers):
 async def test_pause_resume_and_cancel(api, engines):
     engines.gate = trio.Event()
     for step in ("pause", "resume", "cancel"):
-        answer = await api.client().post(f"{PATH}/{step}")
-        body = await answer.get_json()
-        assert (answer.status_code, body["error"]["code"], body["success"]) == (
+        response = await api.client().post(f"{PATH}/{step}")
+        body = await response.get_json()
+        assert (response.status_code, body["error"]["code"], body["success"]) == (
             409, "no_rollout", False,
         )  # fmt: skip
     await api.client().post(PATH, json=BODY)
-    answer = await api.client().post(f"{PATH}/pause")
-    assert (await answer.get_json())["rollout"]["state"] in ("paused", "pausing")
+    response = await api.client().post(f"{PATH}/pause")
+    assert (await response.get_json())["rollout"]["state"] in ("paused", "pausing")
     engines.gate.set()
     await until(api, "paused")
     assert (await api.client().post(f"{PATH}/resume")).status_code == 200
     await until(api, "succeeded")
     await api.client().post(PATH, json={**BODY, "weight_version": "v3", "pause_after_canary": True})
     await until(api, "paused")
-    answer = await api.client().post(f"{PATH}/cancel", headers={"user-agent": "me"})
-    assert (await answer.get_json())["rollout"]["cause"] == "cancelled by me"
+    response = await api.client().post(f"{PATH}/cancel", headers={"user-agent": "me"})
+    assert (await response.get_json())["rollout"]["cause"] == "cancelled by me"
     await until(api, "cancelled")
 
 
-async def test_a_selector_narrows_it(api):
-    answer = await api.client().post(f"{PATH}?selector=url={B}", json=BODY)
-    assert [row["worker"] for row in (await answer.get_json())["rollout"]["workers"]] == [B]
+async def test_a_rollout_has_the_workers_of_its_selector(api):
+    response = await api.client().post(f"{PATH}?selector=url={B}", json=BODY)
+    assert [row["worker"] for row in (await response.get_json())["rollout"]["workers"]] == [B]
     await until(api, "succeeded")
-    nobody = await api.client().post(f"{PATH}?selector=model=zzz", json=BODY)
-    assert (await nobody.get_json())["error"]["code"] == "no_workers_match"
+    no_match = await api.client().post(f"{PATH}?selector=model=zzz", json=BODY)
+    assert (await no_match.get_json())["error"]["code"] == "no_workers_match"
 
 
-async def test_all_of_it_needs_the_key(tmp_path):
+async def test_all_rollout_routes_need_the_key(tmp_path):
     api = build_api(entry(A), key="k", folder=tmp_path / "weights")
     for method, path in (("get", PATH), ("post", PATH), ("post", f"{PATH}/cancel")):
         assert (await getattr(api.client(), method)(path)).status_code == 401
-    given = {"authorization": "Bearer k"}
-    assert (await api.client().get(PATH, headers=given)).status_code == 200
+    headers = {"authorization": "Bearer k"}
+    assert (await api.client().get(PATH, headers=headers)).status_code == 200
 
 
-async def test_a_reader_ends_when_the_proxy_leaves(api, engines, autojump_clock):
+async def test_a_followed_rollout_ends_when_the_proxy_drains(api, engines, autojump_clock):
     engines.gate = trio.Event()
     await api.client().post(PATH, json=BODY)
     api.data_plane.draining = True
-    answer = await api.client().get(f"{PATH}?follow=true")
-    assert events_in(await answer.get_data())[-1]["state"] == "running"
+    response = await api.client().get(f"{PATH}?follow=true")
+    assert events_in(await response.get_data())[-1]["state"] == "running"

@@ -5,11 +5,11 @@ import pytest
 from tests.admin_api.api_fixture import A, C, build_api, entry
 
 
-async def test_a_prefill_worker_is_registered_as_sglang_router_takes_it(api):
+async def test_a_prefill_worker_is_registered_with_the_fields_of_sglang_router(api):
     body = {"url": C, "worker_type": "prefill", "bootstrap_port": 9001}
-    answer = await api.client().post("/workers", json=body)
-    assert answer.status_code == 202
-    record = (await answer.get_json())["worker"]
+    response = await api.client().post("/workers", json=body)
+    assert response.status_code == 202
+    record = (await response.get_json())["worker"]
     shown = [record[key] for key in ("role", "worker_type", "kv_connector", "bootstrap_port")]
     assert shown == ["prefill", "prefill", "sglang", 9001]
     listed = await (await api.client().get("/workers")).get_json()
@@ -18,33 +18,33 @@ async def test_a_prefill_worker_is_registered_as_sglang_router_takes_it(api):
     assert (saved.role, saved.bootstrap_port) == ("prefill", 9001)
 
 
-async def test_without_a_connector_a_worker_has_that_of_the_command_line():
+async def test_the_default_connector_is_that_of_the_command_line():
     api = build_api(entry(A), services={"kv_connector": "nixl"})
-    answer = await api.client().post("/workers", json={"url": C, "role": "decode"})
-    assert (await answer.get_json())["worker"]["kv_connector"] == "nixl"
+    response = await api.client().post("/workers", json={"url": C, "role": "decode"})
+    assert (await response.get_json())["worker"]["kv_connector"] == "nixl"
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH"])
 async def test_a_role_is_changed_over_http(api, method):
     path = f"/workers/{api.worker(A).id}"
-    answer = await api.client().open(path, method=method, json={"role": "decode"})
-    assert answer.status_code in (200, 202)
+    response = await api.client().open(path, method=method, json={"role": "decode"})
+    assert response.status_code in (200, 202)
     assert api.worker(A).role == "decode"
     assert api.fleet.has_pools
 
 
 @pytest.mark.parametrize(
-    ("more", "ranks"), [({}, "auto"), ({"ranks": 4}, 4), ({"ranks": "auto"}, "auto")]
+    ("fields", "ranks"), [({}, "auto"), ({"ranks": 4}, 4), ({"ranks": "auto"}, "auto")]
 )
-async def test_a_url_with_a_data_parallel_rank_is_one_worker_with_ranks(api, more, ranks):
+async def test_a_url_with_a_data_parallel_rank_is_one_worker_with_ranks(api, fields, ranks):
     url = "http://127.0.0.1:8099"
-    answer = await api.client().post("/workers", json={"url": f"{url}@3", **more})
-    assert answer.status_code == 200, await answer.get_data()
+    response = await api.client().post("/workers", json={"url": f"{url}@3", **fields})
+    assert response.status_code == 200, await response.get_data()
     assert api.worker(url).ranks == ranks
     for method in ("delete", "put", "get"):
         body = {"json": {"disabled": True}} if method == "put" else {}
-        answer = await getattr(api.client(), method)(f"/workers/{url}@3", **body)
-        assert answer.status_code == 400
-        assert (await answer.get_json())["error"]["code"] == "rank_is_no_worker"
+        response = await getattr(api.client(), method)(f"/workers/{url}@3", **body)
+        assert response.status_code == 400
+        assert (await response.get_json())["error"]["code"] == "rank_is_no_worker"
     assert api.worker(url)
     assert (await api.client().get("/workers/http://127.0.0.1:8098@3")).status_code == 404

@@ -9,14 +9,14 @@ from omni_proxy.upstream_http.resolver import RefusedAddress
 from tests.admin_api.api_fixture import ID_A, NOW, A, B, C, build_api, call, entry, message
 
 
-async def test_the_list_is_the_pool_summary_in_order(api):
+async def test_the_list_has_the_summary_and_the_workers_in_order(api):
     status, body, _ = await call(api, "GET", "/workers")
     assert (status, body["status"], body["total"]) == (200, "ok", 2)
     assert [record["url"] for record in body["workers"]] == [A, B]
     assert body["stats"] == {"prefill_count": 0, "decode_count": 0, "regular_count": 2}
 
 
-async def test_the_list_can_be_narrowed_to_a_model():
+async def test_the_list_can_be_limited_to_a_model():
     api = build_api(entry(A, model="m"), entry(B, model="n"))
     _, body, _ = await call(api, "GET", "/workers?model=n")
     assert [record["url"] for record in body["workers"]] == [B]
@@ -40,7 +40,7 @@ async def test_a_worker_is_found_in_every_spelling_that_would_add_it(api, name):
     ("method", "body"),
     [("GET", None), ("PUT", {"disabled": True}), ("PATCH", {"cost": 2}), ("DELETE", None)],
 )
-async def test_an_unknown_worker_is_a_404(api, method, body):
+async def test_an_unknown_worker_gets_a_404(api, method, body):
     assert await message(api, method, f"/workers/{C}", body) == (404, "worker not found")
 
 
@@ -60,20 +60,20 @@ async def test_an_added_worker_is_probed_once_and_shown(api):
     assert headers["ETag"] == '"2"'
 
 
-async def test_a_worker_that_the_prober_saw_already_is_not_probed_again(api, monkeypatch):
+async def test_a_worker_that_was_probed_already_is_not_probed_again(api, monkeypatch):
     change = api.config_store.change
 
-    async def change_slowly(edit, if_match=None, **how):
-        changed = await change(edit, if_match)
+    async def change_slowly(edit, if_match=None, **kwargs):
+        outcome = await change(edit, if_match)
         await api.prober.probe_once(api.worker(C))
-        return changed
+        return outcome
 
     monkeypatch.setattr(api.config_store, "change", change_slowly)
     _, body, _ = await call(api, "POST", "/workers", {"url": C})
     assert body["worker"]["consecutive_successes"] == 1
 
 
-async def test_the_url_of_the_query_wins(api):
+async def test_the_url_of_the_query_has_precedence(api):
     status, body, _ = await call(api, "POST", f"/workers?url={C}", {"url": A})
     assert (status, body["worker"]["url"]) == (200, C)
     status, body, _ = await call(api, "POST", "/workers?worker_url=http://127.0.0.1:9")
@@ -81,7 +81,7 @@ async def test_the_url_of_the_query_wins(api):
 
 
 @pytest.mark.parametrize(
-    ("body", "output"),
+    ("body", "reason"),
     [
         (b"{", "invalid JSON body"),
         (b"[]", "request body must be a JSON object"),
@@ -91,8 +91,8 @@ async def test_the_url_of_the_query_wins(api):
         ({"zebra": 1, "ant": 2}, "unsupported fields: ant, zebra"),
     ],
 )
-async def test_a_post_is_judged_in_the_contracts_order(api, body, output):
-    assert await message(api, "POST", "/workers", body) == (400, output)
+async def test_the_checks_of_a_post_have_a_fixed_order(api, body, reason):
+    assert await message(api, "POST", "/workers", body) == (400, reason)
     assert api.config_store.revision == 1
 
 
@@ -109,32 +109,32 @@ async def test_a_bad_url_is_refused(api, url):
     assert body.startswith("url ")
 
 
-async def test_a_name_that_leads_to_a_refused_address_is_refused(api, monkeypatch):
-    async def leads_astray(host, port):
+async def test_a_name_that_resolves_to_a_refused_address_is_refused(api, monkeypatch):
+    async def resolve_to_link_local(host, port):
         raise RefusedAddress(f"{host}: link-local address 169.254.0.1 is not allowed")
 
-    monkeypatch.setattr(fleet_changes, "addresses", leads_astray)
+    monkeypatch.setattr(fleet_changes, "addresses", resolve_to_link_local)
     status, body = await message(api, "POST", "/workers", {"url": "http://sly.example:1"})
     assert (status, "169.254.0.1" in body) == (400, True)
     assert api.config_store.revision == 1
 
 
 async def test_a_worker_whose_name_does_not_resolve_is_kept(api, monkeypatch):
-    async def knows_nothing(host, port):
+    async def fail_to_resolve(host, port):
         raise OSError("Name or service not known")
 
-    monkeypatch.setattr(fleet_changes, "addresses", knows_nothing)
+    monkeypatch.setattr(fleet_changes, "addresses", fail_to_resolve)
     status, body, _ = await call(api, "POST", "/workers", {"url": "http://later.example:1"})
     assert (status, body["worker"]["url"]) == (200, "http://later.example:1")
 
 
-async def test_a_known_url_is_a_409_however_it_is_spelled(api):
-    output = (409, "worker already registered")
-    assert await message(api, "POST", "/workers", {"url": A}) == output
-    assert await message(api, "POST", "/workers", {"url": A + "/"}) == output
+async def test_a_known_url_gets_a_409_in_any_spelling(api):
+    conflict = (409, "worker already registered")
+    assert await message(api, "POST", "/workers", {"url": A}) == conflict
+    assert await message(api, "POST", "/workers", {"url": A + "/"}) == conflict
 
 
-async def test_switches_take_effect_and_health_stays(api):
+async def test_a_put_changes_the_settings_but_not_the_health(api):
     api.healthy(A)
     status, body, headers = await call(
         api, "PUT", f"/workers/{ID_A}", {"disabled": True, "model": "m", "capabilities": ["chat"]}
@@ -149,7 +149,7 @@ async def test_switches_take_effect_and_health_stays(api):
     assert api.prober.probed == []
 
 
-async def test_weight_and_bound_are_set_with_a_new_worker_and_later(api):
+async def test_weight_and_max_inflight_can_be_set_by_post_and_put(api):
     added = {"url": C, "weight": 3, "max_inflight": 8}
     _, body, _ = await call(api, "POST", "/workers", added)
     assert (body["worker"]["weight"], body["worker"]["max_inflight"]) == (3, 8)
@@ -158,14 +158,14 @@ async def test_weight_and_bound_are_set_with_a_new_worker_and_later(api):
     _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"max_inflight": 0})
     assert (body["worker"]["weight"], body["worker"]["max_inflight"]) == (2, 0)
     for bad in ({"weight": 0}, {"weight": True}, {"max_inflight": -1}, {"max_inflight": None}):
-        status, output = await message(api, "PUT", f"/workers/{ID_A}", bad)
-        assert (status, "must be a whole number" in output) == (400, True)
+        status, reason = await message(api, "PUT", f"/workers/{ID_A}", bad)
+        assert (status, "must be a whole number" in reason) == (400, True)
 
 
-async def test_who_disabled_a_worker_is_kept_until_it_is_enabled(api):
+async def test_the_operator_that_disabled_a_worker_is_recorded_until_it_is_enabled(api):
     api.healthy(A, B)
-    first = {"User-Agent": "operator-3"}
-    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"disabled": True}, **first)
+    operator = {"User-Agent": "operator-3"}
+    _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"disabled": True}, **operator)
     record = body["worker"]
     assert record["disabled_by"]["by"] == "operator-3"
     assert record["disabled_by"]["at"]
@@ -175,7 +175,7 @@ async def test_who_disabled_a_worker_is_kept_until_it_is_enabled(api):
     _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"disabled": False})
     assert body["worker"]["disabled_by"] is None
     assert api.config_store.state.disabled_by == {}
-    await call(api, "POST", f"/workers/{ID_A}/drain", {}, **first)
+    await call(api, "POST", f"/workers/{ID_A}/drain", {}, **operator)
     assert api.config_store.state.disabled_by[A].by == "operator-3"
     await call(api, "DELETE", f"/workers/{ID_A}")
     assert api.config_store.state.disabled_by == {}
@@ -191,13 +191,13 @@ async def test_who_disabled_a_worker_is_kept_until_it_is_enabled(api):
         ({"User-Agent": ""}, ""),
     ],
 )
-async def test_the_program_of_a_caller_is_a_page_or_the_first_product(api, fields, who):
+async def test_a_caller_is_recorded_as_a_page_or_the_first_product(api, fields, who):
     api.healthy(A)
     await call(api, "PUT", f"/workers/{ID_A}", {"disabled": True}, **fields)
     assert api.config_store.state.disabled_by[A].by == who
 
 
-async def test_only_with_the_key_it_is_shown_who_disabled_a_worker():
+async def test_the_operator_that_disabled_a_worker_is_shown_only_with_the_key():
     api = build_api(entry(A), key="k")
     api.healthy(A)
     key = {"Authorization": "Bearer k", "User-Agent": "operator-3"}
@@ -209,7 +209,7 @@ async def test_only_with_the_key_it_is_shown_who_disabled_a_worker():
 
 
 @pytest.mark.parametrize(
-    ("body", "output"),
+    ("body", "reason"),
     [
         (b"nonsense", "invalid JSON body"),
         (b"", "at least one worker field is required"),
@@ -218,9 +218,9 @@ async def test_only_with_the_key_it_is_shown_who_disabled_a_worker():
         ({"disabled": 1}, "disabled must be a boolean"),
     ],
 )
-async def test_a_put_is_judged_before_its_worker_is_looked_up(api, body, output):
-    assert await message(api, "PUT", f"/workers/{ID_A}", body) == (400, output)
-    assert await message(api, "PUT", "/workers/nobody", body) == (400, output)
+async def test_a_put_is_validated_before_its_worker_is_looked_up(api, body, reason):
+    assert await message(api, "PUT", f"/workers/{ID_A}", body) == (400, reason)
+    assert await message(api, "PUT", "/workers/unknown", body) == (400, reason)
 
 
 async def test_a_refused_put_changes_nothing(api):
@@ -230,7 +230,7 @@ async def test_a_refused_put_changes_nothing(api):
     assert api.worker().health.state == "unknown"
 
 
-async def test_dead_is_dead_until_revived_with_one_probe(api):
+async def test_a_dead_worker_stays_dead_until_it_is_revived_and_probed_once(api):
     api.healthy(A)
     _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"is_dead": True})
     assert (body["worker"]["health_state"], body["worker"]["status"]) == ("dead", "failed")
@@ -241,7 +241,7 @@ async def test_dead_is_dead_until_revived_with_one_probe(api):
     assert api.prober.probed == [A]
 
 
-async def test_reviving_a_living_worker_resets_its_counters_and_probes_it(api):
+async def test_reviving_a_live_worker_resets_its_counters_and_probes_it(api):
     worker = api.worker()
     api.fleet.observe_probe(worker, status=500, error="x", at=NOW, epoch=worker.health.epoch)
     _, body, _ = await call(api, "PUT", f"/workers/{ID_A}", {"is_dead": False})
@@ -275,26 +275,28 @@ async def test_the_last_worker_may_be_deleted(api):
         ("DELETE", f"/workers/{A}", None),
     ],
 )
-async def test_a_change_for_another_revision_is_a_412(api, method, path, body):
-    status, reported, headers = await call(api, method, path, body, **{"If-Match": '"7"'})
-    assert (status, reported["error"]["code"]) == (412, "precondition_failed")
+async def test_a_change_for_another_revision_gets_a_412(api, method, path, body):
+    status, content, headers = await call(api, method, path, body, **{"If-Match": '"7"'})
+    assert (status, content["error"]["code"]) == (412, "precondition_failed")
     assert headers["ETag"] == '"1"'
     assert (api.fleet.find(C), api.worker().disabled) == (None, False)
     assert api.worker().health.state == "unknown"
     assert (await call(api, method, path, body, **{"If-Match": "1"}))[0] in (200, 202)
 
 
-HALF = "\ud800"
+LONE_SURROGATE = "\ud800"
 
 
-@pytest.mark.parametrize("body", [{"model": HALF}, {"labels": {"a": HALF}}, {HALF: 1}])
-async def test_half_a_character_is_refused_and_the_lists_stay_readable(api, body):
-    status, reported, _ = await call(api, "POST", "/workers", {"url": C, **body})
-    assert (status, reported["error"]["code"]) == (400, "invalid_json")
+@pytest.mark.parametrize(
+    "body", [{"model": LONE_SURROGATE}, {"labels": {"a": LONE_SURROGATE}}, {LONE_SURROGATE: 1}]
+)
+async def test_a_lone_surrogate_is_refused_and_the_list_stays_readable(api, body):
+    status, content, _ = await call(api, "POST", "/workers", {"url": C, **body})
+    assert (status, content["error"]["code"]) == (400, "invalid_json")
     assert (await call(api, "GET", "/workers"))[0] == 200
 
 
-async def test_a_health_body_with_half_a_character_does_not_hide_the_fleet(api):
-    api.worker(A).health_body = {"name": HALF}
+async def test_a_lone_surrogate_in_a_health_body_does_not_break_the_list(api):
+    api.worker(A).health_body = {"name": LONE_SURROGATE}
     status, body, _ = await call(api, "GET", "/workers")
-    assert (status, body["workers"][0]["health"]) == (200, {"name": HALF})
+    assert (status, body["workers"][0]["health"]) == (200, {"name": LONE_SURROGATE})

@@ -1,4 +1,4 @@
-"""Cards of aliases and adapters beside what workers list."""
+"""Cards of aliases and adapters, added to those that workers list."""
 
 import pytest
 

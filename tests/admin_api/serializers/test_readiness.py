@@ -12,13 +12,13 @@ PAUSED = {"at": PAUSE.at, "by": PAUSE.by, "path": PAUSE.path, "mode": "retract"}
 
 
 async def get(api, path):
-    answer = await api.client().get(path)
-    return answer.status_code, await answer.get_json()
+    response = await api.client().get(path)
+    return response.status_code, await response.get_json()
 
 
 @pytest.fixture
 def paused():
-    """Both workers are routable, and their engines stand still."""
+    """An API with two routable workers whose engines are paused."""
     api = build_api(entry(A), entry(B))
     api.healthy(A, B)
     for url in (A, B):
@@ -35,7 +35,7 @@ async def test_a_paused_fleet_is_not_ready_and_names_the_resume_command(paused):
     assert (await get(paused, "/health"))[0] == 200
 
 
-async def test_every_page_for_programs_reports_the_pause(paused):
+async def test_status_feed_weights_and_metrics_report_the_pause(paused):
     _, status = await get(paused, "/status")
     assert (status["ready"], status["reason"]) == (False, "paused")
     assert status["paused"] == {A: PAUSED, B: PAUSED}
@@ -46,18 +46,18 @@ async def test_every_page_for_programs_reports_the_pause(paused):
     metrics = await (await paused.client().get("/metrics")).get_data(as_text=True)
     assert "omni_proxy_ready 0.0" in metrics
     assert "omni_proxy_workers_paused 2.0" in metrics
-    began = f'omni_proxy_worker_paused_timestamp_seconds{{worker="{A}"}} 1.795'
-    assert began in metrics
+    paused_at = f'omni_proxy_worker_paused_timestamp_seconds{{worker="{A}"}} 1.795'
+    assert paused_at in metrics
 
 
-async def test_one_resumed_worker_makes_it_ready(paused):
+async def test_one_resumed_worker_makes_the_proxy_ready(paused):
     assert paused.operations.journal.forget_pauses([A])
     assert (await get(paused, "/ready"))[0] == 200
     _, feed = await get(paused, "/feed?once=true")
     assert [row["paused"] for row in feed["fleet"]] == [None, PAUSED]
 
 
-async def test_workers_that_are_held_for_the_pause_are_reported_alike():
+async def test_workers_that_are_held_for_the_pause_are_reported_in_the_same_way():
     api = build_api(entry(A), routing=RoutingConfig(while_paused="hold"))
     api.healthy(A)
     api.operations.journal.record_pause(A, PAUSE)
@@ -69,7 +69,7 @@ async def test_workers_that_are_held_for_the_pause_are_reported_alike():
     assert "omni-proxy weights continue" in why
 
 
-async def test_a_paused_worker_that_is_out_anyway_is_not_the_cause(paused):
+async def test_a_pause_is_not_the_reason_if_the_workers_are_dead(paused):
     for url in (A, B):
         paused.fleet.mark_dead(paused.worker(url), NOW)
     assert (await get(paused, "/ready"))[1]["reason"] == "no_routable_worker"
@@ -90,8 +90,8 @@ async def test_without_a_key_the_origin_of_a_pause_is_hidden(paused):
         assert "10.0.0.3" not in str(body)
     for path in paths:
         bearer = {"Authorization": "Bearer sesame"}
-        whole = await keyed.client().get(path, headers=bearer)
-        assert "10.0.0.3" in await whole.get_data(as_text=True)
+        response = await keyed.client().get(path, headers=bearer)
+        assert "10.0.0.3" in await response.get_data(as_text=True)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ async def test_prefill_and_decode_workers_are_ready_as_a_pair(connector, fallbac
     assert (await get(api, "/health"))[0] == status
 
 
-async def test_a_pair_of_two_weight_versions_is_not_ready_and_its_workers_are_healthy():
+async def test_a_pair_with_two_weight_versions_is_healthy_but_not_ready():
     api = build_api(entry(A, role="prefill"), entry(B, role="decode"))
     api.healthy(A, B)
     api.fleet.set_version(api.worker(A), "v2", 2)

@@ -21,8 +21,8 @@ OUR_KEYS = {"id", "origin", "weight", "max_inflight", "in_flight", "since", "hel
 
 @pytest.fixture
 def worker():
-    (only,) = fleet_of(entry("a")).workers
-    return only
+    (worker,) = fleet_of(entry("a")).workers
+    return worker
 
 
 def test_a_record_has_the_keys_of_the_api(worker):
@@ -50,26 +50,26 @@ def test_a_record_shows_the_state_and_the_counts(worker):
     ("counts", "noted"),
     [((UNUSED_CACHE_TOKENS, 0), True), ((UNUSED_CACHE_TOKENS - 1, 0), False), ((9999, 1), False)],
 )
-def test_a_record_says_if_a_worker_always_reports_0_cached_tokens(counts, noted):
+def test_a_record_notes_if_a_worker_always_reports_0_cached_tokens(counts, noted):
     record = prefix_cache_record(counts)
     assert (record["predicted_tokens"], record["reported_tokens"]) == counts
     assert (record["note"] is not None) is noted
     assert prefix_cache_record(None) is None
 
 
-def test_a_record_names_why_a_worker_is_cordoned(worker):
+def test_a_record_has_the_reason_of_a_cordon(worker):
     worker.cordon_reasons.add("updating")
     record = worker_record(worker)
     assert (record["routable"], record["held_by"]) == (False, ["updating"])
 
 
-def test_a_record_has_the_label_of_the_weights():
+def test_a_record_has_the_weight_version():
     fleet = fleet_of(entry("a"))
     fleet.set_version(fleet.workers[0], "v1", 1)
     assert worker_record(fleet.workers[0])["weight_version"] == "v1"
 
 
-def test_a_half_open_worker_is_healthy_in_its_record_and_half_open():
+def test_the_record_of_a_half_open_worker_is_healthy_and_half_open():
     fleet = fleet_of(entry("a"))
     (worker,) = fleet.workers
     for _ in range(fleet.thresholds.fall):
@@ -114,7 +114,7 @@ def test_a_record_lists_the_data_parallel_ranks_with_their_counts(worker):
     second.add_counts("generation", routed=4, succeeded=2, failed=1)
     record = json.loads(json.dumps(worker_record(fleet.workers[0])))
     assert record["configured_ranks"] == 2
-    assert [each["rank"] for each in record["ranks"]] == [0, 1]
+    assert [rank["rank"] for rank in record["ranks"]] == [0, 1]
     assert record["ranks"][1] == {
         "rank": 1, "in_flight": 1, "peak_in_flight": 2, "max_inflight": 2, "routed_requests": 4,
         "successful_requests": 2, "failed_requests": 1,
