@@ -11,5 +11,5 @@ def recent():
 
 @pytest.fixture
 def meters(fleet, recent):
-    """Of the fleet that each module builds for itself."""
+    """Metrics of the module's own fixture `fleet`."""
     return Metrics(fleet, recent)

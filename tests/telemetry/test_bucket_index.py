@@ -1,4 +1,4 @@
-"""Both builds put a value in the same bucket."""
+"""The compiled and the pure build put a value in the same bucket."""
 
 from bisect import bisect_left
 
@@ -14,7 +14,7 @@ SECS = st.floats(0, 1000)
 @given(st.lists(SECS).map(sorted).map(tuple), SECS)
 @example((), 0.0)
 @example((1.0, 1.0), 1.0)
-def test_the_first_bound_that_is_not_below_the_value(bounds, secs):
+def test_the_bucket_is_that_of_the_first_bound_not_below_the_value(bounds, secs):
     assert bucket_of(bounds, secs) == bisect_left(bounds, secs)
 
 

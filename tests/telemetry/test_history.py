@@ -24,15 +24,15 @@ START = 1_800_000_000.0
 NOTHING = [None] * POINTS
 
 
-def firsts(**counts):
-    """Counts by the number of a bucket: `at_3=2`."""
-    made = [0] * (len(FINE) + 1)
+def first_counts(**counts):
+    """The counts of all buckets; `at_3=2` sets that of bucket 3."""
+    counts_by_bucket = [0] * (len(FINE) + 1)
     for name, count in counts.items():
-        made[int(name.removeprefix("at_"))] = count
-    return made
+        counts_by_bucket[int(name.removeprefix("at_"))] = count
+    return counts_by_bucket
 
 
-def test_rates_are_counts_by_the_seconds_between_two_samples():
+def test_rates_are_counts_divided_by_the_seconds_between_two_samples():
     track = Track()
     track.sample(START, WorkerTotals(requests=100), 0)
     track.sample(START + 5, WorkerTotals(requests=110, errors=5, output_tokens=50), 4)
@@ -43,21 +43,21 @@ def test_rates_are_counts_by_the_seconds_between_two_samples():
     assert track.read(900, "in_flight", at)[-1] == 4
 
 
-def test_the_first_sample_counts_nothing_since_its_totals_may_be_of_any_time():
+def test_the_first_sample_has_no_rates():
     track = Track()
     track.sample(START, WorkerTotals(requests=1000), 2)
     assert track.read(900, "requests_per_sec", START) == NOTHING
     assert track.read(900, "in_flight", START)[-1] == 2
 
 
-def test_totals_that_fell_began_anew():
+def test_totals_that_decreased_were_reset():
     track = Track()
     for at, count in ((0, 10), (5, 3), (10, 8)):
         track.sample(START + at, WorkerTotals(requests=count), 0)
     assert track.read(900, "requests_per_sec", START + 10)[-3:] == [None, 0, 1]
 
 
-def test_tokens_are_unknown_until_an_answer_reports_some():
+def test_tokens_are_unknown_until_a_response_reports_some():
     track = Track()
     for at in (0, 5):
         track.sample(START + at, WorkerTotals(requests=at), 0)
@@ -67,15 +67,15 @@ def test_tokens_are_unknown_until_an_answer_reports_some():
     assert track.read(900, "output_tokens_per_sec", START + 15)[-2:] == [10, 0]
 
 
-def test_quantiles_are_of_what_came_in_the_step_alone():
+def test_quantiles_are_those_of_one_step():
     track = Track()
-    track.sample(START, WorkerTotals(firsts=firsts(at_5=1000)), 0)
-    track.sample(START + 5, WorkerTotals(firsts=firsts(at_5=1000, at_40=10)), 0)
+    track.sample(START, WorkerTotals(firsts=first_counts(at_5=1000)), 0)
+    track.sample(START + 5, WorkerTotals(firsts=first_counts(at_5=1000, at_40=10)), 0)
     p50 = track.read(900, "first_p50_ms", START + 5)[-1]
     assert FINE[39] * 1000 <= p50 <= FINE[40] * 1000
 
 
-def test_times_between_chunks_have_bounds_of_their_own():
+def test_times_between_chunks_have_their_own_bounds():
     track = Track()
     gaps = [0] * (len(BETWEEN_CHUNKS) + 1)
     track.sample(START, WorkerTotals(gaps=gaps.copy()), 0)
@@ -84,7 +84,7 @@ def test_times_between_chunks_have_bounds_of_their_own():
     assert 25 <= track.read(900, "between_p95_ms", START + 5)[-1] <= 50
 
 
-def test_the_share_that_was_cached_is_of_the_prompts_that_report_it():
+def test_the_cache_hit_ratio_counts_only_prompts_that_report_it():
     track = Track()
     track.sample(START, WorkerTotals(), 0)
     track.sample(START + 5, WorkerTotals(prompt_tokens=200, cached_tokens=50, input_tokens=900), 0)
@@ -107,7 +107,7 @@ def test_a_step_without_a_sample_has_no_value():
     assert track.read(900, "requests_per_sec", START + 20)[-5:] == [None, None, None, 2, None]
 
 
-def test_what_is_older_than_the_range_is_gone():
+def test_points_older_than_the_range_are_dropped():
     track = Track()
     track.sample(START, WorkerTotals(), 7)
     assert track.read(900, "in_flight", START + 895)[0] == 7
@@ -117,18 +117,18 @@ def test_what_is_older_than_the_range_is_gone():
     assert 7 in track.read(3600, "in_flight", START + 2000)
 
 
-def test_a_clock_that_is_set_back_begins_anew():
+def test_a_clock_that_is_set_back_resets_the_track():
     track = Track()
     track.sample(START, WorkerTotals(), 7)
     track.sample(START - 500, WorkerTotals(), 3)
     assert track.read(900, "in_flight", START - 500) == [*NOTHING[1:], 3]
 
 
-def test_the_fleet_has_seconds_and_what_only_workers_count():
+def test_the_fleet_has_figures_of_seconds_and_of_workers():
     (worker,) = fleet_of(entry("a")).workers
     history = History()
     history.sample_worker(START, worker, WorkerTotals(), None)
-    history.end_second(START, (4, 1, firsts(at_3=4)), 9, 2)
+    history.end_second(START, (4, 1, first_counts(at_3=4)), 9, 2)
     history.sample_worker(START + 1, worker, WorkerTotals(requests=4, output_tokens=80), None)
     at = START + 1
     assert history.fleet.read(900, "requests_per_sec", at)[-1] == 4
@@ -137,7 +137,7 @@ def test_the_fleet_has_seconds_and_what_only_workers_count():
     assert history.fleet.read(900, "in_flight", at)[-1] == 9
 
 
-def test_the_last_minute_of_a_worker_is_the_mean_of_its_points_that_are_over():
+def test_the_last_minute_of_a_worker_is_the_mean_of_its_complete_points():
     (worker,) = fleet_of(entry("a")).workers
     history, at = History(), START
     assert set(history.minute_of(worker, at).values()) == {None}
@@ -145,13 +145,13 @@ def test_the_last_minute_of_a_worker_is_the_mean_of_its_points_that_are_over():
         at = START + 5 * count
         totals = WorkerTotals(output_tokens=count * 10 if count < 30 else 300 + (count - 30) * 50)
         history.sample_worker(at, worker, totals, None)
-    # Of the last twelve points that are over, eight have 10 tokens a second and four 2.
+    # Of the last twelve complete points, eight have 10 tokens per second, and four have 2.
     assert history.minute_of(worker, at)["output_tokens_per_sec"] == pytest.approx(22 / 3, rel=1e-3)
     assert history.minute_of(worker, at)["waiting"] is None
     assert history.minute_of(worker, at + 3600)["output_tokens_per_sec"] is None
 
 
-def test_only_so_many_workers_are_kept_and_none_that_went(monkeypatch):
+def test_the_number_of_workers_is_bounded_and_removed_ones_are_dropped(monkeypatch):
     monkeypatch.setattr(series, "MOST_WORKERS", 2)
     a, b, c = fleet_of(*map(entry, "abc")).workers
     history = History()
@@ -165,7 +165,7 @@ def test_only_so_many_workers_are_kept_and_none_that_went(monkeypatch):
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 50)), max_size=30))
-def test_a_ring_is_what_a_dict_of_all_steps_would_be(samples):
+def test_a_track_equals_a_dict_of_all_steps(samples):
     track, model, at = Track(), {}, START
     for wait, in_flight in samples:
         at += wait
@@ -173,23 +173,23 @@ def test_a_ring_is_what_a_dict_of_all_steps_would_be(samples):
         model.setdefault(at // 5, []).append(in_flight)
     newest = int(at // 5)
     expected = [
-        float(f"{sum(found) / len(found):.4g}") if (found := model.get(slot)) else None
+        float(f"{sum(values) / len(values):.4g}") if (values := model.get(slot)) else None
         for slot in range(newest - POINTS + 1, newest + 1)
     ]
     assert track.read(900, "in_flight", at) == pytest.approx(expected)
     assert start_of(900, at) == (newest - POINTS + 1) * 5
 
 
-def second(history, at, requests=0, in_flight=0, waiting=0):
-    history.end_second(at, (requests, 0, firsts()), in_flight, waiting)
+def end_second(history, at, requests=0, in_flight=0, waiting=0):
+    history.end_second(at, (requests, 0, first_counts()), in_flight, waiting)
 
 
-def test_the_history_of_a_cluster_adds_what_the_other_proxies_count():
+def test_the_history_of_a_cluster_adds_the_figures_of_other_proxies():
     history = History()
-    second(history, START, requests=1)
+    end_second(history, START, requests=1)
     history.follow_cluster(member=True)
     history.elsewhere = (4, 2)
-    second(history, START + 1, requests=3, in_flight=1, waiting=1)
+    end_second(history, START + 1, requests=3, in_flight=1, waiting=1)
     assert history.take_unsent().requests == 3
     assert history.take_unsent().requests == 0
     history.add_of_peer(START + 1, Bin(requests=6, errors=2, secs=9.0, in_flight=7, samples=3))
@@ -205,7 +205,7 @@ def test_the_history_of_a_cluster_adds_what_the_other_proxies_count():
 
 def test_without_a_cluster_nothing_is_kept_for_other_proxies():
     history = History()
-    second(history, START, requests=3)
+    end_second(history, START, requests=3)
     history.add_of_peer(START, Bin(requests=6))
     assert history.take_unsent().requests == 0
 
@@ -234,21 +234,23 @@ def run(instruments, seconds, at=START):
         instruments._on_second(at + second + 0.99)
 
 
-def test_each_worker_is_read_once_in_each_point_however_late_the_steps_are(fleet, instruments):
-    read = []
+def test_each_worker_is_sampled_once_per_point_even_if_steps_are_late(fleet, instruments):
+    samples = []
     sampler = instruments.history_sampler
-    sampler.history.sample_worker = lambda at, worker, *_: read.append((at // ROUND_SECS, worker))
+    sampler.history.sample_worker = lambda at, worker, *_: samples.append(
+        (at // ROUND_SECS, worker)
+    )
     at = START
-    for late in range(200):
+    for number in range(200):
         sampler.step(at)
-        at += 0.05 + late % 7 * 0.02
-    points = {point for point, _ in read[:-2]}
+        at += 0.05 + number % 7 * 0.02
+    points = {point for point, _ in samples[:-2]}
     assert len(points) > 3
     for point in points:
-        assert [worker for found, worker in read if found == point] == fleet.workers
+        assert [worker for sampled, worker in samples if sampled == point] == fleet.workers
 
 
-def test_each_worker_is_read_every_five_seconds(fleet, instruments):
+def test_each_worker_is_sampled_every_five_seconds(fleet, instruments):
     a, b = fleet.workers
     run(instruments, ROUND_SECS)
     for _ in range(10):
@@ -259,8 +261,8 @@ def test_each_worker_is_read_every_five_seconds(fleet, instruments):
     run(instruments, ROUND_SECS, START + ROUND_SECS)
     history, at = instruments.history, START + 2 * ROUND_SECS - 1
 
-    def newest(of, name):
-        return of.read(900, name, at)[-1]
+    def newest(track, name):
+        return track.read(900, name, at)[-1]
 
     of_a, of_b = history.workers[a], history.workers[b]
     assert newest(of_a, "requests_per_sec") == pytest.approx(11 / 5)
@@ -278,13 +280,13 @@ def test_the_queue_of_a_worker_is_that_of_its_engine_if_it_reports_one(fleet, in
     a, b = fleet.workers
     a.engine_load = EngineLoad(LoadReport(3, None), fleet.loads.now())
     run(instruments, ROUND_SECS)
-    found = [
+    waiting = [
         instruments.history.workers[worker].read(900, "waiting", START + 4)[-1] for worker in (a, b)
     ]
-    assert found == [3, None]
+    assert waiting == [3, None]
 
 
-def test_removed_workers_are_forgotten(fleet, instruments):
+def test_removed_workers_are_dropped(fleet, instruments):
     run(instruments, ROUND_SECS)
     fleet.apply([], fleet.workers[0].registered_at)
     run(instruments, ROUND_SECS, START + ROUND_SECS)

@@ -1,4 +1,4 @@
-"""One form of log lines: `event key=value key=value`, and behind a colon what it means."""
+"""The form of log lines: `event key=value key=value`, and an explanation after a colon."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ VALUE = r"""(?:"[^"]*"|[^\s:,"]+)"""
 FORM = re.compile(
     rf"(?:[a-z][a-z0-9]*_)+(?:[a-z0-9]+|%s)(?: [a-z0-9_.]+={VALUE}| %s)*(?:[:,] .+)?", re.DOTALL
 )
-# For a person who has just started the program, or what another program has written.
+# Texts for a person who has just started the program, or lines of another program.
 OTHERS = frozenset((
     "listening on %s%s", "listening on %s for Envoy's external processor", "%s is served at http://%s:%d",
     "cannot listen on %s: %s", "cannot write to %s: %s (%d lines lost)", "%s", "%s %s",
@@ -36,20 +36,20 @@ def texts():
 
 
 def test_log_lines_name_an_event_and_its_values():
-    found = dict(texts())
-    assert len(found) > 100
+    by_place = dict(texts())
+    assert len(by_place) > 100
     wrong = {
         place: text
-        for place, text in found.items()
+        for place, text in by_place.items()
         if text not in OTHERS and not FORM.fullmatch(text)
     }
     assert not wrong
 
 
-def test_each_exception_is_still_one():
+def test_each_exception_is_still_used():
     assert set(dict(texts()).values()) >= OTHERS
 
 
 @pytest.mark.parametrize("text", ["omni-proxy %s starts", "worker is gone", "a: %s", "keys lost"])
-def test_a_sentence_is_no_event(text):
+def test_a_sentence_does_not_match_the_form(text):
     assert not FORM.fullmatch(text)

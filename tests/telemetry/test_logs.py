@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("logging_as_it_was")
 def test_text_lines_have_level_and_logger(capsys, monkeypatch):
     configure("info", "text")
     logging.getLogger("omni_proxy.dataplane").info("hello %s", "world")
-    logging.getLogger("omni_proxy.dataplane").debug("not told")
+    logging.getLogger("omni_proxy.dataplane").debug("hidden")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith("INFO    omni_proxy.dataplane: hello world")
 
@@ -38,7 +38,7 @@ def test_json_lines_are_one_object_each_even_with_a_traceback(capsys):
     assert "two\nlines" in body["traceback"]
 
 
-def test_it_may_be_called_again_and_leaves_one_writer(capsys):
+def test_configure_may_be_called_again_and_leaves_one_handler(capsys):
     before = len(logging.getLogger().handlers)
     configure("info", "text")
     configure("warning", "json")
@@ -54,7 +54,7 @@ def test_probes_do_not_fill_the_log(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_it_writes_to_stderr(capsys):
+def test_the_log_is_written_to_stderr(capsys):
     configure("info", "text")
     logging.getLogger("omni_proxy").info("x")
     assert capsys.readouterr().out == ""
@@ -62,7 +62,7 @@ def test_it_writes_to_stderr(capsys):
 
 
 @pytest.mark.parametrize("format_", ["text", "json"])
-def test_a_line_holds_no_secret_of_a_query_and_nothing_that_a_terminal_obeys(capsys, format_):
+def test_secrets_of_queries_and_control_characters_are_not_logged(capsys, format_):
     configure("info", format_)
     logging.getLogger("omni_proxy").error("GET http://w/a?api%%5Fkey=%s\x9b\u202e failed", "abc")
     (line,) = capsys.readouterr().err.splitlines()
@@ -70,8 +70,8 @@ def test_a_line_holds_no_secret_of_a_query_and_nothing_that_a_terminal_obeys(cap
     assert "GET http://w/a?api%5Fkey=*** failed" in line
 
 
-class Lines:
-    """What a LineLog is to the log."""
+class FakeLineLog:
+    """A stand-in for LineLog that keeps lines in memory."""
 
     def __init__(self):
         self.on, self.kept = True, []
@@ -80,8 +80,8 @@ class Lines:
         self.kept.append(record.decode())
 
 
-def test_a_file_gets_the_same_lines_from_when_it_is_named_on(capsys):
-    lines = Lines()
+def test_a_file_gets_the_same_lines_from_its_configuration_on(capsys):
+    lines = FakeLineLog()
     configure("info", "text")
     logging.getLogger("omni_proxy").info("early")
     configure("info", "text", lines)
@@ -98,8 +98,8 @@ def test_a_file_gets_the_same_lines_from_when_it_is_named_on(capsys):
     assert len(lines.kept) == 2
 
 
-def test_a_file_that_cannot_be_written_is_not_reported_of_itself():
-    lines = Lines()
+def test_errors_of_the_log_file_are_not_written_to_it():
+    lines = FakeLineLog()
     configure("info", "text", lines)
     logging.getLogger("omni_proxy.telemetry.line_log").warning("cannot write")
     assert lines.kept == []
@@ -110,9 +110,9 @@ PIPE_BYTES = 4096
 
 @pytest.fixture
 def small_pipe():
-    reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    with os.fdopen(reading, "rb", buffering=0) as reader, os.fdopen(writing, "w") as stream:
+    read_fd, write_fd = os.pipe()
+    fcntl.fcntl(write_fd, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    with os.fdopen(read_fd, "rb", buffering=0) as reader, os.fdopen(write_fd, "w") as stream:
         yield reader, stream
 
 
@@ -127,7 +127,7 @@ def read_until(reader, last):
     return received.decode().splitlines()
 
 
-def test_a_line_is_written_by_the_calling_thread_where_that_cannot_block(small_pipe):
+def test_a_line_is_written_by_the_calling_thread_if_that_cannot_block(small_pipe):
     reader, stream = small_pipe
     threads = threading.active_count()
     log(NonBlockingHandler(stream), "now")
@@ -145,17 +145,17 @@ def test_a_stalled_reader_blocks_no_caller_and_loses_no_line(small_pipe):
     thread = handler._writer
     if thread is not None:
         thread.join(5)
-    log(handler, "and on")
-    assert read_until(reader, b"and on") == ["and on"]
+    log(handler, "next")
+    assert read_until(reader, b"next") == ["next"]
 
 
-def test_a_line_longer_than_the_pipe_is_written_whole(small_pipe):
+def test_a_line_longer_than_the_pipe_is_written_completely(small_pipe):
     reader, stream = small_pipe
     handler = NonBlockingHandler(stream)
     long = "x" * (3 * PIPE_BYTES)
     log(handler, long)
-    log(handler, "behind it")
-    assert read_until(reader, b"behind it") == [long, "behind it"]
+    log(handler, "next")
+    assert read_until(reader, b"next") == [long, "next"]
 
 
 def test_lines_beyond_the_bound_are_dropped_and_counted(small_pipe, monkeypatch):
@@ -181,21 +181,21 @@ def test_lines_beyond_the_bound_are_dropped_and_counted(small_pipe, monkeypatch)
 
 
 def test_a_terminal_that_is_not_read_blocks_no_caller():
-    leading, following = pty.openpty()
+    master, terminal = pty.openpty()
     try:
-        tty.setraw(following)
-        with os.fdopen(following, "w", closefd=False) as stream:
+        tty.setraw(terminal)
+        with os.fdopen(terminal, "w", closefd=False) as stream:
             handler = NonBlockingHandler(stream)
             for number in range(20_000):  # far more than a terminal holds
                 log(handler, f"line {number:06}")
             assert handler._writer is not None
             received = b""
             while b"line 019999" not in received:
-                received = received[-100:] + os.read(leading, 65536)
+                received = received[-100:] + os.read(master, 65536)
             handler.close()
     finally:
-        os.close(leading)
-        os.close(following)
+        os.close(master)
+        os.close(terminal)
 
 
 def test_a_full_disk_or_a_closed_pipe_only_loses_lines(small_pipe):
@@ -213,8 +213,8 @@ def test_a_full_disk_or_a_closed_pipe_only_loses_lines(small_pipe):
     assert handler._writer is None
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # a fork beside a thread is meant
-def test_a_forked_child_writes_no_lines_of_its_parent(small_pipe):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork while a thread runs
+def test_a_forked_child_does_not_write_lines_of_its_parent(small_pipe):
     reader, stream = small_pipe
     handler = NonBlockingHandler(stream)
     for number in range(1000):

@@ -24,11 +24,11 @@ def meters(fleet):
     return Metrics(fleet, RecentWindow())
 
 
-def total(histogram):
+def total_count(histogram):
     return sum(histogram.counts)
 
 
-def test_an_exchange_is_counted_once_where_it_belongs(fleet, meters):
+def test_an_exchange_is_counted_once_in_the_series_of_its_worker(fleet, meters):
     a, b = fleet.workers
     meters.record(ended(a, model="m"), a)
     meters.record(ended(a, model="m", status=206), a)
@@ -39,8 +39,8 @@ def test_an_exchange_is_counted_once_where_it_belongs(fleet, meters):
     assert meters.series[PATH, None].ends == {(None, 5, "refused"): 1}
     cell = meters.series[PATH, a]
     assert (cell.bytes_in, cell.bytes_out, cell.chunks) == (100, 2000, 20)
-    assert (total(cell.total), cell.total.sum) == (2, pytest.approx(2.2))
-    assert (total(cell.first), cell.first.sum) == (2, pytest.approx(0.4))
+    assert (total_count(cell.total), cell.total.sum) == (2, pytest.approx(2.2))
+    assert (total_count(cell.first), cell.first.sum) == (2, pytest.approx(0.4))
 
 
 def test_an_unclassified_abort_counts_as_cut_by_proxy(fleet, meters):
@@ -49,7 +49,7 @@ def test_an_unclassified_abort_counts_as_cut_by_proxy(fleet, meters):
     assert meters.series[PATH, a].ends == {(None, 2, "cut_by_proxy"): 1}
 
 
-def test_what_is_not_model_traffic_is_the_fronts_or_could_not_be_read(meters):
+def test_other_traffic_counts_as_front_or_unread(meters):
     meters.record(ended(route=None, requirements=None, method="GET"), None)
     meters.record(refused(route=None, requirements=None, method="-", status=400), None)
     assert meters.series["front", None].ends == {(None, 2, "completed"): 1}
@@ -57,30 +57,30 @@ def test_what_is_not_model_traffic_is_the_fronts_or_could_not_be_read(meters):
     assert meters.phases["front"].overhead.sum == 0
 
 
-def test_each_phase_has_its_time(fleet, meters):
+def test_each_phase_is_timed(fleet, meters):
     a, _ = fleet.workers
     meters.record(ended(a, queued_secs=1.5, connect_secs=0.003, own_secs=0.002), a)
     meters.record(refused(), None)
     phases = meters.phases[PATH]
-    assert (total(phases.queue), phases.queue.sum) == (1, 1.5)
-    assert (total(phases.connect), phases.connect.sum) == (1, 0.003)
-    assert (total(phases.head), phases.head.sum) == (1, pytest.approx(0.1))
-    assert (total(phases.longest_gap), phases.longest_gap.sum) == (1, 0.4)
-    assert total(phases.overhead) == 1
+    assert (total_count(phases.queue), phases.queue.sum) == (1, 1.5)
+    assert (total_count(phases.connect), phases.connect.sum) == (1, 0.003)
+    assert (total_count(phases.head), phases.head.sum) == (1, pytest.approx(0.1))
+    assert (total_count(phases.longest_gap), phases.longest_gap.sum) == (1, 0.4)
+    assert total_count(phases.overhead) == 1
     assert phases.overhead.sum >= 0.002
 
 
-def test_gaps_lie_with_the_worker_that_streams_and_an_end_adds_none(fleet, meters):
+def test_gaps_are_counted_for_the_streaming_worker_and_not_at_the_end(fleet, meters):
     a, b = fleet.workers
     exchange = ended(worker=None, last_worker=None)
     exchange.worker = a
-    gaps = meters.gap_histogram(exchange)
-    gaps.observe(0.07)
+    histogram = meters.gap_histogram(exchange)
+    histogram.observe(0.07)
     for worker in fleet.workers:
         meters.record(ended(worker), worker)
     between = meters.series[PATH, a].between
-    assert (total(between), between.sum) == (1, 0.07)
-    assert total(meters.series[PATH, b].between) == 0
+    assert (total_count(between), between.sum) == (1, 0.07)
+    assert total_count(meters.series[PATH, b].between) == 0
 
 
 def test_the_front_has_no_gaps(meters):
@@ -91,21 +91,21 @@ def test_only_a_stream_reports_its_longest_gap(fleet, meters):
     a, _ = fleet.workers
     meters.record(ended(a, stream=False), a)
     meters.record(ended(a, chunks=1, longest_gap=0.0), a)
-    assert total(meters.phases[PATH].longest_gap) == 0
+    assert total_count(meters.phases[PATH].longest_gap) == 0
     meters.record(ended(a, outcome="stream_error", ended_by="worker"), a)
-    assert total(meters.phases[PATH].longest_gap) == 1
+    assert total_count(meters.phases[PATH].longest_gap) == 1
 
 
-def test_tries_count_by_worker_and_cause(fleet, meters):
+def test_failed_attempts_are_counted_by_worker_and_cause(fleet, meters):
     a, b = fleet.workers
-    tried = [(a, "connect_failure"), (a, "503")]
-    meters.record(ended(b, attempts=3, failed_attempts=tried), b)
+    failed = [(a, "connect_failure"), (a, "503")]
+    meters.record(ended(b, attempts=3, failed_attempts=failed), b)
     meters.record(refused(attempts=1, failed_attempts=[(a, "connect_failure")], status=502), None)
     assert meters.retries == 2
     assert meters.failed_attempts == {(a, "connect_failure"): 2, (a, "503"): 1}
 
 
-def test_tokens_count_where_the_last_piece_reports_them(fleet, meters):
+def test_tokens_of_the_last_chunk_are_counted(fleet, meters):
     a, _ = fleet.workers
     tail = b'data: {"usage":{"prompt_tokens":7,"completion_tokens":9}}\n\n'
     meters.record(ended(a, model="m", last_chunk=b"x" * 20_000 + tail), a)
@@ -113,7 +113,7 @@ def test_tokens_count_where_the_last_piece_reports_them(fleet, meters):
     assert meters.series[PATH, a].tokens == {("m", "input"): 7, ("m", "output"): 9}
 
 
-def test_ten_thousand_model_names_are_one(fleet, meters):
+def test_ten_thousand_model_names_are_one_label(fleet, meters):
     _, b = fleet.workers
     names = [f"model-{i}-{'x' * 300}" for i in range(10_000)]
     for name in names[:500]:
@@ -129,10 +129,10 @@ def test_ten_thousand_model_names_are_one(fleet, meters):
     assert meters.series[PATH, b].ends == {(OTHER, 2, "completed"): 10_500}
     assert meters.series[PATH, None].ends == {(OTHER, 5, "refused"): 10_000}
     assert len(meters.series) == 2
-    assert grown < 300_000  # what is kept of recent ends
+    assert grown < 300_000  # the size of the recent ends
 
 
-def test_a_model_that_a_worker_names_keeps_its_name_wherever_it_went(fleet, meters):
+def test_a_model_of_any_worker_keeps_its_name_in_all_series(fleet, meters):
     _, b = fleet.workers
     meters.record(ended(b, model="m"), b)
     meters.record(refused(model="m"), None)
@@ -140,28 +140,28 @@ def test_a_model_that_a_worker_names_keeps_its_name_wherever_it_went(fleet, mete
     assert meters.series[PATH, None].ends == {("m", 5, "refused"): 1}
 
 
-def without(fleet, *names):
-    wanted: list[WorkerSpec] = [entry(name) for name in names]
-    fleet.apply(wanted, NOW)
+def replace_workers(fleet, *names):
+    specs: list[WorkerSpec] = [entry(name) for name in names]
+    fleet.apply(specs, NOW)
 
 
-def test_a_removed_worker_is_forgotten(fleet, meters):
+def test_a_removed_worker_is_dropped(fleet, meters):
     a, b = fleet.workers
     for worker in (a, b):
         meters.record(ended(worker, attempts=2, failed_attempts=[(a, "503")]), worker)
     fleet.mark_dead(a, NOW)
-    without(fleet, "b")
+    replace_workers(fleet, "b")
     assert set(meters.series) == {(PATH, b)}
     assert not meters.failed_attempts
     assert all(worker is b for worker, _ in meters.health_changes)
-    meters.record(ended(a), a)  # its last request ends only now
+    meters.record(ended(a), a)  # its last request ends after the removal
     meters.drop_removed_workers()
     assert set(meters.series) == {(PATH, b)}
 
 
-def test_removed_workers_leave_no_series(fleet, meters):
+def test_the_series_of_removed_workers_are_dropped(fleet, meters):
     for number in range(300):
-        without(fleet, f"w{number}")
+        replace_workers(fleet, f"w{number}")
         (worker,) = fleet.workers
         heal(fleet, worker)
         meters.record(ended(worker, attempts=2, failed_attempts=[(worker, "503")]), worker)
@@ -178,7 +178,7 @@ def test_ejections_and_states_are_reported(fleet, meters):
     assert meters.health_changes[a, a.health.state] == 1
 
 
-def test_the_route_is_the_tables_and_not_the_clients(fleet, meters):
+def test_the_route_label_is_a_route_of_the_table(fleet, meters):
     a, _ = fleet.workers
     meters.record(ended(a, target="/v1/chat/completions?" + "x" * 9000), a)
     assert list(meters.series) == [(CHAT.path, a)]
@@ -197,7 +197,7 @@ OPENAI = b'"usage":{"prompt_tokens":12,"completion_tokens":34,"total_tokens":46}
         b'14\r\ndata: {"usage": null}\n\n\r\n60\r\ndata: {' + OPENAI + b"}\n\n\r\n0\r\n\r\n",
     ],
 )
-def test_the_last_usage_counts_whatever_is_around_it(tail):
+def test_the_last_usage_is_read(tail):
     assert tokens_in(tail) == {"input": 12, "output": 34}
 
 
@@ -214,14 +214,14 @@ def test_the_last_usage_counts_whatever_is_around_it(tail):
         b'{"usage":7}',
     ],
 )
-def test_what_reports_no_counts_reports_none(tail):
+def test_without_counts_no_tokens_are_read(tail):
     assert tokens_in(tail) == {}
 
 
-def test_one_of_the_two_is_enough():
+def test_one_of_the_counts_is_enough():
     assert tokens_in(b'{"usage":{"prompt_tokens":5}}') == {"input": 5}
 
 
 @given(st.binary())
-def test_no_bytes_make_it_fail(tail):
+def test_any_bytes_can_be_read(tail):
     assert tokens_in(b'"usage"' + tail).keys() <= {"input", "output"}

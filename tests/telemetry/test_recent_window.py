@@ -17,33 +17,39 @@ def fleet():
     return fleet_of(entry("a"), entry("b"))
 
 
-def test_a_second_that_is_over_becomes_a_point(fleet, recent, meters):
+def test_each_second_becomes_a_point(fleet, recent, meters):
     a, _ = fleet.workers
     meters.record(ended(a), a)
     meters.record(refused(), None)
     recent.tick(1000.4, 7, 2)
     recent.tick(1001.4, 6, 0)
-    one, two = recent.points
-    assert (one.at, one.requests, one.errors, one.in_flight, one.waiting) == (1000, 2, 1, 7, 2)
-    assert one.first_p50_ms == pytest.approx(200, rel=0.2)
-    assert (two.requests, two.errors, two.first_p50_ms) == (0, 0, None)
+    first, second = recent.points
+    assert (first.at, first.requests, first.errors, first.in_flight, first.waiting) == (
+        1000,
+        2,
+        1,
+        7,
+        2,
+    )
+    assert first.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert (second.requests, second.errors, second.first_p50_ms) == (0, 0, None)
 
 
-def test_a_worker_is_known_by_its_last_minute(fleet, recent, meters):
+def test_the_window_of_a_worker_is_its_last_minute(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):
         meters.record(ended(a), a)
         meters.record(ended(a, outcome="stream_error", ended_by="worker", status=200), a)
         recent.tick(1000.0 + second, 0, 0)
-    reported = recent.worker_window(a, 1200.0)
-    assert reported.rate == pytest.approx(2, rel=0.2)
-    assert 50 <= reported.errors <= 60
-    assert reported.first_p50_ms == pytest.approx(200, rel=0.2)
-    assert reported.answers == pytest.approx(110, abs=10)
+    window = recent.worker_window(a, 1200.0)
+    assert window.rate == pytest.approx(2, rel=0.2)
+    assert 50 <= window.errors <= 60
+    assert window.first_p50_ms == pytest.approx(200, rel=0.2)
+    assert window.answers == pytest.approx(110, abs=10)
     assert recent.worker_window(b, 1200.0) == (0.0, 0, 0, None, None)
 
 
-def test_no_worker_shows_what_is_older_than_the_minute_beside_it(fleet, recent, meters):
+def test_the_window_of_a_worker_has_nothing_older_than_a_minute(fleet, recent, meters):
     a, _ = fleet.workers
     for second in range(100):
         meters.record(whole(a, 0.2), a)
@@ -51,34 +57,32 @@ def test_no_worker_shows_what_is_older_than_the_minute_beside_it(fleet, recent, 
     for second in range(100, 162):
         recent.tick(1000.0 + second, 0, 0)
         minute = [point for point in recent.points if point.at > 1000 + second - 60]
-        reported = recent.worker_window(a, 1000.0 + second)
-        assert reported.answers <= sum(point.requests for point in minute)
-    assert reported.first_p50_ms is None
+        window = recent.worker_window(a, 1000.0 + second)
+        assert window.answers <= sum(point.requests for point in minute)
+    assert window.first_p50_ms is None
 
 
-def test_the_last_minute_of_the_fleet_counts_the_running_second_as_its_workers_do(
-    fleet, recent, meters
-):
+def test_the_last_minute_of_the_fleet_includes_the_current_second(fleet, recent, meters):
     a, b = fleet.workers
     recent.tick(1000.0, 0, 0)
     meters.record(whole(a, 0.2), a)
     meters.record(whole(b, 0.2, status=503), b)
     assert recent.last_minute() == (2, 1)
-    recorded = recent.worker_window(a, 1000.5), recent.worker_window(b, 1000.5)
-    assert sum(of_worker.answers for of_worker in recorded) == 2
-    assert sum(of_worker.errors for of_worker in recorded) == 1
+    windows = recent.worker_window(a, 1000.5), recent.worker_window(b, 1000.5)
+    assert sum(window.answers for window in windows) == 2
+    assert sum(window.errors for window in windows) == 1
     recent.tick(1001.0, 0, 0)
     assert recent.last_minute() == (2, 1)
 
 
-def test_the_last_minute_of_the_fleet_is_never_less_than_that_of_its_workers(fleet, recent, meters):
+def test_the_last_minute_of_the_fleet_is_at_least_that_of_its_workers(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(150):
         if second < 90:
             for worker in (a, b):
                 meters.record(whole(worker, 0.2), worker)
-        recorded = [recent.worker_window(worker, 999.5 + second).answers for worker in (a, b)]
-        assert recent.last_minute()[0] >= sum(recorded)
+        answers = [recent.worker_window(worker, 999.5 + second).answers for worker in (a, b)]
+        assert recent.last_minute()[0] >= sum(answers)
         recent.tick(1000.0 + second, 0, 0)
     assert recent.last_minute() == (0, 0)
 
@@ -90,9 +94,9 @@ def test_complete_responses_count_in_the_window(fleet, recent, meters):
             meters.record(whole(a, 0.2), a)
         meters.record(whole(b, 0.2, status=503), b)
         recent.tick(1000.0 + second, 0, 0)
-    reported = recent.worker_window(a, 1200.0)
-    assert (reported.rate, reported.errors) == (pytest.approx(3, rel=0.2), 0)
-    assert reported.first_p50_ms == pytest.approx(200, rel=0.2)
+    window = recent.worker_window(a, 1200.0)
+    assert (window.rate, window.errors) == (pytest.approx(3, rel=0.2), 0)
+    assert window.first_p50_ms == pytest.approx(200, rel=0.2)
     assert recent.worker_window(b, 1200.0).rate == pytest.approx(1, rel=0.2)
     last = recent.points[-1]
     assert (last.requests, last.errors) == (4, 1)
@@ -100,7 +104,7 @@ def test_complete_responses_count_in_the_window(fleet, recent, meters):
     assert sum(end.end == "completed" for end in recent.ends()) == KEPT_ENDS + KEPT_FAILURES
 
 
-def test_many_workers_are_marked_a_few_at_a_time_and_none_is_left_out(recent):
+def test_many_workers_are_gathered_a_few_per_tick(recent):
     fleet = fleet_of(*(entry(f"w{number}") for number in range(100)))
     meters = Metrics(fleet, recent)
     gathered = []
@@ -112,11 +116,11 @@ def test_many_workers_are_marked_a_few_at_a_time_and_none_is_left_out(recent):
         recent.tick(1000.0 + second, 0, 0)
         assert len(gathered) <= 11
     for worker in fleet.workers:
-        reported = recent.worker_window(worker, 1120.0)
-        assert reported.rate == pytest.approx(1, rel=0.1)
+        window = recent.worker_window(worker, 1120.0)
+        assert window.rate == pytest.approx(1, rel=0.1)
 
 
-def test_a_new_worker_has_no_requests_before_its_first(fleet, recent, meters):
+def test_the_rate_of_a_new_worker_begins_at_its_first_request(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(200):
         meters.record(whole(a), a)
@@ -128,7 +132,7 @@ def test_a_new_worker_has_no_requests_before_its_first(fleet, recent, meters):
     assert recent.worker_window(b, 1210.0).rate == pytest.approx(10 / 60, abs=0.01)
 
 
-def test_a_removed_worker_is_forgotten_at_once(fleet, recent, meters):
+def test_a_removed_worker_is_dropped_at_once(fleet, recent, meters):
     a, b = fleet.workers
     for second in range(20):
         for worker in (a, b):
@@ -140,7 +144,7 @@ def test_a_removed_worker_is_forgotten_at_once(fleet, recent, meters):
     assert recent.worker_window(b, 1020.0).rate == pytest.approx(1, rel=0.2)
 
 
-def test_a_worker_that_gets_nothing_any_more_is_forgotten_after_a_minute(fleet, recent, meters):
+def test_a_worker_without_requests_is_dropped_after_a_minute(fleet, recent, meters):
     a, _ = fleet.workers
     meters.record(ended(a), a)
     for second in range(70):
@@ -148,7 +152,7 @@ def test_a_worker_that_gets_nothing_any_more_is_forgotten_after_a_minute(fleet, 
     assert recent.worker_window(a, 1070.0) == (0.0, 0, 0, None, None)
 
 
-def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, meters):
+def test_the_time_before_sending_a_request_is_not_counted_for_the_worker(fleet, recent, meters):
     a, _ = fleet.workers
     meters.record(ended(a, sent_at=100.15, response_head_at=100.16, queued_secs=0.15), a)
     recent.tick(1000.0, 0, 0)
@@ -157,7 +161,7 @@ def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, mete
 
 
 @pytest.mark.parametrize(
-    ("reported", "errors"),
+    ("fields", "errors"),
     [
         ({"status": 500}, 1),
         ({"status": 503}, 1),
@@ -168,15 +172,15 @@ def test_the_time_before_the_request_left_is_not_the_workers(fleet, recent, mete
         ({"status": 200, "attempts": 2}, 0),
     ],
 )
-def test_an_error_is_what_was_not_the_clients_doing(fleet, recent, meters, reported, errors):
+def test_failures_that_the_client_did_not_cause_are_errors(fleet, recent, meters, fields, errors):
     a, _ = fleet.workers
-    meters.record(ended(a, **reported), a)
+    meters.record(ended(a, **fields), a)
     recent.tick(1000.0, 0, 0)
     assert recent.points[0].errors == errors
-    assert recent.ends()[0].status == reported["status"]
+    assert recent.ends()[0].status == fields["status"]
 
 
-def test_what_went_wrong_outlasts_what_went_well(fleet, recent, meters):
+def test_failed_ends_are_kept_longer_than_successful_ones(fleet, recent, meters):
     a, _ = fleet.workers
     meters.record(ended(a, status=502, ended_at=101.0, error="ConnectError"), a)
     for second in range(500):
@@ -187,7 +191,7 @@ def test_what_went_wrong_outlasts_what_went_well(fleet, recent, meters):
     assert (ends[0].at, ends[-1].error) == (601.0, "ConnectError")
 
 
-def test_everything_is_bounded(fleet, recent, meters):
+def test_points_ends_and_texts_are_bounded(fleet, recent, meters):
     a, _ = fleet.workers
     for second in range(2 * POINTS):
         for _ in range(3 * ENDS_PER_SECOND):

@@ -1,4 +1,4 @@
-"""What comes whole in one piece is counted apart, and read as if it had not been."""
+"""Responses in one piece are counted on a faster path, with the same results."""
 
 from collections import Counter
 
@@ -16,7 +16,7 @@ from tests.telemetry.ends import CHAT, whole
 PATH = CHAT.path
 SECS = st.sampled_from([0.0001, 0.01, 0.16, 0.2, 5.0, 2000.0])
 MODELS = st.sampled_from(["m", "n", None, "x", "y" * (TEXT_CHARS + 1)])
-UNLIKE: list[dict[str, object]] = [
+SLOW_PATH_FIELDS: list[dict[str, object]] = [
     {"status": 206},
     {"status": 404},
     {"chunks": 2},
@@ -28,14 +28,14 @@ UNLIKE: list[dict[str, object]] = [
     {"ended_at": 3000.0},
     {"first_at": 0.0, "chunks": 0},
 ]
-ASKED = st.fixed_dictionaries({"secs": SECS, "model": MODELS})
-UNLIKES = st.sampled_from([{}, {}, {}, *UNLIKE])
+FIELDS = st.fixed_dictionaries({"secs": SECS, "model": MODELS})
+VARIATIONS = st.sampled_from([{}, {}, {}, *SLOW_PATH_FIELDS])
 READS = st.sampled_from(["series", "phases", "of", "tick"])
-STEPS = st.lists(st.tuples(st.integers(0, 1), ASKED, UNLIKES) | READS)
+STEPS = st.lists(st.tuples(st.integers(0, 1), FIELDS, VARIATIONS) | READS)
 
 
-class Naive:
-    """All of it, one by one."""
+class NaiveMetrics:
+    """Counts every exchange directly."""
 
     def __init__(self) -> None:
         self.ends: Counter[tuple[Worker, object]] = Counter()
@@ -46,8 +46,8 @@ class Naive:
 
     def count(self, exchange, worker) -> None:
         model = exchange.requirements.model
-        reported = model if model in (None, "m", "n") else OTHER
-        self.ends[worker, (reported, exchange.status // 100, exchange.outcome)] += 1
+        label = model if model in (None, "m", "n") else OTHER
+        self.ends[worker, (label, exchange.status // 100, exchange.outcome)] += 1
         for name in ("bytes_in", "bytes_out", "chunks"):
             self.sums[worker, name] += getattr(exchange, name)
         self.times_of(worker, "total").observe(exchange.ended_at - exchange.started_at)
@@ -62,60 +62,60 @@ class Naive:
         return self.times.setdefault((worker, name), Histogram(bounds))
 
 
-def same(one: Histogram, other: Histogram) -> None:
-    assert one.counts == other.counts
-    assert one.sum == pytest.approx(other.sum)
+def assert_equal(actual: Histogram, expected: Histogram) -> None:
+    assert actual.counts == expected.counts
+    assert actual.sum == pytest.approx(expected.sum)
 
 
-def read(what, meters, recent, worker) -> None:
-    match what:
+def read_metrics(name, meters, recent, worker) -> None:
+    match name:
         case "of":
             recent.worker_window(worker, 1000.0)
         case "tick":
             recent.tick(1000.0, 0, 0)
         case _:
-            getattr(meters, what)
+            getattr(meters, name)
 
 
 @given(STEPS, st.integers(1, 5))
-def test_every_reader_sees_everything_that_has_ended(steps, at_once):
+def test_every_read_includes_all_ended_exchanges(steps, at_once):
     fleet, recent, naive = (
         fleet_of(entry("a", model="m"), entry("b", model="n")),
         RecentWindow(),
-        Naive(),
+        NaiveMetrics(),
     )
     meters = Metrics(fleet, recent, at_once=at_once)
     for step in steps:
         if isinstance(step, str):
-            read(step, meters, recent, fleet.workers[0])
+            read_metrics(step, meters, recent, fleet.workers[0])
             continue
-        which, asked, unlike = step
-        exchange = whole(**(asked | unlike))
-        meters.record(exchange, fleet.workers[which])
-        naive.count(exchange, fleet.workers[which])
+        index, fields, variation = step
+        exchange = whole(**(fields | variation))
+        meters.record(exchange, fleet.workers[index])
+        naive.count(exchange, fleet.workers[index])
     cells = meters.series
     assert {w: sum(c.ends.values()) for (_, w), c in cells.items()} == dict(totals(naive.ends))
     for (_, worker), cell in cells.items():
         assert {(worker, end): n for end, n in cell.ends.items()}.items() <= naive.ends.items()
         for name in ("bytes_in", "bytes_out", "chunks"):
             assert getattr(cell, name) == naive.sums[worker, name]
-        same(cell.total, naive.times_of(worker, "total"))
-        same(cell.first, naive.times_of(worker, "first"))
+        assert_equal(cell.total, naive.times_of(worker, "total"))
+        assert_equal(cell.first, naive.times_of(worker, "first"))
         assert recent.sums[worker].firsts == naive.times_of(worker, "recent").counts
         assert recent.sums[worker].requests == sum(cell.ends.values())
     if cells:
-        same(meters.phases[PATH].head, naive.head)
+        assert_equal(meters.phases[PATH].head, naive.head)
         assert sum(meters.phases[PATH].overhead.counts) == naive.overheads
 
 
 def totals(ends: Counter[tuple[Worker, object]]) -> Counter[Worker]:
-    summed: Counter[Worker] = Counter()
+    by_worker: Counter[Worker] = Counter()
     for (worker, _), count in ends.items():
-        summed[worker] += count
-    return summed
+        by_worker[worker] += count
+    return by_worker
 
 
-def test_a_name_that_a_worker_takes_on_is_distinguished_from_then_on():
+def test_a_model_has_its_own_label_once_a_worker_has_it():
     fleet = fleet_of(entry("a", model="m"))
     (a,) = fleet.workers
     meters = Metrics(fleet, RecentWindow())
@@ -129,7 +129,7 @@ def test_a_name_that_a_worker_takes_on_is_distinguished_from_then_on():
     assert meters.series[PATH, a].ends == ends
 
 
-def test_a_long_name_is_not_kept():
+def test_a_long_model_name_is_not_kept():
     fleet = fleet_of(entry("a"))
     (a,) = fleet.workers
     meters = Metrics(fleet, RecentWindow())
@@ -140,13 +140,13 @@ def test_a_long_name_is_not_kept():
     assert cell.model_key == "x"
 
 
-def test_times_that_wait_to_be_sorted_in_are_bounded():
+def test_the_number_of_unsorted_times_is_bounded():
     fleet = fleet_of(entry("a"))
     (a,) = fleet.workers
     meters = Metrics(fleet, RecentWindow(), at_once=10)
     for number in range(25):
-        early = {"response_head_at": 100.1} if number % 2 else {"sent_at": 100.05}
-        meters.record(whole(**early), a)
+        fields = {"response_head_at": 100.1} if number % 2 else {"sent_at": 100.05}
+        meters.record(whole(**fields), a)
         waiting = meters._phases[PATH]
         assert len(waiting.own) + len(waiting.heads) < 20
     assert sum(meters.phases[PATH].overhead.counts) == 25
