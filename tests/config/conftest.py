@@ -20,15 +20,15 @@ from omni_proxy.config.tables.discover import DiscoverEntry
 
 WORDS = st.text(string.ascii_letters + string.digits + "-_ #\"'\\\n[]{}é", max_size=12)
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
-PLACES = st.sampled_from(["", "unix:/run/admin.sock"]) | NAMES.map(lambda name: f"{name}:80")
-SPELLED = {
+ADDRESSES = st.sampled_from(["", "unix:/run/admin.sock"]) | NAMES.map(lambda name: f"{name}:80")
+STRATEGIES = {
     "server.host": NAMES | st.just("unix:/run/proxy.sock"),
     "server.unix_mode": st.from_regex(r"0[0-7]{3}", fullmatch=True),
-    "server.tls_cert": st.just(""),  # needs others beside it
+    "server.tls_cert": st.just(""),  # needs other keys
     "server.tls_key": st.just(""),
     "server.tls_client_ca": st.just(""),
-    "admin.listen": PLACES,
-    "admin.metrics_listen": PLACES,
+    "admin.listen": ADDRESSES,
+    "admin.metrics_listen": ADDRESSES,
     **dict.fromkeys(
         ("server.access_log", "server.route_log", "server.log_file", "admin.audit_log"),
         st.sampled_from(["off", "-", "access.log", "/dev/stderr"]),
@@ -37,12 +37,12 @@ SPELLED = {
     "admin.allowed_hosts": st.sampled_from([(), ("a",), ("proxy.internal", "b_c")]),
     "server.request_id_headers": st.sampled_from([(), ("x-session-id",), ("X-A", "x-b")]),
     "observe.otlp_endpoint": st.sampled_from(["", "http://c:4318", "https://c/otlp"]),
-    "picker.grpc_listen": PLACES,
-    "picker.grpc_tls_cert": st.just(""),  # needs others beside it
+    "picker.grpc_listen": ADDRESSES,
+    "picker.grpc_tls_cert": st.just(""),  # needs other keys
     "picker.grpc_tls_key": st.just(""),
     "picker.grpc_tls_client_ca": st.just(""),
     "cluster.url": st.sampled_from(["", "redis://a", "rediss://u:p@b:7000/3"]),
-    "cluster.url_env": st.just(""),  # stands for the URL
+    "cluster.url_env": st.just(""),  # is an alternative to the URL
     "cluster.password_file": st.just(""),  # needs one of them
     "cluster.name": NAMES,
     "cluster.node": st.just("") | NAMES,
@@ -110,8 +110,8 @@ SPELLED = {
 
 
 def values(kind, key):
-    if key in SPELLED:
-        return SPELLED[key]
+    if key in STRATEGIES:
+        return STRATEGIES[key]
     if isinstance(kind, inspect.Metadata):
         return values(kind.type, key)
     match kind:
@@ -172,17 +172,17 @@ GROUPS = st.builds(
 
 @pytest.fixture(scope="session")
 def configs():
-    """Any configuration that this build takes."""
+    """A strategy for every valid configuration."""
     tables = {
         field.name: values(field.type, field.name)
         for field in inspect.type_info(Config).fields
         if field.name not in {"workers", "launch", "routes", "control_routes"}
     }
     paths = st.lists(NAMES.map("/{}".format), max_size=4, unique=True)
-    routes = paths.map(lambda made: tuple(RouteEntry(path=f"/a{path}") for path in made))
+    routes = paths.map(lambda drawn: tuple(RouteEntry(path=f"/a{path}") for path in drawn))
     kinds = st.sampled_from(["read", "plain", "pause", "continue", "group", "update"])
     control = st.builds(
-        lambda made, kind: tuple(ControlRouteEntry(path=path, kind=kind) for path in made),
+        lambda drawn, kind: tuple(ControlRouteEntry(path=path, kind=kind) for path in drawn),
         paths, kinds,
     )  # fmt: skip
     workers = st.lists(WORKERS, max_size=3, unique_by=lambda entry: entry.url)

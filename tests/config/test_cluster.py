@@ -1,4 +1,4 @@
-"""The table [cluster]: what it takes, and that it shows no password."""
+"""The table [cluster]: its keys and checks; passwords are not shown."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_the_url_of_a_store():
 
 
 @pytest.mark.parametrize("url", ["http://h", "redis://", "redis://h:x", "redis://h/db", "h:6379"])
-def test_another_url_is_refused(url):
+def test_an_invalid_url_is_refused(url):
     assert "cluster.url" in problem(f'url = "{url}"')
 
 
@@ -42,12 +42,12 @@ def test_a_password_is_hidden():
     assert hide_password("redis://h") == "redis://h"
 
 
-def test_keys_that_contradict_each_other():
+def test_contradicting_keys_are_refused():
     assert "drop one" in problem('url = "redis://h"', 'url_env = "STORE"')
     assert "needs url" in problem('password_file = "p"')
     assert "publish_secs" in problem("publish_secs = 1", "lease_secs = 2")
 
 
-def test_off_while_it_has_no_url():
+def test_without_a_url_the_cluster_is_off():
     assert not Config().cluster.enabled
     assert table('url_env = "STORE"').enabled

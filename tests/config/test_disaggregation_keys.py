@@ -26,18 +26,18 @@ def spec_of(lines=""):
     return desired_workers(parse(worker(lines)), (), SavedState())[0]
 
 
-def problems(text):
+def problems_of(text):
     with pytest.raises(ConfigError) as caught:
         parse(text)
     return str(caught.value)
 
 
-def test_a_worker_without_the_keys_is_of_no_given_role():
+def test_a_worker_without_the_keys_has_no_role():
     spec = spec_of()
     assert (spec.role, spec.kv_connector, spec.ranks, spec.loras) == ("", "sglang", 1, ())
 
 
-def test_the_keys_of_a_prefill_worker_reach_its_spec():
+def test_the_keys_of_a_prefill_worker_are_in_its_spec():
     spec = spec_of('role = "prefill"\nkv_connector = "mooncake"\nbootstrap_port = 9001\nranks = 4')
     assert (spec.role, spec.kv_connector, spec.bootstrap_port) == ("prefill", "mooncake", 9001)
     assert spec.ranks == 4
@@ -71,8 +71,8 @@ def test_ranks_and_adapters_may_be_left_to_the_engine():
         ('role = "prefill"\nkv_connector = "nixl"\nbootstrap_port = 9001', "no effect with nixl"),
     ],
 )
-def test_a_wrong_value_is_refused_with_its_place_and_reason(line, reason):
-    text = problems(worker(line))
+def test_an_invalid_value_is_refused_with_its_path_and_reason(line, reason):
+    text = problems_of(worker(line))
     assert reason in text
     assert "workers.0." in text or "workers[0]" in text
 
@@ -81,21 +81,23 @@ def test_disaggregation_has_defaults_and_refuses_unknown_policies():
     assert parse("").routing.disaggregation == DisaggregationConfig()
     table = '[routing.disaggregation]\nprefill_policy = "cache_aware"\nfallback = "refuse"\n'
     assert parse(table).routing.disaggregation.prefill_policy == "cache_aware"
-    assert "least_request" in problems('[routing.disaggregation]\ndecode_policy = "least_reques"')
-    assert "refuse" in problems('[routing.disaggregation]\nfallback = "no"')
+    assert "least_request" in problems_of(
+        '[routing.disaggregation]\ndecode_policy = "least_reques"'
+    )
+    assert "refuse" in problems_of('[routing.disaggregation]\nfallback = "no"')
 
 
-def test_an_alias_names_its_targets_once_and_itself_once():
+def test_aliases_and_their_targets_are_unique():
     alias = (
         '[[routing.models]]\nname = "n"\ntargets = [{ model = "a" }, { model = "b", weight = 3 }]\n'
     )
     (parsed,) = parse(alias).routing.models
     assert [(target.model, target.weight) for target in parsed.targets] == [("a", 1), ("b", 3)]
     assert parsed.rewrite
-    assert "duplicate alias n" in problems(alias + alias)
+    assert "duplicate alias n" in problems_of(alias + alias)
     twice = alias.replace('"b"', '"a"')
-    assert "duplicate target a" in problems(twice)
-    assert "must not be empty" in problems('[[routing.models]]\nname = "n"\ntargets = []\n')
+    assert "duplicate target a" in problems_of(twice)
+    assert "must not be empty" in problems_of('[[routing.models]]\nname = "n"\ntargets = []\n')
 
 
 def test_the_shown_configuration_names_the_role_of_each_worker():
@@ -111,7 +113,7 @@ def test_a_saved_worker_keeps_the_keys():
     assert read.loras == ("x",)
 
 
-def test_an_override_of_the_role_wins_over_the_file():
+def test_an_override_of_the_role_has_precedence_over_the_file():
     config = parse(worker('role = "prefill"'))
     state = with_override(SavedState(), "http://a:1", role="decode")
     state = read_state(render_state(state), "state")
@@ -125,7 +127,7 @@ def test_a_worker_saved_by_an_earlier_release_is_read():
     )
 
 
-def test_a_tombstone_of_an_earlier_release_still_buries_its_entry():
+def test_a_tombstone_of_an_earlier_release_still_hides_its_entry():
     config = Config(workers=(WorkerEntry(url="http://a:1", model="m"),))
     state = with_deleted(SavedState(), config, "http://a:1")
     assert state.tombstones == {"http://a:1": "51f7c42f5c0e438e"}
@@ -134,7 +136,7 @@ def test_a_tombstone_of_an_earlier_release_still_buries_its_entry():
 
 
 @pytest.mark.parametrize("default", ["4", '"auto"'])
-def test_the_ranks_of_routing_are_those_of_workers_that_name_none(default):
+def test_the_ranks_of_routing_are_the_default_of_workers(default):
     text = f'[routing]\nranks = {default}\n[[workers]]\nurl = "http://a"\n'
     text += '[[workers]]\nurl = "http://b"\nranks = 1\n'
     state = with_added(SavedState(), entry("d"))

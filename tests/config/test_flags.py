@@ -7,18 +7,18 @@ from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
 
 
-def test_a_flag_wins_over_the_file():
+def test_a_flag_has_precedence_over_the_file():
     config = parse("server.port = 1\nserver.host = 'h'\nhealth.interval_secs = 2")
     merged = apply_flags(config, {"server.port": "8000", "health.interval_secs": "0.5"})
     assert (merged.server.port, merged.server.host) == (8000, "h")
     assert merged.health.interval_secs == 0.5
 
 
-def test_an_ipv6_address_may_be_typed_as_in_a_url():
+def test_an_ipv6_address_may_have_brackets():
     assert apply_flags(Config(), {"server.host": "[::1]"}).server.host == "::1"
 
 
-def test_values_may_be_typed_text_or_values():
+def test_values_of_flags_may_be_texts_or_parsed_values():
     assert apply_flags(Config(), {"server.port": 8000}).server.port == 8000
     assert apply_flags(Config(), {"server.host": "10"}).server.host == "10"
     sized = apply_flags(Config(), {"server.max_payload_size": "2MiB"})
@@ -26,7 +26,7 @@ def test_values_may_be_typed_text_or_values():
 
 
 @given(st.data())
-def test_no_flag_changes_nothing(configs, data):
+def test_without_flags_the_configuration_is_unchanged(configs, data):
     config = data.draw(configs)
     assert apply_flags(config, {}) == config
 
@@ -49,7 +49,7 @@ def test_no_flag_changes_nothing(configs, data):
         ("--log-level", "loud", "is not one of"),
     ],
 )
-def test_a_wrong_flag_is_named_with_its_reason(flag, text, problem):
+def test_an_invalid_flag_is_reported_with_its_reason(flag, text, problem):
     with pytest.raises(ConfigError) as caught:
         apply_flags(Config(), {FLAGS[flag]: text})
     (output,) = str(caught.value).splitlines()
@@ -57,7 +57,7 @@ def test_a_wrong_flag_is_named_with_its_reason(flag, text, problem):
     assert problem in output
 
 
-def test_all_wrong_flags_are_named_at_once():
+def test_all_invalid_flags_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
         apply_flags(Config(), {"server.port": "x", "routing.policy": "x"})
     assert len(caught.value.problems) == 2
@@ -67,17 +67,17 @@ def test_worker_urls_are_normalized():
     assert parse_worker_urls(["HTTP://A/", "http://b:1"]) == ("http://a", "http://b:1")
 
 
-def test_every_wrong_worker_url_is_named():
+def test_every_invalid_worker_url_is_reported():
     texts = ["http://a", "http://A/", "a:1", "unix:/w", "http://169.254.169.254"]
     with pytest.raises(ConfigError) as caught:
         parse_worker_urls(texts)
-    reported = [str(problem) for problem in caught.value.problems]
-    assert [line.split(": ")[2] for line in reported] == [f'"{text}"' for text in texts[1:]]
-    assert "is named twice" in reported[0]
+    lines = [str(problem) for problem in caught.value.problems]
+    assert [line.split(": ")[2] for line in lines] == [f'"{text}"' for text in texts[1:]]
+    assert "is named twice" in lines[0]
 
 
-def test_the_admin_key_is_the_flags_then_the_files_then_the_environments():
-    silent, named = Config(), parse("admin.api_key = 'file'")
+def test_the_admin_key_is_that_of_the_flag_the_file_or_the_environment():
+    without_key, with_key = Config(), parse("admin.api_key = 'file'")
     environment = Startup(config_path=None, overrides={}, flag_urls=(), admin_key="environment")
     flag = Startup(
         config_path=None,
@@ -85,18 +85,18 @@ def test_the_admin_key_is_the_flags_then_the_files_then_the_environments():
         flag_urls=(),
         admin_key="environment",
     )
-    assert [start.effective_config(silent).admin.api_key for start in (flag, environment)] == [
+    assert [start.effective_config(without_key).admin.api_key for start in (flag, environment)] == [
         "flag",
         "environment",
     ]
-    assert [start.effective_config(named).admin.api_key for start in (flag, environment)] == [
+    assert [start.effective_config(with_key).admin.api_key for start in (flag, environment)] == [
         "flag",
         "file",
     ]
-    assert Startup(None, {}, (), "").effective_config(silent) == silent
+    assert Startup(None, {}, (), "").effective_config(without_key) == without_key
 
 
-def test_urls_with_their_data_parallel_ranks_are_one_worker_each():
+def test_urls_of_the_ranks_of_one_engine_are_one_worker():
     texts = ["http://a:1@0", "http://A:1/@1", "http://b@1", "http://b@0"]
     assert parse_worker_urls(texts) == ("http://a:1", "http://b")
     assert ranks_in_urls(texts) == 2
@@ -115,7 +115,7 @@ def test_urls_with_their_data_parallel_ranks_are_one_worker_each():
         (["@0"], "scheme must be"),
     ],
 )
-def test_a_url_with_a_rank_is_refused_where_it_is_no_further_rank(texts, reason):
+def test_a_duplicate_or_invalid_rank_in_a_url_is_refused(texts, reason):
     with pytest.raises(ConfigError, match=reason):
         parse_worker_urls(texts)
 
@@ -124,6 +124,6 @@ def test_a_url_with_a_rank_is_refused_where_it_is_no_further_rank(texts, reason)
     "texts",
     [["http://a@1"], ["http://a@0", "http://b"], ["http://a@0", "http://a@1", "http://b@0"]],
 )
-def test_ranks_that_are_not_all_named_are_refused(texts):
+def test_urls_without_some_of_the_ranks_are_refused(texts):
     with pytest.raises(ConfigError, match="are not all named"):
         ranks_in_urls(texts)

@@ -1,4 +1,4 @@
-"""Found workers beside those that something names, and what HTTP changes of them."""
+"""Workers found by discovery, with configured ones and with changes over HTTP."""
 
 from omni_proxy.config.overlay import (
     MAX_ABSENT,
@@ -29,14 +29,16 @@ def found(url: str = A, uid: str = "u1", **settings: object) -> FoundWorker:
     return FoundWorker(entry, Discovered("pods", uid, "default", f"pod-{uid}"))
 
 
-def edited(state: SavedState, *there: FoundWorker, config=FILE) -> SavedState:
-    """As the store saves what an edit made."""
-    bound = bind_to_found(state, desired_workers(config, (), SavedState(), there), there)
-    return prune_state(bound, config, (), there)
+def edited(state: SavedState, *found_workers: FoundWorker, config=FILE) -> SavedState:
+    """The state that the configuration store would save after an edit."""
+    bound = bind_to_found(
+        state, desired_workers(config, (), SavedState(), found_workers), found_workers
+    )
+    return prune_state(bound, config, (), found_workers)
 
 
-def only(state: SavedState, *there: FoundWorker, config=FILE):
-    (spec,) = desired_workers(config, (), state, there)
+def only(state: SavedState, *found_workers: FoundWorker, config=FILE):
+    (spec,) = desired_workers(config, (), state, found_workers)
     return spec
 
 
@@ -46,17 +48,17 @@ def test_a_found_worker_has_the_defaults_of_all_workers():
     assert spec.discovered == Discovered("pods", "u1", "default", "pod-u1")
 
 
-def test_a_spec_follows_a_change_of_the_defaults():
-    there = found()
+def test_a_spec_changes_with_the_defaults():
+    worker = found()
     other = parse('[[discover]]\n[routing]\nmodel = "n"\nranks = 2\n')
-    assert only(SavedState(), there).model == "m"
-    spec = only(SavedState(), there, config=other)
+    assert only(SavedState(), worker).model == "m"
+    spec = only(SavedState(), worker, config=other)
     assert (spec.model, spec.ranks) == ("n", 2)
 
 
-def test_it_changes_nothing_of_a_worker_that_something_names():
-    named = parse(f'[[discover]]\n[[workers]]\nurl = "{A}"\nweight = 3\n')
-    spec = only(SavedState(), found(), config=named)
+def test_a_configured_worker_is_not_changed_by_discovery():
+    configured = parse(f'[[discover]]\n[[workers]]\nurl = "{A}"\nweight = 3\n')
+    spec = only(SavedState(), found(), config=configured)
     assert (spec.origin, spec.weight, spec.discovered) == ("file", 3, None)
     added = with_added(SavedState(), spec_of(StateWorker(url=A, weight=5), "api"))
     assert only(added, found()).origin == "api"
@@ -65,13 +67,13 @@ def test_it_changes_nothing_of_a_worker_that_something_names():
     ]
 
 
-def test_a_named_worker_that_was_deleted_does_not_return_as_a_found_one():
-    named = parse(f'[[discover]]\n[[workers]]\nurl = "{A}"\n')
-    state = prune_state(with_deleted(SavedState(), named, A), named, (), (found(),))
-    assert desired_workers(named, (), state, (found(),)) == ()
+def test_a_deleted_configured_worker_does_not_return_as_a_found_one():
+    configured = parse(f'[[discover]]\n[[workers]]\nurl = "{A}"\n')
+    state = prune_state(with_deleted(SavedState(), configured, A), configured, (), (found(),))
+    assert desired_workers(configured, (), state, (found(),)) == ()
 
 
-def test_a_switch_outlives_the_absence_of_its_pod_but_not_the_pod():
+def test_an_override_is_kept_while_its_pod_is_absent_but_not_for_a_new_pod():
     state = edited(with_override(SavedState(), A, disabled=True, weight=7), found())
     assert only(state, found()).disabled
     state = prune_state(state, FILE, (), ())
@@ -81,7 +83,7 @@ def test_a_switch_outlives_the_absence_of_its_pod_but_not_the_pod():
     assert prune_state(state, FILE, (), (other,)) == SavedState()
 
 
-def test_a_deleted_one_stays_away_until_another_pod_has_its_address():
+def test_a_deleted_worker_returns_only_as_another_pod():
     state = edited(with_deleted(SavedState(), FILE, A), found())
     assert desired_workers(FILE, (), state, (found(),)) == ()
     assert desired_workers(FILE, (), prune_state(state, FILE), (found(),)) == ()
@@ -89,7 +91,7 @@ def test_a_deleted_one_stays_away_until_another_pod_has_its_address():
     assert prune_state(state, FILE, (), (found(uid="u2"),)) == SavedState()
 
 
-def test_what_is_saved_of_found_workers_is_read_again():
+def test_the_saved_state_of_found_workers_can_be_read():
     state = edited(with_pending_delete(SavedState(), A), found(), found(B, "u2"))
     state = edited(with_deleted(state, FILE, B), found(), found(B, "u2"))
     read = read_state(render_state(state), "state")
@@ -98,24 +100,24 @@ def test_what_is_saved_of_found_workers_is_read_again():
     assert prune_state(read, FILE) == read  # at the start nothing is found yet
 
 
-def test_without_discover_nothing_of_found_workers_is_kept():
+def test_without_discovery_the_state_of_found_workers_is_dropped():
     state = edited(with_pending_delete(SavedState(), A), found())
     assert prune_state(state, parse("")) == SavedState()
 
 
-def test_a_switch_of_a_found_worker_never_holds_for_one_that_file_names_later():
+def test_an_override_of_a_found_worker_is_not_applied_to_a_configured_one():
     state = edited(with_override(SavedState(), A, disabled=True), found())
-    named = parse(f'[[discover]]\n[[workers]]\nurl = "{A}"\n')
-    assert not only(state, found(), config=named).disabled
-    assert prune_state(state, named, (), (found(),)) == SavedState()
+    configured = parse(f'[[discover]]\n[[workers]]\nurl = "{A}"\n')
+    assert not only(state, found(), config=configured).disabled
+    assert prune_state(state, configured, (), (found(),)) == SavedState()
 
 
-def test_what_is_kept_of_absent_workers_is_bounded():
-    there = [found(f"http://10.1.{n // 250}.{n % 250}:1", f"u{n}") for n in range(MAX_ABSENT + 5)]
+def test_the_state_of_absent_workers_is_bounded():
+    workers = [found(f"http://10.1.{n // 250}.{n % 250}:1", f"u{n}") for n in range(MAX_ABSENT + 5)]
     state = SavedState()
-    for each in there:
-        state = with_override(state, each.entry.url, disabled=True)
-    state = edited(state, *there)
-    assert len(state.switches) == len(there)
+    for worker in workers:
+        state = with_override(state, worker.entry.url, disabled=True)
+    state = edited(state, *workers)
+    assert len(state.switches) == len(workers)
     kept = prune_state(state, FILE)
-    assert set(kept.switches) == {each.entry.url for each in there[5:]}
+    assert set(kept.switches) == {worker.entry.url for worker in workers[5:]}

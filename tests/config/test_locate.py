@@ -48,7 +48,7 @@ def test_each_key_is_found_on_its_line():
     assert lines[("top", "right", "k")] == 24
 
 
-def test_a_missing_key_is_shown_at_its_table():
+def test_a_missing_key_is_located_at_its_table():
     lines = locate("\n[server]\n")
     assert nearest_line(lines, ("server", "port")) == 2
     assert nearest_line(lines, ("health", "port")) is None
@@ -101,7 +101,7 @@ HEADERS = st.tuples(
 
 @st.composite
 def documents(draw):
-    """A text that TOML takes, and for each of its keys the lines of the part that brought it."""
+    """A valid TOML text, and for each of its keys the lines of the part that contains it."""
     text, parts = "", {}
     for part in draw(st.lists(NOISE | HEADERS | PAIRS, max_size=12)):
         longer = text + draw(st.sampled_from(["", "  "])) + part + "\n"

@@ -14,6 +14,6 @@ def test_a_target_that_is_another_alias_is_refused(other):
         parse(alias("a", "b") + alias("b", other))
 
 
-def test_an_alias_may_have_the_model_of_its_own_name_as_a_target():
+def test_a_model_with_the_name_of_its_alias_may_be_a_target():
     parsed = parse(alias("a", "a", "b"))
     assert [target.model for target in parsed.routing.models[0].targets] == ["a", "b"]

@@ -60,7 +60,7 @@ def test_workers_are_ordered_by_origin():
     assert found[2].model == "l"
 
 
-def test_a_worker_that_file_and_flag_name_is_files():
+def test_a_worker_in_the_file_and_in_a_flag_has_the_origin_file():
     assert [
         (worker.url, worker.origin) for worker in desired_workers(FILE, (B, C), SavedState())
     ] == [
@@ -77,7 +77,7 @@ def test_the_default_model_applies_to_workers_without_a_model():
     assert [worker.model for worker in desired_workers(Config(), (C,), state)] == [None, None]
 
 
-def test_a_switch_changes_only_what_it_names():
+def test_an_override_changes_only_the_given_fields():
     state = with_override(SavedState(), A, disabled=True)
     state = with_override(state, A, capabilities={"streaming", "chat"}, max_inflight=3)
     worker, other = desired_workers(FILE, (), state)
@@ -86,13 +86,13 @@ def test_a_switch_changes_only_what_it_names():
     assert not other.disabled
 
 
-def test_a_model_can_be_switched_off_and_on():
+def test_a_model_can_be_removed_and_set():
     cleared = with_override(SavedState(), A, model=None)
     assert desired_workers(FILE, (), cleared)[0].model is None
     assert desired_workers(FILE, (), with_override(cleared, A, model="n"))[0].model == "n"
 
 
-def test_a_switch_outlives_a_change_of_the_entry_but_not_its_end():
+def test_an_override_survives_a_change_of_its_entry_but_not_its_removal():
     state = with_override(SavedState(), A, disabled=True)
     changed = parse(f'[[workers]]\nurl = "{A}"\nmax_inflight = 2')
     worker = only(changed, state=prune_state(state, changed))
@@ -100,7 +100,7 @@ def test_a_switch_outlives_a_change_of_the_entry_but_not_its_end():
     assert prune_state(state, Config()) == SavedState()
 
 
-def test_a_switch_works_on_launched_flagged_and_added_workers():
+def test_an_override_applies_to_launched_flagged_and_added_workers():
     state = with_added(SavedState(), from_http(D))
     for url in ("http://127.0.0.1:31000", C, D):
         state = with_override(state, url, disabled=True, model=None)
@@ -114,7 +114,7 @@ def test_a_switch_works_on_launched_flagged_and_added_workers():
     assert set(prune_state(state, Config()).switches) == set()
 
 
-def test_a_deleted_worker_of_file_stays_away_while_its_entry_stands():
+def test_a_deleted_worker_stays_deleted_while_its_entry_is_unchanged():
     state = with_deleted(SavedState(), FILE, A)
     assert urls(FILE, state=state) == [B]
     assert urls(FILE, state=prune_state(state, FILE)) == [B]
@@ -127,39 +127,39 @@ def test_a_deleted_worker_returns_when_its_entry_changes():
     assert prune_state(state, changed) == SavedState()
 
 
-def test_a_deleted_worker_returns_when_its_entry_was_away():
+def test_a_deleted_worker_returns_if_its_entry_was_removed_before():
     state = prune_state(with_deleted(SavedState(), FILE, B), Config())
     assert urls(FILE, state=state) == [A, B]
 
 
-def test_a_deleted_worker_returns_by_being_added_again():
+def test_a_deleted_worker_returns_when_it_is_added_again():
     state = with_added(with_deleted(SavedState(), FILE, A), from_http(A, model="new"))
     worker = desired_workers(FILE, (), state)[0]
     assert (worker.url, worker.model, worker.origin) == (A, "new", "file")
     assert urls(FILE, state=with_deleted(state, FILE, A)) == [B]
 
 
-def test_a_deleted_replica_does_not_take_its_group_along():
+def test_a_deleted_replica_does_not_delete_its_group():
     state = with_deleted(SavedState(), LAUNCH, "http://127.0.0.1:31000")
     assert urls(LAUNCH, state=prune_state(state, LAUNCH)) == ["http://127.0.0.1:31001"]
 
 
-def test_a_deleted_worker_that_a_flag_names_stays_away():
+def test_a_deleted_worker_of_a_flag_stays_deleted():
     state = prune_state(with_deleted(SavedState(), Config(), C), Config(), (C,))
     assert urls(Config(), (C,), state) == []
 
 
-def test_a_deleted_worker_that_file_and_flag_name_stays_away():
+def test_a_deleted_worker_of_file_and_flag_stays_deleted():
     state = prune_state(with_deleted(SavedState(), FILE, A), FILE, (A,))
     assert urls(FILE, (A,), state) == [B]
 
 
-def test_deleting_an_added_worker_leaves_nothing_behind():
+def test_deleting_an_added_worker_restores_the_state():
     state = with_deleted(with_added(SavedState(), from_http(D)), Config(), D)
     assert prune_state(state, Config()) == SavedState()
 
 
-def test_adding_and_deleting_workers_leaves_the_known_voices():
+def test_adding_and_deleting_workers_keeps_the_known_voices():
     known = SavedState(voices=SavedVoices(owner="http://a:1", names=("anna",)))
     config = Config()
     added = with_added(known, from_http("http://b:1"))
@@ -177,7 +177,7 @@ def test_a_worker_added_over_http_keeps_the_key_of_its_entry():
     assert only(config, state=with_added(SavedState(), from_http(A))).api_key_env == "KEY"
 
 
-def test_one_that_leaves_is_disabled_and_stops_leaving_once_it_is_enabled_gone_or_nobodys():
+def test_a_pending_delete_disables_a_worker_until_it_is_enabled_or_removed():
     leaving = with_pending_delete(with_pending_delete(with_added(SavedState(), from_http(D)), D), A)
     assert leaving.leaving == (D, A)
     assert {w.url: w.disabled for w in desired_workers(FILE, (), leaving)} == {
@@ -200,7 +200,7 @@ STEPS = st.lists(
 
 
 @given(steps=STEPS, flags=st.sampled_from([(), (C,), (A, D)]))
-def test_changes_over_http_do_what_a_plain_dictionary_does(steps, flags):
+def test_changes_over_http_match_a_plain_dictionary(steps, flags):
     expected = dict.fromkeys((A, B, *flags), False)
     state = SavedState()
     for step, url in steps:
@@ -218,7 +218,7 @@ def test_changes_over_http_do_what_a_plain_dictionary_does(steps, flags):
 
 
 @pytest.mark.parametrize("field", ["model", "disabled", "max_inflight", "capabilities"])
-def test_every_change_of_an_entry_is_seen(field):
+def test_every_change_of_an_entry_is_detected(field):
     changes = {"model": "x", "disabled": True, "max_inflight": 1, "capabilities": ("chat",)}
     old = Config(workers=(WorkerEntry(url=A),))
     new = Config(workers=(WorkerEntry(url=A, **{field: changes[field]}),))

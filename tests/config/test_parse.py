@@ -15,7 +15,7 @@ WORKER = '[[workers]]\nurl = "http://a"\n'
 LAUNCH = '[[launch]]\ncommand = ["run"]\n'
 
 
-def problems(text):
+def problems_of(text):
     with pytest.raises(ConfigError) as caught:
         parse(text, "proxy.toml")
     return [str(problem) for problem in caught.value.problems]
@@ -26,12 +26,12 @@ def test_an_empty_file_is_the_built_in_configuration():
 
 
 @given(st.data())
-def test_what_a_configuration_renders_to_parses_back_to_it(configs, data):
+def test_a_rendered_configuration_parses_to_itself(configs, data):
     config = data.draw(configs)
     assert parse(tomli_w.dumps(msgspec.to_builtins(config))) == config
 
 
-def test_every_problem_of_a_file_is_found_at_once_in_the_order_of_its_lines():
+def test_all_problems_of_a_file_are_reported_in_the_order_of_lines():
     text = """\
 [server]
 prot = 1
@@ -44,7 +44,7 @@ url = "http://a/v1"
 capabilities = ["chatt"]
 [[workers]]
 """
-    assert problems(text) == [
+    assert problems_of(text) == [
         "proxy.toml:2: server.prot: unknown key; did you mean `port`?",
         "proxy.toml:3: server.port: expected a whole number, got a string",
         "proxy.toml:4: servr: unknown key; did you mean `server`?",
@@ -58,9 +58,9 @@ capabilities = ["chatt"]
 
 
 @pytest.mark.parametrize("value", ['"429"', "429.0", "true", "500"])
-def test_a_choice_of_numbers_takes_those_numbers_alone(value):
+def test_a_choice_of_numbers_accepts_only_those_numbers(value):
     assert parse("server.overload_status = 429").server.overload_status == 429
-    (problem,) = problems(f"server.overload_status = {value}")
+    (problem,) = problems_of(f"server.overload_status = {value}")
     assert f": server.overload_status: {value} is not one of 429, 503" in problem
 
 
@@ -91,12 +91,12 @@ def test_an_error_has_the_same_content_as_data():
         ("a = " + "[" * 9999, "proxy.toml: not TOML: nested too deeply"),
     ],
 )
-def test_what_is_no_toml_is_refused_with_its_place(text, problem):
-    (output,) = problems(text)
-    assert output.startswith(problem)
+def test_invalid_toml_is_refused_with_its_line(text, problem):
+    (line,) = problems_of(text)
+    assert line.startswith(problem)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_text():
+def test_a_byte_order_mark_is_ignored():
     assert parse(b"\xef\xbb\xbf[server]\nport = 1\n").server.port == 1
 
 
@@ -123,9 +123,9 @@ def test_a_byte_order_mark_is_no_part_of_the_text():
         ("server.half_close = true", "true is not one of abort, answer"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_informed_what_was_expected(text, problem):
-    (output,) = problems(text)
-    assert problem in output
+def test_a_value_of_the_wrong_type_is_refused_with_the_expected_type(text, problem):
+    (line,) = problems_of(text)
+    assert problem in line
 
 
 @pytest.mark.parametrize(
@@ -161,27 +161,27 @@ def test_a_value_of_the_wrong_type_is_informed_what_was_expected(text, problem):
     ],
 )
 def test_a_value_out_of_range_is_refused(text, problem):
-    (output,) = problems(text)
-    assert problem in output
+    (line,) = problems_of(text)
+    assert problem in line
 
 
-def test_a_policy_that_needs_kept_versions_needs_a_mode_that_keeps_them():
+def test_a_policy_that_needs_stored_versions_needs_a_mode_that_stores_them():
     text = 'weight_sync = {{ mode = "{}", on_failure = "{}" }}'
     for mode in ("off", "coordinate"):
         for policy in ("rollback", "forward"):
-            (output,) = problems(text.format(mode, policy))
-            assert f'"{policy}" needs stored versions' in output
+            (line,) = problems_of(text.format(mode, policy))
+            assert f'"{policy}" needs stored versions' in line
         parse(text.format(mode, "quarantine"))
     for mode in ("receive", "both"):
         assert parse(text.format(mode, "rollback")).weight_sync.mode == mode
 
 
 def test_a_certificate_requires_its_key():
-    assert any("needs tls_key" in output for output in problems("server.tls_cert = 'a'"))
-    assert any("needs tls_cert" in output for output in problems("server.tls_key = 'a'"))
-    assert any("needs grpc_tls_key" in each for each in problems("picker.grpc_tls_cert = 'a'"))
+    assert any("needs tls_key" in line for line in problems_of("server.tls_cert = 'a'"))
+    assert any("needs tls_cert" in line for line in problems_of("server.tls_key = 'a'"))
+    assert any("needs grpc_tls_key" in line for line in problems_of("picker.grpc_tls_cert = 'a'"))
     assert any(
-        "needs grpc_tls_cert" in each for each in problems("picker.grpc_tls_client_ca = 'a'")
+        "needs grpc_tls_cert" in line for line in problems_of("picker.grpc_tls_client_ca = 'a'")
     )
 
 
@@ -205,18 +205,18 @@ def test_a_size_is_in_bytes_or_has_a_unit(text, size):
 
 
 @pytest.mark.parametrize("text", ["64MX", "MiB", "", "-1MiB", "0.3KiB", "1.0001B", "1e3"])
-def test_what_is_no_size_is_refused(text):
-    (output,) = problems(f"admin.max_body_bytes = '{text}'")
-    assert "admin.max_body_bytes" in output
+def test_an_invalid_size_is_refused(text):
+    (line,) = problems_of(f"admin.max_body_bytes = '{text}'")
+    assert "admin.max_body_bytes" in line
 
 
-def test_durations_may_be_whole_or_not():
+def test_durations_may_be_integers_or_fractions():
     timeouts = parse("server.timeouts = {connect_secs = 3, idle_secs = 0.25}").server.timeouts
     assert (timeouts.connect_secs, timeouts.idle_secs) == (3.0, 0.25)
     assert isinstance(timeouts.connect_secs, float)
 
 
-def test_a_worker_may_name_only_its_url():
+def test_a_worker_needs_only_a_url():
     (worker,) = parse('[[workers]]\nurl = " HTTP://Host:1/ "').workers
     assert worker.url == "http://host:1"
     assert worker.capabilities == CAPABILITIES
@@ -224,7 +224,7 @@ def test_a_worker_may_name_only_its_url():
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_address_may_stand_in_brackets(host):
+def test_an_ipv6_address_may_have_brackets(host):
     config = parse(f"{LAUNCH}host = '{host}'\n[server]\nhost = '{host}'")
     assert config.server.host == config.launch[0].host == "::1"
     assert config.launch[0].urls == ("http://[::1]:31000",)
@@ -232,52 +232,52 @@ def test_an_ipv6_address_may_stand_in_brackets(host):
 
 @pytest.mark.parametrize("host", ["[::1", "[]", "[127.0.0.1]", "[h]"])
 def test_brackets_hold_an_ipv6_address_and_nothing_else(host):
-    output = f'"{host}" has no IPv6 address in its brackets'
-    assert problems(f"[server]\nhost = '{host}'") == [f"proxy.toml:2: server.host: {output}"]
-    assert problems(f"{LAUNCH}host = '{host}'") == [f"proxy.toml:3: launch[0].host: {output}"]
+    reason = f'"{host}" has no IPv6 address in its brackets'
+    assert problems_of(f"[server]\nhost = '{host}'") == [f"proxy.toml:2: server.host: {reason}"]
+    assert problems_of(f"{LAUNCH}host = '{host}'") == [f"proxy.toml:3: launch[0].host: {reason}"]
 
 
-def test_a_control_listener_has_an_ipv6_address_in_brackets_only():
+def test_brackets_of_an_admin_listener_hold_an_ipv6_address_only():
     parse("[admin]\nlisten = '[fe80::1%eth0]:9'")
-    (output,) = problems("[admin]\nlisten = '[1.2.3.4]:9'")
-    assert output.endswith('"[1.2.3.4]" has no IPv6 address in its brackets')
+    (line,) = problems_of("[admin]\nlisten = '[1.2.3.4]:9'")
+    assert line.endswith('"[1.2.3.4]" has no IPv6 address in its brackets')
 
 
 def test_a_file_may_name_a_worker_on_a_unix_socket():
     assert parse('[[workers]]\nurl = "unix:/run/w"').workers[0].url == "unix:/run/w"
 
 
-def test_a_worker_that_two_entries_name_is_refused_after_normalization():
-    assert problems(WORKER + '[[workers]]\nurl = "HTTP://A/"') == [
+def test_duplicate_workers_are_refused_after_normalization():
+    assert problems_of(WORKER + '[[workers]]\nurl = "HTTP://A/"') == [
         "proxy.toml:4: workers[1].url: duplicate worker URL http://a; workers[0].url has it already"
     ]
 
 
 def test_a_worker_that_is_also_launched_is_refused():
-    output = problems('[[workers]]\nurl = "http://127.0.0.1:31001"\n' + LAUNCH + "replicas = 2")
-    assert output == [
+    lines = problems_of('[[workers]]\nurl = "http://127.0.0.1:31001"\n' + LAUNCH + "replicas = 2")
+    assert lines == [
         "proxy.toml:3: launch[0].base_port: duplicate worker URL http://127.0.0.1:31001; "
         "workers[0].url has it already"
     ]
 
 
-def test_launch_groups_may_not_share_a_name_or_a_port():
-    output = problems(LAUNCH + LAUNCH)
-    assert len(output) == 2
-    assert "launch[1].name: duplicate group name local" in output[0] + output[1]
-    assert "duplicate worker URL http://127.0.0.1:31000" in output[0] + output[1]
+def test_launch_groups_must_not_share_a_name_or_a_port():
+    lines = problems_of(LAUNCH + LAUNCH)
+    assert len(lines) == 2
+    assert "launch[1].name: duplicate group name local" in lines[0] + lines[1]
+    assert "duplicate worker URL http://127.0.0.1:31000" in lines[0] + lines[1]
 
 
-def test_a_problem_elsewhere_does_not_hide_a_duplicate():
-    output = problems(
+def test_another_problem_does_not_hide_a_duplicate():
+    lines = problems_of(
         "workers = [1, {url = 'http://a'}, {url = 'x'}, {url = 'http://a', modl = 1}]"
     )
-    assert len(output) == 4
-    assert any("workers[3].url: duplicate" in line for line in output)
+    assert len(lines) == 4
+    assert any("workers[3].url: duplicate" in line for line in lines)
 
 
 @given(st.text(max_size=60) | st.binary(max_size=60))
-def test_any_text_is_taken_or_refused(text):
+def test_any_text_is_accepted_or_refused(text):
     with suppress(ConfigError):
         assert isinstance(parse(text), Config)
 
@@ -301,13 +301,13 @@ def test_any_text_is_taken_or_refused(text):
         ("routing.sticky_max = 100000000", "must be at most 10000000"),
     ],
 )
-def test_what_a_policy_cannot_use_is_refused(line, reason):
+def test_invalid_settings_of_policies_are_refused(line, reason):
     with pytest.raises(ConfigError) as caught:
         parse(line)
     assert reason in str(caught.value)
 
 
-def test_every_policy_and_all_of_its_keys_load():
+def test_policies_and_their_keys_are_parsed():
     config = parse(
         "[routing]\npolicy = 'cache_aware'\nsticky_sessions = true\nsticky_max = 5\n"
         "[routing.cache_aware]\nholders = 'longest'\nspill = 'chosen'\nwarmup_share = 0\n"
@@ -329,11 +329,11 @@ def test_a_policy_may_be_a_class_path_or_an_installed_name(monkeypatch):
 
 
 @pytest.mark.parametrize("path", [":C", "a:", "a b:C", "a.b:C:D", "a..b:C", "1a:C", "a:C()"])
-def test_what_is_no_class_path_is_refused(path):
+def test_an_invalid_class_path_is_refused(path):
     with pytest.raises(ConfigError, match="is not a class path; write it as"):
         parse(f"routing.policy = '{path}'")
 
 
-def test_a_policy_that_is_unknown_and_like_none_is_refused_with_a_way_out():
+def test_an_unknown_policy_is_refused_with_the_alternatives():
     with pytest.raises(ConfigError, match="an entry point of omni_proxy"):
         parse("routing.policy = 'zzz'")

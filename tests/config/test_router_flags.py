@@ -16,16 +16,16 @@ def refusal(flags, urls=()):
     return str(caught.value)
 
 
-def test_workers_come_in_order_with_role_connector_and_port():
+def test_workers_of_pools_have_role_connector_and_port_in_order():
     flags = PoolFlags(prefill=([*P, "9000"], [*Q, "none"]), decode=(D,), sglang=True)
     specs = desired_workers(Config(), pool_workers(flags, ()), SavedState())
-    assert [(each.url, each.role, each.bootstrap_port) for each in specs] == [
+    assert [(spec.url, spec.role, spec.bootstrap_port) for spec in specs] == [
         ("http://p:1", "prefill", 9000),
         ("http://q:1", "prefill", None),
         ("http://d:1", "decode", 8998),
     ]
-    assert {each.kv_connector for each in specs} == {"sglang"}
-    assert {each.origin for each in specs} == {"flag"}
+    assert {spec.kv_connector for spec in specs} == {"sglang"}
+    assert {spec.origin for spec in specs} == {"flag"}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_workers_come_in_order_with_role_connector_and_port():
         (PoolFlags(prefill=(P,), connector="nixl"), "nixl"),
     ],
 )
-def test_the_connector_follows_from_the_flags(flags, connector):
+def test_the_connector_depends_on_the_flags(flags, connector):
     assert connector_of(flags) == connector
 
 
@@ -61,11 +61,11 @@ def test_the_connector_follows_from_the_flags(flags, connector):
         (PoolFlags(decode=("nowhere",), sglang=True), '--decode: "nowhere"'),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_the_flag_and_a_way_out(flags, reason):
+def test_invalid_pool_flags_are_refused_with_a_remedy(flags, reason):
     assert reason in refusal(flags)
 
 
-def test_a_worker_of_a_pool_is_no_regular_worker_too():
+def test_a_worker_of_a_pool_cannot_be_a_regular_worker_too():
     flags = PoolFlags(prefill=(P,), sglang=True)
     assert "is named twice" in refusal(flags, urls=("http://p:1",))
 
@@ -75,25 +75,25 @@ def test_all_problems_are_reported_together():
     assert len(refusal(flags).splitlines()) == 3
 
 
-def found(words: str):
-    return router_startup(words.split()).effective_config(Config()).discover
+def discovery_tables(args: str):
+    return router_startup(args.split()).effective_config(Config()).discover
 
 
-def refused(words: str) -> str:
+def discovery_refusal(args: str) -> str:
     with pytest.raises(ConfigError) as error:
-        found(words)
+        discovery_tables(args)
     return str(error.value)
 
 
-def test_pods_are_found_as_sglang_router_finds_them():
-    (entry,) = found("--service-discovery --selector app=sglang tier=gpu")
+def test_service_discovery_has_the_defaults_of_sglang_router():
+    (entry,) = discovery_tables("--service-discovery --selector app=sglang tier=gpu")
     assert (entry.kind, entry.namespace, entry.port, entry.role) == ("kubernetes", "*", 80, "")
     assert matches(parse_selector(entry.selector), {"app": "sglang", "tier": "gpu"})
     assert not matches(parse_selector(entry.selector), {"app": "sglang"})
 
 
-def test_port_namespace_and_model_come_from_their_flags():
-    (entry,) = found(
+def test_port_namespace_and_model_are_set_by_flags():
+    (entry,) = discovery_tables(
         "--service-discovery --selector app=x --service-discovery-port 8000 "
         "--service-discovery-namespace models --model-id-from label:omni.dev/model"
     )
@@ -109,7 +109,7 @@ def test_port_namespace_and_model_come_from_their_flags():
     ],
 )
 def test_prefill_and_decode_pods_have_a_table_each(flag, connector):
-    entries = found(
+    entries = discovery_tables(
         f"--service-discovery {flag} --prefill-selector role=p --decode-selector role=d --selector x=y"
     )
     assert [(entry.role, entry.selector, entry.kv_connector) for entry in entries] == [
@@ -118,12 +118,15 @@ def test_prefill_and_decode_pods_have_a_table_each(flag, connector):
     assert len({entry.name for entry in entries}) == 2
 
 
-def test_without_service_discovery_its_flags_do_nothing():
-    assert found("--selector app=x --service-discovery-port 80 --prefill-selector a=b") == ()
+def test_without_service_discovery_its_flags_have_no_effect():
+    assert (
+        discovery_tables("--selector app=x --service-discovery-port 80 --prefill-selector a=b")
+        == ()
+    )
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("args", "reason"),
     [
         ("", "--service-discovery: needs a selector; add --selector"),
         ("--selector app", '--selector: "app" has no "="'),
@@ -137,11 +140,11 @@ def test_without_service_discovery_its_flags_do_nothing():
         ),
     ],
 )
-def test_what_would_find_nothing_is_refused_with_its_flag(words, reason):
-    assert reason in refused(f"--service-discovery {words}")
+def test_incomplete_discovery_flags_are_refused(args, reason):
+    assert reason in discovery_refusal(f"--service-discovery {args}")
 
 
-def test_arguments_of_the_other_routers_become_these_flags():
+def test_arguments_of_other_routers_become_these_flags():
     from omni_proxy.compat.sglang_args import SglangRouterArgs
     from omni_proxy.compat.start_router import order_for
     from omni_proxy.compat.vllm_args import VllmRouterArgs
@@ -151,6 +154,6 @@ def test_arguments_of_the_other_routers_become_these_flags():
             service_discovery=True, selector={"app": "x", "tier": "y"},
             service_discovery_port=9000, service_discovery_namespace="n",
         )  # fmt: skip
-        (entry,) = found(" ".join(order_for(args).words))
+        (entry,) = discovery_tables(" ".join(order_for(args).words))
         assert (entry.selector, entry.port, entry.namespace) == ("app=x,tier=y", 9000, "n")
-        assert found(" ".join(order_for(cls(selector={"app": "x"})).words)) == ()
+        assert discovery_tables(" ".join(order_for(cls(selector={"app": "x"})).words)) == ()

@@ -6,12 +6,12 @@ from omni_proxy.config.parse import ConfigError, parse
 OWNED = '[routing]\nvoice_owner = "http://A:80"\n[[workers]]\nurl = "http://a:80/"\n'
 
 
-def test_a_voice_owner_is_found_in_any_spelling_and_may_be_no_worker_of_the_file():
+def test_a_voice_owner_is_normalized_and_need_not_be_a_worker_of_the_file():
     assert parse(OWNED).routing.voice_owner == "http://a:80"
     assert parse('routing.voice_owner = "http://b:1"').routing.voice_owner == "http://b:1"
 
 
-def test_a_voice_owner_that_could_keep_no_voices_is_refused():
+def test_a_voice_owner_without_the_required_capabilities_is_refused():
     with pytest.raises(ConfigError, match="a:80 lacks audio_input, required for keeping voices"):
         parse(OWNED + 'capabilities = ["chat", "speech"]\n')
 
@@ -25,7 +25,7 @@ def test_a_voice_owner_that_could_keep_no_voices_is_refused():
         ("admin", "audit_log"),
     ],
 )
-def test_a_word_that_names_no_target_of_a_log_is_refused(table, key):
+def test_an_invalid_target_of_a_log_is_refused(table, key):
     for word, hint in [
         ("stderr", "/dev/stderr"),
         ("Stdout", '"-"'),
@@ -41,7 +41,7 @@ def test_a_word_that_names_no_target_of_a_log_is_refused(table, key):
 KV = '[[workers]]\nurl = "http://a:80"\n'
 
 
-def test_endpoints_of_kv_events_are_taken_as_they_are_written():
+def test_endpoints_of_kv_events_are_kept_as_written():
     worker = parse(KV + 'kv_events = "tcp://[fd00::1]:5557"\nkv_replay = "tcp://h:5558"\n').workers[
         0
     ]
@@ -53,7 +53,7 @@ def test_endpoints_of_kv_events_are_taken_as_they_are_written():
     "value", ["", "on", "tcp://h", "tcp://h:0", "tcp://h:65536", "udp://h:1", "tcp://h:1/x",
               "tcp://169.254.169.254:5557"],
 )  # fmt: skip
-def test_other_endpoints_of_kv_events_are_refused(value):
+def test_invalid_endpoints_of_kv_events_are_refused(value):
     with pytest.raises(ConfigError, match="kv_events"):
         parse(KV + f'kv_events = "{value}"\n')
 

@@ -53,21 +53,21 @@ STATES = st.builds(
 
 
 @given(STATES)
-def test_what_was_written_reads_back(state):
+def test_a_rendered_state_can_be_read(state):
     assert read_state(render_state(state), "s.toml") == state
 
 
-def test_a_state_without_content_is_a_comment():
+def test_an_empty_state_is_rendered_as_a_comment():
     assert read_state(render_state(SavedState()), "s.toml") == SavedState()
     assert all(line.startswith("#") for line in render_state(SavedState()).splitlines())
 
 
-def test_a_deleted_flag_worker_is_forgotten_with_the_program():
+def test_the_deletion_of_a_flag_worker_is_not_saved():
     state = with_deleted(SavedState(), Config(), "http://flag")
     assert read_state(render_state(state), "s.toml") == SavedState()
 
 
-def test_a_tombstone_over_file_is_kept():
+def test_the_tombstone_of_a_file_worker_is_saved():
     config = parse('[[workers]]\nurl = "http://a"')
     state = with_override(with_deleted(SavedState(), config, "http://a"), "http://b", disabled=True)
     assert read_state(render_state(state), "s.toml") == state
@@ -88,35 +88,35 @@ def test_a_tombstone_over_file_is_kept():
         (b"\xff", "not UTF-8"),
     ],
 )
-def test_a_broken_state_is_refused_with_its_place(text, problem):
+def test_an_invalid_state_is_refused_with_its_line(text, problem):
     with pytest.raises(ConfigError) as caught:
         read_state(text, "s.toml")
     assert problem in str(caught.value)
 
 
-OF_FILE = CallerKey(name="file", key_sha256="11" * 32)
+FILE_CALLER = CallerKey(name="file", key_sha256="11" * 32)
 ADDED = SavedKey(name="added", key_sha256="22" * 32, models=("m",), max_inflight=4, priority=-1)
 
 
-def test_added_callers_stand_behind_those_of_the_file():
-    config = Config(keys=(OF_FILE,))
+def test_added_callers_come_after_those_of_the_file():
+    config = Config(keys=(FILE_CALLER,))
     state = with_key(ADDED, SavedState(), config)
     merged = with_saved_keys(config, state)
-    assert merged.keys == (OF_FILE, ADDED)
+    assert merged.keys == (FILE_CALLER, ADDED)
     assert with_saved_keys(merged, state) is merged
-    assert with_saved_keys(merged, without_key(state, "added")).keys == (OF_FILE,)
+    assert with_saved_keys(merged, without_key(state, "added")).keys == (FILE_CALLER,)
     with pytest.raises(KeyError):
         without_key(state, "file")
 
 
-def test_they_are_the_same_after_they_were_saved():
+def test_saved_callers_can_be_read():
     state = SavedState(keys=(ADDED, SavedKey(name="b", key_sha256="33" * 32)))
     assert read_state(render_state(state), "state") == state
 
 
-@pytest.mark.parametrize("same", [{"name": "added"}, {"key_sha256": ADDED.key_sha256}])
-def test_an_entry_of_the_file_hides_the_added_one_for_good(same):
-    entry = CallerKey(**{"name": "other", "key_sha256": "44" * 32} | same)
+@pytest.mark.parametrize("fields", [{"name": "added"}, {"key_sha256": ADDED.key_sha256}])
+def test_an_entry_of_the_file_replaces_an_added_one_permanently(fields):
+    entry = CallerKey(**{"name": "other", "key_sha256": "44" * 32} | fields)
     state = SavedState(keys=(ADDED,))
     with pytest.raises(KeyKnown):
         with_key(ADDED, SavedState(), Config(keys=(entry,)))
@@ -126,7 +126,7 @@ def test_an_entry_of_the_file_hides_the_added_one_for_good(same):
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "reason"),
     [
         ({"name": "a"}, "key_sha256 is missing"),
         ({"key_sha256": "11" * 32}, "name: "),
@@ -138,7 +138,7 @@ def test_an_entry_of_the_file_hides_the_added_one_for_good(same):
         ({"name": "a", "key_sha256": "11" * 32, "max_inflight": -1}, "max_inflight"),
     ],
 )
-def test_a_body_that_is_no_caller_is_refused(body, words):
-    with pytest.raises(KeyRefused, match=words) as refused:
+def test_a_body_that_is_not_a_caller_is_refused(body, reason):
+    with pytest.raises(KeyRefused, match=reason) as refused:
         read_saved_key(body)
     assert "secret" not in str(refused.value)

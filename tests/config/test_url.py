@@ -33,7 +33,7 @@ from omni_proxy.config.url import (
         ("UNIX:/run/W.sock", "unix:/run/W.sock"),
     ],
 )
-def test_each_worker_has_one_spelling(text, url):
+def test_each_worker_has_one_normalized_url(text, url):
     assert normalize_url(text, allow_unix=True) == url
     assert normalize_url(url, allow_unix=True) == url
 
@@ -77,12 +77,12 @@ def test_each_worker_has_one_spelling(text, url):
         ("unix:/a\0b", "NUL"),
     ],
 )
-def test_what_is_no_base_url_is_refused_with_its_reason(text, reason):
+def test_an_invalid_base_url_is_refused_with_its_reason(text, reason):
     with pytest.raises(ValueError, match=reason):
         normalize_url(text, allow_unix=True)
 
 
-def test_a_unix_worker_is_refused_from_other_sources():
+def test_a_unix_worker_is_allowed_in_the_configuration_file_only():
     with pytest.raises(ValueError, match="configuration file only"):
         normalize_url("unix:/run/w.sock", allow_unix=False)
 
@@ -134,7 +134,7 @@ FORBIDDEN = [
 
 @pytest.mark.parametrize("host", FORBIDDEN)
 @pytest.mark.parametrize("form", ["http://{}", "HTTPS://{}:80/"])
-def test_no_spelling_reaches_a_metadata_service(host, form):
+def test_a_metadata_service_is_refused_in_any_spelling(host, form):
     with pytest.raises(ValueError, match=r"not allowed|IPv6 address"):
         normalize_url(form.format(host), allow_unix=True)
 
@@ -149,18 +149,18 @@ def test_an_ordinary_address_is_not_refused(ip):
     assert refused_address(ip) is None
 
 
-def spelled_by(address, data):
+def spelling_of(address, data):
     """One of the spellings that inet_aton(3) reads, drawn from `data`."""
     octets = list(address.packed)
-    kept = data.draw(st.integers(0, 3))
-    numbers = [*octets[:kept], int.from_bytes(bytes(octets[kept:]))]
-    base = st.sampled_from(["{}", "0x{:x}", "0X{:X}", "0{:o}", "000{:o}"])
-    return ".".join(data.draw(base).format(number) for number in numbers)
+    count = data.draw(st.integers(0, 3))
+    numbers = [*octets[:count], int.from_bytes(bytes(octets[count:]))]
+    form = st.sampled_from(["{}", "0x{:x}", "0X{:X}", "0{:o}", "000{:o}"])
+    return ".".join(data.draw(form).format(number) for number in numbers)
 
 
 @given(address=st.ip_addresses(v=4), data=st.data())
 def test_every_numeric_spelling_of_an_address_is_that_address(address, data):
-    text = spelled_by(address, data)
+    text = spelling_of(address, data)
     if refused_address(str(address)):
         with pytest.raises(ValueError, match="not allowed"):
             normalize_url(f"http://{text}", allow_unix=False)
@@ -170,7 +170,7 @@ def test_every_numeric_spelling_of_an_address_is_that_address(address, data):
 
 @given(address=st.ip_addresses(v=4, network="169.254.0.0/16"), data=st.data())
 def test_every_numeric_spelling_of_a_link_local_address_is_refused(address, data):
-    assert refused_address(spelled_by(address, data))
+    assert refused_address(spelling_of(address, data))
     assert refused_address(f"::ffff:{address}")
 
 
@@ -178,15 +178,16 @@ NAT64 = ipaddress.IPv6Network("64:ff9b::/47")
 
 
 @given(st.ip_addresses(v=6))
-def test_a_v6_address_is_refused_when_it_or_what_it_carries_is(address):
-    carried = address.ipv4_mapped or address.sixtofour
-    expected = address.is_link_local or (carried is not None and carried.is_link_local)
-    if not address.is_private and address not in NAT64:  # what those carry has its own tests
+def test_a_v6_address_is_refused_if_it_or_its_embedded_v4_address_is(address):
+    embedded = address.ipv4_mapped or address.sixtofour
+    expected = address.is_link_local or (embedded is not None and embedded.is_link_local)
+    # FORBIDDEN has cases of addresses that are embedded in those that are left out here.
+    if not address.is_private and address not in NAT64:
         assert bool(refused_address(str(address))) == expected
 
 
 @given(st.text(max_size=30))
-def test_any_text_is_normalized_for_good_or_refused(text):
+def test_any_text_is_normalized_once_or_refused(text):
     for candidate in (text, f"http://{text}"):
         url = None
         with suppress(ValueError):
@@ -204,7 +205,7 @@ def test_any_text_is_normalized_for_good_or_refused(text):
         ("unix:/run/w", "unix%3A%2Frun%2Fw", "unix:/run/w", "/run/w"),
     ],
 )
-def test_what_a_url_is_called_and_where_it_is_dialled(url, identity, shown, address):
+def test_the_id_the_name_and_the_address_of_a_url(url, identity, shown, address):
     assert worker_id(url) == identity
     assert display_id(url) == shown
     assert dial_address(url) == address

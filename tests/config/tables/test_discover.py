@@ -10,25 +10,25 @@ from omni_proxy.config.tables.discover import is_label_key, matches, parse_selec
 PODS = '[[discover]]\napi_server = "https://k8s:6443"\nnamespace = "n"\n'
 
 
-def refused(text: str) -> str:
+def refusal(text: str) -> str:
     with pytest.raises(ConfigError) as error:
         parse(text)
     return str(error.value)
 
 
-def test_a_table_needs_no_key_inside_a_cluster():
+def test_inside_a_cluster_all_keys_are_optional():
     (entry,) = parse("[[discover]]\n").discover
     assert (entry.name, entry.kind, entry.namespace, entry.selector, entry.port) == (
         "pods", "kubernetes", "", "app=sglang", 30000,
     )  # fmt: skip
 
 
-def test_a_port_is_a_number_or_the_name_of_one():
+def test_a_port_is_a_number_or_a_name():
     assert parse(PODS + "port = 80").discover[0].port == 80
     assert parse(PODS + 'port = "http"').discover[0].port == "http"
-    assert "must be at most 65535" in refused(PODS + "port = 65536")
-    assert "must not be empty" in refused(PODS + 'port = ""')
-    assert "expected a whole number" in refused(PODS + "port = true")
+    assert "must be at most 65535" in refusal(PODS + "port = 65536")
+    assert "must not be empty" in refusal(PODS + 'port = ""')
+    assert "expected a whole number" in refusal(PODS + "port = true")
 
 
 @pytest.mark.parametrize(
@@ -53,18 +53,18 @@ def test_a_port_is_a_number_or_the_name_of_one():
         ('[[discover]]\napi_server = "http://169.254.169.254"\nnamespace = "n"', "link-local"),
     ],
 )
-def test_what_can_not_work_is_refused_with_its_key(text, reason):
-    assert reason in refused(text)
+def test_an_invalid_table_is_refused_with_its_key(text, reason):
+    assert reason in refusal(text)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8001", "[::1]:8001", "localhost"])
-def test_a_token_may_go_to_a_loopback_address_in_clear_text(host):
+def test_a_token_may_be_sent_to_a_loopback_address_in_clear_text(host):
     text = f'[[discover]]\napi_server = "http://{host}"\nnamespace = "n"\ntoken_file = "t"'
     (source,) = parse(text).discover
     assert (source.api_server, source.token_file) == (f"http://{host}", "t")
 
 
-def test_a_configuration_shows_it_as_the_file_has_it_and_a_change_of_it_by_its_name():
+def test_a_source_is_shown_as_in_the_file_and_its_change_by_name():
     old, new = parse(PODS), parse(PODS + 'port = "http"')
     assert msgspec.json.decode(msgspec.json.encode(redacted(new)))["discover"][0]["port"] == "http"
     assert diff(old, new)["discover"]["changed"] == {"pods": {"port": [30000, "http"]}}
@@ -74,7 +74,7 @@ LABELS = {"app": "sglang", "tier": "gpu", "empty": "", "example.com/role": "deco
 
 
 @pytest.mark.parametrize(
-    ("text", "holds"),
+    ("text", "matching"),
     [
         ("", True),
         ("app=sglang", True),
@@ -97,14 +97,14 @@ LABELS = {"app": "sglang", "tier": "gpu", "empty": "", "example.com/role": "deco
         ("app in (a,sglang),!missing,tier", True),
     ],
 )
-def test_a_selector_holds_as_it_does_for_an_api_server(text, holds):
-    assert matches(parse_selector(text), LABELS) is holds
+def test_a_selector_matches_as_in_kubernetes(text, matching):
+    assert matches(parse_selector(text), LABELS) is matching
 
 
 @pytest.mark.parametrize(
     "text", ["app=a b", "app=", "=x", "a in b", "a in (b", "app=a,,b", "a>1", "-a=b"]
 )
-def test_what_is_no_selector_is_refused_with_the_term(text):
+def test_an_invalid_selector_is_refused_with_the_term(text):
     if text == "app=":
         assert not matches(parse_selector(text), LABELS)
         return
@@ -115,13 +115,13 @@ def test_what_is_no_selector_is_refused_with_the_term(text):
 NAMES = st.from_regex(r"[a-z]([a-z0-9-]{0,4}[a-z0-9])?", fullmatch=True)
 
 
-@given(wanted=st.dictionaries(NAMES, NAMES), labels=st.dictionaries(NAMES, NAMES))
-def test_equalities_hold_exactly_for_labels_that_include_them(wanted, labels):
-    selector = parse_selector(",".join(f"{key}={value}" for key, value in wanted.items()))
-    assert matches(selector, labels) is (wanted.items() <= labels.items())
+@given(pairs=st.dictionaries(NAMES, NAMES), labels=st.dictionaries(NAMES, NAMES))
+def test_equalities_match_exactly_the_labels_that_include_them(pairs, labels):
+    selector = parse_selector(",".join(f"{key}={value}" for key, value in pairs.items()))
+    assert matches(selector, labels) is (pairs.items() <= labels.items())
 
 
-def test_a_label_key_has_a_name_and_perhaps_a_domain():
+def test_a_label_key_has_a_name_and_optionally_a_domain():
     assert is_label_key("app.kubernetes.io/name")
     assert not is_label_key("a/b/c")
     assert not is_label_key("")
