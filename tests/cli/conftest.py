@@ -8,34 +8,34 @@ from tests.http_server import Quiet, served
 
 
 @pytest.fixture
-def place(monkeypatch):
-    """Where a command with these words would ask."""
+def target_of(monkeypatch):
+    """A function that returns the target of a command with these arguments."""
     monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
 
-    def of(*words):
+    def parse(*args):
         parser = argparse.ArgumentParser()
         add_target_arguments(parser)
-        return admin_target_of(parser.parse_args([str(word) for word in words]))
+        return admin_target_of(parser.parse_args([str(arg) for arg in args]))
 
-    return of
+    return parse
 
 
 @pytest.fixture
 def proxy(monkeypatch):
-    """A server that answers as it is told and notes what it was asked."""
+    """A server that answers with `replies[path]`, a tuple or a function, and records requests."""
     monkeypatch.delenv("SGLANG_OMNI_ADMIN_KEY", raising=False)
 
-    class Answers(Quiet):
-        says, asked, preferences = {}, [], []
+    class Proxy(Quiet):
+        replies, requests, preferences = {}, [], []
 
         def do_GET(self):
             length = int(self.headers.get("content-length") or 0)
             body = json.loads(self.rfile.read(length)) if length else None
-            self.asked.append((self.path, body, self.headers.get("authorization")))
+            self.requests.append((self.path, body, self.headers.get("authorization")))
             self.preferences.append(self.headers.get("prefer"))
-            answer = self.says.get(self.path.partition("?")[0], (404, {}))
-            status, reported = answer() if callable(answer) else answer
-            raw = reported if isinstance(reported, bytes) else json.dumps(reported).encode()
+            reply = self.replies.get(self.path.partition("?")[0], (404, {}))
+            status, content = reply() if callable(reply) else reply
+            raw = content if isinstance(content, bytes) else json.dumps(content).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(raw)))
             self.end_headers()
@@ -43,5 +43,5 @@ def proxy(monkeypatch):
 
         do_POST = do_PUT = do_DELETE = do_GET
 
-    with served(Answers) as Answers.url:
-        yield Answers
+    with served(Proxy) as Proxy.url:
+        yield Proxy

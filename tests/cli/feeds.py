@@ -1,4 +1,4 @@
-"""Pictures of a proxy as GET /feed tells them: made by hand, and drawn by Hypothesis."""
+"""Snapshots of a proxy as GET /feed returns them: written by hand, or drawn by Hypothesis."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from omni_proxy.admin_api.serializers.slow_workers import slow_workers
 
 AT = "2026-11-21T19:00:00+00:00"
-# What a terminal would obey, what breaks a line, and what is wide.
+# Text with control characters of terminals, line breaks and wide characters.
 ODD = st.text(
     st.one_of(st.characters(codec="utf-8"), st.sampled_from("\x1b\n\r\t\x00\x9b\u202e\u200b界é|")),
     max_size=40,
@@ -24,14 +24,14 @@ def row(name="a:1", **fields):
 
 
 def feed(*rows, **fields):
-    """As a proxy makes it of these rows."""
+    """A snapshot with these rows, with the texts about slow workers as a proxy computes them."""
     slow = slow_workers(rows, datetime.fromisoformat(AT).timestamp())
     rows = [
         {**row, "slow": slow[row["id"]]._asdict() if row["id"] in slow else None} for row in rows
     ]
     return {
         "at": AT, "version": "0.1.0", "pid": 7, "uptime_secs": 61.0, "revision": 3,
-        "ready": any(each["routable"] for each in rows), "fleet": list(rows),
+        "ready": any(row["routable"] for row in rows), "fleet": list(rows),
         "policy": {"name": "random"}, **fields,
     }  # fmt: skip
 
@@ -71,7 +71,7 @@ FEEDS = st.fixed_dictionaries(
         "at": st.one_of(st.just(AT), ODD),
         "revision": st.integers(0, 2**40),
         "ready": st.booleans(),
-        "fleet": st.lists(_ROWS, max_size=20, unique_by=lambda each: each["id"]),
+        "fleet": st.lists(_ROWS, max_size=20, unique_by=lambda row: row["id"]),
     },
     optional={
         "version": ODD,

@@ -4,7 +4,7 @@ import pytest
 
 from omni_proxy.cli import main
 
-FINE = """
+VALID = """
 routing.policy = "random"
 [[workers]]
 url = "http://a"
@@ -19,8 +19,8 @@ def file(tmp_path):
     return tmp_path / "proxy.toml"
 
 
-def test_a_fine_file_is_summed_up(file, capsys):
-    file.write_text(FINE)
+def test_a_valid_file_is_summarized(file, capsys):
+    file.write_text(VALID)
     assert main(["check", str(file)]) == 0
     assert capsys.readouterr().out == (
         f"{file}: ok; 1 worker named, 2 replicas launched, policy random, "
@@ -40,8 +40,8 @@ def test_a_refused_file_is_reported_line_by_line(file, capsys):
     ]
 
 
-def test_a_machine_reads_the_same(file, capsys):
-    file.write_text(FINE)
+def test_the_json_output_has_the_same_problems(file, capsys):
+    file.write_text(VALID)
     assert main(["check", str(file), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"ok": True, "file": str(file), "problems": []}
     file.write_text("server.prot = 1")
@@ -67,13 +67,13 @@ def test_a_file_that_cannot_be_read_is_refused(file, capsys):
 
 def test_a_worker_that_is_the_proxy_itself_is_refused(file, capsys):
     file.write_text('[server]\nport = 30000\n[[workers]]\nurl = "http://localhost:30000"\n')
-    for words in (["check", str(file)], ["--config", str(file)]):
-        assert main(words) == 2
+    for args in (["check", str(file)], ["--config", str(file)]):
+        assert main(args) == 2
         output = capsys.readouterr().err
         assert f'{file}: workers[0].url: "http://localhost:30000" is an address of this' in output
 
 
-def test_a_file_that_is_missing_brings_the_nearest_name(tmp_path, capsys):
+def test_a_missing_file_is_reported_with_a_similar_name(tmp_path, capsys):
     (tmp_path / "proxy.toml").write_text("")
     (tmp_path / "proxy.tml.log").write_text("")
     assert main(["check", str(tmp_path / "proxy.tml")]) == 2
@@ -91,7 +91,7 @@ targets = [{ model = "big" }, { model = "small" }, { model = "tuned" }]
 
 
 @pytest.mark.parametrize(
-    ("more", "noted"),
+    ("tables", "noted"),
     [
         ('[[workers]]\nurl = "http://a:1"\nmodel = "big"\nloras = ["tuned"]\n', ["small"]),
         ('[[launch]]\nname = "l"\ncommand = ["x"]\nmodel = "small"\n', ["big", "tuned"]),
@@ -100,26 +100,26 @@ targets = [{ model = "big" }, { model = "small" }, { model = "tuned" }]
         ("", []),
     ],
 )
-def test_a_target_of_an_alias_that_no_worker_has_is_noted(tmp_path, capsys, more, noted):
+def test_an_alias_target_that_no_worker_has_is_noted(tmp_path, capsys, tables, noted):
     file = tmp_path / "proxy.toml"
-    file.write_text(ALIAS + more)
+    file.write_text(ALIAS + tables)
     assert main(["check", str(file)]) == 0
     printed = capsys.readouterr().err
     assert printed.count("note: ") == len(noted)
     for model in noted:
-        place = ["big", "small", "tuned"].index(model)
-        where = f"routing.models[0].targets[{place}].model"
-        assert f"{where}: no worker of this file has the model {model!r}" in printed
+        index = ["big", "small", "tuned"].index(model)
+        path = f"routing.models[0].targets[{index}].model"
+        assert f"{path}: no worker of this file has the model {model!r}" in printed
 
 
-def test_a_key_that_cannot_be_read_is_refused_and_a_variable_that_is_not_set_is_noted(
+def test_an_unreadable_key_is_refused_and_a_missing_variable_is_noted(
     tmp_path, capsys, monkeypatch
 ):
     monkeypatch.delenv("GRAFANA_KEY", raising=False)
     file, key_file = tmp_path / "proxy.toml", tmp_path / "key"
-    named = '[[admin.keys]]\nname = "{}"\n'
+    entry = '[[admin.keys]]\nname = "{}"\n'
     file.write_text(
-        f'{named.format("a")}key_env = "GRAFANA_KEY"\n{named.format("b")}key_file = "{key_file}"\n'
+        f'{entry.format("a")}key_env = "GRAFANA_KEY"\n{entry.format("b")}key_file = "{key_file}"\n'
     )
     assert main(["check", str(file)]) == 2
     assert "admin.keys[1].key_file: cannot be read" in capsys.readouterr().err
@@ -136,10 +136,10 @@ def test_a_key_that_cannot_be_read_is_refused_and_a_variable_that_is_not_set_is_
     assert json.loads(capsys.readouterr().out)["ok"]
 
 
-def test_workers_that_no_model_name_finds_are_noted(file, capsys):
-    pods = '[[discover]]\nmodel_label = "m"\n[[discover]]\nname = "more"\n'
+def test_workers_that_no_request_with_a_model_can_reach_are_noted(file, capsys):
+    tables = '[[discover]]\nmodel_label = "m"\n[[discover]]\nname = "more"\n'
     file.write_text(
-        f'[[workers]]\nurl = "http://a"\nmodel = "m"\n[[workers]]\nurl = "http://b"\n{pods}'
+        f'[[workers]]\nurl = "http://a"\nmodel = "m"\n[[workers]]\nurl = "http://b"\n{tables}'
     )
     assert main(["check", str(file)]) == 0
     output = capsys.readouterr()
@@ -148,7 +148,7 @@ def test_workers_that_no_model_name_finds_are_noted(file, capsys):
         f"{file}: note: workers[1]: {reason}", f"{file}: note: discover[1]: {reason}",
     ]  # fmt: skip
     assert "2 workers named, 2 sources of discovery, 0 replicas launched" in output.out
-    file.write_text(f'[routing]\nmodel = "x"\n[[workers]]\nurl = "http://a"\nmodel = "m"\n{pods}')
+    file.write_text(f'[routing]\nmodel = "x"\n[[workers]]\nurl = "http://a"\nmodel = "m"\n{tables}')
     assert main(["check", str(file)]) == 0
     assert capsys.readouterr().err == ""
 

@@ -6,13 +6,13 @@ from omni_proxy.cli import COMMANDS, main
 from omni_proxy.cli.completion import SHELLS, Flag, Page, pages
 from tests.program_forkserver import program_interpreter
 
-ASK = """
+COMPLETE = """
 source "$1"; shift
 COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _omni_proxy
 printf '%s\\n' "${COMPREPLY[@]}"
 """
 
-ASK_LINE = """
+COMPLETE_LINE = """
 source "$1"; program=$2 COMP_WORDBREAKS=$4
 COMP_LINE=$3 COMP_POINT=${#COMP_LINE}
 split=${COMP_LINE//:/ : }
@@ -35,17 +35,17 @@ def script(tmp_path_factory):
 
 @pytest.fixture
 def complete(script):
-    def ask(*words):
-        command = ["bash", "-euc", ASK, "bash", script, "omni-proxy", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout.split()
+    def run(*args):
+        command = ["bash", "-euc", COMPLETE, "bash", script, "omni-proxy", *args]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stderr) == (0, "")
+        return result.stdout.split()
 
-    return ask
+    return run
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
+    ("args", "completions"),
     [
         (["st"], ["status"]),
         (["status", "--al"], ["--all"]),
@@ -75,20 +75,20 @@ def complete(script):
         (["--log-level", "w"], ["warning"]),
     ],
 )
-def test_bash_completes_commands_flags_and_choices(complete, words, offered):
-    assert complete(*words) == offered
+def test_bash_completes_commands_flags_and_choices(complete, args, completions):
+    assert complete(*args) == completions
 
 
-def test_bash_completes_files_where_files_belong(complete, tmp_path):
+def test_bash_completes_files_where_a_file_is_expected(complete, tmp_path):
     (tmp_path / "proxy.toml").touch()
-    for words in (
+    for args in (
         ["check"], ["--config"], ["status", "--config"], ["explain"], ["top", "--ca"],
         ["workers", "--config"], ["weights", "--json", "pause", "--config"],
     ):  # fmt: skip
-        assert complete(*words, f"{tmp_path}/pro") == [f"{tmp_path}/proxy.toml"], words
+        assert complete(*args, f"{tmp_path}/pro") == [f"{tmp_path}/proxy.toml"], args
 
 
-def test_every_command_and_every_flag_of_its_parser_is_there():
+def test_pages_have_every_command_and_its_flags():
     known = {page.name: page for page in pages()}
     assert COMMANDS.keys() <= known.keys() & set(known[""].words) | {""}
     assert {"--follow", "-f", "--lines"} <= {n for f in known["logs"].flags for n in f.names}
@@ -96,24 +96,22 @@ def test_every_command_and_every_flag_of_its_parser_is_there():
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_shell_gets_its_script(shell, capsys):
+def test_each_shell_has_a_script(shell, capsys):
     assert main(["completion", shell]) == 0
     output = capsys.readouterr().out
     assert "weights pause" in output
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as exited:
         main(["completion", "csh"])
-    assert caught.value.code == 2
+    assert exited.value.code == 2
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_quotes_in_a_help_text_do_not_end_a_word(shell):
     page = Page("", "it's", (Flag(("--a",), "it's $HOME `x`", takes=True, choices=("b'c",)),))
-    reported = SHELLS[shell]([page, Page("it's", "", ()), Page("it's so", "", ())])
-    assert "b'\\''c" in reported
+    script = SHELLS[shell]([page, Page("it's", "", ()), Page("it's so", "", ())])
+    assert "b'\\''c" in script
     if shell == "bash":
-        assert (
-            subprocess.run(["bash", "-n"], input=reported, text=True, check=False).returncode == 0
-        )
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
 
 
 @pytest.fixture
@@ -122,29 +120,27 @@ def complete_line(script, tmp_path):
     program.write_text(f'#!/bin/sh\nexec "{program_interpreter()}" -m omni_proxy "$@"\n')
     program.chmod(0o755)
 
-    def ask(line, breaks=' :"='):
-        command = ["bash", "-euc", ASK_LINE, "bash", script, program, line, breaks]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (0, "")
-        return done.stdout.split()
+    def run(line, breaks=' :"='):
+        command = ["bash", "-euc", COMPLETE_LINE, "bash", script, program, line, breaks]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (result.returncode, result.stderr) == (0, "")
+        return result.stdout.split()
 
-    return ask
+    return run
 
 
-def test_bash_completes_the_workers_of_the_proxy_that_the_line_names(
-    proxy, complete_line, tmp_path
-):
-    proxy.says["/workers"] = (200, {"workers": FLEET})
+def test_bash_completes_workers_of_the_proxy_on_the_line(proxy, complete_line, tmp_path):
+    proxy.replies["/workers"] = (200, {"workers": FLEET})
     file = tmp_path / "proxy.toml"
     file.write_text(f"[server]\nport = {proxy.url.rpartition(':')[2]}\n")
-    ask = f"omni-proxy workers drain --url {proxy.url}"
-    assert complete_line(f"{ask} ") == ["10.0.0.1:8000", "10.0.0.12:8000", "gpu-1:8000"]
+    drain = f"omni-proxy workers drain --url {proxy.url}"
+    assert complete_line(f"{drain} ") == ["10.0.0.1:8000", "10.0.0.12:8000", "gpu-1:8000"]
     assert complete_line(f"omni-proxy workers --config {file} enable g") == ["gpu-1:8000"]
-    # Bash puts what follows the last colon in place of what was typed behind it.
-    assert complete_line(f"{ask} 10.0.0.1:80") == ["8000"]
-    assert complete_line(f"{ask} 10.0.0.1:80", breaks=" ") == ["10.0.0.1:8000"]
-    assert complete_line(f"{ask} http://g") == ["//gpu-1:8000"]
-    assert complete_line(f"{ask} gpu-1:8000 10.0.0.12:8000 ") == ["10.0.0.1:8000"]
+    # Bash replaces only the text after the last colon.
+    assert complete_line(f"{drain} 10.0.0.1:80") == ["8000"]
+    assert complete_line(f"{drain} 10.0.0.1:80", breaks=" ") == ["10.0.0.1:8000"]
+    assert complete_line(f"{drain} http://g") == ["//gpu-1:8000"]
+    assert complete_line(f"{drain} gpu-1:8000 10.0.0.12:8000 ") == ["10.0.0.1:8000"]
 
 
 @pytest.mark.parametrize(
@@ -162,9 +158,9 @@ def test_completion_prints_nothing_without_a_reachable_proxy(line, capfd):
 
 
 @pytest.mark.parametrize(
-    "answer", [(403, {"error": {"code": "admin_key_required"}}), (200, {}), (200, b"no JSON")]
+    "reply", [(403, {"error": {"code": "admin_key_required"}}), (200, {}), (200, b"no JSON")]
 )
-def test_completion_prints_nothing_without_workers(proxy, answer, capfd):
-    proxy.says["/workers"] = answer
+def test_completion_prints_nothing_without_workers(proxy, reply, capfd):
+    proxy.replies["/workers"] = reply
     assert main(["__complete", f"omni-proxy workers drain --url {proxy.url} "]) == 0
     assert capfd.readouterr() == ("", "")

@@ -24,7 +24,7 @@ def explanation(**fields):
     }  # fmt: skip
 
 
-PICK = {"worker_id": "x", "url": A, "reason": "it has the most of it",
+PICK = {"worker_id": "x", "url": A, "reason": "longest cached prefix",
         "text_bytes": 9, "matched_bytes": {A: 9, B: 0}}  # fmt: skip
 REFUSAL = {"status": 503, "code": "no_capable_worker", "message": "nobody can"}
 
@@ -34,7 +34,7 @@ def test_the_pick_is_shown_with_its_reason_and_all_verdicts():
         "needs     chat, streaming; model m",
         "policy    cache_aware",
         "goes to   http://a:1",
-        "because   it has the most of it",
+        "because   longest cached prefix",
         "          text_bytes: 9",
         "          matched_bytes: http://a:1: 9, http://b:1: 0",
         "",
@@ -60,7 +60,7 @@ def test_both_picks_of_a_pair_are_shown_with_the_role_of_each_worker():
     prefill = {"policy": "round_robin", "reason": "", "pick": {"url": B, "reason": "its turn"}}
     assert render_explanation(explanation(pick=PICK, workers=pair, prefill=prefill))[2:] == [
         "goes to   http://a:1",
-        "because   it has the most of it",
+        "because   longest cached prefix",
         "          text_bytes: 9",
         "          matched_bytes: http://a:1: 9, http://b:1: 0",
         "prefill   http://b:1, by round_robin",
@@ -89,27 +89,27 @@ def test_a_refusal_is_reported_where_the_pick_would_stand():
 
 
 def test_a_body_from_a_file_is_sent_with_path_and_headers(proxy, tmp_path, capsys):
-    proxy.says["/explain"] = (200, explanation(pick=PICK))
+    proxy.replies["/explain"] = (200, explanation(pick=PICK))
     file = tmp_path / "request.json"
     file.write_text('{"model": "m"}')
     words = ["explain", str(file), "--path", "/v1/completions", "--header", "X-Session-Id: 7"]
     assert main([*words, "--url", proxy.url]) == 0
-    assert proxy.asked[-1][:2] == ("/explain?path=/v1/completions", {"model": "m"})
+    assert proxy.requests[-1][:2] == ("/explain?path=/v1/completions", {"model": "m"})
     assert capsys.readouterr().out.startswith("needs")
 
 
 def test_without_a_file_the_body_is_read_from_stdin(proxy, monkeypatch, capsys):
-    proxy.says["/explain"] = (200, explanation(refusal=REFUSAL))
+    proxy.replies["/explain"] = (200, explanation(refusal=REFUSAL))
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"model": "x"}')))
     assert main(["explain", "--json", "--url", proxy.url]) == 1
-    assert proxy.asked[-1][1] == {"model": "x"}
+    assert proxy.requests[-1][1] == {"model": "x"}
     assert json.loads(capsys.readouterr().out)["refusal"] == REFUSAL
 
 
 def test_what_is_wrong_with_the_request_is_reported(proxy, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{")))
-    proxy.says["/explain"] = (400, {"error": {"message": "invalid JSON body"}})
-    proxy.asked.clear()
+    proxy.replies["/explain"] = (400, {"error": {"message": "invalid JSON body"}})
+    proxy.requests.clear()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1")))
     assert main(["explain", "--url", proxy.url]) == 1
     assert capsys.readouterr().err == "refused with status 400: invalid JSON body\n"

@@ -29,12 +29,12 @@ def test_the_inner_process_ends_with_the_outer_and_its_folder_is_removed(tmp_pat
         assert int(outer.stdout.readline()) != outer.pid
         assert folder.exists()
         outer.kill()
-        # Its end of the pipe was the inner one's too: this returns when both are gone.
+        # Both processes hold the pipe's write end, so this returns when both have ended.
         assert outer.stdout.read() == b""
     assert not folder.exists()
 
 
-def test_where_nothing_was_unpacked_nothing_is_followed(monkeypatch):
+def test_without_an_unpacked_folder_no_process_is_started(monkeypatch):
     before = os.getpgid(0)
     prepare_frozen_binary()
     lead_process_group()
@@ -42,7 +42,7 @@ def test_where_nothing_was_unpacked_nothing_is_followed(monkeypatch):
     assert os.getpgid(0) == before
 
 
-def test_a_build_in_a_folder_is_one_process(monkeypatch):
+def test_a_frozen_build_in_a_folder_is_not_a_frozen_binary(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     monkeypatch.setattr(sys, "executable", "/opt/omni/omni-proxy")
     monkeypatch.setattr(sys, "_MEIPASS", "/opt/omni/_internal", raising=False)

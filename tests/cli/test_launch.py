@@ -10,22 +10,22 @@ from omni_proxy.config.schema import Config
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would be started, and what it would run with."""
-    kept = []
+    """The startups that were passed to `start`, which starts nothing here."""
+    startups = []
 
     def start(startup):
-        kept.append(startup)
+        startups.append(startup)
         return 0
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(launch, "visible_gpus", lambda environ: [])
-    return kept
+    return startups
 
 
-def test_the_seeds_command_line_launches_that_many_replicas(started):
-    words = "--model-path tiny --dp-size 4 --host 0.0.0.0 --worker-base-port 41000"
-    assert main(words.split()) == 0
+def test_dp_size_is_the_number_of_replicas(started):
+    args = "--model-path tiny --dp-size 4 --host 0.0.0.0 --worker-base-port 41000"
+    assert main(args.split()) == 0
     config = started[0].effective_config(Config())
     (entry,) = config.launch
     assert entry.replicas == 4
@@ -35,18 +35,18 @@ def test_the_seeds_command_line_launches_that_many_replicas(started):
     assert config.routing.policy == "cache_aware"
 
 
-def test_a_flag_that_can_only_be_the_routers_is_not_handed_to_the_engine(started, capsys):
-    for words in (["--router-worker-config", "f"], ["--backend=vllm"], ["--backend", "vllm"]):
-        with pytest.raises(SystemExit) as ended:
-            main(["--model-path", "tiny", *words])
-        assert ended.value.code == 2
-        name = words[0].partition("=")[0]
+def test_a_flag_of_the_router_is_not_passed_to_the_engine(started, capsys):
+    for args in (["--router-worker-config", "f"], ["--backend=vllm"], ["--backend", "vllm"]):
+        with pytest.raises(SystemExit) as exited:
+            main(["--model-path", "tiny", *args])
+        assert exited.value.code == 2
+        name = args[0].partition("=")[0]
         assert f"\n  {name}: use " in capsys.readouterr().err
     assert main(["--model-path", "org/m", "--", "--backend", "x"]) == 0
     assert started[0].effective_config(Config()).launch[0].command[-2:] == ("--backend", "x")
 
 
-def test_router_flags_are_taken_plainly_and_under_the_engines_prefix(started):
+def test_router_flags_are_accepted_with_and_without_the_router_prefix(started):
     main(
         ["--policy", "random", "--router-max-total-retries", "2", "--router-cache-threshold", "0.9"]
     )
@@ -56,13 +56,13 @@ def test_router_flags_are_taken_plainly_and_under_the_engines_prefix(started):
     assert routing.cache_aware.cache_threshold == 0.9
 
 
-def test_all_flags_of_the_seeds_router_are_taken(started):
-    words = (
+def test_all_flags_of_sglang_omni_router_are_accepted(started):
+    args = (
         "--worker-urls http://127.0.0.1:1 http://127.0.0.1:2 --cache-threshold 0.3 "
         "--balance-abs-threshold 9 --balance-rel-threshold 1.2 --eviction-interval 7 "
         "--max-tree-size 1000 --max-worker-retries 4 --max-total-retries 5"
     )
-    assert main_router(words.split()) == 0
+    assert main_router(args.split()) == 0
     startup = started[0]
     routing = startup.effective_config(Config()).routing
     cache = routing.cache_aware
@@ -75,17 +75,17 @@ def test_all_flags_of_the_seeds_router_are_taken(started):
     assert cache.max_tree_size == 1000
 
 
-def test_later_routers_spelling_of_the_interval_is_taken_too(started):
+def test_eviction_interval_secs_is_accepted_too(started):
     main_router(["--worker-urls", "http://127.0.0.1:1", "--eviction-interval-secs", "8"])
     assert started[0].effective_config(Config()).routing.cache_aware.eviction_interval_secs == 8
 
 
-def test_words_of_later_routers_are_taken(started):
-    words = (
+def test_flags_of_later_routers_are_accepted(started):
+    args = (
         "--worker-urls http://127.0.0.1:1 --retry-max-retries 4 --cb-failure-threshold 9 "
         "--max-concurrent-requests -1 --queue-size 50 --queue-timeout-secs 7 --log-level warn"
     )
-    main_router(words.split(" "))
+    main_router(args.split(" "))
     config = started[0].effective_config(Config())
     assert (config.routing.max_total_retries, config.routing.max_worker_retries) == (4, 9)
     server = config.server
@@ -93,7 +93,7 @@ def test_words_of_later_routers_are_taken(started):
     assert server.log_level == "warning"
 
 
-def test_unknown_flags_go_to_the_engine(started):
+def test_unknown_flags_are_passed_to_the_engine(started):
     main(
         [
             "--engine",
@@ -111,7 +111,7 @@ def test_unknown_flags_go_to_the_engine(started):
     assert command[-4:] == ("--mem-fraction-static", "0.8", "--log-level", "x")
 
 
-def test_any_command_can_be_given_whole(started):
+def test_a_complete_command_can_be_given(started):
     main(["--command", "serve 'a b' --at {host}:{port}", "--dp-size", "2"])
     assert started[0].launch[0].command == ("serve", "a b", "--at", "{host}:{port}")
 
@@ -125,14 +125,14 @@ def test_replicas_may_listen_on_an_ipv6_address_in_brackets(started, capsys):
     assert "--worker-host: " in capsys.readouterr().err
 
 
-def test_a_file_keeps_its_own_policy(started, tmp_path):
+def test_with_a_file_the_default_policy_is_that_of_the_file(started, tmp_path):
     file = tmp_path / "p.toml"
     file.write_text("")
     main(["--config", str(file), "--model-path", "tiny"])
     assert started[0].effective_config(Config()).routing.policy == "round_robin"
 
 
-def test_each_replica_has_as_many_gpus_as_ranks_where_there_are_any(started, monkeypatch):
+def test_each_replica_gets_a_gpu_per_rank_if_there_are_gpus(started, monkeypatch):
     monkeypatch.setattr(launch, "visible_gpus", lambda environ: ["0", "1", "2", "3"])
     main(["--engine", "vllm", "--model-path", "org/m", "--tp-size", "2", "--dp-size", "2"])
     assert started[0].launch[0].gpus_per_replica == 2
@@ -141,19 +141,19 @@ def test_each_replica_has_as_many_gpus_as_ranks_where_there_are_any(started, mon
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         "--dp-size 0",
         "--dp-size two",
-        "--engine nobody",
+        "--engine unknown",
         "--command x --unknown y",
         "--worker-base-port 0",
     ],
 )
-def test_words_that_make_no_sense_are_refused(started, words, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(words.split())
-    assert ended.value.code == 2
+def test_invalid_flags_are_refused(started, args, capsys):
+    with pytest.raises(SystemExit) as exited:
+        main(args.split())
+    assert exited.value.code == 2
     assert not started
     assert "_count" not in capsys.readouterr().err
 
@@ -170,28 +170,28 @@ def test_a_model_that_the_engine_cannot_load_is_refused_before_anything_starts(s
     assert not started
 
 
-@pytest.mark.parametrize("words", [[], ["--worker-urls"]])
-def test_a_router_may_start_without_workers(started, words):
-    assert main_router([*words, "--port", "0"]) == 0
+@pytest.mark.parametrize("args", [[], ["--worker-urls"]])
+def test_a_router_may_start_without_workers(started, args):
+    assert main_router([*args, "--port", "0"]) == 0
     assert started[0].flag_urls == ()
     assert started[0].effective_config(Config()).routing.policy == "cache_aware"
 
 
-def test_a_worker_returns_after_a_long_outage_by_default(started, tmp_path):
+def test_by_default_a_worker_can_recover_after_a_long_outage(started, tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text('[health]\non_threshold = "dead"\n')
-    words = ["--worker-urls", "http://127.0.0.1:1"]
-    main_router(words)
+    args = ["--worker-urls", "http://127.0.0.1:1"]
+    main_router(args)
     main(["--model-path", "tiny"])
-    main_router([*words, "--config", str(file)])
+    main_router([*args, "--config", str(file)])
     bases = [parse(s.config_path.read_text()) if s.config_path else Config() for s in started]
-    reported = [
+    thresholds = [
         s.effective_config(base).health.on_threshold for s, base in zip(started, bases, strict=True)
     ]
-    assert reported == ["unhealthy", "unhealthy", "dead"]
+    assert thresholds == ["unhealthy", "unhealthy", "dead"]
 
 
-def test_a_block_with_a_taken_port_in_it_is_skipped():
+def test_a_block_of_ports_with_a_port_in_use_is_skipped():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -201,13 +201,13 @@ def test_a_block_with_a_taken_port_in_it_is_skipped():
             free_ports("127.0.0.1", 65535, 2)
 
 
-def test_a_host_that_is_none_is_named():
+def test_an_unknown_worker_host_is_refused():
     with pytest.raises(EngineCommandError, match="worker-host"):
         free_ports("no.such.host.invalid", 31000, 1)
 
 
 @pytest.mark.parametrize("command", [main, main_router])
-def test_help_names_the_policy_that_these_commands_take_by_default(command, capsys):
+def test_help_has_the_default_policy_of_these_commands(command, capsys):
     with pytest.raises(SystemExit):
         command(["--help"])
     output = " ".join(capsys.readouterr().out.split())
@@ -215,7 +215,7 @@ def test_help_names_the_policy_that_these_commands_take_by_default(command, caps
     assert "round_robin (default)" not in output
 
 
-def test_the_older_routers_word_for_a_talkative_log_is_taken(started):
+def test_verbose_sets_the_log_level(started):
     main_router(["--verbose"])
     main(["--model-path", "tiny", "--router-verbose", "--verbose"])
     assert [startup.effective_config(Config()).server.log_level for startup in started] == [
@@ -230,55 +230,53 @@ def test_help_shows_how_to_pass_engine_flags(capsys):
     assert "go to the engine" in capsys.readouterr().out
 
 
-def test_without_a_file_failures_are_retried_and_overload_is_reported_as_the_peers_do(
-    started, tmp_path
-):
+def test_without_a_file_retries_and_overload_status_are_those_of_other_routers(started, tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text("")
     assert main_router([]) == main(["--model-path", "tiny"]) == 0
     assert main_router(["--config", str(file)]) == 0
-    *ours, filed = (startup.effective_config(Config()) for startup in started)
-    for config in ours:
+    *without_file, with_file = (startup.effective_config(Config()) for startup in started)
+    for config in without_file:
         assert {"408", "429", "500", "502", "503", "504"} < set(config.routing.retry_on)
         assert config.server.overload_status == 429
-    assert filed.routing.retry_on == Config().routing.retry_on
-    assert filed.server.overload_status == 503
+    assert with_file.routing.retry_on == Config().routing.retry_on
+    assert with_file.server.overload_status == 503
 
 
-@pytest.mark.parametrize("words", ["--dp 3 --tp 2", "--dp-size 3 --tp-size 2", "-dp 3 -tp 2"])
-def test_engines_own_short_words_for_how_many_are_taken(started, words):
-    assert main(["--engine", "vllm", "--model-path", "org/m", *words.split()]) == 0
+@pytest.mark.parametrize("args", ["--dp 3 --tp 2", "--dp-size 3 --tp-size 2", "-dp 3 -tp 2"])
+def test_short_flags_of_engines_for_sizes_are_accepted(started, args):
+    assert main(["--engine", "vllm", "--model-path", "org/m", *args.split()]) == 0
     (entry,) = started[0].effective_config(Config()).launch
     assert entry.replicas == 3
     assert entry.command[-2:] != ("-tp", "2")
     assert entry.command[3:5] == ("--tensor-parallel-size", "2")
 
 
-def test_short_flags_of_vllm_pass_to_other_engines_unchanged(started):
-    words = ["--engine", "llamacpp", "--model-path", "m.gguf", "-t", "4", "-tp", "2"]
-    assert main(words) == 0
+def test_short_flags_of_vllm_are_passed_to_other_engines_unchanged(started):
+    args = ["--engine", "llamacpp", "--model-path", "m.gguf", "-t", "4", "-tp", "2"]
+    assert main(args) == 0
     assert started[0].launch[0].command[-4:] == ("-t", "4", "-tp", "2")
     assert main(["--engine", "vllm", "--model-path", "org/m", "--", "-tp", "2"]) == 0
     assert started[1].launch[0].command[-2:] == ("-tp", "2")
 
 
 def test_prefill_and_decode_replicas_are_two_groups_with_roles(started):
-    words = "--prefill 1 --decode 2 --model-path tiny --worker-base-port 41000"
-    assert main([*words.split(), "--kv-connector", "nixl", "--threads", "2"]) == 0
+    args = "--prefill 1 --decode 2 --model-path tiny --worker-base-port 41000"
+    assert main([*args.split(), "--kv-connector", "nixl", "--threads", "2"]) == 0
     prefill, decode = started[0].effective_config(Config()).launch
     assert (prefill.name, prefill.role, prefill.replicas) == ("prefill", "prefill", 1)
     assert (decode.name, decode.role, decode.replicas) == ("decode", "decode", 2)
     assert decode.base_port > prefill.base_port
     assert {prefill.kv_connector, decode.kv_connector} == {"nixl"}
-    ours = ("omni-proxy", "replica", "--model", "tiny", "--role")
-    place = ("--host", "{host}", "--port", "{port}", "--threads", "2")
+    command = ("omni-proxy", "replica", "--model", "tiny", "--role")
+    address = ("--host", "{host}", "--port", "{port}", "--threads", "2")
     port = ("--bootstrap-port", "{bootstrap_port}")
     nixl = ("--kv-connector", "nixl")
-    assert prefill.command == (*ours, "prefill", *port, *nixl, *place)
-    assert decode.command == (*ours, "decode", *nixl, *place)
+    assert prefill.command == (*command, "prefill", *port, *nixl, *address)
+    assert decode.command == (*command, "decode", *nixl, *address)
 
 
-def test_sglangs_engines_are_started_with_their_roles(started):
+def test_sglang_engines_are_started_with_their_roles(started):
     assert main(["--prefill", "1", "--decode", "1", "--model-path", "org/m"]) == 0
     prefill, decode = started[0].effective_config(Config()).launch
     mode = ("--disaggregation-mode", "prefill")
@@ -287,7 +285,7 @@ def test_sglangs_engines_are_started_with_their_roles(started):
 
 
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("args", "remedy"),
     [
         ("--prefill 1", "pass a number for both"),
         ("--decode 1", "pass a number for both"),
@@ -299,15 +297,15 @@ def test_sglangs_engines_are_started_with_their_roles(started):
         ("--kv-connector nixl", "is for --prefill and --decode"),
     ],
 )
-def test_roles_that_cannot_be_started_are_refused_with_a_remedy(started, capsys, words, remedy):
-    assert main(["--model-path", "tiny", *words.split()]) == 2
+def test_roles_that_cannot_be_started_are_refused_with_a_remedy(started, capsys, args, remedy):
+    assert main(["--model-path", "tiny", *args.split()]) == 2
     assert remedy in capsys.readouterr().err
     assert started == []
 
 
-def test_replicas_that_publish_kv_events_are_followed_on_ports_of_their_own(started):
-    words = ["--model-path", "tiny", "--dp-size", "2", "--kv-events", "tcp://*:5557"]
-    assert main(words) == 0
+def test_replicas_that_publish_kv_events_have_their_own_ports(started):
+    args = ["--model-path", "tiny", "--dp-size", "2", "--kv-events", "tcp://*:5557"]
+    assert main(args) == 0
     (entry,) = started[0].effective_config(Config()).launch
     assert entry.kv_events == "auto"
     assert entry.command[-2:] == ("--kv-events", "tcp://*:{5557+index}")
@@ -315,8 +313,8 @@ def test_replicas_that_publish_kv_events_are_followed_on_ports_of_their_own(star
     assert started[1].effective_config(Config()).launch[0].kv_events == "off"
 
 
-def test_decode_replicas_publish_behind_prefill_replicas(started):
-    words = [
+def test_decode_replicas_publish_on_the_ports_after_prefill_replicas(started):
+    args = [
         "--model-path",
         "tiny",
         "--prefill",
@@ -326,15 +324,15 @@ def test_decode_replicas_publish_behind_prefill_replicas(started):
         "--kv-events",
         "tcp://*:5557",
     ]
-    assert main(words) == 0
+    assert main(args) == 0
     entries = started[0].effective_config(Config()).launch
     assert [entry.command[-1] for entry in entries] == [
         "tcp://*:{5557+index}", "tcp://*:{5559+index}",
     ]  # fmt: skip
 
 
-def test_ports_of_kv_events_that_would_meet_are_refused(started, capsys):
-    words = "--model-path tiny --dp-size 2 --kv-events tcp://*:5557 --kv-replay tcp://*:5558"
-    assert main(words.split()) == 2
+def test_ports_of_kv_events_that_would_overlap_are_refused(started, capsys):
+    args = "--model-path tiny --dp-size 2 --kv-events tcp://*:5557 --kv-replay tcp://*:5558"
+    assert main(args.split()) == 2
     assert "ports 5557 and 5558 are too close for 2 replicas" in capsys.readouterr().err
     assert not started

@@ -38,7 +38,7 @@ def test_an_access_record_is_one_short_line():
     )
 
 
-def test_a_line_of_text_reads_as_its_record_does():
+def test_a_text_line_is_shown_like_its_record():
     text = access_text(line(ACCESS | {"client": "10.0.0.9:5", "tried": []}))
     assert text.startswith(b"2026-11-21T19:00:00.204+00:00 10.0.0.9:5 POST /v1/")
     assert pretty_line(text) == pretty_line(line(ACCESS))
@@ -59,7 +59,7 @@ def test_a_line_of_text_reads_as_its_record_does():
         "m=1",
     ],
 )
-def test_a_name_of_a_clients_choice_stays_one_field_and_is_read_back(model):
+def test_a_model_name_with_any_characters_stays_one_field(model):
     record = ACCESS | {"client": "c:1", "tried": [], "model": model}
     text = access_text(line(record))
     plain = access_text(line(record | {"model": "m"}))
@@ -68,38 +68,38 @@ def test_a_name_of_a_clients_choice_stays_one_field_and_is_read_back(model):
     assert pretty_line(text) == pretty_line(line(record))
 
 
-def test_a_line_of_before_with_spaces_in_a_name_is_left_as_it_is():
+def test_an_older_line_with_a_space_in_a_name_is_shown_unchanged():
     text = access_text(line(ACCESS | {"client": "c:1", "tried": []}))
     text = text.replace(b"model=m", b"model=m worker=http://evil:1")
     assert pretty_line(text) == text.decode()
 
 
-def test_a_number_in_a_name_is_a_name():
+def test_a_model_name_of_digits_stays_a_name():
     text = access_text(line(ACCESS | {"client": "c:1", "tried": [], "model": "007"}))
     assert "model 007" in pretty_line(text)
 
 
-@pytest.mark.parametrize("shown", [pretty_line, raw_line])
-def test_a_key_that_an_older_version_wrote_is_not_shown(shown):
-    reported = shown(line(ACCESS | {"target": "/workers?api%5Fkey=SECRET&x=1"}))
-    assert "/workers?api%5Fkey=***&x=1" in reported
-    text = shown(b"2026-11-21T19:00:00.204+00:00 unix GET /live?token=SECRET 200 completed")
+@pytest.mark.parametrize("format_line", [pretty_line, raw_line])
+def test_a_key_that_an_older_version_wrote_is_not_shown(format_line):
+    shown = format_line(line(ACCESS | {"target": "/workers?api%5Fkey=SECRET&x=1"}))
+    assert "/workers?api%5Fkey=***&x=1" in shown
+    text = format_line(b"2026-11-21T19:00:00.204+00:00 unix GET /live?token=SECRET 200 completed")
     assert "/live?token=***" in text
 
 
-def test_a_route_record_reads_alike():
+def test_a_route_record_is_shown_in_the_same_format():
     assert pretty_line(line(ROUTE)).partition("  ")[2] == (
         "502    1.5 s  POST /generate  a:1  stream_error  error connect_failure"
     )
 
 
-def test_what_the_proxy_writes_is_read():
+def test_a_record_that_the_proxy_writes_is_shown():
     shown = pretty_line(access_record(Exchange(1.0, "10.0.0.9:5"), None))
     assert "cut_by_proxy" in shown
 
 
 @given(st.one_of(st.binary(max_size=60), ODD.map(str.encode)))
-def test_what_is_no_record_of_ours_is_left_as_it_is_and_harmless(raw):
+def test_any_other_line_is_shown_printable(raw):
     assert pretty_line(raw).isprintable()
 
 
@@ -129,31 +129,31 @@ def add(file, text):
         opened.write(text)
 
 
-def until(tail, count):
-    """So many lines; the test's own timeout ends a wait that is in vain."""
-    found = []
-    while len(found) < count:
-        found += tail.more()
-    return found
+def read_lines(tail, count):
+    """Read until there are `count` lines; the test's timeout ends a wait without result."""
+    lines = []
+    while len(lines) < count:
+        lines += tail.more()
+    return lines
 
 
 @given(st.lists(st.binary(max_size=9).map(lambda raw: raw.replace(b"\n", b"")), max_size=9),
        st.integers(0, 12))  # fmt: skip
 def test_the_last_lines_are_those_of_the_file(tmp_path_factory, lines, last):
     file = tmp_path_factory.getbasetemp() / "lines.log"
-    file.write_bytes(b"".join(each + b"\n" for each in lines) + b"half")
+    file.write_bytes(b"".join(text + b"\n" for text in lines) + b"half")
     with Tail(file, last) as tail:
         assert tail.first == lines[max(0, len(lines) - last) :]
 
 
 def test_a_long_file_is_read_from_its_end(file):
     lines = [b"%09d" % number for number in range(BLOCK_BYTES // 4)]
-    file.write_bytes(b"".join(each + b"\n" for each in lines))
+    file.write_bytes(b"".join(text + b"\n" for text in lines))
     with Tail(file, BLOCK_BYTES // 8) as tail:
         assert tail.first == lines[-BLOCK_BYTES // 8 :]
 
 
-def test_a_line_is_reported_once_it_is_whole(file):
+def test_a_line_is_returned_when_it_is_complete(file):
     file.write_bytes(b"one\nha")
     with Tail(file, 1, 0.001) as tail:
         assert tail.first == [b"one"]
@@ -169,27 +169,27 @@ def test_a_rotated_file_is_read_to_its_end_and_then_the_new_one(file):
     with Tail(file, 0, 0.001) as tail:
         assert tail.first == []
         file.rename(file.with_suffix(".1"))
-        assert tail.more() == []  # the new one is late
+        assert tail.more() == []  # the new file does not exist yet
         add(file.with_suffix(".1"), b"late\n")
         add(file, b"new\n")
-        assert until(tail, 2) == [b"late", b"new"]
+        assert read_lines(tail, 2) == [b"late", b"new"]
 
 
-def test_a_file_that_was_cut_is_begun_anew(file):
+def test_a_truncated_file_is_read_from_its_start(file):
     file.write_bytes(b"a long line\n")
     with Tail(file, 1, 0.001) as tail:
         os.truncate(file, 0)
         add(file, b"new\n")
-        assert until(tail, 1) == [b"new"]
+        assert read_lines(tail, 1) == [b"new"]
 
 
-def config(proxy, target):
-    proxy.says["/config"] = (200, {"config": {"server": {"access_log": target}}})
+def set_access_log(proxy, target):
+    proxy.replies["/config"] = (200, {"config": {"server": {"access_log": target}}})
 
 
 def test_the_log_path_comes_from_the_proxy_or_its_file(proxy, file, capsys):
     file.write_bytes(line(ACCESS) + b"\nplain text\n")
-    config(proxy, str(file))
+    set_access_log(proxy, str(file))
     assert main(["logs", "--url", proxy.url, "-n", "1"]) == 0
     assert capsys.readouterr().out == "plain text\n"
     toml = file.with_name("proxy.toml")
@@ -200,10 +200,10 @@ def test_the_log_path_comes_from_the_proxy_or_its_file(proxy, file, capsys):
     assert "completed" in capsys.readouterr().out
 
 
-def test_a_path_of_the_proxys_own_folder_is_found_there(proxy, file, capsys):
+def test_a_relative_path_is_resolved_in_the_proxys_folder(proxy, file, capsys):
     file.write_bytes(b"found\n")
-    config(proxy, os.path.relpath(file))
-    proxy.says["/status"] = (200, {"pid": os.getpid()})
+    set_access_log(proxy, os.path.relpath(file))
+    proxy.replies["/status"] = (200, {"pid": os.getpid()})
     assert main(["logs", "--url", proxy.url]) == 0
     assert capsys.readouterr().out == "found\n"
 
@@ -212,14 +212,14 @@ def test_a_path_of_the_proxys_own_folder_is_found_there(proxy, file, capsys):
     ("target", "message"),
     [("off", 'access_log is "off": set it'), ("-", "stdout"), ("/nonexistent/x", "--file PATH")],
 )
-def test_a_log_that_is_not_there_is_status_1_with_its_cure(proxy, capsys, target, message):
-    config(proxy, target)
+def test_a_missing_log_is_status_1_with_a_remedy(proxy, capsys, target, message):
+    set_access_log(proxy, target)
     assert main(["logs", "--url", proxy.url]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_the_route_log_has_a_switch_of_its_own(proxy, capsys):
-    proxy.says["/config"] = (200, {"config": {"server": {"route_log": "off"}}})
+def test_the_route_log_has_its_own_setting(proxy, capsys):
+    proxy.replies["/config"] = (200, {"config": {"server": {"route_log": "off"}}})
     assert main(["logs", "--route", "--url", proxy.url]) == 1
     assert 'route_log = "route.log"' in capsys.readouterr().err
     assert main(["logs", "--url", proxy.url]) == 2

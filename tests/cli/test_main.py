@@ -14,7 +14,7 @@ from omni_proxy.config.schema import Config
 
 @pytest.fixture
 def started(monkeypatch):
-    """What reached the root instead of being run."""
+    """The startups that were passed to `server.run`, which is replaced."""
     calls = []
     stand_in = type(sys)("omni_proxy.server")
     stand_in.run = lambda startup: calls.append(startup) or 7
@@ -25,13 +25,13 @@ def started(monkeypatch):
 
 @pytest.fixture
 def refused(capsys):
-    """The message of a start that must end with status 2."""
+    """A function that runs a command that must end with status 2, and returns its error output."""
 
-    def run(*words):
+    def run(*args):
         try:
-            status = main(words)
-        except SystemExit as end:
-            status = end.code
+            status = main(args)
+        except SystemExit as exited:
+            status = exited.code
         assert status == 2
         return capsys.readouterr().err
 
@@ -51,9 +51,9 @@ def test_an_early_sighup_does_not_end_the_program(started, monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
-def test_workers_on_the_command_line_need_no_file(started):
-    words = ["--worker-urls", "HTTP://A/", "http://b:1", "--port", "0", "--policy", "random"]
-    assert main(words) == 7
+def test_with_workers_on_the_command_line_no_file_is_needed(started):
+    args = ["--worker-urls", "HTTP://A/", "http://b:1", "--port", "0", "--policy", "random"]
+    assert main(args) == 7
     (startup,) = started
     assert startup.config_path is None
     assert startup.flag_urls == ("http://a", "http://b:1")
@@ -61,15 +61,15 @@ def test_workers_on_the_command_line_need_no_file(started):
     assert startup.effective_config(Config()).server.port == 0
 
 
-@pytest.mark.parametrize("first", [[], ["serve"]])
-def test_serve_is_what_runs_without_a_command(started, tmp_path, first):
+@pytest.mark.parametrize("command", [[], ["serve"]])
+def test_serve_is_the_default_command(started, tmp_path, command):
     file = tmp_path / "proxy.toml"
     file.write_text("server.port = 1")
-    assert main([*first, "--config", str(file)]) == 7
+    assert main([*command, "--config", str(file)]) == 7
     assert started[0].config_path == file
 
 
-def test_every_flag_reaches_its_key(started):
+def test_every_flag_sets_its_key(started):
     flags = {
         "--worker-urls": "http://a",
         "--host": "0.0.0.0",
@@ -86,8 +86,8 @@ def test_every_flag_reaches_its_key(started):
         "--admin-api-key": "k",
         "--log-level": "debug",
     }
-    words = [word for flag in flags.items() for word in flag]
-    assert main(words) == 7
+    args = [word for flag in flags.items() for word in flag]
+    assert main(args) == 7
     config = started[0].effective_config(Config())
     assert (config.server.host, config.server.port) == ("0.0.0.0", 1)
     assert (config.routing.policy, config.routing.model) == ("random", "m")
@@ -100,7 +100,7 @@ def test_every_flag_reaches_its_key(started):
     assert config.server.log_level == "debug"
 
 
-def test_the_environments_key_is_handed_on(started, monkeypatch):
+def test_the_admin_key_of_the_environment_is_passed_on(started, monkeypatch):
     monkeypatch.setenv("SGLANG_OMNI_ADMIN_KEY", "hush")
     main(["--worker-urls", "http://a"])
     assert started[0].admin_key == "hush"
@@ -111,7 +111,7 @@ def test_the_environments_key_is_handed_on(started, monkeypatch):
     ["", "check", "completion", "explain", "init", "launch-router", "logs", "schema", "simulate",
      "status", "top", "weights", "workers"],
 )  # fmt: skip
-def test_an_error_is_below_one_line_of_usage(refused, command):
+def test_a_usage_error_is_short(refused, command):
     lines = refused(*command.split(), "--statu", "x").splitlines()
     name = f"omni-proxy {command}".strip()
     assert lines[0].startswith(f"usage: {name} ")
@@ -124,23 +124,21 @@ def test_a_flag_of_a_subcommand_is_suggested(refused):
     assert "did you mean `--json`?" in refused("workers", "list", "--jsn")
 
 
-def test_without_file_and_workers_there_is_nothing_to_serve(refused):
+def test_without_a_file_or_workers_serve_is_refused(refused):
     assert "--config FILE" in refused("--port", "1")
 
 
-@pytest.mark.parametrize("words", [[], ["serve"]])
-def test_the_programs_name_alone_reports_its_commands(refused, words):
-    output = refused(*words)
+@pytest.mark.parametrize("args", [[], ["serve"]])
+def test_without_arguments_the_commands_are_listed(refused, args):
+    output = refused(*args)
     assert output.startswith("usage: omni-proxy [COMMAND] [FLAGS]\n")
     assert "omni-proxy launch " in output
     assert len(output.splitlines()) < 36
 
 
-@pytest.mark.parametrize(
-    "words", [["--prot", "1"], ["launch-router", "--prot"], ["launch", "--dp"]]
-)
-def test_a_refusal_is_short(refused, words):
-    output = refused(*words).splitlines()
+@pytest.mark.parametrize("args", [["--prot", "1"], ["launch-router", "--prot"], ["launch", "--dp"]])
+def test_the_error_of_an_unknown_flag_is_short(refused, args):
+    output = refused(*args).splitlines()
     assert output[0].startswith("usage: omni-proxy ")
     assert len(output) <= 3
 
@@ -153,18 +151,18 @@ def test_help_begins_with_the_commands(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"), [(["workers", "drian", "a"], "drain"), (["weights", "paus"], "pause")]
+    ("args", "suggestion"), [(["workers", "drian", "a"], "drain"), (["weights", "paus"], "pause")]
 )
-def test_a_near_miss_of_a_command_below_another_is_informed_what_was_meant(refused, words, meant):
-    assert refused(*words).splitlines()[-1] == f"  did you mean `{meant}`?"
+def test_a_similar_subcommand_is_suggested(refused, args, suggestion):
+    assert refused(*args).splitlines()[-1] == f"  did you mean `{suggestion}`?"
 
 
-def test_a_file_that_is_not_there_is_refused(refused, tmp_path):
+def test_a_missing_file_is_refused(refused, tmp_path):
     output = refused("--config", str(tmp_path / "none.toml"))
     assert output == f"{tmp_path}/none.toml: cannot be read: No such file or directory\n"
 
 
-def test_a_folder_is_no_file(refused, tmp_path):
+def test_a_folder_as_the_file_is_refused(refused, tmp_path):
     assert "cannot be read: Is a directory" in refused("--config", str(tmp_path))
 
 
@@ -179,7 +177,7 @@ def test_a_broken_file_is_refused_with_all_its_problems(refused, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--port", "x"], "command line: --port: expected a whole number"),
         (["--polcy", "random"], "unrecognized arguments: --polcy"),
@@ -188,15 +186,15 @@ def test_a_broken_file_is_refused_with_all_its_problems(refused, tmp_path):
         (["serve", "extra"], "unrecognized arguments: extra"),
     ],
 )
-def test_a_wrong_word_is_refused(refused, words, message):
-    assert message in refused(*words, "--worker-urls", "http://a")
+def test_a_wrong_argument_is_refused(refused, args, message):
+    assert message in refused(*args, "--worker-urls", "http://a")
 
 
 @pytest.mark.parametrize("command", [[], ["serve"], ["check"]])
-def test_each_command_explains_itself(capsys, command):
-    with pytest.raises(SystemExit) as end:
+def test_each_command_has_help(capsys, command):
+    with pytest.raises(SystemExit) as exited:
         main([*command, "--help"])
-    assert end.value.code == 0
+    assert exited.value.code == 0
     output = capsys.readouterr().out
     assert "usage: omni-proxy" in output
     assert command == ["check"] or all(
@@ -204,67 +202,67 @@ def test_each_command_explains_itself(capsys, command):
     )
 
 
-def test_the_version_is_reported(capsys):
-    with pytest.raises(SystemExit) as end:
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as exited:
         main(["--version"])
-    assert end.value.code == 0
+    assert exited.value.code == 0
     assert capsys.readouterr().out == f"{native.full_version(omni_proxy.__version__)}\n"
 
 
-def test_the_replica_gets_the_words_after_its_name(monkeypatch):
+def test_the_replica_command_gets_its_arguments(monkeypatch):
     stand_in = type(sys)("omni_proxy.replica.command")
-    stand_in.main = lambda words: len(words)
+    stand_in.main = lambda args: len(args)
     monkeypatch.setitem(sys.modules, "omni_proxy.replica.command", stand_in)
     assert main(["replica", "--port", "1"]) == 2
 
 
-def test_words_are_those_of_the_program_unless_given(monkeypatch, capsys):
+def test_the_default_arguments_are_those_of_the_process(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["omni-proxy", "--version"])
     with pytest.raises(SystemExit):
         main()
     assert "omni-proxy" in capsys.readouterr().out
 
 
-def test_a_reader_that_has_enough_ends_a_command_without_a_traceback():
-    words = [sys.executable, "-m", "omni_proxy", "completion", "bash"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+def test_a_closed_pipe_ends_a_command_without_a_traceback():
+    argv = [sys.executable, "-m", "omni_proxy", "completion", "bash"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
         command.stdout.close()
         output = command.stderr.read()
         assert command.wait(30) == 141
     assert output == b""
 
 
-def test_what_is_started_with_closed_streams_has_some_that_take_all():
-    asked = """
+def test_closed_standard_streams_are_replaced_with_dev_null():
+    program = """
 import os, sys
 from omni_proxy.cli import main
 status = main(["completion", "bash"])
-taken = {os.fstat(number).st_rdev for number in range(3)}
-os._exit(0 if status == 0 and taken == {os.stat("/dev/null").st_rdev} else 1)
+devices = {os.fstat(number).st_rdev for number in range(3)}
+os._exit(0 if status == 0 and devices == {os.stat("/dev/null").st_rdev} else 1)
 """
-    words = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", asked]
-    assert subprocess.run(words, check=False, timeout=30).returncode == 0
+    argv = ["/bin/sh", "-c", 'exec "$@" <&- >&- 2>&-', "-", sys.executable, "-c", program]
+    assert subprocess.run(argv, check=False, timeout=30).returncode == 0
 
 
-def test_a_closed_stdout_is_no_failure():
-    words = ["/bin/sh", "-c", 'exec "$@" >&-', "-", sys.executable, "-m", "omni_proxy"]
-    done = subprocess.run(
-        [*words, "completion", "bash"], capture_output=True, timeout=30, check=False
+def test_a_closed_stdout_is_not_an_error():
+    argv = ["/bin/sh", "-c", 'exec "$@" >&-', "-", sys.executable, "-m", "omni_proxy"]
+    result = subprocess.run(
+        [*argv, "completion", "bash"], capture_output=True, timeout=30, check=False
     )
-    assert (done.returncode, done.stderr) == (0, b"")
+    assert (result.returncode, result.stderr) == (0, b"")
 
 
-def test_what_a_locale_cannot_show_is_a_question_mark(monkeypatch):
-    narrow = io.TextIOWrapper(io.BytesIO(), encoding="iso-8859-1")
-    monkeypatch.setattr(sys, "stdout", narrow)
+def test_a_character_outside_the_locale_is_printed_as_a_question_mark(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="iso-8859-1")
+    monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(check, "main", lambda _: print("ü…\u2603") or 0)
     assert main(["check", "proxy.toml"]) == 0
-    assert narrow.buffer.getvalue() == b"\xfc??\n"
+    assert stdout.buffer.getvalue() == b"\xfc??\n"
 
 
-# What a shell calls for completion answers nothing where it is called otherwise.
+# `__complete` is called by shells, and prints nothing if a user calls it.
 @pytest.mark.parametrize("word", sorted(INNER.keys() - {"__complete"}))
-def test_internal_commands_explain_themselves_to_users(word):
+def test_an_internal_command_tells_users_what_it_is(word):
     with pytest.raises(
         SystemExit, match=rf"{word} is (internal: omni-proxy starts|started by omni-proxy)"
     ):
@@ -272,14 +270,14 @@ def test_internal_commands_explain_themselves_to_users(word):
 
 
 @pytest.mark.parametrize("word", sorted(INNER))
-def test_the_help_does_not_name_what_the_program_starts_of_itself(word, capsys):
+def test_the_help_does_not_list_internal_commands(word, capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert word not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("word", "reported"),
+    ("word", "hint"),
     [
         ("stat", "did you mean status?"),
         ("wokers", "did you mean workers"),
@@ -287,37 +285,37 @@ def test_the_help_does_not_name_what_the_program_starts_of_itself(word, capsys):
         ("xyzzy", "commands: bench, check"),
     ],
 )
-def test_what_is_no_command_is_distinguished_from_those_that_are(refused, word, reported):
+def test_an_unknown_command_is_reported_with_a_hint(refused, word, hint):
     output = refused(word, "--json")
     assert f'unknown command "{word}"' in output
-    assert reported in output
+    assert hint in output
     assert len(output.splitlines()) == 1
 
 
-def test_the_help_names_every_command(capsys):
+def test_the_help_lists_every_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     shown = capsys.readouterr().out
     assert [name for name in COMMANDS if not re.search(rf"omni-proxy \[?{name}\b", shown)] == []
 
 
-@pytest.mark.parametrize("words", [["help"], ["help", "status"], ["help", "weights", "rollback"]])
-def test_help_is_a_command_too(capsys, words):
-    with pytest.raises(SystemExit) as end:
-        main(words)
-    assert end.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: omni-proxy {' '.join(words[1:])}")
+@pytest.mark.parametrize("args", [["help"], ["help", "status"], ["help", "weights", "rollback"]])
+def test_help_is_a_command_too(capsys, args):
+    with pytest.raises(SystemExit) as exited:
+        main(args)
+    assert exited.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: omni-proxy {' '.join(args[1:])}")
 
 
 def test_ctrl_c_prints_no_traceback(monkeypatch, capsys):
-    class Sits:
+    class InterruptedStdin:
         buffer = property(lambda self: signal.raise_signal(signal.SIGINT))
 
         def isatty(self):
             return False
 
-    monkeypatch.setattr("sys.stdin", Sits())
-    # A shell that starts the tests in the background has them ignore it.
+    monkeypatch.setattr("sys.stdin", InterruptedStdin())
+    # SIGINT is ignored if a shell started the tests in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         assert main(["explain", "--url", "http://127.0.0.1:1"]) == 130

@@ -12,22 +12,22 @@ def started(monkeypatch):
     return startups
 
 
-def test_it_serves_with_one_process_and_relays_nothing(started, monkeypatch):
+def test_the_picker_runs_with_one_process(started, monkeypatch):
     monkeypatch.setattr(picker, "_is_installed", lambda name: True)
     assert picker.main(["--worker-urls", URL, "--port", "0"]) == 0
     assert started[0].picker
     assert started[0].overrides["server.processes"] == 1
 
 
-def test_it_names_the_packages_that_are_missing(started, monkeypatch, capsys):
+def test_missing_packages_are_reported(started, monkeypatch, capsys):
     monkeypatch.setattr(picker, "NEEDED", ("no_such_package", "json.no_such.module"))
     assert picker.main(["--worker-urls", URL]) == 2
     assert "omni-proxy[picker]" in capsys.readouterr().err
     assert started == []
 
 
-def test_without_workers_it_says_what_to_name(started, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_without_workers_the_picker_is_refused(started, capsys):
+    with pytest.raises(SystemExit) as exited:
         picker.main(["--port", "0"])
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     assert "--config FILE" in capsys.readouterr().err

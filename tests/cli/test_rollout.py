@@ -13,21 +13,21 @@ def rollout_status(state="running", updated=0, **fields):
         {"worker": A, "state": "updating", "step": "loading", "reason": None, "former_version": "v1"},
         {"worker": B, "state": "pending", "step": None, "reason": None, "former_version": None},
     ]  # fmt: skip
-    made = {"id": "1", "state": state, "weight_version": "v2", "updated": updated, "total": 2,
+    status = {"id": "1", "state": state, "weight_version": "v2", "updated": updated, "total": 2,
             "workers": rows, "cause": None, "waits_for": None}  # fmt: skip
-    return made | fields
+    return status | fields
 
 
-def begun(state="running"):
+def accepted(state="running"):
     return (202, {"success": True, "message": "it has begun", "rollout": rollout_status(state)})
 
 
 def events(*rollouts):
-    return (200, b"".join(b"data: %b\n\n" % json.dumps(each).encode() for each in rollouts))
+    return (200, b"".join(b"data: %b\n\n" % json.dumps(event).encode() for event in rollouts))
 
 
-def test_without_words_it_shows_the_rollout(proxy, capsys):
-    proxy.says[PATH] = (200, rollout_status(waits_for="waits for http://c:1"))
+def test_without_arguments_the_rollout_is_shown(proxy, capsys):
+    proxy.replies[PATH] = (200, rollout_status(waits_for="waits for http://c:1"))
     assert main(["weights", "rollout", "--url", proxy.url]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"v2: running, 0 of 2 updated, loading {A}, waits for http://c:1"
@@ -36,14 +36,14 @@ def test_without_words_it_shows_the_rollout(proxy, capsys):
     ]  # fmt: skip
 
 
-def test_without_a_rollout_it_prints_that(proxy, capsys):
-    proxy.says[PATH] = (200, {"id": None, "state": "none", "workers": []})
+def test_without_a_rollout_a_message_is_printed(proxy, capsys):
+    proxy.replies[PATH] = (200, {"id": None, "state": "none", "workers": []})
     assert main(["weights", "rollout", "--url", proxy.url, "--follow"]) == 0
     assert capsys.readouterr().out == "there was no rollout since the proxy started\n"
 
 
 @pytest.mark.parametrize(
-    ("words", "path", "body"),
+    ("args", "path", "body"),
     [
         (["--model-path", "/m", "--weight-version", "v2"], PATH,
          {"model_path": "/m", "weight_version": "v2"}),
@@ -57,16 +57,16 @@ def test_without_a_rollout_it_prints_that(proxy, capsys):
         (["cancel"], f"{PATH}/cancel", {}),
     ],
 )  # fmt: skip
-def test_each_action_calls_its_route(proxy, words, path, body):
-    proxy.says[path.partition("?")[0]] = begun()
-    assert main(["weights", "rollout", *words, "--url", proxy.url, "--api-key", "k"]) == 0
-    assert (path, body, "Bearer k") in proxy.asked
+def test_each_action_calls_its_route(proxy, args, path, body):
+    proxy.replies[path.partition("?")[0]] = accepted()
+    assert main(["weights", "rollout", *args, "--url", proxy.url, "--api-key", "k"]) == 0
+    assert (path, body, "Bearer k") in proxy.requests
 
 
 @pytest.mark.parametrize(("state", "status"), [("succeeded", 0), ("failed", 1), ("cancelled", 1)])
-def test_follow_shows_each_step_once_and_ends_with_it(proxy, capsys, state, status):
-    answers = [
-        begun(),
+def test_follow_shows_each_step_once_and_ends_with_the_rollout(proxy, capsys, state, status):
+    replies = [
+        accepted(),
         events(
             rollout_status(),
             rollout_status(),
@@ -74,75 +74,75 @@ def test_follow_shows_each_step_once_and_ends_with_it(proxy, capsys, state, stat
             rollout_status(state, 2, cause="why"),
         ),
     ]
-    proxy.says[PATH] = lambda: answers.pop(0)
-    words = ["--model-path", "/m", "--weight-version", "v2", "--follow"]
-    assert main(["weights", "rollout", *words, "--url", proxy.url]) == status
+    proxy.replies[PATH] = lambda: replies.pop(0)
+    args = ["--model-path", "/m", "--weight-version", "v2", "--follow"]
+    assert main(["weights", "rollout", *args, "--url", proxy.url]) == status
     out, err = capsys.readouterr()
     assert err.splitlines() == [
         f"v2: running, 0 of 2 updated, loading {A}", f"v2: running, 1 of 2 updated, loading {A}"
     ]  # fmt: skip
     assert out.splitlines()[0] == f"v2: {state}, 2 of 2 updated, loading {A}, why"
-    assert proxy.asked[-1][0] == f"{PATH}?follow=true"
+    assert proxy.requests[-1][0] == f"{PATH}?follow=true"
 
 
-def test_follow_waits_for_a_proxy_that_restarts(proxy, capsys, monkeypatch):
+def test_follow_reconnects_to_a_proxy_that_restarts(proxy, capsys, monkeypatch):
     monkeypatch.setattr(rollout, "RETRY_SECS", 0.01)
-    answers = [
+    replies = [
         (200, rollout_status()),
         events(rollout_status()),
         (503, {}),
         events(rollout_status(updated=1), rollout_status("succeeded", 2)),
     ]
-    proxy.says[PATH] = lambda: answers.pop(0)
+    proxy.replies[PATH] = lambda: replies.pop(0)
     assert main(["weights", "rollout", "--follow", "--json", "--url", proxy.url]) == 0
     out, err = capsys.readouterr()
     assert (json.loads(out)["state"], err) == ("succeeded", "")
 
 
-def test_following_ends_if_the_proxy_stays_unreachable(proxy, capsys, monkeypatch):
+def test_follow_ends_if_the_proxy_stays_unreachable(proxy, capsys, monkeypatch):
     monkeypatch.setattr(rollout, "PATIENCE_SECS", 0.0)
-    answers = [(200, rollout_status()), (503, {"error": {"message": "it leaves"}})]
-    proxy.says[PATH] = lambda: answers.pop(0)
+    replies = [(200, rollout_status()), (503, {"error": {"message": "it leaves"}})]
+    proxy.replies[PATH] = lambda: replies.pop(0)
     assert main(["weights", "rollout", "--follow", "--url", proxy.url]) == 2
     assert "it leaves" in capsys.readouterr().err
 
 
-def test_a_cancel_that_is_obeyed_is_no_failure(proxy):
-    proxy.says[f"{PATH}/cancel"] = begun("rolling_back")
+def test_an_accepted_cancel_is_status_0(proxy):
+    proxy.replies[f"{PATH}/cancel"] = accepted("rolling_back")
     assert main(["weights", "rollout", "cancel", "--url", proxy.url]) == 0
-    proxy.says[PATH] = (200, rollout_status("rolling_back"))
+    proxy.replies[PATH] = (200, rollout_status("rolling_back"))
     assert main(["weights", "rollout", "--url", proxy.url]) == 1
 
 
 def test_a_refusal_of_the_proxy_is_printed(proxy, capsys):
     error = {"error": {"message": "http://a:1 reports 'v2' already", "code": "label_in_use"}}
-    proxy.says[PATH] = (409, error)
-    words = ["--model-path", "/m", "--weight-version", "v2"]
-    assert main(["weights", "rollout", *words, "--url", proxy.url]) == 1
+    proxy.replies[PATH] = (409, error)
+    args = ["--model-path", "/m", "--weight-version", "v2"]
+    assert main(["weights", "rollout", *args, "--url", proxy.url]) == 1
     assert "reports 'v2' already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("args", "message"),
     [
         (["--canary", "2"], "nothing to roll out"),
         (["pause", "--model-path", "/m"], "pause takes neither"),
     ],
 )
-def test_words_that_do_not_fit_together_are_refused(proxy, capsys, words, message):
-    assert main(["weights", "rollout", *words, "--url", proxy.url]) == 2
+def test_contradicting_flags_are_refused(proxy, capsys, args, message):
+    assert main(["weights", "rollout", *args, "--url", proxy.url]) == 2
     assert message in capsys.readouterr().err
-    assert proxy.asked == []
+    assert proxy.requests == []
 
 
-def test_status_and_the_fleet_show_the_one_that_runs(proxy, capsys):
+def test_weights_status_shows_a_running_rollout(proxy, capsys):
     weights = {
         "operation": None, "waiting": [], "weight_epoch": 3, "weight_version": "v1", "workers": [],
         "uncertain": {}, "journal": {"error": None}, "history": [], "rollout": rollout_status(),
     }  # fmt: skip
-    proxy.says["/weights"] = (200, weights)
+    proxy.replies["/weights"] = (200, weights)
     assert main(["weights", "--url", proxy.url]) == 0
     assert f"rollout: v2: running, 0 of 2 updated, loading {A}" in capsys.readouterr().out
-    proxy.says["/weights"] = (200, weights | {"rollout": rollout_status("succeeded")})
+    proxy.replies["/weights"] = (200, weights | {"rollout": rollout_status("succeeded")})
     assert main(["weights", "--url", proxy.url]) == 0
     assert "rollout" not in capsys.readouterr().out

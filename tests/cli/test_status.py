@@ -13,7 +13,7 @@ from tests.cli.feeds import AT, FEEDS, feed, point, row
 from tests.example_counts import examples
 
 SINCE = "2026-11-21T18:48:00+00:00"
-PICTURE = feed(
+SNAPSHOT = feed(
     row("10.0.0.1:8000", first_p50_ms=118.0, first_p99_ms=402.0, rate=4.2, in_flight=3,
         weight_version="step-12", weight_epoch=12),
     row("10.0.0.2:8000", first_p50_ms=912.0, first_p99_ms=4210.0, rate=1.1, max_inflight=8),
@@ -28,9 +28,9 @@ PICTURE = feed(
 
 
 def test_one_screen_shows_slow_workers_unroutable_workers_and_the_reload(proxy, capsys):
-    proxy.says["/feed"] = (200, PICTURE)
+    proxy.replies["/feed"] = (200, SNAPSHOT)
     assert main(["status", "--url", proxy.url]) == 0
-    assert proxy.asked[-1][0] == "/feed?once=true"
+    assert proxy.requests[-1][0] == "/feed?once=true"
     assert capsys.readouterr().out.splitlines() == [
         f"omni-proxy 0.1.0 at {proxy.url}: ready",
         "process   7, up 1 min, revision 3 of /etc/omni.toml",
@@ -53,13 +53,13 @@ def test_one_screen_shows_slow_workers_unroutable_workers_and_the_reload(proxy, 
     ]
 
 
-def test_the_last_minute_is_the_one_that_the_proxy_counted(proxy, capsys):
-    proxy.says["/feed"] = (200, PICTURE | {"last_minute": {"requests": 251, "errors": 3}})
+def test_the_last_minute_of_the_snapshot_has_precedence(proxy, capsys):
+    proxy.replies["/feed"] = (200, SNAPSHOT | {"last_minute": {"requests": 251, "errors": 3}})
     assert main(["status", "--url", proxy.url]) == 0
     assert "last minute: 251 ended, 3 errors (1.2 %)" in capsys.readouterr().out
 
 
-def test_tokens_are_shown_where_they_are_counted_and_before_a_name_is_cut():
+def test_token_columns_are_shown_if_counted_and_if_there_is_room():
     def minute(rate, share):
         return {
             "between_p50_ms": 62.0, "input_tokens_per_sec": 300.0, "output_tokens_per_sec": rate,
@@ -67,14 +67,14 @@ def test_tokens_are_shown_where_they_are_counted_and_before_a_name_is_cut():
         }  # fmt: skip
 
     rows = row("10.0.0.1:8000", minute=minute(35.2, 0.5)), row("10.0.0.2:8000", minute=minute(9, 1))
-    whole = feed_of(feed(*rows))
-    lines = render_status(whole, "http://p", 120)
+    snapshot = feed_of(feed(*rows))
+    lines = render_status(snapshot, "http://p", 120)
     assert "tokens    44/s out, 600/s in; 62 ms between chunks; 75% of prompts cached" in lines
     head = next(line for line in lines if line.startswith("WORKER"))
     assert head.split()[-6:] == ["P99", "GAP", "TOK/S", "CACHE", "ERR", "WEIGHTS"]
     (first,) = (line for line in lines if line.startswith("10.0.0.1:8000"))
     assert first.split()[-6:-2] == ["62", "ms", "35", "50%"]
-    narrow = render_status(whole, "http://p", 60)
+    narrow = render_status(snapshot, "http://p", 60)
     assert any(line.startswith("10.0.0.1:8000") for line in narrow)
     assert "TOK/S" not in "".join(narrow)
     uncounted = render_status(feed_of(feed(row("10.0.0.1:8000"))), "http://p", 120)
@@ -82,21 +82,21 @@ def test_tokens_are_shown_where_they_are_counted_and_before_a_name_is_cut():
     assert not any(line.startswith("tokens") for line in uncounted)
 
 
-def test_a_machine_gets_the_picture_as_it_is(proxy, capsys):
-    proxy.says["/feed"] = (200, PICTURE)
+def test_the_json_output_is_the_snapshot(proxy, capsys):
+    proxy.replies["/feed"] = (200, SNAPSHOT)
     assert main(["status", "--json", "--url", proxy.url]) == 0
-    assert json.loads(capsys.readouterr().out) == PICTURE
+    assert json.loads(capsys.readouterr().out) == SNAPSHOT
 
 
-def test_a_proxy_of_another_version_is_warned_of(proxy, capsys):
-    proxy.says["/feed"] = (200, {**PICTURE, "version": "0.9.0"})
+def test_another_version_of_the_proxy_is_a_warning(proxy, capsys):
+    proxy.replies["/feed"] = (200, {**SNAPSHOT, "version": "0.9.0"})
     assert main(["status", "--url", proxy.url]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert f"WARNING: the proxy runs 0.9.0, this command is {__version__}" in output
 
 
 def test_not_ready_is_printed_and_exits_with_1(proxy, capsys):
-    proxy.says["/feed"] = (200, feed())
+    proxy.replies["/feed"] = (200, feed())
     assert main(["status", "--url", proxy.url]) == 1
     out = capsys.readouterr().out
     assert out.startswith(f"omni-proxy 0.1.0 at {proxy.url}: NOT READY\n")
@@ -104,7 +104,7 @@ def test_not_ready_is_printed_and_exits_with_1(proxy, capsys):
 
 
 @pytest.mark.parametrize(
-    ("answer", "message"),
+    ("reply", "message"),
     [
         (
             (503, {"error": {"message": "admin API is being restarted"}}),
@@ -114,19 +114,19 @@ def test_not_ready_is_printed_and_exits_with_1(proxy, capsys):
         ((404, {"detail": "Not Found"}), "is not an omni-proxy"),
     ],
 )
-def test_an_unreachable_proxy_exits_with_2(proxy, capsys, answer, message):
-    proxy.says["/feed"] = answer
+def test_an_unreachable_proxy_exits_with_2(proxy, capsys, reply, message):
+    proxy.replies["/feed"] = reply
     assert main(["status", "--url", proxy.url]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_what_is_wrong_with_the_proxy_itself_is_reported():
-    picture = feed(
+def test_problems_of_the_proxy_itself_are_shown():
+    snapshot = feed(
         row(), leaving=True, metrics=False,
         last_reload={"outcome": "refused", "source": "file", "at": AT, "error": {"message": "x"}},
         supervisors=[{"name": "prober", "state": "restarting", "last_error": "OSError: no"}],
     )  # fmt: skip
-    lines = render_status(feed_of(picture), "http://p")
+    lines = render_status(feed_of(snapshot), "http://p")
     assert lines[0].endswith(": shutting down")
     assert "metrics is off" in lines[3]
     assert lines[-4:] == [
@@ -137,10 +137,10 @@ def test_what_is_wrong_with_the_proxy_itself_is_reported():
     ]
 
 
-def test_each_source_of_discovery_is_shown_with_what_is_wrong_with_it():
+def test_each_source_of_discovery_is_shown_with_its_problems():
     sources = [
         {"name": "pods", "state": "synced", "workers": {"open": 3, "not_ready": 1, "leaving": 0}},
-        {"name": "far", "state": "stale", "error": "status 403: no", "age_secs": 61.0,
+        {"name": "stale-pods", "state": "stale", "error": "status 403: no", "age_secs": 61.0,
          "workers": {"open": 2}, "ignored": {"n/p": "no port"}},
         {"name": "new", "state": "failing", "error": "refused"},
     ]  # fmt: skip
@@ -148,24 +148,24 @@ def test_each_source_of_discovery_is_shown_with_what_is_wrong_with_it():
     shown = [line for line in lines if line.startswith("discovery ")]
     assert shown == [
         "discovery pods synced: 3 open, 1 not ready",
-        "discovery far STALE 1 min (status 403: no): 2 open; 1 ignored",
+        "discovery stale-pods STALE 1 min (status 403: no): 2 open; 1 ignored",
         "discovery new FAILING (refused): no workers",
     ]
 
 
 @pytest.mark.parametrize(
-    ("watchdog", "words"),
+    ("watchdog", "text"),
     [
         ({"stalls": 1, "last_stall_at": AT}, "a second or more once; last 0 s ago: its log has"),
         ({"stalls": 3, "last_stall_at": None}, "a second or more 3 times: its log has the stacks"),
     ],
 )
-def test_a_blocked_event_loop_is_shown(watchdog, words):
+def test_a_blocked_event_loop_is_shown(watchdog, text):
     lines = render_status(feed_of(feed(row(), watchdog=watchdog)), "http://p")
-    assert words in " ".join(line.strip() for line in lines[-3:])
+    assert text in " ".join(line.strip() for line in lines[-3:])
 
 
-def test_of_many_workers_those_that_need_a_look_are_shown():
+def test_of_many_workers_those_with_problems_are_shown_first():
     rows = [row(f"h{n}:1") for n in range(500)] + [row("gone:1", routable=False, health="dead")]
     lines = render_status(feed_of(feed(*rows)), "http://p")
     assert len(lines) < 30
@@ -176,17 +176,17 @@ def test_of_many_workers_those_that_need_a_look_are_shown():
 
 @settings(max_examples=examples(50))
 @given(FEEDS, st.integers(80, 200))
-def test_any_feed_renders_to_single_lines_that_fit(reported, width):
-    for line in render_status(read_feed(json.dumps(reported)), "http://p", width):
+def test_any_feed_renders_to_single_lines_that_fit(content, width):
+    for line in render_status(read_feed(json.dumps(content)), "http://p", width):
         assert line.isprintable()
         assert display_width(line) <= width
 
 
-def test_requests_refused_without_a_key_need_attention_while_they_come():
+def test_requests_refused_without_a_key_need_attention_for_a_minute():
     counts = {"refused_without_key": 1165, "refused_without_key_last_minute": 20}
     text = " ".join(map(str.strip, render_status(feed_of(feed(row(), **counts)), "http://p")))
     assert "0 errors, 20 refused without a right key" in text
     assert "Needs attention 20 requests without a right key refused (401)" in text
     assert "1165 since the start" in text
-    over = counts | {"refused_without_key_last_minute": 0}
-    assert "right key" not in str(render_status(feed_of(feed(row(), **over)), "http://p"))
+    later = counts | {"refused_without_key_last_minute": 0}
+    assert "right key" not in str(render_status(feed_of(feed(row(), **later)), "http://p"))

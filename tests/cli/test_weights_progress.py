@@ -7,7 +7,7 @@ from omni_proxy.cli.client.admin_client import AdminReply
 
 
 class LateFuture(Future):
-    """Its answer comes right after the first look for it has timed out."""
+    """A future whose result arrives just as the first wait for it times out."""
 
     def result(self, timeout=None):
         if timeout is not None:
@@ -22,11 +22,11 @@ def test_a_reply_at_the_moment_of_the_timeout_is_returned(monkeypatch):
     assert weights.call_with_progress(lambda: answer, lambda: "") is answer
 
 
-def test_a_timeout_of_the_question_itself_is_raised(monkeypatch):
+def test_a_timeout_of_the_call_itself_is_raised(monkeypatch):
     monkeypatch.setattr(weights, "Future", LateFuture)
 
-    def ask():
-        raise TimeoutError("nobody answered")
+    def call():
+        raise TimeoutError("no reply")
 
-    with pytest.raises(TimeoutError, match="nobody answered"):
-        weights.call_with_progress(ask, lambda: "")
+    with pytest.raises(TimeoutError, match="no reply"):
+        weights.call_with_progress(call, lambda: "")

@@ -20,47 +20,47 @@ def record(url, **fields):
 
 
 FLEET = [record(A), record(B)]
-ONE = "/workers/http%253A%252F%252F10.0.0.1%253A8000"
+PATH_A = "/workers/http%253A%252F%252F10.0.0.1%253A8000"
 
 
 @pytest.fixture
 def fleet(proxy):
-    proxy.asked.clear()
-    proxy.says["/workers"] = (200, {"workers": FLEET})
+    proxy.requests.clear()
+    proxy.replies["/workers"] = (200, {"workers": FLEET})
     return proxy
 
 
-def run(fleet, *words):
-    return main(["workers", *words, "--url", fleet.url])
+def run(fleet, *args):
+    return main(["workers", *args, "--url", fleet.url])
 
 
-def test_weight_and_bound_are_set_and_nothing_else(fleet, capsys):
-    fleet.says[ONE] = (200, {"status": "ok", "worker": record(A, weight=2)})
+def test_set_changes_only_weight_and_max_inflight(fleet, capsys):
+    fleet.replies[PATH_A] = (200, {"status": "ok", "worker": record(A, weight=2)})
     assert run(fleet, "set", "10.0.0.1:8000", "--weight", "2", "--max-inflight", "0") == 0
-    assert fleet.asked[-1][:2] == (ONE, {"weight": 2, "max_inflight": 0})
+    assert fleet.requests[-1][:2] == (PATH_A, {"weight": 2, "max_inflight": 0})
     assert capsys.readouterr().out.startswith(f"changed {A}")
     assert run(fleet, "set", "10.0.0.1:8000") == 1
     assert "--weight or --max-inflight" in capsys.readouterr().err
 
 
-def test_who_disabled_a_worker_is_shown():
+def test_the_operator_that_disabled_a_worker_is_shown():
     who = {"by": "ops (curl from 10.0.0.9)", "at": None}
     shown = describe_state(record(A, disabled=True, disabled_by=who))
     assert shown == "disabled, healthy, by ops (curl from 10.0.0.9)"
 
 
 @pytest.mark.parametrize(
-    ("named", "url"),
+    ("name", "url"),
     [
         (A, A), (f"{A}/", A), ("10.0.0.1:8000", A), ("10.0.0.12", B), ("10.0.0.12:8000", B),
         ("http%3A%2F%2F10.0.0.1%3A8000", A), ("HTTP://10.0.0.1:8000/", A),
     ],
 )  # fmt: skip
-def test_a_worker_is_found_by_any_of_its_names_or_a_host_that_only_it_has(named, url):
-    assert find_worker(FLEET, named)["url"] == url
+def test_a_worker_is_found_by_any_of_its_names_or_a_unique_host(name, url):
+    assert find_worker(FLEET, name)["url"] == url
 
 
-def test_a_port_is_a_name_only_as_a_whole():
+def test_only_a_complete_port_or_host_is_a_name():
     fleet = [record("http://h:48439"), record("http://[::1]:80"), record("http://plain")]
     assert find_worker(fleet, "48439")["url"] == "http://h:48439"
     assert find_worker(fleet, "::1")["url"] == find_worker(fleet, "[::1]")["url"]
@@ -69,7 +69,7 @@ def test_a_port_is_a_name_only_as_a_whole():
             find_worker(fleet, part)
 
 
-def test_upper_case_is_no_other_name():
+def test_names_are_case_insensitive():
     gpu = record("http://gpu-1:8000")
     assert (
         find_worker([*FLEET, gpu], "GPU-1:8000")
@@ -79,31 +79,31 @@ def test_upper_case_is_no_other_name():
 
 
 @pytest.mark.parametrize(
-    ("named", "message"),
+    ("name", "message"),
     [
         ("8000", "names 2 workers: http://10.0.0.1:8000, http://10.0.0.12:8000"),
         (".12", r"no worker is called .12 \(its URL, host:port, host or port\); workers: "),
         ("10.0.0.3", r"no worker is called 10.0.0.3 \(.*\); workers: http://10.0.0.1:8000, "),
     ],
 )
-def test_an_ambiguous_or_unknown_name_lists_the_workers(named, message):
+def test_an_ambiguous_or_unknown_name_lists_the_workers(name, message):
     with pytest.raises(ChangeRefused, match=message):
-        find_worker(FLEET, named)
+        find_worker(FLEET, name)
     with pytest.raises(ChangeRefused, match="workers: none"):
-        find_worker([], named)
+        find_worker([], name)
 
 
-def test_a_refusal_is_made_harmless():
+def test_a_refusal_is_printed_escaped():
     with pytest.raises(ChangeRefused, match="no"):
         require_accepted(AdminReply(409, {"error": {"message": "no"}}))
-    with pytest.raises(ChangeRefused) as caught:
+    with pytest.raises(ChangeRefused) as refused:
         require_accepted(AdminReply(400, {"error": {"message": "\x1b[2J"}}))
-    assert str(caught.value) == "\\x1b[2J"
+    assert str(refused.value) == "\\x1b[2J"
 
 
-@pytest.mark.parametrize("words", [[], ["list"]])
-def test_the_fleet_is_a_table(fleet, capsys, words):
-    assert run(fleet, *words) == 0
+@pytest.mark.parametrize("args", [[], ["list"]])
+def test_list_prints_a_table(fleet, capsys, args):
+    assert run(fleet, *args) == 0
     assert capsys.readouterr().out.splitlines() == [
         "WORKER                 MODEL  BUSY  ROUTED  FAILED  WEIGHTS  ORIGIN  STATE",
         "http://10.0.0.1:8000   m         0       3       0  -        file    healthy",
@@ -111,9 +111,9 @@ def test_the_fleet_is_a_table(fleet, capsys, words):
     ]
 
 
-def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
+def test_the_list_can_be_limited_to_a_model_and_printed_as_json(fleet, capsys):
     assert run(fleet, "list", "--model", "m", "--json") == 0
-    assert fleet.asked[-1][0] == "/workers?model=m"
+    assert fleet.requests[-1][0] == "/workers?model=m"
     assert json.loads(capsys.readouterr().out) == FLEET
     assert render_workers([]) == [
         "no workers: omni-proxy workers add URL, or put them into the file"
@@ -121,7 +121,7 @@ def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
 
 
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "state"),
     [
         ({}, "healthy"),
         ({"disabled": True}, "disabled, healthy"),
@@ -133,8 +133,8 @@ def test_the_list_may_be_narrowed_and_read_by_a_machine(fleet, capsys):
          "drained, 0 in flight"),
     ],
 )  # fmt: skip
-def test_a_state_explains_why_it_gets_no_requests(fields, words):
-    assert describe_state(record(A, **fields)) == words
+def test_a_state_has_the_reason_why_a_worker_gets_no_requests(fields, state):
+    assert describe_state(record(A, **fields)) == state
 
 
 @pytest.mark.parametrize(
@@ -145,55 +145,55 @@ def test_a_state_explains_why_it_gets_no_requests(fields, words):
         ("revive", {"is_dead": False}),
     ],
 )
-def test_a_switch_is_put_on_the_one_worker(fleet, capsys, command, body):
-    fleet.says[ONE] = (200, {"status": "ok", "worker": FLEET[0]})
+def test_disable_enable_and_revive_change_one_worker(fleet, capsys, command, body):
+    fleet.replies[PATH_A] = (200, {"status": "ok", "worker": FLEET[0]})
     assert run(fleet, command, "10.0.0.1:8000") == 0
-    assert fleet.asked[-1][:2] == (ONE, body)
+    assert fleet.requests[-1][:2] == (PATH_A, body)
     assert capsys.readouterr().out == f"{command}d {A}: healthy\n"
 
 
-def test_adding_names_model_and_capabilities(fleet, capsys):
-    fleet.says["/workers"] = (200, {"status": "ok", "worker": record("http://h:1")})
-    words = ("add", "h:1", "--model", "m", "--capabilities", "chat,streaming")
-    assert run(fleet, *words) == 0
+def test_add_sends_model_and_capabilities(fleet, capsys):
+    fleet.replies["/workers"] = (200, {"status": "ok", "worker": record("http://h:1")})
+    args = ("add", "h:1", "--model", "m", "--capabilities", "chat,streaming")
+    assert run(fleet, *args) == 0
     body = {"url": "http://h:1", "model": "m", "capabilities": ["chat", "streaming"]}
-    assert fleet.asked[-1][:2] == ("/workers", body)
+    assert fleet.requests[-1][:2] == ("/workers", body)
     assert capsys.readouterr().out == "added http://h:1: healthy\n"
 
 
-def test_a_worker_that_is_not_up_is_added_only_without_waiting(fleet, capsys):
+def test_a_worker_that_is_not_healthy_is_added_only_with_no_wait(fleet, capsys):
     refusal = {"message": "h:1 did not become healthy", "code": "worker_not_healthy"}
-    fleet.says["/workers"] = (400, {"error": refusal})
+    fleet.replies["/workers"] = (400, {"error": refusal})
     assert run(fleet, "add", "h:1") == 1
     waiting, error = capsys.readouterr().err.splitlines()
     assert "waiting until http://h:1 is healthy" in waiting
     assert error.endswith("h:1 did not become healthy; to add it now: --no-wait")
     new = record("http://h:1", health_state="unknown")
-    fleet.says["/workers"] = (202, {"status": "accepted", "worker": new})
+    fleet.replies["/workers"] = (202, {"status": "accepted", "worker": new})
     assert run(fleet, "add", "h:1", "--no-wait") == 0
     assert fleet.preferences[-2:] == ["wait", "respond-async"]
     assert capsys.readouterr().out == "added http://h:1: unknown\n"
 
 
-def test_removing_may_wait_for_what_is_in_flight(fleet, capsys):
-    fleet.says[ONE] = (200, {"status": "ok", "worker_id": "x", "drained": True})
+def test_remove_can_wait_for_requests_in_flight(fleet, capsys):
+    fleet.replies[PATH_A] = (200, {"status": "ok", "worker_id": "x", "drained": True})
     assert run(fleet, "remove", "10.0.0.1:8000", "--drain", "--timeout-secs", "5") == 0
-    assert fleet.asked[-1][0] == f"{ONE}?drain=true&timeout_secs=5.0"
+    assert fleet.requests[-1][0] == f"{PATH_A}?drain=true&timeout_secs=5.0"
     assert capsys.readouterr().out == f"removed {A}\n"
-    fleet.says[ONE] = (200, {"status": "ok", "worker_id": "x", "drained": False})
+    fleet.replies[PATH_A] = (200, {"status": "ok", "worker_id": "x", "drained": False})
     assert run(fleet, "remove", "10.0.0.1:8000", "--drain") == 1
     assert "still in flight at the deadline" in capsys.readouterr().out
     assert run(fleet, "remove", "10.0.0.1:8000", "--json") == 0
 
 
 @pytest.mark.parametrize(("end", "status"), [("drained", 0), ("overdue", 1)])
-def test_draining_is_waited_for_and_its_end_reported(fleet, capsys, end, status):
+def test_drain_can_wait_and_reports_how_it_ended(fleet, capsys, end, status):
     begun = record(A, draining={"state": "draining", "in_flight": 2})
     done = record(A, draining={"state": end, "in_flight": int(status)})
-    fleet.says[f"{ONE}/drain"] = (202, {"status": "draining", "worker": begun})
-    fleet.says[ONE] = (200, done)
+    fleet.replies[f"{PATH_A}/drain"] = (202, {"status": "draining", "worker": begun})
+    fleet.replies[PATH_A] = (200, done)
     assert run(fleet, "drain", "10.0.0.1:8000", "--wait", "--timeout-secs", "0") == status
-    posted = next(asked for asked in fleet.asked if asked[0].endswith("/drain"))
+    posted = next(request for request in fleet.requests if request[0].endswith("/drain"))
     assert posted[1] == {"timeout_secs": 0.0}
     output = capsys.readouterr()
     assert output.err == f"{A}: draining, 2 in flight\n"
@@ -201,7 +201,7 @@ def test_draining_is_waited_for_and_its_end_reported(fleet, capsys, end, status)
 
 
 def test_a_failure_at_one_worker_does_not_skip_the_others(fleet, capsys):
-    fleet.says[ONE] = (200, {"status": "ok", "worker": FLEET[0]})
+    fleet.replies[PATH_A] = (200, {"status": "ok", "worker": FLEET[0]})
     assert run(fleet, "disable", "unknown", "10.0.0.1:8000") == 1
     output = capsys.readouterr()
     assert "no worker is called unknown" in output.err
@@ -210,9 +210,9 @@ def test_a_failure_at_one_worker_does_not_skip_the_others(fleet, capsys):
 
 def test_an_unreachable_proxy_exits_with_2(capsys):
     assert main(["workers", "--url", "http://127.0.0.1:1"]) == 2
-    with pytest.raises(SystemExit) as caught:
+    with pytest.raises(SystemExit) as exited:
         main(["workers", "explode"])
-    assert caught.value.code == 2
+    assert exited.value.code == 2
 
 
 def test_a_record_shows_its_reason_and_its_pause():
@@ -222,7 +222,7 @@ def test_a_record_shows_its_reason_and_its_pause():
     assert describe_state(paused) == "PAUSED, healthy: omni-proxy weights continue"
 
 
-def test_roles_have_a_column_only_where_workers_have_them(fleet):
+def test_roles_have_a_column_only_if_a_worker_has_one(fleet):
     assert "ROLE" not in render_workers(FLEET)[0]
     pair = [record(A, role="prefill"), record(B, role="decode")]
     lines = render_workers(pair)
@@ -231,15 +231,15 @@ def test_roles_have_a_column_only_where_workers_have_them(fleet):
 
 
 def test_a_worker_is_added_with_its_role(fleet):
-    fleet.says["/workers"] = (200, {"worker": record(A)})
+    fleet.replies["/workers"] = (200, {"worker": record(A)})
     assert run(fleet, "add", A, "--role", "prefill", "--bootstrap-port", "9001") == 0
     body = {"url": A, "role": "prefill", "bootstrap_port": 9001}
-    assert fleet.asked[-1][:2] == ("/workers", body)
+    assert fleet.requests[-1][:2] == ("/workers", body)
 
 
-def test_adapters_are_counted_beside_the_model():
-    one = FLEET[0] | {"model": "base", "adapters": ["base:sql", "sql"]}
-    two = FLEET[0] | {"model": None, "adapters": ["a", "b"]}
-    lines = render_workers([one, two])
+def test_the_number_of_adapters_is_shown_after_the_model():
+    with_model = FLEET[0] | {"model": "base", "adapters": ["base:sql", "sql"]}
+    without_model = FLEET[0] | {"model": None, "adapters": ["a", "b"]}
+    lines = render_workers([with_model, without_model])
     assert "base +1 adapter " in lines[1]
     assert "any +2 adapters" in lines[2]

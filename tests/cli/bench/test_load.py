@@ -14,7 +14,7 @@ def test_a_prompt_has_a_word_for_each_token(seed, tokens):
     assert len(texts.prompt(Request(0.0, tokens, 1, blocks, 64)).split()) == tokens
 
 
-def test_equal_leading_blocks_are_equal_beginnings_and_others_are_not():
+def test_prompts_share_the_text_of_equal_leading_blocks_only():
     texts = PromptTexts(0)
     one = texts.prompt(Request(0.0, 150, 1, (1, 2, 3), 64)).split()
     other = texts.prompt(Request(0.0, 192, 1, (1, 2, 4), 64)).split()
@@ -24,7 +24,7 @@ def test_equal_leading_blocks_are_equal_beginnings_and_others_are_not():
     assert longer[:150] == one
 
 
-def test_prompts_without_blocks_share_nothing_and_follow_the_seed():
+def test_prompts_without_blocks_share_nothing_and_depend_on_the_seed():
     def three(seed):
         texts = PromptTexts(seed)
         return [texts.prompt(Request(0.0, 64, 1)) for _ in range(3)]

@@ -27,8 +27,8 @@ def file(tmp_path):
         ("unix:/run/p.sock", "unix:/run/p.sock"),
     ],
 )
-def test_a_url_may_be_typed_short(place, typed, url):
-    assert place("--url", typed).url == url
+def test_a_url_may_be_abbreviated(target_of, typed, url):
+    assert target_of("--url", typed).url == url
 
 
 @pytest.mark.parametrize(
@@ -42,9 +42,9 @@ def test_a_url_may_be_typed_short(place, typed, url):
         ("proxy.local", "http://proxy.local:8123"),
     ],
 )
-def test_the_address_comes_from_the_configuration_file(place, file, host, url):
+def test_the_address_comes_from_the_configuration_file(target_of, file, host, url):
     file.write_text(f'[server]\nhost = "{host}"\nport = 8123\n')
-    assert place("--config", file).url == url
+    assert target_of("--config", file).url == url
 
 
 @pytest.mark.parametrize(
@@ -57,25 +57,25 @@ def test_the_address_comes_from_the_configuration_file(place, file, host, url):
         ("[server]\nport = 0\n[admin]\nlisten = 'h:9'", "http://h:9"),
     ],
 )
-def test_the_admin_listener_is_called_where_one_is_configured(place, file, tables, url):
+def test_the_admin_listener_is_the_target_if_one_is_configured(target_of, file, tables, url):
     file.write_text(tables)
-    assert place("--config", file).url == url
+    assert target_of("--config", file).url == url
 
 
-def test_a_proxy_with_tls_is_known_by_the_certificate_of_its_file(place, file):
+def test_a_proxy_with_tls_is_verified_by_the_certificate_of_its_file(target_of, file):
     file.write_text("[server]\ntls_cert = 'c.pem'\ntls_key = 'k.pem'\n")
-    found = place("--config", file)
-    assert (found.url, found.certificate) == ("https://127.0.0.1:30000", "c.pem")
+    target = target_of("--config", file)
+    assert (target.url, target.certificate) == ("https://127.0.0.1:30000", "c.pem")
     with pytest.raises(AdminClientError, match=r"c\.pem cannot be read: No such file"):
-        AdminClient(found)
+        AdminClient(target)
 
 
-def test_without_a_word_it_is_where_it_is_by_default(place):
-    assert place() == AdminTarget("http://127.0.0.1:30000")
+def test_without_arguments_the_target_is_the_default_address(target_of):
+    assert target_of() == AdminTarget("http://127.0.0.1:30000")
 
 
 @pytest.mark.parametrize(
-    ("typed", "meant"),
+    ("typed", "expected"),
     [
         ("", "list"),
         ("-h", "-h"),
@@ -93,48 +93,51 @@ def test_without_a_word_it_is_where_it_is_by_default(place):
         ("--model drain", "list --model drain"),
     ],
 )
-def test_a_command_may_follow_the_target_options(typed, meant):
-    assert with_default_command(typed.split(), "list") == meant.split()
+def test_a_command_may_follow_the_target_options(typed, expected):
+    assert with_default_command(typed.split(), "list") == expected.split()
 
 
-def test_a_file_without_a_port_is_no_target(place, file):
+def test_a_file_with_port_0_needs_a_url(target_of, file):
     file.write_text("[server]\nport = 0\n")
     with pytest.raises(AdminClientError, match=r"any free port.*--url"):
-        place("--config", file)
+        target_of("--config", file)
 
 
-def test_a_broken_file_reports_its_problems(place, file):
+def test_a_broken_file_reports_its_problems(target_of, file):
     file.write_text("[server]\nprot = 1\n")
     with pytest.raises(AdminClientError, match=r"proxy.toml:2: server.prot: unknown key"):
-        place("--config", file)
+        target_of("--config", file)
 
 
-def test_the_key_that_was_typed_wins_then_the_files_then_the_environments(place, file, monkeypatch):
+def test_a_key_is_from_the_command_line_the_file_or_the_environment(target_of, file, monkeypatch):
     file.write_text('[admin]\napi_key = "of the file"\n')
     monkeypatch.setenv("SGLANG_OMNI_ADMIN_KEY", "of the environment")
-    typed = place("--config", file, "--api-key", "typed")
+    typed = target_of("--config", file, "--api-key", "typed")
     assert (typed.key, typed.key_from) == ("typed", "--api-key")
-    assert place("--config", file).key == "of the file"
-    other = place("--url", "h:1")
-    assert (other.key, other.key_from) == ("of the environment", "SGLANG_OMNI_ADMIN_KEY")
+    assert target_of("--config", file).key == "of the file"
+    from_environment = target_of("--url", "h:1")
+    assert (from_environment.key, from_environment.key_from) == (
+        "of the environment",
+        "SGLANG_OMNI_ADMIN_KEY",
+    )
 
 
-def asked(url, key=""):
+def get_feed(url, key=""):
     with AdminClient(AdminTarget(url, key, "--api-key" if key else "")) as proxy:
         return proxy.get("/feed")
 
 
-def test_an_answer_is_reported_with_its_refusal(proxy):
-    proxy.says["/feed"] = (200, {"ready": True})
-    assert asked(proxy.url) == AdminReply(200, {"ready": True})
-    assert asked(proxy.url).refusal == ""
-    proxy.says["/feed"] = (503, {"error": {"message": "full", "code": "too_many_readers"}})
-    assert asked(proxy.url).refusal == "full"
-    proxy.says["/feed"] = (502, {"results": []})
-    assert asked(proxy.url).refusal == "status 502"
+def test_a_reply_has_the_reason_of_a_refusal(proxy):
+    proxy.replies["/feed"] = (200, {"ready": True})
+    assert get_feed(proxy.url) == AdminReply(200, {"ready": True})
+    assert get_feed(proxy.url).refusal == ""
+    proxy.replies["/feed"] = (503, {"error": {"message": "full", "code": "too_many_readers"}})
+    assert get_feed(proxy.url).refusal == "full"
+    proxy.replies["/feed"] = (502, {"results": []})
+    assert get_feed(proxy.url).refusal == "status 502"
 
 
-def test_keys_that_the_file_names_are_read_from_the_environment(place, file, monkeypatch):
+def test_keys_that_the_file_names_are_read_from_the_environment(target_of, file, monkeypatch):
     monkeypatch.setenv("READ", "r")
     monkeypatch.setenv("OPERATE", "o")
     keys = "".join(
@@ -142,35 +145,35 @@ def test_keys_that_the_file_names_are_read_from_the_environment(place, file, mon
         for name in ("read", "all", "operate")
     )
     file.write_text(f'[server]\napi_key = "of-clients"\n{keys}')
-    found = place("--config", file)
-    assert (found.key, found.key_from) == ("o", "OPERATE")
+    target = target_of("--config", file)
+    assert (target.key, target.key_from) == ("o", "OPERATE")
     monkeypatch.setenv("SGLANG_OMNI_ADMIN_KEY", "e")
-    assert place("--config", file).key == "e"
+    assert target_of("--config", file).key == "e"
 
 
-def test_a_missing_or_wrong_key_is_reported_with_its_cure(proxy):
-    proxy.says["/feed"] = (401, {"error": {"message": "m", "code": "admin_key_required"}})
+def test_a_missing_or_wrong_key_is_reported_with_a_remedy(proxy):
+    proxy.replies["/feed"] = (401, {"error": {"message": "m", "code": "admin_key_required"}})
     with pytest.raises(AdminClientError, match="requires the admin key: pass --api-key"):
-        asked(proxy.url)
+        get_feed(proxy.url)
     error = {"message": "m", "code": "role_not_allowed"}
-    proxy.says["/feed"] = (403, {"error": error, "role": "read", "roles": ["a", "all"]})
-    words = "the admin key from --api-key has the role read; this needs a or all"
-    with pytest.raises(AdminClientError, match=words):
-        asked(proxy.url, "k")
-    proxy.says["/feed"] = (403, {"error": {"message": "m", "code": "admin_key_invalid"}})
+    proxy.replies["/feed"] = (403, {"error": error, "role": "read", "roles": ["a", "all"]})
+    message = "the admin key from --api-key has the role read; this needs a or all"
+    with pytest.raises(AdminClientError, match=message):
+        get_feed(proxy.url, "k")
+    proxy.replies["/feed"] = (403, {"error": {"message": "m", "code": "admin_key_invalid"}})
     with pytest.raises(AdminClientError, match="rejects the admin key from --api-key"):
-        asked(proxy.url, "käse")
-    assert proxy.asked[-1][2].encode("latin-1") == "Bearer käse".encode()
+        get_feed(proxy.url, "käse")
+    assert proxy.requests[-1][2].encode("latin-1") == "Bearer käse".encode()
 
 
 @pytest.mark.parametrize(
-    "answer",
+    "reply",
     [(200, b"<html>"), (404, {"detail": "Not Found"}), (200, []), (404, b"")],
 )
-def test_what_is_no_omni_proxy_is_distinguished_from_one(proxy, answer):
-    proxy.says["/feed"] = answer
+def test_a_server_that_is_not_an_omni_proxy_is_reported(proxy, reply):
+    proxy.replies["/feed"] = reply
     with pytest.raises(AdminClientError, match="is not an omni-proxy"):
-        asked(proxy.url)
+        get_feed(proxy.url)
 
 
 def test_a_refused_connection_suggests_the_url_flag():
@@ -180,16 +183,16 @@ def test_a_refused_connection_suggests_the_url_flag():
         with pytest.raises(
             AdminClientError, match=r"cannot connect to \S+ \(Connection refused\).*--url"
         ):
-            asked(url)
+            get_feed(url)
 
 
 @pytest.mark.parametrize("url", ["http://h:99999999", "http://[::1", "ftp://h:1", "http://a b"])
-def test_what_is_no_url_is_reported(url):
+def test_an_invalid_url_is_reported(url):
     with pytest.raises(AdminClientError):
-        asked(url)
+        get_feed(url)
 
 
-def test_a_silent_port_is_given_up():
+def test_a_silent_server_is_a_timeout():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with (
@@ -199,29 +202,29 @@ def test_a_silent_port_is_given_up():
             proxy.get("/feed")
 
 
-def test_a_unix_socket_is_a_target_like_a_port(tmp_path):
+def test_a_unix_socket_is_a_target(tmp_path):
     path = tmp_path / "p.sock"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
 
         def answer():
-            accepted, _ = listener.accept()
-            with accepted:
-                accepted.recv(4096)
-                accepted.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert asked(f"unix:{path}").body == {}
+        assert get_feed(f"unix:{path}").body == {}
         thread.join()
 
 
-def test_an_answer_that_breaks_off_while_it_is_followed_is_reported(proxy):
-    proxy.says["/feed"] = (200, b"data: 1\n\ndata: 2\n")
-    with AdminClient(AdminTarget(proxy.url)) as at, at.lines("/feed") as lines:
+def test_the_lines_of_a_stream_are_read_and_its_refusal_is_raised(proxy):
+    proxy.replies["/feed"] = (200, b"data: 1\n\ndata: 2\n")
+    with AdminClient(AdminTarget(proxy.url)) as client, client.lines("/feed") as lines:
         assert [line for line in lines if line] == ["data: 1", "data: 2"]
-    proxy.says["/feed"] = (503, {"error": {"message": "32 readers are served already"}})
-    full = pytest.raises(AdminClientError, match="32 readers")
-    with AdminClient(AdminTarget(proxy.url)) as at, full, at.lines("/feed"):
+    proxy.replies["/feed"] = (503, {"error": {"message": "32 readers are served already"}})
+    raises_refusal = pytest.raises(AdminClientError, match="32 readers")
+    with AdminClient(AdminTarget(proxy.url)) as client, raises_refusal, client.lines("/feed"):
         pass

@@ -23,23 +23,25 @@ BROKEN = {
     "an unknown key": GOOD + "polcy = 3\n",
     "a wrong value": GOOD.replace('"random"', '"rand"'),
     "an unknown key of the same table": GOOD.replace("[admin]", "prt = 3\n[admin]"),
-    "a value of the wrong type beside": GOOD.replace("[admin]", 'queue_size = "x"\n[admin]'),
-    "no TOML": GOOD + "policy = = 3\n",
-    "a string without its end": GOOD + 'model = "half\n',
-    "a list without its end": GOOD + "retry_on = [\n",
-    "a line of the same table that is none": GOOD.replace("[admin]", "queue_size 3\n[admin]"),
+    "a value of the wrong type in the same table": GOOD.replace(
+        "[admin]", 'queue_size = "x"\n[admin]'
+    ),
+    "invalid TOML": GOOD + "policy = = 3\n",
+    "an unterminated string": GOOD + 'model = "half\n',
+    "an unterminated list": GOOD + "retry_on = [\n",
+    "an invalid line of the same table": GOOD.replace("[admin]", "queue_size 3\n[admin]"),
     "a table twice": GOOD + "[server]\n",
-    "keys of other tables that have such names": GOOD + "[[launch]]\nhost = 3\nport = = 1\n",
+    "keys with such names in another table": GOOD + "[[launch]]\nhost = 3\nport = = 1\n",
     "a table's name in quotes": GOOD.replace("[server]", '["server"]') + "[[[\n",
 }
 
 
 @pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
-def test_a_file_with_another_error_still_gives_the_address(place, tmp_path, capsys, text):
+def test_the_address_is_read_from_a_file_with_another_error(target_of, tmp_path, capsys, text):
     file = tmp_path / "proxy.toml"
     file.write_text(text)
-    found = place("--config", file)
-    assert (found.url, found.key) == ("http://10.0.0.7:8123", "sesame")
+    target = target_of("--config", file)
+    assert (target.url, target.key) == ("http://10.0.0.7:8123", "sesame")
     output = capsys.readouterr().err
     assert re.fullmatch(
         rf"warning: {re.escape(str(file))}.*: .*; the running proxy keeps its configuration\n",
@@ -66,32 +68,32 @@ def test_a_file_with_another_error_still_gives_the_address(place, tmp_path, caps
         "[Admin]\nlisten = '127.0.0.1:8123'\n[[[\n",
     ],
 )
-def test_where_it_is_is_never_guessed(place, tmp_path, text):
+def test_the_address_is_never_guessed(target_of, tmp_path, text):
     file = tmp_path / "proxy.toml"
     file.write_text(text)
     with pytest.raises(AdminClientError, match="--url URL"):
-        place("--config", file)
+        target_of("--config", file)
 
 
-def test_a_file_that_is_not_there_is_reported(place, tmp_path):
+def test_a_missing_file_is_reported(target_of, tmp_path):
     with pytest.raises(AdminClientError, match="cannot be read"):
-        place("--config", tmp_path / "none.toml")
+        target_of("--config", tmp_path / "none.toml")
 
 
 @given(st.text(max_size=200), st.integers(0, len(GOOD)))
-def test_whatever_is_put_into_a_file_it_is_taken_or_refused(more, at):
-    raw = (GOOD[:at] + more + GOOD[at:]).encode("utf-8", "surrogatepass")
+def test_any_insertion_into_a_file_is_accepted_or_refused(insertion, offset):
+    raw = (GOOD[:offset] + insertion + GOOD[offset:]).encode("utf-8", "surrogatepass")
     with contextlib.suppress(ConfigError):
         parse(raw)
         return
     refusal = ConfigError([], "f")
     try:
         salvage_config(raw, refusal)
-    except ConfigError as raised:
-        again = raised
+    except ConfigError as error:
+        raised = error
     else:
-        again = refusal
-    assert again is refusal
+        raised = refusal
+    assert raised is refusal
 
 
 @pytest.mark.parametrize("command", [["status"], ["workers", "list"], ["weights", "status"]])
@@ -99,9 +101,9 @@ def test_commands_work_while_the_file_is_broken(proxy, tmp_path, capsys, command
     port = proxy.url.rpartition(":")[2]
     file = tmp_path / "proxy.toml"
     file.write_text(f"[server]\nport = {port}\n[routing]\npolcy = 3\n")
-    proxy.says["/feed"] = (200, feed(row("a:1")))
-    proxy.says["/workers"] = (200, {"workers": []})
-    proxy.says["/weights"] = (200, {
+    proxy.replies["/feed"] = (200, feed(row("a:1")))
+    proxy.replies["/workers"] = (200, {"workers": []})
+    proxy.replies["/weights"] = (200, {
         "operation": None, "waiting": [], "weight_epoch": 0, "weight_version": None,
         "workers": [], "uncertain": {}, "journal": {"error": None}, "history": [],
     })  # fmt: skip
@@ -111,12 +113,12 @@ def test_commands_work_while_the_file_is_broken(proxy, tmp_path, capsys, command
     assert "routing.polcy: unknown key" in output
 
 
-def test_logs_of_a_broken_file_are_those_of_the_running_proxy(proxy, tmp_path, capsys):
+def test_with_a_broken_file_logs_reads_the_log_of_the_running_proxy(proxy, tmp_path, capsys):
     log = tmp_path / "access.log"
     log.write_text("a line\n")
     port = proxy.url.rpartition(":")[2]
     file = tmp_path / "proxy.toml"
     file.write_text(f"[server]\nport = {port}\naccess_log = 3\n")
-    proxy.says["/config"] = (200, {"config": {"server": {"access_log": str(log)}}})
+    proxy.replies["/config"] = (200, {"config": {"server": {"access_log": str(log)}}})
     assert main(["logs", "--raw", "--config", str(file)]) == 0
     assert capsys.readouterr().out == "a line\n"

@@ -16,23 +16,23 @@ from tests.promises.tls_helpers import AUTHORITY, FILES
 CLIENT = ClientCert(str(AUTHORITY), str(FILES / "client.pem"), str(FILES / "client-key.pem"))
 
 
-def test_one_authority_is_believed_in_and_no_other():
-    (believed,) = create_tls_context(CLIENT).get_ca_certs()
-    assert "authority of the tests" in str(believed["subject"])
+def test_only_the_given_authority_is_trusted():
+    (authority,) = create_tls_context(CLIENT).get_ca_certs()
+    assert "authority of the tests" in str(authority["subject"])
     context = create_tls_context(replace(CLIENT, cert="", key=""))
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.check_hostname
 
 
-def test_the_certificate_of_the_proxys_file_is_believed_in_unless_an_authority_is_named():
+def test_the_certificate_of_the_proxy_is_pinned_unless_an_authority_is_given():
     pinned = str(FILES / "server.pem")
     assert not create_tls_context(ClientCert(), pinned).check_hostname
     assert create_tls_context(ClientCert(ca=str(AUTHORITY)), pinned).check_hostname
 
 
-def test_the_systems_authorities_are_nobodys_to_change():
-    with_own = create_tls_context(ClientCert(cert=CLIENT.cert, key=CLIENT.key))
-    assert with_own is not create_tls_context(ClientCert())
+def test_the_default_context_is_shared_and_not_modified():
+    with_certificate = create_tls_context(ClientCert(cert=CLIENT.cert, key=CLIENT.key))
+    assert with_certificate is not create_tls_context(ClientCert())
     assert create_tls_context(ClientCert()) is create_tls_context(ClientCert())
 
 
@@ -43,7 +43,7 @@ def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("client_cert", "words"),
+    ("client_cert", "message"),
     [
         (ClientCert(ca="nowhere.pem"), "--ca nowhere.pem cannot be read: No such file"),
         (ClientCert(ca=CLIENT.key), "--ca .* holds no certificates"),
@@ -56,16 +56,16 @@ def test_a_key_may_be_in_the_file_of_its_certificate(tmp_path):
         (replace(CLIENT, cert=CLIENT.key), "--client-cert .* can't be used"),
     ],
 )
-def test_a_file_that_can_not_be_used_is_reported_with_its_flag(client_cert, words):
-    with pytest.raises(ClientCertError, match=words):
+def test_an_unusable_file_is_reported_with_its_flag(client_cert, message):
+    with pytest.raises(ClientCertError, match=message):
         create_tls_context(client_cert)
 
 
-WORDS = ("--ca", CLIENT.ca, "--client-cert", CLIENT.cert, "--client-key", CLIENT.key)
+TLS_FLAGS = ("--ca", CLIENT.ca, "--client-cert", CLIENT.cert, "--client-key", CLIENT.key)
 
 
 @pytest.mark.parametrize(
-    ("where", "url"),
+    ("url_flag", "url"),
     [
         ((), "https://127.0.0.1:30000"),
         (("--url", "h:1"), "https://h:1"),
@@ -74,40 +74,40 @@ WORDS = ("--ca", CLIENT.ca, "--client-cert", CLIENT.cert, "--client-key", CLIENT
         (("--url", "unix:/run/p.sock"), "unix:/run/p.sock"),
     ],
 )
-def test_a_client_certificate_implies_https(place, where, url):
-    found = place(*where, *WORDS)
-    assert (found.url, found.client_cert) == (url, CLIENT)
+def test_a_client_certificate_implies_https(target_of, url_flag, url):
+    target = target_of(*url_flag, *TLS_FLAGS)
+    assert (target.url, target.client_cert) == (url, CLIENT)
 
 
-def test_a_client_certificate_requires_tls(place, tmp_path):
+def test_a_client_certificate_requires_tls(target_of, tmp_path):
     with pytest.raises(AdminClientError, match="plain HTTP"):
-        place("--url", "http://h:1", *WORDS)
+        target_of("--url", "http://h:1", *TLS_FLAGS)
     file = tmp_path / "proxy.toml"
     file.write_text("[server]\nport = 1\n")
     with pytest.raises(AdminClientError, match="plain HTTP"):
-        place("--config", file, *WORDS)
+        target_of("--config", file, *TLS_FLAGS)
 
 
-def test_a_missing_client_certificate_is_reported_before_any_call(place, tmp_path):
+def test_a_missing_client_certificate_is_reported_before_any_call(target_of, tmp_path):
     file = tmp_path / "proxy.toml"
     tls = f"[server]\ntls_cert = 'c'\ntls_key = 'k'\ntls_client_ca = '{AUTHORITY}'\n"
     file.write_text(tls)
     with pytest.raises(AdminClientError, match=r"authority\.pem\): pass --client-cert"):
-        place("--config", file)
-    assert place("--config", file, *WORDS).client_cert == CLIENT
+        target_of("--config", file)
+    assert target_of("--config", file, *TLS_FLAGS).client_cert == CLIENT
     file.write_text(tls + "tls_client_require = false\n")
-    assert place("--config", file).url.startswith("https:")
+    assert target_of("--config", file).url.startswith("https:")
     file.write_text(tls + "[admin]\nlisten = 'unix:/run/a.sock'\n")
-    assert place("--config", file).url == "unix:/run/a.sock"
+    assert target_of("--config", file).url == "unix:/run/a.sock"
 
 
-def test_an_invalid_client_certificate_prevents_any_call(place):
+def test_an_invalid_client_certificate_prevents_any_call(target_of):
     with pytest.raises(AdminClientError, match="--ca nowhere cannot be read: No such file"):
-        AdminClient(place("--ca", "nowhere"))
+        AdminClient(target_of("--ca", "nowhere"))
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("error", "message"),
     [
         ("[SSL: WRONG_VERSION_NUMBER] wrong version number (_ssl.c:1)", "does not use TLS"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: Hostname mismatch, "
@@ -119,5 +119,5 @@ def test_an_invalid_client_certificate_prevents_any_call(place):
         ("Connection refused", "^$"),
     ],
 )  # fmt: skip
-def test_openssl_errors_are_reported_with_a_remedy(message, words):
-    assert re.search(words, explain_tls_error("https://h", message, ClientCert()))
+def test_openssl_errors_are_reported_with_a_remedy(error, message):
+    assert re.search(message, explain_tls_error("https://h", error, ClientCert()))

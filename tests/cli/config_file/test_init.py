@@ -1,4 +1,4 @@
-"""The file that `omni-proxy init` writes, from flags, from answers and from nothing."""
+"""The file that `omni-proxy init` writes, from flags, from answers or without either."""
 
 import json
 import re
@@ -24,20 +24,20 @@ def file(tmp_path):
 
 @pytest.fixture
 def answers(monkeypatch):
-    """What a person on a terminal types; the questions that were asked come back."""
+    """A function that answers the questions of `init` on a terminal, and returns the questions."""
 
     def give(*typed):
-        asked, left = [], list(typed)
+        questions, remaining = [], list(typed)
 
         def answer(question):
-            asked.append(question)
-            if not left:
+            questions.append(question)
+            if not remaining:
                 raise EOFError
-            return left.pop(0)
+            return remaining.pop(0)
 
         monkeypatch.setattr(init, "_ask", answer)
         monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-        return asked
+        return questions
 
     return give
 
@@ -49,9 +49,9 @@ def is_clean(file, capsys):
     return jsonschema_rs.Draft7Validator(json.loads(schema_text())).is_valid(table)
 
 
-def test_flags_are_enough_and_check_finds_the_file_clean(file, capsys):
-    words = ["--worker-urls", *URLS, "--policy", "least_request", "--port", "8080"]
-    assert main(["init", str(file), *words]) == 0
+def test_a_file_from_flags_passes_the_check(file, capsys):
+    flags = ["--worker-urls", *URLS, "--policy", "least_request", "--port", "8080"]
+    assert main(["init", str(file), *flags]) == 0
     assert "omni-proxy --config" in capsys.readouterr().out
     assert is_clean(file, capsys)
     config = parse(file.read_text())
@@ -60,7 +60,7 @@ def test_flags_are_enough_and_check_finds_the_file_clean(file, capsys):
     assert (config.server.host, config.admin.keys) == ("127.0.0.1", ())
 
 
-def test_without_any_answer_it_has_no_workers_and_says_how_to_add_one(file, capsys):
+def test_without_input_the_file_has_no_workers_and_a_hint_how_to_add_one(file, capsys):
     assert main(["init", str(file), "--no-input"]) == 0
     assert "omni-proxy workers add" in capsys.readouterr().out
     assert is_clean(file, capsys)
@@ -76,7 +76,7 @@ def test_every_key_has_a_comment_and_no_line_is_long(file):
             assert before.startswith("# "), line
 
 
-def test_beyond_this_machine_there_is_an_admin_key_unless_none_is_wanted(file, capsys):
+def test_a_file_for_a_public_address_has_an_admin_key_unless_it_is_declined(file, capsys):
     assert main(["init", str(file), "--host", "0.0.0.0"]) == 0
     assert "export OMNI_ADMIN_KEY=" in capsys.readouterr().out
     (key,) = parse(file.read_text()).admin.keys
@@ -85,10 +85,10 @@ def test_beyond_this_machine_there_is_an_admin_key_unless_none_is_wanted(file, c
     assert parse(file.read_text()).admin.keys == ()
 
 
-def test_it_asks_for_what_no_flag_sets(file, answers, capsys):
-    asked = answers("http://a:1, http://b:2", "", "0.0.0.0", "", "-", "MY_KEY")
+def test_init_asks_for_settings_without_a_flag(file, answers, capsys):
+    questions = answers("http://a:1, http://b:2", "", "0.0.0.0", "", "-", "MY_KEY")
     assert main(["init", str(file)]) == 0
-    assert len(asked) == 6
+    assert len(questions) == 6
     assert is_clean(file, capsys)
     config = parse(file.read_text())
     assert [worker.url for worker in config.workers] == ["http://a:1", "http://b:2"]
@@ -100,17 +100,17 @@ def test_it_asks_for_what_no_flag_sets(file, answers, capsys):
     assert ["address to listen on" in question for question in again] == [True]
 
 
-def test_an_invalid_answer_is_asked_for_again_with_the_reason(file, answers, capsys):
-    asked = answers("ftp://a", "http://a:1", "cash_aware", "", "", "99999", "1", "")
+def test_after_an_invalid_answer_the_question_is_repeated_with_the_reason(file, answers, capsys):
+    questions = answers("ftp://a", "http://a:1", "cash_aware", "", "", "99999", "1", "")
     assert main(["init", str(file)]) == 0
-    assert len(asked) == 8
+    assert len(questions) == 8
     output = capsys.readouterr().err
     assert "99999" in output
     assert "cash_aware" in output
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("flags", "reason"),
     [
         (["--worker-urls", "http://a:1", "http://a:1"], "duplicate worker URL"),
         (["--worker-urls", "http://127.0.0.1:30000"], "workers[0].url"),
@@ -118,39 +118,39 @@ def test_an_invalid_answer_is_asked_for_again_with_the_reason(file, answers, cap
         (["--policy", "cash_aware"], "did you mean"),
     ],
 )
-def test_what_check_would_refuse_is_not_written(file, capsys, words, reason):
-    assert main(["init", str(file), *words]) == 2
+def test_a_file_that_the_check_would_refuse_is_not_written(file, capsys, flags, reason):
+    assert main(["init", str(file), *flags]) == 2
     assert reason in capsys.readouterr().err
     assert list(file.parent.iterdir()) == []
 
 
-def test_a_file_that_exists_stays(file, capsys):
-    file.write_text("mine")
+def test_an_existing_file_is_not_overwritten(file, capsys):
+    file.write_text("existing")
     assert main(["init", str(file)]) == 2
     assert "--force" in capsys.readouterr().err
-    assert file.read_text() == "mine"
+    assert file.read_text() == "existing"
 
 
-def test_a_terminal_that_closes_leaves_nothing(file, answers, capsys):
+def test_if_the_terminal_closes_nothing_is_written(file, answers, capsys):
     answers("http://a:1")
     assert main(["init", str(file)]) == 2
     assert "nothing is written" in capsys.readouterr().err
     assert not file.exists()
 
 
-def test_a_value_cannot_leave_its_string(file, capsys):
+def test_a_value_with_quotes_and_newlines_is_escaped(file, capsys):
     odd = 'a"\nport = 1\\#é'
     assert main(["init", str(file), "--access-log", odd]) == 0
     assert parse(file.read_text()).server.access_log == odd
 
 
-def test_the_schema_is_written_beside_it_and_named_in_the_first_line(file, capsys):
+def test_the_schema_is_written_to_the_same_folder_and_named_in_the_first_line(file, capsys):
     assert main(["init", str(file), "--schema"]) == 0
     assert file.read_text().splitlines()[0] == "#:schema ./omni-proxy.schema.json"
     assert (file.parent / "omni-proxy.schema.json").read_text() == schema_text()
     assert is_clean(file, capsys)
 
 
-def test_a_hyphen_is_stdout(capsys):
+def test_a_hyphen_writes_to_stdout(capsys):
     assert main(["init", "-", "--worker-urls", "http://a:1"]) == 0
     assert parse(capsys.readouterr().out).workers[0].url == "http://a:1"

@@ -25,9 +25,9 @@ key_sha256 = "{digest}"
 """
 
 
-def test_a_new_key_with_a_name_comes_with_its_entry(capsys, tmp_path):
-    words = ("--max-inflight", "4", "--tokens-per-minute", "9", "--priority", "-5")
-    assert main(["new", "--name", "team-b", *words, "--models", 'a"b', "m:é"]) == 0
+def test_a_new_key_with_a_name_is_printed_with_its_entry(capsys, tmp_path):
+    flags = ("--max-inflight", "4", "--tokens-per-minute", "9", "--priority", "-5")
+    assert main(["new", "--name", "team-b", *flags, "--models", 'a"b', "m:é"]) == 0
     out = capsys.readouterr().out
     key, entry = re.search(r"(omni-\S+)\n.*?(\[\[keys\]\].*)", out, re.DOTALL).groups()
     assert keys.CLOSES in out
@@ -38,7 +38,7 @@ def test_a_new_key_with_a_name_comes_with_its_entry(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "text"),
+    ("flags", "text"),
     [
         (("--max-inflight", "4"), "--name"),
         (("--name", 'a"b'), "letters"),
@@ -47,9 +47,9 @@ def test_a_new_key_with_a_name_comes_with_its_entry(capsys, tmp_path):
         (("--priority", "1"), "--name"),
     ],
 )
-def test_an_entry_that_would_be_refused_is_not_made(capsys, words, text):
+def test_an_invalid_entry_is_not_printed(capsys, flags, text):
     with contextlib.suppress(SystemExit):
-        assert main(["new", *words]) == 2
+        assert main(["new", *flags]) == 2
     out, err = capsys.readouterr()
     assert (out, text in err) == ("", True)
 
@@ -61,8 +61,8 @@ CALLER = {
 }  # fmt: skip
 
 
-def test_what_callers_use_is_a_table(proxy, capsys):
-    proxy.says["/keys"] = (200, {"keys": [CALLER], "refused_without_key": 0, "error": None})
+def test_usage_prints_a_table_of_callers(proxy, capsys):
+    proxy.replies["/keys"] = (200, {"keys": [CALLER], "refused_without_key": 0, "error": None})
     assert main(["usage", "--url", proxy.url]) == 0
     head, line = capsys.readouterr().out.splitlines()
     assert head.split() == list(keys._USAGE)
@@ -80,7 +80,7 @@ def test_what_callers_use_is_a_table(proxy, capsys):
         "3",
     ]
     refused = {"refused_without_key": 9, "refused_without_key_last_minute": 2}
-    proxy.says["/keys"] = (200, {"keys": [], **refused})
+    proxy.replies["/keys"] = (200, {"keys": [], **refused})
     assert main(["usage", "--url", proxy.url]) == 0
     none, keyless = capsys.readouterr().out.splitlines()
     assert "no callers" in none
@@ -88,19 +88,22 @@ def test_what_callers_use_is_a_table(proxy, capsys):
     assert main(["usage", "--url", "http://127.0.0.1:1"]) == 2
 
 
-def test_a_caller_is_added_by_the_hash_of_a_new_key(proxy, capsys):
-    proxy.says["/keys"] = (200, {"status": "ok", "name": "team-a", "key_required": True})
-    proxy.says["/feed"] = (200, {"key_required": False})
+def test_a_caller_is_added_with_the_hash_of_a_new_key(proxy, capsys):
+    proxy.replies["/keys"] = (200, {"status": "ok", "name": "team-a", "key_required": True})
+    proxy.replies["/feed"] = (200, {"key_required": False})
     assert main(["add", "team-a", "--max-inflight", "4", "--url", proxy.url]) == 0
     out = capsys.readouterr().out
     key = re.search(r"^omni-\S+$", out, re.MULTILINE)[0]
-    asked = str(proxy.asked)
-    assert (digest_of(key) in asked, key in asked) == (True, False)
+    requests = str(proxy.requests)
+    assert (digest_of(key) in requests, key in requests) == (True, False)
     assert "answer 401" in out
-    proxy.says["/keys/team%2Fa"] = (200, {"status": "ok", "name": "team/a", "key_required": False})
+    proxy.replies["/keys/team%2Fa"] = (
+        200,
+        {"status": "ok", "name": "team/a", "key_required": False},
+    )
     assert main(["remove", "team/a", "--url", proxy.url]) == 0
     assert "open to everyone" in capsys.readouterr().out
-    proxy.says["/keys"] = (409, {"error": {"message": "caller team-a already exists"}})
+    proxy.replies["/keys"] = (409, {"error": {"message": "caller team-a already exists"}})
     assert main(["add", "team-a", "--url", proxy.url]) == 2
     assert capsys.readouterr().err == "omni-proxy keys: caller team-a already exists\n"
 
@@ -111,12 +114,12 @@ def digest_of(key):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    def run(*words, key=""):
+    def run(*args, key=""):
         stdin = io.TextIOWrapper(io.BytesIO(key.encode()))
         monkeypatch.setattr(sys, "stdin", stdin)
-        status = main(words)
-        out = capsys.readouterr()
-        return status, out.out, out.err
+        status = main(args)
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
 
     return run
 
@@ -129,12 +132,12 @@ def config(tmp_path, monkeypatch):
     return str(file)
 
 
-def test_a_new_key_comes_with_its_hash_and_no_two_are_alike(run):
-    made = [json.loads(run("new", "--json")[1]) for _ in range(2)]
-    assert made[0]["key"] != made[1]["key"]
-    for each in made:
-        assert each["key_sha256"] == digest_of(each["key"])
-        assert len(each["key"]) >= 40
+def test_a_new_key_is_random_and_printed_with_its_hash(run):
+    new_keys = [json.loads(run("new", "--json")[1]) for _ in range(2)]
+    assert new_keys[0]["key"] != new_keys[1]["key"]
+    for new_key in new_keys:
+        assert new_key["key_sha256"] == digest_of(new_key["key"])
+        assert len(new_key["key"]) >= 40
     lines = dict(line.split() for line in run("new")[1].splitlines())
     assert lines["key_sha256"] == digest_of(lines["key"])
 
@@ -145,7 +148,7 @@ def test_the_hash_is_that_of_the_key_on_stdin(run, key):
 
 
 @pytest.mark.parametrize("key", ["", "\n", "two keys"])
-def test_stdin_without_one_key_is_a_usage_error_that_does_not_repeat_it(run, key):
+def test_an_invalid_key_on_stdin_is_a_usage_error_that_does_not_repeat_it(run, key):
     status, out, err = run("hash", key=key)
     assert (status, out) == (2, "")
     assert "stdin contains" in err
@@ -160,7 +163,7 @@ def test_stdin_without_one_key_is_a_usage_error_that_does_not_repeat_it(run, key
         ("server-key", "[server] api_key: all model routes; no limits"),
     ],
 )
-def test_the_owner_of_a_key_is_shown_with_what_it_may_do(run, config, key, owner):
+def test_the_owner_of_a_key_is_shown_with_its_limits(run, config, key, owner):
     status, out, _ = run("check", "--config", config, key=key)
     assert status == 0
     assert out.startswith(owner)
@@ -169,13 +172,13 @@ def test_the_owner_of_a_key_is_shown_with_what_it_may_do(run, config, key, owner
     assert body["owners"][0]["table"] == owner.split()[0]
 
 
-def test_a_key_of_nobody_is_status_1(run, config):
+def test_an_unknown_key_is_status_1(run, config):
     status, out, err = run("check", "--config", config, key="other")
     assert (status, out) == (1, "")
     assert "no entry has this key" in err
 
 
-def test_a_configuration_that_is_refused_is_status_2(run, config, monkeypatch):
+def test_a_refused_configuration_is_status_2(run, config, monkeypatch):
     monkeypatch.delenv("TEAM_A_KEY")
     status, _, err = run("check", "--config", config, key="team-key")
     assert status == 2

@@ -1,4 +1,4 @@
-"""The schema takes what the program takes, and refuses what it refuses in types and ranges."""
+"""The schema accepts what the program accepts, and refuses the same types and ranges."""
 
 import json
 import tomllib
@@ -59,32 +59,32 @@ BAD = """
 
 
 def as_toml(line):
-    """Of "[table] key = value key = value" on one line."""
-    words = line.replace("] ", "]\n", 1)
-    return words.replace('" ', '"\n')
+    """Break a line "[table] key = value key = value" into lines of TOML."""
+    text = line.replace("] ", "]\n", 1)
+    return text.replace('" ', '"\n')
 
 
 @pytest.mark.parametrize("text", [TEXT, WHOLE, GOOD, ""], ids=["example", "whole", "good", "empty"])
-def test_what_the_program_takes_is_valid(text):
+def test_a_file_that_the_program_accepts_is_valid(text):
     parse(text)
     assert [error.message for error in VALIDATOR.iter_errors(tomllib.loads(text))] == []
 
 
 @pytest.mark.parametrize("line", BAD.strip().splitlines())
-def test_what_the_program_refuses_is_invalid(line):
+def test_a_file_that_the_program_refuses_is_invalid(line):
     text = as_toml(line)
     with pytest.raises(ConfigError):
         parse(text)
     assert not VALIDATOR.is_valid(tomllib.loads(text))
 
 
-def test_keys_have_what_an_editor_shows():
+def test_keys_have_descriptions_defaults_and_choices_for_editors():
     server = json.loads(schema_text())["properties"]["server"]["properties"]
     assert "port to listen on" in server["port"]["description"]
     assert server["port"]["default"] == 30000
     assert server["half_close"]["enum"] == ["abort", "answer"]
 
 
-def test_the_command_prints_it(capsys):
+def test_the_command_prints_the_schema(capsys):
     assert main(["schema"]) == 0
     assert capsys.readouterr().out == schema_text()

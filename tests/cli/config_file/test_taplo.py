@@ -1,4 +1,4 @@
-"""What editors do with the `#:schema` line, by the program that some of them run."""
+"""The `#:schema` line works with taplo, the program that some editors run."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ def lint(tmp_path):
 
 
 @pytest.mark.parametrize("text", [TEXT, WHOLE], ids=["example", "whole"])
-def test_it_takes_a_good_file(text, tmp_path, lint):
+def test_a_valid_file_passes(text, tmp_path, lint):
     file = tmp_path / "proxy.toml"
     file.write_text(LINE + text)
     result = lint(file)
@@ -42,7 +42,7 @@ def test_it_takes_a_good_file(text, tmp_path, lint):
         ("[server]\nhalf_close = 'maybe'\n", '"abort"'),
     ],
 )
-def test_it_marks_what_is_wrong(text, reason, tmp_path, lint):
+def test_an_error_is_reported(text, reason, tmp_path, lint):
     file = tmp_path / "proxy.toml"
     file.write_text(LINE + text)
     result = lint(file)
@@ -50,7 +50,7 @@ def test_it_marks_what_is_wrong(text, reason, tmp_path, lint):
     assert reason in result.stderr
 
 
-def test_it_takes_what_init_writes(tmp_path, lint, capsys):
+def test_a_file_that_init_writes_passes(tmp_path, lint, capsys):
     file = tmp_path / "proxy.toml"
     assert main(["init", str(file), "--schema", "--worker-urls", "http://a:1"]) == 0
     result = lint(file)
@@ -59,7 +59,7 @@ def test_it_takes_what_init_writes(tmp_path, lint, capsys):
     assert "ok" in capsys.readouterr().out
 
 
-def test_the_project_file_is_written_as_its_rules_say():
+def test_pyproject_toml_is_formatted():
     root = Path(__file__).parents[3]
     command = [TAPLO, "fmt", "--check", "pyproject.toml"]
     result = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)

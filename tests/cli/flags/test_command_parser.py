@@ -13,7 +13,7 @@ def test_abbreviated_flags_are_refused_in_commands_and_subcommands(command, caps
     assert "--verb" in capsys.readouterr().err
 
 
-def test_help_wraps_a_text_without_line_breaks_and_keeps_any_other(monkeypatch):
+def test_help_wraps_texts_except_those_with_line_breaks(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     text = CommandParser(prog="p", description="word " * 20, epilog="a\n   b").format_help()
     assert max(map(len, text.splitlines())) <= 40

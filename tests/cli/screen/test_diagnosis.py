@@ -17,57 +17,63 @@ from tests.cli.feeds import AT, FEEDS, feed, point, row
 from tests.example_counts import examples
 
 
-def judged(*rows):
-    picture = feed_of(feed(*rows))
-    verdicts = diagnose(picture)
-    return [(verdicts[each.id].kind, verdicts[each.id].state) for each in picture.fleet]
+def verdicts_of(*rows):
+    snapshot = feed_of(feed(*rows))
+    verdicts = diagnose(snapshot)
+    return [(verdicts[row.id].kind, verdicts[row.id].state) for row in snapshot.fleet]
 
 
-def test_a_worker_is_slow_beside_the_others_of_its_model():
+def test_a_worker_is_slow_compared_with_others_of_its_model():
     rows = [row(f"a:{n}", model="m", first_p50_ms=100.0) for n in range(3)]
     slow = row("b:1", model="m", first_p50_ms=250.0)
     other_model = row("c:1", model="large", first_p50_ms=900.0)
-    assert judged(*rows, slow, other_model) == [
+    assert verdicts_of(*rows, slow, other_model) == [
         *[("well", "ok")] * 3,
         ("slow", "slow"),
         ("well", "ok"),
     ]
-    output = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
-    assert output.startswith("is slow: first chunk after 250 ms, the others' after 100 ms; ")
+    problem = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
+    assert problem.startswith("is slow: first chunk after 250 ms, the others' after 100 ms; ")
     slow["engine_load"] = {"waiting": 12, "kv_usage": 0.97, "state": "ok", "age_secs": 1}
-    output = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
-    assert output.endswith("; 12 wait in its engine; its KV cache is 97% full")
+    problem = diagnose(feed_of(feed(*rows, slow)))[slow["id"]].problem
+    assert problem.endswith("; 12 wait in its engine; its KV cache is 97% full")
 
 
-def test_of_two_the_slower_one_is_slow_and_a_few_ms_are_no_matter():
-    assert judged(row(first_p50_ms=10.0), row("b:1", first_p50_ms=31.0))[1][0] == "slow"
-    assert judged(row(first_p50_ms=1.0), row("b:1", first_p50_ms=9.0))[1][0] == "well"
-    assert judged(row(first_p50_ms=500.0)) == [("well", "ok")]
+def test_of_two_workers_one_can_be_slow_unless_the_difference_is_a_few_ms():
+    assert verdicts_of(row(first_p50_ms=10.0), row("b:1", first_p50_ms=31.0))[1][0] == "slow"
+    assert verdicts_of(row(first_p50_ms=1.0), row("b:1", first_p50_ms=9.0))[1][0] == "well"
+    assert verdicts_of(row(first_p50_ms=500.0)) == [("well", "ok")]
 
 
-def gaps(name, millis, **fields):
+def row_with_gap(name, millis, **fields):
     return row(name, first_p50_ms=10.0, minute={"between_p50_ms": millis}, **fields)
 
 
 def test_a_worker_is_slow_by_the_time_between_its_chunks():
-    slow = gaps("b:1", 875.0)
-    assert judged(gaps("a:1", 5.0), gaps("a:2", 5.0), slow)[2] == ("slow", "slow")
-    output = diagnose(feed_of(feed(gaps("a:1", 5.0), slow)))[slow["id"]].problem
-    assert output.startswith("is slow: 875 ms between two chunks, the others' 5.0 ms; ")
-    # Two adjacent buckets of the histogram are no difference, nor are other roles a reference.
+    slow = row_with_gap("b:1", 875.0)
+    assert verdicts_of(row_with_gap("a:1", 5.0), row_with_gap("a:2", 5.0), slow)[2] == (
+        "slow",
+        "slow",
+    )
+    problem = diagnose(feed_of(feed(row_with_gap("a:1", 5.0), slow)))[slow["id"]].problem
+    assert problem.startswith("is slow: 875 ms between two chunks, the others' 5.0 ms; ")
+    # Adjacent buckets of the histogram count as equal; workers of other roles are not compared.
     for own, others in ((37.5, 17.5), (17.5, 5.0), (1750.0, 875.0)):
-        assert judged(gaps("a:1", others), gaps("b:1", own))[1][0] == "well"
+        assert verdicts_of(row_with_gap("a:1", others), row_with_gap("b:1", own))[1][0] == "well"
     assert (
-        judged(gaps("a:1", 5.0, role="prefill"), gaps("b:1", 875.0, role="decode"))[1][0] == "well"
+        verdicts_of(
+            row_with_gap("a:1", 5.0, role="prefill"), row_with_gap("b:1", 875.0, role="decode")
+        )[1][0]
+        == "well"
     )
 
 
-def test_few_responses_neither_make_a_worker_slow_nor_a_reference():
+def test_a_worker_with_few_responses_is_neither_slow_nor_a_reference():
     few = {"first_p50_ms": 900.0, "answers": 4}
-    assert judged(row(first_p50_ms=10.0), row("b:1", **few)) == [("well", "ok")] * 2
-    assert judged(row(first_p50_ms=10.0), row("b:1", **few | {"answers": 5}))[1][0] == "slow"
+    assert verdicts_of(row(first_p50_ms=10.0), row("b:1", **few)) == [("well", "ok")] * 2
+    assert verdicts_of(row(first_p50_ms=10.0), row("b:1", **few | {"answers": 5}))[1][0] == "slow"
     quick = {"first_p50_ms": 1.0, "answers": 4}
-    assert judged(row(first_p50_ms=100.0), row("b:1", **quick)) == [("well", "ok")] * 2
+    assert verdicts_of(row(first_p50_ms=100.0), row("b:1", **quick)) == [("well", "ok")] * 2
 
 
 @pytest.mark.parametrize(
@@ -81,52 +87,52 @@ def test_few_responses_neither_make_a_worker_slow_nor_a_reference():
     ],
 )
 def test_a_worker_without_requests_is_out_or_draining(fields, kind, state):
-    assert judged(row(routable=False, **fields)) == [(kind, state)]
+    assert verdicts_of(row(routable=False, **fields)) == [(kind, state)]
 
 
-def test_a_reason_reports_for_how_long_where_it_is_known():
+def test_a_problem_has_its_duration_if_it_is_known():
     out = row(routable=False, health="dead", why="dead: gone", since="2026-11-21T18:48:00+00:00")
     assert diagnose(feed_of(feed(out)))[out["id"]].problem == "dead: gone (for 12 min)"
 
 
-def test_a_twentieth_of_errors_is_failing():
-    assert judged(row(rate=10.0, errors=29)) == [("well", "ok")]
-    assert judged(row(rate=10.0, errors=30)) == [("failing", "failing")]
+def test_a_worker_with_5_percent_errors_is_failing():
+    assert verdicts_of(row(rate=10.0, errors=29)) == [("well", "ok")]
+    assert verdicts_of(row(rate=10.0, errors=30)) == [("failing", "failing")]
 
 
 def test_silence_is_reported_before_latency():
     silent = row("a:1", in_flight=6, silent_secs=31.0, first_p50_ms=10.0, model="m")
-    picture = feed_of(feed(silent, row("b:1", first_p50_ms=900.0, model="m")))
-    first, second = diagnose(picture).values()
+    snapshot = feed_of(feed(silent, row("b:1", first_p50_ms=900.0, model="m")))
+    first, second = diagnose(snapshot).values()
     assert (first.kind, first.state) == ("slow", "silent")
     assert first.problem == "is silent: 6 in flight, no response data for 31 s"
     assert second.state == "slow"
 
 
-def test_urgent_rows_are_first_then_busy_ones():
+def test_rows_are_sorted_by_urgency_then_by_load():
     rows = [
         row("idle:1"), row("busy:1", in_flight=5), row("dead:1", routable=False, health="dead"),
         row("off:1", routable=False, disabled=True), row("bad:1", errors=9),
     ]  # fmt: skip
-    picture = feed_of(feed(*rows))
-    ordered = [each.name for each in sort_by_urgency(picture, diagnose(picture))]
+    snapshot = feed_of(feed(*rows))
+    ordered = [row.name for row in sort_by_urgency(snapshot, diagnose(snapshot))]
     assert ordered == ["dead:1", "bad:1", "off:1", "busy:1", "idle:1"]
 
 
-def test_the_last_minute_is_what_ended_in_it():
+def test_the_last_minute_is_the_sum_of_60_points():
     points = [point(at, requests=1, errors=at % 2) for at in range(100)]
     assert last_minute(feed_of(feed(history=points)).history) == (60, 30)
     assert last_minute(()) == (0, 0)
 
 
-def test_a_reload_is_reported_with_what_it_changed():
+def test_a_reload_is_described_with_its_changes():
     diff = {
         "changed": {"routing.policy": ["random", "least_request"], "x": [1, 2], "y": [1, 2]},
         "workers": {"added": ["http://b"], "removed": [], "changed": {}},
     }
     at = "2026-11-21T18:55:00+00:00"
-    reported = {"outcome": "applied", "source": "file", "at": at, "diff": diff}
-    assert describe_reload(reported, parse_time(AT)) == (
+    reload = {"outcome": "applied", "source": "file", "at": at, "diff": diff}
+    assert describe_reload(reload, parse_time(AT)) == (
         "applied by file, 5 min ago: routing.policy random -> least_request; x 1 -> 2; y 1 -> 2; "
         "1 more"
     )
@@ -142,8 +148,8 @@ def test_a_refused_file_is_reported_with_its_first_problem():
     first = {"path": "server.prot", "line": 2, "reason": "unknown key", "hint": hint}
     problems = [first, {"path": "x"}]
     error = {"message": "m", "file": "p.toml", "problems": problems}
-    reported = {"outcome": "refused", "source": "SIGHUP", "at": AT, "error": error}
-    assert describe_reload(reported, parse_time(AT)) == (
+    reload = {"outcome": "refused", "source": "SIGHUP", "at": AT, "error": error}
+    assert describe_reload(reload, parse_time(AT)) == (
         "refused by SIGHUP, 0 s ago; the previous configuration stays: "
         "p.toml line 2 server.prot: unknown key; did you mean `port`? (and 1 more)"
     )
@@ -161,8 +167,8 @@ SYNC = {
 
 
 def test_a_sync_is_shown_with_owner_step_and_pending_members():
-    reported = describe_weights(feed_of(feed(weights={"sync": SYNC})))
-    assert reported == (
+    text = describe_weights(feed_of(feed(weights={"sync": SYNC})))
+    assert text == (
         "sync: g at h:1 of trl, committing for 3 s, begun 12 s ago, waiting for http://b"
     )
     armed = SYNC | {"state": "armed", "members": [{"member": "http://a", "progress": "idle"}]}
@@ -184,27 +190,27 @@ def test_weights_are_reported_by_their_versions():
 
 @settings(max_examples=examples(50))
 @given(FEEDS)
-def test_any_feed_can_be_diagnosed(reported):
-    picture = read_feed(json.dumps(reported))
-    verdicts = diagnose(picture)
-    assert len(sort_by_urgency(picture, verdicts)) == len(picture.fleet)
-    for words in (
-        describe_reload(picture.last_reload, parse_time(picture.at)),
-        describe_weights(picture),
+def test_any_feed_can_be_diagnosed(content):
+    snapshot = read_feed(json.dumps(content))
+    verdicts = diagnose(snapshot)
+    assert len(sort_by_urgency(snapshot, verdicts)) == len(snapshot.fleet)
+    for text in (
+        describe_reload(snapshot.last_reload, parse_time(snapshot.at)),
+        describe_weights(snapshot),
     ):
-        assert words.isprintable()
+        assert text.isprintable()
     for verdict in verdicts.values():
         assert f"{verdict.state}{verdict.problem}".isprintable()
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"[]", b"\xff", b'{"at": 1}'])
-def test_what_is_no_feed_is_refused(text):
+def test_an_invalid_feed_is_refused(text):
     with pytest.raises(AdminClientError, match="not a snapshot"):
         read_feed(text)
 
 
-def test_an_overloaded_worker_is_shown_with_what_its_engine_reports():
-    picture = feed_of(feed(row("a:1", overloaded="9 requests wait in its engine"), row("b:1")))
-    (first,) = (found for found in diagnose(picture).values() if found.kind != "well")
+def test_an_overloaded_worker_is_shown_with_the_reason_of_its_engine():
+    snapshot = feed_of(feed(row("a:1", overloaded="9 requests wait in its engine"), row("b:1")))
+    (first,) = (verdict for verdict in diagnose(snapshot).values() if verdict.kind != "well")
     assert (first.kind, first.state) == ("slow", "overloaded")
     assert first.problem == "is overloaded: 9 requests wait in its engine"

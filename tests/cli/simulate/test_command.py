@@ -10,11 +10,11 @@ from omni_proxy.config.fields import POLICIES
 
 def run(capsys, *args):
     status = main(["simulate", *args])
-    shown = capsys.readouterr()
-    return status, shown.out, shown.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
-def found(capsys, *args):
+def simulate(capsys, *args):
     status, out, err = run(capsys, *args, "--json")
     assert (status, err) == (0, "")
     return json.loads(out)
@@ -23,46 +23,46 @@ def found(capsys, *args):
 SMALL = ("--workload", "shared", "--requests", "60", "--workers", "3")
 
 
-def test_all_policies_are_run_in_their_order_without_a_configuration(capsys):
-    result = found(capsys, *SMALL)
-    assert [each["policy"] for each in result["runs"]] == list(POLICIES)
+def test_without_a_configuration_all_policies_are_run_in_order(capsys):
+    result = simulate(capsys, *SMALL)
+    assert [run["policy"] for run in result["runs"]] == list(POLICIES)
     assert (result["seed"], result["workers"]) == (0, 3)
     assert result["workload"]["requests"] == 60
-    for each in result["runs"]:
-        assert each["completed"] + each["failed"] == each["requests"] == 60
+    for row in result["runs"]:
+        assert row["completed"] + row["failed"] == row["requests"] == 60
 
 
 def test_equal_arguments_give_equal_figures(capsys):
     def figures(*args):
-        result = found(capsys, *SMALL, *args)
+        result = simulate(capsys, *SMALL, *args)
         return {key: value for key, value in result.items() if "wall" not in key}
 
     assert figures("--policies", "random") == figures("--policies", "random")
     assert figures("--policies", "random") != figures("--policies", "random", "--seed", "1")
 
 
-def test_the_configuration_decides_policy_workers_and_rules(capsys, tmp_path):
+def test_policy_workers_and_limits_are_those_of_the_configuration(capsys, tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text(
         '[server]\nmax_inflight = 1\n[routing]\npolicy = "least_request"\n'
         '[[workers]]\nurl = "http://10.0.0.1:1"\n[[workers]]\nurl = "http://10.0.0.2:1"\n'
     )
-    result = found(capsys, "--workload", "rollouts", "--requests", "20", "--config", str(file))
+    result = simulate(capsys, "--workload", "rollouts", "--requests", "20", "--config", str(file))
     assert result["workers"] == 2
-    assert [each["policy"] for each in result["runs"]] == ["least_request"]
-    assert result["runs"][0]["failed"] == 19  # all come at once, and one may be in flight
+    assert [run["policy"] for run in result["runs"]] == ["least_request"]
+    assert result["runs"][0]["failed"] == 19  # all arrive at once, and only one may be in flight
 
 
-def test_swept_values_are_run_under_each_policy(capsys):
-    result = found(
+def test_swept_values_are_run_with_each_policy(capsys):
+    result = simulate(
         capsys, *SMALL, "--policies", "cache_aware,prefix_hash",
         "--sweep", "routing.cache_aware.cache_threshold=0.2,0.9",
         "--sweep", "server.queue_size=0,5",
     )  # fmt: skip
     threshold, queue = "routing.cache_aware.cache_threshold", "server.queue_size"
     assert [
-        (each["policy"], each["settings"][threshold], each["settings"][queue])
-        for each in result["runs"]
+        (run["policy"], run["settings"][threshold], run["settings"][queue])
+        for run in result["runs"]
     ] == [
         (policy, share, size)
         for policy in ("cache_aware", "prefix_hash")
@@ -71,10 +71,10 @@ def test_swept_values_are_run_under_each_policy(capsys):
     ]
 
 
-def test_the_table_and_the_picture(capsys, tmp_path):
-    picture = tmp_path / "policies.svg"
+def test_the_table_and_the_plot(capsys, tmp_path):
+    plot = tmp_path / "policies.svg"
     status, out, _ = run(
-        capsys, *SMALL, "--policies", "random,cache_aware", "--plot", str(picture),
+        capsys, *SMALL, "--policies", "random,cache_aware", "--plot", str(plot),
         "--deadline-ms", "500", "--fault", "slow:0@1x3",
     )  # fmt: skip
     assert status == 0
@@ -82,31 +82,31 @@ def test_the_table_and_the_picture(capsys, tmp_path):
     assert "best possible hit rate" in lines[1]
     assert [line.split()[0] for line in lines[-3:]] == ["POLICY", "random", "cache_aware"]
     assert lines[-3].endswith("GOODPUT/s")
-    assert ">cache_aware</text>" in picture.read_text()
+    assert ">cache_aware</text>" in plot.read_text()
 
 
 def test_a_trace_is_replayed(capsys, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         "".join(
-            f'{{"timestamp": {place * 1000}, "input_length": 600, "output_length": 5, '
-            f'"hash_ids": [0, {place}]}}\n'
-            for place in range(1, 5)
+            f'{{"timestamp": {number * 1000}, "input_length": 600, "output_length": 5, '
+            f'"hash_ids": [0, {number}]}}\n'
+            for number in range(1, 5)
         )
     )
-    result = found(capsys, "--trace", str(trace), "--workers", "1", "--policies", "random")
+    result = simulate(capsys, "--trace", str(trace), "--workers", "1", "--policies", "random")
     assert result["workload"]["best_possible_hit_rate"] == pytest.approx(3 / 8)
-    words = ("--trace", str(trace), "--policies", "random")
-    assert "best possible hit rate 37.5 %, of tokens 64.0 %: " in run(capsys, *words)[1]
+    flags = ("--trace", str(trace), "--policies", "random")
+    assert "best possible hit rate 37.5 %, of tokens 64.0 %: " in run(capsys, *flags)[1]
     assert result["runs"][0]["hit_rate"] == pytest.approx(3 / 8)
 
 
 def test_sources_are_swept_with_lost_events(capsys):
-    result = found(
+    result = simulate(
         capsys, *SMALL, "--policies", "cache_aware", "--fault", "lose_events:0.5",
         "--sweep", "routing.cache_aware.source=inferred,events",
     )  # fmt: skip
-    assert [each["completed"] for each in result["runs"]] == [60, 60]
+    assert [run["completed"] for run in result["runs"]] == [60, 60]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_sources_are_swept_with_lost_events(capsys):
         ((*SMALL, "--calibrate", "http://127.0.0.1:9"), "http://127.0.0.1:9/v1/models: "),
     ],
 )
-def test_bad_input_is_refused_with_its_reason(capsys, args, expected):
+def test_invalid_input_is_refused_with_its_reason(capsys, args, expected):
     status, out, err = run(capsys, *args)
     assert (status, out) == (2, "")
     assert expected in err
@@ -135,9 +135,9 @@ def test_bad_input_is_refused_with_its_reason(capsys, args, expected):
     "args", [(), ("--workload", "naps"), (*SMALL, "--workers", "0"), (*SMALL, "--kv-tokens", "-1")]
 )
 def test_usage_errors(capsys, args):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         run(capsys, *args)
-    assert ended.value.code == 2
+    assert exited.value.code == 2
 
 
 def test_roles_and_ranks_are_refused(capsys, tmp_path):
@@ -149,8 +149,8 @@ def test_roles_and_ranks_are_refused(capsys, tmp_path):
 
 
 def test_failures_and_keys_without_effect_are_listed_below_the_table(capsys):
-    words = ("--policies", "random", "--kv-tokens", "1")
-    status, out, _ = run(capsys, *SMALL, *words, "--sweep", "server.port=1,2")
+    flags = ("--policies", "random", "--kv-tokens", "1")
+    status, out, _ = run(capsys, *SMALL, *flags, "--sweep", "server.port=1,2")
     assert status == 0
     assert "failed: 120 the request is longer than the KV memory" in out
     assert "no figure depends on server.port here" in out
@@ -159,7 +159,7 @@ def test_failures_and_keys_without_effect_are_listed_below_the_table(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("flags", "reason"),
     [
         (("--plot", "/nowhere/at/all.svg"), "there is no directory /nowhere/at"),
         (("--plot", "/"), "--plot /: is a directory"),
@@ -168,8 +168,8 @@ def test_failures_and_keys_without_effect_are_listed_below_the_table(capsys):
         (("--policies", "random,foo"), 'defaults with policy foo:2: routing.policy: "foo"'),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_simulated(capsys, monkeypatch, words, named):
+def test_invalid_input_is_refused_before_the_simulation(capsys, monkeypatch, flags, reason):
     monkeypatch.setattr("omni_proxy.cli.simulate.command.Simulation", None)
-    status, out, err = run(capsys, *SMALL, *words)
+    status, out, err = run(capsys, *SMALL, *flags)
     assert (status, out) == (2, "")
-    assert named in err
+    assert reason in err

@@ -13,22 +13,22 @@ PATIENCE_SECS = 60
 
 
 class Feed:
-    """A feed that says what it is told to say, then ends."""
+    """A feed that sends the events of `connections`, one list for each connection."""
 
     def __init__(self):
         self.connections = []
-        self.asked = 0
+        self.requests = 0
 
 
 @pytest.fixture
 def stream(monkeypatch):
     monkeypatch.setattr(follower, "RETRY_SECS", (0.01,))
-    made = Feed()
+    feed_server = Feed()
 
-    class Answers(Quiet):
+    class Handler(Quiet):
         def do_GET(self):
-            made.asked += 1
-            events = made.connections.pop(0) if made.connections else None
+            feed_server.requests += 1
+            events = feed_server.connections.pop(0) if feed_server.connections else None
             if events is None:
                 self.send_error(503)
                 return
@@ -39,54 +39,54 @@ def stream(monkeypatch):
                 text = event if isinstance(event, str) else json.dumps(event)
                 self.wfile.write(f"data: {text}\n\n".encode())
 
-    with served(Answers) as made.url:
-        yield made
+    with served(Handler) as feed_server.url:
+        yield feed_server
 
 
 @pytest.fixture
-def listening(stream):
+def follow(stream):
     snapshots = threading.Event()
-    listener = FeedFollower(AdminTarget(stream.url), snapshots.set)
+    created = FeedFollower(AdminTarget(stream.url), snapshots.set)
 
     def until(holds):
-        while not holds(heard := listener.status()):
-            assert snapshots.wait(PATIENCE_SECS), heard
+        while not holds(status := created.status()):
+            assert snapshots.wait(PATIENCE_SECS), status
             snapshots.clear()
-        return heard
+        return status
 
-    listener.until = until
-    yield listener
-    listener.stop(PATIENCE_SECS)
+    created.until = until
+    yield created
+    created.stop(PATIENCE_SECS)
 
 
-def test_pictures_are_kept_with_the_history_of_all_of_them(stream, listening):
+def test_the_last_snapshot_is_kept_with_the_history_of_all(stream, follow):
     stream.connections = [
         [feed(row(), history=[point(1), point(2)]), feed(row(), revision=4, history=[point(3)])]
     ]
-    listening.start()
-    heard = listening.until(lambda heard: heard.feed and heard.feed.revision == 4)
-    assert [each.at for each in heard.history] == [1, 2, 3]
+    follow.start()
+    status = follow.until(lambda status: status.feed and status.feed.revision == 4)
+    assert [point.at for point in status.history] == [1, 2, 3]
 
 
-def test_a_lost_feed_is_reported_and_followed_again_with_its_whole_history(stream, listening):
+def test_a_lost_feed_is_reported_and_reconnected_with_a_new_history(stream, follow):
     stream.connections = [
         [feed(row(), history=[point(1)])],
         [feed(row(), revision=9, history=[point(7)])],
     ]
-    listening.start()
-    heard = listening.until(lambda heard: heard.feed and heard.feed.revision == 9)
-    assert [each.at for each in heard.history] == [7]
-    heard = listening.until(lambda heard: "omni-proxy" in heard.lost)
-    assert heard.feed.revision == 9  # the last picture stays
-    assert stream.asked > 2
+    follow.start()
+    status = follow.until(lambda status: status.feed and status.feed.revision == 9)
+    assert [point.at for point in status.history] == [7]
+    status = follow.until(lambda status: "omni-proxy" in status.lost)
+    assert status.feed.revision == 9  # the last snapshot stays
+    assert stream.requests > 2
 
 
-def test_nonsense_in_the_feed_is_a_lost_feed(stream, listening):
+def test_an_invalid_event_is_a_lost_feed(stream, follow):
     stream.connections = [["{}"]]
-    listening.start()
-    listening.until(lambda heard: "not a snapshot" in heard.lost)
+    follow.start()
+    follow.until(lambda status: "not a snapshot" in status.lost)
 
 
-def test_before_the_first_snapshot_it_shows_that():
-    heard = FeedFollower(AdminTarget("http://127.0.0.1:1"), lambda: None).status()
-    assert (heard.feed, heard.history, heard.lost) == (None, (), "not connected yet")
+def test_before_the_first_snapshot_the_feed_is_not_connected():
+    status = FeedFollower(AdminTarget("http://127.0.0.1:1"), lambda: None).status()
+    assert (status.feed, status.history, status.lost) == (None, (), "not connected yet")

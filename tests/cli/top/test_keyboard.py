@@ -26,27 +26,27 @@ from omni_proxy.cli.top.view import Click
         (b"", []),
     ],
 )
-def test_bytes_are_keys(typed, keys):
+def test_bytes_are_parsed_as_keys(typed, keys):
     assert parse_keys(typed) == keys
 
 
 @given(st.binary(max_size=40))
-def test_no_bytes_are_too_odd(typed):
+def test_any_bytes_can_be_parsed(typed):
     assert all(isinstance(key, Click) or key.isprintable() for key in parse_keys(typed))
 
 
-def test_the_terminal_is_given_back_as_it_was():
-    ours, theirs = pty.openpty()
-    before = termios.tcgetattr(theirs)
-    with raw_keyboard(theirs):
-        assert not termios.tcgetattr(theirs)[3] & (termios.ICANON | termios.ECHO | termios.ISIG)
-        os.write(ours, b"\x03")
-        assert os.read(theirs, 10) == b"\x03"
-    assert termios.tcgetattr(theirs) == before
-    os.close(ours)
-    os.close(theirs)
+def test_the_terminal_settings_are_restored():
+    master, terminal = pty.openpty()
+    before = termios.tcgetattr(terminal)
+    with raw_keyboard(terminal):
+        assert not termios.tcgetattr(terminal)[3] & (termios.ICANON | termios.ECHO | termios.ISIG)
+        os.write(master, b"\x03")
+        assert os.read(terminal, 10) == b"\x03"
+    assert termios.tcgetattr(terminal) == before
+    os.close(master)
+    os.close(terminal)
 
 
-def test_what_is_no_terminal_is_an_oserror(tmp_path):
+def test_a_file_that_is_not_a_terminal_is_an_oserror(tmp_path):
     with (tmp_path / "x").open("w") as file, pytest.raises(OSError), raw_keyboard(file.fileno()):
         pass

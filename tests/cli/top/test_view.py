@@ -9,31 +9,31 @@ from tests.cli.feeds import feed, row
 from tests.example_counts import examples
 
 
-def shown(*rows):
+def view_of(*rows):
     view = TopView()
     view.show(feed_of(feed(*rows)))
     return view
 
 
 def names(view):
-    return [each.name for each in view.rows]
+    return [row.name for row in view.rows]
 
 
 @pytest.fixture
 def three():
-    return shown(
+    return view_of(
         row("a:1", first_p50_ms=5.0, in_flight=1),
         row("b:1", first_p50_ms=None, in_flight=9),
         row("c:1", first_p50_ms=9.0, errors=7),
     )
 
 
-def test_troubled_rows_are_first_then_busy_ones(three):
+def test_rows_with_problems_are_first_then_busy_ones(three):
     assert names(three) == ["c:1", "b:1", "a:1"]
     assert three.row.name == "c:1"
 
 
-def test_columns_sort_the_greatest_first_and_what_is_not_known_last(three):
+def test_columns_sort_the_greatest_first_and_unknown_values_last(three):
     for _ in range([name for name, _, _ in ORDERS].index("P50")):
         assert three.press("right") is None
     assert names(three) == ["c:1", "a:1", "b:1"]
@@ -42,7 +42,7 @@ def test_columns_sort_the_greatest_first_and_what_is_not_known_last(three):
     assert three.row.name == "a:1"
 
 
-def test_only_those_in_trouble_can_be_looked_at(three):
+def test_rows_without_problems_can_be_hidden(three):
     three.press("o")
     assert names(three) == ["c:1"]
     three.press("o")
@@ -58,7 +58,7 @@ def test_a_change_needs_a_confirmation(three, key, action):
     assert three.pending == PendingAction(action, three.row.id, "b:1")
     assert three.press("y") == PendingAction(action, "http%3A%2F%2Fb:1", "b:1")
     assert three.press(key) is None
-    assert three.press("q") is None  # a no, and no leave
+    assert three.press("q") is None  # means no, and does not quit
     assert three.pending is None
     assert three.message == "cancelled"
     assert three.press("q") == QUIT
@@ -70,7 +70,7 @@ def test_a_confirmed_action_applies_to_the_worker_it_was_requested_for(three):
     assert three.press("y").called == "c:1"
 
 
-def test_a_search_narrows_the_rows_while_it_is_typed(three):
+def test_a_search_filters_the_rows_while_it_is_typed(three):
     for key in "/B:":
         assert three.press(key) is None
     assert names(three) == ["b:1"]
@@ -87,20 +87,20 @@ def test_a_search_narrows_the_rows_while_it_is_typed(three):
     assert three.row.name == "b:1"
 
 
-def test_a_search_finds_models_and_states_and_lasts_over_snapshots():
+def test_a_search_matches_models_and_states_and_stays_over_snapshots():
     rows = [row("a:1", model="qwen"), row("b:1", routable=False, health="dead")]
-    view = shown(*rows)
+    view = view_of(*rows)
     for key in ("/", *"dea", "enter"):
         view.press(key)
     assert names(view) == ["b:1"]
     view.show(feed_of(feed(*rows, row("c:1", routable=False, health="dead"))))
     assert names(view) == ["b:1", "c:1"]
     for key in ("escape", "/", *"QWE", "escape", "q"):
-        reported = view.press(key)
-    assert reported == QUIT
+        result = view.press(key)
+    assert result == QUIT
 
 
-def test_help_is_closed_by_any_key_which_does_nothing_else(three):
+def test_any_key_closes_the_help_and_does_nothing_else(three):
     three.press("?")
     assert three.help_open
     assert three.press("d") is None
@@ -125,7 +125,7 @@ def test_a_click_selects_a_row_or_sorts_by_a_title(three):
     assert (three.order, three.selected) == before
 
 
-def test_a_click_confirms_nothing(three):
+def test_a_click_cancels_a_pending_action(three):
     three.press("d")
     assert three.press(Click(0, 0)) is None
     assert (three.pending, three.message) == (None, "cancelled")
@@ -139,14 +139,14 @@ def test_the_wheel_moves_the_selection(three):
 
 
 def test_an_empty_fleet_has_no_action():
-    view = shown()
+    view = view_of()
     view.press("d")
     assert (view.pending, view.row) == (None, None)
     assert "no worker" in view.message
 
 
-class Looking(RuleBasedStateMachine):
-    """A fleet that comes and goes under a person who presses keys."""
+class ViewMachine(RuleBasedStateMachine):
+    """Random snapshots of a fleet, and random keys."""
 
     @initialize()
     def begin(self):
@@ -157,7 +157,7 @@ class Looking(RuleBasedStateMachine):
         before = self.view.selected
         rows = [row(f"h{n}:1", in_flight=n % (busy + 1), errors=n % 7) for n in range(count)]
         self.view.show(feed_of(feed(*rows)))
-        if before in {each.id for each in self.view.rows}:
+        if before in {row.id for row in self.view.rows}:
             assert self.view.selected == before
 
     @rule(key=st.sampled_from(
@@ -174,10 +174,10 @@ class Looking(RuleBasedStateMachine):
         assert self.view.first <= max(0, len(self.view.rows) - self.view.page_rows)
 
     @invariant()
-    def somebody_is_chosen_where_somebody_is(self):
+    def a_row_is_selected_if_there_is_one(self):
         if hasattr(self, "view") and self.view.rows:
             assert self.view.row.id == self.view.selected
 
 
-TestLooking = Looking.TestCase
-TestLooking.settings = settings(max_examples=examples(30), stateful_step_count=20)
+TestView = ViewMachine.TestCase
+TestView.settings = settings(max_examples=examples(30), stateful_step_count=20)
