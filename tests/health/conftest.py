@@ -8,7 +8,7 @@ from tests.health.prober_fixture import build_prober_fixture
 
 
 @pytest.fixture
-def world():
+def health():
     return build_prober_fixture()
 
 
@@ -20,27 +20,27 @@ def probes(monkeypatch):
         reply = staticmethod(lambda request: httpx.Response(200))
         closed = 0
 
-    seen = Probes()
+    recorded = Probes()
 
     async def answer(request):
-        seen.append((trio.current_time(), request.url.host))
-        reply = seen.reply(request)
+        recorded.append((trio.current_time(), request.url.host))
+        reply = recorded.reply(request)
         return await reply if hasattr(reply, "__await__") else reply
 
     class Client(httpx.AsyncClient):
         async def aclose(self):
-            seen.closed += 1
+            recorded.closed += 1
             await super().aclose()
 
     def open_client(worker):
         return Client(transport=httpx.MockTransport(streamed(answer)), timeout=None)
 
     monkeypatch.setattr(client, "open_client", open_client)
-    return seen
+    return recorded
 
 
 def streamed(answer):
-    """httpx reads in-memory bodies at once; the prober streams them."""
+    """Make the body a stream: httpx reads in-memory bodies at once, but the prober streams."""
 
     async def respond(request):
         response = await answer(request)

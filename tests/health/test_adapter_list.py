@@ -26,12 +26,12 @@ BASE = {"id": "base", "owned_by": "vllm", "root": "/models/base", "parent": None
 LORA = {"id": "sql", "owned_by": "vllm", "root": "/loras/sql", "parent": "base"}
 
 
-def test_of_vllm_an_adapters_own_name_counts():
+def test_an_adapter_of_vllm_has_its_own_name():
     names = reported_adapters(result_of([BASE, LORA]), "base")
     assert names == ("sql", "base:sql", ":sql")
 
 
-def test_of_sglang_only_the_name_with_its_model_counts():
+def test_an_adapter_of_sglang_has_only_names_with_its_model():
     cards = [BASE | {"owned_by": "sglang"}, LORA | {"owned_by": "sglang"}]
     assert reported_adapters(result_of(cards), "served") == ("base:sql", "served:sql", ":sql")
     assert reported_adapters(result_of(cards), None) == ("base:sql", ":sql")
@@ -40,38 +40,38 @@ def test_of_sglang_only_the_name_with_its_model_counts():
 @pytest.mark.parametrize(
     "card", [3, {}, {"id": "x"}, {"id": 3, "parent": "b"}, {"id": "a\n", "parent": "b"}]
 )
-def test_what_is_no_adapter_is_left_out(card):
+def test_an_invalid_adapter_is_ignored(card):
     assert reported_adapters(result_of([BASE, card]), "base") == ()
 
 
 @pytest.mark.parametrize("body", [b"no json", b"[]", b'{"data": 3}'])
-def test_what_is_no_list_says_nothing(body):
+def test_an_invalid_list_is_unknown(body):
     assert reported_adapters(result_of(body), "base") is None
     assert reported_adapters(result_of([LORA], status=500), "base") is None
 
 
-def test_their_number_is_bounded():
+def test_the_number_of_adapters_is_bounded():
     cards = [LORA | {"id": f"a{n}"} for n in range(MAX_ADAPTERS + 5)]
     assert len(reported_adapters(result_of(cards), None)) == 3 * MAX_ADAPTERS
 
 
 @pytest.fixture
 def replies(monkeypatch):
-    """The list of each worker, by URL."""
-    made, calls = {}, []
+    """The model cards of each worker, by URL; under "calls", the URLs that were called."""
+    cards_by_url, calls = {}, []
 
     async def call_worker(worker, call):
         await trio.lowlevel.checkpoint()
         calls.append(worker.url)
-        cards = made.get(worker.url)
+        cards = cards_by_url.get(worker.url)
         return result_of(cards) if cards is not None else result_of(b"", 503)
 
     monkeypatch.setattr(engine_pages, "call_worker", call_worker)
-    made["calls"] = calls
-    return made
+    cards_by_url["calls"] = calls
+    return cards_by_url
 
 
-async def started(nursery, *entries):
+async def start_reader(nursery, *entries):
     fleet = fleet_of(*entries, healthy=False)
     adapters = AdapterList(fleet)
     pages = EnginePages(fleet, [adapters])
@@ -79,9 +79,9 @@ async def started(nursery, *entries):
     return fleet, partial(pages.refresh, adapters)
 
 
-async def test_a_worker_that_gets_healthy_is_asked_and_others_are_not(nursery, replies):
+async def test_the_list_is_read_when_a_worker_with_auto_becomes_healthy(nursery, replies):
     replies["http://a:1"] = [BASE, LORA]
-    fleet, _ = await started(
+    fleet, _ = await start_reader(
         nursery, entry("a", model="base", loras="auto"), entry("b", model="base", loras=("x",))
     )
     assert replies["calls"] == []
@@ -93,22 +93,22 @@ async def test_a_worker_that_gets_healthy_is_asked_and_others_are_not(nursery, r
     assert [w.display_id for w in fleet.candidates("x", 0)] == ["b:1"]
 
 
-async def test_a_return_of_the_worker_reads_its_list_anew(nursery, replies):
+async def test_the_list_is_read_again_after_a_restart(nursery, replies):
     replies["http://a:1"] = [BASE, LORA]
-    fleet, _ = await started(nursery, entry("a", model="base", loras="auto"))
+    fleet, _ = await start_reader(nursery, entry("a", model="base", loras="auto"))
     (worker,) = fleet.workers
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     replies["http://a:1"] = [BASE, LORA | {"id": "new"}]
-    fleet.cache_cleared(worker)  # another process answers
+    fleet.cache_cleared(worker)  # another process has the address
     await wait_all_tasks_blocked()
     assert fleet.candidates("new", 0) == [worker]
     assert fleet.candidates("sql", 0) == []
 
 
-async def test_a_failed_read_keeps_what_is_known_and_is_repeated(nursery, replies, autojump_clock):
+async def test_a_failed_read_keeps_the_known_list_and_is_repeated(nursery, replies, autojump_clock):
     replies["http://a:1"] = [BASE, LORA]
-    fleet, _ = await started(nursery, entry("a", model="base", loras="auto"))
+    fleet, _ = await start_reader(nursery, entry("a", model="base", loras="auto"))
     (worker,) = fleet.workers
     heal(fleet, worker)
     await trio.sleep(0.1)
@@ -121,9 +121,11 @@ async def test_a_failed_read_keeps_what_is_known_and_is_repeated(nursery, replie
     assert fleet.candidates("sql", 0) == []
 
 
-async def test_what_is_loaded_at_the_engine_itself_is_found_later(nursery, replies, autojump_clock):
+async def test_an_adapter_that_the_engine_loads_later_is_found_at_a_refresh(
+    nursery, replies, autojump_clock
+):
     replies["http://a:1"] = [BASE]
-    fleet, _ = await started(nursery, entry("a", model="base", loras="auto"))
+    fleet, _ = await start_reader(nursery, entry("a", model="base", loras="auto"))
     heal(fleet, fleet.workers[0])
     await trio.sleep(0.1)
     replies["http://a:1"] = [BASE, LORA]
@@ -131,9 +133,9 @@ async def test_what_is_loaded_at_the_engine_itself_is_found_later(nursery, repli
     assert fleet.candidates("sql", 0) == fleet.workers
 
 
-async def test_a_refresh_returns_when_the_names_are_known(nursery, replies):
+async def test_a_refresh_returns_after_the_list_is_read(nursery, replies):
     replies["http://a:1"] = [BASE]
-    fleet, refresh = await started(nursery, entry("a", model="base", loras="auto"))
+    fleet, refresh = await start_reader(nursery, entry("a", model="base", loras="auto"))
     heal(fleet, fleet.workers[0])
     await wait_all_tasks_blocked()
     replies["http://a:1"] = [BASE, LORA]

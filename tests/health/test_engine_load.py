@@ -21,8 +21,8 @@ def records(**load):
     return (200, json.dumps({"loads": [load]}).encode())
 
 
-class Polled:
-    """A fleet of one engine; `replies` by path, None for no connection; `calls` are those made."""
+class PolledEngine:
+    """A fleet of one engine; `replies` by path, None for no connection; `calls`: the paths called."""
 
     def __init__(self, monkeypatch, nursery):
         self.replies, self.calls, self.poll_secs = {}, [], 1.0
@@ -51,7 +51,7 @@ class Polled:
 
 @pytest.fixture
 def polled(monkeypatch, nursery):
-    return Polled(monkeypatch, nursery)
+    return PolledEngine(monkeypatch, nursery)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def polled(monkeypatch, nursery):
         ("/prometheus/metrics", (200, b"trtllm_num_requests_waiting 1\n"), (1.0, None)),
     ],
 )
-async def test_the_page_that_an_engine_has_is_found_and_read_again(
+async def test_the_page_with_the_load_is_found_and_polled(
     polled, autojump_clock, path, reply, report
 ):
     polled.replies[path] = reply
@@ -81,9 +81,7 @@ async def test_a_page_of_several_engines_is_split_over_the_ranks(polled):
     assert ranks == [LoadReport(3.0, 0.5), LoadReport(1.0, None)]
 
 
-async def test_nothing_is_asked_until_an_interval_is_set_and_then_at_that_interval(
-    polled, autojump_clock
-):
+async def test_polling_starts_when_an_interval_is_set(polled, autojump_clock):
     polled.replies["/v1/loads"] = records(num_waiting_reqs=2)
     polled.poll_secs = 0.0
     await polled.start()
@@ -102,7 +100,7 @@ async def test_nothing_is_asked_until_an_interval_is_set_and_then_at_that_interv
     assert len(polled.calls) == 5
 
 
-async def test_an_engine_that_reports_nothing_is_asked_rarely(polled, autojump_clock):
+async def test_an_engine_without_a_load_is_called_rarely(polled, autojump_clock):
     polled.replies["/metrics"] = (200, b"up 1\n")
     await polled.start()
     await trio.sleep(SILENT_SECS - 1)
@@ -112,7 +110,7 @@ async def test_an_engine_that_reports_nothing_is_asked_rarely(polled, autojump_c
 
 
 @pytest.mark.parametrize("reply", [None, (503, b""), (200, b"[]")])
-async def test_an_engine_that_reports_nothing_any_more_is_asked_again_soon(
+async def test_an_engine_whose_load_is_missing_now_is_called_again_soon(
     polled, autojump_clock, reply
 ):
     polled.replies["/v1/loads"] = records(num_waiting_reqs=2)
@@ -127,15 +125,15 @@ async def test_an_engine_that_reports_nothing_any_more_is_asked_again_soon(
     assert polled.report == LoadReport(7.0, None)
 
 
-async def test_others_have_their_turn_while_a_long_page_is_read(polled, monkeypatch):
-    turns = []
+async def test_other_tasks_run_while_a_long_page_is_parsed(polled, monkeypatch):
+    checkpoints = []
 
-    async def turn():
-        turns.append(None)
+    async def checkpoint():
+        checkpoints.append(None)
 
-    monkeypatch.setattr(engine_readers.trio.lowlevel, "checkpoint", turn)
+    monkeypatch.setattr(engine_readers.trio.lowlevel, "checkpoint", checkpoint)
     page = b"# x\n" * 300_000 + VLLM
     result = CallResult(None, 200, page, "", 0.0)
     loads = await engine_readers._loads_of(engine_readers.LOAD_METRICS, result)
     assert loads[0] == LoadReport(3.0, 0.5)
-    assert len(turns) >= len(page) // (1 << 18)
+    assert len(checkpoints) >= len(page) // (1 << 18)

@@ -11,7 +11,7 @@ from tests.fleet.entries import NOW, entry, fleet_of, heal
 
 
 class Engine:
-    """`calls` are those made; each waits for `gate`, which is open at first."""
+    """Records the paths of calls in `calls`; each call waits for `gate`, which is open at first."""
 
     def __init__(self, monkeypatch):
         self.calls, self.status = [], 200
@@ -28,7 +28,7 @@ class Engine:
 
 
 class Reader(PageReader):
-    """`pages` are what it fetches, one after the other; `read_bodies` what it got."""
+    """Fetches `pages` one after the other; `read_bodies` are the bodies received."""
 
     def __init__(self, *pages, refresh_secs=inf):
         self.pages, self.refresh_secs = pages, refresh_secs
@@ -53,16 +53,16 @@ def engine(monkeypatch):
     return Engine(monkeypatch)
 
 
-async def started(nursery, *readers):
+async def start_pages(nursery, *readers):
     fleet = fleet_of(entry("a"), healthy=False)
     pages = EnginePages(fleet, readers)
     await nursery.start(pages.run)
     return fleet, fleet.workers[0], pages
 
 
-async def test_readers_that_need_one_page_at_the_same_time_share_one_call(nursery, engine):
+async def test_readers_that_need_the_same_page_at_once_share_one_call(nursery, engine):
     first, second = Reader(SERVER_INFO), Reader(SERVER_INFO, METRICS)
-    fleet, worker, _ = await started(nursery, first, second)
+    fleet, worker, _ = await start_pages(nursery, first, second)
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     assert engine.calls == ["/server_info?config_format=json", "/metrics"]
@@ -72,7 +72,7 @@ async def test_readers_that_need_one_page_at_the_same_time_share_one_call(nurser
 async def test_a_page_that_was_requested_before_a_change_is_not_used(nursery, engine):
     engine.gate = trio.Event()
     reader = Reader(SERVER_INFO)
-    fleet, worker, _ = await started(nursery, reader)
+    fleet, worker, _ = await start_pages(nursery, reader)
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     fleet.cache_cleared(worker)
@@ -83,10 +83,10 @@ async def test_a_page_that_was_requested_before_a_change_is_not_used(nursery, en
 
 
 @pytest.mark.parametrize("index", [0, 1])
-async def test_a_reader_that_is_replaced_takes_no_page_from_others(nursery, engine, index):
+async def test_a_restarted_reader_does_not_lose_the_page_of_another(nursery, engine, index):
     engine.gate = trio.Event()
-    readers = Reader(SERVER_INFO), Reader(SERVER_INFO)  # either may be the one that calls
-    fleet, worker, pages = await started(nursery, *readers)
+    readers = Reader(SERVER_INFO), Reader(SERVER_INFO)  # either may make the call
+    fleet, worker, pages = await start_pages(nursery, *readers)
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     nursery.start_soon(pages.refresh, readers[index])
@@ -97,10 +97,10 @@ async def test_a_reader_that_is_replaced_takes_no_page_from_others(nursery, engi
     assert readers[index].read_bodies[0] > 1
 
 
-async def test_a_reader_that_wants_a_worker_no_more_gets_no_page_of_it(nursery, engine):
+async def test_a_reader_that_no_longer_wants_a_worker_gets_no_page_of_it(nursery, engine):
     engine.gate = trio.Event()
     reader = Reader(SERVER_INFO)
-    fleet, worker, _ = await started(nursery, reader)
+    fleet, worker, _ = await start_pages(nursery, reader)
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     reader.wanted = False
@@ -109,9 +109,9 @@ async def test_a_reader_that_wants_a_worker_no_more_gets_no_page_of_it(nursery, 
     assert (reader.read_bodies, reader.ended) == ([], 1)
 
 
-async def test_a_worker_that_is_removed_gets_no_call_any_more(nursery, engine, autojump_clock):
+async def test_a_removed_worker_is_not_called_again(nursery, engine, autojump_clock):
     reader = Reader(METRICS, refresh_secs=5)
-    fleet, worker, _ = await started(nursery, reader)
+    fleet, worker, _ = await start_pages(nursery, reader)
     heal(fleet, worker)
     await trio.sleep(11)
     assert len(engine.calls) == 3
@@ -120,12 +120,12 @@ async def test_a_worker_that_is_removed_gets_no_call_any_more(nursery, engine, a
     assert (len(engine.calls), reader.ended) == (3, 1)
 
 
-async def test_failed_reads_are_repeated_with_back_off_and_good_ones_refreshed(
+async def test_failed_reads_are_repeated_with_backoff_and_successful_ones_refreshed(
     nursery, engine, autojump_clock
 ):
     engine.status = 500
     reader = Reader(METRICS, refresh_secs=100)
-    fleet, worker, _ = await started(nursery, reader)
+    fleet, worker, _ = await start_pages(nursery, reader)
     heal(fleet, worker)
     await trio.sleep(8)  # at 0, 1, 3, 7
     assert len(engine.calls) == 4
@@ -136,9 +136,9 @@ async def test_failed_reads_are_repeated_with_back_off_and_good_ones_refreshed(
     assert len(engine.calls) == 6
 
 
-async def test_a_refresh_ends_when_the_engine_has_answered_or_failed(nursery, engine):
+async def test_a_refresh_ends_when_the_call_has_succeeded_or_failed(nursery, engine):
     reader = Reader(METRICS)
-    fleet, worker, pages = await started(nursery, reader)
+    fleet, worker, pages = await start_pages(nursery, reader)
     await pages.refresh(reader)  # no worker is healthy
     heal(fleet, worker)
     await wait_all_tasks_blocked()
@@ -147,11 +147,11 @@ async def test_a_refresh_ends_when_the_engine_has_answered_or_failed(nursery, en
     assert reader.read_bodies == [1, 2]
 
 
-async def test_at_the_end_of_the_service_each_reader_is_informed(engine):
+async def test_each_reader_is_ended_with_the_service(engine):
     engine.gate = trio.Event()
     reader = Reader(METRICS)
     async with trio.open_nursery() as nursery:
-        fleet, worker, _ = await started(nursery, reader)
+        fleet, worker, _ = await start_pages(nursery, reader)
         heal(fleet, worker)
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()

@@ -37,17 +37,17 @@ def result_of(body, status=200, error=""):
         (b"no json", None),
     ],
 )
-def test_the_number_is_read_in_the_forms_of_sglang_and_vllm(body, ranks):
+def test_the_number_of_ranks_is_read_in_the_forms_of_sglang_and_vllm(body, ranks):
     assert ranks_of_info(result_of(body)) == ranks
 
 
-def test_vllm_has_a_series_for_each_engine():
+def test_the_ranks_of_vllm_are_counted_in_its_metrics():
     assert ranks_of_metrics(VLLM) == 2
     assert ranks_of_metrics(b"up 1\n") == 0
 
 
 class Engine:
-    """What the calls of the proxy get, by path; `calls` are those made."""
+    """A fake engine: `replies` by path; `calls`: the paths called."""
 
     def __init__(self, monkeypatch):
         self.replies = {}
@@ -69,7 +69,7 @@ def engine(monkeypatch):
     return Engine(monkeypatch)
 
 
-async def started(nursery, *entries):
+async def start_reader(nursery, *entries):
     fleet = fleet_of(*entries, healthy=False)
     await nursery.start(EnginePages(fleet, [EngineRanks(fleet)]).run)
     return fleet, fleet.workers[0]
@@ -77,7 +77,7 @@ async def started(nursery, *entries):
 
 async def test_a_worker_that_becomes_healthy_is_called_once(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
-    fleet, worker = await started(nursery, entry("a", ranks="auto"), entry("b"))
+    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"), entry("b"))
     await wait_all_tasks_blocked()
     assert engine.calls == []
     heal(fleet, worker)
@@ -101,9 +101,11 @@ async def test_a_worker_that_becomes_healthy_is_called_once(nursery, engine):
         ({}, 1),
     ],
 )
-async def test_the_routes_that_the_engine_has_are_used(nursery, engine, replies, ranks):
+async def test_the_ranks_are_read_from_any_route_that_the_engine_has(
+    nursery, engine, replies, ranks
+):
     engine.replies = replies
-    fleet, worker = await started(nursery, entry("a", ranks="auto"))
+    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"))
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     assert worker.rank_count == worker.reported_ranks == ranks
@@ -111,7 +113,7 @@ async def test_the_routes_that_the_engine_has_are_used(nursery, engine, replies,
 
 async def test_a_worker_that_returns_is_called_again(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
-    fleet, worker = await started(nursery, entry("a", ranks="auto"))
+    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"))
     heal(fleet, worker)
     await wait_all_tasks_blocked()
     engine.replies["/server_info"] = (200, b'{"dp_size": 2}')
@@ -123,14 +125,14 @@ async def test_a_worker_that_returns_is_called_again(nursery, engine):
     await wait_all_tasks_blocked()
     assert len(worker.dp_ranks) == 2
     engine.replies["/server_info"] = (200, b'{"dp_size": 3}')
-    fleet.cache_cleared(worker)  # another process answers, and no probe failed
+    fleet.cache_cleared(worker)  # another process has the address, and no probe failed
     await wait_all_tasks_blocked()
     assert len(worker.dp_ranks) == 3
 
 
 async def test_a_change_to_auto_calls_a_healthy_worker(nursery, engine):
     engine.replies["/server_info"] = (200, SGLANG)
-    fleet, worker = await started(nursery, entry("a", ranks=2))
+    fleet, worker = await start_reader(nursery, entry("a", ranks=2))
     heal(fleet, worker)
     fleet.apply([entry("a", ranks="auto")], NOW + timedelta(1))
     await wait_all_tasks_blocked()
@@ -142,28 +144,28 @@ async def test_a_failed_call_is_repeated_while_the_worker_is_healthy(
 ):
     assert isinstance(autojump_clock, MockClock)
     engine.replies = {"/server_info": None, "/metrics": (503, b"")}
-    fleet, worker = await started(nursery, entry("a", ranks="auto"))
+    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"))
     heal(fleet, worker)
     await trio.sleep(10)
-    asked = len(engine.calls)
-    assert asked > 4
+    calls = len(engine.calls)
+    assert calls > 4
     assert worker.dp_ranks == ()
     engine.replies["/server_info"] = (200, SGLANG)
     await trio.sleep(60)
     assert len(worker.dp_ranks) == 4
-    asked = len(engine.calls)
+    calls = len(engine.calls)
     await trio.sleep(100)
-    assert len(engine.calls) == asked
+    assert len(engine.calls) == calls
 
 
-async def test_a_removed_worker_is_not_called_any_more(nursery, engine, autojump_clock):
+async def test_a_removed_worker_is_not_called_again(nursery, engine, autojump_clock):
     assert isinstance(autojump_clock, MockClock)
     engine.replies = {"/server_info": None, "/metrics": None}
-    fleet, worker = await started(nursery, entry("a", ranks="auto"))
+    fleet, worker = await start_reader(nursery, entry("a", ranks="auto"))
     heal(fleet, worker)
     await trio.sleep(3)
     fleet.apply([], NOW)
     await trio.sleep(60)
-    asked = len(engine.calls)
+    calls = len(engine.calls)
     await trio.sleep(100)
-    assert len(engine.calls) == asked
+    assert len(engine.calls) == calls

@@ -27,7 +27,7 @@ def result_of(body, status=200, error=""):
         (b"no json", ""),
     ],
 )
-def test_the_role_is_what_sglang_names_as_its_mode(body, role):
+def test_the_role_is_the_disaggregation_mode_of_sglang(body, role):
     assert role_of_info(result_of(body)) == role
 
 
@@ -42,13 +42,13 @@ def test_the_role_is_what_sglang_names_as_its_mode(body, role):
         (b'"1"', None),
     ],
 )
-def test_the_bootstrap_port_is_a_port_or_nothing(value, port):
+def test_an_invalid_bootstrap_port_is_none(value, port):
     body = b'{"disaggregation_bootstrap_port": %b}' % value
     assert bootstrap_port_of_info(result_of(body)) == port
 
 
 class Engine:
-    """What the calls get, by path; `calls` are those made; `gate` holds them up."""
+    """A fake engine: `replies` by path; `calls`: worker and path of each; `gate` delays replies."""
 
     def __init__(self, monkeypatch):
         self.replies = {"/server_info": (200, b'{"disaggregation_mode": "prefill"}')}
@@ -72,14 +72,14 @@ def engine(monkeypatch):
     return Engine(monkeypatch)
 
 
-async def started(nursery, *entries):
+async def start_reader(nursery, *entries):
     fleet = fleet_of(*entries, healthy=False)
     await nursery.start(EnginePages(fleet, [EngineRoles(fleet)]).run)
     return fleet, fleet.workers
 
 
-async def test_a_worker_without_a_role_is_asked_when_it_becomes_healthy(nursery, engine):
-    fleet, (a, b) = await started(nursery, entry("a"), entry("b", role="decode"))
+async def test_the_role_is_read_when_a_worker_without_one_becomes_healthy(nursery, engine):
+    fleet, (a, b) = await start_reader(nursery, entry("a"), entry("b", role="decode"))
     await wait_all_tasks_blocked()
     assert engine.calls == []
     heal(fleet, a)
@@ -89,24 +89,24 @@ async def test_a_worker_without_a_role_is_asked_when_it_becomes_healthy(nursery,
     assert (a.role, b.role, a.routable) == ("prefill", "decode", True)
 
 
-async def test_an_older_engine_is_asked_by_the_old_path(nursery, engine):
+async def test_the_role_of_an_older_engine_is_read_by_the_old_path(nursery, engine):
     engine.replies = {"/get_server_info": (200, b'{"disaggregation_mode": "decode"}')}
-    fleet, (a,) = await started(nursery, entry("a"))
+    fleet, (a,) = await start_reader(nursery, entry("a"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert a.role == "decode"
 
 
-async def test_an_engine_without_the_route_is_regular_and_asked_once(nursery, engine):
+async def test_an_engine_without_the_route_is_regular_and_called_once(nursery, engine):
     engine.replies = {}
-    fleet, (a,) = await started(nursery, entry("a"))
+    fleet, (a,) = await start_reader(nursery, entry("a"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert (a.role, a.routable, len(engine.calls)) == ("regular", True, 2)
 
 
-async def test_another_process_under_the_url_is_asked_again(nursery, engine):
-    fleet, (a,) = await started(nursery, entry("a"))
+async def test_the_role_is_read_again_after_a_restart(nursery, engine):
+    fleet, (a,) = await start_reader(nursery, entry("a"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     engine.replies["/server_info"] = (200, b"{}")
@@ -115,8 +115,8 @@ async def test_another_process_under_the_url_is_asked_again(nursery, engine):
     assert a.role == "regular"
 
 
-async def test_with_pools_a_worker_gets_no_request_before_its_role_is_known(nursery, engine):
-    fleet, (a, _d) = await started(nursery, entry("a"), entry("d", role="decode"))
+async def test_with_pools_a_worker_is_not_routable_until_its_role_is_known(nursery, engine):
+    fleet, (a, _d) = await start_reader(nursery, entry("a"), entry("d", role="decode"))
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
@@ -126,19 +126,19 @@ async def test_with_pools_a_worker_gets_no_request_before_its_role_is_known(nurs
     assert (a.cordon_reasons, a.routable, a.role) == (set(), True, "prefill")
 
 
-async def test_without_pools_a_worker_gets_requests_at_once(nursery, engine):
-    fleet, (a,) = await started(nursery, entry("a"))
+async def test_without_pools_a_worker_is_routable_at_once(nursery, engine):
+    fleet, (a,) = await start_reader(nursery, entry("a"))
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert a.routable
 
 
-async def test_an_engine_that_cannot_be_asked_is_regular_and_asked_again(
+async def test_an_unreachable_engine_is_regular_and_called_again(
     nursery, engine, autojump_clock: MockClock
 ):
     engine.replies["/server_info"] = None
-    fleet, (a, _d) = await started(nursery, entry("a"), entry("d", role="decode"))
+    fleet, (a, _d) = await start_reader(nursery, entry("a"), entry("d", role="decode"))
     heal(fleet, a)
     await trio.sleep(0.5)
     assert (a.role, a.routable) == ("regular", True)
@@ -147,8 +147,8 @@ async def test_an_engine_that_cannot_be_asked_is_regular_and_asked_again(
     assert a.role == "prefill"
 
 
-async def test_a_role_that_is_configured_meanwhile_wins(nursery, engine):
-    fleet, (a,) = await started(nursery, entry("a"))
+async def test_a_role_that_is_configured_during_the_call_has_precedence(nursery, engine):
+    fleet, (a,) = await start_reader(nursery, entry("a"))
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
@@ -158,8 +158,8 @@ async def test_a_role_that_is_configured_meanwhile_wins(nursery, engine):
     assert (a.role, a.reported_role) == ("regular", "")
 
 
-async def test_a_removed_worker_is_not_asked_any_more(nursery, engine):
-    fleet, (a,) = await started(nursery, entry("a"))
+async def test_the_role_of_a_removed_worker_is_dropped(nursery, engine):
+    fleet, (a,) = await start_reader(nursery, entry("a"))
     engine.gate = trio.Event()
     heal(fleet, a)
     await wait_all_tasks_blocked()
@@ -169,8 +169,8 @@ async def test_a_removed_worker_is_not_asked_any_more(nursery, engine):
     assert a.reported_role == ""
 
 
-async def test_a_role_that_is_configured_no_more_is_asked_for(nursery, engine):
-    fleet, (a,) = await started(nursery, entry("a", role="regular"))
+async def test_the_role_is_read_when_it_is_no_longer_configured(nursery, engine):
+    fleet, (a,) = await start_reader(nursery, entry("a", role="regular"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert engine.calls == []
@@ -179,8 +179,8 @@ async def test_a_role_that_is_configured_no_more_is_asked_for(nursery, engine):
     assert a.role == "prefill"
 
 
-async def test_a_flushed_cache_takes_no_worker_out_of_rotation(nursery, engine):
-    fleet, (a, _d) = await started(nursery, entry("a"), entry("d", role="decode"))
+async def test_a_flushed_cache_does_not_take_a_worker_out_of_rotation(nursery, engine):
+    fleet, (a, _d) = await start_reader(nursery, entry("a"), entry("d", role="decode"))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     engine.gate = trio.Event()
@@ -199,11 +199,9 @@ PREFILL = (200, b'{"disaggregation_mode": "prefill", "disaggregation_bootstrap_p
         ({"bootstrap_port": 8998}, 9001),  # it may be the default: no role is configured
     ],
 )
-async def test_the_bootstrap_port_is_the_engines_where_none_is_configured(
-    nursery, engine, settings, port
-):
+async def test_the_bootstrap_port_is_read_if_none_is_configured(nursery, engine, settings, port):
     engine.replies["/server_info"] = PREFILL
-    fleet, (a,) = await started(nursery, entry("a", **settings))
+    fleet, (a,) = await start_reader(nursery, entry("a", **settings))
     heal(fleet, a)
     await wait_all_tasks_blocked()
     assert (a.role, a.bootstrap_port) == ("prefill", port)

@@ -11,46 +11,46 @@ from tests.health.prober_fixture import NOW, URL, build_prober_fixture, worker_s
 
 
 @pytest.fixture
-def world():
+def health():
     return build_prober_fixture()
 
 
-async def running(world, nursery):
-    await nursery.start(world.prober.run)
+async def start_prober(health, nursery):
+    await nursery.start(health.prober.run)
 
 
-async def serve_health(listener, answer):
-    """Accept, read a head, respond, close; each request is appended to `answer.probes`."""
+async def serve_health(listener, server):
+    """Accept, read a head, respond, close; append each request to `server.probes`."""
     while True:
         stream = await listener.accept()
         async with stream:
-            answer.probes.append(bytes(await stream.receive_some(4096)))
-            await stream.send_all(answer.reply)
+            server.probes.append(bytes(await stream.receive_some(4096)))
+            await stream.send_all(server.reply)
 
 
 @pytest.fixture
 async def health_server(nursery):
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    answer = SimpleNamespace(
+    server = SimpleNamespace(
         probes=[], reply=b'HTTP/1.1 200 OK\r\ncontent-length: 8\r\n\r\n{"v": 1}'
     )
-    answer.port = listener.socket.getsockname()[1]
-    nursery.start_soon(serve_health, listener, answer)
-    yield answer
+    server.port = listener.socket.getsockname()[1]
+    nursery.start_soon(serve_health, listener, server)
+    yield server
     nursery.cancel_scope.cancel()
     await listener.aclose()
 
 
-async def probed(world, nursery, url):
-    await running(world, nursery)
-    worker = world.add(url)
+async def probe(health, nursery, url):
+    await start_prober(health, nursery)
+    worker = health.add(url)
     with trio.fail_after(30):
-        await world.prober.probe_once(worker)
+        await health.prober.probe_once(worker)
     return worker
 
 
-async def test_a_probe_has_the_host_field_of_the_url(world, nursery, health_server):
-    worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
+async def test_a_probe_has_the_host_field_of_the_url(health, nursery, health_server):
+    worker = await probe(health, nursery, f"http://127.0.0.1:{health_server.port}")
     head = health_server.probes[0].lower()
     assert head.startswith(b"get /health http/1.1\r\n")
     assert b"host: 127.0.0.1:%d\r\n" % health_server.port in head
@@ -58,115 +58,119 @@ async def test_a_probe_has_the_host_field_of_the_url(world, nursery, health_serv
     assert worker.health.consecutive_successes == 1
 
 
-async def test_a_named_host_is_dialled_by_address_and_called_by_name(world, nursery, health_server):
-    worker = await probed(world, nursery, f"http://localhost:{health_server.port}")
+async def test_a_hostname_is_dialled_by_address_and_sent_as_the_host(
+    health, nursery, health_server
+):
+    worker = await probe(health, nursery, f"http://localhost:{health_server.port}")
     assert worker.health.last_error is None
     assert worker.address == ("127.0.0.1", health_server.port)
     assert b"host: localhost:%d\r\n" % health_server.port in health_server.probes[0].lower()
 
 
 async def test_the_next_address_is_dialled_when_one_refuses(
-    world, nursery, health_server, monkeypatch
+    health, nursery, health_server, monkeypatch
 ):
-    async def two(host, port):
+    async def two_addresses(host, port):
         return (("127.0.0.9", port), ("127.0.0.1", port))
 
-    monkeypatch.setattr(prober_module, "addresses", two)
-    worker = await probed(world, nursery, f"http://some.name:{health_server.port}")
+    monkeypatch.setattr(prober_module, "addresses", two_addresses)
+    worker = await probe(health, nursery, f"http://some.name:{health_server.port}")
     assert worker.health.last_error is None
     assert worker.address == ("127.0.0.1", health_server.port)
 
 
-async def test_a_refused_connection_is_reported(world, nursery):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        worker = await probed(world, nursery, f"http://127.0.0.1:{taken.getsockname()[1]}")
+async def test_a_refused_connection_is_reported(health, nursery):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        worker = await probe(health, nursery, f"http://127.0.0.1:{unused.getsockname()[1]}")
     assert "Connection refused" in worker.health.last_error
     assert worker.health.consecutive_failures == 1
 
 
-async def test_garbage_is_a_failure_and_no_crash(world, nursery, health_server):
+async def test_an_invalid_response_is_a_failed_probe(health, nursery, health_server):
     health_server.reply = b"\x00\x01garbage\r\n\r\n"
-    worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
+    worker = await probe(health, nursery, f"http://127.0.0.1:{health_server.port}")
     assert worker.health.consecutive_failures == 1
 
 
-async def test_a_redirect_is_not_followed(world, nursery, health_server):
+async def test_a_redirect_is_not_followed(health, nursery, health_server):
     health_server.reply = (
         b"HTTP/1.1 302 Found\r\nlocation: http://169.254.169.254/\r\ncontent-length: 0\r\n\r\n"
     )
-    worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
+    worker = await probe(health, nursery, f"http://127.0.0.1:{health_server.port}")
     assert worker.health.last_error == "status=302"
 
 
-async def test_a_unix_socket_worker_is_probed(world, nursery, tmp_path):
+async def test_a_unix_socket_worker_is_probed(health, nursery, tmp_path):
     path = tmp_path / "worker.sock"
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen()
-    answer = SimpleNamespace(probes=[], reply=b"HTTP/1.1 204 No Content\r\n\r\n")
-    accepting = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
-    nursery.start_soon(serve_health, accepting, answer)
-    worker = await probed(world, nursery, f"unix:{path}")
+    server = SimpleNamespace(probes=[], reply=b"HTTP/1.1 204 No Content\r\n\r\n")
+    trio_listener = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
+    nursery.start_soon(serve_health, trio_listener, server)
+    worker = await probe(health, nursery, f"unix:{path}")
     assert worker.health.last_status_code == 204
     assert worker.address == str(path)
     nursery.cancel_scope.cancel()
-    await accepting.aclose()
+    await trio_listener.aclose()
 
 
-async def test_a_name_that_leads_to_a_metadata_service_is_never_dialled(
-    world, nursery, monkeypatch
+async def test_a_name_that_resolves_to_a_metadata_service_is_not_dialled(
+    health, nursery, monkeypatch
 ):
     async def resolved_to_metadata(host, port, **hints):
         return [(2, 1, 6, "", ("127.0.0.1", port)), (2, 1, 6, "", ("169.254.169.254", port))]
 
     monkeypatch.setattr(resolver.trio.socket, "getaddrinfo", resolved_to_metadata)
-    worker = await probed(world, nursery, "http://sly.example:80")
+    worker = await probe(health, nursery, "http://sly.example:80")
     assert "169.254.169.254" in worker.health.last_error
     assert worker.address == ("sly.example", 80)
 
 
-async def test_the_probe_has_the_workers_own_key(world, nursery, health_server, monkeypatch):
+async def test_the_probe_has_the_workers_own_key(health, nursery, health_server, monkeypatch):
     monkeypatch.setenv("WORKER_KEY", "w0rk")
-    await running(world, nursery)
+    await start_prober(health, nursery)
     url = f"http://127.0.0.1:{health_server.port}"
-    world.fleet.apply([replace(worker_spec(url), api_key_env="WORKER_KEY")], NOW)
+    health.fleet.apply([replace(worker_spec(url), api_key_env="WORKER_KEY")], NOW)
     with trio.fail_after(30):
-        await world.prober.probe_once(world.fleet.find(url))
+        await health.prober.probe_once(health.fleet.find(url))
     assert b"authorization: bearer w0rk" in health_server.probes[0].lower()
 
 
-async def test_a_key_that_cannot_be_sent_fails_the_probe_only(world, nursery, monkeypatch):
+async def test_a_key_that_cannot_be_sent_fails_the_probe_only(health, nursery, monkeypatch):
     monkeypatch.setenv("WORKER_KEY", "schlüssel\N{SNOWMAN}")
-    await running(world, nursery)
-    world.fleet.apply([replace(worker_spec(URL), api_key_env="WORKER_KEY")], NOW)
-    worker = world.fleet.find(URL)
+    await start_prober(health, nursery)
+    health.fleet.apply([replace(worker_spec(URL), api_key_env="WORKER_KEY")], NOW)
+    worker = health.fleet.find(URL)
     with trio.fail_after(30):
-        await world.prober.probe_once(worker)
+        await health.prober.probe_once(worker)
     assert worker.health.consecutive_failures == 1
 
 
-async def test_a_refused_connection_reports_a_lost_cache_once(world, nursery):
-    reported = []
-    world.fleet.watch_cache_cleared(reported.append)
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        worker = await probed(world, nursery, "http://127.0.0.1:{1}".format(*holder.getsockname()))
-        assert reported == [worker]
+async def test_a_refused_connection_reports_a_lost_cache_once(health, nursery):
+    cleared = []
+    health.fleet.watch_cache_cleared(cleared.append)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        worker = await probe(health, nursery, "http://127.0.0.1:{1}".format(*unused.getsockname()))
+        assert cleared == [worker]
         with trio.fail_after(30):
-            await world.prober.probe_once(worker)
-        assert (reported, worker.health.consecutive_failures) == ([worker], 2)
+            await health.prober.probe_once(worker)
+        assert (cleared, worker.health.consecutive_failures) == ([worker], 2)
 
 
-async def test_the_header_of_an_instance_counts_before_the_body(world, nursery, health_server):
-    reported = []
-    world.fleet.watch_cache_cleared(reported.append)
+async def test_the_instance_in_the_header_has_precedence_over_the_body(
+    health, nursery, health_server
+):
+    cleared = []
+    health.fleet.watch_cache_cleared(cleared.append)
     head = "HTTP/1.1 200 OK\r\nx-omni-instance: {}\r\ncontent-length: 17\r\n\r\n"
     same_body = '{"instance": "x"}'
     health_server.reply = (head.format("one") + same_body).encode()
-    worker = await probed(world, nursery, f"http://127.0.0.1:{health_server.port}")
-    assert (reported, worker.instance) == ([], "one")
+    worker = await probe(health, nursery, f"http://127.0.0.1:{health_server.port}")
+    assert (cleared, worker.instance) == ([], "one")
     health_server.reply = (head.format("two") + same_body).encode()
     with trio.fail_after(30):
-        await world.prober.probe_once(worker)
-    assert (reported, worker.instance) == ([worker], "two")
+        await health.prober.probe_once(worker)
+    assert (cleared, worker.instance) == ([worker], "two")

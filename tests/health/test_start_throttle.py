@@ -17,10 +17,10 @@ class LoopIterations(trio.abc.Instrument):
 
 
 @pytest.mark.parametrize("iterations", [1, 4])
-async def test_one_of_many_tasks_starts_in_each_so_many_iterations(iterations):
+async def test_one_task_starts_per_number_of_iterations(iterations):
     counter, throttle, started = LoopIterations(), StartThrottle(iterations), []
 
-    async def one():
+    async def start():
         await throttle.wait_turn()
         started.append(counter.count)
 
@@ -28,7 +28,7 @@ async def test_one_of_many_tasks_starts_in_each_so_many_iterations(iterations):
     try:
         async with trio.open_nursery() as nursery:
             for _ in range(20):
-                nursery.start_soon(one)
+                nursery.start_soon(start)
     finally:
         trio.lowlevel.remove_instrument(counter)
     gaps = [later - earlier for earlier, later in pairwise(started)]

@@ -22,7 +22,7 @@ def result_of(body, status=200, error=""):
         (b"{}", []),
     ],
 )
-def test_names_are_read_in_both_forms(body, names):
+def test_voice_names_are_read_in_both_forms(body, names):
     assert parse_voice_names(result_of(body)) == names
 
 
@@ -46,7 +46,7 @@ def test_a_response_without_a_list_is_an_error_with_a_reason(result, reason):
 
 
 class VoiceOwner:
-    """A worker that keeps voices; `calls` has the times of the reads."""
+    """A worker that stores voices; `calls` has the times when the list was read."""
 
     def __init__(self, monkeypatch):
         self.registry = VoiceRegistry()
@@ -76,54 +76,54 @@ class VoiceOwner:
 
 
 @pytest.fixture
-async def world(monkeypatch, nursery):
-    made = VoiceOwner(monkeypatch)
-    await nursery.start(VoiceList(made, made.registry, made.save).run)
-    return made
+async def owner(monkeypatch, nursery):
+    owner = VoiceOwner(monkeypatch)
+    await nursery.start(VoiceList(owner, owner.registry, owner.save).run)
+    return owner
 
 
-async def test_the_list_is_read_and_saved_after_an_upload(autojump_clock, world):
+async def test_the_list_is_read_and_saved_after_an_upload(autojump_clock, owner):
     await trio.sleep(5)
-    assert world.calls == []
-    world.registry.voices_changed(OWNER)
+    assert owner.calls == []
+    owner.registry.voices_changed(OWNER)
     await trio.sleep(2)
-    assert world.registry.names == {"bob"}
-    assert world.saved[-2:] == [SavedVoices(owner=OWNER), SavedVoices(owner=OWNER, names=("bob",))]
+    assert owner.registry.names == {"bob"}
+    assert owner.saved[-2:] == [SavedVoices(owner=OWNER), SavedVoices(owner=OWNER, names=("bob",))]
 
 
-async def test_the_list_is_read_again_each_refresh(autojump_clock, world):
-    world.registry.voices_changed(OWNER)
+async def test_the_list_is_read_again_at_each_refresh(autojump_clock, owner):
+    owner.registry.voices_changed(OWNER)
     await trio.sleep(2)
-    world.names = ["ann"]
+    owner.names = ["ann"]
     await trio.sleep(REFRESH_SECS + 1)
-    assert world.registry.names == {"ann"}
-    assert len(world.calls) == 2
+    assert owner.registry.names == {"ann"}
+    assert len(owner.calls) == 2
 
 
-async def test_an_upload_during_a_read_causes_another_read_at_once(autojump_clock, world):
-    uploads = iter([lambda: world.registry.voices_changed(OWNER)])
-    world.during_read = lambda: next(uploads, lambda: None)()
-    world.registry.voices_changed(OWNER)
+async def test_an_upload_during_a_read_causes_another_read_at_once(autojump_clock, owner):
+    uploads = iter([lambda: owner.registry.voices_changed(OWNER)])
+    owner.during_read = lambda: next(uploads, lambda: None)()
+    owner.registry.voices_changed(OWNER)
     await trio.sleep(3)
-    assert len(world.calls) == 2
-    assert world.registry.state == "ready"
+    assert len(owner.calls) == 2
+    assert owner.registry.state == "ready"
 
 
-async def test_failed_reads_are_retried_with_back_off(autojump_clock, world):
-    world.names = None
-    world.registry.voices_changed(OWNER)
+async def test_failed_reads_are_retried_with_backoff(autojump_clock, owner):
+    owner.names = None
+    owner.registry.voices_changed(OWNER)
     await trio.sleep(15)
-    pauses = [b - a - 1 for a, b in zip(world.calls, world.calls[1:], strict=False)]
+    pauses = [b - a - 1 for a, b in zip(owner.calls, owner.calls[1:], strict=False)]
     assert pauses[:3] == pytest.approx([1, 2, 4], abs=0.1)
-    assert world.registry.refresh_error == "status=500"
+    assert owner.registry.refresh_error == "status=500"
 
 
-async def test_a_late_owner_is_called_once_it_is_healthy(autojump_clock, world):
-    worker = world.fleet.pop(OWNER)
-    world.registry.restore(OWNER, ["old"])
-    world.registry.voices_changed(OWNER)
+async def test_an_owner_that_joins_later_is_called_then(autojump_clock, owner):
+    worker = owner.fleet.pop(OWNER)
+    owner.registry.restore(OWNER, ["old"])
+    owner.registry.voices_changed(OWNER)
     await trio.sleep(5)
-    assert world.calls == []
-    world.fleet[OWNER] = worker
+    assert owner.calls == []
+    owner.fleet[OWNER] = worker
     await trio.sleep(10)
-    assert world.registry.names == {"bob"}
+    assert owner.registry.names == {"bob"}
