@@ -173,9 +173,9 @@ class ApiFixture(SimpleNamespace):
         return self.app.test_client()
 
     def worker(self, url=A):
-        found = self.fleet.find(url)
-        assert found is not None
-        return found
+        worker = self.fleet.find(url)
+        assert worker is not None
+        return worker
 
     async def settle(self):
         """Wait until the weight label of every worker is read, as after its start."""

@@ -31,9 +31,9 @@ def test_a_valid_file_is_summarized(file, capsys):
 def test_a_refused_file_is_reported_line_by_line(file, capsys):
     file.write_text("server.prot = 1\n[[workers]]\nurl = 'h'\n")
     assert main(["check", str(file)]) == 2
-    output = capsys.readouterr()
-    assert output.out == ""
-    assert output.err.splitlines() == [
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
         f"{file}:1: server.prot: unknown key; did you mean `port`?",
         f"{file}:3: workers[0].url: scheme must be http or https, as in http://HOST:PORT",
         "refused: 2 problems",
@@ -142,12 +142,12 @@ def test_workers_that_no_request_with_a_model_can_reach_are_noted(file, capsys):
         f'[[workers]]\nurl = "http://a"\nmodel = "m"\n[[workers]]\nurl = "http://b"\n{tables}'
     )
     assert main(["check", str(file)]) == 0
-    output = capsys.readouterr()
+    captured = capsys.readouterr()
     reason = "has no model: it gets no request that names a model, because other workers have one"
-    assert output.err.splitlines() == [
+    assert captured.err.splitlines() == [
         f"{file}: note: workers[1]: {reason}", f"{file}: note: discover[1]: {reason}",
     ]  # fmt: skip
-    assert "2 workers named, 2 sources of discovery, 0 replicas launched" in output.out
+    assert "2 workers named, 2 sources of discovery, 0 replicas launched" in captured.out
     file.write_text(f'[routing]\nmodel = "x"\n[[workers]]\nurl = "http://a"\nmodel = "m"\n{tables}')
     assert main(["check", str(file)]) == 0
     assert capsys.readouterr().err == ""

@@ -26,7 +26,7 @@ def explanation(**fields):
 
 PICK = {"worker_id": "x", "url": A, "reason": "longest cached prefix",
         "text_bytes": 9, "matched_bytes": {A: 9, B: 0}}  # fmt: skip
-REFUSAL = {"status": 503, "code": "no_capable_worker", "message": "nobody can"}
+REFUSAL = {"status": 503, "code": "no_capable_worker", "message": "none can serve it"}
 
 
 def test_the_pick_is_shown_with_its_reason_and_all_verdicts():
@@ -84,7 +84,7 @@ def test_a_reason_has_no_errno():
 
 def test_a_refusal_is_reported_where_the_pick_would_stand():
     lines = render_explanation(explanation(refusal=REFUSAL, workers=[]))
-    assert lines[2] == "no worker 503 no_capable_worker: nobody can"
+    assert lines[2] == "no worker 503 no_capable_worker: none can serve it"
     assert lines[-1] == "there are no workers"
 
 
@@ -92,8 +92,8 @@ def test_a_body_from_a_file_is_sent_with_path_and_headers(proxy, tmp_path, capsy
     proxy.replies["/explain"] = (200, explanation(pick=PICK))
     file = tmp_path / "request.json"
     file.write_text('{"model": "m"}')
-    words = ["explain", str(file), "--path", "/v1/completions", "--header", "X-Session-Id: 7"]
-    assert main([*words, "--url", proxy.url]) == 0
+    args = ["explain", str(file), "--path", "/v1/completions", "--header", "X-Session-Id: 7"]
+    assert main([*args, "--url", proxy.url]) == 0
     assert proxy.requests[-1][:2] == ("/explain?path=/v1/completions", {"model": "m"})
     assert capsys.readouterr().out.startswith("needs")
 

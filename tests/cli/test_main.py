@@ -138,9 +138,9 @@ def test_without_arguments_the_commands_are_listed(refused, args):
 
 @pytest.mark.parametrize("args", [["--prot", "1"], ["launch-router", "--prot"], ["launch", "--dp"]])
 def test_the_error_of_an_unknown_flag_is_short(refused, args):
-    output = refused(*args).splitlines()
-    assert output[0].startswith("usage: omni-proxy ")
-    assert len(output) <= 3
+    lines = refused(*args).splitlines()
+    assert lines[0].startswith("usage: omni-proxy ")
+    assert len(lines) <= 3
 
 
 def test_help_begins_with_the_commands(capsys):
@@ -169,8 +169,8 @@ def test_a_folder_as_the_file_is_refused(refused, tmp_path):
 def test_a_broken_file_is_refused_with_all_its_problems(refused, tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text("server.prot = 1\nserver.port = 'x'\n")
-    output = refused("--config", str(file)).splitlines()
-    assert output == [
+    lines = refused("--config", str(file)).splitlines()
+    assert lines == [
         f"{file}:1: server.prot: unknown key; did you mean `port`?",
         f"{file}:2: server.port: expected a whole number, got a string",
     ]
@@ -262,7 +262,7 @@ def test_a_character_outside_the_locale_is_printed_as_a_question_mark(monkeypatc
 
 # `__complete` is called by shells, and prints nothing if a user calls it.
 @pytest.mark.parametrize("word", sorted(INNER.keys() - {"__complete"}))
-def test_an_internal_command_tells_users_what_it_is(word):
+def test_an_internal_command_explains_itself_to_users(word):
     with pytest.raises(
         SystemExit, match=rf"{word} is (internal: omni-proxy starts|started by omni-proxy)"
     ):

@@ -145,8 +145,8 @@ def test_each_source_of_discovery_is_shown_with_its_problems():
         {"name": "new", "state": "failing", "error": "refused"},
     ]  # fmt: skip
     lines = render_status(feed_of(feed(row(), discovery=sources)), "http://p", 120)
-    shown = [line for line in lines if line.startswith("discovery ")]
-    assert shown == [
+    rows = [line for line in lines if line.startswith("discovery ")]
+    assert rows == [
         "discovery pods synced: 3 open, 1 not ready",
         "discovery stale-pods STALE 1 min (status 403: no): 2 open; 1 ignored",
         "discovery new FAILING (refused): no workers",

@@ -18,8 +18,8 @@ class LateFuture(Future):
 
 def test_a_reply_at_the_moment_of_the_timeout_is_returned(monkeypatch):
     monkeypatch.setattr(weights, "Future", LateFuture)
-    answer = AdminReply(200, {})
-    assert weights.call_with_progress(lambda: answer, lambda: "") is answer
+    reply = AdminReply(200, {})
+    assert weights.call_with_progress(lambda: reply, lambda: "") is reply
 
 
 def test_a_timeout_of_the_call_itself_is_raised(monkeypatch):

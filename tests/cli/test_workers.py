@@ -195,17 +195,17 @@ def test_drain_can_wait_and_reports_how_it_ended(fleet, capsys, end, status):
     assert run(fleet, "drain", "10.0.0.1:8000", "--wait", "--timeout-secs", "0") == status
     posted = next(request for request in fleet.requests if request[0].endswith("/drain"))
     assert posted[1] == {"timeout_secs": 0.0}
-    output = capsys.readouterr()
-    assert output.err == f"{A}: draining, 2 in flight\n"
-    assert output.out == f"{A}: {end}, {status} in flight\n"
+    captured = capsys.readouterr()
+    assert captured.err == f"{A}: draining, 2 in flight\n"
+    assert captured.out == f"{A}: {end}, {status} in flight\n"
 
 
 def test_a_failure_at_one_worker_does_not_skip_the_others(fleet, capsys):
     fleet.replies[PATH_A] = (200, {"status": "ok", "worker": FLEET[0]})
     assert run(fleet, "disable", "unknown", "10.0.0.1:8000") == 1
-    output = capsys.readouterr()
-    assert "no worker is called unknown" in output.err
-    assert output.out == f"disabled {A}: healthy\n"
+    captured = capsys.readouterr()
+    assert "no worker is called unknown" in captured.err
+    assert captured.out == f"disabled {A}: healthy\n"
 
 
 def test_an_unreachable_proxy_exits_with_2(capsys):

@@ -52,9 +52,9 @@ def test_without_flags_the_configuration_is_unchanged(configs, data):
 def test_an_invalid_flag_is_reported_with_its_reason(flag, text, problem):
     with pytest.raises(ConfigError) as caught:
         apply_flags(Config(), {FLAGS[flag]: text})
-    (output,) = str(caught.value).splitlines()
-    assert output.startswith(f"command line: {flag}: ")
-    assert problem in output
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"command line: {flag}: ")
+    assert problem in line
 
 
 def test_all_invalid_flags_are_reported_at_once():

@@ -49,15 +49,15 @@ def test_workers_are_ordered_by_origin():
         f'[[launch]]\ncommand = ["run"]\nmodel = "l"\n[[workers]]\nurl = "{B}"\n'
         f'[[workers]]\nurl = "{A}"'
     )
-    found = desired_workers(config, (C,), state)
-    assert [(worker.url, worker.origin) for worker in found] == [
+    workers = desired_workers(config, (C,), state)
+    assert [(worker.url, worker.origin) for worker in workers] == [
         (B, "file"),
         (A, "file"),
         ("http://127.0.0.1:31000", "launch"),
         (C, "flag"),
         (D, "api"),
     ]
-    assert found[2].model == "l"
+    assert workers[2].model == "l"
 
 
 def test_a_worker_in_the_file_and_in_a_flag_has_the_origin_file():
@@ -213,8 +213,8 @@ def test_changes_over_http_match_a_plain_dictionary(steps, flags):
             state = with_override(state, url, disabled=step == "off")
             expected[url] = step == "off"
         state = prune_state(state, FILE, flags)
-    found = {worker.url: worker.disabled for worker in desired_workers(FILE, flags, state)}
-    assert found == expected
+    actual = {worker.url: worker.disabled for worker in desired_workers(FILE, flags, state)}
+    assert actual == expected
 
 
 @pytest.mark.parametrize("field", ["model", "disabled", "max_inflight", "capabilities"])

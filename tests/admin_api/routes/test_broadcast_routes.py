@@ -81,9 +81,9 @@ async def test_an_update_from_tensors_gets_a_501_and_is_not_sent(api, engines):
     ],
 )
 async def test_an_invalid_broadcast_is_refused_before_any_call(api, engines, path, body, reason):
-    status, error, _ = await call_route(api, path, data=body)
-    assert (status, error["success"], error["status"]) == (400, False, "error")
-    assert reason in error["message"]
+    status, content, _ = await call_route(api, path, data=body)
+    assert (status, content["success"], content["status"]) == (400, False, "error")
+    assert reason in content["message"]
     assert engines.requests == []
 
 

@@ -89,8 +89,8 @@ async def test_an_unchanged_page_is_not_sent_again(api):
 def test_the_page_has_no_url_of_another_host():
     namespaces = {"http://www.w3.org/2000/svg"}
     examples = {"http://10.0.0.7:8000", "http://${typed}"}  # a placeholder, and the user's input
-    found = set(re.findall(r"https?://[^\s\"'`)<>]+", PAGE))
-    assert found - namespaces - examples <= {"https?:"}
+    urls = set(re.findall(r"https?://[^\s\"'`)<>]+", PAGE))
+    assert urls - namespaces - examples <= {"https?:"}
     assert "@import" not in PAGE
     assert "url(" not in PAGE
 
@@ -145,7 +145,7 @@ def test_each_id_that_a_script_uses_is_in_the_page(tags):
     ids = {attributes["id"] for _, attributes in tags if "id" in attributes}
     used = set(re.findall(r"""\$\("([\w-]+)"\)""", PAGE))
     emptied = re.findall(r"empties\(([^)]*)\)", PAGE)
-    used |= {name for each in emptied for name in re.findall(r'"([\w-]+)"', each)}
+    used |= {name for arguments in emptied for name in re.findall(r'"([\w-]+)"', arguments)}
     assert used - ids == set()
 
 

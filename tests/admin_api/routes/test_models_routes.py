@@ -222,8 +222,8 @@ targets = [{ model = "m1" }, { model = "m2", weight = 2 }]
 name = "shadowed"
 targets = [{ model = "m2" }]
 [[routing.models]]
-name = "gone"
-targets = [{ model = "nobody" }]
+name = "without-worker"
+targets = [{ model = "unserved" }]
 """
 
 

@@ -10,8 +10,8 @@ async def test_a_prefill_worker_is_registered_with_the_fields_of_sglang_router(a
     response = await api.client().post("/workers", json=body)
     assert response.status_code == 202
     record = (await response.get_json())["worker"]
-    shown = [record[key] for key in ("role", "worker_type", "kv_connector", "bootstrap_port")]
-    assert shown == ["prefill", "prefill", "sglang", 9001]
+    values = [record[key] for key in ("role", "worker_type", "kv_connector", "bootstrap_port")]
+    assert values == ["prefill", "prefill", "sglang", 9001]
     listed = await (await api.client().get("/workers")).get_json()
     assert listed["stats"] == {"prefill_count": 1, "decode_count": 0, "regular_count": 2}
     (saved,) = api.config_store.state.workers

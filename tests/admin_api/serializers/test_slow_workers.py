@@ -19,7 +19,7 @@ def row(name, first_ms=100.0, *, age_secs=600.0, **fields):
 
 
 def texts(*rows):
-    return {name: found.text for name, found in slow_workers(rows, AT).items()}
+    return {name: slow.text for name, slow in slow_workers(rows, AT).items()}
 
 
 def test_with_an_equal_request_rate_the_machine_or_engine_is_slow():

@@ -84,7 +84,7 @@ def test_a_command_line_of_sglang_router_has_a_warning_per_flag_without_effect(s
 def test_a_switch_overrides_a_number_in_either_order(started):
     switch, number = ["--disable-retries"], ["--retry-max-retries", "5"]
     assert main_router(switch + number) == main_router(number + switch) == 0
-    retries = [each.effective_config(Config()).routing.max_total_retries for each in started]
+    retries = [run.effective_config(Config()).routing.max_total_retries for run in started]
     assert retries == [1, 1]
 
 

@@ -20,20 +20,20 @@ def error_lines(capsys, parser, *args):
 
 
 def test_a_similar_flag_is_suggested(capsys):
-    output = error_lines(capsys, serve_parser(), "--prot", "8080")
-    assert output == ["unrecognized arguments: --prot 8080", "  --prot: did you mean `--port`?"]
+    lines = error_lines(capsys, serve_parser(), "--prot", "8080")
+    assert lines == ["unrecognized arguments: --prot 8080", "  --prot: did you mean `--port`?"]
 
 
 def test_an_argument_that_is_not_similar_to_a_flag_gets_no_suggestion(capsys):
-    output = error_lines(capsys, router_parser(), "--zzz", "extra")
-    assert output == ["unrecognized arguments: --zzz extra"]
+    lines = error_lines(capsys, router_parser(), "--zzz", "extra")
+    assert lines == ["unrecognized arguments: --zzz extra"]
 
 
 @pytest.mark.parametrize("flag", THEIRS)
 def test_a_flag_of_another_router_is_reported_with_its_equivalent(capsys, flag):
     for args in ([flag, "3"], [f"{flag}=3"]):
-        output = error_lines(capsys, router_parser(), *args)
-        assert output[1:] == [f"  {flag}: use {THEIRS[flag]} (docs/migration.md)"]
+        lines = error_lines(capsys, router_parser(), *args)
+        assert lines[1:] == [f"  {flag}: use {THEIRS[flag]} (docs/migration.md)"]
 
 
 def test_no_own_flag_is_in_the_table_of_other_routers():
@@ -44,8 +44,8 @@ def test_no_own_flag_is_in_the_table_of_other_routers():
 
 
 def test_hints_for_flags_of_other_routers_name_existing_flags():
-    named = {name for hint in THEIRS.values() for name in re.findall(r"--[a-z-]+", hint)}
-    assert named <= {*FLAGS, "--engine"}
+    flags = {name for hint in THEIRS.values() for name in re.findall(r"--[a-z-]+", hint)}
+    assert flags <= {*FLAGS, "--engine"}
 
 
 def test_the_migration_page_has_the_flag():
