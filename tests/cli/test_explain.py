@@ -107,9 +107,7 @@ def test_without_a_file_the_body_is_read_from_stdin(proxy, monkeypatch, capsys):
 
 
 def test_what_is_wrong_with_the_request_is_reported(proxy, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"{")))
     proxy.replies["/explain"] = (400, {"error": {"message": "invalid JSON body"}})
-    proxy.requests.clear()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"1")))
     assert main(["explain", "--url", proxy.url]) == 1
     assert capsys.readouterr().err == "refused with status 400: invalid JSON body\n"

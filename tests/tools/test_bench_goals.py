@@ -85,7 +85,9 @@ def test_a_part_that_cannot_be_measured_is_reported_and_the_others_run(
         "_new_field",
     ):
         monkeypatch.setattr(goals, part, fails)
-    monkeypatch.setattr(goals, "_admin_latency", lambda how, found: found.rows.append(goals.Row("w", "9")))
+    monkeypatch.setattr(
+        goals, "_admin_latency", lambda how, found: found.rows.append(goals.Row("w", "9"))
+    )
     found = goals.measure_goals(goals.Measuring("proxy --port {port}", "proxy", 1, 1.0))
     assert [row.found for row in found.rows] == [
         *["not measured: it gave no answer"] * 7,

@@ -95,19 +95,15 @@ LABELS = {"app": "sglang", "tier": "gpu", "empty": "", "example.com/role": "deco
         ("!missing", True),
         ("! app", False),
         ("app in (a,sglang),!missing,tier", True),
+        ("app=", False),
     ],
 )
 def test_a_selector_matches_as_in_kubernetes(text, matching):
     assert matches(parse_selector(text), LABELS) is matching
 
 
-@pytest.mark.parametrize(
-    "text", ["app=a b", "app=", "=x", "a in b", "a in (b", "app=a,,b", "a>1", "-a=b"]
-)
+@pytest.mark.parametrize("text", ["app=a b", "=x", "a in b", "a in (b", "app=a,,b", "a>1", "-a=b"])
 def test_an_invalid_selector_is_refused_with_the_term(text):
-    if text == "app=":
-        assert not matches(parse_selector(text), LABELS)
-        return
     with pytest.raises(ValueError, match="is not a term of a label selector"):
         parse_selector(text)
 
