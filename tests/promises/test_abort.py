@@ -1,4 +1,4 @@
-"""An abort ends requests wherever they are, at once, and touches nothing else."""
+"""An abort ends queued and running requests at once and affects nothing else."""
 
 import json
 from contextlib import asynccontextmanager
@@ -22,7 +22,7 @@ MANY = 1000
 
 @asynccontextmanager
 async def fleet(tmp_path, *engines, server="", more="", processes=1):
-    """The program before these engines."""
+    """The program with these engines as its workers."""
     file = tmp_path / "proxy.toml"
     async with trio.open_nursery() as nursery:
         for engine in engines:
@@ -40,7 +40,7 @@ async def fleet(tmp_path, *engines, server="", more="", processes=1):
 
 
 class Streams:
-    """Generations that clients have begun through the proxy."""
+    """Streamed generations that clients have started through the proxy."""
 
     def __init__(self, running, nursery):
         self._running, self._nursery = running, nursery
@@ -79,38 +79,41 @@ async def abort(running, path="/abort_request", **fields):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_one_id_costs_one_call_to_one_worker(tmp_path, soon, processes):
+async def test_aborting_one_id_calls_only_the_worker_that_runs_it(tmp_path, soon, processes):
     engines = Engine(), Engine(), Engine()
-    async with fleet(tmp_path, *engines, processes=processes) as running, streams(running) as made:
+    async with (
+        fleet(tmp_path, *engines, processes=processes) as running,
+        streams(running) as generations,
+    ):
         for number in range(12):
-            made.begin(f"r{number}")
+            generations.begin(f"r{number}")
         await until(lambda: generating(*engines) == 12)
         (holder,) = [engine for engine in engines if "r7" in engine.running]
         status, body = await abort(running, rid="r7")
         assert status == 200
-        assert [each["worker"] for each in body["results"]] == [holder.url]
-        await made.until_ended(1)
-        assert b'"finish_reason": "abort"' in made.ended[0]
+        assert [result["worker"] for result in body["results"]] == [holder.url]
+        await generations.until_ended(1)
+        assert b'"finish_reason": "abort"' in generations.ended[0]
         assert [engine.aborts for engine in engines] == [
             [{"rid": "r7"}] if engine is holder else [] for engine in engines
         ]
         assert generating(*engines) == 11
 
 
-async def test_a_thousand_generations_end_and_nothing_else_is_touched(tmp_path, soon):
+async def test_abort_all_ends_a_thousand_generations_and_changes_nothing_else(tmp_path, soon):
     engines = Engine(), Engine(), Engine()
-    async with fleet(tmp_path, *engines) as running, streams(running) as made:
+    async with fleet(tmp_path, *engines) as running, streams(running) as generations:
         before = await running.get_json("/workers")
         for number in range(MANY):
-            made.begin(f"r{number}")
+            generations.begin(f"r{number}")
         await until(lambda: generating(*engines) == MANY)
         status, body = await abort(running, abort_all=True)
         assert (status, len(body["results"])) == (200, 3)
-        await made.until_ended(MANY)
+        await generations.until_ended(MANY)
         await until(lambda: not generating(*engines))
         assert all(engine.aborts == [{"abort_all": True}] for engine in engines)
         idle = await running.until(
-            "/workers", lambda body: not any(each["in_flight"] for each in body["workers"])
+            "/workers", lambda body: not any(row["in_flight"] for row in body["workers"])
         )
         same = ("url", "routable", "disabled", "weight_version", "status")
         for then, now in zip(before["workers"], idle["workers"], strict=True):
@@ -133,13 +136,13 @@ async def test_an_unknown_id_is_aborted_at_all_live_workers(tmp_path, soon):
 
 async def test_a_prefix_is_aborted_at_all_workers(tmp_path, soon):
     engines = Engine(), Engine()
-    async with fleet(tmp_path, *engines) as running, streams(running) as made:
+    async with fleet(tmp_path, *engines) as running, streams(running) as generations:
         for rid in ("a::1", "a::2", "b::1", "b::2"):
-            made.begin(rid)
+            generations.begin(rid)
         await until(lambda: generating(*engines) == 4)
         status, body = await abort(running, rid="a::", prefix=True)
         assert (status, len(body["results"])) == (200, 2)
-        await made.until_ended(2)
+        await generations.until_ended(2)
         assert {rid for engine in engines for rid in engine.running} == {"b::1", "b::2"}
 
 
@@ -147,29 +150,29 @@ async def test_a_worker_that_cannot_be_reached_is_reported(tmp_path, soon):
     engines = Engine(), Engine()
     more = "failure_threshold = 1000"
     async with fleet(tmp_path, *engines, more=more) as running:
-        gone = Engine()
+        unreachable = Engine()
         async with trio.open_nursery() as nursery:
-            await nursery.start(gone.serve)
-            answer = await running.client.post("/workers", json={"url": gone.url})
+            await nursery.start(unreachable.serve)
+            answer = await running.client.post("/workers", json={"url": unreachable.url})
             assert answer.status_code in (200, 202)
-            await running.until_routable(*engines, gone)
+            await running.until_routable(*engines, unreachable)
             nursery.cancel_scope.cancel()
         status, body = await abort(running, abort_all=True)
         assert status == 502
-        results = {each["worker"]: each for each in body["results"]}
-        assert "error" in results[gone.url]
+        results = {result["worker"]: result for result in body["results"]}
+        assert "error" in results[unreachable.url]
         assert all(results[engine.url]["success"] for engine in engines)
 
 
-async def test_an_abort_waits_for_no_operation(tmp_path, soon):
+async def test_an_abort_does_not_wait_for_a_running_operation(tmp_path, soon):
     engine = Engine()
     more = "[weight_sync]\nwhile_updating = 'pass'\nverify = 'off'"
     async with (
         fleet(tmp_path, engine, more=more) as running,
-        streams(running) as made,
+        streams(running) as generations,
         trio.open_nursery() as nursery,
     ):
-        made.begin("r1")
+        generations.begin("r1")
         await until(lambda: generating(engine) == 1)
         engine.gate = trio.Event()
 
@@ -179,13 +182,15 @@ async def test_an_abort_waits_for_no_operation(tmp_path, soon):
         nursery.start_soon(update)
         await engine.updating.wait()
         assert (await abort(running, rid="r1"))[0] == 200
-        await made.until_ended(1)
+        await generations.until_ended(1)
         assert (await running.get_json("/weights"))["operation"] is not None
         engine.gate.set()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_what_waits_here_ends_as_an_engine_would_end_it(tmp_path, soon, processes):
+async def test_a_queued_request_ends_with_the_response_of_an_aborted_engine_request(
+    tmp_path, soon, processes
+):
     engine = Engine()
     server = "queue_size = 50\nqueue_timeout_secs = 600"
     async with fleet(tmp_path, engine, server=server, processes=processes) as running:
@@ -221,32 +226,32 @@ async def test_what_waits_here_ends_as_an_engine_would_end_it(tmp_path, soon, pr
                 "GET /server_info?config_format=json HTTP/1.1",
             }
             assert (await running.client.put(url, json={"disabled": False})).status_code < 300
-        assert answers["other"].json() == {"id": "x"}  # nobody meant it
+        assert answers["other"].json() == {"id": "x"}  # no abort named it
 
 
 async def waiting(running, count):
     await running.until("/status", lambda body: body["data_plane"]["waiting"] == count)
 
 
-async def test_an_engine_of_the_other_kind_is_reported_in_its_own_words(tmp_path, soon):
+async def test_an_abort_is_translated_for_engines_of_the_other_dialect(tmp_path, soon):
     sglang, vllm = Engine(), Engine(VLLM)
-    async with fleet(tmp_path, sglang, vllm) as running, streams(running) as made:
+    async with fleet(tmp_path, sglang, vllm) as running, streams(running) as generations:
         for number in range(6):
-            made.begin(f"r{number}")
+            generations.begin(f"r{number}")
         await until(lambda: generating(sglang, vllm) == 6)
-        ours = list(vllm.running)
-        status, body = await abort(running, rid=ours[0])
+        vllm_ids = list(vllm.running)
+        status, body = await abort(running, rid=vllm_ids[0])
         assert (status, len(body["results"])) == (200, 1)
-        assert vllm.aborts == [{"request_ids": list(as_vllm_writes(ours[0]))}]
+        assert vllm.aborts == [{"request_ids": list(as_vllm_writes(vllm_ids[0]))}]
         status, body = await abort(running, VLLM, request_ids=[next(iter(sglang.running))])
         assert (status, body["status"], body["aborted"]) == (200, "aborted", 1)
         status, body = await abort(running, VLLM)
         assert (status, len(body["results"])) == (200, 2)
         assert (vllm.aborts[-1], sglang.aborts[-1]) == ({}, {"abort_all": True})
-        await made.until_ended(6)
+        await generations.until_ended(6)
 
 
-async def test_real_replicas_of_both_kinds_stop_and_are_idle(tmp_path, soon):
+async def test_real_replicas_of_both_dialects_abort_requests_and_become_idle(tmp_path, soon):
     pytest.importorskip("torch")
     file = tmp_path / "proxy.toml"
     async with replicas(2) as both, replicas(1, "--dialect", "vllm") as vllm:
@@ -254,37 +259,37 @@ async def test_real_replicas_of_both_kinds_stop_and_are_idle(tmp_path, soon):
         put(file, toml_of(engines))
         async with program("--config", file) as running:
             await known(running, 3)
-            ends = {}
+            finish_reasons = {}
 
             async def ask(rid):
                 sampling = {"max_tokens": 4000, "ignore_eos": True, "temperature": 0}
                 body = {"token_ids": list(range(20, 40)), "request_id": rid}
                 path = "/inference/v1/generate"
                 answer = await running.client.post(path, json={**body, "sampling_params": sampling})
-                ends[rid] = answer.json()["choices"][0]["finish_reason"]
+                finish_reasons[rid] = answer.json()["choices"][0]["finish_reason"]
 
             async def until_running(count):
                 await running.until(
                     "/workers",
-                    lambda body: sum(each["in_flight"] for each in body["workers"]) == count,
+                    lambda body: sum(row["in_flight"] for row in body["workers"]) == count,
                 )
 
             async with trio.open_nursery() as nursery:
                 for number in range(12):
                     nursery.start_soon(ask, f"r{number}")
                 await until_running(12)
-                for number in range(4):  # so that each kind of replica has one of them
-                    status, reported = await abort(running, rid=f"r{number}")
-                    assert (status, len(reported["results"])) == (200, 1), reported
-                await until(lambda: len(ends) == 4)
+                for number in range(4):  # enough that each kind of replica runs one of them
+                    status, body = await abort(running, rid=f"r{number}")
+                    assert (status, len(body["results"])) == (200, 1), body
+                await until(lambda: len(finish_reasons) == 4)
                 await until_running(8)
-                status, reported = await abort(running, VLLM, request_ids=["r4", "r5"])
+                status, body = await abort(running, VLLM, request_ids=["r4", "r5"])
                 assert status == 200
-                assert reported["aborted"] == sum(
-                    each["body"]["aborted"] for each in reported["results"]
+                assert body["aborted"] == sum(
+                    result["body"]["aborted"] for result in body["results"]
                 )
                 await until_running(6)
-                status, reported = await abort(running, abort_all=True)
-                assert (status, len(reported["results"])) == (200, 3)
-            assert ends == {f"r{number}": "abort" for number in range(12)}
+                status, body = await abort(running, abort_all=True)
+                assert (status, len(body["results"])) == (200, 3)
+            assert finish_reasons == {f"r{number}": "abort" for number in range(12)}
             await until_running(0)

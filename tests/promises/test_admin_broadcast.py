@@ -1,4 +1,4 @@
-"""An admin call reaches every worker that is not dead, and its answer says what each made of it."""
+"""An admin call reaches every live worker, and its response has the result of each."""
 
 import pytest
 import trio
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("soon")
 UPDATE = {"model_path": "/m", "weight_version": "v2"}
 
 
-async def test_one_update_reaches_all_and_is_read_back_and_compared(tmp_path):
+async def test_an_update_reaches_all_workers_and_is_read_back_and_verified(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as both:
         file.write_text(toml(both))
@@ -21,21 +21,23 @@ async def test_one_update_reaches_all_and_is_read_back_and_compared(tmp_path):
             )
             body = answer.json()
             assert (answer.status_code, body["success"], body["status"]) == (200, True, "ok")
-            assert [each["worker"] for each in body["results"]] == [each.url for each in both]
-            assert body["weight_versions"] == {each.url: "v2" for each in both}
-            assert sorted(body["verification"]["checked"]) == sorted(each.url for each in both)
+            assert [result["worker"] for result in body["results"]] == [
+                engine.url for engine in both
+            ]
+            assert body["weight_versions"] == {engine.url: "v2" for engine in both}
+            assert sorted(body["verification"]["checked"]) == sorted(engine.url for engine in both)
             for engine in both:
-                sent = dict(zip(engine.paths(), engine.headers, strict=True))
-                assert sent["/update_weights_from_disk"]["authorization"] == "Bearer t"
+                headers = dict(zip(engine.paths(), engine.headers, strict=True))
+                assert headers["/update_weights_from_disk"]["authorization"] == "Bearer t"
             body = await running.until_routable(*both)
-            assert {record(body, each)["weight_version"] for each in both} == {"v2"}
-            assert {record(body, each)["weight_epoch"] for each in both} == {1}
+            assert {record(body, engine)["weight_version"] for engine in both} == {"v2"}
+            assert {record(body, engine)["weight_epoch"] for engine in both} == {1}
             weights = await running.get_json("/weights")
             assert weights["history"][-1]["path"] == "/update_weights_from_disk"
             assert not (tmp_path / "proxy.weights" / "journal.json").exists()
 
 
-async def test_targets_are_out_of_routing_while_it_runs_and_back_afterwards(tmp_path):
+async def test_workers_leave_rotation_during_an_update_and_return_afterwards(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as both, trio.open_nursery() as nursery:
         file.write_text(toml(both))
@@ -49,7 +51,7 @@ async def test_targets_are_out_of_routing_while_it_runs_and_back_afterwards(tmp_
             for engine in both:
                 await engine.asked["/update_weights_from_disk"].wait()
             body = await running.get_json("/workers")
-            assert [each["held_by"] for each in body["workers"]] == [["updating"]] * 2
+            assert [row["held_by"] for row in body["workers"]] == [["updating"]] * 2
             assert (await running.client.get("/ready")).status_code == 503
             assert (await running.client.get("/health")).status_code == 200
             refused = await running.ask()
@@ -58,20 +60,20 @@ async def test_targets_are_out_of_routing_while_it_runs_and_back_afterwards(tmp_
             assert (journal.stat().st_mode & 0o777, journal.parent.stat().st_mode & 0o777) == (
                 0o600, 0o700
             )  # fmt: skip
-            held = await running.client.put(
+            disabled = await running.client.put(
                 "/workers/" + body["workers"][0]["worker_id"], json={"disabled": True}
             )
-            assert held.status_code == 200
+            assert disabled.status_code == 200
             for engine in both:
                 engine.gates["/update_weights_from_disk"].set()
             await running.until_routable(both[1])
             body = await running.until(
-                "/workers", lambda body: not any(each["held_by"] for each in body["workers"])
+                "/workers", lambda body: not any(row["held_by"] for row in body["workers"])
             )
-            assert [each["disabled"] for each in body["workers"]] == [True, False]
+            assert [row["disabled"] for row in body["workers"]] == [True, False]
 
 
-async def test_a_pause_with_hold_keeps_them_out_until_continue(tmp_path):
+async def test_a_pause_with_hold_keeps_workers_out_of_rotation_until_continue(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(1) as (engine,):
         file.write_text(toml([engine], more="[routing]\nwhile_paused = 'hold'\n"))
@@ -86,7 +88,7 @@ async def test_a_pause_with_hold_keeps_them_out_until_continue(tmp_path):
             assert ("/pause_generation", {"mode": "retract"}) in engine.calls
 
 
-async def test_a_disconnect_cancels_nothing_and_a_repeated_call_joins(tmp_path):
+async def test_an_update_survives_a_disconnect_and_a_repeated_call_joins_it(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(1) as (engine,):
         file.write_text(toml([engine]))

@@ -1,6 +1,6 @@
-"""Keys with roles before the real program, and the line that each change leaves.
+"""Admin keys with roles against the real program, and the audit line that each change writes.
 
-Without a key, names that a stranger's name server leads here are refused on real sockets.
+Without a key, requests with a rebound host name (DNS rebinding) are refused on real sockets.
 """
 
 import json
@@ -46,7 +46,7 @@ WEBSOCKET = (
     b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
     b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
 )
-ODD = (
+UNUSUAL_REQUESTS = (
     (b"/feed", WEBSOCKET), (b"/status", WEBSOCKET), (b"//status", b""), (b"/%73tatus", b""),
     (b"/status", b"X-Omni-Received: unix http admin\r\n"), (b"/status", b"X-Api-Key: read-me\r\n"),
     (b"/status", b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
@@ -58,7 +58,7 @@ def bearer(key):
     return {"Authorization": f"Bearer {key}"}
 
 
-async def test_keys_have_roles_and_a_file_with_a_key_is_read_again(tmp_path, monkeypatch):
+async def test_admin_keys_have_roles_and_a_key_file_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setenv("GRAFANA_KEY", "read-me")
     file, key_file, audit = (tmp_path / name for name in ("proxy.toml", "key", "audit.jsonl"))
     key_file.write_text("deploy-1\n")
@@ -91,7 +91,7 @@ async def test_keys_have_roles_and_a_file_with_a_key_is_read_again(tmp_path, mon
             assert await status("GET", "/v1/rl/engine/pause?selector=a%3Db", "read-me") == 403
             assert (await running.ask()).status_code == 200  # models need no key
             base = running.client.base_url
-            for target, upgrade in ODD:
+            for target, upgrade in UNUSUAL_REQUESTS:
                 async with await trio.open_tcp_stream(base.host, base.port) as stream:
                     head = b"GET %b HTTP/1.1\r\nHost: 127.0.0.1\r\n%b\r\n"
                     await stream.send_all(head % (target, upgrade))
@@ -106,13 +106,13 @@ async def test_keys_have_roles_and_a_file_with_a_key_is_read_again(tmp_path, mon
             await running.says("keys_reread table=admin.keys")
             assert await status("POST", "/reload", "deploy-1") == 403
             assert await status("POST", "/reload", "deploy-2") == 200
-            output = json.dumps(await running.get_json("/openapi.json")) + running.log
-            output += audit.read_text() + str((await running.client.get("/config")).json())
+            visible = json.dumps(await running.get_json("/openapi.json")) + running.log
+            visible += audit.read_text() + str((await running.client.get("/config")).json())
             for secret in ("read-me", "deploy-1", "deploy-2", digest):
-                assert secret not in output
+                assert secret not in visible
 
 
-async def test_a_key_that_cannot_be_read_refuses_the_start(tmp_path):
+async def test_a_key_that_cannot_be_read_prevents_the_start(tmp_path):
     file = tmp_path / "proxy.toml"
     put(file, '[server]\nport = 0\n[[admin.keys]]\nname = "a"\nkey_env = "OMNI_UNSET_KEY"\n')
     async with starting("--config", file) as running:
@@ -136,7 +136,7 @@ REBOUND = (
 )
 
 
-async def test_without_a_key_a_rebound_name_reaches_no_control_route(tmp_path):
+async def test_without_a_key_a_rebound_host_name_reaches_no_control_route(tmp_path):
     file, audit = tmp_path / "proxy.toml", tmp_path / "audit.jsonl"
     async with workers("w") as fleet:
         put(file, toml(fleet, more=f"[admin]\naudit_log = '{audit}'\n"))
@@ -150,18 +150,23 @@ async def test_without_a_key_a_rebound_name_reaches_no_control_route(tmp_path):
             assert fleet[0].requests == 0
             lines = await until_lines(audit, 5)
             assert {(line["who"], line["status"]) for line in lines} == {(None, 403)}
-            # What clients that are no browsers send goes on to work.
+            # Requests of clients that are not browsers still work.
             form = {"Content-Type": "application/x-www-form-urlencoded"}
             url = b'{"url": "http://127.0.0.1:9"}'
-            for sent in ({}, {"content": b""}, {"json": {}}, {"content": b"{}", "headers": form}):
-                assert (await running.client.post("/reload", **sent)).status_code == 200
+            for options in (
+                {},
+                {"content": b""},
+                {"json": {}},
+                {"content": b"{}", "headers": form},
+            ):
+                assert (await running.client.post("/reload", **options)).status_code == 200
             added = await running.client.post("/workers", content=url, headers=form)
             assert added.status_code == 200
             page = await running.client.get("/", headers={"Accept": "text/html,*/*"})
             assert (page.status_code, page.headers["location"]) == (302, "dashboard")
 
 
-async def test_each_change_is_on_disk_whatever_becomes_of_the_file(tmp_path):
+async def test_each_change_is_audited_across_disconnects_rotation_and_a_full_disk(tmp_path):
     file, audit = tmp_path / "proxy.toml", tmp_path / "logs" / "audit.jsonl"
     key = {"Authorization": f"Bearer {KEY}"}
 
@@ -181,7 +186,7 @@ async def test_each_change_is_on_disk_whatever_becomes_of_the_file(tmp_path):
             assert done["from"].startswith("127.0.0.1:")
             assert (refused["who"], refused["status"]) == (None, 401)
 
-            # The caller leaves while a worker takes its time.
+            # The caller disconnects while a worker has not answered yet.
             fleet[0].gate = trio.Event()
             async with trio.open_nursery() as nursery:
                 pause = partial(running.client.post, "/pause_generation", json={}, headers=key)

@@ -1,4 +1,4 @@
-"""[admin] listen: control requests have a listener of their own, and answer there alone."""
+"""[admin] listen: control requests have their own listener and are served only there."""
 
 import os
 import socket
@@ -13,8 +13,16 @@ from tests.promises.fleet_program import PATIENCE_SECS, program, put, toml, urls
 
 pytestmark = pytest.mark.usefixtures("soon")
 KEY = "s3cret"
-BOTH = ("/live", "/ready", "/health", "/workers", "/v1/models", "/metrics", "/openapi.json")
-ELSEWHERE = {
+ON_BOTH_LISTENERS = (
+    "/live",
+    "/ready",
+    "/health",
+    "/workers",
+    "/v1/models",
+    "/metrics",
+    "/openapi.json",
+)
+ON_ADMIN_LISTENER_ONLY = {
     "GET": ("/status", "/config", "/weights", "/feed"),
     "POST": ("/workers", "/reload", "/pause_generation", "/update_weights_from_disk", "/explain"),
     "PUT": ("/workers/x",),
@@ -28,38 +36,38 @@ def config(fleet, *, listen="127.0.0.1:0", key="", listen_key=True):
 
 
 @asynccontextmanager
-async def client_at(where):
-    transport = httpx.AsyncHTTPTransport(uds=where[5:]) if where.startswith("unix:") else None
-    base = "http://localhost" if transport else f"http://{where}"
+async def client_at(address):
+    transport = httpx.AsyncHTTPTransport(uds=address[5:]) if address.startswith("unix:") else None
+    base = "http://localhost" if transport else f"http://{address}"
     async with httpx.AsyncClient(
         base_url=base, transport=transport, timeout=PATIENCE_SECS, trust_env=False
     ) as client:
         yield client
 
 
-async def admin_place(running):
-    found = await running.says(r"listening on (\S+) for admin requests")
-    return found[1].removeprefix("http://")
+async def admin_address(running):
+    match = await running.says(r"listening on (\S+) for admin requests")
+    return match[1].removeprefix("http://")
 
 
 @asynccontextmanager
 async def running_server(tmp_path, **keys):
-    """(the program, its worker, a client of the control listener, its file)"""
+    """Yields the program, its worker, a client of the admin listener, and the configuration file."""
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
         file.write_text(config(fleet, **keys))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            async with client_at(await admin_place(running)) as admin:
+            async with client_at(await admin_address(running)) as admin:
                 yield running, fleet[0], admin, file
 
 
-async def test_control_routes_answer_there_alone_and_health_on_both(tmp_path):
+async def test_control_routes_are_only_on_the_admin_listener_and_health_on_both(tmp_path):
     async with running_server(tmp_path) as (running, worker, admin, _):
-        for path in BOTH:
+        for path in ON_BOTH_LISTENERS:
             assert (await running.client.get(path)).status_code in (200, 502), path
             assert (await admin.get(path)).status_code in (200, 502), path
-        for method, paths in ELSEWHERE.items():
+        for method, paths in ON_ADMIN_LISTENER_ONLY.items():
             for path in paths:
                 answer = await running.client.request(method, path)
                 assert answer.status_code == 403, path
@@ -74,7 +82,7 @@ async def test_control_routes_answer_there_alone_and_health_on_both(tmp_path):
         assert (await admin.post("/reload")).status_code == 200
 
 
-async def test_model_traffic_uses_the_other_listener(tmp_path):
+async def test_model_routes_are_not_on_the_admin_listener(tmp_path):
     async with running_server(tmp_path) as (running, worker, admin, _):
         assert (await running.ask()).status_code == 200
         answer = await admin.post("/v1/chat/completions", json={"messages": []})
@@ -99,14 +107,14 @@ async def test_no_client_can_claim_the_admin_listener(tmp_path):
                 assert (await stream.receive_some()).startswith(b"HTTP/1.1 403 ")
 
 
-async def test_the_key_is_required_there_unless_configured_otherwise(tmp_path):
+async def test_the_admin_listener_requires_the_key_unless_configured_otherwise(tmp_path):
     key = {"Authorization": f"Bearer {KEY}"}
     async with running_server(tmp_path, key=KEY) as (running, worker, admin, file):
         assert (await admin.post("/reload")).status_code == 401
         assert (await admin.post("/reload", headers=key)).status_code == 200
         assert (await running.client.post("/reload", headers=key)).status_code == 403
-        open_there = config([worker], key=KEY, listen_key=False)
-        put(file, open_there)
+        without_listen_key = config([worker], key=KEY, listen_key=False)
+        put(file, without_listen_key)
         await running.says("revision=2")
         assert (await admin.post("/reload")).status_code == 200
         assert "workers" in (await admin.get("/health")).json()
@@ -114,7 +122,7 @@ async def test_the_key_is_required_there_unless_configured_otherwise(tmp_path):
         assert (await running.client.post("/reload", headers=key)).status_code == 403
 
 
-async def test_it_opens_moves_and_closes_while_the_program_runs(tmp_path):
+async def test_a_reload_opens_and_closes_the_admin_listener(tmp_path):
     file, path = tmp_path / "proxy.toml", tmp_path / "admin.sock"
     async with workers("w") as fleet:
         file.write_text(toml(fleet))
@@ -122,7 +130,7 @@ async def test_it_opens_moves_and_closes_while_the_program_runs(tmp_path):
             await running.until_routable(*fleet)
             assert (await running.client.post("/reload")).status_code == 200
             put(file, config(fleet, listen=f"unix:{path}"))
-            assert await admin_place(running) == f"unix:{path}"
+            assert await admin_address(running) == f"unix:{path}"
             assert stat.S_IMODE(os.stat(path).st_mode) == 0o660
             assert (await running.client.post("/reload")).status_code == 403
             async with client_at(f"unix:{path}") as admin:
@@ -134,7 +142,7 @@ async def test_it_opens_moves_and_closes_while_the_program_runs(tmp_path):
             assert (await running.client.post("/reload")).status_code == 200
 
 
-async def test_a_place_that_is_taken_is_refused_by_its_name(tmp_path):
+async def test_an_address_in_use_is_refused_and_named(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
         file.write_text(toml(fleet))
@@ -142,6 +150,6 @@ async def test_a_place_that_is_taken_is_refused_by_its_name(tmp_path):
             with socket.create_server(("127.0.0.1", 0)) as other:
                 taken = f"127.0.0.1:{other.getsockname()[1]}"
                 put(file, config(fleet, listen=taken))
-                why = rf"admin\.listen: cannot listen on {taken}: Address already in use"
-                await running.says(why)
+                message = rf"admin\.listen: cannot listen on {taken}: Address already in use"
+                await running.says(message)
                 assert (await running.client.post("/reload")).status_code == 422

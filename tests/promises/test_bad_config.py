@@ -10,8 +10,8 @@ from tests.promises.clients import CHAT
 from tests.promises.fakes import PATIENCE_SECS
 from tests.promises.fleet_program import program, put, toml, urls
 
-# What is appended to a good file, and what is said of it: key path, reason, cure.
-BAD_ENDS = {
+# Text appended to a valid file, and what its error names: key path, reason, suggestion.
+ERRORS = {
     "unknown key": ("[routing]\npolcy = 'random'", "routing.polcy", "unknown key", "`policy`"),
     "unknown table": ("[sever]\nport = 1", "sever", "unknown key", "`server`"),
     "wrong type": ("[routing]\nmodel = 6", "routing.model", "expected a string", ""),
@@ -32,41 +32,41 @@ BAD_ENDS = {
 ROOT = Path(__file__).parents[2]
 
 
-async def refused_start(*words):
-    """What a start that is refused says."""
-    command = [forking_interpreter(), "-m", "omni_proxy", *map(str, words)]
+async def refused_start(*arguments):
+    """The output of a program that refuses to start."""
+    command = [forking_interpreter(), "-m", "omni_proxy", *map(str, arguments)]
     with trio.fail_after(PATIENCE_SECS):
-        ended = await trio.run_process(
+        process = await trio.run_process(
             command, capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=ROOT
         )
-    assert ended.returncode == 2
-    body = ended.stdout.decode()
-    assert "Traceback" not in body
-    assert "listening" not in body
-    return body
+    assert process.returncode == 2
+    output = process.stdout.decode()
+    assert "Traceback" not in output
+    assert "listening" not in output
+    return output
 
 
 def check(message, file, text, case):
-    """The line that names file, line, key path, reason and cure."""
-    end, path, reason, cure = case
-    found = re.search(rf"^{re.escape(str(file))}:(\d+): (.*)$", message, re.MULTILINE)
-    assert found, message
-    first = text.count("\n", 0, text.rindex(end)) + 1
-    assert first <= int(found[1]) <= first + end.count("\n")
-    assert found[2].startswith(path)
-    assert reason.lower() in found[2].lower()
-    assert cure in found[2]
+    """The message has a line with file, line number, key path, reason and suggestion."""
+    appended, path, reason, suggestion = case
+    match = re.search(rf"^{re.escape(str(file))}:(\d+): (.*)$", message, re.MULTILINE)
+    assert match, message
+    first = text.count("\n", 0, text.rindex(appended)) + 1
+    assert first <= int(match[1]) <= first + appended.count("\n")
+    assert match[2].startswith(path)
+    assert reason.lower() in match[2].lower()
+    assert suggestion in match[2]
 
 
 @pytest.mark.parametrize("name", ["unknown key", "wrong type", "duplicate worker", "no toml"])
-async def test_a_bad_file_stops_the_start_and_binds_nothing(tmp_path, worker, name):
+async def test_an_invalid_file_prevents_the_start_and_binds_nothing(tmp_path, worker, name):
     file = tmp_path / "proxy.toml"
-    text = toml([worker]) + BAD_ENDS[name][0] + "\n"
+    text = toml([worker]) + ERRORS[name][0] + "\n"
     put(file, text)
-    check(await refused_start("--config", file), file, text, BAD_ENDS[name])
+    check(await refused_start("--config", file), file, text, ERRORS[name])
 
 
-async def test_every_problem_is_notified_at_once(tmp_path, worker):
+async def test_all_problems_of_a_file_are_reported_at_once(tmp_path, worker):
     file = tmp_path / "proxy.toml"
     put(file, toml([worker]) + "[routing]\npolcy = 1\nmodel = 2\n[admin]\nkey = 3\n")
     output = await refused_start("--config", file)
@@ -75,34 +75,32 @@ async def test_every_problem_is_notified_at_once(tmp_path, worker):
     ] * 3
 
 
-@pytest.mark.parametrize("what", ["missing", "folder", "bytes", "empty name"])
-async def test_a_file_that_cannot_be_read_stops_the_start(tmp_path, what):
+@pytest.mark.parametrize("problem", ["missing", "folder", "bytes", "empty name"])
+async def test_a_file_that_cannot_be_read_prevents_the_start(tmp_path, problem):
     file = tmp_path / "proxy.toml"
-    if what == "folder":
+    if problem == "folder":
         file.mkdir()
-    elif what == "bytes":
+    elif problem == "bytes":
         file.write_bytes(b"[server]\nport = 0 # \xff\xfe\n")
-    elif what == "empty name":
+    elif problem == "empty name":
         file = Path()
     output = await refused_start("--config", file)
     assert str(file) in output
 
 
-async def test_a_bad_flag_stops_the_start():
+async def test_an_invalid_flag_prevents_the_start():
     output = await refused_start("--worker-urls", "http://127.0.0.1:99999", "--policy", "rnd")
     assert "99999" in output or "rnd" in output
 
 
-async def test_a_bad_file_at_a_reload_changes_nothing_and_its_error_stands_until_it_is_mended(
-    tmp_path, worker
-):
+async def test_an_invalid_file_at_a_reload_changes_nothing_and_its_error_is_shown(tmp_path, worker):
     file = tmp_path / "proxy.toml"
     good = toml([worker])
     put(file, good)
     async with program("--config", file) as running:
         await running.until_routable(worker)
         before = (await running.get_json("/config"))["config"]
-        for case in BAD_ENDS.values():
+        for case in ERRORS.values():
             text = f"{good}{case[0]}\n"
             put(file, text)
             refused = await running.client.post("/reload")
@@ -119,10 +117,10 @@ async def test_a_bad_file_at_a_reload_changes_nothing_and_its_error_stands_until
             assert (await running.client.post("/reload")).status_code == 200
             for path in ("/config", "/status"):
                 assert "error" not in (await running.get_json(path))["last_reload"]
-        assert running.log.count("config_refused") >= len(BAD_ENDS)
+        assert running.log.count("config_refused") >= len(ERRORS)
 
 
-async def test_what_http_changes_does_not_hide_that_the_file_is_bad(tmp_path, worker):
+async def test_a_change_over_http_does_not_hide_that_the_file_is_invalid(tmp_path, worker):
     file = tmp_path / "proxy.toml"
     put(file, toml([worker]))
     async with program("--config", file) as running:
@@ -134,7 +132,7 @@ async def test_what_http_changes_does_not_hide_that_the_file_is_bad(tmp_path, wo
         assert len(urls(await running.get_json("/workers"))) == 2
 
 
-async def test_a_file_that_is_emptied_at_a_reload_is_taken_at_its_word(tmp_path, worker):
+async def test_a_reload_of_an_empty_file_removes_all_workers(tmp_path, worker):
     file = tmp_path / "proxy.toml"
     put(file, toml([worker]))
     async with program("--config", file, "--port", "0") as running:

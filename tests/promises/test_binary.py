@@ -19,8 +19,8 @@ from tests.tree import ROOT, sources
 from tools.archive import pack
 
 BUILD_SECS = 400
-# Compressed as released, and quickly: to compress it takes a fifth of the time. It has 15.06 and
-# 16.39 MB where this was written; a library more would be seen.
+# By compression level: as released (9), and fast (1), which builds in a fifth of the time. The
+# builds had 15.06 and 16.39 MB when this was written: one more library exceeds the limits.
 MOST_BYTES = {"9": 15_300_000, "1": 16_630_000}
 UNKNOWN_NAME = """
 [[discover]]
@@ -29,7 +29,7 @@ kind = "dns"
 dns_name = "workers.invalid"
 port = 1
 """
-EMPTY = {"HOME": "/nonexistent"}  # it needs nothing of its environment, not even a PATH
+EMPTY = {"HOME": "/nonexistent"}  # the binary needs no variable, not even PATH
 
 
 def compression() -> str:
@@ -38,14 +38,19 @@ def compression() -> str:
 
 @pytest.fixture(scope="module")
 def binary(request) -> Path:
-    """Built once, and again when a source is newer."""
+    """Built once, and rebuilt when a source file is newer."""
     if importlib.util.find_spec("PyInstaller") is None:
         pytest.skip("PyInstaller is not installed: pip install 'omni-proxy[dev]'")
     folder = request.config.cache.mkdir(f"binary-{compression()}")
     built = folder / "omni-proxy"
-    others = ("tools/build-binary", "tools/docless.py", "tools/import_scan.py", "pyproject.toml")
-    made_of = [*sources(), *(ROOT / name for name in others)]
-    newest = max(path.stat().st_mtime for path in made_of)
+    build_files = (
+        "tools/build-binary",
+        "tools/docless.py",
+        "tools/import_scan.py",
+        "pyproject.toml",
+    )
+    inputs = [*sources(), *(ROOT / name for name in build_files)]
+    newest = max(path.stat().st_mtime for path in inputs)
     if not built.exists() or built.stat().st_mtime < newest:
         build = [ROOT / "tools/build-binary", folder]
         env = {**os.environ, "PYINSTALLER_ZLIB_COMPRESSION_LEVEL": compression()}
@@ -58,7 +63,7 @@ def binary(request) -> Path:
 
 @asynccontextmanager
 async def running(binary, *words, env=EMPTY, cwd=None):
-    """The binary as a process; at the end nothing of it is left, however it was left."""
+    """Run the binary as a process; all its processes have ended when the context exits."""
     command = [str(binary), *map(str, words)]
     async with trio.open_nursery() as nursery:
         process = await trio.lowlevel.open_process(
@@ -73,16 +78,16 @@ async def running(binary, *words, env=EMPTY, cwd=None):
             with trio.CancelScope(shield=True):
                 await program.client.aclose()
                 if process.returncode is None:
-                    process.terminate()  # which the outer process hands on, unlike a SIGKILL
+                    process.terminate()  # the outer process forwards SIGTERM, but cannot forward SIGKILL
                     with trio.move_on_after(PATIENCE_SECS):
                         await process.wait()
             nursery.cancel_scope.cancel()
 
 
 def children(process_id) -> list[int]:
-    """Of all its threads."""
-    reported = [file.read_text() for file in Path(f"/proc/{process_id}/task").glob("*/children")]
-    return [int(child) for each in reported for child in each.split()]
+    """The children of all threads of a process."""
+    per_thread = [file.read_text() for file in Path(f"/proc/{process_id}/task").glob("*/children")]
+    return [int(child) for ids in per_thread for child in ids.split()]
 
 
 def inner(process) -> int:
@@ -90,7 +95,7 @@ def inner(process) -> int:
     return child
 
 
-def words_of(process_id) -> list[str]:
+def command_line(process_id) -> list[str]:
     try:
         return Path(f"/proc/{process_id}/cmdline").read_text().split("\0")
     except OSError:  # it has just ended
@@ -98,13 +103,13 @@ def words_of(process_id) -> list[str]:
 
 
 def dataplane_processes(process_id) -> dict[int, list[str]]:
-    """The words of each data-plane process of that program, by its id."""
-    found = {child: words_of(child) for child in children(process_id)}
-    return {child: words for child, words in found.items() if "data-plane-process" in words}
+    """The command line of each data-plane process of a program, by process id."""
+    lines = {child: command_line(child) for child in children(process_id)}
+    return {child: line for child, line in lines.items() if "data-plane-process" in line}
 
 
 async def until_serving(program, count, without=()):
-    """So many data-plane processes, none of `without`, take connections; the ids of theirs."""
+    """Wait for `count` serving data-plane processes, none of `without`; return their ids."""
     with trio.fail_after(PATIENCE_SECS):
         while True:
             ids = await serving(program)
@@ -114,7 +119,7 @@ async def until_serving(program, count, without=()):
 
 
 async def serving(program):
-    """Over a connection of its own: one that was kept may have ended with its process."""
+    """Uses a new connection: a kept one may have ended with its process."""
     async with httpx.AsyncClient(
         base_url=program.client.base_url, trust_env=False, verify=False
     ) as fresh:
@@ -129,11 +134,12 @@ async def serving(program):
 
 def unpacked(process_id) -> Path:
     environment = Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
-    found = next(each for each in environment if each.startswith(b"_PYI_APPLICATION_HOME_DIR="))
-    return Path(os.fsdecode(found.partition(b"=")[2]))
+    name = b"_PYI_APPLICATION_HOME_DIR="
+    variable = next(variable for variable in environment if variable.startswith(name))
+    return Path(os.fsdecode(variable.removeprefix(name)))
 
 
-async def test_one_file_routes_a_stream_reloads_and_leaves(binary, tmp_path):
+async def test_the_binary_serves_a_stream_reloads_and_exits(binary, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as (worker,):
         file.write_text(toml([worker]))
@@ -159,48 +165,48 @@ async def test_one_file_routes_a_stream_reloads_and_leaves(binary, tmp_path):
             assert not folder.exists()
 
 
-SEVERAL = "processes = 2"
+TWO_PROCESSES = "processes = 2"
 
 
-async def test_one_file_serves_by_several_processes_of_its_own(binary, tmp_path):
+async def test_the_binary_starts_its_own_data_plane_processes(binary, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as (worker,):
-        file.write_text(toml([worker], more=SEVERAL))
+        file.write_text(toml([worker], more=TWO_PROCESSES))
         async with running(binary, "--config", file) as program:
             first, second = await until_serving(program, 2)
             control = inner(program.process)
-            assert all(words[0] == str(binary) for words in dataplane_processes(control).values())
+            assert all(line[0] == str(binary) for line in dataplane_processes(control).values())
             os.kill(first, signal.SIGKILL)
             ids = await until_serving(program, 2, without=[first])
             assert second in ids
             assert dataplane_processes(control).keys() == set(ids)
-            await answers(program, worker)
+            await serves_requests(program, worker)
             assert await program.leave() == 0, program.log
             assert not any(map(alive, ids))
             assert "Traceback" not in program.log
 
 
-async def test_a_sigkill_of_the_one_file_build_leaves_no_process_and_no_file(binary, tmp_path):
+async def test_a_sigkill_of_the_binary_leaves_no_process_and_no_file(binary, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as (worker,):
-        file.write_text(toml([worker], more=SEVERAL))
+        file.write_text(toml([worker], more=TWO_PROCESSES))
         async with running(binary, "--config", file) as program:
             ids = await until_serving(program, 2)
             control = inner(program.process)
             folder = unpacked(control)
             url = program.client.base_url
             program.process.kill()
-            await ended(program, [control, *ids])
+            await until_ended(program, [control, *ids])
             with trio.fail_after(PATIENCE_SECS):
                 while folder.exists():
                     await trio.sleep(0.02)
-            # Of a connection that was kept, the next request learns of the end as a broken read.
+            # A new connection: on a kept one, the request would fail with a read error instead.
             async with httpx.AsyncClient(trust_env=False, verify=False) as fresh:
                 with pytest.raises(httpx.ConnectError):
                     await fresh.get(url.join("/live"))
 
 
-async def answers(program, worker):
+async def serves_requests(program, worker):
     async with httpx.AsyncClient(
         base_url=program.client.base_url, trust_env=False, verify=False
     ) as fresh:
@@ -210,7 +216,7 @@ async def answers(program, worker):
         assert (await program.ask()).status_code == 200
 
 
-async def ended(program, ids):
+async def until_ended(program, ids):
     with trio.fail_after(PATIENCE_SECS):
         await program.process.wait()
         while any(map(alive, ids)):
@@ -219,7 +225,7 @@ async def ended(program, ids):
 
 @pytest.fixture(scope="module")
 def archive(tmp_path_factory):
-    """Our own modules only, and the words that run them: what they need is where the tests are."""
+    """Has only the modules of omni_proxy; their dependencies are those of the tests."""
     folder = tmp_path_factory.mktemp("archive")
     installed, packed = folder / "installed", folder / "omni-proxy.pyz"
     unwanted = shutil.ignore_patterns("__pycache__")
@@ -230,14 +236,14 @@ def archive(tmp_path_factory):
 
 
 @pytest.mark.parametrize("home", ["a home", "no home"])
-async def test_an_archive_serves_by_several_processes_of_its_own(archive, tmp_path, home):
+async def test_an_archive_starts_its_own_data_plane_processes(archive, tmp_path, home):
     file, cache, temporary = tmp_path / "proxy.toml", tmp_path / "cache", tmp_path / "tmp"
     temporary.mkdir()
     if home == "no home":
-        cache.touch()  # no folder can be made in it
+        cache.touch()  # a file, so no folder can be created in it
     env = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(cache), "TMPDIR": str(temporary)}
     async with workers("a") as (worker,):
-        file.write_text(toml([worker], more=SEVERAL))
+        file.write_text(toml([worker], more=TWO_PROCESSES))
         words = ("-P", archive, "--config", file)
         async with running(sys.executable, *words, env=env, cwd="/") as program:
             ids = await until_serving(program, 2)
@@ -247,33 +253,33 @@ async def test_an_archive_serves_by_several_processes_of_its_own(archive, tmp_pa
             os.kill(ids[0], signal.SIGKILL)
             ids = await until_serving(program, 2, without=ids[:1])
             unpacked_here = list(temporary.glob("*/omni_proxy"))
-            assert len(unpacked_here) == (home == "no home")  # one for all of them
-            await answers(program, worker)
+            assert len(unpacked_here) == (home == "no home")  # one folder for all processes
+            await serves_requests(program, worker)
             program.process.kill()
-            await ended(program, ids)
+            await until_ended(program, ids)
 
 
-def test_one_file_starts_where_the_locale_has_a_charset_of_its_own(binary, tmp_path):
+def test_the_binary_starts_in_locales_with_other_charsets(binary, tmp_path):
     if shutil.which("localedef") is None:
         pytest.skip("localedef is not installed")
     for language, charset in (("ja_JP", "EUC-JP"), ("zh_CN", "GBK"), ("ru_RU", "KOI8-R")):
         words = ["localedef", "-i", language, "-f", charset, tmp_path / f"{language}.{charset}"]
-        made = subprocess.run(words, capture_output=True, text=True, check=False)
-        if made.returncode > 1:  # 1: with warnings
-            pytest.skip(made.stderr)
+        compiled = subprocess.run(words, capture_output=True, text=True, check=False)
+        if compiled.returncode > 1:  # 1: with warnings
+            pytest.skip(compiled.stderr)
         env = EMPTY | {"LOCPATH": str(tmp_path), "LC_ALL": f"{language}.{charset}"}
-        reported = subprocess.run(
+        result = subprocess.run(
             [binary, "--version"], capture_output=True, timeout=60, check=False, env=env
         )
-        assert (reported.returncode, reported.stderr) == (0, b""), charset
+        assert (result.returncode, result.stderr) == (0, b""), charset
 
 
-def test_one_file_is_small(binary):
+def test_the_size_of_the_binary_is_limited(binary):
     assert binary.stat().st_size < MOST_BYTES[compression()]
 
 
-def test_one_file_simulates_and_draws(binary, tmp_path):
-    """What a command imports when it runs must be in it, too."""
+def test_the_binary_simulates_and_plots(binary, tmp_path):
+    """The binary must include modules that a command imports only when it runs."""
     picture = tmp_path / "policies.svg"
     words = ["--workload", "uniform", "--requests", "20", "--policies", "random", "--plot", picture]
     done = subprocess.run(
@@ -283,19 +289,19 @@ def test_one_file_simulates_and_draws(binary, tmp_path):
     assert "random" in picture.read_text()
 
 
-def test_one_file_has_every_command(binary, tmp_path):
+def test_the_binary_has_every_command(binary, tmp_path):
     def run(*words):
         return subprocess.run(
             [binary, *words], capture_output=True, text=True, timeout=60, check=False, env=EMPTY
         )
 
     for words in (["--version"], ["top", "--help"], ["replica", "--help"], ["completion", "bash"]):
-        reported = run(*words)
-        assert (reported.returncode, reported.stderr) == (0, ""), words
-        assert "omni-proxy" in reported.stdout
-    reported = run("status", "--url", "http://127.0.0.1:1")
-    assert reported.returncode == 2
-    assert "cannot connect to" in reported.stderr
-    reported = run("replica", "--model", "tiny")
-    assert reported.returncode == 1
-    assert "pip install 'omni-proxy[replica]'" in reported.stderr
+        result = run(*words)
+        assert (result.returncode, result.stderr) == (0, ""), words
+        assert "omni-proxy" in result.stdout
+    result = run("status", "--url", "http://127.0.0.1:1")
+    assert result.returncode == 2
+    assert "cannot connect to" in result.stderr
+    result = run("replica", "--model", "tiny")
+    assert result.returncode == 1
+    assert "pip install 'omni-proxy[replica]'" in result.stderr

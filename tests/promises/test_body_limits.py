@@ -16,7 +16,7 @@ BARE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ncontent-type: appl
 CHUNKED = BARE + b"transfer-encoding: chunked\r\n\r\n"
 
 
-async def test_a_declared_body_past_the_limit_is_413_before_it_is_read(worker):
+async def test_a_declared_length_above_the_limit_is_413_before_the_body_is_read(worker):
     async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(BARE + b"content-length: 65\r\n\r\n")
         answer = await client.answer()
@@ -26,14 +26,14 @@ async def test_a_declared_body_past_the_limit_is_413_before_it_is_read(worker):
     assert worker.requests == []
 
 
-async def test_a_client_that_keeps_sending_a_refused_body_still_reads_the_413(worker):
+async def test_a_client_that_keeps_sending_a_refused_body_still_receives_the_413(worker):
     async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         body = bytes(1_000_000)
         await client.send(BARE + b"content-length: %d\r\n\r\n" % len(body), body)
         assert (await client.answer()).status == 413
 
 
-async def test_a_chunked_body_past_the_limit_is_413_as_soon_as_it_is_known(worker):
+async def test_a_chunked_body_is_413_at_the_chunk_size_that_exceeds_the_limit(worker):
     async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(CHUNKED, chunk(bytes(60)), b"5\r\n")
         assert (await client.answer()).status == 413
@@ -41,14 +41,14 @@ async def test_a_chunked_body_past_the_limit_is_413_as_soon_as_it_is_known(worke
     assert worker.requests == []
 
 
-async def test_bodies_at_the_limit_pass(worker):
+async def test_bodies_at_the_limit_are_forwarded(worker):
     body = CHAT.ljust(64)
     async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(post(body))
         assert (await client.answer()).status == 200
         await client.send(CHUNKED, chunk(body[:10]), chunk(body[10:]), LAST_CHUNK)
         assert (await client.answer()).status == 200
-    assert [sent for _, sent in worker.requests] == [body, body]
+    assert [received for _, received in worker.requests] == [body, body]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ async def test_bodies_at_the_limit_pass(worker):
     ],
     ids=["declared", "no chunk", "in a chunk", "in the trailer"],
 )
-async def test_a_body_that_stops_is_408(worker, sent):
+async def test_an_incomplete_body_is_408_after_the_timeout(worker, sent):
     async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(sent)
         answer = await client.answer()
@@ -94,7 +94,7 @@ async def test_broken_chunks_are_refused_and_never_reach_the_worker(worker, sent
     assert worker.requests == []
 
 
-async def test_a_client_that_leaves_in_its_body_costs_nothing(worker):
+async def test_a_client_that_disconnects_within_its_body_reaches_no_worker(worker):
     async with run_dataplane(worker, config=SMALL) as opened:
         async with opened.client() as client:
             await client.send(BARE + b"content-length: 20\r\n\r\n{")
@@ -116,25 +116,25 @@ async def test_100_continue_is_answered_at_once(worker):
     assert "expect" not in dict(worker.calls[0].fields)
 
 
-async def test_a_body_too_large_is_refused_without_100(worker):
+async def test_a_body_that_is_too_large_is_refused_without_100_continue(worker):
     async with run_dataplane(worker, config=SMALL) as opened, opened.client() as client:
         await client.send(BARE + b"expect: 100-continue\r\ncontent-length: 65\r\n\r\n")
         answer = await client.answer()
         assert (answer.status, answer.interim) == (413, [])
 
 
-async def test_a_client_that_does_not_wait_for_100_is_served_too(worker):
+async def test_a_client_that_does_not_wait_for_100_continue_is_served_too(worker):
     async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(post(CHAT, "expect: 100-continue"))
         assert (await client.answer()).status == 200
 
 
-async def test_a_long_answer_does_not_hold_the_body_of_its_request():
-    go_on = trio.Event()
+async def test_the_request_body_is_released_while_the_response_is_relayed():
+    may_end = trio.Event()
 
     async def script(call):
         await call.send(CHUNKED_HEAD, chunk(b"some"))
-        await go_on.wait()
+        await may_end.wait()
         await call.send(LAST_CHUNK)
 
     async with dataplane_before(script) as (opened, client):
@@ -146,11 +146,11 @@ async def test_a_long_answer_does_not_hold_the_body_of_its_request():
             while not connection.exchange.relayed:
                 await trio.sleep(0.001)
         assert connection.exchange.requirements.body_fields is None
-        go_on.set()
+        may_end.set()
         assert (await client.answer()).body == b"some"
 
 
-async def test_local_replies_of_admin_routes_have_the_keys_that_trainers_read(worker):
+async def test_local_replies_of_admin_routes_have_the_fields_that_trainers_read(worker):
     small = "[admin]\nmax_body_bytes = 64\n"
     async with run_dataplane(worker, config=small) as opened:
         for path in (b"/pause_generation", b"/update_weights_from_distributed?x=1"):
@@ -160,7 +160,7 @@ async def test_local_replies_of_admin_routes_have_the_keys_that_trainers_read(wo
                     await client.send(head % (path, length), b"{}")
                     answer = await client.answer()
                 body = json.loads(answer.body)
-                # Without an admin API behind it the data plane alone can speak.
+                # There is no admin API in this test: the data plane generates the replies.
                 assert answer.status == (413 if length == 65 else 503)
                 assert (body["success"], body["status"]) == (False, "error")
                 assert body["message"] == body["error"]["message"]

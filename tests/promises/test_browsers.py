@@ -1,4 +1,4 @@
-"""Pages of other origins in a real browser, before the real program without a key."""
+"""Pages of other origins in a real browser against the real program, which has no key."""
 
 import json
 from contextlib import asynccontextmanager
@@ -9,8 +9,8 @@ from tests.promises.dashboard_page import no_chromium
 from tests.promises.fleet_program import program, put, record, toml, workers
 
 pytestmark = no_chromium
-STRANGER, REBOUND = "evil.example", "rebound.example"  # to the browser, both are 127.0.0.1
-# What a page can send anywhere without asking first, then what it has to ask for.
+STRANGER, REBOUND = "evil.example", "rebound.example"  # the browser resolves both to 127.0.0.1
+# Requests that a page can send without a preflight, then some that need one.
 ATTACKS = """(async () => {
   const simple = { mode: "no-cors", method: "POST", headers: { "content-type": "text/plain" } };
   const call = async (path, options) => {
@@ -57,14 +57,14 @@ ATTACKS = """(async () => {
 
 @pytest.fixture
 async def page(browser):
-    """Its complaints are expected."""
+    """Errors in the page's console are expected here, so they are not checked."""
     async with browser.tab() as page:
         yield page
 
 
 @asynccontextmanager
 async def running_server(tmp_path, **settings):
-    """(the program, its worker)"""
+    """Yields the program and its worker."""
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
         put(file, toml(fleet, **settings))
@@ -73,7 +73,7 @@ async def running_server(tmp_path, **settings):
             yield running, fleet[0]
 
 
-def under(name, url, path=""):
+def url_with_host(name, url, path=""):
     return str(url.copy_with(host=name).join(path))
 
 
@@ -82,14 +82,14 @@ async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
     async with running_server(tmp_path) as (running, worker):
         before = await running.get_json("/status")
         await page.visit(worker.url.replace("127.0.0.1", STRANGER))
-        base = under(target, running.client.base_url, "/")
+        base = url_with_host(target, running.client.base_url, "/")
         outcome = await page.tell(
             f"(() => {{ const BASE = {json.dumps(base)}, WORKER = {json.dumps(worker.url)};"
             f" return {ATTACKS}; }})()"
         )
         assert outcome == ["refused"] * 4
         body = await running.get_json("/workers")
-        assert [each["url"] for each in body["workers"]] == [worker.url]
+        assert [row["url"] for row in body["workers"]] == [worker.url]
         assert record(body, worker)["held_by"] == []
         after = await running.get_json("/status")
         assert after["revision"] == before["revision"]
@@ -97,9 +97,9 @@ async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
         assert worker.requests == 0  # probes are GET /health
 
 
-async def test_a_rebound_host_name_is_refused_with_the_setting_to_change(page, tmp_path):
+async def test_a_rebound_host_name_is_refused_and_the_page_names_the_setting(page, tmp_path):
     async with running_server(tmp_path) as (running, _):
-        await page.visit(under(REBOUND, running.client.base_url, "/dashboard"))
+        await page.visit(url_with_host(REBOUND, running.client.base_url, "/dashboard"))
         await page.until("!document.querySelector('#locked').hidden")
         text = await page.text("#locked")
         assert f"add '{REBOUND}' to [admin] allowed_hosts" in text
@@ -107,15 +107,15 @@ async def test_a_rebound_host_name_is_refused_with_the_setting_to_change(page, t
         assert await page.tell("fetch('/config').then((answer) => answer.status)") == 403
 
 
-async def test_an_allowed_name_serves_the_dashboard(page, tmp_path):
+async def test_the_dashboard_works_under_an_allowed_host_name(page, tmp_path):
     allowed = f"[admin]\nallowed_hosts = ['{REBOUND}']\n"
     async with running_server(tmp_path, more=allowed) as (running, worker):
-        await page.visit(under(REBOUND, running.client.base_url, "/dashboard"))
+        await page.visit(url_with_host(REBOUND, running.client.base_url, "/dashboard"))
         await page.until("document.querySelector('#state').innerText.includes('Serving')")
-        put_it = f"""fetch("/workers/" + encodeURIComponent({json.dumps(worker.url)}), {{
+        disable_worker = f"""fetch("/workers/" + encodeURIComponent({json.dumps(worker.url)}), {{
             method: "PUT", headers: {{ "Content-Type": "application/json" }},
             body: '{{"disabled": true}}' }}).then((answer) => answer.status)"""
-        assert await page.tell(put_it) == 200
+        assert await page.tell(disable_worker) == 200
         assert record(await running.get_json("/workers"), worker)["disabled"]
 
 
@@ -123,9 +123,9 @@ async def test_a_page_of_another_origin_may_call_a_model(page, tmp_path):
     async with running_server(tmp_path) as (running, worker):
         await page.visit(worker.url.replace("127.0.0.1", STRANGER))
         url = str(running.client.base_url.join("/v1/chat/completions"))
-        text = await page.tell(f"""fetch({json.dumps(url)}, {{ method: "POST",
+        response = await page.tell(f"""fetch({json.dumps(url)}, {{ method: "POST",
             headers: {{ "content-type": "application/json", "authorization": "Bearer k" }},
             body: '{{"messages": []}}' }}).then(async (answer) => [
                 answer.status, await answer.text(), answer.headers.get("x-sglang-omni-worker")])""")
-        assert text[:2] == [200, '{"worker": "w"}']
-        assert text[2] is not None
+        assert response[:2] == [200, '{"worker": "w"}']
+        assert response[2] is not None

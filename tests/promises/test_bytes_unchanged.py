@@ -15,7 +15,7 @@ from tests.promises.fakes import (
 )
 
 
-async def sent_on(worker, request):
+async def forwarded(worker, request):
     async with run_dataplane(worker) as opened, opened.client() as client:
         await client.send(request)
         assert (await client.answer()).status == 200
@@ -23,7 +23,7 @@ async def sent_on(worker, request):
     return call.line, call.fields, call.body
 
 
-async def answered(script, request=None):
+async def response_to(script, request=None):
     async with dataplane_before(script) as (_, client):
         await client.send(request or post())
         return await client.answer()
@@ -42,13 +42,13 @@ async def answered(script, request=None):
     ids=["spaces", "duplicates", "unicode", "big number", "nan", "utf-16"],
 )
 async def test_a_body_is_forwarded_byte_for_byte(worker, body):
-    assert (await sent_on(worker, post(body)))[2] == body
+    assert (await forwarded(worker, post(body)))[2] == body
 
 
 async def test_a_binary_body_is_forwarded_byte_for_byte(worker):
     body = bytes(range(256)) * 500
     kind = "content-type: application/octet-stream"
-    assert (await sent_on(worker, post(body, kind=kind)))[2] == body
+    assert (await forwarded(worker, post(body, kind=kind)))[2] == body
 
 
 async def test_a_chunked_request_reaches_the_worker_with_a_length(worker):
@@ -58,35 +58,35 @@ async def test_a_chunked_request_reaches_the_worker_with_a_length(worker):
         b"1;ext=1\r\n{\r\n00f\r\n" + CHAT[1:] + b"\r\n0\r\nx-t: v\r\n\r\n"
     )
     assert len(CHAT) == 16
-    _, fields, body = await sent_on(worker, request)
+    _, fields, body = await forwarded(worker, request)
     assert body == CHAT
     assert ("content-length", "16") in fields
     assert not {"transfer-encoding", "trailer", "x-t"} & {name for name, _ in fields}
 
 
-async def test_path_and_query_go_on_unchanged(worker):
+async def test_path_and_query_are_forwarded_unchanged(worker):
     path = "/v1/chat/completions?a=1&a=2&b=%2F%c3%a4&c=+&d"
-    line, _, _ = await sent_on(worker, post(path=path))
+    line, _, _ = await forwarded(worker, post(path=path))
     assert line == f"POST {path} HTTP/1.1"
 
 
-async def test_the_clients_own_fields_go_on_and_repeated_ones_stay_repeated(worker):
-    theirs = [
+async def test_the_clients_fields_are_forwarded_and_repeated_ones_stay_repeated(worker):
+    sent = [
         "Authorization: Bearer secret", "Cookie: a=1", "Cookie: b=2", "X-Odd:  two  spaces ",
         "Accept-Encoding: zstd", "X-Repeated: one", "x-repeated: two", "X-Empty:",
     ]  # fmt: skip
-    _, fields, _ = await sent_on(worker, post(CHAT, *theirs))
-    wanted = [
+    _, fields, _ = await forwarded(worker, post(CHAT, *sent))
+    expected = [
         ("authorization", "Bearer secret"), ("cookie", "a=1"), ("cookie", "b=2"),
         ("x-odd", "two  spaces"), ("accept-encoding", "zstd"), ("x-repeated", "one"),
         ("x-repeated", "two"), ("x-empty", ""),
     ]  # fmt: skip
-    names = {name for name, _ in wanted}
-    assert [field for field in fields if field[0] in names] == wanted
+    names = {name for name, _ in expected}
+    assert [field for field in fields if field[0] in names] == expected
 
 
-async def test_the_worker_is_named_in_host_and_nothing_is_invented(worker):
-    _, fields, _ = await sent_on(worker, post())
+async def test_host_names_the_worker_and_no_fields_are_added(worker):
+    _, fields, _ = await forwarded(worker, post())
     assert sorted(fields) == [
         ("content-length", str(len(CHAT))),
         ("content-type", "application/json"),
@@ -94,21 +94,21 @@ async def test_the_worker_is_named_in_host_and_nothing_is_invented(worker):
     ]
 
 
-async def test_fields_that_end_at_us_are_not_sent_on(worker):
-    ours = [
+async def test_hop_by_hop_fields_of_a_request_are_not_forwarded(worker):
+    sent = [
         "Connection: keep-alive, X-Nominated , x-other", "X-Nominated: 1", "x-OTHER: 2",
         "Keep-Alive: timeout=5", "Proxy-Authorization: Basic eA==", "Proxy-Connection: keep-alive",
         "TE: trailers", "Trailer: x-t", "Upgrade: h2c", "X-Stays: 3",
     ]  # fmt: skip
-    _, fields, _ = await sent_on(worker, post(CHAT, *ours))
+    _, fields, _ = await forwarded(worker, post(CHAT, *sent))
     names = {name for name, _ in fields}
     assert names == {"host", "content-type", "content-length", "x-stays"}
 
 
-async def test_hint_fields_are_honoured_and_stripped(worker):
+async def test_routing_hint_fields_are_stripped(worker):
     hints = ["X-SGLang-Omni-Route-Model: m", "x-sglang-omni-route-capabilities: chat"]
     kind = "content-type: application/octet-stream"
-    _, fields, _ = await sent_on(worker, post(b"?", *hints, kind=kind))
+    _, fields, _ = await forwarded(worker, post(b"?", *hints, kind=kind))
     assert not [name for name, _ in fields if "route" in name]
 
 
@@ -121,10 +121,10 @@ async def test_the_clients_request_id_is_forwarded_and_returned(worker, name):
     assert (name, "mine-1") in worker.calls[0].fields
 
 
-async def test_a_request_id_of_the_body_cannot_write_headers(worker):
-    evil = json.dumps({"messages": [], "request_id": "a\r\nset-cookie: x=1"}).encode()
+async def test_a_request_id_of_the_body_cannot_inject_headers(worker):
+    body = json.dumps({"messages": [], "request_id": "a\r\nset-cookie: x=1"}).encode()
     async with run_dataplane(worker) as opened, opened.client() as client:
-        await client.send(post(evil))
+        await client.send(post(body))
         answer = await client.answer()
     assert answer.all("set-cookie") == []
     assert len(answer.one("x-sglang-omni-request-id")) == 32
@@ -139,36 +139,36 @@ async def test_every_response_names_its_worker(worker):
     assert len(answer.one("x-sglang-omni-request-id")) == 32
 
 
-async def test_a_unary_answer_keeps_its_length_and_its_bytes():
+async def test_a_unary_response_keeps_its_length_and_its_bytes():
     body = b' {"a" : 1.0}\n'
-    answer = await answered(answering(counted(body, "content-type: application/json")))
+    answer = await response_to(answering(counted(body, "content-type: application/json")))
     assert answer.body == body
     assert answer.one("content-length") == str(len(body))
     assert answer.one("transfer-encoding") is None
 
 
-async def test_encoded_answers_pass_untouched():
+async def test_a_compressed_response_is_relayed_unchanged():
     packed = gzip.compress(b'{"a": 1}')
-    answer = await answered(answering(counted(packed, "Content-Encoding: gzip")))
+    answer = await response_to(answering(counted(packed, "Content-Encoding: gzip")))
     assert answer.body == packed
     assert answer.one("content-encoding") == "gzip"
 
 
-async def test_repeated_fields_of_an_answer_stay_repeated_and_hop_fields_stay_behind():
-    theirs = [
+async def test_a_response_keeps_repeated_fields_and_loses_hop_by_hop_fields():
+    sent = [
         "Set-Cookie: a=1", "Set-Cookie: b=2", "Date: Sat, 21 Nov 2026 00:00:00 GMT",
         "Server: them", "Connection: keep-alive, X-Nominated", "X-Nominated: 1",
         "Keep-Alive: timeout=5", "Proxy-Authenticate: Basic", "Upgrade: h2c", "X-Stays: 3",
     ]  # fmt: skip
-    answer = await answered(answering(counted(b"{}", *theirs)))
+    answer = await response_to(answering(counted(b"{}", *sent)))
     assert answer.all("set-cookie") == ["a=1", "b=2"]
     assert (answer.one("server"), answer.one("x-stays")) == ("them", "3")
     assert answer.one("date") == "Sat, 21 Nov 2026 00:00:00 GMT"
-    left = {"connection", "x-nominated", "keep-alive", "proxy-authenticate", "upgrade"}
-    assert not left & {name for name, _ in answer.fields}
+    hop_by_hop = {"connection", "x-nominated", "keep-alive", "proxy-authenticate", "upgrade"}
+    assert not hop_by_hop & {name for name, _ in answer.fields}
 
 
-async def test_a_chunked_answer_keeps_its_chunks_extensions_and_trailers():
+async def test_a_chunked_response_keeps_its_chunks_extensions_and_trailers():
     wire = b"5;a=b\r\nhello\r\n" + chunk(b" world") + b"0\r\nx-digest: 1\r\n\r\n"
     async with dataplane_before(answering(CHUNKED_HEAD, wire)) as (_, client):
         await client.send(post())
@@ -176,21 +176,21 @@ async def test_a_chunked_answer_keeps_its_chunks_extensions_and_trailers():
         assert await client.until(wire) == wire
 
 
-async def test_a_status_line_of_a_worker_passes_with_its_words():
+async def test_a_workers_status_line_keeps_its_reason_phrase():
     async with (
-        fake_workers(answering(counted(b"", status="418 I'm a teapot"))) as made,
-        run_dataplane(*made) as opened,
+        fake_workers(answering(counted(b"", status="418 I'm a teapot"))) as fakes,
+        run_dataplane(*fakes) as opened,
         opened.client() as client,
     ):
         await client.send(post())
         assert await client.until(b"\r\n") == b"HTTP/1.1 418 I'm a teapot\r\n"
 
 
-async def test_the_same_head_with_other_values_is_not_mixed_up():
+async def test_heads_that_differ_only_in_values_are_not_confused():
     async def script(call):
-        reported = dict(call.fields)
+        fields = dict(call.fields)
         reply = json.dumps(
-            [reported.get("x-request-id"), reported.get("authorization"), len(call.body)]
+            [fields.get("x-request-id"), fields.get("authorization"), len(call.body)]
         )
         await call.send(counted(reply.encode(), f"x-len: {len(call.body)}"))
 
@@ -205,7 +205,7 @@ async def test_the_same_head_with_other_values_is_not_mixed_up():
             assert answer.one("x-sglang-omni-request-id") == f"r{number}"
 
 
-async def test_a_key_for_the_worker_replaces_the_clients(worker, monkeypatch):
+async def test_a_workers_configured_key_replaces_the_clients_key(worker, monkeypatch):
     monkeypatch.setenv("WORKER_KEY", "for-them")
     config = f'[[workers]]\nurl = "{worker.url}"\napi_key_env = "WORKER_KEY"'
     async with run_dataplane(config=config) as opened, opened.client() as client:
@@ -215,7 +215,7 @@ async def test_a_key_for_the_worker_replaces_the_clients(worker, monkeypatch):
     assert values == ["Bearer for-them"]
 
 
-async def test_a_stream_passes_byte_for_byte_over_many_pieces():
+async def test_a_large_stream_is_relayed_byte_for_byte():
     payload = bytes(range(256)) * 4096
 
     async def script(call):
@@ -224,4 +224,4 @@ async def test_a_stream_passes_byte_for_byte_over_many_pieces():
             await call.send(chunk(payload[at : at + 5000]))
         await call.send(LAST_CHUNK)
 
-    assert (await answered(script)).body == payload
+    assert (await response_to(script)).body == payload

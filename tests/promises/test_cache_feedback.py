@@ -1,4 +1,4 @@
-"""What engines report of their caches is learned from real answers, whose bytes go on unchanged."""
+"""The proxy learns from the cache reports in responses, and relays these unchanged."""
 
 import json
 from contextlib import suppress
@@ -40,18 +40,18 @@ def streamed_at_once(body):
 
 
 @pytest.mark.parametrize("form", [whole, streamed, streamed_at_once])
-async def test_an_eviction_is_learned_from_the_usage_of_an_answer(form):
-    reported = [500, 0, 0]
+async def test_an_eviction_is_learned_from_the_usage_in_a_response(form):
+    cached_tokens = [500, 0, 0]
     bodies = []
 
     async def answering_with_usage(call):
-        bodies.append(json.dumps(usage(reported.pop(0))).encode())
+        bodies.append(json.dumps(usage(cached_tokens.pop(0))).encode())
         for piece in form(bodies[-1]):
             await call.send(piece)
 
     async with (
-        fake_workers(answering_with_usage) as made,
-        run_dataplane(*made, config=CONFIG) as opened,
+        fake_workers(answering_with_usage) as fakes,
+        run_dataplane(*fakes, config=CONFIG) as opened,
     ):
         meters = opened.dataplane.recorders.meters = Metrics(opened.fleet, RecentWindow())
         async with opened.client() as client:
@@ -61,23 +61,23 @@ async def test_an_eviction_is_learned_from_the_usage_of_an_answer(form):
                     answer = await client.answer()
                     assert bodies[-1] in answer.body
         (worker,) = opened.fleet.workers
-        predicted, response_body = meters.cached_tokens[worker]
-        assert response_body == 500
-        assert 1100 < predicted < 1400  # the shared part of the second and the third
+        predicted, cached = meters.cached_tokens[worker]
+        assert cached == 500
+        assert 1100 < predicted < 1400  # the shared part of the second and the third prompt
         assert opened.dataplane.policy.stats()["corrections"] == 2
         assert not any(cell.tokens for cell in meters.series.values())
 
 
 @pytest.mark.parametrize("answer", [counted(b'{"usage":{"prompt_tokens":9}}'),
                                     counted(b"no", status="404 No"), None])  # fmt: skip
-async def test_an_answer_without_a_report_teaches_nothing_and_leaves_nothing_waiting(answer):
-    async def answering_so(call):
+async def test_a_response_without_a_report_ends_its_prediction_and_changes_nothing(answer):
+    async def script(call):
         if answer is not None:
             await call.send(answer)
         call.close()
 
     config = CONFIG + "max_total_retries = 1\n"
-    async with fake_workers(answering_so) as made, run_dataplane(*made, config=config) as opened:
+    async with fake_workers(script) as fakes, run_dataplane(*fakes, config=config) as opened:
         async with opened.client() as client:
             await client.send(ask("a"))
             with suppress(Truncated):
@@ -87,13 +87,13 @@ async def test_an_answer_without_a_report_teaches_nothing_and_leaves_nothing_wai
         assert (reports.answers, reports.backlog) == (0, 0)
 
 
-async def test_feedback_can_be_switched_off_while_requests_run():
+async def test_a_reload_turns_feedback_off():
     async def answering_with_usage(call):
         await call.send(counted(json.dumps(usage(0)).encode()))
 
     async with (
-        fake_workers(answering_with_usage) as made,
-        run_dataplane(*made, config=CONFIG) as opened,
+        fake_workers(answering_with_usage) as fakes,
+        run_dataplane(*fakes, config=CONFIG) as opened,
     ):
         async with opened.client() as client:
             await client.send(ask("a"))
@@ -108,19 +108,19 @@ async def test_feedback_can_be_switched_off_while_requests_run():
 
 
 REPORTS = {
-    # Who reports it, of 1,000 prompt tokens, and whose cache is meant.
+    # By connector: the usage that is reported, and the role of the engine whose report counts.
     "sglang": ({"prompt_tokens": 1000, "cached_tokens": 700}, "decode"),
     "nixl": ({"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 700}}, "prefill"),
 }
 
 
 @pytest.mark.parametrize("connector", REPORTS)
-async def test_of_two_legs_the_prefill_workers_cache_is_learned_by_the_protocol(connector):
+async def test_the_prefill_workers_cache_is_learned_from_the_leg_that_reports_it(connector):
     usage, reporter = REPORTS[connector]
     async with fleet_of(connector, config=CONFIG) as (fleet, client):
         engines = fleet.prefills if reporter == "prefill" else fleet.decodes
         engines[0].usage = usage
-        if connector == "nixl":  # counts all that was transferred
+        if connector == "nixl":  # its decode engine counts all transferred tokens as cached
             fleet.decodes[0].usage = usage | {"prompt_tokens_details": {"cached_tokens": 999}}
         path = "/generate" if connector == "sglang" else "/v1/completions"
         body = {"text": SHARED} if connector == "sglang" else {"prompt": SHARED}

@@ -1,4 +1,4 @@
-"""Callers' keys before the real program, with two processes: limits hold over both of them."""
+"""Callers' keys against the real program: limits hold over its two processes together."""
 
 import json
 from collections import Counter
@@ -40,15 +40,15 @@ def bearer(key):
 
 
 async def post(running, key, **more):
-    """On a connection of its own, so that the kernel chooses the process."""
+    """Use a new connection for each request, so that the kernel chooses the process."""
     async with httpx.AsyncClient(
         base_url=running.client.base_url, trust_env=False, verify=False
     ) as client:
         return await client.post(CHAT, json=chat(**more), headers=bearer(key), timeout=30)
 
 
-async def never_more_in_flight_than_allowed(running):
-    """All at once; the worker keeps those that it has got until the others were refused."""
+async def check_the_in_flight_limit(running):
+    """Send all requests at once; the worker holds those it received until the others are refused."""
     worker, statuses, refused = running.fleet[0], Counter(), trio.Event()
     worker.gate = trio.Event()
     before = worker.requests
@@ -70,22 +70,22 @@ async def never_more_in_flight_than_allowed(running):
     assert statuses == {200: 5, 429: CLIENTS - 5}
 
 
-async def the_rate_is_one_for_both(running):
+async def check_that_the_processes_share_the_rate(running):
     answers = [await post(running, "rated-key") for _ in range(30)]
-    assert Counter(each.status_code for each in answers) == {200: 20, 429: 10}
-    left = [int(each.headers["x-ratelimit-remaining-requests"]) for each in answers]
-    assert left == [*range(19, -1, -1), *[0] * 10]
+    assert Counter(answer.status_code for answer in answers) == {200: 20, 429: 10}
+    remaining = [int(answer.headers["x-ratelimit-remaining-requests"]) for answer in answers]
+    assert remaining == [*range(19, -1, -1), *[0] * 10]
     assert 30 <= int(answers[-1].headers["retry-after"]) <= 61
 
 
-async def a_reload_keeps_what_was_counted(running, folder):
+async def check_that_a_reload_keeps_the_counts(running, folder):
     put(running.file, config(running, folder, rate=25))
     assert (await running.client.post("/reload")).status_code == 200
     statuses = Counter([(await post(running, "rated-key")).status_code for _ in range(10)])
     assert statuses == {200: 5, 429: 5}
 
 
-async def a_key_in_a_file_may_be_replaced(running, folder):
+async def check_that_a_key_in_a_file_can_be_replaced(running, folder):
     assert (await post(running, "next-key")).status_code == 401
     (folder / "rated").write_text("next-key\n")
     with trio.fail_after(20):
@@ -95,12 +95,12 @@ async def a_key_in_a_file_may_be_replaced(running, folder):
     assert (await post(running, "rated-key")).status_code == 401
 
 
-async def usage_names_callers_and_no_key_is_anywhere(running):
-    def all_reported(reported):
-        usage = {each["name"]: each for each in reported["keys"]}
+async def check_that_usage_names_callers_and_keys_are_shown_nowhere(running):
+    def all_counted(body):
+        usage = {key["name"]: key for key in body["keys"]}
         return usage["rated"]["requests"] == 25 and not usage["narrow"]["in_flight"]
 
-    body = await running.until("/keys", all_reported)
+    body = await running.until("/keys", all_counted)
     metrics = (await running.client.get("/metrics")).text
     assert 'omni_proxy_key_requests_total{key="rated"} 25' in metrics
     shown = [json.dumps(body), metrics, (await running.client.get("/config")).text, running.log]
@@ -116,10 +116,10 @@ async def test_limits_of_keys_hold_over_two_processes(tmp_path, monkeypatch):
     async with run_processes(tmp_path, "a") as running:
         put(running.file, config(running, tmp_path))
         assert (await running.client.post("/reload")).status_code == 200
-        assert (await post(running, "nobody")).status_code == 401
+        assert (await post(running, "unknown-key")).status_code == 401
         assert (await post(running, "open-key")).status_code == 200
-        await never_more_in_flight_than_allowed(running)
-        await the_rate_is_one_for_both(running)
-        await a_reload_keeps_what_was_counted(running, tmp_path)
-        await a_key_in_a_file_may_be_replaced(running, tmp_path)
-        await usage_names_callers_and_no_key_is_anywhere(running)
+        await check_the_in_flight_limit(running)
+        await check_that_the_processes_share_the_rate(running)
+        await check_that_a_reload_keeps_the_counts(running, tmp_path)
+        await check_that_a_key_in_a_file_can_be_replaced(running, tmp_path)
+        await check_that_usage_names_callers_and_keys_are_shown_nowhere(running)

@@ -22,9 +22,9 @@ ENV.pop("SGLANG_OMNI_ADMIN_KEY", None)
 KEY = "open sesame"
 
 
-async def ask(*words, stdin=b""):
-    """Status, stdout and stderr of one command."""
-    command = [forking_interpreter(), "-m", "omni_proxy", *map(str, words)]
+async def ask(*arguments, stdin=b""):
+    """Exit status, stdout and stderr of one command."""
+    command = [forking_interpreter(), "-m", "omni_proxy", *map(str, arguments)]
     with trio.fail_after(PATIENCE_SECS):
         done = await trio.run_process(
             command, stdin=stdin, capture_stdout=True, capture_stderr=True, check=False, env=ENV,
@@ -34,8 +34,8 @@ async def ask(*words, stdin=b""):
 
 
 @pytest.fixture
-async def place(tmp_path):
-    """A proxy with two workers, a key and an access log; and the words that find it."""
+async def proxy(tmp_path):
+    """A proxy with two workers, a key and an access log; `at` has the options that address it."""
     file, log = tmp_path / "proxy.toml", tmp_path / "access.log"
     async with workers("a", "b") as fleet:
         more = f'access_log = "{log}"\nlog_format = "json"\n[admin]\napi_key = "{KEY}"\n'
@@ -47,65 +47,65 @@ async def place(tmp_path):
             yield running
 
 
-async def test_status_prints_the_state_and_sets_the_exit_status(place):
-    assert (await place.ask()).status_code == 200
-    status, out, _ = await ask("status", *place.at)
+async def test_status_prints_the_state_and_sets_the_exit_status(proxy):
+    assert (await proxy.ask()).status_code == 200
+    status, out, _ = await ask("status", *proxy.at)
     assert status == 0
-    assert f"at {place.at[1]}: ready" in out
+    assert f"at {proxy.at[1]}: ready" in out
     assert "2 of 2 take requests" in out
     assert all(len(line) <= 80 for line in out.splitlines())
-    body = json.loads((await ask("status", "--json", *place.at))[1])
-    assert {each["url"] for each in body["fleet"]} == {each.url for each in place.fleet}
-    for worker in place.fleet:
-        await ask("workers", "disable", worker.url, *place.at)
-    status, out, _ = await ask("status", *place.at)
+    body = json.loads((await ask("status", "--json", *proxy.at))[1])
+    assert {row["url"] for row in body["fleet"]} == {worker.url for worker in proxy.fleet}
+    for worker in proxy.fleet:
+        await ask("workers", "disable", worker.url, *proxy.at)
+    status, out, _ = await ask("status", *proxy.at)
     assert status == 1
     assert "NOT READY" in out
     assert "2 disabled" in out
 
 
-async def test_a_wrong_key_and_a_refused_file_are_reported(place):
-    status, _, err = await ask("status", "--url", place.at[1])
+async def test_commands_report_a_wrong_key_and_an_invalid_file(proxy):
+    status, _, err = await ask("status", "--url", proxy.at[1])
     assert (status, "requires the admin key" in err) == (2, True)
-    status, _, err = await ask("status", "--url", place.at[1], "--api-key", "no")
+    status, _, err = await ask("status", "--url", proxy.at[1], "--api-key", "no")
     assert (status, "rejects the admin key" in err) == (2, True)
-    put(place.file, "[server]\nprot = 1\n")
-    place.client.headers["authorization"] = f"Bearer {KEY}"
-    await place.until("/status", lambda body: body["last_reload"].get("error"))
-    _, out, _ = await ask("status", *place.at)
-    words = " ".join(out.split())
-    assert "refused by file" in words
-    assert "proxy.toml line 2 server.prot: unknown key" in words
+    put(proxy.file, "[server]\nprot = 1\n")
+    proxy.client.headers["authorization"] = f"Bearer {KEY}"
+    await proxy.until("/status", lambda body: body["last_reload"].get("error"))
+    _, out, _ = await ask("status", *proxy.at)
+    text = " ".join(out.split())
+    assert "refused by file" in text
+    assert "proxy.toml line 2 server.prot: unknown key" in text
 
 
-async def test_a_worker_is_drained_enabled_removed_and_added(place):
-    a, b = place.fleet
+async def test_the_workers_command_drains_enables_removes_and_adds(proxy):
+    a, b = proxy.fleet
     a.gate = trio.Event()
     async with trio.open_nursery() as nursery:
-        for _ in range(2):  # one of them waits at a
-            nursery.start_soon(partial(place.client.post, "/v1/chat/completions", json=chat()))
+        for _ in range(2):  # one of them stays in flight at a
+            nursery.start_soon(partial(proxy.client.post, "/v1/chat/completions", json=chat()))
         await a.halfway.wait()
-        status, out, _ = await ask("workers", "drain", a.url, *place.at)
+        status, out, _ = await ask("workers", "drain", a.url, *proxy.at)
         assert status == 0
         assert out.startswith(f"{a.url}: draining, 1 in flight, 1 min left, by omni-proxy-cli/")
         async with trio.open_nursery() as waiting:
-            waiting.start_soon(_drained, place, a)
-            await place.until("/workers", lambda body: routable(body) == {b.url})
+            waiting.start_soon(_drained, proxy, a)
+            await proxy.until("/workers", lambda body: routable(body) == {b.url})
             a.gate.set()
-    assert (await ask("workers", "enable", a.url, *place.at))[0] == 0
-    await place.until_routable(a, b)
-    assert (await ask("workers", "remove", b.url, *place.at))[1] == f"removed {b.url}\n"
-    await place.until_routable(a)
-    assert (await ask("workers", "add", b.url.removeprefix("http://"), *place.at))[0] == 0
-    await place.until_routable(a, b)
-    status, out, _ = await ask("workers", *place.at)
+    assert (await ask("workers", "enable", a.url, *proxy.at))[0] == 0
+    await proxy.until_routable(a, b)
+    assert (await ask("workers", "remove", b.url, *proxy.at))[1] == f"removed {b.url}\n"
+    await proxy.until_routable(a)
+    assert (await ask("workers", "add", b.url.removeprefix("http://"), *proxy.at))[0] == 0
+    await proxy.until_routable(a, b)
+    status, out, _ = await ask("workers", *proxy.at)
     assert status == 0
     assert {line.split()[0] for line in out.splitlines()[1:]} == {a.url, b.url}
-    assert (await ask("workers", "disable", "unknown", *place.at))[0] == 1
+    assert (await ask("workers", "disable", "unknown", *proxy.at))[0] == 1
 
 
-async def _drained(place, worker):
-    status, out, _ = await ask("workers", "drain", "--wait", worker.url, *place.at)
+async def _drained(proxy, worker):
+    status, out, _ = await ask("workers", "drain", "--wait", worker.url, *proxy.at)
     assert status == 0
     assert out.startswith(f"{worker.url}: drained, 0 in flight, by omni-proxy-cli/")
 
@@ -114,34 +114,34 @@ def is_logged(file):
     return file.exists() and '"/v1/chat/completions"' in file.read_text()
 
 
-async def test_explain_shows_the_pick_and_logs_shows_the_worker(place):
+async def test_explain_shows_the_pick_and_logs_shows_the_worker(proxy):
     body = json.dumps(chat()).encode()
-    status, out, _ = await ask("explain", *place.at, stdin=body)
+    status, out, _ = await ask("explain", *proxy.at, stdin=body)
     assert status == 0
     assert re.search(r"^goes to   http://127.0.0.1:\d+$", out, re.MULTILINE)
-    status, _, err = await ask("explain", "--path", "/nowhere", *place.at, stdin=body)
+    status, _, err = await ask("explain", "--path", "/nowhere", *proxy.at, stdin=body)
     assert (status, "is not a model route" in err) == (1, True)
-    await place.ask()
-    await place.until("/live", lambda _: is_logged(place.access))
-    for where in (place.at, ("--config", place.file)):
-        status, out, _ = await ask("logs", *where)
+    await proxy.ask()
+    await proxy.until("/live", lambda _: is_logged(proxy.access))
+    for options in (proxy.at, ("--config", proxy.file)):
+        status, out, _ = await ask("logs", *options)
         assert status == 0
         assert "POST /v1/chat/completions" in out
 
 
 @asynccontextmanager
-async def terminal(*words):
-    """`omni-proxy top` on a terminal of 24 rows of 80; `screen` is all that it has drawn."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+async def terminal(*arguments):
+    """Run `omni-proxy top` on a pseudo-terminal with 24 rows of 80 columns."""
+    controller, tty = pty.openpty()
+    fcntl.ioctl(tty, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     process = await trio.lowlevel.open_process(
-        [forking_interpreter(), "-m", "omni_proxy", "top", *words],
-        stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=ENV, cwd=ROOT,
+        [forking_interpreter(), "-m", "omni_proxy", "top", *arguments],
+        stdin=tty, stdout=tty, stderr=subprocess.PIPE, env=ENV, cwd=ROOT,
         start_new_session=True,
     )  # fmt: skip
-    os.close(theirs)
-    os.set_blocking(ours, False)
-    top = Top(process, ours)
+    os.close(tty)
+    os.set_blocking(controller, False)
+    top = Top(process, controller)
     try:
         yield top
     finally:
@@ -160,7 +160,7 @@ class Top:
         os.write(self._descriptor, keys)
 
     async def until(self, pattern):
-        """Drawn since the last time that somebody looked."""
+        """Wait until output since the last match has this pattern."""
         with trio.fail_after(PATIENCE_SECS):
             while not (found := re.search(pattern, self.screen)):
                 await trio.lowlevel.wait_readable(self._descriptor)
@@ -177,16 +177,16 @@ class Top:
             self._descriptor = -1
 
 
-async def test_top_shows_the_fleet_changes_it_and_gives_the_terminal_back(place):
-    async with terminal(*place.at) as top:
-        await top.until(r"\x1b\[\?1049h")  # a screen of its own
+async def test_top_shows_and_changes_the_fleet_and_restores_the_terminal(proxy):
+    async with terminal(*proxy.at) as top:
+        await top.until(r"\x1b\[\?1049h")  # the alternate screen
         await top.until("2 of 2 take requests")
         top.press(b"\x1b[C")  # by name
         top.press(b"d")
         await top.until(r"disable 127\S+\?  y: yes")
         top.press(b"y")
         await top.until("1 disabled")
-        assert len(routable(await place.get_json("/workers"))) == 1
+        assert len(routable(await proxy.get_json("/workers"))) == 1
         top.press(b"o")
         await top.until("no worker has problems")
         top.press(b"q")
@@ -194,26 +194,26 @@ async def test_top_shows_the_fleet_changes_it_and_gives_the_terminal_back(place)
         assert await top.ended() == 0
 
 
-async def test_top_reports_a_lost_proxy(place):
-    async with terminal(*place.at) as top:
+async def test_top_shows_that_the_connection_is_lost(proxy):
+    async with terminal(*proxy.at) as top:
         await top.until("2 of 2 take requests")
-        assert await place.leave() == 0
+        assert await proxy.leave() == 0
         await top.until("NOT CONNECTED, retrying")
         top.press(b"\x03")
         assert await top.ended() == 0
 
 
-async def test_a_terminal_that_dies_ends_top_and_costs_nothing(place):
-    async with terminal(*place.at) as top:
+async def test_top_ends_with_its_terminal_and_the_proxy_keeps_serving(proxy):
+    async with terminal(*proxy.at) as top:
         await top.until("2 of 2 take requests")
         top.close()
         await top.ended()
-    assert (await place.ask()).status_code == 200
+    assert (await proxy.ask()).status_code == 200
 
 
-async def test_top_prints_one_frame_where_there_is_no_terminal(place):
-    status, out, _ = await ask("top", "--once", *place.at)
+async def test_top_without_a_terminal_requires_once_and_prints_one_frame(proxy):
+    status, out, _ = await ask("top", "--once", *proxy.at)
     assert status == 0
     assert "2 of 2 take requests" in out
-    status, _, err = await ask("top", *place.at)
+    status, _, err = await ask("top", *proxy.at)
     assert (status, "--once" in err) == (1, True)

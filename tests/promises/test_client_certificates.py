@@ -1,4 +1,4 @@
-"""Before a proxy that lets in only clients with a certificate, commands and trainer show theirs."""
+"""Commands and the trainer present certificates to a proxy that requires them of clients."""
 
 import os
 import subprocess
@@ -22,13 +22,18 @@ TLS = (
     f"tls_client_ca = '{AUTHORITY}'\n"
 )
 OWN = ("--client-cert", f"{FILES}/client.pem", "--client-key", f"{FILES}/client-key.pem")
-STRANGERS = ("--client-cert", f"{FILES}/stranger.pem", "--client-key", f"{FILES}/stranger-key.pem")
+UNKNOWN_AUTHORITY = (
+    "--client-cert",
+    f"{FILES}/stranger.pem",
+    "--client-key",
+    f"{FILES}/stranger-key.pem",
+)
 CA = ("--ca", AUTHORITY)
 
 
 @pytest.fixture
-async def place(tmp_path):
-    """(its file, its URL, the worker's)"""
+async def proxy(tmp_path):
+    """The configuration file, the proxy's URL and the worker's URL."""
     file = tmp_path / "proxy.toml"
     async with workers("w") as (worker,):
         put(file, toml([worker], port=free_port(), more=f"{TLS}[admin]\napi_key = '{KEY}'\n"))
@@ -38,49 +43,49 @@ async def place(tmp_path):
             yield file, url, worker.url
 
 
-async def asked(*words):
-    """(exit status, all that it said)"""
-    ended = await trio.run_process(
-        [forking_interpreter(), "-m", "omni_proxy", *map(str, words)],
+async def run(*arguments):
+    """The exit status and the output of one command."""
+    done = await trio.run_process(
+        [forking_interpreter(), "-m", "omni_proxy", *map(str, arguments)],
         capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=ROOT,
         env={**os.environ, "SGLANG_OMNI_ADMIN_KEY": KEY},
     )  # fmt: skip
-    body = ended.stdout.decode()
-    assert "Traceback" not in body
-    return ended.returncode, body
+    output = done.stdout.decode()
+    assert "Traceback" not in output
+    return done.returncode, output
 
 
-async def test_commands_show_the_certificate_that_is_named(place):
-    file, url, worker = place
-    for words in (("--config", file), ("--url", url, *CA)):
-        status, body = await asked("status", *words, *OWN)
-        assert (status, f"at {url}: ready" in body) == (0, True), body
-    status, body = await asked("workers", "disable", worker, "--url", url, *CA, *OWN)
+async def test_commands_present_the_certificate_of_their_options(proxy):
+    file, url, worker = proxy
+    for options in (("--config", file), ("--url", url, *CA)):
+        status, output = await run("status", *options, *OWN)
+        assert (status, f"at {url}: ready" in output) == (0, True), output
+    status, output = await run("workers", "disable", worker, "--url", url, *CA, *OWN)
     assert status == 0
-    assert body.startswith(f"disabled {worker}: disabled, healthy, by omni-proxy-cli/")
-    status, body = await asked("top", "--once", "--url", url.removeprefix("https://"), *CA, *OWN)
-    assert (status, "1 disabled" in body) == (0, True), body
+    assert output.startswith(f"disabled {worker}: disabled, healthy, by omni-proxy-cli/")
+    status, output = await run("top", "--once", "--url", url.removeprefix("https://"), *CA, *OWN)
+    assert (status, "1 disabled" in output) == (0, True), output
 
 
-async def test_without_a_certificate_commands_name_what_is_missing(place):
-    file, url, _ = place
-    status, body = await asked("workers", "--config", file)
-    assert (status, "a client certificate is required" in body) == (2, True), body
-    status, body = await asked("workers", "--url", url, *CA)
-    assert (status, "pass --client-cert" in body) == (2, True), body
+async def test_without_a_certificate_commands_name_the_missing_option(proxy):
+    file, url, _ = proxy
+    status, output = await run("workers", "--config", file)
+    assert (status, "a client certificate is required" in output) == (2, True), output
+    status, output = await run("workers", "--url", url, *CA)
+    assert (status, "pass --client-cert" in output) == (2, True), output
 
 
-async def test_one_that_is_not_believed_is_reported_and_so_is_a_proxy_that_is_not(place):
-    _, url, _ = place
-    status, body = await asked("status", "--url", url, *CA, *STRANGERS)
-    assert (status, "does not accept the certificate" in body) == (2, True), body
-    assert "unknown ca" in body
-    status, body = await asked("status", "--url", url, *OWN)
-    assert (status, "no known authority signed the certificate of" in body) == (2, True), body
+async def test_certificates_of_unknown_authorities_are_reported(proxy):
+    _, url, _ = proxy
+    status, output = await run("status", "--url", url, *CA, *UNKNOWN_AUTHORITY)
+    assert (status, "does not accept the certificate" in output) == (2, True), output
+    assert "unknown ca" in output
+    status, output = await run("status", "--url", url, *OWN)
+    assert (status, "no known authority signed the certificate of" in output) == (2, True), output
 
 
-async def test_the_trainers_endpoint_shows_its_own(place):
-    _, url, _ = place
+async def test_the_trainers_endpoint_presents_its_certificate(proxy):
+    _, url, _ = proxy
 
     def call(certificate):
         endpoint = Endpoint(url, 20.0, certificate=certificate, key=KEY)
@@ -92,7 +97,7 @@ async def test_the_trainers_endpoint_shows_its_own(place):
     certificate = ClientCert(str(AUTHORITY), OWN[1], OWN[3])
     answer, _ = await trio.to_thread.run_sync(call, certificate)
     assert (answer.status, answer.body["waiting"]) == (200, [])
-    answer, body = await trio.to_thread.run_sync(call, ClientCert(ca=str(AUTHORITY)))
+    answer, error = await trio.to_thread.run_sync(call, ClientCert(ca=str(AUTHORITY)))
     assert (answer.ok, answer.status) == (False, 0)
     assert "requires a client certificate" in answer.why
-    assert "requires a client certificate" in body
+    assert "requires a client certificate" in error

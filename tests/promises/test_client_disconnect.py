@@ -14,7 +14,7 @@ from tests.promises.fakes import (
 
 
 class Watched:
-    """A script that sends `first` and then waits for the proxy to hang up."""
+    """A worker script that sends `first`, then waits until the proxy closes the connection."""
 
     def __init__(self, first: bytes = b"") -> None:
         self.first = first
@@ -45,7 +45,7 @@ async def leave(client, how):
 
 
 @pytest.mark.parametrize("how", ["fin", "close", "reset"])
-async def test_a_client_that_leaves_before_the_answer_frees_the_worker_at_once(how):
+async def test_a_disconnect_before_the_response_frees_the_worker_at_once(how):
     script = Watched()
     async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
@@ -62,7 +62,7 @@ async def test_a_client_that_leaves_before_the_answer_frees_the_worker_at_once(h
 
 
 @pytest.mark.parametrize("how", ["fin", "close", "reset"])
-async def test_a_client_that_leaves_mid_stream_frees_the_worker_at_once(how):
+async def test_a_disconnect_within_a_stream_frees_the_worker_at_once(how):
     script = Watched(SSE_HEAD + chunk(b"data: one\n\n"))
     async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
@@ -76,9 +76,9 @@ async def test_a_client_that_leaves_mid_stream_frees_the_worker_at_once(how):
         assert (opened.last["ended_by"], opened.last["phase"]) == ("client", "relay")
 
 
-async def test_a_client_that_leaves_is_not_tried_again_elsewhere():
+async def test_a_request_is_not_retried_after_its_client_disconnected():
     first, second = Watched(), Watched()
-    async with fake_workers(first, second) as made, run_dataplane(*made) as opened:
+    async with fake_workers(first, second) as fakes, run_dataplane(*fakes) as opened:
         async with opened.client() as client:
             await client.send(post())
             await until(first.asked)
@@ -87,7 +87,7 @@ async def test_a_client_that_leaves_is_not_tried_again_elsewhere():
     assert not second.asked.is_set()
 
 
-async def test_a_client_that_leaves_with_requests_in_the_pipe_frees_the_worker():
+async def test_a_disconnect_with_pipelined_requests_frees_the_worker():
     script = Watched()
     async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
@@ -99,7 +99,7 @@ async def test_a_client_that_leaves_with_requests_in_the_pipe_frees_the_worker()
 
 
 class Released:
-    """A script that answers once it may."""
+    """A worker script that answers once `may` is set."""
 
     def __init__(self, *pieces: bytes) -> None:
         self.pieces = pieces
@@ -113,7 +113,7 @@ class Released:
             await call.send(piece)
 
 
-LISTENS_ON = '[server]\nhalf_close = "answer"'
+ANSWER_HALF_CLOSED = '[server]\nhalf_close = "answer"'
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ async def test_a_half_closed_client_gets_its_response_if_configured(pieces):
     script = Released(*pieces)
     async with (
         fake_workers(script) as (worker,),
-        run_dataplane(worker, config=LISTENS_ON) as opened,
+        run_dataplane(worker, config=ANSWER_HALF_CLOSED) as opened,
     ):
         async with opened.client() as client:
             await client.send(post())
@@ -142,18 +142,18 @@ async def test_a_half_closed_client_gets_its_response_if_configured(pieces):
 async def test_a_half_closed_client_gets_every_pipelined_response():
     script = Released(counted(b"{}"))
     script.may.set()
-    async with dataplane_before(script, config=LISTENS_ON) as (_, client):
+    async with dataplane_before(script, config=ANSWER_HALF_CLOSED) as (_, client):
         await client.send(post(), post())
         await client.stream.send_eof()
         assert [(await client.answer()).body for _ in range(2)] == [b"{}", b"{}"]
         assert await client.until_closed() == b""
 
 
-async def test_a_broken_client_frees_the_worker_even_where_a_half_closed_one_is_served():
+async def test_a_reset_frees_the_worker_although_half_closed_clients_are_served():
     script = Watched()
     async with (
         fake_workers(script) as (worker,),
-        run_dataplane(worker, config=LISTENS_ON) as opened,
+        run_dataplane(worker, config=ANSWER_HALF_CLOSED) as opened,
     ):
         async with opened.client() as client:
             await client.send(post())
@@ -163,11 +163,11 @@ async def test_a_broken_client_frees_the_worker_even_where_a_half_closed_one_is_
         assert opened.wait_until_idle()
 
 
-async def test_a_broken_client_mid_stream_frees_the_worker_even_where_half_closed_is_served():
+async def test_a_reset_within_a_stream_frees_the_worker_although_half_closed_is_served():
     script = Watched(SSE_HEAD + chunk(b"data: one\n\n"))
     async with (
         fake_workers(script) as (worker,),
-        run_dataplane(worker, config=LISTENS_ON) as opened,
+        run_dataplane(worker, config=ANSWER_HALF_CLOSED) as opened,
     ):
         async with opened.client() as client:
             await client.send(post(STREAMED))

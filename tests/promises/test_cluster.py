@@ -1,4 +1,4 @@
-"""Proxies of a cluster count each other's requests, whatever becomes of a proxy or of the store."""
+"""Proxies of a cluster count each other's requests, also when a proxy or the store fails."""
 
 from contextlib import asynccontextmanager
 from urllib.parse import quote
@@ -14,13 +14,13 @@ pytestmark = needs_store
 
 
 async def in_flight(running, worker, count):
-    """Until the proxy counts so many at the worker."""
+    """Wait until the proxy counts `count` requests in flight at the worker."""
     await running.until("/workers", lambda reply: record(reply, worker)["in_flight"] == count)
 
 
 @asynccontextmanager
 async def held_requests(running, fleet, count):
-    """Requests that stay at the workers, as many as are in flight in the whole cluster now."""
+    """Send `count` requests that stay in flight at the workers while the context is open."""
     for worker in fleet:
         worker.gate = trio.Event()
     before = sum(worker.requests for worker in fleet)
@@ -34,7 +34,7 @@ async def held_requests(running, fleet, count):
             worker.gate.set()
 
 
-async def test_a_proxy_routes_by_the_requests_of_the_others_and_forgets_one_that_dies(tmp_path):
+async def test_a_proxy_counts_requests_of_the_others_until_they_die(tmp_path):
     async with cluster(tmp_path) as (_, fleet, (first, second)):
         async with held_requests(first, fleet, 1):
             (busy,) = [worker for worker in fleet if worker.requests]
@@ -55,7 +55,7 @@ async def test_a_proxy_routes_by_the_requests_of_the_others_and_forgets_one_that
         assert "cluster_peer_gone peer=p0/" in second.log
 
 
-async def test_requests_of_a_proxy_that_was_killed_end_with_its_lease(tmp_path):
+async def test_requests_of_a_killed_proxy_count_until_its_lease_ends(tmp_path):
     async with cluster(tmp_path, more="processes = 2") as (_, fleet, (first, second)):
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
@@ -80,7 +80,7 @@ async def test_requests_of_a_proxy_that_was_killed_end_with_its_lease(tmp_path):
         await in_flight(second, busy, 0)
 
 
-async def test_requests_go_on_while_the_store_is_gone_and_counts_come_back(tmp_path):
+async def test_requests_are_served_without_the_store_and_counts_return_with_it(tmp_path):
     async with cluster(tmp_path) as (store, fleet, (first, second)):
         store.pause()
         await first.until("/status", lost)
@@ -104,7 +104,7 @@ async def test_requests_go_on_while_the_store_is_gone_and_counts_come_back(tmp_p
         assert "cluster_store_lost" in first.log
 
 
-async def test_counts_of_a_proxy_that_is_cut_off_end_and_come_back(tmp_path):
+async def test_counts_of_a_proxy_without_the_store_end_and_return(tmp_path):
     async with cluster(tmp_path) as (store, fleet, (cut_off, other)):
         async with held_requests(cut_off, fleet, 1):
             (busy,) = [worker for worker in fleet if worker.requests]
@@ -128,7 +128,7 @@ async def test_counts_of_a_proxy_that_is_cut_off_end_and_come_back(tmp_path):
         )
 
 
-async def test_a_bound_holds_over_all_proxies(tmp_path):
+async def test_max_inflight_of_a_worker_holds_over_all_proxies(tmp_path):
     async with cluster(tmp_path, bound=2, names=("a",)) as (_, (worker,), (first, second)):
         async with held_requests(first, [worker], 2):
             await in_flight(second, worker, 2)
@@ -140,7 +140,7 @@ async def test_a_bound_holds_over_all_proxies(tmp_path):
         assert worker.requests == 3
 
 
-async def test_without_the_store_a_proxy_that_must_refuse_is_not_ready(tmp_path):
+async def test_without_the_store_a_proxy_with_on_loss_refuse_is_not_ready(tmp_path):
     async with cluster(tmp_path, count=1, table="on_loss = 'refuse'") as (store, _, (only,)):
         await only.until("/ready", lambda reply: reply["status"] == "ready")
         store.kill()
@@ -149,7 +149,7 @@ async def test_without_the_store_a_proxy_that_must_refuse_is_not_ready(tmp_path)
         await only.until("/ready", lambda reply: reply["status"] == "ready")
 
 
-async def test_a_wrong_password_is_named_and_hidden(tmp_path):
+async def test_a_wrong_password_is_reported_and_never_shown(tmp_path):
     secret = tmp_path / "password"
     secret.write_text("hunter2\n")
     async with redis_server("--requirepass", "right") as store, workers("a") as fleet:
@@ -161,14 +161,14 @@ async def test_a_wrong_password_is_named_and_hidden(tmp_path):
             await running.says("cluster_store_lost .*the password is wrong")
             await running.until_routable(*fleet)
             assert (await running.ask()).status_code == 200
-            reply = (await running.client.get("/status")).text
-            reply += (await running.client.get("/config")).text + running.log
-            assert "hunter" not in reply
+            visible = (await running.client.get("/status")).text
+            visible += (await running.client.get("/config")).text + running.log
+            assert "hunter" not in visible
             secret.write_text("right\n")
             await running.until("/status", connected)
 
 
-async def test_a_store_is_reached_over_tls_by_a_user_of_its_access_list(tmp_path):
+async def test_the_store_can_require_tls_and_an_acl_user(tmp_path):
     secret, file = tmp_path / "password", tmp_path / "proxy.toml"
     secret.write_text("right\n")
     allowed = ("+@read", "+@write", "+@pubsub", "+@connection", "+@scripting", "+time")
@@ -185,7 +185,7 @@ async def test_a_store_is_reached_over_tls_by_a_user_of_its_access_list(tmp_path
             await running.until("/status", connected)
 
 
-async def test_a_change_over_http_reaches_all_proxies_also_later(tmp_path):
+async def test_a_change_over_http_reaches_all_proxies_even_after_a_store_failure(tmp_path):
     async with cluster(tmp_path) as (store, fleet, (first, second)), workers("c") as (added,):
         body = {"url": added.url, "max_inflight": 3}
         assert (await first.client.post("/workers", json=body)).status_code == 200
@@ -203,9 +203,9 @@ async def test_a_change_over_http_reaches_all_proxies_also_later(tmp_path):
         assert record(reply, fleet[0])["disabled"]
 
 
-async def test_what_one_proxy_finds_of_health_makes_the_others_probe_now(tmp_path):
-    seldom = "interval_secs = 60\nfailure_threshold = 1"
-    async with cluster(tmp_path, probes=seldom) as (_, fleet, (first, second)):
+async def test_a_failure_that_one_proxy_sees_makes_the_others_probe_at_once(tmp_path):
+    rare = "interval_secs = 60\nfailure_threshold = 1"
+    async with cluster(tmp_path, probes=rare) as (_, fleet, (first, second)):
         async with workers("c") as (victim,):
             await first.client.post("/workers", json={"url": victim.url})
             for running in (first, second):

@@ -8,9 +8,9 @@ from tests.redis_server import needs_store
 
 pytestmark = [no_chromium, needs_store]
 
-SUM = """(() => {
-    const told = [...document.querySelectorAll("#tiles div")].map((it) => it.innerText.split("\\n"));
-    return Object.fromEntries(told);
+TILES = """(() => {
+    const tiles = [...document.querySelectorAll("#tiles div")];
+    return Object.fromEntries(tiles.map((tile) => tile.innerText.split("\\n")));
 })()"""
 
 
@@ -24,11 +24,11 @@ async def test_figures_are_sums_over_the_proxies_and_each_has_a_row(page, tmp_pa
             await shows(page, "#node", "this is p0")
             await shows(page, "#proxies-says", "cluster omni: 2 proxies over one fleet")
             await shows(page, "#proxy-rows", "p0", "this page", "p1", " ago")
-            await page.until(f"({SUM})['In flight'] === '3'")
+            await page.until(f"({TILES})['In flight'] === '3'")
             link = "document.querySelector('#proxy-rows a')"
             assert await page.tell(f"{link}.href") == url_of(second)
             await page.until(f"{link}.closest('tr').innerText.includes('0.')")
-            # What the other one served is in the worker's row, and in the fleet's charts.
+            # Requests of the other proxy count in the worker's row and in the fleet's charts.
             rate = f"document.querySelector({row(fleet[0])!r} + ' td:nth-of-type(3)').innerText"
             await page.until(f"Number({rate}) > 0")
             await page.until("past?.series.requests_per_sec.some((value) => value > 0)")

@@ -21,12 +21,12 @@ async def worker_of(running, text, session=""):
     return reply.json()["worker"]
 
 
-async def has_heard(running, *, prefixes=0, sessions=0):
-    def heard(reply):
+async def until_hints(running, *, prefixes=0, sessions=0):
+    def complete(reply):
         hints = reply["cluster"]["hints"]
         return hints["prefixes"] >= prefixes and hints["sessions"] >= sessions
 
-    await running.until("/status", heard)
+    await running.until("/status", complete)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -35,16 +35,18 @@ async def test_a_prompt_and_a_session_go_to_the_same_worker_through_each_proxy(t
     names = ("a", "b", "c", "d")
     async with cluster(tmp_path, more=more, names=names, routing=ROUTING) as (_, _, proxies):
         first, second = proxies
-        at = {text: await worker_of(first, text) for text in PROMPTS}
-        of = {session: await worker_of(first, session, session) for session in SESSIONS}
-        await has_heard(second, prefixes=4 * len(PROMPTS), sessions=len(SESSIONS))
+        by_prompt = {text: await worker_of(first, text) for text in PROMPTS}
+        by_session = {session: await worker_of(first, session, session) for session in SESSIONS}
+        await until_hints(second, prefixes=4 * len(PROMPTS), sessions=len(SESSIONS))
         explained = await second.client.post("/explain", json=chat(PROMPTS[0]))
         assert "as another proxy has published" in explained.json()["pick"]["reason"]
-        assert {text: await worker_of(second, text + "and more") for text in PROMPTS} == at
-        assert {each: await worker_of(second, "something else", each) for each in SESSIONS} == of
+        assert {text: await worker_of(second, text + "and more") for text in PROMPTS} == by_prompt
+        assert {
+            session: await worker_of(second, "something else", session) for session in SESSIONS
+        } == by_session
 
 
-async def test_a_session_that_is_finished_at_one_proxy_is_so_at_each(tmp_path):
+async def test_a_session_finished_at_one_proxy_is_finished_at_all(tmp_path):
     async with cluster(tmp_path, routing=ROUTING) as (_, _, (first, second)):
         await worker_of(first, "hi", SESSIONS[0])
         await until_session(second, "its session stays there")
@@ -54,7 +56,7 @@ async def test_a_session_that_is_finished_at_one_proxy_is_so_at_each(tmp_path):
 
 
 async def until_session(running, reason):
-    """POST /explain has this reason."""
+    """Wait until POST /explain names this reason."""
     headers = {"x-session-id": SESSIONS[0]}
     while True:
         reply = await running.client.post("/explain", json=chat("hi"), headers=headers)

@@ -1,4 +1,4 @@
-"""A store that is there and serves badly: no memory, another password, slow replies, a clock that jumps."""
+"""A store that misbehaves: out of memory, a changed password, slow replies, a clock that jumps."""
 
 import hiredis
 import trio
@@ -14,8 +14,8 @@ pytestmark = needs_store
 HOUR_MS = 3_600_000
 
 
-async def tell(store, *commands):
-    """Replies of the store, as an operator would get them."""
+async def run_commands(store, *commands):
+    """Run commands as an operator would, and return the store's replies."""
     reader, replies = hiredis.Reader(), []
     async with await trio.open_tcp_stream("127.0.0.1", store.port) as stream:
         for command in commands:
@@ -34,29 +34,29 @@ def error_of(reply):
     return reply["cluster"]["error"] or ""
 
 
-async def test_a_store_without_memory_is_as_one_that_is_not_there(tmp_path):
+async def test_a_store_out_of_memory_counts_as_lost(tmp_path):
     async with cluster(tmp_path) as (store, fleet, programs):
         first = programs[0]
-        assert await tell(store, ("CONFIG", "SET", "maxmemory", "1")) == [b"OK"]
+        assert await run_commands(store, ("CONFIG", "SET", "maxmemory", "1")) == [b"OK"]
         for running in programs:
             await running.until("/status", lambda reply: lost(reply) and "OOM" in error_of(reply))
             assert (await running.ask()).status_code == 200
-            assert routable(await running.get_json("/workers")) == {w.url for w in fleet}
+            assert routable(await running.get_json("/workers")) == {worker.url for worker in fleet}
         body = {"model_path": "m"}
         refused = await first.client.post("/update_weights_from_disk", json=body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "cluster_store_lost")
-        await tell(store, ("CONFIG", "SET", "maxmemory", "0"))
+        await run_commands(store, ("CONFIG", "SET", "maxmemory", "0"))
         for running in programs:
             await running.until("/status", joined)
 
 
-async def test_a_password_that_changes_is_read_again(tmp_path):
+async def test_the_password_file_is_read_again_when_the_password_changes(tmp_path):
     file = tmp_path / "password"
     file.write_text("unused")
     table = f'password_file = "{file}"'
     options = ("--requirepass", "unused")
     async with cluster(tmp_path, table=table, options=options) as (store, _, programs):
-        await tell(
+        await run_commands(
             store, ("AUTH", "unused"), ("CONFIG", "SET", "requirepass", "another"),
             ("CLIENT", "KILL", "TYPE", "pubsub"),
         )  # fmt: skip
@@ -69,28 +69,28 @@ async def test_a_password_that_changes_is_read_again(tmp_path):
             await running.until("/status", joined)
 
 
-async def test_a_slow_store_is_not_lost(tmp_path):
+async def test_a_slow_store_does_not_count_as_lost(tmp_path):
     async with cluster(tmp_path) as (store, fleet, (slow, other)):
-        store.relay.delay = 0.04  # of ten replies until it is connected, more than a lease
+        store.relay.delay = 0.04  # connecting takes ten replies: longer than a lease
         store.relay.cut()
         store.relay.is_cut = False
         await slow.until("/status", lambda reply: reply["cluster"]["losses"] == 1)
         await slow.until("/status", joined)
         worker, _ = fleet
-        for each in fleet:
-            each.gate = trio.Event()
+        for engine in fleet:
+            engine.gate = trio.Event()
         async with trio.open_nursery() as nursery:
             for _ in range(2):
                 nursery.start_soon(slow.ask)
             await other.until("/workers", lambda reply: record(reply, worker)["in_flight"] == 1)
-            for each in fleet:
-                each.gate.set()
+            for engine in fleet:
+                engine.gate.set()
         await other.until("/workers", lambda reply: record(reply, worker)["in_flight"] == 0)
         status = await slow.get_json("/status")
         assert (status["cluster"]["losses"], joined(status)) == (1, True)
 
 
-async def test_leases_of_the_dead_end_though_the_clock_of_the_store_was_set_back(tmp_path):
+async def test_leases_of_a_dead_proxy_end_although_the_stores_clock_was_set_back(tmp_path):
     async with cluster_of_weights(tmp_path) as (store, (busy, other), (first, second)):
         name = (await first.get_json("/status"))["cluster"]["member"]
         with trio.CancelScope() as scope:
@@ -100,7 +100,7 @@ async def test_leases_of_the_dead_end_though_the_clock_of_the_store_was_set_back
             scope.cancel()
         first.process.kill()
         await first.process.wait()
-        await tell(
+        await run_commands(
             store, ("SADD", "omni:nodes", name),
             ("SET", f"omni:lease:{name}", "", "PX", HOUR_MS),
             ("SET", "omni:weights-lease", f"1:{name}", "PX", HOUR_MS),
@@ -113,15 +113,17 @@ async def test_leases_of_the_dead_end_though_the_clock_of_the_store_was_set_back
         await second.until_routable(busy, other)
 
 
-async def test_leases_of_the_living_come_back_after_the_clock_of_the_store_was_set_on(tmp_path):
+async def test_live_proxies_renew_leases_after_the_stores_clock_was_set_forward(
+    tmp_path,
+):
     async with cluster_of_weights(tmp_path) as (store, fleet, programs):
         first, second = programs
         assert (await update(first, "v1")).status_code == 200
         keys = [
-            f"omni:lease:{(await each.get_json('/status'))['cluster']['member']}"
-            for each in programs
+            f"omni:lease:{(await running.get_json('/status'))['cluster']['member']}"
+            for running in programs
         ]
-        assert (await tell(store, ("DEL", *keys))) == [2]
+        assert (await run_commands(store, ("DEL", *keys))) == [2]
         assert (await update(second, "v2")).status_code == 200
         for running in programs:
             await running.until_routable(*fleet)

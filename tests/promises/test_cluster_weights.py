@@ -1,4 +1,4 @@
-"""Weights change at one proxy of a cluster at a time, and no proxy serves a worker meanwhile."""
+"""One proxy of a cluster changes weights at a time; no proxy uses a worker during its update."""
 
 from contextlib import asynccontextmanager
 
@@ -16,7 +16,7 @@ SYNC = "[weight_sync]\nmode = 'off'\nverify = 'off'\ndrain_secs = 5\n"
 
 @asynccontextmanager
 async def cluster(tmp_path, *, lease_secs=1.0, count=2):
-    """A store, two engines, and programs, the first of which reaches the store by a relay."""
+    """A store, two engines and `count` proxies; only the first reaches the store through a relay."""
     async with redis_server() as store, workers(2) as fleet, trio.open_nursery() as nursery:
         done, programs = trio.Event(), []
         store.relay = Relay(store.port)
@@ -58,7 +58,7 @@ async def update(running, label, query=""):
     return await running.client.post(UPDATE + query, json=body)
 
 
-def knows_the_other(reply):
+def connected(reply):
     return reply["cluster"]["connected"] and reply["cluster"]["members"] == 2
 
 
@@ -72,7 +72,7 @@ def held(reply, worker):
 
 
 async def begin_update(nursery, running, worker, label):
-    """Through `running`, at one worker, which has it and does not answer yet."""
+    """Start an update of one worker through `running`; the worker holds its response back."""
     before, worker.gate = worker.changes, trio.Event()
     replies = []
 
@@ -85,7 +85,7 @@ async def begin_update(nursery, running, worker, label):
     return replies
 
 
-async def test_no_response_mixes_versions_whichever_proxy_updates(tmp_path):
+async def test_no_response_mixes_versions_when_proxies_update_in_turn(tmp_path):
     async with cluster(tmp_path) as (_, fleet, programs):
         traffic = Traffic([port_of(running) for running in programs])
         async with trio.open_nursery() as nursery:
@@ -121,7 +121,7 @@ async def test_a_second_proxy_waits_for_the_lease(tmp_path):
         assert replies[0].json()["weight_epoch"] == 2
 
 
-async def test_workers_of_a_proxy_that_died_in_an_update_are_uncertain_everywhere(tmp_path):
+async def test_workers_of_a_proxy_that_died_in_an_update_are_uncertain_at_all_proxies(tmp_path):
     async with cluster(tmp_path) as (_, (busy, other), (first, second)):
         with trio.CancelScope() as scope:
             async with trio.open_nursery() as nursery:
@@ -140,7 +140,7 @@ async def test_workers_of_a_proxy_that_died_in_an_update_are_uncertain_everywher
         await second.until_routable(busy, other)
 
 
-async def test_without_the_store_updates_are_refused_and_requests_go_on(tmp_path):
+async def test_without_the_store_updates_are_refused_and_requests_are_served(tmp_path):
     async with cluster(tmp_path) as (store, fleet, (first, second)):
         assert (await update(first, "v1")).status_code == 200
         await second.until("/workers", lambda reply: labels(reply) == {"v1"})
@@ -151,16 +151,16 @@ async def test_without_the_store_updates_are_refused_and_requests_go_on(tmp_path
         await second.says("cluster_lease_lost held=0")
         for running in (first, second):
             assert (await running.ask()).status_code == 200
-            assert routable(await running.get_json("/workers")) == {w.url for w in fleet}
+            assert routable(await running.get_json("/workers")) == {worker.url for worker in fleet}
         await store.start()
         for running in (first, second):
-            await running.until("/status", knows_the_other)
+            await running.until("/status", connected)
         updated = await update(second, "v2")
         assert (updated.status_code, updated.json()["weight_epoch"]) == (200, 2)
         await first.until("/workers", lambda reply: labels(reply) == {"v2"})
 
 
-async def test_a_store_that_dies_in_an_update_leaves_nobody_with_a_worker_of_two_versions(tmp_path):
+async def test_no_proxy_uses_an_updating_worker_while_the_store_is_lost(tmp_path):
     async with cluster(tmp_path) as (store, (busy, other), (first, second)):
         async with trio.open_nursery() as nursery:
             replies = await begin_update(nursery, first, busy, "v1")
@@ -178,7 +178,7 @@ async def test_a_store_that_dies_in_an_update_leaves_nobody_with_a_worker_of_two
         assert busy.mixed == 0
 
 
-async def test_a_proxy_that_is_cut_off_serves_no_worker_of_two_versions(tmp_path):
+async def test_no_response_mixes_versions_while_a_proxy_cannot_reach_the_store(tmp_path):
     async with cluster(tmp_path, count=3) as (store, fleet, programs):
         cut_off, *rest = programs
         traffic = Traffic([port_of(running) for running in programs])

@@ -1,4 +1,4 @@
-"""Pages of other origins call models: preflights, fields of answers, and whose pages may."""
+"""CORS of model routes: preflights, response headers and allowed origins."""
 
 from contextlib import suppress
 
@@ -9,7 +9,7 @@ from tests.promises.fleet_program import chat, program, put, toml, workers
 
 pytestmark = pytest.mark.usefixtures("soon")
 PAGE = {"origin": "https://app.example"}
-ASKS = PAGE | {
+PREFLIGHT = PAGE | {
     "access-control-request-method": "POST",
     "access-control-request-headers": "authorization,content-type",
 }
@@ -17,16 +17,16 @@ ALLOW = "access-control-allow-origin"
 MODELS = "/v1/chat/completions"
 
 
-async def test_a_page_may_call_a_model_and_read_what_went_on(tmp_path):
+async def test_cors_headers_follow_the_allowed_origins(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
         put(file, toml(fleet))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            asked = await running.client.options(MODELS, headers=ASKS)
-            assert (asked.status_code, asked.headers[ALLOW]) == (200, "*")
-            assert asked.headers["access-control-allow-methods"] == "POST"
-            assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+            preflight = await running.client.options(MODELS, headers=PREFLIGHT)
+            assert (preflight.status_code, preflight.headers[ALLOW]) == (200, "*")
+            assert preflight.headers["access-control-allow-methods"] == "POST"
+            assert preflight.headers["access-control-allow-headers"] == "authorization,content-type"
             for _ in range(3):
                 answer = await running.client.post(MODELS, json=chat(), headers=PAGE)
                 assert answer.status_code == 200
@@ -43,21 +43,21 @@ async def test_a_page_may_call_a_model_and_read_what_went_on(tmp_path):
 
             put(file, toml(fleet, more="cors_allow_origins = ['https://other.example']\n"))
             await running.says("revision=2")
-            asked = await running.client.options(MODELS, headers=ASKS)
-            assert (asked.status_code, ALLOW in asked.headers) == (403, False)
+            preflight = await running.client.options(MODELS, headers=PREFLIGHT)
+            assert (preflight.status_code, ALLOW in preflight.headers) == (403, False)
             answer = await running.client.post(MODELS, json=chat(), headers=PAGE)
             assert (answer.status_code, ALLOW in answer.headers) == (200, False)
-            socket = {"connection": "upgrade", "upgrade": "websocket", **PAGE}
-            answer = await running.client.get("/v1/audio/speech/stream", headers=socket)
+            upgrade = {"connection": "upgrade", "upgrade": "websocket", **PAGE}
+            answer = await running.client.get("/v1/audio/speech/stream", headers=upgrade)
             assert answer.json()["error"]["code"] == "origin_not_allowed"
 
             put(file, toml(fleet, more="cors_allow_origins = []\n"))
             await running.says("revision=3")
-            asked = await running.client.options(MODELS, headers=ASKS)
-            assert (asked.status_code, ALLOW in asked.headers) == (405, False)
+            preflight = await running.client.options(MODELS, headers=PREFLIGHT)
+            assert (preflight.status_code, ALLOW in preflight.headers) == (405, False)
 
 
-async def test_a_workers_own_policy_is_not_added_to_ours(tmp_path):
+async def test_cors_headers_of_a_worker_are_replaced(tmp_path):
     head = (
         b"HTTP/1.1 200 OK\r\nAccess-Control-Allow-Origin: https://app.example\r\n"
         b"access-control-allow-credentials: true\r\nvary: Origin\r\ncontent-length: 2\r\n\r\n{}"

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, before the real program."""
+"""The dashboard of the real program in a real browser."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ pytestmark = no_chromium
 SWITCH, DRAIN, REVIVE, REMOVE = 1, 2, 3, 4
 
 
-async def test_a_client_on_call_sees_the_fleet_and_switches_workers(page, tmp_path):
+async def test_an_operator_sees_the_fleet_and_disables_enables_and_removes_workers(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
         one, two = fleet
         await shows(page, "#state", "Serving with all 2 workers")
@@ -51,28 +51,26 @@ async def test_a_client_on_call_sees_the_fleet_and_switches_workers(page, tmp_pa
         await push(page, two, REMOVE)
         await page.click("#confirm-yes")
         await page.until(f"!document.querySelector({json.dumps(row(two))})")
-        assert [each["url"] for each in (await running.get_json("/workers"))["workers"]] == [
-            one.url
-        ]
+        assert [row["url"] for row in (await running.get_json("/workers"))["workers"]] == [one.url]
 
         assert {url for url in page.asked if not url.startswith("data:")} <= {
             str(running.client.base_url.join(path))
             for path in (
                 "/dashboard", "/feed", "/history?secs=900",
-                *(f"/workers/{each}" for each in ids(fleet)),
+                *(f"/workers/{worker_id}" for worker_id in ids(fleet)),
             )
         }  # fmt: skip
 
 
-async def test_a_paused_fleet_is_no_serving_fleet(page, tmp_path):
+async def test_a_paused_fleet_is_shown_as_not_ready(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
         headers = {"User-Agent": "trainer-7"}
         body = {"mode": "retract"}
         await running.client.post("/pause_generation", json=body, headers=headers)
         await shows(page, "#state", "Not ready: all workers are PAUSED")
-        ends_it = "omni-proxy weights continue"
-        reported = ("PAUSED: 2 of 2 workers", "by trainer-7 from 127.0.0.1", "retract", ends_it)
-        await shows(page, "#alerts", *reported)
+        command = "omni-proxy weights continue"
+        alert = ("PAUSED: 2 of 2 workers", "by trainer-7 from 127.0.0.1", "retract", command)
+        await shows(page, "#alerts", *alert)
         await shows(page, row(fleet[0]), "PAUSED", "trainer-7")
         assert (await running.client.get("/ready")).status_code == 503
 
@@ -81,13 +79,13 @@ async def test_a_paused_fleet_is_no_serving_fleet(page, tmp_path):
         await shows(page, "#alerts", "No problems")
 
 
-async def test_a_rollout_is_seen_until_it_has_ended(page, tmp_path):
+async def test_a_rollout_is_shown_until_it_ends(page, tmp_path):
     async with engines(2) as fleet, dashboard(page, tmp_path, fleet) as running:
         body = {"model_path": "/m", "weight_version": "v2", "pause_after_canary": True}
         headers = {"User-Agent": "operator-3"}
         await running.client.post("/weights/rollout", json=body, headers=headers)
-        reported = ("Rollout to v2: paused", "1 of 2 workers updated", "resume continues")
-        await shows(page, "#alerts", *reported)
+        alert = ("Rollout to v2: paused", "1 of 2 workers updated", "resume continues")
+        await shows(page, "#alerts", *alert)
         rows = (f"{address(fleet[0])} updated", f"{address(fleet[1])} pending", "operator-3")
         await shows(page, "#weights-now", "Rollout to v2 is paused", *rows)
         assert "different weights" not in await page.text("#alerts")
@@ -96,38 +94,39 @@ async def test_a_rollout_is_seen_until_it_has_ended(page, tmp_path):
         await shows(page, "#weights-says", "published: v2, epoch 1")
 
 
-async def test_for_how_long_it_is_switched_off_is_reported_not_how_long_it_is_well(page, tmp_path):
+async def test_a_disabled_worker_shows_since_when_it_is_disabled(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet):
-        later = "seconds(last.fleet[0].state_since) > seconds(last.fleet[0].since)"
-        await shows(page, row(fleet[0]), "takes requests")  # else it may be drawn under the click
+        disabled_after_healthy = "seconds(last.fleet[0].state_since) > seconds(last.fleet[0].since)"
+        # Otherwise a redraw may move the button during the click.
+        await shows(page, row(fleet[0]), "takes requests")
         await push(page, fleet[0], DRAIN)
         await shows(page, row(fleet[0]), "drained", "for ")
-        assert await page.tell(later)
+        assert await page.tell(disabled_after_healthy)
         await push(page, fleet[0], SWITCH)
         await shows(page, row(fleet[0]), "takes requests")
-        assert not await page.tell(later)
+        assert not await page.tell(disabled_after_healthy)
         await push(page, fleet[0], SWITCH)
         await shows(page, row(fleet[0]), "disabled", "for ")
-        assert await page.tell(later)
+        assert await page.tell(disabled_after_healthy)
 
 
-async def test_on_the_model_port_it_names_the_admin_listener(page, tmp_path):
-    place = f"127.0.0.1:{free_port()}"
-    settings = f'[admin]\napi_key = "{KEY}"\nlisten = "{place}"\n'
+async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_path):
+    admin_address = f"127.0.0.1:{free_port()}"
+    settings = f'[admin]\napi_key = "{KEY}"\nlisten = "{admin_address}"\n'
     async with (
         workers("one") as fleet,
         dashboard(page, tmp_path, fleet, more=settings) as running,
     ):
-        await shows(page, "#elsewhere", "The dashboard is on the admin listener", place)
+        await shows(page, "#elsewhere", "The dashboard is on the admin listener", admin_address)
         assert await page.tell("document.querySelector('#locked').hidden")
-        there = await page.tell("document.querySelector('#elsewhere-how a').href")
-        assert there == f"http://{place}/dashboard"
-        await page.visit(there)
+        link = await page.tell("document.querySelector('#elsewhere-how a').href")
+        assert link == f"http://{admin_address}/dashboard"
+        await page.visit(link)
         await shows(page, "#locked", "Enter the admin API key")
         await page.click("#key")
         await page.type(KEY)
         await page.press("Enter")
-        # The page may ask its own address only, and there are no model routes.
+        # The page may call only its own address, and the admin listener has no model routes.
         models = str(running.client.base_url).rstrip("/")
         await shows(page, "#playground", f"Model routes are at {models}", "curl", "Copy")
         assert await page.tell("document.querySelector('#chat').hidden")
@@ -154,7 +153,7 @@ async def test_a_silent_worker_is_highlighted(page, tmp_path):
         await shows(page, "#alerts", "No problems")
 
 
-async def test_everything_can_be_done_with_the_keyboard(page, tmp_path):
+async def test_workers_can_be_disabled_and_enabled_with_the_keyboard(page, tmp_path):
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         (one,) = fleet
         await shows(page, row(one), "takes requests")
@@ -171,19 +170,19 @@ async def test_everything_can_be_done_with_the_keyboard(page, tmp_path):
         await shows(page, row(one), "takes requests")
 
 
-async def test_without_the_key_nothing_is_reported(page, tmp_path):
+async def test_without_the_key_the_page_shows_nothing(page, tmp_path):
     settings = f'[admin]\napi_key = "{KEY}"\n'
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet, more=settings) as running:
         (one,) = fleet
-        everything = "document.documentElement.outerHTML"
+        page_source = "document.documentElement.outerHTML"
         await shows(page, "#locked", "Enter the admin API key")
-        assert address(one) not in await page.tell(everything)
+        assert address(one) not in await page.tell(page_source)
 
         await page.click("#key")
         await page.type("wrong")
         await page.press("Enter")
         await shows(page, "#locked-why", "Wrong key")
-        assert address(one) not in await page.tell(everything)
+        assert address(one) not in await page.tell(page_source)
 
         await page.click("#key")
         await page.type(KEY)
@@ -192,29 +191,29 @@ async def test_without_the_key_nothing_is_reported(page, tmp_path):
         await push(page, one, SWITCH)
         await page.click("#confirm-yes")
         await shows(page, row(one), "disabled")
-        assert KEY not in await page.tell(everything)
+        assert KEY not in await page.tell(page_source)
         assert await page.tell("[localStorage.length, document.cookie]") == [0, ""]
 
         await page.visit(url_of(running))
         await shows(page, row(one), "disabled")
         await page.click("#forget")
         await shows(page, "#locked", "Enter the admin API key")
-        reported = await page.tell(everything)
-        assert (address(one) in reported, KEY in reported) == (False, False)
+        source = await page.tell(page_source)
+        assert (address(one) in source, KEY in source) == (False, False)
         assert await page.tell("sessionStorage.length") == 0
 
 
-async def test_why_a_worker_died_can_be_read_and_it_can_be_revived(page, tmp_path):
+async def test_the_reason_for_a_dead_worker_is_shown_and_it_can_be_revived(page, tmp_path):
     one, two = Worker("one"), Worker("two")
     async with trio.open_nursery() as nursery:
         life = trio.CancelScope()
 
-        async def mortal(*, task_status):
+        async def serve_two(*, task_status):
             with life:
                 await two.serve(task_status=task_status)
 
         await nursery.start(one.serve)
-        await nursery.start(mortal)
+        await nursery.start(serve_two)
         more = "[health]\n"
         assert more in toml([one])
         async with dashboard(page, tmp_path, [one, two]) as running:
@@ -229,7 +228,7 @@ async def test_why_a_worker_died_can_be_read_and_it_can_be_revived(page, tmp_pat
         nursery.cancel_scope.cancel()
 
 
-async def test_a_drain_is_seen_until_it_is_over(page, tmp_path):
+async def test_a_drain_is_shown_until_it_ends(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
         one, _ = fleet
         await shows(page, row(one), "takes requests")
@@ -247,12 +246,12 @@ async def test_a_drain_is_seen_until_it_is_over(page, tmp_path):
         await shows(page, row(one), "takes requests")
 
 
-async def test_ends_and_a_refused_reload_can_be_read(page, tmp_path):
+async def test_recent_requests_and_a_refused_reload_are_shown(page, tmp_path):
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         await running.ask(model="some-model")
         await shows(page, "#end-rows", "completed", "/v1/chat/completions", address(fleet[0]))
         await page.until("points.some((point) => point.requests > 0)")
-        assert await shifted_meanwhile(page, running) == []
+        assert await shifted_elements(page, running) == []
         put(tmp_path / "proxy.toml", "[server]\nprot = 1\n")
         await page.click("#reload")
         await shows(page, "#config", "refused", "server.prot", "did you mean `port`?")
@@ -261,7 +260,7 @@ async def test_ends_and_a_refused_reload_can_be_read(page, tmp_path):
         await shows(page, "#running-text", '"drain_timeout_secs"')
 
 
-async def test_both_workers_of_a_request_in_two_legs_can_be_read(page, tmp_path):
+async def test_both_workers_of_a_request_in_two_legs_are_shown(page, tmp_path):
     async with workers("one", "two") as fleet:
         text = toml(fleet)
         for worker, role in zip(fleet, ("prefill", "decode"), strict=True):
@@ -277,10 +276,10 @@ async def test_both_workers_of_a_request_in_two_legs_can_be_read(page, tmp_path)
             await shows(page, row(fleet[1]), "decode")
 
 
-async def shifted_meanwhile(page, running):
-    """Which parts of the page moved while it drew two more seconds of requests.
+async def shifted_elements(page, running):
+    """The elements that moved while the page drew two more requests.
 
-    Not the words of a chart's key: the next one makes room for a longer number.
+    A chart's legend is left out: its entries move when a number gets longer.
     """
     await page.tell("""
         window.moved = [];
@@ -297,7 +296,7 @@ async def shifted_meanwhile(page, running):
         seen = await page.tell("last.at")
     shifted = await page.tell("moved.splice(0)")
     await page.tell("document.querySelector('main').style.paddingTop = '90px'")
-    await page.until("moved.length")  # it does notice
+    await page.until("moved.length")  # the observer does report shifts
     return shifted
 
 
@@ -319,11 +318,11 @@ async def test_the_explain_box_shows_the_pick_or_why_there_is_none(page, tmp_pat
         await shows(page, "#answer", "JSON")
 
 
-async def test_it_fits_a_phone_whatever_others_name_light_and_dark(page, tmp_path):
+async def test_the_page_fits_a_phone_and_escapes_names_in_light_and_dark_mode(page, tmp_path):
     await page.resize(375, 812)
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet[:1]) as running:
-        nasty = "<img src=x onerror=alert(1)>" + "long" * 40
-        added = {"url": fleet[1].url, "model": nasty}
+        model = "<img src=x onerror=alert(1)>" + "long" * 40
+        added = {"url": fleet[1].url, "model": model}
         assert (await running.client.post("/workers", json=added)).status_code == 200
         await shows(page, row(fleet[1]), "<img src=x", "takes requests")
         assert await page.tell("document.querySelectorAll('img').length") == 0
@@ -337,9 +336,9 @@ async def test_it_fits_a_phone_whatever_others_name_light_and_dark(page, tmp_pat
 
 
 async def lightness(page):
-    """Of the background, 0 to 255."""
-    reported = await page.tell("getComputedStyle(document.body).backgroundColor")
-    return sum(map(int, reported.removeprefix("rgb(").removesuffix(")").split(","))) / 3
+    """The lightness of the background, 0 to 255."""
+    colour = await page.tell("getComputedStyle(document.body).backgroundColor")
+    return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) / 3
 
 
 async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
@@ -357,18 +356,18 @@ async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
         page.complaints.clear()
 
 
-async def test_a_page_that_was_left_has_no_feed_until_one_goes_back_to_it(page, tmp_path):
-    """A browser opens six connections to a host: pages that it only keeps must not hold them."""
+async def test_a_page_in_the_back_forward_cache_has_no_feed(page, tmp_path):
+    """Browsers open six connections to a host: pages that they only cache must not use them."""
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
         await page.tell("window.left = {feed: aborting.signal, at: last.at}, true")
         await page.visit("about:blank")
         await page.tell("history.back()")
-        await page.until("window.left && last.at > left.at")  # the page that was left
+        await page.until("window.left && last.at > left.at")  # the same page, restored
         assert await page.tell("left.feed.aborted")
 
 
-async def test_a_key_that_may_only_read_sees_all_and_learns_what_it_may_not(page, tmp_path):
+async def test_a_read_only_key_sees_the_fleet_and_is_refused_changes(page, tmp_path):
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     settings = f'[[admin.keys]]\nname = "viewer"\nkey_sha256 = "{digest}"\n'
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet, more=settings):
@@ -383,7 +382,7 @@ async def test_a_key_that_may_only_read_sees_all_and_learns_what_it_may_not(page
         assert await page.tell("document.querySelector('#locked').hidden")
 
 
-async def test_callers_are_shown_where_there_are_any(page, tmp_path):
+async def test_callers_are_shown_where_keys_are_configured(page, tmp_path):
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     keys = f'[[keys]]\nname = "team-a"\nmax_inflight = 5\nkey_sha256 = "{digest}"\n'
     async with workers("a") as fleet, dashboard(page, tmp_path, fleet, more=keys) as running:

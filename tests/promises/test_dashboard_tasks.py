@@ -1,4 +1,4 @@
-"""The three tasks of docs/dashboard.md, with as many presses as a person needs for them."""
+"""The three tasks of docs/dashboard.md, each within the number of clicks that the page promises."""
 
 import trio
 
@@ -8,16 +8,14 @@ from tests.promises.test_dashboard_work import ChatWorker, push_words
 pytestmark = no_chromium
 DRAIN = 2
 SLOW_SECS = 0.15
-# Two minutes are shown where there is no more: the axis of times has seconds.
-BEGINS_WITH_THE_PROXY = """[...document.querySelectorAll("#charts .axis")].some(
+# A proxy that just started has a chart of two minutes: the labels of its axis have seconds.
+AXIS_HAS_SECONDS = """[...document.querySelectorAll("#charts .axis")].some(
     (it) => /^\\d\\d:\\d\\d:[03]0$/.test(it.textContent))"""
-ROWS_OF_TILES = (
-    "new Set([...document.querySelectorAll('#tiles dt')].map((it) => it.offsetTop)).size"
-)
-CUT_TIMES = """[...document.querySelectorAll("#charts svg")].flatMap((svg) =>
+TILE_ROWS = "new Set([...document.querySelectorAll('#tiles dt')].map((it) => it.offsetTop)).size"
+CUT_LABELS = """[...document.querySelectorAll("#charts svg")].flatMap((svg) =>
     [...svg.querySelectorAll(".axis")].filter((it) =>
         it.getBoundingClientRect().right > svg.getBoundingClientRect().right + 1)).length"""
-REQUESTS = 24  # of three workers, at least five each
+REQUESTS = 24  # so that each of three workers gets at least five
 
 
 class SlowWorker(ChatWorker):
@@ -32,16 +30,14 @@ async def chat(running, **headers):
     return answer.status_code
 
 
-async def test_a_slow_worker_is_found_one_is_added_another_drained_and_a_team_gets_a_key(
-    page, tmp_path
-):
+async def test_the_documented_tasks_take_the_promised_number_of_clicks(page, tmp_path):
     fleet = [ChatWorker("a"), SlowWorker("b"), ChatWorker("c")]
     new = ChatWorker("d")
-    presses = 0
+    clicks = 0
 
     async def press(*selector):
-        nonlocal presses
-        presses += 1
+        nonlocal clicks
+        clicks += 1
         await (page.click(*selector) if selector[0][0] == "#" else push_words(page, *selector))
 
     async with trio.open_nursery() as nursery:
@@ -55,11 +51,11 @@ async def test_a_slow_worker_is_found_one_is_added_another_drained_and_a_team_ge
             await shows(
                 page, "#alerts", f"{slow} is slow", "first chunk after", "the others' after"
             )
-            await page.until(BEGINS_WITH_THE_PROXY)
+            await page.until(AXIS_HAS_SECONDS)
             await shows(page, "#tiles", "Tokens/s out", "Between tokens", "Policy")
-            assert await page.tell(ROWS_OF_TILES) == 1
-            assert await page.tell(CUT_TIMES) == 0
-            assert presses == 0
+            assert await page.tell(TILE_ROWS) == 1
+            assert await page.tell(CUT_LABELS) == 0
+            assert clicks == 0
 
             await press("#add")
             await page.type(new.url)
@@ -67,7 +63,7 @@ async def test_a_slow_worker_is_found_one_is_added_another_drained_and_a_team_ge
             await shows(page, row(new), "takes requests")
             await push(page, fleet[1], DRAIN)
             await shows(page, row(fleet[1]), "drained")
-            assert presses + 1 == 3
+            assert clicks + 1 == 3
 
             await press("#make-key")
             await page.type("team-a")
@@ -75,12 +71,12 @@ async def test_a_slow_worker_is_found_one_is_added_another_drained_and_a_team_ge
             await page.type("2")
             await press("#keying-make")
             await shows(page, "#new-key", "In force now")
-            made = await page.text("#new-key pre")
+            new_key = await page.text("#new-key pre")
             await press("#keying-no")
-            key = {"authorization": f"Bearer {made}"}
-            got = [await chat(running, **key) for _ in range(3)] + [await chat(running)]
-            assert got == [200, 200, 429, 401]
+            headers = {"authorization": f"Bearer {new_key}"}
+            statuses = [await chat(running, **headers) for _ in range(3)] + [await chat(running)]
+            assert statuses == [200, 200, 429, 401]
             await shows(page, "#callers", "team-a", "at most 2 a minute", "18, 4")
             await shows(page, "#callers", "requests per minute 1", "without a right key")
-            assert presses + 1 == 7
+            assert clicks + 1 == 7
         nursery.cancel_scope.cancel()

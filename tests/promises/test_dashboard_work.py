@@ -1,4 +1,4 @@
-"""What people do on the dashboard, in a real browser, before the real program."""
+"""Operators' work on the dashboard of the real program, in a real browser."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ REMOVE = 4
 
 
 class ChatWorker(Worker):
-    """Streams a chat of two tokens; a `broken` one closes the connection instead."""
+    """Streams a chat response of two tokens; if `broken`, closes the connection instead."""
 
     broken = False
 
@@ -43,22 +43,22 @@ class ChatWorker(Worker):
 
 @asynccontextmanager
 async def chat_workers(*names):
-    made = [ChatWorker(name) for name in names]
+    fleet = [ChatWorker(name) for name in names]
     async with trio.open_nursery() as nursery:
-        for worker in made:
+        for worker in fleet:
             await nursery.start(worker.serve)
-        yield made
+        yield fleet
         nursery.cancel_scope.cancel()
 
 
 def button(words):
-    """In a selector: the button with these words, marked for a click."""
+    """A script that marks the visible button with these words for a click."""
     return f"""(() => {{
         for (const it of document.querySelectorAll("[data-wanted]")) delete it.dataset.wanted;
-        const it = [...document.querySelectorAll("button")].find(
-            (each) => each.innerText.startsWith({json.dumps(words)}) && each.checkVisibility());
-        if (it) it.dataset.wanted = "";
-        return Boolean(it);
+        const found = [...document.querySelectorAll("button")].find((button) =>
+            button.innerText.startsWith({json.dumps(words)}) && button.checkVisibility());
+        if (found) found.dataset.wanted = "";
+        return Boolean(found);
     }})()"""
 
 
@@ -73,17 +73,17 @@ async def fill(page, selector, text):
     await page.type(text)
 
 
-async def test_traffic_is_charted_and_a_request_says_what_became_of_it(page, tmp_path):
+async def test_traffic_is_charted_and_a_request_shows_its_attempts(page, tmp_path):
     async with chat_workers("one", "two") as fleet, dashboard(page, tmp_path, fleet) as running:
         one, two = fleet
         one.broken = True
         for _ in range(2):
             await running.ask(model="some-model", stream=True)
         await shows(page, "#end-rows", "2 attempts")
-        opened = "[...document.querySelectorAll('#end-rows tr')].find((it) => /2 att/.test(it.innerText))"
-        await page.tell(f"{opened}.querySelector('button').click()")
-        expected = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
-        await shows(page, ".life", *expected, "worker, until its head", "omni-proxy trace")
+        retried = "[...document.querySelectorAll('#end-rows tr')].find((it) => /2 att/.test(it.innerText))"
+        await page.tell(f"{retried}.querySelector('button').click()")
+        texts = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
+        await shows(page, ".life", *texts, "worker, until its head", "omni-proxy trace")
         parts = ("Its candidates, when its first worker was picked", "could take it", "took it")
         await shows(page, ".candidates", *parts, "in flight")
         await push_words(page, "Where would this request go now?")
@@ -93,7 +93,7 @@ async def test_traffic_is_charted_and_a_request_says_what_became_of_it(page, tmp
 
         seen = "past?.series.requests_per_sec.some((value) => value > 0)"
         await page.until("points.some((point) => point.requests > 0)")
-        await page.tell("choose(3600, '')")  # fetches at once
+        await page.tell("choose(3600, '')")  # fetches the history at once
         await page.until(seen)
         label = "document.querySelector('#charts svg').getAttribute('aria-label')"
         assert "Requests per second of the fleet over the last 1 h; now all" in await page.tell(
@@ -115,11 +115,11 @@ async def test_traffic_is_charted_and_a_request_says_what_became_of_it(page, tmp
 
 
 async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path):
-    async with chat_workers("one", "two", "three") as all_of_them:
-        one, two, three = all_of_them
+    async with chat_workers("one", "two", "three") as fleet:
+        one, two, three = fleet
         async with dashboard(page, tmp_path, [one, two]) as running:
 
-            async def of(worker):
+            async def record_of(worker):
                 return record(await running.get_json("/workers"), worker)
 
             await shows(page, row(two), "takes requests")
@@ -129,31 +129,35 @@ async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path
             await fill(page, ".detail label:nth-of-type(2) input", "7")
             await push_words(page, "Save")
             await shows(page, "#told", "has weight 3 and at most 7 in flight")
-            changed = await of(two)
+            changed = await record_of(two)
             assert (changed["weight"], changed["max_inflight"]) == (3, 7)
 
             await push(page, two, REMOVE)
             await page.click("#confirm-yes")
             await push_words(page, "Undo")
             await shows(page, "#told", "is back")
-            again = await of(two)
-            assert (again["weight"], again["max_inflight"], again["disabled"]) == (3, 7, False)
+            restored = await record_of(two)
+            assert (restored["weight"], restored["max_inflight"], restored["disabled"]) == (
+                3,
+                7,
+                False,
+            )
 
             await page.tell("document.activeElement.blur()")
             await page.press("a")
             await page.type(address(three))
             await page.press("Enter")
             await shows(page, row(three), "takes requests")
-            assert (await of(three))["origin"] == "api"
+            assert (await record_of(three))["origin"] == "api"
 
-            who = {"User-Agent": "deploy-bot"}
-            path = "/workers/" + (await of(one))["id"].replace("%", "%25")
-            await running.client.post(f"{path}/drain", json={}, headers=who)
+            headers = {"User-Agent": "deploy-bot"}
+            path = "/workers/" + (await record_of(one))["id"].replace("%", "%25")
+            await running.client.post(f"{path}/drain", json={}, headers=headers)
             await shows(page, "#alerts", f"{address(one)} is out", "by deploy-bot from 127.0.0.1")
             await push_words(page, "Enable")
             await shows(page, "#alerts", "No problems")
 
-            await running.client.post("/pause_generation", json={}, headers=who)
+            await running.client.post("/pause_generation", json={}, headers=headers)
             await shows(page, "#alerts", "PAUSED: 3 of 3 workers", "by deploy-bot")
             await push_words(page, "Continue")
             await shows(page, "#confirm", "paused by deploy-bot")
@@ -174,14 +178,14 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         await page.press("Enter")
         await shows(page, "#new-key", "shown once", "In force now")
         assert await page.tell("document.querySelector('#keying .main').innerText") == "Close"
-        made, entry = await page.tell(
+        key, entry = await page.tell(
             "[...document.querySelectorAll('#new-key pre')].map((it) => it.textContent)"
         )
-        digest = hashlib.sha256(made.encode()).hexdigest()
+        digest = hashlib.sha256(key.encode()).hexdigest()
         limits = ("max_inflight = 4", 'models = ["m", "n"]', "priority = -2")
         assert all(words in entry for words in (f'"{digest}"', "[[keys]]", *limits))
         await page.click("#keying-no")
-        assert made not in await page.tell("document.documentElement.outerHTML")
+        assert key not in await page.tell("document.documentElement.outerHTML")
         await shows(page, "#callers", "team-a", "0 of 4", "models m, n")
 
         await fill(page, "#chat-model", "m")
@@ -191,7 +195,7 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         await shows(page, "#alerts", "1 request without a right key was refused in the last minute")
         await shows(page, "#callers", "without a right key")
         await page.click("#chat-key")
-        await page.type(made)
+        await page.type(key)
         await fill(page, "#chat-text", "Hi again")
         await page.press("Enter")
         await shows(page, "#chat-turns", "Hello, operator")
@@ -199,18 +203,18 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         await shows(page, "#callers", "9, 2")
         stored = "[localStorage.length, sessionStorage.length, document.cookie]"
         assert await page.tell(stored) == [0, 0, ""]
-        assert [url for url in page.asked if made in url] == []
+        assert [url for url in page.asked if key in url] == []
 
         file = tmp_path / "proxy.toml"
         assert digest not in file.read_text()
-        assert digest in (tmp_path / "proxy.state.toml").read_text()  # a restart keeps it
+        assert digest in (tmp_path / "proxy.state.toml").read_text()  # so a restart keeps it
         await page.click("#caller-rows button")
         await shows(page, "#confirm", "model routes are then open to everyone")
         await page.click("#confirm-yes")
         await shows(page, "#no-callers", "whoever reaches the port")
 
 
-SLOW_ONES = """(() => {
+SLOW_WORKERS = """(() => {
     stop();
     const one = last.fleet[0];
     const of = (at, times, fields) => ({
@@ -222,18 +226,18 @@ SLOW_ONES = """(() => {
 })()"""
 
 
-async def test_every_slow_worker_is_named_and_found_by_that_word(page, tmp_path):
+async def test_slow_workers_have_alerts_and_are_found_by_a_search(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        await page.tell(SLOW_ONES)
+        await page.tell(SLOW_WORKERS)
         alerts = await page.text("#alerts")
         assert [at for at in range(1, 7) if f"10.0.0.{at}:1 is slow" in alerts] == [3, 4]
         assert "10.0.0.5:1 is out" in alerts
         assert "10.0.0.3:1 is slow: 7 ms between two chunks, of 3" in alerts
         drained = "document.querySelector('[data-worker=w5] .badge.slow')"
         colours = f"(({{color, backgroundColor}}) => [color, backgroundColor])(getComputedStyle({drained}))"
-        text, back = await page.tell(colours)
-        assert text != back
+        colour, background = await page.tell(colours)
+        assert colour != background
         await page.press("/")
         await page.type("slow")
         found = await page.tell(
@@ -242,7 +246,7 @@ async def test_every_slow_worker_is_named_and_found_by_that_word(page, tmp_path)
         assert found == ["w3", "w4", "w5"]
 
 
-async def test_a_warning_goes_when_its_worker_is_removed(page, tmp_path):
+async def test_a_warning_disappears_when_its_worker_is_removed(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
         hidden = await page.tell("""(() => {
@@ -259,7 +263,7 @@ async def test_a_warning_goes_when_its_worker_is_removed(page, tmp_path):
 
 
 MANY = """(() => {
-    stop();  // the feed: what follows is made here
+    stop();  // the feed: the rows below are the test's
     const one = last.fleet[0];
     last.fleet = Array.from({length: 200}, (_, at) => ({
         ...one, id: `w${at}`, url: `http://10.0.0.${at}:1`, display_id: `10.0.0.${at}:1`, in_flight: at,
@@ -304,8 +308,8 @@ async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_pat
 
 FAILED = """(() => {
     stop();
-    const workers = [...Array(9).keys()].map((each) => (
-        {worker: "http://10.0.0." + each, progress: "failed", reason: each ? "ConnectError" : "status 500"}));
+    const workers = [...Array(9).keys()].map((number) => (
+        {worker: "http://10.0.0." + number, progress: "failed", reason: number ? "ConnectError" : "status 500"}));
     const past = {id: "1", path: "/pause_generation", http_status: 502, ended_at: last.at, secs: 1, workers};
     last.weights = {...last.weights, history: [past]};
     paint();
@@ -316,8 +320,8 @@ async def test_a_failed_operation_has_a_line_for_each_reason(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
         await page.tell(FAILED)
-        same = "10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 4 more: ConnectError"
-        await shows(page, "#weights-past", "failed, 502", "10.0.0.0: status 500", same)
+        grouped = "10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 4 more: ConnectError"
+        await shows(page, "#weights-past", "failed, 502", "10.0.0.0: status 500", grouped)
 
 
 SYNCING = """(() => {
@@ -331,19 +335,17 @@ SYNCING = """(() => {
 })()"""
 
 
-async def test_a_sync_says_who_began_it_and_since_when_and_has_a_button_that_ends_it(
-    page, tmp_path
-):
+async def test_a_weight_sync_shows_its_owner_and_age_and_can_be_aborted(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
         await page.tell(SYNCING)
-        who = "by trainer-7 from 10.0.0.9"
+        owner = "by trainer-7 from 10.0.0.9"
         await shows(
-            page, "#alerts", "A trainer has a group: g at 10.0.0.9:29500", f"{who} for 2 min"
+            page, "#alerts", "A trainer has a group: g at 10.0.0.9:29500", f"{owner} for 2 min"
         )
-        await shows(page, ".detail", "updating since", who)
+        await shows(page, ".detail", "updating since", owner)
         await push_words(page, "Abort")
-        await shows(page, "#confirm", "Abort the sync of g?", who, "may hold a part of the round")
+        await shows(page, "#confirm", "Abort the sync of g?", owner, "may hold a part of the round")
         await page.click("#confirm-yes")
-        # It is not there at the proxy.
+        # The proxy itself has no such sync: the test made it up in the page.
         await shows(page, "#told", "failed: no trainer has a group with this proxy")

@@ -1,4 +1,4 @@
-"""At the limit of descriptors the proxy pauses, says so, and recovers; who is in stays served."""
+"""At the descriptor limit the proxy pauses accepting, logs it, serves open connections, recovers."""
 
 import os
 import resource
@@ -17,13 +17,13 @@ CROWD = 3 * SPARE
 PAUSED = "accept_paused"
 RARELY = PROBES.replace("0.2", "600")
 
-# Forks of the fork server do not have the limits of the process that asks for them.
+# Processes forked by a fork server do not inherit the limits of the process that requests them.
 pytestmark = pytest.mark.usefixtures("own_interpreters")
 
 
 @asynccontextmanager
-async def narrow(tmp_path, probes: str = RARELY):
-    """A program that may open a few descriptors more, and a client that it has served before."""
+async def limited_program(tmp_path, probes: str = RARELY):
+    """A program that can open `SPARE` more descriptors, and a client that it has already served."""
     async with workers("a") as fleet:
         put(tmp_path / "proxy.toml", toml(fleet).replace(PROBES, probes))
         async with program("--config", tmp_path / "proxy.toml") as running:
@@ -32,7 +32,7 @@ async def narrow(tmp_path, probes: str = RARELY):
             running.fleet = fleet
             async with client_of(running.address) as first:
                 await served(first)
-                await file_watched(running)
+                await until_file_watched(running)
                 limit = open_descriptors(running) + SPARE
                 resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
                 yield running, first
@@ -42,12 +42,12 @@ def open_descriptors(running) -> int:
     return len(os.listdir(f"/proc/{running.process.pid}/fd"))
 
 
-async def file_watched(running) -> None:
-    """The watcher of the configuration file starts after the listener, and opens some, too."""
+async def until_file_watched(running) -> None:
+    """The watcher of the configuration file starts after the listener, and opens descriptors too."""
     folder = f"/proc/{running.process.pid}/fd"
     with trio.fail_after(PATIENCE_SECS):
         while "anon_inode:inotify" not in [
-            link_of(f"{folder}/{each}") for each in os.listdir(folder)
+            link_of(f"{folder}/{name}") for name in os.listdir(folder)
         ]:
             await trio.sleep(0.02)
 
@@ -65,58 +65,58 @@ async def served(client) -> None:
     assert (answer.status, answer.body) == (200, b'{"worker": "a"}'), answer
 
 
-async def left_alone(running, before: int) -> None:
-    """Until all that the crowd took has been given back."""
+async def until_closed(running, before: int) -> None:
+    """Wait until the proxy has closed the descriptors of the crowd."""
     with trio.fail_after(PATIENCE_SECS):
         while open_descriptors(running) > before:
             await trio.sleep(0.02)
 
 
-async def test_past_the_limit_open_connections_are_served_and_new_ones_wait(tmp_path):
-    async with narrow(tmp_path) as (running, first), AsyncExitStack() as places:
+async def test_at_the_limit_open_connections_are_served_and_new_ones_wait(tmp_path):
+    async with limited_program(tmp_path) as (running, first), AsyncExitStack() as stack:
         before = open_descriptors(running)
-        crowd = [await places.enter_async_context(client_of(running.address)) for _ in range(CROWD)]
+        crowd = [await stack.enter_async_context(client_of(running.address)) for _ in range(CROWD)]
         await running.says(PAUSED)
         for _ in range(3):
             await served(first)
         assert open_descriptors(running) <= before + SPARE
         for client in crowd[:-1]:
             client.close()
-        await served(crowd[-1])  # it waited outside
+        await served(crowd[-1])  # it was waiting in the backlog
         crowd[-1].close()
-        await left_alone(running, before)
+        await until_closed(running, before)
         async with client_of(running.address) as late:
             await served(late)
         assert running.log.count(PAUSED) == 1
 
 
-async def test_it_recovers_each_time_and_keeps_nothing(tmp_path):
-    async with narrow(tmp_path) as (running, first):
+async def test_the_proxy_recovers_each_time_and_leaks_no_descriptor(tmp_path):
+    async with limited_program(tmp_path) as (running, first):
         before = open_descriptors(running)
         for time in range(1, 4):
-            async with AsyncExitStack() as places:
+            async with AsyncExitStack() as stack:
                 for _ in range(CROWD):
-                    await places.enter_async_context(client_of(running.address))
+                    await stack.enter_async_context(client_of(running.address))
                 with trio.fail_after(PATIENCE_SECS):
                     while running.log.count(PAUSED) < time:
                         await trio.sleep(0.02)
             async with client_of(running.address) as late:
-                await served(late)  # so nobody waits outside any more
-            await left_alone(running, before)
-            # That one may have taken the last descriptor of the proxy, which then looks for others a moment later: a
-            # crowd that comes before it has found nobody would be part of the same pause.
+                await served(late)  # so the backlog is empty
+            await until_closed(running, before)
+            # That client may have taken the last descriptor, which pauses accepting once more: a
+            # crowd that connects before the pause ends would not cause a pause of its own.
             async with client_of(running.address) as alone:
                 await served(alone)
-            await left_alone(running, before)
+            await until_closed(running, before)
             await served(first)
 
 
-async def test_the_workers_are_not_blamed_for_it(tmp_path):
-    async with narrow(tmp_path, PROBES) as (running, first), AsyncExitStack() as places:
+async def test_workers_stay_healthy_at_the_limit(tmp_path):
+    async with limited_program(tmp_path, PROBES) as (running, first), AsyncExitStack() as stack:
         for _ in range(CROWD):
-            await places.enter_async_context(client_of(running.address))
+            await stack.enter_async_context(client_of(running.address))
         await running.says(PAUSED)
-        for _ in range(15):  # several rounds of probes long
+        for _ in range(15):  # longer than several probe intervals
             await served(first)
             await trio.sleep(0.1)
 
@@ -138,10 +138,8 @@ async def test_a_process_that_exits_without_free_descriptors_is_replaced_later(t
             await running.until("/status", serving)
 
 
-def serving(reported: dict) -> bool:
-    return [dataplane["state"] for dataplane in reported["data_plane"]["processes"]] == [
-        "serving"
-    ] * 2
+def serving(body: dict) -> bool:
+    return [process["state"] for process in body["data_plane"]["processes"]] == ["serving"] * 2
 
 
 async def test_a_process_without_free_descriptors_moves_to_a_new_port_later(tmp_path):
@@ -156,19 +154,19 @@ async def test_a_process_without_free_descriptors_moves_to_a_new_port_later(tmp_
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, hard))
             put(file, toml(fleet, port=port, more="processes = 2").replace(PROBES, RARELY))
             running.process.send_signal(signal.SIGHUP)
-            for dataplane in (1, 2):
+            for number in (1, 2):
                 await running.says(
-                    f"dataplane_process_listen_failed process={dataplane} .*Too many open files"
+                    f"dataplane_process_listen_failed process={number} .*Too many open files"
                 )
             for pid, limit in zip(pids, limits, strict=True):
                 resource.prlimit(pid, resource.RLIMIT_NOFILE, limit)
             async with client_of(f"127.0.0.1:{port}") as client:
                 await served(client)
-            for dataplane in (1, 2):
-                await running.says(f"dataplane_process_listen_recovered process={dataplane}")
+            for number in (1, 2):
+                await running.says(f"dataplane_process_listen_recovered process={number}")
             running.client.base_url = f"http://127.0.0.1:{port}"
             assert pids_of(await running.until("/status", serving)) == pids
 
 
-def pids_of(reported: dict) -> list[int]:
-    return [dataplane["pid"] for dataplane in reported["data_plane"]["processes"]]
+def pids_of(body: dict) -> list[int]:
+    return [process["pid"] for process in body["data_plane"]["processes"]]

@@ -1,4 +1,4 @@
-"""Two legs beside what else the proxy does for a request, and under load with failures."""
+"""Requests in two legs combined with other features, and under load with failures."""
 
 import gc
 import json
@@ -33,7 +33,7 @@ def waiting_for(gate):
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_comments_keep_the_stream_open_while_prefill_computes(connector):
+async def test_sse_keep_alives_keep_the_stream_open_while_prefill_computes(connector):
     async with fleet_of(connector, config=KEEP_ALIVE) as (fleet, client):
         gate = trio.Event()
         fleet.prefills[0].fault = waiting_for(gate)
@@ -45,7 +45,7 @@ async def test_comments_keep_the_stream_open_while_prefill_computes(connector):
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_behind_comments_prefills_refusal_is_an_event(connector):
+async def test_after_an_sse_keep_alive_a_refusal_by_prefill_is_an_event(connector):
     async with fleet_of(connector, config=KEEP_ALIVE) as (fleet, client):
         gate = trio.Event()
         wait, refuse = waiting_for(gate), failing("400 Bad Request", b'{"error": {"code": 7}}')
@@ -62,17 +62,17 @@ async def test_behind_comments_prefills_refusal_is_an_event(connector):
         await eventually(lambda: not fleet.held and fleet.before.wait_until_idle())
 
 
-async def test_an_answer_that_breaks_before_it_was_rewritten_is_asked_for_again():
+async def test_a_response_that_breaks_before_it_is_rewritten_is_retried():
     async with fleet_of("sglang", decodes=2) as (fleet, client):
 
-        async def half(call):
+        async def break_body(call):
             body = json.loads(call.body)
             fleet.decodes[0].rooms.side(body["bootstrap_room"], "decode").set()
             await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n{")
             call.reset()
             return True
 
-        fleet.decodes[0].fault = half
+        fleet.decodes[0].fault = break_body
         for _ in range(3):
             await client.send(post(b'{"text": "a", "rid": "mine"}', path="/generate"))
             answer = await client.answer()
@@ -81,7 +81,7 @@ async def test_an_answer_that_breaks_before_it_was_rewritten_is_asked_for_again(
 
 
 @pytest.mark.parametrize("rid", [b"", b', "rid": "mine"'])
-async def test_a_client_of_http_1_0_gets_the_stream(rid):
+async def test_an_http_1_0_client_gets_the_stream(rid):
     async with fleet_of("sglang") as (_, client):
         body = b'{"text": "a", "stream": true%b}' % rid
         await client.send(post(body, path="/generate").replace(b"HTTP/1.1", b"HTTP/1.0", 1))
@@ -92,11 +92,11 @@ async def test_a_client_of_http_1_0_gets_the_stream(rid):
 
 
 @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
-async def test_nothing_is_lost_of_a_stream_that_ends_with_its_connection(version):
+async def test_a_stream_that_ends_with_its_connection_is_relayed_completely(version):
     gate = trio.Event()
     async with fleet_of("sglang") as (fleet, client):
 
-        async def closing(call):
+        async def stream_until_close(call):
             rid = json.loads(call.body)["rid"].encode()
             await call.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
             await call.send(b'data: {"id": "%b"}\n\n' % rid)
@@ -105,7 +105,7 @@ async def test_nothing_is_lost_of_a_stream_that_ends_with_its_connection(version
             call.close()
             return True
 
-        fleet.decodes[0].fault = closing
+        fleet.decodes[0].fault = stream_until_close
         body = b'{"text": "a", "stream": true, "rid": "mine"}'
         await client.send(post(body, path="/generate").replace(b"1.1", version, 1))
         received = await client.until(b'"mine"')
@@ -118,7 +118,7 @@ async def test_nothing_is_lost_of_a_stream_that_ends_with_its_connection(version
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prefill_is_freed_where_decode_answers_without_having_joined(stream):
+async def test_prefill_is_released_when_decode_answers_without_joining_it(stream):
     config = "[routing.disaggregation]\ntransfer_timeout_secs = 0.1\n"
     async with fleet_of("sglang", config=config) as (fleet, client):
 
@@ -137,11 +137,11 @@ async def test_prefill_is_freed_where_decode_answers_without_having_joined(strea
 
 
 def json_texts():
-    return {id(each): each for each in gc.get_objects() if isinstance(each, JsonText)}
+    return {id(value): value for value in gc.get_objects() if isinstance(value, JsonText)}
 
 
-async def test_the_body_is_not_kept_while_the_answer_streams():
-    before = json_texts()  # an earlier test may have left some to the collector
+async def test_the_body_is_released_while_the_response_streams():
+    before = json_texts()  # some of an earlier test may not be collected yet
     async with fleet_of("nixl") as (fleet, client):
         fleet.decodes[0].gate = trio.Event()
         await client.send(post(b'{"messages": [], "stream": true, "x": "%b"}' % (b"a" * 100_000)))
@@ -152,7 +152,7 @@ async def test_the_body_is_not_kept_while_the_answer_streams():
         await client.until(b"[DONE]")
 
 
-async def test_a_transfer_that_fails_once_is_tried_again_and_counted():
+async def test_a_transfer_that_fails_once_is_retried_and_counted():
     async with fleet_of("sglang", prefills=2) as (fleet, client):
         fleet.decodes[0].fault = once(failing("500 Internal Server Error", KV_ERROR))
         await client.send(post(b'{"messages": []}'))
@@ -163,7 +163,7 @@ async def test_a_transfer_that_fails_once_is_tried_again_and_counted():
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("seed", range(3))
-async def test_under_load_with_failures_nothing_is_left_behind(connector, seed):
+async def test_nothing_leaks_under_load_with_failures(connector, seed):
     chance = Random(seed)
     async with fleet_of(connector, prefills=2, decodes=2) as (fleet, _):
 
@@ -177,23 +177,23 @@ async def test_under_load_with_failures_nothing_is_left_behind(connector, seed):
                   failing("500 Internal Server Error", KV_ERROR)]  # fmt: skip
         for engine, fault in zip(fleet.engines, faults, strict=True):
             engine.fault = sometimes(fault)
-        answers = []
+        statuses = []
 
         async def one(number):
             body = {"messages": [], "stream": number % 2 == 0}
             async with fleet.before.client() as client:
                 await client.send(post(json.dumps(body).encode()))
                 if number % 7 == 0:
-                    return  # leaves at once
+                    return  # disconnects at once
                 try:
-                    answers.append((await client.answer()).status)
+                    statuses.append((await client.answer()).status)
                 except Truncated:
-                    answers.append(0)
+                    statuses.append(0)
 
         async with trio.open_nursery() as nursery:
             for number in range(60):
                 nursery.start_soon(one, number)
         await eventually(fleet.before.wait_until_idle)
         assert fleet.before.dataplane.inflight.held_bytes == 0
-        assert answers.count(200) > len(answers) / 2
+        assert statuses.count(200) > len(statuses) / 2
         await eventually(lambda: not fleet.before.dataplane.loop.side_tasks)

@@ -1,7 +1,7 @@
-"""One test for each complaint about other routers (features.md 2.6), and what else may fail.
+"""Failures of legs: a test for each bug report about other routers (features.md 2.6), and more.
 
-The time limits are generous: where others took minutes, or until an engine's own clock of 300 s,
-here the other leg ends in the same moment.
+The time limits are generous: other routers took minutes, or waited for an engine's own timeout of
+300 s; here the other leg must end at once.
 """
 
 import json
@@ -32,13 +32,13 @@ AT_ONCE = ["sglang", "mooncake"]  # both legs are sent at once
 
 
 async def all_freed(fleet):
-    """Nothing waits at an engine, and no request is counted anywhere."""
+    """Wait until no engine holds a request, and the proxy counts none."""
     await eventually(lambda: not fleet.held and fleet.before.wait_until_idle())
 
 
 @pytest.mark.parametrize("connector", AT_ONCE)
 @pytest.mark.parametrize("fault", [failing("500 Internal Server Error"), resetting])
-async def test_prefill_failed_and_decode_does_not_wait(connector, fault):
+async def test_decode_does_not_wait_after_prefill_failed(connector, fault):
     """sglang#9726, aibrix#2289: decode waited for minutes."""
     config = ONCE + '\n[routing.disaggregation]\nfallback = "refuse"'
     async with fleet_of(connector, config=config) as (fleet, client):
@@ -56,7 +56,7 @@ async def test_prefill_failed_and_decode_does_not_wait(connector, fault):
 
 @pytest.mark.parametrize("connector", AT_ONCE)
 @pytest.mark.parametrize("fault", [failing("500 Internal Server Error"), resetting])
-async def test_decode_failed_and_prefill_does_not_wait(connector, fault):
+async def test_prefill_does_not_wait_after_decode_failed(connector, fault):
     """sglang#29482, smg#831: prefill waited until its timeout of 1800 s."""
     async with fleet_of(connector, config=ONCE) as (fleet, client):
 
@@ -71,12 +71,12 @@ async def test_decode_failed_and_prefill_does_not_wait(connector, fault):
         await all_freed(fleet)
 
 
-async def test_a_decode_worker_that_cannot_be_reached_leaves_no_prefill_behind():
+async def test_an_unreachable_decode_worker_leaves_no_request_at_prefill():
     async with (
-        unreachable_url() as gone,
+        unreachable_url() as url,
         fleet_of("sglang", decodes=1, config=ONCE) as (fleet, client),
     ):
-        fleet.before.fleet.find(fleet.decodes[0].url).address = address_of(gone)
+        fleet.before.fleet.find(fleet.decodes[0].url).address = address_of(url)
         with trio.fail_after(AT_ONCE_SECS):
             await client.send(CHAT)
             assert (await client.answer()).status == 502
@@ -88,7 +88,7 @@ def address_of(url):
     return host, int(port)
 
 
-async def test_a_queued_leg_is_aborted_by_our_own_id_when_the_client_leaves():
+async def test_a_disconnect_aborts_a_queued_leg_by_the_id_that_the_proxy_sent():
     """aibrix#2746: closing the connection freed nothing."""
     async with fleet_of("sglang") as (fleet, _):
         fleet.decodes[0].fault = silent
@@ -106,8 +106,8 @@ async def test_a_queued_leg_is_aborted_by_our_own_id_when_the_client_leaves():
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_a_failure_counts_for_the_leg_that_failed(connector, leg):
-    """Both workers were blamed, and the circuit breaker emptied the pool."""
+async def test_a_failure_counts_against_the_worker_of_the_failed_leg(connector, leg):
+    """Other routers counted it against both workers, and the circuit breaker emptied the pool."""
     config = ONCE + '\n[routing.disaggregation]\nfallback = "refuse"'
     async with fleet_of(connector, config=config) as (fleet, client):
         bad = fleet.prefills[0] if leg == "prefill" else fleet.decodes[0]
@@ -120,8 +120,8 @@ async def test_a_failure_counts_for_the_leg_that_failed(connector, leg):
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_the_statuses_of_one_request_count_once_for_each_worker(connector, leg):
-    """A request that a worker can't answer would eject it by its own retries."""
+async def test_retries_of_one_request_count_one_failure_per_worker(connector, leg):
+    """Otherwise a request that no worker can answer would eject a worker by its retries alone."""
     config = '[routing]\nmax_total_retries = 3\nretry_on = ["502"]\n'
     config += '[routing.disaggregation]\nfallback = "refuse"'
     async with fleet_of(connector, config=config) as (fleet, client):
@@ -143,7 +143,7 @@ async def test_the_statuses_of_one_request_count_once_for_each_worker(connector,
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_an_error_of_the_transfer_counts_against_no_worker(connector, leg):
+async def test_a_kv_transfer_error_counts_against_no_worker(connector, leg):
     config = '[routing]\nmax_total_retries = 1\nretry_on = ["500"]\n'
     config += '[routing.disaggregation]\nfallback = "refuse"'
     async with fleet_of(connector, config=config) as (fleet, client):
@@ -175,7 +175,8 @@ async def test_the_first_token_does_not_wait_for_the_end_of_prefills_body():
             assert (await client.answer()).status == 200
         prefill = fleet.before.fleet.find(fleet.prefills[0].url)
         decode = fleet.before.fleet.find(fleet.decodes[0].url)
-        assert (prefill.in_flight, decode.in_flight) == (1, 0)  # each until its own last byte
+        # Each leg counts until its own last byte.
+        assert (prefill.in_flight, decode.in_flight) == (1, 0)
         gate.set()
         await all_freed(fleet)
 
@@ -198,19 +199,21 @@ async def test_a_pair_is_picked_by_the_whole_conversation():
     """sglang#26263: only the first message was the routing text."""
     config = '[routing]\npolicy = "cache_aware"'
     async with fleet_of("sglang", 2, 2, config=config) as (fleet, client):
-        same_beginning = {"role": "system", "content": "You are a pilot." * 8}
+        system = {"role": "system", "content": "You are a pilot." * 8}
         for letter in "abab":
-            talk = [same_beginning, {"role": "user", "content": letter * 400}]
-            await client.send(post(json.dumps({"messages": talk}).encode()))
+            messages = [system, {"role": "user", "content": letter * 400}]
+            await client.send(post(json.dumps({"messages": messages}).encode()))
             assert (await client.answer()).status == 200
         for pool in (fleet.prefills, fleet.decodes):
-            users = [[body["messages"][1]["content"][0] for body in each.bodies] for each in pool]
+            users = [
+                [body["messages"][1]["content"][0] for body in engine.bodies] for engine in pool
+            ]
             assert sorted(users) == [["a", "a"], ["b", "b"]]
         await all_freed(fleet)
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_stale_kept_connections_are_dialled_anew_silently(connector):
+async def test_stale_kept_connections_are_replaced_without_an_error(connector):
     """sglang#9926, #9266: after idle hours requests failed."""
     async with fleet_of(connector, config=ONCE) as (fleet, client):
         for engine in fleet.engines:
@@ -224,7 +227,7 @@ async def test_stale_kept_connections_are_dialled_anew_silently(connector):
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_no_engine_gets_a_room_or_a_reference_twice(connector):
+async def test_no_engine_gets_a_room_or_a_handle_twice(connector):
     """sglang#40125, vllm#52234. An engine may have read a request whose connection broke."""
     async with fleet_of(connector) as (fleet, client):
         for engine in fleet.engines:
@@ -235,13 +238,13 @@ async def test_no_engine_gets_a_room_or_a_reference_twice(connector):
         reset = [engine for engine in fleet.engines if len(engine.bodies) > 4]
         assert reset, "no kept connection was broken"
         for engine in fleet.engines:
-            names = [reference_of(body) for body in engine.bodies]
-            names = [name for name in names if name is not None]
-            assert len(names) == len(set(names))
+            handles = [handle_of(body) for body in engine.bodies]
+            handles = [handle for handle in handles if handle is not None]
+            assert len(handles) == len(set(handles))
 
 
-def reference_of(body):
-    """What an engine may get once only; None for a prompt of NIXL's prefill, which names nothing."""
+def handle_of(body):
+    """The room or handle in a body; None for NIXL's prefill leg, whose request has none."""
     params = body.get("kv_transfer_params") or {}
     if params.get("do_remote_decode") and "transfer_id" not in params:
         return None
@@ -249,7 +252,7 @@ def reference_of(body):
 
 
 def resetting_if_kept():
-    """Each connection is reset at its second request, which has been read."""
+    """A fault that resets each connection after its second request was read."""
     seen = set()
 
     async def fault(call):
@@ -262,7 +265,7 @@ def resetting_if_kept():
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_another_prefill_worker_is_tried_first(connector):
+async def test_a_failed_prefill_leg_is_retried_at_another_prefill_worker(connector):
     async with fleet_of(connector, prefills=2) as (fleet, client):
         fleet.prefills[0].fault = resetting
         for _ in range(3):
@@ -282,7 +285,7 @@ async def test_decode_computes_the_prompt_itself_if_no_prefill_worker_answers(co
         assert fleet.failures() == {fleet.prefills[0].url: 1}
 
 
-async def test_with_refuse_configured_the_client_gets_the_error():
+async def test_with_fallback_refuse_the_client_gets_the_error():
     config = '[routing.disaggregation]\nfallback = "refuse"'
     async with fleet_of("nixl", config=config) as (fleet, client):
         fleet.prefills[0].fault = resetting
@@ -304,12 +307,12 @@ async def test_a_refusal_of_prefill_is_relayed_to_the_client(connector):
             assert not fleet.decodes[0].bodies
         await all_freed(fleet)
         assert fleet.failures() == {}
-        await client.send(CHAT)  # the connection goes on
+        await client.send(CHAT)  # the connection stays usable
         assert (await client.answer()).status == 400
 
 
 @pytest.mark.parametrize("connector", AT_ONCE)
-async def test_a_pair_that_stays_silent_ends_by_the_proxys_own_clock(connector):
+async def test_a_silent_pair_ends_at_the_proxys_transfer_timeout(connector):
     config = ONCE + '\n[routing.disaggregation]\ntransfer_timeout_secs = 0.1\nfallback = "refuse"'
     async with fleet_of(connector, config=config) as (fleet, client):
         fleet.decodes[0].fault = silent
@@ -321,12 +324,12 @@ async def test_a_pair_that_stays_silent_ends_by_the_proxys_own_clock(connector):
         assert fleet.failures() == {}
 
 
-async def test_a_decode_worker_with_nothing_behind_its_head_ends_by_the_proxys_own_clock():
+async def test_a_decode_worker_silent_after_its_head_ends_at_the_transfer_timeout():
     config = ONCE + "\n[routing.disaggregation]\ntransfer_timeout_secs = 0.1"
     async with fleet_of("sglang", config=config) as (fleet, client):
         prefilled = trio.Event()
 
-        async def at_once(call):
+        async def answer_at_once(call):
             await call.send(counted(b"{}", "content-type: application/json"))
             prefilled.set()
             return True
@@ -336,7 +339,7 @@ async def test_a_decode_worker_with_nothing_behind_its_head_ends_by_the_proxys_o
             await call.send(SSE_HEAD)
             return await silent(call)
 
-        fleet.prefills[0].fault, fleet.decodes[0].fault = at_once, head_alone
+        fleet.prefills[0].fault, fleet.decodes[0].fault = answer_at_once, head_alone
         with trio.fail_after(5):
             await client.send(STREAMED)
             assert (await client.answer()).status == 504
@@ -344,7 +347,7 @@ async def test_a_decode_worker_with_nothing_behind_its_head_ends_by_the_proxys_o
         assert fleet.failures() == {}
 
 
-async def test_a_nixl_reference_is_never_sent_to_two_decode_workers():
+async def test_a_nixl_handle_is_never_sent_to_two_decode_workers():
     async with fleet_of("nixl", decodes=2) as (fleet, client):
         fleet.decodes[0].fault = resetting
         for _ in range(3):
@@ -360,7 +363,7 @@ async def test_a_nixl_reference_is_never_sent_to_two_decode_workers():
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_decode_breaks_in_its_stream_and_the_client_sees_it(connector):
+async def test_the_client_sees_that_decode_broke_off_its_response(connector):
     async with fleet_of(connector) as (fleet, client):
 
         async def cut(call):
@@ -379,7 +382,7 @@ async def test_decode_breaks_in_its_stream_and_the_client_sees_it(connector):
         assert set(fleet.failures()) <= {fleet.decodes[0].url}
 
 
-async def test_prefill_breaks_while_decode_streams_and_decode_decides():
+async def test_a_stream_completes_although_prefill_breaks_off_its_response():
     async with fleet_of("sglang") as (fleet, client):
 
         async def cut(call):
@@ -401,12 +404,12 @@ async def test_prefill_breaks_while_decode_streams_and_decode_decides():
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_new_weights_between_the_legs_start_the_request_anew(connector):
+async def test_new_weights_between_the_legs_restart_the_request(connector):
     async with fleet_of(connector) as (fleet, client):
 
         async def update(call):
-            for each in fleet.before.fleet.workers:
-                fleet.before.fleet.set_version(each, "v2", 2)
+            for worker in fleet.before.fleet.workers:
+                fleet.before.fleet.set_version(worker, "v2", 2)
             return False
 
         fleet.prefills[0].fault = once(update)
@@ -419,13 +422,13 @@ async def test_new_weights_between_the_legs_start_the_request_anew(connector):
         assert fleet.failures() == {}
 
 
-async def test_a_worker_that_is_gone_does_not_end_requests_if_there_is_another_pair():
+async def test_requests_use_another_pair_when_a_worker_is_unreachable():
     async with (
-        unreachable_url() as gone,
+        unreachable_url() as url,
         fleet_of("sglang", prefills=2, decodes=2) as (fleet, client),
     ):
         for engine in (fleet.prefills[0], fleet.decodes[0]):
-            fleet.before.fleet.find(engine.url).address = address_of(gone)
+            fleet.before.fleet.find(engine.url).address = address_of(url)
         for _ in range(4):
             await client.send(CHAT)
             assert (await client.answer()).status == 200

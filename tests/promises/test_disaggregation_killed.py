@@ -1,8 +1,9 @@
 """SIGKILL of prefill and decode workers at each moment of a request, under load.
 
-The workers are processes; two of each role, of which the first ones are killed. Clients ask without
-a pause, streams and others. What has not begun is served by the others, what has begun ends visibly
-broken, nobody holds a slot afterwards, and nobody but the killed is blamed.
+The workers are processes: two of each role, of which the first is killed. Clients send requests
+continuously, half of them for streams. The other workers serve requests whose response has not
+begun; a response that has begun ends visibly broken. Afterwards no request is counted as in flight,
+and no failure counts against the surviving workers.
 """
 
 import json
@@ -22,16 +23,16 @@ from tests.promises.processes_fixture import address
 
 ENGINE = Path(__file__).with_name("leg_engine_program.py")
 CLIENTS = 16
-HELD = 5  # requests that the killed engines have at the moment
+HELD = 5  # requests at the engines when some are killed
 CONNECTORS = ["sglang", "nixl", "mooncake"]
-MOMENTS = ["", "head", "prefilled", "streaming"]  # "": idle, before anything is dialled
+MOMENTS = ["", "head", "prefilled", "streaming"]  # "": killed before any request is sent
 KILLED = [("prefill",), ("decode",), ("prefill", "decode")]
-# Of a worker's record; a failure that counts changes some of them.
-BLAME = ["health_state", "since", "half_open", "consecutive_failures", "last_error"]
+# Fields of a worker's record: a failure that counts against it changes some of them.
+FAILURE_FIELDS = ["health_state", "since", "half_open", "consecutive_failures", "last_error"]
 
 
 class Process:
-    """One engine; a new process at the same ports takes its place after a SIGKILL."""
+    """One engine; after a SIGKILL, a new process with the same ports replaces it."""
 
     def __init__(self, role, connector):
         self.role, self.connector = role, connector
@@ -42,15 +43,15 @@ class Process:
         self.rest = b""
 
     async def start(self, nursery):
-        words = [self.role, self.connector, self.port, self.port + 1]
-        command = [sys.executable, "-S", "-E", str(ENGINE), *map(str, words)]
+        arguments = [self.role, self.connector, self.port, self.port + 1]
+        command = [sys.executable, "-S", "-E", str(ENGINE), *map(str, arguments)]
         self.rest = b""
         run = partial(trio.run_process, command, stdin=PIPE, stdout=PIPE, check=False)
         self.process = await nursery.start(run)
         assert await self.line() == b"ready"
 
     async def line(self):
-        """b"" once the process has ended."""
+        """The next line of output; b"" once the process has ended."""
         while b"\n" not in self.rest:
             piece = await self.process.stdout.receive_some()
             if not piece:
@@ -86,12 +87,12 @@ class Process:
 
 
 class Load:
-    """`results`: of each request its text and what went wrong, "" for nothing."""
+    """Clients that send requests; `results` has what `ask` returned for each."""
 
     def __init__(self, address):
         self.address = address
         self.results = []
-        self.after = []  # those that began when the workers had been killed
+        self.after = []  # results of requests sent after the kill
         self.is_killed = False
 
     async def client(self, number):
@@ -104,30 +105,30 @@ class Load:
                 self.after.append(result)
                 return
 
-    def wrong(self):
+    def failed(self):
         return [result for result in self.results if result[2]]
 
     async def run_until_held(self, moment, holding, victims):
-        """Kill the victims while requests are at this moment at the engines that hold."""
+        """Kill the victims while the engines in `holding` hold requests at this moment."""
         reached = trio.Event()
 
-        def one_more():
-            if sum(each.held for each in holding) >= HELD:
+        def check_held():
+            if sum(engine.held for engine in holding) >= HELD:
                 reached.set()
 
-        for each in holding:
-            await each.hold(moment)
+        for engine in holding:
+            await engine.hold(moment)
         async with trio.open_nursery() as counting:
-            for each in holding:
-                counting.start_soon(each.count_held, one_more)
+            for engine in holding:
+                counting.start_soon(engine.count_held, check_held)
             async with trio.open_nursery() as clients:
                 for number in range(CLIENTS):
                     clients.start_soon(self.client, number)
                 await reached.wait()
                 await self.kill(victims)
-                for each in holding:
-                    if each not in victims:
-                        await each.release()
+                for engine in holding:
+                    if engine not in victims:
+                        await engine.release()
             counting.cancel_scope.cancel()
 
     async def run_after(self, victims):
@@ -137,36 +138,36 @@ class Load:
                 clients.start_soon(self.client, number)
 
     async def kill(self, victims):
-        for each in victims:
-            await each.kill()
+        for victim in victims:
+            await victim.kill()
         self.is_killed = True
 
 
 async def ask(client, *, stream):
-    """(texts, names of the decode workers, what went wrong)"""
+    """The text, the names of the decode workers that sent it, and the error ("" for none)."""
     body = json.dumps({"messages": [], "stream": stream}).encode()
     await client.send(post(body))
-    wrong = ""
+    error = ""
     try:
         answer = await client.answer()
     except Truncated as cut:
-        answer, wrong = cut.answer, "truncated"
+        answer, error = cut.answer, "truncated"
     if answer.status != 200:
         return "", set(), f"{answer.status} {answer.body}"
     if not stream:
-        if wrong:
-            return "", {answer.body.split(b'"')[3].decode()}, wrong
-        reported = json.loads(answer.body)
-        return reported["text"], {reported["by"]}, ""
+        if error:
+            return "", {answer.body.split(b'"')[3].decode()}, error
+        body = json.loads(answer.body)
+        return body["text"], {body["by"]}, ""
     lines = [line[6:] for line in answer.body.split(b"\n") if line.startswith(b"data: ")]
     events = [json.loads(line) for line in lines if line != b"[DONE]"]
     if any("error" in event for event in events):
         assert b"[DONE]" not in lines
-        wrong = "error event"
-    reported = [event for event in events if "text" in event]
-    text = "".join(event["text"] for event in reported)
-    assert wrong or lines[-1] == b"[DONE]"
-    return text, {event["by"] for event in reported}, wrong
+        error = "error event"
+    parts = [event for event in events if "text" in event]
+    text = "".join(event["text"] for event in parts)
+    assert error or lines[-1] == b"[DONE]"
+    return text, {event["by"] for event in parts}, error
 
 
 @asynccontextmanager
@@ -175,28 +176,28 @@ async def fleet_before(tmp_path, connector):
     fleet = [Process(role, connector) for role in ("prefill", "prefill", "decode", "decode")]
     probes = PROBES.replace("0.2", "0.1")
     text = f"[server]\nport = 0\n{probes}[routing]\npolicy = 'random'\n"
-    put(tmp_path / "proxy.toml", text + "".join(each.entry() for each in fleet))
+    put(tmp_path / "proxy.toml", text + "".join(worker.entry() for worker in fleet))
     async with trio.open_nursery() as nursery:
         async with trio.open_nursery() as starting:
-            for each in fleet:
-                starting.start_soon(each.start, nursery)
+            for engine in fleet:
+                starting.start_soon(engine.start, nursery)
         async with program("--config", tmp_path / "proxy.toml") as running:
             yield running, fleet, nursery
         nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_killed_workers_take_only_what_they_had_begun(tmp_path, connector):
+async def test_killed_workers_break_only_responses_that_have_begun(tmp_path, connector):
     async with fleet_before(tmp_path, connector) as (running, fleet, nursery):
-        await until_well(running, fleet)
+        await until_healthy(running, fleet)
         for moment in MOMENTS:
             for roles in KILLED:
                 await kill_at(moment, roles, running, fleet, nursery)
 
 
 async def kill_at(moment, roles, running, fleet, nursery):
-    victims = [each for each in (fleet[0], fleet[2]) if each.role in roles]
-    others = [each for each in fleet if each not in victims]
+    victims = [engine for engine in (fleet[0], fleet[2]) if engine.role in roles]
+    others = [worker for worker in fleet if worker not in victims]
     case, before = (moment, roles), await records(running)
     # Only decode workers stream; those of a killed prefill worker wait while it is killed.
     holding = fleet[2:] if moment == "streaming" and roles == ("prefill",) else victims
@@ -206,20 +207,20 @@ async def kill_at(moment, roles, running, fleet, nursery):
             await load.run_until_held(moment, holding, victims)
         else:
             await load.run_after(victims)
-    # One reason for a broken end: the killed decode worker had begun to answer.
-    names = {name for _, by, wrong in load.results if wrong for name in by or {"nobody"}}
+    # A response may break only if the killed decode worker had begun to send it.
+    names = {name for _, by, error in load.results if error for name in by or {"no worker"}}
     begun = moment == "streaming" and "decode" in roles
-    assert names == ({str(fleet[2].port)} if begun else set()), (case, load.wrong())
-    assert {text for text, _, wrong in load.results if not wrong} == {"012"}, case
-    assert [wrong for _, _, wrong in load.after] == [""] * CLIENTS, (case, load.wrong())
+    assert names == ({str(fleet[2].port)} if begun else set()), (case, load.failed())
+    assert {text for text, _, error in load.results if not error} == {"012"}, case
+    assert [error for _, _, error in load.after] == [""] * CLIENTS, (case, load.failed())
     await until_idle(running, others)
     after = await records(running)
-    for each in others:
-        kept = {key: (before[each.url][key], after[each.url][key]) for key in BLAME}
-        assert all(was == now for was, now in kept.values()), (case, each.role, kept)
+    for engine in others:
+        fields = {key: (before[engine.url][key], after[engine.url][key]) for key in FAILURE_FIELDS}
+        assert all(was == now for was, now in fields.values()), (case, engine.role, fields)
     for victim in victims:
         await victim.start(nursery)
-    await until_well(running, fleet)
+    await until_healthy(running, fleet)
 
 
 async def records(running):
@@ -227,8 +228,8 @@ async def records(running):
     return {record["url"]: record for record in body["workers"]}
 
 
-async def until_well(running, fleet):
-    """All are in rotation, and nothing is left of what was counted against them."""
+async def until_healthy(running, fleet):
+    """Wait until all are in rotation, and no failure counts against any of them."""
     await running.until_routable(*fleet)
     while any(
         record["half_open"] or record["consecutive_failures"]
@@ -239,16 +240,16 @@ async def until_well(running, fleet):
 
 
 async def until_idle(running, engines):
-    """No request is counted anywhere, and none waits at an engine."""
+    """Wait until no request is in flight, and none waits at an engine."""
 
-    def nobody_counts(reported):
-        counts = [record["in_flight"] for record in reported["workers"]]
+    def none_in_flight(body):
+        counts = [record["in_flight"] for record in body["workers"]]
         assert min(counts) >= 0
         return not any(counts)
 
-    await running.until("/workers", nobody_counts)
+    await running.until("/workers", none_in_flight)
     await running.until("/status", lambda body: body["data_plane"]["inflight"] == 0)
-    for each in engines:
+    for engine in engines:
         with trio.fail_after(PATIENCE_SECS):
-            while (await running.client.get(each.url)).json()["waiting"]:
+            while (await running.client.get(engine.url)).json()["waiting"]:
                 await trio.sleep(0.02)

@@ -1,4 +1,4 @@
-"""What logs, metrics and aborts know of both legs."""
+"""Both legs in logs, metrics and aborts."""
 
 import json
 
@@ -34,12 +34,12 @@ def samples(meters):
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_a_line_of_the_log_names_both_workers_and_their_times(connector):
+async def test_an_access_log_line_has_both_workers_and_their_times(connector):
     async with fleet_of(connector) as (fleet, client):
         await client.send(CHAT)
         await client.answer()
         line = fleet.before.last
-        assert (line["prefill"], line["decode"]) == tuple(e.url for e in fleet.engines)
+        assert (line["prefill"], line["decode"]) == tuple(engine.url for engine in fleet.engines)
         assert line["worker"] == line["decode"]
         assert line["prefill_status"] == 200
         assert 0 < line["prefill_ms"] < line["total_ms"]
@@ -49,7 +49,7 @@ async def test_a_line_of_the_log_names_both_workers_and_their_times(connector):
         assert f" decode={fleet.decodes[0].url} " in text
 
 
-async def test_a_regular_request_has_no_such_fields():
+async def test_the_line_of_a_regular_request_has_no_leg_fields():
     async with fleet_of("nixl") as (fleet, client):
         await client.send(post(b'{"messages": []}', path="/v1/messages"))
         await client.answer()
@@ -67,15 +67,17 @@ async def test_legs_fallbacks_and_failed_transfers_are_counted():
         fleet.prefills[0].fault = resetting
         await client.send(CHAT)
         await client.answer()
-        found = samples(meters)
-        assert found['omni_proxy_leg_seconds_count{leg="prefill"}'] == "2.0"
-        assert found['omni_proxy_leg_seconds_count{leg="decode"}'] == "3.0"
-        reasons = {key: v for key, v in found.items() if key.startswith("omni_proxy_prefill_fall")}
+        values = samples(meters)
+        assert values['omni_proxy_leg_seconds_count{leg="prefill"}'] == "2.0"
+        assert values['omni_proxy_leg_seconds_count{leg="decode"}'] == "3.0"
+        reasons = {
+            key: value for key, value in values.items() if key.startswith("omni_proxy_prefill_fall")
+        }
         assert reasons == {
             'omni_proxy_prefill_fallbacks_total{reason="no_params"}': "1.0",
             'omni_proxy_prefill_fallbacks_total{reason="reset_before_response"}': "1.0",
         }
-        assert found["omni_proxy_kv_transfer_failures_total"] == "0.0"
+        assert values["omni_proxy_kv_transfer_failures_total"] == "0.0"
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -84,17 +86,17 @@ async def test_recent_requests_name_both_workers_and_the_time_of_prefill(connect
         recent = RecentWindow()
         clock = fleet.before.dataplane.loop.clock
         fleet.before.dataplane.recorders.meters = Metrics(fleet.before.fleet, recent, clock)
-        for _ in range(3):  # the first ones of a connection are a coroutine's
+        for _ in range(3):  # the first requests of a connection do not take the fast path
             await client.send(CHAT)
             await client.answer()
         prefill, decode = (engine.url for engine in fleet.engines)
         ends = recent.ends()
         assert [(end.steps.prefill, end.worker) for end in ends] == [(prefill, decode)] * 3
-        if connector == "nixl":  # else prefill may end behind the response
+        if connector == "nixl":  # with the others, prefill may end after the response
             assert all(0 < end.steps.prefill_secs < end.total_secs for end in ends)
 
 
-async def test_prefill_workers_have_a_rate_and_latencies_but_the_fleet_counts_requests():
+async def test_a_prefill_leg_counts_for_its_worker_and_not_as_a_request_of_the_fleet():
     async with fleet_of("sglang") as (fleet, client):
         window = RecentWindow()
         meters = Metrics(fleet.before.fleet, window, fleet.before.dataplane.loop.clock)
@@ -104,48 +106,48 @@ async def test_prefill_workers_have_a_rate_and_latencies_but_the_fleet_counts_re
             await client.answer()
         await eventually(fleet.before.wait_until_idle)
         for worker in fleet.before.fleet.workers:
-            seen = window.worker_window(worker, 1.0)
-            assert (seen.rate, seen.answers, seen.errors) == (3.0, 3, 0)
-            assert seen.first_p50_ms > 0
+            stats = window.worker_window(worker, 1.0)
+            assert (stats.rate, stats.answers, stats.errors) == (3.0, 3, 0)
+            assert stats.first_p50_ms > 0
         assert window.last_minute() == (3, 0)
 
 
 @pytest.mark.parametrize("rid", ["mine", "*"])
-async def test_an_abort_by_the_clients_own_rid_ends_both_legs(rid):
+async def test_an_abort_by_the_clients_rid_ends_both_legs(rid):
     async with fleet_of("sglang") as (fleet, client):
         fleet.decodes[0].gate = trio.Event()
 
-        async def never_there(call):
+        async def hold_until_left(call):
             fleet.decodes[0].held["x"] = trio.Event()
             await call.until_left()
             return True
 
-        fleet.decodes[0].fault = never_there
+        fleet.decodes[0].fault = hold_until_left
         body = {"text": "a", "rid": "mine"}
         await client.send(post(json.dumps(body).encode(), path="/generate"))
         await eventually(lambda: fleet.prefills[0].held)
         target = AbortTarget(("mine",)) if rid == "mine" else AbortTarget(("m",), prefix=True)
-        found = await fleet.before.dataplane.abort(target)
-        assert set(found.known) == set(target.ids)
+        values = await fleet.before.dataplane.abort(target)
+        assert set(values.known) == set(target.ids)
         await eventually(lambda: fleet.prefills[0].aborts and fleet.decodes[0].aborts)
         assert fleet.prefills[0].aborts[0] == fleet.prefills[0].bodies[0]["rid"]
-        assert (await client.answer()).status == 500  # as the prefill engine says
+        assert (await client.answer()).status == 500  # the status of the prefill engine
 
 
 async def test_an_abort_while_prefill_computes_sends_nothing_to_the_decode_worker():
     async with fleet_of("nixl") as (fleet, client):
         left = trio.Event()
 
-        async def computes(call):
+        async def compute_until_left(call):
             await call.until_left()
             left.set()
             return True
 
-        fleet.prefills[0].fault = computes
+        fleet.prefills[0].fault = compute_until_left
         await client.send(post(b'{"messages": []}', "X-Request-Id: r7"))
         await fleet.prefills[0].begun.wait()
-        found = await fleet.before.dataplane.abort(AbortTarget(("r7",)))
-        assert found.waiting == 1
+        values = await fleet.before.dataplane.abort(AbortTarget(("r7",)))
+        assert values.waiting == 1
         assert b"abort" in (await client.answer()).body
         await left.wait()
         assert not fleet.decodes[0].bodies

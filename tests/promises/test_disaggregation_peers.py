@@ -1,9 +1,9 @@
-"""What each leg gets from us, beside what it gets from sglang-router and vllm-router.
+"""The requests of each leg, compared with those of sglang-router and vllm-router.
 
 `legs_of_peers.json` has what sglang-router 0.3.2 and vllm-router 0.1.17 sent to recording engines;
-tools/record_legs.py renews it, and the last test does so where SGLANG_ROUTER_PYTHON and VLLM_ROUTER
-name the peers. The keys of the protocols are theirs. All other bytes are the client's, which is
-more than they do: they write bodies anew.
+tools/record_legs.py renews it. The last test records again where SGLANG_ROUTER_PYTHON and
+VLLM_ROUTER name the programs. The protocols' keys must be equal. All other bytes must be the
+client's, which the other routers do not guarantee: they serialize bodies again.
 """
 
 import json
@@ -24,14 +24,14 @@ PEERS = json.loads(record_legs.FILE.read_text())
 
 
 def expected(connector, name):
-    """As the peer sends it, with the limits and `stream` as the client has them where they are the
-    client's: the peers write them anew, with defaults."""
+    """The legs of the peer, but with the client's limits and `stream` where the proxy keeps them:
+    the peers replace them by defaults."""
     legs = deepcopy(PEERS[connector][name])
-    _, asked = record_legs.CASES[connector][name]
+    _, fields = record_legs.CASES[connector][name]
     for role, leg in legs.items():
         if role == "decode" or connector == "sglang":
             leg |= {
-                key: asked.get(key) for key in ("stream", "max_tokens", "max_completion_tokens")
+                key: fields.get(key) for key in ("stream", "max_tokens", "max_completion_tokens")
             }
             legs[role] = {key: value for key, value in leg.items() if value is not None}
     return legs
@@ -52,21 +52,21 @@ async def proxy_before(connector):
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
-async def test_the_keys_of_the_protocols_are_those_of_the_peers(connector):
+async def test_the_protocol_keys_are_equal_to_those_of_the_peers(connector):
     async with proxy_before(connector) as (url, both):
-        ours = await trio.to_thread.run_sync(record_legs.record, url, connector, both)
-    for name, legs in ours.items():
+        recorded = await trio.to_thread.run_sync(record_legs.record, url, connector, both)
+    for name, legs in recorded.items():
         assert legs == expected(connector, name), name
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 async def test_all_other_bytes_are_the_clients(connector):
-    """Odd spacing, escapes and numbers included."""
-    odd = ['"x"  :"\\u00E9"', '"y":\t{"z":[ 1.50e+1 ]}', '"x-last" : null']
+    """Including unusual spacing, escapes and numbers."""
+    unusual = ['"x"  :"\\u00E9"', '"y":\t{"z":[ 1.50e+1 ]}', '"x-last" : null']
     async with proxy_before(connector) as (url, both):
-        for name, (path, asked) in record_legs.CASES[connector].items():
-            known = {key: f'"{key}" :  {json.dumps(value)}' for key, value in asked.items()}
-            inner = " ,\n".join([*known.values(), *odd]).encode()
+        for name, (path, fields) in record_legs.CASES[connector].items():
+            known = {key: f'"{key}" :  {json.dumps(value)}' for key, value in fields.items()}
+            inner = " ,\n".join([*known.values(), *unusual]).encode()
             for engine in both.values():
                 engine.bodies.clear()
             async with client_of(url.removeprefix("http://")) as client:
@@ -78,14 +78,14 @@ async def test_all_other_bytes_are_the_clients(connector):
             if connector == "sglang":
                 assert inner in prefill, name
             kept = [text for key, text in known.items() if key not in record_legs.KEYS]
-            places = [prefill.index(text.encode()) for text in [*kept, *odd]]
-            assert places == sorted(places), name
+            positions = [prefill.index(text.encode()) for text in [*kept, *unusual]]
+            assert positions == sorted(positions), name
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 def test_the_peers_still_send_what_was_recorded(connector):
     python, program = (os.environ.get(name) for name in ("SGLANG_ROUTER_PYTHON", "VLLM_ROUTER"))
-    words = [python, "-m", "sglang_router.launch_router"] if connector == "sglang" else [program]
-    if words[0] is None:
+    command = [python, "-m", "sglang_router.launch_router"] if connector == "sglang" else [program]
+    if command[0] is None:
         pytest.skip("SGLANG_ROUTER_PYTHON or VLLM_ROUTER does not name the peer")
-    assert record_legs.record_peer(connector, words) == PEERS[connector]
+    assert record_legs.record_peer(connector, command) == PEERS[connector]

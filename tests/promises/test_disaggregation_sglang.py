@@ -19,9 +19,9 @@ def events(body: bytes) -> list:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-async def test_both_engines_get_the_request_at_once_and_the_client_the_decode_answer():
+async def test_both_legs_are_sent_at_once_and_the_client_gets_the_decode_response():
     async with fleet_of("sglang") as (fleet, client):
-        with trio.fail_after(5):  # a prefill engine that is asked first answers never
+        with trio.fail_after(5):  # a prefill engine does not answer before decode has joined
             await client.send(generate())
             answer = await client.answer()
         assert answer.status == 200
@@ -37,9 +37,9 @@ async def test_both_engines_get_the_request_at_once_and_the_client_the_decode_an
 
 
 async def test_all_other_bytes_are_the_clients():
-    text = b'{ "text" : "\\u00e9\xc3\xa9", "n": 1.0e0 , "bootstrap_room" :7,"x":{"rid":1}}'
+    sent = b'{ "text" : "\\u00e9\xc3\xa9", "n": 1.0e0 , "bootstrap_room" :7,"x":{"rid":1}}'
     async with fleet_of("sglang") as (fleet, client):
-        await client.send(post(text, path="/generate"))
+        await client.send(post(sent, path="/generate"))
         assert (await client.answer()).status == 200
         body, raw = fleet.decodes[0].bodies[0], fleet.decodes[0].raw[0]
         assert body["bootstrap_room"] != 7 or True
@@ -48,14 +48,14 @@ async def test_all_other_bytes_are_the_clients():
             spliced = b'"%b":%b,' % (key.encode(), json.dumps(body[key]).encode())
             assert spliced in raw
             raw = raw.replace(spliced, b"")
-        assert raw == text.replace(b":7", b":" + room)
+        assert raw == sent.replace(b":7", b":" + room)
 
 
-async def test_a_stream_passes_token_by_token():
+async def test_a_stream_is_relayed_token_by_token():
     async with fleet_of("sglang") as (fleet, client):
         fleet.decodes[0].gate = trio.Event()
         await client.send(generate(stream=True))
-        first = await client.until(b"\n\n")  # while the engine holds back all others
+        first = await client.until(b"\n\n")  # while the engine holds all others back
         assert b'"text": "0"' in first
         fleet.decodes[0].gate.set()
         rest = await client.until(LAST_CHUNK)
@@ -87,13 +87,13 @@ async def test_a_batch_has_a_room_and_an_id_for_each_prompt(stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("many", [False, True])
-async def test_the_prompts_logprobs_come_from_prefill(stream, many):
+async def test_the_logprobs_of_the_prompt_are_those_of_prefill(stream, many):
     async with fleet_of("sglang") as (_, client):
         text = ["a", "b"] if many else "a"
         await client.send(generate(text=text, return_logprob=True, stream=stream))
         answer = await client.answer()
-        whole = events(answer.body) if stream else json.loads(answer.body)
-        for item in whole if isinstance(whole, list) else [whole]:
+        items = events(answer.body) if stream else json.loads(answer.body)
+        for item in items if isinstance(items, list) else [items]:
             number = item["index"]
             assert item["meta_info"]["input_token_logprobs"] == [[-0.5, number, None]]
 
@@ -107,7 +107,7 @@ async def test_a_chat_with_several_choices_has_a_room_for_each():
         assert isinstance(body["rid"], str)
 
 
-async def test_a_key_of_the_protocol_that_is_there_twice_is_refused():
+async def test_a_duplicate_protocol_key_is_refused():
     async with fleet_of("sglang") as (fleet, client):
         await client.send(post(b'{"text": "a", "rid": "a", "rid": "b"}', path="/generate"))
         answer = await client.answer()
@@ -117,7 +117,7 @@ async def test_a_key_of_the_protocol_that_is_there_twice_is_refused():
         assert not fleet.decodes[0].bodies
 
 
-async def test_the_second_request_of_a_connection_takes_two_legs_too():
+async def test_later_requests_of_a_connection_take_two_legs_too():
     async with fleet_of("sglang") as (fleet, client):
         for _ in range(4):
             await client.send(generate())

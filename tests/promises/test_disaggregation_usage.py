@@ -1,6 +1,7 @@
-"""Token counts of a request in two legs: the client gets what the decode engine says, unchanged.
+"""Token counts of a request in two legs: the client gets those of the decode engine, unchanged.
 
-Engines count what came from the prefill worker in different ways; some routers write over it.
+Engines count tokens that were transferred from the prefill worker differently; some routers
+overwrite the counts.
 """
 
 import json
@@ -17,7 +18,7 @@ OF_DECODE = {"prompt_tokens": 40, "completion_tokens": 9, "cached_tokens": 39}
 
 
 def details(usage):
-    """As vLLM writes it."""
+    """The same counts in vLLM's form."""
     cached = {"cached_tokens": usage["cached_tokens"]}
     return {"prompt_tokens": usage["prompt_tokens"], "prompt_tokens_details": cached}
 
@@ -28,10 +29,10 @@ def request_of(connector, **fields):
     return post(json.dumps({"messages": [], **fields}).encode())
 
 
-def tell(fleet, connector):
-    """What both engines say of their caches."""
-    ours = (OF_PREFILL, OF_DECODE)
-    of_prefill, of_decode = ours if connector == "sglang" else map(details, ours)
+def set_usage(fleet, connector):
+    """Set the counts that both engines report; return those of the decode engine."""
+    usages = (OF_PREFILL, OF_DECODE)
+    of_prefill, of_decode = usages if connector == "sglang" else map(details, usages)
     fleet.prefills[0].usage, fleet.decodes[0].usage = of_prefill, of_decode
     return of_decode
 
@@ -40,7 +41,7 @@ def tell(fleet, connector):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_client_gets_the_token_counts_of_the_decode_engine(connector, stream):
     async with fleet_of(connector) as (fleet, client):
-        expected = tell(fleet, connector)
+        expected = set_usage(fleet, connector)
         for _ in range(3):
             await client.send(request_of(connector, stream=stream))
             answer = await client.answer()
@@ -51,23 +52,23 @@ async def test_the_client_gets_the_token_counts_of_the_decode_engine(connector, 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("many", [False, True])
-async def test_neither_a_merge_of_log_probabilities_nor_a_rid_changes_them(stream, many):
+async def test_merged_logprobs_and_a_rid_do_not_change_the_token_counts(stream, many):
     async with fleet_of("sglang") as (fleet, client):
-        expected = tell(fleet, "sglang")
+        expected = set_usage(fleet, "sglang")
         text, rid = (["a", "b"], ["x", "y"]) if many else ("a", "x")
         await client.send(
             request_of("sglang", text=text, rid=rid, return_logprob=True, stream=stream)
         )
         answer = await client.answer()
-        whole = events(answer.body) if stream else json.loads(answer.body)
-        for item in whole if isinstance(whole, list) else [whole]:
+        items = events(answer.body) if stream else json.loads(answer.body)
+        for item in items if isinstance(items, list) else [items]:
             meta = item["meta_info"]
             assert meta["input_token_logprobs"] == [[-0.5, item["index"], None]]
             assert meta["id"] in rid
             assert expected.items() <= meta.items()
 
 
-async def test_without_a_prefill_worker_they_are_those_of_the_engine_that_did_all():
+async def test_without_a_prefill_worker_the_counts_are_those_of_the_decode_engine():
     async with fleet_of("nixl", prefills=0) as (fleet, client):
         fleet.decodes[0].usage = details(OF_DECODE)
         await client.send(request_of("nixl"))

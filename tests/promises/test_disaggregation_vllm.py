@@ -18,22 +18,22 @@ def ask(body, *fields, path="/v1/chat/completions"):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_prefill_computes_one_token_and_decode_gets_its_reference_whole(stream):
+async def test_prefill_computes_one_token_and_decode_gets_its_handle_unchanged(stream):
     async with fleet_of("nixl") as (fleet, client):
         await client.send(ask(CHAT | {"stream": stream}))
         answer = await client.answer()
         assert answer.status == 200
         assert (b"[DONE]" in answer.body) == stream
         (prefill,), (decode,) = fleet.prefills[0].bodies, fleet.decodes[0].bodies
-        one = {"messages": [], "model": "m", "max_tokens": 1, "stream": False}
-        assert prefill == one | {"kv_transfer_params": REMOTE_DECODE}
+        one_token = {"messages": [], "model": "m", "max_tokens": 1, "stream": False}
+        assert prefill == one_token | {"kv_transfer_params": REMOTE_DECODE}
         params = decode.pop("kv_transfer_params")
         assert decode == CHAT | {"stream": stream}
         assert params["odd"] == "\u00e9 \u2028"
         assert params["remote_request_id"] == fleet.decodes[0].pulled[0]
 
 
-async def test_a_clients_own_reference_reaches_no_engine():
+async def test_a_handle_of_the_client_reaches_no_engine():
     async with fleet_of("nixl") as (fleet, client):
         fleet.prefills[0].gives_params = False
         await client.send(ask(CHAT | {"kv_transfer_params": {"do_remote_prefill": True}}))
@@ -53,28 +53,28 @@ async def test_a_clients_own_reference_reaches_no_engine():
          {"sampling_params": {"max_tokens": 1, "n": 1}}),
     ],
 )  # fmt: skip
-async def test_each_route_has_its_own_names_for_the_limit(path, body, limits):
+async def test_each_route_limits_prefill_by_its_own_parameter_names(path, body, limits):
     async with fleet_of("nixl") as (fleet, client):
         await client.send(ask(body, path=path))
         assert (await client.answer()).status == 200
-        (sent,) = fleet.prefills[0].bodies
-        del sent["kv_transfer_params"]
-        assert sent == body | limits | {"stream": False}
+        (prefill_body,) = fleet.prefills[0].bodies
+        del prefill_body["kv_transfer_params"]
+        assert prefill_body == body | limits | {"stream": False}
         assert fleet.decodes[0].bodies[0].keys() - body.keys() == {"kv_transfer_params"}
 
 
 @pytest.mark.parametrize("connector", ["nixl", "mooncake"])
-@pytest.mark.parametrize("own", ["", "mine-7"])
-async def test_both_engines_get_one_request_id(connector, own):
+@pytest.mark.parametrize("request_id", ["", "mine-7"])
+async def test_both_engines_get_the_same_request_id(connector, request_id):
     async with fleet_of(connector) as (fleet, client):
-        await client.send(ask(CHAT, *([f"X-Request-Id: {own}"] if own else [])))
+        await client.send(ask(CHAT, *([f"X-Request-Id: {request_id}"] if request_id else [])))
         answer = await client.answer()
         ids = {engine.heads[0]["x-request-id"] for engine in fleet.engines}
         assert len(ids) == 1
-        assert ids == {own or answer.one("x-sglang-omni-request-id")}
+        assert ids == {request_id or answer.one("x-sglang-omni-request-id")}
 
 
-async def test_messages_go_to_the_decode_worker_alone_and_unchanged():
+async def test_v1_messages_goes_unchanged_to_the_decode_worker_only():
     async with fleet_of("nixl") as (fleet, client):
         text = b'{"messages" : [], "max_tokens": 5}'
         await client.send(post(text, path="/v1/messages"))
@@ -83,12 +83,14 @@ async def test_messages_go_to_the_decode_worker_alone_and_unchanged():
         assert not fleet.prefills[0].raw
 
 
-async def test_mooncake_sends_both_legs_at_once_and_joins_them_by_one_id():
+async def test_mooncake_legs_are_sent_at_once_with_the_same_transfer_id():
     async with fleet_of("mooncake") as (fleet, client):
         for number in range(3):
             await client.send(ask(CHAT))
             assert (await client.answer()).status == 200
-            prefill, decode = (e.bodies[number]["kv_transfer_params"] for e in fleet.engines)
+            prefill, decode = (
+                engine.bodies[number]["kv_transfer_params"] for engine in fleet.engines
+            )
             assert prefill.pop("transfer_id") == decode.pop("transfer_id")
             assert prefill == {"do_remote_decode": True, "do_remote_prefill": False}
             assert decode == {
@@ -99,7 +101,7 @@ async def test_mooncake_sends_both_legs_at_once_and_joins_them_by_one_id():
         assert fleet.prefills[0].queries == 1
 
 
-async def test_a_restarted_mooncake_engine_is_asked_for_its_id_again():
+async def test_the_id_of_a_restarted_mooncake_engine_is_queried_again():
     async with fleet_of("mooncake") as (fleet, client):
         await client.send(ask(CHAT))
         assert (await client.answer()).status == 200
@@ -112,8 +114,8 @@ async def test_a_restarted_mooncake_engine_is_asked_for_its_id_again():
         assert fleet.prefills[0].queries == 2
 
 
-async def test_a_mooncake_engine_whose_id_decode_does_not_know_is_asked_for_it_again():
-    """Engines do not say that they have restarted."""
+async def test_a_mooncake_engine_id_that_decode_rejects_is_queried_again():
+    """The proxy is not notified when an engine restarts."""
     async with fleet_of("mooncake") as (fleet, client):
         (prefill,), (decode,) = fleet.prefills, fleet.decodes
 
@@ -131,13 +133,13 @@ async def test_a_mooncake_engine_whose_id_decode_does_not_know_is_asked_for_it_a
             await client.send(ask(CHAT))
             assert (await client.answer()).status == 200
         assert prefill.queries == 2
-        assert len(decode.bodies) == 5  # one of them was refused
+        assert len(decode.bodies) == 5  # one of them was rejected
         assert fleet.failures() == {}
 
 
 async def test_a_bootstrap_server_that_fails_counts_as_a_failed_prefill_worker():
     async with fleet_of("mooncake") as (fleet, client):
-        fleet.prefills[0].engine_id = 7  # no id of an engine
+        fleet.prefills[0].engine_id = 7  # not a valid engine id
         await client.send(ask(CHAT))
         assert (await client.answer()).status == 200
         assert fleet.decodes[0].bodies[-1].get("kv_transfer_params") is None

@@ -1,4 +1,4 @@
-"""Workers that are found: the real program before an API server and a DNS server of the tests."""
+"""Discovered workers: the real program against an API server and a DNS server of the tests."""
 
 from urllib.parse import quote
 
@@ -16,15 +16,15 @@ SERVER = "[server]\nport = 0\n"
 
 @pytest.fixture
 async def api(nursery):
-    made = ApiServer()
-    await nursery.start(made.serve)
-    return made
+    server = ApiServer()
+    await nursery.start(server.serve)
+    return server
 
 
 @pytest.fixture
 async def engines():
-    async with workers("one", "two", "three") as made:
-        yield made
+    async with workers("one", "two", "three") as fleet:
+        yield fleet
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def table(api, more="") -> str:
 
 
 def pod_of(engine, uid="", **settings) -> dict:
-    """A pod with this worker in it."""
+    """A pod that runs this worker."""
     return pod(engine.name, uid, port=int(engine.url.rpartition(":")[2]), **settings)
 
 
@@ -51,16 +51,16 @@ async def not_routable(running, engine) -> dict:
     return record(body, engine)
 
 
-async def test_pods_join_and_leave_while_requests_go_on(api, engines, file):
+async def test_pods_join_and_leave_while_requests_are_served(api, engines, file):
     one, two, three = engines
     put(file, SERVER + PROBES + table(api))
     for engine in (one, two):
         api.put(pod_of(engine))
     async with program("--config", file) as running:
         body = await running.until_routable(one, two)
-        found = record(body, one)
-        assert found["origin"] == "discover"
-        assert found["discovered"] == {
+        discovered = record(body, one)
+        assert discovered["origin"] == "discover"
+        assert discovered["discovered"] == {
             "source": "pods", "uid": "uid-one", "namespace": "default", "pod": "one",
         }  # fmt: skip
         one.gate = trio.Event()
@@ -74,7 +74,7 @@ async def test_pods_join_and_leave_while_requests_go_on(api, engines, file):
             nursery.start_soon(stream)
             with trio.fail_after(20):
                 await one.halfway.wait()
-            api.begin_deletion("uid-one")  # its probes succeed all the same
+            api.begin_deletion("uid-one")  # its probes still succeed
             body = await not_routable(running, one)
             assert (body["why"], body["health_state"]) == ("its pod is being deleted", "healthy")
             before = one.requests
@@ -100,13 +100,13 @@ async def test_pods_join_and_leave_while_requests_go_on(api, engines, file):
         api.put(pod_of(three, "reborn"))
         body = await running.until(
             "/workers",
-            lambda body: [each["discovered"]["uid"] for each in body["workers"]] == ["reborn"],
+            lambda body: [row["discovered"]["uid"] for row in body["workers"]] == ["reborn"],
         )
         assert record(body, three)["routed_requests"] == 0
         await running.until_routable(three)
 
 
-async def test_an_api_server_that_fails_takes_nothing_away(api, engines, file):
+async def test_a_failing_api_server_removes_no_worker(api, engines, file):
     one, two, _ = engines
     put(file, SERVER + PROBES + table(api))
     api.put(pod_of(one))
@@ -119,11 +119,11 @@ async def test_an_api_server_that_fails_takes_nothing_away(api, engines, file):
         api.put(pod_of(two))
         api.cut_watches()
 
-        def stale(reported):
-            (row,) = reported["discovery"]
+        def stale(body):
+            (row,) = body["discovery"]
             return row["state"] == "stale" and "403" in row["error"]
 
-        # What was sent before the cut has been read.
+        # Events that were sent before the cut may have been applied.
         await running.until("/status", stale)
         assert urls(await running.get_json("/workers")) in (
             [one.url],
@@ -137,19 +137,19 @@ async def test_an_api_server_that_fails_takes_nothing_away(api, engines, file):
         await running.until_routable(two)
 
 
-async def test_what_http_changed_of_a_found_worker_survives_a_restart(api, engines, file):
+async def test_http_changes_of_a_discovered_worker_survive_a_restart(api, engines, file):
     one, two, three = engines
     put(file, SERVER + PROBES + table(api))
     for engine in engines:
         api.put(pod_of(engine))
 
-    def place(engine):
+    def path_of(engine):
         return f"/workers/{quote(engine.url, safe='')}"
 
     async with program("--config", file) as running:
         await running.until_routable(*engines)
-        assert (await running.client.put(place(one), json={"disabled": True})).status_code == 200
-        assert (await running.client.delete(place(two))).status_code == 200
+        assert (await running.client.put(path_of(one), json={"disabled": True})).status_code == 200
+        assert (await running.client.delete(path_of(two))).status_code == 200
     async with program("--config", file) as running:
         body = await running.until_routable(three)
         assert {*urls(body)} == {one.url, three.url}
@@ -160,7 +160,7 @@ async def test_what_http_changed_of_a_found_worker_survives_a_restart(api, engin
         assert record(body, two)["origin"] == "api"
 
 
-async def test_every_process_stops_at_once(api, engines, file):
+async def test_every_process_stops_routing_to_a_deleted_pod_at_once(api, engines, file):
     one, two, _ = engines
     put(file, "[server]\nport = 0\nprocesses = 2\n" + PROBES + table(api))
     for engine in (one, two):
@@ -177,17 +177,17 @@ async def test_every_process_stops_at_once(api, engines, file):
         assert api.watches == 1
 
 
-async def test_addresses_in_dns_are_workers(nursery, engines, file):
+async def test_dns_records_add_and_remove_workers(nursery, engines, file):
     one, two, _ = engines
     server = DnsServer()
     await nursery.start(server.serve)
     name = "_http._tcp.engines.test"
 
-    def records(*these):
-        ports = [engine.url.rpartition(":")[2] for engine in these]
+    def put_records(*fleet):
+        ports = [engine.url.rpartition(":")[2] for engine in fleet]
         server.put(name, "SRV", *(f"0 1 {port} host.test." for port in ports))
 
-    records(one, two)
+    put_records(one, two)
     server.put("host.test", "A", "127.0.0.1")
     put(
         file,
@@ -197,30 +197,30 @@ async def test_addresses_in_dns_are_workers(nursery, engines, file):
     async with program("--config", file) as running:
         body = await running.until_routable(one, two)
         assert record(body, one)["discovered"]["uid"] == one.url
-        records(two)
+        put_records(two)
         await running.until("/workers", lambda body: urls(body) == [two.url])
         server.rcodes[name] = dns.rcode.SERVFAIL
         await running.until("/status", lambda body: body["discovery"][0]["state"] == "stale")
         await ask(running, 5)
 
 
-async def test_a_table_comes_and_goes_with_the_file(api, engines, file):
+async def test_a_reload_adds_and_removes_a_discover_table(api, engines, file):
     one, two, _ = engines
-    named = f'[[workers]]\nurl = "{one.url}"\n'
-    put(file, SERVER + PROBES + named)
+    entry = f'[[workers]]\nurl = "{one.url}"\n'
+    put(file, SERVER + PROBES + entry)
     api.put(pod_of(one))
     api.put(pod_of(two))
     async with program("--config", file) as running:
         await running.until_routable(one)
-        put(file, SERVER + PROBES + named + table(api))
+        put(file, SERVER + PROBES + entry + table(api))
         body = await running.until_routable(one, two)
         assert (record(body, one)["origin"], record(body, two)["origin"]) == ("file", "discover")
-        put(file, SERVER + PROBES + named)
+        put(file, SERVER + PROBES + entry)
         await running.until_routable(one)
 
 
-async def test_a_label_that_could_not_be_read_at_first_is_read_later(api, file):
-    """Though the health of the pod's worker does not change meanwhile."""
+async def test_a_weight_version_that_could_not_be_read_is_read_later(api, file):
+    """Even though no change of the worker's health triggers the second attempt."""
     async with labelled_engines(1) as (engine,):
         engine.name, engine.version = "one", "v7"
         engine.says["/model_info"] = 503, {"error": "still loading"}

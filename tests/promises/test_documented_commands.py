@@ -1,7 +1,7 @@
-"""What people are shown in the guides, typed as it stands there, at a proxy that runs.
+"""The commands of the guides, run as they are written against a running proxy.
 
-Only the places differ: the port, and the workers of the examples. What can't end, or is another
-program's business, is named in ELSEWHERE with the tests that run it.
+Only addresses and paths differ: the port, and the workers of the examples. Commands that do not
+end, or that need another program, are in ELSEWHERE with the tests that run them.
 """
 
 import os
@@ -25,28 +25,28 @@ ELSEWHERE = {
     "omni-proxy --worker-urls": "tests/promises/test_state_file.py",
     "omni-proxy launch": "tests/promises/test_launch.py",
     "omni-proxy replica": "tests/promises/test_replica_life.py",
-    "pip install": "tests/promises/test_binary.py",  # the archive is made of what pip installs
+    "pip install": "tests/promises/test_binary.py",  # which packs what pip would install
     "tools/build-": "tests/promises/test_binary.py",
-    "tools/run": "tests/promises/test_launch.py",  # fetches a model: its parts are tested there
+    "tools/run": "tests/promises/test_launch.py",  # fetches a model: that test covers its parts
     "tools/test": "tests/test_commands.py",
     "tools/trainer": "tests/promises/test_sync_forms.py",
     "python -m tools.bench": "tests/tools/test_bench.py",
 }
-TALKING = ("status", "top", "workers", "explain", "logs", "trace")
+CLIENT_COMMANDS = ("status", "top", "workers", "explain", "logs", "trace")
 
 
-def shown(page):
-    """The lines of the page's shell blocks, without those that run elsewhere."""
+def documented(page):
+    """The lines of the page's shell blocks, without those in ELSEWHERE."""
     blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines() if line]
     return [line for line in lines if not line.startswith(tuple(ELSEWHERE))]
 
 
-def typed(line, fleet, url, folder):
-    """The line with our places in it, without its comment: more words may follow."""
+def adapted(line, fleet, url, folder):
+    """The line with the test's addresses and paths, without its comment."""
     line = re.sub(r"\s+# .*", "", line)
     host = url.removeprefix("http://")
-    for example, ours in (
+    for example, actual in (
         ("127.0.0.1:30000", host),
         ("http://127.0.0.1:31303", fleet[2].url),
         ("http://10.0.0.3:8000", fleet[2].url),
@@ -55,18 +55,18 @@ def typed(line, fleet, url, folder):
         ("/run/omni-proxy/admin.sock", str(folder / "admin.sock")),
         ("curl ", "curl -sS --fail-with-body "),
     ):
-        line = line.replace(example, ours)
+        line = line.replace(example, actual)
     words = shlex.split(line)
     if "omni-proxy" in words:
         command = words[words.index("omni-proxy") + 1]
         named = {"--url", "--config"} & set(words)
-        line += f" --url {url}" if command in TALKING and not named else ""
-        line += " --once" if command == "top" else ""  # here is no terminal that it could fill
+        line += f" --url {url}" if command in CLIENT_COMMANDS and not named else ""
+        line += " --once" if command == "top" else ""  # there is no terminal here
     return line
 
 
 async def output_of(line, folder):
-    """What it says on stdout; a command that follows is ended once it has said something."""
+    """The output of a command; one with --follow is ended after its first output."""
     environ = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
     process = await trio.lowlevel.open_process(
         ["bash", "-c", line], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environ,
@@ -78,14 +78,14 @@ async def output_of(line, folder):
             out += piece
             if "--follow" in line:
                 os.killpg(process.pid, signal.SIGTERM)
-        complaint = b"".join([piece async for piece in process.stderr])
+        errors = b"".join([piece async for piece in process.stderr])
         status = await process.wait()
-    assert status == 0 or "--follow" in line, (line, out, complaint)
+    assert status == 0 or "--follow" in line, (line, out, errors)
     return out.decode()
 
 
 @pytest.mark.parametrize("page", PAGES)
-async def test_each_command_of_the_page_does_its_work(page, tmp_path):
+async def test_each_command_of_the_page_succeeds(page, tmp_path):
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     (tmp_path / "bin").mkdir()
@@ -103,10 +103,10 @@ async def test_each_command_of_the_page_does_its_work(page, tmp_path):
             await running.until_routable(*fleet[:2])
             await running.ask()
             url = str(running.client.base_url).rstrip("/")
-            for line in shown(page):
-                assert await output_of(typed(line, fleet, url, tmp_path), tmp_path), line
+            for line in documented(page):
+                assert await output_of(adapted(line, fleet, url, tmp_path), tmp_path), line
 
 
-def test_what_is_run_elsewhere_is_run_by_tests_that_are_there():
+def test_the_tests_that_run_the_other_commands_exist():
     assert all((ROOT / path).is_file() for path in ELSEWHERE.values())
-    assert all(shown(page) for page in PAGES)
+    assert all(documented(page) for page in PAGES)

@@ -22,7 +22,7 @@ FIRST, SECOND = chunk(b"data: one\n\n"), chunk(b"data: two\n\n")
 
 
 class Halting:
-    """Answers in two halves; the second one waits until it may."""
+    """Answers in two halves; the second waits until `may` is set."""
 
     def __init__(self) -> None:
         self.asked = trio.Event()
@@ -45,10 +45,10 @@ def script():
 @asynccontextmanager
 async def running_over(script, tmp_path, more=""):
     file = tmp_path / "proxy.toml"
-    async with fake_workers(script) as made:
-        put(file, toml(made, more=more))
+    async with fake_workers(script) as fakes:
+        put(file, toml(fakes, more=more))
         async with program("--config", file) as running:
-            await running.until_routable(*made)
+            await running.until_routable(*fakes)
             yield running
 
 
@@ -73,13 +73,15 @@ async def until_refused(address: str) -> None:
             await stream.aclose()
 
 
-async def ended(running: Program) -> int:
+async def exit_status(running: Program) -> int:
     with trio.fail_after(PATIENCE_SECS):
         return await running.process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_what_is_in_flight_is_answered_and_the_connection_closed(tmp_path, script, number):
+async def test_a_drain_answers_requests_in_flight_and_closes_their_connections(
+    tmp_path, script, number
+):
     async with (
         running_over(script, tmp_path) as running,
         connected(running) as idle,
@@ -100,10 +102,10 @@ async def test_what_is_in_flight_is_answered_and_the_connection_closed(tmp_path,
         assert await unary.until_closed() == b""
         assert await stream.until(LAST_CHUNK) == SECOND + LAST_CHUNK
         assert await stream.until_closed() == b""
-        assert await ended(running) == 0
+        assert await exit_status(running) == 0
 
 
-async def test_a_second_signal_cuts_what_is_left(tmp_path, script):
+async def test_a_second_signal_aborts_the_drain(tmp_path, script):
     async with running_over(script, tmp_path) as running:
         async with connected(running) as idle, connected(running) as stream:
             await stream.send(post(STREAMED))
@@ -111,11 +113,11 @@ async def test_a_second_signal_cuts_what_is_left(tmp_path, script):
             await drain(running, idle)
             running.process.send_signal(signal.SIGTERM)
             assert not (await stream.until_closed()).endswith(LAST_CHUNK)
-            assert await ended(running) == 0
+            assert await exit_status(running) == 0
         script.may.set()
 
 
-async def test_the_drain_ends_after_its_time(tmp_path, script):
+async def test_the_drain_ends_at_its_timeout(tmp_path, script):
     async with running_over(script, tmp_path, "drain_timeout_secs = 0.2") as running:
         async with connected(running) as idle, connected(running) as client:
             await client.send(post())
@@ -123,12 +125,12 @@ async def test_the_drain_ends_after_its_time(tmp_path, script):
             await drain(running, idle)
             with pytest.raises(Truncated):
                 await client.answer()
-            assert await ended(running) == 0
+            assert await exit_status(running) == 0
         await running.says("aborted_connections=1")
         script.may.set()
 
 
-async def test_a_partly_received_request_is_still_answered(tmp_path, script):
+async def test_a_partly_received_request_is_answered_during_a_drain(tmp_path, script):
     script.may.set()
     request = post()
     async with (
@@ -142,7 +144,7 @@ async def test_a_partly_received_request_is_still_answered(tmp_path, script):
         await client.send(request[30:])
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (200, "close")
-        assert await ended(running) == 0
+        assert await exit_status(running) == 0
 
 
 async def test_ready_fails_before_the_drain_begins(tmp_path, script):
@@ -155,16 +157,16 @@ async def test_ready_fails_before_the_drain_begins(tmp_path, script):
         script.may.set()
         assert (await running.ask()).status_code == 200
         running.process.send_signal(signal.SIGTERM)
-        assert await ended(running) == 0
+        assert await exit_status(running) == 0
 
 
-async def test_an_idle_program_ends_at_once(tmp_path, script):
+async def test_an_idle_program_exits_at_once(tmp_path, script):
     async with running_over(script, tmp_path) as running:
         assert await running.leave() == 0
         await running.says("proxy_stopped")
 
 
-async def test_a_port_in_use_stops_the_start_with_a_message(tmp_path):
+async def test_a_port_in_use_prevents_the_start_with_a_message(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         file = tmp_path / "proxy.toml"
@@ -174,7 +176,7 @@ async def test_a_port_in_use_stops_the_start_with_a_message(tmp_path):
             refused = await trio.run_process(
                 command, capture_stderr=True, check=False, cwd=Path(__file__).parents[2]
             )
-    body = refused.stderr.decode()
+    output = refused.stderr.decode()
     assert refused.returncode == 1
-    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in body
-    assert "Traceback" not in body
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in output
+    assert "Traceback" not in output

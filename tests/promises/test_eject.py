@@ -1,4 +1,4 @@
-"""A worker whose requests fail is out after a few of them, and comes back by one trial request."""
+"""A worker is ejected after a few failed requests, and returns after one trial request."""
 
 from datetime import UTC, datetime
 
@@ -31,7 +31,7 @@ async def ask(client, body=CHAT):
 
 
 def heal(opened, index=0):
-    """Good probes, as many as it takes."""
+    """Report successful probes, as many as the threshold requires."""
     worker = opened.fleet.workers[index]
     for _ in range(opened.fleet.thresholds.rise):
         opened.fleet.observe_probe(
@@ -41,7 +41,7 @@ def heal(opened, index=0):
 
 
 async def eject(opened, client, index=0):
-    """Three requests that its worker breaks."""
+    """Send requests until the worker is ejected; its script must fail them."""
     worker = opened.fleet.workers[index]
     while worker.health.state is Health.HEALTHY:
         await ask(client)
@@ -49,7 +49,7 @@ async def eject(opened, client, index=0):
 
 
 class Switched:
-    """A script that can be exchanged while the worker runs."""
+    """A script that can be replaced while the worker runs."""
 
     def __init__(self, script):
         self.script = script
@@ -65,22 +65,22 @@ async def test_three_failed_requests_in_a_row_eject_their_worker(eject_to, state
     config = f'[routing]\nmax_total_retries = 1\neject = "{eject_to}"'
     async with dataplane_before(resetting, config=config) as (opened, client):
         (worker,) = opened.fleet.workers
-        reported = []
-        opened.fleet.watch_ejected(reported.append)
+        ejected = []
+        opened.fleet.watch_ejected(ejected.append)
         for turn in range(3):
-            assert (worker.routable, reported) == (True, []), turn
+            assert (worker.routable, ejected) == (True, []), turn
             assert (await ask(client)).status == 502
-        assert (worker.health.state, reported) == (state, [worker])
+        assert (worker.health.state, ejected) == (state, [worker])
         assert (await ask(client)).status == 503
 
 
-async def test_a_good_answer_in_between_keeps_it_in():
+async def test_a_successful_request_resets_the_count_of_failures():
     script = Switched(resetting)
     async with dataplane_before(script, config=ONCE) as (opened, client):
         (worker,) = opened.fleet.workers
         for _ in range(3):
-            for bad in (resetting, resetting, GOOD):
-                script.script = bad
+            for answer in (resetting, resetting, GOOD):
+                script.script = answer
                 await ask(client)
         assert (worker.routable, worker.health.failed_requests) == (True, 0)
 
@@ -104,15 +104,15 @@ async def test_after_an_ejection_one_request_at_a_time_is_admitted():
         await call.send(counted(b"tried"))
 
     async with (
-        fake_workers(script, GOOD) as made,
-        run_dataplane(*made) as opened,
+        fake_workers(script, GOOD) as fakes,
+        run_dataplane(*fakes) as opened,
         opened.client() as client,
     ):
         worker = await eject(opened, client)
         script.script = slowly
         heal(opened)
         assert (worker.routable, worker_record(worker)["half_open"]) == (True, True)
-        before = len(made[0].requests)
+        before = len(fakes[0].requests)
         answers = []
 
         async def one():
@@ -130,11 +130,11 @@ async def test_after_an_ejection_one_request_at_a_time_is_admitted():
             assert worker_record(worker)["health_state"] == "healthy"
             gate.set()
         assert sorted(answers) == [b"good"] * 19 + [b"tried"]
-        assert len(made[0].requests) == before + 1
+        assert len(fakes[0].requests) == before + 1
         assert (worker.routable, worker_record(worker)["half_open"]) == (True, False)
 
 
-async def test_a_trial_that_fails_puts_it_out_at_once():
+async def test_a_failed_trial_ejects_the_worker_at_once():
     async with dataplane_before(resetting, GOOD) as (opened, client):
         worker = await eject(opened, client)
         heal(opened)
@@ -143,16 +143,16 @@ async def test_a_trial_that_fails_puts_it_out_at_once():
         assert worker.health.state is Health.UNHEALTHY
 
 
-async def test_a_half_open_request_with_503_or_a_lost_client_is_repeated():
+async def test_a_trial_that_ends_in_503_or_a_disconnect_is_repeated():
     script, asked = Switched(resetting), trio.Event()
 
-    async def never(call):
+    async def hold_until_left(call):
         asked.set()
         await call.until_left()
 
     async with (
-        fake_workers(script) as made,
-        run_dataplane(*made, config=ONCE) as opened,
+        fake_workers(script) as fakes,
+        run_dataplane(*fakes, config=ONCE) as opened,
         opened.client() as client,
     ):
         worker = await eject(opened, client)
@@ -160,7 +160,7 @@ async def test_a_half_open_request_with_503_or_a_lost_client_is_repeated():
         script.script = BUSY
         assert (await ask(client)).status == 503
         assert (worker.routable, worker.health.is_half_open) == (True, True)
-        script.script = never
+        script.script = hold_until_left
         async with opened.client() as leaving:
             await leaving.send(post(CHAT))
             await asked.wait()
@@ -174,7 +174,7 @@ async def test_a_half_open_request_with_503_or_a_lost_client_is_repeated():
         assert not worker.health.is_half_open
 
 
-async def test_a_stream_has_passed_its_trial_with_its_first_byte():
+async def test_a_stream_passes_its_trial_with_its_first_byte():
     script, gate = Switched(resetting), trio.Event()
 
     async def stream(call):
@@ -183,8 +183,8 @@ async def test_a_stream_has_passed_its_trial_with_its_first_byte():
         await call.send(chunk(b""))
 
     async with (
-        fake_workers(script) as made,
-        run_dataplane(*made, config=ONCE) as opened,
+        fake_workers(script) as fakes,
+        run_dataplane(*fakes, config=ONCE) as opened,
         opened.client() as client,
         opened.client() as other,
     ):
@@ -200,16 +200,16 @@ async def test_a_stream_has_passed_its_trial_with_its_first_byte():
         await client.until(b"0\r\n\r\n")
 
 
-async def test_the_program_ejects_probes_at_once_and_readmits(tmp_path):
-    """Probes every hour: only being woken can bring it back in time."""
+async def test_an_ejection_probes_the_worker_at_once(tmp_path):
+    """Probes run every hour: only one that the ejection triggers can readmit the worker in time."""
     script = Switched(resetting)
     file = tmp_path / "proxy.toml"
     more = "[routing]\nmax_total_retries = 1\n"
-    async with fake_workers(script) as made:
-        text = toml(made, more=more).replace("interval_secs = 0.2", "interval_secs = 3600")
+    async with fake_workers(script) as fakes:
+        text = toml(fakes, more=more).replace("interval_secs = 0.2", "interval_secs = 3600")
         put(file, text)
         async with running_program("--config", file) as program:
-            await program.until_routable(*made)
+            await program.until_routable(*fakes)
             for _ in range(3):
                 assert (await program.ask()).status_code == 502
             script.script = GOOD
@@ -219,20 +219,20 @@ async def test_the_program_ejects_probes_at_once_and_readmits(tmp_path):
             assert not (await program.get_json("/workers"))["workers"][0]["trial"]
 
 
-async def test_the_program_removes_what_it_ejects_until_its_entry_changes(tmp_path):
+async def test_with_eject_remove_a_worker_stays_removed_until_its_entry_changes(tmp_path):
     file = tmp_path / "proxy.toml"
     more = '[routing]\neject = "remove"\n'
-    async with fake_workers(resetting, GOOD) as made:
-        put(file, toml(made, more=more))
+    async with fake_workers(resetting, GOOD) as fakes:
+        put(file, toml(fakes, more=more))
         async with running_program("--config", file) as program:
-            await program.until_routable(*made)
+            await program.until_routable(*fakes)
             while (await program.get_json("/workers"))["total_workers"] == 2:
                 assert (await program.ask()).status_code == 200
-            assert [w["url"] for w in (await program.get_json("/workers"))["workers"]] == [
-                made[1].url
+            assert [row["url"] for row in (await program.get_json("/workers"))["workers"]] == [
+                fakes[1].url
             ]
             await program.says("worker_removed")
             assert (await program.client.post("/reload")).json()["outcome"] == "unchanged"
-            entry = f'[[workers]]\nurl = "{made[0].url}"\n'
-            put(file, toml(made, more=more).replace(entry, entry + 'model = "new"\n'))
+            entry = f'[[workers]]\nurl = "{fakes[0].url}"\n'
+            put(file, toml(fakes, more=more).replace(entry, entry + 'model = "new"\n'))
             await program.until("/workers", lambda body: body["total_workers"] == 2)

@@ -1,4 +1,4 @@
-"""Load from engines in the whole program: told in responses or polled, known to every process."""
+"""Load of engines in the whole program: from responses or polled, shared by every process."""
 
 import json
 from collections import Counter
@@ -28,18 +28,18 @@ url = "{b}"
 
 
 class Engine(FakeWorker):
-    """Tells `waiting` in responses and in /metrics, where `in_responses` and `in_metrics` say."""
+    """Reports `waiting` in responses if `in_responses`, and in /metrics if `in_metrics`."""
 
     def __init__(self, waiting):
         super().__init__(self._answer)
         self.waiting = waiting
         self.in_responses, self.in_metrics = True, False
-        self.asked = Counter()  # forms of the load, in requests
+        self.formats = Counter()  # of the load, as the requests ask for it
 
     async def _answer(self, call):
         method, path, _ = call.line.split()
         if method == "POST":
-            self.asked[dict(call.fields).get("endpoint-load-metrics-format")] += 1
+            self.formats[dict(call.fields).get("endpoint-load-metrics-format")] += 1
             named = {"num_requests_waiting": self.waiting, "kv_cache_usage_perc": 0.25}
             load = "endpoint-load-metrics: JSON " + json.dumps({"named_metrics": named})
             lines = ["content-type: application/json", *([load] if self.in_responses else ())]
@@ -52,16 +52,16 @@ class Engine(FakeWorker):
 
     @property
     def posts(self):
-        return sum(self.asked.values())
+        return sum(self.formats.values())
 
 
-def load_of(reported, engine):
-    (found,) = [each for each in reported["workers"] if each["url"] == engine.url]
-    return found["engine_load"] or {"state": "unknown"}
+def load_of(body, engine):
+    (row,) = [row for row in body["workers"] if row["url"] == engine.url]
+    return row["engine_load"] or {"state": "unknown"}
 
 
 async def shares(running, a, b):
-    """Where eight requests go, on connections of their own."""
+    """How many of eight requests each engine gets, over new connections."""
     before = a.posts, b.posts
     for _ in range(8):
         answer = await running.client.post("/v1/chat/completions", json=chat())
@@ -70,9 +70,9 @@ async def shares(running, a, b):
     return a.posts - before[0], b.posts - before[1]
 
 
-async def until_shares(running, a, b, wanted):
+async def until_shares(running, a, b, condition):
     with trio.fail_after(60):
-        while not wanted(*await shares(running, a, b)):
+        while not condition(*await shares(running, a, b)):
             pass
 
 
@@ -84,7 +84,8 @@ async def test_an_overloaded_engine_gets_no_request_from_any_process(tmp_path):
         urls = {"a": a.url, "b": b.url}
         put(file, FILE.format(**urls, age=600, poll=0))
         async with program("--config", file) as running:
-            running.client.headers["connection"] = "close"  # any process, each time
+            # Each request uses a new connection, which any process may accept.
+            running.client.headers["connection"] = "close"
             await running.until_routable(a, b)
             await running.until("/status", lambda body: serving(body, 2))
             await until_shares(running, a, b, lambda at_a, _: not at_a)
@@ -92,27 +93,27 @@ async def test_an_overloaded_engine_gets_no_request_from_any_process(tmp_path):
                 "/workers", lambda body: load_of(body, a)["state"] == "overloaded"
             )
             assert (load_of(body, a)["waiting"], load_of(body, b)["state"]) == (9.0, "ok")
-            assert set(a.asked) == set(b.asked) == {"JSON"}
+            assert set(a.formats) == set(b.formats) == {"JSON"}
             explained = await running.client.post("/explain?path=/v1/chat/completions", json=chat())
             assert explained.json()["pick"]["url"] == b.url
             assert "overloaded: 9 requests wait in its engine" in explained.text
             metrics = (await running.client.get("/metrics")).text
             assert f'omni_proxy_worker_engine_waiting{{worker="{a.url}"}} 9.0' in metrics
             assert f'omni_proxy_worker_overloaded{{worker="{a.url}"}} 1.0' in metrics
-            asked = await running.client.post(
+            response = await running.client.post(
                 "/v1/chat/completions",
                 json=chat(),
                 headers={"endpoint-load-metrics-format": "JSON"},
             )
-            assert '"num_requests_waiting": 0' in asked.headers["endpoint-load-metrics"]
+            assert '"num_requests_waiting": 0' in response.headers["endpoint-load-metrics"]
 
-            # Polled from here on: each process learns what only the main process asks for.
+            # Polled from here on: only the main process polls, and all processes get the loads.
             for engine, waiting in ((a, 0), (b, 20)):
                 engine.in_responses, engine.in_metrics, engine.waiting = False, True, waiting
             put(file, FILE.format(**urls, age=600, poll=0.1))
             await until_shares(running, a, b, lambda _, at_b: not at_b)
 
-            # An engine that tells nothing any more is stale, and gets requests again.
+            # The load of an engine that no longer reports it becomes stale, and it gets requests again.
             b.in_metrics = False
             put(file, FILE.format(**urls, age=1, poll=0.1))
             await running.until("/workers", lambda body: load_of(body, b)["state"] == "stale")

@@ -1,4 +1,4 @@
-"""Whatever comes at the gRPC listener or through Envoy, the picker goes on and counts nothing more."""
+"""Hostile gRPC streams and requests through Envoy leave nothing counted in the picker."""
 
 import asyncio  # noqa: TID251  gRPC's client runs on it
 
@@ -44,14 +44,14 @@ def body(text: bytes) -> bytes:
 PICKED = [head(end=False), body(b'{"prompt": "x"}')]
 
 
-async def _stream(port: int, messages: list[bytes], answers: int) -> str:
-    """The status with which a stream ends, or "" where it is left after so many answers."""
+async def _stream(port: int, messages: list[bytes], responses: int) -> str:
+    """The status of a stream that the picker ends, or "" after reading `responses` messages."""
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         call = channel.stream_stream(f"/{SERVICE}/Process")()
         for message in messages:
             await call.write(message)
         try:
-            for _ in range(answers):
+            for _ in range(responses):
                 if await call.read() == grpc.aio.EOF:
                     return (await call.code()).name
         except grpc.aio.AioRpcError as error:
@@ -59,9 +59,9 @@ async def _stream(port: int, messages: list[bytes], answers: int) -> str:
         return ""
 
 
-async def streams(port: int, messages: list[bytes], answers: int, count: int = 1) -> set[str]:
+async def streams(port: int, messages: list[bytes], responses: int, count: int = 1) -> set[str]:
     async def together() -> list[str]:
-        return await asyncio.gather(*(_stream(port, messages, answers) for _ in range(count)))
+        return await asyncio.gather(*(_stream(port, messages, responses) for _ in range(count)))
 
     return set(await trio.to_thread.run_sync(lambda: asyncio.run(together())))
 

@@ -1,4 +1,4 @@
-"""Envoy carries requests to the workers that the picker names, and each is counted until it is over."""
+"""Envoy sends requests to the workers that the picker chooses; each counts until it ends."""
 
 import signal
 from urllib.parse import quote
@@ -34,18 +34,18 @@ def in_flight(body):
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_requests_go_where_the_policy_says_and_count_until_their_last_byte(tmp_path, mode):
+async def test_requests_follow_the_policy_and_count_until_their_last_byte(tmp_path, mode):
     async with picked(tmp_path, changes=MODES[mode], more=LEAST) as here:
         first, second = here.fleet
         first.gate, second.gate = trio.Event(), trio.Event()
-        got = {}
+        received = {}
 
         async def stream(name):
             async with here.client.stream(
                 "POST", "/v1/chat/completions", json=chat("x" * 100_000, stream=True)
             ) as answer:
                 lines = [line async for line in answer.aiter_lines() if line]
-                got[name] = answer.status_code, lines
+                received[name] = answer.status_code, lines
 
         async with trio.open_nursery() as nursery:
             for number in range(4):
@@ -53,26 +53,26 @@ async def test_requests_go_where_the_policy_says_and_count_until_their_last_byte
             await first.halfway.wait()
             await second.halfway.wait()
             await here.picker.until(
-                "/workers", lambda body: [w["in_flight"] for w in body["workers"]] == [2, 2]
+                "/workers", lambda body: [row["in_flight"] for row in body["workers"]] == [2, 2]
             )
             first.gate.set()
             await here.picker.until("/workers", lambda body: not record(body, first)["in_flight"])
             assert record(await here.picker.get_json("/workers"), second)["in_flight"] == 2
             second.gate.set()
-        assert all(status == 200 for status, _ in got.values())
-        lines = sorted(lines for _, lines in got.values())
+        assert all(status == 200 for status, _ in received.values())
+        lines = sorted(lines for _, lines in received.values())
         assert lines == [
             [f"data: {name}", "data: rest", "data: [DONE]"] for name in ("a", "a", "b", "b")
         ]
         await idle(here.picker)
         records = (await here.picker.get_json("/workers"))["workers"]
-        assert [each["successful_requests"] for each in records] == [2, 2]
+        assert [row["successful_requests"] for row in records] == [2, 2]
         metrics = (await here.picker.client.get("/metrics")).text
         assert "omni_proxy_requests_in_flight 0.0" in metrics
 
 
 @pytest.mark.parametrize("mode", ["buffered", "duplex"])
-async def test_a_client_that_leaves_frees_its_place(tmp_path, mode):
+async def test_a_disconnect_ends_the_request_at_the_picker(tmp_path, mode):
     async with picked(tmp_path, changes=MODES[mode]) as here:
         for worker in here.fleet:
             worker.gate = trio.Event()
@@ -88,10 +88,10 @@ async def test_a_client_that_leaves_frees_its_place(tmp_path, mode):
         await idle(here.picker)
 
 
-async def test_what_no_worker_can_take_is_answered_by_the_picker(tmp_path):
+async def test_the_picker_answers_requests_that_no_worker_can_take(tmp_path):
     async with picked(tmp_path, tables=ALIAS) as here:
         client, picker = here.client, here.picker
-        unknown = await client.post("/v1/chat/completions", json=chat(model="nobody-has-it"))
+        unknown = await client.post("/v1/chat/completions", json=chat(model="unknown"))
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
         no_route = await client.post("/pause_generation", json={})
         assert (no_route.status_code, no_route.json()["error"]["code"]) == (404, "unknown_path")
@@ -109,20 +109,20 @@ async def test_what_no_worker_can_take_is_answered_by_the_picker(tmp_path):
         for worker in here.fleet:
             path = f"/workers/{quote(worker.url, safe='')}"
             assert (await picker.client.put(path, json={"disabled": True})).status_code < 300
-        nobody = await client.post("/v1/chat/completions", json=chat())
-        assert (nobody.status_code, nobody.json()["error"]["code"]) == (503, "all_disabled")
-        assert nobody.headers["retry-after"] == "1"
+        refused = await client.post("/v1/chat/completions", json=chat())
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "all_disabled")
+        assert refused.headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("mode", ["buffered", "duplex"])
-async def test_an_alias_is_rewritten_on_the_way_through_envoy(tmp_path, mode):
+async def test_an_alias_is_replaced_by_its_target_through_envoy(tmp_path, mode):
     async with picked(tmp_path, changes=MODES[mode], tables=ALIAS, model="m") as here:
         answer = await here.client.post("/v1/chat/completions", json=chat(model="gpt"))
         assert answer.status_code == 200
         assert [*here.fleet[0].bodies, *here.fleet[1].bodies] == [chat(model="m")]
 
 
-async def test_without_a_picker_envoy_refuses_or_goes_on_alone_as_configured(tmp_path):
+async def test_without_a_picker_envoy_fails_closed_or_open_as_configured(tmp_path):
     async with (
         picked(tmp_path) as here,
         envoy(tmp_path, beside(here.at), here.fleet, OPEN) as open_client,
@@ -135,15 +135,15 @@ async def test_without_a_picker_envoy_refuses_or_goes_on_alone_as_configured(tmp
         assert alone.status_code == 200
 
 
-async def test_a_picker_that_drains_lets_streams_end(tmp_path):
+async def test_a_draining_picker_lets_streams_end(tmp_path):
     async with picked(tmp_path) as here:
         for worker in here.fleet:
             worker.gate = trio.Event()
-        got = []
+        texts = []
 
         async def ask():
             answer = await here.client.post("/v1/chat/completions", json=chat(stream=True))
-            got.append(answer.text)
+            texts.append(answer.text)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
@@ -152,6 +152,6 @@ async def test_a_picker_that_drains_lets_streams_end(tmp_path):
             await here.picker.says("drain_started")
             for worker in here.fleet:
                 worker.gate.set()
-        assert got[0].endswith("data: [DONE]\n\n")
+        assert texts[0].endswith("data: [DONE]\n\n")
         with trio.fail_after(PATIENCE_SECS):
             assert await here.picker.process.wait() == 0

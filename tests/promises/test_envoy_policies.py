@@ -1,4 +1,4 @@
-"""What the proxy decides for its own requests holds for those that Envoy carries: subsets, keys, clusters."""
+"""Subset hints, callers' keys and clusters for requests that Envoy relays."""
 
 from contextlib import AsyncExitStack
 
@@ -50,33 +50,33 @@ models = ["n"]
 COMPARED = ("content-type", "www-authenticate", "retry-after")
 
 
-async def test_a_subset_of_envoys_is_kept_to(tmp_path):
+async def test_the_picker_respects_a_subset_hint(tmp_path):
     async with picked(tmp_path, changes=SUBSET) as here:
         for chosen in here.fleet:
-            place = chosen.url.removeprefix("http://")
+            address = chosen.url.removeprefix("http://")
             for _ in range(3):
-                asked = {"x-subset": f"10.255.0.1:1, {place}"}
-                answer = await here.client.post(CHAT, json=chat(), headers=asked)
+                headers = {"x-subset": f"10.255.0.1:1, {address}"}
+                answer = await here.client.post(CHAT, json=chat(), headers=headers)
                 assert answer.json()["worker"] == chosen.name
-        nobody = await here.client.post(CHAT, json=chat(), headers={"x-subset": "10.255.0.1:1"})
-        assert (nobody.status_code, nobody.json()["error"]["code"]) == (503, "subset_unavailable")
+        refused = await here.client.post(CHAT, json=chat(), headers={"x-subset": "10.255.0.1:1"})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "subset_unavailable")
         await idle(here.picker)
 
 
 async def refusals(client: httpx.AsyncClient) -> list[tuple[object, ...]]:
-    """Status, code and headers of each: no key, a wrong one, another model, the rate."""
-    found = []
+    """Status, code and headers for: no key, a wrong key, a key for another model, one over its rate."""
+    results = []
     for key in (None, "wrong", "model-key", "rated-key", "rated-key"):
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
         answer = await client.post(CHAT, json=chat(model="m"), headers=headers)
         code = answer.json().get("error", {}).get("code")
         fields = [name for name in COMPARED if name in answer.headers]
         limits = sorted(name for name in answer.headers if name.startswith("x-ratelimit"))
-        found.append((answer.status_code, code, fields, limits))
-    return found
+        results.append((answer.status_code, code, fields, limits))
+    return results
 
 
-async def test_keys_are_refused_through_envoy_as_by_the_proxy(tmp_path, monkeypatch):
+async def test_keys_are_refused_through_envoy_as_they_are_by_the_proxy(tmp_path, monkeypatch):
     monkeypatch.setenv("RATED_KEY", "rated-key")
     monkeypatch.setenv("MODEL_KEY", "model-key")
     async with picked(tmp_path, tables=KEYS) as here:
@@ -87,12 +87,12 @@ async def test_keys_are_refused_through_envoy_as_by_the_proxy(tmp_path, monkeypa
         async with program("--config", file) as proxy:
             await proxy.until_routable(*here.fleet)
             assert through_envoy == await refusals(proxy.client)
-        assert [each[0] for each in through_envoy] == [401, 401, 403, 200, 429]
+        assert [status for status, *_ in through_envoy] == [401, 401, 403, 200, 429]
         await idle(here.picker)
 
 
 @needs_store
-async def test_two_pickers_count_together(tmp_path):
+async def test_two_pickers_share_their_in_flight_counts(tmp_path):
     async with redis_server() as store, workers("a", "b") as fleet, AsyncExitStack() as stack:
         shared = f'[cluster]\nurl = "redis://127.0.0.1:{store.port}"\npublish_secs = 0.01\n'
         least, pickers, clients = "[routing]\npolicy = 'least_request'", [], []
@@ -108,8 +108,8 @@ async def test_two_pickers_count_together(tmp_path):
         for running in pickers:
             await running.until("/status", lambda body: body["cluster"]["members"] == 2)
 
-        def seen(counts):
-            return lambda body: [record(body, each)["in_flight"] for each in fleet] == counts
+        def has_counts(counts):
+            return lambda body: [record(body, worker)["in_flight"] for worker in fleet] == counts
 
         for worker in fleet:
             worker.gate = trio.Event()
@@ -121,47 +121,49 @@ async def test_two_pickers_count_together(tmp_path):
                     while sum(worker.requests for worker in fleet) != 2 * turn - 1 + number:
                         await trio.sleep(0.01)
                     counts = [worker.requests for worker in fleet]
-                    await pickers[1 - number].until("/workers", seen(counts))
-                    await pickers[number].until("/workers", seen(counts))
-                assert [w.requests - b for w, b in zip(fleet, before, strict=True)] == [1, 1]
+                    await pickers[1 - number].until("/workers", has_counts(counts))
+                    await pickers[number].until("/workers", has_counts(counts))
+                assert [
+                    worker.requests - count for worker, count in zip(fleet, before, strict=True)
+                ] == [1, 1]
             for worker in fleet:
                 worker.gate.set()
         for running in pickers:
             await idle(running)
 
 
-async def test_a_worker_that_leaves_the_file_still_counts_what_it_was_picked_for(tmp_path):
+async def test_a_removed_worker_completes_its_requests(tmp_path):
     async with picked(tmp_path) as here:
-        gone, kept = here.fleet
+        removed, kept = here.fleet
         for worker in here.fleet:
             worker.gate = trio.Event()
-        path, answers = "/workers", []
+        path, statuses = "/workers", []
 
         async def ask():
             answer = await here.client.post(CHAT, json=chat())
-            answers.append(answer.status_code)
+            statuses.append(answer.status_code)
 
         async with trio.open_nursery() as nursery:
             for _ in range(4):
                 nursery.start_soon(ask)
-            await gone.halfway.wait()
+            await removed.halfway.wait()
             put(here.file, picker_config(here.at, [kept]))
             await here.picker.client.post("/reload")
             await here.picker.until(path, lambda body: not [
-                each for each in body["workers"] if each["url"] == gone.url and each["routable"]
+                row for row in body["workers"] if row["url"] == removed.url and row["routable"]
             ])  # fmt: skip
             for worker in here.fleet:
                 worker.gate.set()
-        assert answers == [200] * 4
+        assert statuses == [200] * 4
         await idle(here.picker)
         assert (await here.client.post(CHAT, json=chat())).json()["worker"] == kept.name
 
 
-async def test_a_picker_that_is_killed_during_a_response(tmp_path):
+async def test_responses_after_the_picker_was_killed_follow_the_failure_mode(tmp_path):
     async with picked(tmp_path) as here:
         at = beside(here.at)
         async with envoy(tmp_path, at, here.fleet, OPEN) as open_client:
-            ended = {}
+            endings = {}
             for worker in here.fleet:
                 worker.gate = trio.Event()
 
@@ -170,9 +172,9 @@ async def test_a_picker_that_is_killed_during_a_response(tmp_path):
                 try:
                     async with client.stream("POST", CHAT, json=body) as answer:
                         lines.extend([line async for line in answer.aiter_lines() if line])
-                    ended[name] = lines[-1]
+                    endings[name] = lines[-1]
                 except httpx.RemoteProtocolError:
-                    ended[name] = "cut"
+                    endings[name] = "cut"
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(read, "closed", here.client)
@@ -183,4 +185,4 @@ async def test_a_picker_that_is_killed_during_a_response(tmp_path):
                 await here.picker.process.wait()
                 for worker in here.fleet:
                     worker.gate.set()
-            assert ended == {"closed": "cut", "open": "data: [DONE]"}
+            assert endings == {"closed": "cut", "open": "data: [DONE]"}

@@ -1,4 +1,4 @@
-"""TLS between Envoy and the picker: its certificate, Envoy's own, and new ones without a restart."""
+"""TLS between Envoy and the picker: server and client certificates, and their renewal."""
 
 import shutil
 import socket
@@ -22,14 +22,14 @@ from tests.promises.tls_helpers import AUTHORITY, FILES
 pytestmark = needs_envoy
 
 
-def envoy_with(own: str | None):
-    """Envoy's changes: it believes in the authority, and shows the certificate `own`."""
-    shown = ""
-    if own:
-        shown = f"""
+def envoy_with(certificate: str | None):
+    """Changes of Envoy's configuration: trust the authority, and present this certificate."""
+    client_certificate = ""
+    if certificate:
+        client_certificate = f"""
           tls_certificates:
-          - certificate_chain: {{ filename: {FILES / own}.pem }}
-            private_key: {{ filename: {FILES / own}-key.pem }}"""
+          - certificate_chain: {{ filename: {FILES / certificate}.pem }}
+            private_key: {{ filename: {FILES / certificate}-key.pem }}"""
     return (
         (
             "  - name: picker\n",
@@ -40,7 +40,7 @@ def envoy_with(own: str | None):
         "@type": type.googleapis.com/envoy.extensions.transport_sockets.tls.v3.UpstreamTlsContext
         common_tls_context:
           validation_context:
-            trusted_ca: {{ filename: {AUTHORITY} }}{shown}
+            trusted_ca: {{ filename: {AUTHORITY} }}{client_certificate}
 """,
         ),
     )
@@ -50,8 +50,8 @@ def tls_keys(cert, key, more=""):
     return f'grpc_tls_cert = "{cert}"\ngrpc_tls_key = "{key}"\n{more}'
 
 
-async def shown_at(port: int) -> bytes:
-    """The certificate of the listener, as a client of TLS sees it."""
+async def certificate_at(port: int) -> bytes:
+    """The certificate that the listener presents to a TLS client."""
 
     def fetch() -> bytes:
         return ssl.get_server_certificate(("127.0.0.1", port), timeout=PATIENCE_SECS).encode()
@@ -59,20 +59,20 @@ async def shown_at(port: int) -> bytes:
     return await trio.to_thread.run_sync(fetch)
 
 
-async def test_envoy_asks_by_tls_and_a_new_certificate_is_shown_to_new_connections(tmp_path):
+async def test_envoy_connects_by_tls_and_a_renewed_certificate_is_used(tmp_path):
     cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     shutil.copy(FILES / "server.pem", cert)
     shutil.copy(FILES / "server-key.pem", key)
     tables = tls_keys(cert, key)
     async with picked(tmp_path, changes=envoy_with(None), tables=tables) as here:
         assert (await here.client.post("/v1/chat/completions", json=chat())).status_code == 200
-        before = await shown_at(here.at.grpc)
+        before = await certificate_at(here.at.grpc)
         cert.write_text("no certificate")
-        assert await shown_at(here.at.grpc) == before
+        assert await certificate_at(here.at.grpc) == before
         await here.picker.says("certificate_reload_failed file=\\S+cert.pem")
         shutil.copy(FILES / "renewed-key.pem", key)
         shutil.copy(FILES / "renewed.pem", cert)
-        assert await shown_at(here.at.grpc) != before
+        assert await certificate_at(here.at.grpc) != before
         await here.picker.says("certificate_reloaded")
         assert (await here.client.post("/v1/chat/completions", json=chat())).status_code == 200
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -81,7 +81,7 @@ async def test_envoy_asks_by_tls_and_a_new_certificate_is_shown_to_new_connectio
             await here.picker.client.post("/reload")
             await here.picker.says("grpc_listen_refused .*Address already in use")
         assert (await here.client.post("/v1/chat/completions", json=chat())).status_code == 200
-        # Without TLS at the same address: the next connection is a plain one, and Envoy's fails.
+        # TLS is turned off at the same address: new connections are plain, so Envoy's fail.
         put(here.file, picker_config(here.at, here.fleet))
         await here.picker.client.post("/reload")
         await here.picker.until("/status", lambda body: body["picker"]["streams"] == 0)
@@ -91,14 +91,14 @@ async def test_envoy_asks_by_tls_and_a_new_certificate_is_shown_to_new_connectio
         await idle(here.picker)
 
 
-async def test_envoy_needs_a_certificate_where_the_picker_asks_for_one(tmp_path):
+async def test_envoy_needs_a_client_certificate_where_the_picker_requires_one(tmp_path):
     more = f'grpc_tls_client_ca = "{AUTHORITY}"\n'
     tables = tls_keys(FILES / "server.pem", FILES / "server-key.pem", more)
     async with (
         picked(tmp_path, changes=envoy_with("client"), tables=tables) as here,
         envoy(tmp_path, beside(here.at), here.fleet, envoy_with("stranger")) as stranger,
-        envoy(tmp_path, beside(here.at), here.fleet, envoy_with(None)) as unknown,
+        envoy(tmp_path, beside(here.at), here.fleet, envoy_with(None)) as without_certificate,
     ):
         assert (await here.client.post("/v1/chat/completions", json=chat())).status_code == 200
-        for refused in (stranger, unknown):
-            assert (await refused.post("/v1/chat/completions", json=chat())).status_code == 500
+        for client in (stranger, without_certificate):
+            assert (await client.post("/v1/chat/completions", json=chat())).status_code == 500

@@ -1,4 +1,4 @@
-"""An upgrade of the only picker: Envoy gets an answer for each request, and what is counted stays so."""
+"""An upgrade of the only picker: no request of Envoy's fails, and the counts are kept."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ CLIENTS = 8
 
 async def test_an_upgrade_of_the_picker_refuses_no_request_and_cuts_no_stream(tmp_path):
     async with picked(tmp_path, more="[routing]\npolicy = 'least_request'") as here:
-        picker, answers, stop, lines = here.picker, [], trio.Event(), []
+        picker, statuses, stop, lines = here.picker, [], trio.Event(), []
         client = AsyncWorkerPicker(str(picker.client.base_url))
         held = await client.acquire()
         gate = trio.Event()
@@ -24,7 +24,7 @@ async def test_an_upgrade_of_the_picker_refuses_no_request_and_cuts_no_stream(tm
         async def keep_asking():
             while not stop.is_set():
                 answer = await here.client.post("/v1/chat/completions", json=chat())
-                answers.append(answer.status_code)
+                statuses.append(answer.status_code)
 
         async def read_stream():
             body = chat(stream=True)
@@ -32,7 +32,8 @@ async def test_an_upgrade_of_the_picker_refuses_no_request_and_cuts_no_stream(tm
                 lines.extend([line async for line in answer.aiter_lines() if line])
 
         other = next(worker for worker in here.fleet if worker.url != held.url)
-        other.gate, opened = gate, other.gate  # the stream goes there, for less is in flight
+        # The stream goes to this worker, which has fewer requests in flight.
+        other.gate, opened = gate, other.gate
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read_stream)
             await other.halfway.wait()
@@ -41,18 +42,18 @@ async def test_an_upgrade_of_the_picker_refuses_no_request_and_cuts_no_stream(tm
                 nursery.start_soon(keep_asking)
             report = await upgrade(picker)
             assert report.outcome == "done", report
-            before = len(answers)
-            while len(answers) < before + 10 * CLIENTS:
+            before = len(statuses)
+            while len(statuses) < before + 10 * CLIENTS:
                 await trio.sleep(0.01)
             stop.set()
             body = await picker.until("/status", lambda body: body["pid"] == report.pid)
             assert body["picker"]["reservations"] == 1
             assert picker.process.returncode is None
             gate.set()
-        assert set(answers) == {200}
+        assert set(statuses) == {200}
         assert lines[-1] == "data: [DONE]"
         workers = (await picker.get_json("/workers"))["workers"]
-        assert [each["in_flight"] for each in workers if each["url"] == held.url] == [1]
+        assert [row["in_flight"] for row in workers if row["url"] == held.url] == [1]
         assert await client.release(held)
         assert not await client.release(held)
         await idle(picker)

@@ -7,7 +7,7 @@ from tests.promises.clients import CHAT, post
 from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
 from tests.promises.fakes import PATIENCE_SECS, answering, counted, fake_workers
 
-WELL = answering(counted(b"{}"))
+ANSWER = answering(counted(b"{}"))
 BALANCED = "[server]\nproxy_protocol = true\nforwarded = 'append'\n"
 V1 = b"PROXY TCP4 203.0.113.7 10.0.0.1 4711 443\r\n"
 V2 = (
@@ -17,16 +17,16 @@ V2 = (
 
 
 def forwarded_fields(worker, *names):
-    """What the worker was told in its newest request."""
+    """These fields of the last request that the worker received."""
     return [(name, value) for name, value in worker.calls[-1].fields if name in names]
 
 
-CLAIMS = ("x-forwarded-for: 8.8.8.8", "x-forwarded-proto: https", "via: 1.1 cdn")
-WAYS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "via")
+SENT = ("x-forwarded-for: 8.8.8.8", "x-forwarded-proto: https", "via: 1.1 cdn")
+FORWARDED_NAMES = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "via")
 
 
 @pytest.mark.parametrize(
-    ("mode", "wanted"),
+    ("mode", "expected"),
     [
         (
             "off",
@@ -45,16 +45,17 @@ WAYS = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "via")
         ),
     ],
 )  # fmt: skip
-async def test_a_worker_is_reported_the_way_as_configured(mode, wanted):
-    async with dataplane_before(WELL, config=f"[server]\nforwarded = '{mode}'") as (opened, client):
-        for _ in range(3):  # from memory too
-            await client.send(post(CHAT, *CLAIMS))
+async def test_a_worker_gets_forwarded_headers_as_configured(mode, expected):
+    config = f"[server]\nforwarded = '{mode}'"
+    async with dataplane_before(ANSWER, config=config) as (opened, client):
+        for _ in range(3):  # the later ones with a cached head
+            await client.send(post(CHAT, *SENT))
             assert (await client.answer()).status == 200
-            assert forwarded_fields(opened.workers[0], *WAYS) == wanted
+            assert forwarded_fields(opened.workers[0], *FORWARDED_NAMES) == expected
 
 
-async def test_a_change_of_the_mode_holds_for_open_connections_too():
-    async with dataplane_before(WELL) as (opened, client):
+async def test_a_reload_of_the_mode_applies_to_open_connections():
+    async with dataplane_before(ANSWER) as (opened, client):
         for mode, count in (("off", 0), ("append", 1), ("off", 0)):
             opened.reload(f"[server]\nforwarded = '{mode}'")
             await client.send(post())
@@ -65,21 +66,21 @@ async def test_a_change_of_the_mode_holds_for_open_connections_too():
 @pytest.mark.parametrize("sent", [None, "mine"])
 async def test_a_request_id_reaches_the_worker_the_client_and_the_log(sent):
     config = "[server]\nrequest_id_header = 'X-Trace'"
-    both = answering(counted(b"{}", "x-trace: the worker's own"))
-    async with dataplane_before(both, config=config) as (opened, client):
+    script = answering(counted(b"{}", "x-trace: the worker's own"))
+    async with dataplane_before(script, config=config) as (opened, client):
         for _ in range(2):
             await client.send(post(CHAT, *([f"x-trace: {sent}"] if sent else [])))
             answer = await client.answer()
-            ((_, seen),) = forwarded_fields(opened.workers[0], "x-trace")
-            assert answer.all("x-trace") == [seen]
-            assert answer.one("x-sglang-omni-request-id") == seen
-            assert opened.last["request_id"] == seen
-            assert seen == sent or len(seen) == 32
+            ((_, request_id),) = forwarded_fields(opened.workers[0], "x-trace")
+            assert answer.all("x-trace") == [request_id]
+            assert answer.one("x-sglang-omni-request-id") == request_id
+            assert opened.last["request_id"] == request_id
+            assert request_id == sent or len(request_id) == 32
 
 
-async def test_refusals_carry_an_id_too():
+async def test_local_replies_have_a_request_id_too():
     config = "[server]\nrequest_id_header = 'x-request-id'"
-    async with dataplane_before(WELL, config=config) as (_, client):
+    async with dataplane_before(ANSWER, config=config) as (_, client):
         await client.send(post(b"no json", "x-request-id: mine"))
         answer = await client.answer()
         assert (answer.status, answer.one("x-request-id")) == (400, "mine")
@@ -88,10 +89,10 @@ async def test_refusals_carry_an_id_too():
         assert (answer.status, len(answer.one("x-request-id"))) == (400, 32)
 
 
-@pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
-async def test_the_client_address_is_that_of_the_proxy_line(introduction):
-    async with dataplane_before(WELL, config=BALANCED) as (opened, client):
-        await client.send(introduction + post())
+@pytest.mark.parametrize("proxy_header", [V1, V2], ids=["v1", "v2"])
+async def test_the_client_address_is_that_of_the_proxy_protocol_header(proxy_header):
+    async with dataplane_before(ANSWER, config=BALANCED) as (opened, client):
+        await client.send(proxy_header + post())
         assert (await client.answer()).status == 200
         await client.send(post())  # once per connection
         assert (await client.answer()).status == 200
@@ -101,17 +102,17 @@ async def test_the_client_address_is_that_of_the_proxy_line(introduction):
         ]
 
 
-@pytest.mark.parametrize("introduction", [V1, V2], ids=["v1", "v2"])
-async def test_a_proxy_line_may_arrive_byte_by_byte(introduction):
-    async with dataplane_before(WELL, config=BALANCED) as (opened, client):
-        for byte in introduction + post():
+@pytest.mark.parametrize("proxy_header", [V1, V2], ids=["v1", "v2"])
+async def test_a_proxy_protocol_header_may_arrive_byte_by_byte(proxy_header):
+    async with dataplane_before(ANSWER, config=BALANCED) as (opened, client):
+        for byte in proxy_header + post():
             await client.send(bytes([byte]))
         assert (await client.answer()).status == 200
         assert opened.last["client"] == "203.0.113.7:4711"
 
 
-async def test_an_introduction_without_an_address_leaves_the_balancers_own():
-    async with dataplane_before(WELL, config=BALANCED) as (opened, client):
+async def test_a_proxy_protocol_header_without_an_address_keeps_the_peers():
+    async with dataplane_before(ANSWER, config=BALANCED) as (opened, client):
         await client.send(b"PROXY UNKNOWN\r\n" + post())
         assert (await client.answer()).status == 200
         assert opened.last["client"].startswith("127.0.0.1:")
@@ -120,17 +121,17 @@ async def test_an_introduction_without_an_address_leaves_the_balancers_own():
 @pytest.mark.parametrize(
     "sent", [post(), b"PROXY TCP4 nonsense\r\n" + post(), V2[:12] + b"\x99" + V2[13:], V1[:20]]
 )
-async def test_a_caller_that_does_not_introduce_itself_is_cut_without_a_word(sent):
+async def test_a_connection_without_a_valid_proxy_protocol_header_is_closed_silently(sent):
     config = BALANCED + "[server.timeouts]\nclient_head_secs = 0.1"
-    async with dataplane_before(WELL, config=config) as (opened, client):
+    async with dataplane_before(ANSWER, config=config) as (opened, client):
         await client.send(sent)
         assert await client.until_closed() == b""
         assert not opened.log.records
         assert opened.workers[0].requests == []
 
 
-async def test_a_balancer_that_leaves_within_its_introduction_costs_nothing():
-    async with fake_workers(WELL) as made, run_dataplane(*made, config=BALANCED) as opened:
+async def test_a_disconnect_within_the_proxy_protocol_header_leaves_nothing():
+    async with fake_workers(ANSWER) as fakes, run_dataplane(*fakes, config=BALANCED) as opened:
         async with opened.client() as client:
             await client.send(V1[:20])
         with trio.fail_after(PATIENCE_SECS):
@@ -138,7 +139,7 @@ async def test_a_balancer_that_leaves_within_its_introduction_costs_nothing():
         assert not opened.log.records
 
 
-async def test_without_the_key_an_introduction_is_a_malformed_head():
-    async with dataplane_before(WELL) as (_, client):
+async def test_with_proxy_protocol_off_its_header_is_a_malformed_head():
+    async with dataplane_before(ANSWER) as (_, client):
         await client.send(V1 + post())
         assert (await client.answer()).status == 400

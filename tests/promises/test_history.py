@@ -5,14 +5,14 @@ import httpx
 from tests.promises.fleet_program import program, put, toml, workers
 
 
-async def test_the_history_is_the_same_whichever_process_answers(tmp_path):
+async def test_every_process_returns_the_same_history(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as fleet:
         put(file, toml(fleet, more="processes = 2"))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
             base = running.client.base_url
-            for _ in range(8):  # each over a connection of its own, so of either process
+            for _ in range(8):  # over new connections, so that either process gets some
                 async with httpx.AsyncClient(base_url=base, trust_env=False) as client:
                     response = await client.post("/v1/chat/completions", json={"messages": []})
                     assert response.status_code == 200
@@ -20,14 +20,14 @@ async def test_the_history_is_the_same_whichever_process_answers(tmp_path):
             counted = await running.until(
                 path, lambda body: any(body["series"]["requests_per_sec"])
             )
-            rows = []
+            histories = []
             for _ in range(6):
                 async with httpx.AsyncClient(base_url=base, trust_env=False) as client:
-                    rows.append((await client.get(path)).json())
+                    histories.append((await client.get(path)).json())
             known = [
                 [value is not None for value in body["series"]["in_flight"][:-2]]
-                for body in rows
+                for body in histories
                 if body["from"] == counted["from"]
             ]
-            assert all(row == known[0] for row in known)
-            assert all(any(body["series"]["requests_per_sec"]) for body in rows)
+            assert all(values == known[0] for values in known)
+            assert all(any(body["series"]["requests_per_sec"]) for body in histories)

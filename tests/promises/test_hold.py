@@ -1,4 +1,4 @@
-"""With a queue, requests that nobody can take at the moment wait instead of being refused."""
+"""With a queue, requests that no worker can take now wait instead of being refused."""
 
 from datetime import UTC, datetime
 
@@ -23,7 +23,7 @@ async def ask(client):
 
 
 class Gate:
-    """A script that answers once it may; counts how many it has at a time."""
+    """A script that answers once `open` is set; counts its requests in flight."""
 
     def __init__(self):
         self.open, self.now, self.peak = trio.Event(), 0, 0
@@ -37,7 +37,7 @@ class Gate:
         await call.send(counted(b"good"))
 
 
-async def several(opened, count, answers):
+async def send_many(opened, count, answers):
     async def one():
         async with opened.client() as client:
             answers.append(await ask(client))
@@ -47,18 +47,14 @@ async def several(opened, count, answers):
             nursery.start_soon(one)
 
 
-async def test_past_max_inflight_requests_wait_and_all_are_answered():
+async def test_requests_above_max_inflight_wait_and_all_are_answered():
     gate, answers = Gate(), []
     config = f"{QUEUED}max_inflight = 2"
     async with dataplane_before(gate, config=config) as (opened, _), trio.open_nursery() as nursery:
-        nursery.start_soon(several, opened, 20, answers)
+        nursery.start_soon(send_many, opened, 20, answers)
         await until(lambda: opened.dataplane.queue.waiting == 18)
-        reported = opened.dataplane.status()
-        assert (reported["inflight"], reported["waiting"], reported["phases"]["queue"]) == (
-            2,
-            18,
-            18,
-        )
+        status = opened.dataplane.status()
+        assert (status["inflight"], status["waiting"], status["phases"]["queue"]) == (2, 18, 18)
         gate.open.set()
         await until(lambda: len(answers) == 20)
         assert [answer.status for answer in answers] == [200] * 20
@@ -70,11 +66,13 @@ async def test_past_max_inflight_requests_wait_and_all_are_answered():
 @pytest.mark.parametrize("size", [0, 50])
 async def test_max_inflight_of_a_worker_is_never_exceeded(size):
     gates, answers = [Gate(), Gate()], []
-    async with fake_workers(*gates) as made:
-        entries = "".join(f'[[workers]]\nurl = "{w.url}"\nmax_inflight = 3\n' for w in made)
+    async with fake_workers(*gates) as fakes:
+        entries = "".join(
+            f'[[workers]]\nurl = "{worker.url}"\nmax_inflight = 3\n' for worker in fakes
+        )
         config = f"[server]\nqueue_size = {size}\n{entries}"
         async with run_dataplane(config=config) as opened, trio.open_nursery() as nursery:
-            nursery.start_soon(several, opened, 40, answers)
+            nursery.start_soon(send_many, opened, 40, answers)
             if size:
                 await until(lambda: opened.dataplane.queue.waiting == 34)
             else:
@@ -89,12 +87,12 @@ async def test_max_inflight_of_a_worker_is_never_exceeded(size):
             assert [worker.peak_in_flight for worker in opened.fleet.workers] == [3, 3]
 
 
-async def test_a_queue_that_is_full_refuses_at_once():
+async def test_a_full_queue_refuses_at_once():
     gate, answers = Gate(), []
     config = "[server]\nqueue_size = 1\nmax_inflight = 1"
     async with dataplane_before(gate, config=config) as (opened, client):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(several, opened, 2, answers)
+            nursery.start_soon(send_many, opened, 2, answers)
             await until(lambda: opened.dataplane.queue.waiting == 1)
             refused = await ask(client)
             assert (refused.status, refused.one("retry-after")) == (503, "1")
@@ -112,7 +110,7 @@ async def test_a_queue_that_is_full_refuses_at_once():
 async def test_a_queue_timeout_reports_its_reason(more, reason):
     gate = Gate()
     config = f"{QUEUED}{more}queue_timeout_secs = 0.05"
-    async with fake_workers(gate) as made, run_dataplane(*made, config=config) as opened:
+    async with fake_workers(gate) as fakes, run_dataplane(*fakes, config=config) as opened:
         (worker,) = opened.fleet.workers
         async with opened.client() as holder, opened.client() as client:
             await holder.send(post(CHAT))
@@ -130,10 +128,10 @@ async def test_a_queue_timeout_reports_its_reason(more, reason):
             assert (await holder.answer()).status == 200
 
 
-async def test_a_client_that_leaves_leaves_the_queue():
+async def test_a_request_leaves_the_queue_when_its_client_disconnects():
     gate = Gate()
     config = f"{QUEUED}max_inflight = 1"
-    async with fake_workers(gate) as made, run_dataplane(*made, config=config) as opened:
+    async with fake_workers(gate) as fakes, run_dataplane(*fakes, config=config) as opened:
         async with opened.client() as holder:
             await holder.send(post(CHAT))
             await until(lambda: opened.dataplane.in_flight)
@@ -147,10 +145,10 @@ async def test_a_client_that_leaves_leaves_the_queue():
             )
             gate.open.set()
             assert (await holder.answer()).status == 200
-        assert len(made[0].requests) == 1
+        assert len(fakes[0].requests) == 1
 
 
-async def test_an_upload_that_waits_for_its_turn_is_read_after_it():
+async def test_an_upload_that_waits_in_the_queue_is_read_afterwards():
     gate = Gate()
     body = b'{"messages": [], "pad": "%b"}' % (b"x" * 300_000)
     config = f"{QUEUED}max_inflight = 1"
@@ -166,13 +164,13 @@ async def test_an_upload_that_waits_for_its_turn_is_read_after_it():
         assert opened.workers[0].requests[1][1] == body
 
 
-async def test_what_failed_waits_for_a_worker_that_can_take_it():
-    """Both tries of a lone worker fail, which ejects it: the third waits until it is back."""
-    tries = []
+async def test_a_failed_request_waits_in_the_queue_until_a_worker_recovers():
+    """Two attempts fail, which ejects the only worker: the third waits until it is healthy again."""
+    calls = []
 
     async def script(call):
-        tries.append(call)
-        if len(tries) < 3:
+        calls.append(call)
+        if len(calls) < 3:
             call.reset()
         else:
             await call.send(counted(b"good"))
@@ -182,14 +180,14 @@ async def test_what_failed_waits_for_a_worker_that_can_take_it():
         (worker,) = opened.fleet.workers
         async with trio.open_nursery() as nursery:
 
-            async def mend():
+            async def heal():
                 await until(lambda: opened.dataplane.queue.waiting)
                 for _ in range(2):
                     opened.fleet.observe_probe(
                         worker, status=200, error=None, at=datetime.now(UTC), epoch=0
                     )
 
-            nursery.start_soon(mend)
+            nursery.start_soon(heal)
             answer = await ask(client)
         assert (answer.status, answer.body) == (200, b"good")
         assert answer.one("x-omni-attempts").count("reset_before_response") == 2
@@ -197,12 +195,12 @@ async def test_what_failed_waits_for_a_worker_that_can_take_it():
         assert worker_record(worker)["half_open"] is False
 
 
-async def test_front_routes_never_wait(tmp_path):
+async def test_health_and_status_never_wait_in_the_queue(tmp_path):
     gate, file = Gate(), tmp_path / "proxy.toml"
-    async with fake_workers(gate) as made:
-        put(file, toml(made, more="queue_size = 5\nmax_inflight = 1\n"))
+    async with fake_workers(gate) as fakes:
+        put(file, toml(fakes, more="queue_size = 5\nmax_inflight = 1\n"))
         async with program("--config", file) as running, trio.open_nursery() as nursery:
-            await running.until_routable(*made)
+            await running.until_routable(*fakes)
             for _ in range(2):
                 nursery.start_soon(running.ask)
             body = await running.until("/health", lambda body: body["admission"]["waiting"] == 1)
@@ -213,14 +211,14 @@ async def test_front_routes_never_wait(tmp_path):
 
 async def test_a_drain_still_serves_queued_requests(tmp_path):
     gate, file = Gate(), tmp_path / "proxy.toml"
-    async with fake_workers(gate) as made:
-        put(file, toml(made, more="queue_size = 5\nmax_inflight = 1\n"))
+    async with fake_workers(gate) as fakes:
+        put(file, toml(fakes, more="queue_size = 5\nmax_inflight = 1\n"))
         async with program("--config", file) as running, trio.open_nursery() as nursery:
-            await running.until_routable(*made)
-            answers = []
+            await running.until_routable(*fakes)
+            statuses = []
 
             async def one():
-                answers.append((await running.ask()).status_code)
+                statuses.append((await running.ask()).status_code)
 
             for _ in range(3):
                 nursery.start_soon(one)
@@ -230,7 +228,7 @@ async def test_a_drain_still_serves_queued_requests(tmp_path):
             gate.open.set()
             with trio.fail_after(PATIENCE_SECS):
                 assert await running.process.wait() == 0
-        assert answers == [200, 200, 200]
+        assert statuses == [200, 200, 200]
 
 
 class Restartable(FakeWorker):
@@ -244,19 +242,19 @@ class Restartable(FakeWorker):
             await trio.serve_listeners(self._connection, [listener], task_status=task_status)
 
 
-async def test_a_rolling_restart_costs_no_error(tmp_path):
-    """Each worker is killed under traffic and comes back, so that for a while there is none."""
+async def test_a_restart_of_all_workers_causes_no_error(tmp_path):
+    """All workers are killed under traffic and started again, so for a while there is none."""
     file = tmp_path / "proxy.toml"
-    made = [Restartable(GOOD), Restartable(GOOD)]
+    fakes = [Restartable(GOOD), Restartable(GOOD)]
     statuses, enough = [], trio.Event()
     async with trio.open_nursery() as nursery:
-        for worker in made:
+        for worker in fakes:
             await nursery.start(worker.run)
-        put(file, toml(made, more="queue_size = 100\n"))
+        put(file, toml(fakes, more="queue_size = 100\n"))
         async with program("--config", file) as running:
-            await running.until_routable(*made)
+            await running.until_routable(*fakes)
 
-            async def traffic(reported):
+            async def traffic():
                 async with httpx.AsyncClient(
                     base_url=running.client.base_url,
                     timeout=PATIENCE_SECS,
@@ -265,21 +263,21 @@ async def test_a_rolling_restart_costs_no_error(tmp_path):
                 ) as client:
                     while not enough.is_set():
                         answer = await client.post("/v1/chat/completions", content=CHAT)
-                        reported.append(answer.status_code)
+                        statuses.append(answer.status_code)
 
             async with trio.open_nursery() as clients:
                 for _ in range(8):
-                    clients.start_soon(traffic, statuses)
+                    clients.start_soon(traffic)
                 await until(lambda: len(statuses) > 20)
-                for worker in made:
+                for worker in fakes:
                     worker.scope.cancel()
                 await running.until("/workers", lambda body: not body["routable_workers"])
                 await running.until("/health", lambda body: body["admission"]["waiting"] == 8)
-                for worker in made:
+                for worker in fakes:
                     await nursery.start(worker.run)
                     before = len(statuses)
                     await until(lambda before=before: len(statuses) > before + 20)
-                await running.until_routable(*made)
+                await running.until_routable(*fakes)
                 enough.set()
             assert set(statuses) == {200}
         nursery.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""Workers behind https: which the proxy trusts, and what a connection costs."""
+"""Workers with https URLs: which certificates the proxy trusts, and how it uses connections."""
 
 import shutil
 import ssl
@@ -24,23 +24,23 @@ from tests.promises.fakes import (
 )
 from tests.promises.tls_helpers import AUTHORITY, FILES, SecureWorker, TwoEvents, secure_workers
 
-BELIEVING = f"[server]\ntls_worker_ca = '{AUTHORITY}'\n"
+TRUSTING = f"[server]\ntls_worker_ca = '{AUTHORITY}'\n"
 OK = answering(counted(b"{}"))
 
 
 @asynccontextmanager
-async def dataplane_to(*workers, config=BELIEVING):
+async def dataplane_to(*workers, config=TRUSTING):
     async with secure_workers(*workers), run_dataplane(*workers, config=config) as opened:
         yield opened
 
 
-async def asked(opened, body=CHAT):
+async def ask(opened, body=CHAT):
     async with opened.client() as client:
         await client.send(post(body))
         return await client.answer()
 
 
-async def test_requests_go_over_one_kept_connection():
+async def test_requests_share_one_kept_connection():
     worker = SecureWorker(OK, host="localhost")
     async with dataplane_to(worker) as opened, opened.client() as client:
         for _ in range(6):  # the last ones take the fast path
@@ -50,34 +50,34 @@ async def test_requests_go_over_one_kept_connection():
     assert worker.names == ["localhost"]
 
 
-async def test_an_address_is_compared_with_those_of_the_certificate_and_is_no_name():
+async def test_an_ip_address_is_verified_and_not_sent_as_server_name():
     worker = SecureWorker(OK)
     async with dataplane_to(worker) as opened:
-        assert (await asked(opened)).status == 200
+        assert (await ask(opened)).status == 200
     assert worker.names == [None]
 
 
-async def test_large_bodies_and_answers_pass_unchanged():
-    answer = bytes(range(256)) * 8_000
+async def test_large_bodies_and_responses_are_relayed_unchanged():
+    response = bytes(range(256)) * 8_000
     body = b'{"messages": [], "x": "%b"}' % (b"y" * 900_000)
-    worker = SecureWorker(answering(counted(answer)))
+    worker = SecureWorker(answering(counted(response)))
     async with dataplane_to(worker) as opened, opened.client() as client:
         for sent in (body, body, CHAT, CHAT, CHAT):
             await client.send(post(sent))
-            assert (await client.answer()).body == answer
-    assert [sent for _, sent in worker.requests] == [body, body, CHAT, CHAT, CHAT]
+            assert (await client.answer()).body == response
+    assert [received for _, received in worker.requests] == [body, body, CHAT, CHAT, CHAT]
 
 
 async def test_a_large_body_is_sent_at_once_over_an_idle_connection():
-    """Whose socket has room all the time: nothing tells of it anew."""
+    """The socket has been writable all along, so epoll reports no new event for it."""
     worker = SecureWorker(OK)
     large = b'{"messages": [], "x": "%b"}' % (b"y" * 100_000)
-    config = BELIEVING + "[server.timeouts]\nresponse_head_secs = 5\n"
+    config = TRUSTING + "[server.timeouts]\nresponse_head_secs = 5\n"
     async with dataplane_to(worker, config=config) as opened, opened.client() as client:
         for sent in (CHAT, CHAT, large, large):
             await client.send(post(sent))
             assert (await client.answer()).status == 200
-    assert [sent for _, sent in worker.requests] == [CHAT, CHAT, large, large]
+    assert [received for _, received in worker.requests] == [CHAT, CHAT, large, large]
     assert len(worker.calls) == 1
 
 
@@ -88,28 +88,28 @@ async def test_events_arrive_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("config", "name", "words"),
+    ("config", "name", "message"),
     [
         ("", "server", b"certificate verify failed"),
-        (BELIEVING, "stranger", b"certificate verify failed"),
-        (BELIEVING, "elsewhere", b"IP address mismatch"),
+        (TRUSTING, "stranger", b"certificate verify failed"),
+        (TRUSTING, "elsewhere", b"IP address mismatch"),
     ],
 )
-async def test_a_worker_with_an_untrusted_certificate_gets_no_request(config, name, words):
+async def test_a_worker_with_an_untrusted_certificate_gets_no_request(config, name, message):
     worker = SecureWorker(OK, name)
     async with dataplane_to(worker, config="[routing]\nmax_total_retries = 1\n" + config) as opened:
-        answer = await asked(opened)
+        answer = await ask(opened)
         assert answer.status == 502
-        assert words in answer.body
+        assert message in answer.body
         assert opened.failures() == [1]
     assert worker.requests == []
 
 
-async def test_another_worker_is_tried_instead():
+async def test_a_worker_with_a_trusted_certificate_is_tried_instead():
     bad, good = SecureWorker(OK, "stranger"), SecureWorker(OK)
     async with dataplane_to(bad, good) as opened:
         for _ in range(2):
-            assert (await asked(opened)).status == 200
+            assert (await ask(opened)).status == 200
     assert (len(bad.requests), len(good.requests)) == (0, 2)
 
 
@@ -118,24 +118,24 @@ def entry(worker, keys):
 
 
 @pytest.mark.parametrize("keys", ["tls_verify = false", f"tls_ca = '{FILES / 'stranger.pem'}'"])
-async def test_a_worker_can_have_authorities_of_its_own_or_be_taken_as_it_is(keys):
+async def test_a_worker_can_have_its_own_authority_or_no_verification(keys):
     worker = SecureWorker(OK, "stranger")
     async with secure_workers(worker):
-        config = BELIEVING + entry(worker, keys)
+        config = TRUSTING + entry(worker, keys)
         async with run_dataplane(config=config) as opened:
-            assert (await asked(opened)).status == 200
+            assert (await ask(opened)).status == 200
     assert len(worker.requests) == 1
 
 
-async def test_a_change_of_trust_counts_for_the_next_request():
+async def test_a_change_of_verification_applies_to_the_next_request():
     worker = SecureWorker(OK, "stranger")
     async with secure_workers(worker):
-        loose = BELIEVING + entry(worker, "tls_verify = false")
-        async with run_dataplane(config=loose) as opened:
-            assert (await asked(opened)).status == 200
-            strict = parse(BELIEVING + entry(worker, ""))
-            opened.fleet.apply(desired_workers(strict, (), SavedState()), datetime.now(UTC))
-            assert (await asked(opened)).status == 502
+        unverified = TRUSTING + entry(worker, "tls_verify = false")
+        async with run_dataplane(config=unverified) as opened:
+            assert (await ask(opened)).status == 200
+            verified = parse(TRUSTING + entry(worker, ""))
+            opened.fleet.apply(desired_workers(verified, (), SavedState()), datetime.now(UTC))
+            assert (await ask(opened)).status == 502
     assert len(worker.requests) == 1
 
 
@@ -147,32 +147,32 @@ async def test_a_new_connection_resumes_the_session_of_an_old_one():
     worker.context.maximum_version = ssl.TLSVersion.TLSv1_2
     async with dataplane_to(worker) as opened:
         for _ in range(2):
-            assert (await asked(opened)).status == 200
-    assert worker.resumed == [False, False]  # those were not kept: nothing is learnt of them
+            assert (await ask(opened)).status == 200
+    assert worker.resumed == [False, False]  # connections that were not kept give no session
 
     kept = SecureWorker(OK, host="localhost")
     async with dataplane_to(kept) as opened:
-        assert (await asked(opened)).status == 200
+        assert (await ask(opened)).status == 200
         [pool] = opened.dataplane.pools.known.values()
         pool.idle.pop().close()
-        assert (await asked(opened)).status == 200
+        assert (await ask(opened)).status == 200
     assert kept.resumed == [False, True]
 
 
 async def test_a_late_session_ticket_closes_no_idle_connection():
     calls = []
 
-    async def rekeying(call):
+    async def record_call(call):
         await call.send(counted(b"{}"))
         calls.append(call)
 
-    worker = SecureWorker(rekeying)
+    worker = SecureWorker(record_call)
     async with dataplane_to(worker) as opened:
-        assert (await asked(opened)).status == 200
+        assert (await ask(opened)).status == 200
         [pool] = opened.dataplane.pools.known.values()
         [stream] = pool.idle
         stream.readable = True
-        pool._drop(stream)  # as for an event with nothing of HTTP in it
+        pool._drop(stream)  # as for a readable event without application data
         assert pool.idle == [stream]
         await calls[0].send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
         await until(lambda: pool.idle == [])
@@ -180,43 +180,43 @@ async def test_a_late_session_ticket_closes_no_idle_connection():
 
 async def test_a_handshake_that_is_never_answered_is_cut_by_connect_secs():
     async with fake_workers(silent) as (worker,):
-        mute = worker.url.replace("http:", "https:")
-        config = BELIEVING + "[server.timeouts]\nconnect_secs = 0.05\n[routing]\n"
-        async with run_dataplane(mute, config=config + "max_total_retries = 1\n") as opened:
-            answer = await asked(opened)
+        url = worker.url.replace("http:", "https:")
+        config = TRUSTING + "[server.timeouts]\nconnect_secs = 0.05\n[routing]\n"
+        async with run_dataplane(url, config=config + "max_total_retries = 1\n") as opened:
+            answer = await ask(opened)
             assert answer.status == 502
             assert b"ConnectTimeout" in answer.body
 
 
-async def test_a_worker_that_speaks_plain_http_is_a_failed_try():
+async def test_a_worker_that_speaks_plain_http_is_a_failed_attempt():
     async def plain(call):
         await call.send(counted(b"{}"))
 
     async with fake_workers(plain) as (worker,):
         url = worker.url.replace("http:", "https:")
-        config = BELIEVING + "[routing]\nmax_total_retries = 1\n[server.timeouts]\nconnect_secs = 1"
+        config = TRUSTING + "[routing]\nmax_total_retries = 1\n[server.timeouts]\nconnect_secs = 1"
         async with run_dataplane(url, config=config) as opened:
-            assert (await asked(opened)).status == 502
+            assert (await ask(opened)).status == 502
 
 
-async def test_a_client_that_leaves_closes_the_connection_to_the_worker():
-    asked_it, left = trio.Event(), trio.Event()
+async def test_a_disconnect_closes_the_connection_to_the_worker():
+    asked, left = trio.Event(), trio.Event()
 
     async def script(call):
-        asked_it.set()
+        asked.set()
         await call.until_left()
         left.set()
 
     async with dataplane_to(SecureWorker(script)) as opened:
         async with opened.client() as client:
             await client.send(post())
-            await asked_it.wait()
+            await asked.wait()
         await left.wait()
         await until(lambda: opened.dataplane.services.totals.ended["client_disconnected"] == 1)
 
 
-async def test_an_answer_that_only_its_end_bounds_must_end_in_tls():
-    """Else whoever sits between could shorten it, and nobody would know."""
+async def test_a_response_that_ends_with_its_connection_needs_a_tls_close():
+    """Otherwise an attacker on the network could truncate the response unnoticed."""
 
     async def cut(call):
         await call.send(b"HTTP/1.1 200 OK\r\n\r\nhalf of i")
@@ -228,33 +228,34 @@ async def test_an_answer_that_only_its_end_bounds_must_end_in_tls():
 
     async with dataplane_to(SecureWorker(cut)) as opened:
         with pytest.raises(Truncated):
-            await asked(opened)
+            await ask(opened)
     async with dataplane_to(SecureWorker(whole)) as opened:
-        assert (await asked(opened)).body == b"all of it"
+        assert (await ask(opened)).body == b"all of it"
 
 
-async def test_files_that_were_replaced_count_for_the_next_connection(tmp_path):
-    trusted = tmp_path / "authorities.pem"
-    trusted.write_bytes((FILES / "stranger.pem").read_bytes())
+async def test_a_replaced_authority_file_applies_to_the_next_connection(tmp_path):
+    authorities = tmp_path / "authorities.pem"
+    authorities.write_bytes((FILES / "stranger.pem").read_bytes())
     worker = SecureWorker(OK)
-    config = f"[server]\ntls_worker_ca = '{trusted}'\n[routing]\nmax_total_retries = 1\n"
+    config = f"[server]\ntls_worker_ca = '{authorities}'\n[routing]\nmax_total_retries = 1\n"
     async with dataplane_to(worker, config=config) as opened:
-        assert (await asked(opened)).status == 502
-        trusted.write_bytes(AUTHORITY.read_bytes())
-        assert (await asked(opened)).status == 200
-        trusted.write_text("nonsense")  # what it said before stays
+        assert (await ask(opened)).status == 502
+        authorities.write_bytes(AUTHORITY.read_bytes())
+        assert (await ask(opened)).status == 200
+        # An invalid file leaves the previous authorities in force.
+        authorities.write_text("nonsense")
         [pool] = opened.dataplane.pools.known.values()
         pool.idle.pop().close()
-        assert (await asked(opened)).status == 200
+        assert (await ask(opened)).status == 200
 
 
-async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
-    """A new connection has tickets to read while the request is still on its way."""
-    go_on = trio.Event()
+async def test_a_body_that_the_worker_reads_slowly_is_sent_completely():
+    """On a new connection, session tickets arrive while the request is still being sent."""
+    may_read = trio.Event()
 
     class Slow(SecureWorker):
         async def _connection(self, stream):
-            await go_on.wait()
+            await may_read.wait()
             await super()._connection(stream)
 
     body = b'{"messages": [], "x": "%b"}' % (b"y" * 6_000_000)
@@ -266,7 +267,7 @@ async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
     ):
         nursery.start_soon(client.send, post(body))
         await until(lambda: any(task.phase == "send" for task in opened.dataplane.loop.tasks))
-        go_on.set()
+        may_read.set()
         assert (await client.answer()).status == 200
     assert len(worker.requests[0][1]) == len(body)
 
@@ -275,24 +276,24 @@ async def test_a_body_that_the_worker_reads_slowly_is_sent_whole():
 async def test_a_renegotiation_is_refused_at_once():
     port = free_port()
     async with openssl_server(port) as server:
-        config = f"{BELIEVING}[routing]\nmax_total_retries = 0\n"
+        config = f"{TRUSTING}[routing]\nmax_total_retries = 0\n"
         url = f"https://127.0.0.1:{port}"
         async with run_dataplane(url, config=config) as opened, opened.client() as client:
             await client.send(post())
             await until_output(server, b"messages")
             await server.stdin.send_all(b"r\n")
             await until_output(server, b"no renegotiation")
-            assert (await client.answer()).status == 502  # that was not enough for it
+            assert (await client.answer()).status == 502  # as openssl sent no response
 
 
 @asynccontextmanager
 async def openssl_server(port):
-    """What is written to it goes to its peer, but for a line that is one of its commands."""
-    words = ["openssl", "s_server", "-accept", f"127.0.0.1:{port}", "-tls1_2", "-crlf"]
-    words += ["-cert", str(FILES / "server.pem"), "-key", str(FILES / "server-key.pem")]
+    """`openssl s_server`: it sends its input to the peer, except lines that are its commands."""
+    command = ["openssl", "s_server", "-accept", f"127.0.0.1:{port}", "-tls1_2", "-crlf"]
+    command += ["-cert", str(FILES / "server.pem"), "-key", str(FILES / "server-key.pem")]
     pipe = subprocess.PIPE
     server = await trio.lowlevel.open_process(
-        words, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
+        command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT
     )
     try:
         await until_output(server, b"ACCEPT")
@@ -303,9 +304,9 @@ async def openssl_server(port):
 
 
 async def until_output(server, text):
-    came = b""
+    output = b""
     with trio.fail_after(10):
-        while text not in came:
+        while text not in output:
             piece = await server.stdout.receive_some(65536)
-            assert piece, came
-            came += piece
+            assert piece, output
+            output += piece

@@ -1,4 +1,4 @@
-"""What `pip install omni-proxy` gives, in an environment that has nothing else, runs by itself."""
+"""The wheel, installed by pip in an environment that has nothing else, runs."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ def run(*command):
         text=True,
         timeout=INSTALL_SECS,
         check=False,
-        # Not where this run finds its own packages.
+        # Without PYTHONPATH, which would add the packages of this test run.
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
     if "No matching distribution" in done.stderr or "Could not find a version" in done.stderr:

@@ -1,4 +1,4 @@
-"""An IPv6 address may be written as URLs have it, and is shown so wherever a port follows it."""
+"""IPv6 addresses may be configured in brackets, and are shown in brackets before a port."""
 
 import json
 import socket
@@ -13,9 +13,9 @@ from tests.promises.fleet_program import program, put, toml, workers
 
 @pytest.fixture(autouse=True)
 async def soon():
-    with socket.socket(socket.AF_INET6) as trial:
+    with socket.socket(socket.AF_INET6) as probe:
         try:
-            trial.bind(("::1", 0))
+            probe.bind(("::1", 0))
         except OSError:
             pytest.skip("no IPv6 here")
     with trio.fail_after(60):
@@ -23,12 +23,14 @@ async def soon():
 
 
 async def status_of(file):
-    words = ["-m", "omni_proxy", "status", "--json", "--config", str(file)]
-    done = await trio.run_process([forking_interpreter(), *words], capture_stdout=True, check=False)
+    arguments = ["-m", "omni_proxy", "status", "--json", "--config", str(file)]
+    done = await trio.run_process(
+        [forking_interpreter(), *arguments], capture_stdout=True, check=False
+    )
     return json.loads(done.stdout)
 
 
-async def test_a_listener_named_in_brackets_is_found_moved_and_reports_its_clients(tmp_path):
+async def test_a_bracketed_ipv6_host_listens_moves_and_logs_its_clients(tmp_path):
     file, log = tmp_path / "proxy.toml", tmp_path / "access.log"
     more = f"access_log = '{log}'\nlog_format = 'json'\nhost = "
     async with workers("w") as fleet:
@@ -39,9 +41,9 @@ async def test_a_listener_named_in_brackets_is_found_moved_and_reports_its_clien
             await running.until_routable(*fleet)
             assert (await running.ask()).json() == {"worker": "w"}
             assert (await status_of(file))["revision"] == 1
-            moved = free_port()
-            put(file, toml(fleet, port=moved, more=f"{more}'[::]'"))
-            await running.says(rf"listening on http://\[::\]:{moved}")
+            new_port = free_port()
+            put(file, toml(fleet, port=new_port, more=f"{more}'[::]'"))
+            await running.says(rf"listening on http://\[::\]:{new_port}")
             assert (await status_of(file))["revision"] == 2
     clients = [json.loads(line)["client"] for line in log.read_text().splitlines()]
     assert clients

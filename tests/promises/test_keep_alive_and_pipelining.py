@@ -19,14 +19,14 @@ CLOSING = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\nhello"
 
 
 async def echo(call):
-    """The body, counted or chunked in turn."""
+    """Send the body back: chunked if its length is odd, else with a length."""
     if len(call.body) % 2:
         await call.send(CHUNKED_HEAD, chunk(call.body), LAST_CHUNK)
     else:
         await call.send(counted(call.body))
 
 
-def old(body=CHAT, *fields):
+def post_http_1_0(body=CHAT, *fields):
     return post(body, *fields).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
 
 
@@ -41,7 +41,7 @@ async def test_both_sides_keep_their_connections():
     assert [len(worker.requests), len(worker.calls)] == [20, 1]
 
 
-async def test_clients_one_after_another_share_the_workers_connection():
+async def test_successive_clients_share_the_workers_connection():
     async with fake_workers(echo) as (worker,), run_dataplane(worker) as opened:
         for _ in range(3):
             async with opened.client() as client:
@@ -50,7 +50,7 @@ async def test_clients_one_after_another_share_the_workers_connection():
     assert len(worker.calls) == 1
 
 
-async def test_pipelined_requests_are_answered_in_their_order():
+async def test_pipelined_requests_are_answered_in_order():
     bodies = [b'{"messages": [], "n": %b}' % (b"1" * number) for number in range(1, 30)]
     async with dataplane_before(echo, echo) as (opened, client):
         await client.send(*map(post, bodies))
@@ -71,12 +71,12 @@ async def test_a_websocket_handshake_may_follow_a_request(body):
         assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
 
 
-async def test_a_pipelined_request_waits_for_the_one_before():
-    may = trio.Event()
+async def test_a_pipelined_response_waits_for_the_one_before():
+    may_answer = trio.Event()
 
     async def script(call):
         if b"first" in call.body:
-            await may.wait()
+            await may_answer.wait()
         await call.send(counted(call.body))
 
     first, second = b'{"id": "first"}', b'{"id": "second"}'
@@ -86,7 +86,7 @@ async def test_a_pipelined_request_waits_for_the_one_before():
             await other.send(post())
             assert (await other.answer()).status == 200
         assert [len(worker.requests) for worker in opened.workers] == [1, 1]
-        may.set()
+        may_answer.set()
         assert [(await client.answer()).body for _ in range(2)] == [first, second]
 
 
@@ -101,19 +101,19 @@ async def test_chunked_requests_may_be_pipelined_too():
         assert [(await client.answer()).body for _ in bodies] == [body * 2 for body in bodies]
 
 
-async def test_a_request_may_be_torn_anywhere():
+async def test_a_request_may_be_split_anywhere():
     sent = post() + post(b'{"messages": [], "x": 1}')
     async with fake_workers(echo) as (worker,), run_dataplane(worker) as opened:
-        for torn in range(1, len(sent), 7):
+        for cut in range(1, len(sent), 7):
             async with opened.client() as client:
-                await client.send(sent[:torn])
+                await client.send(sent[:cut])
                 await trio.testing.wait_all_tasks_blocked()
-                await client.send(sent[torn:])
+                await client.send(sent[cut:])
                 assert (await client.answer()).body == CHAT
                 assert (await client.answer()).body == b'{"messages": [], "x": 1}'
 
 
-async def test_connection_close_is_kept_to():
+async def test_connection_close_is_honoured():
     async with dataplane_before(echo) as (opened, client):
         await client.send(post(CHAT, "connection: close"), post())
         answer = await client.answer()
@@ -122,7 +122,7 @@ async def test_connection_close_is_kept_to():
     assert len(opened.workers[0].requests) == 1
 
 
-async def test_a_worker_that_closes_each_time_is_dialled_each_time():
+async def test_a_worker_that_closes_after_each_response_gets_new_connections():
     script = hanging_up_after(counted(b"{}", "connection: close"))
     async with fake_workers(script) as (worker,), run_dataplane(worker) as opened:
         async with opened.client() as client:
@@ -139,10 +139,10 @@ async def test_a_worker_that_closes_each_time_is_dialled_each_time():
     [answering(counted(b"hello")), answering(CHUNKED), hanging_up_after(CLOSING)],
     ids=["counted", "chunked", "closing"],
 )
-async def test_an_http_1_0_client_gets_its_answer_plain_and_then_the_end(script):
-    async with fake_workers(script) as made, run_dataplane(*made) as opened:
+async def test_an_http_1_0_client_gets_an_unchunked_response_and_the_close(script):
+    async with fake_workers(script) as fakes, run_dataplane(*fakes) as opened:
         async with opened.client() as client:
-            await client.send(old())
+            await client.send(post_http_1_0())
             answer = await client.answer()
             assert (answer.status, answer.body) == (200, b"hello")
             assert answer.one("transfer-encoding") is None
@@ -153,25 +153,25 @@ async def test_an_http_1_0_client_gets_its_answer_plain_and_then_the_end(script)
 async def test_an_http_1_0_client_may_keep_its_connection():
     async with dataplane_before(answering(counted(b"hello"))) as (_, client):
         for _ in range(2):
-            await client.send(old(CHAT, "connection: keep-alive"))
+            await client.send(post_http_1_0(CHAT, "connection: keep-alive"))
             answer = await client.answer()
             assert (answer.body, answer.one("connection")) == (b"hello", "keep-alive")
 
 
-async def test_an_http_1_0_client_that_keeps_alive_is_reported_the_end_of_a_chunked_answer():
+async def test_a_chunked_response_to_an_http_1_0_keep_alive_client_ends_with_close():
     async with dataplane_before(answering(CHUNKED)) as (_, client):
-        await client.send(old(CHAT, "connection: keep-alive"))
+        await client.send(post_http_1_0(CHAT, "connection: keep-alive"))
         answer = await client.answer()
         assert (answer.body, answer.one("connection")) == (b"hello", "close")
 
 
 async def test_an_http_1_0_client_without_a_host_is_served():
     async with dataplane_before(echo) as (_, client):
-        await client.send(old().replace(b"host: proxy\r\n", b""))
+        await client.send(post_http_1_0().replace(b"host: proxy\r\n", b""))
         assert (await client.answer()).body == CHAT
 
 
-async def test_an_error_for_head_has_no_body_and_keeps_the_connection():
+async def test_an_error_response_to_head_has_no_body_and_keeps_the_connection():
     async with dataplane_before(echo) as (_, client):
         await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\n\r\n", post())
         answer = await client.answer("HEAD")
@@ -181,9 +181,9 @@ async def test_an_error_for_head_has_no_body_and_keeps_the_connection():
 
 
 @pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
-async def test_answers_without_a_body_end_at_their_head(status):
-    lengthless = f"HTTP/1.1 {status}\r\nx-a: b\r\n\r\n".encode()
-    async with dataplane_before(answering(lengthless)) as (opened, client):
+async def test_responses_without_a_body_end_after_their_head(status):
+    head = f"HTTP/1.1 {status}\r\nx-a: b\r\n\r\n".encode()
+    async with dataplane_before(answering(head)) as (opened, client):
         for _ in range(2):
             await client.send(post())
             answer = await client.answer()
@@ -192,7 +192,7 @@ async def test_answers_without_a_body_end_at_their_head(status):
     assert len(opened.workers[0].calls) == 1
 
 
-async def test_interim_answers_of_a_worker_do_not_confuse_the_final_one():
+async def test_interim_responses_of_a_worker_precede_the_final_one():
     hints = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
     async with dataplane_before(answering(hints, counted(b"{}"))) as (_, client):
         for _ in range(2):
@@ -201,14 +201,14 @@ async def test_interim_answers_of_a_worker_do_not_confuse_the_final_one():
             assert (answer.status, answer.body) == (200, b"{}")
 
 
-async def test_a_refused_request_with_a_whole_body_leaves_the_connection_good():
+async def test_a_refused_request_with_a_complete_body_keeps_the_connection():
     async with dataplane_before(echo) as (_, client):
         await client.send(post(b"no json"), post())
         assert (await client.answer()).status == 400
         assert (await client.answer()).body == CHAT
 
 
-async def test_a_response_that_arrives_with_its_head_keeps_its_framing():
+async def test_a_chunked_response_that_arrives_in_one_piece_keeps_its_framing():
     async with dataplane_before(answering(CHUNKED)) as (_, client):
         for _ in range(2):
             await client.send(post())

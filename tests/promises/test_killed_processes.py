@@ -1,4 +1,4 @@
-"""What stays of a proxy that is killed in the middle of something: nothing that harms."""
+"""A killed process leaves no half-open request, and no process, behind."""
 
 import os
 import signal
@@ -15,12 +15,15 @@ from tests.promises.processes_fixture import ResetsUntilHealthy, address, servin
 
 pytestmark = pytest.mark.usefixtures("own_interpreters")
 STICKY = "processes = 2\n[routing]\npolicy = 'random'\nsticky_sessions = true"
-TIMES = 2
+ROUNDS = 2
 
 
 async def test_a_half_open_request_ends_with_its_process(tmp_path):
-    ill, file = ResetsUntilHealthy(), tmp_path / "proxy.toml"
-    async with fake_workers(ill, answering(counted(b"{}"))) as fleet, AsyncExitStack() as clients:
+    script, file = ResetsUntilHealthy(), tmp_path / "proxy.toml"
+    async with (
+        fake_workers(script, answering(counted(b"{}"))) as fleet,
+        AsyncExitStack() as clients,
+    ):
         put(file, toml(fleet, more=STICKY))
         async with program("--config", file) as running:
             running.client.headers["connection"] = "close"
@@ -30,44 +33,48 @@ async def test_a_half_open_request_ends_with_its_process(tmp_path):
                 async with client_of(address(running)) as client:
                     await client.send(ask())
                     assert (await client.answer()).status == 200
-            ill.well = True
-            for time in range(1, TIMES + 1):
-                await on_trial(running, ill, clients, time)
-                body = await running.until("/status", lambda t: in_flight(t)[-1] == 1)
+            script.well = True
+            for count in range(1, ROUNDS + 1):
+                await until_on_trial(running, script, clients, count)
+                body = await running.until("/status", lambda body: in_flight(body)[-1] == 1)
                 rows = body["data_plane"]["processes"]
                 os.kill(max(rows, key=lambda row: row["in_flight"])["pid"], signal.SIGKILL)
-                await running.until("/status", lambda t: in_flight(t) == [0, 0] and serving(t))
+                await running.until(
+                    "/status", lambda body: in_flight(body) == [0, 0] and serving(body)
+                )
                 assert (await running.get_json("/status"))["data_plane"]["inflight"] == 0
                 body = await running.get_json("/workers")
                 assert [worker["in_flight"] for worker in body["workers"]] == [0, 0]
                 assert record(body, fleet[0])["trial"]
-            ill.gate.set()
+            script.gate.set()
             while record(await running.get_json("/workers"), fleet[0])["trial"]:
                 async with client_of(address(running)) as client:
                     await client.send(ask())
                     assert (await client.answer()).status == 200
-            assert ill.served
+            assert script.served
 
 
-asked = iter(range(1 << 30))
+sessions = iter(range(1 << 30))
 
 
 def ask() -> bytes:
-    """A session of its own: any worker may get it."""
-    return post(CHAT, f"x-session-id: {next(asked)}")
+    """A request of a new session, which any worker may get."""
+    return post(CHAT, f"x-session-id: {next(sessions)}")
 
 
-def in_flight(reported: dict) -> list[int]:
-    return sorted(row["in_flight"] for row in reported["data_plane"]["processes"])
+def in_flight(body: dict) -> list[int]:
+    return sorted(row["in_flight"] for row in body["data_plane"]["processes"])
 
 
-async def on_trial(running, ill: ResetsUntilHealthy, clients: AsyncExitStack, count: int) -> None:
+async def until_on_trial(
+    running, script: ResetsUntilHealthy, clients: AsyncExitStack, count: int
+) -> None:
     """Ask until one request, the only one in flight, waits at the half-open worker."""
     with trio.fail_after(PATIENCE_SECS):
-        while ill.now < count:
+        while script.now < count:
             client = await clients.enter_async_context(client_of(address(running)))
             await client.send(ask())
-            while ill.now < count and not client.rest:
+            while script.now < count and not client.rest:
                 with trio.move_on_after(0.02):
                     client.rest += await client.receive()
 

@@ -1,4 +1,4 @@
-"""A replica publishes what its prefix cache holds, and says truthfully what of a prompt it reused."""
+"""A replica publishes its prefix cache, and reports how much of a prompt it reused."""
 
 import itertools
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ fresh = itertools.count(300)
 
 
 def prompt(length):
-    """Tokens that share no beginning with those of another call."""
+    """Tokens that share no prefix with those of any other call."""
     first = next(fresh)
-    return [first, *(260 + (first * 7 + place * place) % 252 for place in range(length - 1))]
+    return [first, *(260 + (first * 7 + index * index) % 252 for index in range(length - 1))]
 
 
 class Fleet:
-    """A replica, and what a plain subscriber learns about it."""
+    """A client of a replica, and a plain subscriber of its events."""
 
     def __init__(self, url, context):
         self.client = httpx.Client(base_url=url, timeout=PATIENCE_SECS, verify=False)
@@ -42,17 +42,17 @@ class Fleet:
         (self.source,) = self.client.get("/kv_event_sources").json().values()
         self.events = self._socket(zmq.SUB, self.source["endpoint"])
         self.events.subscribe(b"")
-        # A subscription needs its time: whatever was published is asked for again.
+        # A subscription takes effect with a delay: events are triggered until one arrives.
         while not self.events.poll(20):
             self.client.post("/flush_cache")
         self.read_until("AllBlocksCleared")
 
     def _socket(self, kind, endpoint):
-        opened = self._context.socket(kind)
-        opened.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
-        opened.setsockopt(zmq.LINGER, 0)
-        opened.connect(endpoint.replace("*", "127.0.0.1"))
-        return opened
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.RCVTIMEO, PATIENCE_MS)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(endpoint.replace("*", "127.0.0.1"))
+        return socket
 
     def read(self):
         topic, number, payload = self.events.recv_multipart()
@@ -69,12 +69,12 @@ class Fleet:
             case {"type": "BlockStored", "block_hashes": hashes, "token_ids": tokens}:
                 assert (event["block_size"], event["medium"]) == (BLOCK, "GPU")
                 parent = event["parent_block_hash"]
-                for place, each in enumerate(hashes):
-                    self.blocks[each] = parent, tokens[place * BLOCK : (place + 1) * BLOCK]
-                    parent = each
+                for index, block_hash in enumerate(hashes):
+                    self.blocks[block_hash] = parent, tokens[index * BLOCK : (index + 1) * BLOCK]
+                    parent = block_hash
             case {"type": "BlockRemoved", "block_hashes": hashes}:
-                for each in hashes:
-                    del self.blocks[each]
+                for block_hash in hashes:
+                    del self.blocks[block_hash]
             case {"type": "AllBlocksCleared"}:
                 self.blocks.clear()
 
@@ -84,11 +84,11 @@ class Fleet:
             self.read()
 
     def known(self, tokens):
-        """The leading tokens that are cached, by the events."""
+        """The number of leading tokens that are cached according to the events."""
         parent = None
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             block = (parent, tokens[start : start + BLOCK])
-            found = [each for each, other in self.blocks.items() if other == block]
+            found = [key for key, other in self.blocks.items() if other == block]
             if not found:
                 return start
             (parent,) = found
@@ -105,14 +105,14 @@ class Fleet:
         return self.complete(tokens)["usage"]["prompt_tokens_details"]["cached_tokens"]
 
     def replay(self, first=0):
-        asker = self._socket(zmq.DEALER, self.source["replay_endpoint"])
-        asker.send_multipart([b"", first.to_bytes(8, "big")])
+        socket = self._socket(zmq.DEALER, self.source["replay_endpoint"])
+        socket.send_multipart([b"", first.to_bytes(8, "big")])
         answers = []
         while True:
-            empty, topic, number, payload = asker.recv_multipart()
+            empty, topic, number, payload = socket.recv_multipart()
             assert (empty, topic) == (b"", b"")
             if number == END:
-                asker.close()
+                socket.close()
                 return answers
             answers.append((int.from_bytes(number, "big"), msgspec.msgpack.decode(payload)))
 
@@ -128,8 +128,8 @@ async def wait_healthy(program):
 
 @contextmanager
 def publishing(endpoint="tcp://*:0"):
-    words = ("--model", "tiny", "--kv-events", endpoint, "--kv-replay", "tcp://*:0")
-    with started(*words) as program, zmq.Context() as context:
+    arguments = ("--model", "tiny", "--kv-events", endpoint, "--kv-replay", "tcp://*:0")
+    with started(*arguments) as program, zmq.Context() as context:
         fleet = Fleet(program.url, context)
         trio.run(wait_healthy, program)
         fleet.connect()
@@ -145,13 +145,13 @@ def running():
 
 @pytest.fixture
 def replica(running):
-    """With nothing in its cache."""
+    """The replica with an empty cache."""
     running.client.post("/flush_cache")
     running.read_until("AllBlocksCleared")
     return running
 
 
-def test_the_port_that_was_taken_is_reported_as_both_engines_do(running):
+def test_the_chosen_port_is_reported_in_the_forms_of_both_engines(running):
     port = int(running.source["endpoint"].removeprefix("tcp://*:"))
     assert running.source["publisher"] == "zmq"
     body = running.client.get("/server_info").json()["kv_events"]
@@ -159,7 +159,7 @@ def test_the_port_that_was_taken_is_reported_as_both_engines_do(running):
     assert (body["block_size"], body["dp_size"]) == (BLOCK, 1)
 
 
-def test_numbers_have_no_gap(replica):
+def test_sequence_numbers_have_no_gap(replica):
     for _ in range(3):
         replica.complete(prompt(20))
         replica.read()
@@ -167,42 +167,42 @@ def test_numbers_have_no_gap(replica):
     assert replica.numbers == list(range(first, first + len(replica.numbers)))
 
 
-def test_cached_tokens_are_those_of_the_blocks_that_were_published(replica):
+def test_cached_tokens_are_those_of_the_published_blocks(replica):
     one, other = prompt(100), prompt(40)
     for tokens in (one, other):
         replica.complete(tokens)
         replica.read_until("BlockStored")
-    for asked in (
+    for tokens in (
         one[:50] + prompt(30),
         one[:16] + prompt(30),
         one[:15] + prompt(30),
         other + prompt(30),
         prompt(60),
     ):
-        expected = replica.known(asked)
-        assert expected <= replica.cached(asked) < expected + BLOCK or expected == 0
+        expected = replica.known(tokens)
+        assert expected <= replica.cached(tokens) < expected + BLOCK or expected == 0
         if expected == 0:
             assert replica.cached(prompt(60)) == 0
         replica.read()
 
 
-def test_generated_tokens_make_blocks_too(replica):
-    begin = prompt(20)
-    assert replica.complete(begin, count=40)["usage"]["completion_tokens"] == 40
+def test_generated_tokens_are_published_in_blocks(replica):
+    start = prompt(20)
+    assert replica.complete(start, count=40)["usage"]["completion_tokens"] == 40
     replica.read_until("BlockStored")
-    # The last token was never computed: 59 are kept, of which 48 are complete blocks.
+    # The last token was not computed: 59 are cached, of which 48 are in complete blocks.
     assert len(replica.blocks) == 3
-    leaf = [each for each in replica.blocks if each not in {p for p, _ in replica.blocks.values()}]
-    text = []
-    (at,) = leaf
-    while at is not None:
-        at, tokens = replica.blocks[at]
-        text = tokens + text
-    assert text[:20] == begin
-    assert replica.cached(text + prompt(5)) >= 48
+    parents = {parent for parent, _ in replica.blocks.values()}
+    (block,) = [block for block in replica.blocks if block not in parents]
+    sequence = []
+    while block is not None:
+        block, tokens = replica.blocks[block]
+        sequence = tokens + sequence
+    assert sequence[:20] == start
+    assert replica.cached(sequence + prompt(5)) >= 48
 
 
-def test_evicted_blocks_are_removed_before_those_that_needed_the_room(replica):
+def test_evicted_blocks_are_removed_before_new_ones_are_stored(replica):
     first = prompt(40)
     replica.complete(first)
     for _ in range(ENTRIES - 1):
@@ -226,7 +226,7 @@ def test_a_flush_is_published_at_once(replica):
     assert replica.types[-1] == "AllBlocksCleared"
 
 
-def test_missed_batches_are_sent_again(replica):
+def test_missed_batches_are_replayed(replica):
     replica.complete(prompt(20))
     replica.read_until("BlockStored")
     last = replica.numbers[-1]
@@ -241,7 +241,7 @@ def test_missed_batches_are_sent_again(replica):
 CHAT = [{"role": "user", "content": "What is the capital of France, and how long is the Seine?"}]
 
 
-def of_events(text):
+def events_of(text):
     lines = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
     return [msgspec.json.decode(line) for line in lines]
 
@@ -250,21 +250,21 @@ def details(usage):
     return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
-def of_input(usage):
+def responses_details(usage):
     return usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
 
 
-def of_anthropic(usage):
+def anthropic_details(usage):
     cached = usage["cache_read_input_tokens"]
     return usage["input_tokens"] + cached, cached
 
 
-def of_meta(meta):
+def meta_details(meta):
     return meta["prompt_tokens"], meta["cached_tokens"]
 
 
 def last_usage(text):
-    return [event["usage"] for event in of_events(text) if event.get("usage")][-1]
+    return [event["usage"] for event in events_of(text) if event.get("usage")][-1]
 
 
 TEXT = "The sea is wide and the sky is high, and nobody has ever counted the waves."
@@ -279,24 +279,24 @@ FORMS = {
     "completions, streamed": (
         "/v1/completions", {"prompt": TEXT} | STREAM, lambda a: details(last_usage(a.text)),
     ),
-    "generate": ("/generate", {"text": TEXT} | SAMPLING, lambda a: of_meta(a.json()["meta_info"])),
+    "generate": ("/generate", {"text": TEXT} | SAMPLING, lambda a: meta_details(a.json()["meta_info"])),
     "generate, streamed": (
         "/generate", {"text": TEXT, "stream": True} | SAMPLING,
-        lambda a: of_meta(of_events(a.text)[-1]["meta_info"]),
+        lambda a: meta_details(events_of(a.text)[-1]["meta_info"]),
     ),
     "messages": (
-        "/v1/messages", {"messages": CHAT}, lambda a: of_anthropic(a.json()["usage"]),
+        "/v1/messages", {"messages": CHAT}, lambda a: anthropic_details(a.json()["usage"]),
     ),
     "messages, streamed": (
         "/v1/messages", {"messages": CHAT, "stream": True},
-        lambda a: of_anthropic(
-            [event["usage"] for event in of_events(a.text) if event["type"] == "message_delta"][-1]
+        lambda a: anthropic_details(
+            [event["usage"] for event in events_of(a.text) if event["type"] == "message_delta"][-1]
         ),
     ),
-    "responses": ("/v1/responses", {"input": TEXT}, lambda a: of_input(a.json()["usage"])),
+    "responses": ("/v1/responses", {"input": TEXT}, lambda a: responses_details(a.json()["usage"])),
     "responses, streamed": (
         "/v1/responses", {"input": TEXT, "stream": True},
-        lambda a: of_input(of_events(a.text)[-1]["response"]["usage"]),
+        lambda a: responses_details(events_of(a.text)[-1]["response"]["usage"]),
     ),
     "tokens": (
         "/inference/v1/generate", {"token_ids": list(range(300, 340)), "sampling_params": {"max_tokens": 4}},
@@ -306,7 +306,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_of_an_answer_has_the_cached_tokens(replica, form):
+def test_every_form_of_response_reports_the_cached_tokens(replica, form):
     path, body, read = FORMS[form]
     body = {"model": "tiny", "max_tokens": 4, "max_output_tokens": 4} | body
     first, second = (read(replica.client.post(path, json=body)) for _ in range(2))
@@ -325,13 +325,13 @@ def test_new_weights_clear_all_blocks(replica):
     assert replica.blocks == {}
 
 
-def test_a_restarted_replica_begins_at_0_on_the_same_address():
+def test_a_restarted_replica_numbers_its_events_from_0():
     endpoint = f"tcp://*:{free_port()}"
     for _ in range(2):
         with publishing(endpoint) as replica:
             assert replica.source["endpoint"] == endpoint
             replica.complete(prompt(20))
             replica.read_until("BlockStored")
-            first, (at, _, _) = replica.replay()[0]
+            first, (timestamp, _, _) = replica.replay()[0]
             assert first == 0
-            assert at > 0
+            assert timestamp > 0

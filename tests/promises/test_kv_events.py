@@ -1,4 +1,4 @@
-"""Prompts of token ids go to the worker whose engine says that it has them cached."""
+"""Prompts of token ids go to the worker whose KV events show that it has them cached."""
 
 import pytest
 import trio
@@ -24,8 +24,8 @@ def config(fleet, events, *, processes=1):
     )
 
 
-def modes(reported):
-    return [worker["kv_mode"] for worker in reported["workers"]]
+def modes(body):
+    return [worker["kv_mode"] for worker in body["workers"]]
 
 
 async def ask(running, prompt):
@@ -45,7 +45,7 @@ async def until_blocks(running, count):
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_a_prompt_of_token_ids_goes_where_its_blocks_are(tmp_path, processes):
+async def test_a_prompt_of_token_ids_goes_to_the_worker_with_its_blocks(tmp_path, processes):
     with publishers(True, False) as events:
         first, second = events
         first.publish(stored(OTHER))
@@ -62,7 +62,7 @@ async def test_a_prompt_of_token_ids_goes_where_its_blocks_are(tmp_path, process
                 for _ in range(3):
                     assert await ask(running, [*PROMPT, 1, 2, 3]) == "b"
                     assert await ask(running, [*OTHER, 1, 2, 3]) == "a"
-                # A gap without a replay is not trusted any more, one with a replay is filled.
+                # A gap makes a worker degraded, unless a replay fills it.
                 second.publish(lost=True)
                 first.publish(CLEARED, lost=True)
                 for publisher in events:

@@ -1,4 +1,4 @@
-"""A change of one worker costs the same however many there are, and many come up while we serve."""
+"""A change of one worker does not depend on the size of the fleet; a large fleet starts up."""
 
 import random
 
@@ -18,8 +18,8 @@ MANY = 300
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}"
 
 
-class WalkedFleet(Fleet):
-    """Counts how often somebody looks at all of its workers."""
+class CountingFleet(Fleet):
+    """Counts how often all of its workers are read."""
 
     walks = 0
 
@@ -31,17 +31,17 @@ class WalkedFleet(Fleet):
 
 @pytest.fixture
 async def running_server(tmp_path):
-    """Every room of the program, wired over many workers; nothing runs."""
+    """The server with all services over many workers; none of them runs."""
     file = tmp_path / "proxy.toml"
     urls = "".join(f'[[workers]]\nurl = "http://w{number}:1"\n' for number in range(MANY))
     file.write_text(f'[server]\nport = 0\nstate_file = "off"\n{urls}')
-    config_store = ConfigStore(Startup(file, {}, (), ""), WalkedFleet())
-    made = Server(config_store, config_store.fleet, tmp_path)
-    made.data_plane.listeners.held = True
+    config_store = ConfigStore(Startup(file, {}, (), ""), CountingFleet())
+    server = Server(config_store, config_store.fleet, tmp_path)
+    server.data_plane.listeners.held = True
     config_store.start()
-    yield made
-    made.data_plane.listeners.close()
-    made.data_plane.loop.flush()
+    yield server
+    server.data_plane.listeners.close()
+    server.data_plane.loop.flush()
 
 
 async def test_a_health_change_of_one_worker_scans_no_other(running_server):

@@ -26,7 +26,7 @@ from tests.promises.fakes import (
 )
 
 
-async def test_hinted_json_past_a_mebibyte_is_streamed(taking):
+async def test_json_above_a_mebibyte_with_hints_is_streamed(taking):
     reached = trio.Event()
 
     async def script(taker):
@@ -43,7 +43,7 @@ async def test_hinted_json_past_a_mebibyte_is_streamed(taking):
         await client.send(bytes(MIB))
         answer = await client.answer()
         assert (answer.status, answer.body) == (200, b"%d" % (3 * MIB))
-        await client.send(head(3 * MIB, *HINTS), bytes(3 * MIB))  # the connection is good for more
+        await client.send(head(3 * MIB, *HINTS), bytes(3 * MIB))  # the connection stays usable
         assert (await client.answer()).status == 200
         assert opened.last["bytes_in"] == 3 * MIB
         assert (opened.last["outcome"], opened.last["model"]) == ("completed", "m")
@@ -51,11 +51,11 @@ async def test_hinted_json_past_a_mebibyte_is_streamed(taking):
     assert b"route-model" not in worker.taker.head
 
 
-@pytest.mark.parametrize("left_out", [0, 1], ids=["model", "capabilities"])
-async def test_json_with_half_of_the_hints_is_read_whole_first(left_out):
-    one_hint = (HINTS[1 - left_out],)
-    async with fake_workers(answering(counted(b"{}"))) as made:
-        text = MODEL.format(made[0].url)
+@pytest.mark.parametrize("missing", [0, 1], ids=["model", "capabilities"])
+async def test_json_with_only_one_hint_is_read_completely_first(missing):
+    one_hint = (HINTS[1 - missing],)
+    async with fake_workers(answering(counted(b"{}"))) as fakes:
+        text = MODEL.format(fakes[0].url)
         async with run_dataplane(config=text) as opened, opened.client() as client:
             await client.send(head(2 * MIB, *one_hint), b"no json" + bytes(2 * MIB - 7))
             assert (await client.answer()).status == 400
@@ -63,7 +63,7 @@ async def test_json_with_half_of_the_hints_is_read_whole_first(left_out):
             await client.send(head(len(body), *one_hint), body)
             assert (await client.answer()).status == 200
             assert opened.dataplane.inflight.held_bytes == 0
-        assert [sent for _, sent in made[0].requests] == [body]
+        assert [received for _, received in fakes[0].requests] == [body]
 
 
 async def test_a_chunked_body_is_rechunked_without_extensions_and_trailers(taking):
@@ -98,7 +98,7 @@ async def test_a_chunked_body_is_rechunked_without_extensions_and_trailers(takin
     assert b"x-trailer" not in worker.taker.body
 
 
-async def test_a_form_streams_once_its_model_is_read(taking):
+async def test_a_form_is_streamed_once_its_model_is_read(taking):
     reached = trio.Event()
     audio = bytes(range(256)) * (3 * MIB // 256)
     form = FORM + FILE + audio + END
@@ -110,8 +110,8 @@ async def test_a_form_streams_once_its_model_is_read(taking):
 
     worker = await taking(script)
     async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
-        sent = head(len(form), path=SPOKEN, kind=BOUNDARY)
-        await client.send(sent, form[: 2 * MIB])
+        request_head = head(len(form), path=SPOKEN, kind=BOUNDARY)
+        await client.send(request_head, form[: 2 * MIB])
         with trio.fail_after(PATIENCE_SECS):
             await reached.wait()
         await client.send(form[2 * MIB :])
@@ -122,23 +122,23 @@ async def test_a_form_streams_once_its_model_is_read(taking):
 
 async def test_a_form_with_its_model_last_is_read_completely():
     form = FILE + bytes(2 * MIB) + b"\r\n" + FORM + b"--x--\r\n"
-    async with fake_workers(answering(counted(b"{}"))) as made:
-        text = MODEL.format(made[0].url)
+    async with fake_workers(answering(counted(b"{}"))) as fakes:
+        text = MODEL.format(fakes[0].url)
         async with run_dataplane(config=text) as opened, opened.client() as client:
-            sent = head(len(form), path=SPOKEN, kind=BOUNDARY)
-            await client.send(sent, form[:MIB], form[MIB:])
+            request_head = head(len(form), path=SPOKEN, kind=BOUNDARY)
+            await client.send(request_head, form[:MIB], form[MIB:])
             assert (await client.answer()).status == 200
             assert opened.last["model"] == "m"
-        assert [body for _, body in made[0].requests] == [form]
+        assert [body for _, body in fakes[0].requests] == [form]
 
 
-async def test_a_worker_that_does_not_read_holds_its_client_and_not_our_memory(taking):
-    go_on = trio.Event()
-    most = 64 * MIB
+async def test_a_worker_that_does_not_read_blocks_its_client_and_uses_no_memory(taking):
+    may_read = trio.Event()
+    size = 64 * MIB
 
     async def script(taker):
-        await go_on.wait()
-        while taker.length < most:
+        await may_read.wait()
+        while taker.length < size:
             taker.length += len(await taker.receive())
         await taker.send(counted(b"{}"))
 
@@ -146,34 +146,34 @@ async def test_a_worker_that_does_not_read_holds_its_client_and_not_our_memory(t
     async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
         sent = 0
 
-        async def push():
+        async def upload():
             nonlocal sent
-            for _ in range(most // MIB):
+            for _ in range(size // MIB):
                 await client.stream.send_all(bytes(MIB))
                 sent += MIB
 
-        await client.send(head(most, *HINTS))
+        await client.send(head(size, *HINTS))
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(push)
+            nursery.start_soon(upload)
             before = -1
             while sent != before or not sent:
                 before = sent
                 await trio.sleep(0.2)
             (connection,) = opened.dataplane.loop.tasks
             assert (connection.phase, opened.dataplane.inflight.held_bytes) == ("send", 0)
-            assert sent < most
+            assert sent < size
             worker.taker.length = len(worker.taker.body)
-            go_on.set()
+            may_read.set()
         assert (await client.answer()).status == 200
-        assert opened.last["bytes_in"] == most
+        assert opened.last["bytes_in"] == size
 
 
-async def test_what_is_held_of_all_bodies_is_bounded():
+async def test_the_memory_for_all_bodies_is_limited():
     text = '[server]\nmax_held_bytes = "3MiB"\n'
     body = json.dumps({"model": "m", "prompt": "x" * 2 * MIB}).encode()
     async with (
-        fake_workers(answering(counted(b"{}"))) as (made,),
-        run_dataplane(config=text + MODEL.format(made.url)) as opened,
+        fake_workers(answering(counted(b"{}"))) as (fake,),
+        run_dataplane(config=text + MODEL.format(fake.url)) as opened,
         opened.client() as first,
         opened.client() as second,
     ):
@@ -185,7 +185,7 @@ async def test_what_is_held_of_all_bodies_is_bounded():
         answer = await second.answer()
         assert (answer.status, answer.one("retry-after")) == (503, "1")
         assert b'"reason":"max_held_bytes"' in answer.body
-        async with opened.client() as small:  # there is room for what is small
+        async with opened.client() as small:  # small bodies still fit
             await small.send(post())
             assert (await small.answer()).status == 200
         await first.send(body[-10:])
@@ -228,8 +228,8 @@ async def test_a_pipelined_request_behind_a_large_body_is_answered(taking):
         await taker.until_left()
 
     worker = await taking(script)
-    async with fake_workers(answering(counted(b"{}"))) as made:
-        text = MODEL.format(worker.url) + MODEL.format(made[0].url).replace('"m"', '"n"')
+    async with fake_workers(answering(counted(b"{}"))) as fakes:
+        text = MODEL.format(worker.url) + MODEL.format(fakes[0].url).replace('"m"', '"n"')
         async with run_dataplane(config=text) as opened, opened.client() as client:
             await client.send(head(2 * MIB, *HINTS), bytes(2 * MIB), post(b'{"model": "n"}'))
             assert (await client.answer()).body == b"%d" % (2 * MIB)

@@ -25,7 +25,9 @@ from tests.promises.fakes import (
 
 
 @pytest.mark.parametrize("framing", [8 * MIB, None], ids=["counted", "chunked"])
-async def test_an_answer_before_the_bodys_end_is_relayed_and_the_connection_closed(taking, framing):
+async def test_a_response_before_the_bodys_end_is_relayed_and_closes_the_connection(
+    taking, framing
+):
     async def script(taker):
         await taker.until(MIB)
         await taker.send(counted(b"too loud", status="413 Content Too Large"))
@@ -40,13 +42,13 @@ async def test_an_answer_before_the_bodys_end_is_relayed_and_the_connection_clos
         answer = await client.answer()
         assert (answer.status, answer.body) == (413, b"too loud")
         assert answer.one("connection") == "close"
-        await client.send(piece if framing else chunk(piece))  # it may still be at it
+        await client.send(piece if framing else chunk(piece))  # the client may still be sending
         assert await client.until_closed() == b""
         assert (await ended(opened, client))["outcome"] == "completed"
         assert opened.failures() == [0]
 
 
-async def test_an_interim_answer_does_not_stop_an_upload(taking):
+async def test_an_interim_response_does_not_stop_an_upload(taking):
     async def script(taker):
         await taker.until(MIB)
         await taker.send(b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\n")
@@ -62,7 +64,7 @@ async def test_an_interim_answer_does_not_stop_an_upload(taking):
         assert (await client.answer()).status == 200
 
 
-async def test_a_chunked_body_past_the_limit_is_413_and_its_worker_is_left(taking):
+async def test_a_chunked_body_above_the_limit_is_413_and_closes_the_upstream(taking):
     left = trio.Event()
 
     async def script(taker):
@@ -83,7 +85,7 @@ async def test_a_chunked_body_past_the_limit_is_413_and_its_worker_is_left(takin
     assert not worker.taker.body.endswith(LAST_CHUNK)
 
 
-async def test_broken_chunks_in_a_streamed_body_are_400_and_their_worker_is_left(taking):
+async def test_malformed_chunks_in_a_streamed_body_are_400_and_close_the_upstream(taking):
     left = trio.Event()
 
     async def script(taker):
@@ -99,7 +101,7 @@ async def test_broken_chunks_in_a_streamed_body_are_400_and_their_worker_is_left
         assert opened.failures() == [0]
 
 
-async def test_a_client_that_dies_in_its_upload_ends_its_workers_connection(taking):
+async def test_a_client_reset_within_an_upload_closes_the_upstream(taking):
     left = trio.Event()
 
     async def script(taker):
@@ -139,7 +141,7 @@ async def test_a_worker_that_dies_during_an_upload_is_a_502_without_retry(taking
     assert dying.connections + other.connections == 1
 
 
-async def test_a_worker_that_is_not_there_costs_a_large_upload_nothing(taking):
+async def test_a_large_upload_is_retried_when_a_worker_is_unreachable(taking):
     async def script(taker):
         await whole(taker, 2 * MIB)
 
@@ -147,13 +149,13 @@ async def test_a_worker_that_is_not_there_costs_a_large_upload_nothing(taking):
     async with unreachable_url() as url:
         text = MODEL.format(url) + MODEL.format(worker.url)
         async with run_dataplane(config=text) as opened, opened.client() as client:
-            for _ in range(2):  # one of the two begins with the absent one
+            for _ in range(2):  # one of them tries the unreachable worker first
                 await client.send(head(2 * MIB, *HINTS), bytes(2 * MIB))
                 assert (await client.answer()).status == 200
             assert min(opened.failures()) == 0
 
 
-async def test_an_upload_that_stops_is_408_and_its_worker_is_left_without_blame(taking):
+async def test_an_upload_that_stalls_is_408_and_no_failure_of_the_worker(taking):
     left = trio.Event()
 
     async def script(taker):
@@ -172,7 +174,7 @@ async def test_an_upload_that_stops_is_408_and_its_worker_is_left_without_blame(
         assert opened.failures() == [0]
 
 
-async def test_a_worker_that_takes_nothing_of_an_upload_is_504(taking):
+async def test_a_worker_that_does_not_read_an_upload_is_504(taking):
     async def script(taker):
         await trio.sleep_forever()
 
@@ -190,41 +192,41 @@ async def test_a_worker_that_takes_nothing_of_an_upload_is_504(taking):
 @pytest.mark.parametrize(
     "hint", ["x-sglang-omni-route-capabilities: telepathy", "x-sglang-omni-route-stream: maybe"]
 )
-async def test_what_is_left_of_a_refused_body_is_never_a_request(taking, framing, hint):
+async def test_the_rest_of_a_refused_body_is_never_parsed_as_a_request(taking, framing, hint):
     async def script(taker):
-        raise AssertionError(f"a worker was asked: {taker.head!r}")
+        raise AssertionError(f"a worker got a request: {taker.head!r}")
 
     worker = await taking(script)
-    behind = f"POST {CHAT} HTTP/1.1\r\nhost: proxy\r\ncontent-length: 2\r\n\r\n{{}}".encode()
+    smuggled = f"POST {CHAT} HTTP/1.1\r\nhost: proxy\r\ncontent-length: 2\r\n\r\n{{}}".encode()
     async with run_dataplane(config=MODEL.format(worker.url)) as opened, opened.client() as client:
-        begun = b"" if framing else b"%x\r\n" % (3 * MIB)
+        chunk_head = b"" if framing else b"%x\r\n" % (3 * MIB)
         hints = (*HINTS[:1], hint) if "capabilities" in hint else (*HINTS, hint)
-        await client.send(head(framing, *hints), begun, bytes(MIB + 1))
+        await client.send(head(framing, *hints), chunk_head, bytes(MIB + 1))
         answer = await client.answer()
         assert (answer.status, answer.one("connection")) == (400, "close")
-        await client.send(behind)
+        await client.send(smuggled)
         assert await client.until_closed() == b""
 
 
-async def test_others_are_answered_while_a_large_body_is_walked():
-    """What must be known stands last, behind what takes long to step over."""
-    dense = b'{"messages":[' + b'"",' * (3 * MIB) + b'""],"model":"m"}'
+async def test_other_requests_are_answered_while_a_large_body_is_parsed():
+    """The model, which routing needs, is last: after parts that take long to skip."""
+    large_body = b'{"messages":[' + b'"",' * (3 * MIB) + b'""],"model":"m"}'
     async with (
-        fake_workers(answering(counted(b"{}"))) as (made,),
-        run_dataplane(config=MODEL.format(made.url)) as opened,
+        fake_workers(answering(counted(b"{}"))) as (fake,),
+        run_dataplane(config=MODEL.format(fake.url)) as opened,
         opened.client() as large,
         opened.client() as small,
     ):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(large.send, head(len(dense)), dense)
+            nursery.start_soon(large.send, head(len(large_body)), large_body)
             with trio.fail_after(PATIENCE_SECS):
-                while opened.dataplane.inflight.held_bytes < len(dense):
+                while opened.dataplane.inflight.held_bytes < len(large_body):
                     await trio.lowlevel.checkpoint()
-        assert not made.requests
+        assert not fake.requests
         await small.send(post())
         assert (await small.answer()).status == 200
-        assert len(made.requests) == 1
+        assert len(fake.requests) == 1
         assert (await large.answer()).status == 200
-        assert [len(body) for _, body in made.requests][1:] == [len(dense)]
+        assert [len(body) for _, body in fake.requests][1:] == [len(large_body)]
         assert opened.last["model"] == "m"
         assert opened.dataplane.inflight.held_bytes == 0

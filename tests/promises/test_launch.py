@@ -40,7 +40,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_
 
 @pytest.fixture
 def base_port() -> int:
-    """The first replica's; the next is the second's, and the third that of what `launch` starts."""
+    """The port of the first replica; the next is the second's, and the third `launch`'s own."""
     return free_run(3)
 
 
@@ -67,54 +67,54 @@ async def until_ready(running: Program) -> list[dict]:
         "/status",
         lambda body: (
             body["fleet"]["routable_workers"] == 2
-            and [place["state"] for place in body["launch"]] == ["ready", "ready"]
+            and [replica["state"] for replica in body["launch"]] == ["ready", "ready"]
         ),
     )
     return body["launch"]
 
 
-async def test_a_killed_replica_is_out_at_once_restarted_probed_and_back(file):
+async def test_a_killed_replica_leaves_rotation_and_returns_after_its_restart(file):
     async with program("--config", file) as running:
         first, second = await until_ready(running)
         os.kill(first["pid"], signal.SIGKILL)
         body = await running.until("/workers", lambda body: body["workers"][0]["held_by"])
-        lost = body["workers"][0]
-        assert not lost["routable"]
-        assert "SIGKILL" in lost["last_error"]  # though probes are refused meanwhile
-        assert lost["held_by"] == ["launch"]
+        killed = body["workers"][0]
+        assert not killed["routable"]
+        assert "SIGKILL" in killed["last_error"]  # although probes fail meanwhile, too
+        assert killed["held_by"] == ["launch"]
         answers = [await running.ask() for _ in range(6)]
         assert [answer.status_code for answer in answers] == [200] * 6
         assert first["pid"] not in {answer.json()["pid"] for answer in answers}
-        again, other = await until_ready(running)
-        assert (again["restarts"], other["restarts"]) == (1, 0)
-        assert again["pid"] != first["pid"]
-        assert "SIGKILL" in again["last_error"]
+        restarted, other = await until_ready(running)
+        assert (restarted["restarts"], other["restarts"]) == (1, 0)
+        assert restarted["pid"] != first["pid"]
+        assert "SIGKILL" in restarted["last_error"]
         used = {(await running.ask()).json()["pid"] for _ in range(4)}
-        assert used == {again["pid"], second["pid"]}
+        assert used == {restarted["pid"], second["pid"]}
 
 
-async def test_the_proxys_end_by_sigterm_stops_its_replicas(file):
+async def test_a_sigterm_of_the_proxy_stops_its_replicas(file):
     async with program("--config", file) as running:
-        places = await until_ready(running)
-    assert not any(alive(place["pid"]) for place in places)
+        replicas = await until_ready(running)
+    assert not any(alive(replica["pid"]) for replica in replicas)
 
 
 def replicas_of(file):
-    """Processes that run the replicas' script of this file."""
+    """The ids of processes that run the replica script beside this configuration file."""
     script = str(file.with_name("replica.py")).encode()
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().split(b"\0")
+            command_line = path.read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if script in words:
-            found.append(int(path.parent.name))
-    return found
+        if script in command_line:
+            pids.append(int(path.parent.name))
+    return pids
 
 
 @pytest.mark.parametrize("message", ["proxy_started", "listening on"])
-async def test_a_sigterm_while_it_starts_leaves_no_replica_behind(file, message):
+async def test_a_sigterm_during_the_start_leaves_no_replica_behind(file, message):
     async with starting("--config", file) as running:
         await running.says(message)
         assert await running.leave() in (0, -signal.SIGTERM)
@@ -124,27 +124,29 @@ async def test_a_sigterm_while_it_starts_leaves_no_replica_behind(file, message)
 
 async def test_a_sigkill_of_the_proxy_leaves_no_orphan(file):
     async with program("--config", file) as running:
-        places = await until_ready(running)
+        replicas = await until_ready(running)
         running.process.kill()
         await running.process.wait()
-        await until_gone(*(place["pid"] for place in places))
+        await until_gone(*(replica["pid"] for replica in replicas))
 
 
 async def test_a_removed_group_is_stopped_and_an_added_one_started(file):
     text = file.read_text()
     async with program("--config", file) as running:
-        places = await until_ready(running)
+        replicas = await until_ready(running)
         file.write_text("[server]\nport = 0\n")
-        await until_gone(*(place["pid"] for place in places))
+        await until_gone(*(replica["pid"] for replica in replicas))
         await running.until("/status", lambda body: body["launch"] == [])
         file.write_text(text)
-        again = await until_ready(running)
-        assert {place["pid"] for place in again}.isdisjoint(place["pid"] for place in places)
+        restarted = await until_ready(running)
+        assert {replica["pid"] for replica in restarted}.isdisjoint(
+            replica["pid"] for replica in replicas
+        )
 
 
 @pytest.fixture
-def words(tmp_path, base_port):
-    """Of `omni-proxy launch` for two replicas; each is ready once the file of its number exists."""
+def arguments(tmp_path, base_port):
+    """Of `omni-proxy launch` with two replicas; each is ready once the file of its index exists."""
     script = tmp_path / "replica.py"
     script.write_text(REPLICA)
     command = f"{sys.executable} -S {script} {{port}} {tmp_path}/{{index}}"
@@ -154,8 +156,8 @@ def words(tmp_path, base_port):
     ]  # fmt: skip
 
 
-async def test_launch_opens_its_port_when_every_replica_is_ready(words, tmp_path, base_port):
-    async with starting(*words) as running:
+async def test_launch_opens_its_port_when_every_replica_is_ready(arguments, tmp_path, base_port):
+    async with starting(*arguments) as running:
         await running.says(r"starting 2 replicas\n")
         address = ("127.0.0.1", base_port + 2)
         (tmp_path / "1").touch()
@@ -174,21 +176,21 @@ async def test_launch_opens_its_port_when_every_replica_is_ready(words, tmp_path
     assert "loading" not in running.log
 
 
-async def test_launch_reports_a_taken_port_at_once(words, tmp_path, base_port):
+async def test_launch_reports_a_port_in_use_at_once(arguments, tmp_path, base_port):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         other.bind(("127.0.0.1", base_port + 2))
         other.listen()
-        async with starting(*words) as running:
+        async with starting(*arguments) as running:
             await running.says(f"cannot listen on 127.0.0.1:{base_port + 2}: Address already in")
             with trio.fail_after(30):
                 assert await running.process.wait() == 1
     assert "replica" not in running.log
 
 
-async def test_ctrl_c_while_launch_waits_stops_everything(words, tmp_path, base_port):
+async def test_ctrl_c_while_launch_waits_stops_everything(arguments, tmp_path, base_port):
     (tmp_path / "0").touch()
-    async with starting(*words) as running:
+    async with starting(*arguments) as running:
         await running.says("replica 1 of 2 is ready")
         running.process.send_signal(signal.SIGINT)
         with trio.fail_after(30):
@@ -199,9 +201,9 @@ async def test_ctrl_c_while_launch_waits_stops_everything(words, tmp_path, base_
     assert "serving on" not in running.log
 
 
-async def test_a_replica_that_fails_is_named_with_its_reason_and_tried_again(words, base_port):
+async def test_a_replica_that_fails_is_reported_with_its_reason_and_restarted(arguments, base_port):
     script = "echo no such model >&2; exit 3"
-    async with starting(*words[:-1], f"sh -c '{script}'") as running:
+    async with starting(*arguments[:-1], f"sh -c '{script}'") as running:
         for port in (base_port, base_port + 1):
             await running.says(
                 rf"replica \S+:{port} is not ready: process ended with exit status 3; "
@@ -212,7 +214,7 @@ async def test_a_replica_that_fails_is_named_with_its_reason_and_tried_again(wor
 
 
 @pytest.mark.parametrize(
-    ("command", "reported"),
+    ("command", "message"),
     [
         (
             "sh -c 'echo unrecognized arguments: --allow-auto-truncate >&2; exit 2'",
@@ -223,21 +225,21 @@ async def test_a_replica_that_fails_is_named_with_its_reason_and_tried_again(wor
     ],
     ids=["refuses its flags", "not installed", "no such program"],
 )
-async def test_launch_ends_at_once_with_the_engines_words_where_no_try_can_succeed(
-    words, base_port, command, reported
+async def test_launch_exits_at_once_with_the_engines_error_if_a_restart_cannot_help(
+    arguments, base_port, command, message
 ):
-    async with starting(*words[:-1], command) as running:
+    async with starting(*arguments[:-1], command) as running:
         with trio.fail_after(30):
             assert await running.process.wait() == 1
         await running.says(r"giving up: no replica can be started\n")
-        assert reported in running.log
+        assert message in running.log
         assert "; it is tried again" not in running.log
         assert "serving on" not in running.log
 
 
-async def test_launch_ends_where_no_replica_is_ready_in_time(words, base_port):
+async def test_launch_exits_if_no_replica_is_ready_in_time(arguments, base_port):
     more = ("--worker-startup-timeout-secs", "1")
-    async with starting(*words, *more) as running:  # no file says that one is ready
+    async with starting(*arguments, *more) as running:  # no file exists that makes a replica ready
         with trio.fail_after(30):
             assert await running.process.wait() == 1
         await running.says("giving up: no replica was ready within 1 s")
@@ -248,23 +250,23 @@ async def test_launch_ends_where_no_replica_is_ready_in_time(words, base_port):
 
 
 def chat(base_url: str, *, stream: bool) -> tuple[str, str]:
-    """The answer's text and the worker that gave it, by the client that everybody uses."""
+    """The response's text and the worker that sent it, with the openai client."""
     with openai.OpenAI(base_url=f"{base_url}/v1", api_key="none", max_retries=0) as client:
-        asked = client.chat.completions.with_raw_response.create(
+        raw = client.chat.completions.with_raw_response.create(
             model=MODEL,
             messages=[{"role": "user", "content": "Count from one to twenty in words."}],
             max_tokens=24,
             temperature=0,
             stream=stream,
         )
-        reported = asked.parse()
+        response = raw.parse()
         if not stream:
-            text = reported.choices[0].message.content
+            text = response.choices[0].message.content
         else:
             text = "".join(
-                chunk.choices[0].delta.content or "" for chunk in reported if chunk.choices
+                chunk.choices[0].delta.content or "" for chunk in response if chunk.choices
             )
-        return text, asked.headers["x-sglang-omni-worker"]
+        return text, raw.headers["x-sglang-omni-worker"]
 
 
 @pytest.mark.replica
@@ -275,9 +277,7 @@ def chat(base_url: str, *, stream: bool) -> tuple[str, str]:
 @pytest.mark.skipif(
     not MODEL_FILE.exists(), reason=f"{MODEL_FILE} is missing: omni-proxy replica fetch {MODEL}"
 )
-async def test_two_real_replicas_chat_and_stream_and_share_four_parallel_requests(
-    tmp_path, base_port
-):
+async def test_two_real_replicas_share_four_parallel_chats_and_streams(tmp_path, base_port):
     command = (
         f'["{sys.executable}", "-m", "omni_proxy", "replica", "--model", "{MODEL}",'
         ' "--engine", "llamacpp", "--threads", "1", "--context", "512",'
@@ -289,15 +289,15 @@ async def test_two_real_replicas_chat_and_stream_and_share_four_parallel_request
         with trio.fail_after(60):
             await until_ready(running)
         url = str(running.client.base_url).rstrip("/")
-        reported: list[tuple[str, str]] = []
+        results: list[tuple[str, str]] = []
 
         async def ask(stream: bool) -> None:
-            reported.append(await trio.to_thread.run_sync(lambda: chat(url, stream=stream)))
+            results.append(await trio.to_thread.run_sync(lambda: chat(url, stream=stream)))
 
         async with trio.open_nursery() as nursery:
             for stream in (False, True, False, True):
                 nursery.start_soon(ask, stream)
-        assert all(text.strip() for text, _ in reported)
-        assert len({worker for _, worker in reported}) == 2
+        assert all(text.strip() for text, _ in results)
+        assert len({worker for _, worker in results}) == 2
         models = await running.get_json("/v1/models")
         assert [model["id"] for model in models["data"]] == [MODEL]

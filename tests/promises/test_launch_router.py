@@ -1,4 +1,4 @@
-"""`launch_router` in the process of a trainer: how the proxy starts there, and how it ends."""
+"""`launch_router` in a trainer's process: how the proxy starts and ends there."""
 
 import os
 import signal
@@ -57,13 +57,13 @@ class Trainer:
             return await self.process.wait()
 
 
-def reported_by_kernel(process, what):
-    with open(f"/proc/{process}/{what}") as file:
+def read_proc(process, name):
+    with open(f"/proc/{process}/{name}") as file:
         return file.read()
 
 
 @asynccontextmanager
-async def trainer(code, tmp_path, fields="{}", **how):
+async def trainer(code, tmp_path, fields="{}", **options):
     """A process that runs `code`; it is killed at the end."""
     port = free_port()
     path = [ROOT, ROOT / "packages/sglang_router", ROOT / "packages/vllm_router"]
@@ -73,7 +73,7 @@ async def trainer(code, tmp_path, fields="{}", **how):
     }
     process = await trio.lowlevel.open_process(
         [sys.executable, "-c", code.format(port=port, fields=fields)],
-        env=environ, stdin=subprocess.DEVNULL, **how,
+        env=environ, stdin=subprocess.DEVNULL, **options,
     )  # fmt: skip
     try:
         yield Trainer(process, port)
@@ -84,7 +84,7 @@ async def trainer(code, tmp_path, fields="{}", **how):
 
 
 @pytest.mark.parametrize("code", [IN_MAIN, IN_THREAD])
-async def test_a_caller_that_is_killed_leaves_nothing_behind(code, tmp_path):
+async def test_the_proxy_ends_when_its_caller_is_killed(code, tmp_path):
     async with trainer(code, tmp_path) as running:
         await running.until_healthy()
         running.process.kill()
@@ -92,7 +92,7 @@ async def test_a_caller_that_is_killed_leaves_nothing_behind(code, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_requests_end_and_the_call_return(number, tmp_path):
+async def test_a_signal_drains_requests_and_then_the_call_returns(number, tmp_path):
     async with workers("w") as (worker,):
         worker.gate = trio.Event()
         fields = repr({"worker_urls": [worker.url], "health_success_threshold": 1})
@@ -117,33 +117,33 @@ async def test_a_signal_lets_requests_end_and_the_call_return(number, tmp_path):
             assert await running.ended() == 0
 
 
-async def test_keys_are_in_no_command_line_and_the_name_is_the_routers(tmp_path):
+async def test_command_lines_have_no_keys_and_the_process_has_the_routers_name(tmp_path):
     fields = repr({"api_key": "s3cret"})
     async with trainer(IN_MAIN, tmp_path, fields) as running:
         await running.until_healthy()
         (child,) = running.children()
-        assert "s3cret" not in reported_by_kernel(child, "cmdline")
-        assert reported_by_kernel(child, "comm") == "sglang::router\n"
+        assert "s3cret" not in read_proc(child, "cmdline")
+        assert read_proc(child, "comm") == "sglang::router\n"
         async with httpx.AsyncClient(verify=False) as client:
             answer = await client.post(f"{running.url}/generate", json={"text": "x"})
             assert answer.status_code == 401
 
 
-async def test_a_port_that_is_taken_is_an_error_of_the_caller(tmp_path):
+async def test_a_port_in_use_raises_an_error_in_the_caller(tmp_path):
     async with workers("w") as (worker,):
         taken = int(worker.url.rpartition(":")[2])
         code = IN_MAIN.replace("{port}", str(taken)).replace("{fields}", "{{}}")
         async with trainer(code, tmp_path, stderr=subprocess.PIPE) as running:
-            body = b"".join([piece async for piece in running.process.stderr]).decode()
+            output = b"".join([piece async for piece in running.process.stderr]).decode()
             assert await running.ended() == 1
-            assert f"cannot listen on 127.0.0.1:{taken}: Address already in use" in body
-            assert "RouterEnded: omni-proxy ended with exit status 1" in body
+            assert f"cannot listen on 127.0.0.1:{taken}: Address already in use" in output
+            assert "RouterEnded: omni-proxy ended with exit status 1" in output
 
 
-async def test_what_is_not_served_starts_nothing(tmp_path):
+async def test_unsupported_arguments_raise_an_error(tmp_path):
     fields = repr({"mini_lb": True})
     async with trainer(IN_MAIN, tmp_path, fields, stderr=subprocess.PIPE) as running:
-        body = b"".join([piece async for piece in running.process.stderr]).decode()
+        output = b"".join([piece async for piece in running.process.stderr]).decode()
         assert await running.ended() == 1
-        assert "RouterArgsError: not served by omni-proxy:" in body
-        assert "mini_lb: a policy picks" in body
+        assert "RouterArgsError: not served by omni-proxy:" in output
+        assert "mini_lb: a policy picks" in output

@@ -18,7 +18,7 @@ REPLICA = (
 
 
 def config(base_port):
-    """The replica's port, then that of its events."""
+    """A file for one replica at this port, whose events are at the next port."""
     return (
         f'[server]\nport = 0\n{PROBES}[routing]\npolicy = "cache_aware"\n'
         '[routing.cache_aware]\nsource = "events"\n'
@@ -36,15 +36,15 @@ async def until_blocks(running, count):
             await trio.sleep(0.02)
 
 
-async def test_a_launched_replica_that_publishes_is_followed(tmp_path):
+async def test_the_kv_events_of_a_launched_replica_are_followed(tmp_path):
     put(tmp_path / "proxy.toml", config(free_run(2)))
-    body = {"prompt": list(range(300, 360)), "max_tokens": 1}
+    request = {"prompt": list(range(300, 360)), "max_tokens": 1}
     async with program("--config", tmp_path / "proxy.toml") as running:
-        reported = await running.until(
-            "/workers", lambda body: [each["kv_mode"] for each in body["workers"]] == ["exact"]
+        body = await running.until(
+            "/workers", lambda body: [row["kv_mode"] for row in body["workers"]] == ["exact"]
         )
         async with httpx.AsyncClient(timeout=PATIENCE_SECS, verify=False) as client:
-            # Not through the proxy: only the events tell of it.
-            url = f"{reported['workers'][0]['url']}/v1/completions"
-            assert (await client.post(url, json=body)).status_code == 200
+            # Not through the proxy, which learns of the prompt by its events only.
+            url = f"{body['workers'][0]['url']}/v1/completions"
+            assert (await client.post(url, json=request)).status_code == 200
         await until_blocks(running, 3)

@@ -1,4 +1,4 @@
-"""After crowds of hostile clients the proxy is as it was: nothing leaks."""
+"""Crowds of hostile clients leak nothing in the proxy."""
 
 import gc
 import os
@@ -32,13 +32,13 @@ from tests.promises.hostile import (
 )
 from tests.promises.tls_helpers import listening
 
-FIRST = 5  # of a kind: fills what is kept for good, such as templates of heads
-CROWD = 50  # of a kind
+FIRST = 5  # clients per kind: fill what the proxy keeps permanently, such as templates of heads
+CROWD = 50  # clients per kind
 AT_ONCE = 50
-# Of one kind of client, what the proxy keeps of each would be some 2,700 bytes; templates are bounded.
+# A connection that leaks would keep some 2,700 bytes; templates are bounded.
 MOST_LEFT_BYTES = CROWD * 1000
 PATIENCE_SECS = 60
-TIMES = """
+TIMEOUTS = """
 [server.timeouts]
 client_idle_secs = 0.1
 client_head_secs = 0.1
@@ -48,28 +48,28 @@ response_head_secs = 0.2
 [health]
 failure_threshold = 1000000
 [routing]
-max_worker_retries = 0  # hostile workers stay in, for those who come after
+max_worker_retries = 0  # hostile workers stay in rotation for later clients
 """
 ENTRY = '[[workers]]\nurl = "{}"\nmodel = "m"\n'
 BALANCED = "[server]\nproxy_protocol = true\n"
 NARROW = "[server]\nmax_inflight = 20\nqueue_size = 40\nqueue_timeout_secs = 0.2\n"
 FAMILIES = {
-    "heads": (HEADS, TIMES),
-    "bodies": (BODIES, TIMES),
-    "answers": (ANSWERS, TIMES),
-    "workers": (WORKERS, TIMES),
-    "websockets": (WEBSOCKETS, TIMES),
-    "TLS": (SECURE, listening() + TIMES),
-    "introductions": (INTRODUCED, BALANCED + TIMES),
-    "the queue": (QUEUED, NARROW + TIMES),
+    "heads": (HEADS, TIMEOUTS),
+    "bodies": (BODIES, TIMEOUTS),
+    "answers": (ANSWERS, TIMEOUTS),
+    "workers": (WORKERS, TIMEOUTS),
+    "websockets": (WEBSOCKETS, TIMEOUTS),
+    "TLS": (SECURE, listening() + TIMEOUTS),
+    "introductions": (INTRODUCED, BALANCED + TIMEOUTS),
+    "the queue": (QUEUED, NARROW + TIMEOUTS),
 }
 
 
 @dataclass(frozen=True)
 class Holdings:
-    """All that the proxy could have kept of a client."""
+    """Everything that the proxy could keep of a client."""
 
-    descriptors: frozenset[str]  # by what they are: an earlier test's may still be closing
+    descriptors: frozenset[str]  # with their targets: some of an earlier test may still be closing
     coroutines: int
     in_flight: int
     at_workers: int
@@ -80,7 +80,7 @@ class Holdings:
 def descriptors() -> frozenset[str]:
     found = []
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             found.append(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
     return frozenset(found)
 
@@ -98,17 +98,17 @@ def holdings(opened: RunningDataPlane) -> Holdings:
 
 
 def objects() -> Counter[str]:
-    """Those that a connection has, by class, wherever they are kept."""
+    """The number of live objects of each class that a connection has."""
     gc.collect()
-    gc.collect()  # an error that OpenSSL keeps, and so its frames, is out of the first's sight
+    gc.collect()  # the first does not reach an error that OpenSSL keeps, and its frames
     kinds = (ConnectionTask, Stream, Exchange)
     return Counter(
-        type(each).__name__ for each in gc.get_objects() if issubclass(type(each), kinds)
+        type(value).__name__ for value in gc.get_objects() if issubclass(type(value), kinds)
     )
 
 
 async def settled(opened: RunningDataPlane, start: Holdings) -> None:
-    """The last of a crowd may still be leaving; what stays is a leak."""
+    """Wait until the last clients of a crowd have been closed; what remains then is a leak."""
 
     def kept() -> Holdings:
         now = holdings(opened)
@@ -122,15 +122,15 @@ async def settled(opened: RunningDataPlane, start: Holdings) -> None:
 
 
 async def crowd(opened: RunningDataPlane, count: int, *kinds: Hostile) -> None:
-    places = trio.CapacityLimiter(AT_ONCE)
+    limiter = trio.CapacityLimiter(AT_ONCE)
 
     async def one(hostile: Hostile) -> None:
-        async with places:
+        async with limiter:
             try:
                 async with opened.client() as client:
                     await hostile(opened, client)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # the proxy has cut it, or it itself
+                pass  # the proxy or the client has closed the connection
 
     with trio.fail_after(PATIENCE_SECS):
         async with trio.open_nursery() as nursery:
@@ -140,46 +140,46 @@ async def crowd(opened: RunningDataPlane, count: int, *kinds: Hostile) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _quiet_and_quick(monkeypatch, caplog):
-    """Log records would count as memory that is kept."""
+def _no_log_records_and_short_timeouts(monkeypatch, caplog):
+    """Log records would count as leaked memory."""
     caplog.set_level("CRITICAL", logger="omni_proxy")
     monkeypatch.setattr(relay, "CONFIG_SECS", 0.1)
     monkeypatch.setattr(relay, "CLOSE_SECS", 0.1)
 
 
 @asynccontextmanager
-async def open_to_all(config: str):
-    async with fake_workers(worker) as (made,):
-        text = config + ENTRY.format(made.url)
+async def unlogged_dataplane(config: str):
+    async with fake_workers(worker) as (fake,):
+        text = config + ENTRY.format(fake.url)
         async with run_dataplane(config=text) as opened:
             opened.dataplane.recorders.access_log = None
             yield opened
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_a_crowd_leaves_nothing_behind(family):
+async def test_a_crowd_of_hostile_clients_leaks_nothing(family):
     kinds, config = FAMILIES[family]
-    async with open_to_all(config) as opened:
-        start, living = holdings(opened), objects()
+    async with unlogged_dataplane(config) as opened:
+        start, live = holdings(opened), objects()
         await crowd(opened, FIRST, *kinds.values())
         await settled(opened, start)
         tracemalloc.start()
         try:
             await crowd(opened, CROWD, *kinds.values())
             await settled(opened, start)
-            assert objects() <= living
+            assert objects() <= live
             kept = tracemalloc.take_snapshot()
         finally:
             tracemalloc.stop()
-        ours = kept.filter_traces([tracemalloc.Filter(True, "*/omni_proxy/*")])
-        assert sum(each.size for each in ours.statistics("filename")) < MOST_LEFT_BYTES
+        proxy_memory = kept.filter_traces([tracemalloc.Filter(True, "*/omni_proxy/*")])
+        assert sum(entry.size for entry in proxy_memory.statistics("filename")) < MOST_LEFT_BYTES
 
 
-async def test_good_clients_are_served_within_a_crowd_of_all_kinds():
-    plain = [kinds.values() for kinds, config in FAMILIES.values() if config == TIMES]
-    # A good client may be slow as well, where a machine has much to do.
-    patient = TIMES.replace("= 0.", "= 1.")
-    async with open_to_all(patient) as opened, trio.open_nursery() as nursery:
+async def test_good_clients_are_served_among_hostile_ones():
+    plain = [kinds.values() for kinds, config in FAMILIES.values() if config == TIMEOUTS]
+    # On a busy machine, a good client may be slow, too.
+    patient = TIMEOUTS.replace("= 0.", "= 1.")
+    async with unlogged_dataplane(patient) as opened, trio.open_nursery() as nursery:
         nursery.start_soon(crowd, opened, 3, *chain(*plain))
         for _ in range(50):
             async with opened.client() as client:

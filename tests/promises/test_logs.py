@@ -32,9 +32,9 @@ ROUTE_KEYS = {
 GOOD_STREAM = answering(SSE_HEAD, chunk(b"data: one\n\n"), LAST_CHUNK)
 
 
-async def routed(script, request):
-    """What the route log says of this request."""
-    async with fake_workers(script) as made, run_dataplane(*made) as opened:
+async def route_record(script, request):
+    """The line of this request in the route log."""
+    async with fake_workers(script) as fakes, run_dataplane(*fakes) as opened:
         opened.dataplane.recorders.route_log = lines = Lines()
         async with opened.client() as client:
             await client.send(request)
@@ -46,16 +46,16 @@ async def routed(script, request):
         return record
 
 
-async def test_a_routed_request_leaves_one_line_with_every_key():
+async def test_a_routed_request_writes_one_line_with_every_key():
     body = b'{"model": "m", "messages": []}'
     request = post(body, "x-request-id: r-1", "idempotency-key: k", path="/v1/chat/completions?q=1")
-    record = await routed(answering(counted(b"{}")), request)
+    record = await route_record(answering(counted(b"{}")), request)
     assert set(record) >= ROUTE_KEYS
     assert list(record) == sorted(record)
-    reported = {key: record[key] for key in ROUTE_KEYS if not key.startswith("worker_")}
-    assert reported.pop("duration_s") >= reported.pop("ttfb_s") >= 0
-    assert reported.pop("timestamp").endswith("+00:00")
-    assert reported == {
+    fields = {key: record[key] for key in ROUTE_KEYS if not key.startswith("worker_")}
+    assert fields.pop("duration_s") >= fields.pop("ttfb_s") >= 0
+    assert fields.pop("timestamp").endswith("+00:00")
+    assert fields == {
         "event": "request_complete", "request_id": "r-1", "method": "POST",
         "path": "/v1/chat/completions", "model": "m", "stream": False,
         "required_capabilities": ["chat"], "policy": "round_robin", "attempt": 1,
@@ -65,27 +65,27 @@ async def test_a_routed_request_leaves_one_line_with_every_key():
     assert (record["worker_state"], record["worker_routable"]) == ("healthy", True)
 
 
-async def test_a_stream_leaves_its_line_at_its_end():
-    record = await routed(GOOD_STREAM, post(STREAMED))
+async def test_a_stream_writes_its_line_at_its_end():
+    record = await route_record(GOOD_STREAM, post(STREAMED))
     assert (record["event"], record["completed"]) == ("stream_complete", True)
     assert record["required_capabilities"] == ["chat", "streaming"]
 
 
 async def test_a_broken_stream_is_logged():
-    record = await routed(hanging_up_after(SSE_HEAD, chunk(b"data: one\n\n")), post(STREAMED))
+    record = await route_record(hanging_up_after(SSE_HEAD, chunk(b"data: one\n\n")), post(STREAMED))
     assert (record["event"], record["completed"]) == ("stream_error", False)
     assert record["error_type"]
     assert record["status_code"] == 200
 
 
-async def test_a_request_that_no_worker_answered_is_routed_all_the_same():
-    record = await routed(resetting, post())
-    # After the third failure the worker is out of routing.
+async def test_a_request_that_no_worker_answered_is_in_the_route_log_too():
+    record = await route_record(resetting, post())
+    # After the third failure the worker is out of rotation.
     assert (record["completed"], record["status_code"], record["attempt"]) == (False, 502, 3)
 
 
 async def test_a_refusal_before_any_worker_is_in_the_access_log_only():
-    async with fake_workers(GOOD_STREAM) as made, run_dataplane(*made) as opened:
+    async with fake_workers(GOOD_STREAM) as fakes, run_dataplane(*fakes) as opened:
         opened.dataplane.recorders.route_log = lines = Lines()
         async with opened.client() as client:
             await client.send(post(b"no json"))
@@ -95,8 +95,8 @@ async def test_a_refusal_before_any_worker_is_in_the_access_log_only():
         assert opened.last["ended_by"] == "proxy"
 
 
-async def test_a_line_of_the_access_log_has_the_time_to_each_phase():
-    async with fake_workers(GOOD_STREAM) as made, run_dataplane(*made) as opened:
+async def test_a_line_of_the_access_log_has_the_time_of_each_phase():
+    async with fake_workers(GOOD_STREAM) as fakes, run_dataplane(*fakes) as opened:
         async with opened.client() as client:
             await client.send(post(STREAMED, "x-request-id: r-2"))
             await client.answer()
@@ -109,7 +109,7 @@ async def test_a_line_of_the_access_log_has_the_time_to_each_phase():
 
 
 async def until_line(file, about=""):
-    """The first one with these words."""
+    """The first complete line of the file that contains `about`."""
     with trio.fail_after(PATIENCE_SECS):
         while True:
             text = file.read_text() if file.exists() else ""
@@ -120,22 +120,22 @@ async def until_line(file, about=""):
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-async def test_deleting_the_log_folder_fails_no_request_and_costs_no_further_line(tmp_path, form):
+async def test_after_the_log_folder_is_deleted_requests_are_served_and_logged(tmp_path, form):
     logs = tmp_path / "logs"
     access, route = logs / "access.log", logs / "route.jsonl"
     more = f'access_log = "{access}"\nroute_log = "{route}"\nlog_format = "{form}"'
     file = tmp_path / "proxy.toml"
-    async with fake_workers(answering(counted(b"{}"))) as made:
-        put(file, toml(made, more=more))
+    async with fake_workers(answering(counted(b"{}"))) as fakes:
+        put(file, toml(fakes, more=more))
         async with program("--config", file) as running:
-            await running.until_routable(*made)
+            await running.until_routable(*fakes)
             assert (await running.ask()).status_code == 200
             assert set(json.loads(await until_line(route))) >= ROUTE_KEYS
-            asked = await until_line(access, "/v1/chat")
+            line = await until_line(access, "/v1/chat")
             if form == "json":
-                assert json.loads(asked)["status"] == 200
+                assert json.loads(line)["status"] == 200
             else:
-                assert " POST /v1/chat/completions 200 completed " in asked
+                assert " POST /v1/chat/completions 200 completed " in line
             shutil.rmtree(logs)
             for _ in range(3):
                 assert (await running.ask()).status_code == 200
@@ -148,30 +148,30 @@ class Written(list):
         self.append(record)
 
 
-async def test_no_line_is_of_a_clients_making():
-    name, written = "m\n127.0.0.1 GET /fake 200\x1b[2J\u2028", Written()
+async def test_a_client_cannot_inject_log_lines():
+    model, written = "m\n127.0.0.1 GET /fake 200\x1b[2J\u2028", Written()
     async with dataplane_before(GOOD_STREAM) as (opened, client):
         opened.dataplane.recorders.access_log, opened.dataplane.settings.access_log_is_json = (
             written,
             False,
         )
-        await client.send(post(json.dumps({"model": name, "messages": []}).encode()))
+        await client.send(post(json.dumps({"model": model, "messages": []}).encode()))
         await client.answer()
     (line,) = written
     assert line.decode().isprintable()
     assert rb"model=m\n127.0.0.1\x20GET\x20/fake\x20200\x1b[2J\u2028 " in line
 
 
-async def test_a_terminal_that_is_not_read_any_more_costs_no_request(tmp_path):
-    """As after Ctrl-S, or behind a collector of logs that hangs."""
+async def test_requests_are_served_although_stderr_is_not_read(tmp_path):
+    """As on a terminal after Ctrl-S, or with a log collector that hangs."""
     file = tmp_path / "proxy.toml"
     output, stderr = os.pipe()
     fcntl.fcntl(stderr, fcntl.F_SETPIPE_SZ, 4096)
     async with (
-        fake_workers(answering(counted(b"{}"))) as made,
+        fake_workers(answering(counted(b"{}"))) as fakes,
         trio.lowlevel.FdStream(output) as out,
     ):
-        put(file, toml(made))
+        put(file, toml(fakes))
         process = await forkserver(*PROXY).start("--config", str(file), stderr=stderr)
         os.close(stderr)
         running = Program(process, out)
@@ -179,13 +179,13 @@ async def test_a_terminal_that_is_not_read_any_more_costs_no_request(tmp_path):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(running.listen)
                 await running.arrive()
-                await running.until_routable(*made)
+                await running.until_routable(*fakes)
                 nursery.cancel_scope.cancel()
             worker = (await running.get_json("/workers"))["workers"][0]["id"]
             with trio.fail_after(PATIENCE_SECS):
                 for number in range(100):  # a line of more than 40 bytes for each
-                    reported = {"disabled": not number % 2}
-                    answer = await running.client.put(f"/workers/{worker}", json=reported)
+                    body = {"disabled": not number % 2}
+                    answer = await running.client.put(f"/workers/{worker}", json=body)
                     assert answer.status_code == 200
                 assert (await running.ask()).status_code == 200
             assert await running.leave() == 0

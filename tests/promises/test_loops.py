@@ -1,4 +1,4 @@
-"""Workers that are this proxy itself, or lead back to it."""
+"""Workers whose addresses are this proxy itself, or lead back to it."""
 
 import json
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,7 +13,7 @@ from tests.promises.fleet_program import chat, program, put, routable, toml, wor
 pytestmark = pytest.mark.usefixtures("soon")
 
 
-async def test_an_own_address_is_no_worker(tmp_path):
+async def test_the_proxys_own_addresses_are_refused_as_workers(tmp_path):
     file = tmp_path / "proxy.toml"
     port, admin = free_port(), free_port()
     async with workers("w") as fleet:
@@ -47,7 +47,7 @@ def entry(url):
 
 @asynccontextmanager
 async def forwarder(port):
-    """Another address that leads to it: what it is no configuration can tell."""
+    """Another address that leads to the port, which the proxy cannot see in its configuration."""
 
     async def forward(stream):
         async with (
@@ -55,10 +55,10 @@ async def forwarder(port):
             await trio.open_tcp_stream("127.0.0.1", port) as other,
             trio.open_nursery() as nursery,
         ):
-            nursery.start_soon(pour, stream, other, nursery.cancel_scope)
-            nursery.start_soon(pour, other, stream, nursery.cancel_scope)
+            nursery.start_soon(copy, stream, other, nursery.cancel_scope)
+            nursery.start_soon(copy, other, stream, nursery.cancel_scope)
 
-    async def pour(source, sink, scope):
+    async def copy(source, sink, scope):
         try:
             async for piece in source:
                 await sink.send_all(piece)
@@ -73,7 +73,7 @@ async def forwarder(port):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_worker_that_leads_back_here_takes_no_request(tmp_path):
+async def test_a_worker_that_leads_back_to_the_proxy_gets_no_request(tmp_path):
     file = tmp_path / "proxy.toml"
     port = free_port()
     async with workers("w") as fleet, forwarder(port) as url:
@@ -81,13 +81,12 @@ async def test_a_worker_that_leads_back_here_takes_no_request(tmp_path):
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
 
-            def found(reported):
-                (it,) = (each for each in reported["workers"] if each["url"] == url)
-                return (
-                    it["last_error"] == "the address of this worker is this proxy itself: remove it"
-                )
+            def is_detected(body):
+                (row,) = (row for row in body["workers"] if row["url"] == url)
+                error = "the address of this worker is this proxy itself: remove it"
+                return row["last_error"] == error
 
-            body = await running.until("/workers", found)
+            body = await running.until("/workers", is_detected)
             assert routable(body) == {fleet[0].url}
             for _ in range(4):
                 assert (await running.ask()).status_code == 200
@@ -96,22 +95,24 @@ async def test_a_worker_that_leads_back_here_takes_no_request(tmp_path):
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("count", [2, 3])
 async def test_a_loop_of_proxies_ends_with_508(tmp_path, count, processes):
-    """Each has the next for its worker. One has a real one beside it until all are healthy, since
-    no proxy is well before its worker is."""
+    """Each proxy has the next one as its worker. The first also has a real worker until all are
+    healthy, since a proxy is healthy only once a worker of it is."""
     ports = [free_port() for _ in range(count)]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     async with workers("w") as fleet, AsyncExitStack() as stack:
         proxies = []
         for at, port in enumerate(ports):
             file = tmp_path / f"{at}.toml"
-            following = entry(urls[(at + 1) % count])
+            next_proxy = entry(urls[(at + 1) % count])
             real = [] if at else fleet
             more = f"processes = {processes}\n"
-            put(file, toml(real, port=port, more=more) + following)
+            put(file, toml(real, port=port, more=more) + next_proxy)
             proxies.append(await stack.enter_async_context(program("--config", file)))
         for at, proxy in enumerate(proxies):
-            wanted = {urls[(at + 1) % count]} | ({fleet[0].url} if not at else set())
-            await proxy.until("/workers", lambda body, wanted=wanted: routable(body) == wanted)
+            expected = {urls[(at + 1) % count]} | ({fleet[0].url} if not at else set())
+            await proxy.until(
+                "/workers", lambda body, expected=expected: routable(body) == expected
+            )
         name = fleet[0].url.replace(":", "%3A").replace("/", "%2F")
         assert (await proxies[0].client.put(f"/workers/{name}", json={"disabled": True})).is_success
         for proxy in proxies:
