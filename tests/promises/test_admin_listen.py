@@ -52,7 +52,7 @@ async def admin_address(running):
 
 @asynccontextmanager
 async def running_server(tmp_path, **keys):
-    """Yields the program, its worker, a client of the admin listener, and the configuration file."""
+    """Yields the program, its worker, a client of the admin listener, and its file."""
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
         file.write_text(config(fleet, **keys))

@@ -78,7 +78,7 @@ async def running(binary, *words, env=EMPTY, cwd=None):
             with trio.CancelScope(shield=True):
                 await program.client.aclose()
                 if process.returncode is None:
-                    process.terminate()  # the outer process forwards SIGTERM, but cannot forward SIGKILL
+                    process.terminate()  # unlike SIGKILL, it is forwarded to the inner process
                     with trio.move_on_after(PATIENCE_SECS):
                         await process.wait()
             nursery.cancel_scope.cancel()

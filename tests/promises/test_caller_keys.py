@@ -48,7 +48,7 @@ async def post(running, key, **more):
 
 
 async def check_the_in_flight_limit(running):
-    """Send all requests at once; the worker holds those it received until the others are refused."""
+    """Send all at once; the worker holds what it gets until the others are refused."""
     worker, statuses, refused = running.fleet[0], Counter(), trio.Event()
     worker.gate = trio.Event()
     before = worker.requests

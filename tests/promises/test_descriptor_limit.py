@@ -1,4 +1,4 @@
-"""At the descriptor limit the proxy pauses accepting, logs it, serves open connections, recovers."""
+"""At the descriptor limit the proxy stops accepting, serves open connections, and recovers."""
 
 import os
 import resource
@@ -43,7 +43,7 @@ def open_descriptors(running) -> int:
 
 
 async def until_file_watched(running) -> None:
-    """The watcher of the configuration file starts after the listener, and opens descriptors too."""
+    """The watcher of the configuration file starts after the listener, and opens some too."""
     folder = f"/proc/{running.process.pid}/fd"
     with trio.fail_after(PATIENCE_SECS):
         while "anon_inode:inotify" not in [

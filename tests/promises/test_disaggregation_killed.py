@@ -176,7 +176,7 @@ async def fleet_before(tmp_path, connector):
     fleet = [Process(role, connector) for role in ("prefill", "prefill", "decode", "decode")]
     probes = PROBES.replace("0.2", "0.1")
     text = f"[server]\nport = 0\n{probes}[routing]\npolicy = 'random'\n"
-    put(tmp_path / "proxy.toml", text + "".join(worker.entry() for worker in fleet))
+    put(tmp_path / "proxy.toml", text + "".join(engine.entry() for engine in fleet))
     async with trio.open_nursery() as nursery:
         async with trio.open_nursery() as starting:
             for engine in fleet:
@@ -197,9 +197,9 @@ async def test_killed_workers_break_only_responses_that_have_begun(tmp_path, con
 
 async def kill_at(moment, roles, running, fleet, nursery):
     victims = [engine for engine in (fleet[0], fleet[2]) if engine.role in roles]
-    others = [worker for worker in fleet if worker not in victims]
+    others = [engine for engine in fleet if engine not in victims]
     case, before = (moment, roles), await records(running)
-    # Only decode workers stream; those of a killed prefill worker wait while it is killed.
+    # Only decode workers stream: they hold requests while only their prefill worker is killed.
     holding = fleet[2:] if moment == "streaming" and roles == ("prefill",) else victims
     load = Load(address(running))
     with trio.fail_after(PATIENCE_SECS):

@@ -127,8 +127,8 @@ async def test_an_abort_by_the_clients_rid_ends_both_legs(rid):
         await client.send(post(json.dumps(body).encode(), path="/generate"))
         await eventually(lambda: fleet.prefills[0].held)
         target = AbortTarget(("mine",)) if rid == "mine" else AbortTarget(("m",), prefix=True)
-        values = await fleet.before.dataplane.abort(target)
-        assert set(values.known) == set(target.ids)
+        result = await fleet.before.dataplane.abort(target)
+        assert set(result.known) == set(target.ids)
         await eventually(lambda: fleet.prefills[0].aborts and fleet.decodes[0].aborts)
         assert fleet.prefills[0].aborts[0] == fleet.prefills[0].bodies[0]["rid"]
         assert (await client.answer()).status == 500  # the status of the prefill engine
@@ -146,8 +146,8 @@ async def test_an_abort_while_prefill_computes_sends_nothing_to_the_decode_worke
         fleet.prefills[0].fault = compute_until_left
         await client.send(post(b'{"messages": []}', "X-Request-Id: r7"))
         await fleet.prefills[0].begun.wait()
-        values = await fleet.before.dataplane.abort(AbortTarget(("r7",)))
-        assert values.waiting == 1
+        result = await fleet.before.dataplane.abort(AbortTarget(("r7",)))
+        assert result.waiting == 1
         assert b"abort" in (await client.answer()).body
         await left.wait()
         assert not fleet.decodes[0].bodies

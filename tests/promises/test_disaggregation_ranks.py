@@ -62,7 +62,7 @@ async def test_both_engines_get_their_rank_and_decode_also_that_of_prefill(monke
             body.pop("routed_dp_rank", None)
         assert rest == [{"text": "a", "messages": []}] * 6
         workers = fleet.before.fleet.workers
-        assert [[sum(rank.succeeded.values()) for rank in worker.dp_ranks] for worker in workers] == [
+        assert [[sum(r.succeeded.values()) for r in worker.dp_ranks] for worker in workers] == [
             [3, 3], [2, 2, 2],
         ]  # fmt: skip
         await eventually(lambda: none_held(fleet))

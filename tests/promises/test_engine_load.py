@@ -113,7 +113,7 @@ async def test_an_overloaded_engine_gets_no_request_from_any_process(tmp_path):
             put(file, FILE.format(**urls, age=600, poll=0.1))
             await until_shares(running, a, b, lambda _, at_b: not at_b)
 
-            # The load of an engine that no longer reports it becomes stale, and it gets requests again.
+            # An engine that no longer reports its load becomes stale, and gets requests again.
             b.in_metrics = False
             put(file, FILE.format(**urls, age=1, poll=0.1))
             await running.until("/workers", lambda body: load_of(body, b)["state"] == "stale")

@@ -64,7 +64,7 @@ async def test_the_picker_respects_a_subset_hint(tmp_path):
 
 
 async def refusals(client: httpx.AsyncClient) -> list[tuple[object, ...]]:
-    """Status, code and headers for: no key, a wrong key, a key for another model, one over its rate."""
+    """Status, code and headers for: no key, a wrong one, one for another model, the rate limit."""
     results = []
     for key in (None, "wrong", "model-key", "rated-key", "rated-key"):
         headers = {} if key is None else {"authorization": f"Bearer {key}"}

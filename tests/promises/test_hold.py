@@ -165,7 +165,7 @@ async def test_an_upload_that_waits_in_the_queue_is_read_afterwards():
 
 
 async def test_a_failed_request_waits_in_the_queue_until_a_worker_recovers():
-    """Two attempts fail, which ejects the only worker: the third waits until it is healthy again."""
+    """Two failures eject the only worker: the third attempt waits until it is healthy again."""
     calls = []
 
     async def script(call):
