@@ -1,7 +1,8 @@
-"""A real client and coordinator with one scripted stage: each request has its own script.
+"""A real client and coordinator with one scripted stage: each request brings its own script.
 
-The script stands in `stage_params.play`: `chunks` are emitted, `hold` waits until the request is
-aborted, `fault` and `bug` fail it, `result` ends it. `samples` in any of them is so much audio.
+`stage_params.play` is the script: `chunks` are emitted, `hold` waits until the request is aborted,
+`fault` and `bug` fail the request, and `result` is its result. `samples` in a chunk or a result
+adds that number of audio samples.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ HELLO = {
 }
 HOLD = {"chunks": [{"text": "Hel"}], "hold": True}
 MESSAGES = [{"role": "user", "content": "hi"}]
-PATIENCE_SECS = 60
+TIMEOUT_SECS = 60
 
 
 @dataclass
-class Heard:
-    """The requests of the stage, newest last, and the number of aborted ones."""
+class Recorded:
+    """The requests that reached the stage, newest last; `aborted` is set once one was aborted."""
 
     requests: list = field(default_factory=list)
     aborted: threading.Event = field(default_factory=threading.Event)
 
 
-HEARD = Heard()
+RECORDED = Recorded()
 
 
 def build(stage_name):
@@ -59,7 +60,7 @@ def build_newer(stage_name, **params):
 
 
 def play(payload, emit_chunk, aborted):
-    HEARD.requests.append(payload.request)
+    RECORDED.requests.append(payload.request)
     script = (payload.request.params.get("stage_params") or {}).get("play") or HELLO
     for chunk in script.get("chunks", ()):
         emit_chunk(with_audio(chunk))
@@ -67,7 +68,7 @@ def play(payload, emit_chunk, aborted):
     while script.get("hold") and not aborted():
         waiting.wait(0.005)
     if aborted():
-        HEARD.aborted.set()
+        RECORDED.aborted.set()
     if "fault" in script:
         raise CallerError(script["fault"])
     if "bug" in script:
@@ -83,16 +84,16 @@ def with_audio(data):
     return rest | {"audio_data": struct.pack(f"<{samples}f", *[0.5] * samples), "sample_rate": RATE}
 
 
-class Answer:
-    """A complete response; `pieces` are the chunks as sent."""
+class Response:
+    """A complete response; `chunks` are the pieces of its body as the app sent them."""
 
     def __init__(self):
         self.status_code = 0
         self.headers = Headers()
-        self.pieces = []
+        self.chunks = []
 
     async def get_data(self):
-        return b"".join(self.pieces)
+        return b"".join(self.chunks)
 
     async def get_json(self):
         return json.loads(await self.get_data())
@@ -108,8 +109,8 @@ SCRIPTED = PipelineConfig(
 TINY = builtin_pipeline(BuiltinOptions(model="tiny"))
 
 
-class World:
-    """One app over one running pipeline."""
+class Api:
+    """One app over one running pipeline, called in process."""
 
     def __init__(self, client, options):
         self.client = client
@@ -118,48 +119,50 @@ class World:
 
     def with_options(self, **options):
         """Another app over the same pipeline."""
-        return World(self.client, self.options | options)
+        return Api(self.client, self.options | options)
 
     async def call(self, method, path, data=b"", headers=()):
-        """Run the app for one request; return the complete response, in any number of chunks.
+        """Run the app for one request; return its complete response.
 
-        Quart's own test client holds ten pieces and then blocks.
+        Quart's test client is not used: it buffers ten chunks of a response and then blocks.
         """
-        target, _, query = path.partition("?")
+        route, _, query = path.partition("?")
         scope = {
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
             "method": method,
             "scheme": "http",
-            "path": target,
+            "path": route,
             "query_string": query.encode(),
             "root_path": "",
             "headers": [
                 (name.lower().encode(), text.encode()) for name, text in dict(headers).items()
             ],
         }
-        answer, over = Answer(), trio.Event()
-        asked = iter([{"type": "http.request", "body": data, "more_body": False}])
+        response, ended = Response(), trio.Event()
+        messages = iter([{"type": "http.request", "body": data, "more_body": False}])
 
         async def receive():
-            if message := next(asked, None):
+            if message := next(messages, None):
                 return message
-            await over.wait()
+            await ended.wait()
             return {"type": "http.disconnect"}
 
         async def send(message):
             await trio.lowlevel.checkpoint()
             if message["type"] == "http.response.start":
-                answer.status_code = message["status"]
-                answer.headers = Headers([(n.decode(), v.decode()) for n, v in message["headers"]])
+                response.status_code = message["status"]
+                response.headers = Headers(
+                    [(n.decode(), v.decode()) for n, v in message["headers"]]
+                )
             else:
-                answer.pieces.append(message["body"])
+                response.chunks.append(message["body"])
                 if not message.get("more_body"):
-                    over.set()
+                    ended.set()
 
         await self.app(scope, receive, send)
-        return answer
+        return response
 
     async def get(self, path, **more):
         return await self.call("GET", path, **more)
@@ -170,33 +173,35 @@ class World:
         )
         return await self.call("POST", path, data, **more)
 
-    async def ask(self, path, script=None, **body):
-        """POST a JSON body with a script; return the response."""
+    async def post_script(self, path, script=None, **body):
+        """POST a JSON body that includes a script; return the response."""
         if script is not None:
             body["stage_params"] = {"play": script}
         return await self.post(path, body)
 
     async def chat(self, script=None, **body):
-        return await self.ask("/v1/chat/completions", script, **{"messages": MESSAGES, **body})
+        return await self.post_script(
+            "/v1/chat/completions", script, **{"messages": MESSAGES, **body}
+        )
 
     async def chat_json(self, script=None, **body):
-        answer = await self.chat(script, **body)
-        assert answer.status_code == 200, await answer.get_data()
-        return await answer.get_json()
+        response = await self.chat(script, **body)
+        assert response.status_code == 200, await response.get_data()
+        return await response.get_json()
 
     async def chat_events(self, script=None, **body):
-        answer = await self.chat(script, stream=True, **body)
-        return events_of(await answer.get_data())
+        response = await self.chat(script, stream=True, **body)
+        return events_of(await response.get_data())
 
     @property
-    def heard(self):
-        return HEARD.requests[-1]
+    def last_request(self):
+        return RECORDED.requests[-1]
 
 
 def events_of(data):
     """The payloads of a stream's events, "[DONE]" included."""
     *parts, rest = data.decode().split("\n\n")
-    assert rest == "", "the last event is cut"
+    assert rest == "", "the last event is incomplete"
     assert all(part.startswith("data: ") for part in parts)
     texts = [part.removeprefix("data: ") for part in parts]
     return [text if text == "[DONE]" else json.loads(text) for text in texts]
@@ -204,31 +209,31 @@ def events_of(data):
 
 @asynccontextmanager
 async def opened(config=SCRIPTED, **options):
-    """A world whose stages are ready."""
-    HEARD.aborted.clear()
+    """The API of a pipeline, once its stages are ready."""
+    RECORDED.aborted.clear()
     async with open_pipeline(config) as (coordinator, runtime):
-        with trio.fail_after(PATIENCE_SECS):
+        with trio.fail_after(TIMEOUT_SECS):
             await runtime.ready.wait()
-        yield World(Client(coordinator), options)
+        yield Api(Client(coordinator), options)
 
 
-async def until(holds):
-    """Poll until `holds()`: the state of another thread cannot be awaited."""
-    with trio.fail_after(PATIENCE_SECS):
-        while not holds():
+async def until(condition):
+    """Poll until `condition()`: the state of another thread cannot be awaited."""
+    with trio.fail_after(TIMEOUT_SECS):
+        while not condition():
             await trio.lowlevel.checkpoint()
 
 
 async def aborted():
     """Wait until the stage's request was aborted."""
-    with trio.fail_after(PATIENCE_SECS):
-        seen = await trio.to_thread.run_sync(HEARD.aborted.wait, PATIENCE_SECS)
-    assert seen
+    with trio.fail_after(TIMEOUT_SECS):
+        was_aborted = await trio.to_thread.run_sync(RECORDED.aborted.wait, TIMEOUT_SECS)
+    assert was_aborted
 
 
 @asynccontextmanager
 async def listening(app):
-    """The app on a real port of loopback; yields that port."""
+    """Serve the app on a loopback port; yields the port."""
     with bind_listener("127.0.0.1", 0) as listener:
         server = ReplicaServer(app, listener)
         async with trio.open_nursery() as nursery:

@@ -1,7 +1,8 @@
-"""Two small real stages: one synthesizes sine waves, one decodes them. Words in the text control them.
+"""Two small real stages: one synthesizes sine waves, the other "transcribes" by counting samples.
 
-SILENT speaks nothing, REFUSED and BROKEN fail after what came before them, FASTER changes the rate,
-HELD lasts until the request is aborted, which `LEFT` tells.
+Words in the text or the prompt control them. SILENT emits no audio, REFUSED and BROKEN fail after
+the sentences before them, FASTER doubles the sample rate, and HELD waits until the request is
+aborted: `HOLDING` is set while it waits, `ABORTED` at its end.
 """
 
 import threading
@@ -18,13 +19,13 @@ from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 
 RATE = 24_000
 WORD_SAMPLES = 120
-LEFT = threading.Event()
+ABORTED = threading.Event()
 HOLDING = threading.Event()
-SEEN: list = []
+REQUESTS: list = []
 
 
 def wave(sentence: str) -> np.ndarray:
-    """The audio of one sentence: its words are the length, its letters the pitch."""
+    """The audio of a sentence: the number of words sets its length, that of letters its pitch."""
     count = WORD_SAMPLES * len(sentence.split())
     return np.sin(np.arange(count) * len(sentence) / 50).astype("<f4")
 
@@ -32,18 +33,18 @@ def wave(sentence: str) -> np.ndarray:
 def hold(aborted) -> None:
     HOLDING.set()
     while not aborted():
-        LEFT.wait(0.002)
-    LEFT.set()
+        ABORTED.wait(0.002)
+    ABORTED.set()
 
 
 def speak(payload, emit_chunk, aborted):
     inputs = payload.data["raw_inputs"]
-    SEEN.append(payload.request)
+    REQUESTS.append(payload.request)
     text = inputs["text"] if isinstance(inputs, dict) else inputs
-    whole, rate = b"", RATE
+    audio_so_far, rate = b"", RATE
     for sentence in filter(None, (part.strip() for part in text.split("."))):
         if "REFUSED" in sentence:
-            raise CallerError("nobody says that")
+            raise CallerError("this text is refused")
         if "BROKEN" in sentence:
             raise RuntimeError("the voice broke")
         if "HELD" in sentence:
@@ -51,23 +52,23 @@ def speak(payload, emit_chunk, aborted):
         if "SILENT" in sentence:
             continue
         rate = RATE * 2 if "FASTER" in sentence else RATE
-        audio = wave(sentence).tobytes()
-        whole += audio
-        emit_chunk({"audio_data": audio, "sample_rate": rate})
+        samples = wave(sentence).tobytes()
+        audio_so_far += samples
+        emit_chunk({"audio_data": samples, "sample_rate": rate})
     words = len(text.split())
     usage = {"prompt_tokens": words, "completion_tokens": 2 * words, "total_tokens": 3 * words}
-    reported = {"audio_data": whole, "sample_rate": rate, "finish_reason": "stop"}
-    return reported | {"usage": usage, "engine_time_s": 0.25}
+    result = {"audio_data": audio_so_far, "sample_rate": rate, "finish_reason": "stop"}
+    return result | {"usage": usage, "engine_time_s": 0.25}
 
 
 def transcribe(payload, emit_chunk, aborted):
-    SEEN.append(payload.request)
+    REQUESTS.append(payload.request)
     (audio,) = payload.data["raw_inputs"]["audios"]
     samples = np.frombuffer(audio["audio_data"], "<f4")
     prompt = payload.request.metadata["asr_params"].get("prompt", "")
     text = f"{len(samples)} samples"
     if "REFUSED" in prompt:
-        raise CallerError("nobody hears that")
+        raise CallerError("this prompt is refused")
     if "HELD" in prompt and "LATER" not in prompt:
         hold(aborted)
     emit_chunk({"text": text})
@@ -78,8 +79,8 @@ def transcribe(payload, emit_chunk, aborted):
     emit_chunk({"text": " heard"})
     seconds = len(samples) / audio["sample_rate"]
     segments = [{"id": 7, "start": 0.0, "end": seconds, "text": f" {text} heard"}]
-    reported = {"text": f"{text} heard", "language": "en", "segments": segments}
-    return reported | ({} if "UNTIMED" in prompt else {"duration": seconds})
+    result = {"text": f"{text} heard", "language": "en", "segments": segments}
+    return result | ({} if "UNTIMED" in prompt else {"duration": seconds})
 
 
 def build_voice(name):
@@ -102,16 +103,16 @@ PIPELINE = PipelineConfig(
 
 
 class Call:
-    """One POST, driven as a server drives the app, with its response."""
+    """One POST to the app, driven as by an ASGI server, and its response."""
 
     def __init__(self, app, path, body, content_type="application/json"):
         self.app = app
         self.status = None
         self.headers = {}
-        self.pieces, self._came = [], trio.Event()
-        self.whole = False
-        self.fault = None
-        self.over = trio.Event()
+        self.chunks, self._progress = [], trio.Event()
+        self.complete = False
+        self.error = None
+        self.ended = trio.Event()
         self._in, self._out = trio.open_memory_channel(10)
         self._in.send_nowait({"type": "http.request", "body": body, "more_body": False})
         headers = [(b"content-type", content_type.encode())]
@@ -122,38 +123,38 @@ class Call:
     async def run(self):
         try:
             await self.app(self.scope, self._out.receive, self._send)
-        except* Exception as faults:
-            self.fault = faults
-        self.over.set()
-        self._came.set()
+        except* Exception as errors:
+            self.error = errors
+        self.ended.set()
+        self._progress.set()
 
     async def _send(self, message):
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self.headers = {k.decode().lower(): v.decode() for k, v in message["headers"]}
         elif message.get("more_body"):
-            self.pieces.append(message["body"])
+            self.chunks.append(message["body"])
         else:
-            self.whole = True
-        self._came.set()
+            self.complete = True
+        self._progress.set()
         await trio.lowlevel.checkpoint()
 
-    async def until(self, count):
+    async def wait_for_chunks(self, count):
         """Wait for this many chunks of the body."""
-        while len(self.pieces) < count and not self.over.is_set():
-            self._came = trio.Event()
-            await self._came.wait()
+        while len(self.chunks) < count and not self.ended.is_set():
+            self._progress = trio.Event()
+            await self._progress.wait()
 
-    def leave(self):
+    def disconnect(self):
         self._in.send_nowait({"type": "http.disconnect"})
 
     @property
     def body(self):
-        return b"".join(self.pieces)
+        return b"".join(self.chunks)
 
 
 class Replica:
-    """An app over the running pipeline."""
+    """An app over a running pipeline."""
 
     def __init__(self, coordinator, options):
         self.coordinator = coordinator
@@ -161,7 +162,7 @@ class Replica:
         self.http = self.app.test_client()
 
     async def post(self, path, body, content_type="application/json"):
-        """One complete request; returns when the app has ended it."""
+        """Send a complete request; return once the app has ended it."""
         call = Call(self.app, path, body, content_type)
         await call.run()
         return call
@@ -180,10 +181,10 @@ class Replica:
 
 
 @asynccontextmanager
-async def replica(config=PIPELINE, **options):
-    LEFT.clear()
+async def open_replica(config=PIPELINE, **options):
+    ABORTED.clear()
     HOLDING.clear()
-    SEEN.clear()
+    REQUESTS.clear()
     async with open_pipeline(config) as (coordinator, runtime):
         await runtime.ready.wait()
         yield Replica(coordinator, options)

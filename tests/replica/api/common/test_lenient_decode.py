@@ -1,4 +1,4 @@
-"""JSON bodies decoded into Structs, compared with pydantic, whose 422 responses clients know."""
+"""JSON bodies decoded into Structs, compared with pydantic, whose 422 responses clients expect."""
 
 import json
 from typing import Annotated, Any, Literal
@@ -71,12 +71,12 @@ def problems_of_pydantic(body):
     try:
         return PydanticBody.model_validate(body, from_attributes=True).model_dump(), []
     except pydantic.ValidationError as error:
-        found = json.loads(error.json(include_url=False))
-        return None, [each | {"loc": ["body", *each["loc"]]} for each in found]
+        problems = json.loads(error.json(include_url=False))
+        return None, [problem | {"loc": ["body", *problem["loc"]]} for problem in problems]
 
 
 @given(bodies | values)
-def test_problems_and_values_are_those_that_pydantic_finds(body):
+def test_problems_and_values_are_those_of_pydantic(body):
     expected, problems = problems_of_pydantic(body)
     if problems:
         with pytest.raises(InvalidBody) as refused:
@@ -86,7 +86,7 @@ def test_problems_and_values_are_those_that_pydantic_finds(body):
         assert msgspec.to_builtins(validate(Body, body)) == expected
 
 
-def test_no_body_at_all_is_missing():
+def test_a_missing_body_is_a_problem_of_type_missing():
     with pytest.raises(InvalidBody) as refused:
         validate(Body, MISSING)
     missing = {"type": "missing", "loc": ["body"], "msg": "Field required", "input": None}
@@ -101,44 +101,44 @@ def test_an_unknown_key_is_a_problem_only_where_it_is_forbidden():
 
 
 @pytest.mark.parametrize("number", ["inf", "nan", "-Infinity"])
-def test_what_is_no_finite_number_is_refused(number):
+def test_a_number_that_is_not_finite_is_refused(number):
     with pytest.raises(InvalidBody) as refused:
         validate(Body, {"messages": [], "number": number})
     assert refused.value.problems[0]["type"] == "finite_number"
 
 
-async def test_bytes_that_are_no_json_name_where_they_stop_being_it(world):
-    for data, position, reason in (
+async def test_invalid_json_is_reported_with_its_position(api):
+    for body, position, reason in (
         (b'{"a": ', 6, "Expecting value"),
         (b"\xff", 0, "Not UTF-8"),
         (b'{"a": "\xff"}', 7, "Not UTF-8"),
         (b'{"a": NaN}', 0, "Not a JSON value"),
         (b"[" * 100_000, 0, "Nested too deeply"),
     ):
-        answer = await world.post("/v1/chat/completions", data)
-        (item,) = (await answer.get_json())["detail"]
-        assert (item["type"], item["loc"]) == ("json_invalid", ["body", position])
-        assert item["ctx"]["error"].startswith(reason)
+        response = await api.post("/v1/chat/completions", body)
+        (problem,) = (await response.get_json())["detail"]
+        assert (problem["type"], problem["loc"]) == ("json_invalid", ["body", position])
+        assert problem["ctx"]["error"].startswith(reason)
 
 
-def test_of_very_many_problems_the_first_are_reported():
-    for many in ([1] * 1000, [{}] * 1000):
+def test_only_the_first_of_very_many_problems_are_reported():
+    for messages in ([1] * 1000, [{}] * 1000):
         with pytest.raises(InvalidBody) as refused:
-            validate(Body, {"messages": many, "stop": [1] * 1000})
-        places = [each["loc"][:3] for each in refused.value.problems]
-        assert places == [["body", "messages", at] for at in range(MAX_PROBLEMS)]
+            validate(Body, {"messages": messages, "stop": [1] * 1000})
+        locations = [problem["loc"][:3] for problem in refused.value.problems]
+        assert locations == [["body", "messages", index] for index in range(MAX_PROBLEMS)]
 
 
 @pytest.mark.parametrize("number", [10**400, -(10**400), 2**64])
-def test_an_integer_that_no_float_holds_is_no_boolean(number):
+def test_an_integer_too_large_for_a_float_is_not_a_boolean(number):
     with pytest.raises(InvalidBody) as refusal:
         validate(Body, {"messages": [], "flag": number})
-    assert [item["type"] for item in refusal.value.problems] == ["bool_parsing"]
+    assert [problem["type"] for problem in refusal.value.problems] == ["bool_parsing"]
 
 
-def test_a_number_of_too_many_digits_is_no_json():
-    item = _not_json(b'{"a": ' + b"9" * 5000 + b"}")
-    assert (item["type"], item["ctx"]) == (
+def test_a_number_with_too_many_digits_is_invalid_json():
+    problem = _not_json(b'{"a": ' + b"9" * 5000 + b"}")
+    assert (problem["type"], problem["ctx"]) == (
         "json_invalid",
         {"error": "A number has too many digits"},
     )

@@ -25,7 +25,7 @@ from tests.replica.api.audio_stages import Call
 from tests.replica.api.multipart_bodies import BOUNDARY, CONTENT_TYPE, form
 
 HOST = "localhost"
-OPEN = (HOST,)
+ALLOWED = (HOST,)
 TLS_HELLO = b"\x16"
 
 
@@ -33,7 +33,7 @@ def url(data=b"sound", kind="audio/wav"):
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-async def test_a_data_url_of_audio_is_taken():
+async def test_a_data_url_of_audio_is_read():
     assert await read_media(url(), MediaRules()) == b"sound"
     assert await read_media(url(kind="audio/x-wav;rate=8"), MediaRules()) == b"sound"
 
@@ -55,12 +55,12 @@ async def test_a_data_url_of_audio_is_taken():
         "",
     ],
 )
-async def test_nothing_else_is_read_without_rules(source):
+async def test_the_default_rules_allow_no_other_source(source):
     with pytest.raises(MediaError):
         await read_media(source, MediaRules())
 
 
-async def test_a_reference_beyond_its_size_is_refused(tmp_path):
+async def test_media_over_the_size_limit_is_refused(tmp_path):
     rules = MediaRules(allowed_folder=tmp_path, most_bytes=5)
     (tmp_path / "five").write_bytes(b"12345")
     (tmp_path / "six").write_bytes(b"123456")
@@ -71,7 +71,7 @@ async def test_a_reference_beyond_its_size_is_refused(tmp_path):
             await read_media(source, rules)
 
 
-async def test_files_are_read_within_the_open_folder_alone(tmp_path):
+async def test_only_files_within_the_allowed_folder_are_read(tmp_path):
     folder = tmp_path / "open"
     (folder / "sub").mkdir(parents=True)
     (folder / "sub" / "a b.wav").write_bytes(b"in")
@@ -93,16 +93,16 @@ def test_base64_is_strict_and_bounded():
 
 
 @asynccontextmanager
-async def server(*answers):
-    """Answers one connection with each of `answers`; yields its port and the received heads."""
-    heads, left = [], list(answers)
+async def server(*responses):
+    """Answer each connection with the next of `responses`; yields the port and the request heads."""
+    heads, remaining = [], list(responses)
 
     async def serve(stream):
         head = b""
         while b"\r\n\r\n" not in head and not head.startswith(TLS_HELLO):
             head += await stream.receive_some()
         heads.append(head.decode("latin-1"))
-        await stream.send_all(left.pop(0))
+        await stream.send_all(remaining.pop(0))
 
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, serve, 0)
@@ -112,25 +112,25 @@ async def server(*answers):
         nursery.cancel_scope.cancel()
 
 
-def answer(body=b"", status="200 OK", **headers):
+def http_response(body=b"", status="200 OK", **headers):
     lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 async def test_audio_is_fetched_from_an_allowed_domain():
-    async with server(answer(b"sound")) as (port, heads):
+    async with server(http_response(b"sound")) as (port, heads):
         url = f"http://{HOST}:{port}/a%20b.wav?x=1#part"
-        assert await fetch_url(url, OPEN, 100, allow_private=True) == b"sound"
+        assert await fetch_url(url, ALLOWED, 100, allow_private=True) == b"sound"
     assert heads[0].startswith("GET /a%20b.wav?x=1 HTTP/1.1\r\n")
     assert f"Host: {HOST}:{port}\r\n" in heads[0]
     assert "Accept: audio/*\r\n" in heads[0]
 
 
 async def test_image_requests_accept_images():
-    async with server(answer(b"image")) as (port, heads):
+    async with server(http_response(b"image")) as (port, heads):
         url = f"http://{HOST}:{port}/a.png"
-        assert await fetch_url(url, OPEN, 100, allow_private=True, kind="image") == b"image"
+        assert await fetch_url(url, ALLOWED, 100, allow_private=True, kind="image") == b"image"
     assert "Accept: image/*\r\n" in heads[0]
 
 
@@ -145,52 +145,55 @@ async def test_image_requests_accept_images():
         "http://[::1/a",
     ],
 )
-async def test_any_other_url_is_refused_undialled(url):
+async def test_any_other_url_is_refused_without_a_connection(url):
     with pytest.raises(FetchError):
-        await fetch_url(url, OPEN, 100, allow_private=True)
+        await fetch_url(url, ALLOWED, 100, allow_private=True)
 
 
-async def test_a_named_domain_with_a_private_address_is_refused():
+async def test_an_allowed_domain_with_a_private_address_is_refused():
     async with server() as (port, heads):
         with pytest.raises(FetchError, match="not public"):
-            await fetch_url(f"http://{HOST}:{port}/a", OPEN, 100)
+            await fetch_url(f"http://{HOST}:{port}/a", ALLOWED, 100)
     assert heads == []
 
 
 async def test_a_redirect_is_followed_and_checked_like_the_first_url():
-    away = answer(status="302 Found", Location="http://elsewhere.test/a")
-    near = answer(status="301 Moved", Location="/b")
-    async with server(near, answer(b"sound"), away) as (port, heads):
+    redirect_elsewhere = http_response(status="302 Found", Location="http://elsewhere.test/a")
+    redirect = http_response(status="301 Moved", Location="/b")
+    async with server(redirect, http_response(b"sound"), redirect_elsewhere) as (port, heads):
         url = f"http://{HOST}:{port}/a"
-        assert await fetch_url(url, OPEN, 100, allow_private=True) == b"sound"
+        assert await fetch_url(url, ALLOWED, 100, allow_private=True) == b"sound"
         assert heads[1].startswith("GET /b ")
         with pytest.raises(FetchError, match=r"elsewhere\.test"):
-            await fetch_url(url, OPEN, 100, allow_private=True)
+            await fetch_url(url, ALLOWED, 100, allow_private=True)
 
 
-async def test_redirects_end():
-    around = answer(status="302 Found", Location="/a")
-    async with server(*[around] * 4) as (port, _):
+async def test_a_redirect_loop_ends_with_an_error():
+    redirect = http_response(status="302 Found", Location="/a")
+    async with server(*[redirect] * 4) as (port, _):
         with pytest.raises(FetchError, match="redirects more than 3"):
-            await fetch_url(f"http://{HOST}:{port}/a", OPEN, 100, allow_private=True)
+            await fetch_url(f"http://{HOST}:{port}/a", ALLOWED, 100, allow_private=True)
 
 
 @pytest.mark.parametrize(
-    ("sent", "reported"),
+    ("response", "message"),
     [
-        (answer(b"x" * 11), "larger than 10"),
-        (answer(status="404 Not Found"), "status 404"),
+        (http_response(b"x" * 11), "larger than 10"),
+        (http_response(status="404 Not Found"), "status 404"),
         (b"nonsense\r\n\r\n", "could not be fetched"),
-        (answer(b"sound").replace(b"Content-Length: 5", b"Content-Length: 9"), "could not be"),
+        (
+            http_response(b"sound").replace(b"Content-Length: 5", b"Content-Length: 9"),
+            "could not be",
+        ),
     ],
 )
-async def test_an_answer_that_is_no_audio_is_reported(sent, reported):
-    async with server(sent) as (port, _):
-        with pytest.raises(FetchError, match=reported):
-            await fetch_url(f"http://{HOST}:{port}/a", OPEN, 10, allow_private=True)
+async def test_a_response_that_cannot_be_used_is_a_fetch_error(response, message):
+    async with server(response) as (port, _):
+        with pytest.raises(FetchError, match=message):
+            await fetch_url(f"http://{HOST}:{port}/a", ALLOWED, 10, allow_private=True)
 
 
-async def test_a_silent_server_is_a_timeout(monkeypatch):
+async def test_fetching_from_a_silent_server_times_out(monkeypatch):
     monkeypatch.setattr(media, "FETCH_TIMEOUT_SECS", 0.05)
     with trio.socket.socket() as silent:
         await silent.bind(("127.0.0.1", 0))
@@ -200,27 +203,29 @@ async def test_a_silent_server_is_a_timeout(monkeypatch):
             await fetch_url(f"http://127.0.0.1:{port}/a", ("127.0.0.1",), 10, allow_private=True)
 
 
-async def test_https_is_no_plain_http():
-    async with server(answer(b"sound")) as (port, _):
+async def test_an_https_url_is_not_fetched_over_plain_http():
+    async with server(http_response(b"sound")) as (port, _):
         with pytest.raises(FetchError, match="could not be fetched"):
-            await fetch_url(f"https://{HOST}:{port}/a", OPEN, 10, allow_private=True)
+            await fetch_url(f"https://{HOST}:{port}/a", ALLOWED, 10, allow_private=True)
 
 
 async def test_a_body_without_length_ends_with_the_connection():
     async with server(b"HTTP/1.1 200 OK\r\n\r\nsound") as (port, _):
-        assert await fetch_url(f"http://{HOST}:{port}/a", OPEN, 10, allow_private=True) == b"sound"
+        assert (
+            await fetch_url(f"http://{HOST}:{port}/a", ALLOWED, 10, allow_private=True) == b"sound"
+        )
 
 
-async def read(body, content_type=CONTENT_TYPE, most_bytes=10_000, step=None):
-    """Read a form as a route does, in chunks of `step` bytes."""
+async def read_as_route(body, content_type=CONTENT_TYPE, most_bytes=10_000, step=None):
+    """Read a form in a route of an app; the body arrives in chunks of `step` bytes."""
     app = QuartTrio(__name__, static_folder=None)
-    found = []
+    results = []
 
     async def route():
         try:
-            found.append(await read_form(request, most_bytes))
-        except MultipartError as refused:
-            found.append(refused)
+            results.append(await read_form(request, most_bytes))
+        except MultipartError as error:
+            results.append(error)
         return ""
 
     app.add_url_rule("/form", "form", route, methods=["POST"])
@@ -228,35 +233,35 @@ async def read(body, content_type=CONTENT_TYPE, most_bytes=10_000, step=None):
     if step:
         call._in, call._out = trio.open_memory_channel(len(body) // step + 2)
         for at in range(0, len(body), step):
-            piece = {"type": "http.request", "body": body[at : at + step]}
-            call._in.send_nowait(piece | {"more_body": at + step < len(body)})
+            message = {"type": "http.request", "body": body[at : at + step]}
+            call._in.send_nowait(message | {"more_body": at + step < len(body)})
     await call.run()
-    return found[0]
+    return results[0]
 
 
 @pytest.mark.parametrize("step", [None, 1, 7, 64])
-async def test_a_form_is_parsed_for_any_chunking(step):
+async def test_a_form_is_parsed_however_its_body_is_chunked(step):
     data = bytes(range(256)) + b"\r\n--not the boundary\r\n"
     body = form({"name": "Zo\u00eb", "empty": ""}, [("f", "a.wav", "Audio/WAV; x=y", data)])
-    found = await read(body, step=step)
-    assert found.fields == {"name": "Zo\u00eb", "empty": ""}
-    assert found.files == {"f": UploadedFile("a.wav", "audio/wav", data)}
+    parsed = await read_as_route(body, step=step)
+    assert parsed.fields == {"name": "Zo\u00eb", "empty": ""}
+    assert parsed.files == {"f": UploadedFile("a.wav", "audio/wav", data)}
 
 
 @given(
     st.dictionaries(st.text("abc", min_size=1), st.text(max_size=20), max_size=3),
     st.lists(st.sampled_from([b"\r", b"\n", b"--", BOUNDARY.encode()[:-1], b"x", b"\0"])),
 )
-def test_what_a_form_holds_is_found_again(fields, pieces):
+def test_the_fields_and_files_of_a_form_are_parsed_unchanged(fields, pieces):
     data = b"".join(pieces)
     body = form(fields, [("file", "a", "audio/wav", data)])
-    found = parse_form(body, BOUNDARY)
-    assert found.fields == fields
-    assert found.files["file"].data == data
+    parsed = parse_form(body, BOUNDARY)
+    assert parsed.fields == fields
+    assert parsed.files["file"].data == data
 
 
 @given(st.integers(0, 200))
-def test_a_form_that_is_cut_anywhere_is_refused(cut):
+def test_a_truncated_form_is_refused(cut):
     body = form({"a": "b"}, [("file", "a", "audio/wav", b"\r\nsound\r\n")])
     end = body.rindex(BOUNDARY.encode()) + len(BOUNDARY) + 2
     with pytest.raises(MultipartError):
@@ -274,12 +279,12 @@ def test_a_form_that_is_cut_anywhere_is_refused(cut):
         (form({f"field {n}": "" for n in range(65)}), CONTENT_TYPE, 413),
     ],
 )
-async def test_a_form_that_cannot_be_read_is_refused(body, content_type, status):
-    refused = await read(body, content_type)
-    assert refused.status == status
+async def test_an_invalid_or_too_large_form_is_refused(body, content_type, status):
+    error = await read_as_route(body, content_type)
+    assert error.status == status
 
 
-async def test_a_plain_field_is_bounded_and_must_be_text():
-    assert (await read(form({"a": "x" * 65_537}), most_bytes=10**6)).status == 413
+async def test_a_text_field_is_limited_and_must_be_utf_8():
+    assert (await read_as_route(form({"a": "x" * 65_537}), most_bytes=10**6)).status == 413
     latin = form({"a": "?"}).replace(b"?", b"\xff")
-    assert (await read(latin)).status == 400
+    assert (await read_as_route(latin)).status == 400

@@ -23,21 +23,21 @@ SCRIPT = {
 }
 
 
-async def rollout(world, script=SCRIPT, **body):
-    return await world.ask(PATH, script, **body)
+async def rollout(api, script=SCRIPT, **body):
+    return await api.post_script(PATH, script, **body)
 
 
-async def rollout_json(world, script=SCRIPT, **body):
-    answer = await rollout(world, script, **body)
-    assert answer.status_code == 200, await answer.get_data()
-    return await answer.get_json()
+async def rollout_json(api, script=SCRIPT, **body):
+    response = await rollout(api, script, **body)
+    assert response.status_code == 200, await response.get_data()
+    return await response.get_json()
 
 
-# The rollout dialect
+# The rollout format
 
 
-async def test_a_rollout_has_the_contracts_keys(world):
-    body = await rollout_json(world, prompt="hi", metadata={"sample": 3})
+async def test_a_rollout_has_the_keys_of_the_contract(api):
+    body = await rollout_json(api, prompt="hi", metadata={"sample": 3})
     assert body == {
         "text": "Hello",
         "audio": None,
@@ -54,18 +54,18 @@ async def test_a_rollout_has_the_contracts_keys(world):
     }
 
 
-async def test_logprobs_are_requested_unless_disabled(world):
-    await rollout_json(world, prompt="hi")
-    assert world.heard.params["logprobs"] is True
-    body = await rollout_json(world, prompt="hi", return_logprob=False)
-    assert "logprobs" not in world.heard.params
+async def test_logprobs_are_requested_unless_disabled(api):
+    await rollout_json(api, prompt="hi")
+    assert api.last_request.params["logprobs"] is True
+    body = await rollout_json(api, prompt="hi", return_logprob=False)
+    assert "logprobs" not in api.last_request.params
     assert body["meta_info"]["output_token_logprobs"] is None
 
 
-async def test_a_length_finish_reports_its_length_and_cached_tokens(world):
+async def test_a_rollout_cut_by_length_reports_its_length_and_cached_tokens(api):
     usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 1}}
     script = {"result": RESULT | {"finish_reason": "length", "usage": usage}}
-    meta = (await rollout_json(world, script, prompt="hi"))["meta_info"]
+    meta = (await rollout_json(api, script, prompt="hi"))["meta_info"]
     assert meta["finish_reason"] == {"type": "length", "length": 2}
     assert meta["cached_tokens"] == 1
 
@@ -78,21 +78,21 @@ async def test_a_length_finish_reports_its_length_and_cached_tokens(world):
         ({"messages": MESSAGES}, {"messages": MESSAGES}, "chat"),
     ],
 )
-async def test_each_kind_of_prompt_reaches_the_stage(world, prompt, inputs, task):
-    await rollout_json(world, **prompt)
-    assert (world.heard.inputs, world.heard.metadata["task"]) == (inputs, task)
+async def test_each_kind_of_prompt_reaches_the_stage(api, prompt, inputs, task):
+    await rollout_json(api, **prompt)
+    assert (api.last_request.inputs, api.last_request.metadata["task"]) == (inputs, task)
 
 
-async def test_audio_is_given_as_a_wav_file(world):
+async def test_audio_is_returned_as_a_wav_file(api):
     script = {"result": RESULT | {"samples": 2}}
-    body = await rollout_json(world, script, prompt="hi", output_modalities=["text", "audio"])
+    body = await rollout_json(api, script, prompt="hi", output_modalities=["text", "audio"])
     assert (body["audio"]["format"], body["audio"]["sample_rate"]) == ("wav", RATE)
     assert body["audio"]["path"] is None
     assert base64.b64decode(body["audio"]["data"])[:4] == b"RIFF"
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "words"),
+    ("body", "status", "reason"),
     [
         ({}, 400, "exactly one"),
         ({"prompt": "a", "messages": MESSAGES}, 400, "not prompt and messages"),
@@ -108,35 +108,35 @@ async def test_audio_is_given_as_a_wav_file(world):
         ({"prompt": "a", "sampling_params": {"max_new_tokens": 0}}, 422, "greater than or equal"),
     ],
 )
-async def test_a_wrong_rollout_is_refused(world, body, status, words):
-    answer = await rollout(world, **body)
-    assert answer.status_code == status
-    assert words in str((await answer.get_json())["detail"])
+async def test_an_invalid_rollout_request_is_refused(api, body, status, reason):
+    response = await rollout(api, **body)
+    assert response.status_code == status
+    assert reason in str((await response.get_json())["detail"])
 
 
-async def test_missing_logprobs_are_a_501_and_a_wrong_number_a_500(world):
-    without = {key: RESULT[key] for key in RESULT if key != "output_token_logprobs"}
-    answer = await rollout(world, {"result": without}, prompt="hi")
-    assert answer.status_code == 501
-    assert "return_logprob=false" in (await answer.get_json())["detail"]
-    short = RESULT | {"output_token_logprobs": LOGPROBS[:1]}
-    answer = await rollout(world, {"result": short}, prompt="hi")
-    assert answer.status_code == 500
-    assert "1 logprobs for 2" in (await answer.get_json())["detail"]
+async def test_missing_logprobs_are_a_501_and_a_wrong_number_a_500(api):
+    without_logprobs = {key: RESULT[key] for key in RESULT if key != "output_token_logprobs"}
+    response = await rollout(api, {"result": without_logprobs}, prompt="hi")
+    assert response.status_code == 501
+    assert "return_logprob=false" in (await response.get_json())["detail"]
+    one_logprob = RESULT | {"output_token_logprobs": LOGPROBS[:1]}
+    response = await rollout(api, {"result": one_logprob}, prompt="hi")
+    assert response.status_code == 500
+    assert "1 logprobs for 2" in (await response.get_json())["detail"]
 
 
-async def test_max_tokens_is_another_word_for_max_new_tokens(world):
-    await rollout_json(world, prompt="a", sampling_params={"max_tokens": 5, "stop": "x"})
-    assert world.heard.params["max_new_tokens"] == 5
-    assert world.heard.params["stop"] == ["x"]
+async def test_max_tokens_is_an_alias_of_max_new_tokens(api):
+    await rollout_json(api, prompt="a", sampling_params={"max_tokens": 5, "stop": "x"})
+    assert api.last_request.params["max_new_tokens"] == 5
+    assert api.last_request.params["stop"] == ["x"]
 
 
-# SGLang's own dialect. Its bodies have no stage parameters, so the stage runs its default script.
+# SGLang's own format. Its bodies have no stage parameters, so the stage runs its default script.
 
 
-async def test_text_selects_sglangs_shape_without_logprobs(world):
-    answer = await world.post(PATH, {"text": "hi", "rid": "R"})
-    body = await answer.get_json()
+async def test_text_selects_sglangs_format_without_logprobs(api):
+    response = await api.post(PATH, {"text": "hi", "rid": "R"})
+    body = await response.get_json()
     assert list(body) == ["text", "output_ids", "meta_info"]
     meta = body["meta_info"]
     assert body["text"] == "Hello"
@@ -144,43 +144,43 @@ async def test_text_selects_sglangs_shape_without_logprobs(world):
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (2, 2, 0)
     assert meta["e2e_latency"] >= 0
     assert "output_token_logprobs" not in meta
-    assert "logprobs" not in world.heard.params
+    assert "logprobs" not in api.last_request.params
 
 
-async def test_sglangs_sampling_keys_are_read_and_those_without_a_meaning_ignored(world):
+async def test_sglangs_sampling_keys_are_read_and_unsupported_ones_are_ignored(api):
     sampling = {"max_new_tokens": 3, "sampling_seed": 9, "temperature": 0, "no_stop_trim": True}
-    answer = await world.post(PATH, {"text": "hi", "sampling_params": sampling})
-    assert answer.status_code == 200
-    heard = world.heard.params
-    assert (heard["max_new_tokens"], heard["seed"], heard["temperature"]) == (3, 9, 0)
+    response = await api.post(PATH, {"text": "hi", "sampling_params": sampling})
+    assert response.status_code == 200
+    params = api.last_request.params
+    assert (params["max_new_tokens"], params["seed"], params["temperature"]) == (3, 9, 0)
 
 
-async def test_sglangs_128_tokens_are_the_default(world):
-    await world.post(PATH, {"text": "hi"})
-    assert world.heard.params["max_new_tokens"] == 128
+async def test_sglangs_default_is_128_tokens(api):
+    await api.post(PATH, {"text": "hi"})
+    assert api.last_request.params["max_new_tokens"] == 128
 
 
 @pytest.mark.parametrize("prompt", [{"text": ["a", "b"]}, {"input_ids": [[1], [2]]}])
-async def test_a_list_of_prompts_is_answered_by_a_list(world, prompt):
-    answers = await (await world.post(PATH, prompt | {"rid": "R"})).get_json()
-    assert [each["text"] for each in answers] == ["Hello", "Hello"]
-    assert [each["meta_info"]["id"] for each in answers] == ["R-0", "R-1"]
+async def test_a_list_of_prompts_is_answered_by_a_list(api, prompt):
+    results = await (await api.post(PATH, prompt | {"rid": "R"})).get_json()
+    assert [result["text"] for result in results] == ["Hello", "Hello"]
+    assert [result["meta_info"]["id"] for result in results] == ["R-0", "R-1"]
 
 
 @pytest.mark.parametrize("prompt", [{"text": "hi"}, {"input_ids": [1, 2]}])
-async def test_streamed_events_hold_everything_so_far(world, prompt):
-    answer = await world.post(PATH, prompt | {"stream": True})
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-    *reported, done = events_of(await answer.get_data())
+async def test_streamed_events_are_cumulative(api, prompt):
+    response = await api.post(PATH, prompt | {"stream": True})
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *events, done = events_of(await response.get_data())
     assert done == "[DONE]"
-    assert [each["text"] for each in reported] == ["Hel", "Hello", "Hello"]
-    reasons = [each["meta_info"]["finish_reason"] for each in reported]
+    assert [event["text"] for event in events] == ["Hel", "Hello", "Hello"]
+    reasons = [event["meta_info"]["finish_reason"] for event in events]
     assert reasons == [None, None, {"type": "stop"}]
-    assert reported[-1]["meta_info"]["prompt_tokens"] == 2
+    assert events[-1]["meta_info"]["prompt_tokens"] == 2
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "reason"),
     [
         ({"text": "a", "input_ids": [1]}, "not both"),
         ({"text": 3}, "text must be"),
@@ -190,29 +190,29 @@ async def test_streamed_events_hold_everything_so_far(world, prompt):
         ({"rid": "R", "input_ids": ["a"]}, "input_ids must be"),
     ],
 )
-async def test_a_wrong_sglang_request_is_a_400(world, body, words):
-    answer = await world.post(PATH, body)
-    assert answer.status_code == 400
-    assert words in (await answer.get_json())["detail"]
+async def test_an_invalid_sglang_request_is_a_400(api, body, reason):
+    response = await api.post(PATH, body)
+    assert response.status_code == 400
+    assert reason in (await response.get_json())["detail"]
 
 
-async def test_logprobs_that_the_pipeline_lacks_are_a_501_for_sglang_too(world):
-    answer = await world.post(PATH, {"text": "hi", "return_logprob": True})
-    assert answer.status_code == 501
+async def test_logprobs_from_a_pipeline_without_them_are_a_501_in_sglangs_format(api):
+    response = await api.post(PATH, {"text": "hi", "return_logprob": True})
+    assert response.status_code == 501
 
 
-# Over the real model
+# With the tiny model
 
 
-async def test_the_tiny_model_gives_one_logprob_for_each_token_in_both_dialects(tiny):
+async def test_the_tiny_model_returns_one_logprob_for_each_token_in_both_formats(tiny):
     sampling = {"max_new_tokens": 4, "temperature": 0}
     body = {"input_ids": [5, 6, 7], "sampling_params": sampling}
-    rolled = await (await tiny.post(PATH, body)).get_json()
+    rollout = await (await tiny.post(PATH, body)).get_json()
     native = await (await tiny.post(PATH, body | {"rid": "R", "return_logprob": True})).get_json()
-    reported = rolled["meta_info"]
-    assert reported["completion_tokens"] == len(reported["output_token_logprobs"]) == 4
-    assert reported["weight_version"] == "default"
-    assert rolled["text"] == native["text"]
+    meta = rollout["meta_info"]
+    assert meta["completion_tokens"] == len(meta["output_token_logprobs"]) == 4
+    assert meta["weight_version"] == "default"
+    assert rollout["text"] == native["text"]
     ids = [item[1] for item in native["meta_info"]["output_token_logprobs"]]
     assert ids == native["output_ids"]
     streamed = events_of(

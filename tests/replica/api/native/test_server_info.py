@@ -2,7 +2,7 @@ import trio
 
 from omni_proxy.replica.pipeline.builtin import BuiltinOptions, builtin_pipeline
 from omni_proxy.replica.torch_engine import with_weight_params
-from tests.replica.api.api_fixture import HEARD, HOLD, opened, until
+from tests.replica.api.api_fixture import HOLD, RECORDED, opened, until
 
 HEALTHY = (
     b'{"status":"healthy","running":true,"stages":["play"],"entry_stage":"play",'
@@ -12,36 +12,36 @@ HEALTHY = (
 )
 
 
-async def test_health_is_byte_for_byte_the_contracts(world):
-    answer = await world.get("/health")
-    assert answer.status_code == 200
-    assert await answer.get_data() == HEALTHY
+async def test_health_matches_the_contract_byte_for_byte(api):
+    response = await api.get("/health")
+    assert response.status_code == 200
+    assert await response.get_data() == HEALTHY
 
 
-async def test_the_instance_is_the_same_for_one_app_and_another_for_the_next(world):
-    first, again = [(await world.get("/health")).headers["x-omni-instance"] for _ in range(2)]
-    other = (await world.with_options().get("/health")).headers["x-omni-instance"]
+async def test_the_instance_id_is_constant_for_an_app_and_differs_between_apps(api):
+    first, again = [(await api.get("/health")).headers["x-omni-instance"] for _ in range(2)]
+    other = (await api.with_options().get("/health")).headers["x-omni-instance"]
     assert first == again != other
 
 
-async def test_a_server_that_warms_up_is_starting_and_503(world):
+async def test_a_server_that_warms_up_is_a_503_with_status_starting(api):
     ready = []
-    warming = world.with_options(ready=lambda: bool(ready))
-    answer = await warming.get("/health")
-    assert (answer.status_code, (await answer.get_json())["status"]) == (503, "starting")
+    warming = api.with_options(ready=lambda: bool(ready))
+    response = await warming.get("/health")
+    assert (response.status_code, (await response.get_json())["status"]) == (503, "starting")
     ready.append(True)
     assert (await warming.get("/health")).status_code == 200
 
 
-async def test_a_stopped_pipeline_is_unhealthy_and_503(world):
-    world.client._coordinator.stop()
-    answer = await world.get("/health")
-    body = await answer.get_json()
-    assert (answer.status_code, body["status"], body["running"]) == (503, "unhealthy", False)
+async def test_a_stopped_pipeline_is_a_503_with_status_unhealthy(api):
+    api.client._coordinator.stop()
+    response = await api.get("/health")
+    body = await response.get_json()
+    assert (response.status_code, body["status"], body["running"]) == (503, "unhealthy", False)
 
 
-async def test_there_is_one_model_with_the_served_name(world):
-    assert await (await world.get("/v1/models")).get_data() == (
+async def test_the_models_list_has_one_model_with_the_served_name(api):
+    assert await (await api.get("/v1/models")).get_data() == (
         b'{"object":"list","data":[{"id":"fake","object":"model","created":0,'
         b'"owned_by":"sglang-omni","permission":[{"id":"modelperm-default",'
         b'"object":"model_permission","allow_create_engine":false,"allow_sampling":true,'
@@ -49,50 +49,54 @@ async def test_there_is_one_model_with_the_served_name(world):
     )
 
 
-async def test_the_icon_is_a_bare_404(world):
-    answer = await world.get("/favicon.ico")
-    assert (answer.status_code, await answer.get_data()) == (404, b"")
+async def test_the_icon_is_a_bare_404(api):
+    response = await api.get("/favicon.ico")
+    assert (response.status_code, await response.get_data()) == (404, b"")
 
 
 async def test_health_generate_generates_one_token(tiny):
-    answer = await tiny.get("/health_generate")
-    assert (answer.status_code, await answer.get_data()) == (200, b"")
+    response = await tiny.get("/health_generate")
+    assert (response.status_code, await response.get_data()) == (200, b"")
     await until(lambda: tiny.client.stats()["decode"]["generation_tokens_total"] == 1)
 
 
-async def test_health_generate_is_a_503_where_generation_fails(world):
-    HEARD.requests.clear()
-    world.client._coordinator.stop()
-    answer = await world.get("/health_generate")
-    assert answer.status_code == 503
-    assert "unhealthy" in (await answer.get_json())["detail"]
-    assert HEARD.requests == []
+async def test_health_generate_is_a_503_for_a_stopped_pipeline(api):
+    RECORDED.requests.clear()
+    api.client._coordinator.stop()
+    response = await api.get("/health_generate")
+    assert response.status_code == 503
+    assert "unhealthy" in (await response.get_json())["detail"]
+    assert RECORDED.requests == []
 
 
-async def test_health_generate_does_not_generate_where_nothing_chats(world):
-    HEARD.requests.clear()
-    speaking = world.with_options(capabilities=frozenset(("speech",)))
+async def test_health_generate_does_not_generate_without_a_chat_model(api):
+    RECORDED.requests.clear()
+    speaking = api.with_options(capabilities=frozenset(("speech",)))
     assert (await speaking.get("/health_generate")).status_code == 200
-    assert HEARD.requests == []
+    assert RECORDED.requests == []
 
 
-async def test_the_models_card_can_be_had_by_its_name(world):
-    listed = await (await world.get("/v1/models")).get_json()
-    answer = await world.get("/v1/models/fake")
-    assert (answer.status_code, await answer.get_json()) == (200, listed["data"][0])
-    slashed = world.with_options(model_name="org/fake")
+async def test_a_models_card_is_served_by_its_name(api):
+    listed = await (await api.get("/v1/models")).get_json()
+    response = await api.get("/v1/models/fake")
+    assert (response.status_code, await response.get_json()) == (200, listed["data"][0])
+    slashed = api.with_options(model_name="org/fake")
     assert (await (await slashed.get("/v1/models/org/fake")).get_json())["id"] == "org/fake"
 
 
-async def test_another_models_card_is_a_404_of_openais_shape(world):
-    answer = await world.get("/v1/models/gpt-4o")
-    error = (await answer.get_json())["error"]
-    assert (answer.status_code, error["code"], error["param"]) == (404, "model_not_found", "model")
+async def test_an_unknown_models_card_is_a_404_in_openais_format(api):
+    response = await api.get("/v1/models/gpt-4o")
+    error = (await response.get_json())["error"]
+    assert (response.status_code, error["code"], error["param"]) == (
+        404,
+        "model_not_found",
+        "model",
+    )
     assert "'gpt-4o' does not exist" in error["message"]
     assert "'fake'" in error["message"]
 
 
-# Features that are refused explicitly.
+# Features that the replica does not have.
 ABSENT = {
     "quantization": None,
     "enable_lora": False,
@@ -105,13 +109,13 @@ ABSENT = {
 KEY = {"headers": {"authorization": "Bearer sesame"}}
 
 
-async def get_json(world, path):
-    answer = await world.get(path)
-    assert answer.status_code == 200
-    return await answer.get_json()
+async def get_json(api, path):
+    response = await api.get(path)
+    assert response.status_code == 200
+    return await response.get_json()
 
 
-async def test_server_info_has_what_routers_trainers_and_benchmarks_read(tiny):
+async def test_server_info_has_the_fields_that_routers_and_trainers_read(tiny):
     body = await get_json(tiny, "/server_info")
     assert body["model_path"] == "tiny"
     assert (body["served_model_name"], body["weight_version"]) == ("fake", "default")
@@ -129,7 +133,7 @@ async def test_server_info_has_what_routers_trainers_and_benchmarks_read(tiny):
     assert other.keys() == body.keys()
 
 
-async def test_server_info_reports_weights_and_their_retention(tiny):
+async def test_server_info_reports_dtypes_absent_features_and_the_cache_epoch(tiny):
     body = await get_json(tiny, "/server_info")
     assert (body["dtype"], body["kv_cache_dtype"]) == ("float32", "float32")
     assert {name: body[name] for name in ABSENT} == ABSENT
@@ -140,21 +144,21 @@ async def test_server_info_reports_weights_and_their_retention(tiny):
         assert (await get_json(tiny, path))["cache_epoch"] == 1
 
 
-async def test_server_info_owns_up_to_a_cache_that_is_turned_off():
+async def test_server_info_reports_a_disabled_prefix_cache():
     config = with_weight_params(
         builtin_pipeline(BuiltinOptions(model="tiny")), {"prefix_cache_entries": 0}
     )
-    async with opened(config) as world:
-        assert (await get_json(world, "/server_info"))["disable_radix_cache"] is True
+    async with opened(config) as api:
+        assert (await get_json(api, "/server_info"))["disable_radix_cache"] is True
 
 
-async def test_a_pipeline_without_weights_reports_none(world):
-    body = await get_json(world, "/server_info")
+async def test_a_pipeline_without_weights_reports_no_dtypes_and_no_cache(api):
+    body = await get_json(api, "/server_info")
     assert [body[name] for name in ("dtype", "kv_cache_dtype", "cache_epoch")] == [None] * 3
     assert body["disable_radix_cache"] is None  # unknown: trainers expect a value
 
 
-async def test_model_info_of_sglang_is_flat_and_open(tiny):
+async def test_sglangs_model_info_is_flat_and_needs_no_key(tiny):
     locked = tiny.with_options(admin_api_key="sesame")
     assert await get_json(locked, "/get_model_info") == {
         "model_path": "tiny",
@@ -167,29 +171,29 @@ async def test_model_info_of_sglang_is_flat_and_open(tiny):
     assert (await locked.get("/model_info")).status_code == 401
 
 
-async def test_facts_of_a_stopped_pipeline_are_those_last_seen(tiny):
+async def test_model_info_of_a_stopped_pipeline_is_the_last_known(tiny):
     before = await get_json(tiny, "/get_model_info")
     tiny.client._coordinator.stop()
     assert await get_json(tiny, "/get_model_info") == before
 
 
-async def test_a_pipeline_without_weights_has_its_configured_path(world):
-    named = world.with_options(model_path="here")
+async def test_a_pipeline_without_weights_reports_its_configured_path(api):
+    named = api.with_options(model_path="here")
     body = await get_json(named, "/server_info")
     assert (body["model_path"], body["weight_version"]) == ("here", None)
 
 
-async def test_loads_are_reported_in_three_shapes(world):
+async def test_loads_are_reported_in_three_formats(api):
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(lambda: world.chat(HOLD, request_id="R"))
+        nursery.start_soon(lambda: api.chat(HOLD, request_id="R"))
         await until(
             lambda: (
-                world.client.stats().get("play", {}).get("num_running_reqs", 0) == 1
-                or world.client.stats().get("play", {}).get("num_waiting_reqs", 0) == 1
+                api.client.stats().get("play", {}).get("num_running_reqs", 0) == 1
+                or api.client.stats().get("play", {}).get("num_waiting_reqs", 0) == 1
             )
         )
         for path in ("/v1/loads", "/get_loads"):
-            body = await get_json(world, path)
+            body = await get_json(api, path)
             (load,) = body["loads"]
             assert load["num_running_reqs"] + load["num_waiting_reqs"] == 1
             assert load["num_total_reqs"] == body["aggregate"]["total_reqs"] == 1
@@ -199,7 +203,7 @@ async def test_loads_are_reported_in_three_shapes(world):
                 "num_total_reqs", "num_used_tokens", "max_total_num_tokens", "token_usage",
                 "gen_throughput", "cache_hit_rate", "utilization", "max_running_requests",
             }  # fmt: skip
-        (rank,) = await get_json(world, "/get_load")
+        (rank,) = await get_json(api, "/get_load")
         assert rank["dp_rank"] == 0
         assert rank["num_reqs"] == 1
-        await world.client.abort("R")
+        await api.client.abort("R")

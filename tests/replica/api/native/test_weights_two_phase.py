@@ -27,18 +27,18 @@ async def tiny():
     params = {"weights_isolation": "thread"}
     async with opened(
         with_weight_params(builtin_pipeline(BuiltinOptions(model="tiny")), params)
-    ) as world:
-        yield world
+    ) as api:
+        yield api
 
 
 class Trainer:
-    """Calls the replica over HTTP and broadcasts to its ranks over gloo."""
+    """Calls the replica's HTTP API, and broadcasts to its ranks over gloo."""
 
-    def __init__(self, world, side):
-        self.world, self.side = world, side
+    def __init__(self, api, side):
+        self.api, self.side = api, side
 
     async def post(self, path, body):
-        return await status_and_body(await self.world.post(path, body))
+        return await status_and_body(await self.api.post(path, body))
 
     async def join(self, **more):
         port = (await self.ask("open", group="g"))["port"]
@@ -77,11 +77,11 @@ async def trainer(tiny, pool):
             await trainer.ask("destroy", group="g")
 
 
-async def sync_of(world):
-    return (await (await world.get("/model_info")).get_json())["weight_sync"]
+async def sync_of(api):
+    return (await (await api.get("/model_info")).get_json())["weight_sync"]
 
 
-async def test_two_phases_in_the_words_of_both_dialects(tiny, trainer):
+async def test_an_update_in_two_phases_with_several_buckets(tiny, trainer):
     status, body = await trainer.post(PREPARE, many(A, B, an_unknown_field=1))
     assert (status, body["status"], body["success"]) == (200, "ready", True)
     assert body["message"] == "ready for 3 tensors, 393728 bytes, in 2 buckets"
@@ -109,7 +109,7 @@ async def test_two_phases_in_the_words_of_both_dialects(tiny, trainer):
     assert (await sync_of(tiny))["state"] == "idle"
 
 
-async def test_one_bucket_at_a_time(tiny, trainer):
+async def test_an_update_with_one_bucket_at_a_time(tiny, trainer):
     for bucket, version in ((A, None), (B, "v2")):
         status, body = await trainer.post(PREPARE, one(bucket))
         assert (status, body["status"]) == (200, "ready")
@@ -124,17 +124,17 @@ async def test_one_bucket_at_a_time(tiny, trainer):
     assert body["weight_version"] == "v2"
 
 
-async def test_nothing_waits_for_a_completion_that_waits(tiny, trainer):
+async def test_other_requests_are_served_while_a_completion_waits(tiny, trainer):
     await trainer.post(PREPARE, many(A))
-    outcome = []
+    results = []
 
     async def complete():
-        outcome.append(await trainer.post(COMPLETE, BODY | {"weight_version": "v3"}))
+        results.append(await trainer.post(COMPLETE, BODY | {"weight_version": "v3"}))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(complete)
-        before = await checksum(tiny)
-        assert before == checksum_of(weights_of(0))
+        checksum_during_update = await checksum(tiny)
+        assert checksum_during_update == checksum_of(weights_of(0))
         assert (await tiny.get("/health")).status_code == 200
         for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
             assert (await tiny.post(path, {})).status_code == 200
@@ -143,23 +143,23 @@ async def test_nothing_waits_for_a_completion_that_waits(tiny, trainer):
         status, body = await trainer.post(COMPLETE, BODY)
         assert (status, body["success"], body["status"]) == (409, False, "error")
         assert "already being completed" in body["message"]
-        assert outcome == []
+        assert results == []
         await trainer.send(A)
-    assert outcome[0][1]["weight_version"] == "v3"
+    assert results[0][1]["weight_version"] == "v3"
 
 
-async def test_a_waiting_completion_ends_with_its_group(tiny, trainer):
+async def test_a_waiting_completion_fails_if_its_group_is_destroyed(tiny, trainer):
     await trainer.post(PREPARE, many(A))
-    outcome = []
+    results = []
 
     async def complete():
-        outcome.append(await trainer.post(COMPLETE, BODY))
+        results.append(await trainer.post(COMPLETE, BODY))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(complete)
         await checksum(tiny)
         await trainer.leave()
-    status, body = outcome[0]
+    status, body = results[0]
     assert (status, body["success"], body["status"]) == (400, False, "error")
     assert "was destroyed" in body["message"]
     assert (await sync_of(tiny))["state"] == "idle"
@@ -167,7 +167,7 @@ async def test_a_waiting_completion_ends_with_its_group(tiny, trainer):
     assert (await trainer.post(PREPARE, many(B)))[0] == 200
 
 
-async def test_a_deadline_of_the_caller_ends_the_wait_disarmed(tiny, trainer):
+async def test_the_callers_timeout_ends_the_wait_and_fails_the_update(tiny, trainer):
     await trainer.post(PREPARE, many(A))
     status, body = await trainer.post(COMPLETE, BODY | {"timeout_s": 0.2})
     assert (status, body["success"]) == (400, False)
@@ -176,7 +176,7 @@ async def test_a_deadline_of_the_caller_ends_the_wait_disarmed(tiny, trainer):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
+    ("path", "body", "status", "reason"),
     [
         (COMPLETE, {}, 400, "no weights update is prepared"),
         (PREPARE, {}, 400, "nothing is announced"),
@@ -192,10 +192,10 @@ async def test_a_deadline_of_the_caller_ends_the_wait_disarmed(tiny, trainer):
         (PREPARE, b"{", 422, "JSON"),
     ],
 )
-async def test_a_refusal_has_one_meaning_in_code_and_body(tiny, path, body, status, words):
-    found, answer = await status_and_body(await tiny.post(path, body))
-    assert (found, answer["success"], answer["status"]) == (status, False, "error")
-    assert words in answer["message"]
+async def test_a_refusals_status_code_and_body_agree(tiny, path, body, status, reason):
+    received_status, reply = await status_and_body(await tiny.post(path, body))
+    assert (received_status, reply["success"], reply["status"]) == (status, False, "error")
+    assert reason in reply["message"]
 
 
 async def test_a_second_preparation_or_trainer_is_a_conflict(tiny, trainer):

@@ -13,21 +13,21 @@ def deltas(events):
     return [event["choices"][0]["delta"] for event in events[:-1]]
 
 
-async def test_a_whole_answer_has_the_contracts_keys_in_their_order(world):
-    answer = await world.chat(request_id="R")
-    body = await answer.get_json()
+async def test_a_complete_response_has_the_keys_of_the_contract_in_order(api):
+    response = await api.chat(request_id="R")
+    body = await response.get_json()
     created = body["created"]
-    assert await answer.get_data() == (
+    assert await response.get_data() == (
         b'{"id":"chatcmpl-R","object":"chat.completion","created":%d,"model":"fake","choices":'
         b'[{"index":0,"message":{"role":"assistant","content":"Hello"},"finish_reason":"stop"}],'
         b'"usage":{"prompt_tokens":2,"completion_tokens":2,"total_tokens":4}}' % created
     )
-    assert answer.headers["content-type"] == "application/json"
+    assert response.headers["content-type"] == "application/json"
 
 
-async def test_a_stream_is_byte_for_byte_the_contracts(world):
-    answer = await world.chat(request_id="R", stream=True)
-    body = (await answer.get_data()).decode()
+async def test_a_stream_matches_the_contract_byte_for_byte(api):
+    response = await api.chat(request_id="R", stream=True)
+    body = (await response.get_data()).decode()
     created = re.search(r'"created": (\d+)', body)[1]
     head = (
         'data: {"id": "chatcmpl-R", "object": "chat.completion.chunk", '
@@ -40,43 +40,41 @@ async def test_a_stream_is_byte_for_byte_the_contracts(world):
         '"completion_tokens": 2, "total_tokens": 4}}\n\n'
         "data: [DONE]\n\n"
     )  # fmt: skip
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
 
 
-async def test_the_model_of_the_request_is_echoed_and_never_checked(world):
-    assert (await world.chat_json(model="other"))["model"] == "other"
-    assert world.heard.metadata["model"] == "other"
+async def test_the_model_of_the_request_is_echoed_and_never_checked(api):
+    assert (await api.chat_json(model="other"))["model"] == "other"
+    assert api.last_request.metadata["model"] == "other"
 
 
-async def test_ids_are_made_where_none_is_given(world):
-    first, second = await world.chat_json(), await world.chat_json(request_id=None)
+async def test_an_id_is_generated_if_the_request_has_none(api):
+    first, second = await api.chat_json(), await api.chat_json(request_id=None)
     assert re.fullmatch(r"chatcmpl-[0-9a-f-]{36}", first["id"])
     assert first["id"] != second["id"]
 
 
-async def test_usage_is_null_when_the_pipeline_reports_none(world):
-    assert (await world.chat_json({"result": {"text": "x"}}))["usage"] is None
+async def test_usage_is_null_when_the_pipeline_reports_none(api):
+    assert (await api.chat_json({"result": {"text": "x"}}))["usage"] is None
 
 
-async def test_cached_tokens_are_reported_where_they_are_known(world):
+async def test_cached_tokens_are_reported_if_known(api):
     usage = USAGE | {"prompt_tokens_details": {"cached_tokens": 1}, "engine_time_s": 0.1}
-    body = await world.chat_json({"result": {"text": "x", "usage": usage}})
+    body = await api.chat_json({"result": {"text": "x", "usage": usage}})
     assert body["usage"] == USAGE | {"prompt_tokens_details": {"cached_tokens": 1}}
 
 
-async def test_finish_reason_defaults_to_stop(world):
-    assert (await world.chat_json({"result": {"text": "x"}}))["choices"][0][
-        "finish_reason"
-    ] == "stop"
-    body = await world.chat_json({"result": {"text": "x", "finish_reason": "length"}})
+async def test_finish_reason_defaults_to_stop(api):
+    assert (await api.chat_json({"result": {"text": "x"}}))["choices"][0]["finish_reason"] == "stop"
+    body = await api.chat_json({"result": {"text": "x", "finish_reason": "length"}})
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-async def test_sampling_reaches_the_stage_and_null_is_unset(world):
-    await world.chat(
+async def test_sampling_reaches_the_stage_and_null_is_unset(api):
+    await api.chat(
         temperature=0.5, top_p=None, top_k=3, seed=7, max_tokens=9, stop=["a", "b"], min_p=0
     )
-    params = dict(world.heard.params)
+    params = dict(api.last_request.params)
     assert params == {
         "temperature": 0.5,
         "top_k": 3,
@@ -89,25 +87,36 @@ async def test_sampling_reaches_the_stage_and_null_is_unset(world):
     }
 
 
-async def test_max_completion_tokens_wins_over_max_tokens(world):
-    await world.chat(max_tokens=9, max_completion_tokens=4)
-    assert world.heard.params["max_new_tokens"] == 4
+async def test_max_completion_tokens_wins_over_max_tokens(api):
+    await api.chat(max_tokens=9, max_completion_tokens=4)
+    assert api.last_request.params["max_new_tokens"] == 4
 
 
-async def test_per_stage_and_talker_parameters_reach_the_stage(world):
-    await world.chat(
+async def test_per_stage_and_talker_parameters_reach_the_stage(api):
+    await api.chat(
         HELLO, stage_sampling={"play": {"temperature": 0}}, talker_top_k=5, talker_top_p=None
     )
-    assert world.heard.params["stage_sampling"] == {"play": {"temperature": 0}}
-    assert world.heard.params["talker_top_k"] == 5
-    assert "talker_top_p" not in world.heard.params
+    assert api.last_request.params["stage_sampling"] == {"play": {"temperature": 0}}
+    assert api.last_request.params["talker_top_k"] == 5
+    assert "talker_top_p" not in api.last_request.params
 
 
-async def test_fields_that_change_nothing_are_ignored(world):
-    hints = {"tools": [{}], "tool_choice": "auto", "stream_options": {}, "user": "u", "store": True}
-    assert (await world.chat(**hints)).status_code == 200
-    asked = {"n": None, "logprobs": False, "response_format": {"type": "text"}, "min_tokens": 0}
-    body = await world.chat_json(**asked)
+async def test_fields_that_change_nothing_are_ignored(api):
+    ignored_fields = {
+        "tools": [{}],
+        "tool_choice": "auto",
+        "stream_options": {},
+        "user": "u",
+        "store": True,
+    }
+    assert (await api.chat(**ignored_fields)).status_code == 200
+    unused_values = {
+        "n": None,
+        "logprobs": False,
+        "response_format": {"type": "text"},
+        "min_tokens": 0,
+    }
+    body = await api.chat_json(**unused_values)
     assert len(body["choices"]) == 1
     assert "logprobs" not in body["choices"][0]
 
@@ -127,25 +136,27 @@ async def test_fields_that_change_nothing_are_ignored(world):
     ids=repr,
 )  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_would_change_the_answer_and_cannot_be_is_refused_by_name(world, wrong, stream):
-    answer = await world.chat(stream=stream, **wrong)
-    output = (await answer.get_json())["detail"]
-    assert answer.status_code == 400, output
-    assert any(output.startswith(name) for name in wrong), output
+async def test_an_unsupported_field_that_would_change_the_response_is_refused_by_name(
+    api, wrong, stream
+):
+    response = await api.chat(stream=stream, **wrong)
+    detail = (await response.get_json())["detail"]
+    assert response.status_code == 400, detail
+    assert any(detail.startswith(name) for name in wrong), detail
 
 
-async def test_only_role_and_content_of_a_message_are_forwarded(world):
+async def test_only_role_and_content_of_a_message_are_forwarded(api):
     message = {"role": "assistant", "content": None, "name": "n", "tool_calls": [{}]}
-    await world.chat(messages=[message, *MESSAGES])
-    assert world.heard.inputs == {
+    await api.chat(messages=[message, *MESSAGES])
+    assert api.last_request.inputs == {
         "messages": [{"role": "assistant", "content": ""}, {"role": "user", "content": "hi"}]
     }
 
 
-async def test_text_parts_become_one_text(world):
+async def test_text_parts_become_one_text(api):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    await world.chat(messages=[{"role": "user", "content": parts}])
-    assert world.heard.inputs["messages"][0]["content"] == "a\nb"
+    await api.chat(messages=[{"role": "user", "content": parts}])
+    assert api.last_request.inputs["messages"][0]["content"] == "a\nb"
 
 
 @pytest.mark.parametrize(
@@ -162,27 +173,30 @@ async def test_text_parts_become_one_text(world):
         (b"", "missing", ["body"]),
     ],
 )
-async def test_a_wrong_body_is_a_422_that_names_the_place(world, body, kind, loc):
-    answer = await world.post(PATH, body)
-    assert answer.status_code == 422
-    first = (await answer.get_json())["detail"][0]
+async def test_an_invalid_body_is_a_422_that_names_the_location(api, body, kind, loc):
+    response = await api.post(PATH, body)
+    assert response.status_code == 422
+    first = (await response.get_json())["detail"][0]
     assert (first["type"], first["loc"]) == (kind, loc)
     assert {"type", "loc", "msg", "input"} <= first.keys()
 
 
-async def test_a_number_in_a_string_is_a_number(world):
-    await world.chat(temperature="0.5", max_tokens="3", stream="false")
-    assert (world.heard.params["temperature"], world.heard.params["max_new_tokens"]) == (0.5, 3)
+async def test_a_number_in_a_string_is_a_number(api):
+    await api.chat(temperature="0.5", max_tokens="3", stream="false")
+    assert (api.last_request.params["temperature"], api.last_request.params["max_new_tokens"]) == (
+        0.5,
+        3,
+    )
 
 
-# Audio out
+# Audio output
 
 
-async def test_audio_is_returned_only_if_requested(world):
+async def test_audio_is_returned_only_if_requested(api):
     script = {"result": {"text": "Hi", "samples": 3}}
-    plain = await world.chat_json(script)
+    plain = await api.chat_json(script)
     assert plain["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
-    body = await world.chat_json(script, modalities=["text", "audio"], request_id="R")
+    body = await api.chat_json(script, modalities=["text", "audio"], request_id="R")
     message = body["choices"][0]["message"]
     assert list(message) == ["role", "content", "audio"]
     assert (message["audio"]["id"], message["audio"]["transcript"]) == ("audio-R", "Hi")
@@ -192,36 +206,36 @@ async def test_audio_is_returned_only_if_requested(world):
     assert struct.unpack("<I", wav[24:28]) == (RATE,)
 
 
-async def test_audio_alone_leaves_the_text_out_but_not_of_the_transcript(world):
+async def test_with_audio_alone_the_text_is_only_in_the_transcript(api):
     script = {"result": {"text": "Hi", "samples": 3}}
-    body = await world.chat_json(script, modalities=["audio"], audio={"format": "pcm"})
+    body = await api.chat_json(script, modalities=["audio"], audio={"format": "pcm"})
     message = body["choices"][0]["message"]
     assert "content" not in message
     assert base64.b64decode(message["audio"]["data"]) == struct.pack("<3h", *[16383] * 3)
 
 
-async def test_without_audio_the_content_is_the_text(world):
-    body = await world.chat_json({"result": {"text": "Hi"}}, modalities=["audio"])
+async def test_without_audio_the_content_is_the_text(api):
+    body = await api.chat_json({"result": {"text": "Hi"}}, modalities=["audio"])
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hi"}
-    body = await world.chat_json({"result": {"text": ""}})
+    body = await api.chat_json({"result": {"text": ""}})
     assert body["choices"][0]["message"] == {"role": "assistant", "content": ""}
 
 
-async def test_an_audio_answer_without_text_has_a_null_transcript(world):
-    body = await world.chat_json({"result": {"text": "", "samples": 1}}, modalities=["audio"])
+async def test_an_audio_response_without_text_has_a_null_transcript(api):
+    body = await api.chat_json({"result": {"text": "", "samples": 1}}, modalities=["audio"])
     assert body["choices"][0]["message"]["audio"]["transcript"] is None
 
 
-async def test_every_audio_chunk_of_a_stream_is_a_whole_file_in_a_delta_of_its_own(world):
+async def test_every_streamed_audio_chunk_is_a_complete_file_in_its_own_delta(api):
     script = {
         "chunks": [{"text": "Hi", "samples": 2}, {"samples": 1}],
         "result": {"text": "Hi"},
     }
-    events = await world.chat_events(script, modalities=["text", "audio"], request_id="R")
+    events = await api.chat_events(script, modalities=["text", "audio"], request_id="R")
     first, second, third, last = deltas(events)
     assert first == {"role": "assistant", "content": "Hi"}
     assert (list(second), second["audio"]["id"]) == (["audio"], "audio-R")
-    assert [len(base64.b64decode(each["audio"]["data"])) for each in (second, third)] == [48, 46]
+    assert [len(base64.b64decode(delta["audio"]["data"])) for delta in (second, third)] == [48, 46]
     assert last == {}
 
 
@@ -229,143 +243,143 @@ async def test_every_audio_chunk_of_a_stream_is_a_whole_file_in_a_delta_of_its_o
     "wrong",
     [{"modalities": ["image"]}, {"modalities": ["audio"], "audio": {"format": "mp3"}}],
 )
-async def test_an_output_that_cannot_be_made_is_a_400(world, wrong):
-    answer = await world.chat(**wrong)
-    assert answer.status_code == 400
-    assert "detail" in await answer.get_json()
+async def test_an_unsupported_output_is_a_400(api, wrong):
+    response = await api.chat(**wrong)
+    assert response.status_code == 400
+    assert "detail" in await response.get_json()
 
 
 @pytest.mark.parametrize("modalities", [["audio"], ["text", "audio"]])
-async def test_where_the_server_makes_no_audio_the_answer_is_text(world, modalities):
-    mute = world.with_options(capabilities=frozenset(("chat",)))
-    ask = {"modalities": modalities, "audio": {"format": "mp3", "voice": "alloy"}}
-    body = await mute.chat_json(**ask)
+async def test_a_server_without_speech_responds_with_text(api, modalities):
+    mute = api.with_options(capabilities=frozenset(("chat",)))
+    fields = {"modalities": modalities, "audio": {"format": "mp3", "voice": "alloy"}}
+    body = await mute.chat_json(**fields)
     assert body["choices"][0]["message"] == {"role": "assistant", "content": "Hello"}
-    assert mute.heard.metadata["output_modalities"] == ["text"]
-    *pieces, last, done = await mute.chat_events(**ask)
-    assert "".join(each["choices"][0]["delta"]["content"] for each in pieces) == "Hello"
+    assert mute.last_request.metadata["output_modalities"] == ["text"]
+    *chunks, last, done = await mute.chat_events(**fields)
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == "Hello"
     assert (last["choices"][0]["finish_reason"], done) == ("stop", "[DONE]")
 
 
 # Streams
 
 
-async def test_the_role_rides_alone_when_the_first_chunk_has_nothing_to_give(world):
+async def test_the_role_is_sent_alone_if_the_first_chunk_is_empty(api):
     script = {"chunks": [{"token_ids": [1]}, {"text": "Hi"}], "result": {"text": "Hi"}}
-    assert deltas(await world.chat_events(script)) == [{"role": "assistant"}, {"content": "Hi"}, {}]
+    assert deltas(await api.chat_events(script)) == [{"role": "assistant"}, {"content": "Hi"}, {}]
 
 
-async def test_audio_that_was_not_requested_is_dropped_from_a_stream(world):
+async def test_audio_that_was_not_requested_is_dropped_from_a_stream(api):
     script = {"chunks": [{"samples": 2}, {"text": "Hi"}], "result": {"text": "Hi"}}
-    assert deltas(await world.chat_events(script)) == [{"role": "assistant"}, {"content": "Hi"}, {}]
+    assert deltas(await api.chat_events(script)) == [{"role": "assistant"}, {"content": "Hi"}, {}]
 
 
-async def test_an_empty_result_alone_has_no_role_chunk(world):
-    events = await world.chat_events({"result": {"text": ""}})
+async def test_an_empty_result_alone_has_no_role_chunk(api):
+    events = await api.chat_events({"result": {"text": ""}})
     assert deltas(events) == [{}]
     assert events[-1] == "[DONE]"
 
 
-async def test_chunks_without_payload_are_swallowed_once_the_role_is_out(world):
+async def test_empty_chunks_are_dropped_once_the_role_is_sent(api):
     script = {
         "chunks": [{"text": "a"}, {"token_ids": [1]}, {"text": ""}, {"text": "b"}],
         "result": {"text": "ab"},
     }
-    assert deltas(await world.chat_events(script)) == [
+    assert deltas(await api.chat_events(script)) == [
         {"role": "assistant", "content": "a"},
         {"content": "b"},
         {},
     ]
 
 
-async def test_a_result_contributes_only_its_new_tail(world):
+async def test_a_result_adds_only_the_text_that_was_not_streamed(api):
     script = {"chunks": [{"text": "Hel"}], "result": {"text": "Hello", "usage": USAGE}}
-    events = await world.chat_events(script)
+    events = await api.chat_events(script)
     assert deltas(events) == [{"role": "assistant", "content": "Hel"}, {"content": "lo"}, {}]
 
 
-async def test_finish_reason_is_always_there_and_usage_on_the_last_event_alone(world):
-    events = await world.chat_events()
+async def test_every_event_has_a_finish_reason_and_only_the_last_has_usage(api):
+    events = await api.chat_events()
     reasons = [event["choices"][0]["finish_reason"] for event in events[:-1]]
     assert reasons == [None, None, "stop"]
     assert ["usage" in event for event in events[:-1]] == [False, False, True]
 
 
-async def test_there_is_no_usage_key_when_usage_is_not_known(world):
-    events = await world.chat_events({"chunks": [{"text": "a"}], "result": {"text": "a"}})
+async def test_there_is_no_usage_key_when_usage_is_not_known(api):
+    events = await api.chat_events({"chunks": [{"text": "a"}], "result": {"text": "a"}})
     assert not any("usage" in event for event in events[:-1])
 
 
-async def test_a_stream_of_audio_only_has_no_text(world):
+async def test_a_stream_of_audio_only_has_no_text(api):
     script = {"chunks": [{"text": "a"}, {"samples": 1}], "result": {"text": "a"}}
-    role, audio, last = deltas(await world.chat_events(script, modalities=["audio"]))
+    role, audio, last = deltas(await api.chat_events(script, modalities=["audio"]))
     assert (role, list(audio), last) == ({"role": "assistant"}, ["audio"], {})
 
 
 # Stop strings
 
 
-async def test_a_whole_text_ends_before_the_first_stop_string_in_request_order(world):
+async def test_a_complete_text_ends_before_the_first_stop_string_of_the_request(api):
     script = {"result": {"text": "one two three"}}
-    body = await world.chat_json(script, stop=["three", "two"])
+    body = await api.chat_json(script, stop=["three", "two"])
     assert body["choices"][0]["message"]["content"] == "one two "
-    body = await world.chat_json(script, stop="two")
+    body = await api.chat_json(script, stop="two")
     assert body["choices"][0]["message"]["content"] == "one "
 
 
-async def test_what_may_begin_a_stop_string_is_held_back_and_released_at_the_end(world):
+async def test_a_possible_stop_string_is_held_back_and_released_at_the_end(api):
     script = {
         "chunks": [{"text": "aEN"}, {"text": "x"}, {"text": "bE"}],
         "result": {"text": "aENxbE"},
     }
-    texts = [each.get("content") for each in deltas(await world.chat_events(script, stop=["END"]))]
+    texts = [delta.get("content") for delta in deltas(await api.chat_events(script, stop=["END"]))]
     assert texts == ["a", "ENx", "b", "E", None]
 
 
-async def test_nothing_behind_a_stop_string_is_streamed(world):
+async def test_nothing_after_a_stop_string_is_streamed(api):
     script = {
         "chunks": [{"text": "aE"}, {"text": "NDb"}, {"text": "c"}],
         "result": {"text": "aENDbc"},
     }
-    texts = [each.get("content") for each in deltas(await world.chat_events(script, stop=["END"]))]
+    texts = [delta.get("content") for delta in deltas(await api.chat_events(script, stop=["END"]))]
     assert texts == ["a", None]
 
 
-async def test_an_empty_stop_string_stops_nothing(world):
-    assert (await world.chat_json(stop=[""]))["choices"][0]["message"]["content"] == "Hello"
+async def test_an_empty_stop_string_stops_nothing(api):
+    assert (await api.chat_json(stop=[""]))["choices"][0]["message"]["content"] == "Hello"
 
 
 # Failures
 
 
 @pytest.mark.parametrize(
-    ("script", "status", "words"),
+    ("script", "status", "message"),
     [({"fault": "too long"}, 400, "too long"), ({"bug": "oops"}, 500, "RuntimeError: oops")],
 )
-async def test_a_failure_is_a_status_with_its_words(world, script, status, words):
-    answer = await world.chat(script)
-    assert answer.status_code == status
-    assert await answer.get_json() == {"detail": words}
+async def test_a_failure_has_its_status_and_message(api, script, status, message):
+    response = await api.chat(script)
+    assert response.status_code == status
+    assert await response.get_json() == {"detail": message}
 
 
-async def test_a_failure_within_a_stream_is_an_event_before_done(world):
+async def test_a_failure_within_a_stream_is_an_event_before_done(api):
     script = {"chunks": [{"text": "a"}], "fault": "too long"}
-    answer = await world.chat(script, stream=True)
-    assert answer.status_code == 200
-    tail = (await answer.get_data()).split(b"\n\n", 1)[1]
+    response = await api.chat(script, stream=True)
+    assert response.status_code == 200
+    tail = (await response.get_data()).split(b"\n\n", 1)[1]
     assert tail == (
         b'data: {"error": {"message": "too long", "type": "invalid_request_error", "code": 400}}'
         b"\n\ndata: [DONE]\n\n"
     )
 
 
-async def test_a_server_fault_within_a_stream_is_reported_as_ours(world):
-    error = (await world.chat_events({"bug": "oops"}))[0]["error"]
+async def test_an_internal_error_within_a_stream_is_a_server_error(api):
+    error = (await api.chat_events({"bug": "oops"}))[0]["error"]
     assert (error["type"], error["code"]) == ("server_error", 500)
 
 
-async def test_malformed_parts_are_refused_by_name(world):
-    for content, words in (
+async def test_malformed_parts_are_refused_by_name(api):
+    for content, path in (
         (3, "messages[0].content"),
         ([{"type": "text"}], "messages[0].content[0].text"),
         ([{"type": "fun"}], "messages[0].content[0].type"),
@@ -373,14 +387,14 @@ async def test_malformed_parts_are_refused_by_name(world):
         ([{"type": "video_url", "video_url": {"url": "x"}}], "videos"),
         ([{"type": "input_audio", "input_audio": {}}], "input_audio.data"),
     ):
-        answer = await world.chat(messages=[{"role": "user", "content": content}])
-        assert answer.status_code == 400, content
-        assert words in (await answer.get_json())["detail"]
+        response = await api.chat(messages=[{"role": "user", "content": content}])
+        assert response.status_code == 400, content
+        assert path in (await response.get_json())["detail"]
 
 
-async def test_images_and_videos_beside_the_messages_are_refused(world):
-    blind = world.with_options(capabilities=frozenset(("chat",)))
+async def test_top_level_images_and_videos_are_refused_without_vision(api):
+    blind = api.with_options(capabilities=frozenset(("chat",)))
     for name in ("images", "videos"):
-        answer = await blind.chat(**{name: ["x"]})
-        assert answer.status_code == 400
-        assert name in (await answer.get_json())["detail"]
+        response = await blind.chat(**{name: ["x"]})
+        assert response.status_code == 400
+        assert name in (await response.get_json())["detail"]

@@ -11,20 +11,20 @@ PATH = "/v1/embeddings"
 TASK = "embed"
 
 
-async def embed(world, **body):
-    answer = await world.post(PATH, {"input": "hi", **body})
-    return answer.status_code, await answer.get_json()
+async def embed(api, **body):
+    response = await api.post(PATH, {"input": "hi", **body})
+    return response.status_code, await response.get_json()
 
 
-async def test_each_input_has_its_vector_in_order(tiny):
+async def test_each_input_has_its_embedding_in_order(tiny):
     status, body = await embed(tiny, input=["one", "two", "one"], model="m")
     assert status == 200
     assert list(body) == ["object", "data", "model", "usage"]
     assert (body["object"], body["model"]) == ("list", "m")
-    assert [each["index"] for each in body["data"]] == [0, 1, 2]
-    first, second, third = [each["embedding"] for each in body["data"]]
+    assert [item["index"] for item in body["data"]] == [0, 1, 2]
+    first, second, third = [item["embedding"] for item in body["data"]]
     assert first == third != second
-    assert all(each["object"] == "embedding" for each in body["data"])
+    assert all(item["object"] == "embedding" for item in body["data"])
     assert body["usage"]["prompt_tokens"] == body["usage"]["total_tokens"] > 0
 
 
@@ -42,7 +42,7 @@ async def test_token_ids_are_one_input(tiny):
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "reason"),
     [
         ({"dimensions": 3}, "dimensions is not supported"),
         ({"encoding_format": "int8"}, "encoding_format"),
@@ -51,19 +51,19 @@ async def test_token_ids_are_one_input(tiny):
         ({"input": {}}, "input"),
     ],
 )
-async def test_what_cannot_be_embedded_is_a_400_in_openais_envelope(tiny, body, words):
-    status, reported = await embed(tiny, **body)
-    assert (status, reported["error"]["type"]) == (400, "invalid_request_error")
-    assert words in reported["error"]["message"]
+async def test_an_invalid_request_is_a_400_in_openais_error_envelope(tiny, body, reason):
+    status, reply = await embed(tiny, **body)
+    assert (status, reply["error"]["type"]) == (400, "invalid_request_error")
+    assert reason in reply["error"]["message"]
 
 
-async def test_a_pipeline_without_embeddings_refuses_them(world):
-    status, body = await embed(world)
+async def test_a_pipeline_without_embeddings_refuses_them(api):
+    status, body = await embed(api)
     assert status == 400
     assert "returns no embeddings" in body["error"]["message"]
 
 
 async def test_more_inputs_than_may_be_in_flight_take_turns():
-    async with opened(replace(TINY, max_in_flight=MAX_CONCURRENT)) as world:
-        status, body = await embed(world, input=[f"text {n}" for n in range(3 * MAX_CONCURRENT)])
+    async with opened(replace(TINY, max_in_flight=MAX_CONCURRENT)) as api:
+        status, body = await embed(api, input=[f"text {n}" for n in range(3 * MAX_CONCURRENT)])
         assert (status, len(body["data"])) == (200, 3 * MAX_CONCURRENT)

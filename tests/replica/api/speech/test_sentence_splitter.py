@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from omni_proxy.replica.api.speech.sentence_splitter import SentenceSplitter
 
 
-def cut(*pieces, clauses=False):
-    cutter = SentenceSplitter(clauses=clauses)
-    return [segment for piece in pieces for segment in cutter.feed(piece)] + cutter.flush()
+def split(*chunks, clauses=False):
+    splitter = SentenceSplitter(clauses=clauses)
+    return [sentence for chunk in chunks for sentence in splitter.feed(chunk)] + splitter.flush()
 
 
 @pytest.mark.parametrize(
@@ -24,41 +24,41 @@ def cut(*pieces, clauses=False):
         ("", []),
     ],
 )
-def test_text_is_cut_behind_the_marks_that_end_a_sentence(text, segments):
-    assert cut(text) == segments
+def test_text_is_split_after_punctuation_that_ends_a_sentence(text, segments):
+    assert split(text) == segments
 
 
-def test_clauses_are_cut_behind_commas_too_but_not_within_numbers():
-    assert cut("a, b; c: 1,000 d\uff0c e", clauses=True) == ["a,", "b;", "c: 1,000 d\uff0c", "e"]
+def test_clauses_are_also_split_after_commas_but_not_within_numbers():
+    assert split("a, b; c: 1,000 d\uff0c e", clauses=True) == ["a,", "b;", "c: 1,000 d\uff0c", "e"]
 
 
 def test_a_sentence_is_emitted_at_its_punctuation_mark():
-    cutter = SentenceSplitter()
-    assert cutter.feed("One") == []
-    assert cutter.buffered_chars == 3
-    assert cutter.feed(".") == ["One."]
-    assert cutter.buffered_chars == 0
+    splitter = SentenceSplitter()
+    assert splitter.feed("One") == []
+    assert splitter.buffered_chars == 3
+    assert splitter.feed(".") == ["One."]
+    assert splitter.buffered_chars == 0
 
 
-def test_a_mark_behind_a_digit_waits_for_what_follows_it():
-    cutter = SentenceSplitter()
-    assert cutter.feed("It is 3.") == []
-    assert cutter.feed("5. ") == ["It is 3.5."]
-    assert cutter.feed("And 7.") == []
-    assert cutter.flush() == ["And 7."]
+def test_a_period_after_a_digit_waits_for_the_next_character():
+    splitter = SentenceSplitter()
+    assert splitter.feed("It is 3.") == []
+    assert splitter.feed("5. ") == ["It is 3.5."]
+    assert splitter.feed("And 7.") == []
+    assert splitter.flush() == ["And 7."]
 
 
 @given(st.text(alphabet="ab1., !?\u3002", max_size=60), st.integers(1, 5))
 def test_no_text_is_lost_or_repeated(text, size):
-    pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    heard = "".join(filter(str.isalnum, "".join(cut(*pieces))))
-    assert heard == "".join(filter(str.isalnum, text))
+    chunks = [text[start : start + size] for start in range(0, len(text), size)]
+    letters = "".join(filter(str.isalnum, "".join(split(*chunks))))
+    assert letters == "".join(filter(str.isalnum, text))
 
 
 @given(st.lists(st.sampled_from(["a", "b c", "1", "2.5", ".", "!", " "]), max_size=30))
-def test_however_the_text_is_divided_the_same_words_stand_together(pieces):
-    def words(segments):
-        letters = ("".join(filter(str.isalnum, segment)) for segment in segments)
-        return list(letters)
+def test_sentences_do_not_depend_on_how_the_text_is_chunked(chunks):
+    def words(sentences):
+        texts = ("".join(filter(str.isalnum, sentence)) for sentence in sentences)
+        return list(texts)
 
-    assert words(cut(*pieces)) == words(cut("".join(pieces)))
+    assert words(split(*chunks)) == words(split("".join(chunks)))

@@ -10,7 +10,15 @@ import trio
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.speech.speech_routes import OutcomeHistory
 from omni_proxy.replica.api.speech.speech_stream import SpeechOutcome
-from tests.replica.api.audio_stages import HOLDING, LEFT, PIPELINE, RATE, SEEN, replica, wave
+from tests.replica.api.audio_stages import (
+    ABORTED,
+    HOLDING,
+    PIPELINE,
+    RATE,
+    REQUESTS,
+    open_replica,
+    wave,
+)
 
 
 def pcm(*sentences):
@@ -27,9 +35,9 @@ async def error_of(response, status=400):
     return body["error"]
 
 
-async def test_a_text_is_answered_with_one_wav_file_and_what_is_known_of_it():
-    async with replica() as it:
-        response = await it.speech(input="Hello there. Good day.")
+async def test_a_text_is_answered_with_one_wav_file_and_headers_about_it():
+    async with open_replica() as replica:
+        response = await replica.speech(input="Hello there. Good day.")
         body = await response.get_data()
     assert response.status_code == 200
     assert body[44:] == pcm("Hello there", "Good day")
@@ -54,18 +62,18 @@ async def test_a_text_is_answered_with_one_wav_file_and_what_is_known_of_it():
     }
 
 
-async def test_pcm_is_the_bare_samples_and_format_names_have_no_case():
-    async with replica() as it:
-        response = await it.speech(input="One two three", response_format="PCM")
+async def test_pcm_is_raw_samples_and_format_names_are_case_insensitive():
+    async with open_replica() as replica:
+        response = await replica.speech(input="One two three", response_format="PCM")
         assert await response.get_data() == pcm("One two three")
     assert response.content_type == "audio/pcm"
     assert response.headers["content-disposition"] == 'attachment; filename="speech.pcm"'
 
 
-async def test_the_stage_gets_only_what_was_set():
-    async with replica() as it:
-        await it.speech(input="Plain", voice=None, seed=None)
-        await it.speech(
+async def test_the_stage_receives_only_the_fields_that_are_set():
+    async with open_replica() as replica:
+        await replica.speech(input="Plain", voice=None, seed=None)
+        await replica.speech(
             input="Rich",
             model="m",
             speaker="alloy",
@@ -80,12 +88,12 @@ async def test_the_stage_gets_only_what_was_set():
             stage_params={"speak": {"a": 1}},
             unknown_field=[1],
         )
-        plain, rich = SEEN
+        plain, rich = REQUESTS
     assert plain.inputs == "Plain"
     assert plain.params == {"stream": False, "stop": [], "stop_token_ids": []}
-    spoken = {"voice": "default", "response_format": "wav", "speed": 1.0}
+    tts_params = {"voice": "default", "response_format": "wav", "speed": 1.0}
     assert plain.metadata == {
-        "tts_params": spoken,
+        "tts_params": tts_params,
         "output_modalities": ["audio"],
         "task": "tts",
     }
@@ -122,9 +130,9 @@ async def test_the_stage_gets_only_what_was_set():
         (b'{"input": " \\n"}', "input must be a non-empty string", "input"),
     ],
 )
-async def test_an_empty_body_is_refused_in_the_envelope(body, message, param):
-    async with replica() as it:
-        response = await it.http.post("/v1/audio/speech", data=body)
+async def test_a_body_without_input_is_refused_in_the_error_envelope(body, message, param):
+    async with open_replica() as replica:
+        response = await replica.http.post("/v1/audio/speech", data=body)
         error = await error_of(response)
     assert error == {"message": message, "type": "BadRequestError", "param": param, "code": 400}
 
@@ -150,13 +158,13 @@ BAD = [
 ]
 
 
-async def test_every_field_is_held_to_its_type_and_nothing_is_converted():
-    async with replica() as it:
-        for name, value, words in BAD:
-            error = await error_of(await it.speech(**{"input": "x", name: value}))
-            assert error["message"] == f"{name} must be {words}"
+async def test_every_field_must_have_its_type_and_nothing_is_converted():
+    async with open_replica() as replica:
+        for name, value, requirement in BAD:
+            error = await error_of(await replica.speech(**{"input": "x", name: value}))
+            assert error["message"] == f"{name} must be {requirement}"
             assert error["param"] == name
-        assert SEEN == []
+        assert REQUESTS == []
 
 
 @pytest.mark.parametrize(
@@ -176,45 +184,49 @@ async def test_every_field_is_held_to_its_type_and_nothing_is_converted():
         ({"ref_audio": "data:audio/wav;base64,AA==", "references": [{"audio": "a"}]}, "references"),
     ],
 )
-async def test_a_value_that_means_nothing_here_names_its_field(fields, param):
-    async with replica() as it:
-        error = await error_of(await it.speech(input="x", **fields))
+async def test_an_invalid_value_is_refused_and_names_its_field(fields, param):
+    async with open_replica() as replica:
+        error = await error_of(await replica.speech(input="x", **fields))
     assert error["param"] == param
     assert (error["type"], error["code"]) == ("BadRequestError", 400)
 
 
 async def test_the_input_limit_is_configurable():
-    async with replica(max_speech_input_chars=5) as it:
-        assert (await it.speech(input="abcde")).status_code == 200
-        error = await error_of(await it.speech(input="abcdef"))
+    async with open_replica(max_speech_input_chars=5) as replica:
+        assert (await replica.speech(input="abcde")).status_code == 200
+        error = await error_of(await replica.speech(input="abcdef"))
     assert error["param"] == "input"
     assert "6 characters" in error["message"]
 
 
-async def test_openai_voice_names_are_the_one_voice_and_others_gets_that_reason():
-    async with replica() as it:
+async def test_openai_voice_names_select_the_only_voice_and_others_are_refused():
+    async with open_replica() as replica:
         for voice in ("default", "heart", "Heart", "alloy", "shimmer"):
-            assert (await it.speech(input="x", voice=voice)).status_code == 200
-        error = await error_of(await it.speech(input="x", voice="my-upload"))
-        cloned = await error_of(await it.speech(input="x", ref_audio="data:audio/wav;base64,AA=="))
+            assert (await replica.speech(input="x", voice=voice)).status_code == 200
+        error = await error_of(await replica.speech(input="x", voice="my-upload"))
+        cloned = await error_of(
+            await replica.speech(input="x", ref_audio="data:audio/wav;base64,AA==")
+        )
     assert "this model has one voice" in error["message"]
     assert "'my-upload'" in error["message"]
     assert cloned["param"] == "ref_audio"
 
 
-@pytest.mark.parametrize("wanted", ["mp3", "flac", "aac", "opus"])
-async def test_a_format_without_encoder_is_unavailable(wanted):
-    async with replica() as it:
-        error = await error_of(await it.speech(input="x", response_format=wanted), 503)
-        assert SEEN == []
+@pytest.mark.parametrize("response_format", ["mp3", "flac", "aac", "opus"])
+async def test_a_format_without_encoder_is_unavailable(response_format):
+    async with open_replica() as replica:
+        error = await error_of(
+            await replica.speech(input="x", response_format=response_format), 503
+        )
+        assert REQUESTS == []
     assert "missing encoder" in error["message"]
-    assert wanted in error["message"]
+    assert response_format in error["message"]
     assert (error["type"], error["param"], error["code"]) == ("server_error", None, None)
 
 
-async def test_a_replica_without_a_voice_names_the_flag_for_it():
-    async with replica(capabilities=frozenset({"chat"})) as it:
-        error = await error_of(await it.speech(input="x"))
+async def test_without_a_speech_model_the_error_names_the_flag_for_one():
+    async with open_replica(capabilities=frozenset({"chat"})) as replica:
+        error = await error_of(await replica.speech(input="x"))
     assert error["code"] == "speech_not_available"
     assert "--speech hibari" in error["message"]
 
@@ -222,27 +234,32 @@ async def test_a_replica_without_a_voice_names_the_flag_for_it():
 @pytest.mark.parametrize(
     ("text", "status", "message", "kind"),
     [
-        ("REFUSED", 400, "nobody says that", "BadRequestError"),
+        ("REFUSED", 400, "this text is refused", "BadRequestError"),
         ("BROKEN", 500, "RuntimeError: the voice broke", "server_error"),
         ("SILENT", 500, "No audio output generated from the pipeline.", "server_error"),
     ],
 )
-async def test_a_failure_in_the_pipeline_is_reported_in_the_envelope(text, status, message, kind):
-    async with replica() as it:
-        error = await error_of(await it.speech(input=text), status)
+async def test_a_failure_in_the_pipeline_is_reported_in_the_error_envelope(
+    text, status, message, kind
+):
+    async with open_replica() as replica:
+        error = await error_of(await replica.speech(input=text), status)
     assert (error["message"], error["type"]) == (message, kind)
 
 
 async def test_a_full_queue_is_a_503():
-    async with replica(replace(PIPELINE, max_in_flight=1)) as it, trio.open_nursery() as nursery:
-        nursery.start_soon(lambda: it.speech(input="HELD"))
+    async with (
+        open_replica(replace(PIPELINE, max_in_flight=1)) as replica,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(lambda: replica.speech(input="HELD"))
         await trio.to_thread.run_sync(HOLDING.wait)
-        error = await error_of(await it.speech(input="x"), 503)
+        error = await error_of(await replica.speech(input="x"), 503)
         assert "The request queue is full." in error["message"]
         nursery.cancel_scope.cancel()
 
 
-async def test_reference_audio_reaches_a_pipeline_that_can_follow_it(tmp_path):
+async def test_reference_audio_reaches_a_pipeline_that_can_clone_voices(tmp_path):
     from omni_proxy.replica.audio import encode_wav
 
     sample = tmp_path / "a.wav"
@@ -251,15 +268,24 @@ async def test_reference_audio_reaches_a_pipeline_that_can_follow_it(tmp_path):
         "capabilities": frozenset({"speech", "voice_clone"}),
         "allowed_local_media_path": tmp_path,
     }
-    async with replica(**options) as it:
-        one = await it.speech(input="x", voice="anna", ref_audio=str(sample), ref_text="one")
-        two = await it.speech(input="y", references=[{"vq_codes": [1, 2], "text": "two"}])
-        gone = await it.speech(input="z", references=[{"audio_path": str(tmp_path / "b.wav")}])
-        text = await it.speech(input="z", ref_audio="data:audio/wav;base64,AAAA")
-        first, second = SEEN
-        for response, path in ((gone, "references.0.audio_path"), (text, "ref_audio")):
-            assert (await error_of(response))["param"] == path
-    assert (one.status_code, two.status_code) == (200, 200)
+    async with open_replica(**options) as replica:
+        with_ref_audio = await replica.speech(
+            input="x", voice="anna", ref_audio=str(sample), ref_text="one"
+        )
+        with_references = await replica.speech(
+            input="y", references=[{"vq_codes": [1, 2], "text": "two"}]
+        )
+        missing_file = await replica.speech(
+            input="z", references=[{"audio_path": str(tmp_path / "b.wav")}]
+        )
+        not_audio = await replica.speech(input="z", ref_audio="data:audio/wav;base64,AAAA")
+        first, second = REQUESTS
+        for response, param in (
+            (missing_file, "references.0.audio_path"),
+            (not_audio, "ref_audio"),
+        ):
+            assert (await error_of(response))["param"] == param
+    assert (with_ref_audio.status_code, with_references.status_code) == (200, 200)
     (reference,) = first.inputs["references"]
     assert first.inputs["text"] == "x"
     assert (reference["sample_rate"], reference["text"]) == (8000, "one")
@@ -268,23 +294,23 @@ async def test_reference_audio_reaches_a_pipeline_that_can_follow_it(tmp_path):
 
 
 async def test_a_disconnect_aborts_a_synthesis(nursery):
-    async with replica() as it:
-        call = it.begin(nursery, "/v1/audio/speech", json.dumps({"input": "HELD"}).encode())
+    async with open_replica() as replica:
+        call = replica.begin(nursery, "/v1/audio/speech", json.dumps({"input": "HELD"}).encode())
         await trio.to_thread.run_sync(HOLDING.wait)
-        call.leave()
-        await call.over.wait()
-        assert it.live == 0
-        assert await trio.to_thread.run_sync(LEFT.wait, 5.0)
-    assert (call.status, call.pieces) == (None, [])
+        call.disconnect()
+        await call.ended.wait()
+        assert replica.live == 0
+        assert await trio.to_thread.run_sync(ABORTED.wait, 5.0)
+    assert (call.status, call.chunks) == (None, [])
 
 
-async def test_an_outcome_is_known_after_a_clean_end_only():
-    async with replica() as it:
-        spoken = await it.speech(input="One two")
-        await it.speech(input="BROKEN")
+async def test_only_a_synthesis_that_succeeded_has_an_outcome():
+    async with open_replica() as replica:
+        spoken = await replica.speech(input="One two")
+        await replica.speech(input="BROKEN")
         request_id = spoken.headers["x-request-id"]
-        known = await it.http.get(f"/v1/audio/speech/{request_id}")
-        other = await it.http.get("/v1/audio/speech/speech-x")
+        known = await replica.http.get(f"/v1/audio/speech/{request_id}")
+        other = await replica.http.get("/v1/audio/speech/speech-x")
         assert await known.get_json() == {
             "request_id": request_id,
             "finish_reason": "stop",
@@ -309,25 +335,25 @@ def test_the_oldest_outcome_is_forgotten_first():
 PATH = "/v1/audio/speech/batch"
 
 
-async def batch(it, **body):
-    response = await it.http.post(PATH, json=body)
+async def batch(replica, **body):
+    response = await replica.http.post(PATH, json=body)
     return response.status_code, await response.get_json()
 
 
 def audio(sentence, response_format):
-    whole = encode_audio(wave(sentence).tobytes(), RATE, response_format)
-    return base64.b64encode(whole).decode()
+    encoded = encode_audio(wave(sentence).tobytes(), RATE, response_format)
+    return base64.b64encode(encoded).decode()
 
 
-async def test_items_override_what_they_share_and_keep_their_order():
+async def test_batch_items_override_shared_fields_and_keep_their_order():
     items = [
         {"input": "One"},
         {"input": "Two three", "response_format": "pcm", "voice": None},
         {"response_format": None},
     ]
-    async with replica() as it:
-        status, body = await batch(it, input="Shared words here", voice="alloy", items=items)
-        voices = {request.metadata["tts_params"]["voice"] for request in SEEN}
+    async with open_replica() as replica:
+        status, body = await batch(replica, input="Shared words here", voice="alloy", items=items)
+        voices = {request.metadata["tts_params"]["voice"] for request in REQUESTS}
     assert status == 200
     assert body.pop("id").startswith("speech-batch-")
     assert voices == {"alloy"}
@@ -346,7 +372,7 @@ async def test_items_override_what_they_share_and_keep_their_order():
     }
 
 
-async def test_one_items_failure_is_its_own_and_names_its_place():
+async def test_a_failed_item_names_its_index_and_does_not_fail_the_batch():
     items = [
         {"input": " "},
         {"input": "Fine"},
@@ -356,8 +382,8 @@ async def test_one_items_failure_is_its_own_and_names_its_place():
         {"input": "x", "response_format": "mp3"},
         {"input": "REFUSED"},
     ]
-    async with replica() as it:
-        status, body = await batch(it, items=items)
+    async with open_replica() as replica:
+        status, body = await batch(replica, items=items)
     assert (status, body["total"], body["succeeded"], body["failed"]) == (200, 7, 1, 6)
     results = body["results"]
     assert [result["index"] for result in results] == list(range(7))
@@ -376,7 +402,7 @@ async def test_one_items_failure_is_its_own_and_names_its_place():
     assert results[3]["error"]["param"] == "items.3.speed"
     assert results[4]["error"]["param"] == "items.4.voice"
     assert results[5]["error"]["type"] == "server_error"
-    assert results[6]["error"] == {**bad, "message": "nobody says that", "param": "items.6"}
+    assert results[6]["error"] == {**bad, "message": "this text is refused", "param": "items.6"}
 
 
 @pytest.mark.parametrize(
@@ -393,18 +419,18 @@ async def test_one_items_failure_is_its_own_and_names_its_place():
         ({"items": [{"input": "x", "stream_format": "sse"}]}, "items.0.stream_format"),
     ],
 )
-async def test_what_is_wrong_with_the_whole_refuses_all_of_it(body, param):
-    async with replica(tts_batch_max_items=3) as it:
-        status, reported = await batch(it, **body)
-        assert SEEN == []
+async def test_an_invalid_batch_is_refused_as_a_whole(body, param):
+    async with open_replica(tts_batch_max_items=3) as replica:
+        status, reply = await batch(replica, **body)
+        assert REQUESTS == []
     assert status == 400
-    assert reported["error"]["param"] == param
-    assert (reported["error"]["type"], reported["error"]["code"]) == ("BadRequestError", 400)
+    assert reply["error"]["param"] == param
+    assert (reply["error"]["type"], reply["error"]["code"]) == ("BadRequestError", 400)
 
 
-async def test_a_body_that_is_no_json_is_refused():
-    async with replica() as it:
-        response = await it.http.post(PATH, data=b"items")
+async def test_a_batch_that_is_not_json_is_refused():
+    async with open_replica() as replica:
+        response = await replica.http.post(PATH, data=b"items")
         error = (await response.get_json())["error"]
     assert (response.status_code, error["message"]) == (
         400,
@@ -412,14 +438,14 @@ async def test_a_body_that_is_no_json_is_refused():
     )
 
 
-async def test_items_are_spoken_at_once_and_a_leaving_caller_aborts_them_all(nursery):
-    async with replica() as it:
+async def test_items_are_synthesized_concurrently_and_a_disconnect_aborts_all(nursery):
+    async with open_replica() as replica:
         body = json.dumps({"items": [{"input": "HELD"}, {"input": "HELD too"}]}).encode()
-        call = it.begin(nursery, PATH, body)
+        call = replica.begin(nursery, PATH, body)
         await trio.to_thread.run_sync(HOLDING.wait)
-        while len(SEEN) < 2:
-            await trio.to_thread.run_sync(LEFT.wait, 0.002)
-        assert it.live == 2
-        call.leave()
-        await call.over.wait()
-        assert it.live == 0
+        while len(REQUESTS) < 2:
+            await trio.to_thread.run_sync(ABORTED.wait, 0.002)
+        assert replica.live == 2
+        call.disconnect()
+        await call.ended.wait()
+        assert replica.live == 0

@@ -8,7 +8,7 @@ from omni_proxy.replica.api.common.errors import SpeechError
 from omni_proxy.replica.api.common.media import encode_audio
 from omni_proxy.replica.api.speech.speech_fields import parse_speech_request
 from omni_proxy.replica.api.speech.speech_stream import choose_stream_format
-from tests.replica.api.audio_stages import HOLDING, LEFT, RATE, SEEN, replica, wave
+from tests.replica.api.audio_stages import ABORTED, HOLDING, RATE, REQUESTS, open_replica, wave
 
 PATH = "/v1/audio/speech"
 EVENTS = "text/event-stream; charset=utf-8"
@@ -34,7 +34,7 @@ def events(call):
 
 
 @pytest.mark.parametrize(
-    ("fields", "own", "form"),
+    ("fields", "server_default", "expected"),
     [
         ({}, "sse", None),
         ({"stream": False, "stream_format": "audio"}, "pcm", None),
@@ -47,12 +47,14 @@ def events(call):
         ({"stream": False, "stream_format": "SSE", "response_format": "pcm"}, "pcm", "openai-sse"),
     ],
 )
-def test_the_form_follows_the_request_and_then_the_server(fields, own, form):
-    assert choose_stream_format(parse_speech_request(fields), own) == form
+def test_the_stream_format_follows_the_request_and_then_the_server(
+    fields, server_default, expected
+):
+    assert choose_stream_format(parse_speech_request(fields), server_default) == expected
 
 
 @pytest.mark.parametrize(
-    ("fields", "own"),
+    ("fields", "server_default"),
     [
         ({"stream": True}, "pcm"),
         ({"stream": True, "response_format": "wav"}, "pcm"),
@@ -60,15 +62,15 @@ def test_the_form_follows_the_request_and_then_the_server(fields, own, form):
         ({"stream_format": "sse", "response_format": "wav"}, "sse"),
     ],
 )
-def test_a_stream_of_samples_requires_pcm(fields, own):
+def test_a_stream_of_samples_requires_pcm(fields, server_default):
     with pytest.raises(SpeechError) as refused:
-        choose_stream_format(parse_speech_request(fields), own)
+        choose_stream_format(parse_speech_request(fields), server_default)
     assert (refused.value.param, refused.value.status) == ("response_format", 400)
 
 
-async def test_the_first_form_sends_whole_files_then_the_end_and_done():
-    async with replica() as it:
-        call = await it.post(PATH, body(input="Hello there. Good day.", stream=True))
+async def test_an_sse_stream_sends_wav_files_then_the_usage_and_done():
+    async with open_replica() as replica:
+        call = await replica.post(PATH, body(input="Hello there. Good day.", stream=True))
     request_id = call.headers.pop("x-request-id")
     assert call.headers == {
         "content-type": EVENTS,
@@ -88,16 +90,16 @@ async def test_the_first_form_sends_whole_files_then_the_end_and_done():
     )
     assert chunks[2:] == [f'{head}2, "audio": null, "finish_reason": "stop", "usage": {usage}}}']
     assert done == "[DONE]"
-    assert call.whole
-    assert SEEN[0].params["stream"] is True
+    assert call.complete
+    assert REQUESTS[0].params["stream"] is True
 
 
-async def test_the_second_form_is_bare_samples_reported_in_the_head():
-    asked = {"input": "Hello there. Good day.", "stream": True, "response_format": "pcm"}
-    async with replica(stream_speech_as="pcm") as it:
-        call = await it.post(PATH, body(**asked))
+async def test_a_pcm_stream_is_raw_samples_described_by_the_headers():
+    fields = {"input": "Hello there. Good day.", "stream": True, "response_format": "pcm"}
+    async with open_replica(stream_speech_as="pcm") as replica:
+        call = await replica.post(PATH, body(**fields))
         request_id = call.headers["x-request-id"]
-        outcome = await it.http.get(f"{PATH}/{request_id}")
+        outcome = await replica.http.get(f"{PATH}/{request_id}")
         assert (await outcome.get_json())["usage"]["completion_tokens"] == 8
     assert call.headers == {
         "content-type": "audio/pcm",
@@ -108,13 +110,13 @@ async def test_the_second_form_is_bare_samples_reported_in_the_head():
         "x-bit-depth": "16",
         "vary": "Origin",
     }
-    assert call.pieces == [pcm("Hello there"), pcm("Good day")]
-    assert call.whole
+    assert call.chunks == [pcm("Hello there"), pcm("Good day")]
+    assert call.complete
 
 
-async def test_the_third_form_has_deltas_and_no_done():
-    async with replica() as it:
-        call = await it.post(PATH, body(input="Hello there. Good day.", stream_format="sse"))
+async def test_an_openai_sse_stream_has_deltas_and_no_done():
+    async with open_replica() as replica:
+        call = await replica.post(PATH, body(input="Hello there. Good day.", stream_format="sse"))
     del call.headers["x-request-id"]
     assert call.headers == {
         "content-type": EVENTS,
@@ -132,7 +134,7 @@ async def test_the_third_form_has_deltas_and_no_done():
         '{"type": "speech.audio.done", "usage": {"input_tokens": 4, "output_tokens": 8, '
         '"total_tokens": 12}, "finish_reason": "stop"}',
     ]
-    assert call.whole
+    assert call.complete
 
 
 FORMS = [
@@ -146,38 +148,38 @@ FORMS = [
 @pytest.mark.parametrize(
     ("text", "status", "message"),
     [
-        ("REFUSED", 400, "nobody says that"),
+        ("REFUSED", 400, "this text is refused"),
         ("BROKEN", 500, "RuntimeError: the voice broke"),
         ("SILENT", 500, "No audio output generated from the pipeline."),
         (" ", 400, "input must be a non-empty string"),
     ],
 )
-async def test_what_fails_before_the_first_audio_is_a_plain_http_error(form, text, status, message):
-    async with replica() as it:
-        call = await it.post(PATH, body(input=text, **form))
-        assert it.live == 0
+async def test_a_failure_before_the_first_audio_is_a_plain_http_error(form, text, status, message):
+    async with open_replica() as replica:
+        call = await replica.post(PATH, body(input=text, **form))
+        assert replica.live == 0
     assert call.status == status
     assert call.headers["content-type"] == "application/json"
     assert json.loads(call.body)["error"]["message"] == message
-    assert call.whole
+    assert call.complete
 
 
 @pytest.mark.parametrize("text", ["Hello there. BROKEN", "Hello there. FASTER now"])
-async def test_what_fails_later_cuts_the_first_two_forms(text):
-    async with replica() as it:
+async def test_a_later_failure_cuts_sse_and_pcm_streams(text):
+    async with open_replica() as replica:
         for form, count in ((FORMS[0], 1), (FORMS[1], 1)):
-            call = await it.post(PATH, body(input=text, **form))
-            assert (call.status, len(call.pieces), call.whole) == (200, count, False)
+            call = await replica.post(PATH, body(input=text, **form))
+            assert (call.status, len(call.chunks), call.complete) == (200, count, False)
             assert b"[DONE]" not in call.body
-            assert call.fault is not None
-            outcome = await it.http.get(f"{PATH}/{call.headers['x-request-id']}")
+            assert call.error is not None
+            outcome = await replica.http.get(f"{PATH}/{call.headers['x-request-id']}")
             assert outcome.status_code == 404
-        assert it.live == 0
+        assert replica.live == 0
 
 
-async def test_what_fails_later_is_an_event_in_the_third_form():
-    async with replica() as it:
-        call = await it.post(PATH, body(input="Hello there. BROKEN", stream_format="sse"))
+async def test_a_later_failure_is_an_event_in_an_openai_sse_stream():
+    async with open_replica() as replica:
+        call = await replica.post(PATH, body(input="Hello there. BROKEN", stream_format="sse"))
     delta, error = events(call)
     assert json.loads(delta)["type"] == "speech.audio.delta"
     assert json.loads(error) == {
@@ -189,34 +191,34 @@ async def test_what_fails_later_is_an_event_in_the_third_form():
             "code": None,
         },
     }
-    assert call.whole
-    assert call.fault is None
+    assert call.complete
+    assert call.error is None
 
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_audio_is_streamed_during_synthesis_and_a_disconnect_aborts_it(form, nursery):
-    async with replica() as it:
-        call = it.begin(nursery, PATH, body(input="Hello there. HELD", **form))
-        await call.until(1)
+    async with open_replica() as replica:
+        call = replica.begin(nursery, PATH, body(input="Hello there. HELD", **form))
+        await call.wait_for_chunks(1)
         await trio.to_thread.run_sync(HOLDING.wait)
-        assert it.live == 1
-        call.leave()
-        await call.over.wait()
-        assert it.live == 0
-        assert await trio.to_thread.run_sync(LEFT.wait, 5.0)
-    assert (call.status, call.whole) == (200, False)
+        assert replica.live == 1
+        call.disconnect()
+        await call.ended.wait()
+        assert replica.live == 0
+        assert await trio.to_thread.run_sync(ABORTED.wait, 5.0)
+    assert (call.status, call.complete) == (200, False)
 
 
-async def test_a_caller_that_leaves_before_the_head_is_out_still_aborts(nursery):
-    async with replica() as it:
-        call = it.begin(nursery, PATH, body(input="Hello there. HELD", **FORMS[0]))
+async def test_a_disconnect_before_the_response_starts_aborts_the_synthesis(nursery):
+    async with open_replica() as replica:
+        call = replica.begin(nursery, PATH, body(input="Hello there. HELD", **FORMS[0]))
 
-        async def never_sent(message):
+        async def never_sends(message):
             await trio.sleep_forever()
 
-        call._send = never_sent
+        call._send = never_sends
         await trio.to_thread.run_sync(HOLDING.wait)
-        call.leave()
-        await call.over.wait()
-        assert it.live == 0
-        assert await trio.to_thread.run_sync(LEFT.wait, 5.0)
+        call.disconnect()
+        await call.ended.wait()
+        assert replica.live == 0
+        assert await trio.to_thread.run_sync(ABORTED.wait, 5.0)

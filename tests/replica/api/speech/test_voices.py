@@ -11,7 +11,7 @@ from omni_proxy.replica.api.speech.voices import (
     default_folder,
 )
 from omni_proxy.replica.audio import encode_wav
-from tests.replica.api.audio_stages import Call, replica
+from tests.replica.api.audio_stages import Call, open_replica
 from tests.replica.api.multipart_bodies import CONTENT_TYPE, form
 
 PATH = "/v1/audio/voices"
@@ -33,25 +33,27 @@ def body_of(call):
     return json.loads(call.body)
 
 
-async def test_a_voice_is_kept_listed_and_deleted(tmp_path):
-    async with replica(voices_dir=tmp_path / "voices") as it:
-        call = await it.post(PATH, upload(ref_text="Hello.", speaker_description=" "), CONTENT_TYPE)
-        kept = body_of(call)
+async def test_a_voice_is_stored_listed_and_deleted(tmp_path):
+    async with open_replica(voices_dir=tmp_path / "voices") as replica:
+        call = await replica.post(
+            PATH, upload(ref_text="Hello.", speaker_description=" "), CONTENT_TYPE
+        )
+        voice = body_of(call)
         assert (call.status, call.headers["content-type"]) == (200, "application/json")
-        assert isinstance(kept["created_at"], int)
-        assert kept == {
+        assert isinstance(voice["created_at"], int)
+        assert voice == {
             "name": "anna",
             "consent": "yes",
-            "created_at": kept["created_at"],
+            "created_at": voice["created_at"],
             "file_size": len(tone(2)),
             "mime_type": "audio/wav",
             "ref_text": "Hello.",
         }
-        listed = await (await it.http.get(PATH)).get_json()
-        names = await (await it.http.get(f"{PATH}?names_only=true")).get_json()
+        listed = await (await replica.http.get(PATH)).get_json()
+        names = await (await replica.http.get(f"{PATH}?names_only=true")).get_json()
         assert listed == {
             "voices": ["default", "anna"],
-            "uploaded_voices": [kept],
+            "uploaded_voices": [voice],
             "cache_stats": dict.fromkeys(
                 (
                     "entries",
@@ -67,24 +69,24 @@ async def test_a_voice_is_kept_listed_and_deleted(tmp_path):
         }
         assert names == {"uploaded_voice_names": ["anna"]}
         assert (tmp_path / "voices" / "anna.audio").read_bytes() == tone(2)
-        gone = await it.http.delete(f"{PATH}/ANNA")
-        assert gone.status_code == 200
-        assert await gone.get_json() == {"success": True, "message": "Voice 'anna' deleted"}
+        deletion = await replica.http.delete(f"{PATH}/ANNA")
+        assert deletion.status_code == 200
+        assert await deletion.get_json() == {"success": True, "message": "Voice 'anna' deleted"}
         assert list((tmp_path / "voices").iterdir()) == []
 
 
-async def test_what_is_not_there_cannot_be_deleted(tmp_path):
+async def test_deleting_an_unknown_voice_is_a_404(tmp_path):
     (tmp_path / "other.json").write_text("{}")
-    async with replica(voices_dir=tmp_path) as it:
+    async with open_replica(voices_dir=tmp_path) as replica:
         for name, path in (("zz", "zz"), ("..", "%2e%2e"), ("a b", "a%20b")):
-            response = await it.http.delete(f"{PATH}/{path}")
+            response = await replica.http.delete(f"{PATH}/{path}")
             if name != "..":
                 assert await response.get_json() == {
                     "success": False,
                     "error": f"Voice '{name}' not found",
                 }
             assert response.status_code == 404
-        assert (await (await it.http.get(PATH)).get_json())["uploaded_voices"] == []
+        assert (await (await replica.http.get(PATH)).get_json())["uploaded_voices"] == []
 
 
 @pytest.mark.parametrize(
@@ -108,32 +110,32 @@ async def test_what_is_not_there_cannot_be_deleted(tmp_path):
         (form({"name": "anna", "consent": "yes"}), "audio_sample"),
     ],
 )
-async def test_a_bad_upload_is_refused_and_names_its_field(body, param, tmp_path):
-    async with replica(voices_dir=tmp_path) as it:
-        call = await it.post(PATH, body, CONTENT_TYPE)
+async def test_an_invalid_upload_is_refused_and_names_its_field(body, param, tmp_path):
+    async with open_replica(voices_dir=tmp_path) as replica:
+        call = await replica.post(PATH, body, CONTENT_TYPE)
     assert call.status == 400
     error = body_of(call)["error"]
     assert (error["type"], error["param"], error["code"]) == ("BadRequestError", param, 400)
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_what_is_no_form_is_refused(tmp_path):
-    async with replica(voices_dir=tmp_path) as it:
-        for body, kind in (
+async def test_a_body_that_is_not_a_form_is_refused(tmp_path):
+    async with open_replica(voices_dir=tmp_path) as replica:
+        for body, content_type in (
             (b"{}", "application/json"),
             (b"x", "multipart/form-data"),
             (b"no boundary in here", CONTENT_TYPE),
             (upload()[:-30], CONTENT_TYPE),
         ):
-            call = await it.post(PATH, body, kind)
+            call = await replica.post(PATH, body, content_type)
             assert call.status == 400
             assert list(body_of(call)["error"]) == ["message", "type", "param", "code"]
 
 
-async def test_an_upload_beyond_the_limit_is_refused_before_it_is_read(tmp_path):
+async def test_an_upload_over_the_limit_is_refused_before_it_is_read(tmp_path):
     limit = 10 * 2**20 + 64 * 2**10
-    async with replica(voices_dir=tmp_path) as it:
-        call = Call(it.app, PATH, b"", CONTENT_TYPE)
+    async with open_replica(voices_dir=tmp_path) as replica:
+        call = Call(replica.app, PATH, b"", CONTENT_TYPE)
         call.scope["headers"][1] = (b"content-length", str(limit + 1).encode())
         call._in, call._out = trio.open_memory_channel(1)  # no message is ever received
         with trio.fail_after(30):
@@ -147,36 +149,36 @@ async def test_an_upload_beyond_the_limit_is_refused_before_it_is_read(tmp_path)
     )
 
 
-async def test_an_upload_without_length_is_counted_while_it_arrives(tmp_path, nursery):
-    async with replica(voices_dir=tmp_path) as it:
-        call = Call(it.app, PATH, upload()[:100], CONTENT_TYPE)
+async def test_an_upload_without_content_length_is_limited_while_it_is_received(tmp_path, nursery):
+    async with open_replica(voices_dir=tmp_path) as replica:
+        call = Call(replica.app, PATH, upload()[:100], CONTENT_TYPE)
         del call.scope["headers"][1]
         call._in, call._out = trio.open_memory_channel(0)
         nursery.start_soon(call.run)
         with trio.fail_after(30):
-            for piece in (upload()[:-20], *[b"x" * 2**20] * 12):
+            for chunk in (upload()[:-20], *[b"x" * 2**20] * 12):
                 with trio.move_on_after(1):
-                    message = {"type": "http.request", "body": piece, "more_body": True}
+                    message = {"type": "http.request", "body": chunk, "more_body": True}
                     await call._in.send(message)
-                if call.over.is_set():
+                if call.ended.is_set():
                     break
-            await call.over.wait()
+            await call.ended.wait()
     assert call.status == 413
     assert body_of(call)["error"]["code"] == 413
 
 
-async def test_uploads_stop_at_the_cap_but_may_replace(tmp_path):
-    async with replica(voices_dir=tmp_path, max_voices=2) as it:
+async def test_new_voices_stop_at_the_limit_but_a_stored_one_can_be_replaced(tmp_path):
+    async with open_replica(voices_dir=tmp_path, max_voices=2) as replica:
         bodies = [upload(name=name) for name in ("a", "b", "c", "A")]
-        answers = [await it.post(PATH, body, CONTENT_TYPE) for body in bodies]
-    assert [call.status for call in answers] == [200, 200, 400, 200]
-    assert body_of(answers[2])["error"]["param"] == "name"
+        responses = [await replica.post(PATH, body, CONTENT_TYPE) for body in bodies]
+    assert [call.status for call in responses] == [200, 200, 400, 200]
+    assert body_of(responses[2])["error"]["param"] == "name"
 
 
-async def test_an_uploaded_voice_is_not_spoken_by_a_model_with_one_voice(tmp_path):
-    async with replica(voices_dir=tmp_path) as it:
-        await it.post(PATH, upload(name="anna"), CONTENT_TYPE)
-        response = await it.speech(input="x", voice="anna")
+async def test_a_model_with_one_voice_refuses_uploaded_voices(tmp_path):
+    async with open_replica(voices_dir=tmp_path) as replica:
+        await replica.post(PATH, upload(name="anna"), CONTENT_TYPE)
+        response = await replica.speech(input="x", voice="anna")
         error = (await response.get_json())["error"]
     assert response.status_code == 400
     assert "this model has one voice" in error["message"]
@@ -187,12 +189,12 @@ def test_a_crash_before_the_last_rename_leaves_no_voice(tmp_path, monkeypatch):
     voice = StoredVoice("anna", "yes", 1, 3, "audio/wav")
     replaced = []
 
-    def broken(self, target):
+    def failing_replace(self, target):
         if target.suffix == ".json":
             raise OSError("disk full")
         replaced.append(target)
 
-    monkeypatch.setattr("pathlib.Path.replace", broken)
+    monkeypatch.setattr("pathlib.Path.replace", failing_replace)
     with pytest.raises(OSError, match="disk full"):
         store.add(voice, b"abc")
     assert replaced
@@ -200,7 +202,7 @@ def test_a_crash_before_the_last_rename_leaves_no_voice(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_voices_outlive_the_store_that_kept_them(tmp_path):
+def test_a_new_store_reads_the_voices_of_the_folder(tmp_path):
     voice = StoredVoice("anna", "yes", 1, 3, "audio/wav", speaker_description="low")
     VoiceStore(tmp_path, 1).add(voice, b"abc")
     (tmp_path / "broken.json").write_bytes(b"{")

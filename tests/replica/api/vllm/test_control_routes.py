@@ -1,4 +1,4 @@
-"""vLLM's control routes: answers and errors as captured from vLLM 0.32 (real-engines.md 5.1)."""
+"""vLLM's control routes: responses and errors as captured from vLLM 0.32 (real-engines.md 5.1)."""
 
 import json
 
@@ -19,13 +19,13 @@ def missing(name):
     )
 
 
-async def status_and_body(answer):
-    data = await answer.get_data()
-    return answer.status_code, json.loads(data) if data else None
+async def status_and_body(response):
+    data = await response.get_data()
+    return response.status_code, json.loads(data) if data else None
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "status", "answer"),
+    ("method", "path", "body", "status", "reply"),
     [
         ("GET", "/is_paused", None, 200, {"is_paused": False}),
         ("POST", "/pause?mode=keep&clear_cache=false", None, 200, {"status": "paused"}),
@@ -58,9 +58,9 @@ async def status_and_body(answer):
         ("GET", "/ping", None, 200, None),
     ],
 )  # fmt: skip
-async def test_each_call_has_vllms_answer(engine, method, path, body, status, answer):
+async def test_each_call_has_vllms_response(engine, method, path, body, status, reply):
     data = b"" if body is None else json.dumps(body).encode()
-    assert await status_and_body(await engine.call(method, path, data)) == (status, answer)
+    assert await status_and_body(await engine.call(method, path, data)) == (status, reply)
 
 
 def error(message, param=None, status=400, kind="Bad Request"):
@@ -68,7 +68,7 @@ def error(message, param=None, status=400, kind="Bad Request"):
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "answer"),
+    ("path", "body", "reply"),
     [
         (
             "/pause?mode=bogus", None,
@@ -94,13 +94,13 @@ def error(message, param=None, status=400, kind="Bad Request"):
         ("/inference/v1/abort_requests", {}, error("Missing 'request_ids' in request body")),
     ],
 )  # fmt: skip
-async def test_each_mistake_has_vllms_400(engine, path, body, answer):
+async def test_each_invalid_call_has_vllms_400(engine, path, body, reply):
     data = b"" if body is None else json.dumps(body).encode()
-    assert await status_and_body(await engine.call("POST", path, data)) == (400, answer)
+    assert await status_and_body(await engine.call("POST", path, data)) == (400, reply)
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "why"),
+    ("path", "body", "reason"),
     [
         ("/collective_rpc", {"method": "nope"}, "'Worker' object has no attribute 'nope'"),
         ("/collective_rpc", {"method": "reload_weights"}, "reload_weights needs kwargs.weights_path"
@@ -115,43 +115,43 @@ async def test_each_mistake_has_vllms_400(engine, path, body, answer):
          "number, not None"),
     ],
 )  # fmt: skip
-async def test_what_a_worker_refuses_is_vllms_500(engine, path, body, why):
+async def test_an_error_of_the_engine_worker_is_vllms_500(engine, path, body, reason):
     data = b"" if body is None else json.dumps(body).encode()
-    expected = error(RPC.format(why), status=500, kind="InternalServerError")
+    expected = error(RPC.format(reason), status=500, kind="InternalServerError")
     assert await status_and_body(await engine.call("POST", path, data)) == (500, expected)
 
 
-async def test_levels_and_flags_that_are_none_are_refused_by_name(engine):
+async def test_invalid_levels_and_flags_are_refused_by_name(engine):
     for path, param in (
         ("/sleep?level=9", "query.level"),
         ("/sleep?level=-1", "query.level"),
         ("/sleep?level=x", "query.level"),
         ("/pause?clear_cache=maybe", "query.clear_cache"),
     ):
-        status, answer = await status_and_body(await engine.call("POST", path))
-        assert (status, answer["error"]["param"]) == (400, param)
+        status, reply = await status_and_body(await engine.call("POST", path))
+        assert (status, reply["error"]["param"]) == (400, param)
 
 
-async def test_the_checker_hashes_every_tensor_also_while_paused(engine):
+async def test_the_checker_hashes_every_tensor_while_paused(engine):
     await engine.post("/pause?mode=keep")
-    _, answer = await status_and_body(await engine.post("/weight_checker", {"action": "checksum"}))
-    names = list(answer["checksums"])
+    _, reply = await status_and_body(await engine.post("/weight_checker", {"action": "checksum"}))
+    names = list(reply["checksums"])
     assert "dp0:pp0:pcp0:tp0:model.embed_tokens.weight" in names
-    assert len(set(answer["checksums"].values())) > 10
-    compare = {"action": "compare", "baseline": {**answer["checksums"], names[0]: "x", "y": "z"}}
-    _, unlike = await status_and_body(await engine.post("/weight_checker", compare))
-    assert unlike == {"match": False, "mismatches": sorted([names[0], "y"])}
+    assert len(set(reply["checksums"].values())) > 10
+    compare = {"action": "compare", "baseline": {**reply["checksums"], names[0]: "x", "y": "z"}}
+    _, comparison = await status_and_body(await engine.post("/weight_checker", compare))
+    assert comparison == {"match": False, "mismatches": sorted([names[0], "y"])}
 
 
-async def test_what_changes_something_needs_the_key_and_reading_does_not(engine):
+async def test_calls_that_change_state_need_the_key_and_reads_do_not(engine):
     locked = engine.with_options(admin_api_key="secret")
     for path in ("/pause", "/start_weight_update", "/sleep", "/wake_up", "/reset_prefix_cache"):
-        status, answer = await status_and_body(await locked.call("POST", path))
-        assert (status, answer["error"]["type"]) == (401, "Unauthorized")
+        status, reply = await status_and_body(await locked.call("POST", path))
+        assert (status, reply["error"]["type"]) == (401, "Unauthorized")
     status, _ = await status_and_body(await locked.post("/abort_requests", {}))
     assert status == 401
-    status, answer = await status_and_body(await locked.get("/is_paused"))
-    assert (status, answer) == (200, {"is_paused": False})
+    status, reply = await status_and_body(await locked.get("/is_paused"))
+    assert (status, reply) == (200, {"is_paused": False})
     key = {"Authorization": "Bearer secret"}
     assert (await locked.call("POST", "/pause", headers=key)).status_code == 200
     wrong = {"Authorization": "Bearer x"}
@@ -159,50 +159,50 @@ async def test_what_changes_something_needs_the_key_and_reading_does_not(engine)
 
 
 @pytest.mark.parametrize(
-    ("dialect", "there", "absent"),
+    ("dialect", "present", "absent"),
     [
         ("vllm", ["/pause", "/tokenize"], ["/pause_generation", "/model_info", "/generate"]),
         ("sglang", ["/pause_generation", "/tokenize"], ["/pause", "/update_weights"]),
         ("both", ["/pause_generation", "/pause", "/generate"], []),
     ],
 )
-async def test_a_dialect_has_its_own_routes_and_no_others(dialect, there, absent):
-    async with opened(dialect=dialect) as world:
-        rules = {rule.rule for rule in world.app.url_map.iter_rules()}
-        assert rules >= {*there, "/v1/messages", "/v1/responses", "/health", "/v1/tokenize"}
+async def test_a_dialect_has_its_own_routes_and_no_others(dialect, present, absent):
+    async with opened(dialect=dialect) as api:
+        rules = {rule.rule for rule in api.app.url_map.iter_rules()}
+        assert rules >= {*present, "/v1/messages", "/v1/responses", "/health", "/v1/tokenize"}
         assert not rules & set(absent)
 
 
-async def test_the_version_route_of_both_is_sglangs_and_of_vllm_alone_vllms(tiny):
-    _, answer = await status_and_body(
+async def test_the_version_route_is_vllms_only_in_the_vllm_dialect(tiny):
+    _, reply = await status_and_body(
         await tiny.post("/update_weight_version", {"new_version": "v"})
     )
-    assert {"new_version", "message", "results"} <= answer.keys()
-    alone = tiny.with_options(dialect="vllm")
-    _, answer = await status_and_body(
-        await alone.post("/update_weight_version", {"new_version": "w"})
+    assert {"new_version", "message", "results"} <= reply.keys()
+    vllm_only = tiny.with_options(dialect="vllm")
+    _, reply = await status_and_body(
+        await vllm_only.post("/update_weight_version", {"new_version": "w"})
     )
-    assert answer == {"success": True, "new_version": "w"}
+    assert reply == {"success": True, "new_version": "w"}
 
 
-async def test_a_pipeline_without_weights_refuses_weight_calls(world):
-    status, answer = await status_and_body(await world.post("/start_weight_update"))
-    assert (status, answer["error"]["code"]) == (500, 500)
-    assert await status_and_body(await world.get("/get_world_size")) == (200, {"world_size": 1})
+async def test_a_pipeline_without_weights_refuses_weight_calls(api):
+    status, reply = await status_and_body(await api.post("/start_weight_update"))
+    assert (status, reply["error"]["code"]) == (500, 500)
+    assert await status_and_body(await api.get("/get_world_size")) == (200, {"world_size": 1})
 
 
-async def test_requests_at_a_stage_without_tokens_are_aborted(world):
+async def test_abort_requests_aborts_requests_of_a_scripted_stage(api):
     import trio
 
-    answers = []
+    replies = []
 
-    async def ask():
-        answers.append(await status_and_body(await world.chat(HOLD)))
+    async def chat():
+        replies.append(await status_and_body(await api.chat(HOLD)))
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(ask)
-        while world.client.health()["pending_completions"] != 1:
+        nursery.start_soon(chat)
+        while api.client.health()["pending_completions"] != 1:
             await trio.lowlevel.checkpoint()
-        assert (await status_and_body(await world.post("/abort_requests", {})))[1]["aborted"] == 1
-    assert answers == [(500, {"detail": "aborted"})]
-    assert (await world.chat(HELLO)).status_code == 200
+        assert (await status_and_body(await api.post("/abort_requests", {})))[1]["aborted"] == 1
+    assert replies == [(500, {"detail": "aborted"})]
+    assert (await api.chat(HELLO)).status_code == 200

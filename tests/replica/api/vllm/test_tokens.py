@@ -14,37 +14,37 @@ GREEDY = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
 GENERATE = "/inference/v1/generate"
 
 
-async def status_and_body(answer):
-    return answer.status_code, json.loads(await answer.get_data())
+async def status_and_body(response):
+    return response.status_code, json.loads(await response.get_data())
 
 
-async def ok(answer):
-    status, body = await status_and_body(answer)
+async def ok(response):
+    status, body = await status_and_body(response)
     assert status == 200, body
     return body
 
 
-async def test_a_prompt_has_the_tokens_that_its_completion_counts(engine):
+async def test_a_prompt_has_as_many_tokens_as_its_completion_reports(engine):
     body = await ok(await engine.post("/tokenize", {"prompt": "The sea"}))
     assert body["count"] == len(body["tokens"])
     assert body["token_strs"] is None
     assert body["max_model_len"] == 8192
-    answer = await ok(await engine.post("/v1/completions", {"prompt": "The sea", "max_tokens": 1}))
-    assert answer["usage"]["prompt_tokens"] == body["count"]
+    reply = await ok(await engine.post("/v1/completions", {"prompt": "The sea", "max_tokens": 1}))
+    assert reply["usage"]["prompt_tokens"] == body["count"]
 
 
-async def test_a_chat_has_the_tokens_that_its_answer_counts(engine):
+async def test_a_chat_has_as_many_tokens_as_its_response_reports(engine):
     chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
     body = await ok(await engine.post("/tokenize", chat | {"return_token_strs": True}))
-    answer = await ok(await engine.post("/v1/chat/completions", chat | {"max_tokens": 1}))
-    assert answer["usage"]["prompt_tokens"] == body["count"]
+    reply = await ok(await engine.post("/v1/chat/completions", chat | {"max_tokens": 1}))
+    assert reply["usage"]["prompt_tokens"] == body["count"]
     assert body["token_strs"][0] == "<|im_start|>"
     bare = await ok(await engine.post("/tokenize", chat | {"add_generation_prompt": False}))
     assert body["tokens"][: bare["count"]] == bare["tokens"]
     assert bare["count"] < body["count"]
 
 
-async def test_detokenizing_is_the_way_back_in_both_forms(engine):
+async def test_detokenizing_restores_the_text_in_both_formats(engine):
     text = "<|im_start|>user\nGrüße<|im_end|>"
     tokens = (await ok(await engine.post("/tokenize", {"prompt": text})))["tokens"]
     assert await ok(await engine.post("/detokenize", {"tokens": tokens})) == {"prompt": text}
@@ -54,18 +54,18 @@ async def test_detokenizing_is_the_way_back_in_both_forms(engine):
     assert await ok(await engine.post("/v1/detokenize", named)) == {"text": [text, ""]}
 
 
-async def test_sglangs_form_takes_lists_and_has_both_paths_to_itself(engine):
+async def test_sglangs_format_takes_lists_and_its_dialect_uses_it_on_both_paths(engine):
     body = {"prompt": ["a", "b c"]}
     lists = await ok(await engine.post("/v1/tokenize", body))
-    assert lists["count"] == [len(each) for each in lists["tokens"]] == [1, 3]
-    async with opened(TINY, dialect="sglang", tokenizer_model="tiny") as world:
-        assert await ok(await world.post("/tokenize", body)) == lists
-        spelled = await world.post("/detokenize", {"tokens": lists["tokens"]})
-        assert await ok(spelled) == {"text": body["prompt"]}
+    assert lists["count"] == [len(tokens) for tokens in lists["tokens"]] == [1, 3]
+    async with opened(TINY, dialect="sglang", tokenizer_model="tiny") as api:
+        assert await ok(await api.post("/tokenize", body)) == lists
+        response = await api.post("/detokenize", {"tokens": lists["tokens"]})
+        assert await ok(response) == {"text": body["prompt"]}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "why"),
+    ("path", "body", "reason"),
     [
         ("/tokenize", {}, "2 validation errors"),
         ("/tokenize", {"messages": [], "prompt": None}, "at least one message"),
@@ -82,31 +82,31 @@ async def test_sglangs_form_takes_lists_and_has_both_paths_to_itself(engine):
         (GENERATE, {"token_ids": [1], "sampling_params": {}, "features": {"a": 1}}, "features is"),
     ],
 )
-async def test_what_cannot_be_is_a_400_that_names_it(engine, path, body, why):
-    status, answer = await status_and_body(await engine.post(path, body))
+async def test_an_invalid_request_is_a_400_with_its_reason(engine, path, body, reason):
+    status, reply = await status_and_body(await engine.post(path, body))
     assert status == 400
-    assert why in answer["error"]["message"]
+    assert reason in reply["error"]["message"]
 
 
-async def test_a_server_without_a_tokenizer_refuses_token_calls(world):
-    status, answer = await status_and_body(await world.post("/tokenize", {"prompt": "x"}))
-    assert (status, answer["error"]["type"]) == (501, "NotImplementedError")
+async def test_a_server_without_a_tokenizer_refuses_token_calls(api):
+    status, reply = await status_and_body(await api.post("/tokenize", {"prompt": "x"}))
+    assert (status, reply["error"]["type"]) == (501, "NotImplementedError")
 
 
 # Generation
 
 
-async def test_the_answer_has_vllms_keys(engine):
+async def test_a_generation_has_vllms_keys(engine):
     body = {"token_ids": [5, 6, 7, 8], "sampling_params": GREEDY, "request_id": "mine"}
-    answer = await ok(await engine.post(GENERATE, body))
-    assert list(answer) == [
+    reply = await ok(await engine.post(GENERATE, body))
+    assert list(reply) == [
         "request_id", "model", "created", "usage", "prompt_logprobs", "prompt_token_id_logprobs",
         "prompt_token_ids", "mm_placeholders", "metrics", "kv_transfer_params",
         "ec_transfer_params", "output_mode", "choices",
     ]  # fmt: skip
-    assert answer["request_id"] == "generate-tokens-mine"
-    assert answer["usage"]["total_tokens"] == 9
-    (choice,) = answer["choices"]
+    assert reply["request_id"] == "generate-tokens-mine"
+    assert reply["usage"]["total_tokens"] == 9
+    (choice,) = reply["choices"]
     ids = choice.pop("token_ids")
     assert choice == {
         "index": 0, "finish_reason": "length", "stop_reason": None, "routed_experts": None,
@@ -114,18 +114,18 @@ async def test_the_answer_has_vllms_keys(engine):
         "weight_versions": [{"version": "default", "start": 0, "end": 5}],
     }  # fmt: skip
     text = await ok(await engine.post(GENERATE, body | {"output_mode": "text"}))
-    spelled = await ok(await engine.post("/detokenize", {"tokens": ids}))
-    assert text["choices"][0]["text"] == spelled["prompt"]
+    detokenized = await ok(await engine.post("/detokenize", {"tokens": ids}))
+    assert text["choices"][0]["text"] == detokenized["prompt"]
 
 
-async def events_of(world, body):
-    answer = await world.post(GENERATE, body | {"stream": True})
-    parts = (await answer.get_data()).decode().split("\n\n")
+async def events_of(api, body):
+    response = await api.post(GENERATE, body | {"stream": True})
+    parts = (await response.get_data()).decode().split("\n\n")
     assert parts[-2:] == ["data: [DONE]", ""]
     return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
-async def test_the_events_together_are_the_answer(engine):
+async def test_the_streamed_events_add_up_to_the_complete_response(engine):
     body = {"token_ids": [5, 6, 7], "sampling_params": GREEDY | {"logprobs": 2, "n": 2, "seed": 1}}
     whole = await ok(await engine.post(GENERATE, body))
     events = await events_of(engine, body | {"stream_options": {"include_usage": True}})
@@ -144,35 +144,35 @@ async def test_the_events_together_are_the_answer(engine):
             assert len(item["top_logprobs"]) <= 3
 
 
-async def test_a_requested_stop_token_is_the_stop_reason_and_end_of_text_is_not(engine):
+async def test_a_requested_stop_token_is_the_stop_reason(engine):
     first = await ok(await engine.post(GENERATE, {"token_ids": [5], "sampling_params": GREEDY}))
     third = first["choices"][0]["token_ids"][2]
     sampling = GREEDY | {"stop_token_ids": [third]}
-    answer = await ok(await engine.post(GENERATE, {"token_ids": [5], "sampling_params": sampling}))
-    choice = answer["choices"][0]
+    reply = await ok(await engine.post(GENERATE, {"token_ids": [5], "sampling_params": sampling}))
+    choice = reply["choices"][0]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", third)
     assert choice["token_ids"][-1] == third
 
 
-async def test_a_header_names_the_request(engine):
+async def test_the_x_request_id_header_names_the_request(engine):
     data = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 1}}).encode()
-    answer = await engine.call("POST", GENERATE, data, headers={"X-Request-Id": "from-header"})
-    assert (await ok(answer))["request_id"] == "generate-tokens-from-header"
+    response = await engine.call("POST", GENERATE, data, headers={"X-Request-Id": "from-header"})
+    assert (await ok(response))["request_id"] == "generate-tokens-from-header"
 
 
 # Rendering
 
 
-async def test_a_rendered_chat_generates_what_the_chat_would(engine):
+async def test_a_rendered_chat_generates_the_same_text_as_the_chat(engine):
     chat = {
         "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6, "temperature": 0.8,
         "seed": 7, "top_k": 40, "presence_penalty": 0.3, "stop": ["zz"],
     }  # fmt: skip
     body = await ok(await engine.post("/v1/chat/completions/render", chat))
     assert body["request_id"].startswith("chatcmpl-")
-    answer = await ok(await engine.post(GENERATE, body | {"output_mode": "text"}))
+    reply = await ok(await engine.post(GENERATE, body | {"output_mode": "text"}))
     whole = await ok(await engine.post("/v1/chat/completions", chat))
-    assert answer["choices"][0]["text"] == whole["choices"][0]["message"]["content"]
+    assert reply["choices"][0]["text"] == whole["choices"][0]["message"]["content"]
     assert body["sampling_params"]["stop"] == ["zz"]
 
 
@@ -189,14 +189,19 @@ async def test_prompts_are_rendered_one_by_one_with_vllms_defaults(engine):
     same = {"prompt": [5, 6]}
     assert (await ok(await engine.post("/v1/completions/render", same)))[0]["token_ids"] == [5, 6]
     schema = prompts | {"response_format": {"type": "json_object"}}
-    status, answer = await status_and_body(await engine.post("/v1/completions/render", schema))
-    assert (status, "response_format" in answer["error"]["message"]) == (400, True)
+    status, reply = await status_and_body(await engine.post("/v1/completions/render", schema))
+    assert (status, "response_format" in reply["error"]["message"]) == (400, True)
 
 
 @settings(max_examples=examples(60))
 @given(st.text("ab-", min_size=1, max_size=6), st.integers(0, 12))
-def test_an_id_is_found_as_it_was_sent_and_as_it_was_answered(name, choice):
-    for spelled in (name, f"chatcmpl-{name}", f"cmpl-{name}", f"generate-tokens-{name}"):
-        assert id_matcher([spelled])(name)
-        assert id_matcher([spelled])(f"{name}-{choice}")
-    assert not id_matcher([name])(f"{name}x")
+def test_a_request_matches_its_sent_and_its_returned_ids(request_id, choice):
+    for sent_id in (
+        request_id,
+        f"chatcmpl-{request_id}",
+        f"cmpl-{request_id}",
+        f"generate-tokens-{request_id}",
+    ):
+        assert id_matcher([sent_id])(request_id)
+        assert id_matcher([sent_id])(f"{request_id}-{choice}")
+    assert not id_matcher([request_id])(f"{request_id}x")
