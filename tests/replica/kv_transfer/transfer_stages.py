@@ -48,7 +48,7 @@ class Stage(Loop):
                 self.passed_over.remove(message)
                 return message
         while True:
-            message = self.reported.get(timeout=60)
+            message = self.outbox.get(timeout=60)
             if isinstance(message, kind) and holds(message):
                 return message
             if isinstance(message, Result | ResultChunk | StageFailure):

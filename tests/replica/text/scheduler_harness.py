@@ -1,4 +1,4 @@
-"""A text stage on the tiny model, driven step by step or in a thread, and its messages."""
+"""A text stage on the tiny model, driven step by step or in a thread."""
 
 import threading
 from collections.abc import Sequence
@@ -35,12 +35,12 @@ def tokens_of(text: str) -> list[int]:
 
 
 def long_prompt(count: int, first: int = 0) -> list[int]:
-    """`count` tokens that do not repeat soon; different `first` share no prefix."""
-    return [260 + (first + 7 * place + place * place) % 252 for place in range(count)]
+    """`count` tokens without short repetitions; prompts with different `first` share no prefix."""
+    return [260 + (first + 7 * index + index * index) % 252 for index in range(count)]
 
 
 class WatchedWorker(ModelWorker):
-    """Counts the tokens of each part of each batch; raises a given error once."""
+    """Records the number of tokens of each part of each batch; raises `to_raise` once, if set."""
 
     def __init__(self, text: TextModel) -> None:
         super().__init__(text)
@@ -69,7 +69,7 @@ class SchedulerHarness:
     ):
         self.worker = WatchedWorker(tiny())
         self.clock = Clock()
-        self.reported = []
+        self.emitted = []
         self.scheduler = TextScheduler(
             "decode",
             self.worker,
@@ -77,9 +77,9 @@ class SchedulerHarness:
             PrefixCache(cache_entries, 2**26, min_tokens=8),
             clock=self.clock,
         )
-        self.scheduler.emit = self.reported.append
+        self.scheduler.emit = self.emitted.append
 
-    # In
+    # Input
 
     def submit(self, request_id, prompt="The sea", *, task="chat", **params):
         self.scheduler.take(submission(request_id, prompt, task, **params))
@@ -89,7 +89,7 @@ class SchedulerHarness:
 
     def admin(self, action, **payload) -> AdminResult:
         self.scheduler.take(Admin("op", action, payload))
-        return [each for each in self.reported if isinstance(each, AdminResult)][-1]
+        return [message for message in self.emitted if isinstance(message, AdminResult)][-1]
 
     def step(self, times=1):
         for _ in range(times):
@@ -99,26 +99,28 @@ class SchedulerHarness:
         while self.scheduler.busy:
             self.scheduler.step()
 
-    # Out
+    # Output
 
-    def of(self, kind, request_id):
-        return [e for e in self.reported if isinstance(e, kind) and e.request_id == request_id]
+    def emitted_for(self, kind, request_id):
+        return [m for m in self.emitted if isinstance(m, kind) and m.request_id == request_id]
 
     def result(self, request_id) -> dict:
-        (result,) = self.of(Result, request_id)
-        assert not self.of(StageFailure, request_id)
+        (result,) = self.emitted_for(Result, request_id)
+        assert not self.emitted_for(StageFailure, request_id)
         return result.data
 
     def failure(self, request_id) -> StageFailure:
-        (failure,) = self.of(StageFailure, request_id)
-        assert not self.of(Result, request_id)
+        (failure,) = self.emitted_for(StageFailure, request_id)
+        assert not self.emitted_for(Result, request_id)
         return failure
 
     def streamed(self, request_id) -> str:
-        return "".join(each.chunk["text"] for each in self.of(ResultChunk, request_id))
+        return "".join(
+            message.chunk["text"] for message in self.emitted_for(ResultChunk, request_id)
+        )
 
     def stats(self) -> dict[str, float]:
-        return [each for each in self.reported if isinstance(each, StageStats)][-1].values
+        return [message for message in self.emitted if isinstance(message, StageStats)][-1].values
 
 
 def submission(request_id, prompt="The sea", task="chat", **params) -> Submit:
@@ -136,13 +138,13 @@ def undisturbed(prompt="The sea", **params) -> dict:
 
 
 class Loop:
-    """The scheduler's own loop in a thread, with its messages in a queue."""
+    """Runs the loop of a scheduler in a thread, with queues for its input and its output."""
 
     def __init__(self, scheduler: TextScheduler) -> None:
         self.inbox = SimpleQueue()
-        self.reported = SimpleQueue()
+        self.outbox = SimpleQueue()
         self._thread = threading.Thread(
-            target=scheduler.run, args=(self.inbox, self.reported.put), daemon=True
+            target=scheduler.run, args=(self.inbox, self.outbox.put), daemon=True
         )
 
     def __enter__(self):
@@ -154,9 +156,9 @@ class Loop:
         self._thread.join(60)
         assert not self._thread.is_alive()
 
-    def next(self, kind, holds=lambda message: True):
-        """The next message of `kind` for which `holds`; others are passed over."""
+    def next(self, kind, condition=lambda message: True):
+        """The next message of `kind` that meets `condition`; others are skipped."""
         while True:
-            message = self.reported.get(timeout=60)
-            if isinstance(message, kind) and holds(message):
+            message = self.outbox.get(timeout=60)
+            if isinstance(message, kind) and condition(message):
                 return message

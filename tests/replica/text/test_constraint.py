@@ -32,16 +32,16 @@ LEAVES = st.one_of(
     st.just({"type": "null"}),
     st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 12)),
     st.builds(lambda n: {"type": "integer", "minimum": 0, "maximum": n}, st.integers(0, 999)),
-    st.builds(lambda each: {"enum": each}, st.lists(WORDS, min_size=1, max_size=3, unique=True)),
+    st.builds(lambda words: {"enum": words}, st.lists(WORDS, min_size=1, max_size=3, unique=True)),
 )
 
 
 def objects(inner):
     return st.dictionaries(WORDS, inner, max_size=3).map(
-        lambda each: {
+        lambda properties: {
             "type": "object",
-            "properties": each,
-            "required": sorted(each),
+            "properties": properties,
+            "required": sorted(properties),
             "additionalProperties": False,
         }
     )
@@ -49,7 +49,7 @@ def objects(inner):
 
 def arrays(inner):
     return st.builds(
-        lambda items, most: {"type": "array", "items": items, "maxItems": most},
+        lambda items, max_items: {"type": "array", "items": items, "maxItems": max_items},
         inner,
         st.integers(0, 3),
     )
@@ -58,49 +58,49 @@ def arrays(inner):
 SCHEMAS = st.recursive(LEAVES, lambda inner: objects(inner) | arrays(inner), max_leaves=6)
 
 
-def constrained(schema, tokenizer=None):
+def constraint_for(schema, tokenizer=None):
     text = schema if isinstance(schema, str) else json.dumps(schema)
     return ConstraintFactory(tokenizer or tiny().tokenizer).constraint(text)
 
 
-def ids(allowed):
+def token_ids(allowed):
     return allowed.nonzero().flatten().tolist()
 
 
-def walked(one, chance, most=400):
-    """A text of tokens sampled from all that are allowed."""
-    written = b""
-    for _ in range(most):
-        if one.complete:
+def sample_text(constraint, rng, max_tokens=400):
+    """A text of tokens that are sampled from the allowed ones."""
+    data = b""
+    for _ in range(max_tokens):
+        if constraint.complete:
             break
-        token = chance.choice(ids(one.allowed()))
-        one.accept(token)
-        written += tiny().tokenizer.token_bytes(token)
-    return written.decode(errors="replace")
+        token = rng.choice(token_ids(constraint.allowed()))
+        constraint.accept(token)
+        data += tiny().tokenizer.token_bytes(token)
+    return data.decode(errors="replace")
 
 
 @settings(max_examples=examples(60))
 @given(schema=SCHEMAS, seed=st.integers(0, 99))
-def test_whatever_is_drawn_fits_the_schema(schema, seed):
-    one = constrained(schema)
-    text = walked(one, random.Random(seed))
-    assert one.complete, text
+def test_any_sampled_text_fits_the_schema(schema, seed):
+    compiled = constraint_for(schema)
+    text = sample_text(compiled, random.Random(seed))
+    assert compiled.complete, text
     assert jsonschema_rs.validator_for(schema).is_valid(json.loads(text)), text
 
 
-def test_two_answers_to_one_schema_do_not_meet():
+def test_constraints_of_one_schema_have_separate_states():
     constraints = ConstraintFactory(tiny().tokenizer)
     schema = json.dumps({"enum": ["ab", "cd"]})
     first, second = constraints.constraint(schema), constraints.constraint(schema)
     for letter in '"a':
         first.accept(tiny().tokenizer.encode(letter)[0])
-    assert ids(second.allowed()) == ids(constrained(schema).allowed())
+    assert token_ids(second.allowed()) == token_ids(constraint_for(schema).allowed())
     for letter in '"cd"':
         second.accept(tiny().tokenizer.encode(letter)[0])
     assert (first.complete, second.complete) == (False, True)
 
 
-def test_only_the_last_schemas_are_kept():
+def test_only_the_latest_compiled_schemas_are_cached():
     constraints = ConstraintFactory(tiny().tokenizer)
     for number in range(MAX_COMPILED + 3):
         constraints.constraint(json.dumps({"const": number}))
@@ -109,35 +109,37 @@ def test_only_the_last_schemas_are_kept():
     assert json.dumps({"const": 3}) in constraints._compiled
 
 
-def test_an_end_is_allowed_only_where_the_text_could_end():
-    one = constrained({"type": "integer"})
-    ends = tiny().tokenizer.eos_ids
-    assert not ends & set(ids(one.allowed()))
+def test_end_tokens_are_allowed_only_where_the_text_could_end():
+    compiled = constraint_for({"type": "integer"})
+    end_tokens = tiny().tokenizer.eos_ids
+    assert not end_tokens & set(token_ids(compiled.allowed()))
     (seven,) = tiny().tokenizer.encode("7")
-    one.accept(seven)
-    assert ends <= set(ids(one.allowed()))
-    assert not one.complete
+    compiled.accept(seven)
+    assert end_tokens <= set(token_ids(compiled.allowed()))
+    assert not compiled.complete
 
 
-def test_no_control_token_is_text():
-    one = constrained({"type": "string"})
-    one.accept(tiny().tokenizer.encode('"')[0])
-    names = {each for each in ids(one.allowed()) if tiny().tokenizer.control_name(each)}
+def test_control_tokens_are_not_allowed_within_a_string():
+    compiled = constraint_for({"type": "string"})
+    compiled.accept(tiny().tokenizer.encode('"')[0])
+    names = {
+        token for token in token_ids(compiled.allowed()) if tiny().tokenizer.control_name(token)
+    }
     assert names == set()
 
 
-def test_blanks_between_two_parts_are_bounded():
-    one = constrained(ANY_OBJECT)
+def test_whitespace_between_two_parts_is_limited():
+    compiled = constraint_for(ANY_OBJECT)
     for letter in "{\n   ":
-        one.accept(tiny().tokenizer.encode(letter)[0])
-    assert tiny().tokenizer.encode("\n")[0] not in ids(one.allowed())
+        compiled.accept(tiny().tokenizer.encode(letter)[0])
+    assert tiny().tokenizer.encode("\n")[0] not in token_ids(compiled.allowed())
     for _ in range(9):
-        one.accept(tiny().tokenizer.encode(" ")[0])
-    assert tiny().tokenizer.encode(" ")[0] not in ids(one.allowed())
+        compiled.accept(tiny().tokenizer.encode(" ")[0])
+    assert tiny().tokenizer.encode(" ")[0] not in token_ids(compiled.allowed())
 
 
 @pytest.mark.parametrize(
-    ("schema", "words"),
+    ("schema", "reason"),
     [
         ({"not": {"type": "string"}}, 'Unimplemented keys: ["not"]'),
         ({"type": "array", "uniqueItems": True}, "uniqueItems"),
@@ -151,23 +153,23 @@ def test_blanks_between_two_parts_are_bounded():
         ({"x-guidance": {"lenient": True}, "not": {}}, "not"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_by_name(schema, words):
+def test_a_schema_that_cannot_be_enforced_is_refused_with_its_reason(schema, reason):
     for check in (check_schema, ConstraintFactory(tiny().tokenizer).constraint):
         with pytest.raises(ConstraintError) as refused:
             check(json.dumps(schema))
-        assert words in str(refused.value)
+        assert reason in str(refused.value)
 
 
-def test_a_schema_nested_beyond_all_reason_is_refused():
+def test_a_too_deeply_nested_schema_is_refused():
     deep = '{"items":' * 500 + "{}" + "}" * 500
     with pytest.raises(ConstraintError, match="recursion"):
         check_schema(deep)
 
 
-def test_a_schema_that_is_too_much_work_ends_its_own_answer():
+def test_a_too_complex_schema_is_an_error():
     wide = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(2500)}}
     with pytest.raises(ConstraintError, match="cannot be enforced"):
-        walked(constrained(wide), random.Random(0))
+        sample_text(constraint_for(wide), random.Random(0))
 
 
 def test_without_the_library_the_error_names_the_package(monkeypatch):
@@ -176,11 +178,11 @@ def test_without_the_library_the_error_names_the_package(monkeypatch):
         constraint.check_schema(ANY_OBJECT)
 
 
-class Only:
-    """A constraint that allows some ids, one of them at a time."""
+class AllowOnly:
+    """A constraint that allows some token ids, and is complete after two tokens."""
 
-    def __init__(self, *ids):
-        self._ids = ids
+    def __init__(self, *token_ids):
+        self._ids = token_ids
         self.accepted = []
 
     @property
@@ -188,7 +190,7 @@ class Only:
         return len(self.accepted) == 2
 
     def allowed(self):
-        return torch.tensor([each in self._ids for each in range(4)])
+        return torch.tensor([token in self._ids for token in range(4)])
 
     def accept(self, token):
         self.accepted.append(token)
@@ -198,8 +200,8 @@ def greedy(**more):
     return Sampling(temperature=0, **more)
 
 
-def chosen(chooser, times=1):
-    return [chooser.choose(LOGITS, [])[0] for _ in range(times)]
+def choices(sampler, count=1):
+    return [sampler.choose(LOGITS, [])[0] for _ in range(count)]
 
 
 def test_a_request_without_options_gets_the_plain_sampler():
@@ -207,48 +209,48 @@ def test_a_request_without_options_gets_the_plain_sampler():
     assert type(make_sampler(Sampling(presence_penalty=0.1), None)) is ShapedTokenSampler
 
 
-def test_biases_are_added_and_leave_the_logits_alone():
-    assert chosen(make_sampler(greedy(logit_bias={3: 3.5, 0: -0.1}), None)) == [3]
-    assert chosen(make_sampler(greedy(logit_bias={0: -100, 1: -100}), None)) == [2]
+def test_biases_are_added_without_a_change_of_the_logits():
+    assert choices(make_sampler(greedy(logit_bias={3: 3.5, 0: -0.1}), None)) == [3]
+    assert choices(make_sampler(greedy(logit_bias={0: -100, 1: -100}), None)) == [2]
     assert LOGITS.tolist() == [3.0, 2.0, 1.0, 0.0]
 
 
-def test_a_bias_changes_the_log_probability_that_is_reported():
-    chooser = make_sampler(greedy(logit_bias={3: 100}, logprobs=True, top_logprobs=2), None)
-    token, logprob = chooser.choose(LOGITS, [])
+def test_a_bias_changes_the_reported_log_probability():
+    sampler = make_sampler(greedy(logit_bias={3: 100}, logprobs=True, top_logprobs=2), None)
+    token, logprob = sampler.choose(LOGITS, [])
     assert (token, round(logprob, 6)) == (3, 0)
-    assert [each for _, each in chooser.likeliest] == [3, 0]
+    assert [token for _, token in sampler.likeliest] == [3, 0]
 
 
-def test_presence_counts_once_and_frequency_each_time():
-    assert chosen(make_sampler(greedy(presence_penalty=1.5), None), 4) == [0, 1, 0, 0]
-    assert chosen(make_sampler(greedy(frequency_penalty=0.7), None), 5) == [0, 0, 1, 0, 1]
+def test_a_presence_penalty_applies_once_and_a_frequency_penalty_each_time():
+    assert choices(make_sampler(greedy(presence_penalty=1.5), None), 4) == [0, 1, 0, 0]
+    assert choices(make_sampler(greedy(frequency_penalty=0.7), None), 5) == [0, 0, 1, 0, 1]
 
 
-def test_tokens_of_the_prompt_are_not_counted():
-    chooser = make_sampler(greedy(presence_penalty=2), None)
-    assert chooser.choose(LOGITS, [0, 0, 0])[0] == 0
+def test_penalties_do_not_count_tokens_of_the_prompt():
+    sampler = make_sampler(greedy(presence_penalty=2), None)
+    assert sampler.choose(LOGITS, [0, 0, 0])[0] == 0
 
 
-def test_a_constraint_is_applied_last_and_gets_each_choice():
-    only = Only(1, 3)
-    chooser = make_sampler(greedy(json_schema="{}", logit_bias={0: 100, 1: -100}), only)
-    assert not chooser.complete
-    assert chosen(chooser, 2) == [3, 3]
-    assert only.accepted == [3, 3]
-    assert chooser.complete
+def test_a_constraint_is_applied_last_and_accepts_each_choice():
+    constraint = AllowOnly(1, 3)
+    sampler = make_sampler(greedy(json_schema="{}", logit_bias={0: 100, 1: -100}), constraint)
+    assert not sampler.complete
+    assert choices(sampler, 2) == [3, 3]
+    assert constraint.accepted == [3, 3]
+    assert sampler.complete
 
 
-def test_the_likeliest_tokens_are_those_that_are_allowed():
+def test_the_most_likely_tokens_are_among_the_allowed_ones():
     sampling = greedy(json_schema="{}", logprobs=True, top_logprobs=4)
-    chooser = make_sampler(sampling, Only(1, 3))
-    _, logprob = chooser.choose(LOGITS, [])
-    wanted = torch.tensor([2.0, 0.0]).log_softmax(-1).tolist()
-    assert [each for _, each in chooser.likeliest] == [1, 3]
-    assert torch.allclose(torch.tensor([logprob, chooser.likeliest[1][0]]), torch.tensor(wanted))
+    sampler = make_sampler(sampling, AllowOnly(1, 3))
+    _, logprob = sampler.choose(LOGITS, [])
+    expected = torch.tensor([2.0, 0.0]).log_softmax(-1).tolist()
+    assert [token for _, token in sampler.likeliest] == [1, 3]
+    assert torch.allclose(torch.tensor([logprob, sampler.likeliest[1][0]]), torch.tensor(expected))
 
 
-def test_drawing_never_leaves_the_constraint():
+def test_sampling_never_violates_the_constraint():
     for filters in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 2.0}):
-        chooser = ShapedTokenSampler(Sampling(seed=1, json_schema="{}", **filters), Only(2, 3))
-        assert set(chosen(chooser, 40)) <= {2, 3}
+        sampler = ShapedTokenSampler(Sampling(seed=1, json_schema="{}", **filters), AllowOnly(2, 3))
+        assert set(choices(sampler, 40)) <= {2, 3}

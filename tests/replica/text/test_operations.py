@@ -32,17 +32,17 @@ def running_harness(**bounds) -> SchedulerHarness:
     return harness
 
 
-def test_in_place_freezes_and_continues_where_it_was():
+def test_an_in_place_pause_freezes_requests_until_they_continue():
     harness = running_harness()
-    answer = harness.admin("pause_generation", mode="in_place")
-    assert (answer.success, answer.message) == (True, "generation paused")
-    assert answer.data == {"mode": "in_place", "num_paused_requests": 0, "engine_paused": True}
-    assert (answer.rank, answer.role, answer.stage) == (0, "single", "decode")
-    reported, computed = len(harness.reported), len(harness.worker.batches)
+    result = harness.admin("pause_generation", mode="in_place")
+    assert (result.success, result.message) == (True, "generation paused")
+    assert result.data == {"mode": "in_place", "num_paused_requests": 0, "engine_paused": True}
+    assert (result.rank, result.role, result.stage) == (0, "single", "decode")
+    emitted, computed = len(harness.emitted), len(harness.worker.batches)
     used = harness.scheduler.batch_queue.used_tokens
     harness.step(5)
     assert not harness.scheduler.busy
-    assert (len(harness.reported), len(harness.worker.batches)) == (reported, computed)
+    assert (len(harness.emitted), len(harness.worker.batches)) == (emitted, computed)
     assert harness.scheduler.batch_queue.used_tokens == used > 0
     harness.admin("continue_generation", torch_empty_cache=True)
     harness.finish()
@@ -50,29 +50,29 @@ def test_in_place_freezes_and_continues_where_it_was():
     assert harness.result("a")["text"] == undisturbed("The sea", **GREEDY)["text"]
 
 
-def test_retract_frees_all_and_recomputes_without_repeating_itself():
+def test_a_retract_pause_frees_all_tokens_and_repeats_no_text():
     harness = running_harness()
-    answer = harness.admin("pause_generation", mode="retract")
-    assert answer.data["num_paused_requests"] == 2
+    result = harness.admin("pause_generation", mode="retract")
+    assert result.data["num_paused_requests"] == 2
     assert harness.scheduler.batch_queue.used_tokens == 0
-    assert [each.request_id for each in harness.scheduler.batch_queue.waiting] == ["a", "b"]
+    assert [request.request_id for request in harness.scheduler.batch_queue.waiting] == ["a", "b"]
     harness.admin("continue_generation")
     before = len(harness.worker.batches)
     harness.finish()
-    assert harness.worker.batches[before] == [each + 10 for each in harness.worker.batches[0]]
+    assert harness.worker.batches[before] == [count + 10 for count in harness.worker.batches[0]]
     for name, prompt in (("a", "The sea"), ("b", "A song")):
         text = undisturbed(prompt, **GREEDY)["text"]
         assert harness.result(name)["text"] == harness.streamed(name) == text
         assert harness.result(name)["usage"]["completion_tokens"] == 30
 
 
-def test_abort_ends_every_caller():
+def test_an_abort_pause_drops_every_request():
     harness = running_harness(max_running=1)
     harness.submit("e", task="embed")
-    answer = harness.admin("pause_generation")
-    assert answer.data == {"mode": "abort", "num_paused_requests": 3, "engine_paused": True}
+    result = harness.admin("pause_generation")
+    assert result.data == {"mode": "abort", "num_paused_requests": 3, "engine_paused": True}
     for name in "abe":
-        assert harness.of(StageFailure, name) == [
+        assert harness.emitted_for(StageFailure, name) == [
             StageFailure(name, "decode", "The request was dropped by an admin action.", "dropped")
         ]
     assert len(harness.scheduler.batch_queue) == 0
@@ -94,7 +94,7 @@ def test_requests_during_a_pause_wait_for_its_end():
     assert harness.result("vector")["embedding"]
 
 
-def test_a_second_pause_takes_the_place_of_the_first():
+def test_a_second_pause_replaces_the_first():
     harness = running_harness()
     harness.admin("pause_generation", mode="in_place")
     assert harness.admin("pause_generation", mode="retract").data["num_paused_requests"] == 2
@@ -108,22 +108,22 @@ def test_an_abort_reaches_a_frozen_request():
     harness.abort("a")
     harness.admin("continue_generation")
     harness.finish()
-    assert not harness.of(Result, "a")
+    assert not harness.emitted_for(Result, "a")
     assert harness.result("b")["text"] == undisturbed("A song", **GREEDY)["text"]
 
 
 def test_an_unknown_pause_mode_is_refused_and_changes_nothing():
     harness = running_harness()
-    answer = harness.admin("pause_generation", mode="later")
-    assert not answer.success
-    assert answer.message == answer.error == "invalid pause mode: later"
+    result = harness.admin("pause_generation", mode="later")
+    assert not result.success
+    assert result.message == result.error == "invalid pause mode: later"
     assert harness.scheduler.busy
 
 
 def test_continuing_without_a_pause_is_a_success():
-    answer = SchedulerHarness().admin("continue_generation")
-    assert (answer.success, answer.message) == (True, "generation continued")
-    assert answer.data == {"engine_paused": False}
+    result = SchedulerHarness().admin("continue_generation")
+    assert (result.success, result.message) == (True, "generation continued")
+    assert result.data == {"engine_paused": False}
 
 
 def test_a_flush_drops_cached_and_running_prefixes():
@@ -133,9 +133,9 @@ def test_a_flush_drops_cached_and_running_prefixes():
     harness.finish()
     harness.submit("two", long_prompt(40, 99), max_new_tokens=5)
     harness.step(2)
-    answer = harness.admin("flush_cache")
-    assert (answer.success, answer.data["flush_success"]) == (True, True)
-    assert answer.data["flushed_entries"] == 1
+    result = harness.admin("flush_cache")
+    assert (result.success, result.data["flush_success"]) == (True, True)
+    assert result.data["flushed_entries"] == 1
     harness.finish()
     assert len(harness.scheduler.cache) == 0
     harness.submit("three", prompt, max_new_tokens=2)
@@ -176,13 +176,13 @@ def test_model_info_reports_every_fact():
     }
 
 
-def test_an_unknown_action_is_a_failure_by_name():
-    answer = SchedulerHarness().admin("paint_weights")
-    assert not answer.success
-    assert "paint_weights" in answer.error
+def test_an_unknown_action_fails_with_its_name():
+    result = SchedulerHarness().admin("paint_weights")
+    assert not result.success
+    assert "paint_weights" in result.error
 
 
-def test_a_registered_operation_answers_and_may_change_the_weight_version():
+def test_a_registered_operation_has_a_result_and_may_set_the_weight_version():
     harness = SchedulerHarness()
 
     def update(payload):
@@ -191,54 +191,54 @@ def test_a_registered_operation_answers_and_may_change_the_weight_version():
 
     harness.scheduler.register_admin("update_weights_from_disk", update)
     harness.submit("a", max_new_tokens=2)
-    answer = harness.admin("update_weights_from_disk", weight_version="v2")
-    assert (answer.success, answer.message, answer.data) == (True, "updated", {"names": 3})
+    result = harness.admin("update_weights_from_disk", weight_version="v2")
+    assert (result.success, result.message, result.data) == (True, "updated", {"names": 3})
     assert harness.admin("model_info").data["supports_weight_update"] is True
     harness.finish()
     assert harness.result("a")["weight_version"] == "v2"
 
 
 @pytest.mark.parametrize("error", [KeyError("weight_version"), RuntimeError("no such file")])
-def test_an_operation_that_raises_is_an_answer(error):
+def test_an_operation_that_raises_has_a_failed_result(error):
     harness = SchedulerHarness()
 
     def fail(payload):
         raise error
 
     harness.scheduler.register_admin("weights_checker", fail)
-    answer = harness.admin("weights_checker")
-    assert not answer.success
-    assert answer.data == {}
-    assert type(error).__name__ in answer.error
+    result = harness.admin("weights_checker")
+    assert not result.success
+    assert result.data == {}
+    assert type(error).__name__ in result.error
     harness.submit("a", max_new_tokens=2)
     harness.finish()
     assert harness.result("a")
 
 
 class Gate:
-    """An operation with one step that the test ends; `aside`, or halting the stage."""
+    """An operation with one step, which waits for `open` and halts the stage or runs in background."""
 
-    def __init__(self, scheduler, action="grind", *, aside=False, **how):
-        self.begun, self.open = threading.Event(), threading.Event()
+    def __init__(self, scheduler, action="grind", *, in_background=False, **options):
+        self.started, self.open = threading.Event(), threading.Event()
         self.threads = []
-        self.aside = aside
-        scheduler.register_slow_admin(action, self.operation, **how)
+        self.in_background = in_background
+        scheduler.register_slow_admin(action, self.operation, **options)
 
     def operation(self, order):
         self.threads.append(threading.current_thread().name)
-        reported = yield BackgroundStep(self.step) if self.aside else self.step
+        value = yield BackgroundStep(self.step) if self.in_background else self.step
         self.threads.append(threading.current_thread().name)
-        return True, "ground", {"reported": reported} | order.payload, None
+        return True, "ground", {"value": value} | order.payload, None
 
     def step(self):
         self.threads.append(threading.current_thread().name)
-        self.begun.set()
+        self.started.set()
         assert self.open.wait(20)
         return 7
 
 
-def answered(loop, op_id):
-    return loop.next(AdminResult, lambda reported: reported.op_id == op_id)
+def result_of(loop, op_id):
+    return loop.next(AdminResult, lambda message: message.op_id == op_id)
 
 
 def test_the_stage_reads_messages_during_a_slow_step():
@@ -248,92 +248,92 @@ def test_the_stage_reads_messages_during_a_slow_step():
         loop.inbox.put(submission("a", stream=True, max_new_tokens=5000))
         loop.next(ResultChunk)
         loop.inbox.put(Admin("slow", "grind", {"fine": True}))
-        assert gate.begun.wait(20)
+        assert gate.started.wait(20)
         loop.inbox.put(Abort("a"))
         loop.inbox.put(submission("late", **GREEDY_TOKENS))
         loop.inbox.put(Admin("info", "model_info"))
-        facts = answered(loop, "info").data
+        facts = result_of(loop, "info").data
         assert (facts["running_batch_size"], facts["waiting_queue_size"]) == (0, 1)
         assert facts["engine_paused"] is True
         gate.open.set()
-        answer = answered(loop, "slow")
-        assert (answer.success, answer.message) == (True, "ground")
-        assert answer.data == {"reported": 7, "fine": True}
-        assert (answer.stage, answer.action, answer.rank) == ("decode", "grind", 0)
+        result = result_of(loop, "slow")
+        assert (result.success, result.message) == (True, "ground")
+        assert result.data == {"value": 7, "fine": True}
+        assert (result.stage, result.action, result.rank) == ("decode", "grind", 0)
         assert loop.next(Result).request_id == "late"
-    own, step, again = gate.threads
-    assert own == again != step == "decode-grind"
+    stage_thread, step_thread, stage_thread_after = gate.threads
+    assert stage_thread == stage_thread_after != step_thread == "decode-grind"
 
 
-def test_nothing_is_computed_before_the_answer():
+def test_nothing_is_computed_before_a_halting_operation_ends():
     harness = SchedulerHarness()
     gate = Gate(harness.scheduler)
     with Loop(harness.scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
-        assert gate.begun.wait(20)
+        assert gate.started.wait(20)
         loop.inbox.put(submission("a", **GREEDY_TOKENS))
-        # Nor may a pause and its end in between start requests that the operation halts.
+        # A pause and its end must not start the requests that the operation halts.
         loop.inbox.put(Admin("pause", "pause_generation", {"mode": "in_place"}))
         loop.inbox.put(Admin("on", "continue_generation"))
-        assert answered(loop, "on").success
+        assert result_of(loop, "on").success
         assert harness.worker.batches == []
         gate.open.set()
-        assert loop.next((AdminResult, Result), lambda reported: True).op_id == "slow"
+        assert loop.next((AdminResult, Result), lambda message: True).op_id == "slow"
         assert loop.next(Result).request_id == "a"
 
 
-def test_a_second_operation_is_refused_naming_the_first_and_may_be_repeated():
+def test_a_second_operation_is_refused_until_the_first_has_ended():
     scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("one", "grind"))
-        assert gate.begun.wait(20)
+        assert gate.started.wait(20)
         loop.inbox.put(Admin("two", "grind"))
-        refused = answered(loop, "two")
+        refused = result_of(loop, "two")
         assert not refused.success
         assert "grind is in progress on stage decode for 0.0 s" in refused.error
         gate.open.set()
-        assert answered(loop, "one").success
+        assert result_of(loop, "one").success
         loop.inbox.put(Admin("three", "grind"))
-        assert answered(loop, "three").success
+        assert result_of(loop, "three").success
 
 
-def test_what_may_begin_beside_does_and_only_that():
+def test_only_operations_registered_with_beside_run_during_another():
     scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
-    Gate(scheduler, "help", aside=True, beside=True).open.set()
-    Gate(scheduler, "chat", aside=True).open.set()
+    Gate(scheduler, "help", in_background=True, beside=True).open.set()
+    Gate(scheduler, "chat", in_background=True).open.set()
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
-        assert gate.begun.wait(20)
+        assert gate.started.wait(20)
         loop.inbox.put(Admin("beside", "help"))
-        assert answered(loop, "beside").success
+        assert result_of(loop, "beside").success
         for action in ("grind", "chat"):
             loop.inbox.put(Admin(action, action))
-            assert not answered(loop, action).success
+            assert not result_of(loop, action).success
         gate.open.set()
-        assert answered(loop, "slow").success
+        assert result_of(loop, "slow").success
 
 
-def test_beside_a_step_that_looks_at_no_weights_answers_are_computed():
+def test_requests_are_computed_during_a_background_step():
     scheduler = SchedulerHarness().scheduler
-    gate = Gate(scheduler, aside=True)
+    gate = Gate(scheduler, in_background=True)
     other = Gate(scheduler, "other")
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
-        assert gate.begun.wait(20)
+        assert gate.started.wait(20)
         loop.inbox.put(submission("a", **GREEDY_TOKENS))
         assert loop.next(Result).request_id == "a"
         loop.inbox.put(Admin("info", "model_info"))
-        assert answered(loop, "info").data["engine_paused"] is False
+        assert result_of(loop, "info").data["engine_paused"] is False
         other.open.set()
         loop.inbox.put(Admin("other", "other"))
-        assert answered(loop, "other").success
+        assert result_of(loop, "other").success
         gate.open.set()
-        assert answered(loop, "slow").success
+        assert result_of(loop, "slow").success
 
 
-def test_of_two_steps_that_halt_one_waits_for_the_other():
+def test_a_halting_step_waits_for_another_one():
     order = []
 
     def late(_):
@@ -346,41 +346,41 @@ def test_of_two_steps_that_halt_one_waits_for_the_other():
     scheduler.register_slow_admin("late", late, beside=True)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
-        assert gate.begun.wait(20)
+        assert gate.started.wait(20)
         loop.inbox.put(Admin("late", "late"))
         loop.inbox.put(submission("a", **GREEDY_TOKENS))
-        # Polled until it has finished its first step, where it stays.
+        # Poll until its first step has ended; the second one waits.
         while not order:
             loop.inbox.put(Admin("info", "model_info"))
-            answered(loop, "info")
+            result_of(loop, "info")
         loop.inbox.put(Admin("info", "model_info"))
-        assert answered(loop, "info").data["engine_paused"] is True
+        assert result_of(loop, "info").data["engine_paused"] is True
         assert order == ["aside"]
         order.append("opened")
         gate.open.set()
-        ends = [loop.next(AdminResult).op_id for _ in range(2)]
-        assert ends == ["slow", "late"]
+        ended = [loop.next(AdminResult).op_id for _ in range(2)]
+        assert ended == ["slow", "late"]
         assert order == ["aside", "opened", "halting"]
         assert loop.next(Result).request_id == "a"
 
 
-def test_an_abort_of_all_reaches_requests_waiting_for_a_step():
+def test_an_abort_pause_drops_requests_that_wait_for_a_step():
     scheduler = SchedulerHarness().scheduler
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
-        assert gate.begun.wait(20)
+        assert gate.started.wait(20)
         loop.inbox.put(submission("a", **GREEDY_TOKENS))
         loop.inbox.put(Admin("pause", "pause_generation", {"mode": "abort"}))
         assert loop.next(StageFailure).request_id == "a"
         gate.open.set()
-        assert answered(loop, "slow").success
+        assert result_of(loop, "slow").success
         loop.inbox.put(Admin("info", "model_info"))
-        assert answered(loop, "info").data["engine_paused"] is True
+        assert result_of(loop, "info").data["engine_paused"] is True
 
 
 @pytest.mark.parametrize("where", ["before", "step", "after"])
-def test_an_exception_becomes_the_answer_and_the_stage_continues(where):
+def test_an_exception_is_a_failed_result_and_the_stage_continues(where):
     def operation(order):
         if where == "before":
             raise KeyError("model_path")
@@ -391,15 +391,15 @@ def test_an_exception_becomes_the_answer_and_the_stage_continues(where):
     scheduler.register_slow_admin("grind", operation)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
-        answer = answered(loop, "slow")
-        assert not answer.success
-        assert answer.data == {}
-        assert ("ZeroDivisionError" if where == "step" else "KeyError") in answer.error
+        result = result_of(loop, "slow")
+        assert not result.success
+        assert result.data == {}
+        assert ("ZeroDivisionError" if where == "step" else "KeyError") in result.error
         loop.inbox.put(submission("a", **GREEDY_TOKENS))
         assert loop.next(Result).request_id == "a"
 
 
-def test_an_operation_gets_the_exception_of_its_step():
+def test_an_operation_receives_the_exception_of_its_step():
     def operation(order):
         try:
             yield lambda: int("x")
@@ -411,9 +411,9 @@ def test_an_operation_gets_the_exception_of_its_step():
     scheduler.register_slow_admin("grind", operation)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
-        answer = answered(loop, "slow")
-        assert (answer.success, answer.data) == (True, {"value": 3})
-        assert "invalid literal" in answer.message
+        result = result_of(loop, "slow")
+        assert (result.success, result.data) == (True, {"value": 3})
+        assert "invalid literal" in result.message
 
 
 def test_a_shutdown_does_not_wait_for_a_step():
@@ -421,22 +421,22 @@ def test_a_shutdown_does_not_wait_for_a_step():
     gate = Gate(scheduler)
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind"))
-        assert gate.begun.wait(20)
+        assert gate.started.wait(20)
     gate.open.set()
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_step_that_can_be_is_ended_by_an_interrupt(aside):
+@pytest.mark.parametrize("in_background", [False, True])
+def test_an_interruptible_step_is_ended_by_an_interrupt(in_background):
     scheduler = SchedulerHarness().scheduler
-    begun, word = threading.Event(), queue.SimpleQueue()
+    started, interrupts = threading.Event(), queue.SimpleQueue()
 
     def step():
-        begun.set()
-        raise ValueError(word.get(timeout=60))
+        started.set()
+        raise ValueError(interrupts.get(timeout=60))
 
     def operation(order):
-        call = InterruptibleCall(step, word.put)
-        yield BackgroundStep(call) if aside else call
+        call = InterruptibleCall(step, interrupts.put)
+        yield BackgroundStep(call) if in_background else call
 
     scheduler.register_slow_admin("grind", operation)
     scheduler.register_admin(
@@ -444,8 +444,8 @@ def test_a_step_that_can_be_is_ended_by_an_interrupt(aside):
     )
     with Loop(scheduler) as loop:
         loop.inbox.put(Admin("slow", "grind", {}))
-        assert begun.wait(20)
+        assert started.wait(20)
         loop.inbox.put(Admin("other", "enough", {}))
-        answer = answered(loop, "slow")
-    assert (answer.success, answer.message) == (False, "ValueError: stop")
-    scheduler.interrupt("slow", "nobody is there any more")
+        result = result_of(loop, "slow")
+    assert (result.success, result.message) == (False, "ValueError: stop")
+    scheduler.interrupt("slow", "there is no such operation")

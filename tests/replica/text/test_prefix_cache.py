@@ -14,7 +14,7 @@ token_lists = st.lists(st.integers(0, 1), max_size=14)
 
 
 @dataclass(frozen=True)
-class ProcessResources:
+class FakeKV:
     tokens: tuple[int, ...]
 
     @property
@@ -27,10 +27,10 @@ class ProcessResources:
 
     def fork(self, length):
         assert length <= self.length
-        return ProcessResources(self.tokens[:length])
+        return FakeKV(self.tokens[:length])
 
 
-def shared(left, right):
+def shared_length(left, right):
     count = 0
     while count < min(len(left), len(right)) and left[count] == right[count]:
         count += 1
@@ -38,76 +38,77 @@ def shared(left, right):
 
 
 class AgainstADict(RuleBasedStateMachine):
-    """The naive model: a dict of token tuples in order of their last use."""
+    """Compares the cache with a naive one: a dict of token tuples in order of their last use."""
 
     def __init__(self):
         super().__init__()
         self.cache = PrefixCache(MAX_ENTRIES, MAX_BYTES, MIN_TOKENS)
-        self.known = {}
+        self.entries = {}
 
     def use(self, key):
-        self.known[key] = self.known.pop(key)
+        self.entries[key] = self.entries.pop(key)
 
     @rule(tokens=token_lists)
     def keep(self, tokens):
         key = tuple(tokens)
-        took = self.cache.keep(tokens, ProcessResources(key), self.cache.epoch)
-        covering = [known for known in self.known if known[: len(key)] == key]
+        kept = self.cache.keep(tokens, FakeKV(key), self.cache.epoch)
+        covering = [entry for entry in self.entries if entry[: len(key)] == key]
         if len(key) < MIN_TOKENS or BYTES_PER_TOKEN * len(key) > MAX_BYTES:
-            assert not took
+            assert not kept
             return
         if covering:
-            assert not took
+            assert not kept
             self.use(covering[0])
             return
-        assert took
-        for known in list(self.known):
-            if key[: len(known)] == known:
-                del self.known[known]
-        self.known[key] = None
+        assert kept
+        for entry in list(self.entries):
+            if key[: len(entry)] == entry:
+                del self.entries[entry]
+        self.entries[key] = None
         while (
-            len(self.known) > MAX_ENTRIES or BYTES_PER_TOKEN * sum(map(len, self.known)) > MAX_BYTES
+            len(self.entries) > MAX_ENTRIES
+            or BYTES_PER_TOKEN * sum(map(len, self.entries)) > MAX_BYTES
         ):
-            del self.known[next(iter(self.known))]
+            del self.entries[next(iter(self.entries))]
 
     @rule(tokens=token_lists.filter(bool))
     def lend(self, tokens):
         lent = self.cache.lend(tokens)
-        best = max((shared(known, tokens[:-1]) for known in self.known), default=0)
+        best = max((shared_length(entry, tokens[:-1]) for entry in self.entries), default=0)
         if best < MIN_TOKENS:
             assert lent is None
             return
         assert lent.tokens == tuple(tokens[:best])
-        latest = [known for known in self.known if shared(known, tokens[:-1]) == best][-1]
+        latest = [entry for entry in self.entries if shared_length(entry, tokens[:-1]) == best][-1]
         self.use(latest)
 
     @rule()
     def flush(self):
-        assert self.cache.flush() == len(self.known)
-        self.known.clear()
+        assert self.cache.flush() == len(self.entries)
+        self.entries.clear()
 
     @rule(tokens=token_lists)
-    def keep_what_was_begun_before_the_last_flush(self, tokens):
-        assert not self.cache.keep(tokens, ProcessResources(tuple(tokens)), self.cache.epoch - 1)
+    def keep_after_a_flush(self, tokens):
+        assert not self.cache.keep(tokens, FakeKV(tuple(tokens)), self.cache.epoch - 1)
 
     @invariant()
-    def holds_the_same(self):
-        assert len(self.cache) == len(self.known) <= MAX_ENTRIES
-        assert self.cache.nbytes == BYTES_PER_TOKEN * sum(map(len, self.known)) <= MAX_BYTES
+    def sizes_are_equal(self):
+        assert len(self.cache) == len(self.entries) <= MAX_ENTRIES
+        assert self.cache.nbytes == BYTES_PER_TOKEN * sum(map(len, self.entries)) <= MAX_BYTES
 
 
 TestAgainstADict = AgainstADict.TestCase
 TestAgainstADict.settings = settings(max_examples=examples(60), stateful_step_count=30)
 
 
-def test_no_entries_turn_it_off():
+def test_a_cache_of_zero_entries_keeps_nothing():
     cache = PrefixCache(0, 1000, 2)
-    assert not cache.keep([1, 2, 3], ProcessResources((1, 2, 3)), 0)
+    assert not cache.keep([1, 2, 3], FakeKV((1, 2, 3)), 0)
     assert cache.lend([1, 2, 3, 4]) is None
 
 
-def test_the_last_token_is_never_covered():
+def test_a_lent_prefix_never_covers_the_last_token():
     cache = PrefixCache(4, 1000, 2)
-    cache.keep([1, 2, 3, 4], ProcessResources((1, 2, 3, 4)), 0)
+    cache.keep([1, 2, 3, 4], FakeKV((1, 2, 3, 4)), 0)
     assert cache.lend([1, 2, 3, 4]).tokens == (1, 2, 3)
     assert cache.lend([1, 2]) is None

@@ -21,17 +21,17 @@ def random_logits(seed, size, spread):
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def kept_naively(logits, sampling):
+def naive_kept_tokens(logits, sampling):
     shares = logits.double().softmax(-1).tolist()
     order = sorted(range(len(shares)), key=lambda token: -shares[token])
     if sampling.top_k > 0:
         order = order[: sampling.top_k]
-    whole, kept, before = sum(shares[token] for token in order), [], 0.0
+    total, kept, cumulative = sum(shares[token] for token in order), [], 0.0
     for token in order:
-        # The shares' sum may come to 1 before the last one is added.
-        if before < sampling.top_p or sampling.top_p == 1 or not kept:
+        # Because of rounding, the sum may reach 1 before the last token is added.
+        if cumulative < sampling.top_p or sampling.top_p == 1 or not kept:
             kept.append(token)
-        before += shares[token] / whole
+        cumulative += shares[token] / total
     return sorted(token for token in kept if shares[token] >= sampling.min_p * shares[order[0]])
 
 
@@ -43,14 +43,14 @@ def kept_naively(logits, sampling):
     top_p=st.sampled_from([0.01, 0.5, 0.93, 1.0]),
     min_p=st.sampled_from([0.0, 0.02, 0.4, 1.0]),
 )
-def test_the_filters_keep_what_the_naive_ones_keep(seed, size, spread, top_k, top_p, min_p):
+def test_the_filters_keep_the_tokens_that_naive_ones_keep(seed, size, spread, top_k, top_p, min_p):
     logits = random_logits(seed, size, spread)
-    # Of two that are as likely either may be the first one to go.
+    # Of two equally likely tokens either may be removed first.
     assume(len(set(logits.tolist())) == size)
     sampling = Sampling(top_k=top_k, top_p=top_p, min_p=min_p)
     kept = kept_tokens(logits, sampling)
-    found = list(range(size)) if kept is None else kept.tolist()
-    assert found == kept_naively(logits, sampling)
+    kept_ids = list(range(size)) if kept is None else kept.tolist()
+    assert kept_ids == naive_kept_tokens(logits, sampling)
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,12 @@ def test_the_filters_keep_what_the_naive_ones_keep(seed, size, spread, top_k, to
         Sampling(seed=5, min_p=0.3, temperature=1.5),
     ],
 )
-def test_tokens_are_drawn_by_their_probabilities(sampling):
+def test_tokens_are_sampled_by_their_probabilities(sampling):
     logits, draws = random_logits(7, 9, 1.5), 6000
-    chooser = TokenSampler(sampling)
-    counts = Counter(chooser.choose(logits, [])[0] for _ in range(draws))
+    sampler = TokenSampler(sampling)
+    counts = Counter(sampler.choose(logits, [])[0] for _ in range(draws))
     scaled = logits / sampling.temperature
-    kept = kept_naively(scaled, sampling)
+    kept = naive_kept_tokens(scaled, sampling)
     assert counts.keys() <= set(kept)
     shares = scaled[kept].double().softmax(-1)
     for token, share in zip(kept, shares.tolist(), strict=True):
@@ -76,32 +76,32 @@ def test_tokens_are_drawn_by_their_probabilities(sampling):
         assert abs(counts[token] / draws - share) < 5 * math.sqrt(share * (1 - share) / draws)
 
 
-def test_one_seed_draws_the_same_tokens_and_another_does_not():
+def test_one_seed_samples_the_same_tokens_and_another_does_not():
     logits = random_logits(1, 500, 1.0)
 
-    def drawn(seed):
-        chooser = TokenSampler(Sampling(seed=seed))
-        return [chooser.choose(logits, [])[0] for _ in range(30)]
+    def sample(seed):
+        sampler = TokenSampler(Sampling(seed=seed))
+        return [sampler.choose(logits, [])[0] for _ in range(30)]
 
-    assert drawn(11) == drawn(11)
-    assert drawn(11) != drawn(12)
-    assert drawn(None) != drawn(None)
+    assert sample(11) == sample(11)
+    assert sample(11) != sample(12)
+    assert sample(None) != sample(None)
 
 
 @pytest.mark.parametrize(
     "sampling", [Sampling(temperature=0.0), Sampling(temperature=1e-9), Sampling(top_k=1)]
 )
-def test_cold_or_one_candidate_means_the_likeliest(sampling):
+def test_temperature_zero_or_one_candidate_selects_the_most_likely_token(sampling):
     logits = random_logits(3, 700, 1.0)
     assert TokenSampler(sampling).choose(logits, [])[0] == int(logits.argmax())
 
 
-def test_a_nearly_cold_choice_does_not_overflow():
+def test_a_temperature_near_zero_does_not_overflow():
     logits = torch.tensor([1.0, 30.0, 29.0])
     assert TokenSampler(Sampling(temperature=2e-5, seed=1)).choose(logits, [])[0] == 1
 
 
-def test_a_penalty_makes_seen_tokens_less_likely_whatever_their_sign():
+def test_a_repetition_penalty_lowers_positive_and_negative_logits():
     logits = torch.tensor([2.0, -2.0, 0.5, 1.0])
     assert penalised(logits, [0, 1, 1], 2.0).tolist() == [1.0, -4.0, 0.5, 1.0]
     assert logits.tolist() == [2.0, -2.0, 0.5, 1.0]
@@ -109,10 +109,10 @@ def test_a_penalty_makes_seen_tokens_less_likely_whatever_their_sign():
     assert choice == 3
 
 
-def test_the_log_probability_is_that_before_the_filters():
+def test_the_log_probability_is_computed_before_the_filters():
     logits = random_logits(5, 50, 1.0)
-    wanted = Sampling(temperature=0.5, top_k=2, seed=3, logprobs=True)
-    token, logprob = TokenSampler(wanted).choose(logits, [])
+    sampling = Sampling(temperature=0.5, top_k=2, seed=3, logprobs=True)
+    token, logprob = TokenSampler(sampling).choose(logits, [])
     assert logprob == pytest.approx(float((logits / 0.5).log_softmax(-1)[token]), abs=1e-5)
     token, logprob = TokenSampler(Sampling(temperature=0, logprobs=True)).choose(logits, [])
     assert logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-5)
@@ -131,31 +131,31 @@ def test_the_log_probability_is_that_before_the_filters():
         ("ignore_eos", "yes"), ("top_k", float("inf")),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_name(field, value):
+def test_an_invalid_parameter_is_refused_by_name(field, value):
     with pytest.raises(SamplingError, match=field):
         parse_sampling({field: value}, "decode")
 
 
-def test_unset_and_foreign_params_are_left_alone():
+def test_unset_and_foreign_params_are_ignored():
     assert (
         parse_sampling({"temperature": None, "stream": True, "extra_params": {}}, "a") == Sampling()
     )
 
 
-def test_params_are_read():
+def test_params_are_parsed():
     params = {"temperature": 0, "top_k": 4.0, "stop": "end", "stop_token_ids": (3, 3), "seed": -5}
     assert parse_sampling(params, "decode") == Sampling(
         temperature=0.0, top_k=4, stop=("end",), stop_token_ids=frozenset({3}), seed=-5
     )
 
 
-def test_a_stages_own_sampling_wins_over_the_common_one():
+def test_a_stages_own_sampling_overrides_the_common_one():
     params = {"temperature": 1.5, "top_p": 0.5, "stage_sampling": {"decode": {"temperature": 0.2}}}
     assert parse_sampling(params, "decode") == Sampling(temperature=0.2, top_p=0.5)
     assert parse_sampling(params, "talk") == Sampling(temperature=1.5, top_p=0.5)
 
 
-def test_a_stages_own_sampling_has_known_fields_only():
+def test_a_stages_own_sampling_must_be_an_object_with_known_fields():
     with pytest.raises(SamplingError, match=r"stage_sampling\.decode has no field 'heat'"):
         parse_sampling({"stage_sampling": {"decode": {"heat": 1}}}, "decode")
     with pytest.raises(SamplingError, match="must be an object"):
@@ -163,15 +163,15 @@ def test_a_stages_own_sampling_has_known_fields_only():
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty"])
-def test_a_whole_number_beyond_all_floats_is_refused(name):
+def test_an_integer_too_large_for_a_float_is_refused(name):
     with pytest.raises(SamplingError, match=f"{name} must be a number"):
         parse_sampling({"stage_sampling": {"decode": {name: 10**400}}}, "decode")
 
 
-def test_more_stop_strings_than_can_be_looked_for_at_every_token_are_refused():
+def test_too_many_stop_strings_are_refused():
     with pytest.raises(SamplingError, match="stop holds 257 strings; at most 256"):
         parse_sampling({"stop": [f"zz{number}" for number in range(257)]}, "decode")
 
 
-def test_a_limit_beyond_every_context_is_none():
+def test_a_token_limit_larger_than_every_context_is_accepted():
     assert parse_sampling({"max_new_tokens": 2**40}, "decode").max_new_tokens == 2**40

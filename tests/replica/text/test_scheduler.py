@@ -24,14 +24,14 @@ def test_a_stream_has_the_text_of_the_complete_response():
     harness.submit("whole", **GREEDY)
     harness.submit("stream", stream=True, **GREEDY)
     harness.finish()
-    whole = harness.result("whole")
-    assert harness.streamed("stream") == harness.result("stream")["text"] == whole["text"]
-    assert len(whole["text"]) > 60
-    assert not harness.of(ResultChunk, "whole")
-    chunks = harness.of(ResultChunk, "stream")
-    assert [each.chunk_id for each in chunks] == list(range(len(chunks)))
-    ids = [token for each in chunks for token in each.chunk["token_ids"]]
-    assert ids == whole["token_ids"]
+    complete = harness.result("whole")
+    assert harness.streamed("stream") == harness.result("stream")["text"] == complete["text"]
+    assert len(complete["text"]) > 60
+    assert not harness.emitted_for(ResultChunk, "whole")
+    chunks = harness.emitted_for(ResultChunk, "stream")
+    assert [chunk.chunk_id for chunk in chunks] == list(range(len(chunks)))
+    ids = [token for chunk in chunks for token in chunk.chunk["token_ids"]]
+    assert ids == complete["token_ids"]
 
 
 def test_the_result_counts_its_tokens():
@@ -58,30 +58,32 @@ def test_the_engine_time_counts_from_arrival():
     assert harness.result("a")["engine_time_s"] == 2.5
 
 
-def test_there_is_one_log_probability_for_each_token():
+def test_each_token_has_one_log_probability():
     harness = SchedulerHarness()
     harness.submit("a", stream=True, logprobs=True, **GREEDY)
     harness.finish()
     result = harness.result("a")
     rows = result["output_token_logprobs"]
     assert [token for _, token, _ in rows] == result["token_ids"]
-    assert all(logprob < 0 and nothing is None for logprob, _, nothing in rows)
+    assert all(logprob < 0 and text is None for logprob, _, text in rows)
     streamed = [
-        r for each in harness.of(ResultChunk, "a") for r in each.chunk["output_token_logprobs"]
+        row
+        for chunk in harness.emitted_for(ResultChunk, "a")
+        for row in chunk.chunk["output_token_logprobs"]
     ]
     assert streamed == rows
 
 
-def test_what_is_reported_survives_the_wire():
+def test_every_emitted_message_round_trips_through_msgpack():
     harness = SchedulerHarness()
     harness.submit("a", stream=True, logprobs=True, max_new_tokens=3)
     harness.finish()
-    for message in harness.reported:
+    for message in harness.emitted:
         packed = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(packed, type=type(message)) == message
 
 
-def test_a_stop_string_ends_the_text_and_is_never_shown():
+def test_a_stop_string_ends_the_text_and_is_not_part_of_it():
     text = undisturbed(**GREEDY)["text"]
     stop = text[20:26]
     harness = SchedulerHarness()
@@ -103,29 +105,29 @@ def test_the_beginning_of_a_stop_string_is_released_at_the_end():
 
 
 def test_a_stop_token_ends_the_text_and_counts():
-    whole = undisturbed(**GREEDY)
-    place = 12
-    token = whole["token_ids"][place]
-    first = whole["token_ids"].index(token)
+    complete = undisturbed(**GREEDY)
+    index = 12
+    token = complete["token_ids"][index]
+    first = complete["token_ids"].index(token)
     result = undisturbed(stop_token_ids=[token], **GREEDY)
-    assert result["token_ids"] == whole["token_ids"][: first + 1]
-    assert result["text"] == tiny().tokenizer.decode(whole["token_ids"][:first])
+    assert result["token_ids"] == complete["token_ids"][: first + 1]
+    assert result["text"] == tiny().tokenizer.decode(complete["token_ids"][:first])
     assert (result["finish_reason"], result["stop_hit"]) == ("stop", token)
 
 
-def test_one_seed_gives_one_text_alone_or_in_a_crowd():
-    wanted = {"seed": 42, "temperature": 1.3, "top_p": 0.9, "max_new_tokens": 60}
-    alone = undisturbed("A song of", **wanted)["text"]
+def test_a_seed_gives_the_same_text_alone_and_in_a_batch():
+    params = {"seed": 42, "temperature": 1.3, "top_p": 0.9, "max_new_tokens": 60}
+    expected = undisturbed("A song of", **params)["text"]
     harness = SchedulerHarness()
     for number in range(15):
         harness.submit(
             f"other {number}", f"{number} " * number + "song", max_new_tokens=50 + number
         )
         harness.step()
-    harness.submit("mine", "A song of", **wanted)
+    harness.submit("mine", "A song of", **params)
     harness.finish()
-    assert harness.result("mine")["text"] == alone
-    assert undisturbed("A song of", **{**wanted, "seed": 43})["text"] != alone
+    assert harness.result("mine")["text"] == expected
+    assert undisturbed("A song of", **{**params, "seed": 43})["text"] != expected
 
 
 def test_sixteen_requests_in_one_batch_give_the_results_of_each_alone():
@@ -139,16 +141,18 @@ def test_sixteen_requests_in_one_batch_give_the_results_of_each_alone():
         assert harness.result(f"r{number}")["text"] == undisturbed(prompt, **GREEDY)["text"]
 
 
-def test_more_than_may_run_wait_for_their_turn_in_order():
+def test_requests_over_the_running_limit_wait_in_order():
     harness = SchedulerHarness(max_running=2)
     for number in range(5):
         harness.submit(f"r{number}", max_new_tokens=3)
     harness.finish()
     assert max(len(batch) for batch in harness.worker.batches) == 2
-    assert [each.request_id for each in harness.reported] == [f"r{number}" for number in range(5)]
+    assert [message.request_id for message in harness.emitted] == [
+        f"r{number}" for number in range(5)
+    ]
 
 
-def test_a_long_prompt_never_stalls_a_running_answer_for_more_than_a_chunk():
+def test_a_long_prompt_delays_a_running_response_by_one_chunk_per_token():
     harness = SchedulerHarness(prefill_chunk=32)
     harness.submit("short", stream=True, temperature=0, max_new_tokens=60)
     harness.step()
@@ -168,11 +172,11 @@ def test_prefills_share_the_chunk_of_a_batch():
     for name in "abc":
         harness.submit(name, long_prompt(20), max_new_tokens=2)
     harness.finish()
-    # a whole and some of b; then a's answer, the rest of b and c; then the answers of b and c.
+    # All of a and part of b; then a decodes, with the rest of b and all of c; then b and c decode.
     assert harness.worker.batches == [[20, 12], [1, 8, 20], [1, 1]]
 
 
-def test_a_chunked_prompt_gives_the_result_of_a_whole_one():
+def test_a_chunked_prompt_gives_the_result_of_an_unchunked_one():
     prompt = long_prompt(150)
     harness = SchedulerHarness(prefill_chunk=16)
     harness.submit("a", prompt, **GREEDY)
@@ -180,22 +184,22 @@ def test_a_chunked_prompt_gives_the_result_of_a_whole_one():
     assert harness.result("a")["text"] == undisturbed(prompt, **GREEDY)["text"]
 
 
-def test_an_abort_frees_everything_before_the_next_step_and_nothing_more_is_reported():
+def test_an_abort_frees_its_tokens_at_once_and_nothing_more_is_emitted():
     harness = SchedulerHarness(cache_entries=4)
     harness.submit("gone", long_prompt(40), stream=True, max_new_tokens=100)
     harness.submit("stays", max_new_tokens=12)
     harness.step(5)
-    reported = len(harness.of(ResultChunk, "gone"))
+    chunks = len(harness.emitted_for(ResultChunk, "gone"))
     used = harness.scheduler.batch_queue.used_tokens
-    assert reported
+    assert chunks
     harness.abort("gone")
     assert harness.scheduler.batch_queue.used_tokens < used - 40
     harness.step()
     assert len(harness.worker.batches[-1]) == 1
     harness.finish()
-    assert len(harness.of(ResultChunk, "gone")) == reported
-    assert not harness.of(Result, "gone")
-    assert not harness.of(StageFailure, "gone")
+    assert len(harness.emitted_for(ResultChunk, "gone")) == chunks
+    assert not harness.emitted_for(Result, "gone")
+    assert not harness.emitted_for(StageFailure, "gone")
     assert harness.result("stays")["usage"]["completion_tokens"] == 12
     harness.scheduler.emit_stats()
     assert harness.stats()["aborted_total"] == 1
@@ -209,59 +213,59 @@ def test_an_abort_reaches_waiting_requests_and_ignores_unknown_ones():
     for name in ("waits", "embeds", "unknown"):
         harness.abort(name)
     harness.finish()
-    assert [each.request_id for each in harness.reported] == ["runs"]
+    assert [message.request_id for message in harness.emitted] == ["runs"]
 
 
-def test_running_out_of_tokens_makes_the_youngest_give_way_and_changes_no_text():
+def test_running_out_of_tokens_retracts_later_requests_and_changes_no_text():
     harness = SchedulerHarness(max_total_tokens=300, prefill_chunk=64)
     prompts = [long_prompt(30, number) for number in range(5)]
     for number, prompt in enumerate(prompts):
         harness.submit(f"r{number}", prompt, stream=True, temperature=0, max_new_tokens=90)
-    begun, held = {}, []
+    begun, used_tokens = {}, []
     while harness.scheduler.busy:
         harness.step()
-        held.append(harness.scheduler.batch_queue.used_tokens)
-        begun |= {each.request_id: each.begun for each in harness.scheduler.batch_queue}
-    assert max(held) <= 300
+        used_tokens.append(harness.scheduler.batch_queue.used_tokens)
+        begun |= {request.request_id: request.begun for request in harness.scheduler.batch_queue}
+    assert max(used_tokens) <= 300
     assert begun["r0"] == 1
-    assert max(begun.values()) > 1  # or no request was retracted
+    assert max(begun.values()) > 1  # at least one request was retracted
     for number, prompt in enumerate(prompts):
-        alone = undisturbed(prompt, temperature=0, max_new_tokens=90)["text"]
-        assert harness.result(f"r{number}")["text"] == harness.streamed(f"r{number}") == alone
+        expected = undisturbed(prompt, temperature=0, max_new_tokens=90)["text"]
+        assert harness.result(f"r{number}")["text"] == harness.streamed(f"r{number}") == expected
 
 
-def test_a_known_beginning_is_not_computed_again_and_changes_no_text():
+def test_a_cached_prefix_is_not_recomputed_and_changes_no_text():
     prompt = long_prompt(120)
     harness = SchedulerHarness(cache_entries=4)
     harness.submit("cold", prompt, **GREEDY)
     harness.finish()
-    before = len(harness.worker.batches)
+    batches_before = len(harness.worker.batches)
     harness.submit("warm", [*prompt[:100], *long_prompt(10, 77)], **GREEDY)
     harness.finish()
-    assert harness.worker.batches[before] == [10]
+    assert harness.worker.batches[batches_before] == [10]
     usage = harness.result("warm")["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 100}
-    alone = undisturbed([*prompt[:100], *long_prompt(10, 77)], **GREEDY)
-    assert harness.result("warm")["text"] == alone["text"]
+    expected = undisturbed([*prompt[:100], *long_prompt(10, 77)], **GREEDY)
+    assert harness.result("warm")["text"] == expected["text"]
     harness.submit("same", prompt, **GREEDY)
     harness.finish()
     assert harness.result("same")["usage"]["prompt_tokens_details"] == {"cached_tokens": 119}
     assert harness.result("same")["text"] == harness.result("cold")["text"]
 
 
-def test_an_answer_continues_from_the_turn_before():
+def test_the_next_turn_continues_from_the_cached_response():
     prompt = long_prompt(30)
     harness = SchedulerHarness(cache_entries=4)
     harness.submit("one", prompt, **GREEDY)
     harness.finish()
-    answer = harness.result("one")["token_ids"]
-    harness.submit("two", [*prompt, *answer, *long_prompt(5, 9)], **GREEDY)
+    response = harness.result("one")["token_ids"]
+    harness.submit("two", [*prompt, *response, *long_prompt(5, 9)], **GREEDY)
     harness.finish()
-    # The last token of a response was never passed to the model.
+    # The last token of a response is never passed to the model.
     assert harness.result("two")["usage"]["prompt_tokens_details"] == {"cached_tokens": 30 + 39}
 
 
-def test_a_batch_that_raises_fails_its_own_requests_and_the_next_ones_are_computed():
+def test_a_batch_that_raises_fails_only_its_own_requests():
     harness = SchedulerHarness(max_running=2)
     for name in "abc":
         harness.submit(name, max_new_tokens=4)
@@ -276,7 +280,7 @@ def test_a_batch_that_raises_fails_its_own_requests_and_the_next_ones_are_comput
     assert harness.scheduler.batch_queue.used_tokens == 0
 
 
-def test_logits_that_are_no_numbers_fail_the_request(monkeypatch):
+def test_logits_that_are_not_finite_fail_the_request(monkeypatch):
     harness = SchedulerHarness()
     forward = harness.worker.forward
     monkeypatch.setattr(harness.worker, "forward", lambda parts: forward(parts) * float("nan"))
@@ -291,9 +295,9 @@ def test_an_embedding_has_length_one_and_distinguishes_texts():
     harness.submit("b", "The sea is wide", task="embed")
     harness.submit("c", "Anything else", task="embed")
     harness.finish()
-    first, again, other = (harness.result(name)["embedding"] for name in "abc")
-    assert sum(each * each for each in first) == pytest.approx(1.0)
-    assert first == again != other
+    first, second, other = (harness.result(name)["embedding"] for name in "abc")
+    assert sum(value * value for value in first) == pytest.approx(1.0)
+    assert first == second != other
     tokens = tokens_of("The sea is wide")
     mean = tiny().model.hidden(tokens).mean(0)
     assert first == pytest.approx((mean / mean.norm()).tolist(), abs=1e-6)
@@ -310,22 +314,22 @@ def test_an_embedding_that_raises_fails_alone(monkeypatch):
     assert harness.result("b")
 
 
-def test_messages_that_are_not_for_it_are_ignored():
+def test_unsupported_messages_are_ignored():
     harness = SchedulerHarness()
     harness.scheduler.take(StreamChunk("a", "prepare", {}))
     harness.scheduler.take(ProfilerStart("run"))
-    assert harness.reported == []
+    assert harness.emitted == []
 
 
-def test_the_profiler_records_every_step_of_a_request():
+def test_the_profiler_records_every_phase_of_a_request():
     harness = SchedulerHarness(prefill_chunk=8)
-    heard = []
-    harness.scheduler.record = lambda *event: heard.append(
+    events = []
+    harness.scheduler.record = lambda *event: events.append(
         (len(harness.worker.batches), *event[:2])
     )
     harness.submit("a", long_prompt(20), max_new_tokens=3)
     harness.finish()
-    assert heard == [
+    assert events == [
         (0, "scheduler_request_build_start", "a"),
         (0, "scheduler_request_build_end", "a"),
         (0, "scheduler_queue_enter", "a"),
@@ -342,7 +346,7 @@ def test_gauges_are_reported_twice_a_second_while_busy():
     for _ in range(10):
         harness.clock.now_s += 0.125
         harness.step()
-    stats = [each.values for each in harness.reported]
+    stats = [message.values for message in harness.emitted]
     assert len(stats) == 2
     assert stats[-1] == {
         "num_running_reqs": 1,
@@ -365,23 +369,23 @@ def test_an_unexpected_error_fails_its_request_only():
     harness.submit("sane", **GREEDY)
     harness.submit("odd", stage_sampling=["no", "object"])
     harness.finish()
-    (failed,) = harness.of(StageFailure, "odd")
-    assert failed.kind == "server"
+    (failure,) = harness.emitted_for(StageFailure, "odd")
+    assert failure.kind == "server"
     assert harness.result("sane")["finish_reason"] == "length"
 
 
-def test_a_prompt_that_is_too_long_is_not_looked_through():
-    class Seen(list):
-        looked = 0
+def test_a_too_long_prompt_is_refused_without_reading_its_tokens():
+    class CountingList(list):
+        reads = 0
 
         def __iter__(self):
             for token in super().__iter__():
-                self.looked += 1
+                self.reads += 1
                 yield token
 
     harness = SchedulerHarness(max_total_tokens=100)
-    tokens = Seen([7] * 5000)
+    tokens = CountingList([7] * 5000)
     harness.submit("long", tokens)
-    (failed,) = harness.of(StageFailure, "long")
-    assert (failed.kind, "5000 tokens" in failed.error) == ("caller", True)
-    assert tokens.looked == 0
+    (failure,) = harness.emitted_for(StageFailure, "long")
+    assert (failure.kind, "5000 tokens" in failure.error) == ("caller", True)
+    assert tokens.reads == 0

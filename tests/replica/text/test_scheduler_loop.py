@@ -19,11 +19,11 @@ def test_the_loop_serves_requests_that_arrive_during_a_step():
         loop.inbox.put(submission("third", temperature=0, max_new_tokens=5))
         third = loop.next(Result)
         assert third.request_id == "third"
-        alone = undisturbed(temperature=0, max_new_tokens=5)
-        assert third.data["text"] == alone["text"]
+        expected = undisturbed(temperature=0, max_new_tokens=5)
+        assert third.data["text"] == expected["text"]
 
 
-def test_an_idle_loop_reports_that_nothing_runs():
+def test_an_idle_loop_reports_no_running_requests():
     with Loop(SchedulerHarness().scheduler) as loop:
         loop.inbox.put(submission("a", max_new_tokens=5))
         loop.next(Result)
@@ -32,13 +32,13 @@ def test_an_idle_loop_reports_that_nothing_runs():
         assert idle.values["generation_tokens_total"] == 5
 
 
-def test_a_paused_loop_answers_operations_and_computes_nothing():
+def test_a_paused_loop_executes_operations_and_computes_nothing():
     harness = SchedulerHarness()
     with Loop(harness.scheduler) as loop:
         loop.inbox.put(Admin("1", "pause_generation", {"mode": "in_place"}))
         assert loop.next(AdminResult).success
         loop.inbox.put(submission("a", max_new_tokens=5))
-        stats = loop.next(StageStats, lambda reported: reported.values["num_waiting_reqs"] == 1)
+        stats = loop.next(StageStats, lambda message: message.values["num_waiting_reqs"] == 1)
         assert stats.values["paused"] == 1
         loop.inbox.put(Admin("2", "model_info"))
         assert loop.next(AdminResult).data["waiting_queue_size"] == 1
@@ -47,7 +47,7 @@ def test_a_paused_loop_answers_operations_and_computes_nothing():
         assert loop.next(Result).request_id == "a"
 
 
-def test_a_shutdown_ends_the_loop_in_the_middle_of_an_answer():
+def test_a_shutdown_ends_the_loop_during_a_response():
     with Loop(SchedulerHarness().scheduler) as loop:
         loop.inbox.put(submission("a", stream=True, max_new_tokens=8000))
         loop.next(ResultChunk)

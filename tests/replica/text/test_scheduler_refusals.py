@@ -1,4 +1,4 @@
-"""Requests that the scheduler changes or refuses."""
+"""Requests that the scheduler shortens or refuses."""
 
 import pytest
 
@@ -15,7 +15,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": 40}
 
 
 @pytest.mark.parametrize("prompt_tokens", [200, 260])
-def test_a_prompt_that_leaves_no_room_names_both_lengths(prompt_tokens):
+def test_the_error_for_a_too_long_prompt_names_both_lengths(prompt_tokens):
     harness = SchedulerHarness(max_total_tokens=200)
     harness.submit("a", long_prompt(prompt_tokens))
     failure = harness.failure("a")
@@ -25,17 +25,17 @@ def test_a_prompt_that_leaves_no_room_names_both_lengths(prompt_tokens):
     assert "context length" in failure.error
 
 
-@pytest.mark.parametrize("asked", [{}, {"max_new_tokens": 5000}])
-def test_an_answer_ends_where_the_context_does(asked):
+@pytest.mark.parametrize("params", [{}, {"max_new_tokens": 5000}])
+def test_a_response_ends_at_the_context_length(params):
     harness = SchedulerHarness(max_total_tokens=50)
-    harness.submit("a", long_prompt(30), **asked)
+    harness.submit("a", long_prompt(30), **params)
     harness.finish()
     result = harness.result("a")
     assert (result["usage"]["completion_tokens"], result["finish_reason"]) == (20, "length")
 
 
 @pytest.mark.parametrize(
-    ("prompt", "params", "reported"),
+    ("prompt", "params", "reason"),
     [
         ([], {}, "empty"),
         ([5, 512], {}, "512 is out of vocabulary"),
@@ -44,28 +44,28 @@ def test_an_answer_ends_where_the_context_does(asked):
         ([5], {"top_p": 3}, "top_p must be"),
     ],
 )
-def test_a_request_that_cannot_be_is_its_callers_fault(prompt, params, reported):
+def test_an_invalid_request_is_a_caller_error(prompt, params, reason):
     harness = SchedulerHarness()
     harness.submit("a", prompt, **params)
     assert harness.failure("a").kind == "caller"
-    assert reported in harness.failure("a").error
+    assert reason in harness.failure("a").error
 
 
 @pytest.mark.parametrize("data", [{"raw_inputs": "text"}, "text", {"token_ids": "text"}])
-def test_a_payload_without_tokens_is_the_pipelines_fault(data):
+def test_a_payload_without_tokens_is_a_server_error(data):
     harness = SchedulerHarness()
     harness.scheduler.take(Submit(StagePayload("a", OmniRequest("text"), data)))
     assert harness.failure("a").kind == "server"
     assert "no token_ids" in harness.failure("a").error
 
 
-def test_a_live_id_is_refused_and_free_again_afterwards():
+def test_a_live_id_is_refused_until_its_request_has_ended():
     harness = SchedulerHarness()
     harness.submit("a", max_new_tokens=2)
     harness.submit("a", max_new_tokens=2)
-    (failure,) = harness.of(StageFailure, "a")
+    (failure,) = harness.emitted_for(StageFailure, "a")
     assert (failure.error, failure.kind) == ("Request a already exists", "caller")
     harness.finish()
     harness.submit("a", max_new_tokens=2)
     harness.finish()
-    assert len(harness.of(Result, "a")) == 2
+    assert len(harness.emitted_for(Result, "a")) == 2

@@ -10,8 +10,8 @@ texts = st.text("abc", max_size=30)
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=4), max_size=4)
 
 
-def cut(text, stops):
-    """The naive way: check every prefix of the text, the shortest first."""
+def naive_cut(text, stops):
+    """A naive implementation, which checks every prefix of the text, shortest first."""
     for end in range(1, len(text) + 1):
         for stop in stops:
             if text[:end].endswith(stop):
@@ -19,46 +19,46 @@ def cut(text, stops):
     return text, None
 
 
-def pieces_of(text, places):
-    edges = [0, *sorted(min(place, len(text)) for place in places), len(text)]
+def split_at(text, positions):
+    edges = [0, *sorted(min(position, len(text)) for position in positions), len(text)]
     return [text[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
 @given(texts, stop_lists, st.lists(st.integers(0, 30)))
-def test_any_split_gives_what_the_whole_text_gives(text, stops, places):
-    found = StopStrings(stops)
-    out = "".join(found.feed(piece) for piece in pieces_of(text, places)) + found.flush()
-    assert (out, found.hit) == cut(text, stops)
+def test_the_result_does_not_depend_on_how_the_text_is_split(text, stops, positions):
+    matcher = StopStrings(stops)
+    passed = "".join(matcher.feed(chunk) for chunk in split_at(text, positions)) + matcher.flush()
+    assert (passed, matcher.hit) == naive_cut(text, stops)
 
 
 @given(texts, stop_lists)
-def test_only_what_may_begin_a_stop_string_is_held_back(text, stops):
-    found, out = StopStrings(stops), ""
+def test_only_text_that_may_begin_a_stop_string_is_held_back(text, stops):
+    matcher, passed = StopStrings(stops), ""
     for end, letter in enumerate(text, 1):
-        out += found.feed(letter)
-        if found.hit is not None:
+        passed += matcher.feed(letter)
+        if matcher.hit is not None:
             break
-        held = text[:end].removeprefix(out)
+        held = text[:end].removeprefix(passed)
         assert held == "" or any(stop.startswith(held) for stop in stops)
 
 
 def test_no_text_follows_a_match():
-    found = StopStrings(["."])
-    assert found.feed("One. Two") == "One"
-    assert found.feed(" three") == ""
-    assert found.flush() == ""
-    assert found.hit == "."
+    matcher = StopStrings(["."])
+    assert matcher.feed("One. Two") == "One"
+    assert matcher.feed(" three") == ""
+    assert matcher.flush() == ""
+    assert matcher.hit == "."
 
 
-def test_request_order_decides_between_those_that_end_together():
+def test_request_order_decides_between_stop_strings_that_end_together():
     assert StopStrings(["bc", "abc"]).feed("xabc") == "xa"
     assert StopStrings(["abc", "bc"]).feed("xabc") == "x"
 
 
-def test_the_one_that_is_complete_first_wins_over_one_that_began_earlier():
-    found = StopStrings(["abcd", "c"])
-    assert found.feed("abcd") == "ab"
-    assert found.hit == "c"
+def test_the_stop_string_that_is_complete_first_wins():
+    matcher = StopStrings(["abcd", "c"])
+    assert matcher.feed("abcd") == "ab"
+    assert matcher.hit == "c"
 
 
 def test_an_empty_stop_string_is_refused():
@@ -67,6 +67,6 @@ def test_an_empty_stop_string_is_refused():
 
 
 def test_without_stop_strings_everything_passes_at_once():
-    found = StopStrings()
-    assert found.feed("abc") == "abc"
-    assert found.flush() == ""
+    matcher = StopStrings()
+    assert matcher.feed("abc") == "abc"
+    assert matcher.flush() == ""
