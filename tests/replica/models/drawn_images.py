@@ -1,4 +1,4 @@
-"""Images with words in them, as files."""
+"""Images of text, and their encoded files."""
 
 import importlib.util
 from io import BytesIO
@@ -11,19 +11,19 @@ needs_reader = pytest.mark.skipif(
 )
 
 
-def file_of(image, form="PNG", **how):
-    held = BytesIO()
-    image.save(held, form, **how)
-    return held.getvalue()
+def file_of(image, image_format="PNG", **options):
+    buffer = BytesIO()
+    image.save(buffer, image_format, **options)
+    return buffer.getvalue()
 
 
 def drawn(*lines, paper="white", ink="black", mode="RGB"):
-    """Return an image with one line below the other."""
+    """An image of the lines of text, one below the other."""
     pytest.importorskip("PIL", reason="Pillow is not installed: pip install 'omni-proxy[ocr]'")
     from PIL import Image, ImageDraw, ImageFont
 
     image = Image.new(mode, (560, 80 * len(lines) + 20), paper)
-    pen, font = ImageDraw.Draw(image), ImageFont.load_default(40)
+    draw, font = ImageDraw.Draw(image), ImageFont.load_default(40)
     for row, line in enumerate(lines):
-        pen.text((20, 20 + 80 * row), line, fill=ink, font=font)
+        draw.text((20, 20 + 80 * row), line, fill=ink, font=font)
     return image

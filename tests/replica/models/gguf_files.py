@@ -18,7 +18,7 @@ def pair(key: str, value) -> bytes:
 def typed(value) -> bytes:
     if isinstance(value, list):
         kind, joined = element(value[0]) if value else (U32, b"")
-        joined = b"".join(element(each)[1] for each in value)
+        joined = b"".join(element(item)[1] for item in value)
         return struct.pack("<IIQ", ARRAY, kind, len(value)) + joined
     kind, packed = element(value)
     return struct.pack("<I", kind) + packed

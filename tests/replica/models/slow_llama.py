@@ -1,4 +1,4 @@
-"""A naive Llama, number by number, without tensors, batches or caches: the expected results."""
+"""A naive Llama on plain numbers, without tensors, batches and caches, for expected results."""
 
 import cmath
 import math
@@ -17,7 +17,8 @@ def slow_logits(model, tokens) -> list[list[float]]:
         }
         normed = [norm(row, layer["input_layernorm"], config) for row in stream]
         stream = [
-            plus(row, add) for row, add in zip(stream, attend(layer, normed, config), strict=True)
+            plus(row, change)
+            for row, change in zip(stream, attend(layer, normed, config), strict=True)
         ]
         normed = [norm(row, layer["post_attention_layernorm"], config) for row in stream]
         stream = [plus(row, swiglu(layer, x)) for row, x in zip(stream, normed, strict=True)]
@@ -47,8 +48,8 @@ def swiglu(layer, x):
     return times(layer["mlp.down_proj"], inner)
 
 
-def turned(head, position, config):
-    """Turn the plane of features i and i + half by position / theta ** (2 i / size)."""
+def rotated(head, position, config):
+    """Rotate the plane of features i and i + half by position / theta ** (2 i / size)."""
     half = len(head) // 2
     planes = [
         complex(head[i], head[i + half])
@@ -65,22 +66,25 @@ def heads_of(matrix, x, size):
 
 def attend(layer, rows, config):
     size = config.hidden_size // config.num_attention_heads
-    shared = config.num_attention_heads // config.num_key_value_heads
+    heads_per_kv_head = config.num_attention_heads // config.num_key_value_heads
     keys = [
-        [turned(head, place, config) for head in heads_of(layer["self_attn.k_proj"], x, size)]
-        for place, x in enumerate(rows)
+        [rotated(head, position, config) for head in heads_of(layer["self_attn.k_proj"], x, size)]
+        for position, x in enumerate(rows)
     ]
     values = [heads_of(layer["self_attn.v_proj"], x, size) for x in rows]
     out = []
-    for place, x in enumerate(rows):
-        seen = []
+    for position, x in enumerate(rows):
+        attended = []
         for number, head in enumerate(heads_of(layer["self_attn.q_proj"], x, size)):
-            query, own = turned(head, place, config), number // shared
-            scores = [dot(query, keys[past][own]) / math.sqrt(size) for past in range(place + 1)]
-            shares = [math.exp(score - max(scores)) for score in scores]
-            seen += [
-                sum(share * values[past][own][i] for past, share in enumerate(shares)) / sum(shares)
+            query, kv_head = rotated(head, position, config), number // heads_per_kv_head
+            scores = [
+                dot(query, keys[past][kv_head]) / math.sqrt(size) for past in range(position + 1)
+            ]
+            weights = [math.exp(score - max(scores)) for score in scores]
+            attended += [
+                sum(weight * values[past][kv_head][i] for past, weight in enumerate(weights))
+                / sum(weights)
                 for i in range(size)
             ]
-        out.append(times(layer["self_attn.o_proj"], seen))
+        out.append(times(layer["self_attn.o_proj"], attended))
     return out

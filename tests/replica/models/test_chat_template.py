@@ -9,13 +9,13 @@ SOURCE = """{% for message in messages %}
 {% if add_generation_prompt %}
 assistant:
 {% endif %}"""
-ASKED = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <b>"}]
+MESSAGES = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi <b>"}]
 
 
-def test_messages_are_written_one_after_another_and_left_as_they_are():
+def test_messages_are_rendered_in_order_and_not_escaped():
     template = ChatTemplate(SOURCE, bos_token="[", eos_token="]")
-    assert template.render(ASKED) == "[system: Be kind.]\n[user: Hi <b>]\nassistant:\n"
-    assert template.render(ASKED, add_generation_prompt=False).endswith("Hi <b>]\n")
+    assert template.render(MESSAGES) == "[system: Be kind.]\n[user: Hi <b>]\nassistant:\n"
+    assert template.render(MESSAGES, add_generation_prompt=False).endswith("Hi <b>]\n")
 
 
 @pytest.mark.parametrize(
@@ -26,18 +26,18 @@ def test_messages_are_written_one_after_another_and_left_as_they_are():
         ([{"role": "user"}], "fails on these messages"),
     ],
 )
-def test_messages_it_cannot_write_are_refused_with_its_reason(messages, reason):
+def test_messages_that_a_template_cannot_render_are_refused_with_the_reason(messages, reason):
     with pytest.raises(ChatTemplateError, match=reason):
         ChatTemplate(SOURCE).render(messages)
 
 
-def test_a_broken_template_is_refused_at_once():
+def test_an_invalid_template_is_refused_when_it_is_loaded():
     with pytest.raises(ChatTemplateError, match=r"chat template is invalid: .*endfor"):
         ChatTemplate("{% for m in messages %}")
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox():
+def test_a_template_cannot_leave_its_sandbox():
     with pytest.raises(ChatTemplateError, match="unsafe"):
-        ChatTemplate("{{ messages.__class__.__mro__ }}").render(ASKED)
+        ChatTemplate("{{ messages.__class__.__mro__ }}").render(MESSAGES)
     with pytest.raises(ChatTemplateError, match="unsafe"):
-        ChatTemplate("{{ messages.append(1) }}").render(ASKED)
+        ChatTemplate("{{ messages.append(1) }}").render(MESSAGES)

@@ -7,8 +7,8 @@ SHAPE = KVShape(layers=2, kv_heads=3, head_size=4, limit=10 * PAGE_TOKENS)
 LIKE = torch.empty(0)
 
 
-def appended(kv: SequenceKV, count: int, first: float) -> None:
-    """Gives each token, layer, and half its own number."""
+def append(kv: SequenceKV, count: int, first: float) -> None:
+    """Append tokens with a distinct number for each token, each layer, and keys or values."""
     kv.reserve(count)
     for layer in range(SHAPE.layers):
         rows = (
@@ -20,8 +20,8 @@ def appended(kv: SequenceKV, count: int, first: float) -> None:
     kv.length += count
 
 
-def held(kv: SequenceKV) -> list[float]:
-    """The values of layer 1, read by a probe without side effects."""
+def numbers_of(kv: SequenceKV) -> list[float]:
+    """The numbers of layer 1, read with the write of one more token that is not kept."""
     kv.reserve(1)
     keys, values = kv.write(1, torch.zeros(1, 2, SHAPE.kv_heads, SHAPE.head_size))
     assert torch.equal(keys[:, :-1] + 0.5, values[:, :-1])
@@ -29,48 +29,48 @@ def held(kv: SequenceKV) -> list[float]:
     return (keys[0, :-1, 0] - 1000).tolist()
 
 
-def test_what_was_written_stays_through_growth():
+def test_written_keys_and_values_are_unchanged_by_growth():
     kv = SequenceKV(SHAPE, LIKE)
     for start in range(0, 300, 7):
-        appended(kv, 7, start)
-    assert held(kv) == list(range(301))
+        append(kv, 7, start)
+    assert numbers_of(kv) == list(range(301))
 
 
-def test_a_fork_and_its_origin_do_not_see_each_other():
+def test_a_fork_and_its_origin_are_independent():
     origin = SequenceKV(SHAPE, LIKE)
-    appended(origin, 5, 0)
+    append(origin, 5, 0)
     fork = origin.fork(3)
-    appended(fork, 2, 100)
+    append(fork, 2, 100)
     origin.truncate(1)
-    appended(origin, 1, 200)
-    assert held(fork) == [0, 1, 2, 100, 101]
-    assert held(origin) == [0, 200]
+    append(origin, 1, 200)
+    assert numbers_of(fork) == [0, 1, 2, 100, 101]
+    assert numbers_of(origin) == [0, 200]
 
 
-def test_a_fork_of_a_short_prefix_does_not_take_the_memory_of_the_whole():
+def test_a_fork_of_a_short_prefix_needs_no_memory_for_the_rest():
     origin = SequenceKV(SHAPE, LIKE)
-    appended(origin, 8 * PAGE_TOKENS, 0)
+    append(origin, 8 * PAGE_TOKENS, 0)
     assert origin.fork(3).nbytes == SequenceKV(SHAPE, LIKE).nbytes < origin.nbytes
     token_bytes = 2 * SHAPE.layers * SHAPE.kv_heads * SHAPE.head_size * 4
     assert origin.nbytes >= 8 * PAGE_TOKENS * token_bytes
 
 
-def test_only_what_is_held_can_be_forked_or_kept():
+def test_a_fork_or_truncation_beyond_the_length_is_refused():
     kv = SequenceKV(SHAPE, LIKE)
-    appended(kv, 2, 0)
-    for wrong in (-1, 3):
-        with pytest.raises(ValueError, match=f"{wrong} tokens requested, the sequence has 2"):
-            kv.fork(wrong)
-        with pytest.raises(ValueError, match=f"{wrong} tokens requested, the sequence has 2"):
-            kv.truncate(wrong)
+    append(kv, 2, 0)
+    for count in (-1, 3):
+        with pytest.raises(ValueError, match=f"{count} tokens requested, the sequence has 2"):
+            kv.fork(count)
+        with pytest.raises(ValueError, match=f"{count} tokens requested, the sequence has 2"):
+            kv.truncate(count)
     assert kv.length == 2
 
 
-def test_the_context_is_filled_to_its_last_token_and_no_further():
+def test_the_context_can_be_filled_exactly_to_its_limit():
     kv = SequenceKV(SHAPE, LIKE)
-    appended(kv, SHAPE.limit - 1, 0)
+    append(kv, SHAPE.limit - 1, 0)
     with pytest.raises(ContextFull, match="641 tokens do not fit: the model's context is 640"):
         kv.reserve(2)
-    appended(kv, 1, 0)
+    append(kv, 1, 0)
     assert kv.length == kv.capacity == SHAPE.limit
     assert kv.fork(SHAPE.limit).length == SHAPE.limit

@@ -24,115 +24,119 @@ CONFIG = LlamaConfig(
 token_lists = st.lists(st.integers(0, CONFIG.vocab_size - 1), min_size=1, max_size=12)
 
 
-def made(config: LlamaConfig = CONFIG, seed: int = 0) -> Llama:
-    chance = torch.Generator().manual_seed(seed)
+def random_llama(config: LlamaConfig = CONFIG, seed: int = 0) -> Llama:
+    rng = torch.Generator().manual_seed(seed)
     model = Llama(config)
     for weight in model.parameters():
-        weight.normal_(0.0, 0.5, generator=chance)
+        weight.normal_(0.0, 0.5, generator=rng)
     return model
 
 
 @pytest.fixture(scope="module")
 def model() -> Llama:
-    return made()
+    return random_llama()
 
 
-def near(left: torch.Tensor, right: torch.Tensor) -> bool:
+def close(left: torch.Tensor, right: torch.Tensor) -> bool:
     return left.shape == right.shape and torch.allclose(left, right, rtol=1e-3, atol=1e-3)
 
 
-def whole(model: Llama, tokens) -> torch.Tensor:
+def full_logits(model: Llama, tokens) -> torch.Tensor:
     """The logits of every position, in one pass."""
     return model([(tokens, model.new_kv())], all_positions=True)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (6, 6), (6, 1), (1, 1)])
-def test_it_computes_what_a_slow_reading_of_the_definition_computes(heads, kv_heads):
+def test_the_logits_match_a_naive_implementation(heads, kv_heads):
     config = LlamaConfig(40, 48, 80, 2, heads, kv_heads, 96, rope_theta=100.0)
-    model = made(config, seed=heads + kv_heads)
+    model = random_llama(config, seed=heads + kv_heads)
     tokens = [3, 17, 17, 0, 39, 5, 8]
-    assert near(whole(model, tokens), torch.tensor(slow_logits(model, tokens)).float())
+    assert close(full_logits(model, tokens), torch.tensor(slow_logits(model, tokens)).float())
 
 
 @given(st.lists(st.tuples(token_lists, token_lists), min_size=1, max_size=7))
 @settings(max_examples=examples(40))
-def test_a_ragged_batch_gives_what_each_sequence_gives_alone(model, sequences):
+def test_a_ragged_batch_gives_the_logits_of_each_sequence_alone(model, sequences):
     kvs = [model.new_kv() for _ in sequences]
-    firsts = model([(first, kv) for (first, _), kv in zip(sequences, kvs, strict=True)])
-    thens = model([(then, kv) for (_, then), kv in zip(sequences, kvs, strict=True)])
-    for place, (first, then) in enumerate(sequences):
-        alone = whole(model, first + then)
-        assert near(firsts[place], alone[len(first) - 1])
-        assert near(thens[place], alone[-1])
-        assert kvs[place].length == len(first) + len(then)
+    first_logits = model([(first, kv) for (first, _), kv in zip(sequences, kvs, strict=True)])
+    continuation_logits = model(
+        [(continuation, kv) for (_, continuation), kv in zip(sequences, kvs, strict=True)]
+    )
+    for index, (first, continuation) in enumerate(sequences):
+        expected = full_logits(model, first + continuation)
+        assert close(first_logits[index], expected[len(first) - 1])
+        assert close(continuation_logits[index], expected[-1])
+        assert kvs[index].length == len(first) + len(continuation)
 
 
 @given(st.lists(token_lists, min_size=1, max_size=6))
 @settings(max_examples=examples(40))
-def test_a_prompt_may_be_read_in_any_pieces(model, pieces):
+def test_a_prompt_may_be_prefilled_in_any_chunks(model, chunks):
     kv = model.new_kv()
-    logits = [model([(piece, kv)], all_positions=True) for piece in pieces]
-    assert near(torch.cat(logits), whole(model, [*chain(*pieces)]))
+    logits = [model([(chunk, kv)], all_positions=True) for chunk in chunks]
+    assert close(torch.cat(logits), full_logits(model, [*chain(*chunks)]))
 
 
-def test_a_fork_continues_as_if_its_prefix_had_been_computed_again(model):
-    prefix, one, other = [1, 2, 3, 4, 5], [6, 7], [8, 9, 10]
+def test_a_fork_continues_like_a_recomputed_prefix(model):
+    prefix, continuation, other_continuation = [1, 2, 3, 4, 5], [6, 7], [8, 9, 10]
     origin = model.new_kv()
-    model([(prefix + one, origin)])
+    model([(prefix + continuation, origin)])
     fork = origin.fork(len(prefix))
-    assert near(model([(other, fork)])[0], whole(model, prefix + other)[-1])
-    assert near(model([([11], origin)])[0], whole(model, [*prefix, *one, 11])[-1])
+    assert close(
+        model([(other_continuation, fork)])[0], full_logits(model, prefix + other_continuation)[-1]
+    )
+    assert close(model([([11], origin)])[0], full_logits(model, [*prefix, *continuation, 11])[-1])
 
 
-def test_after_truncating_the_forgotten_tokens_have_no_influence(model):
+def test_truncated_tokens_have_no_influence(model):
     kv = model.new_kv()
     model([([1, 2, 30, 31, 32], kv)])
     kv.truncate(2)
-    assert near(model([([3], kv)])[0], whole(model, [1, 2, 3])[-1])
+    assert close(model([([3], kv)])[0], full_logits(model, [1, 2, 3])[-1])
 
 
 def test_no_position_attends_to_a_later_one(model):
     tokens = [5, 4, 3, 2, 1]
-    assert near(whole(model, tokens)[:3], whole(model, [*tokens[:3], 20, 21])[:3])
-    assert not near(whole(model, tokens)[3:], whole(model, [*tokens[:3], 20, 21])[3:])
+    assert close(full_logits(model, tokens)[:3], full_logits(model, [*tokens[:3], 20, 21])[:3])
+    assert not close(full_logits(model, tokens)[3:], full_logits(model, [*tokens[:3], 20, 21])[3:])
 
 
 def test_positions_are_in_the_order_of_the_parts(model):
     parts = [([1, 2, 3], model.new_kv()), ([4], model.new_kv()), ([5, 6], model.new_kv())]
     logits = model(parts, all_positions=True)
-    assert near(logits, torch.cat([whole(model, tokens) for tokens, _ in parts]))
+    assert close(logits, torch.cat([full_logits(model, tokens) for tokens, _ in parts]))
 
 
 @pytest.fixture
-def cpu_facts(monkeypatch, tmp_path):
-    """The file that names the maker of the CPU."""
+def cpuinfo(monkeypatch, tmp_path):
+    """A replacement for /proc/cpuinfo, which names the vendor of the CPU."""
     monkeypatch.setattr(llama, "CPU_FACTS", tmp_path / "cpuinfo")
     llama.needs_left_operand.cache_clear()
     yield tmp_path / "cpuinfo"
     llama.needs_left_operand.cache_clear()
 
 
-@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD"])
+@pytest.mark.parametrize("vendor", ["GenuineIntel", "AuthenticAMD"])
 @pytest.mark.parametrize("tokens", range(1, 9))
-def test_every_way_to_multiply_gives_the_same(tokens, maker, cpu_facts, monkeypatch):
-    cpu_facts.write_text(f"processor\t: 0\nvendor_id\t: {maker}\n")
+def test_every_order_of_operands_gives_the_same_product(tokens, vendor, cpuinfo, monkeypatch):
+    cpuinfo.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
     x, weight = torch.randn(tokens, 16), torch.randn(24, 16)
     monkeypatch.setattr(llama, "LARGE_WEIGHT", 0)
     product = llama.project(x, weight)
     assert torch.allclose(product, x @ weight.T, atol=1e-4)
     assert product.is_contiguous()
-    assert llama.needs_left_operand() == (maker == "AuthenticAMD")
+    assert llama.needs_left_operand() == (vendor == "AuthenticAMD")
 
 
-def test_a_machine_that_does_not_name_its_cpu_multiplies_from_the_left(cpu_facts):
-    assert not cpu_facts.exists()
+def test_without_a_known_cpu_vendor_the_weight_is_the_left_operand(cpuinfo):
+    assert not cpuinfo.exists()
     assert llama.needs_left_operand()
 
 
-def test_hidden_rows_lead_to_the_logits(model):
+def test_hidden_rows_times_the_embedding_are_the_logits(model):
     rows = model.hidden([7, 8, 9])
     assert rows.shape == (3, CONFIG.hidden_size)
-    assert near(rows @ model.model.embed_tokens.weight.T, whole(model, [7, 8, 9]))
+    assert close(rows @ model.model.embed_tokens.weight.T, full_logits(model, [7, 8, 9]))
 
 
 def test_names_and_shapes_are_those_of_a_tied_hugging_face_llama(model):
@@ -156,24 +160,24 @@ def test_names_and_shapes_are_those_of_a_tied_hugging_face_llama(model):
     assert llama.TIED_NAMES["lm_head.weight"] in shapes
 
 
-@pytest.mark.parametrize("moved", [False, True])
-def test_a_weight_written_in_place_by_name_counts_at_once(moved):
-    model, other = made(), made(seed=1)
-    if moved:
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_weight_written_in_place_takes_effect_at_once(converted):
+    model, other = random_llama(), random_llama(seed=1)
+    if converted:
         model.to(torch.float64).to(torch.float32)
     sent = dict(other.named_parameters())
     for name, weight in model.named_parameters():
-        before = whole(model, [1, 2, 3])
+        before = full_logits(model, [1, 2, 3])
         weight.copy_(sent[name])
-        assert not torch.equal(whole(model, [1, 2, 3]), before), name
-    assert torch.equal(whole(model, [1, 2, 3]), whole(other, [1, 2, 3]))
+        assert not torch.equal(full_logits(model, [1, 2, 3]), before), name
+    assert torch.equal(full_logits(model, [1, 2, 3]), full_logits(other, [1, 2, 3]))
 
 
-def test_a_model_of_another_precision_keeps_its_kv_in_that():
-    single, double = made(), made().to(torch.float64)
-    logits = whole(double, [1, 2, 3])
+def test_a_float64_model_has_its_kv_in_float64():
+    single, double = random_llama(), random_llama().to(torch.float64)
+    logits = full_logits(double, [1, 2, 3])
     assert logits.dtype == torch.float64
-    assert near(logits.float(), whole(single, [1, 2, 3]))
+    assert close(logits.float(), full_logits(single, [1, 2, 3]))
 
 
 def test_the_logits_may_be_changed_in_place(model):
@@ -182,17 +186,17 @@ def test_the_logits_may_be_changed_in_place(model):
     model.hidden([1]).mul_(2.0)
 
 
-def test_a_full_context_is_named_and_leaves_every_sequence_as_it_was(model):
+def test_a_full_context_is_an_error_that_changes_no_sequence(model):
     full, other = model.new_kv(), model.new_kv()
     model([([1] * 95, full), ([2, 3], other)])
     with pytest.raises(ContextFull, match="97 tokens do not fit: the model's context is 96"):
         model([([4], other), ([5, 6], full)])
     assert (full.length, other.length) == (95, 2)
-    assert near(model([([4], other), ([5], full)])[0], whole(model, [2, 3, 4])[-1])
+    assert close(model([([4], other), ([5], full)])[0], full_logits(model, [2, 3, 4])[-1])
     assert full.length == 96
 
 
-def test_a_wrong_batch_is_refused_before_anything_changes(model):
+def test_an_invalid_batch_is_refused_before_anything_changes(model):
     kv = model.new_kv()
     for parts, reason in (
         ([], "without parts"),
@@ -207,6 +211,6 @@ def test_a_wrong_batch_is_refused_before_anything_changes(model):
 
 
 @pytest.mark.parametrize(("hidden", "heads", "kv_heads"), [(48, 5, 5), (48, 16, 16), (48, 6, 4)])
-def test_sizes_that_do_not_fit_together_are_refused(hidden, heads, kv_heads):
+def test_inconsistent_sizes_are_refused(hidden, heads, kv_heads):
     with pytest.raises(ValueError, match="heads"):
         LlamaConfig(40, hidden, 80, 2, heads, kv_heads, 96)

@@ -47,55 +47,55 @@ for number in range(LAYERS):
         SHAPES[f"model.layers.{number}.{name}.weight"] = shape
 
 
-def drawn() -> dict[str, np.ndarray]:
-    chance = np.random.default_rng(0)
-    return {name: chance.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
+def random_weights() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    return {name: rng.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
 
 
-def paired(rows: np.ndarray, heads: int) -> np.ndarray:
-    """The file's order: beside each row of a head's first half the row it is turned against."""
+def in_file_order(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The row order of the file: each row of a head's first half is followed by its rotary pair."""
     size = len(rows) // heads
     order = [
-        head * size + half * (size // 2) + place
+        head * size + half * (size // 2) + index
         for head in range(heads)
-        for place in range(size // 2)
+        for index in range(size // 2)
         for half in (0, 1)
     ]
     return rows[order]
 
 
-def tensors(weights) -> list[tuple]:
-    listed = []
-    for name, rows in weights.items():
+def stored_tensors() -> list[tuple]:
+    tensors = []
+    for name, rows in random_weights().items():
         if "q_proj" in name or "k_proj" in name:
-            rows = paired(rows, HEADS if "q_proj" in name else KV_HEADS)
-        listed.append((stored_name(name), rows.shape[::-1], F32, rows.astype("<f4").tobytes()))
-    return listed
+            rows = in_file_order(rows, HEADS if "q_proj" in name else KV_HEADS)
+        tensors.append((stored_name(name), rows.shape[::-1], F32, rows.astype("<f4").tobytes()))
+    return tensors
 
 
 @pytest.fixture
-def written(tmp_path):
-    def write(metadata=METADATA, listed=None) -> str:
+def write_model(tmp_path):
+    def write(metadata=METADATA, tensors=None) -> str:
         path = tmp_path / "small-llama.gguf"
-        path.write_bytes(gguf(metadata, tensors(drawn()) if listed is None else listed))
+        path.write_bytes(gguf(metadata, stored_tensors() if tensors is None else tensors))
         return str(path)
 
     return write
 
 
-def test_weights_have_their_usual_names_and_order(written):
-    loaded = load_text_model(written())
+def test_weights_have_hugging_faces_names_and_row_order(write_model):
+    loaded = load_text_model(write_model())
     named = dict(loaded.model.named_parameters())
     assert named.keys() == SHAPES.keys()
-    for name, expected in drawn().items():
+    for name, expected in random_weights().items():
         assert np.array_equal(named[name].numpy(), expected), name
     config = loaded.model.config
     assert (config.rms_norm_eps, config.rope_theta, loaded.context) == (0.5, 100_000.0, 64)
     assert loaded.name == "small-llama"
 
 
-def test_the_tokenizer_and_the_template_are_included(written):
-    loaded = load_text_model(written())
+def test_the_file_includes_the_tokenizer_and_the_chat_template(write_model):
+    loaded = load_text_model(write_model())
     prompt = loaded.chat_template.render([{"role": "user", "content": " the 😀"}])
     assert prompt == "<|im_start|> the 😀<|im_end|>"
     ids = loaded.tokenizer.encode(prompt, special=True)
@@ -104,12 +104,12 @@ def test_the_tokenizer_and_the_template_are_included(written):
     assert loaded.model([(ids, loaded.model.new_kv())]).shape == (1, len(VOCABULARY))
 
 
-def test_an_embedding_of_another_type_is_read_too(written):
+def test_an_embedding_of_another_type_is_read(write_model):
     count = len(VOCABULARY) * HIDDEN // 32
     packed = struct.pack("<e32b", 0.5, *range(-16, 16)) * count
-    rest = [each for each in tensors(drawn()) if each[0] != "token_embd.weight"]
+    rest = [tensor for tensor in stored_tensors() if tensor[0] != "token_embd.weight"]
     embedding = ("token_embd.weight", (HIDDEN, len(VOCABULARY)), Q8_0, packed)
-    loaded = load_text_model(written(listed=[embedding, *rest]))
+    loaded = load_text_model(write_model(tensors=[embedding, *rest]))
     weight = loaded.model.model.embed_tokens.weight
     assert weight[-1].tolist() == [number / 2 for number in range(-16, 16)]
 
@@ -132,19 +132,19 @@ def test_an_embedding_of_another_type_is_read_too(written):
         ({"tokenizer.chat_template": "{% if %}"}, "chat template is invalid"),
     ],
 )
-def test_what_cannot_be_served_is_refused_by_name(written, changes, reason):
+def test_a_model_that_cannot_be_served_is_refused_with_its_reason(write_model, changes, reason):
     with pytest.raises(ValueError, match=reason):
-        load_text_model(written({**METADATA, **changes}))
+        load_text_model(write_model({**METADATA, **changes}))
 
 
 @pytest.mark.parametrize("name", ["output.weight", "rope_freqs.weight"])
-def test_a_tensor_that_the_forward_would_ignore_is_refused(written, name):
+def test_a_tensor_that_the_model_would_ignore_is_refused(write_model, name):
     extra = (name, (1,), F32, floats([1.0]))
     with pytest.raises(GGUFError, match="support"):
-        load_text_model(written(listed=[*tensors(drawn()), extra]))
+        load_text_model(write_model(tensors=[*stored_tensors(), extra]))
 
 
-def test_a_name_that_is_no_model_is_answered_with_those_that_are():
+def test_the_error_for_an_unknown_model_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"'gpt-4'.* one of tiny, smollm2-135m, or a path"):
         load_text_model("gpt-4")
 
@@ -161,34 +161,34 @@ def prompt_of(smollm2, question: str) -> list[int]:
 
 @pytest.mark.replica
 def test_smollm2_answers_with_the_capital_of_france(smollm2):
-    read, kv, answer = (
+    inputs, kv, generated = (
         prompt_of(smollm2, "What is the capital of France?"),
         smollm2.model.new_kv(),
         [],
     )
-    assert len(read) == 37
-    while len(answer) < 12 and not smollm2.tokenizer.eos_ids.intersection(answer):
-        read = [int(smollm2.model([(read, kv)])[0].argmax())]
-        answer += read
-    assert smollm2.tokenizer.decode(answer) == "The capital of France is Paris."
+    assert len(inputs) == 37
+    while len(generated) < 12 and not smollm2.tokenizer.eos_ids.intersection(generated):
+        inputs = [int(smollm2.model([(inputs, kv)])[0].argmax())]
+        generated += inputs
+    assert smollm2.tokenizer.decode(generated) == "The capital of France is Paris."
 
 
 @pytest.mark.replica
-def test_smollm2_answers_side_by_side_as_it_does_alone(smollm2):
+def test_smollm2_has_the_same_logits_in_a_batch_and_alone(smollm2):
     prompts = [prompt_of(smollm2, question) for question in ("What is 2+2?", "Hi", "Name a sea.")]
-    alone = [smollm2.model([(prompt, smollm2.model.new_kv())])[0] for prompt in prompts]
-    together = smollm2.model([(prompt, smollm2.model.new_kv()) for prompt in prompts])
-    assert torch.allclose(together, torch.stack(alone), atol=1e-3)
+    expected = [smollm2.model([(prompt, smollm2.model.new_kv())])[0] for prompt in prompts]
+    logits = smollm2.model([(prompt, smollm2.model.new_kv()) for prompt in prompts])
+    assert torch.allclose(logits, torch.stack(expected), atol=1e-3)
 
 
 @pytest.mark.replica
-def test_smollm2_reads_and_writes_any_text_that_it_can_spell(smollm2):
-    chance = random.Random(0)
+def test_smollm2s_tokenizer_round_trips_any_text_that_it_can_encode(smollm2):
+    rng = random.Random(0)
     everyday = [
         chr(code) for code in (*range(0x20, 0x7F), *range(0xA1, 0x600), *range(0x1F600, 0x1F640))
     ]
     for _ in range(50):
-        text = "".join(chance.choices([*everyday, " ", "  ", "\n", "\t", "don't", "日本"], k=200))
+        text = "".join(rng.choices([*everyday, " ", "  ", "\n", "\t", "don't", "日本"], k=200))
         assert smollm2.tokenizer.decode(smollm2.tokenizer.encode(text)) == text
     assert (
         smollm2.tokenizer.decode(smollm2.tokenizer.encode("a\x04b\U00050000")) == "a\ufffdb\ufffd"

@@ -25,11 +25,11 @@ def tokenizer() -> BytePairTokenizer:
     return BytePairTokenizer(vocabulary(), [0, 1], [0])
 
 
-def spelt(tokenizer, text: str, **options) -> list[bytes]:
+def bytes_of_tokens(tokenizer, text: str, **options) -> list[bytes]:
     return [tokenizer.token_bytes(token) for token in tokenizer.encode(text, **options)]
 
 
-def test_a_byte_letter_stands_for_each_byte():
+def test_each_byte_has_its_letter():
     assert sorted(byte_letters().values()) == list(range(256))
     assert (LETTERS[ord("a")], LETTERS[ord(" ")], LETTERS[ord("\n")]) == ("a", "Ġ", "Ċ")
 
@@ -37,16 +37,16 @@ def test_a_byte_letter_stands_for_each_byte():
 @given(st.text())
 @example("naïve 👩‍👩‍👧 \u200b\t\r\n  1234 don't　'LL")
 @example("<|end|>")
-def test_any_text_survives(tokenizer, text):
+def test_any_text_round_trips(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
     assert not {0, 1}.intersection(ids)
 
 
-def test_text_is_cut_before_it_is_merged(tokenizer):
-    assert spelt(tokenizer, " the in") == [b" the", b" ", b"in"]
-    assert spelt(tokenizer, " 12") == [b" ", b"1", b"2"]
-    assert spelt(tokenizer, "   the") == [b"  ", b" the"]
+def test_text_is_split_before_pairs_are_merged(tokenizer):
+    assert bytes_of_tokens(tokenizer, " the in") == [b" the", b" ", b"in"]
+    assert bytes_of_tokens(tokenizer, " 12") == [b" ", b"1", b"2"]
+    assert bytes_of_tokens(tokenizer, "   the") == [b"  ", b" the"]
 
 
 def test_control_tokens_are_parsed_only_on_request_and_decode_to_nothing(tokenizer):
@@ -58,26 +58,28 @@ def test_control_tokens_are_parsed_only_on_request_and_decode_to_nothing(tokeniz
     assert tokenizer.token_bytes(0) == b""
 
 
-def test_of_two_control_names_that_begin_alike_the_longer_is_read():
+def test_the_longest_control_name_that_matches_is_read():
     names = ["<a", "<ab", *vocabulary()[2:]]
     assert BytePairTokenizer(names, [0, 1], []).encode("<ab", special=True) == [1]
 
 
 @given(st.text(st.sampled_from("a\x04é\U000f0000\U00040000\ud800 "), max_size=20))
-def test_characters_the_vocabulary_cannot_spell_become_one_replacement_each(text):
-    lacking = BytePairTokenizer(vocabulary(without=b"\x04\xf1"), [0, 1], [])
-    decoded = lacking.decode(lacking.encode(text))
-    expected = "".join("\ufffd" if each in "\x04\U00040000\ud800" else each for each in text)
+def test_a_character_without_tokens_becomes_one_replacement_character(text):
+    tokenizer = BytePairTokenizer(vocabulary(without=b"\x04\xf1"), [0, 1], [])
+    decoded = tokenizer.decode(tokenizer.encode(text))
+    expected = "".join(
+        "\ufffd" if character in "\x04\U00040000\ud800" else character for character in text
+    )
     assert decoded == expected
 
 
 @pytest.mark.parametrize("letter", [" ", "\n", "^", "7", "a", "😀"])
-def test_a_very_long_run_of_one_character_does_not_break_it(tokenizer, letter):
+def test_a_very_long_run_of_one_character_round_trips(tokenizer, letter):
     text = letter * (MAX_ENCODE_CHARS * 16)
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_vocabulary_that_cannot_work_is_refused():
+def test_an_invalid_vocabulary_is_refused():
     for tokens, reason in (
         ([*vocabulary(), "a b"], "token 264 of the vocabulary, 'a b', is not written"),
         ([*vocabulary(), "he"], "token 264 of the vocabulary, 'he', is a duplicate"),
@@ -93,14 +95,14 @@ def tiny() -> TinyTokenizer:
 
 
 @given(st.text() | st.lists(st.sampled_from(["ban", " ror", ". ", "us", "b", " "])).map("".join))
-def test_any_text_survives_the_tiny_tokenizer(tiny, text):
+def test_any_text_round_trips_through_the_tiny_tokenizer(tiny, text):
     ids = tiny.encode(text)
     assert tiny.decode(ids) == text
     assert all(0 <= token < tiny.vocab_size for token in ids)
 
 
 def test_the_tiny_tokenizer_takes_the_longest_syllable(tiny):
-    assert spelt(tiny, " banana. x") == [b" ban", b"a", b"na", b". ", b"x"]
+    assert bytes_of_tokens(tiny, " banana. x") == [b" ban", b"a", b"na", b". ", b"x"]
     ids = tiny.encode("<|im_start|>ban<|im_end|>", special=True)
     assert tiny.decode(ids) == "ban"
     assert ids[-1] in tiny.eos_ids
@@ -111,15 +113,15 @@ def test_half_a_character_becomes_a_question_mark_in_the_tiny_tokenizer(tiny):
 
 
 @given(st.lists(st.binary(max_size=5) | st.text(max_size=3).map(str.encode)), st.integers(1, 4))
-def test_bytes_in_any_pieces_give_the_same_text(pieces, step):
-    whole = b"".join(pieces)
-    expected = whole.decode("utf-8", errors="replace")
-    for cuts in (pieces, [whole[at : at + step] for at in range(0, len(whole), step)]):
+def test_the_text_does_not_depend_on_how_the_bytes_are_chunked(chunks, step):
+    data = b"".join(chunks)
+    expected = data.decode("utf-8", errors="replace")
+    for parts in (chunks, [data[start : start + step] for start in range(0, len(data), step)]):
         stream = Utf8Stream()
-        assert "".join(map(stream.feed, cuts)) + stream.flush() == expected
+        assert "".join(map(stream.feed, parts)) + stream.flush() == expected
 
 
-def test_an_unfinished_character_is_held_back_and_flushed_once():
+def test_an_incomplete_character_is_held_back_and_flushed_once():
     stream = Utf8Stream()
     assert [stream.feed(byte) for byte in (b"a\xf0", b"\x9f", b"\x98", b"\x80!")] == [
         "a",

@@ -35,7 +35,7 @@ pieces_of_windows = st.lists(
     st.lists(st.sampled_from([" ", "a", " b", "c ", "\n", ""])), max_size=5
 )
 needs_file = pytest.mark.skipif(
-    not FILE.exists(), reason=f"{FILE} is not there: omni-proxy replica fetch whisper-tiny"
+    not FILE.exists(), reason=f"{FILE} is missing: omni-proxy replica fetch whisper-tiny"
 )
 SENTENCES = [
     "What is the capital of France?",
@@ -49,7 +49,7 @@ def net():
 
 
 @pytest.fixture(scope="module")
-def heard(net):
+def start_decoding(net):
     mel = torch.randn(80, 3000, generator=torch.Generator().manual_seed(1))
     return lambda: net.encode(mel)
 
@@ -61,9 +61,9 @@ def small():
 
 @given(st.lists(st.integers(0, len(VOCABULARY) - 1), min_size=1, max_size=12), st.data())
 @settings(max_examples=examples(20))
-def test_tokens_one_by_one_get_the_scores_they_get_at_once(net, heard, tokens, data):
-    at_once = net.decode(tokens, heard())
-    decoding, scores, rest = heard(), [], tokens
+def test_scores_do_not_depend_on_how_the_tokens_are_chunked(net, start_decoding, tokens, data):
+    at_once = net.decode(tokens, start_decoding())
+    decoding, scores, rest = start_decoding(), [], tokens
     while rest:
         length = data.draw(st.integers(1, len(rest)))
         scores.append(net.decode(rest[:length], decoding))
@@ -72,35 +72,40 @@ def test_tokens_one_by_one_get_the_scores_they_get_at_once(net, heard, tokens, d
     torch.testing.assert_close(torch.cat(scores), at_once, atol=1e-4, rtol=1e-4)
 
 
-def test_a_token_is_not_seen_by_those_before_it(net, heard):
-    one, other = net.decode([1, 2, 3], heard()), net.decode([1, 2, 9], heard())
-    torch.testing.assert_close(one[:2], other[:2])
-    assert not torch.allclose(one[2], other[2])
+def test_no_position_attends_to_a_later_one(net, start_decoding):
+    first, second = net.decode([1, 2, 3], start_decoding()), net.decode([1, 2, 9], start_decoding())
+    torch.testing.assert_close(first[:2], second[:2])
+    assert not torch.allclose(first[2], second[2])
 
 
 def naive_attention(queries, keys, values):
-    """One head after the other, one query after the other."""
+    """Attention computed for each head and each query separately."""
     size = WIDTH // HEADS
-    mixed = torch.zeros(len(queries), WIDTH)
+    attended = torch.zeros(len(queries), WIDTH)
     for head in range(HEADS):
-        part = slice(head * size, (head + 1) * size)
-        for place, query in enumerate(queries[:, part]):
-            weights = torch.softmax(keys[:, part] @ query / size**0.5, 0)
-            mixed[place, part] = weights @ values[:, part]
-    return mixed
+        features = slice(head * size, (head + 1) * size)
+        for index, query in enumerate(queries[:, features]):
+            weights = torch.softmax(keys[:, features] @ query / size**0.5, 0)
+            attended[index, features] = weights @ values[:, features]
+    return attended
 
 
 class Naive:
-    """The same network by its definition, computed from the variables."""
+    """A naive implementation of the same network, computed from its variables."""
 
-    def __init__(self, made):
-        self.made = {name: torch.from_numpy(np.asarray(each, "f4")) for name, each in made.items()}
+    def __init__(self, weights):
+        self.weights = {
+            name: torch.from_numpy(np.asarray(weight, "f4")) for name, weight in weights.items()
+        }
 
     def linear(self, state, name):
-        return state @ self.made[f"{name}/weight"].T + self.made[f"{name}/bias"]
+        return state @ self.weights[f"{name}/weight"].T + self.weights[f"{name}/bias"]
 
     def normed(self, state, name):
-        gamma, beta = self.made[f"{name}/layer_norm/gamma"], self.made[f"{name}/layer_norm/beta"]
+        gamma, beta = (
+            self.weights[f"{name}/layer_norm/gamma"],
+            self.weights[f"{name}/layer_norm/beta"],
+        )
         return F.layer_norm(state, (WIDTH,), gamma, beta)
 
     def self_attention(self, state, layer, *, causal):
@@ -125,31 +130,33 @@ class Naive:
     def encoder(self, mel):
         state = mel[None]
         for name, stride in (("conv1", 1), ("conv2", 2)):
-            weight, bias = (self.made[f"encoder/{name}/{part}"] for part in ("weight", "bias"))
+            weight, bias = (self.weights[f"encoder/{name}/{part}"] for part in ("weight", "bias"))
             state = F.gelu(F.conv1d(state, weight, bias, stride, padding=1))
-        state = state[0].T + self.made["encoder/position_encodings/encodings"]
+        state = state[0].T + self.weights["encoder/position_encodings/encodings"]
         for layer in ("encoder/layer_0", "encoder/layer_1"):
             state = self.feed_forward(self.self_attention(state, layer, causal=False), layer)
         return self.normed(state, "encoder")
 
-    def decoder(self, tokens, heard):
+    def decoder(self, tokens, encoded_audio):
         """Return the scores after the last token."""
-        embedding = self.made["decoder/embeddings/weight"]
+        embedding = self.weights["decoder/embeddings/weight"]
         state = embedding[tokens]
-        state = state + self.made["decoder/position_encodings/encodings"][: len(tokens)]
+        state = state + self.weights["decoder/position_encodings/encodings"][: len(tokens)]
         for layer in ("decoder/layer_0", "decoder/layer_1"):
             state = self.self_attention(state, layer, causal=True)
             queries = self.linear(
                 self.normed(state, f"{layer}/attention"), f"{layer}/attention/linear_0"
             )
-            keys, values = self.linear(heard, f"{layer}/attention/linear_1").split(WIDTH, dim=1)
+            keys, values = self.linear(encoded_audio, f"{layer}/attention/linear_1").split(
+                WIDTH, dim=1
+            )
             mixed = naive_attention(queries, keys, values)
             state = state + self.linear(mixed, f"{layer}/attention/linear_2")
             state = self.feed_forward(state, layer)
         return self.normed(state, "decoder")[-1] @ embedding.T
 
 
-def test_the_network_computes_its_definition(net):
+def test_the_scores_match_a_naive_implementation(net):
     mel = torch.randn(80, 3000, generator=torch.Generator().manual_seed(1))
     naive = Naive(variables())
     expected = naive.decoder([4, 7, 1], naive.encoder(mel))
@@ -161,10 +168,10 @@ def test_a_model_of_another_kind_is_refused():
     with pytest.raises(WhisperFileError, match="differs from Whisper in decoder/pre_norm"):
         WhisperNet(variables() | {"decoder/pre_norm": np.int8(0)})
     with pytest.raises(WhisperFileError, match="has no 'encoder/num_heads'"):
-        WhisperNet({name: each for name, each in variables().items() if "num_heads" not in name})
+        WhisperNet({name: value for name, value in variables().items() if "num_heads" not in name})
 
 
-def test_words_that_do_not_fit_the_model_are_refused():
+def test_a_vocabulary_that_does_not_fit_the_model_is_refused():
     with pytest.raises(WhisperFileError, match=r"43 tokens do not fit a model of 44"):
         Whisper(WhisperFile(variables(), VOCABULARY[1:], (), ()))
     renamed = (*VOCABULARY[:-1], "x")
@@ -172,28 +179,28 @@ def test_words_that_do_not_fit_the_model_are_refused():
         Whisper(WhisperFile(variables(), renamed, (), ()))
 
 
-def test_a_file_that_was_not_fetched_is_reported_with_the_cure(tmp_path):
+def test_the_error_for_a_missing_file_names_the_fetch_command(tmp_path):
     with pytest.raises(WhisperFileError, match="omni-proxy replica fetch whisper-tiny"):
         Whisper.load(tmp_path / "model.bin")
 
 
 @given(st.integers(0, 100 * RATE))
 @settings(max_examples=examples(15))
-def test_windows_together_are_the_whole_sound(length):
-    found = list(windows(np.resize(NOISE, length)))
-    assert [start for start, _ in found[1:]] == [end for _, end in found[:-1]]
-    assert all(0 < end - start <= WINDOW_SAMPLES for start, end in found)
-    assert (found[0][0], found[-1][1]) == (0, length) if found else length == 0
+def test_windows_cover_the_audio_without_gaps(length):
+    split = list(windows(np.resize(NOISE, length)))
+    assert [start for start, _ in split[1:]] == [end for _, end in split[:-1]]
+    assert all(0 < end - start <= WINDOW_SAMPLES for start, end in split)
+    assert (split[0][0], split[-1][1]) == (0, length) if split else length == 0
 
 
-def test_a_long_sound_is_cut_where_it_is_quiet():
+def test_long_audio_is_split_where_it_is_quiet():
     samples = NOISE.copy()
     samples[int(24.0 * RATE) : int(24.3 * RATE)] = 0
     (_, cut), *_ = windows(samples)
     assert 24.0 < cut / RATE < 24.3
 
 
-def test_the_pieces_add_up_to_the_text_and_the_segments_hold_it(small):
+def test_the_pieces_and_the_segments_add_up_to_the_text(small):
     pieces = []
     transcript = small.transcribe(NOISE[: 65 * RATE], pieces.append)
     assert len(pieces) > 2
@@ -204,18 +211,21 @@ def test_the_pieces_add_up_to_the_text_and_the_segments_hold_it(small):
     assert transcript == small.transcribe(NOISE[: 65 * RATE])
 
 
-def test_no_token_is_emitted_that_must_not_be(small):
-    free = small.transcribe(NOISE[: 2 * RATE]).text.split()
-    first, other = VOCABULARY.index("Ġ" + free[0]), next(w for w in free if w != free[0])
-    assert free.count(free[0]) > 1
-    held = Whisper(small_whisper((VOCABULARY.index("Ġ" + other),), (first,)))
-    text = held.transcribe(NOISE[: 2 * RATE]).text.split()
+def test_suppressed_tokens_are_not_emitted(small):
+    unsuppressed = small.transcribe(NOISE[: 2 * RATE]).text.split()
+    first, other = (
+        VOCABULARY.index("Ġ" + unsuppressed[0]),
+        next(word for word in unsuppressed if word != unsuppressed[0]),
+    )
+    assert unsuppressed.count(unsuppressed[0]) > 1
+    suppressing = Whisper(small_whisper((VOCABULARY.index("Ġ" + other),), (first,)))
+    text = suppressing.transcribe(NOISE[: 2 * RATE]).text.split()
     assert other not in text
-    assert text[0] != free[0]
-    assert free[0] in text
+    assert text[0] != unsuppressed[0]
+    assert unsuppressed[0] in text
 
 
-def test_different_sounds_have_different_texts(small):
+def test_different_audio_has_different_text(small):
     texts = {small.transcribe(NOISE[n * RATE : (n + 2) * RATE]).text for n in range(3)}
     assert len(texts) == 3
 
@@ -228,44 +238,44 @@ def test_silence_has_no_text(small):
     assert small.transcribe(np.zeros(0, np.float32)).duration_secs == 0
 
 
-def test_a_window_ends_at_its_bounds(small, monkeypatch):
+def test_a_window_has_a_limited_number_of_tokens(small, monkeypatch):
     monkeypatch.setattr(whisper, "MAX_WINDOW_TOKENS", 5)
     assert len(small.transcribe(NOISE[: 2 * RATE]).text.split()) <= 5
 
 
 def test_a_transcription_can_be_aborted_after_any_token(small):
-    whole = small.transcribe(NOISE[: 40 * RATE]).text
+    complete = small.transcribe(NOISE[: 40 * RATE]).text
     pieces = []
-    partly = small.transcribe(NOISE[: 40 * RATE], pieces.append, lambda: len(pieces) >= 2)
+    aborted = small.transcribe(NOISE[: 40 * RATE], pieces.append, lambda: len(pieces) >= 2)
     assert len(pieces) == 2
-    assert whole.startswith(partly.text)
-    assert len(partly.text) < len(whole)
+    assert complete.startswith(aborted.text)
+    assert len(aborted.text) < len(complete)
     assert small.transcribe(NOISE, aborted=lambda: True).text == ""
 
 
-def test_a_bound_on_the_tokens_counts_all_windows(small):
-    whole = small.transcribe(NOISE[: 40 * RATE])
-    first, last = (len(segment.text.split()) for segment in whole.segments)
-    partly = small.transcribe(NOISE[: 40 * RATE], most_tokens=first + 1)
-    assert partly.text.split() == whole.text.split()[: first + 1]
-    assert partly.cut
-    enough = small.transcribe(NOISE[: 40 * RATE], most_tokens=first + last)
-    assert enough == whole
-    assert not whole.cut
+def test_the_token_limit_counts_the_tokens_of_all_windows(small):
+    complete = small.transcribe(NOISE[: 40 * RATE])
+    first, last = (len(segment.text.split()) for segment in complete.segments)
+    limited = small.transcribe(NOISE[: 40 * RATE], most_tokens=first + 1)
+    assert limited.text.split() == complete.text.split()[: first + 1]
+    assert limited.cut
+    exact = small.transcribe(NOISE[: 40 * RATE], most_tokens=first + last)
+    assert exact == complete
+    assert not complete.cut
     assert small.transcribe(NOISE[:RATE], most_tokens=0).text == ""
 
 
 @given(pieces_of_windows)
-def test_windows_are_joined_by_one_blank(message):
-    reported = []
-    pieces = whisper._TextJoiner(reported.append)
-    for window in message:
-        pieces.next_window()
+def test_texts_of_windows_are_joined_by_one_space(window_pieces):
+    emitted = []
+    joiner = whisper._TextJoiner(emitted.append)
+    for window in window_pieces:
+        joiner.next_window()
         for piece in window:
-            pieces.feed(piece)
-    texts = [text for window in message if (text := "".join(window).strip())]
-    assert pieces.text == "".join(reported) == " ".join(texts)
-    assert "" not in reported
+            joiner.feed(piece)
+    texts = [text for window in window_pieces if (text := "".join(window).strip())]
+    assert joiner.text == "".join(emitted) == " ".join(texts)
+    assert "" not in emitted
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +329,7 @@ def test_noise_without_words_has_no_text(tiny_en):
 
 @pytest.mark.replica
 @needs_file
-def test_a_held_tone_does_not_keep_the_decoder_going_round(tiny_en):
+def test_a_constant_tone_does_not_make_the_decoder_loop(tiny_en):
     tone = np.sin(2 * np.pi * 440 * np.arange(5 * RATE) / RATE).astype(np.float32) * 0.3
     pieces = []
     tiny_en.transcribe(tone, pieces.append)

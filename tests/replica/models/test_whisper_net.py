@@ -16,14 +16,14 @@ from omni_proxy.replica.models.whisper_net import (
 )
 from tests.replica.models.small_whisper import model_bin
 
-FEW = {
+VARIABLES = {
     "encoder/weight": np.arange(6, dtype="<f2").reshape(2, 3),
     "encoder/num_heads": np.int16(6),
     "flag": np.int8(1),
     "wide": np.asarray([1.5], "<f4"),
     "counts": np.asarray([-1, 1 << 20], "<i4"),
 }
-FILE = model_bin(FEW, aliases=[("decoder/weight", "encoder/weight")])
+FILE = model_bin(VARIABLES, aliases=[("decoder/weight", "encoder/weight")])
 
 
 def read(data: bytes):
@@ -31,22 +31,22 @@ def read(data: bytes):
 
 
 def test_every_variable_round_trips():
-    found = read(FILE)
-    for name, variable in FEW.items():
-        np.testing.assert_array_equal(found[name], variable)
-        assert found[name].dtype == np.asarray(variable).dtype
-    assert found["decoder/weight"] is found["encoder/weight"]
-    assert set(found) == {*FEW, "decoder/weight"}
+    variables = read(FILE)
+    for name, variable in VARIABLES.items():
+        np.testing.assert_array_equal(variables[name], variable)
+        assert variables[name].dtype == np.asarray(variable).dtype
+    assert variables["decoder/weight"] is variables["encoder/weight"]
+    assert set(variables) == {*VARIABLES, "decoder/weight"}
 
 
 @given(st.integers(0, len(FILE) - 1))
-def test_a_cut_file_is_refused_wherever_it_is_cut(length):
+def test_a_truncated_file_is_refused_at_any_length(length):
     with pytest.raises(WhisperFileError, match="the model file is truncated"):
         read(FILE[:length])
 
 
 @given(st.integers(0, len(FILE) - 1), st.integers(1, 255))
-def test_a_damaged_file_is_read_or_refused_and_nothing_else(place, change):
+def test_a_damaged_file_is_read_or_is_a_whisper_file_error(place, change):
     damaged = bytearray(FILE)
     damaged[place] ^= change
     try:
@@ -58,16 +58,16 @@ def test_a_damaged_file_is_read_or_refused_and_nothing_else(place, change):
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (model_bin(FEW, version=5), "version 5, not 6"),
-        (model_bin(FEW, spec="TransformerSpec"), "contains a 'TransformerSpec'"),
-        (model_bin(FEW, aliases=[("a", "b")]), "refers to 'b', which it does not contain"),
+        (model_bin(VARIABLES, version=5), "version 5, not 6"),
+        (model_bin(VARIABLES, spec="TransformerSpec"), "contains a 'TransformerSpec'"),
+        (model_bin(VARIABLES, aliases=[("a", "b")]), "refers to 'b', which it does not contain"),
         (FILE + b"\0", "continues after its end"),
         (FILE.replace(b"\x04\x0c\0\0\0", b"\x09\x0c\0\0\0"), "an unknown type, 9"),
         (FILE.replace(b"\x02\x02\0\0\0\x03", b"\x02\x02\0\0\0\x04"), "12 bytes for its shape"),
         (FILE.replace(b"flag", b"\xfflag"), "unreadable name"),
     ],
 )
-def test_a_file_of_another_kind_is_reported_by_what_is_wrong(data, reason):
+def test_an_invalid_file_is_refused_with_its_reason(data, reason):
     assert data != FILE
     with pytest.raises(WhisperFileError, match=reason):
         read(data)
@@ -76,14 +76,14 @@ def test_a_file_of_another_kind_is_reported_by_what_is_wrong(data, reason):
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "model.bin").write_bytes(FILE)
-    # U+0085 ends a line for str.splitlines and is a letter of this vocabulary's alphabet's kind.
+    # U+0085 ends a line for str.splitlines, but may be part of a token in this file.
     (tmp_path / "vocabulary.txt").write_text("Ġa\nb\x85\n<|endoftext|>\n", "utf-8")
     config = {"suppress_ids": [1, 2], "suppress_ids_begin": [0], "lang_ids": []}
     (tmp_path / "config.json").write_text(json.dumps(config))
     return tmp_path
 
 
-def test_vocabulary_and_suppressed_ids_are_read_from_files_beside_it(folder):
+def test_vocabulary_and_suppressed_ids_are_read_from_the_models_folder(folder):
     file = read_whisper_file(folder / "model.bin")
     assert file.vocabulary == ("Ġa", "b\x85", "<|endoftext|>")
     assert (file.suppressed, file.suppressed_first) == ((1, 2), (0,))
@@ -92,7 +92,7 @@ def test_vocabulary_and_suppressed_ids_are_read_from_files_beside_it(folder):
 
 @pytest.mark.parametrize("name", ["model.bin", "vocabulary.txt", "config.json"])
 @pytest.mark.parametrize("content", [None, b"", b"\xff"])
-def test_a_lost_or_damaged_file_is_reported_by_the_models_path(folder, name, content):
+def test_a_missing_or_damaged_file_is_refused(folder, name, content):
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
@@ -110,20 +110,22 @@ def tone(hertz: float, secs: float = 1.0):
 
 
 def naive_power(samples):
-    """The same by definition: a sum for each frame and frequency, triangles bin by bin."""
-    reach = whisper_net.FFT_SAMPLES // 2
-    around = np.concatenate([samples[reach:0:-1], samples, samples[-2 : -reach - 2 : -1]])
-    place = np.arange(whisper_net.FFT_SAMPLES)
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * place / whisper_net.FFT_SAMPLES)
+    """A naive `mel_power`: a sum for each frame and frequency, and triangles bin by bin."""
+    half_window = whisper_net.FFT_SAMPLES // 2
+    padded = np.concatenate(
+        [samples[half_window:0:-1], samples, samples[-2 : -half_window - 2 : -1]]
+    )
+    positions = np.arange(whisper_net.FFT_SAMPLES)
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * positions / whisper_net.FFT_SAMPLES)
     powers = []
     for start in range(
         0,
         len(samples) // whisper_net.HOP_SAMPLES * whisper_net.HOP_SAMPLES,
         whisper_net.HOP_SAMPLES,
     ):
-        frame = around[start : start + whisper_net.FFT_SAMPLES] * window
+        frame = padded[start : start + whisper_net.FFT_SAMPLES] * window
         waves = [
-            np.sum(frame * np.exp(-2j * np.pi * k * place / whisper_net.FFT_SAMPLES))
+            np.sum(frame * np.exp(-2j * np.pi * k * positions / whisper_net.FFT_SAMPLES))
             for k in range(201)
         ]
         powers.append([naive_band(band, np.abs(waves) ** 2) for band in range(whisper_net.BANDS)])
@@ -131,8 +133,10 @@ def naive_power(samples):
 
 
 def naive_hertz(mel_number):
-    above = mel_number - 15
-    return mel_number * 200 / 3 if above < 0 else 1000 * 6.4 ** (above / 27)
+    mels_above_1000_hz = mel_number - 15
+    return (
+        mel_number * 200 / 3 if mels_above_1000_hz < 0 else 1000 * 6.4 ** (mels_above_1000_hz / 27)
+    )
 
 
 def naive_band(band, power):
@@ -148,13 +152,13 @@ def naive_band(band, power):
     return total
 
 
-def test_the_power_is_that_of_the_definition():
-    chance = np.random.default_rng(5)
-    samples = tone(700, 0.06) + chance.standard_normal(960).astype("f4") * 0.1
+def test_the_power_matches_a_naive_implementation():
+    rng = np.random.default_rng(5)
+    samples = tone(700, 0.06) + rng.standard_normal(960).astype("f4") * 0.1
     np.testing.assert_allclose(mel_power(samples), naive_power(samples), rtol=2e-4, atol=1e-7)
 
 
-def test_every_band_is_one_triangle_and_they_follow_each_other():
+def test_every_band_has_a_peak_and_the_peaks_are_in_order():
     filters = mel_filters()
     assert filters.shape == (80, 201)
     assert (filters >= 0).all()
@@ -163,26 +167,28 @@ def test_every_band_is_one_triangle_and_they_follow_each_other():
 
 
 @pytest.mark.parametrize("hertz", [200, 1000, 3000, 7000])
-def test_a_tone_is_loudest_in_the_band_that_holds_it(hertz):
+def test_a_tone_is_loudest_in_the_band_that_contains_it(hertz):
     loudest = mel_power(tone(hertz))[:, 50].argmax()
-    held = np.flatnonzero(mel_filters()[loudest]) * whisper_net.RATE / whisper_net.FFT_SAMPLES
-    assert held.min() - 40 <= hertz <= held.max() + 40
+    frequencies = (
+        np.flatnonzero(mel_filters()[loudest]) * whisper_net.RATE / whisper_net.FFT_SAMPLES
+    )
+    assert frequencies.min() - 40 <= hertz <= frequencies.max() + 40
 
 
 @pytest.mark.parametrize("secs", [0, 0.5, 30])
-def test_the_window_is_always_whole(secs):
+def test_the_spectrum_always_has_the_length_of_a_window(secs):
     spectrum = log_mel(tone(440, secs))
     assert spectrum.shape == (80, 3000)
     assert spectrum.dtype == np.float32
     assert spectrum.max() - spectrum.min() <= 8 / 4 + 1e-6
 
 
-def test_what_is_shorter_is_followed_by_silence():
+def test_short_audio_is_padded_with_silence():
     spectrum = log_mel(tone(440, 1))
     assert (spectrum[:, 110:] == spectrum.min()).all()
     np.testing.assert_array_equal(spectrum, log_mel(np.pad(tone(440, 1), (0, 16_000))))
 
 
-def test_more_than_a_window_is_refused():
+def test_audio_longer_than_a_window_is_refused():
     with pytest.raises(ValueError, match="more than a window"):
         log_mel(np.zeros(whisper_net.WINDOW_SAMPLES + 1, np.float32))
