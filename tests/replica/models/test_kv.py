@@ -8,7 +8,7 @@ LIKE = torch.empty(0)
 
 
 def append(kv: SequenceKV, count: int, first: float) -> None:
-    """Append tokens with a distinct number for each token, each layer, and keys or values."""
+    """Append tokens whose keys and values are distinct numbers for each token and layer."""
     kv.reserve(count)
     for layer in range(SHAPE.layers):
         rows = (
@@ -21,7 +21,7 @@ def append(kv: SequenceKV, count: int, first: float) -> None:
 
 
 def numbers_of(kv: SequenceKV) -> list[float]:
-    """The numbers of layer 1, read with the write of one more token that is not kept."""
+    """The numbers of layer 1, which are read by writing one more token that is not kept."""
     kv.reserve(1)
     keys, values = kv.write(1, torch.zeros(1, 2, SHAPE.kv_heads, SHAPE.head_size))
     assert torch.equal(keys[:, :-1] + 0.5, values[:, :-1])

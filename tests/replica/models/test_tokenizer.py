@@ -108,7 +108,7 @@ def test_the_tiny_tokenizer_takes_the_longest_syllable(tiny):
     assert ids[-1] in tiny.eos_ids
 
 
-def test_half_a_character_becomes_a_question_mark_in_the_tiny_tokenizer(tiny):
+def test_a_lone_surrogate_becomes_a_question_mark_in_the_tiny_tokenizer(tiny):
     assert tiny.decode(tiny.encode("ban\ud800")) == "ban?"
 
 

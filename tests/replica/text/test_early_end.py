@@ -1,4 +1,4 @@
-"""Aborted requests, pauses that wait, and the weight version of each token."""
+"""Requests that end early, pauses that wait for them, and the weight version of each token."""
 
 import itertools
 import threading

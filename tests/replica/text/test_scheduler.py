@@ -104,7 +104,7 @@ def test_the_beginning_of_a_stop_string_is_released_at_the_end():
     assert harness.result("a")["finish_reason"] == "length"
 
 
-def test_a_stop_token_ends_the_text_and_counts():
+def test_a_stop_token_ends_the_text_and_is_counted():
     complete = undisturbed(**GREEDY)
     index = 12
     token = complete["token_ids"][index]
@@ -304,7 +304,7 @@ def test_an_embedding_has_length_one_and_distinguishes_texts():
     assert harness.result("a")["usage"]["total_tokens"] == len(tokens)
 
 
-def test_an_embedding_that_raises_fails_alone(monkeypatch):
+def test_an_embedding_that_raises_fails_only_its_request(monkeypatch):
     harness = SchedulerHarness()
     monkeypatch.setattr(harness.worker, "embed", lambda tokens: [][1])
     harness.submit("a", task="embed")

@@ -127,7 +127,7 @@ async def test_audio_is_fetched_from_an_allowed_domain():
     assert "Accept: audio/*\r\n" in heads[0]
 
 
-async def test_image_requests_accept_images():
+async def test_an_image_is_fetched_with_an_accept_header_for_images():
     async with server(http_response(b"image")) as (port, heads):
         url = f"http://{HOST}:{port}/a.png"
         assert await fetch_url(url, ALLOWED, 100, allow_private=True, kind="image") == b"image"
@@ -232,9 +232,9 @@ async def read_as_route(body, content_type=CONTENT_TYPE, most_bytes=10_000, step
     call = Call(app, "/form", body, content_type)
     if step:
         call._in, call._out = trio.open_memory_channel(len(body) // step + 2)
-        for at in range(0, len(body), step):
-            message = {"type": "http.request", "body": body[at : at + step]}
-            call._in.send_nowait(message | {"more_body": at + step < len(body)})
+        for start in range(0, len(body), step):
+            message = {"type": "http.request", "body": body[start : start + step]}
+            call._in.send_nowait(message | {"more_body": start + step < len(body)})
     await call.run()
     return results[0]
 

@@ -72,7 +72,7 @@ async def test_a_pipeline_without_admin_stages_can_be_paused(api):
     assert body["results"][0]["data"]["skipped"] is True
 
 
-# Facts
+# Model info
 
 
 async def test_model_info_is_the_aggregate_and_the_facts_common_to_all_stages(tiny):

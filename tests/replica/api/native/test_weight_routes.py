@@ -59,7 +59,7 @@ async def generate(api):
     return body["text"], body["meta_info"]["weight_version"]
 
 
-# The complete sequence
+# A complete update
 
 
 async def test_new_weights_change_every_response_and_old_weights_restore_them(tiny, tmp_path):

@@ -59,12 +59,12 @@ async def test_the_bytes_of_a_chats_tokens_are_its_content(tiny):
 
 async def test_a_streams_tokens_are_those_of_the_complete_response(tiny):
     request = REQUEST | {"logprobs": True, "top_logprobs": 1, "n": 2}
-    whole = await tiny.chat_json(**request)
+    complete = await tiny.chat_json(**request)
     streamed = [[], []]
     for event in (await tiny.chat_events(**request))[:-1]:
         (choice,) = event["choices"]
         streamed[choice["index"]] += choice.get("logprobs", {}).get("content", [])
-    for index, choice in enumerate(whole["choices"]):
+    for index, choice in enumerate(complete["choices"]):
         tokens = [
             [item["token"] for item in content]
             for content in (streamed[index], choice["logprobs"]["content"])

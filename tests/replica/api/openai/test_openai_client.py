@@ -16,7 +16,7 @@ REQUEST = {
 
 @pytest.fixture
 async def with_client(tiny):
-    """A function that runs another one with OpenAI's client, in a thread, against the server."""
+    """Yields a function that calls another one with OpenAI's client, in a thread."""
     async with listening(tiny.app) as port:
 
         def call_with_client(function):
@@ -45,14 +45,14 @@ async def test_a_chat_with_the_optional_fields_of_the_client(with_client):
 
 async def test_a_streamed_chat_has_the_same_text_and_reports_its_usage(with_client):
     def use(client):
-        whole = client.chat.completions.create(**REQUEST)
+        complete = client.chat.completions.create(**REQUEST)
         chunks = list(
             client.chat.completions.create(
                 **REQUEST, stream=True, stream_options={"include_usage": True}
             )
         )
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-        assert text == whole.choices[0].message.content
+        assert text == complete.choices[0].message.content
         assert chunks[0].choices[0].delta.role == "assistant"
         assert chunks[-1].choices[0].finish_reason == "length"
         assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [4]

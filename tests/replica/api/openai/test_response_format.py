@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 async def with_url(model):
-    """A function that runs another one with the base URL, in a thread, against the server."""
+    """Yields a function that calls another one with the server's base URL, in a thread."""
     async with (
         opened(builtin_pipeline(BuiltinOptions(model=model))) as api,
         listening(api.app) as port,
@@ -89,12 +89,12 @@ async def test_the_stream_helper_parses_split_events(with_url):
     def use(url):
         with client_of(url) as client:
             request = REQUEST | {"temperature": 0}
-            whole = client.chat.completions.parse(**request, response_format=Pet)
+            complete = client.chat.completions.parse(**request, response_format=Pet)
             with client.chat.completions.stream(**request, response_format=Pet) as stream:
                 for _ in stream:
                     pass
                 streamed = stream.get_final_completion()
-        assert streamed.choices[0].message.parsed == whole.choices[0].message.parsed
+        assert streamed.choices[0].message.parsed == complete.choices[0].message.parsed
 
     await with_url(use)
 

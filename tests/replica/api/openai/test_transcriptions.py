@@ -41,7 +41,7 @@ async def test_text_is_plain():
     assert call.headers["content-type"] == "text/plain; charset=utf-8"
 
 
-async def test_verbose_json_reports_all():
+async def test_verbose_json_has_the_language_duration_and_segments():
     async with open_replica() as replica:
         call = await transcribe(replica, response_format="verbose_json", prompt="UNTIMED")
     assert json.loads(call.body) == {
@@ -202,8 +202,8 @@ async def test_long_uploads_in_flight_are_limited(nursery):
         for call in calls:
             call.disconnect()
             await call.ended.wait()
-        again = await transcribe(replica, data=long)
-    assert (refused.status, short.status, again.status) == (503, 200, 200)
+        later = await transcribe(replica, data=long)
+    assert (refused.status, short.status, later.status) == (503, 200, 200)
     assert "try again later" in json.loads(refused.body)["detail"]
 
 

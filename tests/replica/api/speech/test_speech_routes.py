@@ -309,9 +309,9 @@ async def test_only_a_synthesis_that_succeeded_has_an_outcome():
         spoken = await replica.speech(input="One two")
         await replica.speech(input="BROKEN")
         request_id = spoken.headers["x-request-id"]
-        known = await replica.http.get(f"/v1/audio/speech/{request_id}")
+        outcome = await replica.http.get(f"/v1/audio/speech/{request_id}")
         other = await replica.http.get("/v1/audio/speech/speech-x")
-        assert await known.get_json() == {
+        assert await outcome.get_json() == {
             "request_id": request_id,
             "finish_reason": "stop",
             "usage": {

@@ -137,14 +137,14 @@ async def test_an_openai_sse_stream_has_deltas_and_no_done():
     assert call.complete
 
 
-FORMS = [
+STREAM_FIELDS = [
     {"stream": True},
     {"stream": True, "stream_format": "audio", "response_format": "pcm"},
     {"stream_format": "sse"},
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("stream_fields", STREAM_FIELDS)
 @pytest.mark.parametrize(
     ("text", "status", "message"),
     [
@@ -154,9 +154,11 @@ FORMS = [
         (" ", 400, "input must be a non-empty string"),
     ],
 )
-async def test_a_failure_before_the_first_audio_is_a_plain_http_error(form, text, status, message):
+async def test_a_failure_before_the_first_audio_is_a_plain_http_error(
+    stream_fields, text, status, message
+):
     async with open_replica() as replica:
-        call = await replica.post(PATH, body(input=text, **form))
+        call = await replica.post(PATH, body(input=text, **stream_fields))
         assert replica.live == 0
     assert call.status == status
     assert call.headers["content-type"] == "application/json"
@@ -167,8 +169,8 @@ async def test_a_failure_before_the_first_audio_is_a_plain_http_error(form, text
 @pytest.mark.parametrize("text", ["Hello there. BROKEN", "Hello there. FASTER now"])
 async def test_a_later_failure_cuts_sse_and_pcm_streams(text):
     async with open_replica() as replica:
-        for form, count in ((FORMS[0], 1), (FORMS[1], 1)):
-            call = await replica.post(PATH, body(input=text, **form))
+        for stream_fields, count in ((STREAM_FIELDS[0], 1), (STREAM_FIELDS[1], 1)):
+            call = await replica.post(PATH, body(input=text, **stream_fields))
             assert (call.status, len(call.chunks), call.complete) == (200, count, False)
             assert b"[DONE]" not in call.body
             assert call.error is not None
@@ -195,10 +197,12 @@ async def test_a_later_failure_is_an_event_in_an_openai_sse_stream():
     assert call.error is None
 
 
-@pytest.mark.parametrize("form", FORMS)
-async def test_audio_is_streamed_during_synthesis_and_a_disconnect_aborts_it(form, nursery):
+@pytest.mark.parametrize("stream_fields", STREAM_FIELDS)
+async def test_audio_is_streamed_during_synthesis_and_a_disconnect_aborts_it(
+    stream_fields, nursery
+):
     async with open_replica() as replica:
-        call = replica.begin(nursery, PATH, body(input="Hello there. HELD", **form))
+        call = replica.begin(nursery, PATH, body(input="Hello there. HELD", **stream_fields))
         await call.wait_for_chunks(1)
         await trio.to_thread.run_sync(HOLDING.wait)
         assert replica.live == 1
@@ -211,7 +215,7 @@ async def test_audio_is_streamed_during_synthesis_and_a_disconnect_aborts_it(for
 
 async def test_a_disconnect_before_the_response_starts_aborts_the_synthesis(nursery):
     async with open_replica() as replica:
-        call = replica.begin(nursery, PATH, body(input="Hello there. HELD", **FORMS[0]))
+        call = replica.begin(nursery, PATH, body(input="Hello there. HELD", **STREAM_FIELDS[0]))
 
         async def never_sends(message):
             await trio.sleep_forever()

@@ -58,9 +58,9 @@ async def test_a_stream_counts_its_events_and_ends_with_the_response(engine):
         "response.content_part.added", "response.output_text.done", "response.content_part.done",
         "response.output_item.done", "response.completed",
     ]  # fmt: skip
-    whole = await ok(await engine.post(PATH, REQUEST))
+    complete = await ok(await engine.post(PATH, REQUEST))
     text = "".join(event["delta"] for event in events if "delta" in event)
-    assert text == text_of(whole) == text_of(events[-1]["response"])
+    assert text == text_of(complete) == text_of(events[-1]["response"])
     stored = await ok(await engine.get(f"{PATH}/{events[0]['response']['id']}"))
     assert stored == events[-1]["response"]
 
@@ -152,7 +152,7 @@ async def test_an_invalid_request_is_refused_with_its_reason(api, body, reason):
 
 @pytest.fixture
 async def with_client():
-    """A function that runs another one with OpenAI's client, in a thread, against the server."""
+    """Yields a function that calls another one with OpenAI's client, in a thread."""
     async with opened(TINY, tokenizer_model="tiny") as api, listening(api.app) as port:
 
         def call_with_client(function):

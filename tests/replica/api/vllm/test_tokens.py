@@ -127,12 +127,12 @@ async def events_of(api, body):
 
 async def test_the_streamed_events_add_up_to_the_complete_response(engine):
     body = {"token_ids": [5, 6, 7], "sampling_params": GREEDY | {"logprobs": 2, "n": 2, "seed": 1}}
-    whole = await ok(await engine.post(GENERATE, body))
+    complete = await ok(await engine.post(GENERATE, body))
     events = await events_of(engine, body | {"stream_options": {"include_usage": True}})
     usage = events.pop()
-    assert (usage["choices"], usage["usage"]) == ([], whole["usage"] | {
+    assert (usage["choices"], usage["usage"]) == ([], complete["usage"] | {
         "prompt_tokens_details": usage["usage"]["prompt_tokens_details"]})  # fmt: skip
-    for index, choice in enumerate(whole["choices"]):
+    for index, choice in enumerate(complete["choices"]):
         parts = [part for event in events for part in event["choices"] if part["index"] == index]
         assert [token for part in parts for token in part["token_ids"]] == choice["token_ids"]
         content = [item for part in parts for item in part["logprobs"]["content"]]
@@ -171,8 +171,8 @@ async def test_a_rendered_chat_generates_the_same_text_as_the_chat(engine):
     body = await ok(await engine.post("/v1/chat/completions/render", chat))
     assert body["request_id"].startswith("chatcmpl-")
     reply = await ok(await engine.post(GENERATE, body | {"output_mode": "text"}))
-    whole = await ok(await engine.post("/v1/chat/completions", chat))
-    assert reply["choices"][0]["text"] == whole["choices"][0]["message"]["content"]
+    chat_reply = await ok(await engine.post("/v1/chat/completions", chat))
+    assert reply["choices"][0]["text"] == chat_reply["choices"][0]["message"]["content"]
     assert body["sampling_params"]["stop"] == ["zz"]
 
 
