@@ -28,7 +28,7 @@ GUID = bytes.fromhex("000000001000800000aa00389b71")
 
 
 @given(SAMPLES, RATES, RATES)
-def test_the_duration_stays_and_the_range_is_not_left(samples, from_rate, to_rate):
+def test_resampling_keeps_the_duration_and_the_range(samples, from_rate, to_rate):
     changed = resample(samples, from_rate, to_rate)
     assert changed.dtype == np.float32
     assert len(changed) == max(1, round(len(samples) * to_rate / from_rate))
@@ -38,12 +38,12 @@ def test_the_duration_stays_and_the_range_is_not_left(samples, from_rate, to_rat
 
 
 @given(SAMPLES, RATES, st.integers(1, 6))
-def test_a_whole_number_of_times_the_rate_can_be_undone(samples, rate, times):
-    there = resample(samples, rate, rate * times)
-    np.testing.assert_allclose(resample(there, rate * times, rate), samples, atol=1e-6)
+def test_upsampling_by_a_whole_factor_can_be_undone(samples, rate, times):
+    upsampled = resample(samples, rate, rate * times)
+    np.testing.assert_allclose(resample(upsampled, rate * times, rate), samples, atol=1e-6)
 
 
-def test_a_straight_line_stays_straight():
+def test_a_straight_line_stays_straight_when_resampled():
     line = np.linspace(0, 1, 101, dtype=np.float32)
     halves = resample(line, 100, 200)
     np.testing.assert_allclose(halves[:200], np.arange(200) / 200, atol=1e-6)
@@ -56,7 +56,7 @@ def test_a_slow_tone_keeps_its_frequency():
     assert spectrum.argmax() == 440
 
 
-def test_nothing_stays_nothing():
+def test_no_samples_resample_to_no_samples():
     assert len(resample(np.zeros(0, np.float32), 8_000, 16_000)) == 0
 
 
@@ -87,33 +87,33 @@ def extensible(code: int) -> bytes:
 
 
 @given(LOUD_SAMPLES, st.sampled_from([8_000, 16_000, 24_000, 44_100]))
-def test_what_is_written_is_read_back_within_one_step(samples, rate):
-    heard, heard_rate = decode_audio(encode_wav(samples, rate))
-    assert heard_rate == rate
-    assert heard.dtype == np.float32
-    np.testing.assert_allclose(heard, np.clip(samples, -1, 1), atol=2.1 / 32_768)
+def test_encoded_samples_decode_to_within_one_quantization_step(samples, rate):
+    decoded, decoded_rate = decode_audio(encode_wav(samples, rate))
+    assert decoded_rate == rate
+    assert decoded.dtype == np.float32
+    np.testing.assert_allclose(decoded, np.clip(samples, -1, 1), atol=2.1 / 32_768)
 
 
 @given(LOUD_SAMPLES)
-def test_another_reader_reads_the_same_file(samples):
+def test_the_wave_module_reads_the_same_samples(samples):
     with wave.open(io.BytesIO(encode_wav(samples, 24_000))) as file:
         assert file.getparams()[:4] == (1, 2, 24_000, len(samples))
         assert file.readframes(len(samples)) == encode_pcm16(samples)
 
 
 @given(LOUD_SAMPLES)
-def test_16_bits_are_cut_toward_zero(samples):
+def test_16_bit_samples_are_truncated_toward_zero(samples):
     expected = [int(np.float32(max(-1.0, min(1.0, x))) * np.float32(32_767)) for x in samples]
     assert list(struct.unpack(f"<{len(samples)}h", encode_pcm16(samples))) == expected
 
 
-def test_the_header_is_the_plain_one_of_44_bytes():
+def test_the_header_is_the_canonical_one_of_44_bytes():
     file = encode_wav(np.asarray([0.0, 1.0, -1.0], np.float32), 24_000)
     assert file[:44] == riff(fmt(rate=24_000), chunk(b"data", b"\0" * 6))[:44]
     assert file[44:] == struct.pack("<3h", 0, 32_767, -32_767)
 
 
-def test_what_is_no_number_is_written_as_silence():
+def test_nan_is_written_as_silence_and_infinity_is_clipped():
     assert encode_pcm16(np.asarray([np.nan, np.inf, -np.inf], np.float32)) == struct.pack(
         "<3h", 0, 32_767, -32_767
     )
@@ -128,16 +128,16 @@ def test_what_is_no_number_is_written_as_silence():
         (32, [-(1 << 31), 0, (1 << 31) - 1]),
     ],
 )
-@pytest.mark.parametrize("wide", [False, True])
-def test_every_integer_width_is_read_full_scale(bits, values, wide):
+@pytest.mark.parametrize("is_extensible", [False, True])
+def test_every_integer_width_is_read_full_scale(bits, values, is_extensible):
     body = b"".join(value.to_bytes(bits // 8, "little", signed=bits > 8) for value in values)
-    head = fmt(0xFFFE, bits=bits, extra=extensible(1)) if wide else fmt(bits=bits)
-    heard, _ = decode_audio(riff(head, chunk(b"data", body)))
-    np.testing.assert_allclose(heard, [-1, 0, 1], atol=1 / 127)
+    head = fmt(0xFFFE, bits=bits, extra=extensible(1)) if is_extensible else fmt(bits=bits)
+    decoded, _ = decode_audio(riff(head, chunk(b"data", body)))
+    np.testing.assert_allclose(decoded, [-1, 0, 1], atol=1 / 127)
 
 
 @pytest.mark.parametrize("head", [fmt(3, bits=32), fmt(0xFFFE, bits=32, extra=extensible(3))])
-def test_float_samples_are_taken_as_they_are(head):
+def test_float_samples_are_decoded_unchanged(head):
     body = struct.pack("<3f", -0.5, 0.0, 1.5)
     assert decode_audio(riff(head, chunk(b"data", body)))[0].tolist() == [-0.5, 0.0, 1.5]
 
@@ -145,35 +145,35 @@ def test_float_samples_are_taken_as_they_are(head):
 @given(st.integers(1, 6), st.lists(st.integers(-(1 << 15), (1 << 15) - 1), min_size=1, max_size=9))
 def test_channels_are_mixed_down_to_their_mean(channels, left):
     frames = np.asarray([[value] + [0] * (channels - 1) for value in left], "<i2")
-    heard, rate = decode_audio(riff(fmt(channels=channels), chunk(b"data", frames.tobytes())))
+    decoded, rate = decode_audio(riff(fmt(channels=channels), chunk(b"data", frames.tobytes())))
     assert rate == 16_000
-    np.testing.assert_allclose(heard, np.asarray(left) / 32_768 / channels, atol=1e-6)
+    np.testing.assert_allclose(decoded, np.asarray(left) / 32_768 / channels, atol=1e-6)
 
 
-def test_other_chunks_are_stepped_over_with_their_padding():
+def test_unknown_chunks_are_skipped_with_their_padding():
     body = struct.pack("<2h", 1, 2)
     file = riff(chunk(b"LIST", b"odd"), fmt(), chunk(b"fact", b"1234"), chunk(b"data", body))
     assert len(decode_audio(file)[0]) == 2
 
 
 @pytest.mark.parametrize("size", [0x7FFFFFFF, 0xFFFFFFFF])
-def test_a_file_that_a_pipe_wrote_ends_where_it_ends(size):
+def test_a_streamed_file_with_a_placeholder_size_ends_where_its_data_ends(size):
     file = riff(fmt()) + struct.pack("<4sI", b"data", size) + b"\0" * 7
     assert len(decode_audio(file)[0]) == 3
 
 
 @given(st.data())
-def test_a_cut_file_is_refused_wherever_it_is_cut(data):
+def test_a_truncated_file_is_refused_at_any_length(data):
     whole = riff(fmt(channels=2), chunk(b"data", b"\1\0" * 20))
-    cut = data.draw(st.integers(0, len(whole) - 1))
+    length = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(AudioError):
-        decode_audio(whole[:cut])
+        decode_audio(whole[:length])
 
 
 @given(st.binary(max_size=120), st.booleans())
-def test_no_bytes_do_anything_but_decode_or_be_refused(tail, headed):
+def test_arbitrary_bytes_are_decoded_or_refused(tail, has_riff_header):
     try:
-        samples, rate = decode_audio(b"RIFF\0\0\0\0WAVEfmt " + tail if headed else tail)
+        samples, rate = decode_audio(b"RIFF\0\0\0\0WAVEfmt " + tail if has_riff_header else tail)
     except AudioError:
         return
     assert len(samples)
@@ -196,7 +196,7 @@ def test_no_bytes_do_anything_but_decode_or_be_refused(tail, headed):
         (b"RIFF\0\0\0\0AVI LIST", "is not a WAV file"),
     ],
 )
-def test_another_format_is_refused_by_its_name(data, reason):
+def test_the_refusal_of_another_format_names_it(data, reason):
     with pytest.raises(AudioError, match=reason) as refused:
         decode_audio(data)
     assert "WAV files of 8, 16, 24 or 32 bit PCM" in str(refused.value)
@@ -220,7 +220,7 @@ def test_another_format_is_refused_by_its_name(data, reason):
         (b"", "no fmt chunk before its samples"),
     ],
 )
-def test_a_format_that_is_not_taken_is_named(head, reason):
+def test_the_refusal_of_an_unsupported_wav_format_names_it(head, reason):
     with pytest.raises(AudioError, match=reason):
         decode_audio(riff(head, chunk(b"data", b"\0" * 64)))
 
@@ -230,7 +230,7 @@ def test_a_file_without_samples_is_refused():
         decode_audio(riff(fmt(), chunk(b"data", b"")))
 
 
-def test_a_float_that_is_no_number_is_refused():
+def test_a_float_sample_that_is_nan_is_refused():
     body = struct.pack("<2f", 0.0, float("nan"))
     with pytest.raises(AudioError, match="not finite"):
         decode_audio(riff(fmt(3, bits=32), chunk(b"data", body)))

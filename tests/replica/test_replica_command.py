@@ -15,7 +15,7 @@ LLAMACPP = ["--engine", "llamacpp"]
 def fetched(monkeypatch):
     calls = []
 
-    def fetch(model, cache, _say):
+    def fetch(model, cache, _report):
         calls.append((model, cache))
         return cache / model.file
 
@@ -23,13 +23,13 @@ def fetched(monkeypatch):
     return calls
 
 
-def test_fetch_prints_the_path_and_ends_with_0(fetched, capsys):
+def test_fetch_prints_the_path_and_exits_with_0(fetched, capsys):
     assert command.main(["fetch", "smollm2-135m", "--cache", "/c"]) == 0
     assert capsys.readouterr().out == f"/c/{MODELS['smollm2-135m'].file}\n"
     assert fetched == [(MODELS["smollm2-135m"], Path("/c"))]
 
 
-def test_serving_gets_the_arguments(monkeypatch):
+def test_the_llamacpp_server_gets_the_arguments(monkeypatch):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
     argv = "--port 31005 --threads 2 --parallel 3 --context 512 --model-name chat --cache /c"
@@ -50,7 +50,7 @@ def test_serving_gets_the_arguments(monkeypatch):
 
 
 @pytest.mark.parametrize("host", ["::1", "[::1]"])
-def test_an_ipv6_address_may_be_typed_as_in_a_url(monkeypatch, host):
+def test_an_ipv6_address_may_be_in_brackets(monkeypatch, host):
     served = []
     monkeypatch.setattr(llamacpp, "serve", served.append)
     command.main([*LLAMACPP, "--host", host])
@@ -90,14 +90,14 @@ def test_the_model_is_served_under_its_own_name_unless_requested_otherwise(monke
         (["fetch"], "required: model"),
     ],
 )
-def test_wrong_arguments_end_with_2_and_name_themselves(argv, reason, capsys):
-    with pytest.raises(SystemExit) as ended:
+def test_invalid_arguments_exit_with_2_and_are_named(argv, reason, capsys):
+    with pytest.raises(SystemExit) as caught:
         command.main(argv)
-    assert ended.value.code == 2
+    assert caught.value.code == 2
     assert reason in capsys.readouterr().err
 
 
-def test_a_failed_fetch_ends_with_1(monkeypatch, capsys):
+def test_a_failed_fetch_exits_with_1(monkeypatch, capsys):
     def fetch(*_):
         raise ModelFileError("no disk")
 
@@ -106,7 +106,7 @@ def test_a_failed_fetch_ends_with_1(monkeypatch, capsys):
     assert "error: no disk" in capsys.readouterr().err
 
 
-def test_a_ctrl_c_while_fetching_ends_without_a_traceback(monkeypatch):
+def test_ctrl_c_during_a_fetch_exits_without_a_traceback(monkeypatch):
     def fetch(*_):
         raise KeyboardInterrupt
 
@@ -114,13 +114,13 @@ def test_a_ctrl_c_while_fetching_ends_without_a_traceback(monkeypatch):
     assert command.main(["fetch", "smollm2-135m"]) == command.INTERRUPTED
 
 
-def test_a_missing_engine_is_reported_with_the_cure(monkeypatch, capsys):
+def test_the_error_about_a_missing_engine_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(command.sys.modules, "xllamacpp", None)
     assert command.main(LLAMACPP) == 1
     assert "pip install 'omni-proxy[replica]'" in capsys.readouterr().err
 
 
-def test_a_taken_port_ends_with_1_before_the_model_is_loaded(monkeypatch, capsys):
+def test_a_port_in_use_exits_with_1_before_the_model_is_loaded(monkeypatch, capsys):
     monkeypatch.setattr(llamacpp, "_engine", object)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -128,8 +128,8 @@ def test_a_taken_port_ends_with_1_before_the_model_is_loaded(monkeypatch, capsys
     assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
-class Left(Exception):
-    """Replaces the end of the process."""
+class ProcessExit(Exception):
+    """Raised instead of exiting the process."""
 
 
 @pytest.fixture
@@ -139,11 +139,11 @@ def launched(monkeypatch):
     async def launch_server(pipeline, **options):
         calls.append((pipeline, options))
 
-    def leave(status):
-        raise Left(status)
+    def exit_process(status):
+        raise ProcessExit(status)
 
     monkeypatch.setattr(http_server, "launch_server", launch_server)
-    monkeypatch.setattr(command, "exit_process", leave)
+    monkeypatch.setattr(command, "exit_process", exit_process)
     monkeypatch.setattr(command, "_check_installed", lambda *_: None)
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
@@ -151,9 +151,9 @@ def launched(monkeypatch):
 
 
 def status_of(argv):
-    with pytest.raises(Left) as left:
+    with pytest.raises(ProcessExit) as caught:
         command.main(argv)
-    return left.value.args[0]
+    return caught.value.args[0]
 
 
 def test_torch_is_the_default_engine(launched, tmp_path):
@@ -166,7 +166,7 @@ def test_torch_is_the_default_engine(launched, tmp_path):
     assert options["capabilities"] == {"chat", "streaming"}
 
 
-def test_all_arguments_reach_the_server(launched):
+def test_all_arguments_are_passed_to_the_server(launched):
     argv = (
         "--model tiny --model-name small --speech hibari --transcription whisper-tiny --host ::1 "
         "--port 31005 --admin-api-key secret --stream-speech-as pcm --max-in-flight 3 "
@@ -225,20 +225,20 @@ def test_all_arguments_reach_the_server(launched):
         ("--weights-root /w/../w", "/w/../w"),
     ],
 )
-def test_strangers_without_a_key_can_name_no_file_to_read_weights_from(launched, argv, root):
+def test_without_a_key_only_loopback_clients_can_name_files_to_read_weights_from(
+    launched, argv, root
+):
     status_of(["--model", "tiny", *argv.split()])
     assert launched[0][0].stages[1].params["weights_root"] == root
 
 
-def test_a_key_of_the_environment_lets_any_file_be_named(launched, monkeypatch):
+def test_a_key_in_the_environment_lets_clients_name_any_file(launched, monkeypatch):
     monkeypatch.setenv("SGLANG_OMNI_ADMIN_KEY", "secret")
     status_of(["--model", "tiny", "--host", "0.0.0.0"])
     assert launched[0][0].stages[1].params["weights_root"] == "/"
 
 
-def test_a_text_stage_of_a_pipeline_file_has_the_root_that_it_names_or_that_of_all(
-    launched, tmp_path
-):
+def test_a_text_stage_in_a_pipeline_file_may_override_the_weights_root(launched, tmp_path):
     stage = '[[stages]]\nname = "{}"\nfactory = "omni_proxy.replica.text.stage:build"\n{}\n'
     (tmp_path / "p.toml").write_text(
         'name = "mine"\n'
@@ -250,14 +250,14 @@ def test_a_text_stage_of_a_pipeline_file_has_the_root_that_it_names_or_that_of_a
     assert roots == ["/w", "/own"]
 
 
-def test_a_cache_folder_of_its_own_is_where_the_stages_look(launched, fetched, tmp_path):
+def test_stages_read_the_model_from_the_given_cache_folder(launched, fetched, tmp_path):
     status_of(["--cache", str(tmp_path)])
     (stage, _) = launched[0][0].stages
     assert stage.params == {"model": str(tmp_path / MODELS["smollm2-135m"].file)}
     assert fetched == [(MODELS["smollm2-135m"], tmp_path)]
 
 
-def test_a_file_that_is_in_the_usual_place_is_left_for_its_stage_to_check(
+def test_a_file_in_the_default_cache_is_checked_by_its_stage_and_not_fetched(
     launched, fetched, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -278,7 +278,7 @@ def test_the_environment_is_set_before_a_model_runtime_can_read_it(launched):
     assert command.os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
-def test_a_pipeline_from_a_file_is_served_under_its_own_name(launched, tmp_path):
+def test_a_pipeline_from_a_file_is_served_under_its_name(launched, tmp_path):
     (tmp_path / "p.toml").write_text(
         'name = "mine"\n[[stages]]\nname = "a"\nfactory = "a:b"\nterminal = true\n'
     )
@@ -288,18 +288,18 @@ def test_a_pipeline_from_a_file_is_served_under_its_own_name(launched, tmp_path)
     assert options["capabilities"] is None
 
 
-def test_a_wrong_pipeline_ends_with_2_and_one_line_for_each_problem(launched, tmp_path, capsys):
+def test_an_invalid_pipeline_exits_with_2_and_one_line_for_each_problem(launched, tmp_path, capsys):
     (tmp_path / "p.toml").write_text("nam = 1\nentrie = 2")
     assert status_of(["--pipeline", str(tmp_path / "p.toml")]) == 2
-    output = capsys.readouterr().err.splitlines()
-    assert [line.partition("p.toml: ")[2] for line in output] == [
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("p.toml: ")[2] for line in lines] == [
         "nam: unknown key; did you mean name?",
         "entrie: unknown key; did you mean entries?",
         "name: is missing",
     ]
 
 
-def test_missing_packages_are_reported_with_the_cure(monkeypatch, capsys):
+def test_the_error_about_missing_packages_says_how_to_install_them(monkeypatch, capsys):
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(command.MissingPackageError, match=r"torch, .*omni-proxy\[replica\]"):
         command._check_installed(command.REQUIRED_PACKAGES)
@@ -308,29 +308,29 @@ def test_missing_packages_are_reported_with_the_cure(monkeypatch, capsys):
 def test_the_ocr_stage_exists_only_if_requested(launched):
     status_of(["--model", "tiny", "--images", "ocr", "--threads", "2", "--own-process", "look"])
     status_of(["--model", "tiny"])
-    (seeing, options), (blind, others) = launched
-    assert [stage.name for stage in seeing.stages] == ["look", "prepare", "decode"]
-    assert (seeing.stages[0].params, seeing.stages[0].process) == ({"threads": 2}, "look")
-    assert options["capabilities"] - others["capabilities"] == {"image_input"}
-    assert [stage.name for stage in blind.stages] == ["prepare", "decode"]
+    (with_ocr, options), (without_ocr, options_without_ocr) = launched
+    assert [stage.name for stage in with_ocr.stages] == ["look", "prepare", "decode"]
+    assert (with_ocr.stages[0].params, with_ocr.stages[0].process) == ({"threads": 2}, "look")
+    assert options["capabilities"] - options_without_ocr["capabilities"] == {"image_input"}
+    assert [stage.name for stage in without_ocr.stages] == ["prepare", "decode"]
 
 
-def test_images_without_their_extra_end_with_1_and_the_cure(monkeypatch, capsys):
-    def leave(status):
-        raise Left(status)
+def test_ocr_without_its_packages_exits_with_1_and_says_what_to_install(monkeypatch, capsys):
+    def exit_process(status):
+        raise ProcessExit(status)
 
-    monkeypatch.setattr(command, "exit_process", leave)
+    monkeypatch.setattr(command, "exit_process", exit_process)
     monkeypatch.setattr(command, "REQUIRED_PACKAGES", ())
     monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
     assert status_of(["--model", "tiny", "--images", "ocr"]) == 1
     assert "PIL; run pip install 'omni-proxy[ocr]'" in capsys.readouterr().err
 
 
-def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
-    def leave(status):
-        raise Left(status)
+def test_a_port_in_use_exits_the_torch_engine_with_1(monkeypatch, capsys):
+    def exit_process(status):
+        raise ProcessExit(status)
 
-    monkeypatch.setattr(command, "exit_process", leave)
+    monkeypatch.setattr(command, "exit_process", exit_process)
     monkeypatch.setattr(command, "_check_installed", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -338,7 +338,7 @@ def test_a_taken_port_ends_the_torch_engine_with_1(monkeypatch, capsys):
     assert f"error: cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
 
 
-def test_the_same_command_makes_a_report(tmp_path, capsys):
+def test_the_profile_command_prints_a_report(tmp_path, capsys):
     assert command.main(["profile", str(tmp_path)]) == 0
     assert "# Requests: 0" in capsys.readouterr().out
 

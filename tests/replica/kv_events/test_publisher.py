@@ -1,4 +1,4 @@
-"""The publisher with real sockets of this machine."""
+"""The publisher with real sockets on loopback."""
 
 import os
 import socket
@@ -33,7 +33,7 @@ END = b"\xff" * 8
 
 
 class Sockets:
-    """All of them are closed at the end: one that is dropped open is a warning."""
+    """Closes all its sockets at the end: an unclosed one would cause a warning."""
 
     def __init__(self, context):
         self._context = context
@@ -45,14 +45,14 @@ class Sockets:
         return self._opened[-1]
 
     def close(self):
-        for each in self._opened:
-            each.close(0)
+        for opened in self._opened:
+            opened.close(0)
 
 
 @pytest.fixture
 def context():
-    with zmq.Context() as opened:
-        sockets = Sockets(opened)
+    with zmq.Context() as zmq_context:
+        sockets = Sockets(zmq_context)
         yield sockets
         sockets.close()
 
@@ -67,8 +67,8 @@ def opened():
         return publishers[-1]
 
     yield start
-    for each in publishers:
-        each.close()
+    for publisher in publishers:
+        publisher.close()
 
 
 def local(endpoint):
@@ -76,7 +76,7 @@ def local(endpoint):
 
 
 def subscribed(context, publisher):
-    """A reader whose subscription has arrived: batches before that are nobody's."""
+    """A reader whose subscription is active. Batches before that are not delivered."""
     reader = context.socket(zmq.SUB)
     reader.subscribe(b"")
     reader.connect(local(publisher.endpoint))
@@ -85,34 +85,34 @@ def subscribed(context, publisher):
     return reader
 
 
-def asked(context, publisher, frames):
-    asker = context.socket(zmq.DEALER)
-    asker.connect(local(publisher.replay_endpoint))
-    asker.send_multipart(frames)
-    return asker
+def request_replay(context, publisher, frames):
+    dealer = context.socket(zmq.DEALER)
+    dealer.connect(local(publisher.replay_endpoint))
+    dealer.send_multipart(frames)
+    return dealer
 
 
 def replayed(context, publisher, first=0):
-    """All answers up to the end mark, without it."""
-    asker = asked(context, publisher, [b"", first.to_bytes(8, "big")])
-    answers = []
-    while (frames := asker.recv_multipart())[-2] != END:
-        answers.append(frames)
-    return answers
+    """All replayed batches, without the end mark."""
+    dealer = request_replay(context, publisher, [b"", first.to_bytes(8, "big")])
+    batches = []
+    while (frames := dealer.recv_multipart())[-2] != END:
+        batches.append(frames)
+    return batches
 
 
-def numbers(answers):
-    return [int.from_bytes(frames[-2], "big") for frames in answers]
+def numbers(batches):
+    return [int.from_bytes(frames[-2], "big") for frames in batches]
 
 
 def until_replayed(context, publisher, count):
-    """The thread has sent so many batches."""
-    while len(answers := replayed(context, publisher)) < count:
+    """Waits until `count` batches can be replayed: the thread has sent them."""
+    while len(batches := replayed(context, publisher)) < count:
         pass
-    return answers
+    return batches
 
 
-def test_a_subscriber_gets_topic_number_and_payload(context, opened):
+def test_a_subscriber_receives_topic_number_and_payload(context, opened):
     publisher = opened(topic="kv")
     reader = subscribed(context, publisher)
     publisher.publish([BlocksStored((7,), None, tuple(range(16)))])
@@ -129,61 +129,61 @@ def test_numbers_begin_at_0_and_replays_have_four_frames(context, opened):
     publisher = opened(topic="kv")
     for _ in range(3):
         publisher.publish([AllCleared()])
-    answers = until_replayed(context, publisher, 3)
-    assert [frames[:3] for frames in answers] == [
+    batches = until_replayed(context, publisher, 3)
+    assert [frames[:3] for frames in batches] == [
         [b"", b"kv", number.to_bytes(8, "big")] for number in range(3)
     ]
     assert numbers(replayed(context, publisher, 2)) == [2]
-    asker = asked(context, publisher, [b"", (10**9).to_bytes(8, "big")])
-    assert asker.recv_multipart() == [b"", b"", END, b""]
+    dealer = request_replay(context, publisher, [b"", (10**9).to_bytes(8, "big")])
+    assert dealer.recv_multipart() == [b"", b"", END, b""]
 
 
 def test_replays_of_sglang_have_no_topic(context, opened):
     publisher = opened(form="sglang")
     publisher.publish([AllCleared()])
-    (answer,) = until_replayed(context, publisher, 1)
-    assert answer[:2] == [b"", bytes(8)]
-    assert len(answer) == 3
-    asker = asked(context, publisher, [b"", bytes([1] * 8)])
-    assert asker.recv_multipart() == [b"", END, b""]
+    (batch,) = until_replayed(context, publisher, 1)
+    assert batch[:2] == [b"", bytes(8)]
+    assert len(batch) == 3
+    dealer = request_replay(context, publisher, [b"", bytes([1] * 8)])
+    assert dealer.recv_multipart() == [b"", END, b""]
 
 
-def test_a_whole_buffer_is_replayed_and_no_more_than_that(context, opened):
+def test_exactly_the_whole_buffer_is_replayed(context, opened):
     publisher = opened(buffer_steps=3000)
     for _ in range(3500):
         publisher.publish([AllCleared()])
-    answers = until_replayed(context, publisher, 3000)
-    while numbers(answers)[-1] != 3499:
-        answers = replayed(context, publisher)
-    assert numbers(answers) == list(range(500, 3500))
+    batches = until_replayed(context, publisher, 3000)
+    while numbers(batches)[-1] != 3499:
+        batches = replayed(context, publisher)
+    assert numbers(batches) == list(range(500, 3500))
 
 
-def test_malformed_requests_get_no_answer_and_harm_nobody(context, opened):
+def test_malformed_replay_requests_are_ignored(context, opened):
     publisher = opened()
     publisher.publish([AllCleared()])
     for frames in ([b"x"], [b"", b"short"], [b"", bytes(8), b""], [b"", b"", b"", b""]):
-        assert not asked(context, publisher, frames).poll(20)
+        assert not request_replay(context, publisher, frames).poll(20)
     assert numbers(until_replayed(context, publisher, 1)) == [0]
 
 
-def test_what_does_not_fit_the_queue_leaves_a_gap_in_the_numbers(context, opened, monkeypatch):
-    held, encode = threading.Event(), KvEventPublisher._send_waiting
+def test_batches_that_exceed_the_queue_leave_a_gap_in_the_numbers(context, opened, monkeypatch):
+    may_send, send_waiting = threading.Event(), KvEventPublisher._send_waiting
 
     def wait_and_send(self):
-        held.wait(20)
-        encode(self)
+        may_send.wait(20)
+        send_waiting(self)
 
     monkeypatch.setattr(KvEventPublisher, "_send_waiting", wait_and_send)
     publisher = opened(max_queue_size=2)
     for _ in range(5):
         publisher.publish([AllCleared()])
-    held.set()
+    may_send.set()
     assert numbers(until_replayed(context, publisher, 2)) == [0, 1]
     publisher.publish([AllCleared()])
     assert numbers(until_replayed(context, publisher, 3)) == [0, 1, 5]
 
 
-def test_an_endpoint_that_names_a_host_is_connected_to(context, opened):
+def test_the_publisher_connects_to_an_endpoint_that_names_a_host(context, opened):
     reader = context.socket(zmq.SUB)
     reader.subscribe(b"")
     port = reader.bind_to_random_port("tcp://127.0.0.1")
@@ -194,34 +194,32 @@ def test_an_endpoint_that_names_a_host_is_connected_to(context, opened):
     assert len(reader.recv_multipart()) == 3
 
 
-def test_a_port_in_use_is_named(opened):
-    with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))
-        holder.listen()
-        port = holder.getsockname()[1]
+def test_a_port_in_use_is_named_in_the_error(opened):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
         with pytest.raises(OSError, match=f"replay_endpoint tcp://\\*:{port}: Address already in"):
             KvEventPublisher(
                 KvEventSettings(endpoint="tcp://*:0", replay_endpoint=f"tcp://*:{port}")
             )
 
 
-def test_closing_sends_what_waits_and_frees_the_ports(context, opened):
+def test_closing_sends_waiting_batches_and_frees_the_ports(context, opened):
     publisher = opened()
     reader = subscribed(context, publisher)
     publisher.publish([BlocksStored((7,), None, tuple(range(16)))])
     publisher.close()
     while b"BlockStored" not in reader.recv_multipart()[2]:
         pass
-    with socket.socket() as again:
-        again.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        again.bind(("127.0.0.1", int(publisher.endpoint.rpartition(":")[2])))
-    publisher.publish([AllCleared()])  # nobody's any more
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", int(publisher.endpoint.rpartition(":")[2])))
+    publisher.publish([AllCleared()])  # ignored after close
     publisher.close()
 
 
-def test_a_publisher_whose_thread_failed_still_closes_all_it_has_opened(
-    opened, monkeypatch, caplog
-):
+def test_closing_a_publisher_whose_thread_failed_closes_its_files(opened, monkeypatch, caplog):
     def fail(*_):
         raise ValueError("no payload")
 
@@ -230,7 +228,7 @@ def test_a_publisher_whose_thread_failed_still_closes_all_it_has_opened(
     publisher.publish([AllCleared()])
     publisher._thread.join(30)
     assert "kv_events_stopped" in caplog.text
-    publisher.publish([AllCleared()])  # no more than ignored
+    publisher.publish([AllCleared()])  # ignored
     publisher.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(publisher._wake)
@@ -240,12 +238,12 @@ def test_changes_of_a_cache_are_published(context, opened):
     publisher = opened(block_size=2)
     changes = PublishedChanges(publisher)
     changes.on_kept((1, 2, 3), [])
-    changes.on_kept((1, 2), [])  # known already
+    changes.on_kept((1, 2), [])  # covered by the entry above
     changes.on_cleared()
     events = [
         msgspec.msgpack.decode(frames[-1])[1] for frames in until_replayed(context, publisher, 2)
     ]
-    assert [each[0]["type"] for each in events] == ["BlockStored", "AllBlocksCleared"]
+    assert [batch[0]["type"] for batch in events] == ["BlockStored", "AllBlocksCleared"]
 
 
 def test_a_replay_buffer_is_bounded_in_number_and_in_bytes():
@@ -259,7 +257,7 @@ def test_a_replay_buffer_is_bounded_in_number_and_in_bytes():
     assert list(buffer.since(0)) == []
 
 
-# Captured from vLLM 0.32.0: a block of 128 times token 12 that was stored at the beginning.
+# Captured from vLLM 0.32.0: a block that holds token 12 128 times and has no parent.
 STORED = bytes.fromhex(
     "93cb41dac0ca0df0c186918ba474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573"
     "91cfa496c10a93bd6c5eb1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473dc0080"
@@ -273,17 +271,17 @@ CLEARED = bytes.fromhex("93cb41dac0c9df4202fb9181a474797065b0416c6c426c6f636b734
 HIGH = 11859878919899278430  # above 2**63
 
 
-def test_a_stored_block_has_the_bytes_of_vllm():
+def test_a_stored_block_is_encoded_as_by_vllm():
     events = [BlocksStored((HIGH,), None, (12,) * 128)]
     assert encode_batch("vllm", 128, 1795369015.7618117, events) == STORED
 
 
-def test_cleared_blocks_have_the_bytes_of_vllm():
-    at = msgspec.msgpack.decode(CLEARED)[0]
-    assert encode_batch("vllm", 16, at, [AllCleared()]) == CLEARED
+def test_cleared_blocks_are_encoded_as_by_vllm():
+    timestamp = msgspec.msgpack.decode(CLEARED)[0]
+    assert encode_batch("vllm", 16, timestamp, [AllCleared()]) == CLEARED
 
 
-def test_a_removed_block_of_vllm_is_an_event_of_its_own():
+def test_the_vllm_form_has_one_event_for_each_removed_block():
     payload = encode_batch("vllm", 16, 1.5, [BlocksRemoved((HIGH, 7))])
     assert msgspec.msgpack.decode(payload) == [
         1.5,
@@ -295,7 +293,7 @@ def test_a_removed_block_of_vllm_is_an_event_of_its_own():
     ]
 
 
-def test_a_run_of_blocks_of_vllm_is_one_event():
+def test_the_vllm_form_has_one_event_for_consecutive_stored_blocks():
     payload = encode_batch("vllm", 2, 1.5, [BlocksStored((8, 9), 7, (1, 2, 3, 4))])
     (event,) = msgspec.msgpack.decode(payload)[1]
     assert event["block_hashes"] == [8, 9]
@@ -304,7 +302,7 @@ def test_a_run_of_blocks_of_vllm_is_one_event():
     assert event["extra_keys"] == [None, None]
 
 
-def test_events_of_sglang_are_arrays_for_one_block_each_with_signed_hashes():
+def test_the_sglang_form_has_one_array_for_each_block_with_signed_hashes():
     events = [BlocksRemoved((HIGH,)), BlocksStored((HIGH, 9), 7, (1, 2, 3, 4)), AllCleared()]
     assert msgspec.msgpack.decode(encode_batch("sglang", 2, 1.5, events)) == [
         1.5,
@@ -341,7 +339,7 @@ class Tokens:
 
 
 class Reader:
-    """Knows the text of each block by the events alone."""
+    """Reconstructs the tokens of each block from the events alone."""
 
     def __init__(self):
         self.texts = {}
@@ -351,16 +349,16 @@ class Reader:
             match event:
                 case BlocksStored(hashes, parent, tokens):
                     assert len(tokens) == BLOCK * len(hashes)
-                    for place, each in enumerate(hashes):
-                        assert each not in self.texts
-                        own = tokens[place * BLOCK : (place + 1) * BLOCK]
-                        self.texts[each] = (self.texts[parent] if parent else ()) + own
-                        parent = each
+                    for index, block in enumerate(hashes):
+                        assert block not in self.texts
+                        block_tokens = tokens[index * BLOCK : (index + 1) * BLOCK]
+                        self.texts[block] = (self.texts[parent] if parent else ()) + block_tokens
+                        parent = block
                 case BlocksRemoved(hashes):
-                    for each in hashes:
-                        gone = self.texts.pop(each)
-                        longer = [text for text in self.texts.values() if len(text) > len(gone)]
-                        assert gone not in [text[: len(gone)] for text in longer]
+                    for block in hashes:
+                        removed = self.texts.pop(block)
+                        longer = [text for text in self.texts.values() if len(text) > len(removed)]
+                        assert removed not in [text[: len(removed)] for text in longer]
                 case _:
                     self.texts.clear()
 
@@ -375,7 +373,7 @@ class EventsOfACache(RuleBasedStateMachine):
         self.entries = []
 
     def on_kept(self, tokens, dropped):
-        self.entries = [each for each in self.entries if each not in dropped] + [tokens]
+        self.entries = [entry for entry in self.entries if entry not in dropped] + [tokens]
         self.reader.read(self.blocks.change(tokens, dropped))
 
     def on_cleared(self):
@@ -395,7 +393,7 @@ class EventsOfACache(RuleBasedStateMachine):
         self.cache.flush()
 
     @invariant()
-    def the_reader_knows_every_block_of_every_entry_and_no_other(self):
+    def the_reader_has_exactly_the_blocks_of_the_entries(self):
         assert len(self.entries) == len(self.cache)
         kept = {
             entry[:end] for entry in self.entries for end in range(BLOCK, len(entry) + 1, BLOCK)
@@ -408,24 +406,24 @@ TestEventsOfACache = EventsOfACache.TestCase
 TestEventsOfACache.settings = settings(max_examples=examples(50), stateful_step_count=25)
 
 
-def test_a_hash_names_the_block_and_all_before_it():
-    one = list(block_hashes([1, 2, 3, 4], 2))
-    assert one == list(block_hashes([1, 2, 3, 4, 5], 2))
-    assert one[0] == next(block_hashes([1, 2], 2))
-    assert one[1] not in block_hashes([3, 4, 3, 4], 2)
-    assert all(0 <= each < 2**64 for each in one)
+def test_a_hash_covers_the_block_and_all_blocks_before_it():
+    hashes = list(block_hashes([1, 2, 3, 4], 2))
+    assert hashes == list(block_hashes([1, 2, 3, 4, 5], 2))
+    assert hashes[0] == next(block_hashes([1, 2], 2))
+    assert hashes[1] not in block_hashes([3, 4, 3, 4], 2)
+    assert all(0 <= block < 2**64 for block in hashes)
 
 
 def test_hashes_are_the_same_in_every_process():
     assert list(block_hashes(range(32), 16)) == [11960025834380122447, 5935103421891022402]
 
 
-def test_a_longer_text_stores_only_what_is_new():
+def test_a_longer_text_stores_only_its_new_blocks():
     blocks = HeldBlocks(2)
     (first,) = blocks.change((1, 2, 3), [])
-    (more,) = blocks.change((1, 2, 3, 4, 5, 6), [(1, 2, 3)])
+    (second,) = blocks.change((1, 2, 3, 4, 5, 6), [(1, 2, 3)])
     assert (first.parent, first.tokens) == (None, (1, 2))
-    assert (more.parent, more.tokens) == (first.hashes[0], (3, 4, 5, 6))
+    assert (second.parent, second.tokens) == (first.hashes[0], (3, 4, 5, 6))
 
 
 def test_a_text_without_a_complete_block_is_no_event():
@@ -434,7 +432,7 @@ def test_a_text_without_a_complete_block_is_no_event():
     assert blocks.change((4, 5), [(1, 2, 3)]) == []
 
 
-def test_removals_come_before_the_block_that_needed_the_room():
+def test_removals_precede_the_block_that_needed_the_room():
     blocks = HeldBlocks(2)
     (old,) = blocks.change((1, 2, 3, 4), [])
     removed, stored = blocks.change((5, 6), [(1, 2, 3, 4)])

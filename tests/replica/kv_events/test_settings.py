@@ -29,7 +29,7 @@ from omni_proxy.replica.text.stage_settings import parse_settings
         ("tcp://router.example:5557", False),
     ],
 )
-def test_it_binds_and_connects_where_vllm_does(endpoint, listens):
+def test_endpoints_are_bound_or_connected_as_by_vllm(endpoint, listens):
     assert binds(endpoint) is listens
 
 
@@ -43,7 +43,7 @@ def test_it_binds_and_connects_where_vllm_does(endpoint, listens):
         ("ipc:///tmp/events", "127.0.0.1", "ipc:///tmp/events"),
     ],
 )
-def test_a_wildcard_is_the_address_that_the_replica_serves_on(endpoint, host, address):
+def test_a_wildcard_binds_to_the_host_of_the_replica(endpoint, host, address):
     assert bind_address(endpoint, host) == address
 
 
@@ -61,7 +61,7 @@ def test_a_wildcard_is_the_address_that_the_replica_serves_on(endpoint, host, ad
         ({"endpoint": "tcp://*:1", "colour": "red"}, "unknown field `colour`"),
     ],
 )
-def test_a_refusal_names_the_parameter(params, reason):
+def test_the_error_names_the_invalid_parameter(params, reason):
     with pytest.raises(ValueError, match="kv_events") as caught:
         parse_kv_event_settings(params)
     assert reason in str(caught.value)
@@ -74,24 +74,24 @@ def test_a_block_that_the_cache_would_not_reuse_is_refused():
     assert parse_settings("decode", {"kv_events": events, "prefix_min_tokens": 8}).events.enabled
 
 
-def arguments(*words):
-    return serve_parser().parse_args(words)
+def arguments(*options):
+    return serve_parser().parse_args(options)
 
 
-def params(*words):
-    given = arguments(*words)
-    assert kv_events_problem(given) == ""
-    return kv_event_params(given).get("kv_events")
+def params(*options):
+    parsed = arguments(*options)
+    assert kv_events_problem(parsed) == ""
+    return kv_event_params(parsed).get("kv_events")
 
 
-def test_nothing_is_published_unless_asked_for():
+def test_nothing_is_published_unless_enabled():
     assert params() is None
     assert params("--kv-events-config", "{}") is None
     assert params("--kv-events-config", '{"enable_kv_cache_events": false}') is None
     assert params("--kv-events-config", '{"publisher": "null"}') is None
 
 
-def test_the_plain_options_and_the_json_of_both_engines_mean_the_same():
+def test_plain_options_and_the_json_of_both_engines_are_equivalent():
     plain = params("--kv-events", "tcp://*:5557", "--kv-replay", "tcp://*:5558")
     rest = '"endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}'
     vllm = params(
@@ -103,22 +103,22 @@ def test_the_plain_options_and_the_json_of_both_engines_mean_the_same():
 
 
 def test_the_json_needs_no_endpoint_and_no_publisher():
-    given = params("--kv-events-config", '{"enable_kv_cache_events": true, "topic": "kv"}')
-    settings = parse_kv_event_settings(given)
+    stage_params = params("--kv-events-config", '{"enable_kv_cache_events": true, "topic": "kv"}')
+    settings = parse_kv_event_settings(stage_params)
     assert (settings.endpoint, settings.replay_endpoint) == ("tcp://*:5557", "")
     assert (settings.topic, settings.buffer_steps) == ("kv", 10_000)
 
 
-def test_the_form_is_that_of_the_dialect_unless_named():
-    on = ("--kv-events", "tcp://*:0")
-    assert params(*on)["form"] == "vllm"
-    assert params(*on, "--dialect", "sglang")["form"] == "sglang"
-    assert params(*on, "--dialect", "sglang", "--kv-events-form", "vllm")["form"] == "vllm"
-    assert params(*on, "--page-size", "64")["block_size"] == 64
+def test_the_form_is_that_of_the_dialect_unless_given():
+    enabled = ("--kv-events", "tcp://*:0")
+    assert params(*enabled)["form"] == "vllm"
+    assert params(*enabled, "--dialect", "sglang")["form"] == "sglang"
+    assert params(*enabled, "--dialect", "sglang", "--kv-events-form", "vllm")["form"] == "vllm"
+    assert params(*enabled, "--page-size", "64")["block_size"] == 64
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("options", "reason"),
     [
         (("--kv-replay", "tcp://*:0"), "--kv-events"),
         (("--kv-events", "tcp://*:0", "--kv-events-config", "{}"), "remove them"),
@@ -129,17 +129,17 @@ def test_the_form_is_that_of_the_dialect_unless_named():
         (("--kv-events", "tcp://*:0", "--engine", "llamacpp"), "--engine torch"),
     ],
 )
-def test_a_problem_names_the_option(words, reason):
-    assert reason in kv_events_problem(arguments(*words))
+def test_the_problem_names_the_option(options, reason):
+    assert reason in kv_events_problem(arguments(*options))
 
 
-def test_the_options_are_of_one_group():
+def test_the_options_are_in_one_group_of_the_help():
     parser = argparse.ArgumentParser()
     add_kv_event_options(parser)
     assert "KV events:" in parser.format_help()
 
 
-def test_what_was_opened_is_reported_as_each_engine_does():
+def test_opened_endpoints_are_reported_in_the_format_of_each_engine():
     settings = parse_kv_event_settings({"endpoint": "tcp://*:0", "replay_endpoint": "tcp://*:0"})
     stages = [{}, stage_information(settings, "tcp://*:40001", "tcp://*:40002")]
     assert vllm_sources(stages) == {
@@ -154,14 +154,14 @@ def test_what_was_opened_is_reported_as_each_engine_does():
             "topic": "",
         }
     }
-    reported = sglang_source(stages)
-    assert (reported["publisher"], reported["endpoint_host"], reported["endpoint_port_base"]) == (
+    source = sglang_source(stages)
+    assert (source["publisher"], source["endpoint_host"], source["endpoint_port_base"]) == (
         "zmq", "*", 40001,
     )  # fmt: skip
-    assert (reported["block_size"], reported["dp_size"]) == (16, 1)
+    assert (source["block_size"], source["dp_size"]) == (16, 1)
 
 
-def test_a_publisher_that_connects_is_no_port_to_connect_to():
+def test_a_publisher_that_connects_reports_no_port():
     settings = parse_kv_event_settings({"endpoint": "tcp://10.0.0.1:5557"})
     stages = [stage_information(settings, settings.endpoint, "")]
     assert sglang_source(stages) is None
@@ -170,7 +170,7 @@ def test_a_publisher_that_connects_is_no_port_to_connect_to():
     assert vllm_sources([]) == {}
 
 
-def test_the_port_of_an_endpoint():
+def test_the_host_and_port_of_an_endpoint():
     assert tcp_parts("tcp://*:5557") == ("*", 5557)
     assert tcp_parts("tcp://[::1]:5557") == ("[::1]", 5557)
     assert tcp_parts("ipc:///tmp/x") == ("", -1)

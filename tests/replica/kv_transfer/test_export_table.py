@@ -14,7 +14,7 @@ KEYS = st.sampled_from(["a", "b", "c", "d"])
 
 @dataclass(frozen=True)
 class Stored:
-    """Stands for an Export: the table looks at nothing else."""
+    """Replaces an Export. The table reads no other attributes."""
 
     key: str
     nbytes: int
@@ -25,12 +25,12 @@ def table(clock=lambda: 0.0):
     return ExportTable(MAX_BYTES, LEASE_SECS, clock)
 
 
-class AgainstADictionary(RuleBasedStateMachine):
+class ExportTableAgainstModel(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
         self.table = table(lambda: self.now)
-        self.held = {}  # key: (export, when its lease ends, whether it is claimed)
+        self.held = {}  # key: (export, end of its lease, whether it is claimed)
 
     def expire(self):
         for key, (_, ends_at, claimed) in list(self.held.items()):
@@ -41,7 +41,7 @@ class AgainstADictionary(RuleBasedStateMachine):
     def keep(self, key, nbytes):
         self.expire()
         export = Stored(key, nbytes)
-        total = sum(each.nbytes for each, _, _ in self.held.values())
+        total = sum(export.nbytes for export, _, _ in self.held.values())
         fits = key not in self.held and total + nbytes <= MAX_BYTES
         assert self.table.keep(export) is fits
         if fits:
@@ -67,8 +67,8 @@ class AgainstADictionary(RuleBasedStateMachine):
     def drop(self, key):
         self.expire()
         self.table.expire()
-        count = self.table.drop(lambda export: export.key == key, "dropped")
-        assert count == (self.held.pop(key, None) is not None)
+        dropped = self.table.drop(lambda export: export.key == key, "dropped")
+        assert dropped == (self.held.pop(key, None) is not None)
 
     @precondition(lambda self: self.now < 1000)
     @rule(secs=st.sampled_from([1.0, 4.0, 10.0]))
@@ -76,61 +76,61 @@ class AgainstADictionary(RuleBasedStateMachine):
         self.now += secs
 
     @invariant()
-    def what_is_held_is_what_was_kept_and_has_a_lease(self):
+    def the_table_holds_what_was_kept_and_not_released_or_expired(self):
         self.expire()
         ends = [ends_at for _, ends_at, claimed in self.held.values() if not claimed]
         assert self.table.expire() == (min(ends) - self.now if ends else None)
-        assert self.table.nbytes == sum(each.nbytes for each, _, _ in self.held.values())
+        assert self.table.nbytes == sum(export.nbytes for export, _, _ in self.held.values())
         assert len(self.table) == len(self.held)
 
 
-TestAgainstADictionary = AgainstADictionary.TestCase
+TestExportTableAgainstModel = ExportTableAgainstModel.TestCase
 
 
 def test_an_error_reports_the_state_of_the_kv():
     now = [0.0]
-    held = table(lambda: now[0])
+    exports = table(lambda: now[0])
     with pytest.raises(ClaimError, match="the key is unknown"):
-        held.claim("a")
-    held.keep(Stored("a", 1))
-    held.claim("a")
+        exports.claim("a")
+    exports.keep(Stored("a", 1))
+    exports.claim("a")
     with pytest.raises(ClaimError, match="another decode replica"):
-        held.claim("a")
-    held.release("a")
+        exports.claim("a")
+    exports.release("a")
     with pytest.raises(ClaimError, match="fetched already"):
-        held.claim("a")
-    held.keep(Stored("b", 1))
+        exports.claim("a")
+    exports.keep(Stored("b", 1))
     now[0] = LEASE_SECS
     with pytest.raises(ClaimError, match="within 10 s"):
-        held.claim("b")
-    held.keep(Stored("c", 1))
-    held.drop(lambda _: True, "the weights have changed since")
+        exports.claim("b")
+    exports.keep(Stored("c", 1))
+    exports.drop(lambda _: True, "the weights have changed since")
     with pytest.raises(ClaimError, match="weights"):
-        held.claim("c")
+        exports.claim("c")
 
 
-def test_what_is_remembered_of_the_gone_is_bounded():
-    held = table()
+def test_the_history_of_removed_exports_is_bounded():
+    exports = table()
     for number in range(REMEMBERED + 10):
-        held.keep(Stored(str(number), 1))
-        held.release(str(number))
-    assert held.gone("0") == ""
-    assert held.gone(str(REMEMBERED + 9)) != ""
+        exports.keep(Stored(str(number), 1))
+        exports.release(str(number))
+    assert exports.gone("0") == ""
+    assert exports.gone(str(REMEMBERED + 9)) != ""
 
 
-def test_one_of_many_threads_gets_a_kv():
-    held = table()
-    held.keep(Stored("a", 1))
-    start, won = threading.Barrier(8), []
+def test_only_one_of_several_threads_can_claim_a_kv():
+    exports = table()
+    exports.keep(Stored("a", 1))
+    start, claimed = threading.Barrier(8), []
 
     def claim():
         start.wait()
         with suppress(ClaimError):
-            won.append(held.claim("a"))
+            claimed.append(exports.claim("a"))
 
     threads = [threading.Thread(target=claim) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(won) == 1
+    assert len(claimed) == 1

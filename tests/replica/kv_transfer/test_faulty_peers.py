@@ -1,4 +1,7 @@
-"""A replica against a peer that is none, is slow, lies, or is lost: raw sockets play the peer."""
+"""A replica whose peer speaks another protocol, is slow, sends wrong sizes, or is lost.
+
+Raw sockets replace the peer.
+"""
 
 import socket
 import threading
@@ -51,8 +54,8 @@ def read_frame(peer) -> tuple[FrameKind, bytes]:
 
 
 @contextmanager
-def fake_prefill(answer):
-    """Listens; each connection's HELLO is read, then `answer(connection)` is called."""
+def fake_prefill(respond):
+    """Reads HELLO from each connection, then calls `respond(connection)`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve():
@@ -64,7 +67,7 @@ def fake_prefill(answer):
                 with peer:
                     peer.settimeout(PATIENCE_SECS)
                     assert read_frame(peer)[0] is FrameKind.HELLO
-                    answer(peer)
+                    respond(peer)
 
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
@@ -88,27 +91,27 @@ def until_closed(peer):
 
 
 def sends(*parts):
-    def answer(peer):
+    def respond(peer):
         for part in parts:
             peer.sendall(part)
 
-    return answer
+    return respond
 
 
 def sends_and_waits(*parts):
-    def answer(peer):
+    def respond(peer):
         sends(*parts)(peer)
         until_closed(peer)
 
-    return answer
+    return respond
 
 
-def sizes(**changed):
-    return message(FrameKind.OFFER, Offer(**SIZES | {"cached_tokens": 0} | changed))
+def sizes(**changes):
+    return message(FrameKind.OFFER, Offer(**SIZES | {"cached_tokens": 0} | changes))
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("respond", "reason"),
     [
         (sends(), "closed the connection"),
         (sends(b"HTTP/1.1 400 Bad Request\r\n\r\n"), "not the KV transfer port"),
@@ -129,54 +132,54 @@ def sizes(**changed):
         (sends_and_waits(OFFER, LAYER[:-1]), "within 0.2 s"),
     ],
 )
-def test_decode_fails_its_request_and_continues(decode, answer, words):
-    with fake_prefill(answer) as fetch:
+def test_decode_fails_the_request_of_a_faulty_peer_and_serves_the_next(decode, respond, reason):
+    with fake_prefill(respond) as fetch:
         failure = decode.fail(PROMPT, fetch)
     assert failure.error.startswith("KVTransferError: prefill at 127.0.0.1:") or (
         failure.error.startswith("KVTransferError: 127.0.0.1:")
     )
-    assert words in failure.error
+    assert reason in failure.error
     assert decode.facts()["fetching"] == 0
     assert decode.ask(PROMPT)["finish_reason"] == "length"
 
 
-def test_a_prefill_that_reports_work_is_awaited(decode):
-    more = threading.Event()
+def test_decode_waits_for_a_prefill_that_sends_wait_frames(decode):
+    finished = threading.Event()
 
-    def answer(peer):
-        while not more.wait(0.05):  # longer in all than decode waits for a silent one
+    def respond(peer):
+        while not finished.wait(0.05):  # in all longer than decode waits for a silent peer
             peer.sendall(frame(FrameKind.WAIT))
         sends(message(FrameKind.REFUSE, Refuse("done waiting")))(peer)
 
-    timer = threading.Timer(0.6, more.set)
+    timer = threading.Timer(0.6, finished.set)
     timer.start()
-    with fake_prefill(answer) as fetch:
+    with fake_prefill(respond) as fetch:
         assert "done waiting" in decode.fail(PROMPT, fetch).error
     timer.join()
 
 
-def test_many_silent_prefills_do_not_keep_decode_from_other_requests(decode):
+def test_many_silent_prefills_do_not_block_other_requests_at_decode(decode):
     with fake_prefill(sends_and_waits()) as fetch:
         fetches = [msgspec.structs.replace(fetch, group=str(index)) for index in range(20)]
         ids = [decode.submit(PROMPT, each) for each in fetches]
         assert decode.ask(PROMPT)["finish_reason"] == "length"
-        assert all("KVTransferError" in decode.end(each).error for each in ids)
+        assert all("KVTransferError" in decode.end(request_id).error for request_id in ids)
 
 
 def test_an_aborted_fetch_closes_its_connection(decode):
-    closed, begun = threading.Event(), threading.Event()
+    closed, connected = threading.Event(), threading.Event()
 
-    def answer(peer):
-        begun.set()
+    def respond(peer):
+        connected.set()
         until_closed(peer)
         closed.set()
 
-    with stage("decode") as patient, fake_prefill(answer) as fetch:
-        request_id = patient.submit(PROMPT, fetch)
-        assert begun.wait(PATIENCE_SECS)
-        patient.abort(request_id)
+    with stage("decode") as other_decode, fake_prefill(respond) as fetch:
+        request_id = other_decode.submit(PROMPT, fetch)
+        assert connected.wait(PATIENCE_SECS)
+        other_decode.abort(request_id)
         assert closed.wait(PATIENCE_SECS)
-        assert patient.facts()["fetching"] == 0
+        assert other_decode.facts()["fetching"] == 0
 
 
 # Prefill against a faulty decode replica
@@ -195,16 +198,16 @@ def connected(prefill):
         yield peer
 
 
-def hello(prefill, key, **changed) -> bytes:
+def hello(prefill, key, **changes) -> bytes:
     worker = prefill.scheduler.worker
     own_identity = identity(worker, "default", weights_digest(worker))
-    fields = {"engine_id": "", "prompt": prompt_digest(PROMPT), "tokens": len(PROMPT)} | changed
+    fields = {"engine_id": "", "prompt": prompt_digest(PROMPT), "tokens": len(PROMPT)} | changes
     return message(FrameKind.HELLO, Hello(key=key, identity=own_identity, **fields))
 
 
 def kept_key(prefill) -> str:
-    answer = prefill.ask(PROMPT, Serve(), max_new_tokens=1)
-    return "kept:" + answer["kv_transfer_params"]["remote_request_id"]
+    result = prefill.ask(PROMPT, Serve(), max_new_tokens=1)
+    return "kept:" + result["kv_transfer_params"]["remote_request_id"]
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def kept_key(prefill) -> str:
         b"GET " + b"x" * 10_000,
     ],
 )
-def test_prefill_closes_an_unknown_connection_and_continues(prefill, sent):
+def test_prefill_closes_an_invalid_connection_and_serves_the_next_request(prefill, sent):
     with connected(prefill) as peer:
         peer.sendall(sent)
         if sent:
@@ -232,22 +235,22 @@ def test_prefill_reports_its_identity_over_http(prefill):
     for path, status in (("/query", b"200"), ("/health", b"200"), ("/route", b"404")):
         with connected(prefill) as peer:
             peer.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-            answer = b"".join(iter(lambda: peer.recv(4096), b""))
-        head, _, body = answer.partition(b"\r\n\r\n")
+            response = b"".join(iter(lambda: peer.recv(4096), b""))
+        head, _, body = response.partition(b"\r\n\r\n")
         assert head.split(b" ")[1] == status
         if path == "/query":
             ranks = msgspec.json.decode(body)
             assert ranks == {"0": {"engine_id": prefill.address["engine_id"]}}
 
 
-def test_a_kv_that_decode_does_not_read_is_freed_by_the_clock(prefill):
+def test_a_kv_that_decode_does_not_read_is_freed_after_the_timeout(prefill):
     key = kept_key(prefill)
     with connected(prefill) as peer:
         peer.sendall(hello(prefill, key))
         assert prefill.until(lambda facts: facts["kept"] == 0)["kept_bytes"] == 0
 
 
-def test_a_kv_is_freed_when_decode_is_lost_in_the_middle(prefill):
+def test_a_kv_is_freed_when_decode_is_lost_during_the_transfer(prefill):
     key = kept_key(prefill)
     with connected(prefill) as peer:
         peer.sendall(hello(prefill, key))
@@ -263,10 +266,10 @@ def test_a_kv_is_freed_when_decode_is_lost_in_the_middle(prefill):
     )
 
 
-@pytest.mark.parametrize("changed", [{"tokens": 69}, {"prompt": "another"}])
-def test_a_kv_is_not_sent_for_another_prompt(prefill, changed):
+@pytest.mark.parametrize("changes", [{"tokens": 69}, {"prompt": "another"}])
+def test_a_kv_is_not_sent_for_another_prompt(prefill, changes):
     with connected(prefill) as peer:
-        peer.sendall(hello(prefill, kept_key(prefill), **changed))
+        peer.sendall(hello(prefill, kept_key(prefill), **changes))
         kind, body = read_frame(peer)
     assert (kind, parse(body, Refuse).reason) == (
         FrameKind.REFUSE,
@@ -285,25 +288,25 @@ def test_a_room_whose_decode_is_lost_fails_at_once(prefill):
     assert prefill.ask(PROMPT)["finish_reason"] == "length"
 
 
-def test_a_room_whose_decode_reads_nothing_fails_by_the_clock(prefill):
+def test_a_room_whose_decode_reads_nothing_fails_after_the_timeout(prefill):
     request_id = prefill.submit(PROMPT, Serve("room:2", waits=True))
     with connected(prefill) as peer:
         peer.sendall(hello(prefill, "room:2"))
         assert "did not receive the KV within 0.2 s" in prefill.end(request_id).error
 
 
-def test_decode_is_notified_that_prefill_is_at_work():
-    with stage("prefill", wait_secs=0.1) as busy:
-        busy.admin("pause_generation", mode="in_place")
-        request_id = busy.submit(PROMPT, Serve("room:3", waits=True))
-        with connected(busy) as peer:
-            peer.sendall(hello(busy, "room:3"))
+def test_prefill_sends_wait_frames_until_its_kv_is_ready():
+    with stage("prefill", wait_secs=0.1) as prefill:
+        prefill.admin("pause_generation", mode="in_place")
+        request_id = prefill.submit(PROMPT, Serve("room:3", waits=True))
+        with connected(prefill) as peer:
+            peer.sendall(hello(prefill, "room:3"))
             assert [read_frame(peer)[0] for _ in range(8)] == [FrameKind.WAIT] * 8
-            busy.admin("continue_generation")
+            prefill.admin("continue_generation")
             while (kind := read_frame(peer)[0]) is FrameKind.WAIT:
                 pass
             assert kind is FrameKind.OFFER
             for _ in range(SIZES["layers"] + 1):
                 assert read_frame(peer)[0] is FrameKind.DATA
             peer.sendall(frame(FrameKind.DONE))
-            assert isinstance(busy.end(request_id), Result)
+            assert isinstance(prefill.end(request_id), Result)

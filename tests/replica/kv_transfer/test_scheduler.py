@@ -1,4 +1,4 @@
-"""A prefill and a decode stage together, against one stage that does all."""
+"""A prefill and a decode stage together, compared with one stage that serves whole requests."""
 
 import json
 
@@ -28,7 +28,7 @@ def compared_fields(data):
     ],
     ids=["greedy", "seeded", "penalised", "constrained", "one-token"],
 )
-def test_the_answer_is_that_of_one_replica(pair, form, params):
+def test_the_result_equals_that_of_one_replica(pair, form, params):
     for prompt in (long_prompt(3, 1), long_prompt(700, 2)):
         assert compared_fields(getattr(pair, form)(prompt, **params)) == compared_fields(
             pair.whole.ask(prompt, **params)
@@ -36,7 +36,7 @@ def test_the_answer_is_that_of_one_replica(pair, form, params):
 
 
 @pytest.mark.parametrize("form", ["by_handle", "by_room"])
-def test_the_stream_is_that_of_one_replica(pair, form):
+def test_the_stream_equals_that_of_one_replica(pair, form):
     prompt, params = long_prompt(90, 3), GREEDY | {"stream": True}
     if form == "by_handle":
         fetch = pair.kept(prompt, **GREEDY)
@@ -49,10 +49,10 @@ def test_the_stream_is_that_of_one_replica(pair, form):
     assert len(chunks) > 2
 
 
-def test_requests_of_one_batch_do_not_disturb_each_other(pair):
+def test_requests_of_one_batch_do_not_affect_each_other(pair):
     prompts = [long_prompt(20 + 60 * index, 10 + index) for index in range(8)]
     rooms = [pair.room() for _ in prompts]
-    # Decode comes first for half of them, in another order than prefill.
+    # For half of them, decode is submitted before prefill, and in another order.
     legs = [
         (pair.prefill, prompt, serve) for prompt, (serve, _) in zip(prompts, rooms, strict=True)
     ]
@@ -64,22 +64,22 @@ def test_requests_of_one_batch_do_not_disturb_each_other(pair):
         for target, prompt, spec in legs[::3] + legs[1::3] + legs[2::3]
     }
     for prompt in prompts:
-        answer = pair.decode.end(ids[True, tuple(prompt)]).data
-        assert answer["token_ids"] == pair.whole.ask(prompt, **GREEDY)["token_ids"]
+        result = pair.decode.end(ids[True, tuple(prompt)]).data
+        assert result["token_ids"] == pair.whole.ask(prompt, **GREEDY)["token_ids"]
 
 
-def test_cached_tokens_are_those_that_prefill_had():
+def test_cached_tokens_are_those_that_prefill_had_cached():
     prompt = long_prompt(300, 4)
     with stage("prefill", cache=4) as prefill, stage("decode") as decode, stage(cache=4) as whole:
         cached = Pair(prefill, decode, whole)
         for form in (cached.by_handle, cached.by_room, cached.by_handle):
-            answer, expected = form(prompt, **GREEDY), whole.ask(prompt, **GREEDY)
-            assert answer["usage"] == expected["usage"]
-            assert answer["token_ids"] == expected["token_ids"]
-        assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 299
+            result, expected = form(prompt, **GREEDY), whole.ask(prompt, **GREEDY)
+            assert result["usage"] == expected["usage"]
+            assert result["token_ids"] == expected["token_ids"]
+        assert result["usage"]["prompt_tokens_details"]["cached_tokens"] == 299
 
 
-def test_a_fetched_kv_enters_decodes_prefix_cache():
+def test_a_fetched_kv_is_added_to_the_prefix_cache_of_decode():
     prompt = long_prompt(200, 5)
     with stage("prefill") as prefill, stage("decode", cache=4) as decode, stage() as whole:
         Pair(prefill, decode, whole).by_handle(prompt, **GREEDY)
@@ -92,10 +92,10 @@ def test_the_choices_of_one_request_share_a_transfer(pair):
     prompt = long_prompt(150, 6)
     fetch = pair.kept(prompt)
     params = [{"temperature": 1.0, "seed": seed, "max_new_tokens": 12} for seed in (1, 2, 3)]
-    ids = [pair.decode.submit(prompt, fetch, **each) for each in params]
-    for request_id, each in zip(ids, params, strict=True):
-        answer = pair.decode.end(request_id)
-        assert compared_fields(answer.data) == compared_fields(pair.whole.ask(prompt, **each))
+    ids = [pair.decode.submit(prompt, fetch, **choice) for choice in params]
+    for request_id, choice in zip(ids, params, strict=True):
+        result = pair.decode.end(request_id)
+        assert compared_fields(result.data) == compared_fields(pair.whole.ask(prompt, **choice))
 
 
 def test_requests_without_a_transfer_are_served_by_both(pair):
@@ -105,38 +105,38 @@ def test_requests_without_a_transfer_are_served_by_both(pair):
     assert compared_fields(pair.decode.ask(prompt, **GREEDY)) == expected
 
 
-def test_a_retracted_request_computes_its_prompt_anew(pair):
+def test_a_retracted_request_computes_its_prompt_again(pair):
     prompt = long_prompt(100, 8)
     fetch, params = pair.kept(prompt), {"temperature": 0.0, "max_new_tokens": 300, "stream": True}
     request_id = pair.decode.submit(prompt, fetch, **params)
     pair.decode.next(object, lambda message: getattr(message, "request_id", "") == request_id)
     pair.decode.admin("pause_generation", mode="retract")
     pair.decode.admin("continue_generation")
-    answer = pair.decode.end(request_id).data
-    assert answer["token_ids"] == pair.whole.ask(prompt, **params)["token_ids"]
+    result = pair.decode.end(request_id).data
+    assert result["token_ids"] == pair.whole.ask(prompt, **params)["token_ids"]
 
 
 def test_a_kv_is_fetched_once(pair):
     prompt = long_prompt(60, 9)
     fetch = pair.kept(prompt)
     pair.decode.ask(prompt, fetch)
-    again = pair.decode.fail(prompt, fetch)
-    assert again.kind == "server"
-    assert again.error.startswith("KVTransferError: ")
-    assert "fetched already" in again.error
+    failure = pair.decode.fail(prompt, fetch)
+    assert failure.kind == "server"
+    assert failure.error.startswith("KVTransferError: ")
+    assert "fetched already" in failure.error
 
 
-def test_one_object_given_to_two_requests_at_once_serves_one(pair):
+def test_of_two_requests_with_one_handle_one_is_served(pair):
     prompt = long_prompt(60, 11)
     fetch = pair.kept(prompt)
     other = type(fetch)(fetch.host, fetch.port, fetch.key, fetch.engine_id, "another request")
     ids = [pair.decode.submit(prompt, each, **GREEDY) for each in (fetch, other)]
-    ends = [pair.decode.end(each) for each in ids]
-    assert sorted(type(end).__name__ for end in ends) == ["Result", "StageFailure"]
+    outcomes = [pair.decode.end(each) for each in ids]
+    assert sorted(type(outcome).__name__ for outcome in outcomes) == ["Result", "StageFailure"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changes", "reason"),
     [
         ({"key": "kept:nobody"}, "the key is unknown"),
         ({"engine_id": "0" * 32}, "restarted since"),
@@ -145,13 +145,13 @@ def test_one_object_given_to_two_requests_at_once_serves_one(pair):
         ({"port": 1}, "refused"),
     ],
 )
-def test_an_unavailable_kv_is_an_error_with_the_reason(pair, changed, words):
+def test_an_unavailable_kv_is_an_error_with_the_reason(pair, changes, reason):
     prompt = long_prompt(60, 12)
     fetch = pair.kept(prompt)
-    fields = {name: getattr(fetch, name) for name in fetch.__struct_fields__} | changed
+    fields = {name: getattr(fetch, name) for name in fetch.__struct_fields__} | changes
     failure = pair.decode.fail(prompt, type(fetch)(**fields))
     assert failure.error.startswith("KVTransferError: ")
-    assert words in failure.error
+    assert reason in failure.error
 
 
 def test_a_kv_is_for_its_own_prompt_only(pair):
@@ -180,12 +180,12 @@ def test_two_decode_requests_of_one_room_are_refused_at_decode_and_at_prefill(pa
     prompt = long_prompt(60, 15)
     serve, fetch = pair.room()
     with stage("decode") as other:
-        waiting = pair.decode.submit(prompt, fetch)
+        first = pair.decode.submit(prompt, fetch)
         assert "is in use" in pair.decode.fail(prompt, fetch).error
         pair.decode.until(lambda facts: facts["fetching"] == 1)
         assert "is in use" in other.fail(prompt, fetch).error
         pair.prefill.submit(prompt, serve)
-        assert isinstance(pair.decode.end(waiting), Result)
+        assert isinstance(pair.decode.end(first), Result)
 
 
 def test_prefill_computes_nothing_before_decode_fetches(pair):
@@ -193,34 +193,34 @@ def test_prefill_computes_nothing_before_decode_fetches(pair):
     serve, fetch = pair.room()
     first = pair.prefill.submit(prompt, serve)
     assert pair.prefill.facts()["waiting"] == 1
-    pair.prefill.ask(long_prompt(5))  # it would have been computed with this one
+    pair.prefill.ask(long_prompt(5))  # a batch that could have included the room
     assert pair.prefill.facts()["waiting"] == 1
     pair.decode.ask(prompt, fetch)
     assert pair.prefill.end(first).data["finish_reason"] == "length"
 
 
-def test_a_leg_that_waits_in_vain_ends_by_its_clock(pair):
+def test_a_leg_whose_other_leg_never_connects_fails_after_the_timeout(pair):
     prompt = long_prompt(60, 17)
     with stage("prefill", wait_secs=0.05) as prefill, stage("decode") as decode:
-        lonely = Pair(prefill, decode, None)
-        serve, fetch = lonely.room()
+        legs = Pair(prefill, decode, None)
+        serve, fetch = legs.room()
         assert "no decode replica connected" in prefill.fail(prompt, serve).error
         assert "no prefill request for it" in decode.fail(prompt, fetch).error
-        assert prefill.ask(prompt)["text"]  # it works on
+        assert prefill.ask(prompt)["text"]  # it still serves
 
 
-def test_an_aborted_prefill_leg_ends_decodes_at_once(pair):
+def test_aborting_the_prefill_leg_ends_the_decode_leg_at_once(pair):
     prompt = long_prompt(60, 18)
     serve, fetch = pair.room()
     pair.prefill.admin("pause_generation", mode="in_place")
     first, second = pair.prefill.submit(prompt, serve), pair.decode.submit(prompt, fetch)
-    pair.prefill.until(lambda facts: facts["waiting"] == 0)  # decode has come, the queue is paused
+    pair.prefill.until(lambda facts: facts["waiting"] == 0)  # decode has connected
     pair.prefill.abort(first)
     assert "aborted" in pair.decode.end(second).error
     pair.prefill.admin("continue_generation")
 
 
-def test_an_aborted_decode_leg_ends_prefills_at_once(pair):
+def test_aborting_the_decode_leg_ends_the_prefill_leg_at_once(pair):
     prompt = long_prompt(60, 19)
     serve, fetch = pair.room()
     pair.prefill.admin("pause_generation", mode="in_place")
@@ -233,13 +233,13 @@ def test_an_aborted_decode_leg_ends_prefills_at_once(pair):
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_leg_that_waits_can_be_ended_with_what_it_has(pair, side):
+def test_a_waiting_leg_can_be_ended_early_without_tokens(pair, side):
     serve, fetch = pair.room()
     leg = getattr(pair, side)
     request_id = leg.submit(long_prompt(60, 20), serve if side == "prefill" else fetch)
     leg.end_early(request_id)
-    answer = leg.end(request_id).data
-    assert (answer["finish_reason"], answer["token_ids"]) == ("abort", [])
+    result = leg.end(request_id).data
+    assert (result["finish_reason"], result["token_ids"]) == ("abort", [])
 
 
 def test_dropping_all_requests_ends_their_transfers(pair):
@@ -257,7 +257,7 @@ def test_dropping_all_requests_ends_their_transfers(pair):
 
 
 @pytest.mark.parametrize("update", ["update_weights_from_disk", "reset_weights"])
-def test_a_kv_is_dropped_with_the_weights_it_was_computed_by(update):
+def test_a_kv_is_dropped_with_the_weights_that_computed_it(update):
     prompt = long_prompt(60, 22)
     with stage("prefill") as prefill, stage("decode") as decode:
         pair = Pair(prefill, decode, None)
@@ -268,7 +268,7 @@ def test_a_kv_is_dropped_with_the_weights_it_was_computed_by(update):
         assert "weights have changed" in decode.fail(prompt, fetch).error
 
 
-def test_kvs_are_dropped_with_weights_that_were_damaged():
+def test_kvs_are_dropped_when_the_weights_are_damaged():
     with stage("prefill") as prefill:
         prefill.ask(long_prompt(60), Serve(), max_new_tokens=1)
         prefill.scheduler.register_admin(
@@ -278,7 +278,7 @@ def test_kvs_are_dropped_with_weights_that_were_damaged():
         assert prefill.facts()["kept"] == 0
 
 
-def test_decode_refuses_the_kv_of_other_weights_whatever_their_label(pair):
+def test_decode_refuses_the_kv_of_other_weights_with_the_same_version(pair):
     prompt = long_prompt(60, 23)
     with stage("decode", seed=1) as other:
         failure = other.fail(prompt, pair.kept(prompt))
@@ -307,12 +307,12 @@ def test_a_fetched_kv_is_not_used_after_the_weights_changed():
         fetch = pair.kept(prompt)
         decode.admin("pause_generation", mode="in_place")
         request_id = decode.submit(prompt, fetch, **params)
-        decode.until(lambda facts: facts["fetching"] == 0)  # it is here, and waits
+        decode.until(lambda facts: facts["fetching"] == 0)  # fetched, not used yet
         decode.admin("pause_generation", mode="retract")
         assert decode.admin("reset_weights").success
         decode.admin("continue_generation")
-        answer = decode.end(request_id).data
-        assert answer["token_ids"] == decode.ask(prompt, **params)["token_ids"]
+        result = decode.end(request_id).data
+        assert result["token_ids"] == decode.ask(prompt, **params)["token_ids"]
 
 
 def test_a_kept_kv_is_freed_when_its_lease_ends():
@@ -323,24 +323,24 @@ def test_a_kept_kv_is_freed_when_its_lease_ends():
         assert "it was not fetched within 0.05 s" in decode.fail(prompt, fetch).error
 
 
-def test_a_kept_kv_is_freed_by_its_requests_id(pair):
+def test_a_kept_kv_is_freed_by_the_id_of_its_request(pair):
     prompt = long_prompt(60, 27)
     pair.prefill.admin("release_kv", all=True)
     for payload in ({"ids": ["kept-by-id"]}, {"prefix": "kept-"}, {"all": True}):
-        answer = pair.prefill.ask(prompt, Serve(), request_id="kept-by-id", max_new_tokens=1)
+        result = pair.prefill.ask(prompt, Serve(), request_id="kept-by-id", max_new_tokens=1)
         assert pair.prefill.admin("release_kv", ids=["another"]).data == {"released": 0}
         assert pair.prefill.admin("release_kv", **payload).data == {"released": 1}
-        failure = pair.decode.fail(prompt, pair.fetch_of(answer[PARAMS]))
+        failure = pair.decode.fail(prompt, pair.fetch_of(result[PARAMS]))
         assert "its request was aborted" in failure.error
 
 
-def test_without_memory_the_answer_names_no_kv():
+def test_the_result_names_no_kv_if_memory_is_full():
     with stage("prefill", max_bytes=200_000) as prefill:
         assert PARAMS in prefill.ask(long_prompt(60), Serve(), max_new_tokens=1)
         assert PARAMS not in prefill.ask(long_prompt(60), Serve(), max_new_tokens=1)
 
 
-def test_decode_takes_no_more_than_its_memory(pair):
+def test_decode_refuses_a_kv_that_exceeds_its_memory_limit(pair):
     prompt = long_prompt(60, 28)
     with stage("decode", max_bytes=1000) as small:
         assert "--kv-max-bytes" in small.fail(prompt, pair.kept(prompt)).error
@@ -358,7 +358,7 @@ def test_a_kv_is_kept_for_a_request_of_one_token_only(pair):
 
 
 @pytest.mark.parametrize("decode_first", [False, True])
-def test_mooncakes_legs_meet_in_any_order(pair, decode_first):
+def test_mooncake_legs_may_start_in_either_order(pair, decode_first):
     prompt = long_prompt(80, 31)
     serve = Serve(f"transfer:{decode_first}")
     host, port = pair.prefill.address["host"], pair.prefill.address["port"]

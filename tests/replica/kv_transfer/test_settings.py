@@ -28,14 +28,14 @@ def test_only_this_machine_is_a_peer_by_default(address, allowed):
     assert is_allowed(address, parse_peers(LOOPBACK)) is allowed
 
 
-def test_networks_and_any_allow_more():
+def test_networks_and_any_can_be_allowed_as_peers():
     assert is_allowed("10.1.2.3", parse_peers(("10.0.0.0/8",)))
     assert not is_allowed("11.1.2.3", parse_peers(("10.0.0.0/8",)))
     assert is_allowed("11.1.2.3", parse_peers(("any",)))
 
 
 @pytest.mark.parametrize(
-    ("params", "words"),
+    ("params", "reason"),
     [
         ({"rolle": "prefill"}, "no key 'rolle'"),
         ({"role": "both"}, "role is prefill, decode or null"),
@@ -47,21 +47,21 @@ def test_networks_and_any_allow_more():
         ({"peers": ["some.host"]}, "peers are addresses"),
     ],
 )
-def test_invalid_parameters_are_refused_by_name(params, words):
-    with pytest.raises(ValueError, match=words):
+def test_invalid_parameters_are_refused_by_name(params, reason):
+    with pytest.raises(ValueError, match=reason):
         parse_transfer_settings(params)
 
 
-def parsed(*words):
-    return serve_parser().parse_args(["--model", "tiny", *words])
+def parse_options(*options):
+    return serve_parser().parse_args(["--model", "tiny", *options])
 
 
 def test_without_a_role_the_stage_gets_no_parameter():
-    assert transfer_params(parsed("--bootstrap-port", "9")) == {}
+    assert transfer_params(parse_options("--bootstrap-port", "9")) == {}
 
 
 def test_flags_become_the_stages_settings():
-    arguments = parsed(
+    arguments = parse_options(
         "--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "0",
         "--kv-connector", "nixl", "--kv-host", "[::1]", "--kv-peers", "10.0.0.0/8,::1",
         "--kv-lease-secs", "1", "--kv-wait-secs", "2", "--kv-transfer-secs", "3",
@@ -75,14 +75,14 @@ def test_flags_become_the_stages_settings():
 
 
 def test_the_connector_follows_the_dialect():
-    plain = parsed("--role", "decode")
-    vllm = parsed("--role", "decode", "--dialect", "vllm")
+    plain = parse_options("--role", "decode")
+    vllm = parse_options("--role", "decode", "--dialect", "vllm")
     assert transfer_params(plain)["kv_transfer"]["connector"] == "sglang"
     assert transfer_params(vllm)["kv_transfer"]["connector"] == "nixl"
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("options", "problem"),
     [
         (["--engine", "llamacpp"], "needs --engine torch"),
         (["--tp", "2"], "remove --tp"),
@@ -91,5 +91,5 @@ def test_the_connector_follows_the_dialect():
         (["--kv-peers", "nowhere"], "peers are addresses"),
     ],
 )
-def test_a_role_that_cannot_work_is_refused_before_the_start(words, problem):
-    assert problem in transfer_problem(parsed("--role", "prefill", *words))
+def test_a_role_that_cannot_work_is_refused_before_the_start(options, problem):
+    assert problem in transfer_problem(parse_options("--role", "prefill", *options))

@@ -25,16 +25,16 @@ from omni_proxy.replica.kv_transfer.wire import (
     parse_header,
 )
 
-OURS = Identity("tiny", "layers 4", "float32", "v1", "abc")
+PREFILL = Identity("tiny", "layers 4", "float32", "v1", "abc")
 BODIES = {
-    FrameKind.HELLO: Hello("room:1", "", "digest", 3, OURS),
+    FrameKind.HELLO: Hello("room:1", "", "digest", 3, PREFILL),
     FrameKind.OFFER: Offer(4, 1024, 512, 0),
     FrameKind.REFUSE: Refuse("it is gone"),
 }
 
 
 @given(st.sampled_from(FrameKind), st.integers(0, MAX_BODY_BYTES))
-def test_a_header_is_read_as_it_was_written_up_to_the_bound_of_its_kind(kind, length):
+def test_a_header_round_trips_up_to_the_size_limit_of_its_kind(kind, length):
     if length <= bound(kind):
         assert parse_header(header(kind, length)) == (kind, length)
     else:
@@ -43,7 +43,7 @@ def test_a_header_is_read_as_it_was_written_up_to_the_bound_of_its_kind(kind, le
 
 
 @given(st.binary(min_size=HEADER.size, max_size=HEADER.size))
-def test_any_twelve_bytes_are_a_bounded_frame_or_refused(data):
+def test_any_twelve_bytes_are_a_bounded_header_or_refused(data):
     try:
         kind, length = parse_header(data)
     except WireError:
@@ -54,8 +54,8 @@ def test_any_twelve_bytes_are_a_bounded_frame_or_refused(data):
 @given(st.integers(0, 3), st.integers(0, 9), st.integers(0, 2**32 - 1))
 def test_only_this_version_and_these_kinds_are_read(version, kind, length):
     data = HEADER.pack(MAGIC, version, kind, length)
-    known = version == VERSION and kind in set(FrameKind) and length <= bound(FrameKind(kind))
-    if known:
+    is_valid = version == VERSION and kind in set(FrameKind) and length <= bound(FrameKind(kind))
+    if is_valid:
         assert parse_header(data) == (kind, length)
     else:
         with pytest.raises(WireError):
@@ -63,20 +63,20 @@ def test_only_this_version_and_these_kinds_are_read(version, kind, length):
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_a_message_is_read_as_it_was_written(kind):
+def test_a_message_round_trips(kind):
     data = message(kind, BODIES[kind])
     assert parse_header(data[: HEADER.size]) == (kind, len(data) - HEADER.size)
     assert parse(data[HEADER.size :], type(BODIES[kind])) == BODIES[kind]
 
 
 @given(st.binary(max_size=200), st.sampled_from([Hello, Offer, Refuse]))
-def test_a_body_of_any_bytes_is_a_message_or_refused(body, form):
+def test_a_body_of_any_bytes_is_a_message_or_refused(body, message_type):
     with suppress(WireError):
-        assert isinstance(parse(body, form), form)
+        assert isinstance(parse(body, message_type), message_type)
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_a_message_cut_anywhere_is_refused(kind):
+def test_a_message_truncated_anywhere_is_refused(kind):
     body = msgspec.msgpack.encode(BODIES[kind])
     for length in range(len(body)):
         with pytest.raises(WireError):
@@ -88,7 +88,7 @@ def test_a_frame_without_a_body_is_its_header():
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changes", "reason"),
     [
         ({"sizes": "layers 5"}, "models differ"),
         ({"dtype": "bfloat16"}, "bfloat16 at prefill and float32 at decode"),
@@ -96,10 +96,10 @@ def test_a_frame_without_a_body_is_its_header():
         ({"weights": "abd"}, "although both are called 'v1'"),
     ],
 )
-def test_what_makes_a_kv_useless_elsewhere_is_named(changed, words):
-    theirs = msgspec.structs.replace(OURS, **changed)
-    assert words in difference(OURS, theirs)
+def test_the_difference_that_makes_a_kv_unusable_is_named(changes, reason):
+    decode = msgspec.structs.replace(PREFILL, **changes)
+    assert reason in difference(PREFILL, decode)
 
 
 def test_the_name_of_a_model_makes_no_difference():
-    assert difference(OURS, msgspec.structs.replace(OURS, model="/models/tiny")) == ""
+    assert difference(PREFILL, msgspec.structs.replace(PREFILL, model="/models/tiny")) == ""

@@ -1,4 +1,4 @@
-"""Text stages of the tiny model with roles, in threads of this process, that meet over loopback."""
+"""Prefill and decode stages of the tiny model, in threads of this process, connected by loopback."""
 
 import time
 from itertools import count
@@ -38,21 +38,21 @@ class Stage(Loop):
     def __init__(self, scheduler):
         super().__init__(scheduler)
         self.scheduler = scheduler
-        self.passed_over = []
+        self.skipped = []
         self.address = scheduler.info.get("kv_transfer", {"host": "", "port": 0})
 
     def next(self, kind, holds=lambda message: True):
-        """The next message of `kind` for which `holds`; others can still be asked for."""
-        for message in self.passed_over:
+        """The next message of `kind` for which `holds` is true; skipped results are kept for later."""
+        for message in self.skipped:
             if isinstance(message, kind) and holds(message):
-                self.passed_over.remove(message)
+                self.skipped.remove(message)
                 return message
         while True:
             message = self.outbox.get(timeout=60)
             if isinstance(message, kind) and holds(message):
                 return message
             if isinstance(message, Result | ResultChunk | StageFailure):
-                self.passed_over.append(message)
+                self.skipped.append(message)
 
     def submit(self, prompt, spec=None, request_id=None, **params) -> str:
         request_id = request_id or f"request-{next(NUMBERS)}"
@@ -67,22 +67,22 @@ class Stage(Loop):
         return self.next(kinds, lambda message: message.request_id == request_id)
 
     def ask(self, prompt, spec=None, **params) -> dict:
-        ended = self.end(self.submit(prompt, spec, **params))
-        assert isinstance(ended, Result), ended
-        return ended.data
+        outcome = self.end(self.submit(prompt, spec, **params))
+        assert isinstance(outcome, Result), outcome
+        return outcome.data
 
     def fail(self, prompt, spec=None, **params) -> StageFailure:
-        ended = self.end(self.submit(prompt, spec, **params))
-        assert isinstance(ended, StageFailure), ended
-        return ended
+        outcome = self.end(self.submit(prompt, spec, **params))
+        assert isinstance(outcome, StageFailure), outcome
+        return outcome
 
     def streamed(self, request_id) -> list[dict]:
-        """The chunks up to the request's result, and the result."""
-        own = lambda message: message.request_id == request_id  # noqa: E731
-        reported = [self.next((ResultChunk, Result), own)]
-        while isinstance(reported[-1], ResultChunk):
-            reported.append(self.next((ResultChunk, Result, StageFailure), own))
-        return [each.chunk if isinstance(each, ResultChunk) else each.data for each in reported]
+        """The chunks of the request and its result."""
+        is_of_request = lambda message: message.request_id == request_id  # noqa: E731
+        messages = [self.next((ResultChunk, Result), is_of_request)]
+        while isinstance(messages[-1], ResultChunk):
+            messages.append(self.next((ResultChunk, Result, StageFailure), is_of_request))
+        return [each.chunk if isinstance(each, ResultChunk) else each.data for each in messages]
 
     def abort(self, request_id):
         self.inbox.put(Abort(request_id))
@@ -99,29 +99,29 @@ class Stage(Loop):
         return self.admin("model_info").data["kv_transfer"]
 
     def until(self, holds) -> dict:
-        """Its transfers, once it holds."""
+        """The facts about transfers, once `holds(facts)` is true."""
         while not holds(facts := self.facts()):
-            time.sleep(0.005)  # noqa: TID251  the stage has a loop of its own
+            time.sleep(0.005)  # noqa: TID251  the stage runs in its own thread
         return facts
 
 
 class Pair:
-    """A prefill stage, a decode stage, and one that does all, of the same weights."""
+    """A prefill stage, a decode stage, and one for whole requests, with the same weights."""
 
     def __init__(self, prefill, decode, whole):
         self.prefill, self.decode, self.whole = prefill, decode, whole
 
     def kept(self, prompt, **params) -> Fetch:
-        """Prefill as NIXL's first leg; what decode is to fetch."""
-        answer = self.prefill.ask(prompt, Serve(), **params | {"max_new_tokens": 1})
-        return self.fetch_of(answer[PARAMS])
+        """Runs the prefill leg as with NIXL. Returns the fetch for the decode leg."""
+        result = self.prefill.ask(prompt, Serve(), **params | {"max_new_tokens": 1})
+        return self.fetch_of(result[PARAMS])
 
     @staticmethod
     def fetch_of(params, group="group") -> Fetch:
         return TransferFields("decode", "nixl").specs({PARAMS: params}, group, 1)[0]
 
     def room(self) -> tuple[Serve, Fetch]:
-        """Both legs' part of a new room."""
+        """The specs of both legs for a new room."""
         key = room_key(next(NUMBERS))
         host, port = self.prefill.address["host"], self.prefill.address["port"]
         return Serve(key, waits=True), Fetch(host, port, key, group=key)
@@ -133,10 +133,10 @@ class Pair:
         serve, fetch = self.room()
         first = self.prefill.submit(prompt, serve, **params)
         second = self.decode.submit(prompt, fetch, **params)
-        answer = self.decode.end(second)
-        assert isinstance(answer, Result), answer
+        result = self.decode.end(second)
+        assert isinstance(result, Result), result
         assert self.prefill.end(first).data["usage"]["completion_tokens"] == 1
-        return answer.data
+        return result.data
 
 
 __all__ = ["GREEDY", "Pair", "Stage", "long_prompt", "stage"]
