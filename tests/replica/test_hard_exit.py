@@ -10,11 +10,11 @@ import pytest
 
 from tests.ports import free_port
 from tests.process_group.trainer_process import TrainerPool
-from tests.replica.weights.sync_steps import NORM, UP, many, sent_of
+from tests.replica.weights.sync_steps import NORM, UP, bucket_of, multi_bucket
 
 PATIENCE_SECS = 60
 BLOCKED_THREADS = "threads_blocked_at_exit reason=peer_does_not_answer threads="
-BUCKET = sent_of([UP, NORM])
+BUCKET = bucket_of([UP, NORM])
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_stopped_replica_exits_with_0_while_a_silent_trainer_blocks_a_thread(r
     group = {"group_name": "g", "backend": "gloo", "rank_offset": 1}
     post(url, "/init_weights_update_group", **store, **group)
     assert trainer.reply() == {"joined": True}
-    post(url, "/prepare_weights_update", **many(BUCKET))
+    post(url, "/prepare_weights_update", **multi_bucket(BUCKET))
     trainer.process.send_signal(signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=PATIENCE_SECS)

@@ -1,4 +1,4 @@
-"""Prefill and decode stages of the tiny model, in threads of this process, connected by loopback."""
+"""Prefill and decode stages of the tiny model, in threads of this process, over loopback."""
 
 import time
 from itertools import count
@@ -42,7 +42,7 @@ class Stage(Loop):
         self.address = scheduler.info.get("kv_transfer", {"host": "", "port": 0})
 
     def next(self, kind, holds=lambda message: True):
-        """The next message of `kind` for which `holds` is true; skipped results are kept for later."""
+        """The next message of `kind` for which `holds` is true. Keeps skipped ones for later."""
         for message in self.skipped:
             if isinstance(message, kind) and holds(message):
                 self.skipped.remove(message)

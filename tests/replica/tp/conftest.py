@@ -11,8 +11,10 @@ RANKS = "OMNI_TESTS_RANKS"
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_followers(forked_programs):
-    """For all tests of this folder. Programs that the ranks start have this process in RANKS: other
-    ranks than the first are no children of it."""
+    """Uses `forked_programs` in all tests of this folder, and marks the programs of all ranks.
+
+    RANKS in their environment has the pid of this process: only those of rank 0 are its children.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(RANKS, str(os.getpid()))
         yield
@@ -20,6 +22,6 @@ def quick_followers(forked_programs):
 
 @pytest.fixture(scope="module")
 def pair(quick_followers):
-    """The tiny model over two processes, with weights that may change from test to test."""
+    """The tiny model over two processes. Tests may change its weights."""
     with running(tp=2, threads=1) as stage:
         yield stage

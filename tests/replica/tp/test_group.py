@@ -18,7 +18,7 @@ class Ranks:
         self.threads = ThreadPoolExecutor(size)
         store, port = open_store(size)
         stores = [store, *(join_store(port, size) for _ in range(1, size))]
-        self.each(lambda rank: self.groups[rank].join(stores[rank]))
+        self.run(lambda rank: self.groups[rank].join(stores[rank]))
 
     def __enter__(self):
         return self
@@ -28,54 +28,56 @@ class Ranks:
         for group in self.groups:
             group.close()
 
-    def each(self, do):
+    def run(self, do):
         return list(self.threads.map(do, range(len(self.groups))))
 
 
 @pytest.fixture(scope="module")
-def two():
+def two_ranks():
     with Ranks(2) as ranks:
         yield ranks
 
 
-def test_a_sum_is_the_same_at_every_rank(two):
+def test_a_sum_is_the_same_at_every_rank(two_ranks):
     tensors = [torch.tensor([1.0, 2.0]), torch.tensor([0.5, 40.0])]
-    sums = two.each(lambda rank: two.groups[rank].add_up(tensors[rank]))
-    for given, total in zip(tensors, sums, strict=True):
-        assert total is given
+    sums = two_ranks.run(lambda rank: two_ranks.groups[rank].add_up(tensors[rank]))
+    for tensor, total in zip(tensors, sums, strict=True):
+        assert total is tensor
         assert total.tolist() == [1.5, 42.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
-def test_tensors_of_any_type_are_gathered_at_the_first(two, dtype):
+def test_tensors_of_any_dtype_are_gathered_at_rank_0(two_ranks, dtype):
     sent = [torch.full((3, 2), rank + 1.0).to(dtype).t() for rank in range(2)]
-    first, second = two.each(lambda rank: two.groups[rank].gather(sent[rank]))
+    first, second = two_ranks.run(lambda rank: two_ranks.groups[rank].gather(sent[rank]))
     assert second == []
-    assert [each.float().tolist() for each in first] == [each.float().tolist() for each in sent]
-    assert {each.dtype for each in first} == {dtype}
+    assert [tensor.float().tolist() for tensor in first] == [
+        tensor.float().tolist() for tensor in sent
+    ]
+    assert {tensor.dtype for tensor in first} == {dtype}
 
 
-def test_nothing_listens_but_on_loopback():
+def test_the_store_listens_on_loopback_only():
     store, port = open_store(2)
-    others = [row[4][0] for row in socket.getaddrinfo(socket.gethostname(), port)]
-    for host in {"127.0.0.2", "::1", *others} - {"127.0.0.1"}:
+    addresses = [row[4][0] for row in socket.getaddrinfo(socket.gethostname(), port)]
+    for host in {"127.0.0.2", "::1", *addresses} - {"127.0.0.1"}:
         with pytest.raises(OSError), socket.create_connection((host, port), timeout=2):
             pass
     del store
 
 
-def test_a_peer_that_is_known_to_be_lost_is_not_waited_for():
-    reason = []
-    with Ranks(2, lambda: "".join(reason)) as ranks:
-        reason.append("rank 1 is gone")
+def test_a_rank_does_not_wait_for_a_lost_peer():
+    reasons = []
+    with Ranks(2, lambda: "".join(reasons)) as ranks:
+        reasons.append("rank 1 is gone")
         with pytest.raises(RankLost, match="rank 1 is gone"):
             ranks.groups[0].add_up(torch.ones(1))
         assert ranks.groups[0].broken == "rank 1 is gone"
-        # The sum itself still runs: it was abandoned, not awaited.
+        # Rank 0 has abandoned its sum, but the operation still runs.
         assert ranks.groups[1].add_up(torch.ones(1)).item() == 2
 
 
-def test_a_peer_that_parts_is_noticed_and_breaks_the_group():
+def test_a_rank_that_closes_its_group_breaks_the_group_for_all():
     with Ranks(2) as ranks:
         ranks.groups[1].close()
         with pytest.raises(RankLost, match="rank 0 received no data"):
@@ -94,7 +96,7 @@ def test_a_missing_rank_is_reported(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_parts_together_compute_what_the_whole_computes(size):
+def test_the_shards_together_compute_what_the_whole_model_computes(size):
     whole = tiny.build(3)
     with Ranks(size) as ranks:
         models = [
@@ -106,13 +108,13 @@ def test_the_parts_together_compute_what_the_whole_computes(size):
         def compute(rank):
             model = models[rank]
             kvs = [model.new_kv() for _ in prompts]
-            outs = []
+            logits = []
             for tail in ([], [5], [6, 7]):
-                parts = [(tail or prompt, kv) for prompt, kv in zip(prompts, kvs, strict=True)]
-                outs.append(model.follow(parts) if rank else model(parts))
-            return [kv.length for kv in kvs], outs
+                batch = [(tail or prompt, kv) for prompt, kv in zip(prompts, kvs, strict=True)]
+                logits.append(model.follow(batch) if rank else model(batch))
+            return [kv.length for kv in kvs], logits
 
-        results = ranks.each(compute)
+        results = ranks.run(compute)
     kvs = [whole.new_kv() for _ in prompts]
     for index, tail in enumerate(([], [5], [6, 7])):
         expected = whole([(tail or prompt, kv) for prompt, kv in zip(prompts, kvs, strict=True)])

@@ -22,9 +22,9 @@ PROMPTS = ("The sea", "A lamp in the window", long_prompt(90), "do", long_prompt
 GREEDY = {"temperature": 0, "max_new_tokens": 12}
 
 
-def alone(prompt, **more):
-    """The text of one process."""
-    return undisturbed(prompt, **GREEDY | more)
+def single_process_result(prompt, **params):
+    """The result of a single process."""
+    return undisturbed(prompt, **GREEDY | params)
 
 
 def compared_fields(result):
@@ -32,63 +32,69 @@ def compared_fields(result):
 
 
 @pytest.mark.parametrize("prompt", PROMPTS[:3], ids=["short", "words", "long"])
-def test_a_text_is_that_of_one_process(pair, prompt):
-    assert compared_fields(pair.generate(prompt=prompt)) == compared_fields(alone(prompt))
+def test_a_text_equals_that_of_one_process(pair, prompt):
+    assert compared_fields(pair.generate(prompt=prompt)) == compared_fields(
+        single_process_result(prompt)
+    )
 
 
-def test_texts_of_one_batch_are_those_of_one_process(pair):
+def test_texts_of_one_batch_equal_those_of_one_process(pair):
     requests = [pair.submit(prompt=prompt) for prompt in PROMPTS]
     results = {}
     while len(results) < len(PROMPTS):
-        reported = pair.next(Result)
-        results[reported.request_id] = compared_fields(reported.data)
+        message = pair.next(Result)
+        results[message.request_id] = compared_fields(message.data)
     for request_id, prompt in zip(requests, PROMPTS, strict=True):
-        assert results[request_id] == compared_fields(alone(prompt))
+        assert results[request_id] == compared_fields(single_process_result(prompt))
 
 
-def test_a_text_with_a_cached_beginning_is_that_of_one_process(pair):
+def test_a_text_with_a_cached_prefix_equals_that_of_one_process(pair):
     beginning = long_prompt(120, 3)
     pair.generate(prompt=beginning)
     for tail in ([300], [301, 302, 303], [300, 444]):
         result = pair.generate(prompt=[*beginning, *tail])
         assert result["usage"]["prompt_tokens_details"]["cached_tokens"] >= 120
-        assert compared_fields(result) == compared_fields(alone([*beginning, *tail]))
+        assert compared_fields(result) == compared_fields(
+            single_process_result([*beginning, *tail])
+        )
 
 
-def test_a_text_that_was_retracted_and_computed_again_is_that_of_one_process(pair):
+def test_a_retracted_text_equals_that_of_one_process(pair):
     request_id = pair.submit(max_new_tokens=40, stream=True)
-    pair.next(ResultChunk, lambda reported: reported.request_id == request_id)
+    pair.next(ResultChunk, lambda message: message.request_id == request_id)
     assert pair.admin("pause_generation", mode="retract").data["num_paused_requests"] == 1
     assert pair.admin("continue_generation").success
     assert compared_fields(pair.result(request_id)) == compared_fields(
-        alone("The sea", max_new_tokens=40)
+        single_process_result("The sea", max_new_tokens=40)
     )
 
 
-def test_requests_that_outgrow_their_room_take_turns_and_end_alike():
+def test_requests_that_exceed_the_kv_memory_take_turns_with_the_same_texts():
     prompts = [long_prompt(100, first) for first in (1, 2)]
     with running(tp=2, threads=1, max_total_tokens=280) as stage:
         requests = [stage.submit(prompt=prompt, max_new_tokens=50) for prompt in prompts]
         results = {}
         while len(results) < 2:
-            reported = stage.next(Result)
-            results[reported.request_id] = compared_fields(reported.data)
+            message = stage.next(Result)
+            results[message.request_id] = compared_fields(message.data)
     for request_id, prompt in zip(requests, prompts, strict=True):
-        assert results[request_id] == compared_fields(alone(prompt, max_new_tokens=50))
+        assert results[request_id] == compared_fields(
+            single_process_result(prompt, max_new_tokens=50)
+        )
 
 
-def test_an_embedding_is_that_of_one_process(pair):
+def test_an_embedding_equals_that_of_one_process(pair):
     pair.loop.inbox.put(submission("e", "The sea", "embed"))
     vector = pair.result("e")["embedding"]
-    own = tiny.build(0).hidden(load_text_model("tiny").tokenizer.encode("The sea"))
-    expected = torch.nn.functional.normalize(own.double().mean(0), dim=0)
+    hidden = tiny.build(0).hidden(load_text_model("tiny").tokenizer.encode("The sea"))
+    expected = torch.nn.functional.normalize(hidden.double().mean(0), dim=0)
     assert torch.allclose(torch.tensor(vector).double(), expected, atol=1e-4)
 
 
-def test_a_request_that_is_refused_disturbs_no_rank(pair):
+def test_a_refused_request_affects_no_rank(pair):
     pair.loop.inbox.put(submission("bad", [9_999]))
     assert "out of vocabulary" in pair.next(StageFailure).error
-    assert compared_fields(pair.generate()) == compared_fields(alone("The sea"))
+    assert compared_fields(pair.generate()) == compared_fields(single_process_result("The sea"))
 
 
 def test_a_batch_that_the_model_refuses_never_reaches_the_followers(pair):
@@ -96,28 +102,30 @@ def test_a_batch_that_the_model_refuses_never_reaches_the_followers(pair):
     kv = model.new_kv()
     with pytest.raises(ValueError, match="has no token"):
         model([([], kv)])
-    assert compared_fields(pair.generate()) == compared_fields(alone("The sea"))
+    assert compared_fields(pair.generate()) == compared_fields(single_process_result("The sea"))
 
 
 def test_four_ranks_share_two_key_value_heads():
     with running(tp=4, threads=1) as stage:
-        assert compared_fields(stage.generate()) == compared_fields(alone("The sea"))
+        assert compared_fields(stage.generate()) == compared_fields(
+            single_process_result("The sea")
+        )
         assert len(stage.admin("weights_checker").data["rank_results"]) == 4
 
 
-def test_a_number_that_does_not_divide_the_model_is_refused():
+def test_a_tp_size_that_does_not_divide_the_model_is_refused():
     with pytest.raises(ValueError, match="over 1, 2 or 4 processes"):
         build("decode", model="tiny", tp=3)
 
 
-def test_a_stage_over_no_process_is_refused():
+def test_a_tp_size_of_0_is_refused():
     with pytest.raises(ValueError, match="tp must be at least 1, not 0"):
         build("decode", model="tiny", tp=0)
 
 
 @pytest.mark.replica
 @needs_file
-def test_smollm2_over_three_processes_writes_what_one_writes():
+def test_smollm2_over_three_processes_generates_the_tokens_of_one():
     text = load_text_model("smollm2-135m")
     tokens = text.tokenizer.encode("The capital of France is")
     with Loop(build("decode", model="smollm2-135m", tp=3, threads=1)) as loop:
@@ -131,32 +139,35 @@ def test_smollm2_over_three_processes_writes_what_one_writes():
     assert "Paris" in result["text"]
 
 
-async def test_the_ranks_are_seen_over_http_and_follow_an_update_or_refuse_it_together(tmp_path):
+async def test_all_ranks_take_or_refuse_an_update_over_http_together(tmp_path):
     with trio.fail_after(40):
-        async with opened(builtin_pipeline(BuiltinOptions(model="tiny", tp=2))) as world:
-            facts = await (await world.get("/server_info")).get_json()
+        async with opened(builtin_pipeline(BuiltinOptions(model="tiny", tp=2))) as api:
+            facts = await (await api.get("/server_info")).get_json()
             assert facts["tp_size"] == 2
             file = save(tmp_path / "new.safetensors", weights_of(7))
             body = {"model_path": str(file), "weight_version": "v7"}
-            answer = await world.post("/update_weights_from_disk", body)
-            assert answer.status_code == 200
-            info = await (await world.get("/model_info")).get_json()
+            response = await api.post("/update_weights_from_disk", body)
+            assert response.status_code == 200
+            info = await (await api.get("/model_info")).get_json()
             assert info["weight_version"] == "v7"
-            leader = next(each for each in info["results"] if each["stage"] == "decode")
+            leader = next(entry for entry in info["results"] if entry["stage"] == "decode")
             assert (leader["rank"], leader["role"], leader["data"]["tp_size"]) == (0, "leader", 2)
-            checked = await (await world.get("/weights_checker")).get_json()
-            leader = next(each for each in checked["results"] if each["stage"] == "decode")
+            checker = await (await api.get("/weights_checker")).get_json()
+            leader = next(entry for entry in checker["results"] if entry["stage"] == "decode")
             assert leader["data"]["full_checksum"] == checksum_of(weights_of(7))
-            assert [each["role"] for each in leader["data"]["rank_results"]] == [
+            assert [entry["role"] for entry in leader["data"]["rank_results"]] == [
                 "leader",
                 "follower",
             ]
 
             body = {"model_path": str(tmp_path / "missing")}
-            answer = await world.post("/update_weights_from_disk", body)
-            assert answer.status_code == 400
-            refused = (await answer.get_json())["detail"]["results"]
-            leader = next(each for each in refused if each["stage"] == "decode")
+            response = await api.post("/update_weights_from_disk", body)
+            assert response.status_code == 400
+            results = (await response.get_json())["detail"]["results"]
+            leader = next(entry for entry in results if entry["stage"] == "decode")
             ranks = leader["data"]["rank_results"]
-            assert [(each["rank"], each["success"]) for each in ranks] == [(0, False), (1, False)]
+            assert [(entry["rank"], entry["success"]) for entry in ranks] == [
+                (0, False),
+                (1, False),
+            ]
             assert "does not exist" in leader["message"]

@@ -1,4 +1,4 @@
-"""Ranks that are killed, in every order: real processes, real signals."""
+"""Real ranks are killed, in every order."""
 
 import os
 import signal
@@ -20,16 +20,16 @@ LONG = SamplingParams(temperature=0, max_new_tokens=2000)
 SHORT = SamplingParams(temperature=0, max_new_tokens=12)
 
 
-def over_two(**choices):
-    return builtin_pipeline(BuiltinOptions(model="tiny", tp=2, **choices))
+def two_rank_pipeline(**options):
+    return builtin_pipeline(BuiltinOptions(model="tiny", tp=2, **options))
 
 
-def asked(sampling):
+def completion_request(sampling):
     return GenerateRequest("The sea", sampling=sampling, task="completion", stream=True)
 
 
-async def killed_after_the_first_piece(client, pid):
-    async with client.generate(asked(LONG)) as generation:
+async def kill_after_the_first_chunk(client, pid):
+    async with client.generate(completion_request(LONG)) as generation:
         await anext(generation)
         os.kill(pid, signal.SIGKILL)
         async for _ in generation:
@@ -43,17 +43,17 @@ def follower_of(hub):
 
 @pytest.mark.usefixtures("soon")
 async def test_a_killed_follower_fails_the_requests_and_all_ranks_start_again():
-    async with open_pipeline(over_two()) as (hub, runtime):
+    async with open_pipeline(two_rank_pipeline()) as (hub, runtime):
         await runtime.ready.wait()
         client, first = Client(hub), follower_of(hub)
-        # Its end is reported by its socket or by a sum without it, whichever is first.
+        # Either its socket or a sum without it reports the loss first.
         with pytest.raises(RequestFailed, match=r"rank 1 of stage decode is lost|received no data"):
-            await killed_after_the_first_piece(client, first)
+            await kill_after_the_first_chunk(client, first)
         await until(lambda: client.health()["status"] != "healthy")
         await until(lambda: client.health()["status"] == "healthy")
         second = follower_of(hub)
         assert second != first
-        result = await client.completion(asked(SHORT))
+        result = await client.completion(completion_request(SHORT))
         assert result.text == undisturbed("The sea", temperature=0, max_new_tokens=12)["text"]
         assert not alive(first)
         # A rank that is killed while no batch runs is detected as well.
@@ -63,20 +63,20 @@ async def test_a_killed_follower_fails_the_requests_and_all_ranks_start_again():
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_killed_leader_takes_its_follower_with_it_in_the_middle_of_a_step():
-    config = over_two(own_process=frozenset({"decode"}))
+async def test_a_follower_ends_when_its_leader_is_killed_during_a_step():
+    config = two_rank_pipeline(own_process=frozenset({"decode"}))
     async with open_pipeline(config) as (hub, runtime):
         await runtime.ready.wait()
         client, follower = Client(hub), follower_of(hub)
-        (host,) = (each for each in runtime.hosts if "decode" in each.stages)
+        (host,) = (host for host in runtime.hosts if "decode" in host.stages)
         with pytest.raises(RequestFailed):
-            await killed_after_the_first_piece(client, host.pid)
+            await kill_after_the_first_chunk(client, host.pid)
         await until(lambda: not alive(follower))
 
 
 @pytest.mark.usefixtures("soon")
 async def test_the_followers_end_with_the_pipeline():
-    async with open_pipeline(over_two()) as (hub, runtime):
+    async with open_pipeline(two_rank_pipeline()) as (hub, runtime):
         await runtime.ready.wait()
         follower = follower_of(hub)
         assert alive(follower)
@@ -85,6 +85,6 @@ async def test_the_followers_end_with_the_pipeline():
 
 def test_a_follower_that_cannot_start_is_reported_with_its_reason(monkeypatch):
     monkeypatch.setattr(leader, "FOLLOWER", "omni_proxy.replica.tp.sharded_model:Shard")
-    reported = "rank 1 of stage decode is lost: TypeError: .*unexpected keyword argument"
-    with pytest.raises(RankLost, match=reported):
+    message = "rank 1 of stage decode is lost: TypeError: .*unexpected keyword argument"
+    with pytest.raises(RankLost, match=message):
         build("decode", model="tiny", tp=2)

@@ -12,12 +12,12 @@ def result(success=True, message="ok", rank=0, data=None):
 
 
 class Leader:
-    """Rank 0, whose operation has `steps` slow steps and then ends with `ends`."""
+    """Rank 0, whose operation has `steps` slow steps and then ends with `own_result`."""
 
-    def __init__(self, ranks=(1, 2), ends=None, steps=0):
+    def __init__(self, ranks=(1, 2), own_result=None, steps=0):
         self.sent, self.scheduled, self.advanced, self.answers = [], [], [], []
         self.interrupted, self.damages = [], 0
-        self.ends, self.steps = ends or result(), steps
+        self.own_result, self.steps = own_result or result(), steps
         self.steps_halt = True
         self.fan_out = RankFanOut(self, ranks)
 
@@ -28,7 +28,7 @@ class Leader:
         if self.steps:
             self.steps -= 1
         else:
-            self.fan_out.own_answer(self.ends)
+            self.fan_out.own_answer(self.own_result)
 
     def step_done(self, error=None):
         self.fan_out.own_step(StepDone("op", error=error))
@@ -36,26 +36,26 @@ class Leader:
     def vote(self, rank, number=1, fault=""):
         self.fan_out.receive(rank, Vote("op", number, fault))
 
-    def ended(self, rank, *how):
-        self.fan_out.receive(rank, result(*how, rank=rank))
+    def finish(self, rank, *outcome):
+        self.fan_out.receive(rank, result(*outcome, rank=rank))
 
     def expire(self):
         reminder, _ = self.scheduled[-1]
         self.fan_out.overdue(reminder)
 
     def verdicts(self):
-        payloads = [each.payload for each in self.sent if each.action == VERDICT]
-        return [(each["number"], each["fault"]) for each in payloads]
+        payloads = [message.payload for message in self.sent if message.action == VERDICT]
+        return [(payload["number"], payload["fault"]) for payload in payloads]
 
     def aborted_steps(self):
-        payloads = [each.payload for each in self.sent if each.action == ABORT_STEP]
-        return [(each["number"], each["fault"]) for each in payloads]
+        payloads = [message.payload for message in self.sent if message.action == ABORT_STEP]
+        return [(payload["number"], payload["fault"]) for payload in payloads]
 
     def only_answer(self):
         (answer,) = self.answers
         return answer
 
-    # FanOutLeader
+    # The interface of FanOutLeader
 
     def send_all(self, message):
         self.sent.append(message)
@@ -68,11 +68,11 @@ class Leader:
     def advance(self, done):
         self.advanced.append(done)
         if done.error is not None:
-            self.steps, self.ends = 0, result(False, str(done.error))
+            self.steps, self.own_result = 0, result(False, str(done.error))
         self._go_on()
 
-    def interrupt(self, op_id, why):
-        self.interrupted.append((op_id, why))
+    def interrupt(self, op_id, reason):
+        self.interrupted.append((op_id, reason))
 
     def halts(self, op_id):
         return self.steps_halt
@@ -84,38 +84,38 @@ class Leader:
         self.answers.append(message)
 
 
-def test_a_follower_that_could_not_undo_its_swap_is_reported_and_nothing_is_computed_any_more():
+def test_a_follower_that_cannot_undo_its_swap_is_reported_as_damage_at_once():
     leader = Leader(steps=1)
     leader.start()
     leader.fan_out.receive(1, Vote("op", 1, "RuntimeError: no memory", damaged=True))
-    assert leader.damages == 1  # at once, while rank 0 is still in its step
+    assert leader.damages == 1  # reported while rank 0 is still in its step
     leader.vote(2)
     leader.step_done()
-    output = "The weights are damaged: update them before you continue."
-    leader.fan_out.receive(1, result(False, output, 1, {DAMAGED: True}))
-    leader.ended(2, False, "undone")
+    message = "The weights are damaged: update them before you continue."
+    leader.fan_out.receive(1, result(False, message, 1, {DAMAGED: True}))
+    leader.finish(2, False, "undone")
     answer = leader.only_answer()
     assert not answer.success
-    assert answer.message == answer.error == f"rank 1: {output}"
+    assert answer.message == answer.error == f"rank 1: {message}"
     assert (answer.data[DAMAGED], answer.data["engine_paused"]) == (True, True)
 
 
-def test_an_undo_that_fails_after_the_last_verdict_is_reported_as_well():
-    leader = Leader(ends=result(False, "The swap failed and was undone"))
+def test_an_undo_that_fails_after_the_last_verdict_is_reported_as_damage():
+    leader = Leader(own_result=result(False, "The swap failed and was undone"))
     leader.steps = 1
     leader.start()
     leader.vote(2, fault="full")
     leader.vote(1)
     leader.step_done()
-    leader.ended(2, False, "undone")
+    leader.finish(2, False, "undone")
     assert (leader.damages, leader.answers) == (0, [])
     leader.fan_out.receive(1, result(False, "The weights are damaged", 1, {DAMAGED: True}))
     assert leader.damages == 1
     assert leader.only_answer().message == "rank 1: The weights are damaged"
 
 
-def test_a_refusal_of_the_first_rank_reaches_no_other():
-    leader = Leader(ends=result(False, "no"))
+def test_an_operation_that_rank_0_refuses_is_sent_to_no_other_rank():
+    leader = Leader(own_result=result(False, "no"))
     leader.start()
     answer = leader.only_answer()
     assert leader.sent == []
@@ -125,14 +125,14 @@ def test_a_refusal_of_the_first_rank_reaches_no_other():
     assert not leader.fan_out.halting
 
 
-def test_the_answer_is_that_of_all_ranks():
-    leader = Leader(ends=result(data={"count": 7}))
+def test_the_answer_has_the_results_of_all_ranks():
+    leader = Leader(own_result=result(data={"count": 7}))
     leader.start()
     assert [(each.action, each.payload) for each in leader.sent] == [("act", {"key": 1})]
     assert leader.fan_out.halting
-    leader.ended(2)
+    leader.finish(2)
     assert leader.answers == []
-    leader.ended(1)
+    leader.finish(1)
     answer = leader.only_answer()
     assert (answer.success, answer.rank, answer.role) == (True, 0, "leader")
     assert answer.data["count"] == 7
@@ -143,7 +143,7 @@ def test_the_answer_is_that_of_all_ranks():
     assert leader.scheduled == []
 
 
-def test_beside_a_step_that_does_not_halt_all_ranks_may_compute():
+def test_ranks_compute_during_a_step_that_does_not_halt():
     leader = Leader(steps=2)
     leader.steps_halt = False
     leader.start()
@@ -158,12 +158,12 @@ def test_beside_a_step_that_does_not_halt_all_ranks_may_compute():
     leader.step_done()
     # Rank 0 has ended; another rank may still be in the step that halts.
     assert leader.fan_out.halting
-    leader.ended(1)
-    leader.ended(2)
+    leader.finish(1)
+    leader.finish(2)
     assert not leader.fan_out.halting
 
 
-def test_a_step_that_one_rank_has_failed_is_given_up_by_those_still_in_it():
+def test_a_step_that_failed_at_one_rank_is_aborted_at_the_others():
     leader = Leader(steps=2)
     leader.start()
     leader.vote(1)
@@ -180,25 +180,25 @@ def test_a_step_that_one_rank_has_failed_is_given_up_by_those_still_in_it():
     assert "rank 2: no room" in fault
 
 
-def test_a_step_that_rank_0_has_failed_is_given_up_by_the_others():
+def test_a_step_that_failed_at_rank_0_is_aborted_at_the_others():
     leader = Leader(steps=1)
     leader.start()
     leader.step_done(RuntimeError("no"))
     assert (leader.aborted_steps(), leader.interrupted) == ([(1, "rank 0: no")], [])
 
 
-def test_one_rank_that_fails_fails_all_and_is_named():
+def test_a_failed_rank_fails_the_operation_and_is_named():
     leader = Leader()
     leader.start()
-    leader.ended(1, False, "disk full")
-    leader.ended(2)
+    leader.finish(1, False, "disk full")
+    leader.finish(2)
     answer = leader.only_answer()
     assert not answer.success
     assert answer.message == answer.error == "rank 1: disk full"
     assert [each["success"] for each in answer.data["rank_results"]] == [True, False, True]
 
 
-def test_no_rank_continues_before_all_finished_the_step():
+def test_no_rank_continues_before_all_have_finished_the_step():
     leader = Leader(steps=2)
     leader.start()
     leader.vote(1)
@@ -212,12 +212,12 @@ def test_no_rank_continues_before_all_finished_the_step():
     leader.step_done()
     assert leader.verdicts() == [(1, ""), (2, "")]
     assert [done.error for done in leader.advanced] == [None, None]
-    leader.ended(1)
-    leader.ended(2)
+    leader.finish(1)
+    leader.finish(2)
     assert leader.only_answer().success
 
 
-def test_a_step_that_failed_elsewhere_has_failed_here_as_well():
+def test_a_step_that_failed_at_a_follower_fails_at_the_leader():
     leader = Leader(steps=2)
     leader.start()
     leader.step_done()
@@ -226,12 +226,12 @@ def test_a_step_that_failed_elsewhere_has_failed_here_as_well():
     assert leader.verdicts() == [(1, "rank 2: no room")]
     (done,) = leader.advanced
     assert isinstance(done.error, PeerError)
-    leader.ended(1, False, "rank 2: no room")
-    leader.ended(2, False, "no room")
+    leader.finish(1, False, "rank 2: no room")
+    leader.finish(2, False, "no room")
     assert leader.only_answer().message == "rank 2: no room"
 
 
-def test_a_failed_step_of_the_leader_fails_all_and_keeps_its_error():
+def test_a_failed_step_of_the_leader_fails_everywhere_and_keeps_its_error():
     leader = Leader(steps=2)
     leader.start()
     leader.vote(1)
@@ -241,26 +241,26 @@ def test_a_failed_step_of_the_leader_fails_all_and_keeps_its_error():
     assert isinstance(leader.advanced[0].error, KeyError)
 
 
-def test_a_rank_that_refused_fails_the_step_of_the_others():
+def test_a_rank_that_refuses_fails_the_step_of_the_others():
     leader = Leader(steps=1)
     leader.start()
-    leader.ended(1, False, "busy")
+    leader.finish(1, False, "busy")
     leader.vote(2)
     leader.step_done()
     assert leader.verdicts() == [(1, "rank 1: busy")]
-    leader.ended(2, False, "rank 1: busy")
+    leader.finish(2, False, "rank 1: busy")
     answer = leader.only_answer()
     assert not answer.success
     assert not leader.fan_out.halting
 
 
-def test_a_rank_with_more_steps_than_the_first_is_not_left_waiting():
+def test_a_rank_with_more_steps_than_rank_0_gets_a_verdict():
     leader = Leader()
     leader.start()
     leader.vote(1)
     assert leader.verdicts() == [(1, "")]
-    leader.ended(1)
-    leader.ended(2)
+    leader.finish(1)
+    leader.finish(2)
     assert leader.only_answer().success
 
 
@@ -269,37 +269,37 @@ def test_a_rank_that_does_not_answer_in_time_fails_the_collection(timeout_s, sec
     leader = Leader()
     leader.start(timeout_s)
     assert [after for _, after in leader.scheduled] == [secs]
-    leader.ended(1)
+    leader.finish(1)
     leader.expire()
     answer = leader.only_answer()
     assert (answer.success, answer.message) == (False, NOT_COLLECTED)
     assert answer.error == f"{NOT_COLLECTED}: no answer from rank 2"
     assert [each["rank"] for each in answer.data["rank_results"]] == [0, 1]
-    # Until it has, no batch can be computed with it.
+    # No batch can be computed until rank 2 has finished, too.
     assert leader.fan_out.halting
-    leader.ended(2)
+    leader.finish(2)
     assert not leader.fan_out.halting
     assert len(leader.answers) == 1
 
 
-def test_a_rank_that_is_late_with_a_step_fails_it_and_may_not_continue():
+def test_a_rank_that_does_not_finish_a_step_in_time_fails_it():
     leader = Leader(steps=2)
     leader.start()
     leader.vote(1)
     leader.step_done()
     leader.expire()
-    sent = f"{NOT_COLLECTED}: no answer from rank 2"
-    assert leader.verdicts() == [(1, sent)]
+    fault = f"{NOT_COLLECTED}: no answer from rank 2"
+    assert leader.verdicts() == [(1, fault)]
     assert isinstance(leader.advanced[0].error, PeerError)
     assert not leader.only_answer().success
     leader.vote(2)
-    assert leader.verdicts() == [(1, sent)]
-    leader.ended(1, False, sent)
-    leader.ended(2, False, sent)
+    assert leader.verdicts() == [(1, fault)]
+    leader.finish(1, False, fault)
+    leader.finish(2, False, fault)
     assert not leader.fan_out.halting
 
 
-def test_a_reminder_of_an_earlier_wait_means_nothing():
+def test_a_reminder_of_an_earlier_step_is_ignored():
     leader = Leader(steps=1)
     leader.start()
     leader.step_done()
@@ -313,6 +313,6 @@ def test_a_reminder_of_an_earlier_wait_means_nothing():
 def test_invalid_and_unexpected_replies_are_ignored():
     leader = Leader()
     leader.fan_out.receive(1, StageStats("decode", {}))
-    leader.ended(1)
+    leader.finish(1)
     leader.fan_out.own_answer(result())
     assert leader.only_answer() == result()

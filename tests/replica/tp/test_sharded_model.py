@@ -18,7 +18,7 @@ LIKE = torch.zeros(1)
 
 @st.composite
 def split_models(draw):
-    """A small model, and a number of ranks that divides it."""
+    """The configuration of a small model, and a number of ranks that divides it."""
     kv_heads, shared = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     heads = kv_heads * shared
     config = LlamaConfig(
@@ -34,7 +34,7 @@ def split_models(draw):
 
 
 @given(split_models())
-def test_what_is_split_and_gathered_is_whole_for_every_name(split):
+def test_gathering_the_shards_restores_every_tensor(split):
     config, size = split
     shards = [Shard(config, rank, size) for rank in range(size)]
     for name, weight in Llama(config).named_parameters():
@@ -46,7 +46,7 @@ def test_what_is_split_and_gathered_is_whole_for_every_name(split):
 
 
 @given(split_models())
-def test_nothing_is_held_twice_but_key_value_heads_that_are_too_few(split):
+def test_only_key_value_heads_fewer_than_the_ranks_are_held_twice(split):
     config, size = split
     shards = [Shard(config, rank, size) for rank in range(size)]
     assert [head for shard in shards for head in shard.heads] == [
@@ -56,8 +56,8 @@ def test_nothing_is_held_twice_but_key_value_heads_that_are_too_few(split):
     shared = config.num_attention_heads // config.num_key_value_heads
     for shard in shards:
         assert {head // shared for head in shard.heads} == {*shard.kv_heads}
-    held = [head for shard in shards for head in shard.kv_heads]
-    assert len(held) == max(size, config.num_key_value_heads)
+    kv_heads = [head for shard in shards for head in shard.kv_heads]
+    assert len(kv_heads) == max(size, config.num_key_value_heads)
 
 
 @given(split_models())
@@ -66,13 +66,13 @@ def test_columns_are_split_like_the_rows_that_produce_them(split):
     for rank in range(size):
         shard = Shard(config, rank, size)
         layer = "model.layers.0"
-        made, used = (shard.cut(f"{layer}.mlp.{name}.weight") for name in ("up_proj", "down_proj"))
-        assert (made.dim, used.dim) == (0, 1)
-        assert (made.start, made.stop) == (used.start, used.stop)
+        up, down = (shard.cut(f"{layer}.mlp.{name}.weight") for name in ("up_proj", "down_proj"))
+        assert (up.dim, down.dim) == (0, 1)
+        assert (up.start, up.stop) == (down.start, down.stop)
         queries = shard.cut(f"{layer}.self_attn.q_proj.weight")
-        seen = shard.cut(f"{layer}.self_attn.o_proj.weight")
-        assert (queries.dim, seen.dim) == (0, 1)
-        assert (queries.start, queries.stop) == (seen.start, seen.stop)
+        attention_output = shard.cut(f"{layer}.self_attn.o_proj.weight")
+        assert (queries.dim, attention_output.dim) == (0, 1)
+        assert (queries.start, queries.stop) == (attention_output.start, attention_output.stop)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,15 @@ def test_the_built_in_models_can_be_split():
 
 
 @pytest.mark.parametrize("size", [0, 2, 9])
-def test_another_number_is_refused_with_those_that_divide(size):
-    reported = (
+def test_a_size_that_does_not_divide_is_refused_with_those_that_do(size):
+    reason = (
         rf"--tp {size} does not divide .* 9 attention heads, 3 key-value .*over 1 or 3 processes"
     )
-    with pytest.raises(ValueError, match=reported):
+    with pytest.raises(ValueError, match=reason):
         Shard(SMOLLM2, 0, size)
 
 
-def test_a_rank_must_be_one_of_them():
+def test_a_rank_must_be_less_than_the_size():
     with pytest.raises(ValueError, match="rank 2 is not one of 2"):
         Shard(tiny.CONFIG, 2, 2)
 
@@ -114,23 +114,23 @@ def append(kv: SequenceKV, values: list[float]) -> None:
     kv.length += len(values)
 
 
-def held(kv: SequenceKV) -> list[float]:
+def values_of(kv: SequenceKV) -> list[float]:
     keys, _ = kv.write(0, LIKE.new_empty(0, 2, 1, 1))
     return keys.flatten().tolist()
 
 
-class Mirroring(RuleBasedStateMachine):
-    """A leader's KVs, and a follower that gets the journal with each step."""
+class KVMirroring(RuleBasedStateMachine):
+    """The KVs of a leader, and a follower that gets the journal with each step."""
 
     def __init__(self):
         super().__init__()
         self.journal = KVJournal()
         self.live: list[MirroredKV] = []
         self.mirror = KVMirror(lambda: SequenceKV(SHAPE, LIKE))
-        self.even = True
+        self.in_sync = True
 
     def drawn(self, data) -> MirroredKV:
-        # By its place: the library would keep what it draws from alive.
+        # Draws an index: Hypothesis would keep a reference to a drawn KV, which must be freed.
         return self.live[data.draw(st.integers(0, len(self.live) - 1))]
 
     @rule()
@@ -140,47 +140,47 @@ class Mirroring(RuleBasedStateMachine):
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def step(self, data):
-        places = st.integers(0, len(self.live) - 1)
+        indices = st.integers(0, len(self.live) - 1)
         tokens = st.lists(st.integers(0, 99), min_size=1, max_size=3)
-        parts = [(self.live[n], t) for n, t in data.draw(st.dictionaries(places, tokens)).items()]
-        body = msgspec.msgpack.decode(msgspec.msgpack.encode(self.journal.take()))
-        self.mirror.apply(body)
+        parts = [(self.live[n], t) for n, t in data.draw(st.dictionaries(indices, tokens)).items()]
+        entries = msgspec.msgpack.decode(msgspec.msgpack.encode(self.journal.take()))
+        self.mirror.apply(entries)
         for kv, values in parts:
             append(kv, values)
             append(self.mirror.kv(kv.number), values)
-        self.even = True
+        self.in_sync = True
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def fork(self, data):
         kv = self.drawn(data)
         self.live.append(kv.fork(data.draw(st.integers(0, kv.length))))
-        self.even = False
+        self.in_sync = False
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def truncate(self, data):
         kv = self.drawn(data)
         kv.truncate(data.draw(st.integers(0, kv.length)))
-        self.even = False
+        self.in_sync = False
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def end(self, data):
         self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self.even = False
+        self.in_sync = False
 
     @invariant()
-    def after_a_step_both_hold_the_same(self):
-        if self.even:
+    def after_a_step_the_mirror_equals_the_kvs_of_the_leader(self):
+        if self.in_sync:
             assert len(self.mirror) <= len(self.live)
             for kv in self.live:
                 if kv.length:
-                    assert held(self.mirror.kv(kv.number)) == held(kv)
+                    assert values_of(self.mirror.kv(kv.number)) == values_of(kv)
 
 
-Mirroring.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25)
-TestMirroring = Mirroring.TestCase
+KVMirroring.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25)
+TestKVMirroring = KVMirroring.TestCase
 
 
 def test_a_fork_is_independent():
@@ -190,10 +190,10 @@ def test_a_fork_is_independent():
     copy = kv.fork(2)
     append(kv, [4])
     append(copy, [9])
-    assert (held(kv), held(copy)) == ([1, 2, 3, 4], [1, 2, 9])
+    assert (values_of(kv), values_of(copy)) == ([1, 2, 3, 4], [1, 2, 9])
     assert isinstance(copy, MirroredKV)
 
 
-def test_an_entry_without_sense_is_refused():
+def test_an_invalid_journal_entry_is_refused():
     with pytest.raises(ValueError, match="invalid journal entry"):
         KVMirror(lambda: SequenceKV(SHAPE, LIKE)).apply([["swap", 1, 2]])

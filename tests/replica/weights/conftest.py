@@ -8,7 +8,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_receivers(forked_programs):
-    """For all tests of this folder."""
+    """Uses `forked_programs` in all tests of this folder."""
 
 
 @pytest.fixture

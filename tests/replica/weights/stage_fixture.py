@@ -1,4 +1,4 @@
-"""A text stage with all its weight operations, in its own loop, and files of other weights."""
+"""A running text stage with its weight operations, and weights to load into it."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +14,9 @@ from tests.replica.text.scheduler_harness import Loop, submission
 
 
 def weights_of(seed: int, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    """Every tensor of the tiny model of `seed`, each in its own memory."""
+    """Copies of all tensors of the tiny model that is built with `seed`."""
     model = tiny.build(seed)
-    return {name: each.detach().clone().to(dtype) for name, each in model.named_parameters()}
+    return {name: tensor.detach().clone().to(dtype) for name, tensor in model.named_parameters()}
 
 
 def save(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
@@ -25,45 +25,45 @@ def save(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
 
 
 def checksum_of(tensors: dict[str, torch.Tensor]) -> str:
-    """The checksum of a rank with exactly these tensors, computed without a model."""
+    """The checksum of a rank that has exactly these tensors, computed without a model."""
     return roll_up(
         {
-            name: tensor_digest(name, str(each.dtype), each.shape, each.numpy().tobytes())
-            for name, each in tensors.items()
+            name: tensor_digest(name, str(tensor.dtype), tensor.shape, tensor.numpy().tobytes())
+            for name, tensor in tensors.items()
         }
     )
 
 
 class Stage:
-    """Operations one by one, and greedy texts."""
+    """Sends operations and requests to a running stage, and reads their results."""
 
     def __init__(self, scheduler, loop):
         self.scheduler = scheduler
         self.loop = loop
-        self.seen = []  # all messages, newest last
+        self.received = []  # all messages, in order
         self._count = 0
 
-    def next(self, kind, holds=lambda reported: True):
-        def seen(reported):
-            self.seen.append(reported)
-            return isinstance(reported, kind) and holds(reported)
+    def next(self, kind, holds=lambda message: True):
+        def matches(message):
+            self.received.append(message)
+            return isinstance(message, kind) and holds(message)
 
-        return self.loop.next(object, seen)
+        return self.loop.next(object, matches)
 
-    def send(self, action, payload=None, /, **more) -> str:
+    def send(self, action, payload=None, /, **fields) -> str:
         self._count += 1
         op_id = f"op-{self._count}"
-        self.loop.inbox.put(Admin(op_id, action, (payload or {}) | more))
+        self.loop.inbox.put(Admin(op_id, action, (payload or {}) | fields))
         return op_id
 
-    def answer(self, op_id) -> AdminResult:
-        return self.next(AdminResult, lambda reported: reported.op_id == op_id)
+    def admin_result(self, op_id) -> AdminResult:
+        return self.next(AdminResult, lambda message: message.op_id == op_id)
 
-    def admin(self, action, payload=None, /, **more) -> AdminResult:
-        return self.answer(self.send(action, payload, **more))
+    def admin(self, action, payload=None, /, **fields) -> AdminResult:
+        return self.admin_result(self.send(action, payload, **fields))
 
-    def update(self, path, **more) -> AdminResult:
-        return self.admin("update_weights_from_disk", model_path=str(path), **more)
+    def update(self, path, **fields) -> AdminResult:
+        return self.admin("update_weights_from_disk", model_path=str(path), **fields)
 
     def checksum(self) -> str:
         return self.admin("weights_checker").data["per_gpu_checksum"]
@@ -79,8 +79,8 @@ class Stage:
         return request_id
 
     def result(self, request_id) -> dict:
-        """The answer to an operation, also if it was received while another one was awaited."""
-        for message in self.seen:
+        """The result of a request, also if it arrived while another message was awaited."""
+        for message in self.received:
             if isinstance(message, Result) and message.request_id == request_id:
                 return message.data
         return self.next(Result, lambda message: message.request_id == request_id).data

@@ -1,4 +1,4 @@
-"""A trainer and a stage that sync: announced tensors, broadcasts, and the expected weights."""
+"""Steps of a weight sync between a trainer and a stage, and the weights that it should leave."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.replica.weights.stage_fixture import weights_of
 NORM = "model.norm.weight"
 UP, DOWN = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"
 BODY = {"group_name": "g"}
-SHAPES = {name: list(each.shape) for name, each in weights_of(0).items()}
+SHAPES = {name: list(tensor.shape) for name, tensor in weights_of(0).items()}
 
 
-def sent_of(names, seed=1, dtype="float32"):
-    """A bucket of any tensors: (name, dtype, shape, seed) of each."""
-    return [(name, dtype, SHAPES[name], seed + place) for place, name in enumerate(names)]
+def bucket_of(names, seed=1, dtype="float32"):
+    """A bucket of the named tensors: (name, dtype, shape, seed) of each."""
+    return [(name, dtype, SHAPES[name], seed + index) for index, name in enumerate(names)]
 
 
 def announced(bucket):
@@ -29,19 +29,19 @@ def announced(bucket):
     }
 
 
-def many(*buckets, **more):
-    """The form with all buckets at once."""
-    listed = [announced(bucket) for bucket in buckets]
-    return {"num_buckets": len(buckets), "buckets": listed} | BODY | more
+def multi_bucket(*buckets, **fields):
+    """The body of a call that announces all buckets at once."""
+    announcements = [announced(bucket) for bucket in buckets]
+    return {"num_buckets": len(buckets), "buckets": announcements} | BODY | fields
 
 
-def one(bucket, **more):
-    """The form with one bucket's names at the top."""
-    return announced(bucket) | BODY | {"transport": "nccl_broadcast"} | more
+def single_bucket(bucket, **fields):
+    """The body of a call that announces one bucket, with its names at the top level."""
+    return announced(bucket) | BODY | {"transport": "nccl_broadcast"} | fields
 
 
-def values(*buckets):
-    """The expected values of the model afterwards."""
+def expected_values(*buckets):
+    """The values that these buckets give to the tensors of the model."""
     return {
         name: make_tensor(dtype, shape, seed).to(torch.float32)
         for bucket in buckets
@@ -50,7 +50,7 @@ def values(*buckets):
 
 
 class Meminfo:
-    """Sets the memory that the machine reports."""
+    """Replaces /proc/meminfo, to set the available memory."""
 
     def __init__(self, kib):
         self.kib = kib
@@ -60,19 +60,19 @@ class Meminfo:
 
 
 class Syncing:
-    """One stage and one trainer's group."""
+    """A sync between one stage and one trainer, in a group of the trainer."""
 
     def __init__(self, stage, trainer, group="g", ranks=1):
         self.stage, self.trainer, self.group, self.ranks = stage, trainer, group, ranks
 
-    def join(self, **more) -> AdminResult:
+    def join(self, **fields) -> AdminResult:
         opened = self.trainer.tell("open", group=self.group, world=1 + self.ranks)
         assert "port" in opened, opened
         port = opened["port"]
-        answer = self.stage.admin("init_weights_update_group", self.rendezvous(port) | more)
+        result = self.stage.admin("init_weights_update_group", self.rendezvous(port) | fields)
         assert self.trainer.reply() == {"joined": True}
-        assert answer.success, answer.message
-        return answer
+        assert result.success, result.message
+        return result
 
     def rendezvous(self, port):
         return {
@@ -87,33 +87,33 @@ class Syncing:
     def prepare(self, body) -> AdminResult:
         return self.stage.admin("prepare_weights_update", body | {"group_name": self.group})
 
-    def order_send(self, bucket, **how):
+    def order_send(self, bucket, **options):
         tensors = [(dtype, shape, seed) for _, dtype, shape, seed in bucket]
-        self.trainer.order("send", group=self.group, tensors=tensors, **how)
+        self.trainer.order("send", group=self.group, tensors=tensors, **options)
 
-    def send(self, *buckets, **how):
+    def send(self, *buckets, **options):
         for bucket in buckets:
-            self.order_send(bucket, **how)
+            self.order_send(bucket, **options)
         for _ in buckets:
             assert "sent" in self.trainer.reply()
 
-    def complete(self, **more) -> AdminResult:
-        return self.stage.admin("complete_weights_update", {"group_name": self.group} | more)
+    def complete(self, **fields) -> AdminResult:
+        return self.stage.admin("complete_weights_update", {"group_name": self.group} | fields)
 
     def leave(self) -> AdminResult:
-        answer = self.stage.admin("destroy_weights_update_group", group_name=self.group)
+        result = self.stage.admin("destroy_weights_update_group", group_name=self.group)
         assert self.trainer.tell("destroy", group=self.group) == {"destroyed": True}
-        return answer
+        return result
 
     def state(self) -> str:
-        return self.reported()["state"]
+        return self.facts()["state"]
 
-    def reported(self) -> dict:
+    def facts(self) -> dict:
         return self.stage.facts()["weight_sync"]
 
     def until(self, state) -> dict:
-        """Poll the stage: no message reports the end of a trainer."""
-        while (reported := self.reported())["state"] != state:
-            assert reported["state"] in ("receiving", "received", "arming", "grouped"), reported
-            time.sleep(0.01)  # noqa: TID251  the stage has a loop of its own
-        return reported
+        """Polls until the sync has the state: no message reports that a trainer has ended."""
+        while (facts := self.facts())["state"] != state:
+            assert facts["state"] in ("receiving", "received", "arming", "grouped"), facts
+            time.sleep(0.01)  # noqa: TID251  the stage runs in its own thread
+        return facts

@@ -15,11 +15,11 @@ LAYOUT = {"tp_size": 1, "rank": 0}
 LAST_NORM = "model.norm.weight"
 
 
-def checker_of(model, **more) -> WeightsChecker:
-    return WeightsChecker(LiveTensors(model), LAYOUT, **more)
+def checker_of(model, **options) -> WeightsChecker:
+    return WeightsChecker(LiveTensors(model), LAYOUT, **options)
 
 
-class Few(nn.Module):
+class Buffers(nn.Module):
     def __init__(self, **tensors):
         super().__init__()
         for name, tensor in tensors.items():
@@ -39,17 +39,17 @@ class Few(nn.Module):
     ],
 )
 def test_any_tensor_has_the_digest_of_its_elements_in_order(tensor):
-    plain = tensor.contiguous().view(-1).view(torch.uint8)
-    data = bytes(plain.tolist())
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    data = bytes(flat.tolist())
     assert digest_of("x", tensor) == tensor_digest("x", str(tensor.dtype), tensor.shape, data)
 
 
-def test_the_half_precision_scalar_has_the_digest_that_others_compute():
+def test_a_bfloat16_scalar_has_its_known_digest():
     scalar = torch.tensor(1.0, dtype=torch.bfloat16)
     assert digest_of("s", scalar).startswith("876272530fc6b3130d68567368489a5a")
 
 
-def test_a_checksum_reports_every_tensor_and_how_long_it_took():
+def test_a_checksum_reports_every_tensor_and_its_duration():
     seconds = count(5)
     data = checker_of(tiny.build(0), clock=lambda: next(seconds)).check("checksum")
     weights = weights_of(0)
@@ -70,38 +70,37 @@ def test_a_checksum_reports_every_tensor_and_how_long_it_took():
     }
 
 
-def test_no_tensors_are_the_hash_of_nothing():
+def test_the_checksum_of_no_tensors_is_the_hash_of_empty_bytes():
     data = checker_of(nn.Module()).check("checksum")
     assert data["tensor_count"] == 0
     assert data["per_gpu_checksum"] == hashlib.sha256(b"").hexdigest()
 
 
-def test_a_tensor_of_two_names_counts_once():
-    model = Few(a=torch.ones(2))
+def test_a_tensor_with_two_names_is_counted_once():
+    model = Buffers(a=torch.ones(2))
     model.register_buffer("b", model.a)
     assert list(checker_of(model).check("checksum")["checksums"]) == ["a"]
 
 
-def test_a_comparison_needs_a_snapshot_and_does_not_use_it_up():
+def test_a_comparison_needs_a_snapshot_and_keeps_it():
     model = tiny.build(0)
     checker = checker_of(model)
     with pytest.raises(WeightsError, match=r"^weights_checker compare requires snapshot first$"):
         checker.check("compare")
     assert checker.check("snapshot")["action"] == "snapshot"
     for _ in range(2):
-        same = checker.check("compare")
-        assert (same["matched"], same["missing"], same["unexpected"], same["changed"]) == (
-            True, [], [], [],
-        )  # fmt: skip
+        comparison = checker.check("compare")
+        assert comparison["matched"] is True
+        assert comparison["missing"] == comparison["unexpected"] == comparison["changed"] == []
     model.model.norm.weight[0] += 1
     model.model.layers[1].mlp.up_proj.weight[0, 0] += 1
-    other = checker.check("compare")
-    assert other["matched"] is False
-    assert other["changed"] == ["model.layers.1.mlp.up_proj.weight", LAST_NORM]
-    assert other["per_gpu_checksum"] != same["per_gpu_checksum"]
+    after_change = checker.check("compare")
+    assert after_change["matched"] is False
+    assert after_change["changed"] == ["model.layers.1.mlp.up_proj.weight", LAST_NORM]
+    assert after_change["per_gpu_checksum"] != comparison["per_gpu_checksum"]
 
 
-def test_a_reset_takes_the_present_weights_as_the_snapshot_and_leaves_them():
+def test_a_reset_takes_a_snapshot_of_the_current_weights():
     model = tiny.build(0)
     checker = checker_of(model)
     checker.check("snapshot")
@@ -112,30 +111,34 @@ def test_a_reset_takes_the_present_weights_as_the_snapshot_and_leaves_them():
 
 
 def test_a_checksum_takes_no_snapshot():
-    checker = checker_of(Few(a=torch.ones(1)))
+    checker = checker_of(Buffers(a=torch.ones(1)))
     checker.check("checksum")
     with pytest.raises(WeightsError):
         checker.check("compare")
 
 
 def test_added_removed_and_changed_tensors_are_named():
-    model = Few(a=torch.zeros(4), b=torch.zeros(1), c=torch.zeros(2))
-    before = checker_of(model)
-    before.check("snapshot")
+    model = Buffers(a=torch.zeros(4), b=torch.zeros(1), c=torch.zeros(2))
+    checker = checker_of(model)
+    checker.check("snapshot")
     model.a = torch.zeros(2, 2)
     model.c = torch.zeros(1, dtype=torch.float64)
     del model.b
     model.register_buffer("d", torch.zeros(1))
-    before._target = LiveTensors(model)
-    found = before.check("compare")
-    assert (found["matched"], found["missing"], found["unexpected"]) == (False, ["b"], ["d"])
-    assert found["changed"] == ["a", "c"]
+    checker._target = LiveTensors(model)
+    comparison = checker.check("compare")
+    assert (comparison["matched"], comparison["missing"], comparison["unexpected"]) == (
+        False,
+        ["b"],
+        ["d"],
+    )
+    assert comparison["changed"] == ["a", "c"]
 
 
-def test_another_action_is_refused_with_those_there_are():
-    with pytest.raises(WeightsError) as refused:
+def test_an_unknown_action_is_refused_with_the_known_ones():
+    with pytest.raises(WeightsError) as caught:
         checker_of(nn.Module()).check("x")
-    assert str(refused.value) == (
+    assert str(caught.value) == (
         "Unsupported weights_checker action 'x'; expected snapshot, reset_tensors, compare, or "
         "checksum"
     )

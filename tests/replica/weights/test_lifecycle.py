@@ -4,17 +4,17 @@ from omni_proxy.replica.weights.lifecycle import IntegrityState, VersionIntegrit
 
 
 def after(*events):
-    found = VersionIntegrity()
+    integrity = VersionIntegrity()
     for event in events:
         if event in ("bucket", "last"):
-            found.bucket(last=event == "last")
+            integrity.bucket(last=event == "last")
         else:
-            getattr(found, event)()
-    return found
+            getattr(integrity, event)()
+    return integrity
 
 
 @pytest.mark.parametrize(
-    ("events", "standing", "buckets"),
+    ("events", "weights", "buckets"),
     [
         ([], "whole", 0),
         (["last"], "whole", 0),
@@ -34,9 +34,9 @@ def after(*events):
         (["damaged", "last"], "whole", 0),
     ],
 )
-def test_what_is_known_after(events, standing, buckets):
-    found = after(*events)
-    assert found.facts() == {"weights": standing, "buckets_applied": buckets}
-    whole = found.standing is IntegrityState.WHOLE
-    assert ("are whole" in found.describe("v1")) is whole
-    assert "'v1'" in found.describe("v1")
+def test_events_determine_the_integrity_of_the_weights(events, weights, buckets):
+    integrity = after(*events)
+    assert integrity.facts() == {"weights": weights, "buckets_applied": buckets}
+    whole = integrity.standing is IntegrityState.WHOLE
+    assert ("are whole" in integrity.describe("v1")) is whole
+    assert "'v1'" in integrity.describe("v1")

@@ -1,4 +1,4 @@
-"""The state machine against a naive model of a trainer, and its table against its documentation."""
+"""The state machine of receiving, compared with a simple model of it."""
 
 import pytest
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ from omni_proxy.replica.weights.receive_state import (
 )
 
 NAMES = st.sampled_from(["g", "h"])
-REPORTS = st.sampled_from(
+EVENTS = st.sampled_from(
     [
         ReceiveEvent.ARMED,
         ReceiveEvent.REFUSED,
@@ -27,21 +27,21 @@ REPORTS = st.sampled_from(
 )
 
 
-def test_every_state_can_be_left_and_reached():
+def test_every_state_can_be_reached_and_left():
     assert set(TABLE) == set(ReceivePhase)
     assert all(TABLE.values())
     reached = {after for row in TABLE.values() for after in row.values()}
     assert reached == set(ReceivePhase) - {ReceivePhase.IDLE}
 
 
-def test_whatever_is_under_way_can_be_ended_but_not_what_is_applied():
+def test_a_live_transfer_can_be_ended_unless_it_is_being_applied():
     for state in LIVE:
         assert (ReceiveEvent.ENDED in TABLE[state]) is (state is not ReceivePhase.APPLYING)
         assert (ReceiveEvent.LOST in TABLE[state]) is (state is not ReceivePhase.APPLYING)
 
 
-def test_a_group_that_was_not_replaced_may_still_be_destroyed():
-    """At another rank of the model it may still be there."""
+def test_a_group_that_failed_to_join_may_still_be_destroyed():
+    """Another rank of the model may still have the group."""
     receive_state = ReceiveState()
     first, second = (GroupMembership("g", owner, 1, 2, "gloo") for owner in ("a:1", "b:1"))
     assert receive_state.joining(first) is False
@@ -55,8 +55,8 @@ def test_a_group_that_was_not_replaced_may_still_be_destroyed():
         receive_state.require_group("g")
 
 
-class Naive(RuleBasedStateMachine):
-    """Groups as a dict, and the one transfer as a list of its events."""
+class ReceiveStateAgainstModel(RuleBasedStateMachine):
+    """Models groups as a dictionary, and the only transfer as a name and a step."""
 
     joins, transfers = Bundle("joins"), Bundle("transfers")
 
@@ -66,8 +66,8 @@ class Naive(RuleBasedStateMachine):
         self.groups = {}  # name -> "joining" | "joined"
         self.joins_open = {}
         self.live = None  # [name, step]
-        self.failed = None  # the group whose transfer failed last, until a new one begins
-        self.gone = set()
+        self.failed = None  # the group whose transfer failed last, until a new transfer begins
+        self.removed = set()  # groups that another rank may still have
         self.count = 0
 
     def end(self, name):
@@ -81,22 +81,22 @@ class Naive(RuleBasedStateMachine):
         self.count += 1
         group = GroupMembership(name, f"host:{self.count}", 1, 2, "gloo")
         if name in self.joins_open:
-            with pytest.raises(CallOutOfOrder) as refused:
+            with pytest.raises(CallOutOfOrder) as caught:
                 self.receive_state.joining(group)
-            assert refused.value.status == 409
+            assert caught.value.status == 409
             return None
         assert self.receive_state.joining(group) is (name in self.groups)
         self.joins_open[name] = group
         self.groups.setdefault(name, "joining")
         return group
 
-    @rule(group=consumes(joins), how=st.sampled_from(["joined", "failed", "held"]))
-    def joined(self, group, how):
+    @rule(group=consumes(joins), outcome=st.sampled_from(["joined", "failed", "held"]))
+    def joined(self, group, outcome):
         if group is None:
             return
         name = group.group_name
         is_current = self.joins_open.get(name) is group
-        if how == "held":
+        if outcome == "held":
             self.receive_state.not_replaced(group)
             if is_current:
                 del self.joins_open[name]
@@ -105,24 +105,24 @@ class Naive(RuleBasedStateMachine):
                     self.receive_state.left(name)
                     del self.groups[name]
             return
-        assert (self.receive_state.joined if how == "joined" else self.receive_state.not_joined)(
-            group
-        ) is is_current
+        assert (
+            self.receive_state.joined if outcome == "joined" else self.receive_state.not_joined
+        )(group) is is_current
         if not is_current:
             return
         del self.joins_open[name]
         self.end(name)
-        if how == "joined":
+        if outcome == "joined":
             self.groups[name] = "joined"
-            self.gone.discard(name)
+            self.removed.discard(name)
             if self.live is None:
                 self.failed = None
         elif self.groups.pop(name, None) == "joined":
-            self.gone.add(name)
+            self.removed.add(name)
 
     @rule(name=NAMES)
     def leave(self, name):
-        if name in self.groups or name in self.gone:
+        if name in self.groups or name in self.removed:
             self.receive_state.require_group(name)
         else:
             with pytest.raises(CallOutOfOrder):
@@ -131,14 +131,14 @@ class Naive(RuleBasedStateMachine):
         self.end(name)
         self.groups.pop(name, None)
         self.joins_open.pop(name, None)
-        self.gone.discard(name)
+        self.removed.discard(name)
 
     @rule(target=transfers, name=NAMES)
     def prepare(self, name):
         if self.live is not None:
-            with pytest.raises(CallOutOfOrder) as refused:
+            with pytest.raises(CallOutOfOrder) as caught:
                 self.receive_state.prepare(name, 1, 0.0)
-            assert refused.value.status == 409
+            assert caught.value.status == 409
             return None
         if self.groups.get(name) != "joined":
             with pytest.raises(CallOutOfOrder):
@@ -147,13 +147,13 @@ class Naive(RuleBasedStateMachine):
         self.live, self.failed = [name, "arming"], None
         return self.receive_state.prepare(name, 1, 0.0)
 
-    @rule(transfer=transfers, event=REPORTS)
+    @rule(transfer=transfers, event=EVENTS)
     def report(self, transfer, event):
         if transfer is None:
             return
         current = transfer is self.receive_state.transfer
         step = self.live[1] if self.live is not None and current else None
-        after = {
+        transitions = {
             ("arming", ReceiveEvent.ARMED): "receiving",
             ("arming", ReceiveEvent.REFUSED): None,
             ("arming", ReceiveEvent.LOST): "lost",
@@ -163,38 +163,38 @@ class Naive(RuleBasedStateMachine):
             ("received", ReceiveEvent.APPLIES): "applying",
             ("applying", ReceiveEvent.SETTLED): None,
         }
-        counts = (step, event) in after
-        assert self.receive_state.report(transfer, event, "it died") is counts
-        if not counts:
+        is_valid = (step, event) in transitions
+        assert self.receive_state.report(transfer, event, "it died") is is_valid
+        if not is_valid:
             return
-        step = after[step, event]
+        step = transitions[step, event]
         name = self.live[0]
         self.live = [name, step] if step not in (None, "lost") else None
         if step == "lost":
             self.failed = name
             self.groups.pop(name, None)
-            self.gone.add(name)
+            self.removed.add(name)
 
     @rule(name=NAMES)
     def complete(self, name):
-        fits = (
+        is_allowed = (
             self.live is not None
             and self.live[0] == name
             and self.live[1] != "arming"
             and not self.receive_state.transfer.completing
         )
-        if fits:
+        if is_allowed:
             assert self.receive_state.complete(name).completing
             return
-        with pytest.raises(CallOutOfOrder) as refused:
+        with pytest.raises(CallOutOfOrder) as caught:
             self.receive_state.complete(name)
         if self.live is None:
-            assert refused.value.status == 400
+            assert caught.value.status == 400
         if self.failed == name:
-            assert "it died" in str(refused.value)
+            assert "it died" in str(caught.value)
 
     @invariant()
-    def says_what_is(self):
+    def the_state_matches_the_model(self):
         if self.live is not None:
             expected = {ReceivePhase(self.live[1])}
         elif self.failed is not None:
@@ -209,4 +209,4 @@ class Naive(RuleBasedStateMachine):
         assert self.receive_state.facts(1.0)["state"] == self.receive_state.state.value
 
 
-TestAgainstANaiveTrainer = Naive.TestCase
+TestReceiveStateAgainstModel = ReceiveStateAgainstModel.TestCase

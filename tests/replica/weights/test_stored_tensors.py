@@ -31,14 +31,14 @@ TENSORS = st.dictionaries(
 )
 
 
-def made(form) -> torch.Tensor:
-    dtype, shape, seed = form
-    chance = torch.Generator().manual_seed(seed)
-    noise = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8, generator=chance)
+def make_tensor(spec) -> torch.Tensor:
+    dtype, shape, seed = spec
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
     return noise.view(dtype).view(shape) if noise.numel() else torch.empty(shape, dtype=dtype)
 
 
-def opened(data: bytes) -> StoredTensors:
+def open_stored(data: bytes) -> StoredTensors:
     return StoredTensors(io.BytesIO(data), "the file")
 
 
@@ -48,57 +48,57 @@ def raw(tensor) -> tuple:
 
 @given(TENSORS)
 @settings(deadline=None)
-def test_what_the_library_writes_is_read(forms):
-    tensors = {name: made(form) for name, form in forms.items()}
-    stored = opened(save(tensors, {"format": "pt"}))
+def test_files_of_the_safetensors_library_are_read(specs):
+    tensors = {name: make_tensor(spec) for name, spec in specs.items()}
+    stored = open_stored(save(tensors, {"format": "pt"}))
     assert set(stored.names) == set(tensors)
     for name, tensor in tensors.items():
         assert raw(stored.read(name)) == raw(tensor)
         assert stored.form(name).shape == tuple(tensor.shape)
 
 
-WHOLE = save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)})
+VALID_FILE = save({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)})
 
 
-@given(st.integers(0, len(WHOLE) - 1), st.integers(0, 255))
+@given(st.integers(0, len(VALID_FILE) - 1), st.integers(0, 255))
 @settings(max_examples=examples(300))
-def test_a_byte_that_was_changed_is_refused_or_read_as_the_library_reads_it(place, byte):
-    data = bytearray(WHOLE)
-    data[place] = byte
+def test_a_changed_byte_is_refused_or_read_as_by_the_library(index, byte):
+    data = bytearray(VALID_FILE)
+    data[index] = byte
     try:
         expected = load(bytes(data))
     except (SafetensorError, KeyError):
         expected = None
     try:
-        stored = opened(bytes(data))
-        found = {name: stored.read(name) for name in stored.names}
+        stored = open_stored(bytes(data))
+        tensors = {name: stored.read(name) for name in stored.names}
     except WeightsError:
         return
     if expected is None:
-        # The library is strict about empty keys, and about metadata that is not text.
-        assert set(found) == {"a", "b"}
+        # Only the library refuses empty keys, and metadata that is not text.
+        assert set(tensors) == {"a", "b"}
         return
-    assert {name: raw(each) for name, each in found.items()} == {
-        name: raw(each) for name, each in expected.items()
+    assert {name: raw(tensor) for name, tensor in tensors.items()} == {
+        name: raw(tensor) for name, tensor in expected.items()
     }
 
 
-@given(st.integers(0, len(WHOLE) - 1))
-def test_a_file_that_was_cut_is_refused_wherever_it_was(length):
+@given(st.integers(0, len(VALID_FILE) - 1))
+def test_a_truncated_file_is_refused_at_any_length(length):
     with pytest.raises(WeightsError, match=r"the file is (truncated|a pickle)"):
-        opened(WHOLE[:length])
+        open_stored(VALID_FILE[:length])
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_fault_and_never_an_error(data):
+def test_arbitrary_bytes_are_refused_and_never_raise_another_error(data):
     with pytest.raises(WeightsError, match=r"^the file "):
-        opened(data)
+        open_stored(data)
 
 
-def test_a_header_as_long_as_a_pickle_begins_is_none():
+def test_a_header_length_that_looks_like_a_pickle_is_read_as_safetensors():
     for padding in range(128):
         data = save({"a": torch.ones(1)}, {"x": "y" * padding})
-        assert opened(data).names == ["a"]
+        assert open_stored(data).names == ["a"]
 
 
 def header(entries, data=b"") -> bytes:
@@ -107,7 +107,7 @@ def header(entries, data=b"") -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("entries", "reported"),
+    ("entries", "reason"),
     [
         ({"a": {"dtype": "F32", "shape": [2**60, 0], "data_offsets": [0, 0]}}, "within 0 and"),
         ({"a": {"dtype": "F32", "shape": [1] * 17, "data_offsets": [0, 4]}}, "at most 16"),
@@ -125,43 +125,43 @@ def header(entries, data=b"") -> bytes:
         ([1], "Expected `object`"),
     ],
 )
-def test_a_false_header_is_refused_before_memory_is_allocated(entries, reported):
-    with pytest.raises(WeightsError, match=reported):
-        opened(header(entries, b"1234"))
+def test_an_invalid_header_is_refused_before_memory_is_allocated(entries, reason):
+    with pytest.raises(WeightsError, match=reason):
+        open_stored(header(entries, b"1234"))
 
 
-def test_a_number_beyond_all_is_no_size():
+def test_an_infinite_size_is_refused():
     text = b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}'
     with pytest.raises(WeightsError, match="broken safetensors header"):
-        opened(struct.pack("<Q", len(text)) + text + b"1234")
+        open_stored(struct.pack("<Q", len(text)) + text + b"1234")
 
 
-def test_a_tensor_that_is_not_there_is_named():
+def test_a_missing_tensor_is_named():
     with pytest.raises(WeightsError, match="the file has no tensor 'c'"):
-        opened(WHOLE).read("c")
+        open_stored(VALID_FILE).read("c")
 
 
-def test_a_file_that_shrinks_under_the_reader_is_a_fault():
-    file = io.BytesIO(WHOLE)
+def test_a_file_that_is_truncated_after_opening_is_refused():
+    file = io.BytesIO(VALID_FILE)
     stored = StoredTensors(file, "the file")
-    file.truncate(len(WHOLE) - 5)
+    file.truncate(len(VALID_FILE) - 5)
     with pytest.raises(WeightsError, match="ended in the middle of a"):
         stored.read("a")
 
 
-# In a request
+# Tensors in a request
 
 
-def staged(*parts, rank=0, size=1, **more):
-    texts = [base64.b64encode(each).decode() if isinstance(each, bytes) else each for each in parts]
-    payload = {"serialized_named_tensors": texts} | more
+def staged(*parts, rank=0, size=1, **fields):
+    texts = [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in parts]
+    payload = {"serialized_named_tensors": texts} | fields
     return stage_serialized(payload, LiveTensors(tiny.build(0)), rank, size)
 
 
 NEW = save({LAST_NORM: torch.ones(128)})
 
 
-def test_serialized_tensors_are_staged_for_the_rank_they_are_for():
+def test_each_rank_stages_its_own_serialized_tensors():
     assert len(staged(NEW)) == 1
     assert len(staged(NEW, rank=1, size=2)) == 1
     other = save({LAST_NORM: torch.zeros(128), "lm_head.weight": torch.ones(512, 128)})
@@ -169,7 +169,7 @@ def test_serialized_tensors_are_staged_for_the_rank_they_are_for():
 
 
 @pytest.mark.parametrize(
-    ("parts", "reported"),
+    ("parts", "reason"),
     [
         ([], "a list of one string"),
         ([NEW, NEW], "a list of one string"),
@@ -184,12 +184,12 @@ def test_serialized_tensors_are_staged_for_the_rank_they_are_for():
         ([save({LAST_NORM: torch.ones(127)})], "has the shape"),
     ],
 )
-def test_what_is_no_safetensors_of_this_model_is_refused(parts, reported):
-    with pytest.raises(WeightsError, match=reported):
+def test_other_data_than_safetensors_of_this_model_is_refused(parts, reason):
+    with pytest.raises(WeightsError, match=reason):
         staged(*parts)
 
 
-def test_a_load_format_that_means_other_bytes_is_refused():
+def test_an_unsupported_load_format_is_refused():
     with pytest.raises(WeightsError, match="'flattened_bucket' is not supported here"):
         staged(NEW, load_format="flattened_bucket")
     assert len(staged(NEW, load_format="safetensors")) == 1

@@ -15,11 +15,20 @@ from tests.replica.api.native.test_weight_routes import (
     status_and_body,
     weights_of,
 )
-from tests.replica.weights.sync_steps import BODY, DOWN, NORM, UP, many, one, sent_of, values
+from tests.replica.weights.sync_steps import (
+    BODY,
+    DOWN,
+    NORM,
+    UP,
+    bucket_of,
+    expected_values,
+    multi_bucket,
+    single_bucket,
+)
 
 INIT, PREPARE = "/init_weights_update_group", "/prepare_weights_update"
 COMPLETE, DESTROY = "/complete_weights_update", "/destroy_weights_update_group"
-A, B = sent_of([UP, NORM]), sent_of([DOWN], seed=7)
+A, B = bucket_of([UP, NORM]), bucket_of([DOWN], seed=7)
 
 
 @pytest.fixture
@@ -82,7 +91,7 @@ async def sync_of(api):
 
 
 async def test_an_update_in_two_phases_with_several_buckets(tiny, trainer):
-    status, body = await trainer.post(PREPARE, many(A, B, an_unknown_field=1))
+    status, body = await trainer.post(PREPARE, multi_bucket(A, B, an_unknown_field=1))
     assert (status, body["status"], body["success"]) == (200, "ready", True)
     assert body["message"] == "ready for 3 tensors, 393728 bytes, in 2 buckets"
     assert list(body)[:5] == ["op_id", "action", "success", "message", "results"]
@@ -104,14 +113,14 @@ async def test_an_update_in_two_phases_with_several_buckets(tiny, trainer):
     }
     assert top_level.items() <= body.items()
     assert decode_of(body)["data"]["flush_cache"] is False
-    assert await checksum(tiny) == checksum_of(weights_of(0) | values(A, B))
+    assert await checksum(tiny) == checksum_of(weights_of(0) | expected_values(A, B))
     await trainer.leave()
     assert (await sync_of(tiny))["state"] == "idle"
 
 
 async def test_an_update_with_one_bucket_at_a_time(tiny, trainer):
     for bucket, version in ((A, None), (B, "v2")):
-        status, body = await trainer.post(PREPARE, one(bucket))
+        status, body = await trainer.post(PREPARE, single_bucket(bucket))
         assert (status, body["status"]) == (200, "ready")
         await trainer.send(bucket)
         last = {"weight_version": version, "flush_cache": version is not None}
@@ -120,12 +129,12 @@ async def test_an_update_with_one_bucket_at_a_time(tiny, trainer):
         )
         assert (status, body["num_buckets_received"]) == (200, 1)
         assert body["weights"] == ("open" if version is None else "whole")
-    assert await checksum(tiny) == checksum_of(weights_of(0) | values(A, B))
+    assert await checksum(tiny) == checksum_of(weights_of(0) | expected_values(A, B))
     assert body["weight_version"] == "v2"
 
 
 async def test_other_requests_are_served_while_a_completion_waits(tiny, trainer):
-    await trainer.post(PREPARE, many(A))
+    await trainer.post(PREPARE, multi_bucket(A))
     results = []
 
     async def complete():
@@ -149,7 +158,7 @@ async def test_other_requests_are_served_while_a_completion_waits(tiny, trainer)
 
 
 async def test_a_waiting_completion_fails_if_its_group_is_destroyed(tiny, trainer):
-    await trainer.post(PREPARE, many(A))
+    await trainer.post(PREPARE, multi_bucket(A))
     results = []
 
     async def complete():
@@ -164,11 +173,11 @@ async def test_a_waiting_completion_fails_if_its_group_is_destroyed(tiny, traine
     assert "was destroyed" in body["message"]
     assert (await sync_of(tiny))["state"] == "idle"
     await trainer.join()
-    assert (await trainer.post(PREPARE, many(B)))[0] == 200
+    assert (await trainer.post(PREPARE, multi_bucket(B)))[0] == 200
 
 
 async def test_the_callers_timeout_ends_the_wait_and_fails_the_update(tiny, trainer):
-    await trainer.post(PREPARE, many(A))
+    await trainer.post(PREPARE, multi_bucket(A))
     status, body = await trainer.post(COMPLETE, BODY | {"timeout_s": 0.2})
     assert (status, body["success"]) == (400, False)
     assert "not complete within 0.2 s" in body["message"]
@@ -182,12 +191,12 @@ async def test_the_callers_timeout_ends_the_wait_and_fails_the_update(tiny, trai
         (PREPARE, {}, 400, "nothing is announced"),
         (PREPARE, {"names": [NORM], "dtypes": [], "shapes": []}, 400, "must have the same length"),
         (PREPARE, {"names": "x", "dtypes": [], "shapes": []}, 400, "names must be a list"),
-        (PREPARE, one(A) | {"group_name": "x"}, 400, "group 'x' is not initialized"),
-        (PREPARE, many(A, transport="p2p"), 400, "transport 'p2p'"),
-        (PREPARE, many(A, num_buckets="two"), 400, "num_buckets must be an integer"),
-        (PREPARE, many(A, timeout_s=0), 400, "timeout 0.0: it must be a positive number"),
-        (PREPARE, many(A, timeout_s=-1e9), 400, "it must be a positive number of seconds"),
-        (PREPARE, many(A, timeout_s="soon"), 422, "timeout_s"),
+        (PREPARE, single_bucket(A) | {"group_name": "x"}, 400, "group 'x' is not initialized"),
+        (PREPARE, multi_bucket(A, transport="p2p"), 400, "transport 'p2p'"),
+        (PREPARE, multi_bucket(A, num_buckets="two"), 400, "num_buckets must be an integer"),
+        (PREPARE, multi_bucket(A, timeout_s=0), 400, "timeout 0.0: it must be a positive number"),
+        (PREPARE, multi_bucket(A, timeout_s=-1e9), 400, "it must be a positive number of seconds"),
+        (PREPARE, multi_bucket(A, timeout_s="soon"), 422, "timeout_s"),
         (PREPARE, [], 422, "body"),
         (PREPARE, b"{", 422, "JSON"),
     ],
@@ -199,8 +208,8 @@ async def test_a_refusals_status_code_and_body_agree(tiny, path, body, status, r
 
 
 async def test_a_second_preparation_or_trainer_is_a_conflict(tiny, trainer):
-    assert (await trainer.post(PREPARE, many(A)))[0] == 200
-    status, body = await trainer.post(PREPARE, many(A))
+    assert (await trainer.post(PREPARE, multi_bucket(A)))[0] == 200
+    status, body = await trainer.post(PREPARE, multi_bucket(A))
     assert (status, body["success"]) == (409, False)
     assert "already" in body["message"]
     rendezvous = {"master_address": "127.0.0.1", "master_port": 1, "world_size": 2}
