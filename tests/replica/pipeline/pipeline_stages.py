@@ -1,4 +1,4 @@
-"""Factories of real stages for the tests, importable from a child process too."""
+"""Factories of real stages for tests. Child processes import them, too."""
 
 import os
 import threading
@@ -18,7 +18,7 @@ def text_of(payload):
 
 
 def upper(stage_name, suffix=""):
-    """Letter by letter if streamed."""
+    """Returns its text in upper case, letter by letter if the request is streamed."""
 
     def work(payload, emit_chunk, _aborted):
         text = text_of(payload).upper() + suffix
@@ -64,16 +64,16 @@ def failing(stage_name, caller=False):
     return FunctionScheduler(stage_name, fail)
 
 
-def until_aborted(stage_name, reported=""):
-    """Emits one chunk, then runs until it is aborted; writes its id to the folder `told`."""
+def until_aborted(stage_name, folder=""):
+    """Emits one chunk, then runs until it is aborted. Records the abort in a file of `folder`."""
 
     def work(payload, emit_chunk, aborted):
         emit_chunk({"text": "begun"})
         pause = threading.Event()
         while not aborted():
             pause.wait(0.002)
-        if reported:
-            with open(f"{reported}/{payload.request_id}", "a") as file:
+        if folder:
+            with open(f"{folder}/{payload.request_id}", "a") as file:
                 file.write("aborted\n")
         return {"text": "never"}
 
@@ -94,12 +94,12 @@ def unstartable(stage_name):
     raise ValueError("no such weights")
 
 
-def lacking(stage_name):
+def missing_dependency(stage_name):
     import surely_not_installed  # noqa: F401
 
 
-class Administered:
-    """Answers each operation from `answers`; one that is not there is never answered."""
+class OperationResponder:
+    """Answers each operation as `answers` says, and never answers one that is not in it."""
 
     supports_admin = True
 
@@ -116,7 +116,7 @@ class Administered:
                         self.stage,
                         message.action,
                         self.answers[message.action],
-                        "reported",
+                        "done",
                         {"got": message.payload, "timeout_s": message.timeout_s},
                         error=None if self.answers[message.action] else f"{self.stage} refused",
                         rank=0,
@@ -124,8 +124,8 @@ class Administered:
                 )
 
 
-def administered(stage_name, answers):
-    return Administered(stage_name, answers)
+def answering_operations(stage_name, answers):
+    return OperationResponder(stage_name, answers)
 
 
 class Broken:
@@ -140,19 +140,19 @@ def broken(stage_name):
     return Broken()
 
 
-def exclaimed(data):
+def join_texts(data):
     return {"text": " and ".join(data[name]["text"] for name in sorted(data))}
 
 
-def only_audio(payload):
+def speak_if_audio_is_wanted(payload):
     return ["s"] if "audio" in payload.request.metadata["output_modalities"] else []
 
 
-def astray(payload):
+def route_to_an_unknown_stage(payload):
     return ["nowhere"]
 
 
-def crashing(payload):
+def failing_route(payload):
     raise KeyError("route")
 
 
@@ -164,12 +164,12 @@ def pipeline(*stages, **keys):
     return PipelineConfig(name="test", stages=stages, **keys)
 
 
-def chosen_none(payload):
+def route_nowhere(payload):
     return []
 
 
 async def until(condition):
-    """Poll: the progress of another thread or process cannot be awaited."""
+    """Polls, since the progress of another thread or process cannot be awaited."""
     while True:
         if condition():
             return

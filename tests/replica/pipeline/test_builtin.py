@@ -6,14 +6,14 @@ from omni_proxy.replica.pipeline.coordination.request_flow import RequestFlow
 from omni_proxy.replica.pipeline.messages import OmniRequest
 
 EVERYTHING = BuiltinOptions(speech="hibari", transcription="whisper-tiny", images="ocr")
-SEES = BuiltinOptions(images="ocr")
+WITH_OCR = BuiltinOptions(images="ocr")
 BOTH = {"audios": [b"x"], "images": [b"y"]}
 
 
-def way(choices, inputs, **metadata):
-    """The stages of a request, in order, and the terminal ones."""
+def stages_of_request(options, inputs, **metadata):
+    """The stages that a request passes, in order, and those with a result for the client."""
     flow = RequestFlow(
-        compile_plan(builtin_pipeline(choices)), "r", OmniRequest(inputs, {}, metadata)
+        compile_plan(builtin_pipeline(options)), "r", OmniRequest(inputs, {}, metadata)
     )
     passed, sends = [], flow.begin()
     while sends:
@@ -29,7 +29,7 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.mark.parametrize(
-    ("choices", "inputs", "metadata", "passed", "answers"),
+    ("options", "inputs", "metadata", "passed", "terminal"),
     [
         (
             BuiltinOptions(),
@@ -62,36 +62,38 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
             {"decode", "speak"},
         ),
         (EVERYTHING, BOTH, {"task": "asr"}, ["transcribe"], {"transcribe"}),
-        (SEES, CHAT, {}, ["prepare", "decode"], {"decode"}),
-        (SEES, CHAT | BOTH, {}, ["look", "prepare", "decode"], {"decode"}),
+        (WITH_OCR, CHAT, {}, ["prepare", "decode"], {"decode"}),
+        (WITH_OCR, CHAT | BOTH, {}, ["look", "prepare", "decode"], {"decode"}),
         (EVERYTHING, "say it", {"task": "tts"}, ["speak"], {"speak"}),
         (EVERYTHING, b"RIFF", {"task": "asr"}, ["transcribe"], {"transcribe"}),
         (EVERYTHING, "x", {"task": "embed"}, ["prepare", "decode"], {"decode"}),
         (BuiltinOptions(), CHAT | {"audios": [b"x"]}, {}, ["prepare", "decode"], {"decode"}),
     ],
 )
-def test_a_request_passes_only_the_stages_it_needs(choices, inputs, metadata, passed, answers):
-    assert way(choices, inputs, **metadata) == (passed, answers)
+def test_a_request_passes_only_the_stages_that_it_needs(
+    options, inputs, metadata, passed, terminal
+):
+    assert stages_of_request(options, inputs, **metadata) == (passed, terminal)
 
 
-def test_stages_live_in_processes_only_where_that_was_chosen():
-    choices = BuiltinOptions(speech="hibari", own_process=frozenset({"speak"}))
-    stages = {stage.name: stage.process for stage in builtin_pipeline(choices).stages}
+def test_only_the_chosen_stages_have_their_own_process():
+    options = BuiltinOptions(speech="hibari", own_process=frozenset({"speak"}))
+    stages = {stage.name: stage.process for stage in builtin_pipeline(options).stages}
     assert stages == {"prepare": "", "decode": "", "speak": "speak"}
 
 
-def test_what_was_chosen_reaches_the_stages():
-    choices = BuiltinOptions(
+def test_the_options_are_passed_to_the_stages():
+    options = BuiltinOptions(
         model="m.gguf", threads=2, max_running=3, max_in_flight=9, transcription="whisper-tiny"
     )
-    config = builtin_pipeline(choices)
+    config = builtin_pipeline(options)
     params = {stage.name: stage.params for stage in config.stages}
     assert config.max_in_flight == 9
     assert params["decode"] == {"model": "m.gguf", "max_running": 3, "threads": 2, "tp": 1}
     assert params["prepare"] == {"model": "m.gguf"}
 
 
-def test_it_can_do_what_its_stages_can():
+def test_the_capabilities_are_those_of_the_stages():
     assert capabilities(builtin_pipeline(BuiltinOptions())) == {"chat", "streaming"}
     assert capabilities(builtin_pipeline(EVERYTHING)) == {
         "chat",

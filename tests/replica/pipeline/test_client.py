@@ -18,7 +18,7 @@ HI = GenerateRequest("hi", stream=True)
 
 
 class FakeTransport:
-    """Answers each request with the given number of chunks, and a result if allowed."""
+    """Answers each request with `pieces` chunks, and with a result if `ends`."""
 
     def __init__(self, pieces=2, ends=True):
         self.pieces, self.ends = pieces, ends
@@ -40,7 +40,7 @@ class FakeTransport:
                 token.run_sync_soon(self.hub.receive, Result(request_id, "a", whole))
 
 
-async def test_a_natural_end_never_aborts():
+async def test_a_generation_that_ends_normally_is_not_aborted():
     transport = FakeTransport()
     async with transport.client.generate(HI, "r") as generation:
         texts = [chunk.text async for chunk in generation]
@@ -50,7 +50,7 @@ async def test_a_natural_end_never_aborts():
     assert transport.client.health()["total_requests"] == 0
 
 
-async def test_leaving_early_aborts_exactly_once():
+async def test_leaving_a_generation_early_aborts_it_once():
     transport = FakeTransport(ends=False)
     async with transport.client.generate(HI, "r") as generation:
         async for chunk in generation:
@@ -62,21 +62,21 @@ async def test_leaving_early_aborts_exactly_once():
     assert transport.client.health()["total_requests"] == 0
 
 
-async def test_leaving_a_bare_loop_aborts_too():
+async def test_leaving_a_loop_without_a_context_manager_aborts():
     transport = FakeTransport(ends=False)
     async for _ in transport.client.generate(HI, "r"):
         break
     assert transport.aborts == ["r"]
 
 
-async def test_one_that_was_never_begun_never_was():
+async def test_a_generation_that_is_never_entered_submits_nothing():
     transport = FakeTransport()
     transport.client.generate(HI, "r")
     assert transport.client.health()["total_requests"] == 0
     assert transport.aborts == []
 
 
-async def test_being_cancelled_while_waiting_aborts(autojump_clock):
+async def test_a_completion_cancelled_while_waiting_is_aborted(autojump_clock):
     transport = FakeTransport(pieces=0, ends=False)
     with trio.move_on_after(1) as scope:
         await transport.client.completion(HI, "r")
@@ -84,7 +84,7 @@ async def test_being_cancelled_while_waiting_aborts(autojump_clock):
     assert transport.aborts == ["r"]
 
 
-async def test_one_that_is_cancelled_as_it_is_entered_leaves_no_request():
+async def test_a_generation_cancelled_while_it_is_entered_leaves_no_request():
     transport = FakeTransport(ends=False)
     generation = transport.client.generate(HI, "r")
     with trio.CancelScope() as scope:
@@ -95,7 +95,7 @@ async def test_one_that_is_cancelled_as_it_is_entered_leaves_no_request():
     assert transport.client.health()["total_requests"] == 0
 
 
-async def test_an_error_in_the_readers_own_code_aborts():
+async def test_an_error_in_the_code_of_the_reader_aborts():
     transport = FakeTransport(ends=False)
     with pytest.raises(ZeroDivisionError):
         async with transport.client.generate(HI, "r"):
@@ -103,7 +103,7 @@ async def test_an_error_in_the_readers_own_code_aborts():
     assert transport.aborts == ["r"]
 
 
-async def test_an_abort_from_elsewhere_ends_the_reader_after_its_pieces():
+async def test_an_abort_ends_the_reader_after_its_waiting_chunks():
     transport = FakeTransport(pieces=1, ends=False)
     async with transport.client.generate(HI, "r") as generation:
         assert (await anext(generation)).text == "0"
@@ -114,7 +114,7 @@ async def test_an_abort_from_elsewhere_ends_the_reader_after_its_pieces():
     assert transport.aborts == ["r"]
 
 
-async def test_entering_submits_so_that_a_full_queue_is_reported_before_any_answer():
+async def test_entering_a_generation_submits_it_and_reports_a_full_queue():
     transport = FakeTransport()
     transport.hub = Coordinator(
         compile_plan(pipeline(stage("a", terminal=True), max_in_flight=1)), transport
@@ -138,7 +138,7 @@ async def test_a_closed_generation_cannot_be_entered_again():
             pass
 
 
-async def test_completions_of_many_at_once_each_get_their_own():
+async def test_concurrent_completions_each_get_their_own_result():
     config = pipeline(
         stage("a", next=("b",), params={"suffix": "-"}), stage("b", terminal=True, process="p")
     )
@@ -146,21 +146,27 @@ async def test_completions_of_many_at_once_each_get_their_own():
         async with open_pipeline(config) as (hub, runtime):
             await runtime.ready.wait()
             client = Client(hub)
-            got = {}
+            texts = {}
             async with trio.open_nursery() as nursery:
 
                 async def ask(number):
                     request = GenerateRequest(f"text {number}", stream=bool(number % 2))
-                    got[number] = (await client.completion(request)).text
+                    texts[number] = (await client.completion(request)).text
 
                 for number in range(20):
                     nursery.start_soon(ask, number)
-            assert got == {number: f"TEXT {number}-" for number in range(20)}
+            assert texts == {number: f"TEXT {number}-" for number in range(20)}
 
 
 async def test_text_and_audio_of_two_terminal_stages_are_merged():
     config = pipeline(
-        stage("d", terminal=True, next=("s",), stream_to=("s",), route=f"{HERE}:only_audio"),
+        stage(
+            "d",
+            terminal=True,
+            next=("s",),
+            stream_to=("s",),
+            route=f"{HERE}:speak_if_audio_is_wanted",
+        ),
         stage("s", "speaker", terminal=True),
     )
     with trio.fail_after(30):

@@ -14,7 +14,7 @@ from omni_proxy.replica.pipeline.config import (
 from omni_proxy.replica.pipeline.messages import OmniRequest
 from tests.replica.pipeline.pipeline_stages import HERE, pipeline, stage
 
-GOOD = """
+VALID = """
 name = "omni"
 model_path = "tiny"
 max_in_flight = 8
@@ -35,9 +35,9 @@ env = { THREADS = "2" }
 
 
 def problems(*stages, **keys):
-    with pytest.raises(PipelineConfigError) as refused:
+    with pytest.raises(PipelineConfigError) as caught:
         validate_config(pipeline(*stages, **keys))
-    return refused.value.problems
+    return caught.value.problems
 
 
 def test_the_first_stage_is_the_entry_unless_one_is_named():
@@ -60,21 +60,21 @@ def test_the_first_stage_is_the_entry_unless_one_is_named():
         ({"name": ""}, "stages[0].name: must not be empty"),
     ],
 )
-def test_a_wrong_stage_is_named_with_its_key(keys, problem):
+def test_a_problem_names_the_stage_and_its_key(keys, problem):
     only = replace(stage("a", terminal=True), **keys)
     if "factory" in keys:
         only = replace(only, factory=keys["factory"])
-    assert any(output.startswith(problem) for output in problems(only))
+    assert any(line.startswith(problem) for line in problems(only))
 
 
-def test_every_problem_is_notified_at_once():
-    reported = problems(
+def test_all_problems_are_reported_together():
+    found = problems(
         stage("a", next=("b", "x")),
         stage("b", terminal=True, stream_to=("y",)),
         entries={"tts": "z"},
         max_in_flight=-1,
     )
-    assert {line.partition(":")[0] for line in reported} == {
+    assert {line.partition(":")[0] for line in found} == {
         "entries.tts",
         "max_in_flight",
         "stages[0].next",
@@ -83,21 +83,19 @@ def test_every_problem_is_notified_at_once():
 
 
 @pytest.mark.parametrize("task", ["chat+images", "chat+image+audio", "chat+", "chat+audio+audio"])
-def test_an_entry_for_media_that_no_request_brings_is_reported(task):
-    (reported,) = problems(stage("a", terminal=True), entries={"chat+audio+image": "a", task: "a"})
-    assert (
-        reported == f"entries.{task}: a task and its media are written TASK[+audio][+image][+video]"
-    )
+def test_an_entry_with_invalid_media_is_reported(task):
+    (found,) = problems(stage("a", terminal=True), entries={"chat+audio+image": "a", task: "a"})
+    assert found == f"entries.{task}: a task and its media are written TASK[+audio][+image][+video]"
 
 
-def test_a_circle_over_several_stages_is_found():
-    reported = problems(
+def test_a_cycle_over_several_stages_is_reported():
+    found = problems(
         stage("a", next=("b",)), stage("b", next=("c",)), stage("c", next=("a",), terminal=True)
     )
-    assert reported == ("stages: c leads back to a",)
+    assert found == ("stages: c leads back to a",)
 
 
-def test_duplicate_and_unreachable_stages_are_found():
+def test_duplicate_and_unreachable_stages_are_reported():
     assert "stages: 2 stages are named a" in problems(
         stage("a", terminal=True), stage("a", terminal=True)
     )
@@ -107,32 +105,30 @@ def test_duplicate_and_unreachable_stages_are_found():
 
 
 def test_a_stage_in_wait_for_must_have_this_stage_in_next():
-    reported = problems(
+    found = problems(
         stage("a", next=("b", "c")),
         stage("b", next=("c",)),
         stage("c", terminal=True, wait_for=("a", "b"), merge="m:f"),
         stage("d", terminal=True, wait_for=("b",), merge="m:f"),
         entries={"other": "d"},
     )
-    assert reported == ("stages[3].wait_for: b does not have d in its next",)
+    assert found == ("stages[3].wait_for: b does not have d in its next",)
 
 
 def test_a_stage_that_waits_cannot_be_streamed_into():
-    reported = problems(
+    found = problems(
         stage("a", next=("b",), stream_to=("b",)),
         stage("b", terminal=True, wait_for=("a",), merge="m:f"),
     )
-    assert reported == (
-        "stages[0].stream_to: b waits for whole results and cannot be streamed into",
-    )
+    assert found == ("stages[0].stream_to: b waits for whole results and cannot be streamed into",)
 
 
-def test_stages_of_one_process_agree_on_its_environment():
-    reported = problems(
+def test_stages_of_one_process_must_agree_on_its_environment():
+    found = problems(
         stage("a", next=("b",), process="p", env={"X": "1"}),
         stage("b", terminal=True, process="p", env={"X": "2"}),
     )
-    assert reported == ("stages[1].env.X: another stage of process p sets another value",)
+    assert found == ("stages[1].env.X: another stage of process p sets another value",)
 
 
 def test_a_pipeline_without_stages_is_refused():
@@ -140,11 +136,11 @@ def test_a_pipeline_without_stages_is_refused():
 
 
 def test_a_file_can_define_every_pipeline_field(tmp_path):
-    (tmp_path / "p.toml").write_text(GOOD)
-    loaded = load_pipeline(tmp_path / "p.toml")
-    first, second = loaded.stages
-    assert (loaded.name, loaded.entry, loaded.max_in_flight) == ("omni", "a", 8)
-    assert loaded.entries == {"tts": "b"}
+    (tmp_path / "p.toml").write_text(VALID)
+    config = load_pipeline(tmp_path / "p.toml")
+    first, second = config.stages
+    assert (config.name, config.entry, config.max_in_flight) == ("omni", "a", 8)
+    assert config.entries == {"tts": "b"}
     assert first.next == ("b",)
     assert first.params == {"size": 3, "names": ["x"]}
     assert (second.process, second.env, second.terminal) == ("voice", {"THREADS": "2"}, True)
@@ -163,31 +159,32 @@ def test_a_file_can_define_every_pipeline_field(tmp_path):
         ('next = "b"', 'next = "c"', "stages[0].next: no stage is named c"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path, old, new, problem):
-    (tmp_path / "p.toml").write_text(GOOD.replace(old, new))
-    with pytest.raises(PipelineConfigError) as refused:
+def test_an_invalid_file_is_refused_with_the_problem(tmp_path, old, new, problem):
+    (tmp_path / "p.toml").write_text(VALID.replace(old, new))
+    with pytest.raises(PipelineConfigError) as caught:
         load_pipeline(tmp_path / "p.toml")
-    assert any(output.startswith(problem) for output in refused.value.problems)
+    assert any(line.startswith(problem) for line in caught.value.problems)
 
 
-def test_all_that_is_wrong_is_notified_at_once(tmp_path):
-    (tmp_path / "p.toml").write_text(GOOD.replace("factory", "factry").replace("model_path", "x"))
-    with pytest.raises(PipelineConfigError) as refused:
+def test_all_problems_of_a_file_are_reported_together(tmp_path):
+    (tmp_path / "p.toml").write_text(VALID.replace("factory", "factry").replace("model_path", "x"))
+    with pytest.raises(PipelineConfigError) as caught:
         load_pipeline(tmp_path / "p.toml")
-    assert len(refused.value.problems) == 5  # one key, and of both stages one too many, one missing
+    # x, and in both stages an unknown and a missing key.
+    assert len(caught.value.problems) == 5
 
 
 @pytest.mark.parametrize(("text", "reason"), [("a = ", "not a TOML file"), (None, "No such file")])
-def test_a_file_that_is_none_is_reported_with_its_path(tmp_path, text, reason):
+def test_an_unreadable_file_is_reported_with_its_path(tmp_path, text, reason):
     path = tmp_path / "p.toml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(PipelineConfigError, match=reason) as refused:
+    with pytest.raises(PipelineConfigError, match=reason) as caught:
         load_pipeline(path)
-    assert str(path) in str(refused.value)
+    assert str(path) in str(caught.value)
 
 
-def test_stages_that_are_no_tables_are_reported(tmp_path):
+def test_stages_that_are_not_tables_are_reported(tmp_path):
     (tmp_path / "p.toml").write_text('name = "x"\nstages = ["a"]')
     with pytest.raises(PipelineConfigError, match=r"stages\[0\]: expected a table"):
         load_pipeline(tmp_path / "p.toml")
@@ -226,14 +223,14 @@ def test_the_task_and_its_media_choose_the_entry(task, inputs, entry):
 
 
 def test_functions_that_cannot_be_imported_are_all_reported():
-    with pytest.raises(PipelineConfigError) as refused:
+    with pytest.raises(PipelineConfigError) as caught:
         compile_plan(
             pipeline(
                 stage("a", next=("b",), route=f"{HERE}:no_such_route"),
                 stage("b", terminal=True, wait_for=("a",), merge="no.such.module:f"),
             )
         )
-    first, second = refused.value.problems
+    first, second = caught.value.problems
     assert first.startswith(f"stages[0].route: cannot import {HERE}:no_such_route")
     assert second.startswith("stages[1].merge: cannot import no.such.module:f")
 
@@ -250,11 +247,11 @@ def test_dotted_names_of_the_last_release_still_work(old, new):
     assert import_dotted(old).__module__ == new
 
 
-def test_terminals_are_kept_apart_under_their_names():
+def test_results_of_terminal_stages_are_kept_under_their_names():
     results = {"decode": {"text": "a"}, "speak": {"audio_data": b"b"}}
     assert merge_terminals(results) == results
     assert merge_terminals(results) is not results
 
 
-def test_fan_in_puts_the_keys_of_all_together():
+def test_fan_in_merges_the_keys_of_all_results():
     assert merge_fields({"a": {"x": 1, "z": 1}, "b": {"y": 2, "z": 2}}) == {"x": 1, "y": 2, "z": 2}

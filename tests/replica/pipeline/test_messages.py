@@ -18,7 +18,7 @@ PAYLOAD = m.StagePayload("r", m.OmniRequest("hi", {"a": 1}, {"task": "tts"}), {"
         m.Shutdown(),
     ],
 )
-def test_a_message_to_a_stage_survives_the_wire(message):
+def test_a_message_to_a_stage_survives_serialization(message):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.StageInput) == message
 
 
@@ -34,5 +34,5 @@ def test_a_message_to_a_stage_survives_the_wire(message):
         m.StageStats("s", {"num_running_reqs": 1.0}),
     ],
 )
-def test_a_message_from_a_stage_survives_the_wire(message):
+def test_a_message_from_a_stage_survives_serialization(message):
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.StageOutput) == message

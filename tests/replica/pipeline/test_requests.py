@@ -36,7 +36,7 @@ def test_inputs_are_the_prompt_and_its_media(request_, inputs):
     assert to_omni_request(request_).inputs == inputs
 
 
-def test_only_what_is_set_reaches_the_stages():
+def test_only_parameters_that_are_set_are_passed_to_the_stages():
     assert to_omni_request(GenerateRequest("hi")).params == {
         "stop": [],
         "stop_token_ids": [],
@@ -66,7 +66,7 @@ def test_only_what_is_set_reaches_the_stages():
     }
 
 
-def test_metadata_report_the_task_and_what_is_wanted():
+def test_metadata_have_the_task_and_the_output_modalities():
     request = GenerateRequest(
         "hi", model="m", task="tts", output_modalities=("audio",), metadata={"a": 1}
     )

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("soon")
 async def start(config):
     async with open_pipeline(config) as (_, runtime):
         await runtime.ready.wait()
-        raise AssertionError("it started")
+        raise AssertionError("the pipeline started")
 
 
 @pytest.mark.parametrize("process", ["", "p"])
@@ -23,17 +23,20 @@ async def start(config):
     ("factory", "reason"),
     [
         ("unstartable", r"stage a: ValueError: no such weights"),
-        ("lacking", r"surely_not_installed is not installed: pip install 'omni-proxy\[replica\]'"),
+        (
+            "missing_dependency",
+            r"surely_not_installed is not installed: pip install 'omni-proxy\[replica\]'",
+        ),
         ("absent", "has no attribute 'absent'"),
     ],
 )
-async def test_a_stage_that_cannot_start_ends_the_start_with_its_reason(process, factory, reason):
+async def test_a_stage_that_cannot_start_fails_the_start_with_its_reason(process, factory, reason):
     config = pipeline(stage("a", factory, terminal=True, process=process))
     with pytest.RaisesGroup(pytest.RaisesExc(StartError, match=reason), flatten_subgroups=True):
         await start(config)
 
 
-async def test_a_wrong_pipeline_is_refused_before_anything_starts():
+async def test_an_invalid_pipeline_is_refused_before_anything_starts():
     with pytest.raises(PipelineConfigError):
         await start(pipeline(stage("a", next=("x",), terminal=True)))
 
@@ -53,13 +56,13 @@ async def test_a_broken_stage_fails_its_requests_and_restarts():
 
 
 @pytest.mark.parametrize(("caller", "status"), [(True, 400), (False, 500)])
-async def test_a_fault_of_a_function_is_reported_with_whose_it_is(caller, status):
+async def test_an_error_of_a_function_has_the_status_for_its_kind(caller, status):
     config = pipeline(stage("a", "failing", terminal=True, params={"caller": caller}))
     async with open_pipeline(config) as (hub, runtime):
         await runtime.ready.wait()
-        with pytest.raises(RequestFailed, match="fault") as failed:
+        with pytest.raises(RequestFailed, match="fault") as caught:
             await Client(hub).completion(GenerateRequest("x"))
-        assert failed.value.status == status
+        assert caught.value.status == status
 
 
 async def test_requests_before_the_stages_are_ready_wait_for_them():
@@ -70,29 +73,29 @@ async def test_requests_before_the_stages_are_ready_wait_for_them():
         assert hub.health()["status"] == "healthy"
 
 
-async def test_leaving_fails_what_is_in_flight_and_ends_the_threads():
+async def test_closing_the_pipeline_fails_the_requests_in_flight():
     async with trio.open_nursery() as nursery:
-        failed = []
+        statuses = []
 
         async def ask(client):
-            with pytest.raises(RequestFailed, match="not running") as ended:
+            with pytest.raises(RequestFailed, match="not running") as caught:
                 await client.completion(GenerateRequest("x"))
-            failed.append(ended.value.status)
+            statuses.append(caught.value.status)
 
         config = pipeline(stage("a", "until_aborted", terminal=True))
         async with open_pipeline(config) as (hub, runtime):
             await runtime.ready.wait()
             nursery.start_soon(ask, Client(hub))
             await until(lambda: hub.live_count)
-    assert failed == [503]
+    assert statuses == [503]
 
 
-async def test_operations_reach_stages_wherever_they_live():
+async def test_operations_reach_stages_in_threads_and_processes():
     answers = {"model_info": True, "update_weights_from_disk": False}
     config = pipeline(
         stage("pre", next=("x",)),
-        stage("x", "administered", next=("y",), params={"answers": answers}),
-        stage("y", "administered", terminal=True, process="p", params={"answers": answers}),
+        stage("x", "answering_operations", next=("y",), params={"answers": answers}),
+        stage("y", "answering_operations", terminal=True, process="p", params={"answers": answers}),
     )
     async with open_pipeline(config) as (hub, runtime):
         await runtime.ready.wait()
@@ -117,10 +120,10 @@ async def test_operations_reach_stages_wherever_they_live():
         (None, {"mode": "in_place"}, False),
     ],
 )
-async def test_a_pause_of_everything_in_abort_mode_ends_every_request(stages, payload, aborted):
+async def test_a_pause_in_abort_mode_of_all_stages_aborts_every_request(stages, payload, aborted):
     config = pipeline(
         stage("a", "until_aborted", terminal=True),
-        stage("x", "administered", terminal=True, params={"answers": {}}),
+        stage("x", "answering_operations", terminal=True, params={"answers": {}}),
         entries={"tts": "x"},
     )
     async with open_pipeline(config) as (hub, runtime):
@@ -128,24 +131,24 @@ async def test_a_pause_of_everything_in_abort_mode_ends_every_request(stages, pa
         client = Client(hub)
         async with client.generate(GenerateRequest("x"), "r") as generation:
             await anext(generation)
-            # Even where a stage does not answer in time.
+            # Requests are aborted even if a stage does not answer in time.
             with pytest.raises(RequestFailed, match="no answer from x"):
                 await client.admin("pause_generation", payload, stages, timeout_s=0.01)
             states = client.health()["request_states"]
             assert states == ({"aborted": 1} if aborted else {"running": 1})
 
 
-async def test_a_message_that_cannot_be_taken_is_lost_alone(caplog):
-    took = []
+async def test_an_error_while_receiving_a_message_loses_only_that_message(caplog):
+    received = []
 
     def receive(message):
         if message.stage == "bad":
             raise KeyError("bad")
-        took.append(message.stage)
+        received.append(message.stage)
 
     mailbox = ThreadMailbox(receive)
     for name in ("a", "bad", "b"):
         mailbox.post(StageStats(name, {}))
     await trio.testing.wait_all_tasks_blocked()
-    assert took == ["a", "b"]
+    assert received == ["a", "b"]
     assert "message_lost stage=bad" in caplog.text

@@ -20,7 +20,7 @@ from omni_proxy.replica.pipeline.stage import CallerError, FunctionScheduler
 
 
 class Running:
-    """A scheduler in a thread; a test can wait for its messages."""
+    """Runs a scheduler in a thread. A test can wait for its messages."""
 
     def __init__(self, scheduler):
         self.inbox, self.outlet = queue.SimpleQueue(), queue.SimpleQueue()
@@ -73,7 +73,7 @@ def test_the_chunks_of_a_function_precede_its_result(run):
     ]
 
 
-def test_a_fault_is_that_requests_alone(run):
+def test_an_error_fails_only_its_own_request(run):
     def work(payload, emit_chunk, aborted):
         if payload.data == "caller":
             raise CallerError("too long")
@@ -88,17 +88,17 @@ def test_a_fault_is_that_requests_alone(run):
     assert running.next() == Result("c", "s", {"x": 0.5})
 
 
-def test_after_an_abort_nothing_is_emitted_and_the_function_is_reported(run):
-    begun, reported, leave = threading.Event(), threading.Event(), threading.Event()
+def test_an_aborted_function_sees_the_abort_and_emits_nothing(run):
+    begun, saw_abort, pause = threading.Event(), threading.Event(), threading.Event()
 
     def work(payload, emit_chunk, aborted):
         if payload.request_id == "next":
             return {}
         begun.set()
         while not aborted():
-            leave.wait(0.001)
+            pause.wait(0.001)
         emit_chunk({"text": "late"})
-        reported.set()
+        saw_abort.set()
         return {"text": "late"}
 
     running = run(work)
@@ -106,12 +106,12 @@ def test_after_an_abort_nothing_is_emitted_and_the_function_is_reported(run):
     assert begun.wait(30)
     running.inbox.put(Abort("r"))
     running.inbox.put(Abort("r"))
-    assert reported.wait(30)
+    assert saw_abort.wait(30)
     running.submit("next")
     assert running.next() == Result("next", "s", {})
 
 
-def test_one_that_waits_can_be_aborted_before_it_begins(run):
+def test_a_waiting_request_can_be_aborted_before_it_starts(run):
     go, ran = threading.Event(), []
 
     def work(payload, emit_chunk, aborted):
@@ -143,7 +143,7 @@ def test_concurrency_is_the_configured_number(run):
     assert {running.next().request_id for _ in range(3)} == {"a", "b", "c"}
 
 
-def test_a_fed_request_gets_its_pieces_in_order_and_ends_with_the_last(run):
+def test_a_fed_request_gets_its_chunks_in_order_and_ends_with_the_last(run):
     class Joined:
         def __init__(self):
             self.texts = []
@@ -166,13 +166,13 @@ def test_a_fed_request_gets_its_pieces_in_order_and_ends_with_the_last(run):
     assert results["b"]["text"] == "".join(f"b{number} " for number in range(20))
 
 
-def test_a_stage_that_cannot_be_fed_reports_it(run):
+def test_a_fed_request_to_a_stage_that_cannot_be_fed_fails(run):
     running = run(lambda *_: {})
     running.submit("r", fed=True)
     assert "cannot be streamed into" in running.next().error
 
 
-def test_what_means_nothing_to_a_function_is_left_alone(run):
+def test_messages_that_a_function_does_not_support_are_ignored(run):
     running = run(lambda *_: {"ok": True})
     running.inbox.put(Admin("o", "model_info"))
     running.inbox.put(StreamChunk("unknown", "d", {}))
@@ -180,13 +180,13 @@ def test_what_means_nothing_to_a_function_is_left_alone(run):
     assert running.next() == Result("r", "s", {"ok": True})
 
 
-def test_shutdown_reports_what_still_runs():
-    begun, leave = threading.Event(), threading.Event()
+def test_shutdown_aborts_running_functions():
+    begun, pause = threading.Event(), threading.Event()
 
     def work(payload, emit_chunk, aborted):
         begun.set()
         while not aborted():
-            leave.wait(0.001)
+            pause.wait(0.001)
         return {}
 
     running = Running(FunctionScheduler("s", work))
@@ -195,8 +195,8 @@ def test_shutdown_reports_what_still_runs():
     assert running.stop()
 
 
-def test_its_gauges_report_running_and_waiting_requests():
-    seen = []
+def test_the_gauges_count_running_and_waiting_requests():
+    gauges = []
     go = threading.Event()
     outlet = queue.SimpleQueue()
     inbox = queue.SimpleQueue()
@@ -205,7 +205,7 @@ def test_its_gauges_report_running_and_waiting_requests():
 
     def emit(message):
         if isinstance(message, StageStats):
-            seen.append(message.values)
+            gauges.append(message.values)
         else:
             outlet.put(message)
 
@@ -220,12 +220,12 @@ def test_its_gauges_report_running_and_waiting_requests():
     outlet.get(timeout=60)
     inbox.put(Shutdown())
     thread.join(30)
-    assert {"num_running_reqs": 0.0, "num_waiting_reqs": 0.0} in seen
-    assert all(values["num_running_reqs"] + values["num_waiting_reqs"] <= 2 for values in seen)
+    assert {"num_running_reqs": 0.0, "num_waiting_reqs": 0.0} in gauges
+    assert all(values["num_running_reqs"] + values["num_waiting_reqs"] <= 2 for values in gauges)
 
 
-def test_what_was_aborted_counts_no_more():
-    begun, reported = threading.Event(), queue.SimpleQueue()
+def test_aborted_requests_are_not_counted_in_the_gauges():
+    begun, outlet = threading.Event(), queue.SimpleQueue()
 
     def work(payload, emit_chunk, aborted):
         begun.set()
@@ -235,7 +235,7 @@ def test_what_was_aborted_counts_no_more():
 
     inbox = queue.SimpleQueue()
     scheduler = FunctionScheduler("s", work)
-    thread = threading.Thread(target=scheduler.run, args=(inbox, reported.put))
+    thread = threading.Thread(target=scheduler.run, args=(inbox, outlet.put))
     thread.start()
     for request_id in ("works", "waits"):
         inbox.put(Submit(StagePayload(request_id, OmniRequest("x"), None)))
@@ -244,6 +244,6 @@ def test_what_was_aborted_counts_no_more():
         inbox.put(Abort(request_id))
     inbox.put(Shutdown())
     thread.join(30)
-    stats = [reported.get_nowait() for _ in range(reported.qsize())]
-    assert all(isinstance(each, StageStats) for each in stats)
+    stats = [outlet.get_nowait() for _ in range(outlet.qsize())]
+    assert all(isinstance(message, StageStats) for message in stats)
     assert stats[-1].values == {"num_running_reqs": 0, "num_waiting_reqs": 0}

@@ -1,4 +1,4 @@
-"""Stages in child processes: real children, ended in every possible way."""
+"""Stages in real child processes, which end in different ways."""
 
 import os
 import signal
@@ -41,10 +41,10 @@ trio.run(main)
 @given(st.lists(st.binary(max_size=20), max_size=6), st.integers(1, 9))
 def test_frames_are_decoded_for_any_chunking(bodies, step):
     stream = b"".join(encode_frame(body) for body in bodies)
-    reader, got = FrameDecoder(), []
+    decoder, decoded = FrameDecoder(), []
     for start in range(0, len(stream), step):
-        got += reader.feed(stream[start : start + step])
-    assert [stage_process.msgspec.msgpack.decode(body) for body in got] == bodies
+        decoded += decoder.feed(stream[start : start + step])
+    assert [stage_process.msgspec.msgpack.decode(body) for body in decoded] == bodies
 
 
 def test_a_length_past_the_limit_is_refused_before_its_bytes():
@@ -53,7 +53,7 @@ def test_a_length_past_the_limit_is_refused_before_its_bytes():
 
 
 @pytest.mark.parametrize("message", [object(), 1 << 70, {"a": {1, 2}.__iter__()}])
-def test_what_msgpack_cannot_hold_is_refused(message):
+def test_a_message_that_msgpack_cannot_encode_is_refused(message):
     with pytest.raises((TypeError, ValueError, OverflowError)):
         encode_frame(message)
 
@@ -64,7 +64,7 @@ def test_a_message_past_the_bound_is_refused(monkeypatch):
         encode_frame(b"123456789")
 
 
-def gone(pid):
+def has_ended(pid):
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -72,7 +72,7 @@ def gone(pid):
     return False
 
 
-def two_in_one_process():
+def two_stages_in_one_process():
     return pipeline(
         stage("a", next=("b",), process="p"),
         stage("b", terminal=True, process="p", env={"OMNI_TEST": "own"}),
@@ -80,19 +80,19 @@ def two_in_one_process():
 
 
 @pytest.mark.usefixtures("soon")
-async def test_stages_of_one_process_share_it_and_it_ends_with_the_pipeline():
-    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+async def test_stages_share_a_process_that_ends_with_the_pipeline():
+    async with open_pipeline(two_stages_in_one_process()) as (hub, runtime):
         await runtime.ready.wait()
         (host,) = runtime.hosts
         pid = host.pid
         result = await Client(hub).completion(GenerateRequest("hi"))
         assert (result.text, result.extra["pid"]) == ("HI", pid)
         assert pid != os.getpid()
-    assert gone(pid)
+    assert has_ended(pid)
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_process_has_the_environment_that_its_stages_name():
+async def test_a_process_has_the_environment_of_its_stages():
     config = pipeline(
         stage(
             "a",
@@ -129,10 +129,10 @@ async def test_a_killed_process_fails_its_requests_and_restarts():
                 await anext(generation)
         assert client.health()["status"] == "unhealthy"
         assert "SIGKILL" in client.health()["failed_stages"]["a"]
-        with pytest.raises(RequestFailed, match="stage a is not running") as refused:
+        with pytest.raises(RequestFailed, match="stage a is not running") as caught:
             await client.completion(GenerateRequest("x"))
-        assert refused.value.status == 503
-        # The other stage has not noticed.
+        assert caught.value.status == 503
+        # The other stage still serves.
         assert (await client.completion(GenerateRequest("hi", task="tts"))).text == "HI"
         await until(lambda: client.health()["status"] == "healthy")
         assert runtime.hosts[1].pid not in (None, first)
@@ -141,19 +141,19 @@ async def test_a_killed_process_fails_its_requests_and_restarts():
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_process_that_does_not_listen_any_more_is_killed_at_the_end():
-    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+async def test_a_process_that_does_not_respond_is_killed_at_the_end():
+    async with open_pipeline(two_stages_in_one_process()) as (hub, runtime):
         await runtime.ready.wait()
         pid = runtime.hosts[0].pid
         os.kill(pid, signal.SIGSTOP)
         hub.stop()
         runtime.stop_waiting()
-    assert gone(pid)
+    assert has_ended(pid)
 
 
 @pytest.mark.usefixtures("soon")
-async def test_signals_to_the_group_are_left_to_the_parent():
-    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+async def test_a_stage_process_ignores_sigint_and_sigterm():
+    async with open_pipeline(two_stages_in_one_process()) as (hub, runtime):
         await runtime.ready.wait()
         pid = runtime.hosts[0].pid
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -168,11 +168,11 @@ async def test_a_child_does_not_outlive_a_parent_that_is_killed():
     )
     async with parent.stdout:
         child = int(await parent.stdout.receive_some(100))
-        assert not gone(child)
+        assert not has_ended(child)
         parent.kill()
         await parent.wait()
-        # It is not our child: the process that adopted it reaps it at some time.
-        await until(lambda: gone(child) or state_of(child) == "Z")
+        # Its adoptive parent reaps it at some later time, so it may remain a zombie.
+        await until(lambda: has_ended(child) or state_of(child) == "Z")
 
 
 def state_of(pid):
@@ -184,7 +184,7 @@ def state_of(pid):
 
 
 @pytest.mark.usefixtures("soon")
-async def test_what_cannot_leave_a_process_fails_its_request_alone():
+async def test_a_result_that_cannot_be_encoded_fails_only_its_request():
     config = pipeline(
         stage("a", "unsendable", terminal=True, process="p"),
         stage("b", process="p", terminal=True),
@@ -199,20 +199,20 @@ async def test_what_cannot_leave_a_process_fails_its_request_alone():
 
 
 @pytest.mark.usefixtures("soon")
-async def test_what_cannot_enter_a_process_fails_its_request_alone():
-    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+async def test_a_request_that_cannot_be_encoded_fails_alone():
+    async with open_pipeline(two_stages_in_one_process()) as (hub, runtime):
         await runtime.ready.wait()
         client = Client(hub)
-        with pytest.raises(RequestFailed, match="cannot be sent") as refused:
+        with pytest.raises(RequestFailed, match="cannot be sent") as caught:
             await client.completion(GenerateRequest({"x": object()}))
-        assert refused.value.status == 500
+        assert caught.value.status == 500
         assert (await client.completion(GenerateRequest("hi"))).text == "HI"
 
 
 @pytest.mark.usefixtures("soon")
 async def test_an_abort_reaches_a_stage_in_its_process(tmp_path):
     config = pipeline(
-        stage("a", "until_aborted", terminal=True, process="p", params={"reported": str(tmp_path)})
+        stage("a", "until_aborted", terminal=True, process="p", params={"folder": str(tmp_path)})
     )
     async with open_pipeline(config) as (hub, runtime):
         await runtime.ready.wait()
@@ -223,9 +223,9 @@ async def test_an_abort_reaches_a_stage_in_its_process(tmp_path):
 
 
 @pytest.mark.usefixtures("soon")
-async def test_a_megabyte_passes_in_both_directions():
+async def test_a_megabyte_can_be_sent_in_both_directions():
     text = "ab" * 500_000
-    async with open_pipeline(two_in_one_process()) as (hub, runtime):
+    async with open_pipeline(two_stages_in_one_process()) as (hub, runtime):
         await runtime.ready.wait()
         assert (await Client(hub).completion(GenerateRequest(text))).text == text.upper()
 

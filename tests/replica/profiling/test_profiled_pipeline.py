@@ -16,9 +16,9 @@ KEY = {"Authorization": "Bearer k"}
 
 
 def app_with_profiling(client, key):
-    served = RouteContext(client=client, admin_api_key=key)
-    app = build_app(served)
-    profile_routes.mount(app, served)
+    context = RouteContext(client=client, admin_api_key=key)
+    app = build_app(context)
+    profile_routes.mount(app, context)
     return app
 
 
@@ -28,23 +28,23 @@ def recorded(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("events")
 
     async def record():
-        choices = BuiltinOptions(model="tiny", own_process=frozenset(request.param))
-        async with open_pipeline(builtin_pipeline(choices)) as (coordinator, runtime):
+        options = BuiltinOptions(model="tiny", own_process=frozenset(request.param))
+        async with open_pipeline(builtin_pipeline(options)) as (coordinator, runtime):
             app = app_with_profiling(Client(coordinator), "k")
             with trio.fail_after(60):
                 await runtime.ready.wait()
                 client = app.test_client()
                 body = {"run_id": "r1", "event_dir": str(folder)}
                 started = await client.post("/start_request_profile", json=body, headers=KEY)
-                answer = await client.post("/v1/chat/completions", json=CHAT)
-                await answer.get_data()
+                response = await client.post("/v1/chat/completions", json=CHAT)
+                await response.get_data()
                 stopped = await client.post("/stop_request_profile", json={}, headers=KEY)
                 return await started.get_json(), await stopped.get_json()
 
     return folder, trio.run(record)
 
 
-def test_the_routes_report_the_run(recorded):
+def test_the_routes_return_the_run_id_and_the_folder(recorded):
     folder, (started, stopped) = recorded
     assert started == {"run_id": "r1", "event_dir": str(folder)}
     assert stopped == {"run_id": "r1"}
@@ -80,25 +80,25 @@ def test_a_request_can_be_followed_through_every_stage(recorded, capsys):
     assert {("prepare", "decode", "payload"), ("decode", "coordinator", "stream_chunk")} <= hops
 
 
-def test_each_chunk_is_received_under_both_names_and_is_one_hop(recorded, capsys):
+def test_each_chunk_is_recorded_under_both_names_and_counts_as_one_hop(recorded, capsys):
     folder, _ = recorded
     main([str(folder), "--format", "json"])
     body = json.loads(capsys.readouterr().out)
     ((_, events),) = body["timelines"].items()
 
-    def seen(name):
+    def metadata_of(name):
         return [event["metadata"] for event in events if event["event_name"] == name]
 
-    received = seen("stage_stream_chunk_received")
-    assert received == seen("coordinator_stream_received")
-    sent = [each["chunk_id"] for each in seen("stage_stream_chunk_sent")]
-    assert [each["chunk_id"] for each in received] == sent
+    received = metadata_of("stage_stream_chunk_received")
+    assert received == metadata_of("coordinator_stream_received")
+    sent = [chunk["chunk_id"] for chunk in metadata_of("stage_stream_chunk_sent")]
+    assert [chunk["chunk_id"] for chunk in received] == sent
     assert received[0] == {"from_stage": "decode", "chunk_id": 0, "modality": "text"}
     hops = {(row["src"], row["dst"]): row["count"] for row in body["hop_breakdown"]}
     assert hops["decode", "coordinator"] == len(received)
 
 
-def test_a_completed_stage_reports_whether_it_was_the_last_and_what_follows(recorded, capsys):
+def test_the_end_of_a_stage_has_its_next_stages_or_is_terminal(recorded, capsys):
     folder, _ = recorded
     main([str(folder), "--format", "json"])
     ((_, events),) = json.loads(capsys.readouterr().out)["timelines"].items()
@@ -110,7 +110,7 @@ def test_a_completed_stage_reports_whether_it_was_the_last_and_what_follows(reco
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "words"),
+    ("path", "body", "status", "reason"),
     [
         ("/start_profile", {}, 400, "trace_path_template is required"),
         ("/start_profile", {"enable_torch": False}, 400, "event_dir is required"),
@@ -119,16 +119,16 @@ def test_a_completed_stage_reports_whether_it_was_the_last_and_what_follows(reco
         ("/stop_profile", None, 422, "Field required"),
     ],
 )
-async def test_invalid_requests_name_the_missing_key(path, body, status, words, monkeypatch):
+async def test_invalid_requests_name_the_missing_key(path, body, status, reason, monkeypatch):
     monkeypatch.delenv(profile_routes.FOLDER_VARIABLE, raising=False)
     app = app_with_profiling(Client.__new__(Client), None)
-    sent = {"json": body} if body is not None else {}
-    answer = await app.test_client().post(path, **sent)
-    assert answer.status_code == status
-    assert words in (await answer.get_data(as_text=True))
+    fields = {"json": body} if body is not None else {}
+    response = await app.test_client().post(path, **fields)
+    assert response.status_code == status
+    assert reason in (await response.get_data(as_text=True))
 
 
 async def test_profiling_requires_the_key():
     app = app_with_profiling(Client.__new__(Client), "k")
-    answer = await app.test_client().post("/start_profile", json={})
-    assert answer.status_code == 401
+    response = await app.test_client().post("/start_profile", json={})
+    assert response.status_code == 401

@@ -24,25 +24,25 @@ from omni_proxy.replica.profiling.recorder import EventRecorder, InstrumentedEmi
 
 @pytest.fixture(autouse=True)
 def recorders(monkeypatch):
-    """Every recorder of a test closes its file at the end."""
-    made = []
+    """Stops every recorder of a test at its end, which closes its file."""
+    created = []
     init = EventRecorder.__init__
 
-    def kept(self, *args):
+    def record_instance(self, *args):
         init(self, *args)
-        made.append(self)
+        created.append(self)
 
-    monkeypatch.setattr(EventRecorder, "__init__", kept)
+    monkeypatch.setattr(EventRecorder, "__init__", record_instance)
     yield
-    for recorder in made:
+    for recorder in created:
         recorder.stop()
 
 
-def lines(folder):
-    found = {}
+def events_by_file(folder):
+    events = {}
     for path in sorted(folder.iterdir()):
-        found[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
-    return found
+        events[path.name] = [json.loads(line) for line in path.read_text().splitlines()]
+    return events
 
 
 def test_an_event_is_one_line_with_its_keys_in_order(tmp_path):
@@ -65,7 +65,7 @@ def test_nothing_is_recorded_while_idle(tmp_path):
     recorder.start("run", str(tmp_path))
     recorder.stop()
     recorder.record("a", "r", "s")
-    assert lines(tmp_path) == {f"events_s_{os.getpid()}.jsonl": []}
+    assert events_by_file(tmp_path) == {f"events_s_{os.getpid()}.jsonl": []}
 
 
 def test_stages_of_one_process_share_the_file_of_the_first(tmp_path):
@@ -73,12 +73,12 @@ def test_stages_of_one_process_share_the_file_of_the_first(tmp_path):
     recorder.start("run", str(tmp_path), "first")
     recorder.start("run", str(tmp_path), "second")
     recorder.record("a", "r", "second")
-    ((name, events),) = lines(tmp_path).items()
+    ((name, events),) = events_by_file(tmp_path).items()
     assert name.startswith("events_first_")
     assert events[0]["stage"] == "second"
 
 
-def test_another_run_takes_over_and_only_its_own_id_ends_it(tmp_path):
+def test_a_new_run_replaces_the_old_one_and_is_stopped_by_its_own_id_only(tmp_path):
     recorder = EventRecorder("s")
     recorder.start("one", str(tmp_path / "1"))
     recorder.start("two", str(tmp_path / "2"))
@@ -86,18 +86,18 @@ def test_another_run_takes_over_and_only_its_own_id_ends_it(tmp_path):
     recorder.record("a", "r", "s")
     recorder.stop("two")
     recorder.record("b", "r", "s")
-    assert [e["event_name"] for e in lines(tmp_path / "2")[f"events_s_{os.getpid()}.jsonl"]] == [
-        "a"
-    ]
+    assert [
+        e["event_name"] for e in events_by_file(tmp_path / "2")[f"events_s_{os.getpid()}.jsonl"]
+    ] == ["a"]
 
 
-def test_tensors_are_summarised_and_scalars_reported(tmp_path):
+def test_tensors_are_summarised_and_scalars_are_written(tmp_path):
     recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path))
     recorder.record(
         "a", "r", "s", {"t": np.zeros((2, 3), np.float32), "n": np.array(4), "o": {1, 2}}
     )
-    (event,) = lines(tmp_path)[f"events_s_{os.getpid()}.jsonl"]
+    (event,) = events_by_file(tmp_path)[f"events_s_{os.getpid()}.jsonl"]
     assert event["metadata"] == {
         "t": {
             "__tensor_summary__": True, "type": "ndarray", "shape": [2, 3], "dtype": "float32",
@@ -108,17 +108,17 @@ def test_tensors_are_summarised_and_scalars_reported(tmp_path):
     }  # fmt: skip
 
 
-def test_what_cannot_be_written_is_dropped_and_counted(tmp_path):
+def test_events_that_cannot_be_encoded_are_dropped_and_counted(tmp_path):
     recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path))
-    circle = {}
-    circle["self"] = circle
-    recorder.record("a", "r", "s", circle)
+    cycle = {}
+    cycle["self"] = cycle
+    recorder.record("a", "r", "s", cycle)
     recorder.record("a", "r", "s", {(1, 2): 3})
     assert recorder.dropped == 2
 
 
-def test_a_folder_that_cannot_be_made_is_logged_and_nothing_is_recorded(tmp_path, caplog):
+def test_a_folder_that_cannot_be_created_is_logged_and_nothing_is_recorded(tmp_path, caplog):
     (tmp_path / "file").write_text("")
     recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path / "file" / "x"))
@@ -128,7 +128,7 @@ def test_a_folder_that_cannot_be_made_is_logged_and_nothing_is_recorded(tmp_path
 
 
 @pytest.mark.parametrize("count", [8])
-def test_threads_never_mix_their_lines(tmp_path, count):
+def test_lines_of_different_threads_are_not_mixed(tmp_path, count):
     recorder = EventRecorder("s")
     recorder.start("run", str(tmp_path))
 
@@ -142,7 +142,7 @@ def test_threads_never_mix_their_lines(tmp_path, count):
     for thread in threads:
         thread.join()
     recorder.stop()
-    (events,) = lines(tmp_path).values()
+    (events,) = events_by_file(tmp_path).values()
     assert len({event["request_id"] for event in events}) == 100 * count
 
 
@@ -168,7 +168,7 @@ def submit(request_id="r", from_stage=""):
     return Submit(StagePayload(request_id, OmniRequest("x"), {}), from_stage)
 
 
-def test_the_scheduler_gets_all_but_the_profilers_messages(events):
+def test_the_scheduler_gets_all_messages_except_those_of_the_profiler(events):
     inbox = InstrumentedInbox("decode")
     sent = [submit(), Abort("r"), Shutdown()]
     for message in (events.start, sent[0], ProfilerStop(None), sent[1], sent[2]):
@@ -187,19 +187,19 @@ def test_an_inbox_with_only_profiler_messages_is_empty(events):
 
 
 def test_a_waiting_scheduler_is_not_woken_by_the_profiler(events):
-    inbox, got = InstrumentedInbox("decode"), []
-    thread = threading.Thread(target=lambda: got.append(inbox.get()))
+    inbox, received = InstrumentedInbox("decode"), []
+    thread = threading.Thread(target=lambda: received.append(inbox.get()))
     thread.start()
     inbox.put(events.start)
     inbox.put(Shutdown())
     thread.join(timeout=10)
-    assert got == [Shutdown()]
+    assert received == [Shutdown()]
 
 
-def test_puts_and_gets_are_recorded(events):
+def test_received_and_sent_messages_are_recorded(events):
     inbox = InstrumentedInbox("decode")
-    out = []
-    emit = InstrumentedEmit("decode", out.append)
+    emitted = []
+    emit = InstrumentedEmit("decode", emitted.append)
     for message in (
         events.start, submit(), submit("q", "prepare"), StreamChunk("q", "a", {}, 3), Shutdown(),
     ):  # fmt: skip
@@ -212,32 +212,32 @@ def test_puts_and_gets_are_recorded(events):
     ]  # fmt: skip
     for message in sent:
         emit(message)
-    assert out == sent
-    reported = events()
-    assert [name for name, _, _ in reported] == [
+    assert emitted == sent
+    recorded = events()
+    assert [name for name, _, _ in recorded] == [
         "stage_input_received", "stage_input_received", "stage_stream_chunk_received",
         "stage_first_stream_chunk_sent", "stage_stream_chunk_sent", "stage_stream_chunk_sent",
         "stage_complete",
     ]  # fmt: skip
-    assert reported[0][2] == {"from_stage": "coordinator", "kind": "submit"}
-    assert reported[1][2] == {"from_stage": "prepare", "kind": "payload"}
-    assert reported[-1][2] == {"terminal": True, "error": "why"}
+    assert recorded[0][2] == {"from_stage": "coordinator", "kind": "submit"}
+    assert recorded[1][2] == {"from_stage": "prepare", "kind": "payload"}
+    assert recorded[-1][2] == {"terminal": True, "error": "why"}
 
 
-def test_a_torch_trace_holds_the_stages_own_work(events, tmp_path):
+def test_a_torch_trace_has_the_operations_of_its_stage(events, tmp_path):
     torch = pytest.importorskip("torch")
     inbox, other = InstrumentedInbox("decode"), InstrumentedInbox("speak")
     template = str(tmp_path / "{run_id}" / "trace_{stage}")
-    for each in (inbox, other):  # two profilers at once would end the process
-        each.put(ProfilerStart("run", template, None, True))
-        each.put(Abort("a"))
-        each.get()
+    for stage_inbox in (inbox, other):  # a second torch profiler would end the process
+        stage_inbox.put(ProfilerStart("run", template, None, True))
+        stage_inbox.put(Abort("a"))
+        stage_inbox.get()
     torch.ones(8, 8).matmul(torch.ones(8, 8))
     inbox.put(ProfilerStop("another"))
-    for each in (other, inbox):
-        each.put(ProfilerStop("run"))
-        each.put(Abort("b"))
-        each.get()
+    for stage_inbox in (other, inbox):
+        stage_inbox.put(ProfilerStop("run"))
+        stage_inbox.put(Abort("b"))
+        stage_inbox.get()
     (trace,) = (tmp_path / "run").iterdir()
     assert trace.name.startswith("trace_decode_pid")
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}

@@ -27,7 +27,7 @@ def event(name, at_ms, request="r", stage="s", **metadata):
     }  # fmt: skip
 
 
-def test_an_interval_is_between_its_two_events_in_one_stage_of_one_request():
+def test_an_interval_is_between_two_events_of_one_request_in_one_stage():
     events = [
         event("stage_input_received", 0),
         event("stage_input_received", 1, stage="other"),
@@ -39,7 +39,7 @@ def test_an_interval_is_between_its_two_events_in_one_stage_of_one_request():
     ]
 
 
-def test_what_opened_first_is_closed_first():
+def test_the_interval_that_opened_first_is_closed_first():
     events = [
         event("encoder_start", 0), event("encoder_start", 2),
         event("encoder_end", 3), event("encoder_end", 10),
@@ -57,11 +57,11 @@ def test_one_event_may_open_several_intervals():
     }  # fmt: skip
 
 
-def test_a_close_without_an_open_is_nothing():
+def test_a_closing_event_without_an_opening_one_is_ignored():
     assert list(intervals([event("stage_complete", 1), event("stage_input_received", 2)])) == []
 
 
-def test_rows_hold_the_figures_and_are_sorted_by_their_total():
+def test_rows_have_the_statistics_and_are_sorted_by_their_total():
     events = []
     for number, ms in enumerate((10, 20, 30, 40)):
         events += [
@@ -79,7 +79,7 @@ def test_rows_hold_the_figures_and_are_sorted_by_their_total():
     }  # fmt: skip
 
 
-def test_a_hop_is_what_one_stage_sent_and_the_other_received():
+def test_a_hop_pairs_what_one_stage_sent_and_another_received():
     events = [
         event("stage_hop_sent", 1, stage="a", to_stage="b", transport="local"),
         event("stage_input_received", 4, stage="b", from_stage="a", kind="payload"),
@@ -93,23 +93,27 @@ def test_a_hop_is_what_one_stage_sent_and_the_other_received():
 
 
 def test_chunks_are_matched_by_their_number():
-    def sent(at, number):
-        return event("stage_stream_chunk_sent", at, stage="a", to_stage="b", chunk_id=number)
+    def chunk_sent(at_ms, number):
+        return event("stage_stream_chunk_sent", at_ms, stage="a", to_stage="b", chunk_id=number)
 
-    def got(at, number):
-        return event("stage_stream_chunk_received", at, stage="b", from_stage="a", chunk_id=number)
+    def chunk_received(at_ms, number):
+        return event(
+            "stage_stream_chunk_received", at_ms, stage="b", from_stage="a", chunk_id=number
+        )
 
-    (row,) = hop_rows([sent(0, 0), sent(1, 1), got(5, 1), got(7, 0)])
+    (row,) = hop_rows(
+        [chunk_sent(0, 0), chunk_sent(1, 1), chunk_received(5, 1), chunk_received(7, 0)]
+    )
     assert (row["count"], row["total_ms"], row["max_ms"]) == (2, 11.0, 7.0)
 
 
-def test_a_timeline_counts_from_the_requests_first_event():
-    lines = timelines([event("a", 5), event("a", 7, request="q"), event("b", 8.25)])
-    assert [e["t_rel_ms"] for e in lines["r"]] == [0.0, 3.25]
-    assert [e["t_rel_ms"] for e in lines["q"]] == [0.0]
+def test_a_timeline_starts_at_the_first_event_of_the_request():
+    by_request = timelines([event("a", 5), event("a", 7, request="q"), event("b", 8.25)])
+    assert [e["t_rel_ms"] for e in by_request["r"]] == [0.0, 3.25]
+    assert [e["t_rel_ms"] for e in by_request["q"]] == [0.0]
 
 
-def test_the_keys_of_the_report_stand_in_their_order():
+def test_the_keys_of_the_report_are_in_a_fixed_order():
     assert list(build_report([])) == [
         "timelines",
         "stage_breakdown",
@@ -119,8 +123,8 @@ def test_the_keys_of_the_report_stand_in_their_order():
 
 
 def test_the_table_is_padded_to_its_columns():
-    made = build_report([event("stage_input_received", 0), event("stage_complete", 5)])
-    assert render_table(made).split("\n") == [
+    report = build_report([event("stage_input_received", 0), event("stage_complete", 5)])
+    assert render_table(report).split("\n") == [
         "# Requests: 1",
         "",
         "## Stage breakdown",
@@ -133,42 +137,42 @@ def test_the_table_is_padded_to_its_columns():
     ]
 
 
-def test_lines_that_are_no_events_are_reported_and_skipped(tmp_path):
-    good = json.dumps(event("a", 1))
+def test_lines_that_are_not_events_are_reported_and_skipped(tmp_path):
+    valid = json.dumps(event("a", 1))
     no_time = json.dumps({**event("a", 1), "timestamp_ns": True})
     path = tmp_path / "events_s_1.jsonl"
-    path.write_text(f"{good}\n{{\n[]\n\n{no_time}\n{'[' * 100_000}\n")
+    path.write_text(f"{valid}\n{{\n[]\n\n{no_time}\n{'[' * 100_000}\n")
     (tmp_path / "other.jsonl").write_text("junk\n")
-    reported = []
-    assert read_events(tmp_path, reported.append) == [json.loads(good)]
-    assert [each.split(": ")[0] for each in reported] == [f"{path}:{n}" for n in (2, 3, 5, 6)]
+    messages = []
+    assert read_events(tmp_path, messages.append) == [json.loads(valid)]
+    assert [message.split(": ")[0] for message in messages] == [f"{path}:{n}" for n in (2, 3, 5, 6)]
 
 
-def test_a_source_that_is_not_there_is_reported(tmp_path):
-    reported = []
-    assert read_events(tmp_path / "no", reported.append) == []
-    assert "no such file" in reported[0]
+def test_a_source_that_does_not_exist_is_reported(tmp_path):
+    messages = []
+    assert read_events(tmp_path / "no", messages.append) == []
+    assert "no such file" in messages[0]
 
 
 NAMES = sorted({name for pair in PAIRS for name in pair})
 
 
 @given(st.lists(st.tuples(st.sampled_from(NAMES), st.sampled_from("ab"), st.integers(0, 5))))
-def test_interval_counts_equal_the_naive_count(steps):
+def test_the_number_of_intervals_equals_a_simple_count(steps):
     events = [event(n, i, request=str(r), stage=s) for i, (n, s, r) in enumerate(steps)]
     expected = 0
     for opens, closes in PAIRS:
-        for where in {(e["request_id"], e["stage"]) for e in events}:
-            level = 0
-            for each in events:
-                if (each["request_id"], each["stage"]) == where:
-                    if each["event_name"] == closes and level:
-                        level -= 1
+        for key in {(e["request_id"], e["stage"]) for e in events}:
+            open_count = 0
+            for entry in events:
+                if (entry["request_id"], entry["stage"]) == key:
+                    if entry["event_name"] == closes and open_count:
+                        open_count -= 1
                         expected += 1
-                    level += each["event_name"] == opens
-    found = list(intervals(events))
-    assert len(found) == expected
-    assert all(opened <= closed for *_, opened, closed in found)
+                    open_count += entry["event_name"] == opens
+    result = list(intervals(events))
+    assert len(result) == expected
+    assert all(opened <= closed for *_, opened, closed in result)
 
 
 @pytest.fixture
@@ -194,8 +198,8 @@ def test_a_file_is_reported_as_a_table(source, capsys):
 def test_json_is_written_to_a_file(source, tmp_path, capsys):
     out = tmp_path / "out.json"
     assert main([str(source.parent), "--format", "json", "--out", str(out)]) == 0
-    made = json.loads(out.read_text())
-    assert (made["request_count"], len(made["timelines"]["r2"])) == (2, 4)
+    report = json.loads(out.read_text())
+    assert (report["request_count"], len(report["timelines"]["r2"])) == (2, 4)
     assert out.read_text().startswith('{\n  "timelines"')
     assert "2 requests written" in capsys.readouterr().err
 
@@ -211,7 +215,7 @@ def test_the_page_is_self_contained_and_escapes_event_texts(source, capsys):
     assert page.count('class="stage-row"') == 2
 
 
-def test_a_missing_source_is_reported_and_still_a_report(tmp_path, capsys):
+def test_a_missing_source_is_reported_and_gives_an_empty_report(tmp_path, capsys):
     assert main([str(tmp_path / "none")]) == 0
     captured = capsys.readouterr()
     assert "# Requests: 0" in captured.out

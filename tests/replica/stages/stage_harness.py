@@ -20,31 +20,31 @@ PATIENCE_SECS = 60
 
 
 class Inbox:
-    """A queue that notes when its reader waits for more than was put in."""
+    """A queue that can wait until its reader has taken every message and waits for more."""
 
     def __init__(self) -> None:
         self._held = queue.SimpleQueue()
         self._change = threading.Condition()
-        self._put = self._asked = 0
+        self._puts = self._gets = 0
 
     def put(self, message) -> None:
         with self._change:
-            self._put += 1
+            self._puts += 1
         self._held.put(message)
 
     def get(self):
         with self._change:
-            self._asked += 1
+            self._gets += 1
             self._change.notify_all()
         return self._held.get()
 
     def wait_until_taken(self) -> None:
         with self._change:
-            assert self._change.wait_for(lambda: self._asked > self._put, PATIENCE_SECS)
+            assert self._change.wait_for(lambda: self._gets > self._puts, PATIENCE_SECS)
 
 
 class Stage:
-    """The inbox of a running stage, and its outbox without the gauges."""
+    """The inbox of a running stage, and the messages that it emits, without gauges."""
 
     def __init__(self) -> None:
         self.inbox = Inbox()
@@ -63,25 +63,25 @@ class Stage:
         self.inbox.put(Submit(payload, "decode" if fed else "", fed))
 
     def stream_open(self, request_id, *texts):
-        """Stream texts into the stage, more of which will follow."""
+        """Streams texts into the stage. More will follow."""
         for text in texts:
             self.inbox.put(StreamChunk(request_id, "decode", {"text": text}))
 
     def stream(self, request_id, *texts):
-        """Stream texts into the stage, the last of them as the last."""
+        """Streams texts into the stage, and marks the last of them as the end of the stream."""
         self.stream_open(request_id, *texts[:-1])
         self.inbox.put(StreamChunk(request_id, "decode", {"text": texts[-1]}, last=True))
 
     def settle(self):
-        """Return once the stage has taken all messages so far out of its inbox."""
+        """Returns when the stage has taken all messages from its inbox."""
         self.inbox.wait_until_taken()
 
     def abort(self, request_id):
         self.inbox.put(Abort(request_id))
 
-    def ask(self, inputs, *texts, **how):
-        """Return the streamed chunks and the end of one request, which must be its only one."""
-        self.submit("r", inputs, fed=bool(texts), **how)
+    def ask(self, inputs, *texts, **options):
+        """Returns the chunks and the last message of a request. It must be the only one."""
+        self.submit("r", inputs, fed=bool(texts), **options)
         if texts:
             self.stream("r", *texts)
         chunks = []
@@ -91,8 +91,8 @@ class Stage:
             chunks.append(message.chunk)
         return chunks, message
 
-    def fault(self, inputs, *texts, **how):
-        _, end = self.ask(inputs, *texts, **how)
+    def fault(self, inputs, *texts, **options):
+        _, end = self.ask(inputs, *texts, **options)
         assert isinstance(end, StageFailure)
         return end.kind, end.error
 

@@ -33,12 +33,12 @@ def voice():
     return HibariVoice.load()
 
 
-def spoken(voice, text=SENTENCES, **how):
-    return [piece.tobytes() for piece in voice.sentences(text, **how)]
+def sounds_of(voice, text=SENTENCES, **options):
+    return [piece.tobytes() for piece in voice.sentences(text, **options)]
 
 
 @pytest.mark.parametrize("name", ["heart", "default", "alloy", "Nova", " echo "])
-def test_every_known_name_means_the_one_voice(name):
+def test_every_known_name_means_the_only_voice(name):
     assert check_voice(name) == "heart"
 
 
@@ -51,13 +51,13 @@ def test_a_name_that_the_package_would_download_is_refused(name):
 def test_the_only_voice_is_in_the_package():
     assert {check_voice(name) for name in voices()} == {"heart"}
     assert hibari.voices.VOICES["heart"]["bundled"]
-    # OpenAI has a voice of the same name as one that would be downloaded: it means the one voice.
+    # OpenAI's name "fable" means the only voice, not the one that the package would download.
     assert "fable" in hibari.voices.VOICES
     assert check_voice("fable") == "heart"
 
 
 def test_raised_and_circled_digits_are_spoken_as_digits(voice):
-    assert spoken(voice, "¹A ⑧.") == spoken(voice, "1A 8.")
+    assert sounds_of(voice, "¹A ⑧.") == sounds_of(voice, "1A 8.")
 
 
 @pytest.mark.parametrize("speed", [0.24, 4.1, 0, -1, float("nan")])
@@ -66,7 +66,7 @@ def test_a_speed_out_of_bounds_is_refused(speed):
         check_speed(speed)
 
 
-def test_a_missing_package_is_reported_with_the_cure(monkeypatch):
+def test_the_error_about_a_missing_package_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "hibari", None)
     with pytest.raises(MissingVoiceError, match=r"omni-proxy\[replica\]"):
         HibariVoice.load()
@@ -85,38 +85,38 @@ def test_every_sentence_is_one_array_of_sound(voice):
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_does_not(voice):
-    assert spoken(voice, seed=7) == spoken(voice, seed=7)
-    assert spoken(voice, seed=7) != spoken(voice, seed=8)
+    assert sounds_of(voice, seed=7) == sounds_of(voice, seed=7)
+    assert sounds_of(voice, seed=7) != sounds_of(voice, seed=8)
 
 
-def test_a_negative_seed_is_a_seed(voice):
-    assert spoken(voice, seed=-1) == spoken(voice, seed=-1)
+def test_a_negative_seed_is_valid(voice):
+    assert sounds_of(voice, seed=-1) == sounds_of(voice, seed=-1)
 
 
-def test_a_sentence_sounds_the_same_alone_and_within_its_text(voice):
-    whole = spoken(voice, seed=3)
-    alone = [
+def test_a_sentence_sounds_the_same_alone_and_in_its_text(voice):
+    whole = sounds_of(voice, seed=3)
+    separate = [
         piece.tobytes()
         for place, sentence in enumerate(voice.split(SENTENCES))
         for piece in voice.synthesize(sentence, seed=3, place=place)
     ]
-    assert alone == whole
+    assert separate == whole
 
 
 def test_a_repeated_sentence_has_other_noise(voice):
-    first, second = spoken(voice, "Hello there. Hello there.")
+    first, second = sounds_of(voice, "Hello there. Hello there.")
     assert first != second
 
 
 @pytest.mark.parametrize("speed", [0.25, 0.5, 2.0, 4.0])
 def test_the_duration_follows_the_speed(voice, speed):
-    usual = sum(len(piece) for piece in voice.sentences(SENTENCES))
+    normal = sum(len(piece) for piece in voice.sentences(SENTENCES))
     changed = sum(len(piece) for piece in voice.sentences(SENTENCES, speed=speed))
-    assert 0.8 < changed * speed / usual < 1.25
+    assert 0.8 < changed * speed / normal < 1.25
 
 
-def test_what_has_no_pronunciation_is_silence_of_no_length(voice):
-    assert spoken(voice, "你好") == spoken(voice, " \n ") == []
+def test_text_without_a_pronunciation_gives_no_audio(voice):
+    assert sounds_of(voice, "你好") == sounds_of(voice, " \n ") == []
 
 
 def test_a_long_sentence_is_synthesized_in_chunks(voice):
@@ -129,24 +129,24 @@ def test_a_long_sentence_is_synthesized_in_chunks(voice):
 
 @given(st.text(ALPHABET, max_size=60), st.data())
 @settings(max_examples=examples(300))
-def test_sentences_of_a_stream_are_those_of_the_whole_text(text, data):
-    cutter = IncrementalSentences(hibari.Hibari.split_sentences)
-    found, rest = [], text
+def test_the_sentences_of_a_stream_are_those_of_the_whole_text(text, data):
+    splitter = IncrementalSentences(hibari.Hibari.split_sentences)
+    sentences, rest = [], text
     while rest:
         length = data.draw(st.integers(1, len(rest)))
-        found += cutter.feed(rest[:length])
+        sentences += splitter.feed(rest[:length])
         rest = rest[length:]
-    assert found + cutter.flush() == hibari.Hibari.split_sentences(text)
-    assert cutter.flush() == []
+    assert sentences + splitter.flush() == hibari.Hibari.split_sentences(text)
+    assert splitter.flush() == []
 
 
-def test_a_sentence_is_given_back_when_the_next_one_begins():
-    cutter = IncrementalSentences(hibari.Hibari.split_sentences)
-    given_back = [
-        cutter.feed(piece) for piece in ["Hel", "lo.", " ", "How", " are", " you?\n", "F"]
+def test_a_sentence_is_returned_when_the_next_one_begins():
+    splitter = IncrementalSentences(hibari.Hibari.split_sentences)
+    returned = [
+        splitter.feed(piece) for piece in ["Hel", "lo.", " ", "How", " are", " you?\n", "F"]
     ]
-    assert given_back == [[], [], [], ["Hello."], [], [], ["How are you?"]]
-    assert cutter.flush() == ["F"]
+    assert returned == [[], [], [], ["Hello."], [], [], ["How are you?"]]
+    assert splitter.flush() == ["F"]
 
 
 @given(st.text(ALPHABET, max_size=20))
@@ -165,7 +165,7 @@ def samples(chunk):
     return np.frombuffer(chunk["audio_data"], "<f4")
 
 
-def test_every_sentence_is_streamed_and_the_result_holds_them_all(stage, voice):
+def test_every_sentence_is_streamed_and_the_result_has_all(stage, voice):
     chunks, end = stage.ask(TEXT, **TTS)
     assert [samples(chunk).tolist() for chunk in chunks] == [
         piece.tolist() for piece in voice.sentences(TEXT)
@@ -187,7 +187,7 @@ def test_usage_counts_words_and_frames(stage):
     }
 
 
-def test_an_answer_that_is_still_written_is_spoken_sentence_by_sentence(stage):
+def test_a_text_that_is_being_generated_is_spoken_sentence_by_sentence(stage):
     whole, end = stage.ask(TEXT, **TTS)
     stage.submit("r", {"messages": []}, fed=True, task="chat")
     stage.stream_open("r", "Good mor", "ning. The", " train")
@@ -198,7 +198,7 @@ def test_an_answer_that_is_still_written_is_spoken_sentence_by_sentence(stage):
     assert stage.next().data["audio_data"] == end.data["audio_data"]
 
 
-def test_an_answer_without_words_is_silence_and_no_fault(stage):
+def test_an_empty_text_of_a_chat_gives_no_audio_and_no_error(stage):
     chunks, end = stage.ask({"messages": []}, "", task="chat")
     assert chunks == []
     assert end.data["audio_data"] == b""
@@ -206,7 +206,7 @@ def test_an_answer_without_words_is_silence_and_no_fault(stage):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "options",
     [
         {"tts_params": {"seed": 5, "speed": 1.5}},
         {"audio": {"seed": 5, "speed": 1.5, "voice": "alloy"}},
@@ -214,9 +214,9 @@ def test_an_answer_without_words_is_silence_and_no_fault(stage):
         {"params": {"seed": 5}, "tts_params": {"speed": 1.5, "seed": None}},
     ],
 )
-def test_speed_and_seed_are_found_wherever_they_stand(stage, voice, asked):
-    _, end = stage.ask(TEXT, task="tts", **asked)
-    expected = b"".join(each.tobytes() for each in voice.sentences(TEXT, speed=1.5, seed=5))
+def test_speed_and_seed_may_be_given_in_several_places(stage, voice, options):
+    _, end = stage.ask(TEXT, task="tts", **options)
+    expected = b"".join(piece.tobytes() for piece in voice.sentences(TEXT, speed=1.5, seed=5))
     assert end.data["audio_data"] == expected
 
 
@@ -227,7 +227,7 @@ def test_references_of_a_text_are_ignored(stage):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "asked", "reason"),
+    ("inputs", "params", "reason"),
     [
         (TEXT, {"voice": "emma"}, "there is no voice 'emma'"),
         (TEXT, {"speed": 5}, "speed 5.0 is not within"),
@@ -239,8 +239,10 @@ def test_references_of_a_text_are_ignored(stage):
         ({"messages": []}, {}, "no text to synthesize"),
     ],
 )
-def test_what_cannot_be_spoken_is_the_callers_fault(stage, inputs, asked, reason):
-    kind, error = stage.fault(inputs, task="tts", tts_params=asked)
+def test_a_request_that_cannot_be_synthesized_is_an_error_of_the_caller(
+    stage, inputs, params, reason
+):
+    kind, error = stage.fault(inputs, task="tts", tts_params=params)
     assert kind == "caller"
     assert reason in error
 
@@ -250,26 +252,26 @@ class SlowVoice:
 
     def __init__(self, voice):
         self.sample_rate, self.split, self._voice = voice.sample_rate, voice.split, voice
-        self.spoken, self.go_on, self.held = [], threading.Event(), threading.Event()
+        self.spoken, self.may_continue, self.is_blocked = [], threading.Event(), threading.Event()
 
-    def synthesize(self, sentence, **how):
+    def synthesize(self, sentence, **options):
         if self.spoken:
-            self.held.set()
-            assert self.go_on.wait(30)
+            self.is_blocked.set()
+            assert self.may_continue.wait(30)
         self.spoken.append(sentence)
-        yield from self._voice.synthesize(sentence, **how)
+        yield from self._voice.synthesize(sentence, **options)
 
 
 def test_an_aborted_request_synthesizes_no_further_sentence(voice):
     slow = SlowVoice(voice)
     with running(synthesize.make_stage("speak", slow)) as stage:
-        stage.submit("gone", TEXT, **TTS)
-        assert stage.next().request_id == "gone"
-        assert slow.held.wait(30)
-        stage.abort("gone")
+        stage.submit("aborted", TEXT, **TTS)
+        assert stage.next().request_id == "aborted"
+        assert slow.is_blocked.wait(30)
+        stage.abort("aborted")
         stage.submit("next", "Hello.", **TTS)
         stage.settle()
-        slow.go_on.set()
+        slow.may_continue.set()
         assert [stage.next().request_id for _ in range(2)] == ["next", "next"]
     assert slow.spoken == ["Good morning.", "The train leaves soon!", "Hello."]
 

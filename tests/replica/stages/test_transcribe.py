@@ -38,13 +38,17 @@ def stage(whisper):
         yield stage
 
 
-def heard(whisper, samples):
+def transcript_of(whisper, samples):
     return whisper.transcribe(resample(samples, 24_000, RATE)).text
 
 
-def test_a_transcription_streams_its_text_and_ends_with_all_of_it(stage, whisper):
+def test_a_transcription_streams_its_text_and_ends_with_the_whole(stage, whisper):
     chunks, end = stage.ask({"audios": [as_media(NOISE)]}, **ASR)
-    assert end.data["text"] == "".join(chunk["text"] for chunk in chunks) == heard(whisper, NOISE)
+    assert (
+        end.data["text"]
+        == "".join(chunk["text"] for chunk in chunks)
+        == transcript_of(whisper, NOISE)
+    )
     assert len(chunks) > 1
     assert {chunk["modality"] for chunk in chunks} == {end.data["modality"]} == {"text"}
     assert (end.data["language"], end.data["duration"]) == ("en", 2.0)
@@ -64,16 +68,16 @@ def test_audio_is_accepted_in_every_form(stage, inputs):
     assert end.data["text"]
 
 
-def test_the_audios_of_a_chat_become_transcripts_in_their_order(stage, whisper):
+def test_the_audios_of_a_chat_become_transcripts_in_order(stage, whisper):
     inputs = {"messages": [], "audios": [as_media(OTHER), as_media(NOISE)]}
     chunks, end = stage.ask(inputs, task="chat")
     assert chunks == []
-    assert end.data["transcripts"] == [heard(whisper, OTHER), heard(whisper, NOISE)]
+    assert end.data["transcripts"] == [transcript_of(whisper, OTHER), transcript_of(whisper, NOISE)]
     assert end.data["transcripts"][0] != end.data["transcripts"][1]
     assert end.data["raw_inputs"] == inputs
 
 
-def test_a_bound_on_the_tokens_is_kept_and_reported(stage):
+def test_a_limit_on_the_tokens_is_kept_and_reported(stage):
     _, whole = stage.ask(WAV, **ASR)
     chunks, end = stage.ask(WAV, params={"max_new_tokens": 3}, **ASR)
     assert end.data["text"] == " ".join(whole.data["text"].split()[:3])
@@ -88,7 +92,7 @@ def test_english_is_accepted_in_any_spelling(stage, language):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "asked", "reason"),
+    ("inputs", "params", "reason"),
     [
         (b"ID3\4", {}, "the audio is MP3"),
         ({"audios": [WAV, WAV]}, {}, "a request can have only one audio, not 2"),
@@ -101,47 +105,49 @@ def test_english_is_accepted_in_any_spelling(stage, language):
         (WAV, {"language": "de"}, "language 'de' cannot be transcribed"),
     ],
 )
-def test_what_cannot_be_transcribed_is_the_callers_fault(stage, inputs, asked, reason):
-    kind, error = stage.fault(inputs, task="asr", asr_params=asked)
+def test_an_audio_that_cannot_be_transcribed_is_an_error_of_the_caller(
+    stage, inputs, params, reason
+):
+    kind, error = stage.fault(inputs, task="asr", asr_params=params)
     assert kind == "caller"
     assert reason in error
 
 
-class ProcessResources:
+class SlowWhisper:
     """The model, blocked after its first text until the test releases it."""
 
     def __init__(self, whisper):
         self._whisper = whisper
-        self.go_on = threading.Event()
-        self.asked = []
+        self.may_continue = threading.Event()
+        self.abort_checks = []
 
     def transcribe(self, samples, on_text, aborted, most_tokens):
-        def held_text(text):
+        def blocking_on_text(text):
             on_text(text)
-            assert self.go_on.wait(30)
+            assert self.may_continue.wait(30)
 
-        def watched():
-            self.asked.append(aborted())
-            return self.asked[-1]
+        def recorded_aborted():
+            self.abort_checks.append(aborted())
+            return self.abort_checks[-1]
 
-        return self._whisper.transcribe(samples, held_text, watched, most_tokens)
+        return self._whisper.transcribe(samples, blocking_on_text, recorded_aborted, most_tokens)
 
 
 def test_an_aborted_transcription_stops_and_the_next_one_runs(whisper):
-    held = ProcessResources(whisper)
-    with running(FunctionScheduler("transcribe", TranscribeStage(held))) as stage:
-        stage.submit("gone", {"audio": as_media(np.tile(NOISE, 60))}, **ASR)
-        assert stage.next().request_id == "gone"
-        stage.abort("gone")
+    slow = SlowWhisper(whisper)
+    with running(FunctionScheduler("transcribe", TranscribeStage(slow))) as stage:
+        stage.submit("aborted", {"audio": as_media(np.tile(NOISE, 60))}, **ASR)
+        assert stage.next().request_id == "aborted"
+        stage.abort("aborted")
         stage.settle()
-        held.go_on.set()
+        slow.may_continue.set()
         stage.submit("next", WAV, **ASR)
         assert stage.next().request_id == "next"
-    # Asked before the window, before its first two tokens, and before the next window.
-    assert held.asked[:4] == [False, False, True, True]
+    # Checked before the window, before its first two tokens, and before the next window.
+    assert slow.abort_checks[:4] == [False, False, True, True]
 
 
-def test_a_model_that_was_not_fetched_is_reported_with_the_cure(tmp_path):
+def test_the_error_about_a_missing_model_says_how_to_fetch_it(tmp_path):
     with pytest.raises(WhisperFileError, match="omni-proxy replica fetch whisper-tiny"):
         transcribe.build("transcribe", path=str(tmp_path / "model.bin"))
 
@@ -150,7 +156,7 @@ def test_a_model_that_was_not_fetched_is_reported_with_the_cure(tmp_path):
 @pytest.mark.skipif(
     not FILE.exists(), reason=f"{FILE} is not there: omni-proxy replica fetch whisper-tiny"
 )
-def test_what_was_spoken_is_transcribed():
+def test_synthesized_speech_is_transcribed():
     pytest.importorskip("hibari")
     voice = HibariVoice.load()
     spoken = np.concatenate(list(voice.sentences("The weather is very nice today.")))

@@ -1,6 +1,6 @@
-"""The coordinator against a naive model: sequences of client calls and stage messages.
+"""The coordinator, compared with a simple model for sequences of client calls and stage messages.
 
-Which requests are told to end early, by whom, and which can only be aborted.
+Also: which requests can be ended early, by which stage, and which can only be aborted.
 """
 
 import pytest
@@ -68,7 +68,13 @@ class FakeTransport:
 def config(**keys):
     return pipeline(
         stage("a", next=("d",)),
-        stage("d", terminal=True, next=("s",), stream_to=("s",), route=f"{HERE}:only_audio"),
+        stage(
+            "d",
+            terminal=True,
+            next=("s",),
+            stream_to=("s",),
+            route=f"{HERE}:speak_if_audio_is_wanted",
+        ),
         stage("s", "speaker", terminal=True),
         **keys,
     )
@@ -78,8 +84,8 @@ def coordinator(transport=None, **keys):
     return Coordinator(compile_plan(config(**keys)), transport or FakeTransport())
 
 
-class Naive:
-    """The state of each request, by id: (state, stages without a result)."""
+class Model:
+    """The state of each request by id: [state, stages that have no result yet]."""
 
     def __init__(self, bound):
         self.bound = bound
@@ -117,9 +123,9 @@ class Naive:
             entry[1] = {"d", "s"}
         else:
             entry[1].discard(name)
-        # The fed stage gets the end, too.
-        wanted = {"a": {"d", "s"}, "d": {"s"}, "s": set()}[name]
-        if wanted & self.down:
+        # The end of the stream is sent to the fed stage, too.
+        receivers = {"a": {"d", "s"}, "d": {"s"}, "s": set()}[name]
+        if receivers & self.down:
             self.end(request_id, "failed")
         elif not entry[1]:
             entry[0] = "completed"
@@ -127,22 +133,22 @@ class Naive:
 
 @settings(max_examples=examples(150))
 @given(OPERATIONS)
-def test_requests_have_the_states_of_a_naive_model(operations):
+def test_requests_have_the_states_of_the_model(operations):
     trio.run(play, operations)
 
 
 async def play(operations):
-    world = World()
+    pair = CoordinatorAndModel()
     for operation, *words in operations:
-        getattr(world, operation)(*words)
-        compare(world.hub, world.naive, world.deliveries, world.transport)
+        getattr(pair, operation)(*words)
+        compare(pair.hub, pair.model, pair.deliveries, pair.transport)
 
 
-class World:
+class CoordinatorAndModel:
     """Applies each step to the coordinator and to the model."""
 
     def __init__(self):
-        self.transport, self.naive = FakeTransport(), Naive(bound=2)
+        self.transport, self.model = FakeTransport(), Model(bound=2)
         self.hub = coordinator(self.transport, max_in_flight=2)
         for name in STAGES:
             self.hub.receive(StageReady(name, {}))
@@ -151,54 +157,54 @@ class World:
     def open(self, request_id):
         try:
             self.deliveries[request_id] = self.hub.open(request_id, REQUEST)
-            reported = "opened"
+            outcome = "opened"
         except QueueFullError:
-            reported = "full"
+            outcome = "full"
         except RequestFailed as error:
-            reported = error.status
-        assert reported == self.naive.open(request_id)
+            outcome = error.status
+        assert outcome == self.model.open(request_id)
 
     def abort(self, request_id):
-        assert self.hub.abort(request_id) == self.naive.live(request_id)
-        self.naive.end(request_id, "aborted")
+        assert self.hub.abort(request_id) == self.model.live(request_id)
+        self.model.end(request_id, "aborted")
 
     def release(self, request_id):
-        if request_id in self.naive.requests:
+        if request_id in self.model.requests:
             self.hub.release(self.deliveries[request_id])
-            self.naive.end(request_id, "aborted")
-            del self.naive.requests[request_id]
+            self.model.end(request_id, "aborted")
+            del self.model.requests[request_id]
 
     def result(self, request_id, name):
         self.hub.receive(Result(request_id, name, {"text": "x"}))
-        self.naive.result(request_id, name)
+        self.model.result(request_id, name)
 
     def failed(self, request_id, kind):
         self.hub.receive(StageFailure(request_id, "a", "bad", kind))
-        self.naive.end(request_id, "aborted" if kind == "dropped" else "failed")
+        self.model.end(request_id, "aborted" if kind == "dropped" else "failed")
 
     def ended(self, name):
         self.hub.receive(StageEnded(name, "gone"))
-        self.naive.down.add(name)
-        for request_id, (_, owing) in self.naive.requests.items():
-            if name in owing:
-                self.naive.end(request_id, "failed")
+        self.model.down.add(name)
+        for request_id, (_, unfinished) in self.model.requests.items():
+            if name in unfinished:
+                self.model.end(request_id, "failed")
 
     def ready(self, name):
         self.hub.receive(StageReady(name, {}))
-        self.naive.down.discard(name)
+        self.model.down.discard(name)
 
 
-def compare(hub, naive, deliveries, transport):
-    reported = hub.health()
-    states = [state for state, _ in naive.requests.values()]
-    assert reported["request_states"] == {state: states.count(state) for state in set(states)}
-    assert reported["total_requests"] == len(states)
-    assert reported["pending_completions"] == hub.live_count == sum(map(naive.live, naive.requests))
-    assert reported["status"] == ("unhealthy" if naive.down else "healthy")
-    assert reported["stream_delivery"]["open_stream_count"] == len(states)
+def compare(hub, model, deliveries, transport):
+    health = hub.health()
+    states = [state for state, _ in model.requests.values()]
+    assert health["request_states"] == {state: states.count(state) for state in set(states)}
+    assert health["total_requests"] == len(states)
+    assert health["pending_completions"] == hub.live_count == sum(map(model.live, model.requests))
+    assert health["status"] == ("unhealthy" if model.down else "healthy")
+    assert health["stream_delivery"]["open_stream_count"] == len(states)
     # Every early end is sent to every stage once.
-    assert len(transport.kinds(Abort)) == naive.early_ends * len(STAGES)
-    for request_id, (state, _) in naive.requests.items():
+    assert len(transport.kinds(Abort)) == model.early_ends * len(STAGES)
+    for request_id, (state, _) in model.requests.items():
         end = deliveries[request_id].end
         kinds = {"completed": DeliveryEnd, "failed": RequestFailed, "aborted": RequestFailed}
         assert isinstance(end, kinds.get(state, type(None)))
@@ -222,7 +228,7 @@ async def test_an_abort_reaches_the_stages_before_the_reader():
         await delivery.take()
 
 
-async def test_admission_is_bounded_by_what_has_not_ended():
+async def test_admission_is_bounded_by_the_number_of_live_requests():
     hub = coordinator(max_in_flight=1)
     first = hub.open("one", REQUEST)
     with pytest.raises(QueueFullError, match=r"The request queue is full\."):
@@ -235,12 +241,12 @@ async def test_an_id_is_in_use_until_its_reader_has_left():
     hub = coordinator()
     first = hub.open("r", REQUEST)
     hub.abort("r")
-    with pytest.raises(RequestFailed, match="Request r already exists") as refused:
+    with pytest.raises(RequestFailed, match="Request r already exists") as caught:
         hub.open("r", REQUEST)
-    assert refused.value.status == 400
+    assert caught.value.status == 400
     hub.release(first)
     second = hub.open("r", REQUEST)
-    hub.release(first)  # the earlier owner has no effect any more
+    hub.release(first)  # has no effect: the id belongs to the second request
     assert second.end is None
 
 
@@ -257,18 +263,18 @@ async def test_an_id_is_in_use_until_its_reader_has_left():
         (StageEnded("a", "killed"), 500, "stage a ended: killed"),
     ],
 )
-async def test_one_fault_ends_the_request_everywhere(message, status, text):
+async def test_a_failure_at_one_stage_ends_the_request_everywhere(message, status, text):
     transport = FakeTransport()
     hub = coordinator(transport)
     delivery = hub.open("r", REQUEST)
     hub.receive(message)
     assert transport.kinds(Abort) == list(STAGES)
-    with pytest.raises(RequestFailed, match=text) as ended:
+    with pytest.raises(RequestFailed, match=text) as caught:
         await delivery.take()
-    assert ended.value.status == status
+    assert caught.value.status == status
 
 
-async def test_the_reader_gets_results_of_terminal_stages_only():
+async def test_the_reader_gets_chunks_of_terminal_stages_only():
     hub = coordinator()
     delivery = hub.open("r", REQUEST)
     hub.receive(ResultChunk("r", "a", {"text": "inner"}))
@@ -277,27 +283,29 @@ async def test_the_reader_gets_results_of_terminal_stages_only():
     assert (await delivery.take()).chunk == {"text": "outer"}
 
 
-async def test_a_stage_that_is_down_refuses_at_once_and_is_reported():
+async def test_requests_to_a_stage_that_is_down_are_refused_at_once():
     hub = coordinator()
     for name in STAGES:
         hub.receive(StageReady(name, {}))
     hub.receive(StageEnded("a", "ended by SIGKILL"))
     assert hub.health()["failed_stages"] == {"a": "ended by SIGKILL"}
-    with pytest.raises(RequestFailed, match=r"stage a is not running \(ended by SIGKILL\)") as down:
+    with pytest.raises(
+        RequestFailed, match=r"stage a is not running \(ended by SIGKILL\)"
+    ) as caught:
         hub.open("r", REQUEST)
-    assert down.value.status == 503
+    assert caught.value.status == 503
     assert hub.health()["total_requests"] == 0
     hub.receive(StageReady("a", {}))
     assert "failed_stages" not in hub.health()
 
 
-async def test_health_is_starting_until_every_stage_was_ready_once():
+async def test_health_is_starting_until_every_stage_has_been_ready():
     hub = coordinator()
-    seen = [hub.health()["status"]]
+    statuses = [hub.health()["status"]]
     for name in STAGES:
         hub.receive(StageReady(name, {}))
-        seen.append(hub.health()["status"])
-    assert seen == ["starting", "starting", "starting", "healthy"]
+        statuses.append(hub.health()["status"])
+    assert statuses == ["starting", "starting", "starting", "healthy"]
     assert list(hub.health()) == [
         "status",
         "running",
@@ -314,9 +322,9 @@ async def test_stop_fails_live_requests_and_refuses_new_ones():
     hub = coordinator()
     delivery = hub.open("r", REQUEST)
     hub.stop()
-    with pytest.raises(RequestFailed, match="not running") as ended:
+    with pytest.raises(RequestFailed, match="not running") as caught:
         await delivery.take()
-    assert ended.value.status == 503
+    assert caught.value.status == 503
     with pytest.raises(RequestFailed, match="not running"):
         hub.open("s", REQUEST)
     with pytest.raises(RequestFailed, match="not running"):
@@ -324,30 +332,30 @@ async def test_stop_fails_live_requests_and_refuses_new_ones():
     assert (hub.health()["status"], hub.health()["running"]) == ("unhealthy", False)
 
 
-async def test_a_route_that_breaks_ends_its_request_alone():
+async def test_a_route_that_fails_ends_only_its_request():
     plan = compile_plan(
-        pipeline(stage("a", next=("b",), route=f"{HERE}:crashing"), stage("b", terminal=True))
+        pipeline(stage("a", next=("b",), route=f"{HERE}:failing_route"), stage("b", terminal=True))
     )
     hub = Coordinator(plan, FakeTransport())
     delivery, other = hub.open("r", REQUEST), hub.open("s", REQUEST)
     hub.receive(Result("r", "a", {}))
-    with pytest.raises(RequestFailed, match="KeyError: 'route'") as ended:
+    with pytest.raises(RequestFailed, match="KeyError: 'route'") as caught:
         await delivery.take()
-    assert ended.value.status == 500
+    assert caught.value.status == 500
     assert other.end is None
 
 
-async def test_a_message_that_cannot_be_sent_ends_its_request_alone():
+async def test_a_message_that_cannot_be_sent_fails_its_request():
     class Closed(FakeTransport):
         def send(self, stage_name, message):
             if isinstance(message, Submit):
-                raise StageUnavailable(f"stage {stage_name} is far away")
+                raise StageUnavailable(f"stage {stage_name} is unreachable")
 
-    with pytest.raises(RequestFailed, match="far away"):
+    with pytest.raises(RequestFailed, match="unreachable"):
         coordinator(Closed()).open("r", REQUEST)
 
 
-async def test_gauges_are_the_latest_of_each_stage_and_end_with_it():
+async def test_the_latest_gauges_of_each_stage_are_kept_until_it_ends():
     hub = coordinator()
     hub.receive(StageStats("a", {"num_running_reqs": 1.0}))
     hub.receive(StageStats("a", {"num_running_reqs": 2.0}))
@@ -356,7 +364,7 @@ async def test_gauges_are_the_latest_of_each_stage_and_end_with_it():
     assert hub.stats() == {}
 
 
-async def test_profiling_is_requested_from_every_stage_with_the_run_id(tmp_path):
+async def test_profiling_starts_and_stops_at_every_stage(tmp_path):
     transport = FakeTransport()
     hub = coordinator(transport)
     hub.profiler_start(ProfilerStart("run", "", str(tmp_path), False))
@@ -371,11 +379,11 @@ async def test_profiling_is_requested_from_every_stage_with_the_run_id(tmp_path)
     assert "request_admission" in file.read_text()
 
 
-def everyone(request_id):
+def every_request(request_id):
     return True
 
 
-def made(request=TEXT):
+def open_at_stage_a(request=TEXT):
     """A coordinator whose stage d ends requests early, with one request at stage a."""
     transport = FakeTransport()
     coordinator = Coordinator(compile_plan(config()), transport)
@@ -387,37 +395,37 @@ def end_early_messages(transport):
     return [(name, message) for name, message in transport.sent if isinstance(message, EndEarly)]
 
 
-async def test_the_stage_that_generates_is_reported_and_its_result_ends_the_request():
-    coordinator, transport, delivery = made()
+async def test_an_early_end_is_sent_to_the_generating_stage_whose_result_ends_the_request():
+    coordinator, transport, delivery = open_at_stage_a()
     coordinator.receive(Result("r", "a", {}))
-    assert coordinator.end_early(everyone) == ["r"]
+    assert coordinator.end_early(every_request) == ["r"]
     assert end_early_messages(transport) == [("d", EndEarly("r"))]
     assert coordinator.live_count == 1
     coordinator.receive(Result("r", "d", {"text": "x", "finish_reason": "abort"}))
     assert delivery.end.results["d"]["finish_reason"] == "abort"
-    assert coordinator.end_early(everyone) == []
+    assert coordinator.end_early(every_request) == []
 
 
-async def test_a_request_before_that_stage_is_ended_as_soon_as_it_gets_there():
-    coordinator, transport, _ = made()
-    assert coordinator.end_early(everyone) == ["r"]
+async def test_a_request_at_an_earlier_stage_is_ended_when_it_reaches_the_generating_one():
+    coordinator, transport, _ = open_at_stage_a()
+    assert coordinator.end_early(every_request) == ["r"]
     assert end_early_messages(transport) == []
     coordinator.receive(Result("r", "a", {}))
     kinds = [type(message).__name__ for name, message in transport.sent if name == "d"]
     assert kinds == ["Submit", "EndEarly"]
 
 
-async def test_a_request_at_a_stage_that_cannot_is_aborted_everywhere():
-    coordinator, transport, delivery = made(REQUEST)
-    coordinator.receive(Result("r", "a", {}))  # d, and s that d streams into
-    assert coordinator.end_early(everyone) == ["r"]
+async def test_a_request_at_a_stage_that_cannot_end_early_is_aborted_everywhere():
+    coordinator, transport, delivery = open_at_stage_a(REQUEST)
+    coordinator.receive(Result("r", "a", {}))  # now at d, and at s, into which d streams
+    assert coordinator.end_early(every_request) == ["r"]
     assert end_early_messages(transport) == []
     assert set(transport.kinds(Abort)) == {"a", "d", "s"}
     assert isinstance(delivery.end, RequestAborted)
 
 
-async def test_only_those_that_are_wanted_are_ended():
-    coordinator, transport, _ = made()
+async def test_only_the_selected_requests_are_ended_early():
+    coordinator, transport, _ = open_at_stage_a()
     coordinator.open("other", TEXT)
     assert coordinator.end_early(lambda request_id: request_id == "other") == ["other"]
     assert coordinator.end_early(lambda request_id: request_id == "x") == []
@@ -426,9 +434,9 @@ async def test_only_those_that_are_wanted_are_ended():
     assert end_early_messages(transport) == [("d", EndEarly("other"))]
 
 
-async def test_a_stage_that_has_ended_fails_the_request_all_the_same():
-    coordinator, transport, delivery = made()
-    coordinator.end_early(everyone)
+async def test_an_early_end_does_not_hide_that_its_stage_is_down():
+    coordinator, transport, delivery = open_at_stage_a()
+    coordinator.end_early(every_request)
     coordinator.receive(StageEnded("d", "it crashed"))
     coordinator.receive(Result("r", "a", {}))
     assert delivery.end.status == 503

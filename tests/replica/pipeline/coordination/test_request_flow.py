@@ -14,7 +14,7 @@ def submits(sends):
     return {name: message.payload.data for name, message in sends if isinstance(message, Submit)}
 
 
-def test_a_chain_passes_each_result_on_and_ends_with_the_last():
+def test_a_chain_passes_each_result_to_the_next_stage():
     flow = flow_of(pipeline(stage("a", next=("b",)), stage("b", terminal=True)))
     assert not flow.done
     assert submits(flow.begin()) == {"a": {"raw_inputs": "hi"}}
@@ -31,7 +31,7 @@ def test_fan_in_waits_for_all_and_merges_them():
             stage("a", next=("b", "c")),
             stage("b", next=("d",)),
             stage("c", next=("d",)),
-            stage("d", terminal=True, wait_for=("b", "c"), merge=f"{HERE}:exclaimed"),
+            stage("d", terminal=True, wait_for=("b", "c"), merge=f"{HERE}:join_texts"),
         )
     )
     flow.begin()
@@ -44,9 +44,9 @@ def test_a_missing_input_stage_is_reported():
     flow = flow_of(
         pipeline(
             stage("a", next=("b", "c", "d")),
-            stage("b", next=("d",), route=f"{HERE}:chosen_none"),
+            stage("b", next=("d",), route=f"{HERE}:route_nowhere"),
             stage("c", terminal=True),
-            stage("d", terminal=True, wait_for=("a", "b"), merge=f"{HERE}:exclaimed"),
+            stage("d", terminal=True, wait_for=("a", "b"), merge=f"{HERE}:join_texts"),
         )
     )
     flow.begin()
@@ -58,16 +58,22 @@ def test_a_missing_input_stage_is_reported():
 
 def speaking():
     return pipeline(
-        stage("d", terminal=True, next=("s",), stream_to=("s",), route=f"{HERE}:only_audio"),
+        stage(
+            "d",
+            terminal=True,
+            next=("s",),
+            stream_to=("s",),
+            route=f"{HERE}:speak_if_audio_is_wanted",
+        ),
         stage("s", "speaker", terminal=True),
     )
 
 
-def test_a_fed_stage_gets_every_letter_once():
+def test_a_fed_stage_gets_all_text_once():
     flow = flow_of(speaking(), output_modalities=["text", "audio"])
-    begun = dict(flow.begin())
-    assert begun["s"].fed
-    assert not begun["d"].fed
+    submitted = dict(flow.begin())
+    assert submitted["s"].fed
+    assert not submitted["d"].fed
     sends = flow.streamed(ResultChunk("r", "d", {"text": "one "}, 0))
     sends += flow.streamed(ResultChunk("r", "d", {"text": "two "}, 1))
     sends += flow.finished("d", {"text": "one two three"})
@@ -82,14 +88,14 @@ def test_a_fed_stage_gets_every_letter_once():
     assert set(flow.results) == {"d", "s"}
 
 
-def test_the_whole_result_is_fed_where_nothing_was_streamed():
+def test_the_whole_result_is_fed_if_nothing_was_streamed():
     flow = flow_of(speaking(), output_modalities=["audio"])
     flow.begin()
     ((_, last),) = flow.finished("d", {"text": "all"})
     assert last == StreamChunk("r", "d", {"text": "all"}, last=True)
 
 
-def test_a_route_leaves_a_stage_out():
+def test_a_route_may_skip_a_stage():
     flow = flow_of(speaking(), output_modalities=["text"])
     assert set(submits(flow.begin())) == {"d"}
     assert flow.streamed(ResultChunk("r", "d", {"text": "a"})) == []
@@ -97,22 +103,22 @@ def test_a_route_leaves_a_stage_out():
     assert flow.done
 
 
-def test_a_result_that_a_route_sends_on_is_no_answer():
+def test_a_result_that_a_route_passes_on_is_not_a_result_of_the_request():
     config = pipeline(
-        stage("t", terminal=True, next=("s",), route=f"{HERE}:only_audio"),
+        stage("t", terminal=True, next=("s",), route=f"{HERE}:speak_if_audio_is_wanted"),
         stage("s", terminal=True),
     )
-    onward = flow_of(config, output_modalities=["audio"])
-    onward.begin()
-    onward.finished("t", {"text": "x"})
-    assert onward.results == {}
+    routed = flow_of(config, output_modalities=["audio"])
+    routed.begin()
+    routed.finished("t", {"text": "x"})
+    assert routed.results == {}
     ended = flow_of(config, output_modalities=["text"])
     ended.begin()
     ended.finished("t", {"text": "x"})
     assert ended.results == {"t": {"text": "x"}}
 
 
-def test_a_stage_that_is_reached_twice_is_a_fault():
+def test_a_stage_that_is_reached_twice_is_an_error():
     flow = flow_of(
         pipeline(stage("a", next=("b", "c")), stage("b", next=("c",)), stage("c", terminal=True))
     )
@@ -122,18 +128,21 @@ def test_a_stage_that_is_reached_twice_is_a_fault():
         flow.finished("b", {})
 
 
-def test_a_route_to_a_stage_that_is_not_next_is_a_fault():
+def test_a_route_to_a_stage_that_is_not_next_is_an_error():
     flow = flow_of(
-        pipeline(stage("a", next=("b",), route=f"{HERE}:astray"), stage("b", terminal=True))
+        pipeline(
+            stage("a", next=("b",), route=f"{HERE}:route_to_an_unknown_stage"),
+            stage("b", terminal=True),
+        )
     )
     flow.begin()
     with pytest.raises(FlowError, match="chose 'nowhere'"):
         flow.finished("a", {})
 
 
-def test_a_request_that_reaches_no_terminal_stage_is_a_fault():
+def test_a_request_that_reaches_no_terminal_stage_is_an_error():
     flow = flow_of(
-        pipeline(stage("a", next=("b",), route=f"{HERE}:chosen_none"), stage("b", terminal=True))
+        pipeline(stage("a", next=("b",), route=f"{HERE}:route_nowhere"), stage("b", terminal=True))
     )
     flow.begin()
     with pytest.raises(FlowError, match="no terminal stage was reached"):

@@ -23,7 +23,7 @@ READY = {
 
 
 class Stages:
-    """Answers when the test calls for it."""
+    """Stages that answer an operation when the test calls `answer`."""
 
     def __init__(self):
         self.orders = []
@@ -31,7 +31,7 @@ class Stages:
 
     def answer(self, name, success=True, **keys):
         order = self.orders[-1][1]
-        keys = {"message": "told", "data": {"of": name}, **keys}
+        keys = {"message": "done", "data": {"of": name}, **keys}
         self.operations.receive(AdminResult(order.op_id, name, order.action, success, **keys))
 
 
@@ -40,28 +40,27 @@ def stages():
     return Stages()
 
 
-async def asked(stages, action="model_info", payload=None, chosen=None, timeout_s=None):
-    """Start an operation; returns a list that gets its outcome."""
+async def run_operation(stages, action="model_info", payload=None, chosen=None, timeout_s=None):
     names = stages.operations.select_stages(chosen, PLAN)
     return await stages.operations.run(Admin("", action, payload or {}, timeout_s), names, READY)
 
 
-async def run(stages, answers, *words, **keys):
-    outcome = []
+async def run_with_answers(stages, answers, *arguments, **keys):
+    bodies = []
     async with trio.open_nursery() as nursery:
 
         @nursery.start_soon
         async def ask():
-            outcome.append(await asked(stages, *words, **keys))
+            bodies.append(await run_operation(stages, *arguments, **keys))
 
         await trio.testing.wait_all_tasks_blocked()
-        for name, success, reported in answers:
-            stages.answer(name, success, **reported)
-    return outcome[0]
+        for name, success, fields in answers:
+            stages.answer(name, success, **fields)
+    return bodies[0]
 
 
 async def test_results_are_in_arrival_order_after_unsupported_stages(stages):
-    body = await run(stages, [("talk", True, {"rank": 0}), ("decode", True, {})])
+    body = await run_with_answers(stages, [("talk", True, {"rank": 0}), ("decode", True, {})])
     assert (body["success"], body["message"], body["action"]) == (True, "ok", "model_info")
     assert [result["stage"] for result in body["results"]] == ["pre", "talk", "decode"]
     assert body["results"][0] == {
@@ -80,75 +79,75 @@ async def test_results_are_in_arrival_order_after_unsupported_stages(stages):
 
 
 async def test_only_the_selected_stages_are_called(stages):
-    body = await run(stages, [("talk", True, {})], chosen=["talk", "talk"])
+    body = await run_with_answers(stages, [("talk", True, {})], chosen=["talk", "talk"])
     assert [result["stage"] for result in body["results"]] == ["talk"]
 
 
-async def test_the_errors_of_the_stages_are_the_message(stages):
+async def test_the_message_has_the_errors_of_the_stages(stages):
     answers = [("decode", False, {"error": "no"}), ("talk", False, {"error": "never"})]
-    body = await run(stages, answers)
+    body = await run_with_answers(stages, answers)
     assert (body["success"], body["message"]) == (False, "no; never")
 
 
-async def test_a_failure_without_a_word_has_a_message_all_the_same(stages):
-    body = await run(stages, [("decode", False, {}), ("talk", True, {})])
+async def test_a_failure_without_an_error_has_a_default_message(stages):
+    body = await run_with_answers(stages, [("decode", False, {}), ("talk", True, {})])
     assert body["message"] == "admin operation did not complete successfully"
 
 
 @pytest.mark.parametrize(
     ("action", "success"), [("pause_generation", True), ("update_weights_from_disk", False)]
 )
-async def test_an_unknown_update_is_none(stages, action, success):
-    body = await run(stages, [], action, chosen=["pre"])
+async def test_a_weight_update_that_no_stage_supports_fails(stages, action, success):
+    body = await run_with_answers(stages, [], action, chosen=["pre"])
     assert body["success"] is success
 
 
-async def test_a_stage_that_is_late_ends_the_wait_and_is_named(stages, autojump_clock):
-    outcome = []
+async def test_a_stage_that_does_not_answer_in_time_is_named(stages, autojump_clock):
+    statuses = []
     async with trio.open_nursery() as nursery:
 
         @nursery.start_soon
         async def ask():
-            with pytest.raises(RequestFailed, match=r"no answer from talk in 3 s") as late:
-                await asked(stages, timeout_s=3)
-            outcome.append(late.value.status)
+            with pytest.raises(RequestFailed, match=r"no answer from talk in 3 s") as caught:
+                await run_operation(stages, timeout_s=3)
+            statuses.append(caught.value.status)
 
         await trio.testing.wait_all_tasks_blocked()
         stages.answer("decode")
-    assert outcome == [504]
+    assert statuses == [504]
 
 
-async def test_no_time_at_all_is_honoured(stages, autojump_clock):
+async def test_a_timeout_of_0_is_honoured(stages, autojump_clock):
     with pytest.raises(RequestFailed, match="in 0 s"):
-        await asked(stages, timeout_s=0)
+        await run_operation(stages, timeout_s=0)
 
 
-async def test_a_late_reply_is_not_taken_for_another(stages, autojump_clock):
+async def test_a_late_reply_is_not_used_for_the_next_operation(stages, autojump_clock):
     with pytest.raises(RequestFailed):
-        await asked(stages, timeout_s=1)
+        await run_operation(stages, timeout_s=1)
     stages.answer("decode")
-    old = stages.orders[-1][1]
-    outcome = []
+    late = stages.orders[-1][1]
+    bodies = []
     async with trio.open_nursery() as nursery:
 
         @nursery.start_soon
         async def ask():
-            outcome.append(await asked(stages, chosen=["decode"]))
+            bodies.append(await run_operation(stages, chosen=["decode"]))
 
         await trio.testing.wait_all_tasks_blocked()
-        stages.operations.receive(AdminResult(old.op_id, "decode", old.action, False, "late"))
+        stages.operations.receive(AdminResult(late.op_id, "decode", late.action, False, "late"))
         await trio.testing.wait_all_tasks_blocked()
-        assert outcome == []
+        assert bodies == []
         stages.answer("decode")
-    assert outcome[0]["success"]
+    assert bodies[0]["success"]
 
 
-async def test_operations_take_turns(stages):
+async def test_operations_run_one_after_another(stages):
     done = []
     async with trio.open_nursery() as nursery:
 
         async def ask(action):
-            await asked(stages, action, chosen=["decode"])
+            await run_operation(stages, action, chosen=["decode"])
             done.append(action)
 
         nursery.start_soon(ask, "first")
@@ -163,43 +162,43 @@ async def test_operations_take_turns(stages):
     assert done == ["first", "second"]
 
 
-async def test_a_stage_that_ends_has_failed_the_operation(stages):
-    outcome = []
+async def test_a_stage_that_ends_fails_the_operation(stages):
+    bodies = []
     async with trio.open_nursery() as nursery:
 
         @nursery.start_soon
         async def ask():
-            outcome.append(await asked(stages, chosen=["decode", "talk"]))
+            bodies.append(await run_operation(stages, chosen=["decode", "talk"]))
 
         await trio.testing.wait_all_tasks_blocked()
         stages.answer("talk")
         stages.operations.stage_ended("decode", "killed")
-    assert (outcome[0]["success"], outcome[0]["message"]) == (False, "stage decode ended: killed")
+    assert (bodies[0]["success"], bodies[0]["message"]) == (False, "stage decode ended: killed")
 
 
-async def test_a_stage_that_cannot_be_reached_has_failed_it_too(stages):
+async def test_a_stage_that_cannot_be_reached_fails_the_operation(stages):
     def refuse(name, message):
-        raise RuntimeError(f"{name} is far")
+        raise RuntimeError(f"{name} is unreachable")
 
     body = await StageOperations(refuse).run(Admin("", "model_info"), ["decode"], READY)
-    assert (body["success"], body["message"]) == (False, "decode is far")
+    assert (body["success"], body["message"]) == (False, "decode is unreachable")
 
 
 def test_an_unknown_stage_is_refused_with_the_nearest_name(stages):
-    with pytest.raises(RequestFailed, match="named decod; did you mean decode") as refused:
+    with pytest.raises(RequestFailed, match="named decod; did you mean decode") as caught:
         stages.operations.select_stages(["decod"], PLAN)
-    assert refused.value.status == 400
+    assert caught.value.status == 400
 
 
 @pytest.mark.parametrize(
     "action",
     ["model_info", "pause_generation", "destroy_weights_update_group", "complete_weights_update"],
 )
-async def test_what_a_stage_may_do_beside_a_transfer_does_not_wait_its_turn(stages, action):
-    outcomes = []
+async def test_operations_allowed_during_a_transfer_do_not_wait_for_it(stages, action):
+    bodies = []
 
-    async def ask(what):
-        outcomes.append(await asked(stages, what, chosen=["decode"]))
+    async def ask(name):
+        bodies.append(await run_operation(stages, name, chosen=["decode"]))
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask, "update_weights_from_distributed")
@@ -208,7 +207,7 @@ async def test_what_a_stage_may_do_beside_a_transfer_does_not_wait_its_turn(stag
         await trio.testing.wait_all_tasks_blocked()
         stages.answer("decode")
         await trio.testing.wait_all_tasks_blocked()
-        assert [outcome["action"] for outcome in outcomes] == [action]
+        assert [body["action"] for body in bodies] == [action]
         first = stages.orders[0][1]
         stages.operations.receive(AdminResult(first.op_id, "decode", first.action, True, "ok"))
-    assert outcomes[1]["action"] == "update_weights_from_distributed"
+    assert bodies[1]["action"] == "update_weights_from_distributed"
