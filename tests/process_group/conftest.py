@@ -1,4 +1,4 @@
-"""Fixtures for tests of receivers: trainers, both kinds of receivers, a shared fork server."""
+"""Fixtures for tests of receivers: trainers, receivers of both kinds, and fork servers."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 from omni_proxy.process_group.fork import forkserver_client
 from omni_proxy.process_group.fork.forkserver_client import SHARED_FORK_SERVER, ForkServer
 from omni_proxy.process_group.receiver import open_receiver
-from tests.process_group.receiver_steps import LIMITS, light
+from tests.process_group.receiver_steps import LIMITS, torchless_server
 from tests.process_group.trainer_pool import pool
 
 __all__ = ["pool"]
@@ -15,7 +15,7 @@ __all__ = ["pool"]
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_fork_server():
-    """torch is imported once, however many receivers come."""
+    """Holds the fork server for the session, so that torch is imported once for all receivers."""
     SHARED_FORK_SERVER.hold()
     yield
     SHARED_FORK_SERVER.release()
@@ -24,7 +24,7 @@ def shared_fork_server():
 @pytest.fixture
 def fork_server(monkeypatch):
     """A fork server without torch."""
-    monkeypatch.setattr(forkserver_client, "command", light())
+    monkeypatch.setattr(forkserver_client, "command", torchless_server())
     fork_server = ForkServer()
     fork_server.hold()
     yield fork_server
@@ -42,8 +42,8 @@ def isolation(request):
 
 
 @pytest.fixture(scope="module")
-def kept(isolation):
-    # gloo holds a thread of this process until the receive's own time is over.
+def shared_receiver(isolation):
+    # In a thread, gloo blocks a thread of this process until `receive_secs` have passed.
     limits = LIMITS if isolation == "process" else replace(LIMITS, receive_secs=3.0)
     receiver = open_receiver(isolation, limits, name="test")
     receiver.warm()
@@ -52,8 +52,8 @@ def kept(isolation):
 
 
 @pytest.fixture
-def receiver(kept):
-    """One for all tests of a kind: what a test leaves behind must not matter to the next."""
-    yield kept
-    for group in kept.status()["groups"]:
-        kept.destroy(group["group_name"])
+def receiver(shared_receiver):
+    """A receiver that tests share: what a test leaves in it must not affect the next."""
+    yield shared_receiver
+    for group in shared_receiver.status()["groups"]:
+        shared_receiver.destroy(group["group_name"])

@@ -18,8 +18,8 @@ def gate():
     gate.set()
 
 
-class Noted:
-    """Notes in which thread it was freed."""
+class FreedObject:
+    """Records the name of the thread in which it is freed."""
 
     def __init__(self, freed_in):
         self.freed_in = freed_in
@@ -41,7 +41,7 @@ def test_an_error_is_raised_with_its_text(threads):
         threads.wait_for(BlockingCall("fails", fail), lambda: None)
 
 
-def test_an_error_without_text_is_named_by_its_type(threads):
+def test_an_error_without_text_is_raised_with_its_type(threads):
     def fail(_):
         raise KeyError
 
@@ -61,11 +61,11 @@ def test_an_abandoned_thread_is_counted_until_it_returns(threads, gate):
 
 
 def test_an_error_in_the_waiting_thread_abandons_the_call(threads, gate):
-    def broken():
+    def fail():
         raise LookupError("mine")
 
     with pytest.raises(LookupError, match="mine"):
-        threads.wait_for(BlockingCall("stuck", lambda _: gate.wait()), broken)
+        threads.wait_for(BlockingCall("stuck", lambda _: gate.wait()), fail)
     assert threads.names() == ["stuck"]
 
 
@@ -81,7 +81,7 @@ def test_the_result_of_an_abandoned_call_is_freed_in_its_thread(threads, gate):
 
     def make(_):
         gate.wait()
-        return Noted(freed_in)
+        return FreedObject(freed_in)
 
     call = BlockingCall("maker", make)
     with pytest.raises(GroupError):
@@ -93,30 +93,30 @@ def test_the_result_of_an_abandoned_call_is_freed_in_its_thread(threads, gate):
 
 def test_drop_frees_the_last_reference_in_another_thread(threads):
     freed_in = []
-    box = [Noted(freed_in)]
-    threads.drop("dropper", list.clear, box)
+    references = [FreedObject(freed_in)]
+    threads.drop("dropper", list.clear, references)
     assert freed_in == ["dropper"]
-    assert box == []
+    assert references == []
     assert threads.names() == []
 
 
-def test_a_cancel_calls_the_callback_once_before_or_after_registration():
-    heard = []
+def test_a_cancel_calls_a_callback_once_even_if_it_is_registered_later():
+    reasons = []
     stop = CancelToken()
-    stop.on_cancel(heard.append)
+    stop.on_cancel(reasons.append)
     stop.cancel("enough")
     stop.cancel("again")
-    assert (heard, stop.reason) == (["enough"], "enough")
-    stop.on_cancel(heard.append)
-    assert heard == ["enough", "enough"]
+    assert (reasons, stop.reason) == (["enough"], "enough")
+    stop.on_cancel(reasons.append)
+    assert reasons == ["enough", "enough"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_cancel_without_a_callback_does_nothing(when):
-    heard = []
+    reasons = []
     stop = CancelToken()
     if when == "after":
-        stop.on_cancel(heard.append)
+        stop.on_cancel(reasons.append)
         stop.on_cancel(None)
     stop.cancel("enough")
-    assert heard == []
+    assert reasons == []

@@ -22,26 +22,28 @@ def groups():
     groups.close()
 
 
-def meeting(port, name="g", **changes):
-    usual = {"master_address": "127.0.0.1", "rank": 1, "world_size": 2, "backend": "gloo"}
-    return Rendezvous(**{**usual, "timeout_s": 20.0, **changes}, master_port=port, group_name=name)
+def rendezvous(port, name="g", **changes):
+    defaults = {"master_address": "127.0.0.1", "rank": 1, "world_size": 2, "backend": "gloo"}
+    return Rendezvous(
+        **{**defaults, "timeout_s": 20.0, **changes}, master_port=port, group_name=name
+    )
 
 
-def joined(groups, trainer, name="g", *, form="raw", host="127.0.0.1", **changes):
+def join_group(groups, trainer, name="g", *, form="raw", host="127.0.0.1", **changes):
     port = trainer.tell("open", group=name, form=form, host=host)["port"]
-    groups.init(meeting(port, name, **{"master_address": host, **changes}))
+    groups.init(rendezvous(port, name, **{"master_address": host, **changes}))
     assert trainer.reply() == {"joined": True}
     return port
 
 
-def works(groups, trainer, name="g"):
+def can_transfer(groups, trainer, name="g"):
     trainer.order("send", group=name, tensors=TENSORS)
     received = groups.receive(name, SPECS)
     assert len(trainer.reply()["sent"]) == 1
     return received["a.weight"].shape == (2, 3)
 
 
-def left(groups, trainer, name="g"):
+def leave_group(groups, trainer, name="g"):
     groups.destroy(name)
     assert trainer.tell("destroy", group=name) == {"destroyed": True}
 
@@ -54,49 +56,49 @@ def listener():
 
 
 @pytest.mark.parametrize("form", ["raw", "helper", "rendezvous"])
-def test_it_meets_a_trainer_however_that_makes_its_group(groups, trainer, form):
-    joined(groups, trainer, form=form)
-    (shown,) = groups.status()["groups"]
-    assert shown["state"] == "ready"
-    assert not shown["owner_gone"]
-    assert works(groups, trainer)
-    left(groups, trainer)
+def test_a_group_forms_with_each_kind_of_trainer_group(groups, trainer, form):
+    join_group(groups, trainer, form=form)
+    (group,) = groups.status()["groups"]
+    assert group["state"] == "ready"
+    assert not group["owner_gone"]
+    assert can_transfer(groups, trainer)
+    leave_group(groups, trainer)
     assert groups.status()["groups"] == []
 
 
-def test_the_group_is_neither_the_default_one_nor_known_by_name(groups, trainer):
-    joined(groups, trainer)
+def test_the_group_is_not_registered_in_torch(groups, trainer):
+    join_group(groups, trainer)
     assert not torch.distributed.is_initialized()
     assert not torch.distributed.distributed_c10d._world.pg_names
-    left(groups, trainer)
+    leave_group(groups, trainer)
 
 
-def test_a_port_may_be_a_numeric_string_and_an_address_a_name(groups, trainer):
+def test_the_port_may_be_a_numeric_string_and_the_address_a_host_name(groups, trainer):
     port = trainer.tell("open", group="g")["port"]
-    groups.init(meeting(f" {port} ", master_address="localhost"))
+    groups.init(rendezvous(f" {port} ", master_address="localhost"))
     assert trainer.reply() == {"joined": True}
-    left(groups, trainer)
+    leave_group(groups, trainer)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="no IPv6 here")
-def test_an_address_may_be_a_bracketed_one_of_version_6(groups, trainer):
+def test_the_address_may_be_an_ipv6_address_in_brackets(groups, trainer):
     port = trainer.tell("open", group="g", host="::1")["port"]
-    groups.init(meeting(port, master_address="[::1]"))
+    groups.init(rendezvous(port, master_address="[::1]"))
     assert trainer.reply() == {"joined": True}
     assert groups.status()["groups"][0]["owner"] == f"[::1]:{port}"
-    left(groups, trainer)
+    leave_group(groups, trainer)
 
 
-def test_a_trainer_that_is_not_up_yet_is_waited_for(groups, trainer):
+def test_a_rank_waits_for_a_trainer_that_has_not_started_yet(groups, trainer):
     port = free_port()
     with ThreadPoolExecutor(1) as threads:
-        init = threads.submit(groups.init, meeting(port))
+        init = threads.submit(groups.init, rendezvous(port))
         wait_until(lambda: groups.status()["groups"])
         trainer.order("open", group="g", port=port)
         init.result()
     assert trainer.reply() == {"port": port}
     assert trainer.reply() == {"joined": True}
-    left(groups, trainer)
+    leave_group(groups, trainer)
 
 
 @pytest.mark.parametrize(
@@ -115,100 +117,100 @@ def test_a_trainer_that_is_not_up_yet_is_waited_for(groups, trainer):
         ({"timeout_s": 1e300}, "timeout"),
     ],
 )
-def test_what_could_only_hang_is_refused_before_anything_is_opened(
+def test_an_invalid_rendezvous_is_refused_before_a_connection_is_opened(
     groups, listener, changes, message
 ):
     with pytest.raises(GroupError, match="(?s)" + message.replace("[", r"\[")):
-        groups.init(meeting(listener.getsockname()[1], **changes))
+        groups.init(rendezvous(listener.getsockname()[1], **changes))
     with pytest.raises(BlockingIOError):
         listener.accept()
     assert groups.status()["groups"] == []
 
 
 @pytest.mark.parametrize("port", [0, 65536, "port", "", "-1", None, True, 1.5, "²"])
-def test_a_port_that_is_none_is_refused(groups, port):
+def test_an_invalid_port_is_refused(groups, port):
     with pytest.raises(GroupError, match="master_port must be a port"):
-        groups.init(meeting(port))
+        groups.init(rendezvous(port))
 
 
 def test_a_group_needs_a_name(groups):
     with pytest.raises(GroupError, match="group_name"):
-        groups.init(meeting(1, ""))
+        groups.init(rendezvous(1, ""))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_nccl_without_a_gpu_is_refused_at_once(groups, listener):
     with pytest.raises(GroupError, match="needs a CUDA device"):
-        groups.init(meeting(listener.getsockname()[1], backend="nccl"))
+        groups.init(rendezvous(listener.getsockname()[1], backend="nccl"))
     with pytest.raises(BlockingIOError):
         listener.accept()
 
 
-def test_a_refused_address_is_an_error_after_the_timeout(groups):
+def test_a_refused_connection_is_an_error_after_the_timeout(groups):
     port = free_port()
     with pytest.raises(GroupError, match=f"waiting for the trainer's store at 127.0.0.1:{port}"):
-        groups.init(meeting(port, timeout_s=0.5))
+        groups.init(rendezvous(port, timeout_s=0.5))
     wait_until(lambda: not groups.status()["abandoned_threads"])
 
 
 def test_a_name_that_does_not_resolve_fails_at_once(groups):
     with pytest.raises(GroupError, match=r"'no\.such\.host\.invalid' does not resolve"):
-        groups.init(meeting(1, master_address="no.such.host.invalid"))
+        groups.init(rendezvous(1, master_address="no.such.host.invalid"))
 
 
-def test_a_silent_port_holds_no_thread(listener):
+def test_a_silent_port_leaves_no_thread(listener):
     groups = Groups(GroupLimits(silent_secs=0.4))
     before = threading.active_count()
     with pytest.raises(GroupError, match="no torch store answered"):
-        groups.init(meeting(listener.getsockname()[1]))
+        groups.init(rendezvous(listener.getsockname()[1]))
     assert groups.status() == {"groups": [], "abandoned_threads": [], "kept_bytes": 0}
     wait_until(lambda: threading.active_count() <= before)
 
 
-def test_a_service_of_another_kind_is_distinguished_from_a_store(groups, listener):
+def test_a_service_that_is_not_a_store_is_reported(groups, listener):
     listener.settimeout(10)
 
-    def answer():
+    def respond():
         connection, _ = listener.accept()
         with connection:
             connection.recv(1)
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            # Who has read enough hangs up, with or without reading the rest.
+            # The client disconnects when it has read enough.
             with suppress(ConnectionResetError):
                 while connection.recv(1 << 16):
                     pass
 
     with ThreadPoolExecutor(1) as threads:
-        answered = threads.submit(answer)
+        responding = threads.submit(respond)
         with pytest.raises(GroupError, match="speaks another protocol"):
-            groups.init(meeting(listener.getsockname()[1]))
-        answered.result()
+            groups.init(rendezvous(listener.getsockname()[1]))
+        responding.result()
 
 
-def test_a_missing_rank_ends_the_rendezvous_and_its_thread_is_counted(groups, trainer):
+def test_a_missing_rank_ends_the_rendezvous_and_its_thread(groups, trainer):
     port = trainer.tell("open", group="g", world=3, timeout=2.0)["port"]
     with pytest.raises(GroupError, match="waiting for all 3 ranks"):
-        groups.init(meeting(port, world_size=3, timeout_s=1.0))
+        groups.init(rendezvous(port, world_size=3, timeout_s=1.0))
     assert groups.status()["groups"] == []
     assert "fault" in trainer.reply()
     wait_until(lambda: not groups.status()["abandoned_threads"])
-    joined(groups, trainer)
-    left(groups, trainer)
+    join_group(groups, trainer)
+    leave_group(groups, trainer)
 
 
-def test_a_trainer_that_dies_during_the_meeting_ends_it_at_once(groups, trainer):
+def test_a_trainer_that_dies_during_the_rendezvous_ends_it_at_once(groups, trainer):
     port = trainer.tell("open", group="g", world=3)["port"]
     with ThreadPoolExecutor(1) as threads:
-        # Short enough that the thread which is given up is back before this test file ends.
-        init = threads.submit(groups.init, meeting(port, world_size=3, timeout_s=6.0))
-        wait_until(lambda: groups.status()["groups"] and _linked(groups))
+        # Short, so that the abandoned thread returns before the tests of this file end.
+        init = threads.submit(groups.init, rendezvous(port, world_size=3, timeout_s=6.0))
+        wait_until(lambda: groups.status()["groups"] and _connected(groups))
         trainer.kill()
         with pytest.raises(GroupError, match=r"trainer at .* has gone|no group, while waiting"):
             init.result()
     assert groups.status()["groups"] == []
 
 
-def _linked(groups):
+def _connected(groups):
     return groups._groups["g"].connection is not None
 
 
@@ -216,9 +218,9 @@ def _linked(groups):
     ("end", "message"),
     [(lambda groups: groups.destroy("g"), "'g' was destroyed"), (Groups.close, "destroyed")],
 )
-def test_a_meeting_can_be_ended_from_another_thread(groups, end, message):
+def test_a_rendezvous_can_be_ended_from_another_thread(groups, end, message):
     with ThreadPoolExecutor(1) as threads:
-        init = threads.submit(groups.init, meeting(free_port()))
+        init = threads.submit(groups.init, rendezvous(free_port()))
         wait_until(lambda: groups.status()["groups"])
         end(groups)
         with pytest.raises(GroupError, match=message):
@@ -226,67 +228,67 @@ def test_a_meeting_can_be_ended_from_another_thread(groups, end, message):
     wait_until(lambda: not groups.status()["abandoned_threads"])
 
 
-def test_after_the_close_nothing_is_joined(groups):
+def test_no_group_can_be_joined_after_close(groups):
     groups.close()
     with pytest.raises(GroupError, match="shutting down"):
-        groups.init(meeting(free_port()))
+        groups.init(rendezvous(free_port()))
 
 
-def test_a_second_group_of_a_name_is_refused_while_its_trainer_lives(groups, trainer):
-    port = joined(groups, trainer)
+def test_a_second_group_of_a_name_is_refused_while_its_trainer_is_alive(groups, trainer):
+    port = join_group(groups, trainer)
     with pytest.raises(GroupError, match=f"'g' is ready for the trainer at 127.0.0.1:{port}"):
-        groups.init(meeting(free_port()))
-    assert works(groups, trainer)
-    left(groups, trainer)
+        groups.init(rendezvous(free_port()))
+    assert can_transfer(groups, trainer)
+    leave_group(groups, trainer)
 
 
-def test_a_group_whose_trainer_has_gone_is_replaced(groups, pool):
+def test_a_group_whose_trainer_has_ended_is_replaced(groups, pool):
     first = pool.trainer()
-    joined(groups, first)
+    join_group(groups, first)
     first.kill()
     second = pool.trainer()
-    joined(groups, second)
-    assert works(groups, second)
-    left(groups, second)
+    join_group(groups, second)
+    assert can_transfer(groups, second)
+    leave_group(groups, second)
 
 
-def test_groups_of_two_names_live_side_by_side(groups, trainer):
-    joined(groups, trainer, "one")
-    joined(groups, trainer, "two", form="helper")
-    assert works(groups, trainer, "two")
-    assert works(groups, trainer, "one")
-    left(groups, trainer, "one")
-    assert works(groups, trainer, "two")
-    left(groups, trainer, "two")
+def test_two_groups_with_different_names_are_independent(groups, trainer):
+    join_group(groups, trainer, "one")
+    join_group(groups, trainer, "two", form="helper")
+    assert can_transfer(groups, trainer, "two")
+    assert can_transfer(groups, trainer, "one")
+    leave_group(groups, trainer, "one")
+    assert can_transfer(groups, trainer, "two")
+    leave_group(groups, trainer, "two")
 
 
-def test_a_group_that_is_not_there_cannot_be_destroyed(groups, trainer):
+def test_a_group_that_does_not_exist_cannot_be_destroyed(groups, trainer):
     with pytest.raises(GroupError, match=r"^The group to be destroyed does not exist\.$"):
         groups.destroy("g")
-    joined(groups, trainer)
-    left(groups, trainer)
+    join_group(groups, trainer)
+    leave_group(groups, trainer)
     with pytest.raises(GroupError, match="does not exist"):
         groups.destroy("g")
 
 
-def test_a_name_used_again_and_again_leaves_no_file_and_no_thread_behind(groups, trainer):
-    def cycle():
-        joined(groups, trainer)
-        assert works(groups, trainer)
-        left(groups, trainer)
+def test_repeated_groups_of_one_name_leak_no_file_and_no_thread(groups, trainer):
+    def run_sync():
+        join_group(groups, trainer)
+        assert can_transfer(groups, trainer)
+        leave_group(groups, trainer)
 
-    cycle()
+    run_sync()
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(5):
-        cycle()
+        run_sync()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
     wait_until(lambda: threading.active_count() <= threads)
     assert groups.status()["abandoned_threads"] == []
 
 
-def test_a_rank_without_a_gpu_of_its_own_gets_that_reason(groups, monkeypatch):
+def test_a_rank_without_its_own_gpu_is_refused_with_the_reason(groups, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     with pytest.raises(GroupError, match="rank 1 of this replica needs its own GPU 1, but only 1 "):
-        groups.init(meeting(1, backend="nccl", device=1))
+        groups.init(rendezvous(1, backend="nccl", device=1))

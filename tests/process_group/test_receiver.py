@@ -4,7 +4,14 @@ import torch
 from omni_proxy.process_group.receiver import FileRegion, GroupError
 from omni_proxy.process_group.tensor_plan import parse_plans
 from omni_proxy.weight_sync.checksum import tensor_digest
-from tests.process_group.receiver_steps import TENSORS, armed, body_of, joined, left, works
+from tests.process_group.receiver_steps import (
+    TENSORS,
+    arm,
+    body_of,
+    can_transfer,
+    join_group,
+    leave_group,
+)
 from tests.process_group.trainer_process import sha256
 from tests.process_group.wait_helpers import wait_until
 
@@ -14,7 +21,7 @@ from tests.process_group.wait_helpers import wait_until
 def test_all_buckets_arrive_byte_for_byte_with_their_digests(
     receiver, trainer, tmp_path, load_format, in_file
 ):
-    joined(receiver, trainer)
+    join_group(receiver, trainer)
     buckets = [TENSORS[::-1], [("float64", [3], 6), ("bool", [9], 7)]]
     into = None
     if in_file:
@@ -29,7 +36,9 @@ def test_all_buckets_arrive_byte_for_byte_with_their_digests(
     sent = trainer.reply()["sent"] + trainer.reply()["sent"]
     tensors = received.tensors()
     assert [sha256(tensor) for tensor in tensors.values()] == sent
-    assert received.digests == {name: strict(name, each) for name, each in tensors.items()}
+    assert received.digests == {
+        name: expected_digest(name, tensor) for name, tensor in tensors.items()
+    }
     total = sum(tensor.nbytes for tensor in tensors.values())
     assert (received.buckets, received.nbytes) == (2, total)
     progress = transfer.progress()
@@ -42,77 +51,77 @@ def test_all_buckets_arrive_byte_for_byte_with_their_digests(
         assert data[1_300_003:][:1_200_000] == raw(tensors["layer.0.0"])
         assert data.endswith(b"\xaa" * 9)
     del tensors
-    left(receiver, trainer)
+    leave_group(receiver, trainer)
 
 
 def raw(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def strict(name, tensor):
+def expected_digest(name, tensor):
     return tensor_digest(name, str(tensor.dtype), tensor.shape, raw(tensor))
 
 
 @pytest.mark.parametrize("isolation", ["process"], indirect=True)
 def test_a_large_tensor_is_hashed_while_it_arrives(receiver, trainer):
-    joined(receiver, trainer)
-    transfer = armed(receiver, [("uint8", [100 << 20], 0)], digests=True)
-    trainer.order("big", group="g", nbytes=100 << 20)
+    join_group(receiver, trainer)
+    transfer = arm(receiver, [("uint8", [100 << 20], 0)], digests=True)
+    trainer.order("send_zeros", group="g", nbytes=100 << 20)
     digests = transfer.wait(20).digests
     assert digests == {
         "layer.0.0": tensor_digest("layer.0.0", "torch.uint8", [100 << 20], bytes(100 << 20))
     }
     trainer.reply()
-    left(receiver, trainer)
+    leave_group(receiver, trainer)
 
 
 def test_memory_is_reused_only_when_no_view_is_left(receiver, trainer):
-    joined(receiver, trainer)
+    join_group(receiver, trainer)
 
-    def received():
-        transfer = armed(receiver, [("uint8", [50_000], 1)])
+    def receive_once():
+        transfer = arm(receiver, [("uint8", [50_000], 1)])
         trainer.tell("send", group="g", tensors=[("uint8", [50_000], 1)])
         return transfer.wait(20)
 
-    first = received()
+    first = receive_once()
     (tensor,) = first.tensors().values()
     before = tensor.clone()
     first.close()
     with pytest.raises(ValueError, match="already released"):
         first.tensors()
     tensor.fill_(0)
-    second = received()
+    second = receive_once()
     (other,) = second.tensors().values()
     assert torch.equal(other, before)
     assert not tensor.any()
     kept_bytes = receiver.status()["kept_bytes"]
     del first, tensor
-    # gloo's own thread may hold it for a moment after its work is done.
+    # A thread of gloo may hold it for a moment after the transfer.
     wait_until(lambda: receiver.status()["kept_bytes"] >= kept_bytes + 50_000)
-    left(receiver, trainer)
+    leave_group(receiver, trainer)
 
 
-def test_what_is_armed_is_not_armed_twice(receiver, trainer):
-    joined(receiver, trainer)
-    transfer = armed(receiver, TENSORS[:1])
+def test_an_armed_group_cannot_be_armed_again(receiver, trainer):
+    join_group(receiver, trainer)
+    transfer = arm(receiver, TENSORS[:1])
     with pytest.raises(GroupError, match="one receive at a time") as refusal:
-        armed(receiver, TENSORS[:1])
+        arm(receiver, TENSORS[:1])
     assert not refusal.value.group_dropped
     trainer.tell("send", group="g", tensors=TENSORS[:1])
     transfer.wait(20).close()
-    assert works(receiver, trainer)
-    left(receiver, trainer)
+    assert can_transfer(receiver, trainer)
+    leave_group(receiver, trainer)
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers(receiver, trainer):
-    joined(receiver, trainer)
+def test_a_tensor_that_exceeds_the_memory_is_refused_with_the_sizes(receiver, trainer):
+    join_group(receiver, trainer)
     plans = parse_plans({"names": ["w"], "dtypes": ["uint8"], "shapes": [[1 << 45]]})
-    output = r"need 35184372088832 bytes, but only \d+"
-    with pytest.raises(GroupError, match=output) as refusal:
+    message = r"need 35184372088832 bytes, but only \d+"
+    with pytest.raises(GroupError, match=message) as refusal:
         receiver.arm("g", plans, ready_secs=20)
     assert not refusal.value.group_dropped
-    assert works(receiver, trainer)
-    left(receiver, trainer)
+    assert can_transfer(receiver, trainer)
+    leave_group(receiver, trainer)
 
 
 @pytest.mark.parametrize(
@@ -124,12 +133,12 @@ def test_what_does_not_fit_is_refused_with_the_numbers(receiver, trainer):
     ],
 )
 def test_a_file_that_does_not_fit_is_refused(receiver, trainer, tmp_path, size, starts, message):
-    joined(receiver, trainer)
+    join_group(receiver, trainer)
     path = tmp_path / "version"
     if size is not None:
         path.write_bytes(bytes(size))
     with pytest.raises(GroupError, match=message) as refusal:
-        armed(receiver, [("float32", [8], 1)], into=FileRegion(str(path), starts))
+        arm(receiver, [("float32", [8], 1)], into=FileRegion(str(path), starts))
     assert not refusal.value.group_dropped
-    assert works(receiver, trainer)
-    left(receiver, trainer)
+    assert can_transfer(receiver, trainer)
+    leave_group(receiver, trainer)

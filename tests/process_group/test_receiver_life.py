@@ -13,7 +13,15 @@ import pytest
 
 from omni_proxy.process_group.receiver import CancelToken, GroupError, open_receiver
 from omni_proxy.weight_sync.checksum import tensor_digest
-from tests.process_group.receiver_steps import LIMITS, armed, joined, left, meeting, recovers, works
+from tests.process_group.receiver_steps import (
+    LIMITS,
+    arm,
+    can_transfer,
+    join_group,
+    leave_group,
+    recovers,
+    rendezvous,
+)
 from tests.process_group.trainer_process import free_port
 from tests.process_group.wait_helpers import wait_until
 from tests.tree import ROOT
@@ -26,48 +34,48 @@ def closing_receiver(limits=LIMITS):
     receiver.close()
 
 
-def test_a_group_is_destroyed_while_it_receives(receiver, trainer, pool):
-    joined(receiver, trainer)
-    transfer = armed(receiver, [("float32", [8], 1)])
+def test_a_group_can_be_destroyed_while_it_receives(receiver, trainer, pool):
+    join_group(receiver, trainer)
+    transfer = arm(receiver, [("float32", [8], 1)])
     receiver.destroy("g")
     with pytest.raises(GroupError, match="'g' was destroyed"):
         transfer.wait(20)
     with pytest.raises(GroupError, match="is not initialized"):
-        armed(receiver, [("float32", [8], 1)])
+        arm(receiver, [("float32", [8], 1)])
     trainer.tell("destroy", group="g")
     assert recovers(receiver, pool)
 
 
-def test_a_group_that_still_meets_is_destroyed(receiver):
+def test_a_group_can_be_destroyed_during_its_rendezvous(receiver):
     with ThreadPoolExecutor(1) as threads:
-        init = threads.submit(receiver.init, meeting(free_port()))
+        init = threads.submit(receiver.init, rendezvous(free_port()))
         wait_until(lambda: receiver.status()["groups"])
         receiver.destroy("g")
         with pytest.raises(GroupError, match="'g' was destroyed"):
             init.result(20)
 
 
-def test_a_meeting_is_given_up_at_a_word(receiver):
+def test_a_rendezvous_can_be_cancelled(receiver):
     stop = CancelToken()
     with ThreadPoolExecutor(1) as threads:
-        init = threads.submit(receiver.init, meeting(free_port()), stop)
+        init = threads.submit(receiver.init, rendezvous(free_port()), stop)
         wait_until(lambda: receiver.status()["groups"])
         stop.cancel("another rank refused")
         with pytest.raises(GroupError, match="another rank refused"):
             init.result(20)
     with pytest.raises(GroupError, match="another rank refused"):
-        receiver.init(meeting(free_port()), stop)
+        receiver.init(rendezvous(free_port()), stop)
     assert receiver.status()["groups"] == []
 
 
 def test_a_cancel_after_the_rendezvous_changes_nothing(receiver, trainer):
     stop = CancelToken()
     port = trainer.tell("open", group="g")["port"]
-    receiver.init(meeting(port), stop)
+    receiver.init(rendezvous(port), stop)
     assert trainer.reply() == {"joined": True}
     stop.cancel("too late")
-    assert works(receiver, trainer)
-    left(receiver, trainer)
+    assert can_transfer(receiver, trainer)
+    leave_group(receiver, trainer)
 
 
 def test_a_port_that_accepts_without_answering_is_reported_in_time():
@@ -76,78 +84,82 @@ def test_a_port_that_accepts_without_answering_is_reported_in_time():
             socket.create_server(("127.0.0.1", 0)) as listener,
             pytest.raises(GroupError, match="no torch store answered"),
         ):
-            receiver.init(meeting(listener.getsockname()[1]))
+            receiver.init(rendezvous(listener.getsockname()[1]))
         assert receiver.status()["groups"] == []
 
 
 def test_an_address_without_a_listener_is_reported_at_the_timeout(receiver):
     port = free_port()
     with pytest.raises(GroupError, match=f"waiting for the trainer's store at 127.0.0.1:{port}"):
-        receiver.init(meeting(port, timeout_s=0.3))
+        receiver.init(rendezvous(port, timeout_s=0.3))
     assert receiver.status()["groups"] == []
 
 
-def test_a_group_is_replaced_only_when_its_trainer_has_gone(receiver, pool):
+def test_a_group_is_replaced_only_if_its_trainer_does_not_respond(receiver, pool):
     first = pool.trainer()
-    port = joined(receiver, first)
+    port = join_group(receiver, first)
     with pytest.raises(GroupError, match=f"'g' is ready for the trainer at 127.0.0.1:{port}"):
-        receiver.init(meeting(free_port()))
-    assert works(receiver, first)
-    transfer = armed(receiver, [("float32", [8], 1)])
-    first.order("send", group="g", tensors=[])  # so that the pool gives out another one
-    first.process.send_signal(signal.SIGSTOP)  # it keeps its sockets open, and answers nobody
+        receiver.init(rendezvous(free_port()))
+    assert can_transfer(receiver, first)
+    transfer = arm(receiver, [("float32", [8], 1)])
+    # An unanswered order, so that the pool does not return this trainer again.
+    first.order("send", group="g", tensors=[])
+    first.process.send_signal(signal.SIGSTOP)  # its sockets stay open, but it does not respond
     second = pool.trainer()
-    joined(receiver, second)
+    join_group(receiver, second)
     with pytest.raises(GroupError):
         transfer.wait(20)
-    assert works(receiver, second)
-    left(receiver, second)
+    assert can_transfer(receiver, second)
+    leave_group(receiver, second)
     first.kill()
 
 
-def test_ten_cycles_leave_nothing_behind(receiver, trainer):
-    def cycle(fails):
-        joined(receiver, trainer)
-        assert works(receiver, trainer)
+def test_repeated_groups_leak_no_resources(receiver, trainer):
+    def run_sync(fails):
+        join_group(receiver, trainer)
+        assert can_transfer(receiver, trainer)
         if fails:
-            transfer = armed(receiver, [("uint8", [1 << 20], 1)])
+            transfer = arm(receiver, [("uint8", [1 << 20], 1)])
             transfer.abort("a fault")
             del transfer
-        left(receiver, trainer)
+        leave_group(receiver, trainer)
 
-    def counted():
+    def resources():
         gc.collect()
         receiver.status()
         return (
             len(os.listdir("/proc/self/fd")),
             threading.active_count(),
-            # Stores of versions, which other test processes make and remove, are not this room's.
-            sum(not each.startswith(("omni-proxy-", "omni-test-")) for each in shared_memory()),
+            # Other test processes create and remove stores of versions: these do not count.
+            sum(not name.startswith(("omni-proxy-", "omni-test-")) for name in shared_memory()),
             len(receiver.status().get("processes", [])),
         )
 
     for fails in (True, False, False):
-        cycle(fails)
+        run_sync(fails)
     wait_until(lambda: not receiver.status()["abandoned_threads"])
-    before = counted()
+    before = resources()
     for number in range(10):
-        cycle(number == 5)
-    wait_until(lambda: settled(before, counted()))
+        run_sync(number == 5)
+    wait_until(lambda: has_no_leak(before, resources()))
 
 
 def shared_memory():
     return os.listdir("/dev/shm")
 
 
-def settled(before, after):
-    return all(now <= then + 1 for then, now in zip(before, after, strict=True))
+def has_no_leak(before, after):
+    return all(
+        count_after <= count_before + 1
+        for count_before, count_after in zip(before, after, strict=True)
+    )
 
 
-def test_after_the_close_nothing_is_joined(isolation):
+def test_no_group_can_be_joined_after_close(isolation):
     receiver = open_receiver(isolation, LIMITS, name="closed")
     receiver.close()
     with pytest.raises(GroupError, match="shutting down"):
-        receiver.init(meeting(free_port()))
+        receiver.init(rendezvous(free_port()))
 
 
 PARENT = """
@@ -182,11 +194,11 @@ def test_a_parent_needs_no_torch_and_its_children_end_with_it(trainer, tmp_path)
         assert parent.stdout.readline() == "armed\n"
         assert trainer.reply() == {"joined": True}
         trainer.tell("send", group="g", tensors=[("float32", [8], 1)])
-        output = parent.stdout.readline()
+        line = parent.stdout.readline()
         expected = tensor_digest("w", "torch.float32", [8], path.read_bytes())
-        assert output == f"{expected} []\n"
+        assert line == f"{expected} []\n"
         children = [int(word) for word in parent.stdout.readline().split()]
-        assert len(children) == 2  # the fork server, and the one in the group
+        assert len(children) == 2  # the fork server, and the receiver in the group
         parent.kill()
     wait_until(lambda: not [child for child in children if os.path.exists(f"/proc/{child}")])
     trainer.tell("destroy", group="g")

@@ -40,7 +40,7 @@ def test_a_store_answers_and_keeps_working(store):
     assert not link.answers(5.0)
 
 
-def test_the_end_of_the_store_is_seen_and_stays_so():
+def test_the_end_of_the_store_is_noticed_and_remembered():
     pool = TrainerPool()
     trainer = pool.trainer()
     port = trainer.tell("open", group="g")["port"]
@@ -61,23 +61,23 @@ def test_has_ended_does_not_wait_for_a_ping(listener):
         with connection:
             connection.sendall(connection.recv(64)[-4:])
             link = opening.result(30)
-            asking = threads.submit(link.answers, 60.0)
+            pinging = threads.submit(link.answers, 60.0)
             assert connection.recv(64)
             assert not run_within(10, link.has_ended)
-            assert not asking.done()
-        assert not asking.result(30)
+            assert not pinging.done()
+        assert not pinging.result(30)
         assert link.has_ended()
     link.close()
 
 
 def test_a_cancelled_connect_ends_between_two_attempts():
-    asked = iter([False, False, True])
+    cancelled = iter([False, False, True])
     with pytest.raises(GroupError, match="gave up waiting for the trainer's store at 127"):
-        connect_store(("127.0.0.1", free_port()), 5.0, lambda: next(asked))
+        connect_store(("127.0.0.1", free_port()), 5.0, lambda: next(cancelled))
 
 
-def test_a_port_that_hangs_up_first_and_is_a_store_later_is_one(listener, monkeypatch):
-    """As a port forwarder does while nothing listens behind it."""
+def test_a_port_that_first_closes_connections_may_become_a_store(listener, monkeypatch):
+    """A port forwarder closes connections while nothing listens at its target."""
     host, port = listener.getsockname()
     stores = []
 
@@ -88,14 +88,14 @@ def test_a_port_that_hangs_up_first_and_is_a_store_later_is_one(listener, monkey
         stores.append(TCPStore(host, port, 2, True, timedelta(seconds=5), wait_for_workers=False))
 
     with ThreadPoolExecutor(1) as threads:
-        became = threads.submit(hang_up_then_become_a_store)
+        becoming_a_store = threads.submit(hang_up_then_become_a_store)
         link = connect_store((host, port), 5.0, never)
-        became.result()
+        becoming_a_store.result()
     assert link.answers(5.0)
     link.close()
 
 
-def test_a_port_that_always_hangs_up_is_no_store(listener):
+def test_a_port_that_always_closes_connections_is_not_a_store(listener):
     def hang_up():
         while True:
             try:
@@ -111,16 +111,16 @@ def test_a_port_that_always_hangs_up_is_no_store(listener):
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def test_we_never_dial_from_the_port_we_dial():
-    """The kernel may choose it, and then connects us to ourselves."""
-    wanted = free_port()
+def test_a_connection_never_uses_its_target_port_as_the_local_port():
+    """The kernel may choose that port as the local one. The socket would connect to itself."""
+    port = free_port()
 
-    class Unlucky(socket.socket):
-        def bind(self, place):
-            super().bind((place[0], wanted))
+    class SocketOnTargetPort(socket.socket):
+        def bind(self, address):
+            super().bind((address[0], port))
 
-    with Unlucky() as connection, pytest.raises(OSError, match="in use"):
-        rendezvous._avoid_self_connect(connection, wanted)
+    with SocketOnTargetPort() as connection, pytest.raises(OSError, match="in use"):
+        rendezvous._avoid_self_connect(connection, port)
     with socket.socket() as connection:
-        rendezvous._avoid_self_connect(connection, wanted)
-        assert connection.getsockname()[1] != wanted
+        rendezvous._avoid_self_connect(connection, port)
+        assert connection.getsockname()[1] != port

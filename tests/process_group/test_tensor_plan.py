@@ -26,15 +26,15 @@ def named(pairs):
     return [(f"layer.{index}", dtype, shape) for index, (dtype, shape) in enumerate(pairs)]
 
 
-def size(dtype, shape):
+def size_bytes(dtype, shape):
     total = ITEM_BYTES[dtype]
-    for each in shape:
-        total *= each
+    for dimension in shape:
+        total *= dimension
     return total
 
 
 @given(SPECS)
-def test_tensors_sent_one_by_one_never_overlap_and_may_be_of_any_dtype(pairs):
+def test_tensors_sent_one_by_one_are_aligned_and_never_overlap(pairs):
     plan = make_plan(named(pairs))
     end = 0
     for tensor, offset, message in zip(plan.tensors, plan.offsets, plan.messages, strict=True):
@@ -43,12 +43,12 @@ def test_tensors_sent_one_by_one_never_overlap_and_may_be_of_any_dtype(pairs):
         assert (message.offset, message.nbytes) == (offset, tensor.nbytes)
         end = offset + tensor.nbytes
     assert plan.block_bytes == end
-    assert [tensor.nbytes for tensor in plan.tensors] == [size(*pair) for pair in pairs]
+    assert [tensor.nbytes for tensor in plan.tensors] == [size_bytes(*pair) for pair in pairs]
 
 
 @given(SPECS, st.booleans())
-def test_a_flattened_bucket_is_end_to_end(pairs, dense):
-    ends = list(itertools.accumulate(size(*pair) for pair in pairs))
+def test_a_flattened_bucket_is_contiguous(pairs, dense):
+    ends = list(itertools.accumulate(size_bytes(*pair) for pair in pairs))
     plan = make_plan(named(pairs), FLATTENED, dense=dense)
     assert list(plan.offsets) == [0, *ends[:-1]]
     (message,) = plan.messages
@@ -57,10 +57,10 @@ def test_a_flattened_bucket_is_end_to_end(pairs, dense):
 
 
 @given(SPECS)
-def test_a_dense_plan_lies_like_a_flattened_bucket_and_travels_one_by_one(pairs):
+def test_a_dense_plan_is_contiguous_with_one_message_for_each_tensor(pairs):
     plan = make_plan(named(pairs), dense=True)
     assert plan.offsets == make_plan(named(pairs), FLATTENED).offsets
-    assert [message.nbytes for message in plan.messages] == [size(*pair) for pair in pairs]
+    assert [message.nbytes for message in plan.messages] == [size_bytes(*pair) for pair in pairs]
     assert [message.offset for message in plan.messages] == list(plan.offsets)
 
 
@@ -68,27 +68,27 @@ BUCKET = {"names": ["a", "b"], "dtypes": ["uint8", "float32"], "shapes": [[3], [
 OTHER = {"names": ["c"], "dtypes": ["bool"], "shapes": [[]]}
 
 
-def test_both_forms_of_a_prepare_are_the_same_plans():
-    (top,) = parse_plans(BUCKET)
+def test_both_forms_of_a_prepare_give_the_same_plans():
+    (plan,) = parse_plans(BUCKET)
     assert parse_plans({"buckets": [BUCKET, OTHER], "num_buckets": 2, "group_name": "g"}) == (
-        top,
+        plan,
         *parse_plans(OTHER),
     )
-    assert parse_plans({**BUCKET, "buckets": None, "num_buckets": 1}) == (top,)
-    assert parse_plans({**BUCKET, "buckets": []}) == (top,)
+    assert parse_plans({**BUCKET, "buckets": None, "num_buckets": 1}) == (plan,)
+    assert parse_plans({**BUCKET, "buckets": []}) == (plan,)
 
 
-def test_buckets_win_over_names_at_the_top():
+def test_buckets_take_precedence_over_names_at_the_top_level():
     (plan,) = parse_plans({**BUCKET, "buckets": [OTHER]})
     assert [tensor.name for tensor in plan.tensors] == ["c"]
 
 
 @pytest.mark.parametrize("transport", [None, "nccl_broadcast", "nccl", "gloo"])
-def test_transports_that_are_broadcasts_are_taken(transport):
+def test_broadcast_transports_are_accepted(transport):
     assert len(parse_plans({**BUCKET, "transport": transport})) == 1
 
 
-def test_the_load_format_is_of_all_buckets():
+def test_the_load_format_applies_to_all_buckets():
     plans = parse_plans({"buckets": [BUCKET, OTHER], "load_format": FLATTENED})
     assert [len(plan.messages) for plan in plans] == [1, 1]
 
@@ -114,7 +114,7 @@ def test_the_load_format_is_of_all_buckets():
         ({"buckets": [{**OTHER, "names": ["a"]}, OTHER, {}]}, "bucket 3 of 3: names must be"),
     ],
 )
-def test_what_is_wrong_with_a_prepare_is_named(body, message):
+def test_an_invalid_prepare_is_refused_with_the_reason(body, message):
     with pytest.raises(GroupError, match=message):
         parse_plans(body)
 
@@ -136,7 +136,7 @@ def test_buckets_in_one_block_never_overlap(buckets, dense):
     ]
 
 
-def test_buckets_lie_where_they_are_reported_to():
+def test_buckets_are_placed_at_the_given_offsets():
     whole = merge_plans(
         [*parse_plans(BUCKET, dense=True), *parse_plans(OTHER, dense=True)], (100, 7)
     )
@@ -145,7 +145,7 @@ def test_buckets_lie_where_they_are_reported_to():
     assert whole.block_bytes == 111
 
 
-def test_a_dtype_is_known_with_and_without_its_prefix():
+def test_a_dtype_may_have_the_prefix_torch():
     bare, prefixed = make_plan([("a", "bfloat16", [2]), ("b", "torch.bfloat16", (2,))]).tensors
     assert (bare.dtype, bare.nbytes, bare.shape) == ("bfloat16", 4, (2,))
     assert (prefixed.dtype, prefixed.nbytes, prefixed.shape) == ("bfloat16", 4, (2,))
@@ -171,24 +171,24 @@ def test_a_dtype_is_known_with_and_without_its_prefix():
         (("w", "float32", [1] * 65), "65 dimensions"),
     ],
 )
-def test_a_wrong_spec_is_refused_by_what_is_wrong_with_it(spec, message):
+def test_an_invalid_spec_is_refused_with_the_reason(spec, message):
     with pytest.raises(GroupError, match=message) as refusal:
         make_plan([("fine", "float32", [1]), spec])
     assert not refusal.value.group_dropped
 
 
-def test_a_name_may_occur_once():
+def test_a_name_that_occurs_twice_is_refused():
     with pytest.raises(GroupError, match="'w' is announced twice"):
         make_plan([("w", "float32", [1]), ("w", "float16", [1])])
 
 
-def test_nothing_at_all_is_refused():
+def test_a_plan_without_tensors_is_refused():
     with pytest.raises(GroupError, match="no tensor is announced"):
         make_plan([])
 
 
 @pytest.mark.parametrize("load_format", ["", "direct", "flattened_bucket_chunked:4", "FLATTENED"])
-def test_a_form_that_would_be_received_wrongly_is_refused(load_format):
+def test_an_unknown_load_format_is_refused(load_format):
     with pytest.raises(GroupError, match="unknown load_format"):
         make_plan([("w", "float32", [1])], load_format)
 
@@ -207,14 +207,14 @@ def test_parallel_lists_become_specs():
         ((["a"], "float32", [[1]]), "dtypes must be a list, not str"),
     ],
 )
-def test_lists_that_do_not_fit_together_are_refused(lists, message):
+def test_lists_of_different_lengths_or_types_are_refused(lists, message):
     with pytest.raises(GroupError, match=message):
         parse_specs(*lists)
 
 
 def test_groups_are_importable_without_torch():
     code = "import sys, omni_proxy.process_group.rank_protocol; print('torch' in sys.modules)"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "False"
+    assert process.stdout.strip() == "False"

@@ -1,4 +1,4 @@
-"""The trainers of a module, for whichever tests want some."""
+"""A fixture with trainers that the tests of a module share."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.process_group.trainer_process import TrainerPool
 
 @pytest.fixture(scope="module")
 def pool():
-    """Each is a process, rank 0 of real groups."""
-    made = TrainerPool()
-    yield made
-    made.close()
+    """Each trainer is a process, which is rank 0 of real groups."""
+    trainers = TrainerPool()
+    yield trainers
+    trainers.close()

@@ -1,9 +1,9 @@
-"""A real trainer's rank 0 in a process of its own, driven by JSON lines from a `Trainer`.
+"""Rank 0 of a real trainer in a separate process, driven by JSON lines from a `Trainer`.
 
-Importing torch is most of what one costs, so each is a fork of the process that has done that.
-It makes its groups in the three ways that trainers do: `raw` (a gloo group over prefixed stores),
-`helper` (torch's private constructor over a store that waits for nobody), `rendezvous` (the same
-after a tcp:// rendezvous, whose store waits until every rank has been counted).
+Importing torch takes most of its start, so it is forked from a process that has imported torch.
+It creates groups in the three ways that trainers use: `raw` (a gloo group over prefixed stores),
+`helper` (torch's private constructor over a store that does not wait for ranks), and `rendezvous`
+(the same after a tcp:// rendezvous, whose store waits until all ranks have joined).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from datetime import timedelta
 
 from tests.program_forkserver import CONNECTION, REPLICA, forkserver
 
-# torch asks the DNS for the name of each address that it connects to or hears from, 127.0.0.1 too:
-# where answers get lost, each would take 5 s. Of use to this process's own stores as well.
+# torch looks up the name of each peer address in the DNS, even of 127.0.0.1. Without these options,
+# each lookup takes 5 s if the DNS does not answer. The stores of this process need them, too.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 DTYPES = (
@@ -29,15 +29,15 @@ DTYPES = (
 
 
 class Trainer:
-    """The child process. `order` sends, `reply` reads, `tell` does both."""
+    """The child process. `order` sends a command, `reply` reads a reply, `tell` does both."""
 
     def __init__(self):
         self.awaited = 0
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.process = forkserver(*REPLICA).over(theirs, __name__)
-        with ours:
-            self._lines = ours.makefile("rw")
+        parent_end, child_end = socket.socketpair()
+        with child_end:
+            self.process = forkserver(*REPLICA).over(child_end, __name__)
+        with parent_end:
+            self._lines = parent_end.makefile("rw")
 
     def tell(self, do, **order):
         self.order(do, **order)
@@ -64,26 +64,26 @@ class Trainer:
 
     def close(self):
         self.kill()
-        with suppress(BrokenPipeError):  # an order that it did not live to hear
+        with suppress(BrokenPipeError):  # a command that was not sent before it ended
             self._lines.close()
 
 
 class TrainerPool:
-    """Trainers that live from test to test."""
+    """Trainers that tests reuse. One that still owes a reply is not returned again."""
 
     def __init__(self):
         self._all = []
 
     def trainer(self):
-        usable = [each for each in self._all if each.living() and not each.awaited]
+        usable = [trainer for trainer in self._all if trainer.living() and not trainer.awaited]
         if not usable:
             usable.append(Trainer())
             self._all.append(usable[-1])
         return usable[0]
 
     def close(self):
-        for each in self._all:
-            each.close()
+        for trainer in self._all:
+            trainer.close()
 
 
 def free_port(host="127.0.0.1"):
@@ -99,53 +99,55 @@ def sha256(tensor):
     return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-class Side:
-    """What the child does."""
+class Commands:
+    """The commands of the child process: one method for each."""
 
     def __init__(self):
         self.groups = {}
         self.stores = {}
 
     def open(self, group, form="raw", world=2, timeout=30.0, host="127.0.0.1", port=0):
-        """Replies twice: the port once the store is there, then `joined` or `fault`."""
+        """Replies twice: with the port once the store exists, then with `joined` or `fault`."""
         from torch.distributed import TCPStore
 
-        patience = timedelta(seconds=timeout)
+        timeout_delta = timedelta(seconds=timeout)
         if form == "rendezvous":
             port = port or free_port(host)
-            say(port=port)
+            send_reply(port=port)
             from torch.distributed.rendezvous import rendezvous
 
-            shown = f"[{host}]" if ":" in host else host
-            store, _, _ = next(rendezvous(f"tcp://{shown}:{port}", 0, world, timeout=patience))
+            url_host = f"[{host}]" if ":" in host else host
+            store, _, _ = next(
+                rendezvous(f"tcp://{url_host}:{port}", 0, world, timeout=timeout_delta)
+            )
         else:
-            # 0 is a free port: one that is looked up first may be somebody else's by then.
-            store = TCPStore(host, port, world, True, patience, wait_for_workers=False)
-            say(port=store.port)
+            # Port 0 lets the kernel choose. A port looked up before could be in use by now.
+            store = TCPStore(host, port, world, True, timeout_delta, wait_for_workers=False)
+            send_reply(port=store.port)
         self.stores[group] = store
         try:
-            self.groups[group] = _group(form, store, group, world, patience)
+            self.groups[group] = _create_group(form, store, group, world, timeout_delta)
         except RuntimeError as error:
             return {"fault": str(error)}
         return {"joined": True}
 
     def send(self, group, tensors, flattened=False, stop_after=None):
-        """Broadcasts made-up tensors [(dtype, shape, seed)]; replies with their digests."""
+        """Broadcasts generated tensors [(dtype, shape, seed)]. Replies with their digests."""
         import torch
 
-        made = [make_tensor(*each) for each in tensors]
+        generated = [make_tensor(*spec) for spec in tensors]
         if flattened:
-            parts = [each.reshape(-1).view(torch.uint8) for each in made]
+            parts = [tensor.reshape(-1).view(torch.uint8) for tensor in generated]
             self._broadcast(group, torch.cat(parts))
         else:
-            for each in made[:stop_after]:
-                # gloo knows no fp8: trainers send its bytes.
-                raw = each.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
-                self._broadcast(group, each.view(torch.uint8) if raw else each)
-        return {"sent": [sha256(each) for each in made]}
+            for tensor in generated[:stop_after]:
+                # gloo does not support fp8: trainers send its bytes.
+                raw = tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
+                self._broadcast(group, tensor.view(torch.uint8) if raw else tensor)
+        return {"sent": [sha256(tensor) for tensor in generated]}
 
-    def big(self, group, nbytes):
-        """Broadcasts so many zeros: long enough on the way for something to happen meanwhile."""
+    def send_zeros(self, group, nbytes):
+        """Broadcasts `nbytes` zeros. With many, a test can act during the transfer."""
         import torch
 
         self._broadcast(group, torch.zeros(nbytes, dtype=torch.uint8))
@@ -155,9 +157,9 @@ class Side:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
 
-        ours = self.groups.pop(group)
-        if ours in c10d._world.pg_names:
-            dist.destroy_process_group(ours)
+        process_group = self.groups.pop(group)
+        if process_group in c10d._world.pg_names:
+            dist.destroy_process_group(process_group)
         self.stores.pop(group)
         return {"destroyed": True}
 
@@ -169,50 +171,50 @@ class Side:
         self.groups[group].broadcast([tensor.contiguous()], options).wait()
 
 
-def _group(form, store, group, world, patience):
+def _create_group(form, store, group, world, timeout):
     from torch.distributed import PrefixStore, ProcessGroupGloo
     from torch.distributed import distributed_c10d as c10d
 
     named = PrefixStore(group, store)
     if form == "raw":
         inner = PrefixStore("cpu/", PrefixStore(f"{group}/", named))
-        return ProcessGroupGloo(inner, 0, world, patience)
-    made, _ = c10d._new_process_group_helper(
-        world, 0, [], c10d.Backend("gloo"), named, group_name=group, timeout=patience
+        return ProcessGroupGloo(inner, 0, world, timeout)
+    process_group, _ = c10d._new_process_group_helper(
+        world, 0, [], c10d.Backend("gloo"), named, group_name=group, timeout=timeout
     )
-    c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(world)}
-    return made
+    c10d._world.pg_group_ranks[process_group] = {rank: rank for rank in range(world)}
+    return process_group
 
 
 def make_tensor(dtype, shape, seed):
     import torch
 
     random = torch.Generator().manual_seed(seed)
-    bare = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     if dtype == "bool":
-        return torch.randint(0, 2, shape, generator=random).to(bare)
-    width = torch.empty(0, dtype=bare).element_size()
+        return torch.randint(0, 2, shape, generator=random).to(torch_dtype)
+    width = torch.empty(0, dtype=torch_dtype).element_size()
     count = torch.Size(shape).numel()
     raw = torch.randint(0, 256, (count * width,), dtype=torch.uint8, generator=random)
-    return raw.view(bare).reshape(shape)
+    return raw.view(torch_dtype).reshape(shape)
 
 
-def say(**reply):
+def send_reply(**reply):
     print(json.dumps(reply), flush=True)
 
 
 def main():
-    side = Side()
+    commands = Commands()
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            reply = getattr(side, order.pop("do"))(**order)
+            reply = getattr(commands, order.pop("do"))(**order)
         except (RuntimeError, KeyError) as error:
             reply = {"fault": str(error)}
-        say(**reply)
+        send_reply(**reply)
 
 
 if __name__ == "__main__":
     sys.stdin, sys.stdout = os.fdopen(CONNECTION), os.fdopen(os.dup(CONNECTION), "w")
     main()
-    os._exit(0)  # whatever torch's threads do
+    os._exit(0)  # without waiting for the threads of torch

@@ -1,11 +1,11 @@
-"""Waiting for what another thread or process does."""
+"""Waits for other threads and processes."""
 
 import queue
 import threading
 
 
 def run_within(secs, call):
-    """What a call comes to in a thread of its own: one that hangs fails the test, not the tests."""
+    """Runs a call in a thread, so that a call that hangs fails only its own test."""
     outcome = queue.Queue()
 
     def run():
@@ -18,16 +18,16 @@ def run_within(secs, call):
     try:
         result, error = outcome.get(timeout=secs)
     except queue.Empty:
-        raise AssertionError(f"it hangs for {secs} s") from None
+        raise AssertionError(f"the call did not return within {secs} s") from None
     if error is not None:
         raise error
     return result
 
 
-def wait_until(true, secs=30.0):
+def wait_until(condition, secs=30.0):
     pause = threading.Event()
     for _ in range(int(secs / 0.01)):
-        if true():
+        if condition():
             return
         pause.wait(0.01)
-    raise AssertionError("it never came true")
+    raise AssertionError(f"the condition was not true within {secs} s")

@@ -11,20 +11,20 @@ from omni_proxy.process_group.tensor_plan import GroupError
 def test_an_unused_block_is_reused():
     buffers = BufferPool()
     block = buffers.take(10_000)
-    place = block.data_ptr()
+    address = block.data_ptr()
     del block
-    assert buffers.take(9_000).data_ptr() == place
+    assert buffers.take(9_000).data_ptr() == address
 
 
 def test_the_smallest_block_that_fits_is_taken():
     buffers = BufferPool()
     blocks = [buffers.take(size) for size in (30_000, 10_000, 20_000)]
-    place = blocks[2].data_ptr()
+    address = blocks[2].data_ptr()
     blocks.clear()
-    assert buffers.take(15_000).data_ptr() == place
+    assert buffers.take(15_000).data_ptr() == address
 
 
-def test_a_view_of_another_dtype_holds_the_memory():
+def test_a_view_of_another_dtype_keeps_its_block_in_use():
     import torch
 
     buffers = BufferPool()
@@ -38,7 +38,7 @@ def test_a_view_of_another_dtype_holds_the_memory():
     assert buffers.kept_bytes() == 64
 
 
-def test_an_empty_block_may_be_viewed_as_anything():
+def test_an_empty_block_may_be_viewed_as_any_dtype():
     import torch
 
     assert BufferPool().take(0).view(torch.int64).shape == (0,)
@@ -82,7 +82,7 @@ def test_unused_blocks_are_freed_before_a_request_is_refused():
     assert buffers.kept_bytes() == 10_050
 
 
-def test_free_memory_is_a_number_the_machine_could_have():
+def test_the_free_memory_is_plausible():
     assert 1 << 20 < free_bytes() < 1 << 50
 
 
@@ -124,7 +124,7 @@ def test_the_smallest_shared_block_that_fits_is_reused():
     assert blocks.take(15_000).block.number == number
 
 
-def test_bytes_written_through_the_descriptor_show_in_the_tensor():
+def test_bytes_written_through_the_descriptor_are_visible_in_the_tensor():
     blocks, _ = shared_pool()
     lease = blocks.take(8)
     os.pwrite(lease.block.descriptor, b"abcdefgh", 0)
@@ -147,14 +147,14 @@ def test_a_request_above_free_memory_is_refused_with_the_numbers():
     blocks, _ = shared_pool(free=lambda: 1000)
     with pytest.raises(GroupError, match="need 1001 bytes, but only 1000"):
         blocks.take(1001)
-    assert blocks.take(0).block.nbytes == 1  # nothing at all cannot be mapped
+    assert blocks.take(0).block.nbytes == 1  # 0 bytes cannot be mapped
 
 
 def test_unused_shared_blocks_are_freed_before_a_request_is_refused():
-    room = [1000]
-    blocks, forgotten = shared_pool(free=lambda: room[0] - blocks_kept())
+    memory = [1000]
+    blocks, forgotten = shared_pool(free=lambda: memory[0] - unused_bytes())
 
-    def blocks_kept():
+    def unused_bytes():
         return sum(block.nbytes for block in blocks._unused)
 
     number = blocks.take(600).block.number
@@ -164,14 +164,14 @@ def test_unused_shared_blocks_are_freed_before_a_request_is_refused():
 
 @pytest.fixture
 def no_descriptors():
-    usual = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, usual[1]))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, usual)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.mark.usefixtures("no_descriptors")
-def test_a_system_error_is_reported_as_no_memory():
+def test_a_system_error_is_reported_as_a_lack_of_memory():
     blocks, _ = shared_pool()
     with pytest.raises(GroupError, match="no memory for the announced tensors"):
         blocks.take(100)

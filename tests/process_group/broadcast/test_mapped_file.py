@@ -20,7 +20,7 @@ def plan(size):
     return make_plan([("w", "uint8", [size])], dense=True)
 
 
-def test_the_span_is_from_the_first_block_to_the_end_of_the_last():
+def test_the_span_reaches_from_the_first_block_to_the_end_of_the_last():
     assert region_span(FileRegion("f", (50, 10)), (plan(30), plan(40))) == (10, 80)
 
 
@@ -34,7 +34,7 @@ def test_blocks_that_overlap_are_refused(starts):
         region_span(FileRegion("f", starts), (plan(30), plan(30)))
 
 
-def test_blocks_of_a_sparse_file_are_allocated_first(tmp_path):
+def test_the_blocks_of_a_sparse_file_are_allocated(tmp_path):
     path = tmp_path / "version"
     path.touch()
     os.truncate(path, 1 << 20)
@@ -45,22 +45,22 @@ def test_blocks_of_a_sparse_file_are_allocated_first(tmp_path):
     assert path.stat().st_size == 1 << 20
 
 
-def test_a_full_disk_is_refused_with_the_numbers(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_with_the_sizes(tmp_path, monkeypatch):
     path = tmp_path / "version"
     path.write_bytes(bytes(8192))
 
-    def full(descriptor, offset, size):
+    def fail(descriptor, offset, size):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "posix_fallocate", full)
+    monkeypatch.setattr(module.os, "posix_fallocate", fail)
     files = len(os.listdir("/proc/self/fd"))
-    output = rf"need 8192 bytes of {path}, and {tmp_path} has room for \d+ more \(No space left"
-    with pytest.raises(GroupError, match=output):
+    message = rf"need 8192 bytes of {path}, and {tmp_path} has room for \d+ more \(No space left"
+    with pytest.raises(GroupError, match=message):
         open_for_receive(FileRegion(str(path), (0,)), (plan(8192),))
     assert len(os.listdir("/proc/self/fd")) == files
 
 
-def test_a_file_in_memory_needs_memory(monkeypatch):
+def test_a_file_in_memory_needs_free_memory(monkeypatch):
     path = f"/dev/shm/omni-test-place-{os.getpid()}"
     with open(path, "wb") as file:
         file.truncate(1 << 20)
@@ -79,10 +79,10 @@ def test_a_resident_file_is_not_allocated_again(monkeypatch):
     with open(path, "wb") as file:
         file.write(bytes(1 << 20))
 
-    def slow(*_):
-        raise AssertionError("every page was looked for")
+    def fail(*_):
+        raise AssertionError("the file was allocated again")
 
-    monkeypatch.setattr(module.os, "posix_fallocate", slow)
+    monkeypatch.setattr(module.os, "posix_fallocate", fail)
     try:
         os.close(open_for_receive(FileRegion(path, (0,)), (plan(1 << 20),)))
     finally:
@@ -93,11 +93,11 @@ def test_a_write_mapping_changes_the_file_and_a_read_mapping_does_not(tmp_path):
     path = tmp_path / "version"
     path.write_bytes(bytes(100))
     with open(path, "r+b") as file:
-        whole = map_file(file.fileno(), 100)
-    whole[99] = 7
+        write_mapping = map_file(file.fileno(), 100)
+    write_mapping[99] = 7
     assert path.read_bytes()[99] == 7
-    read = map_file_to_read(str(path), 100)
-    read[98] = 6
+    read_mapping = map_file_to_read(str(path), 100)
+    read_mapping[98] = 6
     assert path.read_bytes()[98] == 0
     assert map_file_to_read(str(path), 0).numel() == 0
 

@@ -15,7 +15,7 @@ SPECS = st.lists(
 )
 
 
-def whole_of(buckets, load_format, dense):
+def merged_plan(buckets, load_format, dense):
     plans = []
     for number, pairs in enumerate(buckets):
         named = [(f"{number}.{index}", *pair) for index, pair in enumerate(pairs)]
@@ -23,7 +23,7 @@ def whole_of(buckets, load_format, dense):
     return merge_plans(plans)
 
 
-def expected(plan, memory):
+def expected_digests(plan, memory):
     return {
         tensor.name: tensor_digest(
             tensor.name,
@@ -41,31 +41,31 @@ def expected(plan, memory):
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_digests_equal_those_of_replicas_for_any_chunking(buckets, load_format, dense, chance):
-    plan = whole_of(buckets, load_format, dense)
-    final = bytes(chance.randbytes(plan.block_bytes))
+def test_digests_equal_those_of_replicas_for_any_chunking(buckets, load_format, dense, random):
+    plan = merged_plan(buckets, load_format, dense)
+    final = bytes(random.randbytes(plan.block_bytes))
     memory = bytearray(plan.block_bytes)
-    hashing = TensorHasher(plan, lambda start, size: memoryview(memory)[start : start + size], "t")
+    hasher = TensorHasher(plan, lambda start, size: memoryview(memory)[start : start + size], "t")
     for number, message in enumerate(plan.messages):
-        # Nothing may be looked at before it has come, so it comes only then.
-        settled = chance.randint(0, message.nbytes)
-        stop = message.offset + settled
+        # Bytes are written just before they are reported: a hasher that reads early gets zeros.
+        length = random.randint(0, message.nbytes)
+        stop = message.offset + length
         memory[message.offset : stop] = final[message.offset : stop]
-        hashing.update(number, settled)
+        hasher.update(number, length)
         stop = message.offset + message.nbytes
         memory[message.offset : stop] = final[message.offset : stop]
-    hashing.update(len(plan.messages), 0)
-    digests = hashing.digests()
-    assert digests == expected(plan, final)
+    hasher.update(len(plan.messages), 0)
+    digests = hasher.digests()
+    assert digests == expected_digests(plan, final)
     assert list(digests) == [tensor.name for tensor in plan.tensors]
 
 
-@pytest.mark.parametrize("come", [(0, 0), (1, 3)])
-def test_a_cancelled_hasher_leaves_no_thread_waiting(come):
-    plan = whole_of([[("uint8", [4]), ("uint8", [8]), ("uint8", [4])]], None, True)
-    hashing = TensorHasher(plan, lambda start, size: bytes(size), "given-up")
-    hashing.update(*come)
-    hashing.cancel()
-    for thread in hashing._threads:
+@pytest.mark.parametrize("progress", [(0, 0), (1, 3)])
+def test_a_cancelled_hasher_leaves_no_thread_waiting(progress):
+    plan = merged_plan([[("uint8", [4]), ("uint8", [8]), ("uint8", [4])]], None, True)
+    hasher = TensorHasher(plan, lambda start, size: bytes(size), "cancelled")
+    hasher.update(*progress)
+    hasher.cancel()
+    for thread in hasher._threads:
         thread.join(30)
-    assert "weights-digest-given-up" not in [thread.name for thread in threading.enumerate()]
+    assert "weights-digest-cancelled" not in [thread.name for thread in threading.enumerate()]

@@ -4,9 +4,9 @@ import pytest
 
 from omni_proxy.process_group.broadcast.transfer import ReceiveOrder, Transfer
 from omni_proxy.process_group.tensor_plan import GroupError, parse_plans
-from tests.process_group.receiver_steps import TENSORS, armed, body_of, joined, left
+from tests.process_group.receiver_steps import TENSORS, arm, body_of, join_group, leave_group
 
-SOON_SECS = 20
+PATIENCE_SECS = 20
 
 
 @pytest.fixture
@@ -16,25 +16,25 @@ def transfer():
     )
 
 
-def waiting(transfer, buckets):
-    """Somebody who waits for more than these, and what he gets."""
-    found = []
+def start_waiting(transfer, buckets):
+    """Starts a thread that waits for more than `buckets`. Returns it, and a list for its result."""
+    results = []
     thread = threading.Thread(
-        target=lambda: found.append(transfer.wait_past(buckets, SOON_SECS).buckets_done)
+        target=lambda: results.append(transfer.wait_past(buckets, PATIENCE_SECS).buckets_done)
     )
     thread.start()
-    return thread, found
+    return thread, results
 
 
 def test_wait_past_returns_at_the_next_bucket(transfer):
     transfer.report_progress(2, 37)
-    assert transfer.wait_past(0, SOON_SECS).buckets_done == 1
-    thread, found = waiting(transfer, 1)
-    transfer.report_progress(2, 39)  # bytes of the second
+    assert transfer.wait_past(0, PATIENCE_SECS).buckets_done == 1
+    thread, results = start_waiting(transfer, 1)
+    transfer.report_progress(2, 39)  # bytes of the second bucket
     assert transfer.wait_past(1, 0).bytes_received == 39
     transfer.report_progress(3, 41)
-    thread.join(SOON_SECS)
-    assert found == [2]
+    thread.join(PATIENCE_SECS)
+    assert results == [2]
 
 
 @pytest.mark.parametrize(
@@ -46,19 +46,19 @@ def test_wait_past_returns_at_the_next_bucket(transfer):
 )
 def test_the_end_of_a_transfer_wakes_wait_past(transfer, end, done):
     transfer.report_progress(2, 37)
-    thread, found = waiting(transfer, 1)
+    thread, results = start_waiting(transfer, 1)
     end(transfer)
-    thread.join(SOON_SECS)
-    assert found == [done]
-    assert transfer.wait_past(3, SOON_SECS).buckets_done == done
+    thread.join(PATIENCE_SECS)
+    assert results == [done]
+    assert transfer.wait_past(3, PATIENCE_SECS).buckets_done == done
 
 
 def test_a_bucket_is_reported_before_the_next_arrives(receiver, trainer):
-    joined(receiver, trainer)
-    transfer = armed(receiver, TENSORS[:2], TENSORS[4:])
+    join_group(receiver, trainer)
+    transfer = arm(receiver, TENSORS[:2], TENSORS[4:])
     trainer.tell("send", group="g", tensors=TENSORS[:2])
-    assert transfer.wait_past(0, SOON_SECS).buckets_done == 1
+    assert transfer.wait_past(0, PATIENCE_SECS).buckets_done == 1
     trainer.tell("send", group="g", tensors=TENSORS[4:])
-    assert transfer.wait_past(1, SOON_SECS).buckets_done == 2
-    transfer.wait(SOON_SECS).close()
-    left(receiver, trainer)
+    assert transfer.wait_past(1, PATIENCE_SECS).buckets_done == 2
+    transfer.wait(PATIENCE_SECS).close()
+    leave_group(receiver, trainer)

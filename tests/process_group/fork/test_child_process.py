@@ -19,12 +19,12 @@ from omni_proxy.process_group.fork.ipc import (
     ReleaseBlocks,
 )
 from omni_proxy.process_group.tensor_plan import GroupError
-from tests.process_group.receiver_steps import light
+from tests.process_group.receiver_steps import torchless_server
 from tests.process_group.wait_helpers import run_within, wait_until
 from tests.processes import alive
 
 CONFIGURE = Configure(1.0, 1.0, 1.0, None, 60.0, 30)
-HUGE = "g" * (4 << 20)  # much more than a socket holds
+HUGE = "g" * (4 << 20)  # much more than the buffer of a socket
 
 
 @pytest.fixture
@@ -37,33 +37,33 @@ def child(fork_server):
 
 @pytest.fixture
 def channels():
-    ours, theirs = map(JsonSocket, socket.socketpair())
-    yield ours, theirs
-    ours.close()
-    theirs.close()
+    parent, child = map(JsonSocket, socket.socketpair())
+    yield parent, child
+    parent.close()
+    child.close()
 
 
-def test_lines_of_any_length_and_their_descriptors_arrive_in_order(channels):
-    ours, theirs = channels
+def test_lines_of_any_length_arrive_in_order_with_their_descriptors(channels):
+    parent, child = channels
     sent = [Logged(1, "a" * 3), Logged(2, "b" * (3 << 20)), Logged(3, "\n c \u00e9")]
-    ends = [os.pipe() for _ in range(2)]
+    pipes = [os.pipe() for _ in range(2)]
 
     def send():
-        ours.send(sent[0])
-        ours.send(sent[1], ends[0][0])
-        ours.send(sent[2], ends[1][0])
-        ours._connection.shutdown(socket.SHUT_WR)
+        parent.send(sent[0])
+        parent.send(sent[1], pipes[0][0])
+        parent.send(sent[2], pipes[1][0])
+        parent._connection.shutdown(socket.SHUT_WR)
 
     thread = threading.Thread(target=send)
     thread.start()
-    came = [msgspec.json.decode(line, type=Logged) for line in theirs.lines()]
+    received = [msgspec.json.decode(line, type=Logged) for line in child.lines()]
     thread.join()
-    assert came == sent
-    assert len(theirs.descriptors) == 2
-    for _, write in ends:
+    assert received == sent
+    assert len(child.descriptors) == 2
+    for _, write in pipes:
         os.write(write, b"x")
-    for (read, write), theirs_of_it in zip(ends, theirs.descriptors, strict=True):
-        assert os.stat(theirs_of_it) == os.stat(read)
+    for (read, write), passed in zip(pipes, child.descriptors, strict=True):
+        assert os.stat(passed) == os.stat(read)
         os.close(read)
         os.close(write)
 
@@ -77,34 +77,36 @@ def test_lines_of_any_length_and_their_descriptors_arrive_in_order(channels):
 )
 def test_callers_of_a_killed_child_get_the_reason(child, number, message):
     child.require_ready(60)
-    heard = []
-    child.subscribe(7, heard.append)
-    os.kill(child.pid, signal.SIGSTOP)  # so that the answer can't be first
+    errors = []
+    child.subscribe(7, errors.append)
+    os.kill(child.pid, signal.SIGSTOP)  # so that it cannot answer before the signal
     os.kill(child.pid, number)
     os.kill(child.pid, signal.SIGCONT)
     with pytest.raises(ChildEnded, match=message):
         child.call(CheckTrainer(child.next_number(), "g", False), 20)
     assert child.wait_reaped(10)
-    child.subscribe(8, heard.append)
+    child.subscribe(8, errors.append)
     assert (
-        [str(each) for each in heard] == [child.end_reason, child.end_reason] == [message, message]
+        [str(error) for error in errors]
+        == [child.end_reason, child.end_reason]
+        == [message, message]
     )
     with pytest.raises(ChildEnded, match=message):
         child.require_ready(0)
 
 
 def test_an_ended_child_leaves_no_descriptor_and_no_thread(fork_server):
-    def live():
+    def start_and_kill():
         child = ChildHandle(CONFIGURE, "brief", fork_server)
         child.require_ready(60)
         child.kill("enough")
         assert child.wait_reaped(10)
         child._reader.join(30)
 
-    live()
+    start_and_kill()
     files, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     for _ in range(3):
-        live()
+        start_and_kill()
     wait_until(lambda: len(os.listdir("/proc/self/fd")) <= files)
     wait_until(lambda: threading.active_count() <= threads)
 
@@ -122,14 +124,14 @@ def test_a_call_to_a_stopped_child_times_out(child):
 def test_a_command_that_a_stopped_child_cannot_read_kills_it(child, monkeypatch):
     monkeypatch.setattr(child_process, "SEND_SECS", 0.2)
     child.require_ready(60)
-    heard = []
-    child.subscribe(7, heard.append)
+    errors = []
+    child.subscribe(7, errors.append)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(ChildEnded, match=r"hangs: it read no command for 0\.2 s"):
         run_within(30, lambda: child.call(CheckTrainer(child.next_number(), HUGE, False), 600))
     assert child.wait_reaped(20)
     wait_until(lambda: not alive(child.pid))
-    assert [str(each) for each in heard] == [child.end_reason]
+    assert [str(error) for error in errors] == [child.end_reason]
     assert child.end_reason.startswith("the receiver process hangs")
 
 
@@ -142,7 +144,7 @@ def test_a_command_blocked_by_another_one_times_out(child):
     with pytest.raises(GroupError, match=r"read no command for 0\.1 s"):
         run_within(30, lambda: child.call(CheckTrainer(child.next_number(), "g", False), 0.1))
     assert not stuck.done()
-    assert child.end_reason is None  # who only asks ends nobody
+    assert child.end_reason is None  # a call with a timeout does not kill the child
     child.kill("enough")
     with pytest.raises(ChildEnded, match="enough"):
         stuck.result(30)
@@ -153,7 +155,7 @@ def test_a_stopped_child_whose_socket_is_full_is_killed(child, monkeypatch):
     child.require_ready(60)
     os.kill(child.pid, signal.SIGSTOP)
     message = ""
-    while "read no command" not in message:  # short lines go in whole or not at all
+    while "read no command" not in message:  # short lines are sent completely or not at all
         with pytest.raises(GroupError) as refusal:
             run_within(
                 30, lambda: child.call(CheckTrainer(child.next_number(), "g" * 1000, False), 0)
@@ -165,17 +167,17 @@ def test_a_stopped_child_whose_socket_is_full_is_killed(child, monkeypatch):
     assert child.end_reason == "the receiver process hangs: it read no command for 0.2 s"
 
 
-def test_after_a_partly_sent_line_no_other_is_sent(channels):
-    ours, _ = channels
+def test_no_line_is_sent_after_one_that_was_sent_only_in_part(channels):
+    parent, _ = channels
     with pytest.raises(TimeoutError, match="nothing was read"):
-        run_within(30, lambda: ours.send(Logged(1, HUGE), timeout_secs=0.05))
-    assert ours.torn
+        run_within(30, lambda: parent.send(Logged(1, HUGE), timeout_secs=0.05))
+    assert parent.torn
     with pytest.raises(BrokenPipeError, match="sent only in part"):
-        ours.send(Logged(1, "short"), timeout_secs=0.05)
+        parent.send(Logged(1, "short"), timeout_secs=0.05)
 
 
 def test_a_child_killed_before_it_is_forked_ends_at_once(fork_server, monkeypatch):
-    busy = "import threading; threading.Event().wait()"  # as in an import
+    busy = "import threading; threading.Event().wait()"  # as if it were importing torch
     monkeypatch.setattr(module, "command", lambda _: [sys.executable, "-c", busy])
     child = ChildHandle(CONFIGURE, "never", fork_server)
     assert not child.ready
@@ -187,8 +189,8 @@ def test_a_child_killed_before_it_is_forked_ends_at_once(fork_server, monkeypatc
 
 
 def test_a_child_that_sends_an_invalid_message_is_killed(fork_server, monkeypatch):
-    monkeypatch.setattr(module, "command", light("babble"))
-    child = ChildHandle(CONFIGURE, "babbling", fork_server)
+    monkeypatch.setattr(module, "command", torchless_server("send_invalid_message"))
+    child = ChildHandle(CONFIGURE, "invalid", fork_server)
     with pytest.raises(ChildEnded, match="invalid message"):
         child.require_ready(20)
     assert child.wait_reaped(20)
@@ -197,17 +199,17 @@ def test_a_child_that_sends_an_invalid_message_is_killed(fork_server, monkeypatc
 class FakeChild:
     def __init__(self, pid):
         self.pid = pid
-        self.why = None
+        self.end_reason = None
         self.released = []
 
     def send(self, command):
         self.released.append(command.blocks)
 
-    def kill(self, why):
-        self.why = self.why or why
+    def kill(self, reason):
+        self.end_reason = self.end_reason or reason
 
     def wait_reaped(self, within_secs):
-        return self.why is not None
+        return self.end_reason is not None
 
 
 class FakeForkServer:
@@ -239,21 +241,21 @@ def children(fake_server):
 
 
 def test_only_running_children_are_listed_and_release_blocks(children):
-    first, unborn, third = (children.start_child() for _ in range(3))
+    first, not_forked, third = (children.start_child() for _ in range(3))
     assert children.pids() == [1, 10, 12]
     first.kill("gone")
-    assert children.running() == [unborn, third]
+    assert children.running() == [not_forked, third]
     children.release_blocks((4, 5))
-    assert [child.released for child in (first, unborn, third)] == [[], [(4, 5)], [(4, 5)]]
+    assert [child.released for child in (first, not_forked, third)] == [[], [(4, 5)], [(4, 5)]]
 
 
 def test_close_kills_all_children_and_releases_the_fork_server_once(children, fake_server):
-    taken = children.start_child()
+    child = children.start_child()
     children.warm()
     children.close()
     children.close()
     children.warm()
-    assert taken.why == "the receiver was closed"
+    assert child.end_reason == "the receiver was closed"
     assert fake_server.calls == ["held", "warm", "released"]
     with pytest.raises(GroupError, match="shutting down"):
         children.start_child()

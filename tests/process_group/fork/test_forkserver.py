@@ -14,42 +14,44 @@ SERVER = """
 import os, signal, socket, sys
 from omni_proxy.process_group.fork.forkserver import run
 
-def live(connection):
+def serve(connection):
     word = connection.recv(20)
     if word == b"fail":
-        raise ValueError("what it said last")
+        raise ValueError("the last error")
     connection.sendall(word)
     connection.recv(1)
 
-run(socket.socket(fileno=int(sys.argv[1])), live)
+run(socket.socket(fileno=int(sys.argv[1])), serve)
 """
 
 
 @pytest.fixture
 def control():
-    ours, theirs = socket.socketpair()
-    with theirs:
-        argv = [sys.executable, "-c", SERVER, str(theirs.fileno())]
-        server = subprocess.Popen(argv, cwd=ROOT, pass_fds=[theirs.fileno()])
-    with server, ours:
-        yield ours
-        ours.close()
+    client, server_end = socket.socketpair()
+    with server_end:
+        argv = [sys.executable, "-c", SERVER, str(server_end.fileno())]
+        server = subprocess.Popen(argv, cwd=ROOT, pass_fds=[server_end.fileno()])
+    with server, client:
+        yield client
+        client.close()
         assert server.wait(20) == 0
 
 
 class Fork:
     def __init__(self, control):
         self.errors = os.memfd_create("errors")
-        self.wire, wire = socket.socketpair()
-        self.events, events = socket.socketpair()
-        with wire, events:
-            socket.send_fds(control, [b"."], [wire.fileno(), self.errors, events.fileno()])
+        self.wire, child_wire = socket.socketpair()
+        self.events, child_events = socket.socketpair()
+        with child_wire, child_events:
+            socket.send_fds(
+                control, [b"."], [child_wire.fileno(), self.errors, child_events.fileno()]
+            )
 
     def status(self):
         (line,) = JsonSocket(self.events).lines()
-        body = msgspec.json.decode(line, type=ForkEvent)
-        assert isinstance(body, Exited)
-        return body.status
+        event = msgspec.json.decode(line, type=ForkEvent)
+        assert isinstance(event, Exited)
+        return event.status
 
     def close(self):
         self.wire.close()
@@ -59,10 +61,10 @@ class Fork:
 
 @pytest.fixture
 def forks(control):
-    found = [Fork(control) for _ in range(3)]
-    yield found
-    for each in found:
-        each.close()
+    forks = [Fork(control) for _ in range(3)]
+    yield forks
+    for fork in forks:
+        fork.close()
 
 
 def test_each_fork_is_independent_and_its_exit_is_reported(forks):
@@ -78,7 +80,7 @@ def test_each_fork_is_independent_and_its_exit_is_reported(forks):
 def test_the_traceback_of_a_failed_fork_is_on_its_stderr(forks):
     forks[0].wire.sendall(b"fail")
     assert forks[0].status() == 1
-    assert b"ValueError: what it said last" in os.pread(forks[0].errors, 4096, 0)
+    assert b"ValueError: the last error" in os.pread(forks[0].errors, 4096, 0)
 
 
 def test_closing_the_event_socket_kills_the_fork(forks):

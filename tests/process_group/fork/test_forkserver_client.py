@@ -16,7 +16,7 @@ from tests.processes import alive
 CONFIGURE = Configure(1.0, 1.0, 1.0, None, 60.0, 30)
 
 
-def test_a_single_file_build_starts_itself(monkeypatch):
+def test_a_single_file_build_starts_the_server_by_its_own_command(monkeypatch):
     assert command(5)[1:] == ["-m", "omni_proxy", "receiver-process", "5"]
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     assert command(5) == [sys.executable, "receiver-process", "5"]
@@ -47,21 +47,21 @@ def test_signals_to_the_process_group_are_ignored(number):
 
 
 def test_children_end_with_the_fork_server(fork_server):
-    assert fork_server.pid() is None  # to hold it starts nothing
+    assert fork_server.pid() is None  # hold() alone does not start it
     children = [ChildHandle(CONFIGURE, f"child-{number}", fork_server) for number in range(3)]
     for child in children:
         child.require_ready(60)
     assert len({child.pid for child in children}) == 3
     for child in children:
         assert f"PPid:\t{fork_server.pid()}\n" in Path(f"/proc/{child.pid}/status").read_text()
-    os.kill(children[0].pid, signal.SIGSTOP)  # nothing that it does itself can end it
+    os.kill(children[0].pid, signal.SIGSTOP)  # a stopped child cannot end itself
     os.kill(fork_server.pid(), signal.SIGKILL)
     for child in children:
         assert child.wait_reaped(20)
         assert child.end_reason == "the receiver process was ended by SIGKILL"
     wait_until(lambda: not any(alive(child.pid) for child in children))
-    again = ChildHandle(CONFIGURE, "again", fork_server)
-    again.require_ready(60)
+    replacement = ChildHandle(CONFIGURE, "again", fork_server)
+    replacement.require_ready(60)
 
 
 def test_a_stopped_fork_server_is_continued_for_a_fork_or_a_kill(fork_server):
@@ -71,8 +71,8 @@ def test_a_stopped_fork_server_is_continued_for_a_fork_or_a_kill(fork_server):
     os.kill(before, signal.SIGSTOP)
     second = ChildHandle(CONFIGURE, "second", fork_server)
     second.require_ready(20)
-    for each in (before, first.pid):
-        os.kill(each, signal.SIGSTOP)
+    for pid in (before, first.pid):
+        os.kill(pid, signal.SIGSTOP)
     first.kill("enough")
     wait_until(lambda: not alive(first.pid))
     assert (fork_server.pid(), alive(second.pid)) == (before, True)
@@ -84,9 +84,9 @@ def test_a_fork_inherits_no_descriptor_of_another_fork(fork_server):
     second = ChildHandle(CONFIGURE, "second", fork_server)
     second.require_ready(60)
     for child in (first, second):
-        held = [os.readlink(each) for each in Path(f"/proc/{child.pid}/fd").iterdir()]
-        assert len([each for each in held if each.startswith("socket:")]) == 1
-        assert len([each for each in held if each.startswith("pipe:")]) == 1
+        targets = [os.readlink(path) for path in Path(f"/proc/{child.pid}/fd").iterdir()]
+        assert len([path for path in targets if path.startswith("socket:")]) == 1
+        assert len([path for path in targets if path.startswith("pipe:")]) == 1
     first.kill("enough")
     assert first.wait_reaped(20)
     wait_until(lambda: not alive(first.pid))

@@ -1,4 +1,4 @@
-"""What the receiving process does with the descriptors that come beside orders."""
+"""The receiver process and the descriptors that are passed with commands."""
 
 import os
 import resource
@@ -22,45 +22,46 @@ PLANS = (make_plan([("w", "uint8", [8])], dense=True),)
 
 @pytest.fixture
 def channels():
-    ours, theirs = map(JsonSocket, socket.socketpair())
-    yield ours, theirs
-    ours.close()
-    theirs.close()
+    parent, child = map(JsonSocket, socket.socketpair())
+    yield parent, child
+    parent.close()
+    child.close()
 
 
 @pytest.mark.parametrize(
-    "order",
+    "command",
     [Arm(1, "no such group", PLANS, 1.0, digests=False, block=3), Send(1, PLANS, block=3)],
     ids=["arm", "send"],
 )
-def test_a_refused_command_leaves_no_descriptor_open(channels, order):
+def test_a_refused_command_leaves_no_descriptor_open(channels, command):
     parent, child = channels
     executor = _CommandExecutor(child, _EventWriter(child), GroupLimits(5.0, 10.0, 1.0))
     descriptor = os.memfd_create("test-child")
     child.descriptors.append(descriptor)
-    executor.submit(order)
-    answer = msgspec.json.Decoder(Event).decode(next(parent.lines()))
-    assert answer.error
+    executor.submit(command)
+    event = msgspec.json.Decoder(Event).decode(next(parent.lines()))
+    assert event.error
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
 
 
-def test_a_lost_descriptor_is_reported_and_keeps_its_place(channels):
+def test_a_lost_descriptor_is_reported_and_keeps_its_position(channels):
     parent, child = channels
     lines = child.lines()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     read, write = os.pipe()
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (write, limits[1]))  # no number is left
+        # No descriptor is left for the child.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (write, limits[1]))
         parent.send(Send(1, PLANS, block=3), read)
         next(lines)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     parent.send(Send(2, PLANS, block=4), read)
     next(lines)
-    lost, came = child.descriptors
+    lost, passed = child.descriptors
     assert lost == LOST
-    assert os.fstat(came).st_ino == os.fstat(read).st_ino
+    assert os.fstat(passed).st_ino == os.fstat(read).st_ino
     with pytest.raises(OSError, match="too many open files"):
         PassedDescriptor(lost).take()
     PassedDescriptor(lost).close()
@@ -78,11 +79,11 @@ def test_a_descriptor_is_closed_or_taken_exactly_once():
     with ThreadPoolExecutor(2) as pool:
         for _ in range(200):
             read, write = os.pipe()
-            handed = PassedDescriptor(write)
-            taken, _ = pool.map(race, (handed.take, handed.close))
+            passed = PassedDescriptor(write)
+            taken, _ = pool.map(race, (passed.take, passed.close))
             if taken is not None:
                 os.close(taken)
-            assert os.read(read, 1) == b""  # nobody has the other end any more
+            assert os.read(read, 1) == b""  # the write end is closed everywhere
             os.close(read)
     with pytest.raises(OSError, match="has ended"):
-        handed.take()
+        passed.take()

@@ -70,7 +70,7 @@ def test_both_ranks_compute_requests_while_a_completion_waits(sync):
     assert sync.stage.generate()["text"] == before
     assert_checksums(sync.stage, weights_of(0))
     zeros = 4 * B[0][2][0] * B[0][2][1]
-    sync.trainer.tell("big", group="g", nbytes=zeros)
+    sync.trainer.tell("send_zeros", group="g", nbytes=zeros)
     result = sync.stage.admin_result(completing)
     assert result.success, result.message
     assert sync.stage.generate()["text"] != before

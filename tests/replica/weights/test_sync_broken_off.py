@@ -50,7 +50,7 @@ def died_while_armed(sync):
 
 def sent_too_little(sync):
     assert sync.prepare(single_bucket(B)).success
-    sync.trainer.tell("big", group="g", nbytes=SHAPES[DOWN][0] * SHAPES[DOWN][1])
+    sync.trainer.tell("send_zeros", group="g", nbytes=SHAPES[DOWN][0] * SHAPES[DOWN][1])
     assert not sync.complete().success
 
 

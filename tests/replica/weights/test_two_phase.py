@@ -211,7 +211,7 @@ def test_requests_are_computed_until_the_swap_and_after_it(sync):
     assert stage.admin("continue_generation").success
     assert stage.generate()["weight_version"] == "default"
     zeros = SHAPES[DOWN][0] * SHAPES[DOWN][1] * 4
-    sync.trainer.tell("big", group="g", nbytes=zeros)
+    sync.trainer.tell("send_zeros", group="g", nbytes=zeros)
     result = stage.admin_result(completing)
     assert result.success, result.message
     stage.admin("pause_generation", mode="in_place")

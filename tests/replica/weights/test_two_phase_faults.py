@@ -166,7 +166,7 @@ def test_a_trainer_that_sends_too_much_fails_only_its_own_sync(sync, pool, phase
     else:
         updating = sync.stage.send("update_weights_from_distributed", body)
     nbytes = 8 * SHAPES[DOWN][0] * SHAPES[DOWN][1]
-    sync.trainer.order("big", group="g", nbytes=nbytes)
+    sync.trainer.order("send_zeros", group="g", nbytes=nbytes)
     result = sync.complete() if phases == 2 else sync.stage.admin_result(updating)
     assert not result.success
     assert "more than it announced" in result.message or "sent more" in result.message
@@ -177,7 +177,7 @@ def test_a_trainer_that_sends_too_much_fails_only_its_own_sync(sync, pool, phase
 
 def test_a_trainer_that_sends_too_little_gets_the_reason(sync, pool):
     sync.prepare(single_bucket(B))
-    sync.trainer.tell("big", group="g", nbytes=SHAPES[DOWN][0] * SHAPES[DOWN][1])
+    sync.trainer.tell("send_zeros", group="g", nbytes=SHAPES[DOWN][0] * SHAPES[DOWN][1])
     assert_completion_fails(sync, f"tensor '{DOWN}'", "the trainer sent fewer")
     sync.trainer.tell("destroy", group="g")
     assert_unchanged_and_ready(sync, pool)
@@ -225,7 +225,7 @@ def test_the_prefix_cache_of_the_old_weights_is_not_used(sync):
     details = stage.generate(prompt=prompt)["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] > 0
     sync.prepare(single_bucket(B))
-    sync.trainer.tell("big", group="g", nbytes=4 * SHAPES[DOWN][0] * SHAPES[DOWN][1])
+    sync.trainer.tell("send_zeros", group="g", nbytes=4 * SHAPES[DOWN][0] * SHAPES[DOWN][1])
     assert sync.complete(flush_cache=False).success
     details = stage.generate(prompt=prompt)["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == 0
