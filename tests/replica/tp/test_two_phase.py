@@ -138,11 +138,13 @@ def receivers():
     of_rank_0, of_rank_1 = [], []
     mark = f"{RANKS}={os.getpid()}".encode()
     for process in Path("/proc").glob("[0-9]*"):
-        if b"receiver-process" in read(process / "cmdline").split(b"\0") and mark in read(
-            process / "environ"
-        ).split(b"\0"):
-            parent = int(read(process / "stat").rpartition(b")")[2].split()[1])
-            (of_rank_0 if parent == os.getpid() else of_rank_1).append(int(process.name))
+        status = read(process / "stat").rpartition(b")")[2].split()
+        if not status or b"receiver-process" not in read(process / "cmdline").split(b"\0"):
+            continue
+        if int(status[1]) == os.getpid():  # it may have been started before RANKS was set
+            of_rank_0.append(int(process.name))
+        elif mark in read(process / "environ").split(b"\0"):
+            of_rank_1.append(int(process.name))
     return of_rank_0, of_rank_1
 
 
