@@ -1,7 +1,8 @@
-"""A data plane whose clients and workers act step by step, with the fast path or without.
+"""A data plane whose clients and workers act step by step, with or without the fast path.
 
-Every socket is a Unix one, on which sent bytes can be read at once: so no step waits, and equal
-steps give equal transcripts. `seen` has all results, but for the order of fields in a response.
+All sockets are Unix sockets: sent bytes can be read at once. So no step has to wait, and the same
+steps always have the same results. `World.snapshot` returns all results, with the header fields of
+each message sorted.
 """
 
 import contextlib
@@ -22,78 +23,82 @@ from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
-from tests.dataplane.manual_loop import ManualLoop, received
+from tests.dataplane.manual_loop import ManualLoop, read_available
 from tests.fleet.entries import NOW, entry, heal
 
 HEAD = re.compile(rb"((?:POST |HTTP/1\.1)[^\r\n]*\r\n)(.*?\r\n)\r\n", re.DOTALL)
 LENGTH = re.compile(rb"content-length: (\d+)", re.IGNORECASE)
-WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
+OK_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}"
 
 
-def with_sorted_fields(came):
-    """With each head's fields in one order."""
+def with_sorted_fields(stream):
+    """`stream` with the fields of each message head sorted."""
 
-    def in_order(found):
-        fields = sorted(found[2].split(b"\r\n")[:-1])
-        return found[1] + b"\r\n".join(fields) + b"\r\n\r\n"
+    def sort_fields(head):
+        fields = sorted(head[2].split(b"\r\n")[:-1])
+        return head[1] + b"\r\n".join(fields) + b"\r\n\r\n"
 
-    return HEAD.sub(in_order, came)
+    return HEAD.sub(sort_fields, stream)
 
 
 def chat_request(name=b"content-length", request_id=b"", body=b'{"messages": []}', **more):
-    """One way of writing a chat request."""
-    response = more.get("length", b"%d" % len(body))
-    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: proxy", b"%b: %b" % (name, response)]
+    """A chat request; `name` is the spelling of its Content-Length field."""
+    length = more.get("length", b"%d" % len(body))
+    lines = [b"POST /v1/chat/completions HTTP/1.1", b"host: proxy", b"%b: %b" % (name, length)]
     lines += [b"X-Request-Id: %b" % request_id] if request_id else []
     lines += [b"content-type: application/json", *more.get("fields", ())]
-    if more.get("turned"):
+    if more.get("reversed_fields"):
         lines[1:] = reversed(lines[1:])
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
 def worker_sockets(folder, names="ab"):
-    """Where the workers of any number of worlds are met, one after the other."""
-    made = {}
+    """The listening sockets of the workers, by name. Several worlds can use them in turn."""
+    listeners = {}
     for name in names:
-        made[name] = socket.socket(socket.AF_UNIX)
-        made[name].bind(str(folder / name))
-        made[name].listen()
-        made[name].setblocking(False)
-    return made
+        listeners[name] = socket.socket(socket.AF_UNIX)
+        listeners[name].bind(str(folder / name))
+        listeners[name].listen()
+        listeners[name].setblocking(False)
+    return listeners
 
 
 def exchange_once(world, client):
     send_request(world, client)
-    world.answer(WHOLE)
+    world.worker_responds(OK_RESPONSE)
 
 
 def send_request(world, client, request=None):
-    world.ask(client, request or chat_request())
+    world.client_sends(client, request or chat_request())
     assert world.dataplane.in_flight == 1
 
 
-class End:
-    """A worker's end of a connection; `plan` is what it has still to say. None: it closes."""
+class WorkerConnection:
+    """The worker's end of a connection.
+
+    `to_send` has the pieces that the worker will send; None stands for closing the connection.
+    """
 
     def __init__(self, name, sock):
         self.name, self.sock = name, sock
-        self.came, self.end = b"", "open"
-        self.read, self.asked, self.plan = 0, 0, []
+        self.received, self.state = b"", "open"
+        self.parsed = 0  # the end of the last complete request in `received`
+        self.unanswered, self.to_send = 0, []
 
-    def look(self):
-        if self.end == "open":
-            more, self.end = received(self.sock)
-            self.came += more
-        while found := HEAD.search(self.came, self.read):
-            reported = LENGTH.search(found[2])
-            whole = found.end() + int(reported[1] if reported else 0)
-            if len(self.came) < whole:
+    def receive(self):
+        if self.state == "open":
+            more, self.state = read_available(self.sock)
+            self.received += more
+        while head := HEAD.search(self.received, self.parsed):
+            length = LENGTH.search(head[2])
+            end = head.end() + int(length[1] if length else 0)
+            if len(self.received) < end:
                 break
-            self.read = whole
-            self.asked += 1
+            self.parsed = end
+            self.unanswered += 1
 
-    def say(self):
-        piece = self.plan.pop(0)
+    def send_next(self):
+        piece = self.to_send.pop(0)
         if piece is None:
             self.close()
             return
@@ -102,38 +107,40 @@ class End:
 
     def close(self):
         self.sock.close()
-        self.end, self.asked, self.plan = "ours", 0, []
+        self.state, self.unanswered, self.to_send = "closed by worker", 0, []
 
 
 class Client:
     def __init__(self, sock, connection, slow):
         self.sock, self.connection, self.slow = sock, connection, slow
-        self.came, self.end = b"", "open"
-        self._asked = False
+        self.received, self.state = b"", "open"
+        self._on_fast_path = False
 
     def has_begun(self):
-        """Whether the fast path has sent to a worker since the last call."""
-        connection, before = self.connection, self._asked
-        self._asked = connection.client.task is not connection and connection.exchange is not None
-        return self._asked and not before
+        """Whether the fast path has sent a request to a worker since the last call."""
+        connection, before = self.connection, self._on_fast_path
+        self._on_fast_path = (
+            connection.client.task is not connection and connection.exchange is not None
+        )
+        return self._on_fast_path and not before
 
-    def look(self):
-        if self.end == "open":
-            more, self.end = received(self.sock)
-            self.came += more
+    def receive(self):
+        if self.state == "open":
+            more, self.state = read_available(self.sock)
+            self.received += more
 
-    def leave(self, *, half=False):
+    def disconnect(self, *, half=False):
         if half:
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_WR)
             return
-        self.look()
+        self.receive()
         self.sock.close()
-        self.end = "left" if self.end == "open" else self.end
+        self.state = "left" if self.state == "open" else self.state
 
 
-class Pauses:
-    """Between two tries: over when the test's clock moves on."""
+class ManualTimers:
+    """Replaces the timers of the pauses between two attempts: the test ends all sleeps at once."""
 
     def __init__(self):
         self.tasks = []
@@ -148,14 +155,14 @@ class Pauses:
             if task in self.tasks:
                 self.tasks.remove(task)
 
-    def end(self):
-        ended, self.tasks = self.tasks, []
-        for task in ended:
+    def wake_all(self):
+        sleeping, self.tasks = self.tasks, []
+        for task in sleeping:
             task.loop.wake(task)
 
 
-class InOrder(dict):
-    """A set of tasks that tells them in the order in which they came."""
+class OrderedSet(dict):
+    """A set of tasks that is iterated in insertion order."""
 
     def add(self, task):
         self[task] = None
@@ -165,16 +172,16 @@ class InOrder(dict):
 
 
 class World(ManualLoop):
-    def __init__(self, listeners, config="", *, short=True, fields=None):
-        """`fields`: of workers, by name."""
+    def __init__(self, listeners, config="", *, use_fast_path=True, fields=None):
+        """`fields`: settings of the workers, by worker name."""
         super().__init__(config)
         self.recent = RecentWindow()
         self.dataplane.recorders.meters = self.meters = Metrics(self.fleet, self.recent, self.clock)
-        self.listeners, self.short = listeners, short
-        self.dataplane.loop.tasks = InOrder()
-        self.pauses = Pauses()
-        object.__setattr__(self.dataplane.services, "timers", self.pauses)
-        self.lines, self.clients, self.routes = [], [], []
+        self.listeners, self.use_fast_path = listeners, use_fast_path
+        self.dataplane.loop.tasks = OrderedSet()
+        self.timers = ManualTimers()
+        object.__setattr__(self.dataplane.services, "timers", self.timers)
+        self.worker_connections, self.clients, self.routes = [], [], []
         self.entries = [
             replace(
                 entry(name, **(fields or {}).get(name, {})), url=f"unix:{listener.getsockname()}"
@@ -184,7 +191,8 @@ class World(ManualLoop):
         self.apply()
         for worker in self.fleet.workers:
             heal(self.fleet, worker)
-        self.began = self.handed_over = 0  # exchanges of the fast path
+        # Exchanges that the fast path began, and those that a coroutine took over.
+        self.began = self.handed_over = 0
         self.dataplane.recorders.route_log = self.Routes(self.routes)
 
     class Routes:
@@ -192,27 +200,27 @@ class World(ManualLoop):
             self.kept = kept
 
         def write(self, record):
-            body = json.loads(record)
-            del body["timestamp"]
-            self.kept.append(body)
+            row = json.loads(record)
+            del row["timestamp"]
+            self.kept.append(row)
 
     def write(self, record):
         super().write(record)
         del self.log[-1]["at"]
 
     @contextlib.contextmanager
-    def at_work(self):
-        """Ids are counted instead of drawn; whoever is handed over is counted, too."""
+    def patched(self):
+        """Number request ids instead of drawing them, and count the exchanges handed over."""
         numbers, respond = itertools.count(1), Connection._respond
 
-        def counted(connection, current, raw):
+        def count_and_respond(connection, current, raw):
             self.handed_over += not raw
             return respond(connection, current, raw)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(exchange, "getrandbits", lambda bits: next(numbers))
-            patch.setattr(Connection, "_respond", counted)
-            if not self.short:
+            patch.setattr(Connection, "_respond", count_and_respond)
+            if not self.use_fast_path:
                 patch.setattr(FastPathCache, "find", lambda cache, head: None)
             try:
                 yield self
@@ -222,116 +230,127 @@ class World(ManualLoop):
     def apply(self):
         self.fleet.apply(self.entries, NOW)
 
-    def turn(self):
-        made = self.dataplane.loop
-        while (events := made._epoll.poll(0)) or made._ready:
-            made._run_batch(events)
+    def run_until_idle(self):
+        loop = self.dataplane.loop
+        while (events := loop._epoll.poll(0)) or loop._ready:
+            loop._run_batch(events)
             self.began += sum(client.has_begun() for client in self.clients)
-        made.flush()
-        for end in self.lines:
-            end.look()
+        loop.flush()
+        for connection in self.worker_connections:
+            connection.receive()
         for name, listener in self.listeners.items():
             with contextlib.suppress(BlockingIOError):
                 while True:
-                    self.lines.append(End(name, listener.accept()[0]))
-                    self.ends.append(self.lines[-1].sock)
-                    self.lines[-1].look()
+                    connection = WorkerConnection(name, listener.accept()[0])
+                    self.worker_connections.append(connection)
+                    self.sockets.append(connection.sock)
+                    connection.receive()
         for client in self.clients:
             if not client.slow:
-                client.look()
+                client.receive()
 
     def connect_client(self, *, slow=False, warm=0, like=None):
-        """A client that has had `warm` answers already."""
+        """A client that has sent `warm` requests equal to `like` and received the responses."""
         before = set(self.dataplane.loop.tasks)
-        far = self.client()
+        sock = self.client()
         (connection,) = set(self.dataplane.loop.tasks) - before
         if slow:
             connection.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        self.clients.append(Client(far, connection, slow=False))
+        self.clients.append(Client(sock, connection, slow=False))
         for _ in range(warm):
-            self.ask(self.clients[-1], like or chat_request())
-            self.answer(WHOLE)
+            self.client_sends(self.clients[-1], like or chat_request())
+            self.worker_responds(OK_RESPONSE)
         self.clients[-1].slow = slow
         return self.clients[-1]
 
-    def ask(self, client, *pieces):
+    def client_sends(self, client, *pieces):
         for piece in pieces:
             with contextlib.suppress(OSError):
                 client.sock.sendall(piece)
-            self.turn()
+            self.run_until_idle()
 
-    def answer(self, *plan, by=None):
-        """Of the worker that has waited longest, the first piece; `more` says the next ones. `by`:
-        the name of the worker."""
-        for end in self.lines:
-            if end.asked and not end.plan and by in (None, end.name):
-                end.asked -= 1
-                end.plan = list(plan)
-                end.say()
+    def worker_responds(self, *pieces, by=None):
+        """Send the first piece on the first connection with an unanswered request.
+
+        `worker_continues` sends the next piece. `by`: only connections of the worker of this name.
+        """
+        for connection in self.worker_connections:
+            if connection.unanswered and not connection.to_send and by in (None, connection.name):
+                connection.unanswered -= 1
+                connection.to_send = list(pieces)
+                connection.send_next()
                 break
-        self.turn()
+        self.run_until_idle()
 
-    def more(self):
-        for end in self.lines:
-            if end.plan:
-                end.say()
+    def worker_continues(self):
+        for connection in self.worker_connections:
+            if connection.to_send:
+                connection.send_next()
                 break
-        self.turn()
+        self.run_until_idle()
 
-    def idle_ends(self):
-        return [end for end in self.lines if end.end == "open" and not (end.asked or end.plan)]
+    def idle_connections(self):
+        return [
+            connection
+            for connection in self.worker_connections
+            if connection.state == "open" and not (connection.unanswered or connection.to_send)
+        ]
 
     def change(self, at, **fields):
         self.entries[at] = replace(self.entries[at], **fields)
         self.apply()
-        self.turn()
+        self.run_until_idle()
 
     def remove(self, at):
         del self.entries[at]
         self.apply()
         self.dataplane.loop.flush()
-        self.turn()
+        self.run_until_idle()
 
     def wait(self, secs):
         super().wait(secs)
-        self.pauses.end()
-        self.turn()
+        self.timers.wake_all()
+        self.run_until_idle()
 
-    def blame(self, worker):
-        """For a request that has failed."""
-        self.fleet.observe_request_failure(worker, status=502, error="so told", at=NOW)
+    def record_failure(self, worker):
+        self.fleet.observe_request_failure(worker, status=502, error="bad gateway", at=NOW)
 
     def eject(self, worker):
-        """For failed requests; good probes let it back, and it owes a trial."""
+        """Eject the worker and heal it: its breaker is half-open afterwards."""
         while not worker.health.breaker_tripped:
-            self.blame(worker)
+            self.record_failure(worker)
         heal(self.fleet, worker)
-        self.turn()
+        self.run_until_idle()
 
     def finish(self):
         for client in self.clients:
-            client.leave()
-        self.turn()
+            client.disconnect()
+        self.run_until_idle()
 
-    def seen(self, *, whole=False):
+    def snapshot(self, *, whole=False):
         dataplane = self.dataplane
         return {
             "clients": [
                 (
-                    with_sorted_fields(each.came) if whole or not each.slow else len(each.came),
-                    each.end,
+                    with_sorted_fields(each.received)
+                    if whole or not each.slow
+                    else len(each.received),
+                    each.state,
                 )
                 for each in self.clients
             ],
-            "workers": [(end.name, end.came, end.end) for end in self.lines],
-            "fleet": [_of(worker) for worker in self.fleet.workers],
-            "idle": {  # a rank's pool has the connections of its worker's
+            "workers": [
+                (connection.name, connection.received, connection.state)
+                for connection in self.worker_connections
+            ],
+            "fleet": [_worker_state(worker) for worker in self.fleet.workers],
+            "idle": {  # a rank shares the connections of its worker
                 worker.url: len(pool.idle)
                 for worker, pool in dataplane.pools.known.items()
                 if worker.worker is worker
             },
             "phases": sorted(self.phases),
-            "shown": [connection_record(each.connection) for each in self.clients],
+            "connection_records": [connection_record(each.connection) for each in self.clients],
             "data_plane": [
                 dataplane.admission(),
                 dataplane.counts(),
@@ -339,10 +358,10 @@ class World(ManualLoop):
             ],
             "log": list(self.log),
             "routes": list(self.routes),
-            "metrics": self.counted(),
+            "metrics": self.metric_values(),
         }
 
-    def counted(self):
+    def metric_values(self):
         cells = {
             (route, worker and worker.url): (
                 dict(cell.ends), cell.bytes_in, cell.bytes_out, cell.chunks, dict(cell.tokens),
@@ -357,42 +376,42 @@ class World(ManualLoop):
         return cells, phases, self.recent.ends()
 
     def reload(self, config):
-        """As a configuration that was judged and is in force now."""
         self.dataplane.configure(parse(f"[server]\nlog_format = 'json'\n{config}"))
-        self.turn()
+        self.run_until_idle()
 
 
 def run_fast_and_slow(listeners, script, config="", *, began, handed_over, warm=6, new_world=World):
-    """Run `script(world, client)` without the fast path and with it: whatever is seen must be the
-    same. Returns the world with the fast path.
+    """Run `script(world, client)` without and with the fast path, and compare all results.
 
-    `began` and `handed_over`: how many exchanges of the script the fast path began, and how many
-    of them a coroutine ended; a set where that depends on the test's parameters. `new_world`: makes
-    a `World`.
+    `began` and `handed_over`: how many exchanges of the script begin on the fast path, and how many
+    of these a coroutine ends; a set where the number depends on the test's parameters. `new_world`
+    creates a `World`. Returns the world with the fast path.
     """
-    worlds, seen = [], []
-    for short in (False, True):
-        made = new_world(listeners, f"[server]\nlog_format = 'json'\n{config}", short=short)
-        with made.at_work() as world:
+    worlds, snapshots = [], []
+    for use_fast_path in (False, True):
+        unpatched = new_world(
+            listeners, f"[server]\nlog_format = 'json'\n{config}", use_fast_path=use_fast_path
+        )
+        with unpatched.patched() as world:
             client = world.connect_client(warm=warm)
             world.began = world.handed_over = 0
             script(world, client)
-            seen.append(world.seen(whole=True))
+            snapshots.append(world.snapshot(whole=True))
             world.finish()
-            seen[-1]["ended"] = world.seen(whole=True)
+            snapshots[-1]["ended"] = world.snapshot(whole=True)
             assert not world.dataplane.loop.tasks
             assert world.dataplane.in_flight == 0
             assert len(world.log) == sum(world.dataplane.services.totals.ended.values())
             worlds.append(world)
-    assert seen[1] == seen[0]
+    assert snapshots[1] == snapshots[0]
     slow, fast = worlds
     assert slow.began == 0
-    for came, expected in ((fast.began, began), (fast.handed_over, handed_over)):
-        assert came in (expected if isinstance(expected, set) else {expected})
+    for count, expected in ((fast.began, began), (fast.handed_over, handed_over)):
+        assert count in (expected if isinstance(expected, set) else {expected})
     return fast
 
 
-def _of(worker):
+def _worker_state(worker):
     machine = worker.health
     return (
         worker.url, worker.in_flight, worker.peak_in_flight, list(worker.counts),

@@ -1,6 +1,6 @@
-"""How many bytecodes of the proxy a request takes: counts that do not depend on the machine's load.
+"""Counts the bytecodes that the proxy runs for a request: they do not depend on the machine's load.
 
-The request is written as clients of inference servers write them, and the fast path is warm.
+The request looks like those of clients of inference servers, and the fast path is warm.
 """
 
 import contextlib
@@ -9,16 +9,16 @@ import sys
 
 import omni_proxy
 from tests.dataplane.both_drivers import chat_request, worker_sockets
-from tests.dataplane.disaggregation.pair_world import answer
+from tests.dataplane.disaggregation.pair_world import response_with
 
 REQUESTS = 5
 WARM = 12
 FOLDER = omni_proxy.__path__[0]
-WHOLE = answer(b'{"choices": [], "usage": {}}')
+OK_RESPONSE = response_with(b'{"choices": [], "usage": {}}')
 
 
 def small_post(*fields, model="m"):
-    """A chat request, with these further header fields."""
+    """A chat request with additional header fields."""
     messages = [{"role": "user", "content": "a ferry " * 20}]
     body = json.dumps({"model": model, "messages": messages, "max_tokens": 64}).encode()
     fields = (b"accept-encoding: gzip", b"user-agent: test", *fields)
@@ -26,23 +26,26 @@ def small_post(*fields, model="m"):
 
 
 def count_bytecodes(folder, names, new_world, serve, *, prepare=None, on_fast_path=True):
-    """For each of some equal requests. `names`: of workers; `serve(world, client)`: one exchange;
-    `prepare(world)`: before the first one."""
-    counted = 0
+    """The bytecodes per request.
+
+    `names` are the names of the workers. `serve(world, client)` does one exchange. `prepare(world)`
+    runs before the first one.
+    """
+    count = 0
 
     def trace(frame, event, _):
-        nonlocal counted
+        nonlocal count
         if not frame.f_code.co_filename.startswith(FOLDER):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        counted += event == "opcode"
+        count += event == "opcode"
         return trace
 
     folder.mkdir()
     with contextlib.ExitStack() as stack:
         sockets = worker_sockets(folder, "".join(names))
-        listeners = {name: stack.enter_context(each) for name, each in sockets.items()}
-        world = stack.enter_context(new_world(listeners).at_work())
+        listeners = {name: stack.enter_context(sock) for name, sock in sockets.items()}
+        world = stack.enter_context(new_world(listeners).patched())
         recorders = world.dataplane.recorders
         recorders.access_log = recorders.route_log = None
         if prepare is not None:
@@ -61,4 +64,4 @@ def count_bytecodes(folder, names, new_world, serve, *, prepare=None, on_fast_pa
         if on_fast_path:
             assert (world.began, world.handed_over) == (REQUESTS, 0)
         world.finish()
-    return counted / REQUESTS
+    return count / REQUESTS

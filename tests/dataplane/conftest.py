@@ -8,13 +8,13 @@ FIXTURES = (busy, loop, wires)
 
 @pytest.fixture
 def manual_loop():
-    """Builds as many as a test needs, each with its own settings."""
-    made = []
+    """A function that creates a `ManualLoop` with the given configuration."""
+    loops = []
 
     def build(config=""):
-        made.append(ManualLoop(config))
-        return made[-1]
+        loops.append(ManualLoop(config))
+        return loops[-1]
 
     yield build
-    for each in made:
-        each.close()
+    for manual_loop in loops:
+        manual_loop.close()

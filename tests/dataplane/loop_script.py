@@ -1,4 +1,4 @@
-"""An event loop that runs, and tasks made of a plain coroutine function."""
+"""A running event loop, and connection tasks that run a coroutine function of the test."""
 
 import socket
 
@@ -11,7 +11,7 @@ from omni_proxy.dataplane.loop.task import ConnectionTask, pause
 
 
 class Scripted(ConnectionTask):
-    """Runs `script(self)`; counts as ended once its `finally` ran."""
+    """Runs `script(self)`; `ended` is set when it has returned or raised."""
 
     def __init__(self, loop: EventLoop, script) -> None:
         super().__init__(loop)
@@ -25,7 +25,7 @@ class Scripted(ConnectionTask):
             self.ended.set()
 
     async def wait_for(self, awaited) -> None:
-        """Until there is something to read: that a socket is writable is an event, too."""
+        """Wait until a stream is readable. Other events, such as writable ones, are ignored."""
         self.waiting_on = awaited
         await pause
         while isinstance(awaited, Stream) and not awaited.readable:
@@ -33,7 +33,7 @@ class Scripted(ConnectionTask):
 
 
 class Wires:
-    """Socket pairs: our end in the event loop, the far end in the hands of the test."""
+    """Socket pairs: the near end is a stream of the event loop, the test holds the far end."""
 
     def __init__(self, loop: EventLoop) -> None:
         self.loop = loop
@@ -53,7 +53,7 @@ class Wires:
 
 
 async def _never_idle(task) -> None:
-    """Its `bell` is set in the batch whose number it was given."""
+    """Sets `bell` in the batch with the number `rings_at`."""
     stream, far = task.ends
     while not task.over:
         far.send(b"x")
@@ -66,7 +66,7 @@ async def _never_idle(task) -> None:
 
 @pytest.fixture
 async def busy(loop, wires):
-    """A task that gives its event loop no rest until the test ends."""
+    """A task that keeps its event loop busy until the test ends."""
     task = Scripted(loop, _never_idle)
     task.over, task.batches, task.rings_at, task.bell = False, 0, 0, trio.Event()
     task.ends = wires.stream(task)
@@ -77,19 +77,19 @@ async def busy(loop, wires):
 
 async def until(holds) -> None:
     with trio.fail_after(30):
-        while not holds():  # noqa: ASYNC110  an epoll set rings no bell here
+        while not holds():  # noqa: ASYNC110  there is no event to wait for
             await trio.sleep(0.001)
 
 
 @pytest.fixture
 async def loop(nursery):
-    made = EventLoop()
-    await nursery.start(made.run)
-    return made
+    event_loop = EventLoop()
+    await nursery.start(event_loop.run)
+    return event_loop
 
 
 @pytest.fixture
 def wires(loop):
-    made = Wires(loop)
-    yield made
-    made.close()
+    pairs = Wires(loop)
+    yield pairs
+    pairs.close()

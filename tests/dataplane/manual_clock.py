@@ -2,7 +2,7 @@
 
 
 class ManualClock:
-    """As `time.monotonic`; `now` is what it says."""
+    """Replaces `time.monotonic`; returns `now`."""
 
     def __init__(self, now=1000.0):
         self.now = now

@@ -1,4 +1,4 @@
-"""A data plane with a worker behind it, real sockets on both sides, and a clock that the test moves."""
+"""A data plane with one worker, real sockets on both sides, and a clock that the test moves."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from omni_proxy.dataplane.loop import timeouts
 from tests.dataplane.manual_clock import ManualClock
 from tests.fleet.entries import entry, fleet_of
 
-QUIET_SECS = 0.02  # nothing comes any more over loopback after that
+QUIET_SECS = 0.02  # bytes sent over loopback have arrived by then
 CHAT = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ncontent-length: %d\r\n"
     b"content-type: application/json\r\n\r\n%b"
@@ -29,7 +29,7 @@ STREAMED = chat(b'{"messages": [], "stream": true}')
 
 
 class ManualLoop:
-    """`clock` is the only clock of the data plane."""
+    """The test runs the event loop and moves `clock`, the only clock of the data plane."""
 
     def __init__(self, config=""):
         self.clock = ManualClock()
@@ -47,53 +47,53 @@ class ManualLoop:
         self.dataplane.follow_keys(KeyTable(config.keys), slots, LocalRows())
         self.dataplane.recorders.access_log, self.dataplane.settings.access_log_is_json = self, True
         self.log = []
-        self.ends = []
+        self.sockets = []
 
     def write(self, record):
         self.log.append(json.loads(record))
 
     def client(self, sent=b""):
+        """Connect a client that sends `sent`; returns its socket."""
         near, far = socket.socketpair()
         near.setblocking(False)
         far.settimeout(5)
-        self.ends.append(far)
+        self.sockets.append(far)
         Connection(self.dataplane.services, near, "test").start()
         if sent:
             far.sendall(sent)
-        self.turn()
+        self.run_until_idle()
         return far
 
     def worker(self):
-        """The end of the connection that the proxy has opened."""
+        """Accept the proxy's next connection; returns the worker's socket."""
         self.listener.settimeout(5)
-        near, _ = self.listener.accept()
-        near.settimeout(5)
-        self.ends.append(near)
-        self.turn()
-        return near
+        sock, _ = self.listener.accept()
+        sock.settimeout(5)
+        self.sockets.append(sock)
+        self.run_until_idle()
+        return sock
 
-    def turn(self):
-        """Until nothing happens any more."""
-        made = self.dataplane.loop
-        while (events := made._epoll.poll(QUIET_SECS)) or made._ready:
-            made._run_batch(events)
+    def run_until_idle(self):
+        loop = self.dataplane.loop
+        while (events := loop._epoll.poll(QUIET_SECS)) or loop._ready:
+            loop._run_batch(events)
 
     def wait(self, secs):
         self.clock.now += secs
         timeouts.expire_tasks(self.dataplane.loop)
-        self.turn()
+        self.run_until_idle()
 
-    def tell(self, end, sent):
-        end.sendall(sent)
-        self.turn()
+    def send_from(self, sock, data):
+        sock.sendall(data)
+        self.run_until_idle()
 
     @property
     def phases(self):
         return [task.phase for task in self.dataplane.loop.tasks]
 
     def close(self):
-        for end in (*self.ends, self.listener):
-            end.close()
+        for sock in (*self.sockets, self.listener):
+            sock.close()
         for task in list(self.dataplane.loop.tasks):
             task.close_coroutine()
         for pool in self.dataplane.pools.known.values():
@@ -102,15 +102,15 @@ class ManualLoop:
         self.dataplane.loop._epoll.close()
 
 
-def received(end):
-    """All that has come, and whether that was the end: "open", "closed" or "reset"."""
-    came = b""
-    end.setblocking(False)
+def read_available(sock):
+    """All bytes that have arrived, and the state: "open", "closed" or "reset"."""
+    received = b""
+    sock.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         try:
-            while piece := end.recv(1 << 20):
-                came += piece
+            while piece := sock.recv(1 << 20):
+                received += piece
         except ConnectionResetError:
-            return came, "reset"
-        return came, "closed"
-    return came, "open"
+            return received, "reset"
+        return received, "closed"
+    return received, "open"

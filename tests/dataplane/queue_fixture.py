@@ -1,4 +1,4 @@
-"""A queue over a fleet, with waiters that are tasks without sockets; the event loop is run by hand."""
+"""An admission queue over a fleet. The waiters are tasks without sockets; tests step the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fleet.entries import fleet_of
 
 
 class Waiter(IoTask):
-    """Asks for a slot, then for a worker of `model`; holds what it got until `finish`."""
+    """Acquires a slot, then a worker of `model`, and holds both until `finish`."""
 
     def __init__(self, room, model=None, version=None, legs=NO_LEGS):
         super().__init__(room.dataplane.loop)
@@ -30,12 +30,12 @@ class Waiter(IoTask):
             CAPABILITY_BITS["chat"], model, version_constraint=version, legs=legs
         )
         self.refusal = None
-        self.wants = ""  # what it waits for, and since when
-        self.joined = 0
+        self.wants = ""  # what it waits for
+        self.joined = 0  # increases with each waiter that joins the queue
 
     @property
     def granted(self):
-        """Let go, though its turn is yet to come."""
+        """Admitted, but not resumed yet."""
         return self.phase == "queue" and self.phase_deadline == inf
 
     def set_timeout(self, phase, secs):
@@ -45,16 +45,16 @@ class Waiter(IoTask):
 
     async def serve(self):
         try:
-            await self._ask()
+            await self._acquire()
         except HttpError as refusal:
             self.refusal = refusal
         except ClientDisconnected:
             pass
         else:
-            self.phase = "in"
-            self.room.gone_in.append(self)
+            self.phase = "admitted"
+            self.room.admitted.append(self)
 
-    async def _ask(self):
+    async def _acquire(self):
         dataplane, exchange = self.dataplane, self.exchange
         self.wants = "slot"
         if not dataplane.inflight.admit(exchange):
@@ -62,12 +62,12 @@ class Waiter(IoTask):
         self.phase, self.wants = "pick", (self.model, exchange.requirements.version_constraint)
         try:
             dataplane.balancer.acquire(exchange)
-        except HttpError as nobody:
-            await dataplane.queue.wait_for_worker(self, exchange, nobody)
+        except HttpError as no_worker:
+            await dataplane.queue.wait_for_worker(self, exchange, no_worker)
 
     def finish(self):
-        if self in self.room.gone_in:
-            self.room.gone_in.remove(self)
+        if self in self.room.admitted:
+            self.room.admitted.remove(self)
         finalize(self.dataplane.services, self.exchange, "done")
 
     def leave(self):
@@ -76,6 +76,8 @@ class Waiter(IoTask):
 
 
 class Room:
+    """A data plane with a fleet and a queue: the place where the waiters wait."""
+
     def __init__(self, *entries, config="", healthy=True):
         self.fleet = fleet_of(*entries, healthy=healthy)
         self.dataplane = DataPlane(
@@ -85,19 +87,18 @@ class Room:
             sources=Sources(lambda n: 0),
         )
         self.queue = self.dataplane.queue
-        self.gone_in = []  # in the order in which they got what they wanted
+        self.admitted = []  # waiters that hold a slot and a worker, in order of admission
         self.numbers = iter(range(10**9))
 
-    def come(self, model=None, version=None, legs=NO_LEGS):
+    def arrive(self, model=None, version=None, legs=NO_LEGS):
         waiter = Waiter(self, model, version, legs)
         waiter.start()
         return waiter
 
-    def turn(self):
-        """Everything that was resumed runs."""
+    def run_ready_tasks(self):
         loop = self.dataplane.loop
-        again, loop._ready = loop._ready, []
-        for task in again:
+        ready, loop._ready = loop._ready, []
+        for task in ready:
             task.step()
 
     def reconfigure(self, config):

@@ -1,20 +1,20 @@
-"""Transcripts: who sends what, and what the other side gets. Read from top to bottom.
+"""Transcripts: what clients and workers send, and what the other side receives.
 
-A transcript is a sequence of steps of these kinds, played on a `both_drivers.World`:
+A transcript is a sequence of these steps, which `play` runs on a `both_drivers.World`:
 
-    ("client", "sends", *chunks)     each chunk in an iteration of its own
-    ("client", "gets", *parts)       what came since it was looked at last holds them, in this order
+    ("client", "sends", *chunks)     the event loop runs after each chunk
+    ("client", "gets", *parts)       the bytes since the last "gets" contain the parts, in this order
     ("client", "gets nothing")
     ("client", "closes")             ("client", "half-closes")
-    ("client", "is", state)          "open", "closed" or "reset", as it sees the proxy
-    ("worker", ...)                  likewise, on the connection that got something last
+    ("client", "is", state)          "open", "closed" or "reset": its connection to the proxy
+    ("worker", ...)                  the same, on the worker connection that last "gets" something
     ("clock", "moves", seconds)
-    ("phases", "are", *names)        of the connections, as GET /status shows them
+    ("phases", "are", *names)        of all connections, as GET /status shows them
 """
 
 
 def play(world, client, *steps):
-    """Play the steps. What came before them counts as seen."""
+    """Run the steps. Bytes received before the first step are ignored."""
     transcript = _Transcript(world, client)
     for number, step in enumerate(steps, start=1):
         try:
@@ -26,8 +26,8 @@ def play(world, client, *steps):
 class _Transcript:
     def __init__(self, world, client):
         self._world, self._client = world, client
-        self._worker = None  # the connection that got something last
-        self._seen = {end: len(end.came) for end in (client, *world.lines)}
+        self._worker = None  # the connection of the last ("worker", "gets")
+        self._seen = {peer: len(peer.received) for peer in (client, *world.worker_connections)}
 
     def play(self, who, does, *what):
         if who == "clock":
@@ -38,40 +38,44 @@ class _Transcript:
             self._worker = self._addressed_worker()
             self._expect(self._worker, what)
         else:
-            end = self._client if who == "client" else self._worker
-            assert end is not None, "no worker has got anything"
-            self._act(end, does, what)
+            peer = self._client if who == "client" else self._worker
+            assert peer is not None, "no worker has received anything"
+            self._act(peer, does, what)
 
     def _addressed_worker(self):
-        unread = [end for end in self._world.lines if len(end.came) > self._seen.get(end, 0)]
-        assert len(unread) == 1, f"{len(unread)} connections to workers got something"
+        unread = [
+            peer
+            for peer in self._world.worker_connections
+            if len(peer.received) > self._seen.get(peer, 0)
+        ]
+        assert len(unread) == 1, f"{len(unread)} connections to workers received bytes"
         return unread[0]
 
-    def _act(self, end, does, what):
+    def _act(self, peer, does, what):
         match does:
             case "sends":
                 for chunk in what:
-                    end.sock.sendall(chunk)
-                    self._world.turn()
+                    peer.sock.sendall(chunk)
+                    self._world.run_until_idle()
             case "gets":
-                self._expect(end, what)
+                self._expect(peer, what)
             case "gets nothing":
-                assert len(end.came) == self._seen.get(end, 0), end.came
+                assert len(peer.received) == self._seen.get(peer, 0), peer.received
             case "is":
-                assert end.end == what[0], end.end
+                assert peer.state == what[0], peer.state
             case "closes":
-                (end.leave if end is self._client else end.close)()
-                self._world.turn()
+                (peer.disconnect if peer is self._client else peer.close)()
+                self._world.run_until_idle()
             case "half-closes":
-                end.leave(half=True)
-                self._world.turn()
+                peer.disconnect(half=True)
+                self._world.run_until_idle()
             case _:
                 raise AssertionError(f"unknown: {does}")
 
-    def _expect(self, end, parts):
-        came, at = end.came[self._seen.get(end, 0) :], 0
+    def _expect(self, peer, parts):
+        received, at = peer.received[self._seen.get(peer, 0) :], 0
         for part in parts:
-            at = came.find(part, at)
-            assert at >= 0, f"{part!r} is not, or not in this order, in {came!r}"
+            at = received.find(part, at)
+            assert at >= 0, f"{part!r} is missing or out of order in {received!r}"
             at += len(part)
-        self._seen[end] = len(end.came)
+        self._seen[peer] = len(peer.received)

@@ -11,7 +11,7 @@ from omni_proxy.api_keys.key_table import KeyTable
 from omni_proxy.config.parse import parse
 from omni_proxy.wire.chunked import encode_chunk
 from tests.dataplane.both_drivers import (
-    WHOLE,
+    OK_RESPONSE,
     chat_request,
     run_fast_and_slow,
     worker_sockets,
@@ -27,7 +27,7 @@ STREAM_HEAD = (
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
         sockets = worker_sockets(tmp_path, "a")
-        yield {name: stack.enter_context(each) for name, each in sockets.items()}
+        yield {name: stack.enter_context(sock) for name, sock in sockets.items()}
 
 
 def keys(*limits, more=""):
@@ -48,7 +48,7 @@ def request(key=KEYS[0], body=b'{"messages": []}'):
 
 
 def statuses(client):
-    return [int(each) for each in re.findall(rb"HTTP/1\.1 (\d+)", client.came)]
+    return [int(each) for each in re.findall(rb"HTTP/1\.1 (\d+)", client.received)]
 
 
 def callers(world):
@@ -64,21 +64,21 @@ def play(listeners, script, config, *, began=0, handed_over=0):
 def warmed(world, client, sent=None):
     """Six requests and responses like those that follow."""
     for _ in range(6):
-        world.ask(client, sent or request())
-        world.answer(WHOLE)
+        world.client_sends(client, sent or request())
+        world.worker_responds(OK_RESPONSE)
     world.began = world.handed_over = 0
 
 
 def sent_to_workers(world):
-    return b"".join(end.came for end in world.lines).lower()
+    return b"".join(connection.received for connection in world.worker_connections).lower()
 
 
 def test_requests_with_a_key_take_the_fast_path_and_no_worker_gets_the_key(listeners):
     def script(world, client):
         warmed(world, client)
         for _ in range(4):
-            world.ask(client, request())
-            world.answer(WHOLE)
+            world.client_sends(client, request())
+            world.worker_responds(OK_RESPONSE)
         assert statuses(client) == [200] * 10
         for secret in (b"key-a", b"authorization", b"x-api-key"):
             assert secret not in sent_to_workers(world)
@@ -96,9 +96,9 @@ def test_a_request_without_a_right_key_is_refused_on_both_paths(listeners, field
     def script(world, client):
         warmed(world, client)
         for _ in range(3):
-            world.ask(client, chat_request(body=b"{}", fields=(field,)))
+            world.client_sends(client, chat_request(body=b"{}", fields=(field,)))
         assert statuses(client)[6:] == [401]  # its body is not read, so the connection ends
-        assert b"www-authenticate: Bearer" in client.came
+        assert b"www-authenticate: Bearer" in client.received
         assert not any(caller.in_flight for caller in callers(world).values())
 
     play(listeners, script, keys(""))
@@ -121,11 +121,11 @@ def test_a_key_of_an_earlier_file_is_refused_on_open_connections_too(listeners, 
         slots = {entry.name: number for number, entry in enumerate(table.entries, 1)}
         world.dataplane.follow_keys(table, slots, LocalRows())
         for each in (client, other):
-            world.ask(each, request())
+            world.client_sends(each, request())
             assert statuses(each)[-1] == 401
         third = world.connect_client()
-        world.ask(third, request(KEYS[1]))
-        world.answer(WHOLE)
+        world.client_sends(third, request(KEYS[1]))
+        world.worker_responds(OK_RESPONSE)
         assert statuses(third) == [200]
 
     play(listeners, script, kept)
@@ -135,8 +135,8 @@ def test_both_fields_of_a_request_are_withheld_from_workers(listeners):
     def script(world, client):
         fields = (b"X-Api-Key: key-b", b"accept: a/b", bearer(b"key-a"), b"x-other: 1")
         warmed(world, client, chat_request(fields=fields))
-        world.ask(client, chat_request(fields=fields))
-        world.answer(WHOLE)
+        world.client_sends(client, chat_request(fields=fields))
+        world.worker_responds(OK_RESPONSE)
         assert statuses(client) == [200] * 7
         assert b"key-" not in sent_to_workers(world)
         assert sent_to_workers(world).count(b"accept: a/b\r\n") == 7
@@ -151,10 +151,10 @@ def test_the_server_key_may_do_everything_and_counts_for_nobody(listeners):
     def script(world, client):
         warmed(world, client, request(b"server"))
         for _ in range(3):
-            world.ask(client, request(b"server"))
-            world.answer(WHOLE)
+            world.client_sends(client, request(b"server"))
+            world.worker_responds(OK_RESPONSE)
         assert statuses(client) == [200] * 9
-        assert b"x-ratelimit" not in client.came
+        assert b"x-ratelimit" not in client.received
 
     play(listeners, script, keys(limits, more="api_key = 'server'"), began=3)
 
@@ -163,9 +163,9 @@ def test_with_the_server_key_alone_requests_take_the_fast_path_too(listeners):
     def script(world, client):
         warmed(world, client, request(b"server"))
         for _ in range(3):
-            world.ask(client, request(b"server"))
-            world.answer(WHOLE)
-        world.ask(client, request(b"other"))
+            world.client_sends(client, request(b"server"))
+            world.worker_responds(OK_RESPONSE)
+        world.client_sends(client, request(b"other"))
         assert statuses(client) == [200] * 9 + [401]
         assert b"bearer server" in sent_to_workers(world)  # as before there were [[keys]]
 
@@ -176,24 +176,24 @@ def test_requests_above_the_rate_get_429_until_the_minute_is_over(listeners):
     def script(world, client):
         warmed(world, client)
         for _ in range(4):
-            world.ask(client, request())
-            world.answer(WHOLE)
+            world.client_sends(client, request())
+            world.worker_responds(OK_RESPONSE)
         assert statuses(client) == [200] * 8 + [429]
-        last = client.came[client.came.rindex(b"HTTP/1.1 429") :]
+        last = client.received[client.received.rindex(b"HTTP/1.1 429") :]
         assert re.search(rb"retry-after: 6[01]\r\n", last)
         assert b"x-ratelimit-limit-requests: 8\r\n" in last
         assert b"x-ratelimit-remaining-requests: 0\r\n" in last
         assert b'"reason":"requests_per_minute"' in last
-        left = re.findall(rb"x-ratelimit-remaining-requests: (\d+)", client.came)
+        left = re.findall(rb"x-ratelimit-remaining-requests: (\d+)", client.received)
         assert left == [b"%d" % max(0, n) for n in range(7, -2, -1)]
         world.wait(59)
         again = world.connect_client()
-        world.ask(again, request())
+        world.client_sends(again, request())
         assert statuses(again) == [429]
         world.wait(2)
         again = world.connect_client()
-        world.ask(again, request())
-        world.answer(WHOLE)
+        world.client_sends(again, request())
+        world.worker_responds(OK_RESPONSE)
         assert statuses(again) == [200]
 
     play(listeners, script, keys("requests_per_minute = 8\n"), began=2)
@@ -202,20 +202,20 @@ def test_requests_above_the_rate_get_429_until_the_minute_is_over(listeners):
 def test_requests_in_flight_above_the_limit_get_429_at_once(listeners):
     def script(world, client):
         others = [world.connect_client() for _ in range(3)]
-        world.ask(client, request())
+        world.client_sends(client, request())
         for other in others:
-            world.ask(other, request())
+            world.client_sends(other, request())
         assert [statuses(other) for other in others] == [[], [429], [429]]
-        assert b"retry-after: 1\r\n" in others[1].came
+        assert b"retry-after: 1\r\n" in others[1].received
         assert callers(world)["team-a"].in_flight == 2
         stranger = world.connect_client()
-        world.ask(stranger, request(b"key-b"))  # another caller's limit
+        world.client_sends(stranger, request(b"key-b"))  # another caller's limit
         for _ in range(3):
-            world.answer(WHOLE)
+            world.worker_responds(OK_RESPONSE)
         assert statuses(client) == statuses(others[0]) == statuses(stranger) == [200]
         assert callers(world)["team-a"].in_flight == 0
-        world.ask(client, request())
-        world.answer(WHOLE)
+        world.client_sends(client, request())
+        world.worker_responds(OK_RESPONSE)
         assert statuses(client) == [200, 200]
 
     config = keys("max_inflight = 2\n", "max_inflight = 2\n", more="queue_size = 9")
@@ -224,10 +224,10 @@ def test_requests_in_flight_above_the_limit_get_429_at_once(listeners):
 
 def test_a_client_that_leaves_gives_its_slot_back(listeners):
     def script(world, client):
-        world.ask(client, request())
+        world.client_sends(client, request())
         assert callers(world)["team-a"].in_flight == 1
-        client.leave()
-        world.turn()
+        client.disconnect()
+        world.run_until_idle()
         assert callers(world)["team-a"].in_flight == 0
 
     play(listeners, script, keys("max_inflight = 1\n"))
@@ -240,11 +240,11 @@ def test_a_model_that_the_key_does_not_allow_is_403(listeners):
     def script(world, client):
         warmed(world, client, request(body=MODEL % b"m"))
         for model in (b"m", b"n"):
-            world.ask(client, request(body=MODEL % model))
-            world.answer(WHOLE)
-        world.ask(client, request())  # which names none, where any worker might serve it
+            world.client_sends(client, request(body=MODEL % model))
+            world.worker_responds(OK_RESPONSE)
+        world.client_sends(client, request())  # which names none, where any worker might serve it
         assert statuses(client) == [200] * 7 + [403] * 2
-        assert client.came.count(b"model_not_allowed") == 2
+        assert client.received.count(b"model_not_allowed") == 2
         assert callers(world)["team-a"].in_flight == 0
 
     play(listeners, script, keys('models = ["m", "alias"]\n'), began=1)
@@ -271,10 +271,10 @@ PART = b'--X\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
 )
 def test_an_adapter_beside_the_model_must_be_allowed_too(listeners, body, allowed):
     def script(world, client):
-        world.ask(client, request(body=body))
+        world.client_sends(client, request(body=body))
         if allowed:
-            world.answer(WHOLE)
-            world.turn()
+            world.worker_responds(OK_RESPONSE)
+            world.run_until_idle()
         assert statuses(client) == [200 if allowed else 403]
 
     play(listeners, script, keys('models = ["m", "a", "m:b"]\n'), began={0, 1})
@@ -288,12 +288,12 @@ def test_a_form_that_names_two_models_is_refused_where_the_key_allows_one(listen
         return b"%b\r\n%bcontent-length: %d\r\n\r\n%b" % (head, kind, len(body), body)
 
     def script(world, client):
-        world.ask(client, form(b"m"))
-        world.answer(WHOLE)
+        world.client_sends(client, form(b"m"))
+        world.worker_responds(OK_RESPONSE)
         for models in ((b"m", b"n"), (b"n", b"m"), (b"n",)):
-            world.ask(client, form(*models))
+            world.client_sends(client, form(*models))
         assert statuses(client) == [200, 400, 400, 403]
-        assert client.came.count(b"duplicate_key") == 2
+        assert client.received.count(b"duplicate_key") == 2
         assert callers(world)["team-a"].in_flight == 0
 
     play(listeners, script, keys('models = ["m"]\n'), began={0, 1})
@@ -310,29 +310,29 @@ def test_the_usage_of_a_response_replaces_what_was_reserved(listeners):
     body = b'{"max_tokens": 90, "messages": []}'  # 9 for its bytes, and 90
 
     def script(world, client):
-        world.ask(client, request(body=body))
+        world.client_sends(client, request(body=body))
         assert callers(world)["team-a"].tokens_used(world.clock()) == 99
-        world.answer(SETTLED)
+        world.worker_responds(SETTLED)
         assert callers(world)["team-a"].tokens_used(world.clock()) == 70
-        assert b"x-ratelimit-remaining-tokens: 1\r\n" in client.came
-        world.ask(client, request(body=body))
+        assert b"x-ratelimit-remaining-tokens: 1\r\n" in client.received
+        world.client_sends(client, request(body=body))
         assert statuses(client) == [200, 429]
-        assert b"x-ratelimit-limit-tokens: 100\r\n" in client.came
-        assert b'"reason":"tokens_per_minute"' in client.came
+        assert b"x-ratelimit-limit-tokens: 100\r\n" in client.received
+        assert b'"reason":"tokens_per_minute"' in client.received
 
     play(listeners, script, keys("tokens_per_minute = 100\n"), began={0, 1})
 
 
 def test_more_tokens_than_the_limit_are_a_debt_that_the_next_request_waits_for(listeners):
     def script(world, client):
-        world.ask(client, request())
-        world.answer(SETTLED)
-        world.ask(client, request())
+        world.client_sends(client, request())
+        world.worker_responds(SETTLED)
+        world.client_sends(client, request())
         assert statuses(client) == [200, 429]
         world.wait(61)
         again = world.connect_client()
-        world.ask(again, request())
-        world.answer(SETTLED)
+        world.client_sends(again, request())
+        world.worker_responds(SETTLED)
         assert statuses(again) == [200]
 
     play(listeners, script, keys("tokens_per_minute = 50\n"), began={0, 1})
@@ -342,11 +342,11 @@ def test_a_stream_without_a_usage_counts_its_chunks(listeners):
     body = b'{"messages": [], "stream": true}'  # 8 tokens by its bytes
 
     def script(world, client):
-        world.ask(client, request(body=body))
+        world.client_sends(client, request(body=body))
         events = [encode_chunk(b"data: %d\n\n" % n) for n in range(3)]
-        world.answer(STREAM_HEAD, *events, b"0\r\n\r\n")
+        world.worker_responds(STREAM_HEAD, *events, b"0\r\n\r\n")
         for _ in range(4):
-            world.more()
+            world.worker_continues()
         used = callers(world)["team-a"].tokens_used(world.clock())
         assert 8 + 3 <= used <= 8 + 4
 
@@ -357,8 +357,8 @@ def test_a_request_that_no_worker_has_computed_costs_no_tokens(listeners):
     broken = b"HTTP/1.1 500 No\r\ncontent-length: 1\r\n\r\nx"
 
     def script(world, client):
-        world.ask(client, request())
-        world.answer(broken)
+        world.client_sends(client, request())
+        world.worker_responds(broken)
         assert statuses(client) == [500]
         assert callers(world)["team-a"].tokens_used(world.clock()) == 0
 
@@ -366,7 +366,7 @@ def test_a_request_that_no_worker_has_computed_costs_no_tokens(listeners):
 
 
 def whole(body):
-    return WHOLE.replace(b": 2\r\n\r\n{}", b": %d\r\n\r\n%b" % (len(body), body))
+    return OK_RESPONSE.replace(b": 2\r\n\r\n{}", b": %d\r\n\r\n%b" % (len(body), body))
 
 
 @pytest.mark.parametrize(
@@ -395,8 +395,8 @@ def test_tokens_are_counted_however_a_response_reports_them(listeners, response,
 
         earlier, before = counts(), (caller.in_flight, caller.tokens_used(world.clock()))
         for _ in range(2):
-            world.ask(client, request())
-            world.answer(whole(response))
+            world.client_sends(client, request())
+            world.worker_responds(whole(response))
         assert statuses(client) == [200] * 8
         added = [now - then for now, then in zip(counts(), earlier, strict=True)]
         assert added == [2, 2 * used[0], 2 * used[1]]
@@ -412,12 +412,12 @@ def test_a_page_of_another_origin_may_read_the_rates(listeners):
     fields = (bearer(KEYS[0]), b"origin: https://app.example")
 
     def script(world, client):
-        world.ask(client, chat_request(fields=fields))
-        world.answer(WHOLE)
-        exposed = re.search(rb"access-control-expose-headers: ([^\r]*)", client.came)[1].split(
+        world.client_sends(client, chat_request(fields=fields))
+        world.worker_responds(OK_RESPONSE)
+        exposed = re.search(rb"access-control-expose-headers: ([^\r]*)", client.received)[1].split(
             b", "
         )
-        sent = set(re.findall(rb"\r\n(x-ratelimit-[a-z-]+):", client.came))
+        sent = set(re.findall(rb"\r\n(x-ratelimit-[a-z-]+):", client.received))
         assert len(sent) == 6
         assert sent <= set(exposed)
 

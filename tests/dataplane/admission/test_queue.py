@@ -9,43 +9,43 @@ QUEUED = "queue_size = 100\n"
 
 def test_requests_above_the_limit_wait_and_are_admitted_in_order(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 2")
-    came = [room.come() for _ in range(5)]
-    assert (room.gone_in, room.queue.waiting) == (came[:2], 3)
+    came = [room.arrive() for _ in range(5)]
+    assert (room.admitted, room.queue.waiting) == (came[:2], 3)
     assert [waiter.phase for waiter in came[2:]] == ["queue"] * 3
     came[1].finish()
-    room.turn()
-    assert room.gone_in == [came[0], came[2]]
+    room.run_ready_tasks()
+    assert room.admitted == [came[0], came[2]]
     came[0].finish()
     came[2].finish()
-    room.turn()
-    assert (room.gone_in, room.queue.waiting) == (came[3:], 0)
+    room.run_ready_tasks()
+    assert (room.admitted, room.queue.waiting) == (came[3:], 0)
     assert (room.dataplane.inflight.peak_in_flight, room.queue.peak_waiting) == (2, 3)
 
 
 def test_free_capacity_is_handed_to_a_waiter_first(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
-    first, waiting = room.come(), room.come()
+    first, waiting = room.arrive(), room.arrive()
     first.finish()
-    arrived = room.come()  # the one that waits has not run yet
-    room.turn()
-    assert (room.gone_in, room.queue.waiting) == ([waiting], 1)
+    arrived = room.arrive()  # the one that waits has not run yet
+    room.run_ready_tasks()
+    assert (room.admitted, room.queue.waiting) == ([waiting], 1)
     waiting.finish()
-    room.turn()
-    assert room.gone_in == [arrived]
+    room.run_ready_tasks()
+    assert room.admitted == [arrived]
 
 
 def test_a_waiter_for_one_model_does_not_block_another_model(room_of):
     room = room_of(
         entry("a", model="m", max_inflight=1), entry("b", model="n", max_inflight=1), config=QUEUED
     )
-    m, n = room.come("m"), room.come("n")
-    more_m, more_n = room.come("m"), room.come("n")
+    m, n = room.arrive("m"), room.arrive("n")
+    more_m, more_n = room.arrive("m"), room.arrive("n")
     n.finish()
-    room.turn()
-    assert room.gone_in == [m, more_n]
+    room.run_ready_tasks()
+    assert room.admitted == [m, more_n]
     m.finish()
-    room.turn()
-    assert room.gone_in == [more_n, more_m]
+    room.run_ready_tasks()
+    assert room.admitted == [more_n, more_m]
 
 
 def test_a_waiter_for_a_worker_gives_up_its_slot(room_of):
@@ -53,31 +53,31 @@ def test_a_waiter_for_a_worker_gives_up_its_slot(room_of):
         entry("a", model="m", disabled=True), entry("b", model="n"),
         config=QUEUED + "max_inflight = 1",
     )  # fmt: skip
-    waits = room.come("m")
+    waits = room.arrive("m")
     assert (room.queue.waiting, room.dataplane.in_flight) == (1, 0)
-    goes = room.come("n")
-    assert room.gone_in == [goes]
+    goes = room.arrive("n")
+    assert room.admitted == [goes]
     room.fleet.apply([entry("a", model="m"), entry("b", model="n")], NOW)
-    room.turn()
-    assert room.gone_in == [goes]  # a worker there is, but no slot
+    room.run_ready_tasks()
+    assert room.admitted == [goes]  # a worker there is, but no slot
     goes.finish()
-    room.turn()
-    assert room.gone_in == [waits]
+    room.run_ready_tasks()
+    assert room.admitted == [waits]
 
 
 def test_every_change_of_the_fleet_admits_the_waiters_that_it_helps(room_of):
     room = room_of(entry("a"), config=QUEUED, healthy=False)
     (worker,) = room.fleet.workers
-    waiting = room.come()
+    waiting = room.arrive()
     heal(room.fleet, worker)
-    room.turn()
-    assert room.gone_in == [waiting]
+    room.run_ready_tasks()
+    assert room.admitted == [waiting]
     room.fleet.cordon(worker, "launch")
-    held = room.come()
+    held = room.arrive()
     assert room.queue.waiting == 1
     room.fleet.uncordon(worker, "launch")
-    room.turn()
-    assert room.gone_in == [waiting, held]
+    room.run_ready_tasks()
+    assert room.admitted == [waiting, held]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_every_change_of_the_fleet_admits_the_waiters_that_it_helps(room_of):
 )
 def test_a_request_that_waiting_can_not_help_is_refused_at_once(room_of, entries, model, code):
     room = room_of(*entries, config=QUEUED)
-    assert room.come(model).refusal.code == code
+    assert room.arrive(model).refusal.code == code
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_a_request_that_waiting_can_not_help_is_refused_at_once(room_of, entries
 )
 def test_without_a_queue_no_request_waits(room_of, entries, code):
     room = room_of(*entries, healthy=False)
-    assert room.come().refusal.code == code
+    assert room.arrive().refusal.code == code
     assert room.queue.waiting == 0
 
 
 def test_without_a_queue_a_request_above_the_limit_is_refused(room_of):
     room = room_of(entry("a"), config="max_inflight = 1")
-    room.come()
-    refusal = room.come().refusal
+    room.arrive()
+    refusal = room.arrive().refusal
     assert (refusal.status, refusal.code, refusal.type) == (503, 503, "overloaded_error")
     assert refusal.message == "router overloaded: max in-flight requests reached"
     assert (refusal.extra["reason"], room.dataplane.inflight.rejected) == ("max_inflight", 1)
@@ -118,8 +118,8 @@ def test_without_a_queue_a_request_above_the_limit_is_refused(room_of):
 def test_a_full_queue_refuses(room_of):
     room = room_of(entry("a"), config="queue_size = 2\nmax_inflight = 1")
     for _ in range(3):
-        room.come()
-    refusal = room.come().refusal
+        room.arrive()
+    refusal = room.arrive().refusal
     assert (refusal.status, refusal.type) == (503, "overloaded_error")
     assert refusal.extra["reason"] == "queue_full"
     assert ("retry-after", "1") in refusal.headers
@@ -135,8 +135,8 @@ def test_a_full_queue_refuses(room_of):
 )
 def test_a_timeout_in_the_queue_names_what_was_waited_for(room_of, entries, config, reason):
     room = room_of(*entries, config=f"queue_timeout_secs = 7\n{QUEUED}{config}")
-    room.come()
-    late = room.come()
+    room.arrive()
+    late = room.arrive()
     assert late.phase_deadline == room.dataplane.loop.now + 7
     late.on_phase_timeout()
     assert (late.refusal.status, late.refusal.extra["reason"]) == (503, reason)
@@ -157,8 +157,8 @@ OVERLOAD_429 = "overload_status = 429\n"
 )
 def test_with_overload_status_429_a_timeout_in_the_queue_is_408(room_of, entries, config, status):
     room = room_of(*entries, config=f"{OVERLOAD_429}{QUEUED}{config}")
-    room.come()
-    late = room.come()
+    room.arrive()
+    late = room.arrive()
     late.on_phase_timeout()
     assert (late.refusal.status, late.refusal.code) == (status, status)
     assert late.refusal.headers == (("retry-after", "1"),)
@@ -175,59 +175,59 @@ def test_with_overload_status_429_a_timeout_in_the_queue_is_408(room_of, entries
 def test_a_full_fleet_answers_the_configured_429(room_of, entries, config):
     room = room_of(*entries, config=OVERLOAD_429 + config)
     for _ in range(room.dataplane.settings.config.server.queue_size + 1):
-        room.come()
-    refused = room.come()
+        room.arrive()
+    refused = room.arrive()
     assert refused.refusal.status == 429
     assert refused.refusal.headers == (("retry-after", "1"),)
     room.reconfigure(config)
-    assert room.come().refusal.status == 503
+    assert room.arrive().refusal.status == 503
 
 
 def test_the_total_time_in_the_queue_is_limited(room_of):
     room = room_of(
         entry("a", max_inflight=1), config=f"queue_timeout_secs = 7\n{QUEUED}max_inflight = 1"
     )
-    first, second = room.come(), room.come()
+    first, second = room.arrive(), room.arrive()
     room.dataplane.loop.now += 5
     room.fleet.apply([], NOW)
     first.finish()  # a slot is free, but there is no worker any more
-    room.turn()
+    room.run_ready_tasks()
     assert (room.queue.waiting, second.exchange.queued_secs) == (1, 5)
     assert second.phase_deadline == pytest.approx(room.dataplane.loop.now + 2)
 
 
 def test_an_admitted_waiter_can_not_time_out_before_it_runs(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
-    first, waiting = room.come(), room.come()
+    first, waiting = room.arrive(), room.arrive()
     first.finish()
     assert waiting.phase_deadline == float("inf")
 
 
 def test_an_admitted_waiter_that_disconnects_releases_its_worker(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
-    first, leaves, stays = room.come(), room.come(), room.come()
+    first, leaves, stays = room.arrive(), room.arrive(), room.arrive()
     first.finish()
     leaves.leave()
-    room.turn()
-    assert (room.gone_in, room.fleet.workers[0].in_flight) == ([stays], 1)
+    room.run_ready_tasks()
+    assert (room.admitted, room.fleet.workers[0].in_flight) == ([stays], 1)
 
 
 def test_a_raised_limit_admits_at_once(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
-    came = [room.come() for _ in range(4)]
+    came = [room.arrive() for _ in range(4)]
     room.reconfigure(QUEUED + "max_inflight = 3")
-    room.turn()
-    assert room.gone_in == came[:3]
+    room.run_ready_tasks()
+    assert room.admitted == came[:3]
 
 
 def test_lines_are_split_when_models_begin_to_matter(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
-    room.come("m")
-    n, m = room.come("n"), room.come("m")
+    room.arrive("m")
+    n, m = room.arrive("n"), room.arrive("m")
     room.fleet.apply([entry("b", model="m")], NOW)
     heal(room.fleet, room.fleet.workers[0])
-    room.turn()
-    assert room.gone_in[1:] == [m]
+    room.run_ready_tasks()
+    assert room.admitted[1:] == [m]
     assert room.queue.waiting == 1
     n.leave()
 
@@ -237,18 +237,18 @@ def test_a_half_open_worker_takes_one_waiter(room_of):
     (worker,) = room.fleet.workers
     for _ in range(3):
         room.fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
-    came = [room.come() for _ in range(5)]
+    came = [room.arrive() for _ in range(5)]
     heal(room.fleet, worker)
-    room.turn()
-    assert (room.gone_in, room.queue.waiting) == (came[:1], 4)
+    room.run_ready_tasks()
+    assert (room.admitted, room.queue.waiting) == (came[:1], 4)
     room.fleet.observe_success(worker, came[0].exchange.half_open_id)
-    room.turn()
-    assert room.gone_in == came
+    room.run_ready_tasks()
+    assert room.admitted == came
 
 
 def test_admitting_costs_the_same_with_ten_thousand_waiters(room_of, monkeypatch):
     room = room_of(entry("a", max_inflight=1), config="queue_size = 10000")
-    came = [room.come(f"model {number}") for number in range(10_001)]
+    came = [room.arrive(f"model {number}") for number in range(10_001)]
     looked = []
     monkeypatch.setattr(
         "omni_proxy.dataplane.upstream.acquire.eligible_workers",
@@ -256,21 +256,21 @@ def test_admitting_costs_the_same_with_ten_thousand_waiters(room_of, monkeypatch
     )
     for number in range(10_000):
         came[number].finish()
-        room.turn()
-        assert room.gone_in == [came[number + 1]]
+        room.run_ready_tasks()
+        assert room.admitted == [came[number + 1]]
     assert len(looked) < 20_000  # at the one that goes, and at the one behind it
 
 
 def test_empty_lines_do_not_pile_up(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
-    room.come()
+    room.arrive()
     for _ in range(1000):
-        room.come().leave()
+        room.arrive().leave()
     assert len(room.queue._full) < 100
-    stays = room.come()
-    room.gone_in[0].finish()
-    room.turn()
-    assert room.gone_in == [stays]
+    stays = room.arrive()
+    room.admitted[0].finish()
+    room.run_ready_tasks()
+    assert room.admitted == [stays]
 
 
 def pair(**bounds):
@@ -283,13 +283,13 @@ def pair(**bounds):
 @pytest.mark.parametrize("full", ["prefill", "decode"])
 def test_a_request_in_two_legs_waits_until_both_pools_have_room(room_of, full):
     room = room_of(*pair(**{full: 1}), config=QUEUED)
-    first = room.come(legs=BOTH_ENGINES)
-    second = room.come(legs=BOTH_ENGINES)
-    assert (room.gone_in, room.queue.waiting) == ([first], 1)
+    first = room.arrive(legs=BOTH_ENGINES)
+    second = room.arrive(legs=BOTH_ENGINES)
+    assert (room.admitted, room.queue.waiting) == ([first], 1)
     assert [worker.in_flight for worker in room.fleet.workers] == [1, 1]
     first.finish()
-    room.turn()
-    assert (room.gone_in, room.queue.waiting) == ([second], 0)
+    room.run_ready_tasks()
+    assert (room.admitted, room.queue.waiting) == ([second], 0)
     assert [worker.in_flight for worker in room.fleet.workers] == [1, 1]
     second.finish()
     assert [worker.in_flight for worker in room.fleet.workers] == [0, 0]
@@ -298,12 +298,12 @@ def test_a_request_in_two_legs_waits_until_both_pools_have_room(room_of, full):
 def test_a_request_in_two_legs_waits_for_the_worker_that_is_missing(room_of):
     prefill, decode = pair()
     room = room_of(decode, config=QUEUED)
-    waiter = room.come(legs=BOTH_ENGINES)
-    assert (room.gone_in, room.queue.waiting) == ([], 1)
+    waiter = room.arrive(legs=BOTH_ENGINES)
+    assert (room.admitted, room.queue.waiting) == ([], 1)
     room.fleet.apply([prefill, decode], NOW)
     heal(room.fleet, room.fleet.workers[0])
-    room.turn()
-    assert room.gone_in == [waiter]
+    room.run_ready_tasks()
+    assert room.admitted == [waiter]
     waiter.finish()
 
 
@@ -311,21 +311,21 @@ def test_a_request_in_two_legs_waits_while_the_weights_of_the_pools_differ(room_
     room = room_of(*pair(), config=QUEUED)
     prefill, decode = room.fleet.workers
     room.fleet.set_version(prefill, "v2", 2)
-    waiter = room.come(legs=BOTH_ENGINES)
-    assert (room.gone_in, room.queue.waiting) == ([], 1)
+    waiter = room.arrive(legs=BOTH_ENGINES)
+    assert (room.admitted, room.queue.waiting) == ([], 1)
     room.fleet.set_version(decode, "v2", 2)
-    room.turn()
-    assert room.gone_in == [waiter]
+    room.run_ready_tasks()
+    assert room.admitted == [waiter]
     waiter.finish()
 
 
 def test_a_role_that_changes_leaves_requests_in_flight_where_they_are(room_of):
     room = room_of(*pair(), config=QUEUED)
     prefill, decode = room.fleet.workers
-    first = room.come(legs=BOTH_ENGINES)
+    first = room.arrive(legs=BOTH_ENGINES)
     room.fleet.apply([entry("p", role="decode"), entry("d", role="prefill")], NOW)
     assert (prefill.role, prefill.in_flight, decode.in_flight) == ("decode", 1, 1)
-    second = room.come(legs=BOTH_ENGINES)
+    second = room.arrive(legs=BOTH_ENGINES)
     assert (second.exchange.worker, second.exchange.legs.prefill.worker) == (prefill, decode)
     first.finish()
     second.finish()

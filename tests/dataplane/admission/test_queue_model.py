@@ -35,16 +35,16 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(model=st.sampled_from([None, "m", "n"]), label=st.sampled_from([None, None, "v1", "v2"]))
     def a_request_comes(self, model, label):
-        came = self.room.come(model, VersionConstraint(label) if label else None)
+        came = self.room.arrive(model, VersionConstraint(label) if label else None)
         if not came.refusal:
             self.all.append(came)
         else:
             came.finish()
 
-    @precondition(lambda self: self.room.gone_in)
+    @precondition(lambda self: self.room.admitted)
     @rule(data=st.data())
     def an_exchange_ends(self, data):
-        done = data.draw(st.sampled_from(self.room.gone_in))
+        done = data.draw(st.sampled_from(self.room.admitted))
         self.drop(done)
         done.finish()
 
@@ -88,7 +88,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def the_loop_iterates(self):
-        self.room.turn()
+        self.room.run_ready_tasks()
 
     @invariant()
     def no_waiter_could_go(self):

@@ -21,8 +21,8 @@ def order_of_leaving(room, holder, waiters):
     holder.finish()
     left = []
     for _ in waiters:
-        room.turn()
-        (got,) = room.gone_in
+        room.run_ready_tasks()
+        (got,) = room.admitted
         left.append(waiters.index(got))
         got.finish()
     return left
@@ -37,14 +37,14 @@ ONE_AT_A_TIME = "queue_size = 100\nmax_inflight = 1\n"
 
 def test_a_higher_priority_leaves_the_queue_first_and_equal_ones_in_their_order(room_of):
     room = room_of(entry("a"), config=ONE_AT_A_TIME)
-    holder = room.come()
+    holder = room.arrive()
     waiters = [prioritized(room, each) for each in (0, 5, 0, 5, 9)]
     assert order_of_leaving(room, holder, waiters) == [4, 1, 3, 0, 2]
 
 
 def test_a_request_that_waits_gains_priority(room_of):
     room = room_of(entry("a"), config=ONE_AT_A_TIME + "priority_aging_secs = 2")
-    holder = room.come()
+    holder = room.arrive()
     waiters = [prioritized(room, 0)]
     pass_secs(room, 3.9)  # not yet two of them
     waiters.append(prioritized(room, 2))
@@ -55,7 +55,7 @@ def test_a_request_that_waits_gains_priority(room_of):
 
 def test_without_aging_a_low_priority_waits_for_all_others(room_of):
     room = room_of(entry("a"), config=ONE_AT_A_TIME + "priority_aging_secs = 0")
-    holder = room.come()
+    holder = room.arrive()
     waiters = [prioritized(room, 0)]
     pass_secs(room, 20)
     waiters.append(prioritized(room, 1))
@@ -64,7 +64,7 @@ def test_without_aging_a_low_priority_waits_for_all_others(room_of):
 
 def test_another_aging_holds_for_those_that_wait(room_of):
     room = room_of(entry("a"), config=ONE_AT_A_TIME + "priority_aging_secs = 0")
-    holder = room.come()
+    holder = room.arrive()
     waiters = [prioritized(room, 0)]
     pass_secs(room, 20)
     waiters.append(prioritized(room, 1))
@@ -80,7 +80,7 @@ def test_lines_of_two_models_share_the_slots_by_priority(steps, aging):
     """As a list that is sorted anew each time."""
     config = ONE_AT_A_TIME + f"priority_aging_secs = {aging}"
     room = Room(entry("a", model="m"), entry("b", model="n"), config=config)
-    holder = room.come("m")
+    holder = room.arrive("m")
     waiters, expected = [], []
     for model, priority, secs in steps:
         pass_secs(room, secs)

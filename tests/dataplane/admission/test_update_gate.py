@@ -63,7 +63,7 @@ RULES = {
 def test_the_configuration_decides_whether_a_request_may_wait(room_of, rules, holds, refused):
     room = room_of(*(entry(f"w{number}") for number in range(len(holds))), **RULES[rules])
     held(room, *holds)
-    came = room.come()
+    came = room.arrive()
     assert (came.refusal.code if came.refusal else None) == refused
     assert room.queue.waiting == (0 if refused else 1)
 
@@ -71,29 +71,29 @@ def test_the_configuration_decides_whether_a_request_may_wait(room_of, rules, ho
 def test_a_request_may_wait_for_a_worker_that_is_only_full(room_of):
     room = room_of(entry("a"), entry("b", max_inflight=1), **RULES[SHED])
     held(room, {"updating"}, ())
-    goes, waits = room.come(), room.come()
-    assert (room.gone_in, room.queue.waiting) == ([goes], 1)
+    goes, waits = room.arrive(), room.arrive()
+    assert (room.admitted, room.queue.waiting) == ([goes], 1)
     goes.finish()
-    room.turn()
-    assert room.gone_in == [waits]
+    room.run_ready_tasks()
+    assert room.admitted == [waits]
 
 
 def test_a_waiter_is_admitted_when_the_update_ends(room_of):
     room = room_of(entry("a"), **RULES["hold"])
     held(room, {"updating"})
-    waits = room.come()
+    waits = room.arrive()
     room.fleet.set_version(room.fleet.workers[0], "v2", 1)
-    room.turn()
-    assert room.gone_in == []
+    room.run_ready_tasks()
+    assert room.admitted == []
     room.fleet.uncordon(room.fleet.workers[0], "updating")
-    room.turn()
-    assert (room.gone_in, waits.exchange.version.label) == ([waits], "v2")
+    room.run_ready_tasks()
+    assert (room.admitted, waits.exchange.version.label) == ([waits], "v2")
 
 
 def test_without_a_queue_the_error_names_the_reason(room_of):
     room = room_of(entry("a"), queue="", **RULES["hold"])
     held(room, {"updating"})
-    assert room.come().refusal.code == "weights_updating"
+    assert room.arrive().refusal.code == "weights_updating"
 
 
 def test_the_error_has_the_time_since_the_cordon(room_of):
@@ -104,7 +104,7 @@ def test_the_error_has_the_time_since_the_cordon(room_of):
     room.fleet.cordon(b, "updating")
     room.fleet.cordon(a, "paused")
     room.dataplane.loop.now += 2.4
-    refusal = room.come().refusal
+    refusal = room.arrive().refusal
     assert refusal.message.endswith(
         "every worker that could take it is being updated or paused by a trainer, for 7 s so far"
     )
@@ -114,35 +114,35 @@ def test_the_error_has_the_time_since_the_cordon(room_of):
     room.fleet.uncordon(b, "updating")
     room.fleet.cordon(a, "updating")
     room.fleet.cordon(b, "updating")
-    assert room.come().refusal.message.endswith("being updated, for 0 s so far")
+    assert room.arrive().refusal.message.endswith("being updated, for 0 s so far")
 
 
 def test_a_dead_worker_does_not_change_the_rule(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
     held(room, {"updating"}, ())
     room.fleet.mark_dead(room.fleet.workers[1], NOW)
-    assert room.come().refusal.code == "weights_updating"
+    assert room.arrive().refusal.code == "weights_updating"
 
 
 def test_a_request_for_another_version_waits_and_blocks_no_other(room_of):
     room = room_of(entry("a"), entry("b"), **RULES["hold"])
     a, b = room.fleet.workers
     room.fleet.set_version(a, "v1", 1)
-    later = room.come(version=VersionConstraint("v2"))
-    epoch = room.come(version=VersionConstraint(None, 2))
-    now = room.come()
-    assert (room.gone_in, room.queue.waiting) == ([now], 2)
+    later = room.arrive(version=VersionConstraint("v2"))
+    epoch = room.arrive(version=VersionConstraint(None, 2))
+    now = room.arrive()
+    assert (room.admitted, room.queue.waiting) == ([now], 2)
     room.fleet.set_version(b, "v1", 2)
-    room.turn()
-    assert (room.gone_in, epoch.exchange.worker) == ([now, epoch], b)
+    room.run_ready_tasks()
+    assert (room.admitted, epoch.exchange.worker) == ([now, epoch], b)
     room.fleet.set_version(a, "v2", 3)
-    room.turn()
-    assert (room.gone_in, later.exchange.worker) == ([now, epoch, later], a)
+    room.run_ready_tasks()
+    assert (room.admitted, later.exchange.worker) == ([now, epoch, later], a)
 
 
 def test_a_request_for_another_version_is_refused_where_waiting_is_off(room_of):
     room = room_of(entry("a"), queue="", **RULES["hold"])
-    refusal = room.come(version=VersionConstraint("v2")).refusal
+    refusal = room.arrive(version=VersionConstraint("v2")).refusal
     assert (refusal.status, refusal.code) == (503, "weight_version_unavailable")
     assert refusal.headers == (("retry-after", "1"),)
 
@@ -152,12 +152,12 @@ def test_a_request_waits_for_an_update_to_its_version_though_others_are_shed(roo
     (worker,) = room.fleet.workers
     room.fleet.set_version(worker, "v1", 1)
     held(room, {"updating"})
-    assert room.come(version=VersionConstraint("v1")).refusal.code == "weights_updating"
-    waits = room.come(version=VersionConstraint("v2"))
+    assert room.arrive(version=VersionConstraint("v1")).refusal.code == "weights_updating"
+    waits = room.arrive(version=VersionConstraint("v2"))
     room.fleet.set_version(worker, "v2", 2)
     room.fleet.uncordon(worker, "updating")
-    room.turn()
-    assert room.gone_in == [waits]
+    room.run_ready_tasks()
+    assert room.admitted == [waits]
 
 
 def test_removed_workers_are_forgotten(room_of):
@@ -167,4 +167,4 @@ def test_removed_workers_are_forgotten(room_of):
     assert list(room.dataplane.update_gate._since) == room.fleet.workers
     room.fleet.apply([entry("b"), entry("c")], NOW)
     heal(room.fleet, room.fleet.workers[1])
-    assert room.come().refusal is None
+    assert room.arrive().refusal is None

@@ -12,4 +12,4 @@ from tests.dataplane.disaggregation.pair_world import NAMES
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
         sockets = worker_sockets(tmp_path, "".join(NAMES))
-        yield {name: stack.enter_context(each) for name, each in sockets.items()}
+        yield {name: stack.enter_context(sock) for name, sock in sockets.items()}

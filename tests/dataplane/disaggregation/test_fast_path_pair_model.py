@@ -1,4 +1,4 @@
-"""Pairs on the fast path against the driver alone: the same steps have equal results."""
+"""The same steps with pairs, with and without the fast path, have equal results."""
 
 import contextlib
 
@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 
 from omni_proxy.dataplane.loop import event_loop
 from tests.dataplane.both_drivers import worker_sockets
-from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, answer, world_of
+from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, response_with, world_of
 from tests.dataplane.exchange.test_fast_path_model import (
-    BESIDES,
-    LIKE,
+    MEANWHILE,
     PLANS,
     REQUESTS,
+    SIMILAR,
     Course,
     configured,
 )
@@ -21,36 +21,36 @@ from tests.example_counts import examples
 from tests.weighted_choice import weighted
 
 KV_ERROR = b'{"error": {"message": "KVTransferError: gone"}}'
-ANSWERS = weighted(
-    (6, st.just((answer(PREFILL),))),
+RESPONSES = weighted(
+    (6, st.just((response_with(PREFILL),))),
     (1, PLANS),
     (1, st.sampled_from([
-        (answer(KV_ERROR, b"500 Oh"),),
-        (answer(b'{"id": "%b"}' % (b"0" * 32)),),  # of a request whose random numbers are 0
-        (answer(PREFILL)[:60], answer(PREFILL)[60:]),
+        (response_with(KV_ERROR, b"500 Oh"),),
+        (response_with(b'{"id": "%b"}' % (b"0" * 32)),),  # the id of a request whose random numbers are 0
+        (response_with(PREFILL)[:60], response_with(PREFILL)[60:]),
     ])),
 )  # fmt: skip
 WHO, AT = st.integers(0, 2), st.integers(0, 3)
-# As clients of SGLang write them, too.
-LIKE_WITH_ID = LIKE | st.tuples(
+# Also with the ids that clients of SGLang send.
+SIMILAR_WITH_ID = SIMILAR | st.tuples(
     st.just(b"one"), st.sampled_from([b'{"rid": "mine"}', b'{"rid": ["a"]}', b'{"rid": ""}'])
 )
 STEPS = weighted(
-    (4, st.tuples(st.just("exchange"), st.integers(0, 1), LIKE_WITH_ID, ANSWERS, ANSWERS)),
-    (2, st.tuples(st.just("like"), st.integers(0, 1), LIKE)),
-    (1, st.tuples(st.just("ask"), WHO, REQUESTS, BESIDES)),
-    (3, st.tuples(st.just("answer_of"), st.sampled_from(sorted(NAMES)), ANSWERS)),
-    (1, st.tuples(st.just("answer"), ANSWERS)),
-    (2, st.just(("more",))),
-    (1, st.tuples(st.just("leaves"), WHO, st.sampled_from(["half", "whole"]))),
+    (4, st.tuples(st.just("exchange"), st.integers(0, 1), SIMILAR_WITH_ID, RESPONSES, RESPONSES)),
+    (2, st.tuples(st.just("send_similar"), st.integers(0, 1), SIMILAR)),
+    (1, st.tuples(st.just("send"), WHO, REQUESTS, MEANWHILE)),
+    (3, st.tuples(st.just("respond_from"), st.sampled_from(sorted(NAMES)), RESPONSES)),
+    (1, st.tuples(st.just("respond"), RESPONSES)),
+    (2, st.just(("continue_response",))),
+    (1, st.tuples(st.just("disconnect"), WHO, st.sampled_from(["half", "whole"]))),
     (1, st.just(("drain",))),
     (1, st.tuples(st.just("disable"), AT, st.booleans())),
-    (1, st.tuples(st.just("bound"), AT, st.integers(0, 1))),
-    (1, st.tuples(st.just("key"), AT)),
+    (1, st.tuples(st.just("limit_inflight"), AT, st.integers(0, 1))),
+    (1, st.tuples(st.just("set_api_key"), AT)),
     (1, st.tuples(st.just("change_role"), AT, st.sampled_from(["regular", "prefill", "decode"]))),
     (1, st.just(("remove",))),
-    (1, st.tuples(st.just("version"), AT, st.sampled_from(["v1", "v2"]))),
-    (1, st.tuples(st.just("fails"), AT, st.booleans())),
+    (1, st.tuples(st.just("set_version"), AT, st.sampled_from(["v1", "v2"]))),
+    (1, st.tuples(st.just("fail"), AT, st.booleans())),
     (1, st.tuples(st.just("wait"), st.sampled_from([1, 6, 31, 400]))),
 )
 SERVER = st.sampled_from(
@@ -68,22 +68,23 @@ ROUTING = st.sampled_from(
 )
 
 
-WORLDS = [("sglang", 0), ("nixl", 0), ("mooncake", 0), ("sglang", 2), ("nixl", 2)]  # and ranks
+# Connector and number of ranks.
+WORLDS = [("sglang", 0), ("nixl", 0), ("mooncake", 0), ("sglang", 2), ("nixl", 2)]
 
 
 class PairCourse(Course):
     def exchange(self, who, request, prefill, decode=None):
-        self.like(who, request)
-        self.answer(prefill)
+        self.send_similar(who, request)
+        self.respond(prefill)
         for _ in prefill[1:]:
-            self.more()
+            self.continue_response()
         if decode is not None:
-            self.answer(decode)
+            self.respond(decode)
             for _ in decode[1:]:
-                self.more()
+                self.continue_response()
 
-    def answer_of(self, name, plan):
-        self.world.answer(*plan, by=name)
+    def respond_from(self, name, plan):
+        self.world.worker_responds(*plan, by=name)
 
     def change_role(self, at, role):
         self.change(at, role=role)
@@ -93,23 +94,25 @@ class PairCourse(Course):
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
         sockets = worker_sockets(tmp_path, "".join(NAMES))
-        yield {name: stack.enter_context(each) for name, each in sockets.items()}
+        yield {name: stack.enter_context(sock) for name, sock in sockets.items()}
 
 
-def course(listeners, reported, *, short):
-    kind, (server, routing), at_once, ids, steps = reported
+def run_course(listeners, case, *, use_fast_path):
+    kind, (server, routing), at_once, ids, steps = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(event_loop, "MAX_PENDING_WRITERS", 1 if at_once else 32)
         patch.setenv("KEY_OF_A_WORKER", "secret")
-        made = world_of(*kind)(listeners, configured(server, routing), short=short)
-        with made.at_work() as world:
-            made = PairCourse(world, server, routing, ids=ids, traced=False)
-            made.go(False, steps)
+        unpatched = world_of(*kind)(
+            listeners, configured(server, routing), use_fast_path=use_fast_path
+        )
+        with unpatched.patched() as world:
+            course = PairCourse(world, server, routing, ids=ids, traced=False)
+            course.run(False, steps)
             assert not world.dataplane.loop.tasks
             assert world.dataplane.in_flight == 0
             assert not any(worker.in_flight for worker in world.fleet.workers)
             assert len(world.log) == sum(world.dataplane.services.totals.ended.values())
-    return made
+    return course
 
 
 @settings(max_examples=examples(100), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -122,10 +125,12 @@ def course(listeners, reported, *, short):
         st.lists(STEPS, min_size=4, max_size=16),
     )
 )
-def test_pairs_on_the_fast_path_have_the_results_of_the_driver(listeners, reported):
-    long, short = (course(listeners, reported, short=short) for short in (False, True))
-    for theirs, ours in zip(long.seen, short.seen, strict=True):
-        assert ours == theirs
-    assert long.world.began == 0
-    event(f"began {min(short.world.began // 2 * 2, 10)}")
-    event(f"whole {min((short.world.began - short.world.handed_over) // 2 * 2, 10)}")
+def test_pairs_have_the_results_of_the_slow_path(listeners, case):
+    slow, fast = (
+        run_course(listeners, case, use_fast_path=use_fast_path) for use_fast_path in (False, True)
+    )
+    for expected, actual in zip(slow.snapshots, fast.snapshots, strict=True):
+        assert actual == expected
+    assert slow.world.began == 0
+    event(f"began {min(fast.world.began // 2 * 2, 10)}")
+    event(f"whole {min((fast.world.began - fast.world.handed_over) // 2 * 2, 10)}")

@@ -4,14 +4,14 @@ import contextlib
 
 import pytest
 
-from tests.dataplane.both_drivers import WHOLE, World, chat_request, worker_sockets
+from tests.dataplane.both_drivers import OK_RESPONSE, World, chat_request, worker_sockets
 from tests.dataplane.transcript import play
 
 REQUEST = chat_request()
 LAST = chat_request(fields=(b"connection: close",))
 POST_LINE = b"POST /v1/chat/completions HTTP/1.1\r\n"
 OK = b"HTTP/1.1 200 OK\r\n"
-RESPONSE = [("worker", "sends", WHOLE), ("client", "gets", OK, b"{}")]
+RESPONSE = [("worker", "sends", OK_RESPONSE), ("client", "gets", OK, b"{}")]
 
 TRANSCRIPTS = {
     "two requests in one read are sent one after the other": [
@@ -37,7 +37,7 @@ TRANSCRIPTS = {
     "a request that says close is the last": [
         ("client", "sends", LAST),
         ("worker", "gets", POST_LINE),
-        ("worker", "sends", WHOLE),
+        ("worker", "sends", OK_RESPONSE),
         ("client", "gets", OK, b"connection: close\r\n", b"{}"),
         ("client", "is", "closed"),
     ],
@@ -75,7 +75,7 @@ def world(tmp_path):
     with contextlib.ExitStack() as stack:
         sockets = worker_sockets(tmp_path)
         listeners = {name: stack.enter_context(sock) for name, sock in sockets.items()}
-        yield stack.enter_context(World(listeners, "[server]\nlog_format = 'json'\n").at_work())
+        yield stack.enter_context(World(listeners, "[server]\nlog_format = 'json'\n").patched())
 
 
 @pytest.mark.parametrize("warm", [0, 4], ids=["new", "warm"])

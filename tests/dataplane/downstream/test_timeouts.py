@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from tests.dataplane.manual_loop import STREAMED, chat, received
+from tests.dataplane.manual_loop import STREAMED, chat, read_available
 
 JUST_BEFORE, JUST_AFTER = -0.01, 0.02
 ONE_TRY = "[routing]\nmax_total_retries = 1\n"
@@ -15,219 +15,219 @@ def times(**secs):
     return "[server.timeouts]\n" + "".join(f"{key} = {value}\n" for key, value in secs.items())
 
 
-def runs_out(dataplane, phase, secs):
+def runs_out(proxy, phase, secs):
     """The clock of the present phase has so many seconds left, and no fewer."""
-    dataplane.wait(secs + JUST_BEFORE)
-    assert dataplane.phases == [phase]
-    dataplane.wait(JUST_AFTER)
-    assert dataplane.phases != [phase]
+    proxy.wait(secs + JUST_BEFORE)
+    assert proxy.phases == [phase]
+    proxy.wait(JUST_AFTER)
+    assert proxy.phases != [phase]
 
 
 def expect_local_reply(client, status, code):
-    answer, _ = received(client)
+    answer, _ = read_available(client)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     assert b'"code":"%b"' % code.encode() in answer
 
 
 def test_client_idle_secs_ends_with_a_quiet_close(manual_loop):
-    dataplane = manual_loop(times(client_idle_secs=75))
-    client = dataplane.client()
-    runs_out(dataplane, "idle", 75)
-    assert received(client) == (b"", "closed")
-    assert dataplane.log == []
+    proxy = manual_loop(times(client_idle_secs=75))
+    client = proxy.client()
+    runs_out(proxy, "idle", 75)
+    assert read_available(client) == (b"", "closed")
+    assert proxy.log == []
 
 
 def test_client_head_secs_counts_from_the_first_byte_and_ends_with_408(manual_loop):
-    dataplane = manual_loop(times(client_head_secs=10, client_idle_secs=75))
-    client = dataplane.client()
-    dataplane.wait(70)
-    dataplane.tell(client, b"POST / HT")
-    dataplane.wait(9)
-    dataplane.tell(client, b"TP/1.1\r\n")  # a byte now and then does not stretch it
-    runs_out(dataplane, "head", 1)
+    proxy = manual_loop(times(client_head_secs=10, client_idle_secs=75))
+    client = proxy.client()
+    proxy.wait(70)
+    proxy.send_from(client, b"POST / HT")
+    proxy.wait(9)
+    proxy.send_from(client, b"TP/1.1\r\n")  # a byte now and then does not stretch it
+    runs_out(proxy, "head", 1)
     expect_local_reply(client, 408, "head_timeout")
-    assert dataplane.phases == ["linger"]
-    dataplane.wait(2.1)
-    assert dataplane.phases == []
-    assert dataplane.log[0]["phase"] == "head"
+    assert proxy.phases == ["linger"]
+    proxy.wait(2.1)
+    assert proxy.phases == []
+    assert proxy.log[0]["phase"] == "head"
 
 
 def test_client_body_secs_is_the_longest_pause_and_ends_with_408(manual_loop):
-    dataplane = manual_loop(times(client_body_secs=60))
-    client = dataplane.client(chat(bytes(20000))[:300])
-    dataplane.wait(59)
-    dataplane.tell(client, bytes(100))
-    runs_out(dataplane, "body", 60)
+    proxy = manual_loop(times(client_body_secs=60))
+    client = proxy.client(chat(bytes(20000))[:300])
+    proxy.wait(59)
+    proxy.send_from(client, bytes(100))
+    runs_out(proxy, "body", 60)
     expect_local_reply(client, 408, "body_timeout")
-    assert dataplane.log == []  # it is still read on for a moment
+    assert proxy.log == []  # it is still read on for a moment
     client.close()
-    dataplane.turn()
-    assert (dataplane.log[0]["ended_by"], dataplane.log[0]["status"]) == ("client", 408)
+    proxy.run_until_idle()
+    assert (proxy.log[0]["ended_by"], proxy.log[0]["status"]) == ("client", 408)
 
 
 def test_connect_secs_ends_with_502(manual_loop):
-    dataplane = manual_loop(times(connect_secs=5) + ONE_TRY)
-    dataplane.listener.listen(0)
+    proxy = manual_loop(times(connect_secs=5) + ONE_TRY)
+    proxy.listener.listen(0)
     fillers = [socket.socket() for _ in range(4)]
     for filler in fillers:  # a backlog that is full takes nobody in
         filler.setblocking(False)
-        filler.connect_ex(dataplane.listener.getsockname())
-    client = dataplane.client(chat())
-    runs_out(dataplane, "dial", 5)
+        filler.connect_ex(proxy.listener.getsockname())
+    client = proxy.client(chat())
+    runs_out(proxy, "dial", 5)
     expect_local_reply(client, 502, "connect_failure")
     for filler in fillers:
         filler.close()
 
 
 def test_response_head_secs_ends_with_504(manual_loop):
-    dataplane = manual_loop(times(response_head_secs=600))
-    client = dataplane.client(chat())
-    dataplane.worker()
-    runs_out(dataplane, "wait", 600)
+    proxy = manual_loop(times(response_head_secs=600))
+    client = proxy.client(chat())
+    proxy.worker()
+    runs_out(proxy, "wait", 600)
     expect_local_reply(client, 504, "response_timeout")
-    assert dataplane.phases == ["idle"]  # and the connection goes on
+    assert proxy.phases == ["idle"]  # and the connection goes on
 
 
 def test_response_head_secs_does_not_run_out_while_the_worker_takes_the_request(manual_loop):
-    dataplane = manual_loop(times(response_head_secs=600))
-    dataplane.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    proxy = manual_loop(times(response_head_secs=600))
+    proxy.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     sent = chat(b'{"messages": []}' + b" " * (16 << 20))
-    client = dataplane.client()
+    client = proxy.client()
     client.setblocking(False)
-    loop = dataplane.dataplane.loop
+    loop = proxy.dataplane.loop
     while sent:
         with contextlib.suppress(BlockingIOError):
             sent = sent[client.send(sent) :]
         loop._run_batch(loop._epoll.poll(0))
-    dataplane.turn()  # a large body is walked in slices
-    worker = dataplane.worker()
+    proxy.run_until_idle()  # a large body is walked in slices
+    worker = proxy.worker()
     for _ in range(3):
-        dataplane.wait(590)
-        assert dataplane.phases == ["send"]
+        proxy.wait(590)
+        assert proxy.phases == ["send"]
         taken = 0
         while taken < 2 << 20:
             taken += len(worker.recv(65536))
             loop._run_batch(loop._epoll.poll(0))
-    dataplane.turn()
-    dataplane.wait(600 + JUST_AFTER)
+    proxy.run_until_idle()
+    proxy.wait(600 + JUST_AFTER)
     expect_local_reply(client, 504, "response_timeout")
 
 
 def test_first_byte_secs_ends_abnormally_with_an_error_event(manual_loop):
-    dataplane = manual_loop(times(first_byte_secs=30, idle_secs=300))
-    client = dataplane.client(STREAMED)
-    dataplane.tell(dataplane.worker(), SSE)
-    runs_out(dataplane, "first", 30)
-    answer, end = received(client)
+    proxy = manual_loop(times(first_byte_secs=30, idle_secs=300))
+    client = proxy.client(STREAMED)
+    proxy.send_from(proxy.worker(), SSE)
+    runs_out(proxy, "first", 30)
+    answer, end = read_available(client)
     assert (b'"reason":"stream_broken"' in answer, end) == (True, "closed")
     assert not answer.endswith(b"0\r\n\r\n")
-    assert (dataplane.log[0]["outcome"], dataplane.log[0]["phase"]) == ("stream_error", "first")
+    assert (proxy.log[0]["outcome"], proxy.log[0]["phase"]) == ("stream_error", "first")
 
 
 @pytest.mark.parametrize("sent", [b"", EVENT], ids=["before the first byte", "between two pieces"])
 def test_idle_secs_ends_abnormally_with_an_error_event(manual_loop, sent):
-    dataplane = manual_loop(times(idle_secs=300))
-    client = dataplane.client(STREAMED)
-    worker = dataplane.worker()
-    dataplane.tell(worker, SSE)
+    proxy = manual_loop(times(idle_secs=300))
+    client = proxy.client(STREAMED)
+    worker = proxy.worker()
+    proxy.send_from(worker, SSE)
     if sent:
-        dataplane.wait(299)
-        dataplane.tell(worker, sent)
-    runs_out(dataplane, "relay" if sent else "first", 300)
-    answer, end = received(client)
+        proxy.wait(299)
+        proxy.send_from(worker, sent)
+    runs_out(proxy, "relay" if sent else "first", 300)
+    answer, end = read_available(client)
     assert (b'"reason":"stream_broken"' in answer, end) == (True, "closed")
-    assert dataplane.fleet.workers[0].health.consecutive_failures == 1
+    assert proxy.fleet.workers[0].health.consecutive_failures == 1
 
 
 def test_idle_secs_ends_a_client_that_takes_nothing_with_a_reset(manual_loop):
-    dataplane = manual_loop(times(idle_secs=300))
-    dataplane.client(chat())
-    worker = dataplane.worker()
+    proxy = manual_loop(times(idle_secs=300))
+    proxy.client(chat())
+    worker = proxy.worker()
     worker.settimeout(0.05)
     worker.send(b"HTTP/1.1 200 OK\r\ncontent-length: 99999999\r\n\r\n")
     with contextlib.suppress(TimeoutError):
         for _ in range(2000):
-            dataplane.tell(worker, bytes(65536))
-    runs_out(dataplane, "client", 300)
-    assert (dataplane.log[0]["outcome"], dataplane.log[0]["ended_by"]) == (
+            proxy.send_from(worker, bytes(65536))
+    runs_out(proxy, "client", 300)
+    assert (proxy.log[0]["outcome"], proxy.log[0]["ended_by"]) == (
         "client_stalled",
         "client",
     )
-    assert dataplane.fleet.workers[0].health.consecutive_failures == 0
+    assert proxy.fleet.workers[0].health.consecutive_failures == 0
 
 
 def test_queue_timeout_secs_ends_with_503(manual_loop):
-    dataplane = manual_loop("[server]\nmax_inflight = 1\nqueue_size = 1\nqueue_timeout_secs = 30\n")
-    dataplane.client(chat())
-    client = dataplane.client(chat())
-    dataplane.wait(30 + JUST_BEFORE)
-    assert sorted(dataplane.phases) == ["queue", "wait"]
-    dataplane.wait(JUST_AFTER)
-    answer, _ = received(client)
+    proxy = manual_loop("[server]\nmax_inflight = 1\nqueue_size = 1\nqueue_timeout_secs = 30\n")
+    proxy.client(chat())
+    client = proxy.client(chat())
+    proxy.wait(30 + JUST_BEFORE)
+    assert sorted(proxy.phases) == ["queue", "wait"]
+    proxy.wait(JUST_AFTER)
+    answer, _ = read_available(client)
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"queue_timeout" in answer
 
 
 def test_request_timeout_secs_ends_with_504_before_the_answer(manual_loop):
-    dataplane = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(response_head_secs=0))
-    client = dataplane.client(chat())
-    dataplane.worker()
-    runs_out(dataplane, "wait", 1800)
+    proxy = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(response_head_secs=0))
+    client = proxy.client(chat())
+    proxy.worker()
+    runs_out(proxy, "wait", 1800)
     expect_local_reply(client, 504, "response_timeout")
 
 
 def test_a_request_whose_time_ends_in_the_queue_is_ended_by_the_proxy(manual_loop):
     config = "[server]\nqueue_size = 1\nqueue_timeout_secs = 0\nrequest_timeout_secs = 5\n"
-    dataplane = manual_loop(config)
-    dataplane.fleet.workers[0].disabled = True
-    client = dataplane.client(chat())
-    runs_out(dataplane, "queue", 5)
+    proxy = manual_loop(config)
+    proxy.fleet.workers[0].disabled = True
+    client = proxy.client(chat())
+    runs_out(proxy, "queue", 5)
     expect_local_reply(client, 504, "timeout")
-    dataplane.wait(2.1)
-    assert dataplane.log[0]["ended_by"] == "proxy"
+    proxy.wait(2.1)
+    assert proxy.log[0]["ended_by"] == "proxy"
 
 
 def test_request_timeout_secs_cuts_an_answer_that_has_begun(manual_loop):
-    dataplane = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(idle_secs=300))
-    client = dataplane.client(chat())
-    worker = dataplane.worker()
-    dataplane.tell(worker, b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")
+    proxy = manual_loop("[server]\nrequest_timeout_secs = 1800\n" + times(idle_secs=300))
+    client = proxy.client(chat())
+    worker = proxy.worker()
+    proxy.send_from(worker, b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n")
     for _ in range(6):
-        dataplane.wait(290)
-        dataplane.tell(worker, b"more")
-    runs_out(dataplane, "relay", 60)
-    answer, end = received(client)
+        proxy.wait(290)
+        proxy.send_from(worker, b"more")
+    runs_out(proxy, "relay", 60)
+    answer, end = read_available(client)
     assert (answer.count(b"more"), end) == (6, "closed")
-    assert dataplane.log[0]["outcome"] == "timed_out"
-    assert dataplane.fleet.workers[0].health.consecutive_failures == 0
+    assert proxy.log[0]["outcome"] == "timed_out"
+    assert proxy.fleet.workers[0].health.consecutive_failures == 0
 
 
 def test_request_timeout_secs_leaves_streams_alone(manual_loop):
-    dataplane = manual_loop("[server]\nrequest_timeout_secs = 10\n" + times(response_head_secs=100))
-    dataplane.client(STREAMED)
-    dataplane.worker()
-    runs_out(dataplane, "wait", 100)
+    proxy = manual_loop("[server]\nrequest_timeout_secs = 10\n" + times(response_head_secs=100))
+    proxy.client(STREAMED)
+    proxy.worker()
+    runs_out(proxy, "wait", 100)
 
 
 def test_sse_keepalive_secs_ends_nothing(manual_loop):
-    dataplane = manual_loop("[server]\nsse_keepalive_secs = 15\n" + times(response_head_secs=40))
-    client = dataplane.client(STREAMED)
-    worker = dataplane.worker()
+    proxy = manual_loop("[server]\nsse_keepalive_secs = 15\n" + times(response_head_secs=40))
+    client = proxy.client(STREAMED)
+    worker = proxy.worker()
     for _ in range(2):
-        dataplane.wait(15 + JUST_AFTER)
-        assert received(client)[0].endswith(b": keep-alive\n\n\r\n")
-    dataplane.tell(worker, SSE + EVENT + b"0\r\n\r\n")
-    assert received(client) == (EVENT + b"0\r\n\r\n", "open")
+        proxy.wait(15 + JUST_AFTER)
+        assert read_available(client)[0].endswith(b": keep-alive\n\n\r\n")
+    proxy.send_from(worker, SSE + EVENT + b"0\r\n\r\n")
+    assert read_available(client) == (EVENT + b"0\r\n\r\n", "open")
 
 
 def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(manual_loop):
-    dataplane = manual_loop(times(idle_secs=300))
-    client = dataplane.client()
-    task = next(iter(dataplane.dataplane.loop.tasks))
+    proxy = manual_loop(times(idle_secs=300))
+    client = proxy.client()
+    task = next(iter(proxy.dataplane.loop.tasks))
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-    dataplane.tell(client, b"GET /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n" * 200)
-    runs_out(dataplane, "refuse", 300)
-    assert dataplane.phases == []
+    proxy.send_from(client, b"GET /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n" * 200)
+    runs_out(proxy, "refuse", 300)
+    assert proxy.phases == []
 
 
 @pytest.mark.parametrize(
@@ -240,24 +240,24 @@ def test_a_client_that_does_not_take_our_own_answer_is_left_after_idle_secs(manu
     ],
 )
 def test_0_stops_a_clock(manual_loop, key, sent, phase):
-    dataplane = manual_loop(times(**{key: 0}) + "[server]\nrequest_timeout_secs = 0\n")
-    dataplane.client(sent)
-    dataplane.wait(10**7)
-    assert dataplane.phases == [phase]
+    proxy = manual_loop(times(**{key: 0}) + "[server]\nrequest_timeout_secs = 0\n")
+    proxy.client(sent)
+    proxy.wait(10**7)
+    assert proxy.phases == [phase]
 
 
 def test_a_client_that_does_not_take_comments_is_left_after_idle_secs(manual_loop):
-    dataplane = manual_loop("[server]\nsse_keepalive_secs = 1\n" + times(idle_secs=300))
-    client = dataplane.client()
-    (task,) = dataplane.dataplane.loop.tasks
+    proxy = manual_loop("[server]\nsse_keepalive_secs = 1\n" + times(idle_secs=300))
+    client = proxy.client()
+    (task,) = proxy.dataplane.loop.tasks
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    dataplane.tell(client, STREAMED)
-    dataplane.worker()
+    proxy.send_from(client, STREAMED)
+    proxy.worker()
     waits = 0
     while task.waiting_on is not task.client:  # until it takes no more
-        dataplane.wait(1 + JUST_AFTER)
+        proxy.wait(1 + JUST_AFTER)
         waits += 1
         assert waits < 100
-    runs_out(dataplane, "wait", 300)
-    assert (dataplane.phases, dataplane.log[-1]["outcome"]) == ([], "client_stalled")
-    assert dataplane.log[-1]["ended_by"] == "client"
+    runs_out(proxy, "wait", 300)
+    assert (proxy.phases, proxy.log[-1]["outcome"]) == ([], "client_stalled")
+    assert proxy.log[-1]["ended_by"] == "client"

@@ -7,7 +7,7 @@ from omni_proxy.dataplane.exchange.request_body import CHUNKED_READ_BYTES
 from omni_proxy.dataplane.loop.io_task import READ_BYTES
 from omni_proxy.dataplane.loop.task import READS_PER_STEP
 from omni_proxy.dataplane.websocket.relay import CONFIG_READ_BYTES
-from tests.dataplane.manual_loop import QUIET_SECS, ManualLoop, received
+from tests.dataplane.manual_loop import QUIET_SECS, ManualLoop, read_available
 
 CHUNKED = (
     b"POST /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\ntransfer-encoding: chunked\r\n"
@@ -26,7 +26,7 @@ AT_ONCE = 2
 
 
 @pytest.fixture
-def dataplane():
+def proxy():
     made = ManualLoop()
     yield made
     made.close()
@@ -43,25 +43,25 @@ def frame(kind, payload=b""):
     return bytes((kind,)) + length + bytes(4) + payload
 
 
-def batch(dataplane):
+def batch(proxy):
     """One of events; whoever gives up his turn in it has one more at its end."""
-    loop = dataplane.dataplane.loop
+    loop = proxy.dataplane.loop
     loop._run_batch(loop._epoll.poll(QUIET_SECS))
 
 
-def exchange(dataplane):
-    (task,) = dataplane.dataplane.loop.tasks
+def exchange(proxy):
+    (task,) = proxy.dataplane.loop.tasks
     return task.exchange
 
 
-def session(dataplane):
+def session(proxy):
     """A client and a worker that have one, and have said all that they had to."""
-    client = dataplane.client(UPGRADE)
-    dataplane.tell(client, frame(TEXT, b'{"type":"session.config","session":{"model":"m"}}'))
-    worker = dataplane.worker()
+    client = proxy.client(UPGRADE)
+    proxy.send_from(client, frame(TEXT, b'{"type":"session.config","session":{"model":"m"}}'))
+    worker = proxy.worker()
     lines = worker.recv(65536).split(b"\r\n")
     key = next(line for line in lines if line.startswith(b"sec-websocket-key: "))[19:]
-    dataplane.tell(
+    proxy.send_from(
         worker,
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
         b"sec-websocket-accept: %b\r\n\r\n" % generate_accept_token(key),
@@ -69,67 +69,67 @@ def session(dataplane):
     return client, worker
 
 
-def test_the_smallest_chunks_are_read_piece_by_piece(dataplane):
-    client = dataplane.client(CHUNKED)
+def test_the_smallest_chunks_are_read_piece_by_piece(proxy):
+    client = proxy.client(CHUNKED)
     body = BODY + b" " * CHUNKED_READ_BYTES
     client.sendall(chunks(body))
-    batch(dataplane)
-    assert exchange(dataplane).bytes_in <= AT_ONCE * CHUNKED_READ_BYTES // len(chunks(b" "))
-    dataplane.turn()
-    dataplane.tell(client, b"0\r\n\r\n")
-    assert dataplane.worker().recv(1 << 20).endswith(b"\r\n\r\n" + body)
+    batch(proxy)
+    assert exchange(proxy).bytes_in <= AT_ONCE * CHUNKED_READ_BYTES // len(chunks(b" "))
+    proxy.run_until_idle()
+    proxy.send_from(client, b"0\r\n\r\n")
+    assert proxy.worker().recv(1 << 20).endswith(b"\r\n\r\n" + body)
 
 
-def test_large_chunks_need_no_turn_each(dataplane):
-    client = dataplane.client(CHUNKED)
+def test_large_chunks_need_no_turn_each(proxy):
+    client = proxy.client(CHUNKED)
     size = PIECES * CHUNKED_READ_BYTES
     client.sendall(b"%x\r\n%b" % (size, bytes(size)))
-    batch(dataplane)
-    assert exchange(dataplane).bytes_in == size
+    batch(proxy)
+    assert exchange(proxy).bytes_in == size
 
 
-def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(dataplane):
-    client = dataplane.client()
+def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(proxy):
+    client = proxy.client()
     many = PIECES * READS_PER_STEP
     client.sendall(REFUSED * many)
-    batch(dataplane)
-    assert len(dataplane.log) <= AT_ONCE * READS_PER_STEP
-    dataplane.turn()
-    answers, end = received(client)
-    assert (answers.count(b"HTTP/1.1 405 "), len(dataplane.log), end) == (many, many, "open")
+    batch(proxy)
+    assert len(proxy.log) <= AT_ONCE * READS_PER_STEP
+    proxy.run_until_idle()
+    answers, end = read_available(client)
+    assert (answers.count(b"HTTP/1.1 405 "), len(proxy.log), end) == (many, many, "open")
 
 
 @pytest.mark.parametrize(
     "message", [frame(TEXT, b'{"type":"input.text"}'), frame(PING)], ids=["texts", "pings"]
 )
-def test_a_client_that_sends_without_pause_yields(dataplane, message):
-    client, _ = session(dataplane)
-    before = exchange(dataplane).bytes_in
+def test_a_client_that_sends_without_pause_yields(proxy, message):
+    client, _ = session(proxy)
+    before = exchange(proxy).bytes_in
     sent = message * (PIECES * READ_BYTES // len(message))
     client.sendall(sent)
-    batch(dataplane)
-    assert exchange(dataplane).bytes_in - before <= AT_ONCE * READ_BYTES
-    dataplane.turn()
-    assert exchange(dataplane).bytes_in - before == len(sent)
+    batch(proxy)
+    assert exchange(proxy).bytes_in - before <= AT_ONCE * READ_BYTES
+    proxy.run_until_idle()
+    assert exchange(proxy).bytes_in - before == len(sent)
 
 
-def test_a_client_without_a_complete_first_message_yields_too(dataplane):
-    client = dataplane.client(UPGRADE)
+def test_a_client_without_a_complete_first_message_yields_too(proxy):
+    client = proxy.client(UPGRADE)
     sent = frame(PING) * (PIECES * CONFIG_READ_BYTES // len(frame(PING)))
     client.sendall(sent)
-    batch(dataplane)
-    assert exchange(dataplane).bytes_in <= AT_ONCE * CONFIG_READ_BYTES
-    dataplane.turn()
-    assert exchange(dataplane).bytes_in == len(sent)
+    batch(proxy)
+    assert exchange(proxy).bytes_in <= AT_ONCE * CONFIG_READ_BYTES
+    proxy.run_until_idle()
+    assert exchange(proxy).bytes_in == len(sent)
 
 
-def test_a_worker_that_sends_without_pause_yields(dataplane):
-    client, worker = session(dataplane)
-    received(client)
+def test_a_worker_that_sends_without_pause_yields(proxy):
+    client, worker = session(proxy)
+    read_available(client)
     event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(30)  # so that no piece ends in one
     many = PIECES * READ_BYTES // len(event)
     worker.sendall(event * many)
-    batch(dataplane)
-    assert exchange(dataplane).chunks <= AT_ONCE * READ_BYTES // len(event)
-    dataplane.turn()
-    assert exchange(dataplane).chunks == many
+    batch(proxy)
+    assert exchange(proxy).chunks <= AT_ONCE * READ_BYTES // len(event)
+    proxy.run_until_idle()
+    assert exchange(proxy).chunks == many

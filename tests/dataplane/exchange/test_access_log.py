@@ -1,4 +1,4 @@
-"""Lines of both logs about what clients may name as they like."""
+"""Access log and route log lines with text that clients choose."""
 
 import json
 
@@ -24,22 +24,22 @@ class Sink:
 
 @pytest.fixture
 def recorders():
-    made = Recorders()
-    made.access_log, made.route_log = Sink(), Sink()
-    return made
+    to_sinks = Recorders()
+    to_sinks.access_log, to_sinks.route_log = Sink(), Sink()
+    return to_sinks
 
 
 @pytest.fixture
 def exchange():
-    made = Exchange(1.0, "127.0.0.1:9")
-    made.method, made.target, made.ended_at = "POST", "/v1/chat/completions", 2.0
-    made.requirements = Requirements(model=ODD, mask=0)
-    made.worker_seen = ("healthy", False, True)
-    return made
+    ended = Exchange(1.0, "127.0.0.1:9")
+    ended.method, ended.target, ended.ended_at = "POST", "/v1/chat/completions", 2.0
+    ended.requirements = Requirements(model=ODD, mask=0)
+    ended.worker_seen = ("healthy", False, True)
+    return ended
 
 
 @pytest.mark.parametrize("access_json", [True, False])
-def test_nothing_that_a_terminal_obeys_stands_in_a_log(exchange, recorders, access_json):
+def test_the_logs_have_no_unprintable_characters(exchange, recorders, access_json):
     write_logs(recorders, exchange, fleet_of(entry("a")).workers[0], as_json=access_json)
     (route,), (access,) = recorders.route_log.lines, recorders.access_log.lines
     assert route.isascii()
@@ -54,7 +54,7 @@ def test_nothing_that_a_terminal_obeys_stands_in_a_log(exchange, recorders, acce
         assert "\\u202e" in access.decode()
 
 
-def test_a_text_line_is_that_of_its_record(exchange, recorders):
+def test_a_text_line_can_be_made_of_a_json_record(exchange, recorders):
     write_logs(recorders, exchange, None, as_json=True)
     record = msgspec.json.decode(recorders.access_log.lines[0])
     assert record["model"] == ODD

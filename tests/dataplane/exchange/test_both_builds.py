@@ -1,7 +1,7 @@
-"""Plain Python and the compiled modules play the same transcripts: whatever is seen is the same.
+"""Plain Python and the compiled modules have equal results for the same transcripts.
 
-Compared are bytes to the client and to the worker, counts, log lines, metrics and the times of a
-clock that the test moves. Each build has a process of its own.
+The test compares bytes to clients and workers, counts, log lines, metrics and times of the manual
+clock. Each build runs in its own process.
 """
 
 import os
@@ -23,26 +23,26 @@ from tests.dataplane.transcript import play
 
 print(native.build())
 for number, (name, (steps, _, _)) in enumerate(TRANSCRIPTS.items()):
-    for short in (False, True):
-        folder = pathlib.Path(sys.argv[1], f"{number}-{short}")
+    for use_fast_path in (False, True):
+        folder = pathlib.Path(sys.argv[1], f"{number}-{use_fast_path}")
         folder.mkdir()
         listeners = worker_sockets(folder)
-        with World(listeners, "[server]\\nlog_format = 'json'\\n" + CONFIG, short=short).at_work() as world:
+        with World(listeners, "[server]\\nlog_format = 'json'\\n" + CONFIG, use_fast_path=use_fast_path).patched() as world:
             client = world.connect_client(warm=6)
             play(world, client, *steps)
-            result = world.seen(whole=True)
+            result = world.snapshot(whole=True)
             world.finish()
-            raw = [each.came for each in world.clients]
-            print(name, short, world.began, world.handed_over, raw, result, world.seen(whole=True))
-        for each in listeners.values():
-            each.close()
+            raw = [client.received for client in world.clients]
+            print(name, use_fast_path, world.began, world.handed_over, raw, result, world.snapshot(whole=True))
+        for listener in listeners.values():
+            listener.close()
 """
 
 
-def played(folder, **variables):
-    """The build that ran, and a line for each transcript with and without the fast path."""
+def play_all(folder, **variables):
+    """The build, the lines that the script prints for each transcript and path, and the errors."""
     folder.mkdir()
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(folder)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "0"} | variables,
@@ -50,19 +50,19 @@ def played(folder, **variables):
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     shutil.rmtree(folder)
-    return *done.stdout.split("\n", 1), done.stderr
+    return *completed.stdout.split("\n", 1), completed.stderr
 
 
 def test_both_builds_play_the_same_transcripts(tmp_path):
     compiled = os.environ.get("OMNI_PROXY_NATIVE") or str(ROOT / "build/native")
     if not any(Path(compiled).glob("*.so")):
         pytest.skip(f"NOT COMPARED: no compiled modules in {compiled}: run tools/test-native")
-    build, native, errors = played(tmp_path / "w", OMNI_PROXY_PURE="", OMNI_PROXY_NATIVE=compiled)
+    build, native, errors = play_all(tmp_path / "w", OMNI_PROXY_PURE="", OMNI_PROXY_NATIVE=compiled)
     if build != "native":
         pytest.skip(f"NOT COMPARED: run tools/test-native: {errors}")
-    build, plain, _ = played(tmp_path / "w", OMNI_PROXY_PURE="1")
+    build, plain, _ = play_all(tmp_path / "w", OMNI_PROXY_PURE="1")
     assert build == "python"
     assert native.count("\n") > 10
     assert native.splitlines() == plain.splitlines()

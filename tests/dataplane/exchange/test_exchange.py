@@ -2,17 +2,17 @@ import contextlib
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
 
-# Facts of the head, and what each request on the fast path sets before anything reads it.
+# Facts of the head, and fields that each request on the fast path sets before they are read.
 KEPT = {
     "started_at", "head_at", "body_at", "client", "method", "target", "route", "idempotency_key",
     "request_id", "policy", "version", "worker_seen", "stream", "bytes_in", "ended_at",
     "caller", "reserved", "request_bucket", "token_bucket", "spare_leg", "trace",
 }  # fmt: skip
-# What the end of an exchange clears.
+# Fields that the end of an exchange clears.
 CLEARED = {
     "requirements", "last_worker", "last_rank", "rank", "last_chunk", "admitted", "held_bytes"
 }  # fmt: skip
-# What the fast path never sets: an exchange that needs one of these goes on in the coroutine.
+# Fields that the fast path never sets: an exchange that needs one of them continues in the coroutine.
 NEVER_SET = {
     "body", "connect_secs", "cors", "ended_by", "error", "half_open_id", "longest_gap",
     "queued_secs", "request_id_line", "failed_attempts", "worker", "legs",
@@ -20,7 +20,7 @@ NEVER_SET = {
 
 
 def set_any(exchange, name):
-    """To a value that no new one has; in the native build fields have types."""
+    """Set the field to a value that a new exchange does not have. Native builds have typed fields."""
     for value in (object(), 7, b"7", Exchange(1.0, "client")):
         with contextlib.suppress(TypeError):
             setattr(exchange, name, value)
@@ -28,7 +28,7 @@ def set_any(exchange, name):
     raise AssertionError(name)
 
 
-def test_a_recycled_exchange_is_as_new_but_for_what_each_request_sets():
+def test_recycling_resets_all_fields_that_requests_do_not_always_set():
     used, new = Exchange(1.0, "client"), Exchange(1.0, "client")
     for name in set(Exchange.__slots__) - NEVER_SET - CLEARED:
         set_any(used, name)

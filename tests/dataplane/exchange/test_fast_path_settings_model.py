@@ -1,5 +1,6 @@
-"""The fast path against the slow path under settings that change what a worker gets or what counts:
-keys with limits, traces, usage metrics, aliases, ranks and load reports, in any combination."""
+"""Steps with and without the fast path have equal results under settings that change requests and
+counts: keys with limits, traces, usage metrics, aliases, ranks and load reports, in any combination.
+"""
 
 import contextlib
 import json
@@ -15,7 +16,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane import request_trace
 from omni_proxy.dataplane.exchange import fast_path
 from tests.dataplane.both_drivers import (
-    WHOLE,
+    OK_RESPONSE,
     World,
     chat_request,
     with_sorted_fields,
@@ -48,7 +49,7 @@ def key_tables(limits):
     )
 
 
-# Each a server part, a routing part, and tables. `ranks`: of both workers.
+# The parts of a configuration. RANKS: the number of ranks of both workers.
 SERVER = st.sampled_from(["", "usage_metrics = true\n", "queue_size = 2\nqueue_timeout_secs = 5\n"])
 ROUTING = st.sampled_from(
     ["", "overload_waiting = 8\n", "policy = 'least_request'\n", "policy = 'cache_aware'\n",
@@ -96,45 +97,45 @@ TRACES = st.sampled_from(
     + [b"nonsense", b"00-%b-%b-01" % (b"0" * 32, SPAN_ID)]
 )
 PLANS = st.sampled_from(
-    [(WHOLE,)] * 4
+    [(OK_RESPONSE,)] * 4
     + [(counted(body=USAGE % count),) for count in (2, 2, 500)]
     + [(counted(fields=LOAD % waiting),) for waiting in (0, 1, 8)]
     + [
         (counted(body=USAGE % 2)[:-9], (USAGE % 2)[-9:]),
         (counted(b"404 Not Found"),),
         (counted(b"503 Busy"),),
-        (WHOLE, CLOSES),
+        (OK_RESPONSE, CLOSES),
         (CLOSES,),
         (HEAD + b"transfer-encoding: chunked\r\n\r\n" + CHUNK + LAST,),
         (SSE + b"transfer-encoding: chunked\r\n\r\n", CHUNK, CHUNK + LAST),
     ]
 )
-# Each client's key, and whether it sends a traceparent: the shape of its heads is known at first.
+# Each client's key, and whether it sends a traceparent: so its heads are cached from the beginning.
 CLIENTS = ((KEYS[0], False), (KEYS[0], True), (KEYS[1], False))
 OTHER_KEY = st.sampled_from([None] * 9 + [KEYS[0], KEYS[1], b"wrong", b""])
 REQUEST = st.tuples(OTHER_KEY, TRACES, BODIES)
 WHO, AT = st.integers(0, 2), st.integers(0, 1)
 STEPS = weighted(
     (16, st.tuples(st.just("exchange"), WHO, REQUEST, PLANS)),
-    (1, st.tuples(st.just("like"), WHO, REQUEST)),
-    (2, st.tuples(st.just("answer"), PLANS)),
-    (1, st.just(("more",))),
-    (1, st.tuples(st.just("leaves"), WHO, st.sampled_from(["half", "whole"]))),
+    (1, st.tuples(st.just("send_similar"), WHO, REQUEST)),
+    (2, st.tuples(st.just("respond"), PLANS)),
+    (1, st.just(("continue_response",))),
+    (1, st.tuples(st.just("disconnect"), WHO, st.sampled_from(["half", "whole"]))),
     (1, st.tuples(st.just("disable"), AT, st.booleans())),
-    (1, st.tuples(st.just("bound"), AT, st.integers(0, 1))),
-    (1, st.tuples(st.just("key"), AT)),
-    (1, st.tuples(st.just("ranks"), AT, st.sampled_from([0, 2]))),
-    (1, st.tuples(st.just("version"), AT, st.sampled_from(["v1", "v2"]))),
-    (1, st.tuples(st.just("fails"), AT, st.booleans())),
+    (1, st.tuples(st.just("limit_inflight"), AT, st.integers(0, 1))),
+    (1, st.tuples(st.just("set_api_key"), AT)),
+    (1, st.tuples(st.just("set_ranks"), AT, st.sampled_from([0, 2]))),
+    (1, st.tuples(st.just("set_version"), AT, st.sampled_from(["v1", "v2"]))),
+    (1, st.tuples(st.just("fail"), AT, st.booleans())),
     (1, st.tuples(st.just("wait"), st.sampled_from([1, 6, 61]))),
-    (1, st.tuples(st.just("config"), CONFIG)),
+    (1, st.tuples(st.just("reconfigure"), CONFIG)),
 )
 
 
 class SettingsWorld(World):
-    def __init__(self, listeners, config, *, short, ranks):
+    def __init__(self, listeners, config, *, use_fast_path, ranks):
         fields = {name: {"ranks": ranks} for name in listeners}
-        super().__init__(listeners, config, short=short, fields=fields)
+        super().__init__(listeners, config, use_fast_path=use_fast_path, fields=fields)
         self.spans = []
         self.dataplane.recorders.spans = self.Spans(self.spans)
 
@@ -147,11 +148,14 @@ class SettingsWorld(World):
                 span["took"] = span.pop("ended_ns") - span.pop("started_ns")
                 self.kept.append(span)
 
-    def seen(self, *, whole=False):
+    def snapshot(self, *, whole=False):
         callers = self.dataplane.settings.callers
         return {
-            **super().seen(whole=whole),
-            "workers": [(end.name, with_sorted_fields(end.came), end.end) for end in self.lines],
+            **super().snapshot(whole=whole),
+            "workers": [
+                (connection.name, with_sorted_fields(connection.received), connection.state)
+                for connection in self.worker_connections
+            ],
             "spans": list(self.spans),
             "callers": [(each.name, each.in_flight) for each in callers],
             "loads": [
@@ -174,67 +178,69 @@ class SettingsCourse(Course):
     def __init__(self, world):
         super().__init__(world, "", "", ids=False, traced=False)
 
-    def go(self, slow, steps):
+    def run(self, slow, steps):
         for who in range(len(CLIENTS)):
             self.world.connect_client()
             for flag in (b"00", b"01") * 3:
                 traceparent = b"00-%b-%b-%b" % (TRACE_ID, SPAN_ID, flag)
-                self.exchange(who, (None, traceparent, b'{"messages": []}'), (WHOLE,))
+                self.exchange(who, (None, traceparent, b'{"messages": []}'), (OK_RESPONSE,))
         self.world.began = self.world.handed_over = 0
-        self.keep("warm")
+        self.record("warm")
         for step in steps:
             getattr(self, step[0])(*step[1:])
-            self.keep(step)
+            self.record(step)
         self.world.finish()
-        self.seen.append(self.world.seen(whole=True))
+        self.snapshots.append(self.world.snapshot(whole=True))
 
-    def like(self, who, request):
+    def send_similar(self, who, request):
         other_key, traceparent, body = request
         key, sends_traceparent = CLIENTS[who]
         key = key if other_key is None else other_key
         fields = [b"Authorization: Bearer " + key] if key else []
         fields += [b"traceparent: " + traceparent] if sends_traceparent else []
-        self.world.ask(self.world.clients[who], chat_request(body=body, fields=fields))
+        self.world.client_sends(self.world.clients[who], chat_request(body=body, fields=fields))
 
     def exchange(self, who, request, plan):
         client = self.world.clients[who]
-        if client.end != "open":  # its last request was refused, or it left
-            client.leave()
+        if client.state != "open":  # its last request was refused, or it left
+            client.disconnect()
             self.world.clients[who] = self.world.connect_client()
             del self.world.clients[-1]
         super().exchange(who, request, plan)
 
-    def ranks(self, at, count):
+    def set_ranks(self, at, count):
         self.change(at, ranks=count)
 
-    def config(self, config):
-        """As a configuration file that was changed."""
-        made = parse(configured(config))
-        self.world.dataplane.configure(made)
-        slots = {key.name: slot for slot, key in enumerate(made.keys, start=1)}
-        self.world.dataplane.follow_keys(KeyTable(made.keys), slots, LocalRows())
-        self.world.turn()
+    def reconfigure(self, config):
+        """Reload a changed configuration file."""
+        parsed = parse(configured(config))
+        self.world.dataplane.configure(parsed)
+        slots = {key.name: slot for slot, key in enumerate(parsed.keys, start=1)}
+        self.world.dataplane.follow_keys(KeyTable(parsed.keys), slots, LocalRows())
+        self.world.run_until_idle()
 
 
 @pytest.fixture
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(each) for name, each in worker_sockets(tmp_path).items()}
+        yield {name: stack.enter_context(sock) for name, sock in worker_sockets(tmp_path).items()}
 
 
-def course(listeners, config, ranks, steps, *, short):
+def run_course(listeners, config, ranks, steps, *, use_fast_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEY_OF_A_WORKER", "secret")
         for module in (request_trace, fast_path):  # both draw the same ids
             patch.setattr(module, "getrandbits", lambda bits: 7)
-        made = SettingsWorld(listeners, configured(config), short=short, ranks=ranks)
-        with made.at_work() as world:
-            made = SettingsCourse(world)
-            made.go(False, steps)
+        unpatched = SettingsWorld(
+            listeners, configured(config), use_fast_path=use_fast_path, ranks=ranks
+        )
+        with unpatched.patched() as world:
+            course = SettingsCourse(world)
+            course.run(False, steps)
             assert not world.dataplane.loop.tasks
             assert world.dataplane.in_flight == 0
             assert not any(caller.in_flight for caller in world.dataplane.settings.callers)
-    return made
+    return course
 
 
 @settings(
@@ -242,10 +248,13 @@ def course(listeners, config, ranks, steps, *, short):
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(CONFIG, RANKS, st.lists(STEPS, min_size=8, max_size=30))
-def test_settings_have_the_results_of_the_slow_path(listeners, config, ranks, steps):
-    long, short = (course(listeners, config, ranks, steps, short=short) for short in (False, True))
-    for theirs, ours in zip(long.seen, short.seen, strict=True):
-        assert ours == theirs
-    assert long.world.began == 0
-    event(f"began {min(short.world.began // 2 * 2, 10)}")
-    event(f"whole {min((short.world.began - short.world.handed_over) // 2 * 2, 10)}")
+def test_any_settings_have_the_results_of_the_slow_path(listeners, config, ranks, steps):
+    slow, fast = (
+        run_course(listeners, config, ranks, steps, use_fast_path=use_fast_path)
+        for use_fast_path in (False, True)
+    )
+    for expected, actual in zip(slow.snapshots, fast.snapshots, strict=True):
+        assert actual == expected
+    assert slow.world.began == 0
+    event(f"began {min(fast.world.began // 2 * 2, 10)}")
+    event(f"whole {min((fast.world.began - fast.world.handed_over) // 2 * 2, 10)}")

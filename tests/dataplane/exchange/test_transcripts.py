@@ -1,10 +1,15 @@
-"""Whole exchanges as transcripts, each run by the coroutine alone and with the fast path."""
+"""Complete exchanges as transcripts, each run without and with the fast path."""
 
 import contextlib
 
 import pytest
 
-from tests.dataplane.both_drivers import WHOLE, chat_request, run_fast_and_slow, worker_sockets
+from tests.dataplane.both_drivers import (
+    OK_RESPONSE,
+    chat_request,
+    run_fast_and_slow,
+    worker_sockets,
+)
 from tests.dataplane.transcript import play
 
 REQUEST = chat_request()
@@ -18,12 +23,12 @@ ONCE = [
     ("client", "sends", REQUEST),
     ("worker", "gets", POST_LINE, b"host: ", b"content-length: 16\r\n\r\n", b'{"messages": []}'),
     ("client", "gets nothing"),
-    ("worker", "sends", WHOLE),
+    ("worker", "sends", OK_RESPONSE),
     ("client", "gets", OK, b"X-SGLang-Omni-Worker: ", b"Route-Attempt: 1\r\n", b"\r\n{}"),
     ("phases", "are", "idle"),
 ]
 
-# Name: the steps, how many exchanges the fast path begins, how many a coroutine ends.
+# The steps, the number of exchanges that begin on the fast path, and of those a coroutine ends.
 TRANSCRIPTS = {
     "one request": (ONCE, 1, 0),
     "three requests on one connection": (ONCE * 3, 3, 0),
@@ -34,7 +39,7 @@ TRANSCRIPTS = {
             ("phases", "are", "head"),
             ("client", "sends", REQUEST[30:]),
             ("worker", "gets", POST_LINE),
-            ("worker", "sends", WHOLE),
+            ("worker", "sends", OK_RESPONSE),
             ("client", "gets", OK),
         ],
         0,
@@ -44,9 +49,9 @@ TRANSCRIPTS = {
         [
             ("client", "sends", REQUEST),
             ("worker", "gets", POST_LINE),
-            ("worker", "sends", WHOLE[:-1]),
+            ("worker", "sends", OK_RESPONSE[:-1]),
             ("client", "gets", OK),
-            ("worker", "sends", WHOLE[-1:]),
+            ("worker", "sends", OK_RESPONSE[-1:]),
             ("client", "gets", b"}"),
             ("phases", "are", "idle"),
         ],
@@ -81,7 +86,7 @@ TRANSCRIPTS = {
         1,
         1,
     ),
-    "a client that leaves": (
+    "a client that disconnects": (
         [
             ("client", "sends", REQUEST),
             ("worker", "gets", POST_LINE),
@@ -92,7 +97,7 @@ TRANSCRIPTS = {
         1,
         0,
     ),
-    "a worker that says nothing": (
+    "a worker that does not respond": (
         [
             ("client", "sends", REQUEST),
             ("worker", "gets", POST_LINE),
@@ -117,11 +122,11 @@ CONFIG += "[routing]\nmax_total_retries = 1\n"
 @pytest.fixture
 def listeners(tmp_path):
     with contextlib.ExitStack() as stack:
-        yield {name: stack.enter_context(each) for name, each in worker_sockets(tmp_path).items()}
+        yield {name: stack.enter_context(sock) for name, sock in worker_sockets(tmp_path).items()}
 
 
 @pytest.mark.parametrize("name", TRANSCRIPTS)
-def test_both_drivers_play_the_same_transcript(listeners, name):
+def test_both_paths_play_the_same_transcript(listeners, name):
     steps, began, handed_over = TRANSCRIPTS[name]
 
     def script(world, client):

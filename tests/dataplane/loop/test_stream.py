@@ -13,7 +13,7 @@ from omni_proxy.dataplane.loop.event_loop import MAX_PENDING_WRITERS, EventLoop
 from omni_proxy.dataplane.loop.stream import Stream
 from omni_proxy.dataplane.loop.task import pause
 from tests.dataplane.loop_script import Scripted, until
-from tests.dataplane.manual_loop import ManualLoop, chat, received
+from tests.dataplane.manual_loop import ManualLoop, chat, read_available
 
 ROUND = 1000
 
@@ -127,15 +127,15 @@ def test_a_half_closed_client_gets_its_complete_response(manual_loop):
     task.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     client.sendall(chat())
     client.shutdown(socket.SHUT_WR)
-    manual_loop.turn()
-    manual_loop.tell(
+    manual_loop.run_until_idle()
+    manual_loop.send_from(
         manual_loop.worker(), b"HTTP/1.1 200 OK\r\ncontent-length: 12000\r\n\r\n" + body
     )
     assert len(task.client.pending) > 0
     came, end = b"", "open"
     while end == "open":
-        more, end = received(client)
+        more, end = read_available(client)
         assert more or end == "closed"
         came += more
-        manual_loop.turn()
+        manual_loop.run_until_idle()
     assert came.endswith(b"\r\n\r\n" + body)
