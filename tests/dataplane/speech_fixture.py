@@ -1,4 +1,4 @@
-"""Speech over real loopback sockets: a client, the data plane, a scripted worker."""
+"""Speech sessions over loopback sockets: a client, the data plane and scripted workers."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ CONFIG = '{"type":"session.config","session":{"model":"m"}}'
 DONE = '{"type":"session.done","session_id":"s","total_sentences":1}'
 
 
-class Left(Exception):
-    """The other end closed where a message was due."""
+class Disconnected(Exception):
+    """The other end closed the connection instead of sending a message."""
 
 
 class Socket:
-    """One end of a websocket: whole messages, and the other events as they come."""
+    """One end of a websocket: receives complete messages and all other events."""
 
     def __init__(self, stream, ws):
         self.stream, self.ws = stream, ws
@@ -47,10 +47,10 @@ class Socket:
     async def send(self, event):
         await self.stream.send_all(self.ws.send(event))
 
-    async def say(self, text):
+    async def send_text(self, text):
         await self.send(TextMessage(data=text))
 
-    async def event(self):
+    async def receive_event(self):
         """The next event; None at the end of the connection."""
         while True:
             while self.waiting:
@@ -73,20 +73,20 @@ class Socket:
         self.parts.clear()
         return whole
 
-    async def text(self):
-        event = await self.event()
+    async def receive_text(self):
+        event = await self.receive_event()
         if event is None or isinstance(event, CloseConnection):
-            raise Left(event)
+            raise Disconnected(event)
         assert isinstance(event, TextMessage), event
         return event.data
 
-    async def error(self):
-        event = json.loads(await self.text())
+    async def receive_error(self):
+        event = json.loads(await self.receive_text())
         assert event.pop("type") == "error"
         return event
 
-    async def closed(self):
-        event = await self.event()
+    async def receive_close(self):
+        event = await self.receive_event()
         assert isinstance(event, CloseConnection), event
         return int(event.code), event.reason
 
@@ -95,13 +95,13 @@ class Socket:
 
 
 class Worker:
-    """A fake worker; `script(socket)` is one session, `refuse` a status for every handshake."""
+    """A fake worker. `script(socket)` serves a session; `refuse` is the status of all handshakes."""
 
     def __init__(self, script, refuse=0):
         self.script, self.refuse = script, refuse
         self.requests = []
-        self.over = trio.Event()
-        self.gone = trio.Event()
+        self.session_ended = trio.Event()
+        self.stopped = trio.Event()
         self.listening = trio.CancelScope()
 
     async def start(self, nursery):
@@ -113,7 +113,7 @@ class Worker:
     async def _listen(self):
         with self.listening:
             await trio.serve_listeners(self._serve, self.listeners)
-        self.gone.set()
+        self.stopped.set()
 
     async def _serve(self, stream):
         ws = WSConnection(ConnectionType.SERVER)
@@ -129,14 +129,14 @@ class Worker:
                 return
             await socket.send(AcceptConnection())
             await self.script(socket)
-        except (trio.BrokenResourceError, Left):
+        except (trio.BrokenResourceError, Disconnected):
             pass
         finally:
-            self.over.set()
+            self.session_ended.set()
             await stream.aclose()
 
 
-class Setting:
+class RunningDataPlane:
     """A running data plane with its fleet."""
 
     def __init__(self, dataplane, fleet, workers):
@@ -154,86 +154,89 @@ class Setting:
         socket = Socket(stream, ws)
         async with stream:
             await socket.send(Request(host="router", target=target, extra_headers=list(headers)))
-            assert isinstance(await socket.event(), AcceptConnection)
+            assert isinstance(await socket.receive_event(), AcceptConnection)
             yield socket
 
-    def machine(self, index=0):
+    def health(self, index=0):
         return self.fleet.find(self.workers[index].url).health
 
     def counts(self, index=0):
         worker = self.fleet.find(self.workers[index].url)
-        return tuple(of.get("tts_websocket", 0) for of in (worker.succeeded, worker.failed))
+        return tuple(counts.get("tts_websocket", 0) for counts in (worker.succeeded, worker.failed))
 
-    async def settled(self):
-        """Until the proxy has no connection left."""
+    async def wait_until_drained(self):
+        """Wait until the proxy has no connections; returns the counts of outcomes."""
         await self.dataplane.drained()
         return dict(self.dataplane.services.totals.ended)
 
 
-def entry(url, model=None, capabilities=CAPABILITIES, **trust):
+def entry(url, model=None, capabilities=CAPABILITIES, **tls):
     return WorkerSpec(
         url=url, model=model, capabilities=frozenset(capabilities), disabled=False, weight=1,
-        max_inflight=0, origin="file", **trust,
+        max_inflight=0, origin="file", **tls,
     )  # fmt: skip
 
 
 @asynccontextmanager
-async def running(*workers, config="", entries=None):
+async def run_proxy(*workers, config="", entries=None):
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
             for worker in workers:
                 await worker.start(nursery)
             fleet = Fleet()
-            reported = entries or [{}] * len(workers)
+            settings = entries or [{}] * len(workers)
             fleet.apply(
-                [entry(worker.url, **more) for worker, more in zip(workers, reported, strict=True)],
+                [
+                    entry(worker.url, **fields)
+                    for worker, fields in zip(workers, settings, strict=True)
+                ],
                 NOW,
             )
             for worker in fleet.workers:
                 for _ in range(2):
                     fleet.observe_probe(worker, status=200, error=None, at=NOW, epoch=0)
-            made = parse("[server]\nport = 0\n" + config)
+            parsed = parse("[server]\nport = 0\n" + config)
             dataplane = DataPlane(
-                fleet, made, admin_socket="/nowhere", sources=Sources(lambda n: 0)
+                fleet, parsed, admin_socket="/nowhere", sources=Sources(lambda n: 0)
             )
-            dataplane.prepare(made)()
+            dataplane.prepare(parsed)()
             await nursery.start(dataplane.run)
-            yield Setting(dataplane, fleet, workers)
+            yield RunningDataPlane(dataplane, fleet, workers)
             nursery.cancel_scope.cancel()
 
 
-async def narrate(socket):
-    """A good session: configured, one sentence as audio, done, closed."""
-    assert json.loads(await socket.text())["type"] == "session.config"
-    await socket.say('{"type":"session.configured"}')
-    while json.loads(await socket.text())["type"] != "input.done":
+async def serve_speech(socket):
+    """A successful session: configured, the audio of one sentence, done, closed."""
+    assert json.loads(await socket.receive_text())["type"] == "session.config"
+    await socket.send_text('{"type":"session.configured"}')
+    while json.loads(await socket.receive_text())["type"] != "input.done":
         pass
     await socket.send(BytesMessage(data=bytes(range(256)) * 300))
-    await socket.say('{"type":"audio.done","error":false}')
-    await socket.say(DONE)
+    await socket.send_text('{"type":"audio.done","error":false}')
+    await socket.send_text(DONE)
     await socket.close(1000, "bye")
-    await socket.event()
+    await socket.receive_event()
 
 
-async def listen(socket):
-    """Takes everything, says nothing."""
-    while not isinstance(await socket.event(), CloseConnection | None):
+async def read_until_close(socket):
+    """Reads all events and sends none."""
+    while not isinstance(await socket.receive_event(), CloseConnection | None):
         pass
 
 
-async def speak(client):
-    await client.say(CONFIG)
-    assert json.loads(await client.text()) == {"type": "session.configured"}
-    await client.say('{"type":"input.text","text":"Hi."}')
-    await client.say('{"type":"input.done"}')
+async def request_speech(client):
+    await client.send_text(CONFIG)
+    assert json.loads(await client.receive_text()) == {"type": "session.configured"}
+    await client.send_text('{"type":"input.text","text":"Hi."}')
+    await client.send_text('{"type":"input.done"}')
 
 
-async def heard_all(client):
-    """What `narrate` says, to its end."""
-    audio = await client.event()
+async def receive_speech(client):
+    """Receive all that `serve_speech` sends, and close."""
+    audio = await client.receive_event()
     assert isinstance(audio, BytesMessage)
     assert audio.data == bytes(range(256)) * 300
-    assert json.loads(await client.text())["type"] == "audio.done"
-    assert await client.text() == DONE
-    assert await client.closed() == (1000, "bye")
+    assert json.loads(await client.receive_text())["type"] == "audio.done"
+    assert await client.receive_text() == DONE
+    assert await client.receive_close() == (1000, "bye")
     await client.close()

@@ -15,9 +15,9 @@ def config_of(**server) -> Config:
     return parse(f"[server]\nport = 0\n{lines}\n")
 
 
-async def test_a_reload_does_not_open_what_a_drain_has_closed(nursery, tmp_path):
+async def test_a_reload_while_draining_opens_no_listener(nursery, tmp_path):
     dataplane = DataPlane(
-        Fleet(), config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
+        Fleet(), config_of(), admin_socket=str(tmp_path / "admin"), sources=Sources(lambda _: 0)
     )
     await nursery.start(dataplane.run)
     dataplane.prepare(config_of())()
@@ -28,34 +28,34 @@ async def test_a_reload_does_not_open_what_a_drain_has_closed(nursery, tmp_path)
     assert dataplane.settings.config.server.host == "127.0.0.2"
 
 
-async def test_the_policy_is_notified_of_removals_maintained_and_shown(tmp_path):
+async def test_the_policy_is_notified_of_removals_maintained_and_in_the_status(tmp_path):
     fleet = fleet_of(entry("a"), entry("b"))
     dataplane = DataPlane(
-        fleet, config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
+        fleet, config_of(), admin_socket=str(tmp_path / "admin"), sources=Sources(lambda _: 0)
     )
-    heard = []
+    calls = []
 
-    class Listening(type(dataplane.policy)):
+    class RecordingPolicy(type(dataplane.policy)):
         def forget_worker(self, worker):
-            heard.append(worker.url)
+            calls.append(worker.url)
 
         def maintain(self, now):
-            heard.append(now)
+            calls.append(now)
 
         def stats(self):
             return {"picks": 7}
 
-    dataplane.balancer.policy = Listening()
+    dataplane.balancer.policy = RecordingPolicy()
     fleet.cache_cleared(fleet.workers[1])
     fleet.apply([entry("b")], NOW)
     dataplane._sweep()
-    assert heard == ["http://b:1", "http://a:1", dataplane.loop.now]
+    assert calls == ["http://b:1", "http://a:1", dataplane.loop.now]
     assert dataplane.status()["policy"] == {"name": "round_robin", "picks": 7}
 
 
-async def test_a_change_of_the_policy_builds_another_and_any_other_change_keeps_it(tmp_path):
+async def test_only_a_change_of_the_policy_creates_a_new_one(tmp_path):
     dataplane = DataPlane(
-        Fleet(), config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
+        Fleet(), config_of(), admin_socket=str(tmp_path / "admin"), sources=Sources(lambda _: 0)
     )
     first = dataplane.policy
     dataplane.configure(config_of(queue_size=7))
@@ -73,7 +73,7 @@ async def test_requests_are_special_while_some_worker_has_a_role_or_adapters(
 ):
     fleet = fleet_of(entry("a"))
     dataplane = DataPlane(
-        fleet, config_of(), admin_socket=str(tmp_path / "front"), sources=Sources(lambda _: 0)
+        fleet, config_of(), admin_socket=str(tmp_path / "admin"), sources=Sources(lambda _: 0)
     )
     seen = [dataplane.balancer.always_special]
     for entries in ([entry("a"), entry("b", **fields)], [entry("a")]):
@@ -83,12 +83,12 @@ async def test_requests_are_special_while_some_worker_has_a_role_or_adapters(
 
 
 @pytest.mark.parametrize("bound", [1, 2, 3, 5, 2**63, 2**191 - 1])
-def test_a_number_that_is_drawn_is_below_its_bound(bound):
+def test_a_random_number_is_below_its_bound(bound):
     drawn = {random_below(bound) for _ in range(200)}
     assert all(0 <= number < bound for number in drawn)
     assert len(drawn) >= min(bound, 100)
 
 
-def test_there_is_no_number_below_nothing():
+def test_a_bound_below_1_is_an_error():
     with pytest.raises(ValueError, match="below 1"):
         random_below(0)

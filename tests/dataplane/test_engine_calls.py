@@ -1,4 +1,4 @@
-"""Calls to /tokenize run beside the requests, few at a time; what fails is not asked again soon."""
+"""Calls to /tokenize: few at a time, and not repeated soon after a failure."""
 
 import json
 
@@ -22,11 +22,11 @@ def question(worker, mark=b""):
 
 async def until(holds):
     with trio.fail_after(30):
-        while not holds():  # noqa: ASYNC110 - nothing tells of it
+        while not holds():  # noqa: ASYNC110 - there is no event to wait for
             await trio.sleep(0.01)
 
 
-async def test_an_engine_is_asked_and_its_tokens_are_known():
+async def test_the_tokens_of_a_text_are_requested_and_stored():
     async def tokenizes(call):
         assert call.line.startswith("POST /tokenize ")
         assert json.loads(call.body) == {"prompt": "t"}
@@ -42,7 +42,7 @@ async def test_an_engine_is_asked_and_its_tokens_are_known():
 
 
 @pytest.mark.parametrize("body", [b'{"detail":"none"}', b'{"tokens":"5"}', b"{", b'{"tokens":[]}'])
-async def test_an_engine_that_does_not_tokenize_is_left_alone(body):
+async def test_an_engine_that_fails_to_tokenize_is_not_called_again_soon(body):
     async def refuses(call):
         await call.send(counted(body))
 
@@ -55,7 +55,7 @@ async def test_an_engine_that_does_not_tokenize_is_left_alone(body):
         await until(lambda: not running.dataplane.tokenize_calls.running)
 
 
-async def test_few_calls_run_at_a_time_and_removed_workers_are_not_asked():
+async def test_few_calls_run_at_a_time_and_none_to_removed_workers():
     gate = trio.Event()
 
     async def waits(call):

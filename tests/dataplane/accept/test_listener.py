@@ -27,9 +27,9 @@ class FailingAccepts:
 
 @pytest.fixture
 def sock():
-    opened = open_socket("127.0.0.1", 0)
-    yield opened
-    opened.close()
+    listening = open_socket("127.0.0.1", 0)
+    yield listening
+    listening.close()
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def test_the_callback_gets_each_connection_with_its_peer(loop, sock, accep
 
 
 @pytest.mark.parametrize("error_number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
-async def test_at_the_descriptor_limit_it_pauses_logs_once_and_resumes_with_a_sweep(
+async def test_at_the_descriptor_limit_accepting_pauses_until_the_next_sweep(
     loop, sock, accepted, connect, caplog, error_number
 ):
     failing = FailingAccepts(sock, error_number, error_number)
@@ -94,7 +94,7 @@ async def test_a_client_that_closed_before_accept_does_not_stop_the_others(
     listener.close()
 
 
-async def test_a_long_backlog_is_accepted_in_portions(loop, sock, accepted, connect):
+async def test_a_long_backlog_is_accepted_in_several_iterations(loop, sock, accepted, connect):
     backlog = 3 * ACCEPTS_PER_EVENT + 3
     for _ in range(backlog):
         connect()
@@ -129,7 +129,7 @@ async def test_a_paused_listener_accepts_nothing_until_it_is_resumed(loop, sock,
     shared = listener.dup_socket()
     with shared:
         assert listener.is_listening
-        shared.accept()[0].close()  # it waited in the backlog
+        shared.accept()[0].close()  # the connection was in the backlog
     connect()
     listener.resume()
     await until(lambda: accepted)
@@ -137,9 +137,9 @@ async def test_a_paused_listener_accepts_nothing_until_it_is_resumed(loop, sock,
 
 
 def test_a_failed_bind_leaves_nothing_open(sock):
-    for place in (sock.getsockname(), ("192.0.2.1", 0), ("no.such.host.invalid", 0)):
+    for address in (sock.getsockname(), ("192.0.2.1", 0), ("no.such.host.invalid", 0)):
         with pytest.raises(OSError):
-            open_socket(*place)
+            open_socket(*address)
 
 
 @pytest.fixture
@@ -149,26 +149,28 @@ def ipv6():
         try:
             trial.bind(("::1", 0))
         except OSError:
-            pytest.skip("no IPv6 here")
+            pytest.skip("this machine has no IPv6")
     return lambda host: open_socket(host, 0)
 
 
 @pytest.mark.parametrize(
-    ("host", "called", "shown"),
+    ("host", "connected_to", "shown"),
     [("::1", "::1", "[::1]"), ("::", "::1", "[::1]"), ("::", "127.0.0.1", "127.0.0.1")],
 )
-async def test_an_ipv6_address_is_shown_in_brackets(loop, accepted, ipv6, host, called, shown):
+async def test_an_ipv6_address_is_shown_in_brackets(
+    loop, accepted, ipv6, host, connected_to, shown
+):
     listener = Listener(loop, ipv6(host), lambda *pair: accepted.append(pair))
-    place, _, port = listener.address.rpartition(":")
-    assert place == f"[{host}]"
-    with socket.create_connection((called, int(port))) as client:
+    host_part, _, port = listener.address.rpartition(":")
+    assert host_part == f"[{host}]"
+    with socket.create_connection((connected_to, int(port))) as client:
         await until(lambda: accepted)
         assert accepted[0][1] == f"{shown}:{client.getsockname()[1]}"
     listener.close()
     loop.flush()
 
 
-async def test_a_bound_listener_holds_its_port_and_refuses_until_it_listens(loop, accepted):
+async def test_a_bound_listener_refuses_connections_until_it_listens(loop, accepted):
     sock = open_socket("127.0.0.1", 0, listening=False)
     listener = Listener(loop, sock, lambda *pair: accepted.append(pair))
     with pytest.raises(ConnectionRefusedError):
@@ -212,18 +214,18 @@ async def test_a_unix_socket_has_its_mode_and_its_file_is_removed_with_it(loop, 
     assert not file.exists()
 
 
-async def test_the_file_of_another_program_stays(loop, file):
+async def test_a_socket_file_of_another_program_is_not_removed(loop, file):
     listener = Listener(loop, open_socket(f"unix:{file}", 0), lambda *_: None)
     file.unlink()
     with open_socket(f"unix:{file}", 0):
         listener.close()
         assert file.exists()
-    given = Listener(loop, open_socket(f"unix:{file}", 0), lambda *_: None, keeps_file=True)
-    given.close()
+    keeps_file = Listener(loop, open_socket(f"unix:{file}", 0), lambda *_: None, keeps_file=True)
+    keeps_file.close()
     assert file.exists()
 
 
-def test_a_stale_socket_file_is_replaced_and_any_other_is_not(file):
+def test_only_a_stale_socket_file_is_replaced(file):
     open_socket(f"unix:{file}", 0).close()
     with open_socket(f"unix:{file}", 0), pytest.raises(OSError, match="another program") as taken:
         open_socket(f"unix:{file}", 0)
@@ -247,7 +249,7 @@ async def test_a_unix_socket_may_be_bound_before_it_listens(loop, accepted, file
     listener.close()
 
 
-async def test_a_connection_that_cannot_be_registered_ends_alone(loop, sock, accepted, connect):
+async def test_an_error_of_the_callback_closes_only_that_connection(loop, sock, accepted, connect):
     faults = [OSError(errno.ENOSPC, "No space left on device")]
 
     def on_accept(near, peer):

@@ -16,11 +16,12 @@ PAIR = ServerConfig(tls_cert=str(FILES / "server.pem"), tls_key=str(FILES / "ser
 
 @pytest.fixture
 def files(tmp_path):
-    """A certificate and key that may be overwritten."""
+    """A configuration with a copied certificate and key, a function that replaces them, their folder."""
 
     def write(name):
-        for end in ("", "-key"):
-            (tmp_path / f"server{end}.pem").write_bytes((FILES / f"{name}{end}.pem").read_bytes())
+        for suffix in ("", "-key"):
+            pem = (FILES / f"{name}{suffix}.pem").read_bytes()
+            (tmp_path / f"server{suffix}.pem").write_bytes(pem)
 
     write("server")
     server = ServerConfig(tls_cert=f"{tmp_path}/server.pem", tls_key=f"{tmp_path}/server-key.pem")

@@ -5,12 +5,12 @@ from tests.dataplane.queue_fixture import Room
 
 @pytest.fixture
 def room_of():
-    made = []
+    rooms = []
 
-    def build(*entries, **more):
-        made.append(Room(*entries, **more))
-        return made[-1]
+    def build(*entries, **settings):
+        rooms.append(Room(*entries, **settings))
+        return rooms[-1]
 
     yield build
-    for room in made:
+    for room in rooms:
         room.close()

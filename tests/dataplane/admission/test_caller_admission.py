@@ -1,4 +1,4 @@
-"""Keys of callers on both paths of an exchange: who is let in, what a worker gets, what counts."""
+"""Callers' keys with and without the fast path: admission, forwarded fields, limits and counts."""
 
 import contextlib
 import re
@@ -48,7 +48,7 @@ def request(key=KEYS[0], body=b'{"messages": []}'):
 
 
 def statuses(client):
-    return [int(each) for each in re.findall(rb"HTTP/1\.1 (\d+)", client.received)]
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d+)", client.received)]
 
 
 def callers(world):
@@ -61,10 +61,10 @@ def play(listeners, script, config, *, began=0, handed_over=0):
     )
 
 
-def warmed(world, client, sent=None):
-    """Six requests and responses like those that follow."""
+def warm_up(world, client, request_bytes=None):
+    """Fill the caches by six requests and responses like those that follow."""
     for _ in range(6):
-        world.client_sends(client, sent or request())
+        world.client_sends(client, request_bytes or request())
         world.worker_responds(OK_RESPONSE)
     world.began = world.handed_over = 0
 
@@ -75,7 +75,7 @@ def sent_to_workers(world):
 
 def test_requests_with_a_key_take_the_fast_path_and_no_worker_gets_the_key(listeners):
     def script(world, client):
-        warmed(world, client)
+        warm_up(world, client)
         for _ in range(4):
             world.client_sends(client, request())
             world.worker_responds(OK_RESPONSE)
@@ -92,9 +92,9 @@ def test_requests_with_a_key_take_the_fast_path_and_no_worker_gets_the_key(liste
 @pytest.mark.parametrize(
     "field", [b"Authorization: Bearer wrong", b"x-api-key: wrong", b"accept: a/b"]
 )
-def test_a_request_without_a_right_key_is_refused_on_both_paths(listeners, field):
+def test_a_request_without_a_valid_key_is_rejected_on_both_paths(listeners, field):
     def script(world, client):
-        warmed(world, client)
+        warm_up(world, client)
         for _ in range(3):
             world.client_sends(client, chat_request(body=b"{}", fields=(field,)))
         assert statuses(client)[6:] == [401]  # its body is not read, so the connection ends
@@ -105,36 +105,36 @@ def test_a_request_without_a_right_key_is_refused_on_both_paths(listeners, field
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
-def test_a_key_of_an_earlier_file_is_refused_on_open_connections_too(listeners, change):
-    """Both connections have presented it, and their heads are known."""
-    kept = keys("", "")
+def test_a_key_removed_by_a_reload_is_rejected_on_open_connections_too(listeners, change):
+    """Both connections have sent the key before, and their heads are cached."""
+    config = keys("", "")
     first = sha256(KEYS[0]).hexdigest()
-    without = kept[kept.index('[[keys]]\nname = "team-b"') :]
-    replaced = kept.replace(first, sha256(b"another").hexdigest())
+    without = config[config.index('[[keys]]\nname = "team-b"') :]
+    replaced = config.replace(first, sha256(b"another").hexdigest())
     changed = without if change == "removed" else replaced
 
     def script(world, client):
         other = world.connect_client()
-        warmed(world, client)
-        warmed(world, other)
+        warm_up(world, client)
+        warm_up(world, other)
         table = KeyTable(parse(changed).keys)
         slots = {entry.name: number for number, entry in enumerate(table.entries, 1)}
         world.dataplane.follow_keys(table, slots, LocalRows())
-        for each in (client, other):
-            world.client_sends(each, request())
-            assert statuses(each)[-1] == 401
+        for open_client in (client, other):
+            world.client_sends(open_client, request())
+            assert statuses(open_client)[-1] == 401
         third = world.connect_client()
         world.client_sends(third, request(KEYS[1]))
         world.worker_responds(OK_RESPONSE)
         assert statuses(third) == [200]
 
-    play(listeners, script, kept)
+    play(listeners, script, config)
 
 
-def test_both_fields_of_a_request_are_withheld_from_workers(listeners):
+def test_workers_get_neither_of_the_two_fields_for_keys(listeners):
     def script(world, client):
         fields = (b"X-Api-Key: key-b", b"accept: a/b", bearer(b"key-a"), b"x-other: 1")
-        warmed(world, client, chat_request(fields=fields))
+        warm_up(world, client, chat_request(fields=fields))
         world.client_sends(client, chat_request(fields=fields))
         world.worker_responds(OK_RESPONSE)
         assert statuses(client) == [200] * 7
@@ -145,11 +145,11 @@ def test_both_fields_of_a_request_are_withheld_from_workers(listeners):
     play(listeners, script, keys("", ""), began=1)
 
 
-def test_the_server_key_may_do_everything_and_counts_for_nobody(listeners):
+def test_the_server_key_has_no_limits_and_counts_for_no_caller(listeners):
     limits = 'requests_per_minute = 1\nmodels = ["m"]\n'
 
     def script(world, client):
-        warmed(world, client, request(b"server"))
+        warm_up(world, client, request(b"server"))
         for _ in range(3):
             world.client_sends(client, request(b"server"))
             world.worker_responds(OK_RESPONSE)
@@ -159,22 +159,22 @@ def test_the_server_key_may_do_everything_and_counts_for_nobody(listeners):
     play(listeners, script, keys(limits, more="api_key = 'server'"), began=3)
 
 
-def test_with_the_server_key_alone_requests_take_the_fast_path_too(listeners):
+def test_requests_with_the_server_key_take_the_fast_path(listeners):
     def script(world, client):
-        warmed(world, client, request(b"server"))
+        warm_up(world, client, request(b"server"))
         for _ in range(3):
             world.client_sends(client, request(b"server"))
             world.worker_responds(OK_RESPONSE)
         world.client_sends(client, request(b"other"))
         assert statuses(client) == [200] * 9 + [401]
-        assert b"bearer server" in sent_to_workers(world)  # as before there were [[keys]]
+        assert b"bearer server" in sent_to_workers(world)  # without [[keys]] it is forwarded
 
     play(listeners, script, "api_key = 'server'", began=3)
 
 
-def test_requests_above_the_rate_get_429_until_the_minute_is_over(listeners):
+def test_requests_above_the_rate_get_429_until_the_minute_has_passed(listeners):
     def script(world, client):
-        warmed(world, client)
+        warm_up(world, client)
         for _ in range(4):
             world.client_sends(client, request())
             world.worker_responds(OK_RESPONSE)
@@ -184,17 +184,17 @@ def test_requests_above_the_rate_get_429_until_the_minute_is_over(listeners):
         assert b"x-ratelimit-limit-requests: 8\r\n" in last
         assert b"x-ratelimit-remaining-requests: 0\r\n" in last
         assert b'"reason":"requests_per_minute"' in last
-        left = re.findall(rb"x-ratelimit-remaining-requests: (\d+)", client.received)
-        assert left == [b"%d" % max(0, n) for n in range(7, -2, -1)]
+        remaining = re.findall(rb"x-ratelimit-remaining-requests: (\d+)", client.received)
+        assert remaining == [b"%d" % max(0, n) for n in range(7, -2, -1)]
         world.wait(59)
-        again = world.connect_client()
-        world.client_sends(again, request())
-        assert statuses(again) == [429]
+        second = world.connect_client()
+        world.client_sends(second, request())
+        assert statuses(second) == [429]
         world.wait(2)
-        again = world.connect_client()
-        world.client_sends(again, request())
+        third = world.connect_client()
+        world.client_sends(third, request())
         world.worker_responds(OK_RESPONSE)
-        assert statuses(again) == [200]
+        assert statuses(third) == [200]
 
     play(listeners, script, keys("requests_per_minute = 8\n"), began=2)
 
@@ -208,11 +208,11 @@ def test_requests_in_flight_above_the_limit_get_429_at_once(listeners):
         assert [statuses(other) for other in others] == [[], [429], [429]]
         assert b"retry-after: 1\r\n" in others[1].received
         assert callers(world)["team-a"].in_flight == 2
-        stranger = world.connect_client()
-        world.client_sends(stranger, request(b"key-b"))  # another caller's limit
+        other_caller = world.connect_client()
+        world.client_sends(other_caller, request(b"key-b"))  # has its own limit
         for _ in range(3):
             world.worker_responds(OK_RESPONSE)
-        assert statuses(client) == statuses(others[0]) == statuses(stranger) == [200]
+        assert statuses(client) == statuses(others[0]) == statuses(other_caller) == [200]
         assert callers(world)["team-a"].in_flight == 0
         world.client_sends(client, request())
         world.worker_responds(OK_RESPONSE)
@@ -222,7 +222,7 @@ def test_requests_in_flight_above_the_limit_get_429_at_once(listeners):
     play(listeners, script, config, began={0, 1, 2})
 
 
-def test_a_client_that_leaves_gives_its_slot_back(listeners):
+def test_a_client_that_disconnects_releases_its_slot(listeners):
     def script(world, client):
         world.client_sends(client, request())
         assert callers(world)["team-a"].in_flight == 1
@@ -238,11 +238,13 @@ MODEL = b'{"model": "%b", "messages": []}'
 
 def test_a_model_that_the_key_does_not_allow_is_403(listeners):
     def script(world, client):
-        warmed(world, client, request(body=MODEL % b"m"))
+        warm_up(world, client, request(body=MODEL % b"m"))
         for model in (b"m", b"n"):
             world.client_sends(client, request(body=MODEL % model))
             world.worker_responds(OK_RESPONSE)
-        world.client_sends(client, request())  # which names none, where any worker might serve it
+        world.client_sends(
+            client, request()
+        )  # a request without a model may be served by any worker
         assert statuses(client) == [200] * 7 + [403] * 2
         assert client.received.count(b"model_not_allowed") == 2
         assert callers(world)["team-a"].in_flight == 0
@@ -250,7 +252,7 @@ def test_a_model_that_the_key_does_not_allow_is_403(listeners):
     play(listeners, script, keys('models = ["m", "alias"]\n'), began=1)
 
 
-PART = b'--X\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
+MODEL_PART = b'--X\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ PART = b'--X\r\nContent-Disposition: form-data; name="model"\r\n\r\n%b\r\n'
         (b'{"model": "m", "text": "\\u00e9"}', True),
     ],
 )
-def test_an_adapter_beside_the_model_must_be_allowed_too(listeners, body, allowed):
+def test_the_key_must_allow_the_adapter_too(listeners, body, allowed):
     def script(world, client):
         world.client_sends(client, request(body=body))
         if allowed:
@@ -280,12 +282,12 @@ def test_an_adapter_beside_the_model_must_be_allowed_too(listeners, body, allowe
     play(listeners, script, keys('models = ["m", "a", "m:b"]\n'), began={0, 1})
 
 
-def test_a_form_that_names_two_models_is_refused_where_the_key_allows_one(listeners):
+def test_a_form_with_two_models_is_rejected_if_the_key_restricts_models(listeners):
     def form(*models):
-        body = b"".join(PART % model for model in models) + b"--X--\r\n"
+        body = b"".join(MODEL_PART % model for model in models) + b"--X--\r\n"
         head = b"POST /v1/audio/transcriptions HTTP/1.1\r\nhost: a\r\n" + bearer(KEYS[0])
-        kind = b"content-type: multipart/form-data; boundary=X\r\n"
-        return b"%b\r\n%bcontent-length: %d\r\n\r\n%b" % (head, kind, len(body), body)
+        content_type = b"content-type: multipart/form-data; boundary=X\r\n"
+        return b"%b\r\n%bcontent-length: %d\r\n\r\n%b" % (head, content_type, len(body), body)
 
     def script(world, client):
         world.client_sends(client, form(b"m"))
@@ -300,19 +302,22 @@ def test_a_form_that_names_two_models_is_refused_where_the_key_allows_one(listen
 
 
 USAGE = b'{"choices": [], "usage": {"prompt_tokens": 30, "completion_tokens": 40}}'
-SETTLED = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
-    len(USAGE),
-    USAGE,
+RESPONSE_WITH_USAGE = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+    % (
+        len(USAGE),
+        USAGE,
+    )
 )
 
 
-def test_the_usage_of_a_response_replaces_what_was_reserved(listeners):
-    body = b'{"max_tokens": 90, "messages": []}'  # 9 for its bytes, and 90
+def test_the_usage_of_a_response_replaces_the_reserved_tokens(listeners):
+    body = b'{"max_tokens": 90, "messages": []}'  # counts as 9 for its bytes, and 90
 
     def script(world, client):
         world.client_sends(client, request(body=body))
         assert callers(world)["team-a"].tokens_used(world.clock()) == 99
-        world.worker_responds(SETTLED)
+        world.worker_responds(RESPONSE_WITH_USAGE)
         assert callers(world)["team-a"].tokens_used(world.clock()) == 70
         assert b"x-ratelimit-remaining-tokens: 1\r\n" in client.received
         world.client_sends(client, request(body=body))
@@ -323,22 +328,22 @@ def test_the_usage_of_a_response_replaces_what_was_reserved(listeners):
     play(listeners, script, keys("tokens_per_minute = 100\n"), began={0, 1})
 
 
-def test_more_tokens_than_the_limit_are_a_debt_that_the_next_request_waits_for(listeners):
+def test_requests_are_rejected_while_more_tokens_than_the_limit_are_used(listeners):
     def script(world, client):
         world.client_sends(client, request())
-        world.worker_responds(SETTLED)
+        world.worker_responds(RESPONSE_WITH_USAGE)
         world.client_sends(client, request())
         assert statuses(client) == [200, 429]
         world.wait(61)
-        again = world.connect_client()
-        world.client_sends(again, request())
-        world.worker_responds(SETTLED)
-        assert statuses(again) == [200]
+        second = world.connect_client()
+        world.client_sends(second, request())
+        world.worker_responds(RESPONSE_WITH_USAGE)
+        assert statuses(second) == [200]
 
     play(listeners, script, keys("tokens_per_minute = 50\n"), began={0, 1})
 
 
-def test_a_stream_without_a_usage_counts_its_chunks(listeners):
+def test_the_chunks_of_a_stream_without_usage_are_counted(listeners):
     body = b'{"messages": [], "stream": true}'  # 8 tokens by its bytes
 
     def script(world, client):
@@ -353,24 +358,24 @@ def test_a_stream_without_a_usage_counts_its_chunks(listeners):
     play(listeners, script, keys("tokens_per_minute = 100\n"), began=0)
 
 
-def test_a_request_that_no_worker_has_computed_costs_no_tokens(listeners):
-    broken = b"HTTP/1.1 500 No\r\ncontent-length: 1\r\n\r\nx"
+def test_a_failed_request_costs_no_tokens(listeners):
+    error = b"HTTP/1.1 500 No\r\ncontent-length: 1\r\n\r\nx"
 
     def script(world, client):
         world.client_sends(client, request())
-        world.worker_responds(broken)
+        world.worker_responds(error)
         assert statuses(client) == [500]
         assert callers(world)["team-a"].tokens_used(world.clock()) == 0
 
     play(listeners, script, keys("tokens_per_minute = 100\n"), began=0)
 
 
-def whole(body):
+def response_with(body):
     return OK_RESPONSE.replace(b": 2\r\n\r\n{}", b": %d\r\n\r\n%b" % (len(body), body))
 
 
 @pytest.mark.parametrize(
-    ("response", "used"),
+    ("body", "used"),
     [
         (USAGE, (30, 40)),
         (USAGE[:-1] + b', "metadata": {"weight_version": "3"}}', (30, 40)),
@@ -382,9 +387,9 @@ def whole(body):
     ],
 )
 @pytest.mark.parametrize("limit", ["", "tokens_per_minute = 1000\n"])
-def test_tokens_are_counted_however_a_response_reports_them(listeners, response, used, limit):
+def test_tokens_are_counted_for_every_form_of_usage(listeners, body, used, limit):
     def script(world, client):
-        warmed(world, client)
+        warm_up(world, client)
         caller = callers(world)["team-a"]
         rows = world.dataplane.settings.callers._rows
 
@@ -396,7 +401,7 @@ def test_tokens_are_counted_however_a_response_reports_them(listeners, response,
         earlier, before = counts(), (caller.in_flight, caller.tokens_used(world.clock()))
         for _ in range(2):
             world.client_sends(client, request())
-            world.worker_responds(whole(response))
+            world.worker_responds(response_with(body))
         assert statuses(client) == [200] * 8
         added = [now - then for now, then in zip(counts(), earlier, strict=True)]
         assert added == [2, 2 * used[0], 2 * used[1]]
@@ -408,7 +413,7 @@ def test_tokens_are_counted_however_a_response_reports_them(listeners, response,
     play(listeners, script, keys(limit), began={1, 2})
 
 
-def test_a_page_of_another_origin_may_read_the_rates(listeners):
+def test_rate_limit_headers_are_exposed_to_other_origins(listeners):
     fields = (bearer(KEYS[0]), b"origin: https://app.example")
 
     def script(world, client):

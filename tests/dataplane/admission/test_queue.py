@@ -9,16 +9,16 @@ QUEUED = "queue_size = 100\n"
 
 def test_requests_above_the_limit_wait_and_are_admitted_in_order(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 2")
-    came = [room.arrive() for _ in range(5)]
-    assert (room.admitted, room.queue.waiting) == (came[:2], 3)
-    assert [waiter.phase for waiter in came[2:]] == ["queue"] * 3
-    came[1].finish()
+    waiters = [room.arrive() for _ in range(5)]
+    assert (room.admitted, room.queue.waiting) == (waiters[:2], 3)
+    assert [waiter.phase for waiter in waiters[2:]] == ["queue"] * 3
+    waiters[1].finish()
     room.run_ready_tasks()
-    assert room.admitted == [came[0], came[2]]
-    came[0].finish()
-    came[2].finish()
+    assert room.admitted == [waiters[0], waiters[2]]
+    waiters[0].finish()
+    waiters[2].finish()
     room.run_ready_tasks()
-    assert (room.admitted, room.queue.waiting) == (came[3:], 0)
+    assert (room.admitted, room.queue.waiting) == (waiters[3:], 0)
     assert (room.dataplane.inflight.peak_in_flight, room.queue.peak_waiting) == (2, 3)
 
 
@@ -26,7 +26,7 @@ def test_free_capacity_is_handed_to_a_waiter_first(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     first, waiting = room.arrive(), room.arrive()
     first.finish()
-    arrived = room.arrive()  # the one that waits has not run yet
+    arrived = room.arrive()  # `waiting` has not been resumed yet
     room.run_ready_tasks()
     assert (room.admitted, room.queue.waiting) == ([waiting], 1)
     waiting.finish()
@@ -53,16 +53,16 @@ def test_a_waiter_for_a_worker_gives_up_its_slot(room_of):
         entry("a", model="m", disabled=True), entry("b", model="n"),
         config=QUEUED + "max_inflight = 1",
     )  # fmt: skip
-    waits = room.arrive("m")
+    waiter = room.arrive("m")
     assert (room.queue.waiting, room.dataplane.in_flight) == (1, 0)
-    goes = room.arrive("n")
-    assert room.admitted == [goes]
+    other = room.arrive("n")
+    assert room.admitted == [other]
     room.fleet.apply([entry("a", model="m"), entry("b", model="n")], NOW)
     room.run_ready_tasks()
-    assert room.admitted == [goes]  # a worker there is, but no slot
-    goes.finish()
+    assert room.admitted == [other]  # there is a worker, but no slot
+    other.finish()
     room.run_ready_tasks()
-    assert room.admitted == [waits]
+    assert room.admitted == [waiter]
 
 
 def test_every_change_of_the_fleet_admits_the_waiters_that_it_helps(room_of):
@@ -87,7 +87,7 @@ def test_every_change_of_the_fleet_admits_the_waiters_that_it_helps(room_of):
         ([entry("a", model="m")], "n", "model_not_found"),
     ],
 )
-def test_a_request_that_waiting_can_not_help_is_refused_at_once(room_of, entries, model, code):
+def test_a_request_that_no_worker_will_serve_is_rejected_at_once(room_of, entries, model, code):
     room = room_of(*entries, config=QUEUED)
     assert room.arrive(model).refusal.code == code
 
@@ -106,7 +106,7 @@ def test_without_a_queue_no_request_waits(room_of, entries, code):
     assert room.queue.waiting == 0
 
 
-def test_without_a_queue_a_request_above_the_limit_is_refused(room_of):
+def test_without_a_queue_a_request_above_the_limit_is_rejected(room_of):
     room = room_of(entry("a"), config="max_inflight = 1")
     room.arrive()
     refusal = room.arrive().refusal
@@ -115,7 +115,7 @@ def test_without_a_queue_a_request_above_the_limit_is_refused(room_of):
     assert (refusal.extra["reason"], room.dataplane.inflight.rejected) == ("max_inflight", 1)
 
 
-def test_a_full_queue_refuses(room_of):
+def test_a_full_queue_rejects_requests(room_of):
     room = room_of(entry("a"), config="queue_size = 2\nmax_inflight = 1")
     for _ in range(3):
         room.arrive()
@@ -133,7 +133,9 @@ def test_a_full_queue_refuses(room_of):
         ([entry("a", max_inflight=1)], "", "all_full"),
     ],
 )
-def test_a_timeout_in_the_queue_names_what_was_waited_for(room_of, entries, config, reason):
+def test_the_error_of_a_queue_timeout_names_what_the_request_waited_for(
+    room_of, entries, config, reason
+):
     room = room_of(*entries, config=f"queue_timeout_secs = 7\n{QUEUED}{config}")
     room.arrive()
     late = room.arrive()
@@ -152,7 +154,7 @@ OVERLOAD_429 = "overload_status = 429\n"
     [
         ([entry("a")], "max_inflight = 1", 408),
         ([entry("a", max_inflight=1)], "", 408),
-        ([entry("a", disabled=True)], "", 503),  # out of order, not busy
+        ([entry("a", disabled=True)], "", 503),  # not available, rather than busy
     ],
 )
 def test_with_overload_status_429_a_timeout_in_the_queue_is_408(room_of, entries, config, status):
@@ -172,13 +174,13 @@ def test_with_overload_status_429_a_timeout_in_the_queue_is_408(room_of, entries
         ([entry("a")], "max_inflight = 1\nqueue_size = 1"),
     ],
 )
-def test_a_full_fleet_answers_the_configured_429(room_of, entries, config):
+def test_with_overload_status_429_a_full_fleet_responds_429(room_of, entries, config):
     room = room_of(*entries, config=OVERLOAD_429 + config)
     for _ in range(room.dataplane.settings.config.server.queue_size + 1):
         room.arrive()
-    refused = room.arrive()
-    assert refused.refusal.status == 429
-    assert refused.refusal.headers == (("retry-after", "1"),)
+    refusal = room.arrive().refusal
+    assert refusal.status == 429
+    assert refusal.headers == (("retry-after", "1"),)
     room.reconfigure(config)
     assert room.arrive().refusal.status == 503
 
@@ -190,13 +192,13 @@ def test_the_total_time_in_the_queue_is_limited(room_of):
     first, second = room.arrive(), room.arrive()
     room.dataplane.loop.now += 5
     room.fleet.apply([], NOW)
-    first.finish()  # a slot is free, but there is no worker any more
+    first.finish()  # a slot is free, but there is no worker
     room.run_ready_tasks()
     assert (room.queue.waiting, second.exchange.queued_secs) == (1, 5)
     assert second.phase_deadline == pytest.approx(room.dataplane.loop.now + 2)
 
 
-def test_an_admitted_waiter_can_not_time_out_before_it_runs(room_of):
+def test_an_admitted_waiter_cannot_time_out_before_it_runs(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     first, waiting = room.arrive(), room.arrive()
     first.finish()
@@ -214,13 +216,13 @@ def test_an_admitted_waiter_that_disconnects_releases_its_worker(room_of):
 
 def test_a_raised_limit_admits_at_once(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
-    came = [room.arrive() for _ in range(4)]
+    waiters = [room.arrive() for _ in range(4)]
     room.reconfigure(QUEUED + "max_inflight = 3")
     room.run_ready_tasks()
-    assert room.admitted == came[:3]
+    assert room.admitted == waiters[:3]
 
 
-def test_lines_are_split_when_models_begin_to_matter(room_of):
+def test_lines_are_split_when_workers_begin_to_have_models(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
     room.arrive("m")
     n, m = room.arrive("n"), room.arrive("m")
@@ -237,31 +239,31 @@ def test_a_half_open_worker_takes_one_waiter(room_of):
     (worker,) = room.fleet.workers
     for _ in range(3):
         room.fleet.observe_request_failure(worker, status=502, error="bad", at=NOW)
-    came = [room.arrive() for _ in range(5)]
+    waiters = [room.arrive() for _ in range(5)]
     heal(room.fleet, worker)
     room.run_ready_tasks()
-    assert (room.admitted, room.queue.waiting) == (came[:1], 4)
-    room.fleet.observe_success(worker, came[0].exchange.half_open_id)
+    assert (room.admitted, room.queue.waiting) == (waiters[:1], 4)
+    room.fleet.observe_success(worker, waiters[0].exchange.half_open_id)
     room.run_ready_tasks()
-    assert room.admitted == came
+    assert room.admitted == waiters
 
 
-def test_admitting_costs_the_same_with_ten_thousand_waiters(room_of, monkeypatch):
+def test_the_cost_of_admitting_does_not_depend_on_the_number_of_waiters(room_of, monkeypatch):
     room = room_of(entry("a", max_inflight=1), config="queue_size = 10000")
-    came = [room.arrive(f"model {number}") for number in range(10_001)]
-    looked = []
+    waiters = [room.arrive(f"model {number}") for number in range(10_001)]
+    calls = []
     monkeypatch.setattr(
         "omni_proxy.dataplane.upstream.acquire.eligible_workers",
-        lambda *args: looked.append(1) or eligible_workers(*args),
+        lambda *args: calls.append(1) or eligible_workers(*args),
     )
     for number in range(10_000):
-        came[number].finish()
+        waiters[number].finish()
         room.run_ready_tasks()
-        assert room.admitted == [came[number + 1]]
-    assert len(looked) < 20_000  # at the one that goes, and at the one behind it
+        assert room.admitted == [waiters[number + 1]]
+    assert len(calls) < 20_000  # for the admitted waiter and the one after it
 
 
-def test_empty_lines_do_not_pile_up(room_of):
+def test_empty_lines_do_not_accumulate(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
     room.arrive()
     for _ in range(1000):
@@ -295,7 +297,7 @@ def test_a_request_in_two_legs_waits_until_both_pools_have_room(room_of, full):
     assert [worker.in_flight for worker in room.fleet.workers] == [0, 0]
 
 
-def test_a_request_in_two_legs_waits_for_the_worker_that_is_missing(room_of):
+def test_a_request_in_two_legs_waits_for_a_missing_worker(room_of):
     prefill, decode = pair()
     room = room_of(decode, config=QUEUED)
     waiter = room.arrive(legs=BOTH_ENGINES)
@@ -319,7 +321,7 @@ def test_a_request_in_two_legs_waits_while_the_weights_of_the_pools_differ(room_
     waiter.finish()
 
 
-def test_a_role_that_changes_leaves_requests_in_flight_where_they_are(room_of):
+def test_a_change_of_role_does_not_affect_requests_in_flight(room_of):
     room = room_of(*pair(), config=QUEUED)
     prefill, decode = room.fleet.workers
     first = room.arrive(legs=BOTH_ENGINES)

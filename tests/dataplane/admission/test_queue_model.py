@@ -11,14 +11,14 @@ from tests.fleet.entries import NOW, entry, heal
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Compared with a plain list of waiters that is searched from its start at waiter change."""
+    """Compares the queue with a plain list of waiters that is searched from its start."""
 
-    @initialize(bound=st.integers(0, 3), rooms=st.lists(st.integers(0, 2), min_size=1, max_size=3))
-    def begin(self, bound, rooms):
+    @initialize(bound=st.integers(0, 3), limits=st.lists(st.integers(0, 2), min_size=1, max_size=3))
+    def begin(self, bound, limits):
         models = (None, "m", "n")
         self.entries = [
-            entry(name, model=models[at], max_inflight=rooms[at]) for at, name in
-            zip(range(len(rooms)), "abc", strict=False)
+            entry(name, model=models[at], max_inflight=limits[at]) for at, name in
+            zip(range(len(limits)), "abc", strict=False)
         ]  # fmt: skip
         self.room = Room(*self.entries, config=f"queue_size = 6\nmax_inflight = {bound}")
         self.all = []
@@ -34,19 +34,19 @@ class QueueMachine(RuleBasedStateMachine):
         self.all.remove(waiter)
 
     @rule(model=st.sampled_from([None, "m", "n"]), label=st.sampled_from([None, None, "v1", "v2"]))
-    def a_request_comes(self, model, label):
-        came = self.room.arrive(model, VersionConstraint(label) if label else None)
-        if not came.refusal:
-            self.all.append(came)
+    def a_request_arrives(self, model, label):
+        waiter = self.room.arrive(model, VersionConstraint(label) if label else None)
+        if not waiter.refusal:
+            self.all.append(waiter)
         else:
-            came.finish()
+            waiter.finish()
 
     @precondition(lambda self: self.room.admitted)
     @rule(data=st.data())
     def an_exchange_ends(self, data):
-        done = data.draw(st.sampled_from(self.room.admitted))
-        self.drop(done)
-        done.finish()
+        ended = data.draw(st.sampled_from(self.room.admitted))
+        self.drop(ended)
+        ended.finish()
 
     @precondition(lambda self: self.waiting())
     @rule(data=st.data(), late=st.booleans())
@@ -67,7 +67,7 @@ class QueueMachine(RuleBasedStateMachine):
         waiter.leave()
 
     @rule(data=st.data())
-    def a_worker_is_cordoned_or_uncordoned(self, data):
+    def a_worker_dies_or_is_revived(self, data):
         worker = data.draw(st.sampled_from(self.room.fleet.workers))
         if worker.health.state is Health.HEALTHY:
             self.room.fleet.mark_dead(worker, NOW)
@@ -91,7 +91,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.room.run_ready_tasks()
 
     @invariant()
-    def no_waiter_could_go(self):
+    def no_waiter_can_be_admitted(self):
         dataplane = self.room.dataplane
         for waiter in self.waiting() if dataplane.inflight.has_slot() else []:
             assert waiter.wants != "slot"

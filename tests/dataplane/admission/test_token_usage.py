@@ -1,4 +1,4 @@
-"""Tokens of many responses at once beside those of each alone."""
+"""Counting the tokens of many responses at once equals counting each of them."""
 
 import pytest
 from hypothesis import given
@@ -24,22 +24,22 @@ ENDED = st.lists(
 
 
 @given(ENDED)
-def test_responses_are_counted_together_as_each_alone(ended):
-    alone = [count_tokens([each]) for each in ended]
+def test_the_total_of_several_responses_is_the_sum_of_each(ended):
+    alone = [count_tokens([response]) for response in ended]
     assert count_tokens(ended) == tuple(map(sum, zip((0, 0), *alone, strict=True)))
 
 
 @given(st.lists(st.sampled_from(BODIES[:2]), min_size=1))
-def test_usual_responses_have_the_tokens_that_they_report(bodies):
+def test_the_usage_of_a_response_is_counted(bodies):
     tens = sum(b"30" in body for body in bodies)
     units = len(bodies) - tens
     ended = [(body, 9, 200) for body in bodies]
     assert count_tokens(ended) == (3 * units + 30 * tens, 4 * units + 40 * tens)
 
 
-def test_tokens_are_guessed_of_a_response_without_a_usage():
-    guessed = count_tokens([(b"12345678", 41, 200)])
-    assert guessed == (11, 2)
+def test_the_tokens_of_a_response_without_usage_are_estimated():
+    estimate = count_tokens([(b"12345678", 41, 200)])
+    assert estimate == (11, 2)
     assert count_tokens([(b"12345678", 41, 500)]) == (0, 0)
 
 
@@ -55,9 +55,9 @@ def test_tokens_are_guessed_of_a_response_without_a_usage():
         (b"", 0),
     ],
 )
-def test_the_bound_of_the_completion_is_read_where_the_body_has_one(body, count):
+def test_the_limit_of_completion_tokens_is_read_from_the_body(body, count):
     assert max_tokens_in(body) == count
 
 
-def test_a_prompt_is_guessed_by_its_size_rounded_up():
+def test_the_tokens_of_a_prompt_are_estimated_by_its_size():
     assert [estimate_prompt(size) for size in (0, 1, 4, 5)] == [0, 1, 1, 2]

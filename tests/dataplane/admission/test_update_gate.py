@@ -9,21 +9,21 @@ QUEUE = "queue_size = 9\n"
 
 @pytest.fixture
 def room_of():
-    made = []
+    rooms = []
 
     def build(*entries, queue=QUEUE, updating="hold", paused="pass"):
         rules = (
             f"[weight_sync]\nwhile_updating = '{updating}'\n[routing]\nwhile_paused = '{paused}'"
         )
-        made.append(Room(*entries, config=queue + rules))
-        return made[-1]
+        rooms.append(Room(*entries, config=queue + rules))
+        return rooms[-1]
 
     yield build
-    for room in made:
+    for room in rooms:
         room.close()
 
 
-def held(room, *holds):
+def cordon(room, *holds):
     for worker, reasons in zip(room.fleet.workers, holds, strict=True):
         for reason in reasons:
             room.fleet.cordon(worker, reason)
@@ -57,42 +57,42 @@ RULES = {
         ("paused shed", [{"updating"}], None),
         ("paused shed", [{"paused", "updating"}], "weights_updating"),
         ("paused shed", [{"paused"}, {"updating"}], None),
-        ("paused pass", [{"paused"}], "paused"),  # only while the call itself is under way
+        ("paused pass", [{"paused"}], "paused"),  # cordoned only while the call itself runs
     ],
 )
 def test_the_configuration_decides_whether_a_request_may_wait(room_of, rules, holds, refused):
     room = room_of(*(entry(f"w{number}") for number in range(len(holds))), **RULES[rules])
-    held(room, *holds)
-    came = room.arrive()
-    assert (came.refusal.code if came.refusal else None) == refused
+    cordon(room, *holds)
+    waiter = room.arrive()
+    assert (waiter.refusal.code if waiter.refusal else None) == refused
     assert room.queue.waiting == (0 if refused else 1)
 
 
 def test_a_request_may_wait_for_a_worker_that_is_only_full(room_of):
     room = room_of(entry("a"), entry("b", max_inflight=1), **RULES[SHED])
-    held(room, {"updating"}, ())
-    goes, waits = room.arrive(), room.arrive()
-    assert (room.admitted, room.queue.waiting) == ([goes], 1)
-    goes.finish()
+    cordon(room, {"updating"}, ())
+    first, waiter = room.arrive(), room.arrive()
+    assert (room.admitted, room.queue.waiting) == ([first], 1)
+    first.finish()
     room.run_ready_tasks()
-    assert room.admitted == [waits]
+    assert room.admitted == [waiter]
 
 
 def test_a_waiter_is_admitted_when_the_update_ends(room_of):
     room = room_of(entry("a"), **RULES["hold"])
-    held(room, {"updating"})
-    waits = room.arrive()
+    cordon(room, {"updating"})
+    waiter = room.arrive()
     room.fleet.set_version(room.fleet.workers[0], "v2", 1)
     room.run_ready_tasks()
     assert room.admitted == []
     room.fleet.uncordon(room.fleet.workers[0], "updating")
     room.run_ready_tasks()
-    assert (room.admitted, waits.exchange.version.label) == ([waits], "v2")
+    assert (room.admitted, waiter.exchange.version.label) == ([waiter], "v2")
 
 
 def test_without_a_queue_the_error_names_the_reason(room_of):
     room = room_of(entry("a"), queue="", **RULES["hold"])
-    held(room, {"updating"})
+    cordon(room, {"updating"})
     assert room.arrive().refusal.code == "weights_updating"
 
 
@@ -119,7 +119,7 @@ def test_the_error_has_the_time_since_the_cordon(room_of):
 
 def test_a_dead_worker_does_not_change_the_rule(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
-    held(room, {"updating"}, ())
+    cordon(room, {"updating"}, ())
     room.fleet.mark_dead(room.fleet.workers[1], NOW)
     assert room.arrive().refusal.code == "weights_updating"
 
@@ -140,29 +140,29 @@ def test_a_request_for_another_version_waits_and_blocks_no_other(room_of):
     assert (room.admitted, later.exchange.worker) == ([now, epoch, later], a)
 
 
-def test_a_request_for_another_version_is_refused_where_waiting_is_off(room_of):
+def test_without_a_queue_a_request_for_another_version_is_rejected(room_of):
     room = room_of(entry("a"), queue="", **RULES["hold"])
     refusal = room.arrive(version=VersionConstraint("v2")).refusal
     assert (refusal.status, refusal.code) == (503, "weight_version_unavailable")
     assert refusal.headers == (("retry-after", "1"),)
 
 
-def test_a_request_waits_for_an_update_to_its_version_though_others_are_shed(room_of):
+def test_a_request_waits_for_an_update_to_its_version_while_others_are_shed(room_of):
     room = room_of(entry("a"), **RULES[SHED])
     (worker,) = room.fleet.workers
     room.fleet.set_version(worker, "v1", 1)
-    held(room, {"updating"})
+    cordon(room, {"updating"})
     assert room.arrive(version=VersionConstraint("v1")).refusal.code == "weights_updating"
-    waits = room.arrive(version=VersionConstraint("v2"))
+    waiter = room.arrive(version=VersionConstraint("v2"))
     room.fleet.set_version(worker, "v2", 2)
     room.fleet.uncordon(worker, "updating")
     room.run_ready_tasks()
-    assert room.admitted == [waits]
+    assert room.admitted == [waiter]
 
 
 def test_removed_workers_are_forgotten(room_of):
     room = room_of(entry("a"), entry("b"), **RULES[SHED])
-    held(room, {"updating"}, {"updating"})
+    cordon(room, {"updating"}, {"updating"})
     room.fleet.apply([entry("b")], NOW)
     assert list(room.dataplane.update_gate._since) == room.fleet.workers
     room.fleet.apply([entry("b"), entry("c")], NOW)

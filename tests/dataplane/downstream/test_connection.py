@@ -1,4 +1,4 @@
-"""What one client connection reads, keeps and ends with, as transcripts."""
+"""Transcripts of one client connection: pipelining, keep-alive, errors and closes."""
 
 import contextlib
 
@@ -27,26 +27,26 @@ TRANSCRIPTS = {
         ("worker", "gets", POST_LINE),
         *RESPONSE,
     ],
-    "half an empty line is waited for": [
+    "half of an empty line is incomplete": [
         ("client", "sends", b"\r"),
         ("phases", "are", "idle"),
         ("client", "sends", b"\n" + REQUEST),
         ("worker", "gets", POST_LINE),
         *RESPONSE,
     ],
-    "a request that says close is the last": [
+    "a request with connection: close is the last": [
         ("client", "sends", LAST),
         ("worker", "gets", POST_LINE),
         ("worker", "sends", OK_RESPONSE),
         ("client", "gets", OK, b"connection: close\r\n", b"{}"),
         ("client", "is", "closed"),
     ],
-    "a head that is no HTTP gets a 400 and the end": [
+    "a head that is not HTTP gets a 400 and the connection closes": [
         ("client", "sends", b"HELLO\r\n\r\n"),
         ("client", "gets", b"HTTP/1.1 400 ", b"connection: close\r\n"),
         ("client", "is", "closed"),
     ],
-    "a path that is not there leaves the connection open": [
+    "a method that is not allowed leaves the connection open": [
         ("client", "sends", b"PUT /v1/chat/completions HTTP/1.1\r\nhost: x\r\n\r\n"),
         ("client", "gets", b"HTTP/1.1 405 ", b"allow: POST\r\n"),
         ("client", "is", "open"),
@@ -54,13 +54,13 @@ TRANSCRIPTS = {
         ("worker", "gets", POST_LINE),
         *RESPONSE,
     ],
-    "a client that closes before its head is whole costs nothing": [
+    "a client may close before its head is complete": [
         ("client", "sends", REQUEST[:20]),
         ("phases", "are", "head"),
         ("client", "closes"),
         ("phases", "are"),
     ],
-    "a client that has closed its sending side has left": [
+    "a client that half-closes has disconnected": [
         ("client", "sends", REQUEST),
         ("worker", "gets", POST_LINE),
         ("client", "half-closes"),

@@ -1,4 +1,4 @@
-"""How much of one connection is done before the others have their turn."""
+"""How much work the event loop does for one connection before it runs the others."""
 
 import pytest
 from wsproto.utilities import generate_accept_token
@@ -14,7 +14,7 @@ CHUNKED = (
     b"content-type: application/json\r\n\r\n"
 )
 BODY = b'{"messages": []}'
-REFUSED = b"PUT /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\n\r\n"
+REJECTED = b"PUT /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\n\r\n"
 UPGRADE = (
     b"GET /v1/audio/speech/stream HTTP/1.1\r\nhost: proxy\r\nupgrade: websocket\r\n"
     b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
@@ -27,9 +27,9 @@ AT_ONCE = 2
 
 @pytest.fixture
 def proxy():
-    made = ManualLoop()
-    yield made
-    made.close()
+    manual_loop = ManualLoop()
+    yield manual_loop
+    manual_loop.close()
 
 
 def chunks(payload):
@@ -37,14 +37,14 @@ def chunks(payload):
 
 
 def frame(kind, payload=b""):
-    """As a client masks it, with zeros."""
+    """A frame of a client, masked with zeros."""
     size = len(payload)
     length = bytes((0x80 | size,)) if size < 126 else b"\xfe" + size.to_bytes(2, "big")
     return bytes((kind,)) + length + bytes(4) + payload
 
 
-def batch(proxy):
-    """One of events; whoever gives up his turn in it has one more at its end."""
+def run_batch(proxy):
+    """Run one batch of events. A task that yields in it is resumed once, at its end."""
     loop = proxy.dataplane.loop
     loop._run_batch(loop._epoll.poll(QUIET_SECS))
 
@@ -55,7 +55,7 @@ def exchange(proxy):
 
 
 def session(proxy):
-    """A client and a worker that have one, and have said all that they had to."""
+    """A client and a worker with an open websocket session; no bytes are pending."""
     client = proxy.client(UPGRADE)
     proxy.send_from(client, frame(TEXT, b'{"type":"session.config","session":{"model":"m"}}'))
     worker = proxy.worker()
@@ -69,34 +69,34 @@ def session(proxy):
     return client, worker
 
 
-def test_the_smallest_chunks_are_read_piece_by_piece(proxy):
+def test_reading_small_chunks_yields(proxy):
     client = proxy.client(CHUNKED)
     body = BODY + b" " * CHUNKED_READ_BYTES
     client.sendall(chunks(body))
-    batch(proxy)
+    run_batch(proxy)
     assert exchange(proxy).bytes_in <= AT_ONCE * CHUNKED_READ_BYTES // len(chunks(b" "))
     proxy.run_until_idle()
     proxy.send_from(client, b"0\r\n\r\n")
     assert proxy.worker().recv(1 << 20).endswith(b"\r\n\r\n" + body)
 
 
-def test_large_chunks_need_no_turn_each(proxy):
+def test_large_chunks_are_read_without_yielding(proxy):
     client = proxy.client(CHUNKED)
     size = PIECES * CHUNKED_READ_BYTES
     client.sendall(b"%x\r\n%b" % (size, bytes(size)))
-    batch(proxy)
+    run_batch(proxy)
     assert exchange(proxy).bytes_in == size
 
 
-def test_requests_that_are_refused_at_once_are_answered_some_at_a_time(proxy):
+def test_answering_many_rejected_requests_yields(proxy):
     client = proxy.client()
-    many = PIECES * READS_PER_STEP
-    client.sendall(REFUSED * many)
-    batch(proxy)
+    count = PIECES * READS_PER_STEP
+    client.sendall(REJECTED * count)
+    run_batch(proxy)
     assert len(proxy.log) <= AT_ONCE * READS_PER_STEP
     proxy.run_until_idle()
-    answers, end = read_available(client)
-    assert (answers.count(b"HTTP/1.1 405 "), len(proxy.log), end) == (many, many, "open")
+    replies, end = read_available(client)
+    assert (replies.count(b"HTTP/1.1 405 "), len(proxy.log), end) == (count, count, "open")
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_client_that_sends_without_pause_yields(proxy, message):
     before = exchange(proxy).bytes_in
     sent = message * (PIECES * READ_BYTES // len(message))
     client.sendall(sent)
-    batch(proxy)
+    run_batch(proxy)
     assert exchange(proxy).bytes_in - before <= AT_ONCE * READ_BYTES
     proxy.run_until_idle()
     assert exchange(proxy).bytes_in - before == len(sent)
@@ -117,7 +117,7 @@ def test_a_client_without_a_complete_first_message_yields_too(proxy):
     client = proxy.client(UPGRADE)
     sent = frame(PING) * (PIECES * CONFIG_READ_BYTES // len(frame(PING)))
     client.sendall(sent)
-    batch(proxy)
+    run_batch(proxy)
     assert exchange(proxy).bytes_in <= AT_ONCE * CONFIG_READ_BYTES
     proxy.run_until_idle()
     assert exchange(proxy).bytes_in == len(sent)
@@ -126,10 +126,12 @@ def test_a_client_without_a_complete_first_message_yields_too(proxy):
 def test_a_worker_that_sends_without_pause_yields(proxy):
     client, worker = session(proxy)
     read_available(client)
-    event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(30)  # so that no piece ends in one
-    many = PIECES * READ_BYTES // len(event)
-    worker.sendall(event * many)
-    batch(proxy)
+    event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(
+        30
+    )  # so that no read ends at the end of an event
+    count = PIECES * READ_BYTES // len(event)
+    worker.sendall(event * count)
+    run_batch(proxy)
     assert exchange(proxy).chunks <= AT_ONCE * READ_BYTES // len(event)
     proxy.run_until_idle()
-    assert exchange(proxy).chunks == many
+    assert exchange(proxy).chunks == count

@@ -76,7 +76,7 @@ def test_an_error_event_follows_all_relayed_bytes(manual_loop):
 BREAKS = {
     "no size": b"zz\r\nnot a chunk\r\n",
     "a chunk longer than its size": b"5\r\nhelloXX\r\n",
-    "bytes behind the end": b"0\r\n\r\nHTTP/1.1 200 OK\r\n\r\n",
+    "bytes after the end": b"0\r\n\r\nHTTP/1.1 200 OK\r\n\r\n",
 }
 
 

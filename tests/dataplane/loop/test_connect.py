@@ -1,4 +1,4 @@
-"""How the data plane connects: over TCP, over a Unix socket, and where nobody listens."""
+"""Connecting over TCP, over a Unix socket, and to addresses where no program listens."""
 
 import errno
 import gc
@@ -8,8 +8,8 @@ from omni_proxy.dataplane.loop.stream import connect
 from tests.dataplane.loop_script import Scripted
 
 
-def dialling(loop, address):
-    """A task that dials; `outcome` is its connection or the error number."""
+def start_connecting(loop, address):
+    """A task that connects; `outcome` is its stream or the error number."""
 
     async def script(task):
         try:
@@ -23,12 +23,12 @@ def dialling(loop, address):
 
 
 async def test_connect_reaches_a_listener_over_tcp_and_over_a_unix_socket(loop, tmp_path):
-    places = [(socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_UNIX, str(tmp_path / "s"))]
-    for family, place in places:
+    addresses = [(socket.AF_INET, ("127.0.0.1", 0)), (socket.AF_UNIX, str(tmp_path / "s"))]
+    for family, address in addresses:
         with socket.socket(family) as listener:
-            listener.bind(place)
+            listener.bind(address)
             listener.listen()
-            task = dialling(loop, listener.getsockname())
+            task = start_connecting(loop, listener.getsockname())
             await task.ended.wait()
             far, _ = listener.accept()
             task.outcome.send(b"hi")
@@ -41,17 +41,17 @@ async def test_connect_reaches_a_listener_over_tcp_and_over_a_unix_socket(loop, 
 async def test_a_refused_connect_leaves_no_socket_behind(loop, tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        task = dialling(loop, unused.getsockname())
+        task = start_connecting(loop, unused.getsockname())
         await task.ended.wait()
         assert task.outcome == errno.ECONNREFUSED
-    task = dialling(loop, str(tmp_path / "nobody"))
+    task = start_connecting(loop, str(tmp_path / "missing"))
     assert task.outcome == errno.ENOENT
     assert not any(loop._handlers)
 
 
-async def test_an_address_that_is_none_leaves_no_socket_behind(loop):
-    task = dialling(loop, ("/not/a/host", 9))
+async def test_an_invalid_address_leaves_no_socket_behind(loop):
+    task = start_connecting(loop, ("/not/a/host", 9))
     assert task.outcome is not None
     del task
-    gc.collect()  # a socket that is still open would be reported
+    gc.collect()  # an open socket would cause a ResourceWarning
     assert not any(loop._handlers)

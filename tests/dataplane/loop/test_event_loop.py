@@ -69,12 +69,14 @@ async def test_trio_gets_a_turn_when_more_streams_are_ready_than_fit_in_an_itera
 
 
 class Timed(IoHandler):
-    """Keeps the number of its events, which take `secs` each by the clock of the loop."""
+    """Counts its events; each takes `secs` by the clock of the loop."""
 
     def __init__(self, loop, secs):
         self.loop, self.secs, self.events = loop, secs, 0
         self.near, self.far = socket.socketpair()
-        loop.register(self.near.fileno(), self)  # it is writable: the first event is there
+        loop.register(
+            self.near.fileno(), self
+        )  # a new socket is writable, which is its first event
 
     def on_event(self, mask):
         self.loop.clock.now += self.secs
@@ -88,43 +90,43 @@ class Timed(IoHandler):
 
 @pytest.fixture
 async def timed(nursery):
-    """`timed(secs)` makes a handler in a loop whose clock only handlers advance."""
-    loop, made = EventLoop(ManualClock()), []
+    """`timed(secs)` creates a handler in a loop whose clock only handlers advance."""
+    loop, handlers = EventLoop(ManualClock()), []
 
     def make(secs):
-        made.append(Timed(loop, secs))
-        return made[-1]
+        handlers.append(Timed(loop, secs))
+        return handlers[-1]
 
     make.loop = loop
     await nursery.start(loop.run)
     yield make
-    for each in made:
-        each.close()
+    for handler in handlers:
+        handler.close()
     loop.flush()
 
 
 @pytest.mark.parametrize("secs", [MAX_BATCH_SECS / 2, 0.0])
-async def test_an_iteration_that_takes_long_ends_before_all_its_events(timed, secs):
+async def test_a_long_iteration_ends_before_all_its_events_are_handled(timed, secs):
     handlers = [timed(secs) for _ in range(4 * CHECK_EVENTS)]
     steps, before = [], 0
     while before < len(handlers):
         await trio.lowlevel.checkpoint()
-        handled = sum(each.events for each in handlers)
+        handled = sum(handler.events for handler in handlers)
         steps.append(handled - before)
         before = handled
     if secs:  # trio runs tasks in random order, so two iterations may follow each other
         assert max(steps) <= 2 * CHECK_EVENTS
     else:
         assert max(steps) == len(handlers)
-    assert {each.events for each in handlers} == {1}
+    assert {handler.events for handler in handlers} == {1}
 
 
 @pytest.mark.parametrize("how", ["its descriptor is another socket's", "it is suspended"])
-async def test_an_event_that_was_not_handled_does_not_outlive_its_socket(timed, how):
+async def test_an_unhandled_event_is_dropped_with_its_socket(timed, how):
     handlers = [timed(MAX_BATCH_SECS) for _ in range(4 * CHECK_EVENTS)]
-    while not any(each.events for each in handlers):
+    while not any(handler.events for handler in handlers):
         await trio.lowlevel.checkpoint()
-    waiting = next(each for each in handlers if not each.events)
+    waiting = next(handler for handler in handlers if not handler.events)
     fd = waiting.near.fileno()
     if how == "it is suspended":
         timed.loop.suspend(fd)
@@ -137,7 +139,7 @@ async def test_an_event_that_was_not_handled_does_not_outlive_its_socket(timed, 
     await trio.testing.wait_all_tasks_blocked(0.01)
     assert waiting.events == 0
     assert after.events == (after is not waiting)
-    assert sum(each.events for each in handlers) == len(handlers) - 1
+    assert sum(handler.events for handler in handlers) == len(handlers) - 1
 
 
 async def test_trio_gets_a_turn_when_very_many_tasks_are_woken_at_once(loop):
@@ -161,7 +163,7 @@ async def test_trio_gets_a_turn_when_very_many_tasks_are_woken_at_once(loop):
     assert stepped == tasks
 
 
-async def test_an_event_of_another_stream_is_kept_and_does_not_step_the_task(loop, wires):
+async def test_an_event_of_another_stream_is_recorded_and_does_not_step_the_task(loop, wires):
     readable_then = []
 
     async def script(task):
@@ -198,8 +200,8 @@ async def test_read_distinguishes_bytes_nothing_yet_and_the_end(loop, wires):
     assert stream.read(4) is None
     far.send(b"abcdef")
     await until(lambda: stream.readable)
-    assert (stream.read(4), stream.readable) == (b"abcd", True)  # filled: there may be more
-    assert (stream.read(4), stream.readable) == (b"ef", False)  # short: that was all
+    assert (stream.read(4), stream.readable) == (b"abcd", True)  # a full read: there may be more
+    assert (stream.read(4), stream.readable) == (b"ef", False)  # a short read: there is no more
     far.shutdown(socket.SHUT_WR)
     await until(lambda: stream.peer_closed)
     assert (stream.readable, stream.read(4)) == (True, b"")
@@ -212,7 +214,7 @@ async def test_a_client_disconnect_is_noticed_whatever_the_task_waits_for(loop, 
         try:
             await task.wait_for(task.other[0])
         except ClientDisconnected:
-            ended.append("gone")
+            ended.append("disconnected")
             raise
 
     task = Scripted(loop, script)
@@ -221,7 +223,7 @@ async def test_a_client_disconnect_is_noticed_whatever_the_task_waits_for(loop, 
     task.start()
     far.close()
     await task.ended.wait()
-    assert (ended, loop.failures) == (["gone"], 0)
+    assert (ended, loop.failures) == (["disconnected"], 0)
 
 
 async def test_a_task_can_ignore_a_half_close(loop, wires):

@@ -1,5 +1,4 @@
-"""What `Stream.write_soon` has taken: it leaves with the end of a turn, in order, and is never
-lost."""
+"""`Stream.write_soon`: its bytes are sent at the end of an iteration, in order, and never lost."""
 
 import contextlib
 import socket
@@ -25,17 +24,17 @@ def small_buffers(stream, far) -> None:
 
 async def read_all(far: socket.socket, size: int) -> bytes:
     far.setblocking(False)
-    came = b""
+    received = b""
     with trio.fail_after(30):
-        while len(came) < size:
+        while len(received) < size:
             await trio.lowlevel.wait_readable(far)
             piece = far.recv(65536)
             assert piece, "closed early"
-            came += piece
-    return came
+            received += piece
+    return received
 
 
-def test_nothing_leaves_before_the_turn_is_over():
+def test_nothing_is_sent_before_the_end_of_the_iteration():
     loop = EventLoop()
     near, far = socket.socketpair()
     near.setblocking(False)
@@ -45,15 +44,15 @@ def test_nothing_leaves_before_the_turn_is_over():
         stream.write_soon(b"one ")
         stream.write_soon(b"two")
         try:
-            came = far.recv(10)
+            received = far.recv(10)
         except BlockingIOError:
-            came = b""
-        assert came == b""
+            received = b""
+        assert received == b""
         loop.flush()
         assert (far.recv(10), stream.pending) == (b"one two", b"")
 
 
-def test_a_turn_that_is_long_sends_in_between():
+def test_a_long_iteration_sends_before_its_end():
     loop = EventLoop()
     pairs = [socket.socketpair() for _ in range(MAX_PENDING_WRITERS)]
     try:
@@ -68,7 +67,7 @@ def test_a_turn_that_is_long_sends_in_between():
             far.close()
 
 
-async def test_what_the_peer_does_not_take_follows_when_it_reads(loop, wires):
+async def test_unsent_bytes_follow_when_the_peer_reads(loop, wires):
     payload = bytes(range(256)) * ROUND
     stream, far = wires.stream(None)
     small_buffers(stream, far)
@@ -80,8 +79,8 @@ async def test_what_the_peer_does_not_take_follows_when_it_reads(loop, wires):
     await until(lambda: stream.pending == b"")
 
 
-async def test_a_peer_that_is_gone_is_met_by_the_next_read(loop, wires):
-    met = []
+async def test_the_next_read_notices_a_closed_peer(loop, wires):
+    outcomes = []
 
     async def script(task):
         stream = task.first[0]
@@ -89,9 +88,9 @@ async def test_a_peer_that_is_gone_is_met_by_the_next_read(loop, wires):
         task.waiting_on = stream
         await pause
         try:
-            met.append(stream.read(10))
+            outcomes.append(stream.read(10))
         except OSError as error:
-            met.append(type(error))
+            outcomes.append(type(error))
 
     task = Scripted(loop, script)
     task.first = wires.stream(task)
@@ -102,11 +101,11 @@ async def test_a_peer_that_is_gone_is_met_by_the_next_read(loop, wires):
     loop.flush()
     with trio.fail_after(30):
         await task.ended.wait()
-    assert met in ([b""], [ConnectionResetError], [BrokenPipeError])
+    assert outcomes in ([b""], [ConnectionResetError], [BrokenPipeError])
     assert (stream.pending, stream.peer_closed) == (b"", True)
 
 
-async def test_closing_sends_what_was_late(loop, wires):
+async def test_closing_sends_pending_bytes(loop, wires):
     stream, far = wires.stream(None)
     stream.write_soon(b"last words")
     stream.close()
@@ -116,8 +115,8 @@ async def test_closing_sends_what_was_late(loop, wires):
 
 @pytest.fixture
 def manual_loop():
-    with contextlib.closing(ManualLoop("[server]\nhalf_close = 'answer'\n")) as made:
-        yield made
+    with contextlib.closing(ManualLoop("[server]\nhalf_close = 'answer'\n")) as opened:
+        yield opened
 
 
 def test_a_half_closed_client_gets_its_complete_response(manual_loop):
@@ -132,10 +131,10 @@ def test_a_half_closed_client_gets_its_complete_response(manual_loop):
         manual_loop.worker(), b"HTTP/1.1 200 OK\r\ncontent-length: 12000\r\n\r\n" + body
     )
     assert len(task.client.pending) > 0
-    came, end = b"", "open"
+    response, end = b"", "open"
     while end == "open":
         more, end = read_available(client)
         assert more or end == "closed"
-        came += more
+        response += more
         manual_loop.run_until_idle()
-    assert came.endswith(b"\r\n\r\n" + body)
+    assert response.endswith(b"\r\n\r\n" + body)

@@ -71,20 +71,20 @@ async def test_a_task_that_a_sweep_ends_may_end_another_one(loop, wires):
 async def test_chores_run_with_each_sweep(nursery, autojump_clock):
     loop, swept = EventLoop(), []
     nursery.start_soon(
-        timeouts.run_sweeps, loop, lambda: swept.append("lanes"), lambda: swept.append("l")
+        timeouts.run_sweeps, loop, lambda: swept.append("first"), lambda: swept.append("second")
     )
     await trio.sleep(timeouts.SWEEP_SECS * 2.5)
-    assert swept == ["lanes", "l"] * 2
+    assert swept == ["first", "second"] * 2
     loop._epoll.close()
 
 
 @pytest.fixture
 async def timers(nursery):
-    """On an event loop that does not run: only the timers step a task."""
-    made = Timers(EventLoop())
-    nursery.start_soon(made.run)
-    yield made
-    made._loop._epoll.close()
+    """Timers of an event loop that does not run: only the timers step a task."""
+    started = Timers(EventLoop())
+    nursery.start_soon(started.run)
+    yield started
+    started._loop._epoll.close()
 
 
 def start_sleeping(timers, secs, woken):

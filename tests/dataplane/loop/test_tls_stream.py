@@ -1,4 +1,4 @@
-"""A TLS connection over a socket pair: our end as in the event loop, the far one in the test's hands."""
+"""A TLS connection over a socket pair: a TlsStream, and a peer that the test controls."""
 
 import contextlib
 import errno
@@ -24,7 +24,7 @@ from tests.promises.tls_helpers import believing, showing
 
 
 class Far:
-    """The peer: TLS over a blocking socket, with its encrypted bytes in our hands."""
+    """The peer: TLS over a blocking socket. The test moves the encrypted bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -39,7 +39,7 @@ class Far:
         return True
 
     def pull(self, size: int = 1 << 20) -> None:
-        """What has arrived by now, at most so many encrypted bytes."""
+        """Read encrypted bytes that have arrived, at most `size`."""
         try:
             self.incoming.write(self.sock.recv(size, socket.MSG_DONTWAIT))
         except BlockingIOError:
@@ -51,7 +51,7 @@ class Far:
         return self.outgoing.read()
 
     def decrypted(self) -> bytes:
-        """All that can be read by now."""
+        """All decrypted bytes that are available."""
         received = b""
         while True:
             try:
@@ -75,13 +75,13 @@ class TlsPair:
         plain = Stream(self.loop, near, None)
         self.far = Far(far)
         handshake = TlsHandshake(showing())
-        peer_done = ours_done = False
-        while not (peer_done and ours_done):
+        peer_done = stream_done = False
+        while not (peer_done and stream_done):
             peer_done = self.far.do_handshake()
             near.send(b"")
             if sent := self.far.outgoing.read():
                 handshake.incoming.write(sent)
-            ours_done = ours_done or handshake._advance(plain)
+            stream_done = stream_done or handshake._advance(plain)
             self.far.incoming.write(handshake.outgoing.read())
         self.stream = TlsStream(plain, handshake)
         assert self.stream.read(1) is None
@@ -99,13 +99,13 @@ class TlsPair:
 
 @pytest.fixture
 def pair():
-    made = TlsPair()
-    yield made
-    made.close()
+    connected = TlsPair()
+    yield connected
+    connected.close()
 
 
 def read_all(stream: Stream, size: int = 16384) -> list[bytes]:
-    """Reads as a connection task does: while the stream is readable."""
+    """Read while the stream is readable, as a connection task does."""
     chunks = []
     while stream.readable:
         chunk = stream.read(size)
@@ -127,7 +127,7 @@ def test_all_records_of_one_read_are_returned(pair):
     assert read_all(pair.stream) == [b"one", b"two", b"three"]
 
 
-def test_half_a_record_is_no_bytes_yet(pair):
+def test_an_incomplete_record_has_no_bytes(pair):
     encrypted = pair.far.encrypted(b"one")
     pair.arrive(encrypted[:-1])
     assert pair.stream.read(16384) is None
@@ -169,7 +169,7 @@ def test_a_close_without_close_notify_is_an_error(pair):
         pair.stream.read(16384)
 
 
-def test_bytes_before_a_cut_are_still_read(pair):
+def test_bytes_before_an_unclean_close_are_read(pair):
     pair.arrive(pair.far.encrypted(b"last words"))
     pair.far.sock.close()
     pair.stream.peer_closed = True
@@ -178,7 +178,7 @@ def test_bytes_before_a_cut_are_still_read(pair):
         pair.stream.read(16384)
 
 
-def test_bytes_changed_in_transit_are_an_error_and_the_peer_gets_an_alert(pair):
+def test_corrupted_bytes_are_an_error_and_the_peer_gets_an_alert(pair):
     encrypted = bytearray(pair.far.encrypted(b"one"))
     encrypted[-1] ^= 1
     pair.arrive(bytes(encrypted))
@@ -198,12 +198,12 @@ def test_close_sends_close_notify_and_a_reset_does_not(pair):
     other.stream.close(reset=True)
     other.loop.flush()
     other.far.incoming.write_eof()
-    with pytest.raises(ssl.SSLError, match=r"(?i)eof"):  # as each Python has it
+    with pytest.raises(ssl.SSLError, match=r"(?i)eof"):  # the text depends on the Python version
         other.far.tls.read(1)
     other.close()
 
 
-def test_send_eof_sends_close_notify_and_input_can_be_drain(pair):
+def test_send_eof_sends_close_notify_and_input_can_be_drained(pair):
     pair.stream.send_eof()
     pair.far.pull()
     assert pair.far.tls.read(1) == b""
@@ -211,7 +211,7 @@ def test_send_eof_sends_close_notify_and_input_can_be_drain(pair):
     assert len(b"".join(read_all(pair.stream))) > 8
 
 
-def test_messages_of_tls_itself_are_no_input(pair):
+def test_tls_protocol_messages_are_no_input(pair):
     pair.stream.readable = True
     assert not pair.stream.has_input()
     encrypted = pair.far.encrypted(b"answer")
@@ -241,7 +241,7 @@ def test_unread_bytes_are_read_again(pair):
     assert not pair.stream.readable
 
 
-def test_an_end_or_an_error_that_has_input_found_is_read_again(pair):
+def test_an_end_or_an_error_found_by_has_input_is_returned_by_read(pair):
     with pytest.raises(ssl.SSLWantReadError):
         pair.far.tls.unwrap()
     pair.arrive(pair.far.outgoing.read())
@@ -365,14 +365,12 @@ def test_a_broken_socket_is_an_error(pair):
     assert caught.value.errno in (errno.EPIPE, errno.ECONNRESET)
 
 
-def test_bytes_after_the_own_close_notify_can_be_drained(pair):
+def test_encrypted_bytes_after_send_eof_can_be_drained(pair):
     pair.far.sock.sendall(pair.far.encrypted(bytes(RECORD_BYTES)))
     pair.stream.readable = True
     assert pair.stream.read(RECORD_BYTES) == bytes(RECORD_BYTES)
     pair.stream.send_eof()
-    assert (
-        pair.stream.read(ENCRYPTED_READ_BYTES) is None
-    )  # nothing more is there, and that is no end
+    assert pair.stream.read(ENCRYPTED_READ_BYTES) is None  # no bytes, but not the end
     encrypted = pair.far.encrypted(bytes(100))
     pair.far.sock.sendall(encrypted)
     assert pair.stream.read(ENCRYPTED_READ_BYTES) == encrypted

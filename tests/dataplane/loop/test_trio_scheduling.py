@@ -1,4 +1,4 @@
-"""An event loop that always has work, and the turns that it gives to trio's other tasks."""
+"""When a busy event loop lets trio run its other tasks and poll for I/O."""
 
 import socket
 from threading import get_ident
@@ -25,7 +25,7 @@ class Turns(trio.abc.Instrument):
 
 @pytest.fixture(autouse=True)
 def _no_regular_turns(monkeypatch):
-    """Without it a turn that is missing would be hidden by the next regular one."""
+    """The regular turns would hide that another one is missing."""
     monkeypatch.setattr(trio_scheduling, "MAX_HOST_WAIT_SECS", 1000.0)
 
 

@@ -1,4 +1,4 @@
-"""Taking a worker where others may be quicker to its last place: a fleet says when they were."""
+"""Acquiring a worker while other processes compete for its last slot."""
 
 import pytest
 
@@ -15,13 +15,15 @@ from tests.fleet.entries import entry, fleet_of
 
 
 class ContestedFleet(Fleet):
+    """Reports a lost race for the first `times` acquired slots."""
+
     def __init__(self):
         super().__init__()
-        self.times, self.asked = 0, []
+        self.times, self.checked = 0, []
 
     def is_over_limit(self, worker):
-        self.asked.append(worker)
-        return len(self.asked) <= self.times
+        self.checked.append(worker)
+        return len(self.checked) <= self.times
 
 
 @pytest.fixture
@@ -32,10 +34,10 @@ async def dataplane():
     )
 
 
-def quicker(fleet, times):
-    """Others take the place `times` times, and have gone again at the next choice."""
+def lose_races(fleet, times):
+    """Another process takes the slot first, and releases it before the next choice."""
     fleet.times = times
-    return fleet.asked
+    return fleet.checked
 
 
 def request():
@@ -45,37 +47,37 @@ def request():
 
 
 async def test_a_slot_that_another_process_acquired_is_released_and_another_acquired(dataplane):
-    asked = quicker(dataplane.fleet, 1)
+    checked = lose_races(dataplane.fleet, 1)
     exchange = request()
     worker = dataplane.balancer.acquire(exchange)
-    assert (len(asked), asked[1]) == (2, worker)
-    counts = {each: (each.in_flight, each.peak_in_flight) for each in dataplane.fleet.workers}
+    assert (len(checked), checked[1]) == (2, worker)
+    counts = {other: (other.in_flight, other.peak_in_flight) for other in dataplane.fleet.workers}
     assert counts.pop(worker) == (1, 1)
     assert list(counts.values()) == [(0, 0)]
     assert (exchange.worker, exchange.attempts) == (worker, 1)
     dataplane.balancer.release(exchange, worker, SUCCEEDED)
-    assert [each.in_flight for each in dataplane.fleet.workers] == [0, 0]
+    assert [worker.in_flight for worker in dataplane.fleet.workers] == [0, 0]
 
 
 async def test_losing_every_race_for_a_slot_acquires_nothing_and_is_503(dataplane):
-    asked = quicker(dataplane.fleet, CHOICES)
+    checked = lose_races(dataplane.fleet, CHOICES)
     exchange = request()
-    with pytest.raises(HttpError, match="at its limit a moment ago") as reported:
+    with pytest.raises(HttpError, match="at its limit a moment ago") as raised:
         dataplane.balancer.acquire(exchange)
-    assert reported.value.code == "all_full"
-    assert len(asked) == CHOICES
+    assert raised.value.code == "all_full"
+    assert len(checked) == CHOICES
     assert [(w.in_flight, w.peak_in_flight) for w in dataplane.fleet.workers] == [(0, 0)] * 2
     assert (exchange.worker, exchange.attempts) == (None, 0)
 
 
-async def test_without_limits_no_counts_are_read_again(dataplane):
-    asked = quicker(dataplane.fleet, CHOICES)
+async def test_without_limits_no_counts_are_checked_again(dataplane):
+    checked = lose_races(dataplane.fleet, CHOICES)
     dataplane.fleet.has_inflight_limits = False
     dataplane.balancer.acquire(request())
-    assert asked == []
+    assert checked == []
 
 
-async def test_the_candidates_are_recorded_of_two_requests_a_second_and_of_a_first_few(dataplane):
+async def test_candidates_are_recorded_for_a_first_burst_and_then_two_requests_a_second(dataplane):
     dataplane.recorders.meters = object()
     balancer, recorded = dataplane.balancer, []
     for number in range(400):
@@ -87,7 +89,7 @@ async def test_the_candidates_are_recorded_of_two_requests_a_second_and_of_a_fir
     assert sum(recorded[200:]) in (9, 10)  # in five seconds, with two workers
 
 
-async def test_no_candidates_are_recorded_where_nobody_keeps_requests(dataplane):
+async def test_no_candidates_are_recorded_without_meters(dataplane):
     exchange = request()
     dataplane.balancer.acquire(exchange)
     assert exchange.candidates is None

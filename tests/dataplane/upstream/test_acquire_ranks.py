@@ -1,4 +1,4 @@
-"""Data-parallel ranks: counted with their worker, bounded, retried and kept through changes."""
+"""Data-parallel ranks: their counts, limits, retries, and changes of their number."""
 
 import pytest
 from hypothesis import strategies as st
@@ -31,7 +31,7 @@ def request(**need):
 
 
 class RankCounts(RuleBasedStateMachine):
-    """Against a list of the requests in flight, with the worker and the rank that each is at."""
+    """Compares the counts with a list of the requests in flight, each with its worker and rank."""
 
     @initialize(policy=st.sampled_from(["round_robin", "least_request", "power_of_two"]))
     def begin(self, policy):
@@ -55,7 +55,7 @@ class RankCounts(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("abc"))
     def a_worker_is_replaced(self, name):
-        self.fleet.apply([each for each in self.entries() if name not in each.url], NOW)
+        self.fleet.apply([spec for spec in self.entries() if name not in spec.url], NOW)
         self.fleet.apply(self.entries(), NOW)
         heal(self.fleet, self.fleet.find(f"http://{name}:1"))
 
@@ -145,7 +145,7 @@ async def test_requests_are_spread_over_ranks_and_counted_at_both():
 async def test_another_worker_is_tried_before_another_rank(tried, picked):
     dataplane = dataplane_of(entry("a", ranks=2), entry("b"))
     (a, b), fleet = dataplane.fleet.workers, dataplane.fleet
-    targets = {each.display_id: each for each in (a, b, *a.dp_ranks)}
+    targets = {target.display_id: target for target in (a, b, *a.dp_ranks)}
     exchange = request()
     dataplane.balancer.acquire(exchange, {targets[name] for name in tried})
     assert exchange.sent_to.display_id == picked
@@ -159,7 +159,7 @@ async def test_another_worker_is_tried_before_another_rank(tried, picked):
         (1, "data-parallel rank 1 is full or out of rotation; .*: a:1@0"),
     ],
 )
-async def test_a_rank_that_can_not_be_taken_is_refused_with_those_that_can(index, message):
+async def test_the_error_for_an_unavailable_rank_names_the_available_ones(index, message):
     dataplane = dataplane_of(entry("a", ranks=2, max_inflight=2))
     dataplane.balancer.acquire(request(dp_rank=1))
     with pytest.raises(HttpError, match=message) as refused:
@@ -167,7 +167,7 @@ async def test_a_rank_that_can_not_be_taken_is_refused_with_those_that_can(index
     assert (refused.value.status, refused.value.code) == (400, "invalid_rank")
 
 
-async def test_a_named_rank_waits_as_any_request_while_no_rank_has_room():
+async def test_a_request_for_a_rank_is_refused_as_any_other_while_all_ranks_are_full():
     dataplane = dataplane_of(entry("a", ranks=2, max_inflight=2))
     for _ in range(2):
         dataplane.balancer.acquire(request())

@@ -19,7 +19,7 @@ def task(loop):
     return Scripted(loop, nothing)
 
 
-async def test_what_is_given_back_last_is_taken_first(loop, wires, pool, task):
+async def test_the_connection_released_last_is_reused_first(loop, wires, pool, task):
     first, second = (wires.stream(task)[0] for _ in range(2))
     pool.release(first)
     pool.release(second)
@@ -28,7 +28,7 @@ async def test_what_is_given_back_last_is_taken_first(loop, wires, pool, task):
     assert first.task is second.task is other
 
 
-async def test_an_idle_connection_that_its_worker_closes_is_never_taken(wires, pool, task):
+async def test_an_idle_connection_closed_by_its_worker_is_not_reused(wires, pool, task):
     stream, far = wires.stream(task)
     pool.release(stream)
     far.close()
@@ -36,7 +36,7 @@ async def test_an_idle_connection_that_its_worker_closes_is_never_taken(wires, p
     assert pool.reuse(task) is None
 
 
-async def test_an_idle_connection_that_speaks_unasked_is_dropped(wires, pool, task):
+async def test_an_idle_connection_that_receives_bytes_is_closed(wires, pool, task):
     stream, far = wires.stream(task)
     pool.release(stream)
     far.send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
@@ -44,9 +44,7 @@ async def test_an_idle_connection_that_speaks_unasked_is_dropped(wires, pool, ta
     assert pool.reuse(task) is None
 
 
-async def test_one_that_has_ended_or_holds_unread_bytes_is_closed_instead_of_kept(
-    wires, pool, task
-):
+async def test_a_released_connection_is_closed_if_it_has_ended_or_unread_bytes(wires, pool, task):
     ended, far = wires.stream(task)
     far.close()
     await until(lambda: ended.peer_closed)
@@ -58,7 +56,9 @@ async def test_one_that_has_ended_or_holds_unread_bytes_is_closed_instead_of_kep
     assert (ended.closed, unread.closed, pool.idle) == (True, True, [])
 
 
-async def test_one_that_was_read_to_the_brim_but_is_empty_is_kept(wires, pool, task):
+async def test_a_released_connection_that_may_have_more_bytes_is_kept_if_it_has_none(
+    wires, pool, task
+):
     stream, far = wires.stream(task)
     far.send(b"full")
     await until(lambda: stream.readable)
@@ -67,7 +67,7 @@ async def test_one_that_was_read_to_the_brim_but_is_empty_is_kept(wires, pool, t
     assert (pool.reuse(task), stream.readable) == (stream, False)
 
 
-async def test_a_sweep_closes_only_what_has_been_idle_for_too_long(loop, wires, pool, task):
+async def test_a_sweep_closes_only_connections_that_were_idle_too_long(loop, wires, pool, task):
     old, recent = (wires.stream(task)[0] for _ in range(2))
     pool.release(old)
     pool.release(recent)
@@ -89,12 +89,12 @@ async def test_the_host_line_names_the_worker(pool):
     assert pool.host_line == b"host: worker:1\r\n"
 
 
-async def test_a_worker_that_was_removed_gets_no_pool_that_is_kept(loop, wires, task):
+async def test_the_pool_of_a_removed_worker_is_not_kept(loop, wires, task):
     stays, leaves = fleet_of(entry("a"), entry("b")).workers
     pools = UpstreamPools(loop, "/nowhere")
     pools.on_fleet_change({stays})
     assert pools.of(stays) is pools.of(stays)
-    late = pools.of(leaves)  # of a request that is tried again there
+    late = pools.of(leaves)  # for a request that is retried on the removed worker
     stream, _ = wires.stream(task)
     late.release(stream)
     assert stream.closed

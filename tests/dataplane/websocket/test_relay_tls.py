@@ -8,11 +8,11 @@ from tests.dataplane.speech_fixture import (
     CONFIG,
     DONE,
     Worker,
-    heard_all,
-    listen,
-    narrate,
-    running,
-    speak,
+    read_until_close,
+    receive_speech,
+    request_speech,
+    run_proxy,
+    serve_speech,
 )
 from tests.promises.tls_helpers import AUTHORITY, believing, listening, showing
 
@@ -21,7 +21,7 @@ TRUSTED = [{"tls_ca": str(AUTHORITY)}]
 
 
 class SecureWorker(Worker):
-    """Its handshakes end in a certificate for this address."""
+    """A worker with TLS and a certificate for its address."""
 
     async def start(self, nursery):
         await super().start(nursery)
@@ -32,68 +32,68 @@ class SecureWorker(Worker):
         await super()._serve(secure)
 
 
-def over_tls(setting):
-    """Its clients speak TLS from now on."""
+def over_tls(proxy):
+    """Let the clients of this proxy use TLS."""
 
     async def dial():
-        raw = await trio.open_tcp_stream(*setting.address)
+        raw = await trio.open_tcp_stream(*proxy.address)
         return trio.SSLStream(raw, believing(), server_hostname="localhost", https_compatible=True)
 
-    setting.dial = dial
-    return setting
+    proxy.dial = dial
+    return proxy
 
 
-async def test_a_session_passes_both_ways_sealed():
-    async with running(SecureWorker(narrate), config=TLS, entries=TRUSTED) as setting:
-        async with over_tls(setting).client() as client:
-            await speak(client)
-            await heard_all(client)
-        assert await setting.settled() == {"completed": 1}
-        assert setting.counts() == (1, 0)
+async def test_a_session_is_relayed_both_ways_over_tls():
+    async with run_proxy(SecureWorker(serve_speech), config=TLS, entries=TRUSTED) as proxy:
+        async with over_tls(proxy).client() as client:
+            await request_speech(client)
+            await receive_speech(client)
+        assert await proxy.wait_until_drained() == {"completed": 1}
+        assert proxy.counts() == (1, 0)
 
 
 async def test_a_worker_without_a_trusted_certificate_gets_no_session():
     once = TLS + "[routing]\nmax_total_retries = 1\n"
-    worker = SecureWorker(narrate)
-    async with running(worker, config=once) as setting:
-        async with over_tls(setting).client() as client:
-            await client.say(CONFIG)
-            assert (await client.error())["message"] == "upstream WebSocket failed"
+    worker = SecureWorker(serve_speech)
+    async with run_proxy(worker, config=once) as proxy:
+        async with over_tls(proxy).client() as client:
+            await client.send_text(CONFIG)
+            assert (await client.receive_error())["message"] == "upstream WebSocket failed"
         assert worker.requests == []
-        assert setting.machine().consecutive_failures == 1
+        assert proxy.health().consecutive_failures == 1
 
 
-async def test_a_client_that_leaves_without_a_word_ends_the_session():
-    worker = SecureWorker(listen)
-    async with running(worker, config=TLS, entries=TRUSTED) as setting:
-        async with over_tls(setting).client() as client:
-            await client.say(CONFIG)
+async def test_a_client_that_closes_without_close_notify_ends_the_session():
+    worker = SecureWorker(read_until_close)
+    async with run_proxy(worker, config=TLS, entries=TRUSTED) as proxy:
+        async with over_tls(proxy).client() as client:
+            await client.send_text(CONFIG)
             await until(lambda: worker.requests)
             client.stream.transport_stream.socket.close()
-        assert await setting.settled() == {"stream_cancelled": 1}
-        await worker.over.wait()
+        assert await proxy.wait_until_drained() == {"stream_cancelled": 1}
+        await worker.session_ended.wait()
 
 
-async def test_much_audio_waits_for_a_slow_client():
+async def test_much_audio_arrives_complete_over_tls():
     sound = bytes(100_000)
 
-    async def sing(socket):
-        await socket.text()
+    async def send_audio(socket):
+        await socket.receive_text()
         for _ in range(60):
             await socket.send(BytesMessage(data=sound))
-        await socket.say(DONE)
+        await socket.send_text(DONE)
         await socket.close()
-        await socket.event()
+        await socket.receive_event()
 
-    async with running(SecureWorker(sing), config=TLS, entries=TRUSTED) as setting:
-        async with over_tls(setting).client() as client:
-            await client.say(CONFIG)
-            await until(lambda: setting.dataplane.loop.tasks)
+    async with run_proxy(SecureWorker(send_audio), config=TLS, entries=TRUSTED) as proxy:
+        async with over_tls(proxy).client() as client:
+            await client.send_text(CONFIG)
+            await until(lambda: proxy.dataplane.loop.tasks)
             for _ in range(60):
-                event = await client.event()
+                event = await client.receive_event()
                 assert isinstance(event, BytesMessage)
                 assert event.data == sound
-            assert await client.text() == DONE
-            await client.closed()
+            assert await client.receive_text() == DONE
+            await client.receive_close()
             await client.close()
-        assert await setting.settled() == {"completed": 1}
+        assert await proxy.wait_until_drained() == {"completed": 1}
