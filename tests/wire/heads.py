@@ -1,4 +1,4 @@
-"""Request heads for tests: made of parts, and the hostile ones with the status of each."""
+"""Request heads for tests: a function that builds them, and hostile heads with their status."""
 
 import pytest
 
@@ -42,7 +42,7 @@ HOSTILE = {
     "chunked in quotes": (request(b'transfer-encoding: "chunked"'), 400),
     "chunked and a vertical tab": (request(b"transfer-encoding: \x0bchunked"), 400),
     "chunked and a NUL": (request(b"transfer-encoding: chunked\x00"), 400),
-    "a coding behind chunked": (request(b"transfer-encoding: chunked, identity"), 400),
+    "a coding after chunked": (request(b"transfer-encoding: chunked, identity"), 400),
     "an empty coding": (request(b"transfer-encoding:"), 400),
     "a length and an empty coding": (
         request(b"content-length: 5", b"transfer-encoding:"), 400,

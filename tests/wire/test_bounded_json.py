@@ -24,19 +24,19 @@ JSON = st.recursive(
 
 def values_in(value) -> int:
     if isinstance(value, dict):
-        return 1 + sum(1 + values_in(each) for each in value.values())
+        return 1 + sum(1 + values_in(item) for item in value.values())
     return 1 + (sum(map(values_in, value)) if isinstance(value, list) else 0)
 
 
 @given(value=JSON)
-def test_it_reads_what_json_reads_and_never_counts_too_few_values(value):
+def test_values_are_read_as_by_json_and_never_too_few_are_counted(value):
     raw = json.dumps(value).encode()
     assert read_json(raw) == value
     assert max_value_count(raw) >= values_in(value)
 
 
 @pytest.mark.parametrize("piece", [b"{},", b"[],", b"0,", b'{"a":', b"[", b'"a":0,'])
-def test_what_has_too_many_values_is_not_read(piece):
+def test_a_text_with_too_many_values_is_not_read(piece):
     with pytest.raises(TooManyValues):
         read_json(piece * (MAX_VALUES + 1))
 
@@ -47,7 +47,7 @@ def test_one_long_string_is_one_value():
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[" * 90_000, b"\xff", b"NaNa"])
-def test_what_is_no_json_is_a_value_error(raw):
+def test_invalid_json_is_a_value_error(raw):
     with pytest.raises(ValueError, match=r"."):
         read_json(raw)
 
@@ -62,7 +62,7 @@ def test_what_is_no_json_is_a_value_error(raw):
         (b"1e400", math.inf),
     ],
 )
-def test_what_only_lenient_parsers_read_is_read_and_can_be_written(raw, value):
+def test_json_that_only_lenient_parsers_accept_is_read_and_can_be_written(raw, value):
     assert read_json(raw) == value
     to_json(value)
 
@@ -75,12 +75,12 @@ def test_what_only_lenient_parsers_read_is_read_and_can_be_written(raw, value):
         (b"[NaN, 1]", [None, 1]),
     ],
 )
-def test_half_characters_become_question_marks_where_all_is_written_again(raw, value):
+def test_lone_surrogates_become_question_marks_in_rewritten_json(raw, value):
     written = json.loads(to_json(without_lone_surrogates(raw, read_json(raw))))
     assert written == value
 
 
-def test_what_is_nested_as_deeply_as_can_be_read_can_be_written_within_more():
+def test_the_deepest_readable_value_can_be_written_with_more_levels():
     depths = []
     for depth in range(100, 1100):
         try:

@@ -22,7 +22,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize(("raw", "payload"), GOOD.values(), ids=GOOD)
-def test_a_body_is_read_to_its_end_however_it_arrives_and_what_follows_is_left(raw, payload):
+def test_a_body_in_any_pieces_is_read_to_its_end_and_not_further(raw, payload):
     for pieces, rest in (
         ([raw], b""),
         ([raw[i : i + 1] for i in range(len(raw))], b""),
@@ -59,7 +59,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("raw", BROKEN.values(), ids=BROKEN)
 @pytest.mark.parametrize("size", [1, 1 << 20])
-def test_broken_framing_is_refused_and_the_connection_closed(raw, size):
+def test_invalid_framing_is_rejected_and_closes_the_connection(raw, size):
     body = ChunkedBody(LIMIT)
 
     def feed_all():
@@ -71,7 +71,7 @@ def test_broken_framing_is_refused_and_the_connection_closed(raw, size):
     assert (caught.value.status, caught.value.close) == (400, True)
 
 
-def test_a_body_up_to_the_limit_passes():
+def test_a_body_up_to_the_limit_is_accepted():
     body = ChunkedBody(LIMIT)
     body.feed(b"3e7\r\n%b\r\n1\r\n!\r\n0\r\n\r\n" % bytes(999))
     assert body.whole
@@ -80,14 +80,14 @@ def test_a_body_up_to_the_limit_passes():
 @pytest.mark.parametrize(
     "raw", [b"3e9\r\n", b"3e8\r\n%b\r\n1\r\n" % bytes(1000), b"F" * 15 + b"\r\n"]
 )
-def test_a_body_past_the_limit_is_refused_before_it_is_read(raw):
+def test_a_body_above_the_limit_is_rejected_before_it_is_read(raw):
     with pytest.raises(HttpError) as caught:
         ChunkedBody(LIMIT).feed(raw)
     assert (caught.value.status, caught.value.close) == (413, True)
 
 
-# The payload and what follows it; None where the body is unfinished.
 def naive(raw):
+    """The payload and the bytes after the body; None if the body is incomplete."""
     payload, at = b"", 0
     while True:
         end = raw.find(b"\r\n", at)
@@ -123,7 +123,7 @@ def bodies(draw):
 @given(
     bodies(), st.binary(max_size=10), st.lists(st.integers(0, 200), max_size=5), st.integers(0, 9)
 )
-def test_bodies_in_any_pieces_are_read_like_a_naive_decoder_does(raw, after, cuts, short):
+def test_bodies_in_any_pieces_are_read_as_by_a_naive_decoder(raw, after, cuts, short):
     wire = raw[: len(raw) - short] if short > 5 else raw + after
     expected = naive(wire)
     body = ChunkedBody(LIMIT)
@@ -137,7 +137,7 @@ def test_bodies_in_any_pieces_are_read_like_a_naive_decoder_does(raw, after, cut
 
 
 @given(st.binary(max_size=60))
-def test_no_bytes_make_it_fail_in_another_way_than_a_refusal(raw):
+def test_arbitrary_bytes_raise_no_other_error_than_http_error(raw):
     body = ChunkedBody(LIMIT)
     try:
         body.feed(raw)

@@ -14,7 +14,7 @@ def test_any_origin_is_allowed_without_credentials():
     )
 
 
-def test_a_listed_origin_is_named_and_caches_are_reported():
+def test_a_listed_origin_is_named_and_the_response_varies_by_it():
     fields = dict(Cors([PAGE], ["X-My-Id"]).fields(PAGE))
     assert fields["access-control-allow-origin"] == PAGE
     assert fields["vary"] == "Origin"
@@ -23,7 +23,7 @@ def test_a_listed_origin_is_named_and_caches_are_reported():
 
 @pytest.mark.parametrize("origins", [[], [PAGE]])
 @pytest.mark.parametrize("origin", ["http://app.example", "null", f"{PAGE}:444", f"{PAGE}.evil"])
-def test_another_gets_nothing(origins, origin):
+def test_another_origin_gets_no_fields(origins, origin):
     cors = Cors(origins)
     assert cors.fields(origin) == cors.preflight(origin, ["POST"], None) == ()
     assert cors.lines(origin.encode()) == b""
@@ -36,7 +36,7 @@ def test_a_preflight_allows_the_methods_and_requested_fields():
     assert "access-control-allow-headers" not in dict(Cors(["*"]).preflight(PAGE, ["POST"], "a:b"))
 
 
-def test_lines_are_the_fields():
+def test_lines_are_the_encoded_fields():
     for cors in (Cors(["*"]), Cors([PAGE])):
         assert cors.lines(PAGE.encode()) == encode_fields(cors.fields(PAGE))
 

@@ -18,7 +18,7 @@ def test_every_error_has_a_message_a_type_and_a_code():
     assert body == {"error": {"message": "no", "type": "server_error", "code": "none_healthy"}}
 
 
-def test_a_reason_is_inside_error_and_any_other_extra_beside_it():
+def test_a_reason_is_part_of_error_and_other_extras_are_not():
     body = json.loads(error_body("no", "t", 503, reason="full", detail="Not Found"))
     assert body["error"]["reason"] == "full"
     assert body["detail"] == "Not Found"
@@ -35,13 +35,13 @@ def test_a_reason_is_inside_error_and_any_other_extra_beside_it():
         (504, "upstream_error"),
     ],
 )
-def test_the_type_follows_from_the_status(status, type_):
+def test_the_default_type_depends_on_the_status(status, type_):
     assert HttpError(status, "no", "code").type == type_
 
 
-def test_an_explicit_type_wins_and_appears_once():
-    refusal = HttpError(503, "no", 503, type="overloaded_error", reason="max_inflight")
-    assert json.loads(refusal.body()) == {
+def test_an_explicit_type_overrides_the_default():
+    error = HttpError(503, "no", 503, type="overloaded_error", reason="max_inflight")
+    assert json.loads(error.body()) == {
         "error": {
             "message": "no", "type": "overloaded_error", "code": 503, "reason": "max_inflight",
         }
@@ -49,8 +49,8 @@ def test_an_explicit_type_wins_and_appears_once():
 
 
 def test_headers_of_an_error_accumulate():
-    refusal = HttpError(405, "no", "code").with_headers(("allow", "GET")).with_headers(("a", "b"))
-    assert refusal.headers == (("allow", "GET"), ("a", "b"))
+    error = HttpError(405, "no", "code").with_headers(("allow", "GET")).with_headers(("a", "b"))
+    assert error.headers == (("allow", "GET"), ("a", "b"))
 
 
 def test_a_local_reply_has_a_content_length():
@@ -77,8 +77,8 @@ def test_a_broken_stream_ends_with_a_one_line_event():
 
 
 def test_lone_surrogates_are_escaped():
-    refusal = HttpError(400, "unsupported fields: \ud800", "unsupported_fields")
-    assert json.loads(refusal.body())["error"]["message"] == "unsupported fields: \ud800"
+    error = HttpError(400, "unsupported fields: \ud800", "unsupported_fields")
+    assert json.loads(error.body())["error"]["message"] == "unsupported fields: \ud800"
 
 
 @pytest.mark.parametrize(
@@ -90,6 +90,6 @@ def test_lone_surrogates_are_escaped():
         ("dataplane.upstream.attempt", "AttemptFailed", UpstreamError),
     ],
 )
-def test_errors_are_subclasses_by_whose_fault_they_are(module, name, base):
-    error = getattr(importlib.import_module(f"omni_proxy.{module}"), name)
-    assert issubclass(error, base)
+def test_errors_are_classified_by_the_side_that_caused_them(module, name, base):
+    error_class = getattr(importlib.import_module(f"omni_proxy.{module}"), name)
+    assert issubclass(error_class, base)

@@ -25,7 +25,7 @@ def fields_of(lines):
     return lines.split(b"\r\n")[1:-1]
 
 
-def test_off_is_nothing_at_all():
+def test_off_changes_nothing():
     assert not ForwardedHeaders()
     assert (
         prepared(ForwardedHeaders(), request(*CLAIMS)).lines
@@ -34,9 +34,9 @@ def test_off_is_nothing_at_all():
     assert ForwardedHeaders().forwarded_for_line("1.2.3.4:5") == b""
 
 
-def test_append_adds_the_own_hop_if_there_is_none():
-    reported = prepared(ForwardedHeaders("append"), request(b"a: 1"))
-    assert fields_of(reported.lines) == [
+def test_append_adds_missing_fields():
+    head = prepared(ForwardedHeaders("append"), request(b"a: 1"))
+    assert fields_of(head.lines) == [
         b"a: 1", b"x-forwarded-proto: http", b"x-forwarded-host: here", b"via: 1.1 omni-proxy",
     ]  # fmt: skip
     assert b"x-forwarded-proto: https\r\n" in prepared(
@@ -44,28 +44,28 @@ def test_append_adds_the_own_hop_if_there_is_none():
     ).lines  # fmt: skip
 
 
-def test_append_trusts_the_proxy_before_us():
-    reported = prepared(ForwardedHeaders("append"), request(*CLAIMS, b"Via: 1.1 balancer"))
-    assert fields_of(reported.lines) == [*CLAIMS, b"Via: 1.1 balancer", b"via: 1.1 omni-proxy"]
+def test_append_keeps_the_fields_of_an_earlier_proxy():
+    head = prepared(ForwardedHeaders("append"), request(*CLAIMS, b"Via: 1.1 balancer"))
+    assert fields_of(head.lines) == [*CLAIMS, b"Via: 1.1 balancer", b"via: 1.1 omni-proxy"]
 
 
 def test_replace_drops_fields_spelled_with_underscores():
     claims = (b"X_Forwarded_For: 1.1.1.1", b"X-Forwarded_Proto: https", b"x_real_ip: 1.1.1.1")
-    reported = prepared(ForwardedHeaders("replace"), request(*claims))
-    assert not [field for field in fields_of(reported.lines) if b"_" in field]
+    head = prepared(ForwardedHeaders("replace"), request(*claims))
+    assert not [field for field in fields_of(head.lines) if b"_" in field]
 
 
-def test_replace_drops_what_clients_claim():
-    reported = prepared(ForwardedHeaders("replace"), request(b"a: 1", *CLAIMS, b"x-forwarded: 2"))
-    assert fields_of(reported.lines) == [
+def test_replace_drops_the_clients_fields():
+    head = prepared(ForwardedHeaders("replace"), request(b"a: 1", *CLAIMS, b"x-forwarded: 2"))
+    assert fields_of(head.lines) == [
         b"a: 1", b"x-forwarded: 2", b"x-forwarded-proto: http", b"x-forwarded-host: here",
         b"via: 1.1 omni-proxy",
     ]  # fmt: skip
 
 
-def test_an_http_1_0_request_without_a_host_is_reported_as_such():
-    reported = prepared(ForwardedHeaders("append"), request(line=b"GET / HTTP/1.0\r\n", host=b""))
-    assert fields_of(reported.lines) == [b"x-forwarded-proto: http", b"via: 1.0 omni-proxy"]
+def test_an_http_1_0_request_without_a_host_has_no_x_forwarded_host():
+    head = prepared(ForwardedHeaders("append"), request(line=b"GET / HTTP/1.0\r\n", host=b""))
+    assert fields_of(head.lines) == [b"x-forwarded-proto: http", b"via: 1.0 omni-proxy"]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_an_http_1_0_request_without_a_host_is_reported_as_such():
         ("unix", b""),
     ],
 )
-def test_the_client_is_named_by_its_address(peer, line):
+def test_x_forwarded_for_has_the_address_of_the_client(peer, line):
     assert ForwardedHeaders("append").forwarded_for_line(peer) == line
 
 
@@ -88,10 +88,10 @@ def test_the_configured_id_field_precedes_the_default_ones():
     assert forwarded_headers
 
 
-def test_an_id_is_written_where_there_is_none():
+def test_an_id_is_added_if_there_is_none():
     forwarded_headers = ForwardedHeaders(id_name=b"x-trace")
-    kept = LINE + b"X-Trace: b\r\n"
-    assert forwarded_headers.set_request_id(kept, b"b") == kept
+    with_id = LINE + b"X-Trace: b\r\n"
+    assert forwarded_headers.set_request_id(with_id, b"b") == with_id
     assert (
         forwarded_headers.set_request_id(LINE + b"x-trace:\r\na: 1\r\n", b"b")
         == LINE + b"a: 1\r\nx-trace: b\r\n"
@@ -99,7 +99,7 @@ def test_an_id_is_written_where_there_is_none():
     assert field_value(LINE + b"a: x-trace\r\n", b"x-trace") == b""
 
 
-SEEN = [
+FIELDS = [
     *CLAIMS, b"X-Request-Id: 1", b"x-request-id: 2", b"X-Trace: 3", b"Content-Length: 4",
     b"x-correlation-id: 5", b"Via: 1.0 a", b"a: 1",
 ]  # fmt: skip
@@ -113,9 +113,9 @@ SEEN = [
             ForwardedHeaders("off", b"x-request-id"),
         ]
     ),
-    st.lists(st.lists(st.sampled_from(SEEN), max_size=5), max_size=8),
+    st.lists(st.lists(st.sampled_from(FIELDS), max_size=5), max_size=8),
 )
-def test_a_remembered_head_is_stamped_as_a_fresh_one(forwarded_headers, heads):
+def test_a_cached_head_gets_the_same_fields_as_a_parsed_one(forwarded_headers, heads):
     templates = RequestHeadCache(forwarded_headers)
 
     def summary(head):
@@ -131,7 +131,7 @@ SOURCES = ForwardedHeaders(id_sources=(b"x-a", b"x-b"))
 
 
 @pytest.mark.parametrize(
-    ("fields", "named"),
+    ("fields", "request_id"),
     [
         ((b"X-B: b", b"X-A: a", b"X-Request-ID: r"), b"a"),
         ((b"X-B: b", b"X-Request-ID: r"), b"b"),
@@ -140,15 +140,15 @@ SOURCES = ForwardedHeaders(id_sources=(b"x-a", b"x-b"))
         ((), b""),
     ],
 )
-def test_the_first_source_that_is_there_names_the_request(fields, named):
+def test_the_first_id_source_with_a_value_is_used(fields, request_id):
     raw = request(*fields)
-    reported = prepared(SOURCES, raw)
-    assert reported.request_id == named
-    assert reported.lines == parse_request_head(raw).lines  # nothing is written
+    head = prepared(SOURCES, raw)
+    assert head.request_id == request_id
+    assert head.lines == parse_request_head(raw).lines  # no field is added
     assert SOURCES
 
 
-def test_heads_that_are_known_have_the_id_of_their_own_source():
+def test_cached_heads_have_the_id_of_their_own_source():
     cache = RequestHeadCache(SOURCES)
     for number in range(5):
         raw = request(b"X-Request-ID: r%d" % number, b"x-a: a%d" % number)

@@ -60,7 +60,7 @@ def test_the_header_is_read_in_both_forms(value, report):
     assert load_of_header(value) == report
 
 
-def test_a_page_of_metrics_has_a_load_for_each_engine():
+def test_a_metrics_page_has_a_load_for_each_engine():
     assert loads_of_metrics(VLLM) == {0: LoadReport(3.0, 0.25), 1: LoadReport(0.0, 0.5)}
     assert loads_of_metrics(SGLANG) == {1: LoadReport(2.0, None), 0: LoadReport(None, 0.75)}
     assert loads_of_metrics(b"trtllm_num_requests_waiting 4\n") == {0: LoadReport(4.0, None)}
@@ -76,11 +76,11 @@ def test_a_page_of_metrics_has_a_load_for_each_engine():
         b'vllm:num_requests_waiting{engine="5000"} 1', b" vllm:num_requests_waiting 3",
     ],
 )  # fmt: skip
-def test_a_line_that_reports_no_load_is_left_out(line):
+def test_a_line_without_a_valid_load_is_ignored(line):
     assert loads_of_metrics(line + b"\n") == {}
 
 
-def test_the_pieces_of_a_page_report_what_the_page_reports():
+def test_the_loads_of_all_pieces_are_those_of_the_page():
     text = VLLM + SGLANG
     for size in (1, 50, 200, len(text)):
         assert b"".join(pieces_of(text, size)) == text
@@ -111,11 +111,11 @@ def records(*loads):
         (None, {}),
     ],
 )
-def test_a_report_of_loads_has_one_for_each_rank(body, loads):
+def test_load_records_have_a_load_for_each_rank(body, loads):
     assert loads_of_records(body) == loads
 
 
-def test_the_load_of_several_engines_is_what_waits_and_the_mean_share():
+def test_the_total_load_has_the_sum_of_waiting_requests_and_the_mean_usage():
     loads = {0: LoadReport(3.0, 0.25), 1: LoadReport(1.0, 0.75), 2: LoadReport(None, None)}
     assert total_load(loads) == LoadReport(4.0, 0.5)
     assert total_load({}) == NO_REPORT
@@ -125,7 +125,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nendpoint-load-metrics: JSON {}\
 PLAIN = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nx: y"
 
 
-def test_the_field_is_taken_out_of_a_head_wherever_it_stands():
+def test_the_field_is_removed_from_any_position_in_a_head():
     assert split_load_field(HEAD) == find_load_field(HEAD) == (PLAIN, b" JSON {}")
     last = PLAIN + b"\r\nendpoint-load-metrics: TEXT a=1"
     assert find_load_field(last + b"\r\n\r\n") == (PLAIN + b"\r\n\r\n", b" TEXT a=1")
@@ -136,19 +136,19 @@ def test_the_field_is_taken_out_of_a_head_wherever_it_stands():
     assert find_load_field(HEAD + b"\r\nENDPOINT-LOAD-METRICS: x") == (PLAIN, b" JSON {}")
 
 
-def test_fields_with_a_longer_name_stay():
+def test_fields_with_a_longer_name_are_kept():
     head = PLAIN + b"\r\nendpoint-load-metrics-format: JSON\r\n\r\n"
     assert split_load_field(head) == find_load_field(head) == (head, b"")
 
 
 def is_sound(report):
     waiting, usage = report
-    waits_well = waiting is None or 0 <= waiting < math.inf
-    return waits_well and (usage is None or 0 <= usage <= 1)
+    waiting_is_sound = waiting is None or 0 <= waiting < math.inf
+    return waiting_is_sound and (usage is None or 0 <= usage <= 1)
 
 
 @given(st.binary(max_size=200) | st.text(max_size=80).map(lambda text: b"JSON " + text.encode()))
-def test_any_header_is_read_without_an_error(value):
+def test_arbitrary_headers_are_read_without_an_error(value):
     assert is_sound(load_of_header(value))
 
 
@@ -158,7 +158,7 @@ LINES = st.lists(
 
 
 @given(LINES)
-def test_any_page_is_read_without_an_error(lines):
+def test_arbitrary_pages_are_read_without_an_error(lines):
     assert all(map(is_sound, loads_of_metrics(b"\n".join(lines)).values()))
 
 
@@ -176,6 +176,6 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_any_report_is_read_without_an_error(body):
+def test_arbitrary_records_are_read_without_an_error(body):
     assert all(map(is_sound, loads_of_records(body).values()))
     assert all(map(is_sound, loads_of_records({"loads": [body]}).values()))

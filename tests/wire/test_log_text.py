@@ -20,7 +20,7 @@ VALUE = "S3CRET"
 
 @st.composite
 def spelled(draw, name):
-    """A parameter's name in any case, any of its characters percent-encoded."""
+    """The name in any case, with any of its characters percent-encoded."""
     parts = []
     for char in name:
         char = draw(st.sampled_from([char, char.upper()]))
@@ -34,25 +34,23 @@ others = st.sampled_from(["a", "url", "keys", "tokens", "max_tokens", "monkey", 
 
 
 @given(st.lists(st.tuples(secrets | others, st.sampled_from(["=", ""]), st.sampled_from("&;"))))
-def test_no_value_of_a_secret_stands_in_a_target_and_all_else_stays(parts):
-    plain, wanted, query, hidden = [], [], "", False
+def test_secrets_in_a_target_are_masked(parts):
+    masked, query = False, ""
     for name, equals, separator in parts:
         is_secret = dict(parse_qsl(f"{name}=x", keep_blank_values=True)).popitem()[0].lower()
         is_secret = is_secret in SECRETS and bool(equals)
         value = (VALUE if is_secret else "v") if equals else ""
         query += f"{name}{equals}{value}{separator}"
-        plain.append(name)
-        wanted.append((is_secret, value))
-    hidden = any(is_secret for is_secret, _ in wanted)
-    reported = mask_secrets(f"/path?{query}")
-    assert VALUE not in reported
-    assert (MASK in reported) == hidden
-    if not hidden:
-        assert reported == f"/path?{query}"
+        masked = masked or is_secret
+    logged = mask_secrets(f"/path?{query}")
+    assert VALUE not in logged
+    assert (MASK in logged) == masked
+    if not masked:
+        assert logged == f"/path?{query}"
 
 
 @pytest.mark.parametrize(
-    ("target", "reported"),
+    ("target", "logged"),
     [
         ("/workers?api_key=SECRET", "/workers?api_key=***"),
         ("/add_worker?url=http://a:1&api%5Fkey=SECRET&x=1", "/add_worker?url=http://a:1&api%5Fkey=***&x=1"),
@@ -64,32 +62,32 @@ def test_no_value_of_a_secret_stands_in_a_target_and_all_else_stays(parts):
         ("/v1/chat/completions", "/v1/chat/completions"),
     ],
 )  # fmt: skip
-def test_what_is_logged_of_a_target(target, reported):
-    assert mask_secrets(target) == reported
+def test_logged_targets(target, logged):
+    assert mask_secrets(target) == logged
 
 
-def test_a_head_keeps_its_target_for_the_worker_and_loses_the_secret_for_all_logs():
+def test_secrets_of_a_target_are_masked_in_the_log_but_not_for_the_worker():
     head = parse_request_head(b"GET /a?access_token=abc HTTP/1.1\r\nhost: a\r\n\r\n")
     assert head.target == b"/a?access_token=abc"
     assert head.log_words == ("GET", "/a?access_token=***", "/a")
 
 
-def test_a_text_loses_secrets_of_every_url_in_it():
+def test_secrets_of_every_url_in_a_text_are_masked():
     line = '{"target":"/a?key=abc","error":"GET http://w/b?x=1&token=def failed; key=kept"}'
-    reported = '{"target":"/a?key=***","error":"GET http://w/b?x=1&token=*** failed; key=kept"}'
-    assert mask_secrets_in_text(line) == reported
+    masked = '{"target":"/a?key=***","error":"GET http://w/b?x=1&token=*** failed; key=kept"}'
+    assert mask_secrets_in_text(line) == masked
 
 
 @given(st.recursive(st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
-def test_json_in_ascii_is_the_same_json(value):
+def test_ascii_json_is_printable_and_has_the_same_value(value):
     record = ascii_json(json.dumps(value, ensure_ascii=False).encode())
     assert record.decode("ascii").isprintable()
     assert json.loads(record) == value
 
 
 @given(st.text())
-def test_what_is_shown_is_printable_but_for_line_ends_and_tabs(text):
-    reported = escape_unprintable(text)
-    assert reported.replace("\n", "").replace("\t", "").isprintable()
+def test_escaped_text_is_printable_except_for_line_ends_and_tabs(text):
+    escaped = escape_unprintable(text)
+    assert escaped.replace("\n", "").replace("\t", "").isprintable()
     if text.isprintable():
-        assert reported == text
+        assert escaped == text

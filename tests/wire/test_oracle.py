@@ -1,5 +1,8 @@
-"""Whole requests, and requests with damage, read by us and by h11. Where the two differ there is a
-row below that says why; a difference without a row fails, and so does a row that nothing needs."""
+"""Compares how the proxy and h11 parse complete requests, valid and damaged.
+
+The tables below explain the differences. A difference that no row explains fails a test, and so does
+a row without a difference.
+"""
 
 import re
 
@@ -27,94 +30,94 @@ def chunked(body):
 
 END = b"0\r\n\r\n"
 BOTH = (b"Content-Length: 5", b"Transfer-Encoding: chunked")
-# What we say of bytes that h11 takes, or waits for more of; why; and the least that shows it.
+# Errors of the proxy for bytes that h11 accepts or considers incomplete; the reason; an example.
 STRICTER = {
     "the Host is not valid": (
-        "RFC 9112 3.2: h11 does not look into it", get(host=b"Host: a@b\r\n"),
+        "RFC 9112 3.2: h11 does not check it", get(host=b"Host: a@b\r\n"),
     ),
     "malformed request head: Invalid method": (
-        "h11 takes any token, we serve registered methods", get(line=b"FETCH / HTTP/1.1\r\n"),
+        "h11 accepts any token, the proxy only registered methods", get(line=b"FETCH / HTTP/1.1\r\n"),
     ),
     "malformed request head: Expected space after method": (
-        "the same of a method that begins well", get(line=b"POST# / HTTP/1.1\r\n"),
+        "the same for a method that begins like a registered one", get(line=b"POST# / HTTP/1.1\r\n"),
     ),
-    "only 100-continue can be expected": ("RFC 9110 10.1.1: left to h11's user", get(b"Expect: a")),
+    "only 100-continue can be expected": ("RFC 9110 10.1.1: h11 leaves it to its user", get(b"Expect: a")),
     "the target names another host": (
-        "RFC 9112 3.2.2: left to h11's user", get(line=b"GET http://a/ HTTP/1.1\r\n"),
+        "RFC 9112 3.2.2: h11 leaves it to its user", get(line=b"GET http://a/ HTTP/1.1\r\n"),
     ),
     "the request target must begin": (
-        "RFC 9112 3.2: left to h11's user", get(line=b"GET ht://proxy/ HTTP/1.1\r\n"),
+        "RFC 9112 3.2: h11 leaves it to its user", get(line=b"GET ht://proxy/ HTTP/1.1\r\n"),
     ),
     "malformed request head: Unexpected char in url": (
-        "RFC 9112 3.2: left to h11's user", get(line=b"GET htt//proxy HTTP/1.1\r\n"),
+        "RFC 9112 3.2: h11 leaves it to its user", get(line=b"GET htt//proxy HTTP/1.1\r\n"),
     ),
     "malformed request head: Unexpected start char in url": (
-        "RFC 9112 3.2: left to h11's user", get(line=b"GET 1/ HTTP/1.1\r\n"),
+        "RFC 9112 3.2: h11 leaves it to its user", get(line=b"GET 1/ HTTP/1.1\r\n"),
     ),
     "malformed request head: Invalid characters in url": (
-        "RFC 9112 3.2: left to h11's user", get(line=b"GET abc HTTP/1.1\r\n"),
+        "RFC 9112 3.2: h11 leaves it to its user", get(line=b"GET abc HTTP/1.1\r\n"),
     ),
     "malformed request head: Double @ in url": (
         "RFC 3986 3.2: h11 does not read the authority", get(line=b"GET http://@@a/ HTTP/1.1\r\n"),
     ),
     "the request line is not METHOD TARGET": (
-        "RFC 9112 3.2: h11 takes fragments", get(line=b"GET /#a HTTP/1.1\r\n"),
+        "RFC 9112 3.2: h11 accepts fragments", get(line=b"GET /#a HTTP/1.1\r\n"),
     ),
     "malformed request head: Missing expected CR": (
-        "RFC 9112 2.2: h11 makes use of its leave to take a bare LF", get(b"a: b\nc: d"),
+        "RFC 9112 2.2: h11 accepts a bare LF, as recipients may", get(b"a: b\nc: d"),
     ),
     "malformed request head: Expected CRLF after version": (
         "RFC 9112 2.2: a bare LF again", get(line=b"GET / HTTP/1.1\n"),
     ),
-    "lines must end with CRLF": ("a bare LF, seen before the head is whole", b"GET / HTTP/1.1\n"),
+    "lines must end with CRLF": ("a bare LF, noticed before the head is complete", b"GET / HTTP/1.1\n"),
     "malformed request head: Unexpected whitespace after header value": (
         "RFC 9112 5.2: h11 unfolds lines", get(b"a: b", b"\tc: d"),
     ),
     "malformed request head: Invalid header value char": (
-        "RFC 9110 5.5: h11 takes controls other than NUL, CR and LF", get(b"a: \x7f"),
+        "RFC 9110 5.5: h11 accepts controls other than NUL, CR and LF", get(b"a: \x7f"),
     ),
     "malformed request head: Invalid header field char": (
         "a line that is only an LF, where h11 sees the end", get(line=b"GET / HTTP/1.0\r\n\n"),
     ),
     "malformed request head: Invalid HTTP version": (
-        "h11 takes every number", get(line=b"GET / HTTP/1.2\r\n"),
+        "h11 accepts any version number", get(line=b"GET / HTTP/1.2\r\n"),
     ),
-    "HTTP/": ("the same of a version that llhttp knows", get(line=b"GET / HTTP/2.0\r\n")),
+    "HTTP/": ("the same for a version that llhttp knows", get(line=b"GET / HTTP/2.0\r\n")),
     "malformed request head: Content-Length can't be": (
-        "RFC 9112 6.3: h11 lets the coding win", get(*BOTH[::-1], body=END),
+        "RFC 9112 6.3: h11 prefers the coding", get(*BOTH[::-1], body=END),
     ),
     "malformed request head: Transfer-Encoding can't be": (
-        "RFC 9112 6.3: h11 lets the coding win", get(*BOTH, body=END),
+        "RFC 9112 6.3: h11 prefers the coding", get(*BOTH, body=END),
     ),
     "malformed request head: Duplicate Content-Length": (
-        "RFC 9112 6.3: h11 folds equal lengths", get(BOTH[0], BOTH[0], body=b"hello"),
+        "RFC 9112 6.3: h11 merges equal lengths", get(BOTH[0], BOTH[0], body=b"hello"),
     ),
     "malformed request head: Invalid character in Content-Length": (
-        "RFC 9112 6.3: h11 folds equal lengths", get(b"Content-Length: 5, 5", body=b"hello"),
+        "RFC 9112 6.3: h11 merges equal lengths", get(b"Content-Length: 5, 5", body=b"hello"),
     ),
     "malformed request head: Request has invalid `Transfer-Encoding`": (
-        "a tab behind the coding, which llhttp does not trim", get(BOTH[1] + b"\t", body=END),
+        "a tab after the coding, which llhttp does not trim", get(BOTH[1] + b"\t", body=END),
     ),
     "HTTP/1.0 has no transfer-encoding": (
         "RFC 9112 6.1 calls such framing faulty",
         get(BOTH[1], line=b"GET / HTTP/1.0\r\n", body=END),
     ),
     "CONNECT is not served": (
-        "left to h11's user", get(line=b"CONNECT a:1 HTTP/1.1\r\n", host=b"Host: a:1\r\n"),
+        "h11 leaves it to its user", get(line=b"CONNECT a:1 HTTP/1.1\r\n", host=b"Host: a:1\r\n"),
     ),
-    "TRACE is not served": ("left to h11's user", get(line=b"TRACE / HTTP/1.1\r\n")),
+    "TRACE is not served": ("h11 leaves it to its user", get(line=b"TRACE / HTTP/1.1\r\n")),
     "a chunk's size line must end with CRLF": (
-        "a bare LF, which h11 takes in a trailer", chunked(b"0\r\na: b\n\r\n"),
+        "a bare LF, which h11 accepts in a trailer", chunked(b"0\r\na: b\n\r\n"),
     ),
     "a chunk size is not a plain": (
-        "controls in an extension, which h11 takes", chunked(b"1;a=\x00\r\na\r\n" + END),
+        "controls in an extension, which h11 accepts", chunked(b"1;a=\x00\r\na\r\n" + END),
     ),
     "a trailer line is not a valid field": (
-        "h11 has not come to its end yet, or unfolds it", chunked(b"0\r\na: b\r\n c\r\n\r\n"),
+        "h11 waits for the end of the trailer, or unfolds the line", chunked(b"0\r\na: b\r\n c\r\n\r\n"),
     ),
 }  # fmt: skip
-DROPPED = "in a trailer, and we drop those"
-# What h11 says of bytes that we take. Nothing of what it minds goes on to a worker.
+DROPPED = "in a trailer, which the proxy drops"
+# Errors of h11 for bytes that the proxy accepts. None of what h11 rejects is forwarded to a worker.
 LOOSER = {
     "bad Content-Length": (DROPPED, chunked(b"0\r\nContent-Length: x\r\n\r\n")),
     "conflicting Content-Length": (DROPPED, chunked(b"0\r\nContent-Length: 5, 6\r\n\r\n")),
@@ -123,18 +126,18 @@ LOOSER = {
         DROPPED, chunked(b"0\r\n" + (BOTH[1] + b"\r\n") * 2 + b"\r\n"),
     ),
     "illegal chunk header": (
-        "RFC 9112 7.1.1: whitespace before an extension has to be borne", chunked(b"0 ;a\r\n\r\n"),
+        "RFC 9112 7.1.1: recipients must accept whitespace before an extension", chunked(b"0 ;a\r\n\r\n"),
     ),
 }  # fmt: skip
-# What h11 refuses while it is still coming; we do so at its end, or when its time is over.
+# Errors that h11 raises earlier: the proxy waits for more bytes, or for a timeout.
 LATER = {
     "illegal request line": ("a control byte at the very beginning", b"\x00"),
-    "malformed chunk footer": ("one byte of the two behind a chunk", chunked(b"1\r\nab")),
+    "malformed chunk footer": ("one of the two bytes after a chunk", chunked(b"1\r\nab")),
 }
 
 
-def ours(raw):
-    """Method, target, payload and what follows; or UNFINISHED, or the words of a refusal."""
+def parse(raw):
+    """Method, target, payload and the bytes after the request; or UNFINISHED, or an error message."""
     buffer = raw.lstrip(b"\r\n")
     try:
         end = find_head_end(buffer)
@@ -154,7 +157,8 @@ def ours(raw):
     return head.method, head.target, rest[: head.length], rest[head.length :]
 
 
-def theirs(raw):
+def parse_with_h11(raw):
+    """As `parse`."""
     reader = h11.Connection(h11.SERVER, max_incomplete_event_size=2 * MAX_HEAD_BYTES)
     reader.receive_data(raw.lstrip(b"\r\n"))
     payload, request = b"", None
@@ -180,32 +184,32 @@ def theirs(raw):
 
 
 def difference(raw):
-    """None, or the table with the words that have to stand in it."""
-    reading, other = ours(raw), theirs(raw)
-    if reading == other or (isinstance(other, str) and other != UNFINISHED and _refused(reading)):
+    """None, or the table that has to explain the difference, and the error message."""
+    result, expected = parse(raw), parse_with_h11(raw)
+    if result == expected or (_is_error(expected) and _is_error(result)):
         return None
-    if _refused(reading):
-        return STRICTER, reading
-    assert isinstance(other, str), f"read in two ways: {reading} and {other} of {raw}"
-    return (LATER if reading == UNFINISHED else LOOSER), other
+    if _is_error(result):
+        return STRICTER, result
+    assert isinstance(expected, str), f"parsed differently: {result} and {expected} of {raw}"
+    return (LATER if result == UNFINISHED else LOOSER), expected
 
 
-def _refused(verdict):
-    return isinstance(verdict, str) and verdict != UNFINISHED
+def _is_error(result):
+    return isinstance(result, str) and result != UNFINISHED
 
 
 def explained(raw):
-    """The row of the difference, None where there is none."""
+    """The row that explains the difference; None if there is no difference."""
     found = difference(raw)
     if found is None:
         return None
-    table, words = found
-    row = max((row for row in table if words.startswith(row)), key=len, default=None)
-    assert row is not None, f"nobody explains {words!r} of {raw}"
+    table, message = found
+    row = max((row for row in table if message.startswith(row)), key=len, default=None)
+    assert row is not None, f"no row explains {message!r} of {raw}"
     return row
 
 
-WHOLE = [
+REQUESTS = [
     b"POST /v1/chat HTTP/1.1\r\nHost: proxy\r\nContent-Length: 5\r\nA: b\r\n\r\nhelloGET / HTTP/1.1",
     b"POST /v1?x=1 HTTP/1.1\r\nhost: proxy:80\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
     b'3;ext="a"\r\nabc\r\n0\r\nTrailer: x\r\n\r\nNEXT',
@@ -238,25 +242,25 @@ def damaged(raw, edits):
     return raw
 
 
-@pytest.mark.parametrize("raw", WHOLE)
-def test_good_requests_are_read_alike_to_their_last_byte(raw):
-    assert isinstance(ours(raw), tuple)
+@pytest.mark.parametrize("raw", REQUESTS)
+def test_valid_requests_are_parsed_as_by_h11(raw):
+    assert isinstance(parse(raw), tuple)
     assert difference(raw) is None
 
 
 @settings(max_examples=examples(2000))
-@given(st.sampled_from(WHOLE), EDITS)
-def test_every_difference_over_damaged_requests_is_explained(raw, edits):
+@given(st.sampled_from(REQUESTS), EDITS)
+def test_every_difference_for_a_damaged_request_is_explained(raw, edits):
     explained(damaged(raw, edits))
 
 
-@given(st.sampled_from(WHOLE), st.integers(0, 200))
-def test_the_beginning_of_a_request_is_waited_on_by_both(raw, at):
+@given(st.sampled_from(REQUESTS), st.integers(0, 200))
+def test_both_wait_for_the_rest_of_a_request(raw, at):
     explained(raw[:at])
 
 
 @pytest.mark.parametrize("table", [STRICTER, LOOSER, LATER], ids=["stricter", "looser", "later"])
-def test_every_row_is_needed(table):
+def test_every_row_has_a_difference(table):
     for row, (_, raw) in table.items():
         assert difference(raw) is not None, row
         found, _ = difference(raw)

@@ -4,7 +4,7 @@ from omni_proxy.wire.proxy_protocol import format_peer
 
 
 @pytest.mark.parametrize(
-    ("host", "place"),
+    ("host", "peer"),
     [
         ("1.2.3.4", "1.2.3.4:567"),
         ("::1", "[::1]:567"),
@@ -13,5 +13,5 @@ from omni_proxy.wire.proxy_protocol import format_peer
         ("::ffff:0:1.2.3.4", "[::ffff:0:1.2.3.4]:567"),
     ],
 )
-def test_an_ipv6_client_is_written_in_brackets_and_a_mapped_one_as_ipv4(host, place):
-    assert format_peer(host, 567) == place
+def test_ipv6_addresses_are_written_in_brackets_and_mapped_ones_as_ipv4(host, peer):
+    assert format_peer(host, 567) == peer

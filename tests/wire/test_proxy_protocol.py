@@ -18,8 +18,8 @@ V6 = bytes(15) + b"\x01" + bytes(16) + struct.pack("!HH", 1, 2)
 
 
 def v2(command=0x21, family=0x11, rest=V4, length=None):
-    reported = len(rest) if length is None else length
-    return SIGNATURE + bytes((command, family)) + struct.pack("!H", reported) + rest
+    length = len(rest) if length is None else length
+    return SIGNATURE + bytes((command, family)) + struct.pack("!H", length) + rest
 
 
 GOOD = {
@@ -32,13 +32,13 @@ GOOD = {
     "TCP6, an IPv4 client": (b"PROXY TCP6 ::ffff:10.1.2.3 ::1 1 65535\r\n", "10.1.2.3:1"),
     "v2 of IPv6, an IPv4 client": (v2(family=0x21, rest=MAPPED), "10.1.2.3:1"),
     "v2 with extensions": (v2(rest=V4 + b"\x03\x00\x04abcd"), "10.1.2.3:5555"),
-    "v2, our own checks": (v2(command=0x20, family=0x00, rest=b""), ""),
+    "v2, LOCAL": (v2(command=0x20, family=0x00, rest=b""), ""),
     "v2, a Unix socket": (v2(family=0x31, rest=bytes(216)), ""),
 }
 
 
 @pytest.mark.parametrize(("raw", "peer"), GOOD.values(), ids=GOOD)
-def test_an_introduction_is_read_however_it_arrives_and_what_follows_is_left(raw, peer):
+def test_a_header_in_any_pieces_is_read_to_its_end_and_not_further(raw, peer):
     assert [parse_proxy_header(raw[:at]) for at in range(len(raw))] == [None] * len(raw)
     assert (
         parse_proxy_header(raw)
@@ -61,9 +61,9 @@ GARBAGE = {
     "two spaces": b"PROXY TCP4  1.1.1.1 2.2.2.2 1 2\r\n",
     "a bare LF": b"PROXY TCP4 1.1.1.1 2.2.2.2 1 2\n",
     "too few words": b"PROXY TCP4 1.1.1.1 2.2.2.2 1\r\n",
-    "controls behind UNKNOWN": b"PROXY UNKNOWN \x01\r\n",
-    "a bare LF behind UNKNOWN": b"PROXY UNKNOWN \na\r\n",
-    "a bare CR behind UNKNOWN": b"PROXY UNKNOWN \ra\r\n",
+    "controls after UNKNOWN": b"PROXY UNKNOWN \x01\r\n",
+    "a bare LF after UNKNOWN": b"PROXY UNKNOWN \na\r\n",
+    "a bare CR after UNKNOWN": b"PROXY UNKNOWN \ra\r\n",
     "no end": b"PROXY TCP4 " + b"1" * 100,
     "v2, another version": v2(command=0x11),
     "v2, another command": v2(command=0x22),
@@ -75,7 +75,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("raw", GARBAGE.values(), ids=GARBAGE)
-def test_anything_else_is_refused(raw):
+def test_invalid_headers_are_rejected(raw):
     with pytest.raises(ProxyHeaderError):
         parse_proxy_header(raw)
 
@@ -83,9 +83,9 @@ def test_anything_else_is_refused(raw):
 @given(
     st.sampled_from([raw for raw, _ in GOOD.values()]), st.integers(0, 60), st.binary(max_size=6)
 )
-def test_no_bytes_make_it_fail_in_another_way(raw, at, junk):
+def test_arbitrary_bytes_raise_no_other_error(raw, at, junk):
     try:
-        found = parse_proxy_header(raw[:at] + junk + raw[at + len(junk) :])
+        header = parse_proxy_header(raw[:at] + junk + raw[at + len(junk) :])
     except ProxyHeaderError:
         return
-    assert found is None or 0 < found.length <= MAX_BYTES
+    assert header is None or 0 < header.length <= MAX_BYTES

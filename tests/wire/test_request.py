@@ -17,7 +17,7 @@ from tests.wire.heads import HOSTILE, LINE, refusal, request
 
 
 def arrivals(raw):
-    # whole, byte by byte, and with the next request behind them
+    # complete, byte by byte, and with the next request after it
     yield [raw], b""
     yield [raw[i : i + 1] for i in range(len(raw))], b""
     yield [raw + b"GET /next HTTP/1.1\r\n"], b"GET /next HTTP/1.1\r\n"
@@ -34,7 +34,7 @@ GOOD = [
 
 
 @pytest.mark.parametrize("raw", GOOD)
-def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
+def test_the_end_of_a_head_is_found_in_any_pieces(raw):
     for pieces, rest in arrivals(raw):
         buffer, searched, ends = b"", 0, []
         for piece in pieces:
@@ -47,10 +47,10 @@ def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
 
 
 @pytest.mark.parametrize(("raw", "status"), HOSTILE.values(), ids=HOSTILE)
-def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(raw, status):
+def test_ambiguous_heads_are_rejected_and_the_connection_closed(raw, status):
     assert find_head_end(raw) == len(raw)
-    refused = refusal(raw)
-    assert (refused.status, refused.close) == (status, True)
+    error = refusal(raw)
+    assert (error.status, error.close) == (status, True)
 
 
 UNFINISHED = {
@@ -67,15 +67,15 @@ UNFINISHED = {
 
 
 @pytest.mark.parametrize(("raw", "status", "code"), UNFINISHED.values(), ids=UNFINISHED)
-def test_what_can_not_become_a_head_is_refused_without_waiting_for_its_end(raw, status, code):
+def test_bytes_that_cannot_become_a_head_are_rejected_at_once(raw, status, code):
     with pytest.raises(HttpError) as caught:
         find_head_end(raw)
     assert (caught.value.status, caught.value.code, caught.value.close) == (status, code, True)
 
 
-def test_heads_and_targets_up_to_the_limits_pass():
-    frame = request(line=b"GET / HTTP/1.1\r\n")
-    field = b"a: " + b"b" * (MAX_HEAD_BYTES - len(frame) - 5)
+def test_heads_and_targets_up_to_the_limits_are_accepted():
+    shortest = request(line=b"GET / HTTP/1.1\r\n")
+    field = b"a: " + b"b" * (MAX_HEAD_BYTES - len(shortest) - 5)
     full = request(field)
     assert len(full) == find_head_end(full) == MAX_HEAD_BYTES
     longest = b"/" * MAX_TARGET_BYTES
@@ -85,7 +85,7 @@ def test_heads_and_targets_up_to_the_limits_pass():
 
 
 @pytest.mark.parametrize(
-    ("target", "sent"),
+    ("target", "forwarded"),
     [
         (b"http://x/a?b", b"/a?b"),
         (b"HTTPS://X/a", b"/a"),
@@ -95,23 +95,23 @@ def test_heads_and_targets_up_to_the_limits_pass():
         (b"//y/a", b"//y/a"),
     ],
 )
-def test_a_target_is_forwarded_in_origin_form(target, sent):
+def test_a_target_is_forwarded_in_origin_form(target, forwarded):
     head = parse_request_head(request(line=b"GET %b HTTP/1.1\r\n" % target))
-    assert head.target == sent
-    assert head.lines.startswith(b"GET %b HTTP/1.1\r\n" % sent)
+    assert head.target == forwarded
+    assert head.lines.startswith(b"GET %b HTTP/1.1\r\n" % forwarded)
 
 
-def test_the_asterisk_is_for_options():
+def test_the_asterisk_is_a_target_of_options():
     assert parse_request_head(request(line=b"OPTIONS * HTTP/1.1\r\n")).target == b"*"
 
 
-def test_the_clients_fields_keep_their_order_their_case_and_their_repetitions():
+def test_forwarded_fields_keep_order_case_and_repetitions():
     fields = (b"Cookie: a=1", b"X-B: 2", b"cookie:  b=2 ", b"X-Empty:", b"X-High: \xe4")
     lines = parse_request_head(request(*fields)).lines
     assert lines == LINE + b"".join(field + b"\r\n" for field in fields)
 
 
-ENDS_HERE = (
+NOT_FORWARDED = (
     b"Connection: close", b"Keep-Alive: timeout=5", b"Proxy-Authenticate: a",
     b"Proxy-Authorization: b", b"Proxy-Connection: close", b"TE: trailers", b"Trailer: x",
     b"Trailers: x", b"Transfer-Encoding: chunked", b"Upgrade: h2c", b"Expect: 100-continue",
@@ -120,30 +120,30 @@ ENDS_HERE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("field", ENDS_HERE)
-def test_fields_that_end_here_are_not_sent_on(field):
+@pytest.mark.parametrize("field", NOT_FORWARDED)
+def test_hop_by_hop_fields_and_hints_are_not_forwarded(field):
     lines = parse_request_head(request(b"a: 1", field, b"b: 2")).lines
     assert lines == LINE + b"a: 1\r\nb: 2\r\n"
 
 
-def test_fields_that_look_like_ours_are_sent_on():
+def test_fields_with_similar_names_are_forwarded():
     fields = (b"te-x: 1", b"connections: 2", b"x-host: 3", b"x-sglang-omni-route-attempt: 4")
     assert parse_request_head(request(*fields)).lines == LINE + b"".join(
         field + b"\r\n" for field in fields
     )
 
 
-def test_fields_that_the_connection_nominates_are_not_sent_on():
+def test_fields_named_by_connection_are_not_forwarded():
     raw = request(b"X-A: 1", b"Connection: close, x-a", b"b: 2", b"connection: X-C", b"x-c: 3")
     assert parse_request_head(raw).lines == LINE + b"b: 2\r\n"
 
 
-def test_an_empty_option_of_the_connection_nominates_nothing():
+def test_an_empty_connection_option_is_ignored():
     raw = request(b"a: 1", b"connection: , x-a,", b"x-a: 2", b"b:")
     assert parse_request_head(raw).lines == LINE + b"a: 1\r\nb:\r\n"
 
 
-def test_hints_are_read_and_stripped():
+def test_hints_are_read_and_removed():
     head = parse_request_head(
         request(b"X-SGLang-Omni-Route-Model:  m ", b"x-sglang-omni-route-stream: true")
     )
@@ -151,7 +151,7 @@ def test_hints_are_read_and_stripped():
     assert head.lines == LINE
 
 
-def test_conditions_on_weights_are_read_and_stripped_and_may_be_written_again():
+def test_weight_version_conditions_are_read_removed_and_can_be_written():
     head = parse_request_head(
         request(b"X-Omni-Weight-Version: =v 1", b"x-omni-min-weight-epoch:7", b"a: 1")
     )
@@ -163,8 +163,8 @@ def test_conditions_on_weights_are_read_and_stripped_and_may_be_written_again():
 
 @pytest.mark.parametrize("name", [b"Authorization", b"X-Api-Key"])
 @pytest.mark.parametrize("between", [b"", b"Accept: a\r\n"])
-def test_a_second_credential_is_refused(name, between):
-    """Another program may go by the last one, where the key that was checked is the first."""
+def test_a_repeated_credential_is_rejected(name, between):
+    """A worker might use the last one, while the proxy has checked the first."""
     lines = b"%b: Bearer a\r\n%b%b: Bearer b\r\n" % (name, between, name.lower())
     raw = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n%b\r\n" % lines
     with pytest.raises(HttpError) as refused:
@@ -173,7 +173,7 @@ def test_a_second_credential_is_refused(name, between):
     assert "given twice" in refused.value.message
 
 
-def test_one_credential_of_each_kind_passes():
+def test_one_credential_of_each_kind_is_accepted():
     lines = b"Authorization: Basic a\r\nX-Api-Key: b\r\nX-Authorization: c\r\n"
     head = parse_request_head(b"GET /v1/models HTTP/1.1\r\nHost: a\r\n%b\r\n" % lines)
     assert lines in head.lines
@@ -196,7 +196,7 @@ def test_a_weight_version_condition_may_occur_once(name):
         (b"GET / HTTP/1.0\r\n", [b"connection: keep-alive"], True),
     ],
 )
-def test_keep_alive_follows_the_client(line, fields, kept):
+def test_keep_alive_depends_on_version_and_connection(line, fields, kept):
     assert parse_request_head(request(*fields, line=line)).keep_alive is kept
 
 
@@ -210,17 +210,17 @@ def test_keep_alive_follows_the_client(line, fields, kept):
         (b"Transfer-Encoding: Chunked", CHUNKED),
     ],
 )
-def test_the_length_of_the_body_is_reported_once(field, length):
+def test_the_length_of_the_body(field, length):
     assert parse_request_head(request(field)).length == length
 
 
-def test_an_expectation_of_http_1_0_means_nothing():
+def test_an_expectation_of_http_1_0_is_ignored():
     field = b"Expect: 100-Continue"
     assert parse_request_head(request(field)).expects_continue
     assert not parse_request_head(request(field, line=b"GET / HTTP/1.0\r\n")).expects_continue
 
 
-def test_an_upgrade_counts_only_where_the_connection_names_it():
+def test_an_upgrade_counts_only_if_connection_names_it():
     assert (
         parse_request_head(request(b"upgrade: WebSocket", b"connection: Upgrade")).upgrade
         == b"websocket"
@@ -228,26 +228,26 @@ def test_an_upgrade_counts_only_where_the_connection_names_it():
     assert parse_request_head(request(b"upgrade: websocket")).upgrade == b""
 
 
-def test_the_request_id_is_taken_from_the_first_field_of_the_contract():
-    ours, usual, other = b"x-sglang-omni-request-id: a", b"X-Request-ID: b", b"x-correlation-id: c"
-    assert parse_request_head(request(other, usual, ours)).request_id == b"a"
+def test_the_request_id_is_read_from_the_preferred_field():
+    own, usual, other = b"x-sglang-omni-request-id: a", b"X-Request-ID: b", b"x-correlation-id: c"
+    assert parse_request_head(request(other, usual, own)).request_id == b"a"
     assert parse_request_head(request(other, usual)).request_id == b"b"
     assert parse_request_head(request(other, b"x-request-id:")).request_id == b"c"
     assert parse_request_head(request()).request_id == b""
 
 
-def test_a_key_of_ours_replaces_whatever_the_client_presented():
-    lines = b"GET / HTTP/1.1\r\nAuthorization: Bearer theirs\r\na: b\r\n"
-    assert set_bearer(lines, b"ours") == LINE + b"a: b\r\nauthorization: Bearer ours\r\n"
+def test_the_workers_key_replaces_the_clients():
+    lines = b"GET / HTTP/1.1\r\nAuthorization: Bearer client\r\na: b\r\n"
+    assert set_bearer(lines, b"worker") == LINE + b"a: b\r\nauthorization: Bearer worker\r\n"
 
 
-def test_dropping_fields_leaves_the_request_line_alone():
+def test_dropping_fields_keeps_the_request_line():
     lines = b"GET /a: HTTP/1.1\r\nA : 1\r\nb: 2\r\na: 3\r\n"
     assert drop_fields(lines, frozenset((b"a",))) == b"GET /a: HTTP/1.1\r\nb: 2\r\n"
 
 
 @given(st.integers(0, 99999), st.sampled_from(["x", "[::1]", ""]))
-def test_a_host_may_have_any_port_that_there_is(port, host):
+def test_a_host_may_have_any_valid_port(port, host):
     raw = request(host=f"host: {host}:{port}\r\n".encode())
     if port <= 65535:
         assert parse_request_head(raw).host == f"{host}:{port}".encode()

@@ -1,4 +1,4 @@
-"""Request heads made at random: what passes is what h11 reads, but where we are stricter."""
+"""Random request heads: h11 parses accepted heads in the same way, and the proxy is stricter."""
 
 import h11
 import pytest
@@ -14,8 +14,8 @@ from omni_proxy.wire.request import (
 from tests.wire.heads import HOSTILE, refusal
 
 
-# Mostly good parts, so that about half of all heads pass.
 def mostly(good, bad):
+    """Mostly good parts, so that about half of all heads are accepted."""
     return st.integers(0, 15).flatmap(lambda dice: bad if dice == 0 else good)
 
 
@@ -52,8 +52,8 @@ def heads(draw):
     return raw[: raw.index(b"\r\n\r\n") + 4]
 
 
-# None where h11 refuses the bytes.
-def oracle(raw):
+def parse_with_h11(raw):
+    """None if h11 rejects the bytes."""
     reader = h11.Connection(h11.SERVER, max_incomplete_event_size=2 * MAX_HEAD_BYTES)
     reader.receive_data(raw)
     try:
@@ -64,27 +64,27 @@ def oracle(raw):
 
 
 @given(heads())
-def test_what_passes_is_read_by_h11_in_the_same_way(raw):
+def test_accepted_heads_are_parsed_as_by_h11(raw):
     try:
         head = parse_request_head(raw)
     except HttpError:
         return
-    theirs = oracle(raw)
-    assert theirs is not None
-    assert (theirs.method, theirs.http_version) == (
+    expected = parse_with_h11(raw)
+    assert expected is not None
+    assert (expected.method, expected.http_version) == (
         head.method,
         b"1.0" if head.http_1_0 else b"1.1",
     )
-    path = theirs.target.removeprefix(b"http://x")
+    path = expected.target.removeprefix(b"http://x")
     assert head.target == (path if path.startswith((b"/", b"*")) else b"/" + path)
-    ours = [line.partition(b":") for line in head.lines.split(b"\r\n")[1:-1]]
-    sent_on = [(name.lower(), value.strip(b" \t")) for name, _, value in ours]
-    assert sent_on == [field for field in theirs.headers if field in sent_on]
-    output = dict(theirs.headers)
+    fields = [line.partition(b":") for line in head.lines.split(b"\r\n")[1:-1]]
+    forwarded = [(name.lower(), value.strip(b" \t")) for name, _, value in fields]
+    assert forwarded == [field for field in expected.headers if field in forwarded]
+    headers = dict(expected.headers)
     if head.length == CHUNKED:
-        assert output[b"transfer-encoding"] == b"chunked"
+        assert headers[b"transfer-encoding"] == b"chunked"
     else:
-        assert int(output.get(b"content-length", b"0")) == head.length
+        assert int(headers.get(b"content-length", b"0")) == head.length
 
 
 @given(heads())
@@ -98,26 +98,26 @@ def test_a_forwarded_head_parses_to_itself(raw):
     assert (again.lines, again.target) == (head.lines, head.target)
 
 
-# h11 reads these, and we refuse them: some other server would read each of them otherwise.
+# h11 accepts these, and the proxy rejects them: other servers interpret them differently.
 STRICTER = {
-    "RFC 9112 6.3, both lengths: h11 lets the coding win": "both lengths",
-    "RFC 9112 6.3, equal lengths: h11 folds them into one": "the same length twice",
-    "RFC 9112 6.3, a list of equal lengths: h11 folds it": "a list of lengths",
+    "RFC 9112 6.3, both lengths: h11 prefers the coding": "both lengths",
+    "RFC 9112 6.3, equal lengths: h11 merges them": "the same length twice",
+    "RFC 9112 6.3, a list of equal lengths: h11 merges it": "a list of lengths",
     "RFC 9112 5.2, folding: h11 unfolds": "a folded line",
-    "RFC 9112 2.2, bare LF: h11 takes it as a line end": "a bare LF in a value",
-    "RFC 9112 3.2, targets: h11 takes any visible characters": "a relative target",
+    "RFC 9112 2.2, bare LF: h11 accepts it as a line end": "a bare LF in a value",
+    "RFC 9112 3.2, targets: h11 accepts any visible characters": "a relative target",
     "RFC 9110 4.2.4, users in targets: not h11's concern": "a user in the target",
-    "RFC 9110 9.1, methods: h11 takes any token": "an unknown method",
+    "RFC 9110 9.1, methods: h11 accepts any token": "an unknown method",
     "RFC 9110 10.1.1, expectations: not h11's concern": "another expectation",
     "RFC 9112 6.1, codings of HTTP/1.0: h11 reads them": "chunked in 1.0",
-    "RFC 3986 3.2, hosts: h11 does not look into them": "a host with a path",
-    "RFC 9110 4.2.1, ports: h11 does not look into them": "a host with a port past 65535",
+    "RFC 3986 3.2, hosts: h11 does not check them": "a host with a path",
+    "RFC 9110 4.2.1, ports: h11 does not check them": "a host with a port past 65535",
     "TRACE would hand secrets back: not h11's concern": "TRACE",
 }
 
 
 @pytest.mark.parametrize("case", STRICTER.values(), ids=STRICTER)
-def test_where_we_are_stricter_than_h11(case):
+def test_heads_that_only_the_proxy_rejects(case):
     raw, _ = HOSTILE[case]
-    assert oracle(raw) is not None
+    assert parse_with_h11(raw) is not None
     refusal(raw)

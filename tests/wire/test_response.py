@@ -20,9 +20,9 @@ CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 
 
 def read(head, *, to_head=False):
-    answer = UpstreamResponse()
-    answer.read_head(head, to_head=to_head)
-    return answer
+    response = UpstreamResponse()
+    response.read_head(head, to_head=to_head)
+    return response
 
 
 def head(*fields, line=OK):
@@ -30,7 +30,7 @@ def head(*fields, line=OK):
 
 
 @pytest.mark.parametrize("raw", [head(b"a: b"), CHUNKED, b"HTTP/1.0 404 Not Found\r\n\r\n"])
-def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
+def test_the_end_of_a_head_is_found(raw):
     assert find_response_head_end(raw) == find_response_head_end(raw + b"body") == len(raw)
     assert not any(find_response_head_end(raw[:length]) for length in range(len(raw)))
 
@@ -38,7 +38,7 @@ def test_a_head_is_found_however_it_arrives_and_what_follows_is_left(raw):
 @pytest.mark.parametrize(
     "raw", [b"SSH-2.0-OpenSSH\r\n", b"\x00", b"<html>", OK + b"a: b\r\n" * 20000, b"http/1.1 200"]
 )
-def test_what_can_not_become_an_answer_is_garbage_at_once(raw):
+def test_bytes_that_cannot_become_a_response_are_an_error_at_once(raw):
     with pytest.raises(UpstreamProtocolError):
         find_response_head_end(raw)
 
@@ -71,7 +71,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("raw", GARBAGE.values(), ids=GARBAGE)
-def test_a_head_with_two_meanings_is_garbage(raw):
+def test_an_ambiguous_head_is_an_error(raw):
     with pytest.raises(UpstreamProtocolError):
         read(raw)
 
@@ -89,15 +89,15 @@ def test_a_head_with_two_meanings_is_garbage(raw):
         (head(line=b"HTTP/1.1 100 Continue\r\n"), Framing.CLOSE, True),
     ],
 )
-def test_the_framing_follows_the_fields(raw, framing, whole):
-    answer = read(raw)
-    assert (answer.framing, answer.whole) == (framing, whole)
+def test_the_framing_depends_on_the_fields(raw, framing, whole):
+    response = read(raw)
+    assert (response.framing, response.whole) == (framing, whole)
 
 
-def test_a_response_to_head_has_no_body_for_any_length():
-    answer = read(head(b"content-length: 5"), to_head=True)
-    assert answer.whole
-    assert answer.lines == OK + b"content-length: 5\r\n"
+def test_a_response_to_head_has_no_body():
+    response = read(head(b"content-length: 5"), to_head=True)
+    assert response.whole
+    assert response.lines == OK + b"content-length: 5\r\n"
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_a_response_to_head_has_no_body_for_any_length():
         (head(b"content-length: 5", b"connection: keep-alive", line=b"HTTP/1.0 200 OK\r\n"), True),
     ],
 )
-def test_the_connection_is_kept_where_both_the_worker_and_the_framing_allow_it(raw, kept):
+def test_keep_alive_depends_on_the_worker_and_the_framing(raw, kept):
     assert read(raw).keep_alive is kept
 
 
-def test_fields_keep_their_order_and_repetitions_less_those_that_end_here():
+def test_end_to_end_fields_keep_order_and_repetitions():
     raw = head(
         b"Set-Cookie: a", b"Connection: close, X-Hop", b"Keep-Alive: 5", b"set-cookie: b",
         b"x-hop: 1", b"Upgrade: h2", b"Trailer: t", b"TE: t", b"Proxy-Connection: close",
@@ -128,16 +128,16 @@ def test_fields_keep_their_order_and_repetitions_less_those_that_end_here():
     assert read(raw).lines == lines
 
 
-def test_a_worker_can_not_nominate_its_length_away():
-    answer = read(head(b"connection: content-length", b"content-length: 5"))
-    assert answer.lines == OK + b"content-length: 5\r\n"
+def test_connection_cannot_remove_the_content_length():
+    response = read(head(b"connection: content-length", b"content-length: 5"))
+    assert response.lines == OK + b"content-length: 5\r\n"
 
 
 def test_a_response_of_http_1_0_is_forwarded_as_1_1():
     assert read(head(line=b"HTTP/1.0 200 Fine\r\n")).lines == b"HTTP/1.1 200 Fine\r\n"
 
 
-def test_an_event_stream_is_known_by_its_type():
+def test_an_event_stream_is_recognized_by_its_content_type():
     assert read(head(b"Content-Type: Text/Event-Stream; charset=utf-8")).sse
     assert not read(head(b"content-type: application/json")).sse
 
@@ -151,50 +151,50 @@ BODIES = {
 
 
 @pytest.mark.parametrize(("raw", "body"), BODIES.values(), ids=BODIES)
-def test_a_body_is_followed_to_its_end_and_not_changed(raw, body):
-    whole = read(raw)
-    assert (whole.feed(body), whole.whole, whole.excess) == (body, True, False)
-    single = read(raw)
+def test_a_body_is_relayed_to_its_end_and_not_changed(raw, body):
+    at_once = read(raw)
+    assert (at_once.feed(body), at_once.whole, at_once.excess) == (body, True, False)
+    by_byte = read(raw)
     for at in range(len(body)):
-        assert not single.whole
-        assert single.feed(body[at : at + 1]) == body[at : at + 1]
-    assert (single.whole, single.excess) == (True, False)
+        assert not by_byte.whole
+        assert by_byte.feed(body[at : at + 1]) == body[at : at + 1]
+    assert (by_byte.whole, by_byte.excess) == (True, False)
 
 
-def test_bytes_past_a_length_are_cut_off_and_reported():
-    answer = read(head(b"content-length: 5"))
-    assert answer.feed(b"helloHTTP/1.1 200 OK\r\n\r\n") == b"hello"
-    assert (answer.whole, answer.excess) == (True, True)
+def test_bytes_beyond_the_content_length_are_dropped_and_reported():
+    response = read(head(b"content-length: 5"))
+    assert response.feed(b"helloHTTP/1.1 200 OK\r\n\r\n") == b"hello"
+    assert (response.whole, response.excess) == (True, True)
 
 
-def test_another_answer_behind_the_last_chunk_is_garbage():
+def test_another_response_after_the_last_chunk_is_an_error():
     with pytest.raises(UpstreamProtocolError, match="after the end"):
         read(CHUNKED).feed(b"0\r\n\r\nHTTP/1.1 200 OK\r\n")
 
 
 @pytest.mark.parametrize("stray", [b"\r\n", b"\n", b"\r\n\r\n"])
-def test_empty_lines_behind_the_last_chunk_are_cut_off_and_reported(stray):
-    answer = read(CHUNKED)
-    assert answer.feed(b"1\r\na\r\n0\r\n\r\n" + stray) == b"1\r\na\r\n0\r\n\r\n"
-    assert (answer.whole, answer.excess) == (True, True)
+def test_empty_lines_after_the_last_chunk_are_dropped_and_reported(stray):
+    response = read(CHUNKED)
+    assert response.feed(b"1\r\na\r\n0\r\n\r\n" + stray) == b"1\r\na\r\n0\r\n\r\n"
+    assert (response.whole, response.excess) == (True, True)
 
 
 @pytest.mark.parametrize(
     "body", [b"x\r\n", b"5\nhello\n", b"5\r\nhelloX", b"-1\r\n", b"1 1\r\na\r\n"]
 )
-def test_broken_chunks_are_garbage(body):
+def test_invalid_chunks_are_an_error(body):
     with pytest.raises(UpstreamProtocolError):
         read(CHUNKED).feed(body)
 
 
-def test_a_body_without_framing_is_never_whole_by_itself():
-    answer = read(head())
-    assert answer.feed(b"anything") == b"anything"
-    assert not answer.whole
+def test_a_close_delimited_body_is_complete_only_at_the_close():
+    response = read(head())
+    assert response.feed(b"anything") == b"anything"
+    assert not response.whole
 
 
 @pytest.mark.parametrize(
-    ("fed", "between"),
+    ("sent", "between"),
     [
         (b"", True),
         (b"5\r\nhello\r\n", True),
@@ -208,15 +208,15 @@ def test_a_body_without_framing_is_never_whole_by_itself():
         (b"0\r\n\r\n", False),
     ],
 )
-def test_it_is_known_whether_an_event_can_follow(fed, between):
-    answer = read(CHUNKED)
-    if fed:
-        answer.feed(fed)
-    assert answer.is_between_chunks(fed) is between
+def test_whether_the_relayed_bytes_end_between_chunks(sent, between):
+    response = read(CHUNKED)
+    if sent:
+        response.feed(sent)
+    assert response.is_between_chunks(sent) is between
 
 
 @pytest.mark.parametrize(
-    ("before", "refused", "between"),
+    ("before", "invalid", "between"),
     [
         ([], b"xyz", True),
         ([], b"5\r\nhello\r\nxyz", True),
@@ -230,22 +230,24 @@ def test_it_is_known_whether_an_event_can_follow(fed, between):
         ([b"5\r\nhello\r"], b"X", False),
         ([b"5\r\nhello\r\n1"], b"xyz", False),
         ([b"5\r\nhello\r\n5\r\n"], b"hello\r\r", False),
-        ([b"c\r\n", b"5\r\nhello\r\n"], b"5\r\n\r\r", False),  # its twelve bytes
+        (
+            [b"c\r\n", b"5\r\nhello\r\n"],
+            b"5\r\n\r\r",
+            False,
+        ),  # part of the twelve bytes of the payload
         ([b"c\r\n5\r\nhello\r\n"], b"5\r\nhelloX", False),  # with two bytes to come
-        ([b"3\r\n5\r\n\r\n"], b"xyz", True),  # whose payload looks like a size
+        ([b"3\r\n5\r\n\r\n"], b"xyz", True),  # the payload looks like a size
         ([b"ff\r\n" + b"x" * 200, b"x" * 50 + b"ff\r\nx\r\n5\r\nhello\r\n"], b"xyz", True),
-        ([b"5\r\nhel", b"lo\r\n"], b"xyz", False),  # not known: a larger chunk
+        ([b"5\r\nhel", b"lo\r\n"], b"xyz", False),  # unknown: it might be part of a larger chunk
     ],
 )
-def test_behind_a_piece_that_was_refused_an_event_can_follow_a_whole_chunk(
-    before, refused, between
-):
-    answer = read(CHUNKED)
+def test_whether_the_relayed_bytes_end_between_chunks_after_an_error(before, invalid, between):
+    response = read(CHUNKED)
     for piece in before:
-        answer.feed(piece)
+        response.feed(piece)
     with pytest.raises(UpstreamProtocolError):
-        answer.feed(refused)
-    assert answer.is_between_chunks(before[-1] if before else b"") is between
+        response.feed(invalid)
+    assert response.is_between_chunks(before[-1] if before else b"") is between
 
 
 PAYLOADS = st.lists(st.binary(min_size=1, max_size=20), max_size=5)
@@ -253,7 +255,9 @@ CUTS = st.lists(st.integers(0, 200), max_size=6)
 
 
 def chunked(payloads):
-    return b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in payloads) + b"0\r\n\r\n"
+    return (
+        b"".join(b"%x\r\n%b\r\n" % (len(payload), payload) for payload in payloads) + b"0\r\n\r\n"
+    )
 
 
 def cut(body, cuts):
@@ -262,52 +266,52 @@ def cut(body, cuts):
 
 
 @given(PAYLOADS, CUTS)
-def test_chunks_arrive_unchanged_and_unchunk_to_what_h11_reads(payloads, cuts):
-    answer, unchunker, relayed, payload = read(CHUNKED), Unchunker(), b"", b""
+def test_chunks_are_unchanged_and_have_the_payload_that_h11_reads(payloads, cuts):
+    response, unchunker, relayed, payload = read(CHUNKED), Unchunker(), b"", b""
     for piece in cut(chunked(payloads), cuts):
-        passed = answer.feed(piece)
-        relayed += passed
-        payload += unchunker.feed(passed)
-    assert answer.whole
+        piece_to_relay = response.feed(piece)
+        relayed += piece_to_relay
+        payload += unchunker.feed(piece_to_relay)
+    assert response.whole
     assert relayed == chunked(payloads)
     reader = h11.Connection(h11.CLIENT)
     reader.send(h11.Request(method="GET", target="/", headers=[("host", "x")]))
     reader.send(h11.EndOfMessage())
     reader.receive_data(CHUNKED + relayed)
     assert isinstance(reader.next_event(), h11.Response)
-    theirs = b""
+    expected = b""
     while isinstance(event := reader.next_event(), h11.Data):
-        theirs += event.data
+        expected += event.data
     assert isinstance(event, h11.EndOfMessage)
-    assert payload == theirs == b"".join(payloads)
+    assert payload == expected == b"".join(payloads)
 
 
-def test_a_head_of_just_the_limit_is_still_waited_for():
+def test_an_incomplete_head_of_the_maximum_size_is_no_error():
     assert find_response_head_end(OK.ljust(MAX_HEAD_BYTES, b"a")) == 0
 
 
-def test_a_head_is_as_long_as_the_limit_whatever_else_has_arrived():
+def test_the_limit_counts_only_the_head():
     longest = OK.ljust(MAX_HEAD_BYTES - 4, b"a") + b"\r\n\r\n"
     assert find_response_head_end(longest + b"a body") == MAX_HEAD_BYTES
     with pytest.raises(UpstreamProtocolError, match="too large"):
         find_response_head_end(b"H" + longest + b"a body")
 
 
-def test_an_upgrade_behind_the_end_is_garbage_like_anything_else_there():
-    answer = UpstreamResponse()
-    answer.read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", to_head=False)
-    behind = b"HTTP/1.1 101 Switching\r\nupgrade: a\r\nconnection: upgrade\r\n\r\n"
+def test_an_upgrade_after_the_end_is_an_error():
+    response = UpstreamResponse()
+    response.read_head(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", to_head=False)
+    after_end = b"HTTP/1.1 101 Switching\r\nupgrade: a\r\nconnection: upgrade\r\n\r\n"
     with pytest.raises(UpstreamProtocolError, match="after the end"):
-        answer.feed(b"0\r\n\r\n" + behind)
+        response.feed(b"0\r\n\r\n" + after_end)
 
 
 @pytest.mark.parametrize("name", DIAGNOSTICS)
-def test_what_only_the_proxy_may_report_of_an_answer_is_dropped_from_a_workers(name):
-    reported = [b"a: 1", name + b": spoofed", name.title() + b":", name.upper() + b": \t", b"b: 2"]
-    answer = read(head(*reported, b"content-length: 0"))
-    assert answer.lines == OK + b"a: 1\r\nb: 2\r\ncontent-length: 0\r\n"
+def test_a_workers_fields_with_names_of_diagnostics_are_dropped(name):
+    fields = [b"a: 1", name + b": spoofed", name.title() + b":", name.upper() + b": \t", b"b: 2"]
+    response = read(head(*fields, b"content-length: 0"))
+    assert response.lines == OK + b"a: 1\r\nb: 2\r\ncontent-length: 0\r\n"
 
 
-def test_fields_with_names_like_those_of_the_proxy_pass():
-    reported = b"x-omni-instance: 1\r\nx-omni-weight: 2\r\nx-sglang-omni-worker-load: 3\r\n"
-    assert read(OK + reported + b"\r\n").lines == OK + reported
+def test_fields_with_names_similar_to_diagnostics_are_kept():
+    fields = b"x-omni-instance: 1\r\nx-omni-weight: 2\r\nx-sglang-omni-worker-load: 3\r\n"
+    assert read(OK + fields + b"\r\n").lines == OK + fields

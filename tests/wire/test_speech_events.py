@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from omni_proxy.wire.websocket import MAX_EVENT_BYTES, SpeechEvents, is_application_code
 
 
-def heard(*messages):
+def flags_after(*messages):
     events = SpeechEvents()
     for message in messages:
         events.feed(message, finished=True)
@@ -27,11 +27,11 @@ def heard(*messages):
         ("", (False, False, False)),
     ],
 )
-def test_what_an_event_means(message, expected):
-    assert heard(message) == expected
+def test_the_flags_after_each_event(message, expected):
+    assert flags_after(message) == expected
 
 
-def test_a_split_event_is_complete_at_its_end():
+def test_a_split_event_is_read_at_its_end():
     events = SpeechEvents()
     for letter in '{"type":"session.done"}':
         events.feed(letter, finished=False)
@@ -50,10 +50,10 @@ def test_an_oversized_message_is_skipped_and_the_next_is_read():
 
 
 @given(st.text(max_size=50))
-def test_no_text_makes_it_fail(text):
-    heard(text)
+def test_arbitrary_text_is_no_error(text):
+    flags_after(text)
 
 
-def test_which_closing_codes_speak_of_the_application():
-    ours = {1002, 1003, 1007, 1008, 1009, 1010, 1013, *range(3000, 5000)}
-    assert {code for code in range(6000) if is_application_code(code)} == ours
+def test_the_close_codes_of_the_application():
+    application_codes = {1002, 1003, 1007, 1008, 1009, 1010, 1013, *range(3000, 5000)}
+    assert {code for code in range(6000) if is_application_code(code)} == application_codes

@@ -25,18 +25,18 @@ TOKEN = b"s3pPLMBiTxaQ9kYGzzhZRbK+xOo="
 
 
 def opening(*fields, line=b"GET /s HTTP/1.1"):
-    usual = (b"host: x", b"connection: Upgrade", b"upgrade: WebSocket")
-    return parse_request_head(b"\r\n".join((line, *usual, *fields, b"", b"")))
+    required = (b"host: x", b"connection: Upgrade", b"upgrade: WebSocket")
+    return parse_request_head(b"\r\n".join((line, *required, *fields, b"", b"")))
 
 
 VERSION, KEYED = b"Sec-WebSocket-Version: 13", b"Sec-WebSocket-Key: " + KEY
 
 
-def test_an_offer_is_taken_with_the_token_of_its_key():
-    top = accept_handshake(opening(VERSION, KEYED), b"x: y\r\n")
-    assert top.startswith(b"HTTP/1.1 101 Switching Protocols\r\n")
-    assert b"\r\nsec-websocket-accept: " + TOKEN + b"\r\n" in top
-    assert top.endswith(b"\r\nx: y\r\n\r\n")
+def test_a_handshake_is_accepted_with_the_token_of_its_key():
+    response = accept_handshake(opening(VERSION, KEYED), b"x: y\r\n")
+    assert response.startswith(b"HTTP/1.1 101 Switching Protocols\r\n")
+    assert b"\r\nsec-websocket-accept: " + TOKEN + b"\r\n" in response
+    assert response.endswith(b"\r\nx: y\r\n\r\n")
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_an_offer_is_taken_with_the_token_of_its_key():
         ((VERSION, KEYED, b"content-length: 1"), b"GET /s HTTP/1.1", 400),
     ],
 )
-def test_what_is_no_offer_is_refused(fields, line, status):
+def test_an_invalid_handshake_is_rejected(fields, line, status):
     with pytest.raises(HttpError) as caught:
         accept_handshake(opening(*fields, line=line))
     assert caught.value.status == status
@@ -59,7 +59,7 @@ def test_what_is_no_offer_is_refused(fields, line, status):
         assert ("upgrade", "websocket") in caught.value.headers
 
 
-def test_the_offer_to_a_worker_is_ours_with_the_clients_other_fields():
+def test_the_handshake_to_a_worker_has_the_clients_other_fields():
     head = opening(VERSION, KEYED, b"A: b", b"sec-websocket-protocol: c", b"a: d")
     assert encode_handshake(head.lines, b"host: w\r\n", KEY) == (
         b"GET /s HTTP/1.1\r\nA: b\r\na: d\r\nhost: w\r\n"
@@ -72,26 +72,26 @@ def reply(*fields, status=b"101 Switching Protocols"):
     return b"\r\n".join((b"HTTP/1.1 " + status, *fields, b"", b""))
 
 
-TAKEN = (b"Upgrade: WebSocket", b"Connection: upgrade", b"Sec-WebSocket-Accept: " + TOKEN)
+ACCEPTED = (b"Upgrade: WebSocket", b"Connection: upgrade", b"Sec-WebSocket-Accept: " + TOKEN)
 
 
-def test_a_worker_that_accepts_the_offer_sends_101():
-    assert parse_handshake_response(reply(*TAKEN), KEY) == 101
+def test_the_status_of_a_workers_handshake_response():
+    assert parse_handshake_response(reply(*ACCEPTED), KEY) == 101
     assert parse_handshake_response(reply(b"content-length: 0", status=b"503 No"), KEY) == 503
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        TAKEN[1:],
-        TAKEN[:2],
-        (b"Upgrade: h2c", *TAKEN[1:]),
-        (*TAKEN[:2], b"Sec-WebSocket-Accept: AAAA"),
-        (*TAKEN, b"Sec-WebSocket-Protocol: chat"),
-        (*TAKEN, b"Sec-WebSocket-Extensions: permessage-deflate"),
+        ACCEPTED[1:],
+        ACCEPTED[:2],
+        (b"Upgrade: h2c", *ACCEPTED[1:]),
+        (*ACCEPTED[:2], b"Sec-WebSocket-Accept: AAAA"),
+        (*ACCEPTED, b"Sec-WebSocket-Protocol: chat"),
+        (*ACCEPTED, b"Sec-WebSocket-Extensions: permessage-deflate"),
     ],
 )
-def test_a_101_that_does_not_fit_the_offer_is_garbage(fields):
+def test_a_101_that_does_not_match_the_handshake_is_an_error(fields):
     with pytest.raises(UpstreamProtocolError):
         parse_handshake_response(reply(*fields), KEY)
 
@@ -100,18 +100,18 @@ def pair():
     return WebSocketFrames(ConnectionType.CLIENT), WebSocketFrames(ConnectionType.SERVER)
 
 
-# What the receiver hears of all that the sender has to say, in pieces of `size`.
 def carry(sender, receiver, size=1 << 20):
-    wire, heard = bytes(sender.out), []
+    """Move all output of the sender in pieces of `size`; returns the events of the receiver."""
+    wire, events = bytes(sender.out), []
     sender.out.clear()
     for at in range(0, len(wire), size):
         receiver.feed(wire[at : at + size])
-        heard += receiver.events()
-    return heard
+        events += receiver.events()
+    return events
 
 
 @given(st.lists(st.text(max_size=300) | st.binary(max_size=300), max_size=4), st.integers(1, 50))
-def test_messages_are_joined_again_however_they_arrive(messages, size):
+def test_messages_in_any_pieces_are_joined(messages, size):
     client, server = pair()
     for message in messages:
         client.send(message)
@@ -140,7 +140,7 @@ def test_a_message_is_measured_in_bytes_over_all_its_parts(message):
         server.join(event, 99)
 
 
-def test_a_ping_is_answered_and_a_flood_of_them_is_not_gathered():
+def test_a_ping_is_answered_and_the_pongs_for_a_flood_are_bounded():
     client, server = pair()
     ping = bytes([0x89, 0x84, 0, 0, 0, 0]) + b"ping"
     server.feed(ping)
@@ -159,7 +159,7 @@ def test_a_close_is_reported_once_and_answered_once():
     [event] = carry(client, server)
     assert event == CloseConnection(code=4000, reason="bye")
     assert (server.left, server.broken) == (True, False)
-    server.feed(b"whatever comes after")
+    server.feed(b"bytes after the close")
     assert list(server.events()) == []
     server.close(event.code, event.reason)
     assert [type(event) for event in carry(server, client)] == [CloseConnection]
@@ -188,7 +188,7 @@ def test_a_close_without_a_code_stays_without_one():
     ],
     ids=["unmasked", "opcode", "reserved", "continuation", "cut ping", "local code", "utf-8"],
 )
-def test_bytes_that_are_no_frames_break_the_side_that_sent_them(raw, code):
+def test_invalid_frames_break_the_sending_side(raw, code):
     _, server = pair()
     server.feed(raw)
     [event] = [event for event in server.events() if not isinstance(event, Message)]
@@ -202,14 +202,14 @@ def test_messages_of_both_kinds_keep_their_kind():
     assert [type(event) for event in carry(client, server)] == [TextMessage, BytesMessage]
 
 
-def test_an_error_event_reports_the_number_and_the_reason_beside_it():
-    refusal = HttpError(503, "no eligible upstream", "none_healthy")
-    assert json.loads(error_event(refusal)) == {
+def test_an_error_event_has_the_status_and_the_reason():
+    error = HttpError(503, "no eligible upstream", "none_healthy")
+    assert json.loads(error_event(error)) == {
         "type": "error", "message": "no eligible upstream", "error_type": "server_error",
         "code": 503, "reason": "none_healthy",
     }  # fmt: skip
-    refusal = HttpError(413, "too long", 413)
-    assert json.loads(error_event(refusal)) == {
+    error = HttpError(413, "too long", 413)
+    assert json.loads(error_event(error)) == {
         "type": "error", "message": "too long", "error_type": "invalid_request_error", "code": 413,
     }  # fmt: skip
 
@@ -218,5 +218,5 @@ def test_an_error_event_reports_the_number_and_the_reason_beside_it():
     ("status", "code"),
     [(400, 1008), (404, 1008), (413, 1009), (429, 1013), (502, 1011), (503, 1013), (504, 1011)],
 )
-def test_each_status_has_its_closing_code(status, code):
+def test_each_status_has_a_close_code(status, code):
     assert close_code(status) == code

@@ -27,7 +27,8 @@ for number, (name, (steps, _, _)) in enumerate(TRANSCRIPTS.items()):
         folder = pathlib.Path(sys.argv[1], f"{number}-{use_fast_path}")
         folder.mkdir()
         listeners = worker_sockets(folder)
-        with World(listeners, "[server]\\nlog_format = 'json'\\n" + CONFIG, use_fast_path=use_fast_path).patched() as world:
+        config = "[server]\\nlog_format = 'json'\\n" + CONFIG
+        with World(listeners, config, use_fast_path=use_fast_path).patched() as world:
             client = world.connect_client(warm=6)
             play(world, client, *steps)
             result = world.snapshot(whole=True)

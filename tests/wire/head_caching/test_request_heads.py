@@ -18,7 +18,7 @@ from omni_proxy.wire.request import READ_FIELDS, parse_request_head
 from tests.example_counts import examples
 from tests.wire.heads import HOSTILE
 
-# Fields that nobody here reads, some of which are new in every request.
+# Fields that the proxy does not read; some of them have a new value in every request.
 UNREAD = [
     "traceparent", "TRACEPARENT", "Traceparent", "x-amzn-trace-id", "CF-Ray", "baggage",
     "sentry-trace", "X-B3-TraceId", "Authorization", "Cookie", "X-Unique", "Accept",
@@ -35,7 +35,7 @@ VALUES = st.sampled_from(
     [*PLAIN_VALUES, "+5", "1e3", "chunked", "close", "x-request-id", "x-unique, close",
      "traceparent", "100-continue", "", " ", "\t1", "1 ", "keep-alive", "application/json", "https"]
 )  # fmt: skip
-# Values that some reader could take for more than a value, or for another one.
+# Values that a parser could take for several fields, or read differently.
 HOSTILE_VALUES = st.sampled_from(
     ["1\r\nHost: x", "1\r\nContent-Length: 2", "1\r\n", "1\n", "1\nTransfer-Encoding: chunked",
      "1\r\n folded", "1\r\n\tfolded", "1\rx", "a\0", "\x01", "\x7f", "12, 12", "1\r\nX : 1",
@@ -68,28 +68,30 @@ def is_one_head(raw):
     return raw.index(b"\r\n\r\n") == len(raw) - 4
 
 
-def by_judge(forwarded_headers):
-    def read(raw):
-        found = parse_request_head(raw)
+def uncached(forwarded_headers):
+    """Parses heads without a cache."""
+
+    def parse(raw):
+        head = parse_request_head(raw)
         if forwarded_headers is not None:
-            forwarded_headers.prepare(found, secure=False)
-        return found
+            forwarded_headers.prepare(head, secure=False)
+        return head
 
-    return read
+    return parse
 
 
-def verdict(read, head):
-    """All that is known of it, or why it is refused."""
+def outcome(parse, raw):
+    """The parsed head without its template, or the error."""
     try:
-        found = read(head)
-    except HttpError as refusal:
-        return refusal.status, refusal.message, refusal.code
-    return msgspec.structs.replace(found, template=None)
+        head = parse(raw)
+    except HttpError as error:
+        return error.status, error.message, error.code
+    return msgspec.structs.replace(head, template=None)
 
 
 @st.composite
-def courses(draw):
-    """Heads of few clients: each has its fields, some of whose values are other ones each time."""
+def head_sequences(draw):
+    """Heads of a few clients. Each client has its fields; some values change in every head."""
     heads = []
     clients = [(draw(STARTS), draw(FIELDS)) for _ in range(draw(st.integers(1, 3)))]
     for _ in range(draw(st.integers(1, 12))):
@@ -103,14 +105,14 @@ def courses(draw):
 
 
 @settings(max_examples=examples(500))
-@given(courses(), FORWARDED)
-def test_remembered_heads_read_as_the_judge_reads_them(heads, forwarded_headers):
+@given(head_sequences(), FORWARDED)
+def test_cached_heads_equal_parsed_ones(heads, forwarded_headers):
     templates = RequestHeadCache(forwarded_headers)
     hits = 0
     for head in [*heads, *heads, *heads]:
         last = templates._last
         hits += last is not None and last.read(head, None) is not None
-        assert verdict(templates.parse, head) == verdict(by_judge(forwarded_headers), head)
+        assert outcome(templates.parse, head) == outcome(uncached(forwarded_headers), head)
     event(f"{min(hits, 8)} hits without a length")
 
 
@@ -120,24 +122,26 @@ def test_remembered_heads_read_as_the_judge_reads_them(heads, forwarded_headers)
     st.lists(ANY_VALUES, min_size=3, max_size=8),
     FORWARDED,
 )
-def test_any_names_and_values_read_as_the_judge_reads_them(fields, rounds, forwarded_headers):
+def test_cached_heads_equal_parsed_ones_for_any_names_and_values(fields, rounds, forwarded_headers):
     templates = RequestHeadCache(forwarded_headers)
     for values in [["a", "b", "c", "d", "e"], ["f", "g", "h", "i", "j"], *rounds, *rounds]:
-        reported = [
+        fields_with_values = [
             (name, colon, value) for (name, colon, _), value in zip(fields, values, strict=False)
         ]
-        head = request([("Content-Length", ": ", "7"), *reported, ("X-Request-Id", ": ", "me")])
+        head = request(
+            [("Content-Length", ": ", "7"), *fields_with_values, ("X-Request-Id", ": ", "me")]
+        )
         if is_one_head(head):
-            assert verdict(templates.parse, head) == verdict(by_judge(forwarded_headers), head)
+            assert outcome(templates.parse, head) == outcome(uncached(forwarded_headers), head)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_hostile_head_passes_behind_one_that_was_learnt(name):
+def test_hostile_heads_are_rejected_with_a_warm_cache(name):
     hostile, status = HOSTILE[name]
     good = b"POST / HTTP/1.1\r\nhost: x\r\na: b\r\ncontent-length: 5\r\n\r\n"
     templates = RequestHeadCache()
     for head in (good, good, good.replace(b"a: b", b"a: c"), hostile, hostile, hostile, good):
-        assert verdict(templates.parse, head) == verdict(parse_request_head, head)
+        assert outcome(templates.parse, head) == outcome(parse_request_head, head)
     with pytest.raises(HttpError) as caught:
         templates.parse(hostile)
     assert caught.value.status == status
@@ -150,36 +154,36 @@ def varied(count, *, of="X-Unique", more=()):
     ]
 
 
-def judged(monkeypatch, templates, heads):
-    """How often the judge is asked of each."""
-    asked = []
+def parse_counts(monkeypatch, templates, heads):
+    """How often the cache parses each of the heads."""
+    counts = []
     for head in heads:
-        counted = []
+        calls = []
         with monkeypatch.context() as patch:
             patch.setattr(
                 "omni_proxy.wire.head_caching.request_heads.parse_request_head",
-                lambda raw, to=counted: to.append(1) or parse_request_head(raw),
+                lambda raw, calls=calls: calls.append(1) or parse_request_head(raw),
             )
             templates.parse(head)
-        asked.append(len(counted))
-    return asked
+        counts.append(len(calls))
+    return counts
 
 
 @pytest.mark.parametrize("name", [*UNREAD, "idempotency-key", "x-request-id", "never-heard-of"])
-def test_a_field_that_is_new_in_every_request_is_answered_from_memory(monkeypatch, name):
+def test_a_head_with_a_field_that_varies_is_cached(monkeypatch, name):
     templates = RequestHeadCache()
-    asked = judged(monkeypatch, templates, varied(40, of=name))
-    assert not any(asked[3:])
+    counts = parse_counts(monkeypatch, templates, varied(40, of=name))
+    assert not any(counts[3:])
     assert len(templates._known) == 1
 
 
-def test_several_fields_that_are_new_in_every_request_are_too(monkeypatch):
+def test_a_head_with_several_fields_that_vary_is_cached(monkeypatch):
     templates = RequestHeadCache()
     heads = [
         request([("Content-Length", ": ", "5"), *((name, ": ", f"{n}") for name in UNREAD)])
         for n in range(20)
     ]
-    assert not any(judged(monkeypatch, templates, heads)[3:])
+    assert not any(parse_counts(monkeypatch, templates, heads)[3:])
 
 
 def test_a_value_may_look_like_a_field(monkeypatch):
@@ -187,54 +191,54 @@ def test_a_value_may_look_like_a_field(monkeypatch):
     heads = varied(10, of="X-Unique", more=[("CF-Ray", ": ", "X-Unique: 1")])
     heads = [head.replace(b"Host: h", b"Host: h\r\na: Content-Length: 1") for head in heads]
     heads += [head.replace(b"\r\n\r\n", b"\r\nX-Unique: 2\r\n\r\n") for head in heads]
-    asked = judged(monkeypatch, templates, heads)
-    assert not any(asked[3:10])
-    assert not any(asked[13:])
+    counts = parse_counts(monkeypatch, templates, heads)
+    assert not any(counts[3:10])
+    assert not any(counts[13:])
 
 
-def test_clients_with_keys_of_their_own_share_what_is_remembered(monkeypatch):
+def test_clients_with_different_keys_share_an_entry(monkeypatch):
     templates = RequestHeadCache()
     heads = [
         request([("Authorization", ": ", f"Bearer {n % 7}"), ("User-Agent", ": ", f"a/{n % 3}")])
         for n in range(40)
     ]
-    assert not any(judged(monkeypatch, templates, heads)[6:])
+    assert not any(parse_counts(monkeypatch, templates, heads)[6:])
     assert len(templates._known) == 1
 
 
-def test_a_head_is_learned_when_it_is_repeated(monkeypatch):
+def test_a_head_is_cached_when_it_is_repeated(monkeypatch):
     templates = RequestHeadCache()
     heads = [request([], f"GET /v1/models/{n} HTTP/1.1") for n in range(TEMPLATES + 10)]
-    assert judged(monkeypatch, templates, heads) == [1] * len(heads)
+    assert parse_counts(monkeypatch, templates, heads) == [1] * len(heads)
     assert len(templates._known) == 0
-    judged(monkeypatch, templates, heads[-5:])
+    parse_counts(monkeypatch, templates, heads[-5:])
     assert len(templates._known) == 5
 
 
 def test_other_heads_do_not_evict_a_used_entry(monkeypatch):
     templates = RequestHeadCache()
-    given_head = request([("Content-Length", ": ", "5")])
-    judged(monkeypatch, templates, [given_head, given_head])
+    cached = request([("Content-Length", ": ", "5")])
+    parse_counts(monkeypatch, templates, [cached, cached])
     for n in range(2 * TEMPLATES):
         other = request([], f"GET /{n} HTTP/1.1")
         templates.parse(other)
         templates.parse(other)
         if n % 100 == 0:
-            assert judged(monkeypatch, templates, [given_head]) == [0]
+            assert parse_counts(monkeypatch, templates, [cached]) == [0]
     assert len(templates._known) == TEMPLATES
 
 
-def test_what_was_used_without_being_looked_up_counts_as_used(monkeypatch):
+def test_an_entry_used_without_a_lookup_counts_as_used(monkeypatch):
     templates = RequestHeadCache()
     heads = [request([], f"GET /{n} HTTP/1.1") for n in range(TEMPLATES)]
     for head in heads:
         templates.parse(head)
         templates.parse(head)
     for _ in range(3):
-        templates.parse(heads[0])  # the first one by its key, later ones not
+        templates.parse(heads[0])  # the first time by its key, then without a lookup
     one_more = request([], "GET /one-more HTTP/1.1")
-    judged(monkeypatch, templates, [one_more, one_more])
-    assert judged(monkeypatch, templates, [heads[0], heads[1]]) == [0, 1]
+    parse_counts(monkeypatch, templates, [one_more, one_more])
+    assert parse_counts(monkeypatch, templates, [heads[0], heads[1]]) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -245,9 +249,9 @@ def test_what_was_used_without_being_looked_up_counts_as_used(monkeypatch):
     ],
     ids=["large", "many fields"],
 )
-def test_what_would_cost_too_much_to_keep_is_judged_each_time(monkeypatch, head):
+def test_heads_that_are_too_large_are_not_cached(monkeypatch, head):
     templates = RequestHeadCache()
-    assert judged(monkeypatch, templates, [head] * 4) == [1] * 4
+    assert parse_counts(monkeypatch, templates, [head] * 4) == [1] * 4
     assert len(templates._known) == 0
 
 
@@ -255,7 +259,7 @@ def test_a_head_with_too_many_varying_fields_is_parsed_once_each_time(monkeypatc
     templates = RequestHeadCache()
     names = [f"x-{n}" for n in range(MOST_VARYING + 1)]
     heads = [request([(name, ": ", f"{n}") for name in names]) for n in range(8)]
-    assert judged(monkeypatch, templates, heads)[3:] == [1] * 5
+    assert parse_counts(monkeypatch, templates, heads)[3:] == [1] * 5
 
 
 def test_repeated_fields_keep_their_order():
@@ -268,24 +272,24 @@ def test_repeated_fields_keep_their_order():
         assert templates.parse(head).lines == parse_request_head(head).lines
 
 
-def test_two_fields_that_happen_to_be_equal_do_not_deceive():
+def test_fields_with_equal_values_are_not_confused():
     forwarded_headers = ForwardedHeaders("off", b"traceparent")
     templates = RequestHeadCache(forwarded_headers)
     for one, other in [("1", "1"), ("1", "1"), ("1", "1"), ("2", "3"), ("4", "5"), ("6", "6")]:
         head = request([("X-Request-ID", ": ", one), ("traceparent", ": ", other)])
         assert templates.parse(head).request_id == other.encode()
-        assert verdict(templates.parse, head) == verdict(by_judge(forwarded_headers), head)
+        assert outcome(templates.parse, head) == outcome(uncached(forwarded_headers), head)
 
 
-def test_a_field_that_the_client_nominates_ends_here_whatever_its_value():
+def test_a_varying_field_named_by_connection_is_not_forwarded():
     templates = RequestHeadCache()
     for n in range(6):
         head = request([("Connection", ": ", "x-unique"), ("X-Unique", ": ", f"{n}")])
         assert b"unique" not in templates.parse(head).lines.lower()
-        assert verdict(templates.parse, head) == verdict(parse_request_head, head)
+        assert outcome(templates.parse, head) == outcome(parse_request_head, head)
 
 
-def test_the_third_head_is_answered_from_memory():
+def test_the_third_head_is_read_from_the_cache():
     templates = RequestHeadCache()
     heads = [
         request([("Content-Length", ": ", f"{n}"), ("X-Request-Id", ": ", f"id-{n}")])
@@ -300,41 +304,43 @@ def test_the_third_head_is_answered_from_memory():
 
 
 @pytest.mark.parametrize("value", ["+5", "5x", "0x5", "9" * 16, "", " ", "5 5"])
-def test_a_length_that_is_no_plain_number_is_refused_behind_a_remembered_head_too(value):
+def test_an_invalid_length_is_rejected_with_a_warm_cache(value):
     templates = RequestHeadCache()
     for _ in range(3):
         templates.parse(request([("Content-Length", ": ", "5")]))
     head = request([("Content-Length", ": ", value)])
-    assert verdict(templates.parse, head) == verdict(parse_request_head, head)
+    assert outcome(templates.parse, head) == outcome(parse_request_head, head)
 
 
 LENGTHS = re.compile(rb"\r\nContent-Length: ?(.*?)(?:\r\n|\Z)", re.IGNORECASE | re.DOTALL)
-SPELT = ["Content-Length", "content-length", "X-Request-Id", "traceparent"]
-# Of the same fields with other values.
+VARIABLE = ["Content-Length", "content-length", "X-Request-Id", "traceparent"]
+# Values of the same fields in another head.
 OTHER_VALUES = VALUES | HOSTILE_VALUES | st.just("7")
 
 
-def learnt(fields):
-    """As read from memory; None where it is not remembered."""
+def cached_head(fields):
+    """The head as the cache returns it; None if it is not cached."""
     templates = RequestHeadCache()
-    found = None
+    head = None
     try:
         for trace in ("1", "2", "3"):
-            reported = [(n, c, trace if n == "traceparent" else v) for n, c, v in fields]
-            found = templates.parse(request(reported))
+            with_trace = [(n, c, trace if n == "traceparent" else v) for n, c, v in fields]
+            head = templates.parse(request(with_trace))
     except HttpError:
         return None
-    return found if found.template is not None else None
+    return head if head.template is not None else None
 
 
 def filled_in(head, second):
-    """What `second`, a head without its blank line, says by the spelling of this one; None where
-    that does not say."""
-    reported = LENGTHS.findall(second) or [b"0"]
-    parts = head.template.match(second, reported[0])
-    if parts is None or not reported[0].isdigit() or len(reported[0]) > 15:
+    """The head that the template of `head` makes of `second`, a head without its blank line.
+
+    None if `second` does not match the template.
+    """
+    lengths = LENGTHS.findall(second) or [b"0"]
+    parts = head.template.match(second, lengths[0])
+    if parts is None or not lengths[0].isdigit() or len(lengths[0]) > 15:
         return None
-    length = int(reported[0]) if head.template.counted else head.length
+    length = int(lengths[0]) if head.template.counted else head.length
     request_id = parts[head.template.id_index] if head.template.id_index >= 0 else head.request_id
     lines = b"".join(parts)
     return msgspec.structs.replace(head, lines=lines, length=length, request_id=request_id)
@@ -342,7 +348,7 @@ def filled_in(head, second):
 
 PLAIN = st.lists(
     st.tuples(
-        st.sampled_from([*SPELT, "Accept", "X-Correlation-Id"]),
+        st.sampled_from([*VARIABLE, "Accept", "X-Correlation-Id"]),
         st.sampled_from([": ", ": ", ":"]),
         st.sampled_from(["0", "12", "3"]),
     ),
@@ -353,32 +359,32 @@ PLAIN = st.lists(
 
 @settings(max_examples=examples(400))
 @given(PLAIN, st.data())
-def test_a_head_of_a_template_equals_its_parsed_form(fields, data):
-    first = learnt(fields)
+def test_a_head_made_of_a_template_equals_the_parsed_one(fields, data):
+    first = cached_head(fields)
     if first is None:
         return
     others = [
-        (name, colon, data.draw(OTHER_VALUES) if name in SPELT else value)
+        (name, colon, data.draw(OTHER_VALUES) if name in VARIABLE else value)
         for name, colon, value in fields
     ]
     second = request(others)
     if not is_one_head(second):
-        return  # the head is over there
+        return  # a value contains the end of the head
     found = filled_in(first, second[:-4])
     if found is not None:
         event(f"{len(first.template.steps)} values")
-        assert verdict(parse_request_head, second) == verdict(lambda _: found, second)
+        assert outcome(parse_request_head, second) == outcome(lambda _: found, second)
 
 
 @given(PLAIN | FIELDS, PLAIN | FIELDS)
-def test_a_head_with_other_fields_is_not_spelled_the_same(fields, others):
-    first = learnt(fields)
+def test_a_head_with_other_fields_does_not_match_the_template(fields, others):
+    first = cached_head(fields)
     if first is None:
         return
     second = request(others)
     found = filled_in(first, second[:-4])
     if found is not None:
-        assert verdict(parse_request_head, second) == verdict(lambda _: found, second)
+        assert outcome(parse_request_head, second) == outcome(lambda _: found, second)
 
 
 @pytest.mark.parametrize(
@@ -395,11 +401,11 @@ def test_a_head_with_other_fields_is_not_spelled_the_same(fields, others):
         b"",
     ],
 )
-def test_whatever_stands_elsewhere_than_in_a_value_is_another_spelling(second):
+def test_a_head_that_differs_outside_values_does_not_match_the_template(second):
     templates = RequestHeadCache()
     head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nx: 1"
     templates.parse(head + b"\r\n\r\n")
-    spelling = templates.parse(head + b"\r\n\r\n").template
-    assert spelling.match(head, b"5") == [spelling.first]
-    assert spelling.match(head, b"7") is None
-    assert spelling.match(second, b"7") is None
+    template = templates.parse(head + b"\r\n\r\n").template
+    assert template.match(head, b"5") == [template.first]
+    assert template.match(head, b"7") is None
+    assert template.match(second, b"7") is None

@@ -1,4 +1,4 @@
-"""In the native build another text compares heads: it finds what the plain one does."""
+"""The native build has its own implementation of HeadTemplate: it finds what the plain one does."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 
@@ -29,14 +29,14 @@ STEPS = st.lists(st.tuples(TEXTS, FORBIDDEN, st.none() | TEXTS), max_size=3)
     TEXTS,
     st.sampled_from([b"12", b"1", b"", None]),
 )
-def test_both_texts_match_the_same_heads(first, steps, last, values, noise, length):
+def test_both_implementations_match_the_same_heads(first, steps, last, values, noise, length):
     parts = tuple((same, len(same), forbidden, after) for same, forbidden, after in steps)
-    words = {"counted": True, "id_index": -1}
-    used = HeadTemplate(first, parts, last, **words)
-    plain = PLAIN.HeadTemplate(first, parts, last, **words)
+    options = {"counted": True, "id_index": -1}
+    current = HeadTemplate(first, parts, last, **options)
+    plain = PLAIN.HeadTemplate(first, parts, last, **options)
     values = [*values, b"12", b"x", b"12"]
     written = b"".join(
         same + value + b"\r\n" for (same, *_), value in zip(steps, values, strict=False)
     )
     for head in (written + last, written[:-2] + last, written + last + noise, noise, b""):
-        assert used.match(head, length) == plain.match(head, length)
+        assert current.match(head, length) == plain.match(head, length)

@@ -1,5 +1,7 @@
-"""Chunks that llhttp does not see: it would accept them, and be where it was. In the plain build it sees
-all."""
+"""Complete chunks that skip llhttp: it would accept them, and end between chunks as before.
+
+In the plain build llhttp parses all chunks.
+"""
 
 import httptools
 import pytest
@@ -15,7 +17,7 @@ PIECES = st.lists(
     max_size=8,
 ).map(b"".join)  # fmt: skip
 CHUNKS = st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=3).map(
-    lambda payloads: b"".join(b"%x\r\n%b\r\n" % (len(each), each) for each in payloads)
+    lambda payloads: b"".join(b"%x\r\n%b\r\n" % (len(payload), payload) for payload in payloads)
 )
 
 
@@ -26,7 +28,7 @@ class Callbacks:
         self.whole = True
 
 
-def is_between_chunks_behind(piece):
+def is_between_chunks_after(piece):
     callbacks = Callbacks()
     parser = httptools.HttpResponseParser(callbacks)
     parser.feed_data(HEAD)
@@ -38,15 +40,15 @@ def is_between_chunks_behind(piece):
 
 
 @given(PIECES | CHUNKS, st.data())
-def test_llhttp_is_between_chunks_behind_what_it_need_not_see(piece, data):
+def test_llhttp_is_between_chunks_after_complete_chunks(piece, data):
     at = data.draw(st.integers(0, len(piece)))
-    for each in (piece, piece[:at], piece[at:]):
-        if are_whole_chunks(each):
-            assert is_between_chunks_behind(each)
+    for part in (piece, piece[:at], piece[at:]):
+        if are_whole_chunks(part):
+            assert is_between_chunks_after(part)
 
 
 @pytest.mark.parametrize("piece", [EVENT, EVENT * 2, b"A\r\n0123456789\r\n", b"1\r\n\r\r\n"])
-def test_the_native_build_takes_whole_chunks(piece):
+def test_the_native_build_recognizes_complete_chunks(piece):
     assert are_whole_chunks(piece) == READS_CHUNKS
 
 
@@ -55,5 +57,5 @@ def test_the_native_build_takes_whole_chunks(piece):
     [b"", b"0\r\n\r\n", EVENT[:-1], EVENT + b"1", EVENT[1:], b"1;n=1\r\na\r\n", b"1 \r\na\r\n", b"\r\na\r\n",
      b"ffffffffffffffff\r\na\r\n", b"fffffff\r\na\r\n", b"1\r\nab\r\n", b"g\r\na\r\n", b"1\na\r\n", b"1\r\na\n\n"],
 )  # fmt: skip
-def test_no_other_piece_passes_unseen(piece):
+def test_other_pieces_are_parsed_by_llhttp(piece):
     assert not are_whole_chunks(piece)
