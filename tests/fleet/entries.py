@@ -1,4 +1,4 @@
-"""Workers as tests need them: an entry by a short name, all else plain."""
+"""Workers for tests: a specification by a short name, with defaults, and fleets of them."""
 
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ NOW = datetime(2026, 11, 21, 5, 44, 28, tzinfo=UTC)
 
 
 def entry(name: str, **fields: object) -> WorkerSpec:
-    plain: dict[str, object] = {
+    defaults: dict[str, object] = {
         "model": None,
         "capabilities": frozenset(CAPABILITIES),
         "disabled": False,
@@ -20,7 +20,7 @@ def entry(name: str, **fields: object) -> WorkerSpec:
         "max_inflight": 0,
         "origin": "file",
     }
-    return WorkerSpec(url=f"http://{name}:1", **(plain | fields))  # type: ignore[arg-type]
+    return WorkerSpec(url=f"http://{name}:1", **(defaults | fields))  # type: ignore[arg-type]
 
 
 def heal(fleet: Fleet, worker: Worker) -> None:

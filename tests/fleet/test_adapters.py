@@ -35,7 +35,7 @@ def fleet():
         (None, ["a", "b", "c", "d"]),
     ],
 )
-def test_an_adapters_name_goes_to_the_workers_that_have_it(fleet, model, expected):
+def test_a_request_for_an_adapter_goes_to_the_workers_that_have_it(fleet, model, expected):
     assert names(fleet.candidates(model, 0)) == expected
 
 
@@ -46,7 +46,7 @@ def test_an_unknown_adapter_is_an_unknown_model(fleet):
     assert reasons == ["serves the model 'base', not 'x'"]
 
 
-def test_an_adapter_whose_worker_is_out_goes_to_nobody_else(fleet):
+def test_an_adapter_of_a_disabled_worker_has_no_candidates(fleet):
     entries = [
         entry("a", model="base", loras=("x",), disabled=True),
         entry("b", model="base"),
@@ -56,20 +56,20 @@ def test_an_adapter_whose_worker_is_out_goes_to_nobody_else(fleet):
     assert no_worker_error(fleet, Requirements(0, "x")).code == "all_disabled"
 
 
-def test_adapters_of_workers_without_a_model_count_and_other_names_are_not_compared():
+def test_workers_without_a_model_serve_their_adapters_and_any_other_name():
     fleet = fleet_of(entry("a", loras=("x",)), entry("b"))
     assert names(fleet.candidates("x", 0)) == ["a"]
     assert names(fleet.candidates("anything", 0)) == ["a", "b"]
     assert fleet.has_named_models
 
 
-def test_a_fleet_without_adapters_says_so():
+def test_a_fleet_without_adapters():
     fleet = fleet_of(entry("a", model="m"))
     assert not fleet.has_adapters
     assert fleet.models == {"m"}
 
 
-def test_what_an_engine_reports_counts_only_with_auto(fleet):
+def test_reported_adapters_count_only_with_auto(fleet):
     worker = fleet.workers[0]
     fleet.report_adapters(worker, ("new", ":new"))
     assert names(fleet.candidates("new", 0)) == []
@@ -81,7 +81,7 @@ def test_what_an_engine_reports_counts_only_with_auto(fleet):
     assert fleet.revision == revision
 
 
-def test_another_process_gets_the_names():
+def test_other_processes_get_the_reported_adapters():
     fleet = fleet_of(entry("a", model="base", loras="auto"))
     (worker,) = fleet.workers
     fleet.report_adapters(worker, ("new",))
@@ -92,7 +92,7 @@ def test_another_process_gets_the_names():
     assert not apply_state(other, state)
 
 
-def test_capabilities_count_for_adapters_too():
+def test_candidates_for_an_adapter_have_the_needed_capabilities():
     fleet = fleet_of(
         entry("a", model="m", loras=("x",), capabilities=frozenset({"chat"})),
         entry("b", model="m", loras=("x",), capabilities=frozenset(CAPABILITIES)),

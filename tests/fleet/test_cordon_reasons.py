@@ -1,4 +1,4 @@
-"""Each reason is named once, and users find what it means."""
+"""Each cordon reason is spelled in one module, and documented."""
 
 from omni_proxy.fleet import cordon_reasons
 from tests.tree import PACKAGE, ROOT, sources
@@ -6,7 +6,7 @@ from tests.tree import PACKAGE, ROOT, sources
 REASONS = {
     text for name, text in vars(cordon_reasons).items() if name.isupper() and isinstance(text, str)
 }
-# These words have other meanings, too, such as the state of a rollout.
+# Words with other meanings too, such as the state of a rollout.
 AMBIGUOUS = {
     "discovery", "launch", "leaving", "paused", "role", "rollout", "uncertain", "updating",
 }  # fmt: skip

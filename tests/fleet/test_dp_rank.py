@@ -11,14 +11,14 @@ def apply(fleet, *entries):
     fleet.apply(entries, NOW)
 
 
-def test_a_worker_with_ranks_is_replaced_by_them_and_turns_alternate_over_workers():
+def test_candidates_have_the_ranks_of_all_workers_in_alternation():
     fleet = fleet_of(entry("a", ranks=2), entry("b"), entry("c", ranks=3))
     assert fleet.has_ranks
     assert names(fleet.candidates(None, 1)) == ["a:1@0", "b:1", "c:1@0", "a:1@1", "c:1@1", "c:1@2"]
     assert names(fleet.workers) == ["a:1", "b:1", "c:1"]
 
 
-def test_a_fleet_without_ranks_hands_out_its_workers():
+def test_the_candidates_of_a_fleet_without_ranks_are_its_workers():
     fleet = fleet_of(entry("a"), entry("b", ranks="auto"))
     assert not fleet.has_ranks
     assert fleet.candidates(None, 1) == fleet.workers
@@ -47,27 +47,27 @@ def test_every_attribute_of_a_worker_can_be_read_at_its_rank():
             getattr(rank, name)
 
 
-def test_ranks_are_the_same_objects_after_each_change_of_their_number():
+def test_ranks_keep_their_objects_when_their_number_changes():
     fleet = fleet_of(entry("a", ranks=4, max_inflight=8))
     worker = fleet.workers[0]
     before = worker.dp_ranks
-    left = []
-    fleet.watch_replaced(left.append)
+    replaced = []
+    fleet.watch_replaced(replaced.append)
     apply(fleet, entry("a", ranks=2, max_inflight=8))
     assert worker.dp_ranks == before[:2]
-    assert left == list(before[2:])
+    assert replaced == list(before[2:])
     assert [rank.max_inflight for rank in worker.dp_ranks] == [4, 4]
     assert fleet.candidates(None, 1) == list(before[:2])
     apply(fleet, entry("a", max_inflight=8))
-    assert (worker.dp_ranks, fleet.has_ranks, left) == ((), False, [*before[2:], *before[:2]])
+    assert (worker.dp_ranks, fleet.has_ranks, replaced) == ((), False, [*before[2:], *before[:2]])
     assert fleet.candidates(None, 1) == [worker]
     apply(fleet, entry("a", ranks=4))
     assert worker.dp_ranks == before
-    assert left[-1] is worker
+    assert replaced[-1] is worker
     assert [rank.max_inflight for rank in worker.dp_ranks] == [0] * 4
 
 
-def test_ranks_of_an_engine_count_once_it_has_reported_them():
+def test_ranks_auto_takes_the_number_that_the_engine_reports():
     fleet = fleet_of(entry("a", ranks="auto"), entry("b", ranks=2))
     worker = fleet.workers[0]
     assert names(fleet.candidates(None, 1)) == ["a:1", "b:1@0", "b:1@1"]
@@ -84,7 +84,7 @@ def test_ranks_of_an_engine_count_once_it_has_reported_them():
     assert worker.dp_ranks == ()
 
 
-def test_a_worker_added_again_under_its_url_has_new_ranks():
+def test_a_worker_added_again_with_the_same_url_has_new_ranks():
     fleet = fleet_of(entry("a", ranks=2))
     before = fleet.workers[0]
     apply(fleet)

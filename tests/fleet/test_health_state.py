@@ -11,16 +11,16 @@ OUT = (Health.UNHEALTHY, Health.DEAD)
 STATES = st.sampled_from(OUT)
 
 
-class Naive:
-    """The rules one by one, on the lists of what happened since each of them began to count."""
+class NaiveMachine:
+    """The rules one by one, on lists of the events that each of them counts."""
 
     def __init__(self, thresholds):
         self.thresholds = thresholds
         self.state = Health.UNKNOWN
-        self.row = []  # good probes or failures, whichever came last
-        self.since_ejected = []  # failures of that row
-        self.unanswered = 0  # failed requests without a good answer in between
-        self.owes = self.trying = False
+        self.run = []  # the last events, all of them good probes or all failures
+        self.since_ejected = []  # failures of this run since the last ejection
+        self.failed_requests = 0  # failed requests since the last success
+        self.tripped = self.half_open = False  # the breaker, and a half-open request in flight
 
     def receive(self, event):
         if event == "revived":
@@ -28,19 +28,19 @@ class Naive:
             self.__init__(self.thresholds)
             self.state = state
         elif event == "killed":
-            self.go(Health.DEAD)
+            self.move_to(Health.DEAD)
         elif self.state is not Health.DEAD:
             getattr(self, event.replace(" ", "_"))()
 
-    def go(self, state):
+    def move_to(self, state):
         self.state = state
-        self.trying = self.trying and state is Health.HEALTHY
+        self.half_open = self.half_open and state is Health.HEALTHY
 
     def add(self, event):
         good = event == "probe good"
-        if self.row and (self.row[-1] == "probe good") != good:
-            self.row = []
-        self.row.append(event)
+        if self.run and (self.run[-1] == "probe good") != good:
+            self.run = []
+        self.run.append(event)
         if good:
             self.since_ejected = []
         elif not (self.thresholds.probe_failures_only and event == "request failed"):
@@ -48,66 +48,66 @@ class Naive:
 
     def probe_good(self):
         self.add("probe good")
-        if len(self.row) >= self.thresholds.rise:
-            self.go(Health.HEALTHY)
+        if len(self.run) >= self.thresholds.rise:
+            self.move_to(Health.HEALTHY)
 
     def probe_failed(self):
         self.add("probe failed")
         if len(self.since_ejected) >= self.thresholds.fall:
-            self.go(self.thresholds.on_threshold)
+            self.move_to(self.thresholds.on_threshold)
 
     def request_failed(self):
-        if self.owes or self.state is Health.UNHEALTHY:
+        if self.tripped or self.state is Health.UNHEALTHY:
             return
         self.add("request failed")
-        self.unanswered += 1
-        enough = (
+        self.failed_requests += 1
+        at_threshold = (
             len(self.since_ejected) >= self.thresholds.fall
             and not self.thresholds.probe_failures_only
         )
-        if enough and "probe failed" in self.row:
-            self.go(self.thresholds.on_threshold)
-        elif enough or 0 < self.thresholds.max_failed_requests <= self.unanswered:
+        if at_threshold and "probe failed" in self.run:
+            self.move_to(self.thresholds.on_threshold)
+        elif at_threshold or 0 < self.thresholds.max_failed_requests <= self.failed_requests:
             self.eject()
 
     def eject(self):
-        self.owes, self.since_ejected = True, []
-        self.go(self.thresholds.eject)
+        self.tripped, self.since_ejected = True, []
+        self.move_to(self.thresholds.eject)
 
     def request_good(self):
-        if self.state is Health.HEALTHY and not self.owes:
-            self.unanswered = 0
-            if self.row and self.row[-1] != "probe good" and not self.probed():
-                self.row, self.since_ejected = [], []
+        if self.state is Health.HEALTHY and not self.tripped:
+            self.failed_requests = 0
+            if self.run and self.run[-1] != "probe good" and not self.probed():
+                self.run, self.since_ejected = [], []
 
     def probed(self):
-        return "probe failed" in self.row
+        return "probe failed" in self.run
 
     def trial_begins(self):
-        self.trying = True
+        self.half_open = True
 
     def trial_failed(self):
-        if self.trying:
+        if self.half_open:
             self.add("request failed")
-            self.unanswered += 1
+            self.failed_requests += 1
             self.eject()
 
     def trial_good(self):
-        if self.trying:
-            self.owes, self.trying, self.unanswered = False, False, 0
+        if self.half_open:
+            self.tripped, self.half_open, self.failed_requests = False, False, 0
 
     def trial_without_verdict(self):
-        self.trying = False
+        self.half_open = False
 
     def process_ended(self):
         self.add("process ended")
-        self.owes, self.unanswered = False, 0
-        self.go(Health.UNHEALTHY)
+        self.tripped, self.failed_requests = False, 0
+        self.move_to(Health.UNHEALTHY)
 
     @property
     def counts(self):
-        good = bool(self.row) and self.row[-1] == "probe good"
-        return len(self.row) if good else 0, 0 if good else len(self.row)
+        good = bool(self.run) and self.run[-1] == "probe good"
+        return len(self.run) if good else 0, 0 if good else len(self.run)
 
 
 class HealthLife(RuleBasedStateMachine):
@@ -119,11 +119,12 @@ class HealthLife(RuleBasedStateMachine):
         self.thresholds = Thresholds(
             rise, fall, on_threshold, eject, max_failed_requests, probe_failures_only
         )
-        self.machine, self.naive, self.now = HealthMachine(NOW), Naive(self.thresholds), NOW
-        self.trial = self.old_trial = 0
+        self.machine, self.naive, self.now = HealthMachine(NOW), NaiveMachine(self.thresholds), NOW
+        self.half_open_id = self.old_half_open_id = 0
         self.last = ""
 
-    def passes(self, event):
+    def advance(self, event):
+        """Pass the event to the naive machine; returns its time."""
         self.before = self.machine.state, self.machine.epoch, self.machine.since
         self.now += timedelta(seconds=1)
         self.last = event
@@ -132,20 +133,20 @@ class HealthLife(RuleBasedStateMachine):
 
     @rule()
     def a_probe_is_good(self):
-        self.machine.record_probe_success(self.thresholds, self.passes("probe good"), 200)
+        self.machine.record_probe_success(self.thresholds, self.advance("probe good"), 200)
 
     @rule()
     def a_probe_fails(self):
         self.machine.record_probe_failure(
-            self.thresholds, self.passes("probe failed"), None, "refused"
+            self.thresholds, self.advance("probe failed"), None, "refused"
         )
 
     @rule(old=st.booleans())
     def a_request_fails(self, old):
-        trial = self.old_trial if old else 0
+        half_open_id = self.old_half_open_id if old else 0
         before = self.machine.state, self.machine.breaker_tripped
         ejected = self.machine.record_request_failure(
-            self.thresholds, self.passes("request failed"), 502, "bad gateway", trial
+            self.thresholds, self.advance("request failed"), 502, "bad gateway", half_open_id
         )
         assert ejected == (
             (self.machine.state, self.machine.breaker_tripped) != before
@@ -153,86 +154,86 @@ class HealthLife(RuleBasedStateMachine):
         )
 
     @rule(old=st.booleans())
-    def a_request_is_answered_well(self, old):
-        self.passes("request good")
-        assert not self.machine.record_request_success(self.old_trial if old else 0)
+    def a_request_succeeds(self, old):
+        self.advance("request good")
+        assert not self.machine.record_request_success(self.old_half_open_id if old else 0)
 
     @precondition(lambda self: self.machine.is_half_open and not self.machine.half_open_id)
     @rule()
-    def a_trial_begins(self):
-        self.passes("trial begins")
-        self.trial = self.machine.begin_half_open()
+    def a_half_open_request_begins(self):
+        self.advance("trial begins")
+        self.half_open_id = self.machine.begin_half_open()
 
-    @precondition(lambda self: self.trial)
+    @precondition(lambda self: self.half_open_id)
     @rule(end=st.sampled_from(["trial failed", "trial good", "trial without verdict"]))
-    def a_trial_ends(self, end):
-        self.old_trial, self.trial = self.trial, 0
-        runs = self.machine.half_open_id == self.old_trial
-        at = self.passes(end if runs else "request failed" if end == "trial failed" else "nothing")
+    def a_half_open_request_ends(self, end):
+        self.old_half_open_id, self.half_open_id = self.half_open_id, 0
+        runs = self.machine.half_open_id == self.old_half_open_id
+        at = self.advance(end if runs else "request failed" if end == "trial failed" else "nothing")
         if end == "trial failed":
-            reported = self.machine.record_request_failure(
-                self.thresholds, at, None, "reset", self.old_trial
+            was_half_open = self.machine.record_request_failure(
+                self.thresholds, at, None, "reset", self.old_half_open_id
             )
         elif end == "trial good":
-            reported = self.machine.record_request_success(self.old_trial)
+            was_half_open = self.machine.record_request_success(self.old_half_open_id)
         else:
-            reported = self.machine.end_half_open(self.old_trial)
-        assert reported == runs or end == "trial failed"
+            was_half_open = self.machine.end_half_open(self.old_half_open_id)
+        assert was_half_open == runs or end == "trial failed"
 
     @rule()
     def its_process_ends(self):
-        self.machine.process_exited(self.passes("process ended"), "SIGKILL")
+        self.machine.process_exited(self.advance("process ended"), "SIGKILL")
 
     @rule()
-    def an_operator_buries_it(self):
+    def an_operator_marks_it_dead(self):
         epoch = self.machine.epoch
-        self.machine.mark_dead(self.passes("killed"))
+        self.machine.mark_dead(self.advance("killed"))
         assert self.machine.epoch > epoch
 
     @rule()
     def an_operator_revives_it(self):
         epoch = self.machine.epoch
-        self.machine.revive(self.passes("revived"))
+        self.machine.revive(self.advance("revived"))
         assert self.machine.epoch > epoch
 
     @invariant()
-    def it_is_what_its_history_says(self):
+    def it_equals_the_naive_machine(self):
         machine, naive = self.machine, self.naive
-        reported = machine.state, machine.consecutive_successes, machine.consecutive_failures
-        assert reported == (naive.state, *naive.counts)
-        assert machine.is_half_open == (naive.owes and naive.state is Health.HEALTHY)
-        assert bool(machine.half_open_id) == naive.trying
-        assert machine.failed_requests == naive.unanswered
+        actual = machine.state, machine.consecutive_successes, machine.consecutive_failures
+        assert actual == (naive.state, *naive.counts)
+        assert machine.is_half_open == (naive.tripped and naive.state is Health.HEALTHY)
+        assert bool(machine.half_open_id) == naive.half_open
+        assert machine.failed_requests == naive.failed_requests
 
     @invariant()
-    def who_is_on_trial_has_something_to_make_good(self):
+    def a_half_open_machine_has_failed_requests(self):
         assert self.machine.failed_requests or not self.machine.is_half_open
 
     @invariant()
-    def since_moves_with_the_state_only(self):
+    def since_changes_only_with_the_state(self):
         if self.last:
             state, _, since = self.before
             moved = self.machine.state is not state
             assert self.machine.since == (self.now if moved else since)
 
     @invariant()
-    def dead_is_left_by_revival_only(self):
+    def only_a_revival_ends_dead(self):
         if self.last and self.before[0] is Health.DEAD and self.last != "revived":
             assert self.machine.state is Health.DEAD
 
 
-Naive.nothing = lambda self: None
+NaiveMachine.nothing = lambda self: None
 TestHealthLife = HealthLife.TestCase
 
 
 def machine_of(thresholds, *events):
     machine = HealthMachine(NOW)
     for event in events:
-        tell(machine, thresholds, event)
+        record(machine, thresholds, event)
     return machine
 
 
-def tell(machine, thresholds, event):
+def record(machine, thresholds, event):
     match event:
         case "good probe":
             machine.record_probe_success(thresholds, NOW, 200)
@@ -251,88 +252,93 @@ UP = ("good probe", "good probe")
 
 
 @pytest.mark.parametrize("probed", [None, 0, 2])
-def test_request_failures_alone_eject_and_one_failed_probe_makes_it_the_threshold(probed):
+def test_failed_requests_eject_and_with_a_failed_probe_they_reach_the_threshold(probed):
     events = ["bad probe" if turn == probed else "bad request" for turn in range(3)]
-    wanted = Health.UNHEALTHY if probed is None else Health.DEAD
-    assert machine_of(PLAIN, *UP, *events).state is wanted
+    expected = Health.UNHEALTHY if probed is None else Health.DEAD
+    assert machine_of(PLAIN, *UP, *events).state is expected
 
 
-def test_one_failed_probe_does_not_save_it_from_its_failed_requests():
+def test_failed_requests_eject_in_spite_of_a_failed_probe():
     patient = Thresholds(
         fall=10, on_threshold=Health.DEAD, eject=Health.UNHEALTHY, max_failed_requests=3
     )
     machine = machine_of(patient, *UP, "bad probe", "bad request", "bad request")
     assert machine.state is Health.HEALTHY
-    tell(machine, patient, "bad request")
+    record(machine, patient, "bad request")
     assert (machine.state, machine.breaker_tripped) == (Health.UNHEALTHY, True)
 
 
-def test_a_good_answer_in_between_begins_the_run_anew():
+def test_a_successful_request_restarts_the_count():
     events = ("bad request", "bad request", "good request", "bad request", "bad request")
     machine = machine_of(PLAIN, *UP, *events)
     assert (machine.state, machine.failed_requests) == (Health.HEALTHY, 2)
-    tell(machine, PLAIN, "bad request")
+    record(machine, PLAIN, "bad request")
     assert machine.state is Health.UNHEALTHY
 
 
-def test_good_probes_do_not_hide_that_every_request_fails():
+def test_good_probes_do_not_reset_the_count_of_failed_requests():
     events = ("bad request", "good probe") * 3
     assert machine_of(PLAIN, *UP, *events[:5]).state is Health.UNHEALTHY
 
 
-def test_with_no_bound_on_tries_the_failure_threshold_still_counts():
+def test_without_max_failed_requests_the_failure_threshold_applies():
     never = Thresholds(fall=4, eject=Health.UNHEALTHY, max_failed_requests=0)
     machine = machine_of(never, *UP, *["bad request"] * 3)
     assert machine.state is Health.HEALTHY
-    tell(machine, never, "bad request")
+    record(machine, never, "bad request")
     assert machine.state is Health.UNHEALTHY
 
 
-@pytest.mark.parametrize(("tries", "failed"), [(0, 50), (10, 9)])
-def test_counted_apart_only_the_bound_on_tries_ejects_for_failed_requests(tries, failed):
+@pytest.mark.parametrize(("max_failed_requests", "failed"), [(0, 50), (10, 9)])
+def test_with_probe_failures_only_failed_requests_do_not_reach_the_threshold(
+    max_failed_requests, failed
+):
     apart = Thresholds(
-        fall=2, eject=Health.UNHEALTHY, max_failed_requests=tries, probe_failures_only=True
+        fall=2,
+        eject=Health.UNHEALTHY,
+        max_failed_requests=max_failed_requests,
+        probe_failures_only=True,
     )
     machine = machine_of(apart, *UP, *["bad request"] * failed)
     assert machine.state is Health.HEALTHY
-    tell(machine, apart, "bad probe")
+    record(machine, apart, "bad probe")
     assert machine.state is Health.HEALTHY
-    tell(machine, apart, "bad request")
-    assert machine.state is (Health.UNHEALTHY if tries else Health.HEALTHY)
+    record(machine, apart, "bad request")
+    assert machine.state is (Health.UNHEALTHY if max_failed_requests else Health.HEALTHY)
 
 
-def test_a_good_probe_forgets_a_failed_one():
+def test_a_good_probe_resets_the_count_of_failed_probes():
     events = (*UP, "bad probe", "good probe", *["bad request"] * 3)
     assert machine_of(PLAIN, *events).state is Health.UNHEALTHY
 
 
-def test_what_was_ejected_dies_of_failed_probes_only_after_the_whole_threshold():
+def test_an_ejected_worker_dies_after_a_full_threshold_of_failed_probes():
     machine = machine_of(PLAIN, *UP, *["bad request"] * 3)
     for state in (Health.UNHEALTHY, Health.UNHEALTHY, Health.DEAD):
-        tell(machine, PLAIN, "bad probe")
+        record(machine, PLAIN, "bad probe")
         assert machine.state is state
 
 
 def test_requests_from_before_the_ejection_do_not_count():
     machine = machine_of(PLAIN, *UP, *["bad request"] * 3, "good probe")
     for event in ("bad request", "good request", "good probe"):
-        tell(machine, PLAIN, event)
+        record(machine, PLAIN, event)
     assert (machine.state, machine.is_half_open) == (Health.HEALTHY, True)
     for event in ("good request", "bad request"):
-        tell(machine, PLAIN, event)
+        record(machine, PLAIN, event)
     assert (machine.state, machine.is_half_open) == (Health.HEALTHY, True)
 
 
-def on_trial():
+def half_open_machine():
     machine = machine_of(PLAIN, *UP, *["bad request"] * 3, *UP)
     assert (machine.state, machine.is_half_open, machine.half_open_id) == (Health.HEALTHY, True, 0)
     return machine
 
 
-def test_a_trial_that_fails_puts_it_out_at_once():
-    machine = on_trial()
-    trial = machine.begin_half_open()
-    assert machine.record_request_failure(PLAIN, NOW, None, "reset", trial)
+def test_a_failed_half_open_request_ejects_at_once():
+    machine = half_open_machine()
+    half_open_id = machine.begin_half_open()
+    assert machine.record_request_failure(PLAIN, NOW, None, "reset", half_open_id)
     assert (machine.state, machine.half_open_id, machine.breaker_tripped) == (
         Health.UNHEALTHY,
         0,
@@ -340,31 +346,31 @@ def test_a_trial_that_fails_puts_it_out_at_once():
     )
 
 
-def test_a_trial_that_succeeds_brings_it_back_whole():
-    machine = on_trial()
+def test_a_successful_half_open_request_closes_the_breaker():
+    machine = half_open_machine()
     assert machine.record_request_success(machine.begin_half_open())
     assert (machine.is_half_open, machine.failed_requests) == (False, 0)
-    tell(machine, PLAIN, "bad request")
+    record(machine, PLAIN, "bad request")
     assert machine.state is Health.HEALTHY
 
 
-def test_the_verdict_of_a_trial_from_before_a_revival_is_void():
-    machine = on_trial()
-    trial = machine.begin_half_open()
+def test_a_half_open_request_from_before_a_revival_is_ignored():
+    machine = half_open_machine()
+    half_open_id = machine.begin_half_open()
     machine.revive(NOW)
     assert not machine.is_half_open
-    assert not machine.record_request_failure(PLAIN, NOW, None, "reset", trial)
+    assert not machine.record_request_failure(PLAIN, NOW, None, "reset", half_open_id)
     assert machine.state is Health.HEALTHY
 
 
-def test_a_long_error_is_kept_in_part():
+def test_a_long_error_is_truncated():
     machine = HealthMachine(NOW)
     machine.record_probe_failure(Thresholds(), NOW, 500, "x" * 10_000)
     assert machine.last_error == "x" * LAST_ERROR_CHARS
     assert machine.last_status_code == 500
 
 
-def test_why_a_process_has_exited_is_kept_until_another_is_ready():
+def test_the_exit_reason_of_a_process_is_kept_until_a_new_one_is_ready():
     machine = HealthMachine(NOW)
     machine.process_exited(NOW, "process ended with signal SIGKILL")
     machine.record_probe_failure(Thresholds(), NOW, None, "Connection refused")

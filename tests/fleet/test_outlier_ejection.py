@@ -1,4 +1,4 @@
-"""The ejection rule alone; test_health.py has it together with probes and thresholds."""
+"""Outlier ejection alone; test_health_state.py tests it together with probes and thresholds."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_a_success_restarts_the_count():
     assert not outlier.count_failure(2, over_threshold=False)
 
 
-def test_while_ejected_only_the_half_open_request_is_evidence():
+def test_while_ejected_only_the_half_open_request_counts():
     outlier = ejected()
     assert not outlier.is_evidence(0)
     number = outlier.begin_half_open()
@@ -55,7 +55,7 @@ def test_the_half_open_request_closes_the_breaker_or_ejects_again():
     assert (outlier.failed_requests, outlier.half_open_id) == (0, 0)
 
 
-def test_a_half_open_request_without_evidence_frees_its_place_once():
+def test_a_half_open_request_without_a_result_ends_once():
     outlier = ejected()
     number = outlier.begin_half_open()
     assert outlier.end_half_open(number)

@@ -13,7 +13,7 @@ VERSIONS = st.builds(WeightVersion, LABELS, st.integers(0, 3))
 
 
 def fields(lines):
-    """As an independent reader of HTTP has them."""
+    """The header fields as h11 parses them."""
     client = h11.Connection(h11.CLIENT)
     client.send(h11.Request(method="GET", target="/", headers=[("host", "h")]))
     client.receive_data(b"HTTP/1.1 200 OK\r\n" + lines + b"\r\n")
@@ -33,36 +33,36 @@ def fields(lines):
         (None, ""),
     ],
 )
-def test_a_label_is_shown_as_a_head_can_hold_it(label, shown):
+def test_labels_are_encoded_for_header_fields(label, shown):
     version = WeightVersion(label, 3)
     assert version.shown == shown
-    wanted = {b"x-omni-weight-version": shown.encode()} if shown else {}
-    assert fields(version.lines) == {**wanted, b"x-omni-weight-epoch": b"3"}
+    expected = {b"x-omni-weight-version": shown.encode()} if shown else {}
+    assert fields(version.lines) == {**expected, b"x-omni-weight-epoch": b"3"}
 
 
-def test_what_is_not_known_is_not_reported():
+def test_unknown_parts_of_a_version_have_no_field():
     assert UNKNOWN_VERSION.lines == b""
     assert WeightVersion("v1").lines == b"x-omni-weight-version: v1\r\n"
 
 
-def test_long_labels_that_begin_alike_stay_apart():
+def test_long_labels_with_the_same_beginning_stay_different():
     one, other = WeightVersion("x" * 300 + "1"), WeightVersion("x" * 300 + "2")
     assert one.shown != other.shown
     assert len(one.shown) == len(other.shown) == LABEL_BYTES
 
 
 @given(VERSIONS, VERSIONS)
-def test_whatever_the_label_the_lines_are_fields_of_ours_and_nothing_else(start, end):
-    reported = fields(end.lines)
-    assert set(reported) <= NAMES
-    assert all(len(value) <= LABEL_BYTES for value in reported.values())
+def test_any_label_makes_only_the_fields_of_versions(start, end):
+    version_fields = fields(end.lines)
+    assert set(version_fields) <= NAMES
+    assert all(len(value) <= LABEL_BYTES for value in version_fields.values())
     changed = fields(end.end_header_lines(start))
     assert set(changed) <= ENDS
-    learnt = start == UNKNOWN_VERSION and end.epoch == 0
-    assert (b"x-omni-weight-version-end" in changed) == (start != end and not learnt)
+    first_known = start == UNKNOWN_VERSION and end.epoch == 0
+    assert (b"x-omni-weight-version-end" in changed) == (start != end and not first_known)
 
 
-def test_the_end_names_what_has_changed():
+def test_the_end_fields_have_the_changed_version():
     before = WeightVersion("v1", 4)
     assert fields(WeightVersion("v2", 5).end_header_lines(before)) == {
         b"x-omni-weight-version-end": b"v2",
@@ -76,19 +76,19 @@ def test_the_end_names_what_has_changed():
     assert WeightVersion("v1", 4).end_header_lines(before) == b""
 
 
-def test_a_new_version_is_a_change_of_the_fleet_and_the_same_again_is_none():
+def test_setting_the_same_version_again_is_no_change():
     fleet = fleet_of(entry("a"))
     (worker,) = fleet.workers
-    heard = []
-    fleet.watch(lambda: heard.append(worker.version))
+    versions = []
+    fleet.watch(lambda: versions.append(worker.version))
     fleet.set_version(worker, "v1", 1)
-    kept = worker.version
+    version = worker.version
     fleet.set_version(worker, "v1", 1)
-    assert worker.version is kept
-    assert (worker.weight_version, worker.weight_epoch, len(heard)) == ("v1", 1, 1)
+    assert worker.version is version
+    assert (worker.weight_version, worker.weight_epoch, len(versions)) == ("v1", 1, 1)
 
 
-def test_of_a_process_that_is_gone_the_weights_are_not_known():
+def test_the_version_is_unknown_after_the_process_exits():
     fleet = fleet_of(entry("a"))
     (worker,) = fleet.workers
     fleet.set_version(worker, "v1", 1)
@@ -96,7 +96,7 @@ def test_of_a_process_that_is_gone_the_weights_are_not_known():
     assert worker.version == UNKNOWN_VERSION
 
 
-def test_a_label_that_is_learnt_is_no_change_and_one_that_we_put_there_is():
+def test_a_label_read_from_the_engine_is_no_change_of_version():
     assert WeightVersion("v1").end_header_lines(UNKNOWN_VERSION) == b""
     assert (
         fields(WeightVersion("v1", 1).end_header_lines(UNKNOWN_VERSION))[

@@ -1,4 +1,4 @@
-"""Workers: rotation, specs, and request counters against a dict of dicts."""
+"""Workers: rotation, specifications and request counters."""
 
 from collections import Counter
 
@@ -61,13 +61,13 @@ def test_a_spec_that_differs_in_any_field_does_not_match(worker, change):
 
 @given(STEPS)
 def test_each_class_has_its_own_counters(steps):
-    counts, naive = zero_counters(), Counter()
+    counts, expected = zero_counters(), Counter()
     for name, kind in steps:
         counts[counter_offset(name) + kind] += 1
-        naive[name, kind] += 1
+        expected[name, kind] += 1
     for kind in (ROUTED, SUCCEEDED, FAILED):
         assert counts_by_class(counts, kind) == {
-            name: n for (name, of), n in naive.items() if of == kind
+            name: n for (name, other), n in expected.items() if other == kind
         }
 
 
@@ -80,7 +80,7 @@ def test_a_route_counts_at_the_offset_of_its_class():
     )
 
 
-def test_there_are_at_most_so_many_classes(monkeypatch):
+def test_the_number_of_classes_is_bounded(monkeypatch):
     monkeypatch.setattr(worker_module, "_offsets", {})
     counts = zero_counters()
     for number in range(CLASSES):

@@ -116,7 +116,7 @@ FIELDS = [
     st.lists(st.lists(st.sampled_from(FIELDS), max_size=5), max_size=8),
 )
 def test_a_cached_head_gets_the_same_fields_as_a_parsed_one(forwarded_headers, heads):
-    templates = RequestHeadCache(forwarded_headers)
+    cache = RequestHeadCache(forwarded_headers)
 
     def summary(head):
         return sorted(head.lines.split(b"\r\n")), head.request_id, head.length
@@ -124,7 +124,7 @@ def test_a_cached_head_gets_the_same_fields_as_a_parsed_one(forwarded_headers, h
     for fields in [*heads, *heads]:
         lengths = [field for field in fields if field.startswith(b"Content-Length")]
         raw = request(*(field for field in fields if field not in lengths), *lengths[:1])
-        assert summary(templates.parse(raw)) == summary(prepared(forwarded_headers, raw))
+        assert summary(cache.parse(raw)) == summary(prepared(forwarded_headers, raw))
 
 
 SOURCES = ForwardedHeaders(id_sources=(b"x-a", b"x-b"))

@@ -107,12 +107,12 @@ def head_sequences(draw):
 @settings(max_examples=examples(500))
 @given(head_sequences(), FORWARDED)
 def test_cached_heads_equal_parsed_ones(heads, forwarded_headers):
-    templates = RequestHeadCache(forwarded_headers)
+    cache = RequestHeadCache(forwarded_headers)
     hits = 0
     for head in [*heads, *heads, *heads]:
-        last = templates._last
+        last = cache._last
         hits += last is not None and last.read(head, None) is not None
-        assert outcome(templates.parse, head) == outcome(uncached(forwarded_headers), head)
+        assert outcome(cache.parse, head) == outcome(uncached(forwarded_headers), head)
     event(f"{min(hits, 8)} hits without a length")
 
 
@@ -123,7 +123,7 @@ def test_cached_heads_equal_parsed_ones(heads, forwarded_headers):
     FORWARDED,
 )
 def test_cached_heads_equal_parsed_ones_for_any_names_and_values(fields, rounds, forwarded_headers):
-    templates = RequestHeadCache(forwarded_headers)
+    cache = RequestHeadCache(forwarded_headers)
     for values in [["a", "b", "c", "d", "e"], ["f", "g", "h", "i", "j"], *rounds, *rounds]:
         fields_with_values = [
             (name, colon, value) for (name, colon, _), value in zip(fields, values, strict=False)
@@ -132,18 +132,18 @@ def test_cached_heads_equal_parsed_ones_for_any_names_and_values(fields, rounds,
             [("Content-Length", ": ", "7"), *fields_with_values, ("X-Request-Id", ": ", "me")]
         )
         if is_one_head(head):
-            assert outcome(templates.parse, head) == outcome(uncached(forwarded_headers), head)
+            assert outcome(cache.parse, head) == outcome(uncached(forwarded_headers), head)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_heads_are_rejected_with_a_warm_cache(name):
     hostile, status = HOSTILE[name]
     good = b"POST / HTTP/1.1\r\nhost: x\r\na: b\r\ncontent-length: 5\r\n\r\n"
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     for head in (good, good, good.replace(b"a: b", b"a: c"), hostile, hostile, hostile, good):
-        assert outcome(templates.parse, head) == outcome(parse_request_head, head)
+        assert outcome(cache.parse, head) == outcome(parse_request_head, head)
     with pytest.raises(HttpError) as caught:
-        templates.parse(hostile)
+        cache.parse(hostile)
     assert caught.value.status == status
 
 
@@ -154,7 +154,7 @@ def varied(count, *, of="X-Unique", more=()):
     ]
 
 
-def parse_counts(monkeypatch, templates, heads):
+def parse_counts(monkeypatch, cache, heads):
     """How often the cache parses each of the heads."""
     counts = []
     for head in heads:
@@ -164,81 +164,81 @@ def parse_counts(monkeypatch, templates, heads):
                 "omni_proxy.wire.head_caching.request_heads.parse_request_head",
                 lambda raw, calls=calls: calls.append(1) or parse_request_head(raw),
             )
-            templates.parse(head)
+            cache.parse(head)
         counts.append(len(calls))
     return counts
 
 
 @pytest.mark.parametrize("name", [*UNREAD, "idempotency-key", "x-request-id", "never-heard-of"])
 def test_a_head_with_a_field_that_varies_is_cached(monkeypatch, name):
-    templates = RequestHeadCache()
-    counts = parse_counts(monkeypatch, templates, varied(40, of=name))
+    cache = RequestHeadCache()
+    counts = parse_counts(monkeypatch, cache, varied(40, of=name))
     assert not any(counts[3:])
-    assert len(templates._known) == 1
+    assert len(cache._known) == 1
 
 
 def test_a_head_with_several_fields_that_vary_is_cached(monkeypatch):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     heads = [
         request([("Content-Length", ": ", "5"), *((name, ": ", f"{n}") for name in UNREAD)])
         for n in range(20)
     ]
-    assert not any(parse_counts(monkeypatch, templates, heads)[3:])
+    assert not any(parse_counts(monkeypatch, cache, heads)[3:])
 
 
 def test_a_value_may_look_like_a_field(monkeypatch):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     heads = varied(10, of="X-Unique", more=[("CF-Ray", ": ", "X-Unique: 1")])
     heads = [head.replace(b"Host: h", b"Host: h\r\na: Content-Length: 1") for head in heads]
     heads += [head.replace(b"\r\n\r\n", b"\r\nX-Unique: 2\r\n\r\n") for head in heads]
-    counts = parse_counts(monkeypatch, templates, heads)
+    counts = parse_counts(monkeypatch, cache, heads)
     assert not any(counts[3:10])
     assert not any(counts[13:])
 
 
 def test_clients_with_different_keys_share_an_entry(monkeypatch):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     heads = [
         request([("Authorization", ": ", f"Bearer {n % 7}"), ("User-Agent", ": ", f"a/{n % 3}")])
         for n in range(40)
     ]
-    assert not any(parse_counts(monkeypatch, templates, heads)[6:])
-    assert len(templates._known) == 1
+    assert not any(parse_counts(monkeypatch, cache, heads)[6:])
+    assert len(cache._known) == 1
 
 
 def test_a_head_is_cached_when_it_is_repeated(monkeypatch):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     heads = [request([], f"GET /v1/models/{n} HTTP/1.1") for n in range(TEMPLATES + 10)]
-    assert parse_counts(monkeypatch, templates, heads) == [1] * len(heads)
-    assert len(templates._known) == 0
-    parse_counts(monkeypatch, templates, heads[-5:])
-    assert len(templates._known) == 5
+    assert parse_counts(monkeypatch, cache, heads) == [1] * len(heads)
+    assert len(cache._known) == 0
+    parse_counts(monkeypatch, cache, heads[-5:])
+    assert len(cache._known) == 5
 
 
 def test_other_heads_do_not_evict_a_used_entry(monkeypatch):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     cached = request([("Content-Length", ": ", "5")])
-    parse_counts(monkeypatch, templates, [cached, cached])
+    parse_counts(monkeypatch, cache, [cached, cached])
     for n in range(2 * TEMPLATES):
         other = request([], f"GET /{n} HTTP/1.1")
-        templates.parse(other)
-        templates.parse(other)
+        cache.parse(other)
+        cache.parse(other)
         if n % 100 == 0:
-            assert parse_counts(monkeypatch, templates, [cached]) == [0]
-    assert len(templates._known) == TEMPLATES
+            assert parse_counts(monkeypatch, cache, [cached]) == [0]
+    assert len(cache._known) == TEMPLATES
 
 
 def test_an_entry_used_without_a_lookup_counts_as_used(monkeypatch):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     heads = [request([], f"GET /{n} HTTP/1.1") for n in range(TEMPLATES)]
     for head in heads:
-        templates.parse(head)
-        templates.parse(head)
+        cache.parse(head)
+        cache.parse(head)
     for _ in range(3):
-        templates.parse(heads[0])  # the first time by its key, then without a lookup
+        cache.parse(heads[0])  # the first time by its key, then without a lookup
     one_more = request([], "GET /one-more HTTP/1.1")
-    parse_counts(monkeypatch, templates, [one_more, one_more])
-    assert parse_counts(monkeypatch, templates, [heads[0], heads[1]]) == [0, 1]
+    parse_counts(monkeypatch, cache, [one_more, one_more])
+    assert parse_counts(monkeypatch, cache, [heads[0], heads[1]]) == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -250,66 +250,73 @@ def test_an_entry_used_without_a_lookup_counts_as_used(monkeypatch):
     ids=["large", "many fields"],
 )
 def test_heads_that_are_too_large_are_not_cached(monkeypatch, head):
-    templates = RequestHeadCache()
-    assert parse_counts(monkeypatch, templates, [head] * 4) == [1] * 4
-    assert len(templates._known) == 0
+    cache = RequestHeadCache()
+    assert parse_counts(monkeypatch, cache, [head] * 4) == [1] * 4
+    assert len(cache._known) == 0
 
 
 def test_a_head_with_too_many_varying_fields_is_parsed_once_each_time(monkeypatch):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     names = [f"x-{n}" for n in range(MOST_VARYING + 1)]
     heads = [request([(name, ": ", f"{n}") for name in names]) for n in range(8)]
-    assert parse_counts(monkeypatch, templates, heads)[3:] == [1] * 5
+    assert parse_counts(monkeypatch, cache, heads)[3:] == [1] * 5
 
 
 def test_repeated_fields_keep_their_order():
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     for n in range(5):
         head = request(
             [("traceparent", ": ", f"{n}"), ("TRACEPARENT", ": ", f"{n + 1}"), ("a", ": ", "1"),
              ("Traceparent", ": ", f"{n + 2}")]
         )  # fmt: skip
-        assert templates.parse(head).lines == parse_request_head(head).lines
+        assert cache.parse(head).lines == parse_request_head(head).lines
 
 
 def test_fields_with_equal_values_are_not_confused():
     forwarded_headers = ForwardedHeaders("off", b"traceparent")
-    templates = RequestHeadCache(forwarded_headers)
-    for one, other in [("1", "1"), ("1", "1"), ("1", "1"), ("2", "3"), ("4", "5"), ("6", "6")]:
-        head = request([("X-Request-ID", ": ", one), ("traceparent", ": ", other)])
-        assert templates.parse(head).request_id == other.encode()
-        assert outcome(templates.parse, head) == outcome(uncached(forwarded_headers), head)
+    cache = RequestHeadCache(forwarded_headers)
+    for request_id, trace in [
+        ("1", "1"),
+        ("1", "1"),
+        ("1", "1"),
+        ("2", "3"),
+        ("4", "5"),
+        ("6", "6"),
+    ]:
+        head = request([("X-Request-ID", ": ", request_id), ("traceparent", ": ", trace)])
+        assert cache.parse(head).request_id == trace.encode()
+        assert outcome(cache.parse, head) == outcome(uncached(forwarded_headers), head)
 
 
 def test_a_varying_field_named_by_connection_is_not_forwarded():
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     for n in range(6):
         head = request([("Connection", ": ", "x-unique"), ("X-Unique", ": ", f"{n}")])
-        assert b"unique" not in templates.parse(head).lines.lower()
-        assert outcome(templates.parse, head) == outcome(parse_request_head, head)
+        assert b"unique" not in cache.parse(head).lines.lower()
+        assert outcome(cache.parse, head) == outcome(parse_request_head, head)
 
 
 def test_the_third_head_is_read_from_the_cache():
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     heads = [
         request([("Content-Length", ": ", f"{n}"), ("X-Request-Id", ": ", f"id-{n}")])
         for n in range(3)
     ]
-    first, second, third = (templates.parse(head) for head in heads)
+    first, second, third = (cache.parse(head) for head in heads)
     assert first.template is None
     assert second.template is not None
     assert third.template is second.template
     assert (third.length, third.request_id) == (2, b"id-2")
-    assert third.log_words is templates.parse(heads[0]).log_words
+    assert third.log_words is cache.parse(heads[0]).log_words
 
 
 @pytest.mark.parametrize("value", ["+5", "5x", "0x5", "9" * 16, "", " ", "5 5"])
 def test_an_invalid_length_is_rejected_with_a_warm_cache(value):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     for _ in range(3):
-        templates.parse(request([("Content-Length", ": ", "5")]))
+        cache.parse(request([("Content-Length", ": ", "5")]))
     head = request([("Content-Length", ": ", value)])
-    assert outcome(templates.parse, head) == outcome(parse_request_head, head)
+    assert outcome(cache.parse, head) == outcome(parse_request_head, head)
 
 
 LENGTHS = re.compile(rb"\r\nContent-Length: ?(.*?)(?:\r\n|\Z)", re.IGNORECASE | re.DOTALL)
@@ -320,12 +327,12 @@ OTHER_VALUES = VALUES | HOSTILE_VALUES | st.just("7")
 
 def cached_head(fields):
     """The head as the cache returns it; None if it is not cached."""
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     head = None
     try:
         for trace in ("1", "2", "3"):
             with_trace = [(n, c, trace if n == "traceparent" else v) for n, c, v in fields]
-            head = templates.parse(request(with_trace))
+            head = cache.parse(request(with_trace))
     except HttpError:
         return None
     return head if head.template is not None else None
@@ -370,10 +377,10 @@ def test_a_head_made_of_a_template_equals_the_parsed_one(fields, data):
     second = request(others)
     if not is_one_head(second):
         return  # a value contains the end of the head
-    found = filled_in(first, second[:-4])
-    if found is not None:
+    from_template = filled_in(first, second[:-4])
+    if from_template is not None:
         event(f"{len(first.template.steps)} values")
-        assert outcome(parse_request_head, second) == outcome(lambda _: found, second)
+        assert outcome(parse_request_head, second) == outcome(lambda _: from_template, second)
 
 
 @given(PLAIN | FIELDS, PLAIN | FIELDS)
@@ -382,9 +389,9 @@ def test_a_head_with_other_fields_does_not_match_the_template(fields, others):
     if first is None:
         return
     second = request(others)
-    found = filled_in(first, second[:-4])
-    if found is not None:
-        assert outcome(parse_request_head, second) == outcome(lambda _: found, second)
+    from_template = filled_in(first, second[:-4])
+    if from_template is not None:
+        assert outcome(parse_request_head, second) == outcome(lambda _: from_template, second)
 
 
 @pytest.mark.parametrize(
@@ -402,10 +409,10 @@ def test_a_head_with_other_fields_does_not_match_the_template(fields, others):
     ],
 )
 def test_a_head_that_differs_outside_values_does_not_match_the_template(second):
-    templates = RequestHeadCache()
+    cache = RequestHeadCache()
     head = b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: 5\r\nx: 1"
-    templates.parse(head + b"\r\n\r\n")
-    template = templates.parse(head + b"\r\n\r\n").template
+    cache.parse(head + b"\r\n\r\n")
+    template = cache.parse(head + b"\r\n\r\n").template
     assert template.match(head, b"5") == [template.first]
     assert template.match(head, b"7") is None
     assert template.match(second, b"7") is None

@@ -63,9 +63,9 @@ def test_cached_heads_equal_parsed_ones(heads):
 )  # fmt: skip
 def test_the_cached_parts_of_a_head_agree_with_the_parsed_head(heads):
     cache = ResponseHeadCache()
-    for length, status, more, comes_last in [*heads, *heads, *heads]:
+    for length, status, more, reordered in [*heads, *heads, *heads]:
         head = response_head(length, status, more)
-        if comes_last:
+        if reordered:
             lines = head.split(b"\r\n")
             head = b"\r\n".join([lines[0], *sorted(lines[1:-2], reverse=True), b"", b""])
         try:
