@@ -172,6 +172,8 @@ class OrderedSet(dict):
 
 
 class World(ManualLoop):
+    """A data plane with workers and clients. The event loop runs after each step of the test."""
+
     def __init__(self, listeners, config="", *, use_fast_path=True, fields=None):
         """`fields`: settings of the workers, by worker name."""
         super().__init__(config)
@@ -249,8 +251,8 @@ class World(ManualLoop):
             if not client.slow:
                 client.receive()
 
-    def connect_client(self, *, slow=False, warm=0, like=None):
-        """A client that has sent `warm` requests equal to `like` and received the responses."""
+    def connect_client(self, *, slow=False, warm=0, warm_request=None):
+        """A client that has exchanged `warm_request` and its response `warm` times."""
         before = set(self.dataplane.loop.tasks)
         sock = self.client()
         (connection,) = set(self.dataplane.loop.tasks) - before
@@ -258,7 +260,7 @@ class World(ManualLoop):
             connection.client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
         self.clients.append(Client(sock, connection, slow=False))
         for _ in range(warm):
-            self.client_sends(self.clients[-1], like or chat_request())
+            self.client_sends(self.clients[-1], warm_request or chat_request())
             self.worker_responds(OK_RESPONSE)
         self.clients[-1].slow = slow
         return self.clients[-1]

@@ -33,30 +33,30 @@ class Scripted(ConnectionTask):
 
 
 class Wires:
-    """Socket pairs: the near end is a stream of the event loop, the test holds the far end."""
+    """Socket pairs: one end is a stream of the event loop, the test holds its peer."""
 
     def __init__(self, loop: EventLoop) -> None:
         self.loop = loop
         self._ends: list[tuple[Stream, socket.socket]] = []
 
     def stream(self, task: ConnectionTask | None) -> tuple[Stream, socket.socket]:
-        near, far = socket.socketpair()
+        near, peer = socket.socketpair()
         near.setblocking(False)
-        self._ends.append((Stream(self.loop, near, task), far))
+        self._ends.append((Stream(self.loop, near, task), peer))
         return self._ends[-1]
 
     def close(self) -> None:
-        for stream, far in self._ends:
+        for stream, peer in self._ends:
             stream.close()
-            far.close()
+            peer.close()
         self.loop.flush()
 
 
 async def _never_idle(task) -> None:
     """Sets `bell` in the batch with the number `rings_at`."""
-    stream, far = task.ends
+    stream, peer = task.ends
     while not task.over:
-        far.send(b"x")
+        peer.send(b"x")
         await task.wait_for(stream)
         stream.read(1)
         task.batches += 1

@@ -54,15 +54,15 @@ class ManualLoop:
 
     def client(self, sent=b""):
         """Connect a client that sends `sent`; returns its socket."""
-        near, far = socket.socketpair()
+        near, client = socket.socketpair()
         near.setblocking(False)
-        far.settimeout(5)
-        self.sockets.append(far)
+        client.settimeout(5)
+        self.sockets.append(client)
         Connection(self.dataplane.services, near, "test").start()
         if sent:
-            far.sendall(sent)
+            client.sendall(sent)
         self.run_until_idle()
-        return far
+        return client
 
     def worker(self):
         """Accept the proxy's next connection; returns the worker's socket."""

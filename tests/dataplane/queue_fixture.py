@@ -1,4 +1,4 @@
-"""An admission queue over a fleet. The waiters are tasks without sockets; tests step the event loop."""
+"""An admission queue over a fleet, with waiters that are tasks without sockets."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Waiter(IoTask):
             self.room.admitted.remove(self)
         finalize(self.dataplane.services, self.exchange, "done")
 
-    def leave(self):
+    def disconnect(self):
         self.throw(ClientDisconnected())
         self.finish()
 

@@ -95,7 +95,7 @@ class Socket:
 
 
 class Worker:
-    """A fake worker. `script(socket)` serves a session; `refuse` is the status of all handshakes."""
+    """A fake worker: `script(socket)` serves a session, `refuse` is a status for all handshakes."""
 
     def __init__(self, script, refuse=0):
         self.script, self.refuse = script, refuse
@@ -144,12 +144,12 @@ class RunningDataPlane:
         host, port = dataplane.addresses()[0].rsplit(":", 1)
         self.address = host, int(port)
 
-    async def dial(self):
+    async def open_stream(self):
         return await trio.open_tcp_stream(*self.address)
 
     @asynccontextmanager
     async def client(self, target=PATH, headers=()):
-        stream = await self.dial()
+        stream = await self.open_stream()
         ws = WSConnection(ConnectionType.CLIENT)
         socket = Socket(stream, ws)
         async with stream:

@@ -3,7 +3,7 @@
 A transcript is a sequence of these steps, which `play` runs on a `both_drivers.World`:
 
     ("client", "sends", *chunks)     the event loop runs after each chunk
-    ("client", "gets", *parts)       the bytes since the last "gets" contain the parts, in this order
+    ("client", "gets", *parts)       the bytes since the last "gets" contain these parts in order
     ("client", "gets nothing")
     ("client", "closes")             ("client", "half-closes")
     ("client", "is", state)          "open", "closed" or "reset": its connection to the proxy

@@ -203,7 +203,7 @@ def test_a_close_delimited_body_is_complete_only_at_the_close():
         (b"5\r\nhello\r", False),
         (b"5\r\nhello\r\n1", False),
         (b"5\r\n", False),
-        (b"3\r\nab", False),  # "0" would be the third
+        (b"3\r\nab", False),  # "0" would be the third byte of the chunk
         (b"0\r\n", False),
         (b"0\r\n\r\n", False),
     ],
@@ -235,7 +235,7 @@ def test_whether_the_relayed_bytes_end_between_chunks(sent, between):
             b"5\r\n\r\r",
             False,
         ),  # part of the twelve bytes of the payload
-        ([b"c\r\n5\r\nhello\r\n"], b"5\r\nhelloX", False),  # with two bytes to come
+        ([b"c\r\n5\r\nhello\r\n"], b"5\r\nhelloX", False),  # two bytes of the payload are missing
         ([b"3\r\n5\r\n\r\n"], b"xyz", True),  # the payload looks like a size
         ([b"ff\r\n" + b"x" * 200, b"x" * 50 + b"ff\r\nx\r\n5\r\nhello\r\n"], b"xyz", True),
         ([b"5\r\nhel", b"lo\r\n"], b"xyz", False),  # unknown: it might be part of a larger chunk

@@ -44,11 +44,11 @@ def accepted():
 def connect(sock):
     clients = []
 
-    def dial():
+    def connect_client():
         clients.append(socket.create_connection(sock.getsockname()))
         return clients[-1]
 
-    yield dial
+    yield connect_client
     for client in clients:
         client.close()
 

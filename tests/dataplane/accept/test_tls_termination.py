@@ -16,7 +16,7 @@ PAIR = ServerConfig(tls_cert=str(FILES / "server.pem"), tls_key=str(FILES / "ser
 
 @pytest.fixture
 def files(tmp_path):
-    """A configuration with a copied certificate and key, a function that replaces them, their folder."""
+    """A configuration with a certificate and key, a function to replace these, their folder."""
 
     def write(name):
         for suffix in ("", "-key"):

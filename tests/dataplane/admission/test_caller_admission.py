@@ -242,9 +242,8 @@ def test_a_model_that_the_key_does_not_allow_is_403(listeners):
         for model in (b"m", b"n"):
             world.client_sends(client, request(body=MODEL % model))
             world.worker_responds(OK_RESPONSE)
-        world.client_sends(
-            client, request()
-        )  # a request without a model may be served by any worker
+        # A request without a model might be served by a worker of any model.
+        world.client_sends(client, request())
         assert statuses(client) == [200] * 7 + [403] * 2
         assert client.received.count(b"model_not_allowed") == 2
         assert callers(world)["team-a"].in_flight == 0

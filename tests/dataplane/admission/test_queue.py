@@ -207,11 +207,11 @@ def test_an_admitted_waiter_cannot_time_out_before_it_runs(room_of):
 
 def test_an_admitted_waiter_that_disconnects_releases_its_worker(room_of):
     room = room_of(entry("a", max_inflight=1), config=QUEUED)
-    first, leaves, stays = room.arrive(), room.arrive(), room.arrive()
+    first, leaving, staying = room.arrive(), room.arrive(), room.arrive()
     first.finish()
-    leaves.leave()
+    leaving.disconnect()
     room.run_ready_tasks()
-    assert (room.admitted, room.fleet.workers[0].in_flight) == ([stays], 1)
+    assert (room.admitted, room.fleet.workers[0].in_flight) == ([staying], 1)
 
 
 def test_a_raised_limit_admits_at_once(room_of):
@@ -231,7 +231,7 @@ def test_lines_are_split_when_workers_begin_to_have_models(room_of):
     room.run_ready_tasks()
     assert room.admitted[1:] == [m]
     assert room.queue.waiting == 1
-    n.leave()
+    n.disconnect()
 
 
 def test_a_half_open_worker_takes_one_waiter(room_of):
@@ -267,7 +267,7 @@ def test_empty_lines_do_not_accumulate(room_of):
     room = room_of(entry("a"), config=QUEUED + "max_inflight = 1")
     room.arrive()
     for _ in range(1000):
-        room.arrive().leave()
+        room.arrive().disconnect()
     assert len(room.queue._full) < 100
     stays = room.arrive()
     room.admitted[0].finish()

@@ -57,14 +57,14 @@ class QueueMachine(RuleBasedStateMachine):
             waiter.on_phase_timeout()
             waiter.finish()
         else:
-            waiter.leave()
+            waiter.disconnect()
 
     @precondition(lambda self: any(waiter.granted for waiter in self.all))
     @rule()
     def an_admitted_waiter_disconnects(self):
         waiter = next(waiter for waiter in self.all if waiter.granted)
         self.drop(waiter)
-        waiter.leave()
+        waiter.disconnect()
 
     @rule(data=st.data())
     def a_worker_dies_or_is_revived(self, data):

@@ -69,10 +69,10 @@ class PairWorld(World):
         self.prefill_responds()
         self.decode_responds()
 
-    def connect_client(self, *, slow=False, warm=0, like=None):
+    def connect_client(self, *, slow=False, warm=0, warm_request=None):
         client = super().connect_client(slow=slow)
         for _ in range(warm):
-            self.serve(client, like)
+            self.serve(client, warm_request)
         return client
 
 

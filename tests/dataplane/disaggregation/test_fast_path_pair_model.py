@@ -26,7 +26,8 @@ RESPONSES = weighted(
     (1, PLANS),
     (1, st.sampled_from([
         (response_with(KV_ERROR, b"500 Oh"),),
-        (response_with(b'{"id": "%b"}' % (b"0" * 32)),),  # the id of a request whose random numbers are 0
+        # The id of a request whose random numbers are 0.
+        (response_with(b'{"id": "%b"}' % (b"0" * 32)),),
         (response_with(PREFILL)[:60], response_with(PREFILL)[60:]),
     ])),
 )  # fmt: skip

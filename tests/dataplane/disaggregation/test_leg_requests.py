@@ -1,5 +1,5 @@
-"""The request of each leg of a pair, with and without the fast path: bodies, header fields, ids, keys
-of workers, models of aliases, ranks."""
+"""The request of each leg of a pair, with and without the fast path: bodies, header fields, ids,
+keys of workers, models of aliases, ranks."""
 
 import pytest
 
@@ -204,9 +204,8 @@ CHAT = b'{"messages": [], "model" : "alias", "max_tokens": 9, "n%b": 1, "x": 1.5
 
 @pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("rewrite", [True, False])
-@pytest.mark.parametrize(
-    "suffix", [b"", b"_"]
-)  # a body that is parsed for sglang, and one that is not
+# A body that is parsed for sglang, and one that is not.
+@pytest.mark.parametrize("suffix", [b"", b"_"])
 def test_both_legs_name_the_target_model_of_an_alias(listeners, connector, rewrite, suffix):
     def script(world, client):
         for _ in range(4):
@@ -248,7 +247,7 @@ def test_a_broken_leg_of_an_alias_is_retried(listeners, connector, role):
 
 
 IDS = [b'"mine"', b'""', b"null", b"7", b'["a", "b"]', b'"\\u00e4\\"x"', b'"a", "rid": "b"']
-OWN_ID = b"0" * 32  # of random numbers that are 0
+OWN_ID = b"0" * 32  # the proxy's id if the random numbers are 0
 
 
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/generate"])
@@ -280,9 +279,8 @@ def test_the_response_has_the_clients_own_id(listeners, path, client_id):
             for connection in world.worker_connections
             if NAMES[connection.name] == "decode"
         ]
-        assert not any(
-            b"accept-encoding" in connection.received for connection in decodes
-        )  # so that the proxy can read it
+        # The response must not be encoded, so that the proxy can read it.
+        assert not any(b"accept-encoding" in connection.received for connection in decodes)
 
 
 RESPONSE = response_with(b'{"id": "%b"}' % OWN_ID)

@@ -126,9 +126,8 @@ def test_a_client_without_a_complete_first_message_yields_too(proxy):
 def test_a_worker_that_sends_without_pause_yields(proxy):
     client, worker = session(proxy)
     read_available(client)
-    event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(
-        30
-    )  # so that no read ends at the end of an event
+    # Of this size no read ends at the end of an event.
+    event = b"\x81\x1e" + b'{"type":"audio.sent"}'.ljust(30)
     count = PIECES * READ_BYTES // len(event)
     worker.sendall(event * count)
     run_batch(proxy)

@@ -34,7 +34,8 @@ for number, (name, (steps, _, _)) in enumerate(TRANSCRIPTS.items()):
             result = world.snapshot(whole=True)
             world.finish()
             raw = [client.received for client in world.clients]
-            print(name, use_fast_path, world.began, world.handed_over, raw, result, world.snapshot(whole=True))
+            end = world.snapshot(whole=True)
+            print(name, use_fast_path, world.began, world.handed_over, raw, result, end)
         for listener in listeners.values():
             listener.close()
 """

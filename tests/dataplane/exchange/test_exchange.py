@@ -12,7 +12,7 @@ KEPT = {
 CLEARED = {
     "requirements", "last_worker", "last_rank", "rank", "last_chunk", "admitted", "held_bytes"
 }  # fmt: skip
-# Fields that the fast path never sets: an exchange that needs one of them continues in the coroutine.
+# Fields that the fast path never sets: exchanges that need one continue in the coroutine.
 NEVER_SET = {
     "body", "connect_secs", "cors", "ended_by", "error", "half_open_id", "longest_gap",
     "queued_secs", "request_id_line", "failed_attempts", "worker", "legs",
@@ -20,7 +20,7 @@ NEVER_SET = {
 
 
 def set_any(exchange, name):
-    """Set the field to a value that a new exchange does not have. Native builds have typed fields."""
+    """Set the field to a value that no new exchange has. In the native build fields have types."""
     for value in (object(), 7, b"7", Exchange(1.0, "client")):
         with contextlib.suppress(TypeError):
             setattr(exchange, name, value)

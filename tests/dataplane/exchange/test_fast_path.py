@@ -27,7 +27,7 @@ def listeners(tmp_path):
 
 
 def fast_path_counts(world):
-    """Exchanges since the caches were filled: those begun on the fast path, and those handed over."""
+    """Exchanges since the caches were filled: begun on the fast path, and handed over."""
     return world.began, world.handed_over
 
 

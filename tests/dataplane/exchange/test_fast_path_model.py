@@ -162,7 +162,7 @@ class Course:
     def run(self, slow, steps):
         for at, warm in enumerate((6, 2, 0)):
             warm_request = chat_request(request_id=b"warm" if self.ids else b"")
-            self.world.connect_client(slow=slow and at == 0, warm=warm, like=warm_request)
+            self.world.connect_client(slow=slow and at == 0, warm=warm, warm_request=warm_request)
         for who in (0, 1) if self.traces else ():
             for _ in range(4):
                 self.exchange(who, (b"warm", b'{"messages": []}'), (OK_RESPONSE,))

@@ -1,6 +1,5 @@
-"""Steps with and without the fast path have equal results under settings that change requests and
-counts: keys with limits, traces, usage metrics, aliases, ranks and load reports, in any combination.
-"""
+"""Steps with and without the fast path have equal results under any combination of settings: keys
+with limits, traces, usage metrics, aliases, ranks and load reports."""
 
 import contextlib
 import json
@@ -110,7 +109,7 @@ PLANS = st.sampled_from(
         (SSE + b"transfer-encoding: chunked\r\n\r\n", CHUNK, CHUNK + LAST),
     ]
 )
-# Each client's key, and whether it sends a traceparent: so its heads are cached from the beginning.
+# Each client's key, and whether it sends a traceparent. Its first heads fill the cache.
 CLIENTS = ((KEYS[0], False), (KEYS[0], True), (KEYS[1], False))
 OTHER_KEY = st.sampled_from([None] * 9 + [KEYS[0], KEYS[1], b"wrong", b""])
 REQUEST = st.tuples(OTHER_KEY, TRACES, BODIES)
@@ -202,7 +201,7 @@ class SettingsCourse(Course):
 
     def exchange(self, who, request, plan):
         client = self.world.clients[who]
-        if client.state != "open":  # its last request was refused, or it left
+        if client.state != "open":  # its last request was rejected, or it disconnected
             client.disconnect()
             self.world.clients[who] = self.world.connect_client()
             del self.world.clients[-1]

@@ -30,10 +30,10 @@ async def test_connect_reaches_a_listener_over_tcp_and_over_a_unix_socket(loop, 
             listener.listen()
             task = start_connecting(loop, listener.getsockname())
             await task.ended.wait()
-            far, _ = listener.accept()
+            peer, _ = listener.accept()
             task.outcome.send(b"hi")
-            assert far.recv(9) == b"hi"
-            far.close()
+            assert peer.recv(9) == b"hi"
+            peer.close()
             task.outcome.close()
             loop.flush()
 

@@ -39,10 +39,10 @@ async def test_a_task_is_stepped_when_its_stream_has_bytes(loop, wires):
         stream.close()
 
     task = Scripted(loop, script)
-    task.ends = stream, far = wires.stream(task)
+    task.ends = stream, peer = wires.stream(task)
     task.start()
     assert (received, task in loop.tasks) == ([], True)
-    far.send(b"hello")
+    peer.send(b"hello")
     await task.ended.wait()
     assert (received, task in loop.tasks, stream.closed) == ([b"hello"], False, True)
 
@@ -73,17 +73,16 @@ class Timed(IoHandler):
 
     def __init__(self, loop, secs):
         self.loop, self.secs, self.events = loop, secs, 0
-        self.near, self.far = socket.socketpair()
-        loop.register(
-            self.near.fileno(), self
-        )  # a new socket is writable, which is its first event
+        self.near, self.peer = socket.socketpair()
+        # A new socket is writable, which is its first event.
+        loop.register(self.near.fileno(), self)
 
     def on_event(self, mask):
         self.loop.clock.now += self.secs
         self.events += 1
 
     def close(self):
-        self.far.close()
+        self.peer.close()
         if self.near.fileno() >= 0:
             self.loop.unregister(self.near.fileno(), self.near)
 
@@ -196,13 +195,13 @@ async def test_a_task_can_wait_for_any_of_its_streams(loop, wires):
 
 
 async def test_read_distinguishes_bytes_nothing_yet_and_the_end(loop, wires):
-    stream, far = wires.stream(None)
+    stream, peer = wires.stream(None)
     assert stream.read(4) is None
-    far.send(b"abcdef")
+    peer.send(b"abcdef")
     await until(lambda: stream.readable)
     assert (stream.read(4), stream.readable) == (b"abcd", True)  # a full read: there may be more
     assert (stream.read(4), stream.readable) == (b"ef", False)  # a short read: there is no more
-    far.shutdown(socket.SHUT_WR)
+    peer.shutdown(socket.SHUT_WR)
     await until(lambda: stream.peer_closed)
     assert (stream.readable, stream.read(4)) == (True, b"")
 
@@ -218,10 +217,10 @@ async def test_a_client_disconnect_is_noticed_whatever_the_task_waits_for(loop, 
             raise
 
     task = Scripted(loop, script)
-    task.client, far = wires.stream(task)
+    task.client, peer = wires.stream(task)
     task.other = wires.stream(task)
     task.start()
-    far.close()
+    peer.close()
     await task.ended.wait()
     assert (ended, loop.failures) == (["disconnected"], 0)
 
@@ -235,13 +234,13 @@ async def test_a_task_can_ignore_a_half_close(loop, wires):
         await task.wait_for(task.other[0])
 
     task = IgnoresHalfClose(loop, script)
-    task.client, far = wires.stream(task)
+    task.client, peer = wires.stream(task)
     task.other = wires.stream(task)
     task.start()
-    far.shutdown(socket.SHUT_WR)
+    peer.shutdown(socket.SHUT_WR)
     await until(lambda: task.client.peer_closed)
     assert task in loop.tasks
-    far.close()
+    peer.close()
     await task.ended.wait()
 
 
@@ -276,14 +275,14 @@ async def test_a_descriptor_is_closed_only_after_the_iteration(loop, wires):
 
 async def test_a_reset_is_seen_as_a_reset(loop):
     listener = socket.create_server(("127.0.0.1", 0))
-    far = socket.create_connection(listener.getsockname())
+    peer = socket.create_connection(listener.getsockname())
     near, _ = listener.accept()
     near.setblocking(False)
     Stream(loop, near, None).close(reset=True)
     loop.flush()
     with pytest.raises(ConnectionResetError):
-        far.recv(1)
-    far.close()
+        peer.recv(1)
+    peer.close()
     listener.close()
 
 

@@ -17,18 +17,18 @@ from tests.dataplane.manual_loop import ManualLoop, chat, read_available
 ROUND = 1000
 
 
-def small_buffers(stream, far) -> None:
+def small_buffers(stream, peer) -> None:
     stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
 
 
-async def read_all(far: socket.socket, size: int) -> bytes:
-    far.setblocking(False)
+async def read_all(peer: socket.socket, size: int) -> bytes:
+    peer.setblocking(False)
     received = b""
     with trio.fail_after(30):
         while len(received) < size:
-            await trio.lowlevel.wait_readable(far)
-            piece = far.recv(65536)
+            await trio.lowlevel.wait_readable(peer)
+            piece = peer.recv(65536)
             assert piece, "closed early"
             received += piece
     return received
@@ -36,46 +36,46 @@ async def read_all(far: socket.socket, size: int) -> bytes:
 
 def test_nothing_is_sent_before_the_end_of_the_iteration():
     loop = EventLoop()
-    near, far = socket.socketpair()
+    near, peer = socket.socketpair()
     near.setblocking(False)
-    far.setblocking(False)
-    with near, far:
+    peer.setblocking(False)
+    with near, peer:
         stream = Stream(loop, near, None)
         stream.write_soon(b"one ")
         stream.write_soon(b"two")
         try:
-            received = far.recv(10)
+            received = peer.recv(10)
         except BlockingIOError:
             received = b""
         assert received == b""
         loop.flush()
-        assert (far.recv(10), stream.pending) == (b"one two", b"")
+        assert (peer.recv(10), stream.pending) == (b"one two", b"")
 
 
 def test_a_long_iteration_sends_before_its_end():
     loop = EventLoop()
     pairs = [socket.socketpair() for _ in range(MAX_PENDING_WRITERS)]
     try:
-        for near, far in pairs:
+        for near, peer in pairs:
             near.setblocking(False)
-            far.setblocking(False)
+            peer.setblocking(False)
             Stream(loop, near, None).write_soon(b"x")
-        assert [far.recv(2) for _, far in pairs] == [b"x"] * MAX_PENDING_WRITERS
+        assert [peer.recv(2) for _, peer in pairs] == [b"x"] * MAX_PENDING_WRITERS
     finally:
-        for near, far in pairs:
+        for near, peer in pairs:
             near.close()
-            far.close()
+            peer.close()
 
 
 async def test_unsent_bytes_follow_when_the_peer_reads(loop, wires):
     payload = bytes(range(256)) * ROUND
-    stream, far = wires.stream(None)
-    small_buffers(stream, far)
+    stream, peer = wires.stream(None)
+    small_buffers(stream, peer)
     stream.write_soon(payload)
     loop.flush()
     assert 0 < len(stream.pending) < len(payload)
     stream.write_soon(b"the end")
-    assert await read_all(far, len(payload) + 7) == payload + b"the end"
+    assert await read_all(peer, len(payload) + 7) == payload + b"the end"
     await until(lambda: stream.pending == b"")
 
 
@@ -95,8 +95,8 @@ async def test_the_next_read_notices_a_closed_peer(loop, wires):
     task = Scripted(loop, script)
     task.first = wires.stream(task)
     await trio.testing.wait_all_tasks_blocked(0.01)
-    stream, far = task.first
-    far.close()
+    stream, peer = task.first
+    peer.close()
     task.start()
     loop.flush()
     with trio.fail_after(30):
@@ -106,11 +106,11 @@ async def test_the_next_read_notices_a_closed_peer(loop, wires):
 
 
 async def test_closing_sends_pending_bytes(loop, wires):
-    stream, far = wires.stream(None)
+    stream, peer = wires.stream(None)
     stream.write_soon(b"last words")
     stream.close()
     loop.flush()
-    assert await read_all(far, 10) == b"last words"
+    assert await read_all(peer, 10) == b"last words"
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.example_counts import examples
 from tests.promises.tls_helpers import believing, showing
 
 
-class Far:
+class TlsPeer:
     """The peer: TLS over a blocking socket. The test moves the encrypted bytes."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -68,31 +68,31 @@ class TlsPair:
 
     def __init__(self, *, small: bool = False) -> None:
         self.loop = EventLoop()
-        near, far = socket.socketpair()
+        near, peer = socket.socketpair()
         near.setblocking(False)
         if small:
             near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         plain = Stream(self.loop, near, None)
-        self.far = Far(far)
+        self.peer = TlsPeer(peer)
         handshake = TlsHandshake(showing())
         peer_done = stream_done = False
         while not (peer_done and stream_done):
-            peer_done = self.far.do_handshake()
+            peer_done = self.peer.do_handshake()
             near.send(b"")
-            if sent := self.far.outgoing.read():
+            if sent := self.peer.outgoing.read():
                 handshake.incoming.write(sent)
             stream_done = stream_done or handshake._advance(plain)
-            self.far.incoming.write(handshake.outgoing.read())
+            self.peer.incoming.write(handshake.outgoing.read())
         self.stream = TlsStream(plain, handshake)
         assert self.stream.read(1) is None
 
     def arrive(self, encrypted: bytes) -> None:
-        self.far.sock.sendall(encrypted)
+        self.peer.sock.sendall(encrypted)
         self.stream.readable = True
 
     def close(self) -> None:
         self.stream.close()
-        self.far.sock.close()
+        self.peer.sock.close()
         self.loop.flush()
         self.loop._epoll.close()
 
@@ -117,18 +117,18 @@ def read_all(stream: Stream, size: int = 16384) -> list[bytes]:
 
 
 def test_after_the_only_record_the_stream_is_not_readable(pair):
-    pair.arrive(pair.far.encrypted(b"one"))
+    pair.arrive(pair.peer.encrypted(b"one"))
     assert pair.stream.read(16384) == b"one"
     assert not pair.stream.readable
 
 
 def test_all_records_of_one_read_are_returned(pair):
-    pair.arrive(pair.far.encrypted(b"one", b"two", b"three"))
+    pair.arrive(pair.peer.encrypted(b"one", b"two", b"three"))
     assert read_all(pair.stream) == [b"one", b"two", b"three"]
 
 
 def test_an_incomplete_record_has_no_bytes(pair):
-    encrypted = pair.far.encrypted(b"one")
+    encrypted = pair.peer.encrypted(b"one")
     pair.arrive(encrypted[:-1])
     assert pair.stream.read(16384) is None
     assert not pair.stream.readable
@@ -137,13 +137,13 @@ def test_an_incomplete_record_has_no_bytes(pair):
 
 
 def test_a_record_larger_than_the_read_is_returned_in_parts(pair):
-    pair.arrive(pair.far.encrypted(b"abcdef"))
+    pair.arrive(pair.peer.encrypted(b"abcdef"))
     assert read_all(pair.stream, 4) == [b"abcd", b"ef"]
 
 
 def test_reading_continues_after_a_full_read_of_the_socket(pair):
     data = bytes(range(256)) * 400
-    pair.arrive(pair.far.encrypted(data))
+    pair.arrive(pair.peer.encrypted(data))
     assert len(data) > 3 * ENCRYPTED_READ_BYTES
     assert b"".join(read_all(pair.stream)) == data
     assert not pair.stream.readable
@@ -157,21 +157,21 @@ def test_an_event_without_bytes_is_not_the_end(pair):
 
 def test_close_notify_is_the_end(pair):
     with pytest.raises(ssl.SSLWantReadError):
-        pair.far.tls.unwrap()
-    pair.arrive(pair.far.outgoing.read())
+        pair.peer.tls.unwrap()
+    pair.arrive(pair.peer.outgoing.read())
     assert pair.stream.read(16384) == b""
 
 
 def test_a_close_without_close_notify_is_an_error(pair):
-    pair.far.sock.shutdown(socket.SHUT_WR)
+    pair.peer.sock.shutdown(socket.SHUT_WR)
     pair.stream.readable = pair.stream.peer_closed = True
     with pytest.raises(ConnectionResetError, match="without close_notify"):
         pair.stream.read(16384)
 
 
 def test_bytes_before_an_unclean_close_are_read(pair):
-    pair.arrive(pair.far.encrypted(b"last words"))
-    pair.far.sock.close()
+    pair.arrive(pair.peer.encrypted(b"last words"))
+    pair.peer.sock.close()
     pair.stream.peer_closed = True
     assert pair.stream.read(16384) == b"last words"
     with pytest.raises(ConnectionResetError):
@@ -179,42 +179,42 @@ def test_bytes_before_an_unclean_close_are_read(pair):
 
 
 def test_corrupted_bytes_are_an_error_and_the_peer_gets_an_alert(pair):
-    encrypted = bytearray(pair.far.encrypted(b"one"))
+    encrypted = bytearray(pair.peer.encrypted(b"one"))
     encrypted[-1] ^= 1
     pair.arrive(bytes(encrypted))
     with pytest.raises(ssl.SSLError):
         pair.stream.read(16384)
-    pair.far.pull()
+    pair.peer.pull()
     with pytest.raises(ssl.SSLError, match="BAD_RECORD_MAC"):
-        pair.far.tls.read(1)
+        pair.peer.tls.read(1)
 
 
 def test_close_sends_close_notify_and_a_reset_does_not(pair):
     pair.stream.close()
     pair.loop.flush()
-    pair.far.pull()
-    assert pair.far.tls.read(1) == b""
+    pair.peer.pull()
+    assert pair.peer.tls.read(1) == b""
     other = TlsPair()
     other.stream.close(reset=True)
     other.loop.flush()
-    other.far.incoming.write_eof()
+    other.peer.incoming.write_eof()
     with pytest.raises(ssl.SSLError, match=r"(?i)eof"):  # the text depends on the Python version
-        other.far.tls.read(1)
+        other.peer.tls.read(1)
     other.close()
 
 
 def test_send_eof_sends_close_notify_and_input_can_be_drained(pair):
     pair.stream.send_eof()
-    pair.far.pull()
-    assert pair.far.tls.read(1) == b""
-    pair.arrive(pair.far.encrypted(b"late") * 2)
+    pair.peer.pull()
+    assert pair.peer.tls.read(1) == b""
+    pair.arrive(pair.peer.encrypted(b"late") * 2)
     assert len(b"".join(read_all(pair.stream))) > 8
 
 
 def test_tls_protocol_messages_are_no_input(pair):
     pair.stream.readable = True
     assert not pair.stream.has_input()
-    encrypted = pair.far.encrypted(b"answer")
+    encrypted = pair.peer.encrypted(b"answer")
     pair.arrive(encrypted[:7])
     assert not pair.stream.has_input()
     pair.arrive(encrypted[7:])
@@ -226,29 +226,29 @@ def test_tls_protocol_messages_are_no_input(pair):
 
 @pytest.mark.parametrize("first", [b"", b"x" * 16384, b"y" * 40_000])
 def test_has_input_loses_no_bytes(pair, first):
-    pair.arrive(pair.far.encrypted(*([first] if first else []), b"second"))
+    pair.arrive(pair.peer.encrypted(*([first] if first else []), b"second"))
     assert pair.stream.has_input()
     assert b"".join(read_all(pair.stream)) == first + b"second"
     assert not pair.stream.readable
 
 
 def test_unread_bytes_are_read_again(pair):
-    pair.arrive(pair.far.encrypted(b"first"))
+    pair.arrive(pair.peer.encrypted(b"first"))
     pair.stream.unread(pair.stream.read(16384))
     assert pair.stream.readable
-    pair.arrive(pair.far.encrypted(b"second"))
+    pair.arrive(pair.peer.encrypted(b"second"))
     assert read_all(pair.stream) == [b"first", b"second"]
     assert not pair.stream.readable
 
 
 def test_an_end_or_an_error_found_by_has_input_is_returned_by_read(pair):
     with pytest.raises(ssl.SSLWantReadError):
-        pair.far.tls.unwrap()
-    pair.arrive(pair.far.outgoing.read())
+        pair.peer.tls.unwrap()
+    pair.arrive(pair.peer.outgoing.read())
     assert pair.stream.has_input()
     assert pair.stream.read(16384) == b""
     other = TlsPair()
-    encrypted = bytearray(other.far.encrypted(b"one"))
+    encrypted = bytearray(other.peer.encrypted(b"one"))
     encrypted[-1] ^= 1
     other.arrive(bytes(encrypted))
     for _ in range(2):
@@ -266,8 +266,8 @@ def test_the_session_can_be_resumed(pair):
 
 def test_sendmsg_joins_its_chunks(pair):
     assert pair.stream.sendmsg([b"head ", b"body"]) == 9
-    pair.far.pull()
-    assert pair.far.decrypted() == b"head body"
+    pair.peer.pull()
+    assert pair.peer.decrypted() == b"head body"
 
 
 def test_a_full_socket_blocks_and_nothing_is_lost_or_sent_twice():
@@ -280,8 +280,8 @@ def test_a_full_socket_blocks_and_nothing_is_lost_or_sent_twice():
             left = left[pair.stream.send(left) :]
         except BlockingIOError:
             blocked += 1
-        pair.far.pull(1 << 14)
-        received += pair.far.decrypted()
+        pair.peer.pull(1 << 14)
+        received += pair.peer.decrypted()
     assert blocked
     assert received + drain(pair) == data
     pair.close()
@@ -295,8 +295,8 @@ def test_large_chunks_are_sent_until_the_socket_is_full(size):
     assert len(chunks[0]) <= sent < sum(map(len, chunks))
     left, received = memoryview(b"".join(chunks))[sent:], b""
     while left:
-        pair.far.pull(1 << 14)
-        received += pair.far.decrypted()
+        pair.peer.pull(1 << 14)
+        received += pair.peer.decrypted()
         with contextlib.suppress(BlockingIOError):
             left = left[pair.stream.send(left) :]
     assert received + drain(pair) == b"".join(chunks)
@@ -307,10 +307,10 @@ def drain(pair: TlsPair) -> bytes:
     received = b""
     while True:
         try:
-            pair.far.incoming.write(pair.far.sock.recv(1 << 20, socket.MSG_DONTWAIT))
+            pair.peer.incoming.write(pair.peer.sock.recv(1 << 20, socket.MSG_DONTWAIT))
         except BlockingIOError:
-            return received + pair.far.decrypted()
-        received += pair.far.decrypted()
+            return received + pair.peer.decrypted()
+        received += pair.peer.decrypted()
 
 
 @settings(max_examples=examples(12), suppress_health_check=list(HealthCheck))
@@ -329,12 +329,12 @@ def test_bytes_arrive_in_order_for_any_sizes_and_reader_pace(sizes, pulls):
             try:
                 taken = pair.stream.send(left)
             except BlockingIOError:
-                pair.far.pull(pulls[turn % len(pulls)])
+                pair.peer.pull(pulls[turn % len(pulls)])
                 turn += 1
             else:
                 assert taken
                 left = left[taken:]
-            received += pair.far.decrypted()
+            received += pair.peer.decrypted()
     assert received + drain(pair) == sent
     pair.close()
 
@@ -347,7 +347,7 @@ def test_bytes_arrive_in_order_for_any_sizes_and_reader_pace(sizes, pulls):
 )
 def test_bytes_arrive_in_order_however_the_records_are_cut(records, cuts, size):
     pair = TlsPair()
-    encrypted = pair.far.encrypted(*records)
+    encrypted = pair.peer.encrypted(*records)
     edges = sorted({0, len(encrypted), *(cut % (len(encrypted) + 1) for cut in cuts)})
     received = b""
     for start, end in pairwise(edges):
@@ -359,18 +359,18 @@ def test_bytes_arrive_in_order_however_the_records_are_cut(records, cuts, size):
 
 
 def test_a_broken_socket_is_an_error(pair):
-    pair.far.sock.close()
+    pair.peer.sock.close()
     with pytest.raises(OSError) as caught:
         pair.stream.send(b"x")
     assert caught.value.errno in (errno.EPIPE, errno.ECONNRESET)
 
 
 def test_encrypted_bytes_after_send_eof_can_be_drained(pair):
-    pair.far.sock.sendall(pair.far.encrypted(bytes(RECORD_BYTES)))
+    pair.peer.sock.sendall(pair.peer.encrypted(bytes(RECORD_BYTES)))
     pair.stream.readable = True
     assert pair.stream.read(RECORD_BYTES) == bytes(RECORD_BYTES)
     pair.stream.send_eof()
     assert pair.stream.read(ENCRYPTED_READ_BYTES) is None  # no bytes, but not the end
-    encrypted = pair.far.encrypted(bytes(100))
-    pair.far.sock.sendall(encrypted)
+    encrypted = pair.peer.encrypted(bytes(100))
+    pair.peer.sock.sendall(encrypted)
     assert pair.stream.read(ENCRYPTED_READ_BYTES) == encrypted

@@ -29,28 +29,28 @@ async def test_the_connection_released_last_is_reused_first(loop, wires, pool, t
 
 
 async def test_an_idle_connection_closed_by_its_worker_is_not_reused(wires, pool, task):
-    stream, far = wires.stream(task)
+    stream, peer = wires.stream(task)
     pool.release(stream)
-    far.close()
+    peer.close()
     await until(lambda: stream.closed)
     assert pool.reuse(task) is None
 
 
 async def test_an_idle_connection_that_receives_bytes_is_closed(wires, pool, task):
-    stream, far = wires.stream(task)
+    stream, peer = wires.stream(task)
     pool.release(stream)
-    far.send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
+    peer.send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
     await until(lambda: stream.closed)
     assert pool.reuse(task) is None
 
 
 async def test_a_released_connection_is_closed_if_it_has_ended_or_unread_bytes(wires, pool, task):
-    ended, far = wires.stream(task)
-    far.close()
+    ended, peer = wires.stream(task)
+    peer.close()
     await until(lambda: ended.peer_closed)
     pool.release(ended)
-    unread, far = wires.stream(task)
-    far.send(b"more")
+    unread, peer = wires.stream(task)
+    peer.send(b"more")
     await until(lambda: unread.readable)
     pool.release(unread)
     assert (ended.closed, unread.closed, pool.idle) == (True, True, [])
@@ -59,8 +59,8 @@ async def test_a_released_connection_is_closed_if_it_has_ended_or_unread_bytes(w
 async def test_a_released_connection_that_may_have_more_bytes_is_kept_if_it_has_none(
     wires, pool, task
 ):
-    stream, far = wires.stream(task)
-    far.send(b"full")
+    stream, peer = wires.stream(task)
+    peer.send(b"full")
     await until(lambda: stream.readable)
     assert (stream.read(4), stream.readable) == (b"full", True)
     pool.release(stream)
@@ -90,14 +90,14 @@ async def test_the_host_line_names_the_worker(pool):
 
 
 async def test_the_pool_of_a_removed_worker_is_not_kept(loop, wires, task):
-    stays, leaves = fleet_of(entry("a"), entry("b")).workers
+    kept, removed = fleet_of(entry("a"), entry("b")).workers
     pools = UpstreamPools(loop, "/nowhere")
-    pools.on_fleet_change({stays})
-    assert pools.of(stays) is pools.of(stays)
-    late = pools.of(leaves)  # for a request that is retried on the removed worker
+    pools.on_fleet_change({kept})
+    assert pools.of(kept) is pools.of(kept)
+    late = pools.of(removed)  # for a request that is retried on the removed worker
     stream, _ = wires.stream(task)
     late.release(stream)
     assert stream.closed
-    assert pools.of(leaves) is not late
-    pools.on_fleet_change({stays, leaves})
-    assert pools.of(leaves) is pools.of(leaves)
+    assert pools.of(removed) is not late
+    pools.on_fleet_change({kept, removed})
+    assert pools.of(removed) is pools.of(removed)

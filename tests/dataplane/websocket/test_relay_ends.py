@@ -1,4 +1,4 @@
-"""How speech sessions end: by workers that fail, clients that leave, a proxy that drains."""
+"""How speech sessions end: workers that fail, clients that disconnect, and a proxy that drains."""
 
 from __future__ import annotations
 

@@ -35,11 +35,11 @@ class SecureWorker(Worker):
 def over_tls(proxy):
     """Let the clients of this proxy use TLS."""
 
-    async def dial():
+    async def open_tls_stream():
         raw = await trio.open_tcp_stream(*proxy.address)
         return trio.SSLStream(raw, believing(), server_hostname="localhost", https_compatible=True)
 
-    proxy.dial = dial
+    proxy.open_stream = open_tls_stream
     return proxy
 
 

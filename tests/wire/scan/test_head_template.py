@@ -1,4 +1,4 @@
-"""The native build has its own implementation of HeadTemplate: it finds what the plain one does."""
+"""The native build has its own HeadTemplate: it finds what the plain one does."""
 
 from importlib.util import module_from_spec, spec_from_file_location
 
