@@ -298,12 +298,12 @@ class World(ManualLoop):
             if connection.state == "open" and not (connection.unanswered or connection.to_send)
         ]
 
-    def change(self, at, **fields):
+    def change_worker(self, at, **fields):
         self.entries[at] = replace(self.entries[at], **fields)
         self.apply()
         self.run_until_idle()
 
-    def remove(self, at):
+    def remove_worker(self, at):
         del self.entries[at]
         self.apply()
         self.dataplane.loop.flush()
@@ -334,12 +334,12 @@ class World(ManualLoop):
         return {
             "clients": [
                 (
-                    with_sorted_fields(each.received)
-                    if whole or not each.slow
-                    else len(each.received),
-                    each.state,
+                    with_sorted_fields(client.received)
+                    if whole or not client.slow
+                    else len(client.received),
+                    client.state,
                 )
-                for each in self.clients
+                for client in self.clients
             ],
             "workers": [
                 (connection.name, connection.received, connection.state)
@@ -352,7 +352,7 @@ class World(ManualLoop):
                 if worker.worker is worker
             },
             "phases": sorted(self.phases),
-            "connection_records": [connection_record(each.connection) for each in self.clients],
+            "connection_records": [connection_record(client.connection) for client in self.clients],
             "data_plane": [
                 dataplane.admission(),
                 dataplane.counts(),
@@ -414,9 +414,9 @@ def run_fast_and_slow(listeners, script, config="", *, began, handed_over, warm=
 
 
 def _worker_state(worker):
-    machine = worker.health
+    health = worker.health
     return (
         worker.url, worker.in_flight, worker.peak_in_flight, list(worker.counts),
-        worker.version is UNKNOWN_VERSION, machine.state, machine.failed_requests, machine.half_open_id,
-        machine.breaker_tripped, machine.last_error, machine.consecutive_failures,
+        worker.version is UNKNOWN_VERSION, health.state, health.failed_requests, health.half_open_id,
+        health.breaker_tripped, health.last_error, health.consecutive_failures,
     )  # fmt: skip

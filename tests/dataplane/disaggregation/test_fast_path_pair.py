@@ -270,12 +270,12 @@ def test_a_change_of_the_fleet_takes_effect_at_once(listeners, connector):
     def script(world, client):
         world.serve(client)
         for at in (0, 1):
-            world.change(at, disabled=True)
+            world.change_worker(at, disabled=True)
         for _ in range(2):
             world.client_sends(client, chat_request())
             world.worker_responds()
         for at in range(4):
-            world.change(at, role="regular", disabled=False)
+            world.change_worker(at, role="regular", disabled=False)
         for _ in range(8):
             world.client_sends(client, chat_request())
             world.worker_responds(response_with())

@@ -164,7 +164,7 @@ def test_a_workers_own_key_is_sent(listeners, monkeypatch, connector):
 
     def script(world, client):
         for at in range(4):
-            world.change(at, api_key_env="KEY_OF_A_WORKER")
+            world.change_worker(at, api_key_env="KEY_OF_A_WORKER")
         for field in (b"x-api-key: client", b"authorization: Bearer client"):
             for number in range(6):
                 world.serve(client, chat_request(fields=(b"%b-%d" % (field, number),)))
@@ -182,7 +182,7 @@ def test_a_retried_leg_has_its_workers_own_key(listeners, monkeypatch, connector
 
     def script(world, client):
         for at in range(4):
-            world.change(at, api_key_env="KEY_OF_A_WORKER")
+            world.change_worker(at, api_key_env="KEY_OF_A_WORKER")
         world.client_sends(client, chat_request())
         if role == "decode" and connector == "nixl":
             world.prefill_responds()

@@ -80,7 +80,7 @@ def test_the_cost_of_a_pair_with_an_alias_and_worker_keys_is_bounded(tmp_path, m
 
     def prepare(world):
         for at in range(len(NAMES)):
-            world.change(at, api_key_env="KEY_OF_A_WORKER")
+            world.change_worker(at, api_key_env="KEY_OF_A_WORKER")
 
     def plain_world(listeners):
         return World(listeners, ALIAS)

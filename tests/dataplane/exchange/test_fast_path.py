@@ -238,9 +238,9 @@ def test_without_an_idle_connection_the_coroutine_connects(listeners):
 def test_without_a_routable_worker_a_request_is_rejected_or_waits(listeners, config):
     def script(world, client):
         for at in range(2):
-            world.change(at, disabled=True)
+            world.change_worker(at, disabled=True)
         world.client_sends(client, chat_request())
-        world.change(1, disabled=False)
+        world.change_worker(1, disabled=False)
         world.worker_responds(OK_RESPONSE)
 
     world = run_fast_and_slow(listeners, script, config, began=0, handed_over=1)
@@ -298,7 +298,7 @@ def test_a_workers_own_key_is_sent(listeners, monkeypatch):
 
     def script(world, client):
         for at in range(2):
-            world.change(at, api_key_env="KEY_OF_A_WORKER")
+            world.change_worker(at, api_key_env="KEY_OF_A_WORKER")
         for field in (b"x-api-key: client-key", b"authorization: Bearer client-key"):
             for number in range(6):
                 world.client_sends(client, chat_request(fields=(b"%b-%d" % (field, number),)))

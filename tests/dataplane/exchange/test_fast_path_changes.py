@@ -79,11 +79,11 @@ def test_a_waiting_request_keeps_an_alias_that_a_reload_removes(listeners):
     queue = "queue_size = 2\nqueue_timeout_secs = 5\n"
 
     def script(world, client):
-        world.change(0, disabled=True)
-        world.change(1, disabled=True)
+        world.change_worker(0, disabled=True)
+        world.change_worker(1, disabled=True)
         world.client_sends(client, chat_request(body=b'{"model": "alias", "messages": []}'))
         world.reload(queue)
-        world.change(0, disabled=False)
+        world.change_worker(0, disabled=False)
         world.worker_responds(OK_RESPONSE)
 
     world = run_fast_and_slow(listeners, script, queue + ALIAS, began={0, 1}, handed_over={0, 1})
@@ -96,7 +96,7 @@ def test_a_waiting_request_keeps_an_alias_that_a_reload_removes(listeners):
 def test_the_log_has_no_rank_for_a_worker_without_ranks(listeners):
     def script(world, client):
         for ranks in (2, 0, 2):
-            world.change(0, ranks=ranks)
+            world.change_worker(0, ranks=ranks)
             for _ in range(3):
                 world.client_sends(client, chat_request())
                 world.worker_responds(OK_RESPONSE)
@@ -149,8 +149,8 @@ def test_an_idle_client_keeps_no_reference_to_a_removed_worker(listeners):
         send_request(world, client)
         world.worker_responds(OK_RESPONSE)
         streams = [stream for pool in world.dataplane.pools.known.values() for stream in pool.idle]
-        world.remove(0)
-        world.remove(0)
+        world.remove_worker(0)
+        world.remove_worker(0)
         world.run_until_idle()
         assert all(stream.closed for stream in streams)
         for idle_client in (client, *others):

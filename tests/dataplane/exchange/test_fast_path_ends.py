@@ -163,9 +163,8 @@ def test_an_abandoned_fast_path_does_not_read_the_next_request(listeners, monkey
         world.worker_responds(OK_RESPONSE)
         world.worker_continues()
 
-    assert [
-        each["status"] for each in run_fast_and_slow(listeners, script, began=0, handed_over=1).log
-    ] == [200] * 8
+    world = run_fast_and_slow(listeners, script, began=0, handed_over=1)
+    assert [line["status"] for line in world.log] == [200] * 8
 
 
 def test_a_drain_closes_the_connection_after_the_response(listeners):
@@ -222,7 +221,7 @@ def test_a_removed_workers_connections_close_after_their_response(listeners):
         other = world.connect_client()
         send_request(world, client)
         world.client_sends(other, chat_request())
-        world.remove(0)
+        world.remove_worker(0)
         for _ in range(2):
             world.worker_responds(OK_RESPONSE.replace(b"\r\n\r\n", b"\r\ndate: now\r\n\r\n"))
         assert [connection.state for connection in world.worker_connections] == ["closed", "open"]

@@ -237,11 +237,11 @@ class Course:
 
     def change(self, at, **fields):
         if at < len(self.world.entries):
-            self.world.change(at, **fields)
+            self.world.change_worker(at, **fields)
 
     def remove(self):
         if self.world.entries:
-            self.world.remove(0)
+            self.world.remove_worker(0)
 
     def set_version(self, at, label):
         fleet = self.world.fleet
