@@ -32,7 +32,7 @@ def target(dialect, **fields):
 
 
 @pytest.mark.parametrize(
-    ("dialect", "fields", "meant"),
+    ("dialect", "fields", "expected"),
     [
         (SGLANG, {"rid": "a"}, AbortTarget(("a",))),
         (SGLANG, {"rid": ["a", "b"]}, AbortTarget(("a", "b"))),
@@ -47,12 +47,12 @@ def target(dialect, **fields):
         (VLLM, {"request_ids": []}, ALL),
     ],
 )
-def test_the_body_selects_the_requests(dialect, fields, meant):
-    assert target(dialect, **fields) == meant
+def test_the_body_selects_the_requests(dialect, fields, expected):
+    assert target(dialect, **fields) == expected
 
 
 @pytest.mark.parametrize(
-    ("dialect", "body", "says"),
+    ("dialect", "body", "message"),
     [
         (SGLANG, b"", "invalid JSON"),
         (VLLM, b"", "invalid JSON"),
@@ -66,8 +66,8 @@ def test_the_body_selects_the_requests(dialect, fields, meant):
         (VLLM, b'{"request_ids": ["\\ud800"]}', "half a character"),
     ],
 )
-def test_a_body_without_ids_is_refused(dialect, body, says):
-    with pytest.raises(HttpError, match=says) as refused:
+def test_a_body_that_selects_no_requests_is_refused(dialect, body, message):
+    with pytest.raises(HttpError, match=message) as refused:
         read_target(dialect, body)
     assert refused.value.status == 400
 
@@ -78,7 +78,7 @@ def test_a_list_of_ids_is_bounded():
 
 
 @pytest.mark.parametrize(
-    ("meant", "own", "found"),
+    ("selection", "own_ids", "matched"),
     [
         (AbortTarget(("a", "b")), ["b"], {"b"}),
         (AbortTarget(("a",)), ["ab"], set()),
@@ -92,34 +92,34 @@ def test_a_list_of_ids_is_bounded():
         (ALL, [], {""}),
     ],
 )
-def test_a_request_is_meant_by_its_ids(meant, own, found):
-    assert set(meant.matcher()(own)) == found
+def test_a_target_matches_a_request_by_any_of_its_ids(selection, own_ids, matched):
+    assert set(selection.matcher()(own_ids)) == matched
 
 
 @given(st.lists(st.text(max_size=6)), st.text(max_size=6))
-def test_an_id_means_the_request_of_that_id_whatever_else_is_named(others, own):
+def test_an_id_selects_its_request_whatever_other_ids_are_listed(others, own):
     assert own in set(AbortTarget((*others, own)).matcher()([own])) or not own
 
 
-def test_only_workers_that_have_all_named_requests_are_called():
-    found = AbortFindings(known=("a", "b"), running={"http://x": ("a",)})
-    assert set(urls_to_call(AbortTarget(("a",)), found)) == {"http://x"}
-    assert set(urls_to_call(AbortTarget(("a", "b")), found)) == {"http://x"}
-    assert urls_to_call(AbortTarget(("a", "c")), found) is None
-    assert urls_to_call(AbortTarget(("a",), prefix=True), found) is None
-    assert urls_to_call(ALL, found) is None
+def test_only_workers_that_run_the_listed_requests_are_called():
+    findings = AbortFindings(known=("a", "b"), running={"http://x": ("a",)})
+    assert set(urls_to_call(AbortTarget(("a",)), findings)) == {"http://x"}
+    assert set(urls_to_call(AbortTarget(("a", "b")), findings)) == {"http://x"}
+    assert urls_to_call(AbortTarget(("a", "c")), findings) is None
+    assert urls_to_call(AbortTarget(("a",), prefix=True), findings) is None
+    assert urls_to_call(ALL, findings) is None
 
 
 def test_findings_of_several_processes_are_merged():
-    one = AbortFindings(1, ("a",), {"http://x": ("a",)})
-    two = AbortFindings(2, ("b",), {"http://x": ("b",), "http://y": ("b",)})
-    both = merged([one, two])
+    first = AbortFindings(1, ("a",), {"http://x": ("a",)})
+    second = AbortFindings(2, ("b",), {"http://x": ("b",), "http://y": ("b",)})
+    both = merged([first, second])
     assert (both.waiting, set(both.known)) == (3, {"a", "b"})
     assert both.running == {"http://x": ("a", "b"), "http://y": ("b",)}
 
 
 @pytest.mark.parametrize(
-    ("dialect", "meant", "bodies"),
+    ("dialect", "selection", "bodies"),
     [
         (VLLM, ALL, [{}]),
         (VLLM, AbortTarget(("a", "b")), [{"request_ids": [*spelled("a"), *spelled("b")]}]),
@@ -133,11 +133,11 @@ def test_findings_of_several_processes_are_merged():
         (SGLANG, AbortTarget(("a",), prefix=True), [{"rid": "a", "prefix": True}]),
     ],
 )
-def test_the_other_engine_is_reported_in_its_own_words(dialect, meant, bodies):
-    assert list(map(json.loads, call_bodies(dialect, meant, ["a1", "a2"]))) == bodies
+def test_the_target_is_translated_for_each_engine(dialect, selection, bodies):
+    assert list(map(json.loads, call_bodies(dialect, selection, ["a1", "a2"]))) == bodies
 
 
-def test_a_prefix_that_is_unknown_at_an_engine_without_prefixes_never_means_all():
+def test_an_unmatched_prefix_never_selects_all_requests_of_vllm():
     (body,) = call_bodies(VLLM, AbortTarget(("a",), prefix=True), [])
     assert json.loads(body) == {"request_ids": spelled("a")}
 
@@ -145,20 +145,24 @@ def test_a_prefix_that_is_unknown_at_an_engine_without_prefixes_never_means_all(
 def test_the_reply_has_an_entry_for_each_called_worker():
     good = WorkerResult("http://x", 200, {"status": "aborted", "aborted": 2})
     silent = WorkerResult("http://y", 200, "")
-    answer = abort_response(VLLM, [good, silent], sent_ids=1, waiting=4)
-    assert (answer.status, answer.body["status"], answer.body["aborted"]) == (200, "aborted", 7)
-    assert [entry["worker"] for entry in answer.body["results"]] == ["http://x", "http://y"]
-    assert answer.body["ended_in_queue"] == 4
+    response = abort_response(VLLM, [good, silent], sent_ids=1, waiting=4)
+    assert (response.status, response.body["status"], response.body["aborted"]) == (
+        200,
+        "aborted",
+        7,
+    )
+    assert [entry["worker"] for entry in response.body["results"]] == ["http://x", "http://y"]
+    assert response.body["ended_in_queue"] == 4
 
 
-def test_a_worker_that_could_not_be_reached_makes_it_502():
-    gone = WorkerResult("http://x", None, error="ConnectError")
-    answer = abort_response(SGLANG, [gone], sent_ids=1, waiting=0)
-    assert (answer.status, answer.body["success"]) == (502, False)
-    assert answer.body["results"][0]["error"] == "ConnectError"
+def test_an_unreachable_worker_makes_the_reply_502():
+    unreachable = WorkerResult("http://x", None, error="ConnectError")
+    response = abort_response(SGLANG, [unreachable], sent_ids=1, waiting=0)
+    assert (response.status, response.body["success"]) == (502, False)
+    assert response.body["results"][0]["error"] == "ConnectError"
 
 
 @given(st.builds(AbortTarget, st.lists(st.text()).map(tuple), st.booleans(), st.booleans()))
-def test_a_target_survives_the_way_to_another_process(meant):
-    sent = msgspec.msgpack.encode(meant)
-    assert msgspec.msgpack.decode(sent, type=AbortTarget) == meant
+def test_a_target_is_sent_to_another_process_unchanged(selection):
+    encoded = msgspec.msgpack.encode(selection)
+    assert msgspec.msgpack.decode(encoded, type=AbortTarget) == selection

@@ -13,30 +13,34 @@ def post(target, **fields):
 
 def translated(call):
     return [
-        (each.method, each.target, json.loads(each.body) if each.body else None)
-        for each in translate(call)
+        (
+            translation.method,
+            translation.target,
+            json.loads(translation.body) if translation.body else None,
+        )
+        for translation in translate(call)
     ]
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"), [("abort", "abort"), ("wait", "retract"), ("keep", "in_place")]
+    ("mode", "translated_mode"), [("abort", "abort"), ("wait", "retract"), ("keep", "in_place")]
 )
-def test_a_pause_of_vllm_in_words_of_sglang(mode, words):
+def test_a_pause_of_vllm_is_translated_for_sglang(mode, translated_mode):
     assert translated(post(f"/pause?mode={mode}&clear_cache=false")) == [
-        ("POST", "/pause_generation", {"mode": words})
+        ("POST", "/pause_generation", {"mode": translated_mode})
     ]
 
 
 @pytest.mark.parametrize(
-    ("mode", "words"), [("abort", "abort"), ("retract", "keep"), ("in_place", "keep")]
+    ("mode", "translated_mode"), [("abort", "abort"), ("retract", "keep"), ("in_place", "keep")]
 )
-def test_a_pause_of_sglang_in_words_of_vllm(mode, words):
+def test_a_pause_of_sglang_is_translated_for_vllm(mode, translated_mode):
     assert translated(post("/pause_generation", mode=mode)) == [
-        ("POST", f"/pause?mode={words}", None)
+        ("POST", f"/pause?mode={translated_mode}", None)
     ]
 
 
-def test_both_kinds_abort_where_the_caller_names_no_mode():
+def test_a_pause_without_a_mode_aborts_on_both_engines():
     assert translated(post("/pause")) == [("POST", "/pause_generation", {"mode": "abort"})]
     assert translated(post("/pause_generation")) == [("POST", "/pause?mode=abort", None)]
 
@@ -63,10 +67,10 @@ def test_an_update_from_disk_may_keep_the_cache_and_the_label():
 
 
 @pytest.mark.parametrize("path", ["/weights_checker", "/weight_checker"])
-def test_only_a_checksum_means_the_same_to_both(path):
-    (other,) = translated(post(path, action="checksum"))
+def test_of_checker_actions_only_the_checksum_is_translated(path):
+    (translation,) = translated(post(path, action="checksum"))
     other_path = ({"/weights_checker", "/weight_checker"} - {path}).pop()
-    assert other == ("POST", other_path, {"action": "checksum"})
+    assert translation == ("POST", other_path, {"action": "checksum"})
     assert translated(post(path, action="reset")) == []
     assert translated(post(path, action="compare", baseline={})) == []
 
@@ -84,7 +88,7 @@ def test_only_a_checksum_means_the_same_to_both(path):
         "/update_weight_version",
     ],
 )
-def test_what_only_one_kind_can_do_is_not_translated(path):
+def test_a_call_that_only_one_engine_has_is_not_translated(path):
     assert translated(post(path)) == []
 
 
@@ -105,7 +109,7 @@ def test_an_argument_is_read_from_the_query_first():
 
 
 @given(st.binary(max_size=64), st.text(max_size=20))
-def test_no_body_and_no_query_is_too_odd(body, query):
+def test_any_body_and_any_query_can_be_translated(body, query):
     for path in ("/pause", "/pause_generation", "/update_weights_from_disk", "/weight_checker"):
-        for each in translate(EngineCall("POST", f"{path}?mode={query}", body)):
-            assert each.path != path
+        for call in translate(EngineCall("POST", f"{path}?mode={query}", body)):
+            assert call.path != path

@@ -20,50 +20,50 @@ BODIES = st.builds(
 
 
 @given(st.lists(BODIES, min_size=1, max_size=4))
-def test_a_version_is_given_where_all_agree_and_several_are_a_409(bodies):
-    reported = set()
-    for each in bodies:
-        stages = each.get("results") or each.get("stages") or []
-        reported |= {each["weight_version"], *(s["data"]["weight_version"] for s in stages)}
-    reported -= {None}
-    answers = [WorkerResult(f"http://{at}", 200, each) for at, each in enumerate(bodies)]
-    found = merge_model_info(answers)
-    if len(reported) > 1:
-        assert found.status == 409
-        assert found.body["detail"]["mixed_state"] == {"weight_version": sorted(reported)}
+def test_an_agreed_version_is_shown_and_several_versions_are_a_409(bodies):
+    versions = set()
+    for worker_body in bodies:
+        stages = worker_body.get("results") or worker_body.get("stages") or []
+        versions |= {worker_body["weight_version"], *(s["data"]["weight_version"] for s in stages)}
+    versions -= {None}
+    results = [WorkerResult(f"http://{n}", 200, content) for n, content in enumerate(bodies)]
+    reply = merge_model_info(results)
+    if len(versions) > 1:
+        assert reply.status == 409
+        assert reply.body["detail"]["mixed_state"] == {"weight_version": sorted(versions)}
     else:
-        assert found.status == 200
-        assert found.body["weight_version"] == (reported.pop() if reported else None)
-        assert found.body["workers"] == found.body["results"]
+        assert reply.status == 200
+        assert reply.body["weight_version"] == (versions.pop() if versions else None)
+        assert reply.body["workers"] == reply.body["results"]
 
 
-def test_other_facts_that_disagree_are_null():
-    answers = [
+def test_other_fields_that_differ_are_null():
+    results = [
         WorkerResult("http://a", 200, {"model_path": "/a", "load_format": "auto"}),
         WorkerResult("http://b", 200, {"model_path": "/b", "load_format": "auto"}),
     ]
-    found = merge_model_info(answers).body
-    assert (found["model_path"], found["load_format"]) == (None, "auto")
+    body = merge_model_info(results).body
+    assert (body["model_path"], body["load_format"]) == (None, "auto")
 
 
-def test_skipped_stages_report_nothing():
-    reported = {"results": [
+def test_versions_of_skipped_stages_are_ignored():
+    body = {"results": [
         {"data": {"weight_version": "v1", "skipped": True}},
         {"data": {"weight_version": "v2", "unsupported": True}},
         {"data": None}, "junk", {"data": {"weight_version": 3}},
     ]}  # fmt: skip
-    assert label_reported(reported, "weight_version") == [3]
-    assert version_of(reported) == "3"
+    assert label_reported(body, "weight_version") == [3]
+    assert version_of(body) == "3"
     assert (
         version_of({"weight_version": "a", "stages": [{"data": {"weight_version": "b"}}]}) is None
     )
     assert version_of("text") is None
 
 
-def test_one_failure_is_a_502_with_all_parts():
-    found = merge_model_info(
+def test_one_failed_worker_makes_a_502_that_lists_all_workers():
+    reply = merge_model_info(
         [WorkerResult("http://a", 200, {}), WorkerResult("http://b", None, "", "ReadError")]
     )
-    assert found.status == 502
-    assert found.body["message"] == "one or more workers failed model_info request"
-    assert found.body["worker_count"] == len(found.body["workers"]) == 2
+    assert reply.status == 502
+    assert reply.body["message"] == "one or more workers failed model_info request"
+    assert reply.body["worker_count"] == len(reply.body["workers"]) == 2

@@ -19,7 +19,7 @@ from omni_proxy.wire.errors import HttpError
 BODIES = st.sampled_from(
     ({"success": True}, {"success": False}, {}, [], "text", None, {"success": "no"})
 )
-ANSWERS = st.builds(
+RESULTS = st.builds(
     WorkerResult,
     worker=st.just("http://a"),
     status=st.none() | st.integers(200, 599),
@@ -29,34 +29,38 @@ ANSWERS = st.builds(
 )
 
 
-@given(ANSWERS)
-def test_a_success_is_a_whole_2xx_that_does_not_deny_itself(answer):
-    naive = (
-        answer.error == ""
-        and answer.status is not None
-        and answer.status // 100 == 2
-        and not (isinstance(answer.body, dict) and answer.body.get("success") is False)
+@given(RESULTS)
+def test_success_is_a_complete_2xx_without_success_false_in_its_body(result):
+    expected = (
+        result.error == ""
+        and result.status is not None
+        and result.status // 100 == 2
+        and not (isinstance(result.body, dict) and result.body.get("success") is False)
     )
-    assert answer.success is naive
-    assert answer.refused is (answer.error == "" and (answer.status or 0) // 100 == 4)
+    assert result.success is expected
+    assert result.refused is (result.error == "" and (result.status or 0) // 100 == 4)
 
 
-@given(st.lists(ANSWERS, min_size=1, max_size=4))
-def test_the_whole_is_well_where_every_part_is(answers):
-    found = aggregate("/x", answers, {})
-    well = all(answer.success for answer in answers)
-    assert (found.status, found.ok, found.body["success"]) == ((200 if well else 502), well, well)
-    assert found.body["message"] == ("ok" if well else FAILED)
-    assert found.body["status"] == ("ok" if well else "error")
-    assert found.body["worker_count"] == len(found.body["results"]) == len(answers)
+@given(st.lists(RESULTS, min_size=1, max_size=4))
+def test_the_reply_is_ok_exactly_when_every_result_is(results):
+    reply = aggregate("/x", results, {})
+    all_ok = all(result.success for result in results)
+    assert (reply.status, reply.ok, reply.body["success"]) == (
+        (200 if all_ok else 502),
+        all_ok,
+        all_ok,
+    )
+    assert reply.body["message"] == ("ok" if all_ok else FAILED)
+    assert reply.body["status"] == ("ok" if all_ok else "error")
+    assert reply.body["worker_count"] == len(reply.body["results"]) == len(results)
 
 
-def test_an_entry_has_the_body_or_the_error_and_what_is_added_to_it():
-    well = WorkerResult("http://a", 200, {"x": 1}, secs=0.5)
+def test_an_entry_has_the_body_or_the_error_and_the_added_fields():
+    succeeded = WorkerResult("http://a", 200, {"x": 1}, secs=0.5)
     lost = WorkerResult("http://b", None, "", "ConnectError", 0.1)
-    reported = aggregate("/p", [well, lost], {"http://b": {"standing": "uncertain"}}).body
-    assert reported["path"] == "/p"
-    assert reported["results"] == [
+    body = aggregate("/p", [succeeded, lost], {"http://b": {"standing": "uncertain"}}).body
+    assert body["path"] == "/p"
+    assert body["results"] == [
         {"worker": "http://a", "success": True, "status_code": 200, "body": {"x": 1},
          "seconds": 0.5},
         {"worker": "http://b", "success": False, "error": "ConnectError", "seconds": 0.1,
@@ -64,14 +68,14 @@ def test_an_entry_has_the_body_or_the_error_and_what_is_added_to_it():
     ]  # fmt: skip
 
 
-def test_an_answer_that_was_cut_keeps_its_status_but_no_body():
+def test_a_truncated_response_keeps_its_status_but_no_body():
     entry = WorkerResult("http://a", 200, "", "answer of more than 9 bytes").entry()
     assert (entry["status_code"], entry["error"]) == (200, "answer of more than 9 bytes")
     assert "body" not in entry
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "reason"),
     [
         ({"detail": {"message": "m", "success": False}}, "status 400: m"),
         ({"error": {"message": "e"}}, "status 400: e"),
@@ -81,15 +85,15 @@ def test_an_answer_that_was_cut_keeps_its_status_but_no_body():
         ({"detail": "d"}, "status 400: d"),
     ],
 )
-def test_a_refusal_is_reported_in_the_workers_words(body, words):
-    assert WorkerResult("http://a", 400, body).reason == words
+def test_the_reason_of_a_refusal_is_the_message_of_the_worker(body, reason):
+    assert WorkerResult("http://a", 400, body).reason == reason
 
 
-def test_a_refusal_of_ours_has_the_keys_at_its_top():
-    refusal = HttpError(503, "busy", "update_in_progress", holder=None)
-    found = refused(refusal.with_headers(("retry-after", "1")))
-    assert (found.status, found.headers) == (503, {"retry-after": "1"})
-    assert found.body == {
+def test_a_refusal_by_the_proxy_has_its_fields_at_the_top_level():
+    error = HttpError(503, "busy", "update_in_progress", holder=None)
+    reply = refused(error.with_headers(("retry-after", "1")))
+    assert (reply.status, reply.headers) == (503, {"retry-after": "1"})
+    assert reply.body == {
         "success": False, "message": "busy", "status": "error", "holder": None,
         "error": {"message": "busy", "type": "server_error", "code": "update_in_progress"},
     }  # fmt: skip
@@ -97,11 +101,11 @@ def test_a_refusal_of_ours_has_the_keys_at_its_top():
 
 @given(st.binary(max_size=20))
 def test_a_body_is_json_or_text(raw):
-    found = parsed(raw)
+    value = parsed(raw)
     try:
-        assert json.dumps(found) == json.dumps(json.loads(raw) if raw else "")
+        assert json.dumps(value) == json.dumps(json.loads(raw) if raw else "")
     except ValueError:
-        assert found == raw.decode("utf-8", "replace")
+        assert value == raw.decode("utf-8", "replace")
 
 
 @pytest.mark.parametrize(
@@ -115,11 +119,11 @@ def test_a_body_is_json_or_text(raw):
         (400, "weights updated, cache not flushed", False),
     ],
 )
-def test_a_refusal_reports_whether_anything_was_changed(status, body, unchanged):
+def test_the_reply_of_a_worker_shows_whether_it_changed_anything(status, body, unchanged):
     assert WorkerResult("http://a", status, body).unchanged is unchanged
 
 
-def test_of_an_answer_with_too_many_values_the_beginning_is_shown_as_text():
+def test_a_body_with_too_many_values_is_cut_and_shown_as_text():
     raw = b"[" + b"{}," * MAX_ANSWER_VALUES + b"{}]"
     assert parsed(raw) == raw[:MAX_TEXT_BYTES].decode()
 
@@ -133,82 +137,78 @@ def merged(path, *bodies, status=200):
 
 
 def test_equal_values_are_at_the_top_level():
-    reported = merged("/pause", {"status": "paused"}, {"status": "paused"})
-    assert (reported.status, reported.body["status"], reported.body["success"]) == (
+    reply = merged("/pause", {"status": "paused"}, {"status": "paused"})
+    assert (reply.status, reply.body["status"], reply.body["success"]) == (
         200,
         "paused",
         True,
     )
-    assert [each["worker"] for each in reported.body["results"]] == [A, B]
+    assert [entry["worker"] for entry in reply.body["results"]] == [A, B]
 
 
 def test_different_values_are_in_the_results_only():
-    reported = merged(
-        "/sleep", {"status": "sleeping", "level": 1}, {"status": "sleeping", "level": 2}
-    )
-    assert reported.body["status"] == "sleeping"
-    assert "level" not in reported.body
+    reply = merged("/sleep", {"status": "sleeping", "level": 1}, {"status": "sleeping", "level": 2})
+    assert reply.body["status"] == "sleeping"
+    assert "level" not in reply.body
 
 
-def test_a_worker_cannot_overwrite_our_own_keys():
-    reported = merged("/pause", {"results": 1, "path": "x", "worker_count": 9, "success": True})
-    assert (reported.body["path"], reported.body["worker_count"]) == ("/pause", 1)
-    assert isinstance(reported.body["results"], list)
+def test_a_worker_cannot_overwrite_the_keys_of_the_proxy():
+    reply = merged("/pause", {"results": 1, "path": "x", "worker_count": 9, "success": True})
+    assert (reply.body["path"], reply.body["worker_count"]) == ("/pause", 1)
+    assert isinstance(reply.body["results"], list)
 
 
-def test_what_is_long_is_in_the_results_alone():
+def test_long_values_are_in_the_results_only():
     long = {"status": "ok", "data": list(range(100)), "nested": [[1]], "tags": ["weights"]}
-    reported = merged("/wake_up", long, dict(long))
-    assert reported.body["tags"] == ["weights"]
-    assert not {"data", "nested"} & reported.body.keys()
+    reply = merged("/wake_up", long, dict(long))
+    assert reply.body["tags"] == ["weights"]
+    assert not {"data", "nested"} & reply.body.keys()
 
 
-def test_the_world_size_is_the_sum():
+def test_the_world_size_is_the_sum_over_the_workers():
     assert merged("/get_world_size", {"world_size": 2}, {"world_size": 1}).body["world_size"] == 3
 
 
-def test_the_fleet_is_paused_where_all_are():
+def test_the_fleet_is_paused_when_all_workers_are():
     assert merged("/is_paused", {"is_paused": True}, {"is_paused": True}).body["is_paused"] is True
     assert (
         merged("/is_paused", {"is_paused": True}, {"is_paused": False}).body["is_paused"] is False
     )
 
 
-def test_equal_checksums_are_at_the_top_and_others_a_conflict():
+def test_equal_checksums_are_at_the_top_level_and_others_are_a_409():
     one, other = {"checksums": {"tp0:w": "1"}}, {"checksums": {"tp0:w": "2"}}
     assert merged("/weight_checker", one, one).body["checksums"] == {"tp0:w": "1"}
-    reported = merged("/weight_checker", one, other)
-    assert (reported.status, reported.body["success"]) == (409, False)
+    reply = merged("/weight_checker", one, other)
+    assert (reply.status, reply.body["success"]) == (409, False)
 
 
-def test_checksums_of_other_ranks_are_no_conflict():
-    reported = merged(
-        "/weight_checker", {"checksums": {"tp0:w": "1"}}, {"checksums": {"tp1:w": "2"}}
-    )
-    assert reported.status == 200
-    assert "checksums" not in reported.body
+def test_checksums_of_different_ranks_are_no_conflict():
+    reply = merged("/weight_checker", {"checksums": {"tp0:w": "1"}}, {"checksums": {"tp1:w": "2"}})
+    assert reply.status == 200
+    assert "checksums" not in reply.body
 
 
-def test_a_comparison_matches_where_it_does_everywhere():
+def test_a_comparison_matches_when_it_matches_on_every_worker():
     good = {"match": True, "mismatches": []}
     bad = {"match": False, "mismatches": ["w"]}
     assert merged("/weight_checker", good, good).body["match"] is True
-    reported = merged("/weight_checker", good, bad)
-    assert (reported.status, reported.body["match"], reported.body["mismatches"]) == (
+    reply = merged("/weight_checker", good, bad)
+    assert (reply.status, reply.body["match"], reply.body["mismatches"]) == (
         200,
         False,
         ["w"],
     )
 
 
-def test_what_all_refuse_alike_keeps_its_status_and_its_words():
+def test_an_equal_refusal_by_all_keeps_its_status_and_message():
     error = {"error": {"message": "Input should be 'abort', 'wait' or 'keep'"}}
-    reported = merged("/pause", error, error, status=400)
-    assert reported.status == 400
-    assert "Input should be" in reported.body["message"]
+    reply = merged("/pause", error, error, status=400)
+    assert reply.status == 400
+    assert "Input should be" in reply.body["message"]
 
 
-def test_what_breaks_is_a_bad_gateway():
+def test_an_error_of_any_worker_is_a_502():
     assert merged("/pause", {"error": "x"}, {"error": "x"}, status=500).status == 502
     results = [WorkerResult(A, 200, {}), WorkerResult(B, 400, {})]
     assert as_one("/pause", aggregate("/pause", results, {}), results).status == 502

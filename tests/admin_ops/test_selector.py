@@ -14,7 +14,7 @@ TERMS = st.tuples(
 FACTS = st.dictionaries(KEYS, VALUES, max_size=4)
 
 
-def written(term, space):
+def format_term(term, space):
     key, sign, values = term
     if sign in ("=", "!="):
         return f"{key}{space}{sign}{space}{values[0]}"
@@ -25,21 +25,21 @@ def written(term, space):
 def naive(term, facts):
     key, sign, values = term
     values = values[:1] if sign in ("=", "!=") else values
-    inside = key in facts and facts[key] in values
-    return inside if sign in ("=", "in") else not inside
+    included = key in facts and facts[key] in values
+    return included if sign in ("=", "in") else not included
 
 
 @given(st.lists(TERMS, min_size=1, max_size=4), FACTS, st.sampled_from(("", " ", "  ")))
 def test_a_selector_is_the_conjunction_of_its_terms(terms, facts, space):
-    text = f"{space},{space}".join(written(term, space) for term in terms)
-    # Some facts that the terms speak of, or hardly anything would ever match.
+    text = f"{space},{space}".join(format_term(term, space) for term in terms)
+    # A fact with the key of a term: otherwise hardly any selector would match.
     facts = facts | {terms[0][0]: terms[0][2][0]}
     expected = all(naive(term, facts) for term in terms)
     assert parse_selector(f"{space}{text}{space}").matches(facts) is expected
 
 
 @given(st.text(alphabet="ab=!,() in", max_size=14))
-def test_any_text_is_a_selector_or_refused_with_a_place_in_it(text):
+def test_any_text_is_a_selector_or_refused_with_an_offset_in_it(text):
     refused = None
     try:
         terms = parse_selector(text).terms
@@ -66,14 +66,14 @@ def test_any_text_is_a_selector_or_refused_with_a_place_in_it(text):
         ("a in (b,)", 8, "a value is missing"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_place(text, offset, reason):
+def test_an_error_names_its_reason_and_its_offset(text, offset, reason):
     with pytest.raises(SelectorError) as caught:
         parse_selector(text)
     assert (caught.value.offset, str(caught.value)) == (offset, f"{reason} at offset {offset}")
 
 
-def test_values_may_be_addresses_and_a_missing_key_is_not_equal():
-    both = parse_selector("url=http://127.0.0.1:8000,engine!=vllm")
-    assert both.matches({"url": "http://127.0.0.1:8000"})
-    assert not both.matches({"url": "http://127.0.0.1:8000", "engine": "vllm"})
+def test_values_may_be_urls_and_a_missing_key_satisfies_not_equal():
+    selector = parse_selector("url=http://127.0.0.1:8000,engine!=vllm")
+    assert selector.matches({"url": "http://127.0.0.1:8000"})
+    assert not selector.matches({"url": "http://127.0.0.1:8000", "engine": "vllm"})
     assert Selector().matches({})
