@@ -1,4 +1,4 @@
-"""The checks of an alias's targets, of a fleet of regular workers."""
+"""The worker checks of `choose_target`, for a fleet of regular workers."""
 
 from omni_proxy.routing.pick import eligible_workers, no_worker_error
 
@@ -7,7 +7,7 @@ class RegularWorkers:
     def __init__(self, fleet, owner="", *, held=()):
         self._fleet = fleet
         self._owner = owner
-        self._held = held  # workers that a session waits for
+        self._held = held  # the workers that sessions wait for
 
     def can_take(self, need):
         return bool(eligible_workers(self._fleet, need, self._owner))
@@ -20,4 +20,4 @@ class RegularWorkers:
         return no_worker_error(self._fleet, need, self._owner)
 
     def held_worker(self, need):
-        return next((each for each in self._held if each.serves(need.model)), None)
+        return next((worker for worker in self._held if worker.serves(need.model)), None)

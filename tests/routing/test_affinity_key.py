@@ -29,13 +29,13 @@ def head(*lines: bytes) -> bytes:
     return b"".join(line + b"\r\n" for line in lines)
 
 
-@pytest.mark.parametrize("number", range(len(ALL)))
-def test_the_first_in_the_order_of_preference_is_the_key(number):
-    value = ALL[number].partition(b": ")[2].decode()
-    assert affinity_key_of(head(b"Accept: */*", *reversed(ALL[number:]))) == value
+@pytest.mark.parametrize("first", range(len(ALL)))
+def test_the_key_is_the_header_that_is_first_in_order_of_preference(first):
+    value = ALL[first].partition(b": ")[2].decode()
+    assert affinity_key_of(head(b"Accept: */*", *reversed(ALL[first:]))) == value
 
 
-def test_names_are_found_in_any_case_and_values_without_their_padding():
+def test_header_names_match_in_any_case_and_values_are_stripped():
     assert affinity_key_of(head(b"x-smg-ROUTING-key: \t me \t")) == "me"
     assert affinity_key_of(head(b"x-session-id:me")) == "me"
 
@@ -44,7 +44,7 @@ def test_an_empty_value_is_no_key():
     assert affinity_key_of(head(b"X-Session-Id:  ", b"Cookie: c")) == "c"
 
 
-def test_no_key_is_an_empty_one():
+def test_without_a_matching_header_the_key_is_empty():
     assert affinity_key_of(b"") == ""
     assert (
         affinity_key_of(head(b"Host: cookie: no", b"X-Cookie: no", b"Accept: authorization: x"))
@@ -56,18 +56,18 @@ def test_the_first_line_of_a_name_wins():
     assert affinity_key_of(head(b"X-Session-Id: one", b"X-Session-Id: two")) == "one"
 
 
-def test_long_values_become_short_and_stay_apart():
+def test_long_values_are_shortened_and_stay_distinct():
     keys = {affinity_key_of(head(b"Cookie: " + b"c" * length)) for length in range(256, 300)}
     assert len(keys) == 44
     assert max(map(len, keys)) == MAX_KEY_BYTES
     assert len(affinity_key_of(head(b"Cookie: " + b"c" * 2**20))) == 32
 
 
-def test_bytes_of_any_kind_are_a_key():
+def test_any_bytes_can_be_a_key():
     assert affinity_key_of(head(b"X-Session-Id: \xff\x00\xe9")) == "\xff\x00\xe9"
 
 
-def test_a_megabyte_of_other_lines_is_read_over():
+def test_a_megabyte_of_other_header_lines_is_skipped():
     assert affinity_key_of(head(*[b"X-Filler: " + b"cookie:" * 10] * 13_000, b"Cookie: c")) == "c"
 
 
@@ -75,7 +75,7 @@ KEYS = ("session_params.session_id", "session_id", "user")
 of_body = AffinityKeyReader(("x-session-id",), KEYS).read
 
 
-def test_only_the_headers_that_are_configured_name_a_session():
+def test_only_configured_headers_name_a_session():
     of_trace = AffinityKeyReader(("x-trace", "x.y+z")).read
     assert of_trace(head(b"X-Session-Id: s", b"X-Trace: t")) == "t"
     assert of_trace(head(b"xay+z: no", b"X.Y+Z: literal")) == "literal"
@@ -125,27 +125,27 @@ def test_bodies_that_workers_accept_name_their_session(body):
     [b"", b"{", b'{"user": "me"', b"\xff\xfe", b"--boundary\r\n", b"[" * 100_000,
      b'{"user": ' + b"[" * 100_000],
 )  # fmt: skip
-def test_a_body_that_is_no_json_names_none(body):
+def test_a_body_that_is_not_json_names_no_session(body):
     assert of_body(b"", body) == ""
 
 
-def test_a_body_that_is_too_large_to_be_parsed_at_once_names_none():
+def test_a_body_too_large_to_parse_at_once_names_no_session():
     body = b'{"user": "me", "pad": "%b"}'
     assert of_body(b"", body % (b"x" * (MAX_BODY_BYTES - len(body)))) == "me"
     assert of_body(b"", body % (b"x" * MAX_BODY_BYTES)) == ""
 
 
-def test_a_session_has_the_same_key_wherever_it_is_named():
+def test_a_session_has_the_same_key_in_a_header_and_in_a_body():
     for name in ("me", "\u00e9\u4e2d\U0001f600", "c" * 1000, "a b%+"):
-        spelled = name.encode()
-        key = session_key(spelled)
-        assert of_body(head(b"X-Session-Id: " + spelled)) == key
+        encoded = name.encode()
+        key = session_key(encoded)
+        assert of_body(head(b"X-Session-Id: " + encoded)) == key
         for ascii_only in (True, False):
             body = json.dumps({"user": name}, ensure_ascii=ascii_only).encode()
             assert of_body(b"", body) == key
 
 
-def test_a_key_that_all_clients_need_names_no_session():
+def test_the_api_key_that_all_clients_send_names_no_session():
     lines = b"POST / HTTP/1.1\r\nAuthorization: Bearer k\r\nX-Api-Key: k\r\nCookie: c=1\r\n"
     headers = ("authorization", "x-api-key", "cookie")
     plain = Config(routing=RoutingConfig(session_headers=headers))

@@ -56,19 +56,23 @@ def workers(fleet, *names):
 def disable(fleet, *names):
     fleet.apply(
         [
-            entry(w.display_id.partition(":")[0], model=w.model, disabled=w.display_id[:2] in names)
-            for w in fleet.workers
+            entry(
+                worker.display_id.partition(":")[0],
+                model=worker.model,
+                disabled=worker.display_id[:2] in names,
+            )
+            for worker in fleet.workers
         ],
         NOW,
     )
 
 
-def test_a_request_for_another_name_is_left_alone(fleet):
+def test_a_request_for_another_model_is_unchanged(fleet):
     need = request(aliases_of(), model="big")
     assert (need.alias, need.model, need.asked_model) == (None, "big", "big")
 
 
-def test_requests_go_to_the_targets_by_weight(fleet):
+def test_requests_are_split_among_the_targets_by_weight(fleet):
     aliases = aliases_of()
     models = Counter()
     for _ in range(40):
@@ -79,7 +83,7 @@ def test_requests_go_to_the_targets_by_weight(fleet):
     assert models == {"big": 30, "small": 10}
 
 
-def test_an_alias_wins_over_a_model_of_its_name_which_may_be_its_target(fleet):
+def test_an_alias_wins_over_a_model_of_its_name_which_can_be_a_target(fleet):
     aliases = aliases_of('[[routing.models]]\nname = "big"\ntargets = [{ model = "small" }]')
     need = request(aliases, model="big")
     choose_target(need, RegularWorkers(fleet))
@@ -95,7 +99,7 @@ def test_an_alias_wins_over_a_model_of_its_name_which_may_be_its_target(fleet):
     assert chosen == {"small", "big"}
 
 
-def test_a_target_without_a_worker_gets_none_while_another_has_one(fleet):
+def test_a_target_without_a_worker_gets_no_requests_while_another_has_one(fleet):
     aliases = aliases_of()
     disable(fleet, "s1")
     for _ in range(8):
@@ -112,7 +116,7 @@ def test_a_target_without_a_worker_gets_none_while_another_has_one(fleet):
     assert models == {"big": 6, "small": 2}
 
 
-def test_a_target_whose_workers_are_full_or_lack_a_capability_is_out_for_that_request():
+def test_a_target_whose_workers_are_full_or_not_capable_is_skipped():
     fleet = fleet_of(
         entry("b1", model="big", max_inflight=1),
         entry("s1", model="small", capabilities=frozenset(CAPABILITIES) - {"image_input"}),
@@ -138,19 +142,19 @@ def test_a_session_that_waits_for_its_worker_keeps_its_target(fleet):
     for need in needs:
         assert not choose_target(need, RegularWorkers(fleet))
     fleet.cordon(small, "updating")
-    for need in needs:  # nobody waits, such as where updates refuse requests
+    for need in needs:  # no session waits, as when updates refuse requests
         choose_target(need, RegularWorkers(fleet))
     assert {need.model for need in needs} == {"big"}
 
 
-def test_an_explanation_says_that_a_session_waits_at_its_target(fleet):
+def test_an_explanation_shows_that_a_session_waits_for_its_target(fleet):
     aliases, (small,) = aliases_of(), workers(fleet, "s1")
     fleet.cordon(small, "updating")
-    found = explain_target(request(aliases, "one"), RegularWorkers(fleet, held=[small]))
-    assert (found.target, found.reason) == ("small", "its session waits for a worker there")
+    explained = explain_target(request(aliases, "one"), RegularWorkers(fleet, held=[small]))
+    assert (explained.target, explained.reason) == ("small", "its session waits for a worker there")
 
 
-def test_a_session_stays_at_its_target_and_returns_to_it(fleet):
+def test_a_session_stays_with_its_target_and_returns_to_it(fleet):
     aliases = aliases_of()
     home = {}
     for number in range(60):
@@ -159,51 +163,51 @@ def test_a_session_stays_at_its_target_and_returns_to_it(fleet):
         home[number] = need.model
     assert set(home.values()) == {"big", "small"}
 
-    def again():
-        found = {}
+    def targets_now():
+        targets = {}
         for number in home:
             need = request(aliases, f"s{number}")
             choose_target(need, RegularWorkers(fleet))
-            found[number] = need.model
-        return found
+            targets[number] = need.model
+        return targets
 
-    assert again() == home
+    assert targets_now() == home
     disable(fleet, "s1")
-    assert set(again().values()) == {"big"}
+    assert set(targets_now().values()) == {"big"}
     disable(fleet)
     heal(fleet, fleet.workers[2])
-    assert again() == home
+    assert targets_now() == home
     assert aliases_of().splits["alias"].session_order("s1") == (
         aliases.splits["alias"].session_order("s1")
     )
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-forwarded-for"])
-def test_a_header_that_names_a_client_does_not_bind_it_to_a_target(fleet, header):
+def test_a_client_header_names_a_session_only_where_it_is_configured(fleet, header):
     aliases = aliases_of()
     need = Requirements(CHAT, "alias")
     aliases.resolve(need, f"{header}: one\r\n".encode(), b"")
     assert need.alias.session == ""
-    listed = aliases_of(f'[routing]\nsession_headers = ["{header}"]\n' + ALIAS)
+    configured = aliases_of(f'[routing]\nsession_headers = ["{header}"]\n' + ALIAS)
     need = Requirements(CHAT, "alias")
-    listed.resolve(need, f"{header}: one\r\n".encode(), b"")
+    configured.resolve(need, f"{header}: one\r\n".encode(), b"")
     assert need.alias.session == "one"
 
 
-def test_the_key_that_the_policy_goes_by_is_the_splits_too(fleet):
+def test_the_affinity_key_of_the_policy_is_also_that_of_the_split(fleet):
     need = Requirements(CHAT, "alias", affinity_key="key")
     aliases_of().resolve(need, b"x-session-id: other\r\n", b"")
     assert need.alias.session == "key"
 
 
-def test_a_key_of_the_body_names_the_session(fleet):
+def test_a_configured_body_key_names_the_session(fleet):
     aliases = aliases_of('[routing]\nsession_body_keys = ["user"]\n' + ALIAS)
     need = Requirements(CHAT, "alias")
     aliases.resolve(need, b"", b'{"user": "me"}')
     assert need.alias.session == "me"
 
 
-def test_a_retry_stays_at_its_target_until_its_workers_are_all_tried(fleet):
+def test_a_retry_stays_with_its_target_until_all_its_workers_are_tried(fleet):
     need = request(aliases_of())
     choose_target(need, RegularWorkers(fleet))
     assert need.model == "big"
@@ -216,7 +220,7 @@ def test_a_retry_stays_at_its_target_until_its_workers_are_all_tried(fleet):
     assert need.model == "small"
 
 
-def test_without_any_worker_the_error_is_that_of_a_model(fleet):
+def test_without_any_worker_the_error_is_model_not_found(fleet):
     aliases = aliases_of(
         '[[routing.models]]\nname = "alias"\ntargets = [{ model = "x" }, { model = "y" }]'
     )
@@ -226,7 +230,7 @@ def test_without_any_worker_the_error_is_that_of_a_model(fleet):
     assert (caught.value.status, caught.value.code) == (503, "model_not_found")
 
 
-def test_a_target_that_may_come_back_gives_the_reason(fleet):
+def test_the_error_is_that_of_a_target_that_can_recover(fleet):
     aliases = aliases_of(
         '[[routing.models]]\nname = "alias"\ntargets = [{ model = "x" }, { model = "small" }]'
     )
@@ -238,7 +242,7 @@ def test_a_target_that_may_come_back_gives_the_reason(fleet):
     assert need.target_model is None
 
 
-def test_a_request_that_names_its_worker_goes_to_that_workers_target(fleet):
+def test_a_request_that_names_a_worker_gets_the_target_of_that_worker(fleet):
     aliases = aliases_of()
     small = workers(fleet, "s1")[0]
     for _ in range(3):
@@ -248,7 +252,7 @@ def test_a_request_that_names_its_worker_goes_to_that_workers_target(fleet):
         assert need.model == "small"
 
 
-def test_an_alias_can_be_taken_where_one_of_its_targets_can(fleet):
+def test_an_alias_is_available_if_one_of_its_targets_is(fleet):
     need, checks = request(aliases_of()), RegularWorkers(fleet)
     assert any_target(need, checks.can_take)
     assert need.model == "alias"
@@ -262,14 +266,14 @@ def test_an_alias_can_be_taken_where_one_of_its_targets_can(fleet):
     assert not all_targets_tried(need, checks, {b1, b2, small})
 
 
-def test_an_explanation_says_which_target_comes_and_counts_nothing(fleet):
+def test_an_explanation_names_the_next_target_and_changes_nothing(fleet):
     aliases = aliases_of()
     for _ in range(5):
-        reported = explain_target(request(aliases), RegularWorkers(fleet))
+        explained = explain_target(request(aliases), RegularWorkers(fleet))
         need = request(aliases)
         choose_target(need, RegularWorkers(fleet))
-        assert (reported.target, reported.reason) == (need.model, "next in turn by weight")
-    assert reported.available == [True, True]
+        assert (explained.target, explained.reason) == (need.model, "next in turn by weight")
+    assert explained.available == [True, True]
     assert (
         explain_target(request(aliases, "s"), RegularWorkers(fleet)).reason
         == "its session belongs there"
@@ -280,13 +284,13 @@ def test_an_explanation_says_which_target_comes_and_counts_nothing(fleet):
     }
     assert reasons == {"no other target has a worker for it now"}
     disable(fleet, "s1", "b1", "b2")
-    reported = explain_target(request(aliases), RegularWorkers(fleet))
-    assert reported.target is None
-    assert "is an alias of" in reported.reason
+    explained = explain_target(request(aliases), RegularWorkers(fleet))
+    assert explained.target is None
+    assert "is an alias of" in explained.reason
     assert explain_target(request(aliases, model="big"), RegularWorkers(fleet)) is None
 
 
-def test_a_reload_keeps_the_place_of_aliases_that_stay(fleet):
+def test_a_reload_keeps_the_position_of_aliases_that_stay(fleet):
     aliases = aliases_of()
     for _ in range(2):
         choose_target(request(aliases), RegularWorkers(fleet))
@@ -305,7 +309,7 @@ def test_a_reload_keeps_the_place_of_aliases_that_stay(fleet):
         ("alias", "a", "alias"),
     ],
 )
-def test_an_adapter_beside_the_model_counts_as_sglang_reads_it(model, adapter, expected):
+def test_the_adapter_field_selects_a_model_as_sglang_reads_it(model, adapter, expected):
     need = Requirements(CHAT, model, decoded=BodyFields())
     name_adapter(need, aliases_of(), b'{"lora_path": "%b"}' % adapter.encode())
     assert need.model == expected
@@ -341,7 +345,7 @@ def test_a_batch_with_several_adapters_keeps_its_model():
     assert need.model == "base"
 
 
-def test_what_is_no_json_names_no_adapter():
+def test_a_body_that_is_not_json_names_no_adapter():
     assert adapters_of_body(b'{"lora_path": ') == frozenset()
 
 

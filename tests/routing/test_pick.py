@@ -44,7 +44,7 @@ def refusal(fleet, need, owner="") -> HttpError:
     return caught.value
 
 
-worlds = st.lists(
+fleets = st.lists(
     st.fixed_dictionaries(
         {
             "model": st.sampled_from([None, "m", "n"]),
@@ -64,7 +64,7 @@ needs = st.builds(
     Requirements,
     mask=st.sets(st.sampled_from(["chat", *SOUND])).map(capability_mask),
     model=st.sampled_from([None, "m", "n", "other"]),
-    # A response's owner is one of the others before a pick, see `pin_to_response_owner`.
+    # `pin_to_response_owner` replaces RESPONSE_OWNER by another one before a pick.
     pinning=st.sampled_from([pinning for pinning in Pinning if pinning is not RESPONSE_OWNER]),
     named_worker=st.sampled_from(["http://w0:1", "http://w1:1"]),
     version_constraint=st.none()
@@ -72,11 +72,11 @@ needs = st.builds(
 )
 
 
-def world(rows):
-    beside = ("dead", "held", "in_flight", "version")
+def build_fleet(rows):
+    state = ("dead", "held", "in_flight", "version")  # not part of the configuration
     fleet = fleet_of(
         *(
-            entry(f"w{number}", **{key: row[key] for key in row if key not in beside})
+            entry(f"w{number}", **{key: row[key] for key in row if key not in state})
             for number, row in enumerate(rows)
         )
     )
@@ -90,9 +90,9 @@ def world(rows):
     return fleet
 
 
-@given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
+@given(fleets, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
 def test_workers_held_for_an_update_are_eligible_without_the_cordon(rows, need, owner):
-    fleet = world(rows)
+    fleet = build_fleet(rows)
     held = workers_held_for_update(fleet, need, owner)
     routable = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need, owner)]
     assert not (held and routable)
@@ -101,64 +101,68 @@ def test_workers_held_for_an_update_are_eligible_without_the_cordon(rows, need, 
             assert hold in WEIGHT_CORDONS
             fleet.uncordon(worker, hold)
     for worker in held if any(w.health.state is Health.HEALTHY for w in held) else ():
-        against = ineligibility_reasons(fleet, worker, need, owner)
-        # Beside it, what is told of a pick that leaves the first of several, or is short of room.
-        assert all(word.startswith(("full", "is not the", "serves", "names")) for word in against)
+        reasons = ineligibility_reasons(fleet, worker, need, owner)
+        # What remains are reasons that do not depend on the update.
+        assert all(
+            reason.startswith(("full", "is not the", "serves", "names")) for reason in reasons
+        )
 
 
-@given(worlds, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
-def test_a_worker_has_no_reason_against_it_exactly_when_it_can_be_chosen(rows, need, owner):
-    fleet, turns = world(rows), policy()
+@given(fleets, needs, st.sampled_from(["", "http://w0:1", "http://w9:1"]))
+def test_a_worker_has_no_ineligibility_reason_exactly_when_it_can_be_picked(rows, need, owner):
+    fleet, round_robin = build_fleet(rows), policy()
     expected = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need, owner)]
     seen = set()
     for _ in range(len(rows) * 2 + 1):
         try:
-            seen.add(pick_worker(fleet, need, turns, owner=owner))
+            seen.add(pick_worker(fleet, need, round_robin, owner=owner))
         except HttpError as refused:
-            assert refused.status in (404, 503)  # noqa: PT017  both ends are right
+            assert refused.status in (404, 503)  # noqa: PT017  both outcomes are valid
     assert seen == set(expected)
 
 
-@given(worlds, needs)
+@given(fleets, needs)
 def test_explain_picks_as_the_policy_would_without_advancing_it(rows, need):
-    fleet, turns = world(rows), policy()
-    before = copy.copy(turns)
-    explanation = explain(fleet, need, turns)
+    fleet, round_robin = build_fleet(rows), policy()
+    before = copy.copy(round_robin)
+    explanation = explain(fleet, need, round_robin)
     if explanation.pick is None:
         assert all(reasons for _, reasons in explanation.reasons)
         assert explanation.error.message
     else:
         assert explanation.pick is pick_worker(fleet, need, before)
-        assert explanation.pick is pick_worker(fleet, need, turns)
+        assert explanation.pick is pick_worker(fleet, need, round_robin)
         assert (explanation.pick, []) in explanation.reasons
 
 
-@given(worlds, needs, st.sets(st.integers(0, 3)))
+@given(fleets, needs, st.sets(st.integers(0, 3)))
 def test_a_tried_worker_is_picked_again_only_if_no_other_is_left(rows, need, tried):
-    fleet = world(rows)
-    spent = [worker for number, worker in enumerate(fleet.workers) if number in tried]
+    fleet = build_fleet(rows)
+    tried_workers = [worker for number, worker in enumerate(fleet.workers) if number in tried]
     eligible_workers = [w for w in fleet.workers if not ineligibility_reasons(fleet, w, need)]
     if eligible_workers:
-        worker = pick_worker(fleet, need, policy(), tried=spent)
+        worker = pick_worker(fleet, need, policy(), tried=tried_workers)
         assert worker in eligible_workers
-        assert worker not in spent or all(each in spent for each in eligible_workers)
+        assert worker not in tried_workers or all(
+            other in tried_workers for other in eligible_workers
+        )
 
 
 @pytest.mark.parametrize("name", get_args(get_type_hints(RoutingConfig)["policy"]))
-def test_under_every_policy_the_next_try_is_at_another_worker(name):
+def test_under_every_policy_a_retry_picks_another_worker(name):
     fleet = fleet_of(entry("a"), entry("b"), entry("c"))
-    made = build_policy(RoutingConfig(policy=name), random.randrange, 0.0)
+    built = build_policy(RoutingConfig(policy=name), random.randrange, 0.0)
     need = Requirements(
         CHAT, decoded=body_fields_of({"prompt": "the same beginning " * 9}), affinity_key="k"
     )
     for spare in fleet.workers * 2:
         tried = {worker for worker in fleet.workers if worker is not spare}
-        assert pick_worker(fleet, need, made, tried=tried) is spare
-    assert pick_worker(fleet, need, made, tried=fleet.workers) in fleet.workers
+        assert pick_worker(fleet, need, built, tried=tried) is spare
+    assert pick_worker(fleet, need, built, tried=fleet.workers) in fleet.workers
 
 
 @pytest.mark.parametrize(
-    ("entries", "need", "code", "why"),
+    ("entries", "need", "code", "cause"),
     [
         ([], Requirements(CHAT), "no_workers", "no worker is registered"),
         (
@@ -171,11 +175,11 @@ def test_under_every_policy_the_next_try_is_at_another_worker(name):
         ([entry("a", disabled=True)], Requirements(CHAT), "all_disabled", "all 1 workers"),
     ],
 )
-def test_the_error_names_why_no_worker_is_eligible(entries, need, code, why):
+def test_the_error_names_why_no_worker_is_eligible(entries, need, code, cause):
     refused = refusal(fleet_of(*entries), need)
     assert (refused.status, refused.code) == (503, code)
     assert refused.message.startswith("no eligible upstream: ")
-    assert why in refused.message
+    assert cause in refused.message
     assert ("retry-after", "1") in refused.headers
 
 
@@ -195,7 +199,7 @@ def test_the_error_names_the_cordon_reasons():
 
 
 @pytest.mark.parametrize(
-    ("holds", "code", "words"),
+    ("holds", "code", "message"),
     [
         ([{"updating"}] * 2, "weights_updating", "is being updated"),
         ([{"paused"}] * 2, "paused", "is paused by a trainer"),
@@ -215,14 +219,14 @@ def test_the_error_names_the_cordon_reasons():
         ([{"updating", "launch"}, {"updating"}], "all_held", "is held: launch, updating"),
     ],
 )
-def test_the_error_names_the_weight_operation(holds, code, words):
+def test_the_error_names_the_weight_operation(holds, code, message):
     fleet = fleet_of(entry("a"), entry("b"))
     for worker, reasons in zip(fleet.workers, holds, strict=True):
         for reason in reasons:
             fleet.cordon(worker, reason)
     refused = refusal(fleet, Requirements(CHAT))
     assert (refused.code, refused.headers) == (code, (("retry-after", "1"),))
-    assert refused.message == f"no eligible upstream: every worker that could take it {words}"
+    assert refused.message == f"no eligible upstream: every worker that could take it {message}"
 
 
 def test_ineligible_workers_do_not_hide_that_others_are_being_updated():
@@ -238,7 +242,7 @@ def test_ineligible_workers_do_not_hide_that_others_are_being_updated():
     assert chosen(fleet, Requirements(CHAT)) == "b:1"
 
 
-def test_the_owner_of_the_voices_or_a_named_worker_is_being_updated_alone():
+def test_an_update_of_the_only_possible_worker_is_the_error():
     fleet = fleet_of(entry("a"), entry("b"))
     fleet.cordon(fleet.workers[0], "updating")
     voices = Requirements(CAPABILITY_BITS["speech"], pinning=Pinning.VOICE_OWNER)
@@ -249,7 +253,7 @@ def test_the_owner_of_the_voices_or_a_named_worker_is_being_updated_alone():
     assert refusal(fleet, named).code == "weights_updating"
 
 
-def test_only_workers_with_the_wanted_weights_are_chosen():
+def test_only_workers_with_the_required_weights_are_picked():
     fleet = fleet_of(entry("a"), entry("b"))
     a, b = fleet.workers
     need = Requirements(CHAT, version_constraint=VersionConstraint("v2"))
@@ -273,18 +277,18 @@ def test_without_capacity_the_error_is_all_full():
     assert refusal(fleet, Requirements(CHAT)).code == "all_full"
 
 
-def test_a_model_whose_workers_are_full_is_full_beside_a_worker_without_a_name():
+def test_a_full_model_is_all_full_despite_a_worker_without_a_model_name():
     fleet = fleet_of(entry("a"), entry("b", model="m", max_inflight=1))
     fleet.workers[1].in_flight = 1
     assert refusal(fleet, Requirements(CHAT, "m")).code == "all_full"
 
 
-def test_a_model_that_only_an_unroutable_worker_serves_is_distinguished():
+def test_a_model_of_a_disabled_worker_is_not_reported_as_unknown():
     fleet = fleet_of(entry("a", model="m"), entry("b", model="n", disabled=True))
     assert refusal(fleet, Requirements(CHAT, "n")).code == "all_disabled"
 
 
-def test_a_request_for_a_model_passes_over_workers_without_a_name_once_one_has_one():
+def test_workers_without_a_model_name_are_skipped_if_any_worker_has_one():
     fleet = fleet_of(entry("a"), entry("b", model="m"))
     assert chosen(fleet, Requirements(CHAT, "m")) == "b:1"
     assert refusal(fleet, Requirements(CHAT, "other")).status == 503
@@ -292,7 +296,7 @@ def test_a_request_for_a_model_passes_over_workers_without_a_name_once_one_has_o
     assert chosen(nameless, Requirements(CHAT, "anything")) == "a:1"
 
 
-def test_voices_are_routed_to_their_owner_or_first_to_a_capable_worker():
+def test_voices_go_to_their_owner_or_to_the_first_capable_worker():
     fleet = fleet_of(
         entry("a", capabilities=frozenset({"speech"})),
         entry("b", capabilities=frozenset(SOUND)),
@@ -300,15 +304,15 @@ def test_voices_are_routed_to_their_owner_or_first_to_a_capable_worker():
     )
     need = Requirements(CAPABILITY_BITS["speech"], pinning=Pinning.VOICE_OWNER)
     assert chosen(fleet, need) == "b:1"
-    against = [ineligibility_reasons(fleet, worker, need) for worker in fleet.workers]
-    assert [bool(reasons) for reasons in against] == [True, False, True]
+    reasons_of_all = [ineligibility_reasons(fleet, worker, need) for worker in fleet.workers]
+    assert [bool(reasons) for reasons in reasons_of_all] == [True, False, True]
     assert chosen(fleet, need, owner="http://c:1") == "c:1"
     fleet.mark_dead(fleet.workers[2], NOW)
     refused = refusal(fleet, need, owner="http://c:1")
     assert (refused.code, "http://c:1" in refused.message) == ("voice_owner_unavailable", True)
 
 
-def test_a_named_worker_alone_may_answer():
+def test_only_a_named_worker_may_serve_the_request():
     fleet = fleet_of(entry("a"), entry("b"))
     need = Requirements(
         CAPABILITY_BITS["speech"], pinning=Pinning.NAMED, named_worker=fleet.workers[1].id
@@ -316,7 +320,7 @@ def test_a_named_worker_alone_may_answer():
     assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
     fleet.mark_dead(fleet.workers[1], NOW)
     assert refusal(fleet, need).code == "worker_unavailable"
-    need.named_worker = "http://nobody:1"
+    need.named_worker = "http://unknown:1"
     assert refusal(fleet, need).status == 404
 
 
@@ -333,12 +337,12 @@ def test_reasons_are_ordered_by_importance():
     ]
 
 
-def test_a_refusal_names_the_first_cause_however_the_fleet_is_made():
+def test_an_error_names_a_missing_capability_before_a_disabled_worker():
     fleet = fleet_of(entry("a", capabilities=frozenset({"speech"}), disabled=True))
     assert no_worker_error(fleet, Requirements(CHAT)).code == "no_capable_worker"
 
 
-def test_during_a_half_open_request_no_other_is_sent_and_errors_say_so():
+def test_during_a_half_open_request_the_worker_is_not_picked():
     fleet = fleet_of(entry("a"))
     (worker,) = fleet.workers
     for _ in range(fleet.thresholds.fall):
@@ -355,19 +359,19 @@ def test_during_a_half_open_request_no_other_is_sent_and_errors_say_so():
     assert reasons[0].startswith("half-open")
 
 
-def test_without_a_model_in_question_no_refusal_speaks_of_one():
+def test_an_error_for_a_request_without_a_model_names_no_model():
     fleet = fleet_of(entry("a"))
-    found = no_worker_error(fleet, Requirements(mask=CHAT))
-    assert (found.code, "None" in found.message) == ("all_full", False)
+    error = no_worker_error(fleet, Requirements(mask=CHAT))
+    assert (error.code, "None" in error.message) == ("all_full", False)
     (reason,) = ineligibility_reasons(
-        made := fleet_of(entry("a"), entry("b", model="m")),
-        made.workers[0],
+        mixed := fleet_of(entry("a"), entry("b", model="m")),
+        mixed.workers[0],
         Requirements(CHAT, "m"),
     )
     assert reason == "names no model, not 'm'"
 
 
-def test_a_regular_request_never_takes_a_prefill_or_decode_worker():
+def test_a_regular_request_never_gets_a_prefill_or_decode_worker():
     fleet = fleet_of(entry("p", role="prefill"), entry("d", role="decode"))
     error = refusal(fleet, Requirements(mask=CHAT))
     assert (error.status, error.code) == (503, "no_regular_worker")

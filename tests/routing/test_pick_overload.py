@@ -1,4 +1,4 @@
-"""Picks while engines are overloaded: all policies, pins, sessions, ranks, retries, pairs."""
+"""Picks while engines are overloaded: policies, pinning, sessions, ranks, retries and pairs."""
 
 import random
 
@@ -48,7 +48,7 @@ def test_no_policy_picks_an_overloaded_worker_while_there_is_another(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_where_all_are_overloaded_the_policy_picks_as_ever(name):
+def test_if_all_workers_are_overloaded_the_policy_picks_as_usual(name):
     overloaded = fleet_with(entry("a"), entry("b"), overloaded=("a:1", "b:1"))
     assert picks(overloaded, policy_of(name)) == picks(
         fleet_with(entry("a"), entry("b")), policy_of(name)
@@ -61,18 +61,18 @@ def test_a_full_worker_is_no_alternative():
     assert picks(fleet, policy_of()) == {"a:1"}
 
 
-def test_a_worker_that_the_request_names_is_picked_all_the_same():
+def test_a_worker_named_by_the_request_is_picked_although_overloaded():
     fleet = fleet_with(entry("a"), entry("b"), overloaded=("a:1",))
     need = Requirements(CHAT, pinning=NAMED, named_worker=fleet.workers[0].url)
     assert picks(fleet, policy_of(), need) == {"a:1"}
 
 
-def test_a_retry_prefers_what_was_not_tried_to_what_is_below_the_bound():
+def test_a_retry_prefers_an_untried_overloaded_worker_to_a_tried_one():
     fleet = fleet_with(entry("a"), entry("b"), overloaded=("a:1",))
     assert picks(fleet, policy_of(), tried=[fleet.workers[1]]) == {"a:1"}
 
 
-def test_a_session_leaves_an_overloaded_worker_as_it_leaves_a_full_one():
+def test_a_session_leaves_an_overloaded_worker_and_stays_away():
     fleet = fleet_with(entry("a"), entry("b"))
     policy, need = policy_of(sticky_sessions=True), Requirements(CHAT, affinity_key="s")
     home = pick_worker(fleet, need, policy)
@@ -80,11 +80,11 @@ def test_a_session_leaves_an_overloaded_worker_as_it_leaves_a_full_one():
     fleet.loads.report(home, EngineLoad(LoadReport(9.0, None), 0.0))
     assert picks(fleet, policy, need) == {other.display_id}
     fleet.loads.report(home, EngineLoad(LoadReport(0.0, None), 0.0))
-    assert picks(fleet, policy, need) == {other.display_id}  # it stays there
+    assert picks(fleet, policy, need) == {other.display_id}  # it does not return
     assert policy.stats()["sticky"]["moved"] == 1
 
 
-def test_of_ranks_each_is_judged_by_itself_and_a_named_rank_is_picked_on_another_worker():
+def test_each_rank_is_judged_by_its_own_load():
     fleet = fleet_with(entry("a", ranks=2), entry("b", ranks=2))
     a = fleet.workers[0]
     fleet.loads.report_engines(a, {0: LoadReport(9.0, None), 1: LoadReport(0.0, None)}, 0.0)
@@ -92,14 +92,14 @@ def test_of_ranks_each_is_judged_by_itself_and_a_named_rank_is_picked_on_another
     assert picks(fleet, policy_of(), Requirements(CHAT, dp_rank=0)) == {"b:1@0"}
 
 
-def test_an_explanation_names_the_figure_and_the_bound():
+def test_an_explanation_names_the_load_and_its_limit():
     fleet = fleet_with(entry("a"), entry("b"), entry("c", disabled=True), overloaded=("a:1",))
     explained = explain(fleet, Requirements(CHAT), policy_of())
     assert [reasons for _, reasons in explained.reasons] == [[VETO], [], ["disabled"]]
     assert explained.pick is fleet.workers[1]
 
 
-def test_an_explanation_names_no_load_where_there_is_no_veto():
+def test_an_explanation_names_no_load_if_all_workers_are_overloaded():
     fleet = fleet_with(entry("a"), entry("b", disabled=True), overloaded=("a:1", "b:1"))
     explained = explain(fleet, Requirements(CHAT), policy_of())
     assert [reasons for _, reasons in explained.reasons] == [[], ["disabled"]]
@@ -131,12 +131,12 @@ def test_each_leg_of_a_pair_avoids_overloaded_workers(overloaded, pairs):
     fleet = fleet_with(*POOLS, overloaded=overloaded)
     pairing, policies = Pairing(fleet), Policies(policy_of(), pool_policies())
     placements = [pick_placement(pairing, pair_need(), policies) for _ in range(8)]
-    assert {(each.prefill.display_id, each.worker.display_id) for each in placements} == pairs
+    assert {(pair.prefill.display_id, pair.worker.display_id) for pair in placements} == pairs
 
 
 def test_an_explanation_of_a_pair_names_the_overloaded_workers_of_each_leg():
     fleet = fleet_with(*POOLS, overloaded=("p:1", "d:1", "e:1"))
     explained = explain_placement(fleet, pair_need(), policy_of(), pool_policies())
-    verdicts = {target.display_id: why for target, why in explained.explanation.reasons}
+    verdicts = {target.display_id: reasons for target, reasons in explained.explanation.reasons}
     assert verdicts == {"p:1": [VETO], "q:1": [], "d:1": [], "e:1": []}
     assert explained.prefill.worker.display_id == "q:1"

@@ -1,4 +1,7 @@
-"""Which rank a client names, and the body that tells an engine its rank, against plain JSON."""
+"""The rank, voice, worker or stored response that pins a request.
+
+Expected ranks and bodies are computed with Python's `json`.
+"""
 
 import json
 
@@ -59,7 +62,7 @@ def read(body: bytes) -> Requirements:
 
 
 def naive(body: dict, header: int | None):
-    """The rank that is named; "refused" for one that is no rank, and for two."""
+    """The rank that a request names, or "refused": for an invalid rank, and for two ranks."""
     named = [body[key] for key in KEYS if body.get(key) is not None]
     if any(type(value) is not int or value < 0 for value in named):
         return "refused"
@@ -70,7 +73,7 @@ def naive(body: dict, header: int | None):
 @given(
     pairs=members, header=st.none() | st.integers(0, 7), blank=st.sampled_from(["", " ", "\n\t"])
 )
-def test_the_rank_is_that_of_the_header_or_of_one_of_two_keys(pairs, header, blank):
+def test_the_rank_is_read_from_the_header_or_from_one_of_two_keys(pairs, header, blank):
     body = dict(pairs)
     text = (blank + json.dumps(body)).encode()
     hints = {} if header is None else {RANK_HINT: b"%d" % header}
@@ -88,7 +91,7 @@ def test_the_rank_is_that_of_the_header_or_of_one_of_two_keys(pairs, header, bla
 
 @pytest.mark.parametrize("padding", [0, LARGE_BYTES])
 @given(pairs=members)
-def test_the_engine_gets_one_key_more_and_everything_else_as_it_was(rank, padding, pairs):
+def test_the_body_for_the_engine_differs_only_by_the_added_rank(rank, padding, pairs):
     body = {key: value for key, value in pairs if key not in KEYS or value is None}
     if padding:
         body["a long text"] = "a" * padding
@@ -113,7 +116,7 @@ def test_a_body_that_names_its_rank_is_not_changed(rank, where):
 
 @pytest.mark.parametrize("padding", [0, LARGE_BYTES])
 @pytest.mark.parametrize("spelled", [r"routed\u005fdp_rank", r"data_parallel_r\u0061nk"])
-def test_a_key_that_is_spelled_with_escapes_names_a_rank(spelled, padding):
+def test_a_key_written_with_escapes_names_a_rank(spelled, padding):
     text = f'{{"{spelled}": 5, "long": "{"a" * padding}"}}'.encode()
     need = read(text)
     pin_to_rank(need, {}, text)
@@ -137,20 +140,20 @@ def test_a_key_in_another_encoding_names_a_rank(encoding, key):
         pin_to_rank(read(text), {RANK_HINT: b"3"}, text)
 
 
-def test_a_body_without_such_a_key_is_not_looked_at():
+def test_a_body_without_such_a_key_needs_no_search():
     assert not may_name_rank('{"text": "h\u00e4"}'.encode())
     assert not may_name_rank(b"")
 
 
 @pytest.mark.parametrize("value", [b"9" * 5000, b"0" * 5000 + b"1"])
-def test_a_number_of_many_digits_is_no_rank(value):
+def test_a_number_of_thousands_of_digits_is_refused(value):
     for hints, text in (({RANK_HINT: value}, b"{}"), ({}, b'{"routed_dp_rank": %b}' % value)):
         with pytest.raises(HttpError) as refused:
             pin_to_rank(read(text), hints, text)
         assert refused.value.status == 400
 
 
-def test_a_key_within_another_value_names_nothing():
+def test_a_key_inside_another_value_names_no_rank():
     text = b'{"sampling_params": {"routed_dp_rank": 3}, "text": "\\"routed_dp_rank\\": 4"}'
     need = read(text)
     pin_to_rank(need, {}, text)
@@ -163,7 +166,7 @@ def test_a_request_without_a_json_body_names_a_rank_by_header_alone():
     assert (need.dp_rank, need.names_rank_in_body) == (2, False)
 
 
-def test_a_worker_without_ranks_is_its_own_rank_0():
+def test_a_worker_without_ranks_counts_as_rank_0():
     fleet = fleet_of(entry("a", ranks=2), entry("b"))
     names = [
         [target.display_id for target in candidates_of_rank(fleet.candidates(None, 1), index)]
@@ -175,7 +178,7 @@ def test_a_worker_without_ranks_is_its_own_rank_0():
 OWNER = "http://a:1"
 
 
-def bound(path, fields, *names):
+def speech_need(path, fields, *names):
     registry = VoiceRegistry()
     registry.voices_changed(OWNER)
     registry.set_names(registry.generation, names)
@@ -207,27 +210,27 @@ def bound(path, fields, *names):
         ({"items": [{"input": "x"}, 4, None]}, []),
     ],
 )
-def test_the_voices_that_a_body_names(fields, names):
+def test_the_voice_names_are_read_from_the_body(fields, names):
     assert list(voice_names(decode_body(json.dumps(fields).encode()))) == names
 
 
 @pytest.mark.parametrize("path", ["/v1/audio/speech", "/v1/audio/speech/batch"])
-def test_an_uploaded_voice_binds_its_request_to_the_owner(path):
-    need = bound(path, {"input": "x", "voice": "Bob", "items": [{"input": "x"}]}, "bob")
+def test_a_request_with_an_uploaded_voice_is_pinned_to_its_owner(path):
+    need = speech_need(path, {"input": "x", "voice": "Bob", "items": [{"input": "x"}]}, "bob")
     assert need.pinning is VOICE_OWNER
     assert need.mask & AUDIO
 
 
 @pytest.mark.parametrize("fields", [{"voice": "ann"}, {}, {"voice": "default"}])
-def test_any_other_voice_request_takes_any_worker(fields):
-    assert bound("/v1/audio/speech", {"input": "x", **fields}, "bob").pinning is UNPINNED
+def test_a_request_with_another_voice_may_go_to_any_worker(fields):
+    assert speech_need("/v1/audio/speech", {"input": "x", **fields}, "bob").pinning is UNPINNED
 
 
-def test_a_chat_names_no_voice_that_counts():
-    assert bound("/v1/chat/completions", {"voice": "bob"}, "bob").pinning is UNPINNED
+def test_a_voice_in_a_chat_request_does_not_pin_it():
+    assert speech_need("/v1/chat/completions", {"voice": "bob"}, "bob").pinning is UNPINNED
 
 
-def test_a_partly_read_body_takes_the_owner():
+def test_a_partly_read_body_is_pinned_to_the_owner_of_any_voice():
     registry = VoiceRegistry()
     need = Requirements(0)
     pin_to_voice_owner(registry, "speech_http", need)
@@ -237,7 +240,7 @@ def test_a_partly_read_body_takes_the_owner():
     assert need.pinning is VOICE_OWNER
 
 
-def test_a_session_without_a_voice_takes_any_worker():
+def test_a_websocket_without_a_voice_may_go_to_any_worker():
     registry = VoiceRegistry()
     registry.voices_changed(OWNER)
     need = Requirements(0)
@@ -246,11 +249,11 @@ def test_a_session_without_a_voice_takes_any_worker():
 
 
 def scanned(*chunks):
-    found = []
-    scanner = ResponseIdScanner(found.append)
+    ids = []
+    scanner = ResponseIdScanner(ids.append)
     for chunk in chunks:
         scanner.scan(chunk)
-    return found
+    return ids
 
 
 UNARY = b'{"id":"resp_1","object":"response","output":[{"id":"msg_2"}]}'
@@ -273,15 +276,15 @@ def test_the_id_of_a_response_is_found_in_its_first_bytes(chunks):
 
 
 @given(st.integers(0, len(UNARY)))
-def test_an_id_that_is_cut_in_two_is_found_whole_or_as_another_never(at):
+def test_an_id_that_is_split_between_two_chunks_is_found_whole(at):
     assert scanned(UNARY[:at], UNARY[at:]) == ["resp_1"]
 
 
-def test_an_id_of_another_form_is_taken_too():
+def test_an_id_of_another_form_is_accepted():
     assert scanned(b'{"id":"mine"}') == ["mine"]
 
 
-def test_only_the_beginning_is_looked_through():
+def test_only_the_first_bytes_are_scanned():
     assert scanned(b"x" * SCANNED_BYTES, UNARY) == []
 
 
@@ -308,17 +311,17 @@ def test_a_request_names_a_response_by_path_or_body(path, body, named):
     assert named_response(path, body) == named
 
 
-def test_a_request_takes_the_owner_or_any_worker():
+def test_a_request_for_a_response_is_pinned_to_its_owner_if_known():
     owners, worker = own_response_owners(), Worker(entry("a"), NOW)
     owners.keep("resp_1", worker, 0.0)
-    for response_id, place in (("resp_1", NAMED), ("resp_2", UNPINNED), ("", UNPINNED)):
+    for response_id, pinning in (("resp_1", NAMED), ("resp_2", UNPINNED), ("", UNPINNED)):
         need = Requirements(capability_mask(["chat"]), pinning=RESPONSE_OWNER)
         pin_to_response_owner(need, response_id, owners, 1.0)
-        assert need.pinning is place
-        assert need.named_worker == (worker.url if place is NAMED else "")
+        assert need.pinning is pinning
+        assert need.named_worker == (worker.url if pinning is NAMED else "")
 
 
-def test_the_table_is_bounded():
+def test_the_table_of_response_owners_is_bounded():
     owners, worker = own_response_owners(), Worker(entry("a"), NOW)
     owners.tune(10, 0)
     for number in range(50):

@@ -32,7 +32,7 @@ def loaded(*in_flight: int) -> list[Worker]:
 
 
 @given(runs)
-def test_round_robin_is_one_counter_taken_modulo_the_candidates(run):
+def test_round_robin_is_a_counter_modulo_the_number_of_candidates(run):
     policy = build("round_robin", random.randrange)
     for turn, counts in enumerate(run):
         candidates = loaded(*counts)
@@ -40,14 +40,14 @@ def test_round_robin_is_one_counter_taken_modulo_the_candidates(run):
 
 
 @given(runs)
-def test_least_request_takes_a_least_loaded_one(run):
+def test_least_request_picks_a_least_loaded_worker(run):
     policy = build("least_request", random.randrange)
     for counts in run:
         assert policy.pick(loaded(*counts), NEED).in_flight == min(counts)
 
 
 @given(st.integers(1, 6), st.integers(0, 3), st.integers(1, 4))
-def test_least_request_gives_equals_their_turn(count, load, rounds):
+def test_least_request_picks_equally_loaded_workers_in_turn(count, load, rounds):
     policy = build("least_request", random.randrange)
     candidates = loaded(*[load] * count)
     picked = Counter(policy.pick(candidates, NEED).url for _ in range(count * rounds))
@@ -56,25 +56,25 @@ def test_least_request_gives_equals_their_turn(count, load, rounds):
 
 
 @given(loads, st.integers(0, 9), st.integers(1, 5))
-def test_least_request_takes_turns_among_ties_a_caller_that_else_is_busy(counts, before, rounds):
-    """The naive one: the group of the least loaded, and each of it once in every round."""
+def test_least_request_picks_each_of_the_least_loaded_once_in_every_round(counts, before, rounds):
+    """The order is that of the candidates, from any starting point."""
     policy = build("least_request", random.randrange)
     idle = loaded(*[0] * len(counts))
-    for _ in range(before):  # the turn may be anywhere
+    for _ in range(before):  # the rotation may start anywhere
         policy.pick(idle, NEED)
     candidates = loaded(*counts)
     ties = [worker for worker in candidates if worker.in_flight == min(counts)]
     picked = []
     for _ in range(rounds * len(ties)):
-        shown, _ = policy.preview_pick(candidates, NEED)
+        previewed, _ = policy.preview_pick(candidates, NEED)
         picked.append(policy.pick(candidates, NEED))
-        assert picked[-1] is shown
+        assert picked[-1] is previewed
     first = ties.index(picked[0])
     assert picked == [ties[(first + at) % len(ties)] for at in range(len(picked))]
 
 
 @given(st.integers(2, 6), st.integers(1, 40))
-def test_least_request_spreads_what_stays_in_flight(count, requests):
+def test_least_request_spreads_requests_that_stay_in_flight(count, requests):
     policy = build("least_request", random.randrange)
     candidates = loaded(*[0] * count)
     for _ in range(requests):
@@ -84,7 +84,7 @@ def test_least_request_spreads_what_stays_in_flight(count, requests):
 
 
 @given(loads, st.randoms())
-def test_random_takes_the_one_that_was_drawn(counts, chance):
+def test_random_picks_the_drawn_candidate(counts, chance):
     candidates = loaded(*counts)
     drawn = []
 
@@ -96,16 +96,16 @@ def test_random_takes_the_one_that_was_drawn(counts, chance):
 
 
 @given(loads, st.randoms())
-def test_power_of_two_takes_the_less_loaded_of_two_different_ones(counts, chance):
+def test_power_of_two_picks_the_less_loaded_of_two_drawn_workers(counts, chance):
     candidates = loaded(*counts)
-    asked = []
+    limits = []
 
     def below(count):
-        asked.append(count)
+        limits.append(count)
         return chance.randrange(count)
 
     chosen = build("power_of_two", below).pick(candidates, NEED)
-    assert asked == ([1] if len(counts) == 1 else [len(counts), len(counts) - 1])
+    assert limits == ([1] if len(counts) == 1 else [len(counts), len(counts) - 1])
     if len(counts) == 2:
         assert chosen.in_flight == min(counts)
     elif counts.count(max(counts)) == 1 and len(counts) > 1:
@@ -116,9 +116,9 @@ def test_power_of_two_can_draw_every_pair():
     draws = [(first, second) for first in range(3) for second in range(2)]
     pairs = set()
     for first, second in draws:
-        waiting = [first, second]
+        pending = [first, second]
         candidates = loaded(0, 0, 0)
-        chosen = build("power_of_two", lambda _: waiting.pop(0)).pick(candidates, NEED)  # noqa: B023
+        chosen = build("power_of_two", lambda _: pending.pop(0)).pick(candidates, NEED)  # noqa: B023
         pairs.add((candidates.index(chosen), second + (second >= first)))
     assert pairs == {(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)}
 

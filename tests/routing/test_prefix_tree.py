@@ -45,7 +45,7 @@ def ring(tree):
 
 
 def audit(tree):
-    """What the tree promises itself."""
+    """Checks the internal invariants of the tree."""
     order = ring(tree)
     assert len(order) == tree.nodes == sum(map(len, tree._edges))
     assert sum(len(tree._labels[node]) for node in order) == tree.size
@@ -61,12 +61,12 @@ def audit(tree):
     assert all(tree._kids[node] == count for node, count in kids.items())
     assert not tree._live & tree._dead
     for name, bit in tree._bits.items():
-        on_it = sum(len(tree._labels[node]) for node in order if tree._masks[node] & bit)
-        assert tree.size_of(name) == on_it
+        held = sum(len(tree._labels[node]) for node in order if tree._masks[node] & bit)
+        assert tree.size_of(name) == held
 
 
 class SlowSweep(RuleBasedStateMachine):
-    """So slow that the forgotten stay on the nodes for some steps."""
+    """The sweep is so slow that forgotten holders stay on nodes for some steps."""
 
     def __init__(self):
         super().__init__()
@@ -79,14 +79,14 @@ class SlowSweep(RuleBasedStateMachine):
 
 
 class AgainstStrings(SlowSweep):
-    """The tree beside a dict of plain texts, with nothing evicted."""
+    """Compares the tree, without eviction, with a dict of plain texts."""
 
     @initialize()
     def plant(self):
         self.tree = PrefixTree(10**9)
         self.held = {}  # texts by holder
-        self.used = {}  # numbers of the latest insertion, of each prefix
-        self.inserted = {}  # by number: text, holder and place
+        self.used = {}  # by prefix: the number of its latest insertion
+        self.inserted = {}  # by insertion number: text, holder and place
         self.number = 0
 
     @rule(text=texts | longer, holder=st.sampled_from(HOLDERS))
@@ -103,7 +103,7 @@ class AgainstStrings(SlowSweep):
 
     @rule(data=st.data())
     def lose(self, data):
-        """A holder has lost what it had below some length of a text, branches too."""
+        """A holder loses what it has below some length of a text, with all branches."""
         if not self.inserted:
             return
         number = data.draw(st.sampled_from(sorted(self.inserted)))
@@ -176,12 +176,12 @@ class AgainstStrings(SlowSweep):
         assert set(self.tree.holders()) == set(self.held)
 
     @invariant()
-    def it_keeps_what_it_promises_itself(self):
+    def internal_invariants_hold(self):
         audit(self.tree)
 
 
 class UnderPressure(SlowSweep):
-    """A tree that is too small for what it is given never tells of more than was held."""
+    """A tree too small for its texts never reports more than was inserted."""
 
     MAX = 200
 
@@ -227,7 +227,7 @@ TestUnderPressure.settings = settings(max_examples=examples(60), stateful_step_c
 
 
 @given(st.binary(max_size=300), st.integers(0, 300), st.binary(min_size=1, max_size=5), st.data())
-def test_the_common_length_of_two_texts_is_found(text, same, tail, data):
+def test_common_length_is_the_length_of_the_common_prefix(text, same, tail, data):
     at = data.draw(st.integers(0, 5))
     label = text[:same] + tail
     assert common_length(label, b"~" * at + text, at) == common(label, text)
@@ -245,7 +245,7 @@ def test_the_least_recently_used_leaf_is_evicted_first():
     assert tree.match(b"other-text")[0] == len(b"other-text")
 
 
-def test_a_match_is_no_use():
+def test_a_match_does_not_count_as_use():
     tree = PrefixTree(100)
     tree.insert(b"first", "a")
     tree.insert(b"second", "a")
@@ -255,7 +255,7 @@ def test_a_match_is_no_use():
     assert (tree.match(b"first")[0], tree.match(b"second")[0]) == (0, 6)
 
 
-def test_a_text_that_many_hold_counts_once_and_for_each():
+def test_a_text_of_several_holders_counts_once_in_total_and_once_for_each():
     tree = PrefixTree(100)
     for holder in HOLDERS:
         tree.insert(b"the same", holder)
@@ -263,7 +263,7 @@ def test_a_text_that_many_hold_counts_once_and_for_each():
     assert [tree.size_of(holder) for holder in HOLDERS] == [8, 8, 8]
 
 
-def test_a_forgotten_holder_is_gone_at_once_and_its_memory_in_pieces():
+def test_a_holder_is_forgotten_at_once_and_its_memory_freed_in_slices():
     tree = PrefixTree(10**9)
     for number in range(3000):
         tree.insert(b"%d-of-many" % number, "a")
@@ -275,7 +275,7 @@ def test_a_forgotten_holder_is_gone_at_once_and_its_memory_in_pieces():
     while tree.maintain(evict=False):
         steps.append(tree.size)
     assert len(steps) > 2
-    assert all(later < sooner for sooner, later in pairwise(steps))
+    assert all(later < earlier for earlier, later in pairwise(steps))
     assert (tree.size, tree.nodes <= 3) == (6, True)
     audit(tree)
 
@@ -294,7 +294,7 @@ def test_a_worker_added_again_during_its_removal_starts_empty():
     audit(tree)
 
 
-def test_inserts_alone_give_the_memory_of_the_forgotten_back():
+def test_inserts_alone_free_the_memory_of_forgotten_holders():
     tree = PrefixTree(10**9)
     for number in range(2000):
         tree.insert(b"%d-of-many" % number, "a")
@@ -304,7 +304,7 @@ def test_inserts_alone_give_the_memory_of_the_forgotten_back():
     assert (tree.size, tree.nodes) == (8, 1)
 
 
-def test_a_later_worker_inherits_nothing_of_a_removed_one():
+def test_a_later_worker_inherits_nothing_from_a_removed_one():
     tree = PrefixTree(10**9)
     for number in range(2000):
         tree.insert(b"%04d" % number, "a")
@@ -339,7 +339,7 @@ def test_a_flood_of_different_texts_is_evicted_as_it_arrives():
     audit(tree)
 
 
-def test_a_flood_that_eviction_cannot_follow_is_not_learnt():
+def test_texts_that_arrive_faster_than_eviction_are_not_inserted():
     tree = PrefixTree(800_000)
     for number in range(5000):
         tree.insert(b"%04d" % number, "a")
@@ -353,7 +353,7 @@ def test_a_flood_that_eviction_cannot_follow_is_not_learnt():
     assert tree.match(b"\xff" * 60_000)[0] == 60_000
 
 
-def test_a_flood_of_one_letter_differences_is_bounded_in_nodes():
+def test_many_texts_that_differ_by_one_byte_make_a_bounded_number_of_nodes():
     tree = PrefixTree(10_000)
     text = b"\x00" * 2500
     for end in range(2500):
@@ -362,7 +362,7 @@ def test_a_flood_of_one_letter_differences_is_bounded_in_nodes():
     audit(tree)
 
 
-def test_a_conversation_that_grows_stays_one_node():
+def test_a_growing_conversation_stays_one_node():
     tree = PrefixTree(10**6)
     text = b""
     for turn in range(50):
@@ -372,7 +372,7 @@ def test_a_conversation_that_grows_stays_one_node():
     assert tree.match(text + b"more")[0] == len(text)
 
 
-def test_more_holders_than_a_word_has_bits():
+def test_there_can_be_more_holders_than_a_word_has_bits():
     tree = PrefixTree(10**6)
     for number in range(200):
         tree.insert(b"shared" + b"%d" % (number % 10), number)

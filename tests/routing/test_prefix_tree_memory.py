@@ -9,19 +9,19 @@ from tests.example_counts import thorough
 
 
 def prompts_of_a_service(chance):
-    """A few system prompts, each with many ends of its own."""
+    """A few system prompts, each with many different endings."""
     systems = [chance.randbytes(1500) for _ in range(16)]
     while True:
         yield chance.choice(systems) + chance.randbytes(chance.randint(100, 500))
 
 
-def short_unlike_ones(chance):
+def short_random_texts(chance):
     while True:
         yield chance.randbytes(40)
 
 
-@pytest.mark.parametrize("texts", [prompts_of_a_service, short_unlike_ones])
-def test_a_full_tree_takes_no_more_than_three_bytes_for_each_it_may_hold(texts):
+@pytest.mark.parametrize("texts", [prompts_of_a_service, short_random_texts])
+def test_a_full_tree_takes_at_most_three_bytes_for_each_byte_of_its_limit(texts):
     size = 2_000_000 if thorough() else 800_000
     source = islice(texts(random.Random(9)), size * 3 // 200)
     tracemalloc.start()
@@ -30,14 +30,14 @@ def test_a_full_tree_takes_no_more_than_three_bytes_for_each_it_may_hold(texts):
         tree = PrefixTree(size)
         for text in source:
             tree.insert(text, "abcd"[text[0] % 4])
-        taken = tracemalloc.get_traced_memory()[0] - before
+        used = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
     assert tree.size > size or tree.nodes >= tree.max_nodes
-    assert taken <= 3 * size
+    assert used <= 3 * size
 
 
-def test_what_a_cleared_tree_had_grown_to_is_dropped_in_pieces():
+def test_the_nodes_of_a_cleared_tree_are_dropped_in_slices():
     tree = PrefixTree(10**6)
     for number in range(3000):
         tree.insert(b"%d" % number, "a")

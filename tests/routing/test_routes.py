@@ -46,24 +46,26 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("method", "path", "traffic", "needs", "place"), ROWS)
-def test_a_model_route_has_its_class_its_need_and_its_place(method, path, traffic, needs, place):
+@pytest.mark.parametrize(("method", "path", "traffic", "needs", "pinning"), ROWS)
+def test_a_model_route_has_its_class_capabilities_and_pinning(
+    method, path, traffic, needs, pinning
+):
     route = match_route(method, path)
     assert route is not None
-    assert (route.traffic, route.mask, route.pinning) == (traffic, capability_mask(needs), place)
+    assert (route.traffic, route.mask, route.pinning) == (traffic, capability_mask(needs), pinning)
     assert route.websocket == (traffic == "tts_websocket")
 
 
 @pytest.mark.parametrize("path", sorted({row[1] for row in ROWS}))
-def test_another_method_is_informed_what_is_allowed(path):
-    own = {row[0] for row in ROWS if row[1] == path}
+def test_the_error_for_another_method_lists_the_allowed_ones(path):
+    allowed = {row[0] for row in ROWS if row[1] == path}
     for method in METHODS:
-        if method in own:
+        if method in allowed:
             assert match_route(method, path) is not None
         else:
-            with pytest.raises(MethodNotAllowed) as wrong:
+            with pytest.raises(MethodNotAllowed) as caught:
                 match_route(method, path)
-            assert wrong.value.allowed == own
+            assert caught.value.allowed == allowed
 
 
 @pytest.mark.parametrize(
@@ -89,7 +91,7 @@ def test_another_method_is_informed_what_is_allowed(path):
         "/inference/v1",
     ],
 )
-def test_what_stands_in_no_row_is_the_fronts(path):
+def test_a_path_outside_the_table_is_not_a_model_route(path):
     for method in METHODS:
         assert match_route(method, path) is None
 
@@ -105,15 +107,15 @@ BELOW = re.compile(r"/v1/audio/(speech|voices)/[^/]+|/v1/responses/[^/]+(/cancel
         st.sampled_from(["", "/", "/cancel", "/x"]),
     ).map("".join)
 )
-def test_no_path_is_caught_that_no_row_names(path):
+def test_only_paths_of_the_table_match(path):
     try:
-        caught = match_route("GET", path) is not None
+        matched = match_route("GET", path) is not None
     except MethodNotAllowed:
-        caught = True
-    assert caught == (path in MODEL_PATHS or BELOW.fullmatch(path) is not None)
+        matched = True
+    assert matched == (path in MODEL_PATHS or BELOW.fullmatch(path) is not None)
 
 
-def test_speech_is_json_for_any_content_type():
+def test_a_speech_body_is_json_for_any_content_type():
     for path in ("/v1/audio/speech", "/v1/audio/speech/batch"):
         route = match_route("POST", path)
         assert route is not None
@@ -132,7 +134,7 @@ path = "/own"
 """
 
 
-def test_a_configured_route_is_its_path_alone():
+def test_a_configured_route_matches_exactly_its_path():
     routes = configured_routes(parse(CONFIGURED).routes)
     route = match_configured(routes, "PUT", "/skyrl/v1/generate")
     assert (route.traffic, route.mask) == ("configured", capability_mask(["speech"]))
@@ -140,6 +142,6 @@ def test_a_configured_route_is_its_path_alone():
     assert match_configured(routes, "POST", "/own").mask == capability_mask(["chat"])
     for path in ("/own/", "/own/x", "/Own", "/skyrl/v1", "/"):
         assert match_configured(routes, "POST", path) is None
-    with pytest.raises(MethodNotAllowed) as wrong:
+    with pytest.raises(MethodNotAllowed) as caught:
         match_configured(routes, "GET", "/skyrl/v1/generate")
-    assert wrong.value.allowed == {"POST", "PUT"}
+    assert caught.value.allowed == {"POST", "PUT"}

@@ -1,4 +1,4 @@
-"""Keys of texts in the prefix tree have in common what the texts have, in whole blocks."""
+"""Two keys in the prefix tree share a prefix as long as that of their texts, in whole blocks."""
 
 import random
 
@@ -26,7 +26,7 @@ def common(one, other):
 
 
 @given(lengths, lengths, lengths)
-def test_keys_have_the_whole_blocks_in_common_that_the_texts_have(same, more, other):
+def test_keys_share_the_whole_blocks_that_their_texts_share(same, more, other):
     one = tree_key(LONG[:same] + b"a" * more)
     two = tree_key(LONG[:same] + b"b" * other)
     known = text_length(common(one, two))
@@ -37,21 +37,21 @@ def test_keys_have_the_whole_blocks_in_common_that_the_texts_have(same, more, ot
 
 
 @given(lengths)
-def test_a_key_grows_with_its_text_at_its_end_alone(length):
+def test_a_longer_text_only_extends_the_key(length):
     key = tree_key(LONG[:length])
     assert tree_key(LONG[: length + 5000]).startswith(key)
     assert len(key) == key_length(length)
     assert length - MOST_BLOCK < text_length(len(key)) <= length
 
 
-def test_a_short_text_is_its_own_key_and_a_long_one_takes_a_twentieth():
+def test_a_short_text_is_its_own_key_and_a_long_one_is_shortened():
     assert tree_key(b"") == b""
     assert tree_key(LONG[:PLAIN]) == LONG[:PLAIN]
     assert len(tree_key(LONG[:48_000])) < 48_000 / 20
-    assert len(tree_key(LONG)) == len(tree_key(LONG[:131_072]))  # what is behind it is not compared
+    assert len(tree_key(LONG)) == len(tree_key(LONG[:131_072]))  # the rest is not compared
 
 
-def test_hashes_are_those_of_their_seed():
+def test_hashes_depend_on_the_seed():
     keys = []
     for seed in (9, 10, 9):
         hash_with(seed)
@@ -63,7 +63,7 @@ def test_hashes_are_those_of_their_seed():
     assert all(one[at : at + HASH_BYTES] != other[at : at + HASH_BYTES] for at in places)
 
 
-def test_a_small_tree_knows_many_long_prompts():
+def test_a_small_tree_holds_many_long_prompts():
     chance = random.Random(5)
     prompts = [chance.randbytes(48_000) for _ in range(300)]
     tree = PrefixTree(1_000_000)

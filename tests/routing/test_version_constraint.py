@@ -18,7 +18,7 @@ ODD = "a\nb"
 
 
 @pytest.mark.parametrize(
-    ("hints", "wanted"),
+    ("hints", "constraint"),
     [
         ({}, None),
         ({b"model": b"m"}, None),
@@ -30,8 +30,8 @@ ODD = "a\nb"
         ({LABEL_HINT: b"=v1", EPOCH_HINT: b"007"}, VersionConstraint("v1", 7)),
     ],
 )
-def test_conditions_are_read(hints, wanted):
-    assert parse_version_constraint(hints) == wanted
+def test_a_constraint_is_read_from_the_hints(hints, constraint):
+    assert parse_version_constraint(hints) == constraint
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_conditions_are_read(hints, wanted):
         {EPOCH_HINT: b"\xb2"}, {LABEL_HINT: b"=v1", EPOCH_HINT: b"x"},
     ],
 )  # fmt: skip
-def test_a_condition_that_can_not_be_read_is_refused(hints):
+def test_an_invalid_constraint_is_refused(hints):
     with pytest.raises(HttpError) as caught:
         parse_version_constraint(hints)
     assert (caught.value.status, caught.value.code) == (400, "invalid_request")
@@ -50,7 +50,7 @@ def test_a_condition_that_can_not_be_read_is_refused(hints):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "version", "met"),
+    ("constraint", "version", "met"),
     [
         (VersionConstraint("v1"), WeightVersion("v1", 0), True),
         (VersionConstraint("v1"), WeightVersion("v2", 9), False),
@@ -60,24 +60,24 @@ def test_a_condition_that_can_not_be_read_is_refused(hints):
         (VersionConstraint(None, 3), WeightVersion("v1", 2), False),
         (VersionConstraint("v1", 3), WeightVersion("v1", 2), False),
         (VersionConstraint(), UNKNOWN_VERSION, True),
-        (VersionConstraint("a%0Ab"), WeightVersion(ODD), True),  # as answers show it
+        (VersionConstraint("a%0Ab"), WeightVersion(ODD), True),  # as responses show it
     ],
 )
-def test_weights_meet_a_condition_or_not(wanted, version, met):
-    assert wanted.is_met_by(version) is met
+def test_a_version_meets_a_constraint_or_not(constraint, version, met):
+    assert constraint.is_met_by(version) is met
 
 
 @given(
     st.builds(VersionConstraint, st.none() | LABELS, st.integers(0, 3)),
     st.builds(WeightVersion, st.none() | LABELS, st.integers(0, 3)),
 )
-def test_there_is_a_word_against_weights_exactly_where_they_do_not_do(wanted, version):
-    assert (wanted.reason_against(version) == "") == wanted.is_met_by(version)
+def test_there_is_a_reason_exactly_when_the_constraint_is_not_met(constraint, version):
+    assert (constraint.reason_against(version) == "") == constraint.is_met_by(version)
 
 
-def test_the_word_names_both():
-    against = VersionConstraint("v2", 7).reason_against(WeightVersion("v1", 3))
-    assert against == "has weights 'v1' (epoch 3), not 'v2' of epoch 7 or later"
+def test_the_reason_names_the_version_and_the_constraint():
+    reason = VersionConstraint("v2", 7).reason_against(WeightVersion("v1", 3))
+    assert reason == "has weights 'v1' (epoch 3), not 'v2' of epoch 7 or later"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_word_names_both():
         ("POST", "/v1/audio/transcriptions", b""),
     ],
 )
-def test_every_kind_of_request_may_have_one(method, path, body):
+def test_every_kind_of_request_may_have_a_constraint(method, path, body):
     facts = RequestFacts(b"application/json", {LABEL_HINT: b"=v1"})
     assert inspect_request(
         match_route(method, path), body, facts

@@ -21,10 +21,10 @@ def split_of(*weights, previous=None, names="abcde"):
 @given(weights, st.integers(1, 3))
 def test_each_target_is_chosen_in_exact_proportion_to_its_weight(weights, rounds):
     split = split_of(*weights)
-    every = range(len(weights))
+    indexes = range(len(weights))
     for _ in range(rounds):
-        chosen = Counter(split.choose(every) for _ in range(sum(weights)))
-        assert [chosen[index] for index in every] == weights
+        chosen = Counter(split.choose(indexes) for _ in range(sum(weights)))
+        assert [chosen[index] for index in indexes] == weights
 
 
 @given(weights)
@@ -50,20 +50,20 @@ def test_a_preview_names_the_next_target_and_changes_nothing(weights, data):
         assert expected in available
 
 
-def test_a_ninety_to_ten_split_spreads_the_ten():
+def test_a_nine_to_one_split_spreads_the_smaller_share_evenly():
     split = split_of(9, 1)
     chosen = [split.choose((0, 1)) for _ in range(30)]
     places = [number for number, index in enumerate(chosen) if index == 1]
     assert [later - earlier for earlier, later in itertools.pairwise(places)] == [10, 10]
 
 
-def test_what_was_out_gets_no_more_than_its_share_when_it_is_back():
+def test_a_target_that_returns_gets_no_more_than_its_share():
     split = split_of(1, 1)
     assert [split.choose((0,)) for _ in range(50)] == [0] * 50
     assert Counter(split.choose((0, 1)) for _ in range(10)) == {0: 5, 1: 5}
 
 
-def test_a_reload_with_equal_targets_continues_where_it_was():
+def test_a_reload_with_equal_targets_keeps_the_position():
     first = split_of(1, 1)
     before = first.choose((0, 1))
     assert split_of(1, 1, previous=first).choose((0, 1)) != before
@@ -85,7 +85,7 @@ def test_sessions_are_spread_by_weight_and_their_order_is_always_the_same():
     assert sorted(order) == [0, 1, 2]
 
 
-def test_a_changed_weight_moves_only_sessions_to_the_target_that_gained():
+def test_a_changed_weight_moves_sessions_only_to_the_target_that_gained():
     before, after = homes(split_of(90, 10)), homes(split_of(80, 20))
     moved = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert set(moved) == {("a", "b")}
@@ -98,7 +98,7 @@ def test_a_new_target_takes_sessions_and_moves_none_between_the_others():
     assert moved == {("a", "c"), ("b", "c")}
 
 
-def test_the_order_of_targets_in_the_file_moves_no_session():
+def test_reordering_the_targets_in_the_file_moves_no_session():
     assert homes(split_of(5, 5, names="ab")) == homes(split_of(5, 5, names="ba"))
 
 

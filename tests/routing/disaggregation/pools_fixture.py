@@ -1,4 +1,4 @@
-"""Fleets with pools, and requests for them, as tests need them."""
+"""Fleets with prefill and decode pools, and requests for them."""
 
 from omni_proxy.config.schema import DisaggregationConfig, RoutingConfig
 from omni_proxy.fleet.worker import CAPABILITY_BITS
@@ -20,12 +20,12 @@ def pools_of(*, policy="round_robin", **rules):
 
 def request(text="", **fields):
     body = decode_body(b'{"prompt": "%s"}' % text.encode()) if text else None
-    plain = {"mask": CHAT, "legs": BOTH_ENGINES, "decoded": body}
-    return Requirements(**(plain | fields))
+    defaults = {"mask": CHAT, "legs": BOTH_ENGINES, "decoded": body}
+    return Requirements(**(defaults | fields))
 
 
 def pair_fleet(prefills=2, decodes=2, **fields):
-    """`p0`, `p1` … and `d0`, `d1` …, all alike."""
+    """Workers `p0`, `p1` … and `d0`, `d1` …, all with the same fields."""
     return fleet_of(
         *(entry(f"p{number}", role="prefill", **fields) for number in range(prefills)),
         *(entry(f"d{number}", role="decode", **fields) for number in range(decodes)),
@@ -33,7 +33,7 @@ def pair_fleet(prefills=2, decodes=2, **fields):
 
 
 class Chooser:
-    """`pick_placement` on one fleet."""
+    """Calls `pick_placement` on one fleet."""
 
     def __init__(self, fleet, pools=None):
         self.fleet = fleet
@@ -46,7 +46,7 @@ class Chooser:
         return pick_placement(self.pairing, need or request(), policies, tried)
 
     def names(self, need=None, tried=()):
-        """(who answers, the prefill worker or None), by their host names."""
+        """The host names of the worker that responds, and of the prefill worker or None."""
         placement = self.place(need, tried)
         prefill = placement.prefill
         return name_of(placement.worker), prefill and name_of(prefill)

@@ -45,14 +45,14 @@ def worker(fleet, name):
     return fleet.find(f"http://{name}:1")
 
 
-def test_each_pool_takes_turns_of_its_own():
+def test_each_pool_has_its_own_rotation():
     chooser = Chooser(pair_fleet(prefills=2, decodes=3))
     picked = [chooser.names() for _ in range(6)]
     assert [decode for decode, _ in picked] == ["d0", "d1", "d2"] * 2
     assert [prefill for _, prefill in picked] == ["p0", "p1"] * 3
 
 
-def test_each_pool_has_the_policy_that_is_configured_for_it():
+def test_each_pool_has_its_configured_policy():
     pools = pools_of(prefill_policy="least_request", decode_policy="round_robin")
     fleet = pair_fleet()
     worker(fleet, "p0").in_flight = 5
@@ -60,7 +60,7 @@ def test_each_pool_has_the_policy_that_is_configured_for_it():
     assert [chooser.names() for _ in range(2)] == [("d0", "p1"), ("d1", "p1")]
 
 
-def test_a_reload_keeps_the_turns_of_a_policy_whose_name_stays():
+def test_a_reload_keeps_the_rotation_of_a_policy_whose_name_stays():
     pools = pools_of()
     chooser = Chooser(pair_fleet(), pools)
     assert chooser.names() == ("d0", "p0")
@@ -75,16 +75,16 @@ def test_a_reload_keeps_the_turns_of_a_policy_whose_name_stays():
         ({"model": "other"}, "no_pair"),
     ],
 )
-def test_workers_that_differ_never_pair(fields, code):
-    plain = {"kv_connector": "nixl", "model": "m"}
+def test_workers_with_different_connectors_or_models_never_pair(fields, code):
+    common = {"kv_connector": "nixl", "model": "m"}
     fleet = fleet_of(
-        entry("p0", role="prefill", **(plain | fields)), entry("d0", role="decode", **plain)
+        entry("p0", role="prefill", **(common | fields)), entry("d0", role="decode", **common)
     )
     error = refusal(fleet, pools=pools_of(fallback="refuse"))
     assert (error.status, error.code) == (503, code)
 
 
-def test_a_pair_has_one_weight_version():
+def test_both_workers_of_a_pair_have_the_same_weight_version():
     fleet = pair_fleet(prefills=2, decodes=2)
     for name in ("p1", "d1"):
         fleet.set_version(worker(fleet, name), "v2", 2)
@@ -100,7 +100,7 @@ def test_a_pair_has_one_weight_version():
     assert "v2" in error.message
 
 
-def test_a_label_that_is_not_known_yet_is_no_other_version_and_an_epoch_is():
+def test_an_unknown_label_does_not_prevent_a_pair_but_another_epoch_does():
     fleet = pair_fleet(1, 1)
     fleet.set_version(worker(fleet, "p0"), "v1", 0)
     assert Chooser(fleet).names() == ("d0", "p0")
@@ -108,7 +108,7 @@ def test_a_label_that_is_not_known_yet_is_no_other_version_and_an_epoch_is():
     assert refusal(fleet).code == "weight_versions_differ"
 
 
-def test_a_retry_takes_workers_that_were_not_tried():
+def test_a_retry_picks_untried_workers():
     fleet = pair_fleet(2, 2)
     chooser = Chooser(fleet)
     p0, p1, d0, d1 = fleet.workers
@@ -118,7 +118,7 @@ def test_a_retry_takes_workers_that_were_not_tried():
     assert chooser.place(tried={d0, d1}).worker in (d0, d1)
 
 
-def test_without_an_untried_prefill_worker_the_decode_worker_does_all_if_it_may():
+def test_without_an_untried_prefill_worker_decode_serves_alone_if_allowed():
     fleet = pair_fleet(1, 2, kv_connector="nixl")
     p0 = fleet.workers[0]
     placement = Chooser(fleet).place(tried={p0})
@@ -129,7 +129,7 @@ def test_without_an_untried_prefill_worker_the_decode_worker_does_all_if_it_may(
     assert Chooser(sglang).place(tried={sglang.workers[0]}).prefill is sglang.workers[0]
 
 
-def test_without_a_prefill_worker_the_decode_worker_does_all_if_it_may():
+def test_without_a_prefill_worker_decode_serves_alone_if_allowed():
     fleet = fleet_of(entry("d0", role="decode", kv_connector="nixl"))
     assert Chooser(fleet).names() == ("d0", None)
     error = refusal(fleet, pools=pools_of(fallback="refuse"))
@@ -138,7 +138,7 @@ def test_without_a_prefill_worker_the_decode_worker_does_all_if_it_may():
     assert (error.code, error.status) == ("no_prefill_worker", 503)
 
 
-def test_without_a_decode_worker_only_a_regular_worker_serves_it():
+def test_without_a_decode_worker_only_a_regular_worker_can_serve():
     fleet = fleet_of(entry("p0", role="prefill"))
     assert refusal(fleet).code == "no_decode_worker"
     fleet.apply([entry("p0", role="prefill"), entry("r0")], NOW)
@@ -170,7 +170,7 @@ def test_pools_are_preferred_to_regular_workers():
         (NO_MODEL, "sglang", ("d0", None)),
     ],
 )
-def test_a_route_is_served_as_its_engines_can(legs, connector, expected):
+def test_the_engines_of_a_route_determine_its_placement(legs, connector, expected):
     fleet = pair_fleet(1, 1, kv_connector=connector)
     need = request(legs=legs)
     if isinstance(expected, str):
@@ -179,23 +179,23 @@ def test_a_route_is_served_as_its_engines_can(legs, connector, expected):
         assert Chooser(fleet).names(need) == expected
 
 
-def test_a_request_that_names_a_worker_has_it_in_its_pair():
+def test_a_worker_named_by_the_request_is_part_of_its_pair():
     fleet = fleet_of(entry("r0"), *[entry(f"p{n}", role="prefill") for n in range(2)],
                      *[entry(f"d{n}", role="decode") for n in range(2)])  # fmt: skip
     chooser = Chooser(fleet)
 
-    def to(name):
+    def pairs_with(name):
         need = request(pinning=NAMED, named_worker=f"http://{name}:1")
         return {chooser.names(need) for _ in range(4)}
 
-    assert to("d1") == {("d1", "p0"), ("d1", "p1")}
-    assert to("p1") == {("d0", "p1"), ("d1", "p1")}
-    assert to("r0") == {("r0", None)}
+    assert pairs_with("d1") == {("d1", "p0"), ("d1", "p1")}
+    assert pairs_with("p1") == {("d0", "p1"), ("d1", "p1")}
+    assert pairs_with("r0") == {("r0", None)}
     error = refusal(fleet, request(pinning=NAMED, named_worker="http://gone:1"))
     assert (error.status, error.code) == (404, "unknown_worker")
 
 
-def test_bounds_hold_for_both_workers_of_a_pair():
+def test_the_in_flight_limit_holds_for_both_workers_of_a_pair():
     fleet = pair_fleet(2, 2, max_inflight=1)
     p0, p1, d0, d1 = fleet.workers
     p0.in_flight = d1.in_flight = 1
@@ -211,7 +211,7 @@ def test_bounds_hold_for_both_workers_of_a_pair():
     assert (error.code, "for decode" in error.message) == ("all_full", True)
 
 
-def test_what_weights_a_request_accepts_counts_for_both_legs():
+def test_a_version_constraint_holds_for_both_legs():
     fleet = pair_fleet(2, 2)
     for name in ("p1", "d1"):
         fleet.set_version(worker(fleet, name), "v2", 2)
@@ -222,7 +222,7 @@ def test_what_weights_a_request_accepts_counts_for_both_legs():
     assert error.code == "weight_version_unavailable"
 
 
-def test_a_pool_whose_weights_are_being_updated_is_named_and_waited_for():
+def test_the_error_names_the_pool_whose_weights_are_being_updated():
     fleet = pair_fleet(1, 1)
     p0, d0 = fleet.workers
     fleet.cordon(p0, "updating")
@@ -240,7 +240,10 @@ def test_data_parallel_ranks_of_both_pools_are_picked():
     )
     chooser = Chooser(fleet)
     picked = [chooser.place() for _ in range(2)]
-    assert [(each.worker.index, each.prefill.index) for each in picked] == [(0, 0), (1, 1)]
+    assert [(placement.worker.index, placement.prefill.index) for placement in picked] == [
+        (0, 0),
+        (1, 1),
+    ]
     placement = chooser.place(request(dp_rank=1))
     assert placement.worker.index == 1
     error = refusal(fleet, request(dp_rank=7))
@@ -262,24 +265,24 @@ def test_a_decode_worker_that_has_the_prompt_cached_needs_no_prefill(policy):
 
 
 @pytest.mark.parametrize("key", ["prompt", "input_ids"])
-def test_what_is_behind_the_compared_text_counts_as_not_cached(key):
+def test_the_prompt_beyond_the_compared_text_counts_as_not_cached(key):
     pools = pools_of(decode_policy="least_request", min_uncached_tokens=2000)
     chooser = Chooser(pair_fleet(1, 1, kv_connector="nixl"), pools)
 
-    def asked(size, **fields):
+    def request_of(size, **fields):
         value = "x" * size if key == "prompt" else [7] * (size // 2)
         body = json.dumps({key: value}, separators=(",", ":")).encode()
         return request(decoded=decode_body(body), **fields)
 
     per_token = 4 if key == "prompt" else 2
-    assert chooser.names(asked(LIMIT + 400 * per_token)) == ("d0", "p0")
-    assert chooser.names(asked(LIMIT + 1900 * per_token)) == ("d0", None)
-    assert chooser.names(asked(LIMIT + 2100 * per_token)) == ("d0", "p0")
-    part = asked(LIMIT + 400 * per_token, large_body_class="generation")  # was read in part
+    assert chooser.names(request_of(LIMIT + 400 * per_token)) == ("d0", "p0")
+    assert chooser.names(request_of(LIMIT + 1900 * per_token)) == ("d0", None)
+    assert chooser.names(request_of(LIMIT + 2100 * per_token)) == ("d0", "p0")
+    part = request_of(LIMIT + 400 * per_token, large_body_class="generation")  # partly read
     assert chooser.names(part) == ("d0", "p0")
 
 
-def test_a_short_prompt_needs_no_prefill_and_an_sglang_worker_always_does():
+def test_a_short_prompt_needs_no_prefill_except_on_sglang():
     pools = pools_of(min_uncached_tokens=16)
     assert Chooser(pair_fleet(1, 1, kv_connector="nixl"), pools).names(request("hi")) == (
         "d0",
@@ -288,14 +291,14 @@ def test_a_short_prompt_needs_no_prefill_and_an_sglang_worker_always_does():
     assert Chooser(pair_fleet(1, 1), pools).names(request("hi")) == ("d0", "p0")
 
 
-def test_a_fleet_without_pools_builds_no_policy_for_them():
+def test_no_pool_policies_are_built_for_a_fleet_without_pools():
     pools = pools_of(min_uncached_tokens=16)
     chooser = Chooser(fleet_of(entry("r0")), pools)
     assert chooser.names() == ("r0", None)
     assert pools.stats() == {}
 
 
-def test_the_lists_that_policies_see_stay_the_same_until_the_fleet_changes():
+def test_the_candidate_lists_stay_the_same_until_the_fleet_changes():
     fleet = pair_fleet(2, 2)
     pairing = Chooser(fleet).pairing
     pools = pairing.pools(request())
@@ -304,10 +307,10 @@ def test_the_lists_that_policies_see_stay_the_same_until_the_fleet_changes():
     first, second = (pools.partners[decode] for decode in pools.paired)
     assert first is second
     fleet.set_version(worker(fleet, "d0"), "v1", 1)
-    assert [name_of(each) for each in pairing.pools(request()).paired] == ["d1"]
+    assert [name_of(decode) for decode in pairing.pools(request()).paired] == ["d1"]
 
 
-worlds = st.lists(
+fleets = st.lists(
     st.fixed_dictionaries(
         {
             "role": st.sampled_from(["", "prefill", "prefill", "decode", "decode"]),
@@ -332,36 +335,38 @@ needs = st.builds(
 )
 
 
-def world(rows):
-    beside = ("in_flight", "version", "held")
+def build_fleet(rows):
+    state = ("in_flight", "version", "held")  # not part of the configuration
     fleet = fleet_of(
         *(
-            entry(f"w{number}", **{key: row[key] for key in row if key not in beside})
+            entry(f"w{number}", **{key: row[key] for key in row if key not in state})
             for number, row in enumerate(rows)
         )
     )
-    for each, row in zip(fleet.workers, rows, strict=True):
-        each.in_flight = row["in_flight"]
-        fleet.set_version(each, *row["version"])
+    for member, row in zip(fleet.workers, rows, strict=True):
+        member.in_flight = row["in_flight"]
+        fleet.set_version(member, *row["version"])
         if row["held"]:
-            fleet.cordon(each, row["held"])
+            fleet.cordon(member, row["held"])
     return fleet
 
 
-@given(worlds, needs, st.sampled_from(["decode", "refuse"]), st.data())
-def test_what_is_picked_is_what_the_verdicts_allow(rows, need, fallback, data):
-    fleet = world(rows)
+@given(fleets, needs, st.sampled_from(["decode", "refuse"]), st.data())
+def test_the_picked_workers_are_those_without_ineligibility_reasons(rows, need, fallback, data):
+    fleet = build_fleet(rows)
     pools = pools_of(fallback=fallback)
     tried = set(data.draw(st.lists(st.sampled_from(fleet.workers), max_size=3))) if rows else set()
     chooser = Chooser(fleet, pools)
     explained = explain_placement(fleet, need, chooser.regular, pools)
-    able = {each for each, reasons in explained.explanation.reasons if not reasons}
+    eligible = {target for target, reasons in explained.explanation.reasons if not reasons}
     expected = explained.explanation.error
     if expected is not None:
         assert explained.explanation.pick is None
         error = refusal(fleet, need, pools)
-        shown = [(each.status, each.code, each.message) for each in (error, expected)]
-        assert shown[0] == shown[1]
+        raised, explained_error = (
+            (failure.status, failure.code, failure.message) for failure in (error, expected)
+        )
+        assert raised == explained_error
         if error.status == 503 and need.pinning is not NAMED:
             assert not is_eligible(chooser.pairing, need, pools)
             assert not all_tried(chooser.pairing, need, pools, tried)
@@ -370,45 +375,47 @@ def test_what_is_picked_is_what_the_verdicts_allow(rows, need, fallback, data):
     assert is_eligible(chooser.pairing, need, pools)
     assert could_take(chooser.pairing, need, pools)
     prefill = placement.prefill
-    assert placement.worker in able or tried
+    assert placement.worker in eligible or tried
     if prefill is None:
         assert placement.worker.role in ("regular", "decode")
         return
     assert (placement.worker.role, prefill.role) == ("decode", "prefill")
-    assert placement.worker in able
-    assert prefill in able
+    assert placement.worker in eligible
+    assert prefill in eligible
     assert placement.worker.kv_connector == prefill.kv_connector
     assert placement.worker.model == prefill.model
     assert placement.worker.version == prefill.version
-    for each in (placement.worker, prefill):
-        assert each.routable
-        assert not each.max_inflight or not each.in_flight
+    for picked in (placement.worker, prefill):
+        assert picked.routable
+        assert not picked.max_inflight or not picked.in_flight
     if not all_tried(chooser.pairing, need, pools, tried):
         assert not tried & {placement.worker, prefill}
 
 
-@given(worlds, needs, st.sampled_from([0, 100]))
-def test_a_usual_pair_is_the_one_that_is_picked(rows, need, bound):
-    fleet = world(rows)
-    one, other = (Chooser(fleet, pools_of(min_uncached_tokens=bound)) for _ in range(2))
-    for chooser in (one, other):
+@given(fleets, needs, st.sampled_from([0, 100]))
+def test_the_fast_path_picks_the_same_pair(rows, need, bound):
+    fleet = build_fleet(rows)
+    fast, full = (Chooser(fleet, pools_of(min_uncached_tokens=bound)) for _ in range(2))
+    for chooser in (fast, full):
         try:
             chooser.place(need)
         except HttpError:
             return
-    pair = pick_usual_pair(one.pairing, need, one.pools)
+    pair = pick_usual_pair(fast.pairing, need, fast.pools)
     if pair is None:
-        assert bound or one.pairing.usual_pools(need) is None or not one.pairing.pools(need).paired
+        assert (
+            bound or fast.pairing.usual_pools(need) is None or not fast.pairing.pools(need).paired
+        )
         return
-    placement = other.place(need)
+    placement = full.place(need)
     assert pair == (placement.worker, placement.prefill)
     fleet.cordon(pair[0], "updating")
-    assert pick_usual_pair(one.pairing, need, one.pools) is None
+    assert pick_usual_pair(fast.pairing, need, fast.pools) is None
 
 
-@given(worlds, needs, st.sampled_from(["decode", "refuse"]))
-def test_an_explanation_changes_nothing_and_names_what_is_picked_next(rows, need, fallback):
-    fleet = world(rows)
+@given(fleets, needs, st.sampled_from(["decode", "refuse"]))
+def test_an_explanation_names_the_next_pick_and_changes_nothing(rows, need, fallback):
+    fleet = build_fleet(rows)
     chooser = Chooser(fleet, pools_of(fallback=fallback))
     explained = explain_placement(fleet, need, chooser.regular, chooser.pools)
     again = explain_placement(fleet, need, chooser.regular, chooser.pools)

@@ -16,22 +16,25 @@ CHAT = CAPABILITY_BITS["chat"]
 
 
 def recorded(fleet, policy="least_request"):
-    made = build_policy(RoutingConfig(policy=policy), lambda n: 0, 0.0)
-    return record_pick(fleet, Requirements(CHAT), made, None, "")
+    built = build_policy(RoutingConfig(policy=policy), lambda n: 0, 0.0)
+    return record_pick(fleet, Requirements(CHAT), built, None, "")
 
 
-def test_the_picked_one_is_first_then_who_could_take_it_then_the_others():
+def test_the_picked_worker_is_first_then_the_eligible_then_the_others():
     fleet = fleet_of(entry("a"), entry("b"), entry("c"), entry("d", disabled=True))
     for worker, count in zip(fleet.workers, (3, 1, 2, 0), strict=True):
         worker.in_flight = count
     record = recorded(fleet)
-    rows = [(each.url[7], each.in_flight, each.against) for each in record.candidates]
+    rows = [
+        (candidate.url[7], candidate.in_flight, candidate.against)
+        for candidate in record.candidates
+    ]
     assert rows == [("b", 1, ""), ("c", 2, ""), ("a", 3, ""), ("d", 0, "disabled")]
     assert (record.foreseen, record.policy) == (fleet.workers[1].url, "least_request")
     assert "in flight" in record.reason
 
 
-def test_of_a_large_fleet_there_are_a_few_rows_and_records_are_rarer():
+def test_a_large_fleet_has_shorter_and_fewer_records():
     fleet = fleet_of(*(entry(f"w{at}") for at in range(200)))
     record = recorded(fleet)
     assert (len(record.candidates), record.total) == (MOST_CANDIDATES, 200)
@@ -41,22 +44,25 @@ def test_of_a_large_fleet_there_are_a_few_rows_and_records_are_rarer():
     assert next_record(0.0, 50.0, fleet) == 50 - (at_once - 1) * (INTERVAL_SECS + 1)
 
 
-def test_records_that_follow_each_other_at_once_are_of_so_many_workers_together():
+def test_a_burst_of_records_is_limited_by_the_total_number_of_workers():
     for workers, at_once in ((1, BURST), (BURST_WORKERS // 2, 2), (BURST_WORKERS * 2, 1)):
         fleet = fleet_of(*(entry(f"w{at}") for at in range(workers)))
-        due, made = 0.0, 0
+        due, count = 0.0, 0
         while due < 50_000 - 0.001:
-            due, made = next_record(due, 50_000, fleet), made + 1
-        assert made == at_once
+            due, count = next_record(due, 50_000, fleet), count + 1
+        assert count == at_once
 
 
-def test_facts_are_the_numbers_that_the_policy_has_of_a_worker():
+def test_the_facts_of_a_candidate_are_the_numbers_of_the_policy():
     fleet = fleet_of(entry("a"), entry("b"))
     record = recorded(fleet, policy="cache_aware")
-    assert [each.facts for each in record.candidates] == [{"matched_bytes": 0}] * 2
+    assert [candidate.facts for candidate in record.candidates] == [{"matched_bytes": 0}] * 2
 
 
-def test_where_nobody_can_take_it_each_says_why():
+def test_if_no_worker_is_eligible_each_candidate_has_its_reason():
     fleet = fleet_of(entry("a", disabled=True))
     record = recorded(fleet)
-    assert (record.foreseen, [each.against for each in record.candidates]) == ("", ["disabled"])
+    assert (record.foreseen, [candidate.against for candidate in record.candidates]) == (
+        "",
+        ["disabled"],
+    )

@@ -30,8 +30,8 @@ FIELDS = ["model", "stream", "request_id", "stream_format", "image", "voice", "x
 bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=5)
 
 
-def spelled(body, encoding="utf-8", **how) -> bytes:
-    return json.dumps(body, **how).encode(encoding, "surrogatepass")
+def encoded(body, encoding="utf-8", **options) -> bytes:
+    return json.dumps(body, **options).encode(encoding, "surrogatepass")
 
 
 def refused(body: bytes) -> str:
@@ -40,8 +40,8 @@ def refused(body: bytes) -> str:
     return caught.value.message
 
 
-def there(value) -> bool:
-    """Not null, not false, not empty; a number counts even when it is 0."""
+def counts(value) -> bool:
+    """Whether the value is not null, not false and not empty; a number counts even if it is 0."""
     return bool(value) or (isinstance(value, int | float) and value is not False)
 
 
@@ -51,29 +51,29 @@ def there(value) -> bool:
     st.booleans(),
     st.sampled_from([None, 1]),
 )
-def test_the_fields_are_what_pythons_reader_finds(body, encoding, ascii_only, indent):
-    found = decode_body(spelled(body, encoding, ensure_ascii=ascii_only, indent=indent))
+def test_the_fields_are_those_that_pythons_json_module_reads(body, encoding, ascii_only, indent):
+    fields = decode_body(encoded(body, encoding, ensure_ascii=ascii_only, indent=indent))
     for name in ("model", "request_id"):
         value = body.get(name)
-        assert getattr(found, name) == (value if isinstance(value, str) else None)
-    assert (found.stream is True) == (body.get("stream") is True)
+        assert getattr(fields, name) == (value if isinstance(value, str) else None)
+    assert (fields.stream is True) == (body.get("stream") is True)
     for name in ("stream_format", "voice"):
         value = body.get(name)
-        assert read_text(getattr(found, name)) == (value if isinstance(value, str) else None)
-    assert is_truthy(found.image) == there(body.get("image"))
+        assert read_text(getattr(fields, name)) == (value if isinstance(value, str) else None)
+    assert is_truthy(fields.image) == counts(body.get("image"))
 
 
 @given(bodies, st.data())
-def test_what_pythons_reader_refuses_is_refused(body, data):
-    raw = bytearray(spelled(body))
+def test_a_body_that_pythons_json_module_refuses_is_refused(body, data):
+    raw = bytearray(encoded(body))
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] = data.draw(st.sampled_from(b'"\\,:[]{}0N-\xff'))
     try:
-        read = json.loads(bytes(raw))
+        value = json.loads(bytes(raw))
     except ValueError:
         assert refused(bytes(raw)) == "invalid JSON body"
         return
-    if isinstance(read, dict):
+    if isinstance(value, dict):
         decode_body(bytes(raw))
     else:
         assert refused(bytes(raw)) == "JSON request body must be an object"
@@ -88,44 +88,44 @@ def test_what_pythons_reader_refuses_is_refused(body, data):
         b'{"a":+Infinity}',
     ],
 )  # fmt: skip
-def test_whatever_is_no_json_is_refused_where_routing_does_not_look_too(body):
+def test_invalid_json_is_refused_even_in_parts_that_routing_does_not_read(body):
     assert refused(body) == "invalid JSON body"
 
 
 @pytest.mark.parametrize(
-    ("spelling", "meant"),
+    ("spelling", "model"),
     [
         (rb"\ud800", "\ud800"),
         (rb"\udc00\ud800", "\udc00\ud800"),
         (rb"\ud83d\ude00\udc00", "\U0001f600\udc00"),
-        (rb"\\ud800\udc00", "\\ud800\udc00"),  # the first is no escape: the second has no pair
+        (rb"\\ud800\udc00", "\\ud800\udc00"),  # the first is no escape, so the second is unpaired
         (rb"\\\ud800\\udc00", "\\\ud800\\udc00"),
     ],
 )
-def test_half_a_pair_alone_is_read_as_pythons_reader_does(spelling, meant):
+def test_an_unpaired_surrogate_is_read_as_by_pythons_json_module(spelling, model):
     body = b'{"model":"%b"}' % spelling
-    assert json.loads(body) == {"model": meant}
-    assert decode_body(body).model == meant
+    assert json.loads(body) == {"model": model}
+    assert decode_body(body).model == model
 
 
 @given(values)
-def test_values_are_what_pythons_reader_finds(value):
-    found = read_value(body_fields_of({"messages": value}).messages)
-    if "[1000000000000" not in repr(found):
-        assert repr(found) == repr(json.loads(json.dumps(value)))
+def test_values_are_those_that_pythons_json_module_reads(value):
+    decoded = read_value(body_fields_of({"messages": value}).messages)
+    if "[1000000000000" not in repr(decoded):
+        assert repr(decoded) == repr(json.loads(json.dumps(value)))
 
 
-def test_elements_are_those_of_lists_alone():
-    lists = body_fields_of({"messages": [1, "a", {}], "prompt": {"a": 1}, "text": "[1]"})
-    assert [bytes(one) for one in read_elements(lists.messages)] == [b"1", b'"a"', b"{}"]
-    assert read_elements(lists.prompt) == read_elements(lists.text) == []
-    assert read_elements(lists.audio) == []
+def test_only_lists_have_elements():
+    fields = body_fields_of({"messages": [1, "a", {}], "prompt": {"a": 1}, "text": "[1]"})
+    assert [bytes(element) for element in read_elements(fields.messages)] == [b"1", b'"a"', b"{}"]
+    assert read_elements(fields.prompt) == read_elements(fields.text) == []
+    assert read_elements(fields.audio) == []
 
 
 def test_constants_round_trip():
-    found = decode_body(b'{"text": [NaN, -Infinity, "NaN Infinity"], "model": "NaN-7B"}')
-    assert restore_constants(bytes(found.text)) == b'[NaN, -Infinity, "NaN Infinity"]'
-    assert found.model == "NaN-7B"
+    fields = decode_body(b'{"text": [NaN, -Infinity, "NaN Infinity"], "model": "NaN-7B"}')
+    assert restore_constants(bytes(fields.text)) == b'[NaN, -Infinity, "NaN Infinity"]'
+    assert fields.model == "NaN-7B"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_constants_round_trip():
 @pytest.mark.parametrize(
     "field", [b"messages", b"model", b"images", b"modalities", b"items", b"references", b"x"]
 )
-def test_a_body_of_many_values_keeps_none_of_them(field, piece):
+def test_a_body_of_many_values_leaves_no_objects_in_memory(field, piece):
     body = b'{"%b":[%b1]}' % (field, (piece + b",") * 20_000)
     gc.collect()
     before = len(gc.get_objects())
@@ -144,7 +144,7 @@ def test_a_body_of_many_values_keeps_none_of_them(field, piece):
     assert len(gc.get_objects()) - before < 100
 
 
-def test_a_wide_id_or_name_is_not_kept():
+def test_a_long_id_is_not_kept_and_a_long_model_name_is_cut():
     body = json.dumps({"model": "m" * 9000 + "😀", "request_id": "r" * 9000}).encode()
     need = inspect_request(match_route("POST", "/v1/audio/speech"), body, RequestFacts())
     assert (need.body_fields.model, need.body_fields.request_id, need.request_id) == (

@@ -29,32 +29,33 @@ blanks = st.text(" \t\r\n", max_size=2)
 
 
 @st.composite
-def spelled(draw):
-    """A body as some client may write it: blanks anywhere, any spelling of the keys."""
+def handwritten(draw):
+    """A body as a client may write it: with spaces anywhere and escapes in keys."""
     members = list(draw(bodies).items())
     ascii_only = draw(st.booleans())
-    shown = []
+    written = []
     for name, value in members:
         key = json.dumps(name, ensure_ascii=ascii_only)
         if name in NAMES and draw(st.booleans()):
             key = '"' + "".join(f"\\u{ord(char):04x}" for char in name) + '"'
         text = json.dumps(value, ensure_ascii=ascii_only, indent=draw(st.sampled_from([None, 1])))
-        shown.append(f"{draw(blanks)}{key}{draw(blanks)}:{draw(blanks)}{text}{draw(blanks)}")
-    text = draw(blanks) + "{" + (",".join(shown) or draw(blanks)) + "}" + draw(blanks)
+        written.append(f"{draw(blanks)}{key}{draw(blanks)}:{draw(blanks)}{text}{draw(blanks)}")
+    text = draw(blanks) + "{" + (",".join(written) or draw(blanks)) + "}" + draw(blanks)
     return text.encode("utf-8", "surrogatepass")
 
 
 def read(body):
-    """The members in order, none lost to another one of its name. NaN equals itself as text."""
+    """All members in order, also those with equal names."""
     return json.loads(bytes(body).decode("utf-8", "surrogatepass"), object_pairs_hook=list)
 
 
-def shown(pairs):
+def comparable(pairs):
+    """NaN equals itself as text."""
     return json.dumps(pairs)
 
 
-@given(spelled(), edits)
-def test_a_reader_sees_the_body_with_these_changes_and_nothing_else(body, changes):
+@given(handwritten(), edits)
+def test_only_the_requested_changes_are_made(body, changes):
     before, after = read(body), read(splice(body, changes))
     names = [name for name, _ in before]
     added = [
@@ -66,40 +67,40 @@ def test_a_reader_sees_the_body_with_these_changes_and_nothing_else(body, change
         for name, value in before
         if changes.get(name, b"") is not None
     ]
-    assert shown(after) == shown([*added, *kept])
+    assert comparable(after) == comparable([*added, *kept])
 
 
-@given(spelled(), edits)
-def test_the_fast_way_and_the_walk_agree(body, changes):
+@given(handwritten(), edits)
+def test_the_fast_path_and_the_walk_agree(body, changes):
     by_walk = [member for member in walk_members(body, 0, json_splice.PYTHON_SCALAR) if member]
     assert b"".join(splice_parts(body, changes, by_walk)) == splice(body, changes)
 
 
 @st.composite
 def encoded(draw):
-    """A body as an encoder writes it."""
+    """A body as a JSON encoder writes it."""
     separators = draw(st.sampled_from([(",", ":"), (", ", ": "), (",", ": ")]))
     text = json.dumps(draw(bodies), ensure_ascii=draw(st.booleans()), separators=separators)
     return text.encode("utf-8", "surrogatepass")
 
 
-@given(encoded() | spelled(), st.lists(edits, min_size=1, max_size=3))
-def test_bodies_of_encoders_are_changed_as_any_other(body, changes):
+@given(encoded() | handwritten(), st.lists(edits, min_size=1, max_size=3))
+def test_bodies_of_encoders_are_spliced_like_any_other(body, changes):
     text, checked = json_splice.JsonText(body), json_splice.JsonText(body, is_checked=True)
-    for each in changes:
-        assert text.splice(each) == checked.splice(each) == splice(body, each)
-        for name in each:
+    for edit in changes:
+        assert text.splice(edit) == checked.splice(edit) == splice(body, edit)
+        for name in edit:
             assert text.value(name) == checked.value(name)
 
 
-@given(spelled())
+@given(handwritten())
 def test_without_changes_every_byte_stays(body):
     assert splice(body, {}) == body
     assert splice(body, {"absent": None}) == body
 
 
-@given(spelled(), st.sampled_from(NAMES[:4]), st.booleans())
-def test_a_changed_key_that_is_there_twice_is_refused(body, name, escaped):
+@given(handwritten(), st.sampled_from(NAMES[:4]), st.booleans())
+def test_a_changed_key_that_occurs_twice_is_refused(body, name, escaped):
     spelling = f'"\\u{ord(name[0]):04x}{name[1:]}"' if escaped else f'"{name}"'
     twice = splice(body, {name: b"1"}).rstrip()[:-1] + f",{spelling}:2}}".encode()
     with pytest.raises(HttpError, match="twice") as refused:
@@ -107,7 +108,7 @@ def test_a_changed_key_that_is_there_twice_is_refused(body, name, escaped):
     assert (refused.value.status, refused.value.code) == (400, "duplicate_key")
 
 
-def test_others_may_be_there_twice_and_stay():
+def test_other_keys_may_occur_twice_and_are_kept():
     assert splice(b'{"a":1,"a":2,"rid":3}', {"rid": b"4"}) == b'{"a":1,"a":2,"rid":4}'
 
 
@@ -127,7 +128,7 @@ def test_others_may_be_there_twice_and_stay():
         (b'{"a":{"rid":1}}', {"rid": b"2"}, b'{"rid":2,"a":{"rid":1}}'),
     ],
 )
-def test_the_spliced_text(body, changes, spliced):
+def test_members_are_added_replaced_and_removed(body, changes, spliced):
     assert splice(body, changes) == spliced
 
 
@@ -140,13 +141,13 @@ def test_the_spliced_text(body, changes, spliced):
         (b"{}", b'{"sampling_params":{"max_tokens":1}}'),
     ],
 )  # fmt: skip
-def test_a_nested_object_is_changed_in_its_place(body, spliced):
+def test_a_nested_object_is_changed_in_place(body, spliced):
     changes = {"sampling_params": {"max_tokens": b"1", "min_tokens": None}}
     assert splice(body, changes) == spliced
 
 
 @pytest.mark.parametrize("value", [b"[1]", b'"x"', b"7"])
-def test_a_nested_value_that_is_no_object_is_refused(value):
+def test_a_nested_value_that_is_not_an_object_is_refused(value):
     with pytest.raises(HttpError, match="sampling_params must be an object"):
         splice(b'{"sampling_params":%b}' % value, {"sampling_params": {"n": b"1"}})
 
@@ -154,7 +155,7 @@ def test_a_nested_value_that_is_no_object_is_refused(value):
 @pytest.mark.parametrize(
     "body", [b"", b"[]", b"7", b'"rid"', b'{"rid":', b'{"rid":1', b'{"rid":1}}']
 )
-def test_what_is_no_object_is_refused(body):
+def test_a_body_that_is_not_an_object_is_refused(body):
     with pytest.raises(HttpError) as refused:
         splice(body, {"rid": b"1"})
     assert (refused.value.status, refused.value.code) == (400, "invalid_json")
@@ -166,12 +167,12 @@ def test_another_encoding_is_refused_with_the_reason(encoding):
         splice('{"rid":1}'.encode(encoding), {"rid": b"1"})
 
 
-@given(spelled(), st.data())
-def test_no_bytes_bring_it_down(body, data):
+@given(handwritten(), st.data())
+def test_a_damaged_body_is_spliced_or_refused(body, data):
     raw = bytearray(body)
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] = data.draw(st.sampled_from(b'"\\,:[]{}0\xff'))
     try:
         splice(bytes(raw), {"rid": b"1", "stream": None})
     except HttpError as refusal:
-        assert refusal.status == 400  # noqa: PT017  both ends are right
+        assert refusal.status == 400  # noqa: PT017  both outcomes are valid

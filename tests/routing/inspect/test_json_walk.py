@@ -35,30 +35,30 @@ bodies = st.dictionaries(st.sampled_from(NAMES) | texts, values, max_size=6)
 
 
 def walked(body: bytes):
-    """The fields that were found, and how many turns it gave."""
+    """The fields of the body, and how often the walk yielded."""
     steps, turns = walk_large_json(body), 0
     while True:
         try:
             next(steps)
-        except StopIteration as found:
-            return found.value, turns
+        except StopIteration as stop:
+            return stop.value, turns
         turns += 1
 
 
 @pytest.fixture(params=[SLICE_BYTES, 16], ids=["large slices", "small slices"])
 def slices(request, monkeypatch):
-    """Small ones end anywhere: within a string, an escape, a list."""
+    """Small slices end anywhere: in a string, an escape or a list."""
     monkeypatch.setattr(large_json, "SLICE_BYTES", request.param)
     monkeypatch.setattr(large_json, "FIRST_BYTES", min(8, request.param))
 
 
 @pytest.mark.usefixtures("slices")
-def test_the_fields_on_top_are_those_that_a_reader_finds():
+def test_the_top_level_fields_are_those_that_a_json_parser_finds():
     @given(bodies, st.sampled_from([None, 1]), st.booleans(), st.text(" \t\n\r", max_size=40))
     def holds(body, indent, ascii_only, blanks):
         text = json.dumps(body, indent=indent, ensure_ascii=ascii_only)
-        spelled = (blanks + text + blanks).encode("utf-8", "surrogatepass")
-        top, _ = walked(spelled)
+        raw_body = (blanks + text + blanks).encode("utf-8", "surrogatepass")
+        top, _ = walked(raw_body)
         for name in NAMES:
             raw = bytes(getattr(top, name))
             assert (name in body) == bool(raw)
@@ -70,7 +70,7 @@ def test_the_fields_on_top_are_those_that_a_reader_finds():
 
 
 @pytest.mark.usefixtures("slices")
-def test_a_name_may_be_spelled_with_escapes():
+def test_a_name_may_be_written_with_escapes():
     top, _ = walked(rb'{"m\u006fdel": "m", "routed\u005fdp_rank": 1}')
     assert (bytes(top.model), bytes(top.routed_dp_rank)) == (b'"m"', b"1")
 
@@ -86,26 +86,26 @@ def test_a_name_may_be_spelled_with_escapes():
         b'{"model":"m"',
     ],
 )  # fmt: skip
-def test_what_is_no_object_is_refused(body):
+def test_a_body_that_is_not_an_object_is_refused(body):
     with pytest.raises(HttpError, match="invalid JSON body"):
         walked(body)
 
 
 @given(bodies, st.data())
-def test_no_bytes_bring_it_down(body, data):
+def test_a_damaged_body_is_walked_or_refused(body, data):
     raw = bytearray(json.dumps(body).encode())
     at = data.draw(st.integers(0, len(raw) - 1))
     raw[at] = data.draw(st.sampled_from(b'"\\,:[]{}0\xff'))
     try:
         walked(bytes(raw))
     except HttpError as refusal:
-        assert refusal.status == 400  # noqa: PT017  both ends are right
+        assert refusal.status == 400  # noqa: PT017  both outcomes are valid
 
 
 @pytest.mark.parametrize(
     "piece", [b"[],", b"{},", b'"",', b'"\\"[",', b"1,", b"[" * 99 + b"]" * 99 + b",", b'{"a":{}},']
 )
-def test_others_get_a_turn_in_between_whatever_it_spells(piece):
+def test_the_walk_yields_between_slices_whatever_the_body_contains(piece):
     many = piece * (4 * SLICE_BYTES // len(piece))
     top, turns = walked(b'{"messages":[' + many + b'1],"model":"m"}')
     assert bytes(top.model) == b'"m"'
@@ -115,7 +115,7 @@ def test_others_get_a_turn_in_between_whatever_it_spells(piece):
 
 
 @pytest.mark.parametrize("text", [b"A", b"\\n", b'\\"', "é".encode(), b"[", b"\\\\"])
-def test_long_texts_are_walked_in_slices_too(text):
+def test_long_texts_are_also_walked_in_slices(text):
     many = text * (4 * SLICE_BYTES // len(text))
     for body in (b'{"messages":["%b"],"model":"m"}', b'{"prompt":"%b","model":"m"}'):
         top, turns = walked(body % many)
@@ -123,7 +123,7 @@ def test_long_texts_are_walked_in_slices_too(text):
         assert turns >= 3
 
 
-def test_the_last_of_a_name_wins_and_there_may_be_only_so_many():
+def test_the_last_field_of_a_name_wins_and_their_number_is_limited():
     assert bytes(walked(b'{"model":"a","model":"b"}')[0].model) == b'"b"'
     few, many = (b'{"a":[]' + b',"a":[]' * count + b"}" for count in (MAX_KEYS - 1, MAX_KEYS))
     assert walked(few)[1] > 10

@@ -17,8 +17,10 @@ PAD = "x" * LARGE_BYTES
 
 def look(body, path=CHAT, **hints):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    sent = {name.encode(): value.encode() for name, value in hints.items()}
-    return inspect_request(match_route("POST", path), raw, RequestFacts(b"application/json", sent))
+    raw_hints = {name.encode(): value.encode() for name, value in hints.items()}
+    return inspect_request(
+        match_route("POST", path), raw, RequestFacts(b"application/json", raw_hints)
+    )
 
 
 def large(path=CHAT, **fields):
@@ -41,7 +43,7 @@ def refused(fleet, need):
     return error.value.message
 
 
-def test_the_top_of_a_large_body_is_read_and_its_parts_are_not():
+def test_the_top_level_of_a_large_body_is_read_and_its_parts_are_not():
     image = {"type": "image_url", "image_url": {"url": PAD}}
     body = {
         "messages": [{"content": [image]}],
@@ -55,7 +57,7 @@ def test_the_top_of_a_large_body_is_read_and_its_parts_are_not():
     assert need.large_body_class
 
 
-def test_a_body_of_the_very_limit_is_still_read_whole():
+def test_a_body_of_exactly_the_limit_is_read_whole():
     frame = json.dumps({"images": [""], "messages": []})
     body = frame.replace('""', '"' + "i" * (LARGE_BYTES - len(frame)) + '"').encode()
     assert len(body) == LARGE_BYTES
@@ -73,12 +75,12 @@ def test_a_body_of_the_very_limit_is_still_read_whole():
         b'{"b": "' + PAD.encode() + b'\xff"} x',
     ],
 )
-def test_a_large_body_that_is_no_object_is_refused(body):
+def test_a_large_body_that_is_not_an_object_is_refused(body):
     with pytest.raises(HttpError, match="invalid JSON body"):
         look(body)
 
 
-def test_its_prefix_is_its_text_as_it_is_spelled_and_bounded():
+def test_the_prefix_of_a_large_body_is_its_raw_text_and_bounded():
     first, second = (look(large(model=name)) for name in "ab")
     text = prefix_text(first.body_fields)
     assert text == prefix_text(second.body_fields)
@@ -88,9 +90,10 @@ def test_its_prefix_is_its_text_as_it_is_spelled_and_bounded():
 
 def test_large_json_needs_a_model_if_workers_serve_several():
     mixed = fleet(("m", ALL), ("n", ALL))
-    output = refused(mixed, look(large()))
+    message = refused(mixed, look(large()))
     assert (
-        output == "large JSON requests across mixed-model workers require x-sglang-omni-route-model"
+        message
+        == "large JSON requests across mixed-model workers require x-sglang-omni-route-model"
     )
     for need in (look(large(model="m")), look(large(), model="m")):
         settle_unread(mixed, need)
@@ -104,7 +107,7 @@ def test_a_large_batch_needs_the_hint_even_if_it_names_a_model():
     settle_unread(mixed, look(body, BATCH, model="m"))
 
 
-def test_the_widest_set_of_capabilities_is_required_if_there_is_one():
+def test_the_largest_capability_set_is_required_if_it_includes_all_others():
     narrow = ("chat", "streaming")
     need = look(large())
     settle_unread(fleet(("m", narrow), ("m", (*narrow, "image_input"))), need)
@@ -114,7 +117,7 @@ def test_the_widest_set_of_capabilities_is_required_if_there_is_one():
     assert same.capabilities == ["chat"]
 
 
-def test_sets_of_which_none_is_the_widest_need_the_hint():
+def test_capability_sets_that_none_includes_require_the_hint():
     mixed = fleet(("m", ("chat", "image_input")), ("m", ("chat", "audio_input")))
     assert "x-sglang-omni-route-capabilities" in refused(mixed, look(large()))
     need = look(large(), capabilities="image_input")
@@ -122,7 +125,7 @@ def test_sets_of_which_none_is_the_widest_need_the_hint():
     assert need.capabilities == ["chat", "image_input"]
 
 
-def test_a_hint_may_extend_a_large_body_and_not_contradict_it():
+def test_a_hint_may_add_to_a_large_body_but_not_contradict_it():
     assert look(large(), capabilities="image_input").mask
     with pytest.raises(HttpError, match="conflicts with JSON body model"):
         look(large(model="m"), model="n")
@@ -130,16 +133,16 @@ def test_a_hint_may_extend_a_large_body_and_not_contradict_it():
         look(large(), stream="true")
 
 
-def test_large_speech_may_hold_a_reference():
+def test_a_large_speech_request_may_contain_reference_audio():
     assert "audio_input" in look({"input": "hi", "ref_audio": PAD}, SPEECH).capabilities
 
 
-def test_without_a_routable_worker_nothing_is_refused_here():
+def test_without_a_routable_worker_a_large_body_is_not_refused():
     settle_unread(fleet(), look(large()))
 
 
 @pytest.mark.parametrize(
-    ("spelled", "names"),
+    ("member", "names"),
     [
         (b'"lora_path": "z"', {"z"}),
         (b'"lora_path": ["a", null, "z"]', {"a", "z"}),
@@ -149,6 +152,6 @@ def test_without_a_routable_worker_nothing_is_refused_here():
         (b'"text": "lora_path"', set()),
     ],
 )
-def test_all_adapters_that_it_names_are_known(spelled, names):
-    body = b'{"model": "m", %b, "more": "%b"}' % (spelled, b"x" * LARGE_BYTES)
+def test_all_adapters_of_a_large_body_are_read(member, names):
+    body = b'{"model": "m", %b, "more": "%b"}' % (member, b"x" * LARGE_BYTES)
     assert look(body).adapters_in_large_body == names

@@ -44,14 +44,14 @@ values = st.recursive(
     st.sampled_from([None, 2]),
     st.booleans(),
 )
-def test_a_reader_sees_the_new_model_and_all_else_as_it_was(fields, model, indent, ascii_only):
+def test_only_the_model_differs_for_a_json_parser(fields, model, indent, ascii_only):
     fields["model"] = "old"
     body = json.dumps(fields, indent=indent, ensure_ascii=ascii_only).encode()
     ((start, end),) = model_spans(CHAT, body, JSON)
-    made = rewritten(body, model)
-    assert json.loads(made) == fields | {"model": model}
-    assert made.startswith(body[:start])
-    assert made.endswith(body[end:])
+    changed = rewritten(body, model)
+    assert json.loads(changed) == fields | {"model": model}
+    assert changed.startswith(body[:start])
+    assert changed.endswith(body[end:])
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_a_reader_sees_the_new_model_and_all_else_as_it_was(fields, model, inden
         (b'{"model":null}', b'{"model":"new"}'),
     ],
 )
-def test_only_the_value_changes(body, expected):
+def test_all_bytes_except_the_value_are_kept(body, expected):
     assert rewritten(body) == expected
 
 
 @pytest.mark.parametrize("body", [b'{"model":"a","model":"a"}', b'{"model":"a","mod\\u0065l":"b"}'])
-def test_a_model_that_is_named_twice_is_refused(body):
+def test_a_body_with_two_models_is_refused(body):
     with pytest.raises(HttpError) as caught:
         rewritten(body)
     assert (caught.value.status, caught.value.code) == (400, "duplicate_key")
@@ -81,7 +81,7 @@ def test_json_that_is_not_utf_8_is_refused():
 
 
 @pytest.mark.parametrize("space", [b"", b" \n"])
-def test_the_items_of_a_batch_name_it_too(space):
+def test_the_model_is_also_replaced_in_the_items_of_a_batch(space):
     body = b'{"items":[{"model":"a","x":1},%b{"y":2},3,{"model":"a"}],"model":"a"}' % space
     expected = b'{"items":[{"model":"new","x":1},%b{"y":2},3,{"model":"new"}],"model":"new"}'
     assert rewritten(body, route=BATCH) == expected % space
@@ -95,7 +95,7 @@ def test_items_that_cannot_be_read_are_refused():
         rewritten(b'{"items":[{"model":"a","x":NaN}]}', route=BATCH)
 
 
-def test_the_field_of_a_form_changes_and_files_do_not():
+def test_the_model_field_of_a_form_is_replaced_and_files_are_not():
     facts = RequestFacts(TYPE)
     file = part("model", b"binary", file=True)
     body = form(part("stream", b"true"), file, part("model", b"a"), part("file", b"model"))
@@ -108,7 +108,7 @@ def test_the_field_of_a_form_changes_and_files_do_not():
         rewritten(form(part("model", b"a"), part("model", b"a")), "new", TRANSCRIPTION, facts)
 
 
-def test_a_body_that_is_neither_stays():
+def test_a_body_that_is_neither_json_nor_a_form_is_unchanged():
     assert rewritten(b"model=a", facts=RequestFacts(b"text/plain")) == b"model=a"
     assert rewritten(b"") == b""
 
@@ -132,30 +132,30 @@ TEXTS = [
     st.sampled_from(["", " ", "\n\t"]),
     st.sampled_from(["utf-8", "utf-8-sig", "utf-16"]),
 )
-def test_what_the_request_was_routed_by_leads_to_the_same_place(members, space, encoding):
+def test_the_span_is_the_same_whether_the_model_is_known_or_not(members, space, encoding):
     text = ",".join(f"{key}{space}:{space}{value}" for key, value in members)
     body = f"{space}{{{text}}}".encode(encoding)
     try:
-        read = decode_body(body).model
+        model = decode_body(body).model
     except HttpError:
         return
-    found = []
-    for known in (None, read):
+    results = []
+    for known in (None, model):
         try:
-            found.append(model_spans(CHAT, body, JSON, known))
+            results.append(model_spans(CHAT, body, JSON, known))
         except HttpError as refused:
-            found.append([refused.code])
-    assert found[0] == found[1]
+            results.append([refused.code])
+    assert results[0] == results[1]
 
 
-def test_the_place_of_a_model_that_was_read_is_found_without_a_walk(monkeypatch):
+def test_the_span_of_a_known_model_is_found_without_a_walk(monkeypatch):
     monkeypatch.setattr(model_field, "find_members", None)
     body = b'{"messages": [{"content": "a \\"model\\""}], "model" : "a"}'
     assert model_spans(CHAT, body, JSON, "a") == [(len(body) - 4, len(body) - 1)]
 
 
 @given(st.integers(0, 3), st.text(max_size=20))
-def test_a_walk_finds_what_one_look_finds(others, text):
+def test_the_walk_in_slices_finds_the_same_spans(others, text):
     fields = {f"k{n}": [text] * n for n in range(others)} | {"model": "a", "prompt": text}
     body = json.dumps(fields).encode()
     walk = walk_model_spans(body)
@@ -180,7 +180,7 @@ def result_of(walk):
         (b"bytes", []),
     ],
 )
-def test_the_first_message_of_a_session_names_it(first, expected):
+def test_the_first_message_of_a_session_names_the_model(first, expected):
     text = first.encode() if isinstance(first, str) else first
     assert [text[start:end].decode() for start, end in session_spans(first)] == expected
 
@@ -200,12 +200,12 @@ OF_X = b"multipart/form-data; boundary=X"
 
 @pytest.mark.parametrize("parts", [[PLAIN], [PLAIN, FILE], [FILE, PLAIN], [FILE]])
 @pytest.mark.parametrize("end", [b"--X--", b"--X--\r\n"])
-def test_a_form_as_clients_write_it_is_clear(parts, end):
+def test_a_form_as_clients_write_it_is_accepted(parts, end):
     check_form(b"".join(parts) + end, OF_X)
     check_form(bytearray(b"".join(parts) + end), b'multipart/form-data; boundary="X"')
 
 
-def hidden(line, more=b""):
+def raw_part(line, more=b""):
     return b"--X\r\n" + line + b"\r\n" + more + b"\r\nz\r\n"
 
 
@@ -216,13 +216,13 @@ NAMED = b'content-disposition: form-data; name="model"'
     ("body", "content_type", "code"),
     [
         (PLAIN + PLAIN + b"--X--", OF_X, "duplicate_key"),
-        (PLAIN + hidden(b'content-disposition: form-data; name="MODEL"') + b"--X--", OF_X, "duplicate_key"),
-        (PLAIN + hidden(NAMED.replace(b"; ", b'; name="x"; ')) + b"--X--", OF_X, "malformed_body"),
-        (PLAIN + hidden(NAMED + b'; xfilename="q"') + b"--X--", OF_X, "malformed_body"),
-        (PLAIN + hidden(NAMED.replace(b'"', b"")) + b"--X--", OF_X, "malformed_body"),
-        (PLAIN + hidden(b'content-disposition: form-data; name="a"', NAMED + b"\r\n") + b"--X--", OF_X, "malformed_body"),
-        (PLAIN + hidden(b"x: y") + b"--X--", OF_X, "malformed_body"),
-        (PLAIN + hidden(b'content-disposition: form-data;\r\n name="model"') + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + raw_part(b'content-disposition: form-data; name="MODEL"') + b"--X--", OF_X, "duplicate_key"),
+        (PLAIN + raw_part(NAMED.replace(b"; ", b'; name="x"; ')) + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + raw_part(NAMED + b'; xfilename="q"') + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + raw_part(NAMED.replace(b'"', b"")) + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + raw_part(b'content-disposition: form-data; name="a"', NAMED + b"\r\n") + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + raw_part(b"x: y") + b"--X--", OF_X, "malformed_body"),
+        (PLAIN + raw_part(b'content-disposition: form-data;\r\n name="model"') + b"--X--", OF_X, "malformed_body"),
         (PLAIN + b"--Xy\r\n\r\nq\r\n" + PLAIN + b"--X--", OF_X, "malformed_body"),
         (b"preamble\r\n" + PLAIN + b"--X--", OF_X, "malformed_body"),
         (PLAIN, OF_X, "malformed_body"),
@@ -233,7 +233,7 @@ NAMED = b'content-disposition: form-data; name="model"'
         (FILE * (MAX_PARTS + 1) + b"--X--", OF_X, "malformed_body"),
     ],
 )  # fmt: skip
-def test_a_form_that_two_readers_may_take_differently_is_refused(body, content_type, code):
+def test_an_ambiguous_form_is_refused(body, content_type, code):
     with pytest.raises(HttpError) as refusal:
         check_form(body, content_type)
     assert (refusal.value.status, refusal.value.code) == (400, code)

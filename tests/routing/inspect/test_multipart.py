@@ -14,8 +14,10 @@ words = st.text(st.characters(codec="ascii", categories=["L", "N"]), max_size=20
 
 
 def part(name: str, value: bytes, *, file: bool = False, more: bytes = b"") -> bytes:
-    named = f'content-disposition: form-data; name="{name}"' + ('; filename="a"' if file else "")
-    return b"--XyZ\r\n" + named.encode() + b"\r\n" + more + b"\r\n" + value + b"\r\n"
+    disposition = f'content-disposition: form-data; name="{name}"' + (
+        '; filename="a"' if file else ""
+    )
+    return b"--XyZ\r\n" + disposition.encode() + b"\r\n" + more + b"\r\n" + value + b"\r\n"
 
 
 def form(*parts: bytes) -> bytes:
@@ -23,14 +25,14 @@ def form(*parts: bytes) -> bytes:
 
 
 @given(st.binary(), st.binary(max_size=100))
-def test_no_body_makes_it_raise(body, content_type):
+def test_any_body_is_read_without_an_error(body, content_type):
     assert form_fields(body, content_type).keys() <= {"model", "stream"}
 
 
 @given(
     st.lists(st.sampled_from([b"--XyZ", b"\r\n", b'name="model"', b"x", b"content-disposition:"]))
 )
-def test_no_broken_form_makes_it_raise(pieces):
+def test_a_broken_form_is_read_without_an_error(pieces):
     form_fields(b"".join(pieces), TYPE)
 
 
@@ -55,12 +57,12 @@ def test_the_first_plain_field_of_each_name_wins(fields):
         b"multipart/form-data;boundary=XyZ; x=y",
     ],
 )
-def test_a_boundary_is_found_in_each_spelling(content_type):
+def test_a_boundary_is_read_in_every_notation(content_type):
     assert form_fields(form(part("model", b"m")), content_type) == {"model": "m"}
 
 
 @pytest.mark.parametrize("content_type", [b"", b"multipart/form-data", b"application/json"])
-def test_without_a_boundary_there_are_no_facts(content_type):
+def test_without_a_boundary_there_are_no_fields(content_type):
     assert form_fields(form(part("model", b"m")), content_type) == {}
 
 
@@ -77,13 +79,13 @@ def test_values_and_heads_are_bounded():
     assert form_fields(form(long_head), TYPE) == {}
 
 
-def test_only_so_many_parts_are_looked_at():
+def test_the_number_of_parts_that_are_read_is_bounded():
     fillers = [part("filler", b"")] * (MAX_PARTS - 1)
     assert form_fields(form(*fillers, part("model", b"m")), TYPE) == {"model": "m"}
     assert form_fields(form(*fillers, part("filler", b""), part("model", b"m")), TYPE) == {}
 
 
-def test_a_truncated_form_reports_its_complete_fields():
+def test_the_complete_fields_of_a_truncated_form_are_read():
     body = (
         part("stream", b"1") + b'--XyZ\r\ncontent-disposition: form-data; name="model"\r\n\r\nwhi'
     )

@@ -1,5 +1,7 @@
-"""A body that is read without being decoded needs of a worker what the decoded one does. In the plain
-build none is read so."""
+"""A body that is read without being decoded has the requirements of the decoded one.
+
+Only the native build reads bodies without decoding them.
+"""
 
 import json
 
@@ -53,27 +55,27 @@ def decoded(body):
 
 
 def check(body):
-    read = read_usual(CHAT, body)
-    if read is not None:
+    need = read_usual(CHAT, body)
+    if need is not None:
         expected = decoded(body)
-        assert read.body_fields == expected.body_fields
-        assert read == expected
+        assert need.body_fields == expected.body_fields
+        assert need == expected
 
 
 @given(BODIES)
 @example('{"model":"m","model":"n"}')
 @example('{"model":"m","messages":[{"content":[{"type":"image"}]}]}')
 @example('{"model":"m","messages":' + "[" * 70 + "]" * 70 + "}")
-def test_a_body_has_one_meaning(body):
+def test_a_body_read_directly_has_the_requirements_of_the_decoded_one(body):
     check(body.encode("utf-8", "surrogatepass"))
 
 
 @given(st.sampled_from(WRITTEN), st.data())
-def test_a_damaged_body_has_one_meaning(body, data):
+def test_a_damaged_body_is_read_as_the_decoder_reads_it(body, data):
     at = data.draw(st.integers(0, len(body) - 1))
     end = data.draw(st.integers(at, min(len(body), at + 4)))
-    put = data.draw(st.sampled_from([*b'{}[]",: \\01-.eEtn\x00\x80', None]))
-    check(body[:at] + (b"" if put is None else bytes((put,))) + body[end:])
+    inserted = data.draw(st.sampled_from([*b'{}[]",: \\01-.eEtn\x00\x80', None]))
+    check(body[:at] + (b"" if inserted is None else bytes((inserted,))) + body[end:])
 
 
 @pytest.mark.parametrize("body", WRITTEN)
@@ -89,5 +91,5 @@ def test_the_native_build_reads_what_most_clients_write(body):
      b'{"a":"\x01"}', b'{"a":"\xff"}', b'{"model":""}', b'{"model":null}', b'{"stream":1}',
      b'{"a":[}', b'{"a":{]}', b'{"a":"'],
 )  # fmt: skip
-def test_what_is_odd_is_decoded(body):
+def test_unusual_bodies_are_left_to_the_decoder(body):
     assert read_usual(CHAT, body) is None

@@ -12,7 +12,7 @@ def text_of(**body) -> bytes:
     return prefix_text(decode_body(json.dumps(body).encode()))
 
 
-def test_messages_are_in_order_with_their_roles():
+def test_messages_are_encoded_in_order_with_their_roles():
     text = text_of(
         messages=[
             {"role": "system", "content": "Be kind."},
@@ -23,7 +23,7 @@ def test_messages_are_in_order_with_their_roles():
     assert text == b"\xf5Be kind.\xf6\xfcHi\xfc\xfaimage_url\xfb\xfacritic\xfbNo."
 
 
-def test_different_structures_differ():
+def test_bodies_of_different_structure_have_different_texts():
     bodies = [
         {"messages": [{"role": "user", "content": "ab"}]},
         {"messages": [{"role": "system", "content": "ab"}]},
@@ -51,25 +51,25 @@ def test_token_ids_are_compared_token_by_token():
     assert text_of(input_ids=[5, 6, 7]).startswith(text_of(input_ids=[5, 6])[:-1])
 
 
-def test_ids_are_found_in_a_body_that_only_the_slower_reader_takes():
+def test_token_ids_are_read_from_a_body_that_only_the_slow_parser_accepts():
     body = b'{"input_ids": [5, 6], "temperature": NaN}'
     assert prefix_text(decode_body(body)) == b"\xfe[5, 6]"
 
 
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "odd"]), st.text(max_size=5))))
-def test_plain_talk_is_read_as_its_parts_are(message):
-    """Texts alone have a quicker reader; parts have not."""
-    whole = [{"role": role, "content": text} for role, text in message]
-    mixed = [*whole, {"role": "user", "content": []}]  # the same, but for one more role
-    assert text_of(messages=mixed) == text_of(messages=whole) + b"\xf6"
+def test_plain_messages_and_messages_with_parts_have_the_same_text(messages):
+    """Only messages without parts are read by the fast path."""
+    plain = [{"role": role, "content": text} for role, text in messages]
+    mixed = [*plain, {"role": "user", "content": []}]  # the same, and one more role
+    assert text_of(messages=mixed) == text_of(messages=plain) + b"\xf6"
     for limit in range(20):
-        short = prefix_text(body_fields_of({"messages": whole}), limit)
+        short = prefix_text(body_fields_of({"messages": plain}), limit)
         assert short == prefix_text(body_fields_of({"messages": mixed}), 100)[:limit][: len(short)]
-        assert short == prefix_text(body_fields_of({"messages": whole}), 100)[:limit]
+        assert short == prefix_text(body_fields_of({"messages": plain}), 100)[:limit]
 
 
 @pytest.mark.parametrize("body", [{}, {"input_ids": None}, {"messages": []}, {"prompt": None}])
-def test_a_body_without_text_has_none(body):
+def test_a_body_without_text_has_an_empty_prefix(body):
     assert text_of(**body) == b""
     assert prefix_text(None) == b""
 
@@ -105,14 +105,14 @@ odd = st.recursive(
 
 
 @given(odd, odd, odd, odd)
-def test_any_body_gives_bytes(messages, prompt, text, input_ids):
+def test_any_body_has_a_prefix_text(messages, prompt, text, input_ids):
     payload = body_fields_of(
         {"messages": messages, "prompt": prompt, "text": text, "input_ids": input_ids}
     )
     assert isinstance(prefix_text(payload), bytes)
 
 
-def test_lone_surrogates_and_deep_nesting_are_text_like_any_other():
+def test_lone_surrogates_and_deep_nesting_are_accepted():
     assert prefix_text(decode_body(rb'{"prompt": "\ud800"}')) == b"\xfd\xed\xa0\x80"
     deep = "[" * 500 + "]" * 500
     assert prefix_text(decode_body(f'{{"prompt": {deep}, "messages": {deep}}}'.encode()))

@@ -55,15 +55,15 @@ def test_a_list_of_integers_is_the_prompt(key):
         {"input_ids": [1], "extra_key": "tenant"},
     ],
 )
-def test_anything_else_is_no_prompt_of_plain_tokens(body):
+def test_any_other_body_has_no_plain_tokens(body):
     assert tokens_of(body) is None
 
 
-def test_a_request_with_media_has_none():
+def test_a_request_with_media_has_no_plain_tokens():
     assert tokens_of({"prompt": [1, 2]}, mask=IMAGE) is None
 
 
-def test_an_absent_salt_spelled_as_null_makes_no_difference():
+def test_a_salt_of_null_counts_as_absent():
     assert tokens_of({"prompt": [1], "cache_salt": None, "lora_path": None}) == [1]
 
 
@@ -79,7 +79,7 @@ def test_an_absent_salt_spelled_as_null_makes_no_difference():
         ({"token_ids": [1, 2]}, None),
     ],
 )
-def test_a_configured_route_has_the_tokens_of_its_one_key_that_is_there(body, expected):
+def test_a_configured_route_has_the_tokens_of_its_only_present_key(body, expected):
     fields = keyed_fields(json.dumps(body).encode(), ("instructions", "ids"))
     assert prompt_tokens(Requirements(0, decoded=fields)) == expected
 
@@ -96,7 +96,7 @@ SPACES = st.text(" \t\r\n", max_size=2)
 
 @st.composite
 def spelled_lists(draw):
-    """A list as some client may spell it."""
+    """A list as a client may write it, with spaces anywhere."""
     values = draw(st.lists(st.integers(0, 2**20), max_size=20) | st.lists(VALUES, max_size=5))
     between = st.builds(lambda a, b: f"{a},{b}", SPACES, SPACES)
     spelled = "".join(
@@ -108,17 +108,17 @@ def spelled_lists(draw):
 
 
 @given(spelled_lists())
-def test_ids_are_spelled_as_a_parser_reads_them(body):
+def test_ids_are_normalized_to_what_a_parser_reads(body):
     value = json.loads(body)
     if len(value) == 1 and isinstance(value[0], list):
         value = value[0]
-    plain = all(type(each) is int and each >= 0 for each in value)
+    plain = all(type(token) is int and token >= 0 for token in value)
     spelled, _ = spelled_ids(msgspec.Raw(body.encode()))
     assert spelled == (spell(value) if plain else b"")
 
 
 @given(st.lists(st.integers(0, 2**20), max_size=20), st.sampled_from([",", ", ", " , ", ",\n "]))
-def test_ids_are_counted_where_all_are_spelled_alike(ids, between):
+def test_ids_with_uniform_separators_are_counted(ids, between):
     raw = msgspec.Raw(b"[%b]" % between.join(map(str, ids)).encode())
     spelled, tokens = spelled_ids(raw)
     assert tokens in {len(ids), None if ids else 0}

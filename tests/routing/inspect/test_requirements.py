@@ -17,14 +17,14 @@ MULTIPART = b"multipart/form-data; boundary=B"
 def look(path, body=b"", *, content_type=b"application/json", method="POST", **hints):
     route = match_route(method, path)
     assert route is not None
-    reported = {name.encode(): value.encode() for name, value in hints.items()}
+    raw_hints = {name.encode(): value.encode() for name, value in hints.items()}
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return inspect_request(route, raw, RequestFacts(content_type, reported))
+    return inspect_request(route, raw, RequestFacts(content_type, raw_hints))
 
 
-def refused(*words, **more) -> str:
+def refused(*args, **kwargs) -> str:
     with pytest.raises(HttpError) as caught:
-        look(*words, **more)
+        look(*args, **kwargs)
     assert caught.value.status == 400
     return caught.value.message
 
@@ -87,7 +87,7 @@ def test_path_and_body_determine_the_requirements(path, body, needs):
         ("audio", "audio_output"),
     ],
 )
-def test_a_field_counts_when_it_is_not_empty(field, capability):
+def test_a_field_requires_a_capability_unless_it_is_empty(field, capability):
     for value in ("x", ["x"], {"a": 1}, 0, 0.0, 3, True):
         assert set(look(CHAT, {field: value}).capabilities) == {"chat", capability}
     for value in (None, False, "", [], {}):
@@ -102,13 +102,13 @@ def test_a_field_counts_when_it_is_not_empty(field, capability):
         (("video", "video_url", "input_video"), "video_input"),
     ],
 )
-def test_a_part_of_a_message_counts(kinds, capability):
+def test_a_media_part_of_a_message_requires_a_capability(kinds, capability):
     for kind in kinds:
         assert set(look(CHAT, content(kind)).capabilities) == {"chat", capability}
 
 
 @pytest.mark.parametrize("key", ["audio_path", "ref_audio", "audio", "data"])
-def test_a_reference_with_sound_needs_audio_input(key):
+def test_a_reference_with_audio_requires_audio_input(key):
     assert "audio_input" in look(SPEECH, {"references": [{key: "x"}]}).capabilities
     assert "audio_input" not in look(SPEECH, {"references": [{key: ""}]}).capabilities
 
@@ -117,7 +117,7 @@ def test_a_reference_with_sound_needs_audio_input(key):
     "messages",
     ["hi", 7, {"content": []}, [None, "x", {"content": "image"}, {"content": [1, {"type": []}]}]],
 )
-def test_odd_messages_are_for_the_worker_to_refuse(messages):
+def test_malformed_messages_are_left_to_the_worker(messages):
     assert look(CHAT, {"messages": messages}).capabilities == ["chat"]
 
 
@@ -146,7 +146,7 @@ def test_bad_json_is_refused(body):
 
 
 @pytest.mark.parametrize("body", [b"[]", b"null", b'"x"', b"7"])
-def test_json_that_is_no_object_is_refused(body):
+def test_json_that_is_not_an_object_is_refused(body):
     assert refused(CHAT, body) == "JSON request body must be an object"
 
 
@@ -162,22 +162,22 @@ def test_json_that_is_no_object_is_refused(body):
         b'{"text": "\\ud800", "model": "m"}',
     ],
 )
-def test_what_pythons_reader_takes_is_taken(body):
+def test_json_that_pythons_parser_accepts_is_accepted(body):
     assert look(CHAT, body).model == "m"
 
 
-def test_a_model_that_utf8_cannot_hold_is_made_sayable():
+def test_characters_of_a_model_that_utf_8_cannot_encode_are_replaced():
     assert look(CHAT, b'{"model": "\\ud800m"}').model == "?m"
     assert look(CHAT, '{"model": "müsli"}'.encode()).model == "müsli"
 
 
 @given(st.binary())
-def test_no_bytes_bring_down_the_inspection(body):
+def test_any_bytes_are_inspected_or_refused(body):
     for path in (CHAT, SPEECH, BATCH, FORM):
         try:
             look(path, body)
         except HttpError as refusal:
-            assert refusal.status == 400  # noqa: PT017  both ends are right
+            assert refusal.status == 400  # noqa: PT017  both outcomes are valid
 
 
 fields = st.sampled_from(
@@ -190,15 +190,15 @@ values = st.recursive(
 
 
 @given(st.dictionaries(fields, values))
-def test_both_readers_of_json_find_the_same(body):
+def test_the_fast_and_the_slow_parser_agree(body):
     text = json.dumps(body)
     for path in (CHAT, SPEECH):
-        quick = look(path, text.encode("utf-8"))
-        slow = look(path, text.encode("utf-16"))  # only Python's own reader takes it
-        assert (quick.model, quick.stream, quick.mask) == (slow.model, slow.stream, slow.mask)
+        fast = look(path, text.encode("utf-8"))
+        slow = look(path, text.encode("utf-16"))  # only Python's parser accepts it
+        assert (fast.model, fast.stream, fast.mask) == (slow.model, slow.stream, slow.mask)
 
 
-def test_without_a_json_type_a_body_is_opaque():
+def test_a_body_without_a_json_content_type_is_not_read():
     need = look(CHAT, b"{", content_type=b"text/plain", model="m", stream="true")
     assert (need.model, need.stream) == ("m", True)
     assert need.capabilities == ["chat", "streaming"]
@@ -238,9 +238,9 @@ def test_a_hint_that_agrees_with_the_body_is_taken():
     assert look(CHAT, {}, model="m").model == "m"
 
 
-@pytest.mark.parametrize("message", ["true", "1", "yes", "on", " TRUE "])
-def test_a_form_may_request_a_stream(message):
-    need = look(FORM, form(model="w", stream=message), content_type=MULTIPART)
+@pytest.mark.parametrize("value", ["true", "1", "yes", "on", " TRUE "])
+def test_a_form_may_request_a_stream(value):
+    need = look(FORM, form(model="w", stream=value), content_type=MULTIPART)
     assert (need.model, need.stream) == ("w", True)
     assert need.capabilities == ["audio_input", "streaming"]
 
@@ -251,16 +251,16 @@ def test_a_form_without_a_true_stream_field_is_no_stream():
         assert (need.model, need.stream, need.capabilities) == (None, False, ["audio_input"])
 
 
-def test_hints_against_a_form_are_refused():
-    for fields, hints, output in (
+def test_hints_that_contradict_a_form_are_refused():
+    for fields, hints, message in (
         ({"model": "a"}, {"model": "b"}, "model conflicts with the multipart form model"),
         ({"stream": "1"}, {"stream": "false"}, "stream conflicts with the multipart form stream"),
     ):
         body = form(**fields)
-        assert refused(FORM, body, content_type=MULTIPART, **hints).endswith(output)
+        assert refused(FORM, body, content_type=MULTIPART, **hints).endswith(message)
 
 
-def test_hints_complete_a_form_that_reports_nothing():
+def test_hints_provide_what_an_unreadable_form_lacks():
     need = look(FORM, b"rubbish", content_type=MULTIPART, model="w", stream="true")
     assert (need.model, need.stream) == ("w", True)
     assert need.capabilities == ["audio_input", "streaming"]
@@ -277,7 +277,7 @@ def test_hints_complete_a_form_that_reports_nothing():
         ({"model": "a", "items": ["odd"]}, "a"),
     ],
 )
-def test_a_batch_has_the_one_model_of_its_items(body, model):
+def test_a_batch_has_the_common_model_of_its_items(body, model):
     assert look(BATCH, body).model == model
 
 
@@ -294,15 +294,15 @@ def test_an_outcome_request_is_pinned_to_the_named_worker():
     assert "route-worker is required" in refused("/v1/audio/speech/r1", method="GET")
 
 
-def test_voices_belong_to_their_owner():
+def test_voice_requests_are_pinned_to_the_owner_of_the_voices():
     assert look(VOICES, method="GET").pinning is Pinning.VOICE_OWNER
 
 
-def test_no_request_names_a_capability_that_does_not_exist():
+def test_requests_require_only_known_capabilities():
     body = {"stream": True, "audio": 1, "images": [1], "videos": [1], "audios": [1]}
     assert set(look(CHAT, body).capabilities) <= set(CAPABILITIES)
 
 
-def test_a_models_name_of_any_length_is_kept_short():
+def test_a_long_model_name_is_cut():
     need = look(CHAT, {"model": "x" * 1_000_000})
     assert need.model == "x" * MAX_MODEL_CHARS

@@ -1,4 +1,4 @@
-"""Cached tokens at the end of a response, in the forms of the engines."""
+"""Token counts at the end of a response, in the formats of the engines."""
 
 import json
 
@@ -38,7 +38,7 @@ def body(value):
                             "cache_read_input_tokens": 1}}),
             (1, 10),
         ),
-        # Each of several answers to one prompt was counted.
+        # The counts of several choices for one prompt were added up.
         (body({"usage": {"prompt_tokens": 4, "x": {"cached_tokens": 12}}}), (4, 4)),
         # Log probabilities stand between the two counts.
         (
@@ -48,7 +48,7 @@ def body(value):
         ),
     ],
 )  # fmt: skip
-def test_cached_tokens_are_read_from_the_forms_of_all_engines(response, counts):
+def test_cached_tokens_are_read_in_the_formats_of_all_engines(response, counts):
     assert read_cached_tokens(response) == counts
 
 
@@ -69,24 +69,26 @@ def test_cached_tokens_are_read_from_the_forms_of_all_engines(response, counts):
         b'{"usage":{"prompt_tokens":40,"details":{"cached_tok',
     ],
 )
-def test_an_answer_without_both_counts_reports_nothing(response):
+def test_a_response_without_both_counts_has_no_report(response):
     assert read_cached_tokens(response) is None
 
 
 @given(COUNTS, st.integers(1, 10**9), st.booleans(), st.binary(max_size=20))
-def test_counts_in_the_usual_order_are_those_of_any_order(cached, prompt, spaced, behind):
-    """As vLLM writes them, with the same counts somewhere else in front of them."""
+def test_the_last_counts_of_a_response_are_read(cached, prompt, spaced, tail):
+    """As vLLM writes them, after another count of the same name."""
     details = {"prompt_tokens_details": {"cached_tokens": cached}}
     usage = {"prompt_tokens": prompt, "total_tokens": prompt + 3, "completion_tokens": 3, **details}
     separators = None if spaced else (",", ":")
-    answer = json.dumps({"x": {"cached_tokens": 9}, "usage": usage}, separators=separators).encode()
-    assert read_cached_tokens(answer) == (min(cached, prompt), prompt)
-    later = answer + b'{"cached_tokens":1,' + behind.replace(b'"', b"")
+    response = json.dumps(
+        {"x": {"cached_tokens": 9}, "usage": usage}, separators=separators
+    ).encode()
+    assert read_cached_tokens(response) == (min(cached, prompt), prompt)
+    later = response + b'{"cached_tokens":1,' + tail.replace(b'"', b"")
     assert read_cached_tokens(later) == (1, prompt)
 
 
 @given(st.text(), COUNTS, st.integers(1, 10**9))
-def test_no_text_of_a_model_reads_as_a_count(text, cached, prompt):
+def test_generated_text_is_never_read_as_a_count(text, cached, prompt):
     usage = {"prompt_tokens": prompt, "details": {"cached_tokens": cached}}
     text += json.dumps(usage)
     expected = (min(cached, prompt), prompt)
@@ -108,11 +110,11 @@ USAGE_VALUES = st.one_of(
     st.text(max_size=3),
 )
 USAGE_NAMES = ("prompt_tokens", "completion_tokens", "input_tokens", "output_tokens", "other")
-BEFORE = st.text(max_size=20) | st.just("x" * 600)  # short ones are decoded whole
+BEFORE = st.text(max_size=20) | st.just("x" * 600)  # short responses are decoded whole
 
 
 def naive_counts(usage):
-    """What is a count, by its first name that is one."""
+    """For prompt and completion: the first field whose value is a valid count."""
     if not isinstance(usage, dict):
         return None, None
 
@@ -130,13 +132,11 @@ def naive_counts(usage):
     st.sampled_from([(b"", b""), (b"data: ", b"\n\ndata: [DONE]\n\n"), (b"[", b"]")]),
     st.sampled_from([None, 1]),
 )
-def test_counts_are_those_of_the_usage_whatever_stands_around_it(
-    usage, before, after, around, indent
-):
+def test_counts_are_read_from_the_usage_whatever_surrounds_it(usage, before, after, around, indent):
     value = {"text": before, "usage": usage, **after}
     text = json.dumps(value, indent=indent).encode()
     assert counts_in(around[0] + text + around[1]) == naive_counts(usage)
 
 
-def test_a_usage_inside_another_member_counts_where_there_is_no_other():
+def test_a_nested_usage_is_read_if_there_is_no_other():
     assert counts_in(b'{"response": {"usage": {"input_tokens": 1, "output_tokens": 2}}}') == (1, 2)

@@ -11,7 +11,7 @@ from omni_proxy.routing.routes import match_route
 from omni_proxy.wire.errors import HttpError
 from tests.fleet.entries import entry, fleet_of
 
-CHAT, SPEECH, SPOKEN, VOICES = (
+CHAT, SPEECH, TRANSCRIPTIONS, VOICES = (
     "/v1/chat/completions", "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/voices",
 )  # fmt: skip
 AUDIO = frozenset(("audio_input", "chat"))
@@ -35,9 +35,9 @@ def facts(kind, **hints):
 
 
 def of_form(*fields, fleet=NAMED, **hints):
-    reported = facts(b"multipart/form-data; boundary=x", **hints)
+    form_facts = facts(b"multipart/form-data; boundary=x", **hints)
     return requirements_of_beginning(
-        fleet, match_route("POST", SPOKEN), form(*fields, end=False), reported
+        fleet, match_route("POST", TRANSCRIPTIONS), form(*fields, end=False), form_facts
     )
 
 
@@ -47,7 +47,7 @@ def of_json(path=CHAT, **hints):
     )
 
 
-def test_json_is_known_by_its_hints_alone():
+def test_streamed_json_is_routed_by_hints_only():
     need = of_json(model="m", capabilities="chat,image_input", stream="true")
     assert (need.model, need.stream) == ("m", True)
     assert need.capabilities == ["chat", "image_input", "streaming"]
@@ -56,18 +56,18 @@ def test_json_is_known_by_its_hints_alone():
     assert of_json() is None
 
 
-def test_speech_of_such_a_size_carries_a_voice():
+def test_streamed_speech_requires_audio_input():
     need = of_json(SPEECH, model="m", capabilities="speech")
     assert need.capabilities == ["audio_input", "speech"]
 
 
-def test_a_bad_hint_is_refused_before_anything_streams():
+def test_an_invalid_hint_is_refused_before_the_body_streams():
     with pytest.raises(HttpError) as caught:
         of_json(model="m", capabilities="fly")
     assert caught.value.status == 400
 
 
-def test_what_is_not_looked_into_is_known_at_once():
+def test_a_body_that_is_not_inspected_is_routed_at_once():
     need = requirements_of_beginning(
         NAMED, match_route("POST", VOICES), b"", facts(b"multipart/form-data; boundary=x")
     )
@@ -77,12 +77,12 @@ def test_what_is_not_looked_into_is_known_at_once():
 def test_a_form_is_routable_once_its_model_is_read():
     assert of_form(("model", "m"), FILE).model == "m"
     assert of_form(FILE) is None
-    assert of_form(("model", "m")) is None  # its end is not there: it could go on
+    assert of_form(("model", "m")) is None  # the field has no end yet: more could follow
     assert of_form(FILE, model="m").model == "m"
     assert of_form(FILE, fleet=NAMELESS).model is None
 
 
-def test_a_possible_stream_matters_if_not_all_workers_can_stream():
+def test_the_stream_field_is_awaited_if_not_all_workers_can_stream():
     assert of_form(FILE, fleet=MIXED) is None
     assert of_form(("stream", "true"), FILE, fleet=MIXED).stream
     assert not of_form(("stream", "no"), FILE, fleet=MIXED).stream
@@ -105,13 +105,13 @@ FIELDS = st.lists(
 
 @given(FIELDS, st.integers(0, 400))
 def test_early_requirements_equal_those_of_the_whole_form(fields, at):
-    reported = facts(b"multipart/form-data; boundary=x")
-    route, whole = match_route("POST", SPOKEN), form(*fields)
-    known = requirements_of_beginning(MIXED, route, whole[:at], reported)
+    form_facts = facts(b"multipart/form-data; boundary=x")
+    route, whole = match_route("POST", TRANSCRIPTIONS), form(*fields)
+    known = requirements_of_beginning(MIXED, route, whole[:at], form_facts)
     if known is not None:
-        final = inspect_request(route, whole, reported)
+        final = inspect_request(route, whole, form_facts)
         assert (known.stream, known.mask) == (final.stream, final.mask)
         assert known.model in (None, final.model)
-    known = requirements_of_beginning(NAMED, route, whole[:at], reported)
+    known = requirements_of_beginning(NAMED, route, whole[:at], form_facts)
     if known is not None:
-        assert known.model == inspect_request(route, whole, reported).model
+        assert known.model == inspect_request(route, whole, form_facts).model

@@ -1,4 +1,4 @@
-"""/tokenize gets all that decides which tokens a prompt is, or is not asked."""
+"""The body for /tokenize has all that determines the tokens of a prompt; otherwise there is none."""
 
 import json
 
@@ -16,20 +16,20 @@ def need(body, *, mask=0, model=None):
     return Requirements(mask, model, decoded=decode_body(json.dumps(body).encode()))
 
 
-def asked(body, **more):
+def tokenize_json(body, **more):
     body = tokenize_body(need(body, **more))
     return None if body is None else json.loads(body)
 
 
-def test_a_text_and_a_chat_are_asked_about_with_their_model_and_template():
-    assert asked({"prompt": "a text", "max_tokens": 3}, model="m") == {
+def test_texts_and_chats_are_tokenized_with_their_model_and_template():
+    assert tokenize_json({"prompt": "a text", "max_tokens": 3}, model="m") == {
         "prompt": "a text", "model": "m",
     }  # fmt: skip
-    assert asked({"text": "a text"}) == {"prompt": "a text"}
-    assert asked({**CHAT, "stream": True, "temperature": 0}) == CHAT
+    assert tokenize_json({"text": "a text"}) == {"prompt": "a text"}
+    assert tokenize_json({**CHAT, "stream": True, "temperature": 0}) == CHAT
     options = {"tools": TOOLS, "chat_template_kwargs": {"thinking": False}}
-    assert asked({**CHAT, **options}, model="m") == {**CHAT, **options, "model": "m"}
-    assert asked({"prompt": "a text", "tools": TOOLS}) == {"prompt": "a text"}
+    assert tokenize_json({**CHAT, **options}, model="m") == {**CHAT, **options, "model": "m"}
+    assert tokenize_json({"prompt": "a text", "tools": TOOLS}) == {"prompt": "a text"}
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_a_text_and_a_chat_are_asked_about_with_their_model_and_template():
         {**CHAT, "documents": [{"text": "x"}]},
     ],
 )
-def test_what_a_worker_would_tokenize_otherwise_is_not_asked_about(body):
-    assert asked(body) is None
+def test_a_body_that_would_be_tokenized_differently_has_no_tokenize_body(body):
+    assert tokenize_json(body) is None
 
 
-def test_media_and_bodies_that_are_no_json_are_not_asked_about():
-    assert asked(CHAT, mask=IMAGE) is None
+def test_media_and_nonstandard_json_have_no_tokenize_body():
+    assert tokenize_json(CHAT, mask=IMAGE) is None
     assert tokenize_body(Requirements(0)) is None
     odd = Requirements(0, decoded=decode_body(b'{"prompt": "a", "top_p": NaN}'))
     assert tokenize_body(odd) is None
 
 
-def test_equal_texts_with_other_tools_have_another_mark():
+def test_equal_texts_with_different_tools_have_different_marks():
     plain, tools = need(CHAT), need({**CHAT, "tools": TOOLS})
     assert template_mark(plain) == template_mark(Requirements(0)) == b""
     assert template_mark(tools) != template_mark(need({**CHAT, "tools": TOOLS * 2})) != b""

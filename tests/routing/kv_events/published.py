@@ -1,4 +1,4 @@
-"""An engine's prefix cache that publishes its events, and what a subscriber believes of it."""
+"""A prefix cache of an engine that publishes its events, and the state of its subscriber."""
 
 import msgspec
 
@@ -12,14 +12,14 @@ SIZE = 2
 
 
 class Engine:
-    """A prefix cache that publishes, and keeps the last batches for a replay."""
+    """A prefix cache that publishes its events and keeps the last batches for a replay."""
 
     def __init__(self, at=100.0, *, kept=1000):
         self.at = at
         self.kept = kept
-        self.prompts = {}  # by hash: the tokens up to the block's end
+        self.prompts = {}  # by block hash: the tokens up to the end of the block
         self.log = []
-        self.cached = []  # after each batch
+        self.cached = []  # the cached prompts after each batch
 
     def _publish(self, *events):
         self.at += 1.0
@@ -47,7 +47,7 @@ class Engine:
         return self._publish({"type": "BlockRemoved", "block_hashes": [name], "medium": "GPU"})
 
     def flush(self):
-        """Silent until `step`, as vLLM is."""
+        """Publishes nothing yet: vLLM sends the event with its next batch."""
         self.prompts.clear()
 
     def clear(self):
@@ -70,11 +70,12 @@ def keys_of(prompts):
     return {list(block_keys(tokens, SIZE))[-1] for tokens in prompts}
 
 
-def believed(state):
+def keys_in(state):
     return set(state.blocks.keys())
 
 
-def heard(engine, *batches, replays=False):
+def state_after(engine, *batches, replays=False):
+    """The state of a subscriber that received the batches, or all that were published."""
     state = PublisherState(replays=replays)
     for number, payload in batches or engine.log:
         state.receive(number, payload, 0.0)

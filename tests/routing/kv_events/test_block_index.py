@@ -32,13 +32,13 @@ def test_keys_are_equal_in_every_process():
         "from omni_proxy.routing.kv_events.block_keys import block_keys;"
         "print(list(block_keys(range(64), 16)))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == str(list(block_keys(PROMPT, SIZE)))
+    assert process.stdout.strip() == str(list(block_keys(PROMPT, SIZE)))
 
 
-def test_a_key_stands_for_all_tokens_up_to_it():
+def test_a_key_identifies_all_tokens_up_to_the_end_of_its_block():
     keys = list(block_keys(PROMPT, SIZE))
     assert len(keys) == 4
     assert list(extend_keys(keys[1], PROMPT[32:], SIZE)) == keys[2:]
@@ -48,7 +48,7 @@ def test_a_key_stands_for_all_tokens_up_to_it():
     assert list(block_keys(PROMPT[:63], SIZE)) == keys[:3]
 
 
-def test_the_depth_of_each_holder_is_its_leading_blocks():
+def test_the_depth_of_a_holder_is_the_number_of_its_leading_blocks():
     index = held(PROMPT)
     held(PROMPT[:32], holder="b", index=index)
     assert depths(index) == {"a": 4, "b": 2}
@@ -59,7 +59,7 @@ def test_the_depth_of_each_holder_is_its_leading_blocks():
     assert index.blocks == 4
 
 
-def test_a_block_in_the_middle_that_is_gone_ends_the_match():
+def test_a_missing_block_in_the_middle_ends_the_match():
     index = held(PROMPT)
     keys = list(block_keys(PROMPT, SIZE))
     index.apply("a", [HeldChange(ChangeOp.HOLES, []), HeldChange(ChangeOp.REMOVE, [keys[1]])])
@@ -67,7 +67,7 @@ def test_a_block_in_the_middle_that_is_gone_ends_the_match():
     assert (index.blocks, index.count("a")) == (3, 3)
 
 
-def test_what_a_holder_lost_is_never_matched_while_memory_is_freed():
+def test_lost_blocks_are_never_matched_while_memory_is_freed():
     index = held(PROMPT)
     held(PROMPT[:16], holder="b", index=index)
     index.apply("a", [HeldChange(ChangeOp.RESET, [])])
@@ -80,14 +80,14 @@ def test_what_a_holder_lost_is_never_matched_while_memory_is_freed():
     assert index.is_exact("a")
 
 
-def test_a_holder_that_left_is_not_exact_any_more():
+def test_a_forgotten_holder_is_no_longer_exact():
     index = held(PROMPT)
     index.forget("a")
     assert not index.is_exact("a")
     assert index.block_size("a") == 0
 
 
-def test_a_prompt_that_was_sent_counts_for_two_seconds():
+def test_a_sent_prompt_counts_as_cached_for_two_seconds():
     index = held()
     index.predict("a", blocks_of(PROMPT, SIZE), 10.0)
     assert depths(index, now=10.0 + PREDICTED_SECS - 0.1) == {"a": 4}
@@ -97,7 +97,7 @@ def test_a_prompt_that_was_sent_counts_for_two_seconds():
     assert depths(index, now=20.0) == {}
 
 
-def test_an_old_prediction_goes_with_its_memory():
+def test_the_memory_of_old_predictions_is_freed():
     index = held()
     index.predict("a", blocks_of(PROMPT, SIZE), 10.0)
     index.maintain(10.0 + PREDICTED_SECS)
@@ -105,7 +105,7 @@ def test_an_old_prediction_goes_with_its_memory():
     assert not index._predictions()
 
 
-def test_of_prompts_with_one_beginning_the_last_that_was_sent_counts():
+def test_of_sent_prompts_with_a_common_beginning_the_last_counts():
     index = held()
     index.predict("a", blocks_of([*PROMPT[:32], *range(100, 132)], SIZE), 10.0)
     index.predict("b", blocks_of(PROMPT, SIZE), 10.0)
@@ -114,17 +114,17 @@ def test_of_prompts_with_one_beginning_the_last_that_was_sent_counts():
     assert depths(index, longer, now=11.0) == {"b": 4}
 
 
-def test_memory_of_what_was_sent_is_bounded(monkeypatch):
+def test_the_memory_of_predictions_is_bounded(monkeypatch):
     monkeypatch.setattr(tested, "MAX_PREDICTED", 20_000)
     index = held()
     for first in range(100):
         index.predict("a", blocks_of([first] * 64, SIZE), 10.0)
-    kept = {id(guess) for each in index._predictions() for guess in each.values()}
+    kept = {id(guess) for by_key in index._predictions() for guess in by_key.values()}
     assert 10 < len(kept) < 50
 
 
 class Model:
-    """Which blocks each holder has, by the tokens up to their end."""
+    """The blocks of each holder, as the tokens up to the end of each block."""
 
     def __init__(self):
         self.held = {}
@@ -146,7 +146,7 @@ STEPS = st.tuples(
 
 @given(st.lists(STEPS, max_size=30), PROMPTS)
 @settings(max_examples=60)
-def test_the_index_holds_what_a_naive_model_holds(steps, asked):
+def test_the_index_holds_what_a_naive_model_holds(steps, prompt):
     index, model = BlockIndex(), Model()
     for step, holder, tokens in steps:
         keys = list(block_keys(tokens, 2))
@@ -167,8 +167,8 @@ def test_the_index_holds_what_a_naive_model_holds(steps, asked):
                 model.held.pop(holder, None)
             case "maintain":
                 index.maintain(0.0)
-        found = index.depths(blocks_of(asked, 2), index.mask_of("abc"), 0.0)
-        assert found == {h: d for h in "abc" if (d := model.depth(h, asked))}
+        depths_now = index.depths(blocks_of(prompt, 2), index.mask_of("abc"), 0.0)
+        assert depths_now == {h: d for h in "abc" if (d := model.depth(h, prompt))}
         assert all(index.count(h) == len(model.held.get(h, ())) for h in "abc")
     while index.maintain(0.0):
         pass

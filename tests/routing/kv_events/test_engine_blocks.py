@@ -1,4 +1,4 @@
-"""Blocks of one engine, in several media and behind one another, beside a plain table of them."""
+"""The blocks of one engine in several media, compared with a plain table."""
 
 import pytest
 from hypothesis import settings
@@ -11,7 +11,9 @@ from omni_proxy.routing.kv_events.event_payload import StoredEvent
 from tests.example_counts import examples
 
 SIZE = 2
-PARTS = st.lists(st.integers(0, 2), min_size=1, max_size=3)  # of a prompt: a block of each number
+PARTS = st.lists(
+    st.integers(0, 2), min_size=1, max_size=3
+)  # of a prompt: one block for each number
 MEDIUM = st.sampled_from(["", "GPU", "CPU"])
 
 
@@ -24,7 +26,7 @@ def key_of(parts):
 
 
 def stored(before, parts, medium):
-    """An event, and the keys of its blocks."""
+    """A stored event, and the keys of its blocks."""
     runs = [(*before, *parts[: end + 1]) for end in range(len(parts))]
     event = StoredEvent(
         [name_of(run) for run in runs], name_of(before) if before else None, (), SIZE, medium, None,
@@ -34,7 +36,7 @@ def stored(before, parts, medium):
 
 
 class Cache(RuleBasedStateMachine):
-    """`held`: the media of each block, which is the tuple of all parts up to it."""
+    """`held` has the media of each block; a block is the tuple of all parts up to its end."""
 
     def __init__(self):
         super().__init__()
@@ -55,8 +57,8 @@ class Cache(RuleBasedStateMachine):
     @rule(data=st.data(), medium=MEDIUM)
     def remove(self, data, medium):
         runs = data.draw(st.lists(st.sampled_from(list(self.held)), min_size=1, max_size=3))
-        gone = self.blocks.leave_medium([*map(name_of, runs), 1], medium)
-        self.blocks.remove(gone)
+        removed = self.blocks.leave_medium([*map(name_of, runs), 1], medium)
+        self.blocks.remove(removed)
         for run in runs:
             media = self.held.get(run, set())
             media -= {medium, ""} if medium else set(MEDIA)
@@ -87,7 +89,7 @@ TestCache = Cache.TestCase
 TestCache.settings = settings(max_examples=examples(60), stateful_step_count=25)
 
 
-def test_a_name_for_other_tokens_is_no_block():
+def test_a_block_name_that_is_reused_for_other_tokens_is_refused():
     blocks = EngineBlocks()
     blocks.store(*stored((), [1], "GPU"))
     event, _ = stored((), [1], "GPU")

@@ -36,11 +36,13 @@ def captured(name):
     return [json.loads(line) for line in (CAPTURES / name).read_text().splitlines()]
 
 
-def test_every_batch_that_vllm_sent_is_decoded():
+def test_every_captured_batch_of_vllm_is_decoded():
     batches = [
         decode_batch(bytes.fromhex(row["frames"][2])) for row in captured("vllm-0.32.0.jsonl")
     ]
-    assert all(not each.undecodable and each.rank == 0 and each.at > 1e9 for each in batches)
+    assert all(
+        not decoded.undecodable and decoded.rank == 0 and decoded.at > 1e9 for decoded in batches
+    )
     first = batches[0].events[0]
     assert (first.hashes, first.parent, first.block_size) == ([15155571451565390775], None, 128)
     assert (len(first.tokens), first.medium, first.group, first.plain) == (128, "GPU", 0, 1)
@@ -49,15 +51,17 @@ def test_every_batch_that_vllm_sent_is_decoded():
     assert len(batches[3].events[0].hashes) == 5
 
 
-def test_every_batch_in_the_form_of_sglang_is_decoded():
-    rows = [decode_batch(bytes.fromhex(row["payload"])) for row in captured("sglang-form.jsonl")]
-    assert all(not each.undecodable for each in rows)
-    first, second, third, salted, gone, gone_from, cleared = (each.events[0] for each in rows)
+def test_every_batch_in_the_format_of_sglang_is_decoded():
+    batches = [decode_batch(bytes.fromhex(row["payload"])) for row in captured("sglang-form.jsonl")]
+    assert all(not decoded.undecodable for decoded in batches)
+    first, second, third, salted, removed, removed_from_gpu, cleared = (
+        decoded.events[0] for decoded in batches
+    )
     assert first == StoredEvent([2**64 - 5, 7], None, list(range(100, 132)), 16, "", None, 2)
     assert (second.parent, second.medium, second.plain) == (7, "GPU", 1)
     assert (third.plain, salted.plain) == (1, 0)
-    assert gone == RemovedEvent([9], "", None)
-    assert gone_from == RemovedEvent([8], "GPU", None)
+    assert removed == RemovedEvent([9], "", None)
+    assert removed_from_gpu == RemovedEvent([8], "GPU", None)
     assert cleared == ClearedEvent()
 
 
@@ -84,7 +88,7 @@ def test_blocks_of_adapters_and_salts_are_not_plain(fields, plain):
     assert decode_batch(batch(stored(**fields))).events[0].plain == plain
 
 
-def test_layers_other_than_full_attention_are_left_out():
+def test_blocks_of_layers_without_full_attention_are_ignored():
     events = [
         stored(group_idx=1, kv_cache_spec_kind="sliding_window"),
         stored(group_idx=2, kv_cache_spec_kind="full_attention"),
@@ -113,19 +117,19 @@ def test_layers_other_than_full_attention_are_left_out():
         7,
     ],
 )
-def test_an_event_that_cannot_be_read_for_certain_is_counted(event):
-    found = decode_batch(batch({"type": "AllBlocksCleared"}, event))
-    assert (found.events, len(found.undecodable)) == ([ClearedEvent()], 1)
+def test_an_undecodable_event_is_counted(event):
+    decoded = decode_batch(batch({"type": "AllBlocksCleared"}, event))
+    assert (decoded.events, len(decoded.undecodable)) == ([ClearedEvent()], 1)
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x90", msgspec.msgpack.encode([1, 2])])
-def test_what_is_no_batch_is_refused(payload):
+def test_a_payload_that_is_not_a_batch_is_refused(payload):
     with pytest.raises(UndecodablePayload):
         decode_batch(payload)
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_are_a_batch_or_refused(payload):
+def test_any_bytes_are_decoded_or_refused(payload):
     with suppress(UndecodablePayload):
         assert isinstance(decode_batch(payload), DecodedBatch)
 
@@ -144,11 +148,11 @@ JSON = st.recursive(
         st.sampled_from(["BlockStored", "BlockRemoved"]) | JSON,
     )
 )
-def test_any_values_of_fields_are_an_event_or_counted(event):
-    found = decode_batch(batch(event))
-    assert len(found.events) + len(found.undecodable) <= 1
+def test_an_event_with_any_values_is_decoded_or_counted(event):
+    decoded = decode_batch(batch(event))
+    assert len(decoded.events) + len(decoded.undecodable) <= 1
 
 
-def test_of_a_batch_of_nonsense_a_bounded_part_is_looked_at():
+def test_the_number_of_undecodable_events_per_batch_is_bounded():
     batch = decode_batch(msgspec.msgpack.encode([1.0, [[]] * (2 * MAX_UNDECODABLE)]))
     assert len(batch.undecodable) == MAX_UNDECODABLE

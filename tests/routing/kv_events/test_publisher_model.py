@@ -8,7 +8,7 @@ from omni_proxy.routing.kv_events.publisher_state import (
     PublisherState,
 )
 from tests.example_counts import examples
-from tests.routing.kv_events.published import SIZE, Engine, believed, blocks_of
+from tests.routing.kv_events.published import SIZE, Engine, blocks_of, keys_in
 
 URL = "http://w"
 
@@ -17,8 +17,8 @@ DELIVERIES = st.sampled_from(["arrives", "arrives", "arrives", "twice", "late", 
 
 
 class Wire(RuleBasedStateMachine):
-    """Between an engine and us batches get lost, late and doubled, the engine restarts, and its
-    replay buffer is short. A broken connection is noticed, as TCP has it."""
+    """Batches from the engine are lost, delayed and duplicated, the engine restarts, and its
+    replay buffer is short. A broken connection is noticed, as with TCP."""
 
     replays = True
 
@@ -27,9 +27,9 @@ class Wire(RuleBasedStateMachine):
         self.engine = Engine(kept=4)
         self.state = PublisherState(replays=self.replays)
         self.index = BlockIndex()
-        self.waiting = []  # published, not yet arrived
+        self.waiting = []  # published batches that have not arrived
         self.arrived = -1
-        self.flushed_before = -1  # what was published before a flush of ours is not there any more
+        self.flushed_before = -1  # batches up to this one precede the proxy's last flush
         self.broken = True
         self.now = 0.0
         self.connect()
@@ -70,14 +70,14 @@ class Wire(RuleBasedStateMachine):
 
     @rule()
     def flush(self):
-        """By us; the engine tells it with its next batch."""
+        """The proxy flushes the cache; the engine publishes it with its next batch."""
         self.engine.flush()
         self.flushed_before = len(self.engine.log) - 1
         self.state.flushed(self.now)
         self._take()
 
     def arrive_after_a_flush(self):
-        """With the event of the flush, which leaves the engine with its next step."""
+        """The engine publishes the event of the flush with its next batch."""
         if self.broken:
             self.waiting.clear()
             return
@@ -127,7 +127,7 @@ class Wire(RuleBasedStateMachine):
 
     @precondition(lambda self: self.state.ask is not None)
     @rule()
-    def replay_in_silence(self):
+    def replay_without_a_response(self):
         self.state.ask = None
         self.state.replay_failed("no answer", self.now)
         self._take()
@@ -138,21 +138,21 @@ class Wire(RuleBasedStateMachine):
         self.state.tick(self.now)
 
     @invariant()
-    def exact_means_what_the_engine_had_when_the_last_batch_left(self):
+    def an_exact_state_holds_no_more_than_the_engine_had_at_the_last_batch(self):
         self._take()
         assert self.index.is_exact(URL) == (self.state.mode == "exact")
-        assert self.index.blocks == len(believed(self.state)) or self.index.maintain(0.0)
+        assert self.index.blocks == len(keys_in(self.state)) or self.index.maintain(0.0)
         if self.state.mode != "exact":
             return
         if self.flushed_before >= 0:
-            there = self.engine.cached[self.arrived] if self.arrived > self.flushed_before else ()
+            cached = self.engine.cached[self.arrived] if self.arrived > self.flushed_before else ()
         else:
-            there = self.engine.cached[self.arrived] if self.arrived >= 0 else ()
+            cached = self.engine.cached[self.arrived] if self.arrived >= 0 else ()
         among = self.index.bit_of(URL)
-        for tokens in [(0, 0), (0, 1), (1, 0), (1, 2, 0, 0), (2, 1, 1, 1, 0, 0), *there]:
+        for tokens in [(0, 0), (0, 1), (1, 0), (1, 2, 0, 0), (2, 1, 1, 1, 0, 0), *cached]:
             depth, _ = self.index.match(blocks_of(tokens), among, self.now)
             held = 0
-            while tokens[: (held + 1) * SIZE] in there and held < len(tokens) // SIZE:
+            while tokens[: (held + 1) * SIZE] in cached and held < len(tokens) // SIZE:
                 held += 1
             assert depth <= held
 

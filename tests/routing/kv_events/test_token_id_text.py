@@ -1,4 +1,4 @@
-"""Where so many ids end, beside the ends that splitting them gives."""
+"""The end of the first N ids in their text, compared with the lengths of their texts."""
 
 import pytest
 from hypothesis import given
@@ -8,21 +8,21 @@ from omni_proxy.routing.kv_events import token_id_text as tested
 from omni_proxy.routing.kv_events.block_keys import spell
 from omni_proxy.routing.kv_events.token_id_text import SpelledIds, without_spaces
 
-# Of very different lengths, so that the guess where one ends is far off.
+# Ids of very different lengths, so that the estimate of an end is far off.
 IDS = st.lists(st.integers(0, 3) | st.integers(0, 2**20) | st.just(2**62), max_size=80)
 
 
 @pytest.fixture(params=[7, 64, 4096])
-def part(request, monkeypatch):
-    # The native build has none of these.
+def part_sizes(request, monkeypatch):
+    # The native build has none of these constants.
     monkeypatch.setattr(tested, "PART", request.param, raising=False)
     monkeypatch.setattr(tested, "_FEW", request.param % 4, raising=False)
     monkeypatch.setattr(tested, "LONG", request.param * 2, raising=False)
     monkeypatch.setattr(tested, "_EARLY", request.param % 5, raising=False)
 
 
-@pytest.mark.usefixtures("part")
-def test_ids_end_where_their_spelling_does():
+@pytest.mark.usefixtures("part_sizes")
+def test_the_end_of_ids_is_the_length_of_their_text():
     @given(IDS, st.booleans())
     def ends(ids, is_counted):
         spelled = SpelledIds(spell(ids), len(ids) if is_counted else None)
@@ -34,20 +34,20 @@ def test_ids_end_where_their_spelling_does():
 
 
 @given(IDS, st.integers(0, 100), st.integers(0, 120))
-def test_a_wrong_number_of_ids_gives_some_place_in_their_spelling(ids, count, asked):
+def test_a_wrong_count_of_ids_gives_some_offset_in_their_text(ids, count, number):
     spelled = SpelledIds(spell(ids), count)
-    assert 0 <= spelled.end_of(asked) <= len(spelled.spelled)
+    assert 0 <= spelled.end_of(number) <= len(spelled.spelled)
 
 
-def test_the_ids_of_a_long_prompt_end_where_their_spelling_does():
+def test_the_end_of_ids_is_exact_in_a_long_prompt():
     ids = [number * 7919 % 150_000 for number in range(5000)]
     spelled, end = SpelledIds(spell(ids)), 0
     assert spelled.tokens == len(ids)
-    for count, one in enumerate(ids, 1):
-        end += len(spell([one]))
+    for count, token in enumerate(ids, 1):
+        end += len(spell([token]))
         assert spelled.end_of(count) == end
 
 
 @given(st.text(" ,0\n\u00e9", max_size=300))
-def test_spaces_go_and_nothing_else(text):
+def test_only_spaces_are_removed(text):
     assert without_spaces(text.encode()) == text.replace(" ", "").encode()

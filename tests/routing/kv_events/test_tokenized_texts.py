@@ -1,4 +1,4 @@
-"""Known texts are bounded in memory, and questions by what their answers were used for."""
+"""Known texts are bounded in memory; questions are limited unless their answers are used."""
 
 import pytest
 
@@ -23,82 +23,82 @@ def question(text, url=URL):
     return TextQuestion(url, tree_key(text), len(text), b"{}")
 
 
-def learnt(*texts):
+def known_texts(*texts):
     known = KnownTexts()
     for text in texts:
         known.learn(question(text), range(len(text) // 4))
     return known
 
 
-def found(known, text):
+def find(known, text):
     return known.find(tree_key(text), len(text))
 
 
-def test_a_text_has_the_tokens_of_its_known_beginning():
+def test_a_text_with_a_known_beginning_has_the_tokens_of_that_beginning():
     text = b"".join(b"%04d" % number for number in range(2048))
-    known = learnt(text)
-    whole = found(known, text)
+    known = known_texts(text)
+    whole = find(known, text)
     assert (whole.shared, whole.tokens) == (8192, 2048)
     blocks = whole.known.blocks(16, whole.tokens)
     assert [blocks.key(number) for number in (1, 128)] == block_keys(range(2048), 16)[::127]
-    longer = found(known, text + b"x" * 8192)
+    longer = find(known, text + b"x" * 8192)
     assert (longer.shared, longer.tokens) == (8192, 2048)
-    other = found(known, text[:4096] + b"x" * 4096)
+    other = find(known, text[:4096] + b"x" * 4096)
     assert (other.shared, other.tokens) == (4096, 1024)
     assert other.known.blocks(16, other.tokens).count == 64
-    assert found(known, b"x" * 8192) is None
+    assert find(known, b"x" * 8192) is None
 
 
-def test_the_oldest_texts_go_first(monkeypatch):
+def test_the_oldest_texts_are_dropped_first(monkeypatch):
     monkeypatch.setattr(tested, "MOST_TEXTS", 3)
     texts = [bytes([mark]) * 5000 for mark in b"abcde"]
-    known = learnt(*texts)
+    known = known_texts(*texts)
     assert len(known) == 3
-    assert [found(known, text) is not None for text in texts] == [False, False, True, True, True]
+    assert [find(known, text) is not None for text in texts] == [False, False, True, True, True]
     monkeypatch.setattr(tested, "MOST_TOKENS", 2500)
     known.learn(question(b"f" * 5000), range(1250))
-    assert [found(known, text) is not None for text in texts] == [False] * 4 + [True]
+    assert [find(known, text) is not None for text in texts] == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(
     ("length", "worth"),
     [(MIN_BYTES - 1, False), (MIN_BYTES, True), (MAX_BYTES, True), (MAX_BYTES + 1, False)],
 )
-def test_short_texts_and_those_that_were_cut_are_not_worth_a_question(length, worth):
+def test_short_and_cut_texts_are_not_worth_a_question(length, worth):
     assert KnownTexts().is_worth_asking(URL, length, None, 0.0) is worth
 
 
-def test_a_text_that_is_known_for_the_most_part_is_not_worth_a_question():
+def test_a_mostly_known_text_is_not_worth_a_question():
     text = b"t" * 8192
-    known = learnt(text)
+    known = known_texts(text)
     for length, worth in ((10_000, False), (16_384, True)):
         longer = text + b"x" * (length - len(text))
-        assert known.is_worth_asking(URL, length, found(known, longer), 0.0) is worth
+        assert known.is_worth_asking(URL, length, find(known, longer), 0.0) is worth
 
 
-def test_questions_that_are_of_no_use_end_and_come_back_slowly():
+def test_questions_without_use_stop_and_resume_slowly():
     known = KnownTexts()
     known.maintain(0.0)
 
-    def asked():
+    def ask_all():
         count = 0
         while known.is_worth_asking(URL, MIN_BYTES, None, 0.0):
             known.ask(question(b"%d" % count * MIN_BYTES))
             count += 1
         return count
 
-    assert asked() == FREE_QUESTIONS
+    assert ask_all() == FREE_QUESTIONS
     known.note_use()
-    assert asked() == 2
+    assert ask_all() == 2
     known.maintain(3 * FREE_SECS)
-    assert asked() == 3
+    assert ask_all() == 3
     waiting = 0
     while known.take_question() is not None:
         waiting += 1
     assert waiting == MOST_QUESTIONS
 
 
-def test_an_engine_that_does_not_answer_is_left_alone_for_a_while():
+def test_an_engine_that_does_not_answer_is_not_asked_for_a_while():
     known = KnownTexts()
     known.note_silence(question(b"t" * MIN_BYTES), 10.0)
     assert not known.is_worth_asking(URL, MIN_BYTES, None, 10.0 + SILENT_SECS - 1)

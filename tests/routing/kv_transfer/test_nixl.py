@@ -40,33 +40,33 @@ def test_prefill_computes_one_token_without_a_stream(body):
 
 
 @given(bodies, st.none() | st.dictionaries(st.text(max_size=3), st.integers(), min_size=1))
-def test_decode_gets_the_clients_limits_and_what_prefill_reported(body, params):
-    answer = json.dumps({"id": 1} | ({} if params is None else {"kv_transfer_params": params}))
-    found = read_params(answer.encode())
+def test_decode_gets_the_limits_of_the_client_and_the_params_of_prefill(body, params):
+    response = json.dumps({"id": 1} | ({} if params is None else {"kv_transfer_params": params}))
+    prefill_params = read_params(response.encode())
     text = JsonText(json.dumps(body).encode())
-    sent = json.loads(text.splice(decode_edits(found)))
+    sent = json.loads(text.splice(decode_edits(prefill_params)))
     expected = {key: value for key, value in body.items() if key != "kv_transfer_params"}
     assert sent == expected | ({} if params is None else {"kv_transfer_params": params})
 
 
-def test_the_reference_is_copied_byte_for_byte():
+def test_the_transfer_params_are_copied_byte_for_byte():
     params = b'{ "tp_size":1.0, "remote_block_ids" : [[1,\t2]],"x":"\\u00e9" }'
     assert read_params(b'{"a":1,"kv_transfer_params": %b}' % params) == params
 
 
-def test_an_answer_that_is_no_standard_json_has_its_reference():
+def test_transfer_params_are_read_from_nonstandard_json():
     assert read_params(b'{"a":NaN,"kv_transfer_params": {"b":1}}') == b'{"b":1}'
     assert (
         read_params(b'{"kv_transfer_params": {"b":1}, "kv_transfer_params": {"b":2}}') == b'{"b":2}'
     )
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b"{", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{}}', b'{"kv_transfer_params":[]}'])  # fmt: skip
-def test_an_answer_without_a_reference_has_none(answer):
-    assert read_params(answer) is None
+@pytest.mark.parametrize("response", [b"", b"[]", b"{", b'{"kv_transfer_params":null}', b'{"kv_transfer_params":{}}', b'{"kv_transfer_params":[]}'])  # fmt: skip
+def test_a_response_without_transfer_params_has_none(response):
+    assert read_params(response) is None
 
 
-def test_mooncake_joins_the_legs_by_one_id():
+def test_both_mooncake_legs_have_the_same_transfer_id():
     text = JsonText(b'{"messages":[]}')
     legs = mooncake_legs(
         "/v1/chat/completions", text, "http://h:8998", "e", lambda bound: bound - 1
@@ -82,7 +82,7 @@ def test_mooncake_joins_the_legs_by_one_id():
 
 
 @pytest.mark.parametrize(
-    ("answer", "rank", "engine_id"),
+    ("response", "rank", "engine_id"),
     [
         (b'{"0": {"engine_id": "a"}, "1": {"engine_id": "b"}}', 1, "b"),
         (b'{"0": {"engine_id": "a"}}', 0, "a"), (b'{"0": {"engine_id": "a"}}', 1, None),
@@ -90,11 +90,11 @@ def test_mooncake_joins_the_legs_by_one_id():
         (b"<html>", 0, None), (b"\xff", 0, None),
     ],
 )  # fmt: skip
-def test_the_engines_id_is_that_of_the_rank(answer, rank, engine_id):
-    assert read_engine_ids(answer).get(rank) == engine_id
+def test_the_engine_id_is_that_of_the_rank(response, rank, engine_id):
+    assert read_engine_ids(response).get(rank) == engine_id
 
 
-def test_an_engines_id_holds_for_one_process_of_it():
+def test_an_engine_id_is_forgotten_when_the_engine_restarts():
     (worker,) = fleet_of(entry("w")).workers
     known = EngineIds()
     assert known.find(worker) is None
@@ -107,7 +107,7 @@ def test_an_engines_id_holds_for_one_process_of_it():
     assert known.find(worker) is None
 
 
-def test_the_bootstrap_address_has_a_scheme_and_brackets():
+def test_the_bootstrap_address_of_an_ipv6_host_has_a_scheme_and_brackets():
     assert bootstrap_address("http://[::1]:30000", 8998) == "http://[::1]:8998"
 
 
@@ -119,7 +119,7 @@ def test_the_bootstrap_address_has_a_scheme_and_brackets():
         (400, b"bootstrap_room must be a number", False), (200, b"kv_transfer_params", False),
     ],
 )  # fmt: skip
-def test_an_error_of_the_transfer_names_it(status, body, transfer):
+def test_a_transfer_error_is_recognized_by_its_status_and_message(status, body, transfer):
     assert names_transfer(status, body) == transfer
 
 
@@ -132,5 +132,5 @@ def test_an_error_of_the_transfer_names_it(status, body, transfer):
         (b'data: {"error": null, "text": "the bootstrap of a compiler"}\n\n', False),
     ],
 )
-def test_an_error_event_of_the_transfer_names_it(events, transfer):
+def test_an_error_event_of_a_transfer_is_recognized(events, transfer):
     assert is_transfer_event(events) == transfer

@@ -1,4 +1,4 @@
-"""Whatever `plain_chat` makes is what the edits of the protocols make."""
+"""The bodies of `plain_chat` equal those of the protocols' edits."""
 
 import json
 from random import Random
@@ -41,7 +41,7 @@ spaces = st.sampled_from([(",", ":"), (", ", ": "), (" ,\n", " :\t")])
     st.booleans(),
     st.none() | st.integers(1, 65535),
 )
-def test_a_plain_chat_is_changed_as_any_other(body, is_ascii, port):
+def test_a_plain_chat_equals_the_edited_body(body, is_ascii, port):
     text = json.dumps(body, ensure_ascii=is_ascii).encode("utf-8", "replace")
     json_text = JsonText(text)
     legs = sglang_legs(CHAT, json_text, URL, port, Random(7).randrange)
@@ -70,11 +70,11 @@ NOT_PLAIN = [
 
 
 @pytest.mark.parametrize("body", NOT_PLAIN)
-def test_no_chat_is_plain_that_may_have_a_key_that_matters(body):
+def test_a_chat_that_may_have_a_relevant_key_is_not_plain(body):
     assert sglang_chat(body, URL, 7, Random(7).randrange) is None
 
 
-def test_a_plain_chat_gets_its_keys_in_front():
+def test_the_keys_of_a_plain_chat_are_inserted_in_front():
     rid, body, other = sglang_chat(b'{"a": 1}', URL, None, lambda bound: bound - 1)
     assert body is other
     assert rid == "f" * 32
@@ -84,7 +84,7 @@ def test_a_plain_chat_gets_its_keys_in_front():
     )
 
 
-def test_a_key_that_decode_alone_gets_is_not_there_before():
+def test_a_chat_with_the_key_of_the_decode_leg_is_not_plain():
     body = b'{"disagg_prefill_dp_rank": 1}'
     assert sglang_chat(body, URL, 7, Random(7).randrange) is not None
     assert sglang_chat(body, URL, 7, Random(7).randrange, 0) is None
@@ -98,18 +98,18 @@ def fields_of(text):
 
 
 @given(bodies, spaces, st.booleans())
-def test_a_body_of_one_token_is_that_of_the_edits(body, separators, is_ascii):
+def test_a_one_token_body_equals_the_edited_body(body, separators, is_ascii):
     text = json.dumps(body, ensure_ascii=is_ascii, separators=separators).encode("utf-8", "replace")
     params = b'{"do_remote_decode":true}'
-    made, fields = None, fields_of(text)
+    one_token, fields = None, fields_of(text)
     if fields is not None:
-        made = one_token_chat(text, fields, params)
-    if made is None:
+        one_token = one_token_chat(text, fields, params)
+    if one_token is None:
         return
     json_text = JsonText(text)
-    assert made == json_text.splice(nixl.prefill_edits(CHAT, json_text, params))
-    for own in (None, b'{"remote_port":1}'):
-        assert chat_with_params(text, own) == json_text.splice(nixl.decode_edits(own))
+    assert one_token == json_text.splice(nixl.prefill_edits(CHAT, json_text, params))
+    for own_params in (None, b'{"remote_port":1}'):
+        assert chat_with_params(text, own_params) == json_text.splice(nixl.decode_edits(own_params))
 
 
 PLAIN = [
@@ -123,14 +123,14 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("body", PLAIN)
-def test_usual_bodies_are_plain(body):
+def test_typical_bodies_are_plain(body):
     fields = decode_chat(body)
-    made = one_token_chat(body, fields, nixl.REMOTE_DECODE)
-    assert made is not None
-    assert json.loads(made)["max_tokens"] == 1
-    assert json.loads(made)["stream"] is False
+    one_token = one_token_chat(body, fields, nixl.REMOTE_DECODE)
+    assert one_token is not None
+    assert json.loads(one_token)["max_tokens"] == 1
+    assert json.loads(one_token)["stream"] is False
     text = JsonText(body)
-    assert made == text.splice(nixl.prefill_edits(CHAT, text))
+    assert one_token == text.splice(nixl.prefill_edits(CHAT, text))
 
 
 NOT_ONE_TOKEN = [
@@ -154,20 +154,20 @@ NOT_ONE_TOKEN = [
 
 
 @pytest.mark.parametrize("body", NOT_ONE_TOKEN)
-def test_a_body_that_may_mean_something_else_is_not_plain(body):
+def test_an_ambiguous_body_is_not_plain(body):
     fields = fields_of(body)
     assert fields is None or one_token_chat(body, fields, nixl.REMOTE_DECODE) is None
 
 
-def test_fields_that_were_read_without_the_limits_are_not_enough():
+def test_fields_without_the_token_limits_are_not_sufficient():
     body = b'{"max_tokens":3}'
     assert one_token_chat(body, decode_body(body), nixl.REMOTE_DECODE) is None
     assert one_token_chat(body, None, nixl.REMOTE_DECODE) is None
 
 
 @given(bodies, st.booleans())
-def test_the_fields_are_those_of_any_body(body, is_ascii):
+def test_the_fields_equal_those_of_the_general_decoder(body, is_ascii):
     text = json.dumps(body, ensure_ascii=is_ascii).encode("utf-8", "replace")
-    expected, found = decode_body(text), decode_chat(text)
-    shown = BodyFields.__struct_fields__
-    assert [getattr(found, name) for name in shown] == [getattr(expected, name) for name in shown]
+    expected, fields = decode_body(text), decode_chat(text)
+    names = BodyFields.__struct_fields__
+    assert [getattr(fields, name) for name in names] == [getattr(expected, name) for name in names]

@@ -43,9 +43,9 @@ def text_of(body):
 
 
 def size_by_definition(path, body):
-    """As features.md 2.1 and 2.7 have it."""
+    """The batch size, written a second time for decoded JSON."""
 
-    def many(value, *, texts_only=False):
+    def length(value, *, texts_only=False):
         if not isinstance(value, list) or not value:
             return None
         first = value[0]
@@ -53,9 +53,9 @@ def size_by_definition(path, body):
         return None if number and not texts_only else len(value)
 
     if path == GENERATE:
-        return many(body.get("input_ids")) or many(body.get("text"), texts_only=True)
+        return length(body.get("input_ids")) or length(body.get("text"), texts_only=True)
     if path == COMPLETIONS:
-        return many(body.get("prompt"))
+        return length(body.get("prompt"))
     n = body.get("n")
     return n if isinstance(n, int) and not isinstance(n, bool) and n > 1 else None
 
@@ -73,7 +73,7 @@ def test_a_batch_has_as_many_rooms_as_prompts(path, body, key, value):
 
 
 @given(bodies, st.integers(0, 2**32), st.none() | st.integers(1, 65535))
-def test_both_legs_get_the_clients_body_and_one_room(body, seed, port):
+def test_both_legs_get_the_body_of_the_client_and_the_same_room(body, seed, port):
     text = text_of(body)
     legs = sglang_legs(GENERATE, text, "http://10.0.0.1:30000", port, Random(seed).randrange)
     prefill, decode = json.loads(text.splice(legs.prefill)), json.loads(text.splice(legs.decode))
@@ -89,7 +89,7 @@ def test_both_legs_get_the_clients_body_and_one_room(body, seed, port):
 
 
 @given(st.integers(1, 5), st.integers(0, 2**32))
-def test_each_prompt_of_a_batch_has_a_room_and_an_id_of_its_own(count, seed):
+def test_each_prompt_of_a_batch_has_its_own_room_and_id(count, seed):
     text = text_of({"text": ["a"] * count})
     legs = sglang_legs(GENERATE, text, "http://h:1", 7, Random(seed).randrange)
     body = json.loads(text.splice(legs.prefill))
@@ -99,7 +99,7 @@ def test_each_prompt_of_a_batch_has_a_room_and_an_id_of_its_own(count, seed):
     assert body["rid"] == [f"{legs.rid}_{number}" for number in range(count)]
 
 
-def test_an_id_is_of_fixed_width_whatever_was_drawn():
+def test_an_id_has_a_fixed_width_for_any_random_number():
     for drawn in (0, 1, 2**128 - 1):
         legs = sglang_legs(
             CHAT, text_of({}), "http://h:1", 7, lambda bound, d=drawn: min(d, bound - 1)
@@ -114,7 +114,7 @@ def test_an_id_is_of_fixed_width_whatever_was_drawn():
         (GENERATE, [False, True], True), (GENERATE, [False], False), (CHAT, True, False),
     ],
 )  # fmt: skip
-def test_log_probabilities_are_merged_where_they_were_asked_for(path, flag, merges):
+def test_log_probabilities_are_merged_if_requested(path, flag, merges):
     body = text_of({"text": "a", "return_logprob": flag})
     assert sglang_legs(path, body, "http://h:1", 7, lambda _: 0).merges_logprobs == merges
 
@@ -123,15 +123,15 @@ def test_log_probabilities_are_merged_where_they_were_asked_for(path, flag, merg
     ("url", "host"),
     [("http://h:1", "h"), ("https://[::1]:30000", "[::1]"), ("http://10.0.0.1", "10.0.0.1")],
 )
-def test_the_bootstrap_host_is_that_of_the_workers_url(url, host):
+def test_the_bootstrap_host_is_that_of_the_worker_url(url, host):
     assert bootstrap_host(url) == host
 
 
-def test_an_abort_names_the_id():
+def test_an_abort_body_names_the_request_id():
     assert json.loads(abort_body("ab")) == {"rid": "ab"}
 
 
-def test_a_chat_with_more_choices_than_any_engine_makes_is_refused():
+def test_a_chat_with_too_many_choices_is_refused():
     legs = sglang_legs(CHAT, text_of({"n": MAX_CHOICES}), "http://a:1", 1, Random(1).randrange)
     assert len(json.loads(legs.decode["bootstrap_room"])) == MAX_CHOICES
     with pytest.raises(HttpError) as refused:
@@ -149,7 +149,7 @@ def test_the_number_of_choices_is_read_as_the_engine_reads_it(n, size):
 
 
 @pytest.mark.parametrize("n", [b"1e300", b'"%b"' % (b"9" * 5000)], ids=["float", "digits"])
-def test_a_number_of_choices_without_end_is_refused(n):
+def test_an_extremely_large_number_of_choices_is_refused(n):
     with pytest.raises(HttpError, match="at most"):
         batch_size(CHAT, JsonText(b'{"n": %b}' % n))
 
@@ -163,7 +163,7 @@ items = st.fixed_dictionaries({"text": st.text(max_size=9), "meta_info": metas})
 
 
 def merged(own, before):
-    """As a reader of decoded JSON would merge."""
+    """The item with the log probabilities of prefill in front, for decoded JSON."""
     meta = own["meta_info"]
     if before:
         meta = meta | {"input_token_logprobs": before + (meta.get("input_token_logprobs") or [])}
@@ -182,17 +182,17 @@ def events(stream):
 
 
 @given(items, lists)
-def test_prefills_log_probabilities_go_in_front(own, before):
-    answer = {"meta_info": {"input_token_logprobs": before}}
-    logprobs = read_logprobs(json.dumps(answer).encode(), stream=False)
+def test_log_probabilities_of_prefill_are_put_in_front(own, before):
+    prefill_response = {"meta_info": {"input_token_logprobs": before}}
+    logprobs = read_logprobs(json.dumps(prefill_response).encode(), stream=False)
     body = ResponseRewriter(None, logprobs).rewrite_body(json.dumps(own).encode())
     assert json.loads(body) == merged(own, before)
 
 
 @given(st.lists(st.tuples(items, lists), min_size=1, max_size=4))
-def test_each_of_a_batch_gets_its_own(pairs):
-    answer = [{"meta_info": {"input_token_logprobs": before}} for _, before in pairs]
-    logprobs = read_logprobs(json.dumps(answer, indent=1).encode(), stream=False)
+def test_each_item_of_a_batch_gets_its_own_log_probabilities(pairs):
+    prefill_response = [{"meta_info": {"input_token_logprobs": before}} for _, before in pairs]
+    logprobs = read_logprobs(json.dumps(prefill_response, indent=1).encode(), stream=False)
     body = json.dumps([own for own, _ in pairs], indent=1).encode()
     rewritten = json.loads(ResponseRewriter(None, logprobs).rewrite_body(body))
     assert rewritten == [merged(own, before) for own, before in pairs]
@@ -203,24 +203,26 @@ def test_each_of_a_batch_gets_its_own(pairs):
     st.lists(lists, min_size=3, max_size=3),
     st.data(),
 )
-def test_a_stream_is_rewritten_alike_however_it_is_cut(steps, befores, data):
-    answer = stream_of(
+def test_a_stream_is_rewritten_equally_for_any_chunks(steps, befores, data):
+    prefill_response = stream_of(
         {"index": n, "meta_info": {"input_token_logprobs": before}}
         for n, before in enumerate(befores)
     )
     own = [item | {"index": index} for item, index in steps]
     stream = stream_of(own)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=6)))
-    rewriter = ResponseRewriter(ClientIds(RID, b'"mine"'), read_logprobs(answer, stream=True))
-    out = b"".join(
+    rewriter = ResponseRewriter(
+        ClientIds(RID, b'"mine"'), read_logprobs(prefill_response, stream=True)
+    )
+    rewritten = b"".join(
         rewriter.feed(stream[a:b]) for a, b in zip([0, *cuts], [*cuts, None], strict=True)
     )
-    out += rewriter.finish()
+    rewritten += rewriter.finish()
     expected = [merged(item, befores[item["index"]]) for item in own]
     for item in expected:
         item["meta_info"] = item["meta_info"] | {"id": "mine"}
-    assert events(out) == expected
-    assert out.endswith(b"data: [DONE]\n\n")
+    assert events(rewritten) == expected
+    assert rewritten.endswith(b"data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize(
@@ -237,23 +239,23 @@ def test_a_stream_is_rewritten_alike_however_it_is_cut(steps, befores, data):
         (b'"mine"', '"id":"other"', '"id":"other"'),
     ],
 )
-def test_the_clients_id_is_restored_as_it_was_spelled(given_rid, text, restored):
+def test_the_id_of_the_client_is_restored_byte_for_byte(given_rid, text, restored):
     assert ClientIds(RID, given_rid).restore(text.encode()) == restored.encode()
 
 
 @pytest.mark.parametrize("body", [b"", b"[", b"null", b'{"meta_info": 7}', b"<html>", b"[1, 2]"])
-def test_what_cannot_be_read_is_passed_on_as_it_came(body):
+def test_an_unreadable_response_is_passed_on_unchanged(body):
     assert ResponseRewriter(None, {0: b"[1]"}).rewrite_body(body) == body
     assert read_logprobs(body, stream=False) == {}
 
 
-def test_all_other_bytes_stay():
+def test_all_other_bytes_are_kept():
     body = b'{ "a":1.0, "meta_info" : {"x":\t1e5,"input_token_logprobs":[ ]} }'
     rewritten = ResponseRewriter(None, {0: b"[1]"}).rewrite_body(body)
     assert rewritten == b'{ "a":1.0, "meta_info" : {"x":\t1e5,"input_token_logprobs":[[1]]} }'
 
 
-def test_an_event_without_end_is_no_endless_memory(monkeypatch):
+def test_the_memory_for_an_unfinished_event_is_bounded(monkeypatch):
     monkeypatch.setattr(sglang, "MAX_EVENT_BYTES", 100)
     rewriter = ResponseRewriter(None, {0: b"[1]"})
     rewriter.feed(b"data: " + b"x" * 90)

@@ -16,13 +16,13 @@ FALLBACKS = ("smallest_tree", "least_loaded")
 
 
 def workers(*in_flight, **fields):
-    made = [Worker(entry(f"w{number}", **fields), NOW) for number in range(len(in_flight))]
-    for worker, count in zip(made, in_flight, strict=True):
+    fleet = [Worker(entry(f"w{number}", **fields), NOW) for number in range(len(in_flight))]
+    for worker, count in zip(fleet, in_flight, strict=True):
         worker.in_flight = count
-    return made
+    return fleet
 
 
-def weighing(*weights):
+def weighted(*weights):
     return [Worker(entry(f"w{n}", weight=weight), NOW) for n, weight in enumerate(weights)]
 
 
@@ -52,11 +52,11 @@ def branch_of(policy):
     return policy.stats()["picks"]
 
 
-def holding(sizes, loads, **rules):
-    """A fleet whose workers hold so many bytes, and have so many requests in flight."""
+def fleet_with_trees(sizes, loads, **rules):
+    """A policy and its fleet: workers with these tree sizes and requests in flight."""
     policy, fleet = cache_aware(warmup_share=0.0, **rules), workers(*loads)
     for mark, worker, size in zip(string.ascii_letters, fleet, sizes, strict=False):
         if size:
-            policy.record_pick(worker, chat(mark * (size - 1)))  # and the role's mark
+            policy.record_pick(worker, chat(mark * (size - 1)))  # one byte is for the role
     assert [policy.stats()["tree_size_by_worker"].get(w.url, 0) for w in fleet] == list(sizes)
     return policy, fleet

@@ -1,4 +1,4 @@
-"""Where a request goes by its text: to who holds most of it, or to a small tree."""
+"""The pick by text: the worker that holds most of it, or one with a small tree."""
 
 import random
 import string
@@ -17,7 +17,7 @@ from tests.routing.policies.chats import (
     branch_of,
     cache_aware,
     chat,
-    holding,
+    fleet_with_trees,
     unrelated,
     workers,
 )
@@ -35,26 +35,26 @@ def test_a_repeated_text_is_routed_to_the_same_worker():
 def test_a_match_decides_above_the_threshold_and_not_at_it(known, same):
     policy, fleet = cache_aware(cache_threshold=0.5), workers(0, 0)
     home = policy.pick(fleet, chat("k" * known))
-    asked = chat("k" * known + "n" * (100 - known))
-    assert (policy.preview_pick(fleet, asked)[0] is home) is same
+    request = chat("k" * known + "n" * (100 - known))
+    assert (policy.preview_pick(fleet, request)[0] is home) is same
 
 
 @pytest.mark.parametrize("fallback", FALLBACKS)
-def test_unrelated_prompts_one_after_another_spread_evenly_over_idle_workers(fallback):
+def test_successive_unrelated_prompts_spread_evenly_over_idle_workers(fallback):
     policy, fleet = cache_aware(fallback=fallback), workers(0, 0, 0, 0)
     picked = Counter(policy.pick(fleet, chat(text)).url for text in unrelated(40))
     assert all(8 <= picked[worker.url] <= 12 for worker in fleet)
 
 
 @pytest.mark.parametrize("fallback", FALLBACKS)
-def test_unrelated_prompts_spread_evenly_over_a_large_fleet_too(fallback):
+def test_unrelated_prompts_spread_evenly_over_a_large_fleet(fallback):
     policy, fleet = cache_aware(fallback=fallback), workers(*[0] * 300)
     picked = Counter(policy.pick(fleet, chat(text)).url for text in unrelated(900))
     assert len(picked) == 300
     assert max(picked.values()) <= 5
 
 
-def test_a_prefix_that_all_workers_hold_is_spread_over_all():
+def test_requests_with_a_prefix_that_all_workers_hold_are_spread_over_all():
     policy, fleet = cache_aware(), workers(*[0] * 300)
     (text,) = unrelated(1)
     for worker in fleet:
@@ -62,7 +62,7 @@ def test_a_prefix_that_all_workers_hold_is_spread_over_all():
     assert {policy.pick(fleet, chat(text)) for _ in range(300)} == set(fleet)
 
 
-def test_a_worker_that_is_no_candidate_is_not_picked_for_its_match():
+def test_a_match_of_a_worker_that_is_not_a_candidate_is_ignored():
     policy, fleet = cache_aware(), workers(0, 0, 0)
     (text,) = unrelated(1)
     policy.record_pick(fleet[0], chat(text))
@@ -75,7 +75,7 @@ def test_a_worker_that_is_no_candidate_is_not_picked_for_its_match():
 
 
 @pytest.mark.parametrize("fallback", FALLBACKS)
-def test_short_unlike_prompts_are_not_alike_by_their_role(fallback):
+def test_the_common_role_of_short_prompts_is_no_match(fallback):
     policy, fleet = cache_aware(fallback=fallback), workers(0, 0, 0, 0)
     picked = Counter(policy.pick(fleet, chat(letter)).url for letter in string.ascii_letters[:40])
     assert set(picked.values()) == {10}
@@ -90,13 +90,13 @@ def test_a_miss_is_routed_to_the_smallest_tree():
 
 
 @pytest.mark.parametrize(("larger", "chosen"), [(613, 0), (614, 1)])
-def test_trees_that_are_small_alike_leave_it_to_the_queues(larger, chosen):
-    policy, fleet = holding((larger, 400), (0, 1))
+def test_among_trees_of_similar_size_the_shortest_queue_decides(larger, chosen):
+    policy, fleet = fleet_with_trees((larger, 400), (0, 1))
     assert policy.pick(fleet, chat("0" * 12)) is fleet[chosen]
 
 
-def test_of_small_trees_with_equal_queues_the_smallest_is_taken():
-    policy, fleet = holding((810, 800, 805), (1, 1, 1))
+def test_of_small_trees_with_equal_queues_the_smallest_is_picked():
+    policy, fleet = fleet_with_trees((810, 800, 805), (1, 1, 1))
     assert policy.pick(fleet, chat("0" * 12)) is fleet[1]
 
 
@@ -107,14 +107,14 @@ sizes_and_loads = st.lists(
 
 
 @given(sizes_and_loads, st.integers(1, 400))
-def test_the_least_full_of_the_small_trees_is_taken_and_of_those_the_smallest(of, length):
-    policy, fleet = holding(*zip(*of, strict=True))
-    bound = min(size for size, _ in of) * 1.5 + length + 1
-    ranks = [(load, size) if size <= bound else (9, 0) for size, load in of]
+def test_of_the_small_trees_the_least_loaded_and_then_smallest_is_picked(rows, length):
+    policy, fleet = fleet_with_trees(*zip(*rows, strict=True))
+    bound = min(size for size, _ in rows) * 1.5 + length + 1
+    ranks = [(load, size) if size <= bound else (9, 0) for size, load in rows]
     assert ranks[fleet.index(policy.pick(fleet, chat("0" * length)))] == min(ranks)
 
 
-def test_hardly_a_miss_waits_at_one_worker_while_another_is_idle():
+def test_misses_rarely_wait_at_one_worker_while_another_is_idle():
     policy, fleet, chance = cache_aware(), workers(0, 0, 0, 0), random.Random(5)
     running, waited = [], 0
     for text in unrelated(72):
@@ -133,7 +133,7 @@ def test_a_miss_is_routed_to_the_least_loaded_if_configured():
     assert [policy.pick(fleet, chat(text)) for text in unrelated(3)] == [fleet[1]] * 3
 
 
-def test_a_holder_that_may_not_take_it_is_passed_over_for_the_next_best():
+def test_if_the_best_holder_is_not_a_candidate_the_next_best_is_picked():
     policy, fleet = cache_aware(), workers(0, 0, 0)
     policy.pick(fleet[:1], chat(LONG * 2))
     policy.pick(fleet[1:2], chat(LONG * 2 + "?"))
@@ -142,23 +142,23 @@ def test_a_holder_that_may_not_take_it_is_passed_over_for_the_next_best():
     assert policy.pick(fleet[2:], chat(LONG * 2)) is fleet[2]
 
 
-def test_models_have_trees_of_their_own_where_workers_name_them():
+def test_models_that_workers_name_have_separate_trees():
     policy = cache_aware()
-    one, other = workers(0, 0, model="m"), workers(0, 0, model="n")
-    home = policy.pick(one, chat(LONG, "m"))
-    assert policy.pick(one, chat(LONG, "m")) is home
-    policy.pick(other, chat(LONG, "n"))
+    serving_m, serving_n = workers(0, 0, model="m"), workers(0, 0, model="n")
+    home = policy.pick(serving_m, chat(LONG, "m"))
+    assert policy.pick(serving_m, chat(LONG, "m")) is home
+    policy.pick(serving_n, chat(LONG, "n"))
     assert branch_of(policy) == {"smallest_tree": 2, "matched": 1}
 
 
-def test_models_that_only_clients_name_make_no_trees():
+def test_models_that_only_clients_name_have_no_separate_trees():
     policy, fleet = cache_aware(), workers(0, 0)
     homes = {policy.pick(fleet, chat(LONG, f"model {number}")) for number in range(50)}
     assert len(homes) == 1
     assert policy.stats()["tree_size"] < len(LONG) + 8
 
 
-def test_a_request_without_text_takes_the_shortest_queue_and_is_not_stored():
+def test_a_request_without_text_gets_the_shortest_queue_and_is_not_stored():
     policy, fleet = cache_aware(), workers(2, 1, 1)
     picked = Counter(
         policy.pick(fleet, need).url for need in [NEED, Requirements(0, decoded=BodyFields())] * 4

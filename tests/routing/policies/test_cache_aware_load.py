@@ -1,4 +1,4 @@
-"""How much load outweighs a match: between holders, and between them and the others."""
+"""The load at which a match no longer decides, among holders and against other workers."""
 
 from collections import Counter
 
@@ -10,12 +10,12 @@ from tests.routing.policies.chats import (
     cache_aware,
     chat,
     unrelated,
-    weighing,
+    weighted,
     workers,
 )
 
 
-def test_a_large_fleets_imbalance_shows_within_a_few_picks():
+def test_an_imbalance_of_a_large_fleet_is_noticed_within_a_few_picks():
     policy, fleet = cache_aware(), workers(*[0] * 300)
     (text,) = unrelated(1)
     home = policy.pick(fleet, chat(text))
@@ -36,13 +36,13 @@ def test_the_absolute_gap_must_be_exceeded(loads, even):
 
 
 @pytest.mark.parametrize(("loads", "even"), [((150, 100), True), ((151, 100), False)])
-def test_so_must_the_ratio(loads, even):
+def test_the_ratio_must_be_exceeded(loads, even):
     policy, fleet = cache_aware(balance_rel_threshold=1.5), workers(*loads)
     policy.pick(fleet[:1], chat(LONG))
     assert (policy.pick(fleet, chat(LONG)) is fleet[0]) is even
 
 
-def test_a_request_that_load_sent_elsewhere_is_known_there_from_then_on():
+def test_a_request_moved_because_of_load_is_stored_for_its_new_worker():
     policy, fleet = cache_aware(balance_abs_threshold=4), workers(0, 0)
     policy.pick(fleet[:1], chat(LONG))
     fleet[0].in_flight = 5
@@ -59,14 +59,14 @@ def held_by_two(**rules):
     return policy, fleet
 
 
-def test_of_all_holders_the_least_loaded_gets_it():
+def test_of_all_holders_the_least_loaded_is_picked():
     policy, fleet = held_by_two()
     assert [policy.pick(fleet, chat(LONG)) for _ in range(3)] == [fleet[1]] * 3
     fleet[1].in_flight = 3
     assert {policy.pick(fleet, chat(LONG)) for _ in range(2)} == set(fleet[:2])
 
 
-def test_of_the_longest_each_gets_its_turn_whatever_its_load():
+def test_workers_with_the_longest_match_are_picked_in_turn_at_any_load():
     policy, fleet = held_by_two(holders="longest")
     assert {policy.pick(fleet, chat(LONG)) for _ in range(2)} == set(fleet[:2])
 
@@ -79,13 +79,13 @@ def test_a_longer_match_beats_a_lower_load(holders):
     assert policy.pick(fleet, chat(LONG + "!" * 10)) is fleet[0]
 
 
-def test_a_global_spill_moves_requests_of_workers_that_are_not_hot():
+def test_a_global_spill_also_moves_requests_of_workers_with_low_load():
     policy, fleet = cache_aware(spill="global"), workers(1, 99, 0)
     policy.pick(fleet[:1], chat(LONG))
     assert policy.pick(fleet, chat(LONG)) is fleet[2]
 
 
-def test_a_spill_of_the_chosen_leaves_those_alone():
+def test_the_spill_of_the_chosen_worker_moves_only_its_requests():
     policy, fleet = cache_aware(spill="chosen"), workers(1, 99, 0)
     policy.pick(fleet[:1], chat(LONG))
     policy.pick(fleet[1:2], chat("x" * 99))
@@ -95,7 +95,7 @@ def test_a_spill_of_the_chosen_leaves_those_alone():
 
 
 @pytest.mark.parametrize(("load", "stays"), [(48, True), (49, False)])
-def test_the_chosen_spills_above_the_mean_and_the_gap(load, stays):
+def test_the_chosen_worker_spills_above_the_mean_and_the_gap(load, stays):
     # (48 + 16) / 4 = 16, and 48 is no more than 16 + 32; 49 is more than 16.25 + 32.
     policy = cache_aware(spill="chosen", balance_rel_threshold=2.0)
     fleet = workers(load, 16, 0, 0)
@@ -103,17 +103,17 @@ def test_the_chosen_spills_above_the_mean_and_the_gap(load, stays):
     assert (policy.pick(fleet, chat(LONG)) is fleet[0]) is stays
 
 
-def test_weight_counts_in_loads_and_sizes():
-    policy, fleet = cache_aware(fallback="least_loaded"), weighing(1, 3)
+def test_loads_and_tree_sizes_are_relative_to_the_weight():
+    policy, fleet = cache_aware(fallback="least_loaded"), weighted(1, 3)
     fleet[0].in_flight, fleet[1].in_flight = 2, 4
     assert policy.pick(fleet, chat("anything")) is fleet[1]
-    policy, fleet = cache_aware(warmup_share=0.0), weighing(1, 3)
+    policy, fleet = cache_aware(warmup_share=0.0), weighted(1, 3)
     picked = Counter(policy.pick(fleet, chat(text)).url for text in unrelated(40))
     assert 8 <= picked[fleet[0].url] <= 12
 
 
-def test_loads_that_fit_the_weights_are_no_imbalance():
-    policy, fleet = cache_aware(), weighing(1, 9)
+def test_loads_in_proportion_to_the_weights_are_no_imbalance():
+    policy, fleet = cache_aware(), weighted(1, 9)
     policy.pick(fleet[:1], chat(LONG))
     fleet[0].in_flight, fleet[1].in_flight = 10, 90
     assert policy.pick(fleet, chat(LONG)) is fleet[0]

@@ -1,4 +1,4 @@
-"""What the trees hold as time passes: newcomers, the forgotten, new parameters, eviction."""
+"""The trees over time: new and removed workers, new parameters, eviction."""
 
 import random
 
@@ -15,7 +15,8 @@ from tests.routing.policies.chats import (
 )
 
 
-def settled(share, others=3):
+def fleet_with_a_new_worker(share, others=3):
+    """All workers except the last one have trees."""
     policy = cache_aware(warmup_share=share)
     fleet = workers(*[0] * (others + 1))
     for text in unrelated(30 * others, seed=2):
@@ -23,27 +24,27 @@ def settled(share, others=3):
     return policy, fleet
 
 
-def taken_by_the_new(policy, fleet, requests):
+def picks_of_the_new_worker(policy, fleet, requests):
     texts = unrelated(requests, seed=3)
     return sum(policy.pick(fleet, chat(text)) is fleet[-1] for text in texts)
 
 
-def test_a_new_worker_gets_no_more_than_its_share_of_the_misses_while_it_warms_up():
-    assert taken_by_the_new(*settled(0.5), 20) == 10
-    assert taken_by_the_new(*settled(0.34), 21) == 7
+def test_a_new_worker_gets_at_most_its_share_of_misses_while_it_warms_up():
+    assert picks_of_the_new_worker(*fleet_with_a_new_worker(0.5), 20) == 10
+    assert picks_of_the_new_worker(*fleet_with_a_new_worker(0.34), 21) == 7
 
 
-def test_the_share_is_never_below_a_fair_one():
-    assert taken_by_the_new(*settled(0.01), 20) == 5
+def test_the_share_is_never_below_an_equal_share():
+    assert picks_of_the_new_worker(*fleet_with_a_new_worker(0.01), 20) == 5
 
 
-def test_without_a_share_the_smallest_tree_alone_decides():
-    assert taken_by_the_new(*settled(0.0), 20) == 20
+def test_without_a_share_only_the_smallest_tree_decides():
+    assert picks_of_the_new_worker(*fleet_with_a_new_worker(0.0), 20) == 20
 
 
-def test_a_worker_that_has_grown_is_like_the_others():
-    policy, fleet = settled(0.5)
-    taken_by_the_new(policy, fleet, 400)
+def test_a_new_worker_ends_with_a_tree_as_large_as_the_others():
+    policy, fleet = fleet_with_a_new_worker(0.5)
+    picks_of_the_new_worker(policy, fleet, 400)
     sizes = policy.stats()["tree_size_by_worker"].values()
     assert max(sizes) - min(sizes) <= 400
 
@@ -57,8 +58,8 @@ def test_prefixes_of_a_removed_worker_match_no_worker():
     assert branch_of(policy) == {"smallest_tree": 3}
 
 
-def test_a_worker_that_was_flushed_may_begin_at_once():
-    policy, fleet = settled(0.34)
+def test_a_flushed_worker_warms_up_from_the_beginning():
+    policy, fleet = fleet_with_a_new_worker(0.34)
     assert policy.pick(fleet, chat("something")) is fleet[-1]
     assert policy.preview_pick(fleet, chat("another"))[0] is not fleet[-1]
     assert "warms up" in policy.preview_pick(fleet, chat("another"))[1]
@@ -66,7 +67,7 @@ def test_a_worker_that_was_flushed_may_begin_at_once():
     assert policy.pick(fleet, chat("another")) is fleet[-1]
 
 
-def test_new_parameters_leave_the_tree_alone():
+def test_new_parameters_keep_the_tree():
     policy, fleet = cache_aware(), workers(0, 0)
     home = policy.pick(fleet, chat(LONG))
     rules = CacheAwareConfig(balance_abs_threshold=1, cache_threshold=0.9)
@@ -79,7 +80,7 @@ def test_new_parameters_leave_the_tree_alone():
     assert build_policy(round_robin, first, 0.0, policy) is not policy
 
 
-def test_new_thresholds_hold_for_the_next_pick_of_a_large_fleet_too():
+def test_new_thresholds_apply_to_the_next_pick_of_a_large_fleet():
     policy, fleet = cache_aware(), workers(*[0] * 130)
     home = policy.pick(fleet, chat(LONG))
     home.in_flight = 9
@@ -89,7 +90,7 @@ def test_new_thresholds_hold_for_the_next_pick_of_a_large_fleet_too():
     assert policy.pick(fleet, chat(LONG)) is not home
 
 
-def test_a_smaller_tree_is_cut_back_without_waiting_for_the_interval():
+def test_a_lowered_tree_size_is_enforced_before_the_interval_ends():
     policy, fleet = cache_aware(), workers(0, 0)
     for text in unrelated(50):
         policy.pick(fleet, chat(text))
@@ -100,7 +101,7 @@ def test_a_smaller_tree_is_cut_back_without_waiting_for_the_interval():
     assert 0 < policy.stats()["tree_size"] <= 1000
 
 
-def test_the_tree_is_cut_back_once_per_interval():
+def test_the_tree_is_trimmed_once_per_interval():
     policy, fleet = cache_aware(max_tree_size=1000, eviction_interval_secs=10), workers(0)
     for text in unrelated(5, length=210):
         policy.pick(fleet, chat(text))
@@ -110,7 +111,7 @@ def test_the_tree_is_cut_back_once_per_interval():
     assert policy.stats()["tree_size"] <= 1000
 
 
-def test_a_shorter_interval_does_not_wait_for_the_end_of_the_longer_one():
+def test_a_shortened_interval_applies_at_once():
     policy, fleet = cache_aware(max_tree_size=1000, eviction_interval_secs=1e6), workers(0)
     for text in unrelated(5, length=210):
         policy.pick(fleet, chat(text))
@@ -123,7 +124,7 @@ def test_a_shorter_interval_does_not_wait_for_the_end_of_the_longer_one():
     assert policy.stats()["tree_size"] <= 1100
 
 
-def test_an_hour_of_tails_below_one_prompt_stays_bounded_and_keeps_the_prompt():
+def test_an_hour_of_endings_of_one_prompt_is_bounded_and_keeps_the_prompt():
     policy, fleet = cache_aware(max_tree_size=100_000), workers(0, 0)
     chance = random.Random(5)
     home = policy.pick(fleet, chat(LONG))
@@ -139,7 +140,7 @@ def test_an_hour_of_tails_below_one_prompt_stays_bounded_and_keeps_the_prompt():
         policy.maintain(3661.0)
 
 
-def test_a_policy_made_anew_has_no_memory():
+def test_a_new_policy_has_an_empty_tree():
     fleet = workers(0, 0)
     policy = build_policy(RoutingConfig(policy="cache_aware"), first, 0.0)
     assert policy.stats()["matched_ratio"] is None

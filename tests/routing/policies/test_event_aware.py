@@ -1,4 +1,4 @@
-"""Prompts of token ids go where events say that their blocks are; all else as `cache_aware`."""
+"""Prompts of token ids go to workers whose events show their blocks, others as `cache_aware`."""
 
 import msgspec
 import pytest
@@ -30,7 +30,7 @@ def tokens(ids, key="prompt", **fields):
 
 def exact(index, worker, *prompts, size=SIZE):
     changes = [HeldChange(ChangeOp.EXACT, []), HeldChange(ChangeOp.BLOCK_SIZE, [size])]
-    changes += [HeldChange(ChangeOp.STORE, list(block_keys(each, size))) for each in prompts]
+    changes += [HeldChange(ChangeOp.STORE, list(block_keys(prompt, size))) for prompt in prompts]
     index.apply(worker.url, changes)
 
 
@@ -47,8 +47,8 @@ def test_a_prompt_goes_to_the_worker_that_has_its_blocks(index, key):
     exact(index, fleet[1], PROMPT)
     exact(index, fleet[2], PROMPT[:20])
     need = tokens([*PROMPT, 1, 2], key)
-    worker, words = policy.preview_pick(fleet, need)
-    assert (worker, words) == (
+    worker, reason = policy.preview_pick(fleet, need)
+    assert (worker, reason) == (
         fleet[1],
         f"40 of 42 tokens are cached, held by {fleet[1].display_id}",
     )
@@ -66,7 +66,7 @@ def test_a_share_at_the_threshold_does_not_decide(index):
     assert policy.preview_pick(fleet, tokens(PROMPT[:39]))[0] is fleet[1]
 
 
-def test_a_prompt_that_was_just_sent_counts_as_cached_there(index):
+def test_a_prompt_that_was_just_sent_counts_as_cached(index):
     policy, fleet = policy_of(index), workers(0, 0)
     for worker in fleet:
         exact(index, worker, [9] * 4)
@@ -77,7 +77,7 @@ def test_a_prompt_that_was_just_sent_counts_as_cached_there(index):
     assert policy.preview_pick(fleet, tokens(PROMPT))[0] is not home
 
 
-def test_a_worker_without_events_is_believed_by_what_it_was_sent(index):
+def test_the_cache_of_a_worker_without_events_is_inferred_from_its_requests(index):
     policy, fleet = policy_of(index), workers(0, 0)
     exact(index, fleet[0], PROMPT[:20])
     policy.record_pick(fleet[1], tokens(PROMPT))
@@ -86,7 +86,7 @@ def test_a_worker_without_events_is_believed_by_what_it_was_sent(index):
     assert policy.preview_pick(fleet, tokens([*PROMPT, *PROMPT]))[0] is fleet[0]
 
 
-def test_what_is_not_exact_any_more_is_not_matched(index):
+def test_blocks_of_a_worker_that_is_no_longer_exact_are_not_matched(index):
     policy, fleet = policy_of(index), workers(0, 5)
     exact(index, fleet[0])
     exact(index, fleet[1], PROMPT)
@@ -104,7 +104,7 @@ def test_workers_may_have_blocks_of_different_sizes(index):
     assert policy.preview_pick(fleet, tokens(PROMPT[:36]))[0] is fleet[1]
 
 
-def test_a_prompt_with_the_end_of_an_earlier_one_is_another_prompt(index):
+def test_a_prompt_that_only_ends_like_an_earlier_one_is_no_match(index):
     policy, fleet = policy_of(index), workers(0, 0)
     for worker, prompt in zip(fleet, (PROMPT, [77, *PROMPT[1:]]), strict=True):
         exact(index, worker, prompt)
@@ -113,7 +113,7 @@ def test_a_prompt_with_the_end_of_an_earlier_one_is_another_prompt(index):
         assert policy.pick(fleet, tokens([77, *PROMPT[1:]])) is fleet[1]
 
 
-def test_only_some_prompts_are_kept_as_they_were_read(index):
+def test_the_number_of_remembered_prompts_is_bounded(index):
     policy, fleet = policy_of(index), workers(0)
     exact(index, fleet[0], PROMPT)
     for first in range(2 * RECENT):
@@ -121,7 +121,7 @@ def test_only_some_prompts_are_kept_as_they_were_read(index):
     assert len(policy._recent) == RECENT
 
 
-def test_texts_go_by_the_tree(index):
+def test_texts_are_matched_in_the_tree(index):
     policy, fleet = policy_of(index), workers(0, 0)
     for worker in fleet:
         exact(index, worker, PROMPT)
@@ -131,7 +131,7 @@ def test_texts_go_by_the_tree(index):
     assert "bytes match" in policy.preview_pick(fleet, chat("a" * 100))[1]
 
 
-def test_a_request_for_an_adapter_goes_by_the_tree(index):
+def test_a_request_for_an_adapter_is_matched_in_the_tree(index):
     policy, fleet = policy_of(index), workers(0, 0)
     for worker in fleet:
         exact(index, worker, PROMPT)
@@ -140,13 +140,13 @@ def test_a_request_for_an_adapter_goes_by_the_tree(index):
     assert "tokens" in policy.preview_pick(fleet, tokens(PROMPT, model="base"))[1]
 
 
-def test_load_decides_where_it_differs_too_much(index):
+def test_load_decides_if_it_differs_too_much(index):
     policy, fleet = policy_of(index), workers(0, 100)
     exact(index, fleet[0])
     exact(index, fleet[1], PROMPT)
-    worker, words = policy.preview_pick(fleet, tokens(PROMPT))
+    worker, reason = policy.preview_pick(fleet, tokens(PROMPT))
     assert worker is fleet[0]
-    assert "loads differ" in words
+    assert "loads differ" in reason
 
 
 def test_the_source_can_be_changed_while_requests_run(index):
@@ -169,22 +169,22 @@ def test_the_cached_share_of_a_text_is_that_of_its_tokens(index):
 
 
 @pytest.mark.parametrize(("busy", "chosen"), [((3, 1), 1), ((0, 1), 0)])
-def test_without_a_match_the_shortest_queue_is_taken_where_every_cache_is_known(
-    index, busy, chosen
-):
+def test_without_a_match_the_shortest_queue_is_picked_if_all_caches_are_known(index, busy, chosen):
     policy, fleet = policy_of(index), workers(*busy)
     for worker in fleet:
         exact(index, worker, [9] * 8)
     policy.record_pick(fleet[1 - chosen], chat("a" * 100))
-    policy.record_pick(fleet[chosen], chat("b" * 5000))  # a larger tree, of which it may have lost
-    worker, words = policy.preview_pick(fleet, tokens(PROMPT))
+    policy.record_pick(
+        fleet[chosen], chat("b" * 5000)
+    )  # a larger tree, which may be partly evicted
+    worker, reason = policy.preview_pick(fleet, tokens(PROMPT))
     assert worker is fleet[chosen]
-    assert "the shortest queue is taken" in words
+    assert "the shortest queue is taken" in reason
     policy.pick(fleet, tokens(PROMPT))
     assert policy.stats()["picks"] == {"least_loaded": 1}
 
 
-def test_without_a_match_trees_are_compared_where_a_cache_is_not_known(index):
+def test_without_a_match_trees_are_compared_if_a_cache_is_not_known(index):
     policy, fleet = policy_of(index), workers(0, 1)
     exact(index, fleet[0])
     assert policy.pick(fleet, tokens([7] * 400)) is fleet[0]
@@ -193,7 +193,7 @@ def test_without_a_match_trees_are_compared_where_a_cache_is_not_known(index):
     assert policy.preview_pick(fleet, tokens(PROMPT))[0] is fleet[0]
 
 
-def test_what_is_known_of_a_cache_is_compared_with_what_answers_report(index):
+def test_the_known_blocks_are_compared_with_the_reports_of_responses(index):
     policy, fleet = policy_of(index), workers(0, 0)
     exact(index, fleet[0], PROMPT[:32])
     exact(index, fleet[1])
@@ -203,13 +203,13 @@ def test_what_is_known_of_a_cache_is_compared_with_what_answers_report(index):
     assert prediction.learner.learn(prediction, 28, len(PROMPT), 0) == 32
     facts = policy.explain_pick(fleet, need)["cache_reports"]
     assert facts == {fleet[0].url: {"answers": 1, "predicted_tokens": 32, "reported_tokens": 28}}
-    assert policy.stats()["corrections"] == 0  # what is exact is not corrected by answers
-    fleet[0].in_flight = 100  # so another one gets it, which has nothing
+    assert policy.stats()["corrections"] == 0  # an exact state is not corrected by responses
+    fleet[0].in_flight = 100  # so the other worker gets it, which has no block
     assert policy.pick(fleet, need) is fleet[1]
     assert (need.prediction.worker, need.prediction.held) == (fleet[1], 0)
 
 
-def test_without_feedback_nothing_is_expected_of_answers(index):
+def test_without_feedback_there_is_no_prediction(index):
     policy, fleet = policy_of(index, EVENTS + "feedback = false\n"), workers(0)
     exact(index, fleet[0], PROMPT)
     need = tokens(PROMPT)

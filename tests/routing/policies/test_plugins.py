@@ -39,12 +39,12 @@ class Faulty(Policy):
         raise ZeroDivisionError("stats")
 
 
-class Stranger(Last):
+class PicksOutsider(Last):
     def pick(self, candidates, need):
         return workers(0)[0]
 
     def preview_pick(self, candidates, need):
-        return self.pick(candidates, need), "a stranger"
+        return self.pick(candidates, need), "an outsider"
 
 
 class WithoutPreview(Policy):
@@ -93,14 +93,14 @@ def test_a_configuration_whose_policy_cannot_be_loaded_is_refused(name, message)
         check(name)
 
 
-def test_a_module_that_ends_the_program_on_import_is_refused(tmp_path, monkeypatch):
+def test_a_module_that_exits_on_import_is_refused(tmp_path, monkeypatch):
     (tmp_path / "exits_on_import.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ConfigError, match="SystemExit: 3"):
         check("exits_on_import:X")
 
 
-def test_a_policy_that_raises_leaves_the_choice_to_the_fallback(caplog):
+def test_the_fallback_picks_if_a_policy_raises(caplog):
     policy, fleet = plugin("Faulty"), workers(3, 1, 2)
     assert policy.pick(fleet, NEED) is fleet[1]
     worker, reason = policy.preview_pick(fleet, NEED)
@@ -118,8 +118,8 @@ def test_a_policy_that_raises_leaves_the_choice_to_the_fallback(caplog):
     assert line.endswith("failures=1 fallback=least_request")
 
 
-def test_failures_are_logged_once_a_minute_with_their_number(caplog):
-    policy, fleet = plugin("Stranger"), workers(0, 0)
+def test_failures_are_logged_once_a_minute_with_their_count(caplog):
+    policy, fleet = plugin("PicksOutsider"), workers(0, 0)
     for _ in range(5):
         assert policy.pick(fleet, NEED) in fleet
     policy.maintain(LOG_INTERVAL_SECS)
@@ -130,7 +130,7 @@ def test_failures_are_logged_once_a_minute_with_their_number(caplog):
     assert "is not a candidate" in caplog.messages[0]
 
 
-def test_what_can_no_longer_be_created_is_served_by_the_fallback_and_tried_again(caplog):
+def test_a_policy_that_cannot_be_created_is_replaced_by_the_fallback(caplog):
     policy, fleet = plugin("Uncreatable"), workers(1, 0)
     assert policy.pick(fleet, NEED) is fleet[1]
     assert caplog.messages[0].startswith(f"policy_unavailable policy={HERE}:Uncreatable error=")
@@ -140,13 +140,13 @@ def test_what_can_no_longer_be_created_is_served_by_the_fallback_and_tried_again
 def test_a_reload_keeps_the_policy_and_another_name_replaces_it():
     policy = plugin("Last")
     assert plugin("Last", policy) is policy
-    assert plugin("Stranger", policy) is not policy
+    assert plugin("PicksOutsider", policy) is not policy
     built_in = build_policy(RoutingConfig(policy="random"), first, 0.0, policy)
     assert built_in.name == "random"
     assert plugin("Last", built_in).name == f"{HERE}:Last"
 
 
-def test_sessions_work_above_a_plugged_in_policy():
+def test_sticky_sessions_work_with_a_plugin_policy():
     routing = RoutingConfig(policy=f"{HERE}:Last", sticky_sessions=True)
     policy = build_policy(routing, first, 0.0)
     assert isinstance(policy.inner, GuardedPolicy)
@@ -160,7 +160,7 @@ def test_nothing_is_imported_for_a_built_in_policy(monkeypatch):
     assert logging.getLogger("omni_proxy.routing.policies.plugins")
 
 
-def test_policies_of_pools_are_checked_as_well():
+def test_the_policies_of_pools_are_also_checked():
     table = f'[routing.disaggregation]\nprefill_policy = "{HERE}:Last"\ndecode_policy = "a:B"'
     with pytest.raises(ConfigError) as refused:
         check_policy(parse(table), "proxy.toml")

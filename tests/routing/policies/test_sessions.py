@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.routing.policies.session_load import DROPPED_PER_SLICE, OwnSessions, fewest_sessions
-from tests.routing.policies.chats import weighing, workers
+from tests.routing.policies.chats import weighted, workers
 
 MOST, IDLE_SECS = 4, 10.0
 steps = st.lists(
@@ -19,13 +19,13 @@ steps = st.lists(
 
 
 @given(steps)
-def test_the_table_and_its_counts_are_those_of_a_plain_list(taken):
-    """The last use of each session, in order; the counts are never kept but counted."""
+def test_the_table_equals_a_naive_model(operations):
+    """The model keeps sessions in the order of their last use, and counts them on demand."""
     fleet, now = workers(0, 0, 0), 0.0
     table = OwnSessions()
     table.tune(MOST, IDLE_SECS)
     plain = OrderedDict()
-    for step, key, number, secs in taken:
+    for step, key, number, secs in operations:
         now += secs
         if step == "keep":
             table.keep(key, fleet[number], now)
@@ -37,10 +37,10 @@ def test_the_table_and_its_counts_are_those_of_a_plain_list(taken):
             assert table.finish(key) is (plain.pop(key, None) is not None)
         else:
             table.maintain(now)
-            for kept in [kept for kept, (_, used) in plain.items() if now - used > IDLE_SECS]:
-                del plain[kept]
-        at = Counter(worker for worker, _ in plain.values())
-        assert [table.count(worker) for worker in fleet] == [at[worker] for worker in fleet]
+            for idle in [name for name, (_, used) in plain.items() if now - used > IDLE_SECS]:
+                del plain[idle]
+        counts = Counter(worker for worker, _ in plain.values())
+        assert [table.count(worker) for worker in fleet] == [counts[worker] for worker in fleet]
         assert len(table) == len(plain)
         for name in "abcdefg":
             worker, used = plain.get(name, (None, now))
@@ -49,8 +49,8 @@ def test_the_table_and_its_counts_are_those_of_a_plain_list(taken):
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(0, 80))
-def test_sessions_that_all_begin_at_once_are_spread_by_weight(weights, count):
-    fleet, table = weighing(*weights), OwnSessions()
+def test_sessions_that_begin_at_once_are_spread_by_weight(weights, count):
+    fleet, table = weighted(*weights), OwnSessions()
     table.tune(1000, 0)
     for number in range(count):
         table.keep(f"{number}", fewest_sessions(fleet, table, number), 0.0)

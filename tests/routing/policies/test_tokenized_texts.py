@@ -1,4 +1,4 @@
-"""Texts that an engine has tokenized go by its blocks, others by the tree."""
+"""Texts that an engine has tokenized are matched by blocks, others in the tree."""
 
 import pytest
 
@@ -16,48 +16,48 @@ def index():
     return BlockIndex()
 
 
-def answered(index, tokens):
+def answer_question(index, tokens):
     question = index.texts.take_question()
     index.texts.learn(question, tokens)
     return question
 
 
-def test_the_worker_that_got_a_long_text_is_asked_and_its_answer_used(index):
+def test_the_worker_of_a_long_text_is_asked_to_tokenize_it(index):
     policy, fleet = policy_of(index, TOKENIZE), workers(0, 0)
     for worker in fleet:
         exact(index, worker)
     first = policy.pick(fleet, chat(TEXT))
-    assert answered(index, range(2048)).url == first.url
+    assert answer_question(index, range(2048)).url == first.url
     (other,) = {*fleet} - {first}
-    # Events: the first one has evicted it, the other one has computed it for somebody else.
+    # Events: the first worker has no such block, the other one has computed them.
     exact(index, other, list(range(2048)), size=SIZE)
-    worker, words = policy.preview_pick(fleet, chat(TEXT + "u" * 500))
+    worker, reason = policy.preview_pick(fleet, chat(TEXT + "u" * 500))
     assert (worker, index.texts.used) == (other, 0)
-    assert words.startswith("2048 of 2173 tokens are cached")
+    assert reason.startswith("2048 of 2173 tokens are cached")
     assert policy.pick(fleet, chat(TEXT + "u" * 500)) is other
     assert policy.stats()["tokenize"] == {"texts": 1, "calls": 1, "failed": 0, "used": 1}
-    assert index.texts.take_question() is None  # it is known for the most part
+    assert index.texts.take_question() is None  # the text is mostly known
 
 
-def test_a_text_whose_blocks_nobody_has_goes_by_the_tree(index):
+def test_a_text_whose_blocks_no_worker_has_is_matched_in_the_tree(index):
     policy, fleet = policy_of(index, TOKENIZE), workers(0, 0)
     for worker in fleet:
         exact(index, worker, [9] * 8)
     first = policy.pick(fleet, chat(TEXT))
-    answered(index, range(2048))
+    answer_question(index, range(2048))
     policy.maintain(10.0)
     assert "bytes match" in policy.preview_pick(fleet, chat(TEXT))[1]
     assert policy.pick(fleet, chat(TEXT)) is first
     assert index.texts.used == 0
 
 
-def test_the_tree_decides_where_it_knows_more_of_the_text(index):
+def test_the_tree_decides_if_it_has_more_of_the_text(index):
     policy, fleet = policy_of(index, TOKENIZE), workers(0, 0)
     for worker in fleet:
         exact(index, worker)
     policy.record_pick(fleet[0], chat(TEXT + "u" * 9000))
     policy.pick(fleet[1:], chat(TEXT))
-    answered(index, range(2048))
+    answer_question(index, range(2048))
     exact(index, fleet[1], list(range(2048)))
     assert policy.preview_pick(fleet, chat(TEXT + "u" * 9000))[0] is fleet[0]
 
@@ -67,7 +67,7 @@ def test_the_tree_decides_where_it_knows_more_of_the_text(index):
     [(EVENTS, TEXT, True), (TOKENIZE, "t" * (MIN_BYTES - 2), True), (TOKENIZE, TEXT, False)],
     ids=["off", "short", "not exact"],
 )
-def test_nobody_is_asked(index, config, text, trusted):
+def test_no_worker_is_asked_to_tokenize(index, config, text, trusted):
     policy, fleet = policy_of(index, config), workers(0)
     if trusted:
         exact(index, fleet[0])
