@@ -320,7 +320,7 @@ def test_only_a_named_worker_may_serve_the_request():
     assert {chosen(fleet, need) for _ in range(3)} == {"b:1"}
     fleet.mark_dead(fleet.workers[1], NOW)
     assert refusal(fleet, need).code == "worker_unavailable"
-    need.named_worker = "http://unknown:1"
+    need.named_worker = "http://nobody:1"
     assert refusal(fleet, need).status == 404
 
 

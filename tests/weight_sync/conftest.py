@@ -17,7 +17,7 @@ __all__ = ["pool"]
 
 @pytest.fixture
 def engines(request, monkeypatch):
-    """Of the class that the module names in `ENGINES`, or plain ones."""
+    """Engines of the class that the module sets as `ENGINES`, `GatedEngines` by default."""
     return getattr(request.module, "ENGINES", GatedEngines)().install(monkeypatch)
 
 
@@ -30,22 +30,22 @@ def folder(tmp_path):
 async def api(engines, folder, nursery):
     """Two healthy workers and a running service."""
     assert client.open_client.__name__ == "open_client"
-    made = api_with(folder)
-    await nursery.start(made.operations.run)
-    return made
+    api = api_with(folder)
+    await nursery.start(api.operations.run)
+    return api
 
 
 @pytest.fixture
 async def plain(engines, folder, nursery):
-    """As the fixture above, in mode "off": group calls are forwarded unchanged."""
-    made = api_with(folder, weight_sync=WeightSyncConfig(mode="off"))
-    await nursery.start(made.operations.run)
-    return made
+    """Like `api`, in mode "off": group calls are forwarded unchanged."""
+    api = api_with(folder, weight_sync=WeightSyncConfig(mode="off"))
+    await nursery.start(api.operations.run)
+    return api
 
 
 @pytest.fixture
 def listening(monkeypatch):
-    """Workers listen until the test sets their event: URL -> event."""
+    """Events by URL: a worker listens until the test sets its event."""
     gone = {A: trio.Event(), B: trio.Event()}
 
     async def wait_until_refused(worker, endpoint):
@@ -58,15 +58,17 @@ def listening(monkeypatch):
 
 @pytest.fixture
 async def store():
-    async with open_trainer_store() as found:
+    async with open_trainer_store() as trainer_store:
         with trio.fail_after(60):
-            yield found
+            yield trainer_store
 
 
 @pytest.fixture
 def trainer_with(engines, folder, nursery, store, listening, monkeypatch):
-    """Returns a function that starts a proxy with these settings, and a trainer. What is left of a
-    step that has failed is awaited for tenths of a second, not for seconds."""
+    """A function that starts a proxy with the given settings, and a trainer.
+
+    After a failed step the other members are awaited for tenths of a second, not for seconds.
+    """
     for module in (steps, transfer_steps):
         monkeypatch.setattr(module, "GRACE_SECS", 0.3)
     monkeypatch.setattr(member, "LATE_SECS", 0.2)
@@ -86,17 +88,17 @@ async def trainer(trainer_with):
 
 @pytest.fixture
 def policy():
-    """`on_failure` of the service that is `running`."""
+    """The `on_failure` setting of the fixture `running`."""
     return "quarantine"
 
 
 @pytest.fixture
 async def running(engines, folder, pool, policy):
-    """A service in mode "receive" over two workers, and the group of a trainer of the pool."""
-    made = ReceiveHarness(engines, folder, pool, on_failure=policy)
+    """A service in mode "receive" over two workers, with a trainer from the pool."""
+    harness = ReceiveHarness(engines, folder, pool, on_failure=policy)
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
-            await made.start(nursery)
-            yield made
+            await harness.start(nursery)
+            yield harness
             nursery.cancel_scope.cancel()
-    made.close()
+    harness.close()

@@ -19,7 +19,7 @@ LOST = httpx.ReadError("gone")
 
 
 class GatedEngines(Engines):
-    """A call without a row in `replies` succeeds; `gates[url, path]` delays its response."""
+    """A call without an entry in `replies` succeeds; `gates[url, path]` delays the response."""
 
     def __init__(self):
         super().__init__()
@@ -44,17 +44,17 @@ class GatedEngines(Engines):
         path = request.url.path
         if (url, path) not in self.replies:
             self.set_reply(url, path, self.default_response(url, path))
-            found = await self.keep(request, url, path)
+            response = await self.respond(request, url, path)
             del self.replies[url, path]
-            return found
-        return await self.keep(request, url, path)
+            return response
+        return await self.respond(request, url, path)
 
-    async def keep(self, request, url, path):
+    async def respond(self, request, url, path):
         if (url, path) in self.arrived:
             self.arrived[url, path].set()
-            answer = await super().answer(request)
+            response = await super().answer(request)
             await self.gates[url, path].wait()
-            return answer
+            return response
         return await super().answer(request)
 
     def default_response(self, url, path):
@@ -85,12 +85,12 @@ async def submit_all(api, *calls):
     """Submit several calls in this order; return their responses."""
     responses = [None] * len(calls)
 
-    async def one(at):
+    async def submit(at):
         responses[at] = await api.operations.submit(calls[at])
 
     async with trio.open_nursery() as nursery:
         for at in range(len(calls)):
-            nursery.start_soon(one, at)
+            nursery.start_soon(submit, at)
             await wait_all_tasks_blocked()
     return responses
 

@@ -33,17 +33,17 @@ KNOWN = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "shape", "data", "digest"), KNOWN)
-def test_a_tensor_has_the_digest_that_others_compute(name, dtype, shape, data, digest):
+def test_a_tensor_has_the_digest_of_other_implementations(name, dtype, shape, data, digest):
     assert tensor_digest(name, dtype, shape, data) == digest
     assert tensor_digest(name, dtype, list(shape), memoryview(data)) == digest
 
 
-def test_a_rank_has_the_checksum_that_others_compute():
+def test_a_rank_has_the_checksum_of_other_implementations():
     digests = {name: digest for name, *_, digest in KNOWN if name in ("b.w", "a.buf")}
     assert roll_up(digests) == "f59c9fb5c97c0cd9947946b66d8ecd98aafa415fdbd107f5d4dbf4f3f654677f"
 
 
-def test_no_tensors_are_the_hash_of_nothing():
+def test_the_checksum_of_no_tensors_is_the_hash_of_no_bytes():
     assert roll_up({}) == hashlib.sha256(b"").hexdigest()
 
 
@@ -58,7 +58,7 @@ def test_a_digest_equals_the_hash_of_the_joined_parts(name, dtype, shape, data):
 
 
 @given(st.dictionaries(NAMES, st.binary(min_size=32, max_size=32).map(bytes.hex)), st.randoms())
-def test_a_roll_up_depends_only_on_the_order_of_names(digests, chance):
+def test_a_roll_up_hashes_digests_in_the_order_of_names(digests, chance):
     whole = "".join(name + digests[name] for name in sorted(digests, key=str))
     shuffled = list(digests.items())
     chance.shuffle(shuffled)
@@ -66,7 +66,7 @@ def test_a_roll_up_depends_only_on_the_order_of_names(digests, chance):
 
 
 @given(st.dictionaries(NAMES, st.binary(min_size=32, max_size=32).map(bytes.hex), min_size=1))
-def test_every_digest_counts(digests):
+def test_a_roll_up_depends_on_every_digest(digests):
     name = min(digests)
     other = digests | {name: digests[name].translate(str.maketrans("0123", "1230"))}
     assert (roll_up(other) == roll_up(digests)) == (other == digests)

@@ -24,10 +24,10 @@ def file(tmp_path):
 
 def test_temporary_files_of_killed_writes_are_removed_at_the_start(file):
     file.write(SOME)
-    ended = subprocess.Popen(["true"])
-    ended.wait()
+    process = subprocess.Popen(["true"])
+    process.wait()
     for name in ("journal", "epoch"):
-        (file.folder / f".{name}.json.{ended.pid}").write_text("half")
+        (file.folder / f".{name}.json.{process.pid}").write_text("half")
     assert JournalFile(file.folder).read() == SOME
     assert os.listdir(file.folder) == ["journal.json"]
 
@@ -39,15 +39,15 @@ def test_a_journal_file_is_private_and_survives_a_restart(file):
     assert (mode(file.folder), mode(file.path)) == (0o700, 0o600)
 
 
-def test_file_and_folder_are_on_the_disk_before_it_returns(file, monkeypatch):
+def test_a_write_flushes_file_and_folder_to_the_disk_before_it_returns(file, monkeypatch):
     synced = []
     fsync = os.fsync
 
-    def note(descriptor):
+    def record_fsync(descriptor):
         synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "fsync", record_fsync)
     file.write(SOME)
     assert [path.name.startswith(".journal.json") for path in synced] == [True, False, False]
     assert synced[1:] == [file.folder, file.folder.parent]
@@ -62,7 +62,7 @@ def test_clearing_a_missing_journal_creates_no_file(file):
     assert not file.folder.exists()
 
 
-def test_a_record_that_cannot_be_read_is_set_aside_whole(file):
+def test_an_unreadable_journal_is_set_aside_unchanged(file):
     file.write(SOME)
     file.path.write_text("{")
     with pytest.raises(UnreadableJournal):
@@ -78,7 +78,7 @@ def test_an_invalid_folder_is_not_an_empty_journal(tmp_path):
         JournalFile(tmp_path / "f").read()
 
 
-def test_the_epoch_is_kept(file):
+def test_the_epoch_is_stored(file):
     assert file.read_published() == PublishedVersion(0, None)
     file.write_published(PublishedVersion(7, "v7"))
     assert file.read_published() == PublishedVersion(7, "v7")
@@ -96,10 +96,10 @@ def test_an_unreadable_epoch_never_decreases(file, junk):
     assert file.read_published().epoch > 70_000
 
 
-def test_the_folder_is_beside_the_state_file_or_in_the_user_state_folder():
+def test_the_folder_is_next_to_the_state_file_or_in_the_user_state_folder():
     config = Config(server=ServerConfig(host="127.0.0.1", port=30001))
-    beside = folder_for(Path("/etc/o/proxy.state.toml"), config, {})
-    assert beside == Path("/etc/o/proxy.weights")
+    folder = folder_for(Path("/etc/o/proxy.state.toml"), config, {})
+    assert folder == Path("/etc/o/proxy.weights")
     assert folder_for(Path("s"), config, {}) == Path("s.weights")
     home = folder_for(None, config, {"XDG_STATE_HOME": "/var/s"})
     assert home == Path("/var/s/omni-proxy/127.0.0.1-30001")

@@ -17,11 +17,11 @@ from tests.admin_api.api_fixture import A, B, build_api
 from tests.weight_sync.operation_fixture import LOST, api_with
 
 
-async def test_all_workers_are_called_before_any_answers(monkeypatch):
+async def test_all_workers_are_called_before_any_of_them_responds(monkeypatch):
     count = 150
     called, all_called = [], trio.Event()
 
-    async def answer_together(request):
+    async def respond_together(request):
         called.append(request.url.port)
         if len(called) == count:
             all_called.set()
@@ -35,23 +35,23 @@ async def test_all_workers_are_called_before_any_answers(monkeypatch):
     monkeypatch.setattr(
         client,
         "open_client",
-        lambda worker: httpx.AsyncClient(transport=httpx.MockTransport(answer_together)),
+        lambda worker: httpx.AsyncClient(transport=httpx.MockTransport(respond_together)),
     )
     entries = [WorkerEntry(url=f"http://127.0.0.1:{9000 + at}") for at in range(count)]
     workers = build_api(*entries).fleet.workers
-    results = []
+    reported = []
     with trio.fail_after(30):
-        answers = await call_all(workers, Call("POST", "/x", timeout_secs=15), results.append)
-    assert [answer.worker for answer in answers] == [worker.url for worker in workers]
-    assert [answer.body["port"] for answer in answers] == [9000 + at for at in range(count)]
-    assert sorted(result.worker for result in results) == sorted(worker.url for worker in workers)
+        returned = await call_all(workers, Call("POST", "/x", timeout_secs=15), reported.append)
+    assert [result.worker for result in returned] == [worker.url for worker in workers]
+    assert [result.body["port"] for result in returned] == [9000 + at for at in range(count)]
+    assert sorted(result.worker for result in reported) == sorted(worker.url for worker in workers)
 
 
-def test_a_configured_zero_is_no_limit():
+def test_a_configured_timeout_of_zero_is_no_limit():
     assert (limit_secs(0), limit_secs(5)) == (math.inf, 5)
 
 
-async def test_a_worker_without_the_first_label_path_is_called_on_the_second(engines, folder):
+async def test_the_label_is_read_from_a_second_path_if_the_first_fails(engines, folder):
     api = api_with(folder)
     engines.set_reply(A, "/model_info", {"detail": "key"}, status=401)
     engines.set_reply(A, "/get_model_info", {"weight_version": "v9"})
@@ -61,7 +61,7 @@ async def test_a_worker_without_the_first_label_path_is_called_on_the_second(eng
     assert {request.headers["authorization"] for request in engines.requests} == {"Bearer t"}
 
 
-async def test_a_worker_that_is_lost_or_reports_several_labels_has_none(engines, folder):
+async def test_a_worker_that_is_lost_or_reports_several_labels_has_no_label(engines, folder):
     api = api_with(folder)
     engines.replies[A, "/model_info"] = LOST
     stages = [{"data": {"weight_version": label}} for label in ("v1", "v2")]

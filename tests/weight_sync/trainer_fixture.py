@@ -24,7 +24,7 @@ LOST = httpx.ReadError("gone")
 
 
 class SyncEngines(GatedEngines):
-    """`ranks` by URL; a successful call with a `weight_version` sets the worker's label."""
+    """`ranks` by URL. A successful call with a `weight_version` sets the label of the worker."""
 
     def __init__(self):
         super().__init__()
@@ -42,21 +42,21 @@ class SyncEngines(GatedEngines):
             return {"success": True, "num_buckets_received": 1}
         return super().default_response(url, path)
 
-    async def keep(self, request, url, path):
-        answer = await super().keep(request, url, path)
+    async def respond(self, request, url, path):
+        response = await super().respond(request, url, path)
         version = json.loads(request.content or b"{}").get("weight_version")
-        if path in (COMPLETE, UPDATE) and answer.status_code == 200 and version:
+        if path in (COMPLETE, UPDATE) and response.status_code == 200 and version:
             self.labels[url] = version
-        return answer
+        return response
 
     def bodies(self, path, url=A):
         port = int(url.rpartition(":")[2])
-        found = [r for r in self.requests if r.url.port == port and r.url.path == path]
-        return [json.loads(r.content) for r in found]
+        requests = [r for r in self.requests if r.url.port == port and r.url.path == path]
+        return [json.loads(request.content) for request in requests]
 
 
 class TrainerStore:
-    """A TCPStore that answers pings, unless it is `silent`; `die` closes its connections."""
+    """A TCPStore that answers pings unless it is `silent`; `die` closes its connections."""
 
     def __init__(self, listener):
         self.port = listener.socket.getsockname()[1]
@@ -71,10 +71,10 @@ class TrainerStore:
 
     async def _answer(self, stream):
         self.connections += 1
-        greeted = b""
+        greeting = b""
         async with stream:
-            while len(greeted) < 5:
-                greeted += await stream.receive_some(5 - len(greeted)) or b"x" * 5
+            while len(greeting) < 5:
+                greeting += await stream.receive_some(5 - len(greeting)) or b"x" * 5
             while ping := await stream.receive_some(5):
                 if not self.silent:
                     await stream.send_all(ping[1:])
@@ -130,23 +130,23 @@ class Trainer:
         self.api, self.store = api, store
 
     async def ask(self, path, **body):
-        answer = await self.api.operations.submit(trainer_call(path, **body))
-        top = (answer.body["success"], answer.body["status"])
-        assert top in ((True, "ok"), (True, "ready"), (False, "error")), answer.body
-        assert answer.ok is answer.body["success"], answer
-        return answer
+        response = await self.api.operations.submit(trainer_call(path, **body))
+        outcome = (response.body["success"], response.body["status"])
+        assert outcome in ((True, "ok"), (True, "ready"), (False, "error")), response.body
+        assert response.ok is response.body["success"], response
+        return response
 
     async def expect_ok(self, path, **body):
-        answer = await self.ask(path, **body)
-        assert answer.ok, answer.body
-        return answer.body
+        response = await self.ask(path, **body)
+        assert response.ok, response.body
+        return response.body
 
     async def init(self, **fields):
         return await self.ask(INIT, **init_body(self.store, **fields))
 
     async def join(self):
-        answer = await self.init()
-        assert answer.ok, answer.body
+        response = await self.init()
+        assert response.ok, response.body
 
     async def arm(self, **body):
         await self.join()
@@ -158,7 +158,7 @@ class Trainer:
 
     async def until(self, state):
         with trio.fail_after(30):
-            while self.state != state:  # noqa: ASYNC110  # nothing rings for a state
+            while self.state != state:  # noqa: ASYNC110  # there is no event for a state
                 await trio.sleep(0.01)
             if state == "idle":
                 await self.api.operations.sync.lifecycle.wait_settled()

@@ -22,7 +22,7 @@ FIRST_DIGESTS = {"a": "first-a", "b": "first-b"}
 
 
 class VersionEngines(GatedEngines):
-    """`holds[url]`: digests of its tensors; `failing_loads[url]`: so many loads fail."""
+    """`holds[url]`: the digests of its tensors; `failing_loads[url]`: how many loads fail."""
 
     def __init__(self):
         super().__init__()
@@ -34,10 +34,10 @@ class VersionEngines(GatedEngines):
     def restart(self, url):
         self.holds[url], self.labels[url] = FIRST_DIGESTS, "default"
 
-    async def keep(self, request, url, path):
+    async def respond(self, request, url, path):
         if path == DISK:
             self.load(url, json.loads(request.content))
-        return await super().keep(request, url, path)
+        return await super().respond(request, url, path)
 
     def load(self, url, body):
         if self.refuses:
@@ -62,7 +62,7 @@ class VersionEngines(GatedEngines):
 
 
 class ReceiveHarness:
-    """The proxy, and one trainer's group with it."""
+    """The proxy, and a trainer that has a group with it."""
 
     def __init__(self, engines, folder, pool, **fields):
         self.engines, self._pool = engines, pool
@@ -87,7 +87,7 @@ class ReceiveHarness:
         return await self.operations.submit(AdminCall(BY_PATH[path], "POST", path, raw))
 
     async def sync(self, seed, label=None):
-        """Run a whole two-phase sync; return the response to its complete."""
+        """Run a whole two-phase sync; return the response to the complete call."""
         trainer = self._pool.trainer()
         trainer.order("open", group="g")
         port = (await trio.to_thread.run_sync(trainer.reply))["port"]
@@ -100,19 +100,19 @@ class ReceiveHarness:
         assert ready.ok, ready.body
         tensors = [["float32", [5], seed], ["bfloat16", [3, 2], seed]]
         await trio.to_thread.run_sync(lambda: trainer.tell("send", group="g", tensors=tensors))
-        done = await self.ask(COMPLETE, weight_version=label or f"v{seed}")
-        left = await self.ask(DESTROY)
+        completed = await self.ask(COMPLETE, weight_version=label or f"v{seed}")
+        destroyed = await self.ask(DESTROY)
         trainer.tell("destroy", group="g")
-        assert left.ok, left.body
-        return done
+        assert destroyed.ok, destroyed.body
+        return completed
 
     def versions(self):
         return [(w.weight_version, w.weight_epoch) for w in self.api.fleet.workers]
 
-    def held(self):
+    def cordon_reasons(self):
         return [sorted(w.cordon_reasons) for w in self.api.fleet.workers]
 
-    async def until(self, holds):
+    async def until(self, condition):
         with trio.fail_after(10):
-            while not holds():  # noqa: ASYNC110  # it happens in threads
+            while not condition():  # noqa: ASYNC110  # threads change it
                 await trio.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Workers that answer as vLLM 0.32.0 does (captures/vllm-0.32.0-routes.txt), and their trainer."""
+"""Workers that respond as vLLM 0.32.0 does (captures/vllm-0.32.0-routes.txt), and their trainer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ SGLANG_ONLY = (
 )  # fmt: skip
 
 
-def rpc_error(words):
-    """How vLLM words what its worker process raised."""
+def rpc_error(cause):
+    """The error response of vLLM for an exception in its worker process."""
     message = (
-        f"Call to collective_rpc method failed: Worker failed with error '{words}', please check "
+        f"Call to collective_rpc method failed: Worker failed with error '{cause}', please check "
         "the stack trace above for the root cause"
     )
     return 500, {
@@ -39,10 +39,10 @@ def rpc_error(words):
 
 
 class VllmEngines(GatedEngines):
-    """`kinds`: URL -> "vllm" or "sglang". `ranks`, `labels`, `sums` by URL, as set by tests.
+    """By URL: `kinds` ("vllm" or "sglang"), `ranks`, `labels` and `sums`, as set by tests.
 
-    An engine keeps its state: paused, asleep, whether an update is open, and whether tensors of
-    one that failed lie about (`collected`), which only a finish clears.
+    An engine keeps its state: paused, asleep, whether an update is open, and whether it still has
+    tensors of a failed update (`collected`), which only a finish clears.
     """
 
     def __init__(self):
@@ -54,26 +54,26 @@ class VllmEngines(GatedEngines):
         self.checker_needs_running = False
 
     def set_reply(self, url, path, body, status=200):
-        if isinstance(body, tuple):  # a refusal by default
+        if isinstance(body, tuple):  # a default response with a status
             status, body = body
         super().set_reply(url, path, body, status)
 
-    def tell_vllm(self, url, path, words):
-        status, body = rpc_error(words)
+    def set_rpc_error(self, url, path, cause):
+        status, body = rpc_error(cause)
         self.set_reply(url, path, body, status)
 
-    async def keep(self, request, url, path):
-        answer = await super().keep(request, url, path)
-        if self.kinds[url] == "vllm" and answer.status_code == 200:
-            self.take(url, path, json.loads(request.content or b"{}"))
+    async def respond(self, request, url, path):
+        response = await super().respond(request, url, path)
+        if self.kinds[url] == "vllm" and response.status_code == 200:
+            self.change_state(url, path, json.loads(request.content or b"{}"))
         elif path == UPDATE and url in self.open:
             self.open.discard(url)
             self.collected.add(url)
-        return answer
+        return response
 
-    def take(self, url, path, body):
-        """What a call that succeeded has changed."""
-        sets = {
+    def change_state(self, url, path, body):
+        """Apply what a successful call changes."""
+        changes = {
             PAUSE: self.paused.add,
             RESUME: self.paused.discard,
             "/sleep": self.asleep.add,
@@ -82,8 +82,8 @@ class VllmEngines(GatedEngines):
             DRAFT: self.open.add,
             FINISH: self.open.discard,
         }
-        if path in sets:
-            sets[path](url)
+        if path in changes:
+            changes[path](url)
         if path == FINISH:
             self.collected.discard(url)
         label = body.get("weight_version") if path == FINISH else None
@@ -99,7 +99,7 @@ class VllmEngines(GatedEngines):
             return super().default_response(url, path) if sglang else (404, ABSENT)
         if path in SGLANG_ONLY or path == "/v1/load_lora_adapter":
             return 404, ABSENT
-        answers = {
+        responses = {
             PAUSE: {"status": "paused"},
             RESUME: {"status": "resumed"},
             "/is_paused": {"is_paused": url in self.paused},
@@ -132,7 +132,7 @@ class VllmEngines(GatedEngines):
             )
         if path == UPDATE and url not in self.open:
             return rpc_error("start_weight_update must be called before update_weights.")
-        return answers.get(path, {"success": True})
+        return responses.get(path, {"success": True})
 
     def checksums(self, url):
         return {
@@ -144,15 +144,15 @@ class VllmEngines(GatedEngines):
         }
 
     def targets(self, path, url=A):
-        """Path and query of the calls of this path."""
+        """Path and query of each call to this path."""
         port = int(url.rpartition(":")[2])
-        found = [r for r in self.requests if r.url.port == port and r.url.path == path]
-        return [r.url.raw_path.decode() for r in found]
+        requests = [r for r in self.requests if r.url.port == port and r.url.path == path]
+        return [request.url.raw_path.decode() for request in requests]
 
     def bodies(self, path, url=A):
         port = int(url.rpartition(":")[2])
-        found = [r for r in self.requests if r.url.port == port and r.url.path == path]
-        return [json.loads(r.content) if r.content else None for r in found]
+        requests = [r for r in self.requests if r.url.port == port and r.url.path == path]
+        return [json.loads(r.content) if r.content else None for r in requests]
 
 
 def vllm_call(path, body=None, *, query="", method="POST", **fields):
@@ -172,22 +172,22 @@ def init_info(store, **fields):
 
 
 class VllmTrainer(Trainer):
-    """In vLLM's words. `ask` and the others check that each response is consistent."""
+    """Submits calls of vLLM's dialect, and checks that each response is consistent."""
 
     async def ask(self, path, body=None, **fields):
-        answer = await self.api.operations.submit(vllm_call(path, body, **fields))
-        assert answer.ok is answer.body["success"], answer
-        return answer
+        response = await self.api.operations.submit(vllm_call(path, body, **fields))
+        assert response.ok is response.body["success"], response
+        return response
 
     async def expect_ok(self, path, body=None, **fields):
-        answer = await self.ask(path, body, **fields)
-        assert answer.ok, answer.body
-        return answer.body
+        response = await self.ask(path, body, **fields)
+        assert response.ok, response.body
+        return response.body
 
     async def init(self, **fields):
         return await self.ask(INIT, {"init_info": init_info(self.store, **fields)})
 
-    async def started(self):
+    async def start(self):
         await self.join()
         return await self.expect_ok(START)
 

@@ -1,4 +1,4 @@
-"""The body for /tokenize has all that determines the tokens of a prompt; otherwise there is none."""
+"""The body for /tokenize has all that determines the tokens of a prompt, or there is none."""
 
 import json
 

@@ -27,7 +27,7 @@ from tests.weight_sync.store.drafts import delete_store, store_version
 
 
 @pytest.mark.parametrize(
-    ("address", "is_here"),
+    ("address", "is_local"),
     [
         ("/run/worker.sock", True),
         (("127.0.0.1", 80), True),
@@ -39,8 +39,8 @@ from tests.weight_sync.store.drafts import delete_store, store_version
         (("worker.example", 80), False),
     ],
 )
-def test_an_address_of_this_machine_is_local(address, is_here):
-    assert is_local_address(address) is is_here
+def test_an_address_of_this_machine_is_local(address, is_local):
+    assert is_local_address(address) is is_local
 
 
 def test_the_local_address_is_that_of_the_route_to_the_worker():
@@ -49,8 +49,8 @@ def test_the_local_address_is_that_of_the_route_to_the_worker():
         == local_address_towards(("127.0.0.1", 9))
         == "127.0.0.1"
     )
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-        trial.bind((local_address_towards(("127.0.0.1", 9)), 0))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp_socket:
+        udp_socket.bind((local_address_towards(("127.0.0.1", 9)), 0))
 
 
 def version_of(tmp_path, **digests):
@@ -59,48 +59,51 @@ def version_of(tmp_path, **digests):
     return StoredVersion(record, tmp_path, in_memory=True, on_disk=False)
 
 
-def checker(*, size=1, types=None, whole="", **sums):
+def checker_result(*, size=1, types=None, whole="", **sums):
     data = {"checksums": sums, "full_checksum": whole, "layout": {"tp_size": size}}
     data["tensor_metadata"] = {n: {"dtype": f"torch.{t}"} for n, t in (types or {}).items()}
     return WorkerResult("w", 200, {"results": [{"stage": "t", "data": data}]})
 
 
-def test_equal_digests_prove_a_version_and_others_disprove_it(tmp_path):
+def test_equal_digests_prove_a_version_and_different_ones_disprove_it(tmp_path):
     version = version_of(tmp_path, a="1", b="2")
-    assert compare_checksums(checker(a="1", b="2"), version).proven
+    assert compare_checksums(checker_result(a="1", b="2"), version).proven
     assert (
-        "tensor 'b' and 0 more differ" in compare_checksums(checker(a="1", b="3"), version).differs
+        "tensor 'b' and 0 more differ"
+        in compare_checksums(checker_result(a="1", b="3"), version).differs
     )
     assert (
-        "full_checksum is x" in compare_checksums(checker(a="1", b="2", whole="x"), version).differs
+        "full_checksum is x"
+        in compare_checksums(checker_result(a="1", b="2", whole="x"), version).differs
     )
 
 
 def test_a_tensor_that_was_not_sent_is_not_compared(tmp_path):
     assert compare_checksums(
-        checker(a="1", more="9", whole="x"), version_of(tmp_path, a="1")
+        checker_result(a="1", more="9", whole="x"), version_of(tmp_path, a="1")
     ).proven
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("result", "reason"),
     [
         (WorkerResult("w", 404, {}), "its checker failed: status 404"),
         (WorkerResult("w", 200, {"results": []}), "reports no checksum"),
-        (checker(other="1"), "none of the tensors as they were sent"),
-        (checker(a="9", types={"a": "bfloat16"}), "none of the tensors as they were sent"),
-        (checker(a="9", more="9", size=2), "no digest over whole tensors"),
+        (checker_result(other="1"), "none of the tensors as they were sent"),
+        (checker_result(a="9", types={"a": "bfloat16"}), "none of the tensors as they were sent"),
+        (checker_result(a="9", more="9", size=2), "no digest over whole tensors"),
     ],
 )
-def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, answer, reason):
-    proof = compare_checksums(answer, version_of(tmp_path, a="1"))
+def test_digests_that_cannot_be_compared_prove_nothing(tmp_path, result, reason):
+    proof = compare_checksums(result, version_of(tmp_path, a="1"))
     assert (proof.proven, proof.differs) == (False, "")
     assert reason in proof.to_dict()["unverified"]
 
 
 def test_a_version_without_digests_proves_nothing(tmp_path):
     assert (
-        "not computed yet" in compare_checksums(checker(a="1"), version_of(tmp_path, a="")).reason
+        "not computed yet"
+        in compare_checksums(checker_result(a="1"), version_of(tmp_path, a="")).reason
     )
 
 
@@ -109,25 +112,25 @@ def test_a_text_response_is_kept_under_its_new_and_its_former_key():
     assert result.body == {"response": "done", "said": "done", "version": 1}
 
 
-async def test_a_call_that_ends_another_does_not_wait_for_its_thread():
-    threads, over = BlockingCalls("test", 1, max_ends=1), threading.Event()
+async def test_a_call_that_ends_another_does_not_wait_for_a_free_thread():
+    threads, released = BlockingCalls("test", 1, max_ends=1), threading.Event()
     with trio.fail_after(30):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(threads.run, "wait", over.wait, 30)
-            nursery.start_soon(threads.run, "wait too", over.wait, 30)
-            await threads.end("stop", over.set)
+            nursery.start_soon(threads.run, "wait", released.wait, 30)
+            nursery.start_soon(threads.run, "wait too", released.wait, 30)
+            await threads.end("stop", released.set)
 
 
 async def test_a_cancelled_call_continues_in_its_thread():
-    threads, over = BlockingCalls("test", 1, max_ends=1), threading.Event()
+    threads, released = BlockingCalls("test", 1, max_ends=1), threading.Event()
     with trio.fail_after(30):
-        with trio.move_on_after(0.01) as given_up:
-            await threads.run("wait", over.wait, 30)
-        assert given_up.cancelled_caught
+        with trio.move_on_after(0.01) as scope:
+            await threads.run("wait", released.wait, 30)
+        assert scope.cancelled_caught
         assert await threads.end("name", lambda: threading.current_thread().name) == (
             "weights-test-name"
         )
-    over.set()
+    released.set()
 
 
 PATIENCE_SECS = 60
@@ -158,14 +161,14 @@ def version(tmp_path):
 async def test_a_group_can_be_ended_while_all_threads_are_busy(engines, folder, version):
     senders = []
 
-    async def open_one(_):
+    async def open_sender(_):
         senders.append(Sender())
         return senders[-1]
 
     engines.set_reply(A, INIT, {"success": False, "message": "no such group"}, status=400)
-    sends = ProcessGroupSender(WeightSyncConfig, open_one)
-    sends._threads._call_limiter.total_tokens = 1
+    group_sender = ProcessGroupSender(WeightSyncConfig, open_sender)
+    group_sender._threads._call_limiter.total_tokens = 1
     with trio.fail_after(PATIENCE_SECS):
-        answer = await sends.send(version, api_with(folder).worker(A), {}, {})
-    assert (answer.status, answer.reason) == (400, "status 400: no such group")
-    assert [each.closed.is_set() for each in senders] == [True]
+        result = await group_sender.send(version, api_with(folder).worker(A), {}, {})
+    assert (result.status, result.reason) == (400, "status 400: no such group")
+    assert [sender.closed.is_set() for sender in senders] == [True]

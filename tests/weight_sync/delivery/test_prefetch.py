@@ -35,13 +35,13 @@ class Loaders(VersionEngines):
             self.targets[url], self.folders[url] = LiveTensors(model), WeightsFolder("/")
         self.read = {A: trio.Event(), B: trio.Event()}
 
-    async def keep(self, request, url, path):
+    async def respond(self, request, url, path):
         if path == PREFETCH_PATH:
             self.prefetch(url, json.loads(request.content))
-        answer = await super().keep(request, url, path)
+        response = await super().respond(request, url, path)
         if path == PREFETCH_PATH:
             self.read[url].set()
-        return answer
+        return response
 
     def prefetch(self, url, body):
         if url in self.reads:
@@ -59,8 +59,8 @@ class Loaders(VersionEngines):
 
     def sizes(self, url):
         port = int(url.rpartition(":")[2])
-        asked = [r for r in self.requests if (r.url.port, r.url.path) == (port, PREFETCH_PATH)]
-        return [json.loads(r.content)["nbytes"] for r in asked]
+        requests = [r for r in self.requests if (r.url.port, r.url.path) == (port, PREFETCH_PATH)]
+        return [json.loads(r.content)["nbytes"] for r in requests]
 
     def untouched(self, url):
         return all(not tensor.any() for _, tensor in self.targets[url])
@@ -76,15 +76,15 @@ def engines(monkeypatch, folder, reads):
     return Loaders(folder, reads).install(monkeypatch)
 
 
-async def armed(running, pool, **body):
+async def arm(running, pool, **body):
     trainer = pool.trainer()
     trainer.order("open", group="g")
     port = (await trio.to_thread.run_sync(trainer.reply))["port"]
     place = {"master_address": "127.0.0.1", "master_port": port, "backend": "gloo"}
     assert (await running.ask(INIT, **place, rank_offset=1, world_size=2)).ok
     assert trainer.reply() == {"joined": True}
-    ready = await running.ask(PREPARE, **(body or {"num_buckets": 2, "buckets": BUCKETS}))
-    assert ready.ok, ready.body
+    prepared = await running.ask(PREPARE, **(body or {"num_buckets": 2, "buckets": BUCKETS}))
+    assert prepared.ok, prepared.body
     return trainer
 
 
@@ -92,24 +92,24 @@ async def send(trainer, tensors):
     return await trio.to_thread.run_sync(lambda: trainer.tell("send", group="g", tensors=tensors))
 
 
-async def test_a_bucket_is_prefetched_while_the_next_is_still_received(running, pool):
+async def test_a_bucket_is_prefetched_while_the_next_one_is_received(running, pool):
     engines = running.engines
-    trainer = await armed(running, pool)
+    trainer = await arm(running, pool)
     await send(trainer, TENSORS[:1])
     for url in (A, B):
         await engines.read[url].wait()
-        assert engines.untouched(url), "nothing of it may show"
+        assert engines.untouched(url), "no tensor may change yet"
     assert DISK not in engines.paths(A)
     await send(trainer, TENSORS[1:])
-    done = await running.ask(COMPLETE, weight_version="v1")
-    assert done.ok, done.body
+    completed = await running.ask(COMPLETE, weight_version="v1")
+    assert completed.ok, completed.body
     record = running.store.versions()[0].manifest
     for url in (A, B):
         first, *rest = engines.sizes(url)
         assert first == record.tensors["b"].offset
         assert rest in ([], [first + 30 * 2 * 2])
-        taken = dict(engines.targets[url])
-        digests = {name: _digest(name, tensor) for name, tensor in taken.items()}
+        tensors = dict(engines.targets[url])
+        digests = {name: _digest(name, tensor) for name, tensor in tensors.items()}
         assert digests == {name: row.sha256 for name, row in record.tensors.items()}
     assert (await running.ask(DESTROY)).ok
     trainer.tell("destroy", group="g")
@@ -122,22 +122,22 @@ def _digest(name, tensor):
     return tensor_digest(name, str(tensor.dtype), tensor.shape, raw)
 
 
-async def test_a_failed_receive_leaves_the_old_version_and_the_next_sync_succeeds(running, pool):
+async def test_a_failed_receive_keeps_the_old_version_and_the_next_sync_succeeds(running, pool):
     engines = running.engines
-    trainer = await armed(running, pool)
+    trainer = await arm(running, pool)
     await send(trainer, TENSORS[:1])
     for url in (A, B):
         await engines.read[url].wait()
     trainer.kill()
-    done = await running.ask(COMPLETE, weight_version="v1")
-    assert not done.ok
+    completed = await running.ask(COMPLETE, weight_version="v1")
+    assert not completed.ok
     assert DISK not in engines.paths(A) + engines.paths(B)
     assert engines.untouched(A)
     assert engines.untouched(B)
     assert running.versions() == [("default", 0), ("default", 0)]
     await running.api.operations.sync.lifecycle.wait_settled()
     other = [["float32", [500], 7], ["bfloat16", [30, 2], 8]]
-    trainer = await armed(running, pool)
+    trainer = await arm(running, pool)
     await send(trainer, other)
     assert (await running.ask(COMPLETE, weight_version="v2")).ok
     record = running.store.versions()[0].manifest
@@ -149,9 +149,9 @@ async def test_a_failed_receive_leaves_the_old_version_and_the_next_sync_succeed
 
 
 @pytest.mark.parametrize("reads", [(B,)])
-async def test_a_worker_without_the_prefetch_route_is_called_once(running, pool):
+async def test_a_worker_without_the_prefetch_route_is_asked_only_once(running, pool):
     engines = running.engines
-    trainer = await armed(running, pool)
+    trainer = await arm(running, pool)
     await send(trainer, TENSORS[:1])
     await engines.read[A].wait()
     await engines.read[B].wait()
@@ -164,7 +164,7 @@ async def test_a_worker_without_the_prefetch_route_is_called_once(running, pool)
 
 
 async def test_buckets_that_are_announced_one_by_one_are_not_prefetched(running, pool):
-    trainer = await armed(running, pool, **BUCKETS[0])
+    trainer = await arm(running, pool, **BUCKETS[0])
     await send(trainer, TENSORS[:1])
     assert (await running.ask(COMPLETE, flush_cache=True)).ok
     assert PREFETCH_PATH not in running.engines.paths(A)
@@ -172,7 +172,7 @@ async def test_buckets_that_are_announced_one_by_one_are_not_prefetched(running,
     trainer.tell("destroy", group="g")
 
 
-def test_bytes_are_final_up_to_the_end_of_the_last_whole_bucket():
+def test_bytes_are_final_up_to_the_end_of_the_last_complete_bucket():
     plans = parse_plans({"num_buckets": 2, "buckets": BUCKETS}, dense=True)
     incoming = IncomingVersion(None, FileRegion("f", (100, 2100)), plans)
-    assert [incoming.final_bytes(done) for done in (0, 1, 2)] == [0, 2100, 2220]
+    assert [incoming.final_bytes(completed) for completed in (0, 1, 2)] == [0, 2100, 2220]

@@ -23,13 +23,13 @@ TENSORS = [["bfloat16", [300, 7], 1], ["float32", [5], 2], ["int64", [], 3], ["u
 
 @pytest.fixture
 def settings():
-    # In a thread: the tests of process_group cover the child process.
+    # The receiver runs in a thread: the tests of process_group cover the child process.
     return {"isolation": "thread", "init_timeout_secs": 20, "receive_timeout_secs": 20}
 
 
 @pytest.fixture
 def read_settings(tmp_path, settings):
-    """As the configuration is read at each use: a test may change `settings`."""
+    """A function, as the configuration is read at each use: a test may change `settings`."""
     folder = str(tmp_path / "versions")
     return lambda: WeightSyncConfig(mode="receive", store_dir=folder, **settings)
 
@@ -41,10 +41,10 @@ def store_service(tmp_path, read_settings):
 
 @pytest.fixture
 async def rank(store_service, read_settings):
-    made = ProxyRank(store_service, read_settings)
+    proxy_rank = ProxyRank(store_service, read_settings)
     with trio.fail_after(PATIENCE_SECS):
-        yield made
-        await made.close()
+        yield proxy_rank
+        await proxy_rank.close()
     if store_service.store is not None:
         delete_store(store_service.store)
 
@@ -63,58 +63,58 @@ def batched(*buckets):
     return json.dumps(fields).encode()
 
 
-async def joined(rank, pool):
+async def join(rank, pool):
     trainer = pool.trainer()
     port = (await trio.to_thread.run_sync(lambda: trainer.tell("open", group="g")))["port"]
-    asked = {"master_address": "127.0.0.1", "master_port": str(port), "group_name": "g"}
-    answer = await rank.init({**asked, "backend": "gloo"}, 1, 2)
-    assert answer.success, answer
+    place = {"master_address": "127.0.0.1", "master_port": str(port), "group_name": "g"}
+    response = await rank.init({**place, "backend": "gloo"}, 1, 2)
+    assert response.success, response
     assert trainer.reply() == {"joined": True}
     return trainer
 
 
-async def sent(trainer, tensors=TENSORS, **how):
+async def send(trainer, tensors=TENSORS, **options):
     return await trio.to_thread.run_sync(
-        lambda: trainer.tell("send", group="g", tensors=tensors, **how)
+        lambda: trainer.tell("send", group="g", tensors=tensors, **options)
     )
 
 
-async def left(rank, trainer):
-    answer = await rank.destroy(b'{"group_name": "g"}')
+async def leave(rank, trainer):
+    response = await rank.destroy(b'{"group_name": "g"}')
     if trainer.living():
         trainer.tell("destroy", group="g")
-    return answer
+    return response
 
 
-async def test_a_whole_sync_becomes_a_version_in_one_file(rank, store_service, pool):
-    trainer = await joined(rank, pool)
+async def test_a_two_phase_sync_becomes_a_version_in_one_file(rank, store_service, pool):
+    trainer = await join(rank, pool)
     ready = await rank.prepare(batched(TENSORS[:2], TENSORS[2:]))
     assert (ready.success, ready.body["status"]) == (True, "ready")
     assert rank.status()["bytes_expected"] == 300 * 7 * 2 + 5 * 4 + 8
-    await sent(trainer)
-    done = await rank.complete(b'{"group_name": "g"}')
-    assert (done.success, done.body["num_buckets_received"]) == (True, 2)
+    await send(trainer)
+    completed = await rank.complete(b'{"group_name": "g"}')
+    assert (completed.success, completed.body["num_buckets_received"]) == (True, 2)
     version = await rank.seal("step-1")
     store = store_service.store
     assert list(version.manifest.files) == ["model.safetensors"]
     assert set(version.digests) == {"t1", "t2", "t3", "t4"}
     assert store.digest(version)
-    assert (await left(rank, trainer)).success
+    assert (await leave(rank, trainer)).success
     assert store.versions()[0].manifest.label == "step-1"
 
 
-@pytest.mark.parametrize("how", [{}, {"flattened": True}])
-async def test_parts_received_one_by_one_become_one_version(rank, store_service, pool, how):
-    trainer = await joined(rank, pool)
-    more = {"load_format": "flattened_bucket"} if how else {}
+@pytest.mark.parametrize("options", [{}, {"flattened": True}])
+async def test_parts_received_one_by_one_become_one_version(rank, store_service, pool, options):
+    trainer = await join(rank, pool)
+    more = {"load_format": "flattened_bucket"} if options else {}
     for part in (TENSORS[:2], TENSORS[2:]):
         assert (await rank.prepare(body(part, **more))).success
-        await sent(trainer, part, **how)
+        await send(trainer, part, **options)
         assert (await rank.complete(b'{"group_name": "g"}')).success
     version = await rank.seal(None)
     assert len(version.manifest.files) == 2
     assert store_service.store.digest(version)
-    await left(rank, trainer)
+    await leave(rank, trainer)
 
 
 @pytest.mark.parametrize(
@@ -129,17 +129,17 @@ async def test_parts_received_one_by_one_become_one_version(rank, store_service,
         }
     ],
 )
-async def test_timeouts_of_zero_end_nothing(rank, pool):
-    trainer = await joined(rank, pool)
+async def test_timeouts_of_zero_are_no_limit(rank, pool):
+    trainer = await join(rank, pool)
     assert (await rank.prepare(body())).success
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(sent, trainer)
+        nursery.start_soon(send, trainer)
         assert (await rank.complete(b'{"group_name": "g"}')).success
     await rank.seal("s")
-    await left(rank, trainer)
+    await leave(rank, trainer)
 
 
-async def test_the_first_byte_may_arrive_as_late_as_the_slowest_rank_is_armed(pool, tmp_path):
+async def test_the_first_byte_has_the_ready_timeout_not_the_stall_timeout(pool, tmp_path):
     values = {"isolation": "thread", "stall_timeout_secs": 0.2, "ready_timeout_secs": 20}
 
     def now():
@@ -148,63 +148,61 @@ async def test_the_first_byte_may_arrive_as_late_as_the_slowest_rank_is_armed(po
     store_service = StoreService(now, tmp_path)
     rank = ProxyRank(store_service, now)
     with trio.fail_after(PATIENCE_SECS):
-        trainer = await joined(rank, pool)
-        one = TENSORS[:1]  # a single tensor: between several, a busy machine could stall
-        assert (await rank.prepare(body(one))).success
+        trainer = await join(rank, pool)
+        tensors = TENSORS[:1]  # one tensor: between two, a slow machine could exceed the timeout
+        assert (await rank.prepare(body(tensors))).success
         with trio.move_on_after(0.5):
             await trio.to_thread.run_sync(rank._pending.wait, 20, abandon_on_cancel=True)
-        await sent(trainer, one)
+        await send(trainer, tensors)
         assert (await rank.complete(b'{"group_name": "g"}')).success
         await rank.discard()
-        await left(rank, trainer)
+        await leave(rank, trainer)
         await rank.close()
     delete_store(store_service.store)
 
 
-async def test_both_phases_may_be_one_call(rank, pool):
-    trainer = await joined(rank, pool)
+async def test_an_update_call_is_both_phases(rank, pool):
+    trainer = await join(rank, pool)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(sent, trainer)
+        nursery.start_soon(send, trainer)
         assert (await rank.update(body())).success
     assert len((await rank.seal("s")).digests) == 4
-    await left(rank, trainer)
+    await leave(rank, trainer)
 
 
-async def test_a_receive_that_is_not_completed_leaves_nothing_behind(
-    rank, store_service, pool, tmp_path
-):
-    trainer = await joined(rank, pool)
+async def test_a_receive_that_is_not_completed_leaves_no_files(rank, store_service, pool, tmp_path):
+    trainer = await join(rank, pool)
     assert (await rank.prepare(body())).success
     folder = rank._draft.folder
     assert folder.is_dir()
-    assert (await left(rank, trainer)).success
+    assert (await leave(rank, trainer)).success
     assert not folder.exists()
     assert not store_service.store.in_use
     with pytest.raises(LookupError):
         await rank.seal("s")
 
 
-async def test_a_trainer_that_dies_in_the_middle_leaves_no_version(rank, pool):
-    trainer = await joined(rank, pool)
+async def test_a_trainer_that_dies_during_a_send_leaves_no_version(rank, pool):
+    trainer = await join(rank, pool)
     assert (await rank.prepare(body())).success
     folder = rank._draft.folder
-    await sent(trainer, stop_after=1)
+    await send(trainer, stop_after=1)
     trainer.kill()
-    done = await rank.complete(b'{"group_name": "g"}')
-    assert (done.status, done.body["success"]) == (400, False)
+    completed = await rank.complete(b'{"group_name": "g"}')
+    assert (completed.status, completed.body["success"]) == (400, False)
     assert not folder.exists()
-    await left(rank, trainer)
+    await leave(rank, trainer)
 
 
-async def test_a_version_that_does_not_fit_is_refused_with_the_numbers(rank, pool):
-    trainer = await joined(rank, pool)
-    answer = await rank.prepare(body([["float32", [1 << 20, 1 << 24], 1]]))
-    assert answer.status == 400
-    assert f"needs {(1 << 46) + 512} bytes" in answer.body["message"]
-    assert "free" in answer.body["message"]
+async def test_a_version_that_does_not_fit_is_refused_with_the_sizes(rank, pool):
+    trainer = await join(rank, pool)
+    response = await rank.prepare(body([["float32", [1 << 20, 1 << 24], 1]]))
+    assert response.status == 400
+    assert f"needs {(1 << 46) + 512} bytes" in response.body["message"]
+    assert "free" in response.body["message"]
     assert rank._draft is None
     assert (await rank.prepare(body())).success
-    await left(rank, trainer)
+    await leave(rank, trainer)
 
 
 @pytest.mark.parametrize(
@@ -216,39 +214,39 @@ async def test_a_version_that_does_not_fit_is_refused_with_the_numbers(rank, poo
     ],
 )
 async def test_a_malformed_call_is_refused_and_arms_nothing(rank, pool, request_body, message):
-    trainer = await joined(rank, pool)
-    answer = await rank.prepare(request_body)
-    assert (answer.status, message in answer.body["message"]) == (400, True), answer
+    trainer = await join(rank, pool)
+    response = await rank.prepare(request_body)
+    assert (response.status, message in response.body["message"]) == (400, True), response
     assert rank.status() == {"armed": False}
-    await left(rank, trainer)
+    await leave(rank, trainer)
 
 
 async def test_calls_in_the_wrong_state_are_refused(rank):
     for call in (rank.prepare(body()), rank.complete(b"{}"), rank.update(body())):
-        answer = await call
-        assert (answer.status, answer.body["success"]) == (400, False)
+        response = await call
+        assert (response.status, response.body["success"]) == (400, False)
     assert (await rank.destroy(b"{}")).success
 
 
 async def test_two_tasks_that_open_the_receiver_share_it(rank, pool, monkeypatch):
-    made, go_on, really = [], threading.Event(), proxy_rank_module.open_receiver
+    opened, resume, open_receiver = [], threading.Event(), proxy_rank_module.open_receiver
 
-    def slowly(*arguments, **named):
-        made.append(really(*arguments, **named))
-        go_on.wait(PATIENCE_SECS)
-        return made[-1]
+    def open_slowly(*arguments, **named):
+        opened.append(open_receiver(*arguments, **named))
+        resume.wait(PATIENCE_SECS)
+        return opened[-1]
 
-    monkeypatch.setattr(proxy_rank_module, "open_receiver", slowly)
+    monkeypatch.setattr(proxy_rank_module, "open_receiver", open_slowly)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rank.warm_up)
         nursery.start_soon(rank.warm_up)
         await trio.testing.wait_all_tasks_blocked()
-        go_on.set()
-    assert len(made) == 1
-    await left(rank, await joined(rank, pool))
+        resume.set()
+    assert len(opened) == 1
+    await leave(rank, await join(rank, pool))
 
 
-async def test_the_child_process_ends_when_versions_are_off_and_the_group_is_gone(
+async def test_the_child_process_ends_when_the_mode_is_off_and_the_group_has_ended(
     pool, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(proxy_rank_module, "UNUSED_POLL_SECS", 0.01)
@@ -260,78 +258,80 @@ async def test_the_child_process_ends_when_versions_are_off_and_the_group_is_gon
     store_service = StoreService(now, tmp_path)
     rank = ProxyRank(store_service, now)
     with trio.fail_after(PATIENCE_SECS):
-        trainer = await joined(rank, pool)
+        trainer = await join(rank, pool)
         receiver = rank._receiver
         assert receiver.busy()
         modes.append("coordinate")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rank.close_when_unused)
             await rank.prepare(body())
-            await sent(trainer)
+            await send(trainer)
             assert (await rank.complete(b'{"group_name": "g"}')).success
             modes.append("both")  # enabled again before the child could end
         assert rank._receiver is receiver
         modes.append("off")
         async with trio.open_nursery() as nursery:
             nursery.start_soon(rank.close_when_unused)
-            assert (await left(rank, trainer)).success
+            assert (await leave(rank, trainer)).success
         assert rank._receiver is None
         with pytest.raises(proxy_rank_module.GroupError, match="shutting down"):
             receiver.sender(proxy_rank_module.HostedRendezvous("127.0.0.1", 2, "h", "gloo", 1.0))
-        await rank.warm_up()  # the mode is off by now
+        await rank.warm_up()  # the mode is off now
         assert rank._receiver is None
         modes.append("receive")
-        await left(rank, await joined(rank, pool))
+        await leave(rank, await join(rank, pool))
         await rank.close()
     delete_store(store_service.store)
 
 
 @pytest.mark.parametrize("settings", [{"isolation": "thread", "init_timeout_secs": 120}])
-async def test_a_join_that_is_destroyed_at_once_joins_nothing(rank, monkeypatch):
-    begun, go_on = threading.Event(), threading.Event()
+async def test_a_destroy_during_a_join_leaves_no_group(rank, monkeypatch):
+    begun, resume = threading.Event(), threading.Event()
 
-    def dawdle(*_):
+    def wait_for_resume(*_):
         begun.set()
-        go_on.wait(PATIENCE_SECS)
+        resume.wait(PATIENCE_SECS)
 
-    monkeypatch.setattr(Groups, "_replace_dead_group", dawdle)
+    monkeypatch.setattr(Groups, "_replace_dead_group", wait_for_resume)
     place = {"master_address": "127.0.0.1", "master_port": free_port(), "group_name": "g"}
     async with trio.open_nursery() as nursery:
         nursery.start_soon(rank.init, place, 1, 2)
         await trio.to_thread.run_sync(begun.wait)
         nursery.cancel_scope.cancel()
     await rank.destroy(b'{"group_name": "g"}')
-    go_on.set()
-    while any(each.name == "weights-rank-init" for each in threading.enumerate()):  # noqa: ASYNC110
+    resume.set()
+    while any(thread.name == "weights-rank-init" for thread in threading.enumerate()):  # noqa: ASYNC110
         await trio.sleep(0.01)
     assert rank._receiver.status()["groups"] == []
 
 
-async def test_a_destroy_does_not_wait_for_calls_of_its_group(rank, pool):
-    trainer = await joined(rank, pool)
+async def test_a_destroy_does_not_wait_for_other_calls_of_its_group(rank, pool):
+    trainer = await join(rank, pool)
     calls = rank._threads._call_limiter
     while calls.available_tokens:
         calls.acquire_on_behalf_of_nowait(object())
-    assert (await left(rank, trainer)).success
+    assert (await leave(rank, trainer)).success
     assert rank._receiver.status()["groups"] == []
 
 
 async def test_without_torch_the_error_names_what_to_install(rank, monkeypatch):
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "torch" else found(name)
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if name == "torch" else find_spec(name),
     )
     await rank.warm_up()
-    answer = await rank.init({"master_address": "127.0.0.1", "master_port": 1}, 1, 2)
-    assert answer.status == 400
-    assert "pip install 'omni-proxy[weights]'" in answer.body["message"]
+    response = await rank.init({"master_address": "127.0.0.1", "master_port": 1}, 1, 2)
+    assert response.status == 400
+    assert "pip install 'omni-proxy[weights]'" in response.body["message"]
 
 
-async def test_a_folder_that_is_in_use_is_named(rank, tmp_path):
+async def test_a_store_folder_in_use_is_the_error_of_an_init(rank, tmp_path):
     from omni_proxy.weight_sync.store.version_store import VersionStore
 
     os.makedirs(tmp_path / "versions")
     other = VersionStore(tmp_path / "versions")
-    answer = await rank.init({"master_address": "127.0.0.1", "master_port": 1}, 1, 2)
-    assert (answer.status, "in use by another" in answer.body["message"]) == (400, True)
+    response = await rank.init({"master_address": "127.0.0.1", "master_port": 1}, 1, 2)
+    assert (response.status, "in use by another" in response.body["message"]) == (400, True)
     other.close()

@@ -1,4 +1,4 @@
-"""Operations on weights after an upgrade: the program before must have served its last request."""
+"""After an upgrade, operations wait until the previous program has served its last request."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ from omni_proxy.wire.errors import HttpError
 from tests.admin_api.api_fixture import FakeConfigStore
 
 
-class Before:
+class Predecessor:
     """The program before the upgrade."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Before:
 
 
 class Store(FakeConfigStore):
-    """Waits as the real one does."""
+    """Waits like the real configuration store."""
 
     async def wait_predecessor_gone(self):
         if self.predecessor is not None:
@@ -43,10 +43,10 @@ def queue():
     admin = SimpleNamespace(lock_timeout_secs=5)
     store = Store.__new__(Store)
     store.config, store.fleet = SimpleNamespace(admin=admin), Fleet()
-    store.operation_lock, store.predecessor = trio.Lock(), Before()
-    made = OperationQueue(store, lambda *_: None, lambda _: None)
-    made.store = store
-    return made
+    store.operation_lock, store.predecessor = trio.Lock(), Predecessor()
+    operation_queue = OperationQueue(store, lambda *_: None, lambda _: None)
+    operation_queue.store = store
+    return operation_queue
 
 
 async def run(queue) -> AdminResponse:
@@ -57,22 +57,24 @@ async def run(queue) -> AdminResponse:
     return await queue.run(operation, perform)
 
 
-async def test_an_operation_waits_and_has_idle_connections_closed(queue, nursery, autojump_clock):
-    before, done = queue.store.predecessor, []
+async def test_an_operation_has_idle_connections_closed_and_waits(queue, nursery, autojump_clock):
+    predecessor, statuses = queue.store.predecessor, []
 
-    async def run_it():
-        done.append((await run(queue)).status)
+    async def run_operation():
+        statuses.append((await run(queue)).status)
 
-    nursery.start_soon(run_it)
+    nursery.start_soon(run_operation)
     await trio.sleep(4)
-    assert (before.closed_idle, done) == (1, [])
-    before.gone.set()
+    assert (predecessor.closed_idle, statuses) == (1, [])
+    predecessor.gone.set()
     await trio.sleep(0.1)
-    assert done == [200]
+    assert statuses == [200]
     assert queue.store.predecessor is None
 
 
-async def test_an_operation_is_refused_with_the_reason_after_its_time(queue, autojump_clock):
+async def test_an_operation_is_refused_with_the_reason_after_the_lock_timeout(
+    queue, autojump_clock
+):
     with pytest.raises(HttpError) as refused:
         await run(queue)
     assert refused.value.status == 503

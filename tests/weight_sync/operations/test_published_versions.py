@@ -18,13 +18,13 @@ from tests.weight_sync.operation_fixture import (
 )
 
 
-async def versions_while(api, engines, nursery, wanted):
-    """The recorded versions while an operation runs on the workers."""
-    await start_operation(engines, nursery, api, wanted)
-    found = [(w.weight_version, w.weight_epoch) for w in api.fleet.workers]
-    engines.open_gate(wanted.route.path)
+async def versions_during(api, engines, nursery, call):
+    """The recorded versions while the call runs on the workers."""
+    await start_operation(engines, nursery, api, call)
+    versions = [(w.weight_version, w.weight_epoch) for w in api.fleet.workers]
+    engines.open_gate(call.route.path)
     await wait_until_idle()
-    return found
+    return versions
 
 
 @pytest.mark.parametrize(
@@ -33,16 +33,16 @@ async def versions_while(api, engines, nursery, wanted):
 )
 async def test_versions_are_unknown_while_weights_change(api, engines, nursery, path, known):
     await api.settle()
-    assert await versions_while(api, engines, nursery, admin_call(path)) == [(known, 0)] * 2
+    assert await versions_during(api, engines, nursery, admin_call(path)) == [(known, 0)] * 2
 
 
-async def test_a_worker_that_refused_keeps_its_version_and_an_uncertain_one_has_none(
+async def test_a_worker_that_refused_keeps_its_version_and_an_uncertain_one_does_not(
     api, engines, nursery
 ):
     engines.labels = {A: "v2", B: "v2"}
     await api.operations.submit(admin_call(body={"weight_version": "v2"}))
     engines.replies[A, UPDATE] = engines.replies[B, UPDATE] = (400, b"{}")
-    assert await versions_while(api, engines, nursery, admin_call()) == [(None, 0)] * 2
+    assert await versions_during(api, engines, nursery, admin_call()) == [(None, 0)] * 2
     assert [(w.weight_version, w.weight_epoch) for w in api.fleet.workers] == [("v2", 1)] * 2
     engines.replies[B, UPDATE] = LOST
     await api.operations.submit(admin_call())
@@ -58,7 +58,7 @@ async def test_a_label_read_during_an_update_is_ignored(api, engines, nursery):
     engines.open_gate(UPDATE)
 
 
-async def test_a_lost_change_of_a_label_is_read_back(api, engines):
+async def test_a_label_is_read_again_if_the_response_to_its_change_was_lost(api, engines):
     await api.settle()
     engines.labels = {A: "v9", B: "v9"}
     engines.replies[B, "/update_weight_version"] = LOST
@@ -70,8 +70,8 @@ async def test_a_lost_change_of_a_label_is_read_back(api, engines):
     assert (api.worker(B).weight_version, cordon_reasons_of(api)) == ("v9", [[], []])
 
 
-async def missing(api, engines, label, body):
-    """B is dead while A takes an update, and comes back with its old weights."""
+async def miss_update(api, engines, label, body):
+    """B is dead during an update of A, and returns with its old weights."""
     await api.settle()
     worker = api.worker(B)
     api.fleet.mark_dead(worker, worker.registered_at)
@@ -85,7 +85,7 @@ async def missing(api, engines, label, body):
 async def test_a_worker_that_was_dead_during_an_update_does_not_serve_its_old_weights(
     api, engines, folder
 ):
-    await missing(api, engines, "v2", {"weight_version": "v2"})
+    await miss_update(api, engines, "v2", {"weight_version": "v2"})
     reason = "missed the update to 'v2': it returned with 'v1'"
     assert (cordon_reasons_of(api), read_journal(folder).uncertain) == (
         [[], ["uncertain"]],
@@ -100,7 +100,7 @@ async def test_a_worker_that_was_dead_during_an_update_does_not_serve_its_old_we
 
 
 async def test_a_worker_resolved_after_a_missed_update_is_not_held_for_it_again(api, engines):
-    await missing(api, engines, "v2", {"weight_version": "v2"})
+    await miss_update(api, engines, "v2", {"weight_version": "v2"})
     assert (await api.operations.resolve({})).status == 200
     api.fleet.set_version(api.worker(B), None, 0)
     api.fleet.cache_cleared(api.worker(B))
@@ -121,20 +121,20 @@ async def test_a_worker_that_crashed_after_an_update_does_not_serve_its_first_we
 
 async def test_an_update_without_a_new_label_is_recognized_by_its_checksum(api, engines):
     engines.whole = {A: "new", B: "old"}
-    await missing(api, engines, "v1", {})
+    await miss_update(api, engines, "v1", {})
     assert cordon_reasons_of(api) == [[], ["uncertain"]]
     assert "epoch 1: it returned with other tensors" in api.operations.journal.uncertain[B]
     await api.operations.resolve({})
     engines.whole = {A: "new", B: "new"}
-    await missing(api, engines, "v1", {})
+    await miss_update(api, engines, "v1", {})
     assert cordon_reasons_of(api) == [[], []]
     assert api.worker(B).weight_epoch == 2
 
 
-async def test_a_label_that_existed_before_proves_no_epoch(engines, folder, nursery):
+async def test_an_unchanged_label_proves_no_epoch(engines, folder, nursery):
     api = api_with(folder, weight_sync=WeightSyncConfig(verify="off"))
     await nursery.start(api.operations.run)
-    await missing(api, engines, "v1", {})
+    await miss_update(api, engines, "v1", {})
     assert cordon_reasons_of(api) == [[], []]
     assert [w.weight_epoch for w in api.fleet.workers] == [1, 0]
 

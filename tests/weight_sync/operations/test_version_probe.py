@@ -12,50 +12,48 @@ from tests.fleet.entries import NOW, entry, heal
 MANY = 3 * MAX_CONCURRENT
 
 
-async def test_probes_are_bounded_in_number_and_all_workers_are_probed(
-    tmp_path, monkeypatch, nursery
-):
-    gate, asked = trio.Event(), []
+async def test_the_number_of_concurrent_probes_is_bounded(tmp_path, monkeypatch, nursery):
+    gate, probed = trio.Event(), []
 
     async def read_label(worker):
-        asked.append(worker)
+        probed.append(worker)
         await gate.wait()
         return "v1", True
 
     monkeypatch.setattr(version_probe, "read_label", read_label)
     fleet = Fleet()
     journal = StateJournal(fleet, JournalFile(tmp_path))
-    made = VersionProbe(fleet, journal, lambda _: False, lambda: False)
-    made.nursery = nursery
+    probe = VersionProbe(fleet, journal, lambda _: False, lambda: False)
+    probe.nursery = nursery
     fleet.apply([entry(f"w{number}") for number in range(MANY)], NOW)
     for worker in fleet.workers:
         heal(fleet, worker)
     await wait_all_tasks_blocked()
-    assert len(asked) == MAX_CONCURRENT
+    assert len(probed) == MAX_CONCURRENT
     gate.set()
     await wait_all_tasks_blocked()
-    assert set(asked) == set(fleet.workers)
+    assert set(probed) == set(fleet.workers)
     assert {worker.weight_version for worker in fleet.workers} == {"v1"}
 
 
-async def test_a_read_that_failed_is_repeated_further_and_further_apart(
+async def test_a_failed_read_is_repeated_with_backoff(
     tmp_path, monkeypatch, nursery, autojump_clock
 ):
-    asked = []
+    times = []
 
     async def read_label(worker):
-        asked.append(trio.current_time())
-        return ("v1", True) if len(asked) == 8 else (None, False)
+        times.append(trio.current_time())
+        return ("v1", True) if len(times) == 8 else (None, False)
 
     monkeypatch.setattr(version_probe, "read_label", read_label)
     fleet = Fleet()
     journal = StateJournal(fleet, JournalFile(tmp_path))
-    made = VersionProbe(fleet, journal, lambda _: False, lambda: False)
-    made.nursery = nursery
+    probe = VersionProbe(fleet, journal, lambda _: False, lambda: False)
+    probe.nursery = nursery
     fleet.apply([entry("w")], NOW)
     (worker,) = fleet.workers
     heal(fleet, worker)
     await trio.sleep(100)
-    pauses = [round(later - earlier) for earlier, later in pairwise(asked)]
+    pauses = [round(later - earlier) for earlier, later in pairwise(times)]
     assert pauses == [1, 2, 4, 8, 16, 30, 30]
     assert worker.weight_version == "v1"

@@ -1,4 +1,4 @@
-"""vLLM's calls that change no group: pauses, sleep, labels, checksums, in fleets of both kinds."""
+"""Calls of vLLM without a group (pauses, sleep, labels, checksums), in fleets of both engines."""
 
 import pytest
 from trio.testing import wait_all_tasks_blocked
@@ -28,15 +28,15 @@ def mixed(engines):
 
 
 async def ask(api, path, body=None, **fields):
-    answer = await api.operations.submit(vllm_call(path, body, **fields))
-    assert answer.ok is answer.body["success"], answer
-    return answer
+    response = await api.operations.submit(vllm_call(path, body, **fields))
+    assert response.ok is response.body["success"], response
+    return response
 
 
 # Pauses
 
 
-async def test_a_pause_is_that_of_one_engine(api, engines):
+async def test_a_pause_has_the_response_of_a_single_engine(api, engines):
     response = await ask(api, PAUSE, query="mode=keep&clear_cache=false")
     assert (response.status, response.body["status"]) == (200, "paused")
     assert engines.targets(PAUSE, B) == ["/pause?mode=keep&clear_cache=false"]
@@ -47,19 +47,19 @@ async def test_a_pause_is_that_of_one_engine(api, engines):
     assert api.operations.journal.pauses() == {}
 
 
-async def test_each_kind_of_engine_gets_its_own_words(api, mixed):
+async def test_each_engine_gets_the_call_in_its_own_dialect(api, mixed):
     response = await ask(api, PAUSE, query="mode=keep")
     assert response.status == 200
     assert mixed.targets(PAUSE) == ["/pause?mode=keep"]
     assert mixed.bodies("/pause_generation", B) == [{"mode": "in_place"}]
-    assert [each.get("sent_to") for each in response.body["results"]] == [None, "/pause_generation"]
+    assert [row.get("sent_to") for row in response.body["results"]] == [None, "/pause_generation"]
     assert (await ask(api, "/is_paused", method="GET")).body["is_paused"] is True
     await ask(api, RESUME)
     assert mixed.bodies("/continue_generation", B) == [{}]
     assert (await ask(api, "/is_paused", method="GET")).body["is_paused"] is False
 
 
-async def test_calls_in_words_of_sglang_reach_vllm_too(api, mixed):
+async def test_calls_of_sglang_are_translated_for_vllm(api, mixed):
     response = await api.operations.submit(admin_call("/pause_generation", {"mode": "retract"}))
     assert response.ok
     assert mixed.targets(PAUSE) == ["/pause?mode=keep"]
@@ -73,7 +73,7 @@ async def test_calls_in_words_of_sglang_reach_vllm_too(api, mixed):
     ] == "default"
 
 
-async def test_a_bad_mode_is_refused_as_one_engine_refuses_it(api, engines):
+async def test_an_invalid_mode_is_refused_as_by_a_single_engine(api, engines):
     error = {"error": {"message": "Input should be 'abort', 'wait' or 'keep'", "code": 400}}
     for url in (A, B):
         engines.set_reply(url, PAUSE, error, 400)
@@ -86,16 +86,16 @@ async def test_a_bad_mode_is_refused_as_one_engine_refuses_it(api, engines):
 @pytest.mark.parametrize(
     ("mode", "cleared"), [("keep", []), ("abort", [A, B]), ("wait", [A, B]), ("", [A, B])]
 )
-async def test_what_was_cached_is_forgotten_where_the_engine_forgets_it(api, mode, cleared):
+async def test_a_pause_clears_cache_knowledge_unless_its_mode_is_keep(api, mode, cleared):
     await ask(api, "/weight_info", method="GET")
-    found = []
-    api.fleet.watch_cache_cleared(lambda worker: found.append(worker.url))
+    forgotten = []
+    api.fleet.watch_cache_cleared(lambda worker: forgotten.append(worker.url))
     await ask(api, PAUSE, query=f"mode={mode}" if mode else "")
-    assert found == cleared
+    assert forgotten == cleared
     assert set(api.operations.journal.pauses()) == {A, B}
 
 
-async def test_what_an_uncertain_engine_kept_is_aborted_before_it_resumes(api, engines):
+async def test_requests_of_an_uncertain_engine_are_aborted_before_it_resumes(api, engines):
     await ask(api, PAUSE, query="mode=keep")
     api.operations.journal.mark_uncertain({A: "half an update"})
     await ask(api, RESUME)
@@ -107,14 +107,16 @@ async def test_what_an_uncertain_engine_kept_is_aborted_before_it_resumes(api, e
 # Sleep
 
 
-async def test_a_sleeping_engine_holds_requests_as_a_paused_one(engines, folder, nursery):
+async def test_requests_are_held_for_a_sleeping_engine_as_for_a_paused_one(
+    engines, folder, nursery
+):
     api = api_with(folder, routing=RoutingConfig(while_paused="hold"))
     await nursery.start(api.operations.run)
     response = await ask(api, "/sleep", query="level=1")
     assert (response.body["status"], response.body["level"]) == ("sleeping", 1)
     assert cordon_reasons_of(api) == [["paused"], ["paused"]]
     assert (await ask(api, "/is_sleeping", method="GET")).body["is_sleeping"] is True
-    # vLLM answers that it resumed, and sleeps on (run with 0.32.0).
+    # vLLM reports that it resumed, but still sleeps (tested with 0.32.0).
     await ask(api, RESUME)
     assert cordon_reasons_of(api) == [["paused"], ["paused"]]
     assert (await ask(api, "/wake_up")).body["status"] == "awake"
@@ -124,7 +126,7 @@ async def test_a_sleeping_engine_holds_requests_as_a_paused_one(engines, folder,
 
 async def test_weights_discarded_by_a_sleep_must_be_restored(api, engines):
     response = await ask(api, "/sleep", query="level=2")
-    assert [each["standing"] for each in response.body["results"]] == ["uncertain"] * 2
+    assert [row["standing"] for row in response.body["results"]] == ["uncertain"] * 2
     await ask(api, "/wake_up")
     assert uncertain_workers(api) == [A, B]
     assert versions_by_url(api) == {A: (None, 0), B: (None, 0)}
@@ -136,13 +138,13 @@ async def test_weights_discarded_by_a_sleep_must_be_restored(api, engines):
 # Other calls
 
 
-async def test_the_world_size_is_the_sum_over_both_kinds(api, mixed):
+async def test_the_world_size_is_the_sum_over_both_engines(api, mixed):
     mixed.ranks = {A: 2, B: 3}
     response = await ask(api, "/get_world_size", method="GET")
     assert response.body["world_size"] == 5
 
 
-async def test_a_label_is_given_to_all(api, engines):
+async def test_a_label_is_set_on_all_workers(api, engines):
     response = await ask(api, "/update_weight_version", {"new_version": "step-7"})
     assert response.body["weight_versions"] == {A: "step-7", B: "step-7"}
     assert (await ask(api, "/weight_info", method="GET")).body["weight_version"] == "step-7"
@@ -156,7 +158,7 @@ async def test_a_collective_rpc_without_weights_keeps_workers_routable(api, engi
     assert uncertain_workers(api) == []
 
 
-async def test_a_reload_that_fails_keeps_its_engine_out(api, engines):
+async def test_a_failed_reload_makes_its_worker_uncertain(api, engines):
     engines.set_reply(B, "/collective_rpc", *reversed(rpc_error("no such file")))
     body = {"method": "reload_weights", "kwargs": {"weights_path": "/w"}}
     response = await ask(api, "/collective_rpc", body)
@@ -164,7 +166,7 @@ async def test_a_reload_that_fails_keeps_its_engine_out(api, engines):
     assert uncertain_workers(api) == [B]
 
 
-async def test_an_update_from_disk_reaches_both_kinds(api, mixed):
+async def test_an_update_from_disk_is_translated_for_each_engine(api, mixed):
     body = {"model_path": "/w", "weight_version": "v2"}
     mixed.labels[B] = "v2"
     response = await api.operations.submit(admin_call("/update_weights_from_disk", body))
@@ -176,7 +178,7 @@ async def test_an_update_from_disk_reaches_both_kinds(api, mixed):
     assert versions_by_url(api) == {A: ("v2", 1), B: ("v2", 1)}
 
 
-async def test_a_cache_that_vllm_did_not_flush_after_a_reload_keeps_it_out(api, engines):
+async def test_a_worker_whose_cache_was_not_flushed_after_a_reload_is_uncertain(api, engines):
     engines.set_reply(A, "/reset_prefix_cache", {"success": False})
     body = {"model_path": "/w", "weight_version": "v2"}
     assert (
@@ -185,7 +187,7 @@ async def test_a_cache_that_vllm_did_not_flush_after_a_reload_keeps_it_out(api, 
     assert uncertain_workers(api) == [A]
 
 
-async def test_a_checksum_is_compared_in_words_of_either(api, engines):
+async def test_checksums_are_compared_in_both_dialects(api, engines):
     engines.ranks = {A: 1, B: 1}
     assert (await ask(api, "/weight_checker", {"action": "checksum"})).body["checksums"]
     engines.sums[B] = "other"
@@ -193,12 +195,12 @@ async def test_a_checksum_is_compared_in_words_of_either(api, engines):
     assert (await api.operations.submit(admin_call("/weights_checker"))).ok
 
 
-async def test_a_reset_of_weights_keeps_everybody_out(api, engines):
+async def test_a_reset_of_weights_makes_all_workers_uncertain(api, engines):
     await ask(api, "/weight_checker", {"action": "reset"})
     assert uncertain_workers(api) == [A, B]
 
 
-async def test_an_adapter_is_loaded_where_the_engine_has_it(api, mixed):
+async def test_an_adapter_is_loaded_at_the_path_of_each_engine(api, mixed):
     body = {"lora_name": "a", "lora_path": "/a"}
     mixed.set_reply(A, "/v1/load_lora_adapter", {"message": "ok"})
     assert (await ask(api, "/load_lora_adapter", body)).ok
@@ -209,7 +211,7 @@ async def test_an_adapter_is_loaded_where_the_engine_has_it(api, mixed):
 # A restarted engine
 
 
-async def test_an_engine_restarted_with_its_first_weights_gets_no_request(api, engines):
+async def test_an_engine_restarted_with_its_first_weights_is_uncertain(api, engines):
     assert (await ask(api, "/update_weight_version", {"new_version": "v2"})).ok
     engines.labels[B] = "default"  # it has restarted
     api.operations._probe.probe_soon(api.worker(B), returned=True)
@@ -218,10 +220,10 @@ async def test_an_engine_restarted_with_its_first_weights_gets_no_request(api, e
     assert "returned with 'default'" in api.operations.journal.uncertain[B]
 
 
-# Without a session
+# In mode "off", and lost engines
 
 
-async def test_with_the_mode_off_one_engine_gets_the_calls_unchanged(plain, engines):
+async def test_in_mode_off_a_single_engine_gets_the_calls_unchanged(plain, engines):
     body = {"init_info": {"rank_offset": 1, "world_size": 2}}
     response = await ask(plain, INIT, body)
     assert (response.status, "several" in str(response.body["error"])) == (422, True)
@@ -233,9 +235,9 @@ async def test_with_the_mode_off_one_engine_gets_the_calls_unchanged(plain, engi
     )
 
 
-async def test_an_engine_that_cannot_be_reached_is_distinguished(api, engines):
+async def test_an_unreachable_engine_is_not_recorded_as_paused(api, engines):
     engines.replies[B, PAUSE] = LOST
     response = await ask(api, PAUSE)
     assert response.status == 502
-    assert [each["success"] for each in response.body["results"]] == [True, False]
+    assert [row["success"] for row in response.body["results"]] == [True, False]
     assert set(api.operations.journal.pauses()) == {A}

@@ -49,8 +49,8 @@ async def test_with_lock_timeout_zero_a_second_operation_is_refused_at_once(
     assert "update_weights_from_disk of one began" in refused.body["message"]
     engines.open_gate(UPDATE, A)
     await wait_until_idle()
-    row = api.operations.status()["operation"]["workers"]
-    assert [row["progress"] for row in row] == ["done", "asked"]
+    rows = api.operations.status()["operation"]["workers"]
+    assert [row["progress"] for row in rows] == ["done", "asked"]
     engines.open_gate(UPDATE, B)
     await wait_until_idle()
     assert (await api.operations.submit(admin_call(PAUSE))).status == 200
@@ -86,9 +86,9 @@ async def test_with_while_updating_pass_no_worker_is_held(engines, folder, nurse
     engines.open_gate(UPDATE)
 
 
-@pytest.mark.parametrize(("choice", "left"), [("pass", []), ("hold", ["paused"])])
+@pytest.mark.parametrize(("choice", "expected"), [("pass", []), ("hold", ["paused"])])
 async def test_a_successful_pause_holds_unless_while_paused_is_pass(
-    engines, folder, nursery, choice, left
+    engines, folder, nursery, choice, expected
 ):
     api = api_with(folder, routing=RoutingConfig(while_paused=choice))
     await nursery.start(api.operations.run)
@@ -97,14 +97,14 @@ async def test_a_successful_pause_holds_unless_while_paused_is_pass(
     assert cordon_reasons_of(api) == [["paused"], ["paused"]]
     engines.open_gate(PAUSE)
     await wait_until_idle()
-    assert (cordon_reasons_of(api), read_journal(folder).in_progress) == ([left, []], None)
-    assert read_journal(folder).paused == ((A,) if left else ())
+    assert (cordon_reasons_of(api), read_journal(folder).in_progress) == ([expected, []], None)
+    assert read_journal(folder).paused == ((A,) if expected else ())
     await api.operations.submit(admin_call("/continue_generation"))
     assert cordon_reasons_of(api) == [[], []]
 
 
 @pytest.mark.parametrize("choice", ["pass", "hold"])
-async def test_the_status_shows_pauses_until_continue_also_after_a_restart(
+async def test_the_status_shows_pauses_until_continue_even_after_a_restart(
     engines, folder, nursery, choice
 ):
     api = api_with(folder, routing=RoutingConfig(while_paused=choice))
@@ -119,13 +119,13 @@ async def test_the_status_shows_pauses_until_continue_also_after_a_restart(
         "at": "", "by": "trainer from 10.0.0.3", "path": PAUSE, "mode": "retract"
     }  # fmt: skip
 
-    after = api_with(folder, routing=RoutingConfig(while_paused=choice))
-    assert after.operations.status()["paused"] == pauses
-    await nursery.start(after.operations.run)
-    await after.operations.submit(admin_call(PAUSE, caller="another"))
-    assert after.operations.status()["paused"] == pauses  # the first pause counts
-    await after.operations.submit(admin_call("/continue_generation"))
-    assert after.operations.status()["paused"] == {}
+    restarted = api_with(folder, routing=RoutingConfig(while_paused=choice))
+    assert restarted.operations.status()["paused"] == pauses
+    await nursery.start(restarted.operations.run)
+    await restarted.operations.submit(admin_call(PAUSE, caller="another"))
+    assert restarted.operations.status()["paused"] == pauses  # the first pause counts
+    await restarted.operations.submit(admin_call("/continue_generation"))
+    assert restarted.operations.status()["paused"] == {}
     assert read_journal(folder) == Journal()
 
 
@@ -135,18 +135,18 @@ async def test_a_pause_of_some_workers_is_recorded_for_those_only(api, folder):
     assert list(read_journal(folder).pauses) == [B]
 
 
-async def test_an_engine_that_restarted_unnoticed_is_not_paused(api, folder, nursery):
+async def test_an_engine_that_restarted_unnoticed_is_no_longer_paused(api, folder, nursery):
     api.worker(A).instance = api.worker(B).instance = "first"
     await api.operations.submit(admin_call(PAUSE))
-    after = api_with(folder)
-    await nursery.start(after.operations.run)
+    restarted = api_with(folder)
+    await nursery.start(restarted.operations.run)
     for url, instance in ((A, "second"), (B, "first")):
-        after.worker(url).instance = instance
-        after.fleet.mark_dead(after.worker(url), NOW)
-        after.fleet.revive(after.worker(url), NOW)
-        after.healthy(url)
+        restarted.worker(url).instance = instance
+        restarted.fleet.mark_dead(restarted.worker(url), NOW)
+        restarted.fleet.revive(restarted.worker(url), NOW)
+        restarted.healthy(url)
     await wait_until_idle()
-    assert list(after.operations.status()["paused"]) == [B]
+    assert list(restarted.operations.status()["paused"]) == [B]
     assert list(read_journal(folder).pauses) == [B]
 
 
@@ -241,7 +241,7 @@ async def test_a_flush_clears_cache_knowledge_only_where_it_succeeded(api, engin
     assert len(forgotten) == 1
 
 
-async def test_the_epoch_rises_with_each_update_that_a_worker_took(api, engines, folder):
+async def test_the_epoch_increases_with_each_update_that_succeeds_on_a_worker(api, engines, folder):
     engines.labels = {A: "v2", B: "v2"}
     body = (await api.operations.submit(admin_call())).body
     assert (body["weight_epoch"], body["weight_versions"]) == (1, {A: "v2", B: "v2"})
@@ -255,15 +255,13 @@ async def test_the_epoch_rises_with_each_update_that_a_worker_took(api, engines,
     assert cordon_reasons_of(again) == [["uncertain"], ["uncertain"]]
 
 
-async def test_prefill_and_decode_workers_are_paused_and_updated_as_all_others(
-    api, engines, folder
-):
+async def test_prefill_and_decode_workers_are_paused_and_updated_like_others(api, engines, folder):
     for worker, role in zip(api.fleet.workers, ("prefill", "decode"), strict=True):
         api.fleet.report_role(worker, role)
     engines.labels = {A: "v2", B: "v2"}
     for path in (PAUSE, UPDATE, "/continue_generation"):
         body = (await api.operations.submit(admin_call(path))).body
-        assert [each["worker"] for each in body["results"]] == [A, B], path
+        assert [row["worker"] for row in body["results"]] == [A, B], path
         assert body["success"]
     assert [w.weight_epoch for w in api.fleet.workers] == [1, 1]
 
@@ -309,7 +307,7 @@ async def test_in_mode_off_one_of_many_buckets_for_one_worker_is_not_hashed(plai
 
 async def test_the_same_call_from_two_waiting_callers_runs_twice(api, engines):
     responses = await submit_all(api, admin_call(caller="one"), admin_call(caller="two"))
-    assert [row.status for row in responses] == [200, 200]
+    assert [response.status for response in responses] == [200, 200]
     assert engines.paths().count(UPDATE) == 2
 
 
@@ -324,10 +322,10 @@ async def test_a_caller_that_disconnected_and_retries_gets_the_running_result(
             scope.cancel()
     responses = []
 
-    async def again():
+    async def retry():
         responses.append(await api.operations.submit(admin_call(caller="one, again")))
 
-    nursery.start_soon(again)
+    nursery.start_soon(retry)
     await wait_all_tasks_blocked()
     engines.open_gate(UPDATE)
     await wait_until_idle()
@@ -368,7 +366,7 @@ async def test_a_service_that_ends_during_an_operation_leaves_its_targets_uncert
     assert responses[0].status == 503
 
 
-async def test_resolve_leaves_out_workers_that_did_not_continue(api, engines, folder):
+async def test_resolve_keeps_workers_uncertain_that_did_not_continue(api, engines, folder):
     engines.replies[A, UPDATE] = engines.replies[B, UPDATE] = LOST
     await api.operations.submit(admin_call())
     engines.replies[A, "/continue_generation"] = LOST
@@ -383,7 +381,7 @@ async def test_resolve_leaves_out_workers_that_did_not_continue(api, engines, fo
     assert cordon_reasons_of(api) == [[], []]
 
 
-async def test_the_history_is_bounded_and_reads_are_not_in_it(api, engines):
+async def test_the_history_is_bounded_and_contains_no_reads(api, engines):
     for _ in range(60):
         await api.operations.submit(admin_call("/continue_generation"))
     await api.operations.submit(admin_call("/model_info"))
@@ -392,7 +390,7 @@ async def test_the_history_is_bounded_and_reads_are_not_in_it(api, engines):
     assert {row["path"] for row in history} == {"/continue_generation"}
 
 
-async def test_a_journal_that_cannot_be_cleared_is_reported_and_stops_nothing(
+async def test_a_journal_that_cannot_be_cleared_is_reported_and_not_an_error(
     api, engines, folder, monkeypatch
 ):
     write = type(api.operations.journal._file).write
@@ -409,7 +407,7 @@ async def test_a_journal_that_cannot_be_cleared_is_reported_and_stops_nothing(
     assert read_journal(folder).in_progress is not None
 
 
-async def test_a_pause_outlives_the_program_and_ends_with_continue(engines, folder, nursery):
+async def test_a_pause_survives_a_restart_and_ends_with_continue(engines, folder, nursery):
     hold = RoutingConfig(while_paused="hold")
     api = api_with(folder, routing=hold)
     await nursery.start(api.operations.run)
@@ -431,14 +429,14 @@ async def test_continue_during_an_update_does_not_clear_its_record(engines, fold
     await api.operations.submit(admin_call(PAUSE))
     await start_operation(engines, nursery, api, admin_call())
     await api.operations.submit(admin_call("/continue_generation"))
-    found = read_journal(folder)
-    assert (found.in_progress.path, found.paused) == (UPDATE, ())
+    journal = read_journal(folder)
+    assert (journal.in_progress.path, journal.paused) == (UPDATE, ())
     engines.open_gate(UPDATE)
     await wait_until_idle()
     assert (cordon_reasons_of(api), read_journal(folder)) == ([[], []], Journal())
 
 
-async def test_lone_surrogates_in_worker_messages_stop_nothing(api, engines, folder):
+async def test_lone_surrogates_in_worker_messages_are_replaced(api, engines, folder):
     engines.replies[B, UPDATE] = (500, b'{"message": "half \\ud83d"}')
     engines.labels[A] = "v\ud83d"
     response = await api.operations.submit(admin_call())
@@ -448,16 +446,14 @@ async def test_lone_surrogates_in_worker_messages_stop_nothing(api, engines, fol
 
 
 @pytest.mark.parametrize("steps", [1, 2] * 8)  # the order within a step is random
-async def test_a_worker_that_becomes_healthy_while_the_operations_end_does_no_harm(
-    engines, folder, steps
-):
-    """The tasks of a nursery have ended a step before the task that waits for them runs."""
-    api, ending = api_with(folder), trio.Event()
+async def test_a_worker_may_become_healthy_while_the_service_ends(engines, folder, steps):
+    """Between the end of the service's tasks and the end of their nursery is a scheduler step."""
+    api, service_ended = api_with(folder), trio.Event()
     worker = api.worker(A)
 
     async def recover_later():
         with trio.CancelScope(shield=True):
-            await ending.wait()
+            await service_ended.wait()
             for _ in range(steps):
                 await trio.lowlevel.cancel_shielded_checkpoint()
             heal(api.fleet, worker)
@@ -469,5 +465,5 @@ async def test_a_worker_that_becomes_healthy_while_the_operations_end_does_no_ha
         api.fleet.revive(worker, NOW)
         await wait_until_idle()
         nursery.cancel_scope.cancel()
-        ending.set()
+        service_ended.set()
     assert worker.health.state is Health.HEALTHY

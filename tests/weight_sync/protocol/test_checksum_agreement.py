@@ -7,7 +7,7 @@ from omni_proxy.weight_sync.protocol.checksum_agreement import Digest, compare_a
 
 
 def omni(ranks=(), whole="", stage="text"):
-    """The response of a replica with so many ranks; a single rank reports its own checksum."""
+    """The response of a replica with a checksum for each of its ranks."""
     data = {"action": "checksum", "full_checksum": whole or None}
     if len(ranks) == 1:
         data["per_gpu_checksum"] = ranks[0]
@@ -36,7 +36,7 @@ def test_equal_layouts_are_compared_rank_by_rank():
     assert (compared.checked, compared.mismatched) == (("a", "b"), ("c",))
 
 
-def test_other_layouts_are_compared_over_whole_tensors():
+def test_different_layouts_are_compared_over_whole_tensors():
     compared = verdict(a=omni(("x", "y"), "w"), b=omni(("z",), "w"))
     assert (compared.checked, compared.mismatched) == (("a", "b"), ())
     compared = verdict(a=omni(("x", "y"), "w"), b=omni(("z",), "v"), c=omni(("q",), "w"))
@@ -62,12 +62,12 @@ def test_a_worker_that_cannot_be_compared_is_unverified():
     assert compared.to_dict()["unverified"] == ["d", "e", "c", "f"]
 
 
-def test_engines_of_one_kind_are_compared():
+def test_workers_with_the_same_engine_are_compared():
     assert verdict(a=sglang("q", "r"), b=sglang("q", "r")).checked == ("a", "b")
     assert verdict(a=sglang("q"), b=sglang("r")).mismatched == ("a", "b")
 
 
-def test_a_single_worker_is_checked_by_its_own_report():
+def test_a_single_worker_with_a_checksum_counts_as_checked():
     compared = verdict(a=omni(("x",), "w"))
     assert (compared.checked, compared.checksums) == (("a",), {"a": "w"})
     assert verdict(a=omni(("x",)), b={"success": True}).checked == ()
@@ -82,7 +82,7 @@ def test_invalid_reports_have_no_digest(junk):
     assert parse_digest(WorkerResult("a", 200, junk)) == "its checker reports no checksum"
 
 
-def test_a_stage_without_a_checksum_leaves_only_what_all_stages_report():
+def test_only_checksums_that_all_stages_report_are_used():
     body = {"results": [
         {"stage": "b", "data": {"per_gpu_checksum": "x", "full_checksum": "2"}},
         {"stage": "a", "data": {"full_checksum": "1"}},
@@ -90,7 +90,7 @@ def test_a_stage_without_a_checksum_leaves_only_what_all_stages_report():
     assert parse_digest(WorkerResult("a", 200, body)) == Digest("omni", (), "1/2")
 
 
-def test_a_rank_without_a_checksum_leaves_only_the_whole():
+def test_a_rank_without_a_checksum_leaves_only_the_full_checksum():
     body = omni(("x", None), "w")
     assert parse_digest(WorkerResult("a", 200, body)) == Digest("omni", (), "w")
 
@@ -99,11 +99,11 @@ SUMS = st.sampled_from(("x", "y", "z"))
 
 
 @given(st.dictionaries(st.sampled_from("abcdef"), SUMS, min_size=2))
-def test_the_largest_group_of_equal_replicas_is_right(sums):
+def test_the_largest_group_of_equal_replicas_is_checked(sums):
     compared = verdict(**{url: omni((checksum,)) for url, checksum in sums.items()})
     sizes = sorted((list(sums.values()).count(s) for s in set(sums.values())), reverse=True)
-    clear = len(sizes) == 1 or sizes[0] > sizes[1]
-    if clear:
+    has_majority = len(sizes) == 1 or sizes[0] > sizes[1]
+    if has_majority:
         best = max(set(sums.values()), key=list(sums.values()).count)
         assert set(compared.checked) == {url for url, checksum in sums.items() if checksum == best}
     else:

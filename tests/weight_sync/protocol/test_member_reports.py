@@ -8,10 +8,10 @@ from omni_proxy.weight_sync.protocol.member_reports import (
     parse_progress,
 )
 
-WELL = ("", "")
+OK = ("", "")
 
 
-def coming(nbytes, age, state="receiving", error=""):
+def progress(nbytes, age, state="receiving", error=""):
     return ReceiveProgress(state, (0, nbytes), age, error)
 
 
@@ -24,8 +24,8 @@ def test_progress_is_parsed_from_server_info_only():
         "error": None,
     }
     assert parse_progress({"weight_sync": report}) == ReceiveProgress("receiving", (1, 7), 2.0)
-    for strange in (None, [], {}, {"weight_sync": None}, {"weight_sync": {"state": 3}}):
-        assert parse_progress(strange) is None
+    for info in (None, [], {}, {"weight_sync": None}, {"weight_sync": {"state": 3}}):
+        assert parse_progress(info) is None
 
 
 def test_progress_of_a_replica_of_the_previous_release_has_the_old_name():
@@ -33,9 +33,9 @@ def test_progress_of_a_replica_of_the_previous_release_has_the_old_name():
     assert parse_progress(info).received == (0, 7)
 
 
-def test_a_failed_receive_is_reported_with_the_members_name():
+def test_a_failed_receive_is_reported_with_the_name_of_the_member():
     detector = StallDetector(0.0)
-    reports = {"a": coming(1, 1.0), "b": coming(0, 1.0, "failed", "the trainer is gone")}
+    reports = {"a": progress(1, 1.0), "b": progress(0, 1.0, "failed", "the trainer is gone")}
     assert detector.update(1.0, reports, 30.0, 60.0) == (
         "b: its receive ended: the trainer is gone",
         "b",
@@ -43,29 +43,29 @@ def test_a_failed_receive_is_reported_with_the_members_name():
 
 
 @pytest.mark.parametrize(("nbytes", "limit"), [(0, 8.0), (5, 3.0)])
-def test_no_progress_for_the_limit_is_a_stall_and_the_first_byte_has_longer(nbytes, limit):
+def test_no_progress_until_the_limit_is_a_stall_and_the_first_byte_has_longer(nbytes, limit):
     detector = StallDetector(0.0)
-    now, why = 0.0, ""
-    while not why and now < 20:
+    now, reason = 0.0, ""
+    while not reason and now < 20:
         now += 0.5
-        why, _ = detector.update(now, {"a": coming(nbytes, now)}, 3.0, 8.0)
-    assert why == f"nothing was received for {limit:g} s: a"
+        reason, _ = detector.update(now, {"a": progress(nbytes, now)}, 3.0, 8.0)
+    assert reason == f"nothing was received for {limit:g} s: a"
     assert now == limit + (0.5 if nbytes else 0.0)
 
 
 @pytest.mark.parametrize("state", ["received", "applying", "grouped"])
-def test_a_member_with_everything_never_stalls(state):
+def test_a_member_that_received_everything_never_stalls(state):
     detector = StallDetector(0.0)
     for now in range(1, 50):
-        assert detector.update(now, {"a": coming(9, float(now), state)}, 3.0, 8.0) == WELL
+        assert detector.update(now, {"a": progress(9, float(now), state)}, 3.0, 8.0) == OK
 
 
 def test_a_repeated_report_is_no_stall():
     detector = StallDetector(0.0)
-    old = coming(9, 1.0)
+    report = progress(9, 1.0)
     for now in range(1, 50):
-        assert detector.update(now, {"a": old}, 3.0, 8.0) == WELL
-        assert detector.update(now, {}, 3.0, 8.0) == WELL
+        assert detector.update(now, {"a": report}, 3.0, 8.0) == OK
+        assert detector.update(now, {}, 3.0, 8.0) == OK
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=40))
@@ -74,4 +74,4 @@ def test_regular_progress_is_never_a_stall(gaps):
     for nbytes, gap in enumerate(gaps):
         for _ in range(gap):
             now += 0.5
-            assert detector.update(now, {"a": coming(nbytes, now)}, 3.0, 3.0) == WELL
+            assert detector.update(now, {"a": progress(nbytes, now)}, 3.0, 3.0) == OK

@@ -29,7 +29,7 @@ def test_an_update_of_some_workers_replaces_their_target():
 
 
 @pytest.mark.parametrize(
-    ("row", "label", "proven", "missed", "unclear"),
+    ("row", "label", "proven", "missed", "needs_digest"),
     [
         (target(), "v2", True, False, False),
         (target(), "v1", False, True, False),
@@ -42,9 +42,9 @@ def test_an_update_of_some_workers_replaces_their_target():
         (target(None, named=False, digest="d"), None, False, False, True),
     ],
 )
-def test_a_label_proves_or_disproves_a_target(row, label, proven, missed, unclear):
-    found = (row.is_proven_by(label), row.is_missed_by(label), row.needs_digest(label))
-    assert found == (proven, missed, unclear)
+def test_a_label_proves_or_disproves_a_target(row, label, proven, missed, needs_digest):
+    verdict = (row.is_proven_by(label), row.is_missed_by(label), row.needs_digest(label))
+    assert verdict == (proven, missed, needs_digest)
 
 
 def test_a_waived_worker_has_no_target_until_the_next_update():
@@ -61,7 +61,7 @@ def test_a_published_version_survives_encoding():
     assert msgspec.json.decode(msgspec.json.encode(published), type=PublishedVersion) == published
 
 
-def test_further_workers_take_the_epoch_that_is_published():
+def test_further_workers_get_the_published_epoch():
     first = PublishedVersion(3, "v1").after(TargetVersion(label="v2"), ["a"])
     both = first.extended(first.targets["a"], ["b"])
     assert (both.epoch, both.label) == (4, "v2")
@@ -69,18 +69,18 @@ def test_further_workers_take_the_epoch_that_is_published():
     assert list(both.extended(both.targets["a"], [ALL_WORKERS], only=True).targets) == [ALL_WORKERS]
 
 
-def test_a_version_that_is_withdrawn_leaves_the_former_one_and_no_number_is_given_twice():
+def test_withdrawing_a_version_restores_the_former_one_and_reuses_no_epoch():
     before = PublishedVersion(3, "v1", {ALL_WORKERS: TargetVersion(label="v1", epoch=3)})
     tried = before.after(TargetVersion(label="v2"), ["a"])
-    back = tried.withdrawn({"a": None}).withdrawn({}, (3, "v1"))
-    assert (back.epoch, back.label, back.targets) == (3, "v1", before.targets)
-    assert back.after(TargetVersion(label="v3"), None).epoch == 5
-    stored = msgspec.json.decode(msgspec.json.encode(back), type=PublishedVersion)
+    former = tried.withdrawn({"a": None}).withdrawn({}, (3, "v1"))
+    assert (former.epoch, former.label, former.targets) == (3, "v1", before.targets)
+    assert former.after(TargetVersion(label="v3"), None).epoch == 5
+    stored = msgspec.json.decode(msgspec.json.encode(former), type=PublishedVersion)
     assert stored.after(TargetVersion(label="v3"), None).epoch == 5
     assert b"highest" not in msgspec.json.encode(before)
 
 
-def test_a_worker_that_had_a_row_of_its_own_has_it_again():
-    own = TargetVersion(label="v0", epoch=2)
-    tried = PublishedVersion(3, "v1", {"a": own}).after(TargetVersion(label="v2"), ["a"])
-    assert tried.withdrawn({"a": own}).targets == {"a": own}
+def test_withdrawing_a_version_restores_the_own_target_of_a_worker():
+    own_target = TargetVersion(label="v0", epoch=2)
+    tried = PublishedVersion(3, "v1", {"a": own_target}).after(TargetVersion(label="v2"), ["a"])
+    assert tried.withdrawn({"a": own_target}).targets == {"a": own_target}

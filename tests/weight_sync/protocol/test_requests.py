@@ -25,7 +25,7 @@ INIT = {"master_address": "10.0.0.1", "master_port": 29500, "rank_offset": 1, "w
 TENSORS = {"names": ["a", "b"], "dtypes": ["bfloat16", "float32"], "shapes": [[2, 2], [3]]}
 
 
-def test_an_init_names_its_owner_by_address_and_port():
+def test_an_init_has_the_address_and_port_of_its_trainer():
     request = parse_init(INIT)
     assert (request.address, request.group_name, request.force) == (
         "10.0.0.1:29500",
@@ -36,7 +36,7 @@ def test_an_init_names_its_owner_by_address_and_port():
     assert parse_init({**INIT, "force": True}).force
 
 
-def test_numbers_may_be_text():
+def test_numbers_of_an_init_may_be_strings():
     texts = {name: str(value) for name, value in INIT.items()}
     assert parse_init(texts) == parse_init(INIT)
 
@@ -56,7 +56,7 @@ def test_numbers_may_be_text():
         ({"group_name": 3}, "group_name"),
     ],
 )
-def test_an_init_that_could_only_hang_is_refused_by_name(change, message):
+def test_an_init_that_would_hang_is_refused_with_the_name_of_the_key(change, message):
     with pytest.raises(GroupError, match=message):
         parse_init({**INIT, **change})
 
@@ -67,12 +67,17 @@ def test_missing_keys_are_named():
 
 
 def test_both_forms_of_a_prepare_are_parsed():
-    one = parse_prepare(TENSORS)
-    assert (one.batched, one.buckets, one.names, one.nbytes) == (False, 1, {"a", "b"}, 20)
-    more = {"names": ["c"], "dtypes": ["uint8"], "shapes": [[5]]}
-    whole = parse_prepare({"num_buckets": 2, "buckets": [TENSORS, more], "group_name": "g"})
-    assert (whole.batched, whole.buckets, whole.nbytes) == (True, 2, 25)
-    assert (whole.names, whole.group_name) == ({"a", "b", "c"}, "g")
+    single = parse_prepare(TENSORS)
+    assert (single.batched, single.buckets, single.names, single.nbytes) == (
+        False,
+        1,
+        {"a", "b"},
+        20,
+    )
+    second = {"names": ["c"], "dtypes": ["uint8"], "shapes": [[5]]}
+    batch = parse_prepare({"num_buckets": 2, "buckets": [TENSORS, second], "group_name": "g"})
+    assert (batch.batched, batch.buckets, batch.nbytes) == (True, 2, 25)
+    assert (batch.names, batch.group_name) == ({"a", "b", "c"}, "g")
 
 
 @pytest.mark.parametrize(
@@ -101,12 +106,12 @@ def test_only_explicit_flags_mark_the_last_call():
 
 
 @pytest.mark.parametrize("raw", [b"[]", b"{", b"\xff", b'"a"', b"[" * 100_000])
-def test_a_body_that_is_no_object_is_refused(raw):
+def test_a_body_that_is_not_an_object_is_refused(raw):
     with pytest.raises(GroupError):
         parse_object(raw)
 
 
-def test_no_body_is_an_empty_object():
+def test_an_empty_body_is_an_empty_object():
     assert parse_object(b"") == {}
     assert parse_group_name(parse_object(json.dumps({"group_name": "g"}).encode())) == "g"
 
@@ -147,35 +152,35 @@ def update(info, ranks=3):
 # Init
 
 
-def test_an_init_keeps_what_the_backend_needs_and_changes_the_ranks_alone():
+def test_only_the_rank_offset_of_a_transfer_init_changes():
     request = init(packed=True, packed_num_buffers=2)
     assert (request.address, request.rank_offset, request.world_size) == (("10.0.0.1", 29500), 1, 4)
-    reported = json.loads(request.body_for(3))["init_info"]
-    assert reported == {**INFO, "packed": True, "packed_num_buffers": 2, "rank_offset": 3}
+    init_info = json.loads(request.body_for(3))["init_info"]
+    assert init_info == {**INFO, "packed": True, "packed_num_buffers": 2, "rank_offset": 3}
 
 
-def test_numbers_of_a_transfer_may_be_text():
+def test_numbers_of_a_transfer_init_may_be_strings():
     request = init(rank_offset="1", world_size="4", master_port="29500")
     assert (request.rank_offset, request.world_size, request.address[1]) == (1, 4, 29500)
-    reported = json.loads(request.body_for(2))["init_info"]
-    assert (reported["rank_offset"], reported["world_size"]) == (2, 4)
+    init_info = json.loads(request.body_for(2))["init_info"]
+    assert (init_info["rank_offset"], init_info["world_size"]) == (2, 4)
 
 
-def test_a_backend_without_ranks_gets_its_words_back():
+def test_an_init_info_without_ranks_is_forwarded_unchanged():
     request = parse_transfer_init({"init_info": {}})
     assert (request.address, request.rank_offset, request.world_size) == (None, None, None)
     assert json.loads(request.body_for(7)) == {"init_info": {}}
 
 
-def test_ranks_that_meet_by_a_shared_id_have_no_address():
-    reported = {"rank_offset": 1, "world_size": 3, "nccl_unique_id_b64": "AAAA"}
-    request = parse_transfer_init({"init_info": reported})
+def test_an_init_with_a_shared_nccl_id_has_no_address():
+    init_info = {"rank_offset": 1, "world_size": 3, "nccl_unique_id_b64": "AAAA"}
+    request = parse_transfer_init({"init_info": init_info})
     assert (request.address, request.shown_address) == (None, "no address")
-    assert json.loads(request.body_for(2))["init_info"] == {**reported, "rank_offset": 2}
+    assert json.loads(request.body_for(2))["init_info"] == {**init_info, "rank_offset": 2}
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "message"),
     [
         ({}, "body.init_info is missing"),
         ({"init_info": []}, "body.init_info is missing"),
@@ -187,25 +192,25 @@ def test_ranks_that_meet_by_a_shared_id_have_no_address():
         ({"init_info": {**INFO, "master_address": None}}, "master_address"),
     ],
 )
-def test_an_init_that_would_hang_is_refused(body, words):
-    with pytest.raises(GroupError, match=words):
+def test_a_transfer_init_that_would_hang_is_refused(body, message):
+    with pytest.raises(GroupError, match=message):
         parse_transfer_init(body)
 
 
-def test_a_trainer_can_take_over():
+def test_a_transfer_init_can_force_a_takeover():
     assert parse_transfer_init({"init_info": INFO, "force": True}).force is True
 
 
 # Update
 
 
-def test_a_chunk_is_forwarded_to_all_unchanged():
+def test_a_chunk_is_forwarded_unchanged_to_all_workers():
     request = update(TRANSFER_TENSORS)
     assert (request.names, request.nbytes) == ({"a", "b"}, 4 * 2 + 3 * 4)
     assert request.body_for(RankRange("w", 2, 2), 1) is request.body
 
 
-def test_a_list_is_divided_by_ranks():
+def test_a_list_of_chunks_is_divided_by_ranks():
     request = update([{**TRANSFER_TENSORS, "names": [f"{n}0", f"{n}1"]} for n in "abc"])
     first, second = RankRange("one", 1, 1), RankRange("two", 2, 2)
 
@@ -217,13 +222,13 @@ def test_a_list_is_divided_by_ranks():
     assert names(second) == [["b0", "b1"], ["c0", "c1"]]
 
 
-def test_a_backend_of_its_own_announces_nothing():
+def test_an_update_of_a_custom_backend_announces_no_tensors():
     request = update({"ipc_handles_pickled": "AAAA"})
     assert (request.names, request.nbytes, request.parts) == (frozenset(), 0, None)
 
 
 @pytest.mark.parametrize(
-    ("info", "words"),
+    ("info", "message"),
     [
         (None, "body.update_info is missing"),
         ("x", "body.update_info is missing"),
@@ -232,20 +237,20 @@ def test_a_backend_of_its_own_announces_nothing():
         ({**TRANSFER_TENSORS, "names": ["a"]}, "1 names, 2 dtype_names, 2 shapes"),
     ],
 )
-def test_a_chunk_that_engines_would_cut_short_is_refused(info, words):
-    with pytest.raises(GroupError, match=words):
+def test_an_inconsistent_chunk_is_refused(info, message):
+    with pytest.raises(GroupError, match=message):
         update(info)
 
 
-def test_a_size_that_is_no_size_counts_nothing():
-    odd = {"names": ["a", "b"], "dtype_names": ["torch.int8", "odd"], "shapes": [[2], ["x"]]}
-    assert update(odd).nbytes == 2
+def test_tensors_of_unknown_size_count_as_zero_bytes():
+    info = {"names": ["a", "b"], "dtype_names": ["torch.int8", "odd"], "shapes": [[2], ["x"]]}
+    assert update(info).nbytes == 2
 
 
 # Finish
 
 
-def test_a_finish_may_name_the_version():
+def test_a_finish_may_name_the_weight_version():
     assert parse_finish({"weight_version": "step-1"}) == "step-1"
     assert parse_finish({}) is parse_finish({"weight_version": None}) is None
     with pytest.raises(GroupError, match="weight_version must be a string"):
@@ -258,17 +263,17 @@ RANKS = st.lists(st.integers(1, 8), min_size=1, max_size=6).map(
 
 
 @given(RANKS, st.integers(-2, 12), st.integers(0, 60))
-def test_a_layout_gives_each_rank_once_and_none_outside_the_group(ranks, offset, world):
+def test_a_layout_assigns_each_rank_once_and_none_outside_the_group(ranks, offset, world):
     fits = offset >= 1 and offset + sum(ranks.values()) <= world
     try:
-        seats = assign_ranks(offset, world, ranks)
+        layout = assign_ranks(offset, world, ranks)
     except RankLayoutError:
         assert not fits
         return
     assert fits
-    given_out = [rank_range.offset + at for rank_range in seats for at in range(rank_range.ranks)]
-    assert given_out == list(range(offset, offset + sum(ranks.values())))
-    assert {rank_range.name: rank_range.ranks for rank_range in seats} == ranks
+    assigned = [rank_range.offset + at for rank_range in layout for at in range(rank_range.ranks)]
+    assert assigned == list(range(offset, offset + sum(ranks.values())))
+    assert {rank_range.name: rank_range.ranks for rank_range in layout} == ranks
 
 
 def test_ranks_that_do_not_fit_are_refused_with_the_sum():
@@ -295,5 +300,5 @@ def test_a_member_without_ranks_is_refused(ranks):
     ("info", "ranks"),
     [({"tp_size": 2}, 2), ({"tp_size": 0}, 1), ({"tp_size": True}, 1), ({}, 1), (None, 1)],
 )
-def test_a_server_that_reports_no_ranks_has_one(info, ranks):
+def test_a_server_that_reports_no_ranks_counts_as_one_rank(info, ranks):
     assert count_ranks(info) == ranks

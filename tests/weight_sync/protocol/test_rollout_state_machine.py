@@ -1,4 +1,4 @@
-"""The state machine against a naive model: a fleet in a list, changed as the machine says."""
+"""Compares the state machine of rollouts with a naive model of a fleet."""
 
 import pytest
 from hypothesis import given, settings
@@ -33,11 +33,11 @@ def rollout(*urls, **fields):
 
 
 def serving(state):
-    return {each.url: Presence.SERVING for each in state.workers}
+    return {worker.url: Presence.SERVING for worker in state.workers}
 
 
-def all_of(state):
-    """Whom `decide` names, with everybody in rotation."""
+def decision_of(state):
+    """The decision while all workers are in rotation."""
     return transitions.decide(state, serving(state))
 
 
@@ -48,7 +48,7 @@ def updated(state, *urls, epoch=1):
 
 
 class Fleet(RuleBasedStateMachine):
-    """`weights`, `down`, `gone` and `kept_out` are the model: what a plain list of workers says."""
+    """The model is the weights of each worker, and the sets `down`, `gone` and `kept_out`."""
 
     @initialize(
         count=st.integers(1, 5),
@@ -70,29 +70,29 @@ class Fleet(RuleBasedStateMachine):
         self.touched = set()
         self.ever_new = set()
 
-    # What the model says
+    # The model
 
     def presence(self):
-        found = {}
+        presences = {}
         for url in self.weights:
             phase = self.state.worker(url).phase
             if url in self.gone:
                 continue
             if url in self.down:
-                found[url] = Presence.DOWN
+                presences[url] = Presence.DOWN
             elif phase is WorkerPhase.UPDATED and self.weights[url] != NEW:
-                found[url] = Presence.MISSED
+                presences[url] = Presence.MISSED
             elif url in self.kept_out or self.weights[url] == UNKNOWN:
-                found[url] = Presence.OUT
+                presences[url] = Presence.OUT
             else:
-                found[url] = Presence.SERVING
-        return found
+                presences[url] = Presence.SERVING
+        return presences
 
-    def out_now(self):
-        """Workers in the fleet that get no requests."""
+    def out_of_rotation(self):
+        """The workers of the fleet that get no requests."""
         away = self.down | self.kept_out
         away |= {url for url, weights in self.weights.items() if weights == UNKNOWN}
-        away |= {url for url, found in self.presence().items() if found is Presence.MISSED}
+        away |= {url for url, presence in self.presence().items() if presence is Presence.MISSED}
         busy = self.state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING)
         lost = self.state.urls(WorkerPhase.LOST, WorkerPhase.SKIPPED)
         return (away | set(busy)) - self.gone - set(lost)
@@ -101,18 +101,18 @@ class Fleet(RuleBasedStateMachine):
     def stopped(self):
         return self.failed or self.cancelled
 
-    # What happens around it
+    # External events
 
-    @rule(at=st.integers(0, 4), what=st.sampled_from(("down", "gone", "kept_out")))
-    def trouble(self, at, what):
+    @rule(at=st.integers(0, 4), change=st.sampled_from(("down", "gone", "kept_out")))
+    def lose_a_worker(self, at, change):
         url = f"w{at}"
         if url in self.weights and url not in self.state.urls(
             WorkerPhase.UPDATING, WorkerPhase.RESTORING
         ):
-            getattr(self, what).add(url)
+            getattr(self, change).add(url)
 
     @rule()
-    def all_is_well_again(self):
+    def all_workers_return(self):
         self.down, self.kept_out = set(), set()
 
     @rule(at=st.integers(0, 4))
@@ -142,7 +142,7 @@ class Fleet(RuleBasedStateMachine):
             self.weights[url] = UNKNOWN
         self.state = transitions.recover(self.state)
 
-    # What the machine says
+    # Decisions of the state machine
 
     @rule(
         outcomes=st.lists(st.sampled_from(("new", "new", "new", "refused", "broken")), min_size=5)
@@ -151,27 +151,29 @@ class Fleet(RuleBasedStateMachine):
         self.state = transitions.observe(self.state, self.presence())
         decision = transitions.decide(self.state, self.presence())
         if isinstance(decision, NextBatch) and decision.restores:
-            self.back(decision, outcomes)
+            self.restore_batch(decision, outcomes)
         elif isinstance(decision, NextBatch):
-            self.forward(decision, outcomes)
+            self.update_batch(decision, outcomes)
         elif isinstance(decision, Finish) and not self.state.ended:
             self.end(decision)
         elif isinstance(decision, Waiting):
             self.wait(decision)
 
-    def forward(self, batch, outcomes):
+    def update_batch(self, batch, outcomes):
         assert not self.stopped
         assert self.state.phase is RolloutPhase.RUNNING
-        here = self.presence()
-        assert set(batch.urls) <= set(here), "workers that are gone"
+        presences = self.presence()
+        assert set(batch.urls) <= set(presences), "workers that are gone"
         assert not set(batch.urls) & self.down
-        have = {url for url, weights in self.weights.items() if weights == NEW}
-        fresh = [url for url in batch.urls if here[url] is Presence.SERVING]
+        updated = {url for url, weights in self.weights.items() if weights == NEW}
+        leaving = [url for url in batch.urls if presences[url] is Presence.SERVING]
         if len(self.state.urls(WorkerPhase.UPDATED)) < self.state.canary:
-            assert len(have - self.gone | set(batch.urls)) <= max(self.state.canary, len(have) + 1)
-        new_out = self.out_now() | set(batch.urls)
-        if fresh:  # a worker that serves leaves only if the budget allows it
-            served = {each.url for each in self.state.workers if each.served}
+            assert len(updated - self.gone | set(batch.urls)) <= max(
+                self.state.canary, len(updated) + 1
+            )
+        new_out = self.out_of_rotation() | set(batch.urls)
+        if leaving:  # a serving worker leaves rotation only if the budget allows it
+            served = {worker.url for worker in self.state.workers if worker.served}
             assert len(new_out & served) <= self.state.max_unavailable
         self.state = transitions.begin(self.state, batch.urls)
         self.touched |= set(batch.urls)
@@ -189,10 +191,9 @@ class Fleet(RuleBasedStateMachine):
             else:
                 self.failed = True
                 self.state = transitions.break_off(self.state, url, "it broke")
-        left = batch.urls[len(outcomes) :]
-        assert not left
+        assert not batch.urls[len(outcomes) :]
 
-    def back(self, batch, outcomes):
+    def restore_batch(self, batch, outcomes):
         assert self.stopped
         self.state = transitions.begin_restore(self.state, batch.urls)
         for url, outcome in zip(batch.urls, outcomes, strict=False):
@@ -204,30 +205,34 @@ class Fleet(RuleBasedStateMachine):
                 self.state = transitions.lose(self.state, url, "it does not answer")
 
     def end(self, decision):
-        left = set(self.weights) - self.gone
+        present = set(self.weights) - self.gone
         if decision.phase is RolloutPhase.SUCCEEDED:
             assert not self.stopped
-            assert {self.weights[url] for url in left} <= {NEW}
+            assert {self.weights[url] for url in present} <= {NEW}
         else:
             lost = set(self.state.urls(WorkerPhase.LOST, WorkerPhase.SKIPPED))
-            assert {self.weights[url] for url in left - lost} <= {OLD}
+            assert {self.weights[url] for url in present - lost} <= {OLD}
             assert (decision.phase is RolloutPhase.CANCELLED) is (self.cancelled)
         self.state = transitions.finish(self.state, decision, "now")
         assert self.state.ended
 
     def wait(self, decision):
-        """Only for a reason: it is paused, workers are away, or a batch runs."""
+        """It waits only while it is paused, workers are out of rotation, or a batch runs."""
         assert decision.reason
         if self.state.busy:
             return
         paused = self.state.phase is RolloutPhase.PAUSED
-        served = {each.url for each in self.state.workers if each.served}
-        assert paused or len(self.out_now() & served) >= self.state.max_unavailable or self.down
+        served = {worker.url for worker in self.state.workers if worker.served}
+        assert (
+            paused
+            or len(self.out_of_rotation() & served) >= self.state.max_unavailable
+            or self.down
+        )
 
-    # What always holds
+    # Invariants
 
     @invariant()
-    def those_that_were_never_chosen_have_what_they_had(self):
+    def workers_that_were_never_chosen_keep_their_weights(self):
         if not hasattr(self, "state"):
             return
         for url in set(self.weights) - self.touched:
@@ -235,7 +240,7 @@ class Fleet(RuleBasedStateMachine):
             assert self.state.worker(url).phase in (WorkerPhase.PENDING, WorkerPhase.SKIPPED)
 
     @invariant()
-    def no_worker_goes_forward_after_a_failure(self):
+    def no_worker_is_updated_after_a_failure(self):
         if hasattr(self, "state") and self.stopped:
             assert self.state.phase in (
                 RolloutPhase.ROLLING_BACK, RolloutPhase.FAILED, RolloutPhase.CANCELLED
@@ -243,9 +248,9 @@ class Fleet(RuleBasedStateMachine):
 
     @precondition(lambda self: not self.state.ended)
     @rule()
-    def left_alone_it_ends(self):
-        """With nobody away and every call a success, a bounded number of batches ends it."""
-        copy = (self.state, dict(self.weights), set(self.touched), set(self.down))
+    def it_ends_without_failures(self):
+        """If all workers serve and every call succeeds, it ends after a limited number of steps."""
+        saved = (self.state, dict(self.weights), set(self.touched), set(self.down))
         flags = (
             self.failed,
             self.cancelled,
@@ -265,7 +270,7 @@ class Fleet(RuleBasedStateMachine):
                 self.state = transitions.resume(self.state)
             self.next_batch(["new"] * 5)
         assert self.state.ended, self.state
-        self.state, self.weights, self.touched, self.down = copy
+        self.state, self.weights, self.touched, self.down = saved
         self.failed, self.cancelled, self.gone, self.kept_out, self.ever_new = flags
 
 
@@ -273,55 +278,55 @@ TestFleet = Fleet.TestCase
 TestFleet.settings = settings(max_examples=examples(150), stateful_step_count=25)
 
 
-def test_the_canary_is_the_first_batch_and_alone():
+def test_the_canary_is_the_first_batch_on_its_own():
     state = rollout("a", "b", "c", "d", max_unavailable=3, canary=1)
-    assert all_of(state) == NextBatch(("a",))
-    assert all_of(updated(state, "a")) == NextBatch(("b", "c", "d"))
+    assert decision_of(state) == NextBatch(("a",))
+    assert decision_of(updated(state, "a")) == NextBatch(("b", "c", "d"))
 
 
-def test_a_canary_of_two_with_one_out_at_a_time_is_two_batches():
+def test_a_canary_of_two_is_two_batches_if_one_worker_may_be_unavailable():
     state = rollout("a", "b", "c", canary=2)
-    assert all_of(state) == NextBatch(("a",))
-    assert all_of(updated(state, "a")) == NextBatch(("b",))
-    assert all_of(updated(state, "a", "b")) == NextBatch(("c",))
+    assert decision_of(state) == NextBatch(("a",))
+    assert decision_of(updated(state, "a")) == NextBatch(("b",))
+    assert decision_of(updated(state, "a", "b")) == NextBatch(("c",))
 
 
-def test_a_worker_that_is_out_for_another_reason_counts_against_the_budget():
+def test_a_worker_out_of_rotation_for_another_reason_counts_in_the_budget():
     state = rollout("a", "b", "c")
     decision = transitions.decide(state, {**serving(state), "b": Presence.DOWN})
     assert decision == Waiting("waits for workers that are out of rotation: b")
 
 
-def test_a_worker_that_never_served_costs_no_budget():
+def test_a_worker_that_never_served_does_not_count_in_the_budget():
     state = rollout("a", "b")
     state = replace(state, workers=(replace(state.workers[0], served=False), state.workers[1]))
-    found = transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
-    assert found == NextBatch(("b",))  # the canary is one that serves
+    decision = transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
+    assert decision == NextBatch(("b",))  # the canary must serve
     state = updated(state, "b")
     assert transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(
         ("a",)
     )
 
 
-def test_it_pauses_after_the_canary_on_request():
+def test_a_rollout_pauses_after_the_canary_on_request():
     state = updated(rollout("a", "b", pause_after_canary=True), "a")
     assert state.phase is RolloutPhase.PAUSED
-    assert isinstance(all_of(state), Waiting)
-    assert all_of(transitions.resume(state)) == NextBatch(("b",))
+    assert isinstance(decision_of(state), Waiting)
+    assert decision_of(transitions.resume(state)) == NextBatch(("b",))
     alone = updated(rollout("a", pause_after_canary=True), "a")
-    assert all_of(alone) == Finish(RolloutPhase.SUCCEEDED)
+    assert decision_of(alone) == Finish(RolloutPhase.SUCCEEDED)
 
 
-def test_after_a_refusal_only_those_that_were_updated_go_back():
+def test_after_a_refusal_only_updated_workers_are_restored():
     state = transitions.begin(updated(rollout("a", "b", "c"), "a"), ["b"])
     state = transitions.refuse(state, "b", "bad file")
     assert (state.phase, state.cause) == (RolloutPhase.ROLLING_BACK, "b: bad file")
-    assert all_of(state) == NextBatch(("a",), restores=True)
+    assert decision_of(state) == NextBatch(("a",), restores=True)
     state = transitions.restore(transitions.begin_restore(state, ["a"]), "a")
-    end = all_of(state)
+    end = decision_of(state)
     assert end == Finish(RolloutPhase.FAILED, "b: bad file")
     state = transitions.finish(state, end, "now")
-    assert [each.phase for each in state.workers] == ["restored", "restored", "pending"]
+    assert [worker.phase for worker in state.workers] == ["restored", "restored", "pending"]
 
 
 def test_the_first_cause_is_kept():
@@ -331,7 +336,7 @@ def test_the_first_cause_is_kept():
     assert transitions.cancel(state, "me").cause == "b: one"
 
 
-def test_after_a_restart_the_worker_that_was_changed_is_done_again():
+def test_after_a_restart_of_the_proxy_the_interrupted_worker_is_updated_again():
     state = transitions.recover(transitions.begin(rollout("a", "b"), ["a"]))
     assert transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING}) == NextBatch(
         ("a",)
@@ -344,25 +349,27 @@ def test_after_a_restart_the_worker_that_was_changed_is_done_again():
 def test_a_restart_during_a_rollback_continues_the_rollback():
     state = transitions.cancel(updated(rollout("a", "b"), "a"), "me")
     state = transitions.recover(transitions.begin_restore(state, ["a"]))
-    waits = transitions.decide(state, {"a": Presence.UNKNOWN, "b": Presence.SERVING})
-    assert waits == Waiting("waits for the first health checks of a")
-    found = transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
-    assert found == NextBatch(("a",), restores=True)
+    decision = transitions.decide(state, {"a": Presence.UNKNOWN, "b": Presence.SERVING})
+    assert decision == Waiting("waits for the first health checks of a")
+    decision = transitions.decide(state, {"a": Presence.OUT, "b": Presence.SERVING})
+    assert decision == NextBatch(("a",), restores=True)
 
 
-def test_a_worker_that_restarted_after_its_update_is_done_again():
+def test_a_worker_that_restarted_after_its_update_is_updated_again():
     state = updated(rollout("a", "b"), "a", "b")
-    found = transitions.decide(state, {"a": Presence.MISSED, "b": Presence.SERVING})
-    assert found == NextBatch(("a",))
+    decision = transitions.decide(state, {"a": Presence.MISSED, "b": Presence.SERVING})
+    assert decision == NextBatch(("a",))
 
 
-def test_without_workers_it_fails():
+def test_a_rollout_without_workers_fails():
     state = transitions.observe(rollout("a"), {})
-    assert all_of(state) == Finish(RolloutPhase.FAILED, "no worker is left that could be updated")
+    assert decision_of(state) == Finish(
+        RolloutPhase.FAILED, "no worker is left that could be updated"
+    )
 
 
 @pytest.mark.parametrize("step", ["begin", "begin_restore"])
-def test_a_step_that_does_not_fit_changes_nothing(step):
+def test_an_invalid_step_raises(step):
     state = rollout("a")
     state = state if step == "begin_restore" else transitions.pause(state)
     with pytest.raises(InvalidStep):
@@ -377,10 +384,10 @@ def test_a_step_that_does_not_fit_changes_nothing(step):
     st.lists(st.sampled_from(Presence), min_size=6, max_size=6),
 )
 def test_every_state_has_a_decision(phases, phase, presences):
-    workers = tuple(row(f"w{at}", phase=each) for at, each in enumerate(phases))
+    workers = tuple(row(f"w{at}", phase=worker_phase) for at, worker_phase in enumerate(phases))
     state = replace(rollout(), workers=workers, phase=phase)
-    presence = {f"w{at}": each for at, each in enumerate(presences)}
-    decision = transitions.decide(state, presence)
+    by_url = {f"w{at}": presence for at, presence in enumerate(presences)}
+    decision = transitions.decide(state, by_url)
     if isinstance(decision, NextBatch):
         assert decision.urls
         begin = transitions.begin_restore if decision.restores else transitions.begin

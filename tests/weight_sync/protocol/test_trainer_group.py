@@ -1,4 +1,4 @@
-"""The sync state machine against simulated members that join, refuse, fail, die and lie."""
+"""The sync state machine with simulated members that join, refuse, fail, die or report wrongly."""
 
 from collections import Counter
 
@@ -23,17 +23,20 @@ from tests.example_counts import examples
 
 NAMES = ("http://a", "http://b", "http://c")
 LAST, MORE = UpdateFlags(flush_cache=True), UpdateFlags(flush_cache=False)
-# A member's behaviour: succeed, refuse, fail halfway, die, or report success
-# with other weights.
-WELL, NO, BROKEN, DIES, LIES = "well", "no", "broken", "dies", "lies"
-PLAIN = st.sampled_from((WELL, WELL, WELL, NO, DIES))
-WORSE = st.sampled_from((WELL, WELL, WELL, WELL, NO, BROKEN, DIES, LIES))
+# What a member does: succeed, refuse, fail halfway, die, or report success with other weights.
+SUCCEEDS, REFUSES, BREAKS, DIES, LIES = "succeeds", "refuses", "breaks", "dies", "lies"
+BEFORE_APPLY = st.sampled_from((SUCCEEDS, SUCCEEDS, SUCCEEDS, REFUSES, DIES))
+DURING_APPLY = st.sampled_from(
+    (SUCCEEDS, SUCCEEDS, SUCCEEDS, SUCCEEDS, REFUSES, BREAKS, DIES, LIES)
+)
 
 
-def fleet_of(deeds):
-    """Mostly all members succeed, so that rounds get published."""
-    all_well = st.just(dict.fromkeys(NAMES, WELL))
-    return all_well | all_well | st.fixed_dictionaries(dict.fromkeys(NAMES, deeds))
+def behaviours_of(member_behaviours):
+    """In most examples all members succeed, so that rounds are published."""
+    all_succeed = st.just(dict.fromkeys(NAMES, SUCCEEDS))
+    return (
+        all_succeed | all_succeed | st.fixed_dictionaries(dict.fromkeys(NAMES, member_behaviours))
+    )
 
 
 def ok(name):
@@ -48,8 +51,8 @@ def lost(name):
     return WorkerResult(name, None, error="ReadError")
 
 
-class Naive:
-    """`weights`: everything that was ever applied, in order."""
+class SimulatedMember:
+    """`weights` has everything that was applied, in order."""
 
     def __init__(self):
         self.alive, self.joined, self.armed = True, False, False
@@ -60,36 +63,36 @@ class Fleet(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.sync = WeightSync()
-        self.members = {name: Naive() for name in NAMES}
-        self.doubted = set()
+        self.members = {name: SimulatedMember() for name in NAMES}
+        self.uncertain = set()
         self.published = {()}
         self.count = 0
 
     # Calls of the trainer
 
-    @rule(deeds=fleet_of(PLAIN))
-    def init(self, deeds):
-        there = [name for name in NAMES if self.members[name].alive]
+    @rule(behaviours=behaviours_of(BEFORE_APPLY))
+    def init(self, behaviours):
+        alive = [name for name in NAMES if self.members[name].alive]
         if self.sync.state is not SyncState.IDLE:
             with pytest.raises(InvalidTransition) as refused:
                 self.sync.begin(GroupOwner("h", "other:1", 0.0), ())
             assert refused.value.status == 409
             return
-        if not there:
+        if not alive:
             return
-        seats = [RankRange(name, 1, 1 + at) for at, name in enumerate(there)]
-        self.sync.begin(GroupOwner("g", "host:1", 0.0), seats)
+        layout = [RankRange(name, 1, 1 + at) for at, name in enumerate(alive)]
+        self.sync.begin(GroupOwner("g", "host:1", 0.0), layout)
 
         def join(member):
             member.joined = True
 
-        went = self.ask(deeds, join)
-        assert (self.sync.finish_step() is SyncState.GROUPED) is went
-        self.follow_up(went)
+        succeeded = self.call_members(behaviours, join)
+        assert (self.sync.finish_step() is SyncState.GROUPED) is succeeded
+        self.follow_up(succeeded)
 
     @precondition(lambda self: self.sync.state is SyncState.GROUPED)
-    @rule(deeds=fleet_of(PLAIN), batched=st.booleans())
-    def prepare(self, deeds, batched):
+    @rule(behaviours=behaviours_of(BEFORE_APPLY), batched=st.booleans())
+    def prepare(self, behaviours, batched):
         if batched and self.sync.has_unpublished:
             with pytest.raises(InvalidTransition):
                 self.sync.arm(batched=True, buckets=2, names=("t",))
@@ -100,30 +103,30 @@ class Fleet(RuleBasedStateMachine):
         def arm(member):
             member.armed = True
 
-        went = self.ask(deeds, arm)
-        assert (self.sync.finish_step() is SyncState.ARMED) is went
-        self.follow_up(went)
+        succeeded = self.call_members(behaviours, arm)
+        assert (self.sync.finish_step() is SyncState.ARMED) is succeeded
+        self.follow_up(succeeded)
 
     @precondition(lambda self: self.sync.state is SyncState.ARMED)
-    @rule(deeds=fleet_of(WORSE), marks=st.sampled_from((LAST, MORE)))
-    def complete(self, deeds, marks):
+    @rule(behaviours=behaviours_of(DURING_APPLY), marks=st.sampled_from((LAST, MORE)))
+    def complete(self, behaviours, marks):
         self.sync.commit(marks)
-        self.apply(deeds)
+        self.apply(behaviours)
 
     @precondition(lambda self: self.sync.state is SyncState.GROUPED)
-    @rule(deeds=fleet_of(WORSE), marks=st.sampled_from((LAST, MORE)))
-    def update(self, deeds, marks):
+    @rule(behaviours=behaviours_of(DURING_APPLY), marks=st.sampled_from((LAST, MORE)))
+    def update(self, behaviours, marks):
         self.sync.update(marks, ("t",))
-        self.apply(deeds)
+        self.apply(behaviours)
 
     @precondition(lambda self: self.sync.state is SyncState.GROUPED and self.sync.has_unpublished)
     @rule()
-    def goes_on(self):
+    def continue_generation(self):
         if self.sync.round.is_complete:
             self.sync.close()
             self.verify()
         else:
-            self.doubted |= self.sync.abandon().keys()
+            self.uncertain |= self.sync.abandon().keys()
         self.follow_up()
 
     @rule()
@@ -160,14 +163,14 @@ class Fleet(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sync.state is SyncState.IDLE)
     @rule(name=st.sampled_from(NAMES))
-    def a_dead_one_is_started_anew(self, name):
+    def a_dead_member_restarts(self, name):
         if not self.members[name].alive:
-            self.members[name] = Naive()
-            self.doubted.discard(name)
+            self.members[name] = SimulatedMember()
+            self.uncertain.discard(name)
 
     @precondition(lambda self: self.sync.state in (SyncState.IDLE, SyncState.GROUPED))
     @rule(event=st.sampled_from((SyncEvent.COMPLETE, SyncEvent.PREPARE, SyncEvent.UPDATE)))
-    def asked_out_of_place(self, event):
+    def call_in_the_wrong_state(self, event):
         if (self.sync.state, event) in TRANSITIONS:
             return
         before = self.sync.state
@@ -177,58 +180,58 @@ class Fleet(RuleBasedStateMachine):
 
     # Consequences
 
-    def ask(self, deeds, do):
+    def call_members(self, behaviours, on_success):
         """Return whether every member succeeded."""
         for name in self.sync.members:
-            member, deed = self.members[name], deeds[name]
-            if deed == DIES:
+            member, behaviour = self.members[name], behaviours[name]
+            if behaviour == DIES:
                 member.alive = False
-            if deed == WELL:
-                do(member)
+            if behaviour == SUCCEEDS:
+                on_success(member)
                 self.sync.on_result(ok(name))
             else:
-                self.sync.on_result(no(name) if deed == NO else lost(name))
-        return all(deeds[name] == WELL for name in self.sync.members)
+                self.sync.on_result(no(name) if behaviour == REFUSES else lost(name))
+        return all(behaviours[name] == SUCCEEDS for name in self.sync.members)
 
-    def apply(self, deeds):
+    def apply(self, behaviours):
         self.count += 1
         batched = self.sync.round.batched
         for name in self.sync.members:
-            member, deed = self.members[name], deeds[name]
-            if deed in (WELL, LIES):
-                applied = self.count if deed == WELL else (name, self.count)
+            member, behaviour = self.members[name], behaviours[name]
+            if behaviour in (SUCCEEDS, LIES):
+                applied = self.count if behaviour == SUCCEEDS else (name, self.count)
                 member.weights += (applied,)
                 member.armed = False
                 self.sync.on_result(ok(name))
                 continue
-            if deed == DIES:
+            if behaviour == DIES:
                 member.alive = False
-            if deed == BROKEN or (deed == NO and not batched):
+            if behaviour == BREAKS or (behaviour == REFUSES and not batched):
                 member.weights += (("half", name, self.count),)
-            answer = no(name) if deed == NO else lost(name)
-            self.sync.on_result(answer, modified=not (deed == NO and batched))
-        did_it = all(deeds[name] in (WELL, LIES) for name in self.sync.members)
-        assert self.sync.all_ok is did_it
+            result = no(name) if behaviour == REFUSES else lost(name)
+            self.sync.on_result(result, modified=not (behaviour == REFUSES and batched))
+        all_ok = all(behaviours[name] in (SUCCEEDS, LIES) for name in self.sync.members)
+        assert self.sync.all_ok is all_ok
         self.sync.finish_step()
         if self.sync.state is SyncState.VERIFYING:
             self.verify()
-        self.follow_up(did_it)
+        self.follow_up(all_ok)
 
     def verify(self):
-        """The largest group agrees; of two that differ neither does."""
+        """The largest group with equal weights is proven; if two differ, both are uncertain."""
         survivors = [name for name, part in self.sync.members.items() if not part.failed]
-        held = Counter(self.members[name].weights for name in survivors)
-        best = held.most_common(1)[0]
-        alone = sum(1 for count in held.values() if count == best[1]) == 1
-        agreed = [n for n in survivors if alone and self.members[n].weights == best[0]]
-        doubted = self.sync.publish(agreed)
-        assert doubted.keys() == self.sync.members.keys() - set(agreed)
-        self.doubted = (self.doubted - set(agreed)) | doubted.keys()
+        groups = Counter(self.members[name].weights for name in survivors)
+        largest = groups.most_common(1)[0]
+        is_unique = sum(1 for count in groups.values() if count == largest[1]) == 1
+        agreed = [n for n in survivors if is_unique and self.members[n].weights == largest[0]]
+        newly_uncertain = self.sync.publish(agreed)
+        assert newly_uncertain.keys() == self.sync.members.keys() - set(agreed)
+        self.uncertain = (self.uncertain - set(agreed)) | newly_uncertain.keys()
         for name in agreed:
             self.published.add(self.members[name].weights)
 
-    def follow_up(self, went=True):
-        if not went:
+    def follow_up(self, succeeded=True):
+        if not succeeded:
             assert self.sync.state in (SyncState.ABORTING, SyncState.IDLE)
         if self.sync.state is not SyncState.ABORTING:
             return
@@ -237,7 +240,7 @@ class Fleet(RuleBasedStateMachine):
             if member.alive:
                 member.armed = member.joined = False
             self.sync.on_left(name, ok=member.alive)
-        self.doubted |= self.sync.end().keys()
+        self.uncertain |= self.sync.end().keys()
 
     def routed(self):
         """Members that get requests: alive, not uncertain, not in a round."""
@@ -245,11 +248,11 @@ class Fleet(RuleBasedStateMachine):
         return [
             name
             for name in NAMES
-            if self.members[name].alive and name not in self.doubted | touched
+            if self.members[name].alive and name not in self.uncertain | touched
         ]
 
     @invariant()
-    def nobody_is_armed_when_nothing_is_under_way(self):
+    def no_member_is_armed_outside_a_round(self):
         if self.sync.state in (SyncState.IDLE, SyncState.GROUPED):
             assert not [n for n in NAMES if self.members[n].alive and self.members[n].armed]
         if self.sync.state is SyncState.IDLE:
@@ -261,7 +264,7 @@ class Fleet(RuleBasedStateMachine):
             assert self.members[name].weights in self.published
 
     @invariant()
-    def everybody_in_a_group_has_joined_it(self):
+    def all_members_of_a_group_have_joined_it(self):
         if self.sync.state in (SyncState.GROUPED, SyncState.ARMED):
             assert all(self.members[name].joined for name in self.sync.members)
         if self.sync.state is SyncState.ARMED:
@@ -286,11 +289,11 @@ def grouped(*names):
 
 def test_the_owner_is_described_with_age_and_step():
     sync = grouped("http://a")
-    words = sync.owner.describe(8.5, sync.state)
-    assert words == "group 'g' at host:1 of me, begun 3.5 s ago, step grouped"
+    description = sync.owner.describe(8.5, sync.state)
+    assert description == "group 'g' at host:1 of me, begun 3.5 s ago, step grouped"
 
 
-def test_calls_after_the_end_are_refused_with_its_cause():
+def test_calls_after_the_end_of_a_sync_are_refused_with_its_cause():
     sync = grouped("http://a")
     sync.fail("http://a is lost: nothing listens", "http://a")
     sync.on_left("http://a", ok=False)
@@ -299,7 +302,7 @@ def test_calls_after_the_end_are_refused_with_its_cause():
         sync.arm(batched=False, buckets=1, names=("t",))
 
 
-def test_a_whole_sync_that_all_refuse_leaves_no_member_uncertain():
+def test_a_sync_that_all_members_refuse_leaves_no_member_uncertain():
     sync = grouped("http://a", "http://b")
     sync.arm(batched=True, buckets=1, names=("t",))
     for name in sync.members:
@@ -314,7 +317,7 @@ def test_a_whole_sync_that_all_refuse_leaves_no_member_uncertain():
     assert sync.end() == {}
 
 
-def test_a_whole_sync_that_one_member_took_is_published_for_that_member():
+def test_a_sync_that_succeeds_on_one_member_is_published_for_that_member():
     sync = grouped("http://a", "http://b")
     sync.arm(batched=True, buckets=1, names=("t",))
     for name in sync.members:
@@ -353,7 +356,7 @@ def test_a_member_is_updating_while_it_applies():
     assert sync.member_statuses() == {"http://a": MemberStatus.UPDATING.value}
 
 
-def test_every_state_but_idle_can_be_ended():
+def test_every_active_state_can_fail_and_be_destroyed():
     for state in SyncState:
         if state in (SyncState.IDLE, SyncState.ABORTING):
             continue

@@ -1,4 +1,4 @@
-"""Engines that load a path, and a rollout over two of them."""
+"""Engines that load weights from a path, and a rollout over two of them."""
 
 import json
 
@@ -14,13 +14,13 @@ BODY = {"model_path": "/m/v2", "weight_version": "v2"}
 
 
 class LoadingEngines(GatedEngines):
-    """Each has a path, and takes label and checksum from what it loads."""
+    """Each engine has a path, and a label and checksum that follow from what it loads."""
 
     def __init__(self):
         super().__init__()
         self.paths_held = {A: "/m/v1", B: "/m/v1"}
         self.sums = {A: "/m/v1", B: "/m/v1"}
-        self.broken_loads = set()  # paths after whose load the checksum is another one
+        self.broken_loads = set()  # (URL, path): loads that result in a wrong checksum
 
     async def answer(self, request):
         url = str(request.url.copy_with(raw_path=b"/")).rstrip("/")
@@ -39,18 +39,18 @@ class LoadingEngines(GatedEngines):
 
     def loaded(self, url):
         port = int(url.rpartition(":")[2])
-        sent = [r for r in self.requests if r.url.path == UPDATE and r.url.port == port]
-        return [json.loads(request.content)["model_path"] for request in sent]
+        requests = [r for r in self.requests if r.url.path == UPDATE and r.url.port == port]
+        return [json.loads(request.content)["model_path"] for request in requests]
 
 
-async def begin(api, **fields):
+async def start_rollout(api, **fields):
     return await api.operations.start_rollout(
         RolloutCall(parse_rollout({**BODY, **fields}), None, "me")
     )
 
 
-async def ended(api):
-    """The rollout, once it has ended."""
+async def ended_rollout(api):
+    """Wait until the rollout has ended; return its status."""
     progress = api.operations.rollouts.progress
     with trio.fail_after(20):
         while progress.active is not None:
@@ -58,17 +58,17 @@ async def ended(api):
     return progress.to_dict()
 
 
-async def stands(api, holds):
-    """The rollout, once `holds(rollout)`."""
+async def rollout_when(api, condition):
+    """Wait until `condition(rollout)`; return the status of the rollout."""
     progress = api.operations.rollouts.progress
     with trio.fail_after(20):
-        while not holds(progress.to_dict()):
+        while not condition(progress.to_dict()):
             await progress.changed.wait()
     return progress.to_dict()
 
 
-def states(reported):
-    return [row["state"] for row in reported["workers"]]
+def states(rollout):
+    return [row["state"] for row in rollout["workers"]]
 
 
 def versions(api):

@@ -8,22 +8,22 @@ from omni_proxy.wire.errors import HttpError
 PATH = {"model_path": "/m/v2", "weight_version": "v2"}
 
 
-def test_a_path_and_its_label_are_enough():
+def test_a_path_and_a_label_are_sufficient():
     assert parse_rollout(PATH) == RolloutRequest(model_path="/m/v2", weight_version="v2")
 
 
-def test_a_stored_version_brings_its_label():
+def test_a_stored_version_needs_no_label():
     assert parse_rollout({"version": 3}) == RolloutRequest(version=3)
     assert parse_rollout({"version": "step-3"}).version == "step-3"
 
 
-def test_all_keys():
-    reported = {
+def test_all_keys_are_parsed():
+    body = {
         **PATH, "max_unavailable": "25%", "canary": 2, "pause_after_canary": True,
         "drain_secs": 0, "load_format": "safetensors",
     }  # fmt: skip
-    assert set(reported) | {"version"} == set(KEYS)
-    parsed = parse_rollout(reported)
+    assert set(body) | {"version"} == set(KEYS)
+    parsed = parse_rollout(body)
     assert (parsed.max_unavailable, parsed.canary) == (Share(0, 25), 2)
     assert (parsed.pause_after_canary, parsed.drain_secs) == (True, 0.0)
     assert parse_rollout({**PATH, "canary": None, "drain_secs": None}) == parse_rollout(PATH)
@@ -62,7 +62,7 @@ def test_a_percentage_is_of_all_workers_and_at_least_one():
         ({**PATH, "zzz": 1}, "the keys are model_path"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named_with_the_way_to_mend_it(body, message):
+def test_the_error_names_what_is_wrong_and_how_to_correct_it(body, message):
     with pytest.raises(HttpError) as refusal:
         parse_rollout(body)
     assert (refusal.value.status, refusal.value.code) == (400, "invalid_rollout")

@@ -1,4 +1,4 @@
-"""Rollouts over scripted engines: order of the calls, outcomes, rollback, plans, vLLM."""
+"""Rollouts over scripted engines: order of calls, outcomes, rollback, invalid plans, vLLM."""
 
 import json
 
@@ -28,9 +28,9 @@ from tests.weight_sync.rollout.rollout_fixture import (
     INFO,
     PROBE,
     LoadingEngines,
-    begin,
-    ended,
-    stands,
+    ended_rollout,
+    rollout_when,
+    start_rollout,
     states,
     versions,
 )
@@ -38,16 +38,16 @@ from tests.weight_sync.rollout.rollout_fixture import (
 ENGINES = LoadingEngines
 
 
-async def test_one_worker_after_the_other_gets_it_while_the_other_serves(settled, engines):
+async def test_workers_are_updated_one_after_the_other_while_the_other_serves(settled, engines):
     api = settled
     engines.close_gate(UPDATE, A)
-    answer = await begin(api)
-    assert (answer.status, answer.body["rollout"]["state"]) == (202, "running")
+    response = await start_rollout(api)
+    assert (response.status, response.body["rollout"]["state"]) == (202, "running")
     await engines.arrived[A, UPDATE].wait()
     assert cordon_reasons_of(api) == [["rollout", "updating"], []]
     assert engines.loaded(B) == []
     engines.open_gate(UPDATE, A)
-    body = await ended(api)
+    body = await ended_rollout(api)
     assert (body["state"], body["updated"], body["weight_epoch"]) == ("succeeded", 2, 1)
     assert versions(api) == [("v2", 1), ("v2", 1)]
     assert cordon_reasons_of(api) == [[], []]
@@ -57,9 +57,9 @@ async def test_one_worker_after_the_other_gets_it_while_the_other_serves(settled
     assert (published.epoch, published.label, list(published.targets)) == (1, "v2", ["*"])
 
 
-async def test_the_journal_has_the_worker_before_it_is_called(settled, engines, folder):
+async def test_the_journal_names_the_worker_before_it_is_called(settled, engines, folder):
     engines.close_gate(UPDATE, A)
-    await begin(settled)
+    await start_rollout(settled)
     await engines.arrived[A, UPDATE].wait()
     journal = read_journal(folder)
     assert [row.phase for row in journal.rollout.workers] == ["updating", "pending"]
@@ -67,24 +67,24 @@ async def test_the_journal_has_the_worker_before_it_is_called(settled, engines, 
     assert list(reasons) == [A]
     assert "to 'v2': the proxy ended while it was being updated" in reasons[A]
     engines.open_gate(UPDATE, A)
-    await ended(settled)
+    await ended_rollout(settled)
     assert not read_journal(folder)
 
 
-async def test_nothing_is_sent_before_a_worker_is_idle(settled, engines):
+async def test_a_worker_is_drained_before_it_is_called(settled, engines):
     settled.worker(A).in_flight = 1
-    await begin(settled)
-    body = await stands(settled, lambda reported: reported["workers"][0]["step"] == "draining")
+    await start_rollout(settled)
+    body = await rollout_when(settled, lambda rollout: rollout["workers"][0]["step"] == "draining")
     assert (body["state"], engines.loaded(A)) == ("running", [])
     assert settled.operations.status()["operation"]["step"] == "draining"
     settled.worker(A).in_flight = 0
-    assert (await ended(settled))["state"] == "succeeded"
+    assert (await ended_rollout(settled))["state"] == "succeeded"
 
 
-async def test_a_worker_that_is_not_idle_in_time_ends_it_untouched(settled, engines):
+async def test_a_worker_that_does_not_drain_in_time_ends_the_rollout_unchanged(settled, engines):
     settled.worker(A).in_flight = 2
-    await begin(settled, drain_secs=0.05)
-    body = await ended(settled)
+    await start_rollout(settled, drain_secs=0.05)
+    body = await ended_rollout(settled)
     assert (body["state"], states(body)) == ("failed", ["pending", "pending"])
     assert f"requests were still running after 0.05 s: 2 at {A}" in body["cause"]
     assert engines.loaded(A) == engines.loaded(B) == []
@@ -92,10 +92,10 @@ async def test_a_worker_that_is_not_idle_in_time_ends_it_untouched(settled, engi
     assert versions(settled) == [("v1", 0), ("v1", 0)]
 
 
-async def test_a_refused_file_stops_after_the_canary_and_nothing_changed(settled, engines):
+async def test_a_file_that_the_canary_refuses_ends_the_rollout_without_changes(settled, engines):
     engines.set_reply(A, UPDATE, {"success": False, "message": "no such file"}, 400)
-    await begin(settled)
-    body = await ended(settled)
+    await start_rollout(settled)
+    body = await ended_rollout(settled)
     assert (body["state"], states(body)) == ("failed", ["restored", "pending"])
     assert body["cause"] == f"{A}: status 400: no such file"
     assert engines.loaded(B) == []
@@ -104,46 +104,46 @@ async def test_a_refused_file_stops_after_the_canary_and_nothing_changed(settled
     assert settled.operations.journal.published.epoch == 0
 
 
-async def test_updated_workers_roll_back_if_a_later_one_fails(settled, engines):
+async def test_updated_workers_are_rolled_back_if_a_later_one_fails(settled, engines):
     engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
-    await begin(settled)
-    body = await ended(settled)
+    await start_rollout(settled)
+    body = await ended_rollout(settled)
     assert (body["state"], states(body)) == ("failed", ["restored", "restored"])
     assert engines.loaded(A) == ["/m/v2", "/m/v1"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
     published = settled.operations.journal.published
     assert (published.epoch, published.label, published.targets) == (0, None, {})
     del engines.replies[B, UPDATE]
-    await begin(settled)
-    assert (await ended(settled))["weight_epoch"] == 2  # no number is given twice
+    await start_rollout(settled)
+    assert (await ended_rollout(settled))["weight_epoch"] == 2  # no epoch is used twice
     assert versions(settled) == [("v2", 2), ("v2", 2)]
 
 
 @pytest.mark.parametrize(
-    ("path", "says", "message"),
+    ("path", "reply", "message"),
     [
         (UPDATE, (500, b'{"message": "out of memory"}'), "status 500: out of memory"),
         (UPDATE, httpx.ReadError("gone"), "ReadError"),
         (PROBE, (503, b"no token"), "the probe request failed: status=503: no token"),
     ],
 )
-async def test_a_worker_with_unknown_weights_is_taken_back(settled, engines, path, says, message):
-    """It is its former weights that prove it, so it serves again."""
-    engines.replies[A, path] = [says, (200, b'{"success": true}')]
+async def test_a_worker_with_unknown_weights_is_restored(settled, engines, path, reply, message):
+    """Its former weights are proven, so it serves again."""
+    engines.replies[A, path] = [reply, (200, b'{"success": true}')]
     if path == UPDATE:
         engines.paths_held[A] = "/m/v1"
-    await begin(settled)
-    body = await ended(settled)
+    await start_rollout(settled)
+    body = await ended_rollout(settled)
     assert (body["state"], states(body)) == ("failed", ["restored", "pending"])
     assert message in body["cause"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
     assert (cordon_reasons_of(settled), settled.operations.journal.uncertain) == ([[], []], {})
 
 
-async def test_a_worker_that_cannot_be_taken_back_stays_out_and_names_the_rollout(settled, engines):
+async def test_a_worker_that_cannot_be_restored_is_uncertain(settled, engines):
     engines.replies[A, UPDATE] = (500, b'{"message": "out of memory"}')
-    await begin(settled)
-    body = await ended(settled)
+    await start_rollout(settled)
+    body = await ended_rollout(settled)
     assert (body["state"], states(body)) == ("failed", ["lost", "pending"])
     reason = settled.operations.status()["uncertain"][A]
     name = f"rollout {body['id'][:8]} to 'v2'"
@@ -152,29 +152,29 @@ async def test_a_worker_that_cannot_be_taken_back_stays_out_and_names_the_rollou
     assert settled.worker(B).routable
 
 
-async def test_a_label_that_is_not_reported_is_a_failure(settled, engines):
-    engines.replies[A, UPDATE] = (200, b'{"success": true}')  # it loads nothing
-    await begin(settled)
-    body = await ended(settled)
+async def test_a_worker_that_does_not_report_the_new_label_has_failed(settled, engines):
+    engines.replies[A, UPDATE] = (200, b'{"success": true}')  # loads nothing
+    await start_rollout(settled)
+    body = await ended_rollout(settled)
     assert "it reports the weight version 'v1' after loading 'v2'" in body["cause"]
 
 
-async def test_another_checksum_than_that_of_the_first_is_a_failure(settled, engines):
+async def test_a_checksum_that_differs_from_the_first_is_a_failure(settled, engines):
     engines.broken_loads.add((B, "/m/v2"))
-    await begin(settled)
-    body = await ended(settled)
+    await start_rollout(settled)
+    body = await ended_rollout(settled)
     assert (body["state"], states(body)) == ("failed", ["restored", "restored"])
     assert "its checksum differs from the recorded one of 'v2'" in body["cause"]
     assert versions(settled) == [("v1", 0), ("v1", 0)]
 
 
-async def test_a_rollback_to_other_weights_than_before_stays_out(settled, engines):
-    """After an update over a process group `model_path` is not where the weights came from."""
+async def test_a_worker_rolled_back_to_different_weights_is_uncertain(settled, engines):
+    """After an update over a process group, `model_path` is not the source of the weights."""
     engines.broken_loads |= {(A, "/m/v1")}
     engines.set_reply(B, UPDATE, {"success": False, "message": "no such file"}, 400)
-    await begin(settled)
-    reported = await ended(settled)
-    assert states(reported) == ["lost", "restored"]
+    await start_rollout(settled)
+    rollout = await ended_rollout(settled)
+    assert states(rollout) == ["lost", "restored"]
     assert (
         "its checksum differs from the recorded one of 'v1'"
         in settled.operations.status()["uncertain"][A]
@@ -185,41 +185,41 @@ async def test_with_verify_off_no_checksum_is_requested(engines, folder, nursery
     api = api_with(folder, weight_sync=WeightSyncConfig(verify="off"))
     await nursery.start(api.operations.run)
     await api.settle()
-    await begin(api)
-    assert (await ended(api))["state"] == "succeeded"
+    await start_rollout(api)
+    assert (await ended_rollout(api))["state"] == "succeeded"
     assert CHECKER not in engines.paths(A)
 
 
-async def test_bad_plans_are_refused_before_anything_is_changed(settled, engines):
+async def test_invalid_plans_are_refused_before_anything_is_changed(settled, engines):
     journal = settled.operations.journal
-    in_use = await begin(settled, weight_version="v1")
+    in_use = await start_rollout(settled, weight_version="v1")
     assert (in_use.status, in_use.body["error"]["code"]) == (409, "label_in_use")
     assert A in in_use.body["message"]
     await settled.operations.submit(admin_call(PAUSE))
-    paused = await begin(settled)
+    paused = await start_rollout(settled)
     assert (paused.status, paused.body["error"]["code"]) == (409, "workers_paused")
     await settled.operations.submit(admin_call("/continue_generation"))
     for path in (INFO, "/get_model_info", "/weight_info"):
         engines.set_reply(B, path, {"detail": "Not Found"}, 404)
-    lacking = await begin(settled)
-    assert (lacking.status, lacking.body["error"]["code"]) == (422, "not_updatable")
-    assert list(lacking.body["workers"]) == [B]
-    assert "VLLM_SERVER_DEV_MODE=1" in lacking.body["message"]
+    unsupported = await start_rollout(settled)
+    assert (unsupported.status, unsupported.body["error"]["code"]) == (422, "not_updatable")
+    assert list(unsupported.body["workers"]) == [B]
+    assert "VLLM_SERVER_DEV_MODE=1" in unsupported.body["message"]
     assert engines.loaded(A) == []
     assert (journal.rollout, settled.operations.rollouts.status()) == (None, None)
 
 
-async def test_of_several_models_one_must_be_named(engines, folder, nursery):
+async def test_with_several_models_the_workers_must_be_selected(engines, folder, nursery):
     api = build_api(entry(A, model="a"), entry(B, model="b"), folder=folder)
     api.healthy(A, B)
     await nursery.start(api.operations.run)
     await api.settle()
-    refused = await begin(api)
+    refused = await start_rollout(api)
     assert (refused.status, refused.body["error"]["code"]) == (400, "invalid_rollout")
     assert "several models: a, b" in refused.body["message"]
     call = RolloutCall(parse_rollout(BODY), frozenset({B}), "me")
     assert (await api.operations.start_rollout(call)).status == 202
-    body = await ended(api)
+    body = await ended_rollout(api)
     assert [row["worker"] for row in body["workers"]] == [B]
     assert engines.loaded(A) == []
     assert list(api.operations.journal.published.targets) == [B]
@@ -228,7 +228,7 @@ async def test_of_several_models_one_must_be_named(engines, folder, nursery):
 async def test_a_plan_that_cannot_be_recorded_is_refused(settled, folder):
     folder.mkdir(exist_ok=True)
     (folder / "journal.json").mkdir()
-    refused = await begin(settled)
+    refused = await start_rollout(settled)
     assert (refused.status, refused.body["error"]["code"]) == (503, "journal_unwritable")
     assert settled.operations.rollouts.status() is None
 
@@ -237,7 +237,7 @@ VLLM_PATHS = ("/weight_info", "/v1/models")
 
 
 class VllmEngines(GatedEngines):
-    """As vLLM 0.32.0 in dev mode answers (real-engines.md 5.1)."""
+    """Responds as vLLM 0.32.0 in dev mode."""
 
     def __init__(self):
         super().__init__()
@@ -256,15 +256,17 @@ class VllmEngines(GatedEngines):
             return {"weight_version": self.labels[url]}
         return {"results": [None]}
 
-    async def keep(self, request, url, path):
+    async def respond(self, request, url, path):
         if path in (INFO, "/get_model_info", CHECKER, PROBE, UPDATE, "/flush_cache"):
             self.set_reply(url, path, {"detail": "Not Found"}, 404)
-        return await super().keep(request, url, path)
+        return await super().respond(request, url, path)
 
     def reloads(self, url):
         port = int(url.rpartition(":")[2])
-        sent = [r for r in self.requests if r.url.path == "/collective_rpc" and r.url.port == port]
-        return [json.loads(request.content)["kwargs"]["weights_path"] for request in sent]
+        requests = [
+            r for r in self.requests if r.url.path == "/collective_rpc" and r.url.port == port
+        ]
+        return [json.loads(request.content)["kwargs"]["weights_path"] for request in requests]
 
 
 @pytest.fixture
@@ -278,32 +280,32 @@ async def vllm(monkeypatch, folder, nursery):
 
 async def test_vllm_workers_reload_by_collective_rpc_and_restore_their_root(vllm):
     api, engines = vllm
-    await begin(api)
-    assert (await ended(api))["state"] == "succeeded"
+    await start_rollout(api)
+    assert (await ended_rollout(api))["state"] == "succeeded"
     assert (engines.reloads(A), engines.labels) == (["/m/v2"], {A: "v2", B: "v2"})
     assert "/reset_prefix_cache" in engines.paths(A)
     assert versions(api) == [("v2", 1), ("v2", 1)]
-    # `root` is still the first path: what counts is what the last rollout loaded.
+    # `root` is still the first path; the path of the last rollout is restored.
     engines.replies[B, "/collective_rpc"] = [(500, b'{"error": {"message": "bad"}}'), (200, b"{}")]
-    await begin(api, model_path="/m/v3", weight_version="v3")
-    body = await ended(api)
+    await start_rollout(api, model_path="/m/v3", weight_version="v3")
+    body = await ended_rollout(api)
     assert (body["state"], states(body)) == ("failed", ["restored", "restored"])
     assert engines.reloads(A) == ["/m/v2", "/m/v3", "/m/v2"]
     assert versions(api) == [("v2", 1), ("v2", 1)]
 
 
-async def test_a_vllm_worker_without_the_call_has_what_it_had(vllm):
+async def test_a_vllm_worker_that_cannot_reload_a_path_keeps_its_weights(vllm):
     api, engines = vllm
-    why = b'{"error": {"message": "reload_weights() got an unexpected keyword argument"}}'
-    engines.replies[A, "/collective_rpc"] = (500, why)
-    await begin(api)
-    body = await ended(api)
+    error = b'{"error": {"message": "reload_weights() got an unexpected keyword argument"}}'
+    engines.replies[A, "/collective_rpc"] = (500, error)
+    await start_rollout(api)
+    body = await ended_rollout(api)
     assert (body["state"], states(body)) == ("failed", ["restored", "pending"])
     assert "it can't reload weights from a path" in body["cause"]
     assert api.operations.journal.uncertain == {}
 
 
-async def test_a_vllm_worker_whose_weights_a_trainer_sent_is_refused(vllm):
+async def test_vllm_workers_with_the_weights_of_a_trainer_are_refused(vllm):
     api, engines = vllm
     engines.labels = {A: "step-3", B: "step-3"}
     await api.settle()
@@ -312,16 +314,16 @@ async def test_a_vllm_worker_whose_weights_a_trainer_sent_is_refused(vllm):
     )  # fmt: skip
     update = admin_call("/update_weight_version", {"new_version": "step-3"})
     assert (await api.operations.submit(update)).ok
-    refused = await begin(api)
+    refused = await start_rollout(api)
     assert refused.body["error"]["code"] == "not_updatable"
     assert "could not be restored" in refused.body["message"]
 
 
-def test_resolve_is_no_update_for_a_rollout():
+def test_resolve_does_not_count_as_an_update():
     assert not RESOLVE.labels
 
 
-def test_a_rollout_takes_prefill_and_decode_workers_by_turns():
+def test_a_rollout_alternates_between_prefill_and_decode_workers():
     def order(*roles):
         fleet = fleet_of(*(worker_entry(f"w{n}", role=role) for n, role in enumerate(roles)))
         return [worker.role[0] for worker in spread_roles(fleet.workers)]
@@ -331,13 +333,13 @@ def test_a_rollout_takes_prefill_and_decode_workers_by_turns():
     assert order("regular", "regular", "regular") == ["r", "r", "r"]
 
 
-def test_a_fleet_with_two_pairs_has_a_pair_at_each_moment_of_a_rollout():
+def test_a_fleet_with_two_pairs_always_has_a_pair_during_a_rollout():
     fleet = fleet_of(
         *(worker_entry(f"p{n}", role="prefill") for n in range(2)),
         *(worker_entry(f"d{n}", role="decode") for n in range(2)),
     )
     for worker in spread_roles(fleet.workers):
-        others = [each for each in fleet.workers if each is not worker]
+        others = [other for other in fleet.workers if other is not worker]
         assert can_serve(others, fallback=False)
         fleet.set_version(worker, "v2", 2)
         assert can_serve(fleet.workers, fallback=False)

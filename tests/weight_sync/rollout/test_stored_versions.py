@@ -1,4 +1,4 @@
-"""Rollouts of versions of the store, over workers that load from it."""
+"""Rollouts of stored versions over workers that load from the store."""
 
 import pytest
 import trio
@@ -13,11 +13,11 @@ pytest.importorskip("torch")
 ENGINES = VersionEngines
 
 
-async def rolled(running, **body):
-    """The rollout, once it has ended."""
+async def roll_out(running, **body):
+    """Start a rollout and wait until it has ended; return its status."""
     call = RolloutCall(parse_rollout(body), None, "me")
-    answer = await running.operations.start_rollout(call)
-    assert answer.status == 202, answer.body
+    response = await running.operations.start_rollout(call)
+    assert response.status == 202, response.body
     progress = running.operations.rollouts.progress
     with trio.fail_after(30):
         while progress.active is not None:
@@ -25,11 +25,11 @@ async def rolled(running, **body):
     return progress.to_dict()
 
 
-async def test_a_stored_version_is_brought_to_one_worker_after_the_other(running):
+async def test_a_stored_version_is_delivered_to_one_worker_after_the_other(running):
     await running.sync(1)
     await running.sync(2)
     loads = running.engines.loads(A)
-    body = await rolled(running, version="v1")
+    body = await roll_out(running, version="v1")
     assert (body["state"], body["weight_version"], body["version"]) == ("succeeded", "v1", 1)
     assert running.versions() == [("v1", 3), ("v1", 3)]
     assert running.engines.loads(A) == loads + 1
@@ -38,11 +38,11 @@ async def test_a_stored_version_is_brought_to_one_worker_after_the_other(running
     assert running.engines.holds[A] == running.engines.holds[B] == current.digests
 
 
-async def test_where_a_worker_fails_all_go_back_to_the_stored_version_that_they_had(running):
+async def test_if_a_worker_fails_all_return_to_their_former_stored_version(running):
     await running.sync(1)
     await running.sync(2)
     running.engines.failing_loads[B] = 1
-    body = await rolled(running, version=1)
+    body = await roll_out(running, version=1)
     assert (body["state"], [row["state"] for row in body["workers"]]) == (
         "failed", ["restored", "restored"],
     )  # fmt: skip
@@ -50,10 +50,10 @@ async def test_where_a_worker_fails_all_go_back_to_the_stored_version_that_they_
     assert running.versions() == [("v2", 2), ("v2", 2)]
     assert running.store.current.label == "v2"
     assert running.engines.holds[A] == running.engines.holds[B] == running.store.current.digests
-    assert running.held() == [[], []]
+    assert running.cordon_reasons() == [[], []]
 
 
-async def test_a_version_that_is_not_there_is_named_with_those_that_are(running):
+async def test_an_unknown_version_is_refused_with_a_list_of_the_stored_ones(running):
     await running.sync(1)
     with pytest.raises(HttpError) as refusal:
         await running.operations.rollouts.start(RolloutCall(parse_rollout({"version": 9})))
@@ -61,7 +61,7 @@ async def test_a_version_that_is_not_there_is_named_with_those_that_are(running)
     assert [version["version"] for version in refusal.value.extra["versions"]] == ["v1"]
 
 
-async def test_while_a_trainer_has_a_group_it_is_refused(running, pool):
+async def test_a_rollout_is_refused_while_a_trainer_has_a_group(running, pool):
     trainer = pool.trainer()
     trainer.order("open", group="g")
     port = (await trio.to_thread.run_sync(trainer.reply))["port"]
@@ -77,10 +77,10 @@ async def test_while_a_trainer_has_a_group_it_is_refused(running, pool):
     trainer.tell("destroy", group="g")
 
 
-async def test_another_label_may_be_given(running):
+async def test_a_stored_version_may_get_another_label(running):
     await running.sync(1)
     await running.sync(2)
-    body = await rolled(running, version=1, weight_version="again")
+    body = await roll_out(running, version=1, weight_version="again")
     assert body["state"] == "succeeded"
     assert running.versions() == [("again", 3), ("again", 3)]
     assert running.engines.labels == {A: "again", B: "again"}

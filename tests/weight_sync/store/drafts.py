@@ -1,4 +1,4 @@
-"""Versions as a receiver would leave them: announced, written through the blocks, digested."""
+"""Stored versions as a receiver makes them: announced, written to their blocks, hashed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tensor_content(tensor: TensorSpec, seed: int) -> bytes:
 
 
 def write(block, buckets, seed=0):
-    """What a receiver does; the digests that it finds."""
+    """Write the tensors as a receiver does; return their digests."""
     digests = {}
     with open(block.path, "r+b") as file:
         for start, bucket in zip(block.starts, buckets, strict=True):
@@ -32,17 +32,17 @@ def write(block, buckets, seed=0):
 
 
 def store_version(store, buckets=None, seed=0, *, digests=True):
-    """A sealed version of these buckets, all of them in one file."""
+    """A sealed version with these buckets in one file."""
     buckets = buckets or [[tensor_spec("a", 3)], [tensor_spec("b", 2, 2), tensor_spec("c")]]
     draft = store.begin(sum(tensor.nbytes for bucket in buckets for tensor in bucket) + 4096)
-    found = write(draft.add(buckets), buckets, seed)
+    written_digests = write(draft.add(buckets), buckets, seed)
     if digests:
-        draft.set_digests(found)
+        draft.set_digests(written_digests)
     return store.seal(draft)
 
 
 def delete_store(store):
-    """Nothing of it is left, in memory either."""
+    """Remove all its files, on disk and in memory."""
     store.close()
     for root in filter(None, (store._disk, store._memory)):
         shutil.rmtree(root, ignore_errors=True)

@@ -16,7 +16,7 @@ from omni_proxy.weight_sync.store.version_store import VersionStore
 from tests.tree import ROOT
 from tests.weight_sync.store.drafts import store_version
 
-# A program with a store that has a version in memory; `keeps` brings that to the disk, too.
+# A program with a store that has a version in memory; with "persist", also on the disk.
 PROGRAM = """
 import pathlib, sys, time
 from omni_proxy.weight_sync.store import filesystem
@@ -27,7 +27,7 @@ disk = pathlib.Path(sys.argv[1])
 memory = filesystem.SHARED_MEMORY / (filesystem.shared_memory_prefix() + disk.name)
 store = VersionStore(disk, memory=memory)
 version = store.publish(store_version(store), None, 1)
-if sys.argv[3] == "keeps":
+if sys.argv[3] == "persist":
     store.persist(version)
 print(memory, flush=True)
 sys.stdin.read()
@@ -36,7 +36,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def shared(tmp_path, monkeypatch):
-    """Stands for the machine's shared memory."""
+    """A folder in place of the machine's shared memory."""
     folder = tmp_path / "shm"
     folder.mkdir()
     monkeypatch.setattr(filesystem, "SHARED_MEMORY", folder)
@@ -45,33 +45,33 @@ def shared(tmp_path, monkeypatch):
 
 @pytest.fixture
 def program(tmp_path, shared):
-    """One that runs, and its folder in memory; (name, keeps) -> (process, folder)."""
+    """Starts a program: (name, mode) -> (process, its folder in shared memory)."""
     running = []
 
-    def started(name, keeps="keeps"):
-        words = [sys.executable, "-c", PROGRAM, str(tmp_path / name), str(shared), keeps]
+    def start(name, mode="persist"):
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / name), str(shared), mode]
         process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )  # fmt: skip
         running.append(process)
         return process, Path(process.stdout.readline().strip())
 
-    yield started
-    for each in running:
-        each.kill()
-        each.communicate()
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
 
 
-def killed(process):
+def kill(process):
     process.send_signal(signal.SIGKILL)
     process.wait()
 
 
-def test_memory_of_a_killed_program_is_removed_once_all_is_on_disk(program, tmp_path):
+def test_memory_of_a_killed_program_is_removed_if_all_versions_are_on_disk(program, tmp_path):
     process, memory = program("one")
     assert (remove_stale_folders(), (memory / "v1").is_dir()) == ([], True)
-    killed(process)
+    kill(process)
     assert (remove_stale_folders(), memory.exists()) == ([memory], False)
     later = VersionStore(tmp_path / "one", memory=memory)
     assert later.current.number == 1
@@ -79,9 +79,9 @@ def test_memory_of_a_killed_program_is_removed_once_all_is_on_disk(program, tmp_
     assert not memory.exists()
 
 
-def test_what_only_lies_in_memory_waits_for_its_own_store(program, tmp_path):
-    process, memory = program("one", "forgets")
-    killed(process)
+def test_versions_that_are_only_in_memory_are_kept_for_their_store(program, tmp_path):
+    process, memory = program("one", "memory only")
+    kill(process)
     assert (remove_stale_folders(), (memory / "v1").is_dir()) == ([], True)
     later = VersionStore(tmp_path / "one", memory=memory)
     assert later.current.number == 1
@@ -89,13 +89,13 @@ def test_what_only_lies_in_memory_waits_for_its_own_store(program, tmp_path):
 
 
 def test_memory_of_a_deleted_store_is_removed(program, tmp_path):
-    process, memory = program("one", "forgets")
-    killed(process)
+    process, memory = program("one", "memory only")
+    kill(process)
     (tmp_path / "one").rename(tmp_path / "another")
     assert (remove_stale_folders(), memory.exists()) == ([memory], False)
 
 
-def test_folders_of_others_and_unlabelled_ones_stay(shared, tmp_path):
+def test_folders_without_a_store_link_or_of_other_programs_are_kept(shared, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (shared / f"{filesystem.shared_memory_prefix()}link").symlink_to(elsewhere)
@@ -116,37 +116,37 @@ def test_a_folder_that_was_deleted_and_created_again_is_locked(shared, tmp_path)
 
 
 def test_an_empty_folder_is_removed_unless_locked(shared, tmp_path):
-    left, used = (
-        shared / f"{filesystem.shared_memory_prefix()}{name}" for name in ("left", "used")
+    unused, used = (
+        shared / f"{filesystem.shared_memory_prefix()}{name}" for name in ("unused", "used")
     )
-    left.mkdir()
+    unused.mkdir()
     store = VersionStore(tmp_path / "used", memory=used)
-    (used / STORE_LINK).unlink()  # all that is in it
-    assert remove_stale_folders() == [left]
-    assert (left.exists(), used.exists()) == (False, True)
+    (used / STORE_LINK).unlink()  # its only entry
+    assert remove_stale_folders() == [unused]
+    assert (unused.exists(), used.exists()) == (False, True)
     store.close()
     assert remove_stale_folders() == [used]
 
 
 def test_a_folder_removed_before_its_lock_is_created_again(shared, tmp_path, monkeypatch):
-    real, tried = recovery._create_and_lock, threading.Event()
+    create_and_lock, tried = recovery._create_and_lock, threading.Event()
 
-    def try_once(memory):
+    def record_attempt(memory):
         try:
-            return real(memory)
+            return create_and_lock(memory)
         finally:
             tried.set()
 
-    monkeypatch.setattr(recovery, "_create_and_lock", try_once)
+    monkeypatch.setattr(recovery, "_create_and_lock", record_attempt)
     memory = shared / f"{filesystem.shared_memory_prefix()}one"
     memory.mkdir()
-    sweeping = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
-    fcntl.flock(sweeping, fcntl.LOCK_EX)
+    descriptor = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
     with ThreadPoolExecutor(1) as threads:
         starting = threads.submit(VersionStore, tmp_path / "one", memory=memory)
-        assert tried.wait(30)  # it was not its turn
+        assert tried.wait(30)  # the folder is locked by the sweep
         memory.rmdir()
-        os.close(sweeping)
+        os.close(descriptor)
         store = starting.result(30)
     assert (memory / STORE_LINK).is_symlink()
     assert remove_stale_folders() == []
@@ -154,45 +154,41 @@ def test_a_folder_removed_before_its_lock_is_created_again(shared, tmp_path, mon
     store.close()
 
 
-def test_a_lock_on_a_folder_that_was_swept_meanwhile_counts_for_nothing(
-    shared, tmp_path, monkeypatch
-):
+def test_a_lock_on_a_folder_that_was_swept_in_between_is_taken_again(shared, tmp_path, monkeypatch):
     memory = shared / f"{filesystem.shared_memory_prefix()}one"
-    lock, swept = fcntl.flock, []
+    flock, swept = fcntl.flock, []
 
-    def late(descriptor, how):
+    def flock_after_sweep(descriptor, operation):
         if not swept and Path(f"/proc/self/fd/{descriptor}").readlink() == memory:
             swept.append(memory)
             memory.rmdir()
             memory.mkdir()
-        lock(descriptor, how)
+        flock(descriptor, operation)
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", flock_after_sweep)
     store = VersionStore(tmp_path / "one", memory=memory)
     assert swept == [memory]
     assert (remove_stale_folders(), memory.exists()) == ([], True)
     store.close()
 
 
-def test_a_store_is_free_for_the_next_one_only_when_its_folder_is_gone(
-    shared, tmp_path, monkeypatch
-):
+def test_a_store_is_busy_until_its_folder_is_removed(shared, tmp_path, monkeypatch):
     memory = shared / f"{filesystem.shared_memory_prefix()}one"
     store = VersionStore(tmp_path / "one", memory=memory)
-    give_up = recovery.remove_empty
+    remove_empty = recovery.remove_empty
 
-    def give_up_checked(folder):
+    def check_and_remove(folder):
         with pytest.raises(filesystem.StoreBusy):
             VersionStore(tmp_path / "one", memory=memory)
-        give_up(folder)
+        remove_empty(folder)
 
-    monkeypatch.setattr(recovery, "remove_empty", give_up_checked)
+    monkeypatch.setattr(recovery, "remove_empty", check_and_remove)
     store.leave()
     assert not memory.exists()
     VersionStore(tmp_path / "one", memory=memory).close()
 
 
-def test_a_store_that_was_left_in_good_order_leaves_nothing(shared, tmp_path):
+def test_an_orderly_leave_removes_the_folder_in_memory(shared, tmp_path):
     memory = shared / f"{filesystem.shared_memory_prefix()}one"
     store = VersionStore(tmp_path / "one", memory=memory)
     store.persist(store.publish(store_version(store), None, 1))

@@ -23,12 +23,12 @@ from tests.weight_sync.store.drafts import store_version, tensor_content, tensor
 
 @pytest.fixture
 def store(tmp_path):
-    made = VersionStore(tmp_path / "disk", memory=tmp_path / "memory")
-    yield made
-    made.close()
+    version_store = VersionStore(tmp_path / "disk", memory=tmp_path / "memory")
+    yield version_store
+    version_store.close()
 
 
-def reopened(store):
+def reopen(store):
     store.close()
     return VersionStore(store.folder, keep=store.keep, memory=store.folder.parent / "memory")
 
@@ -37,7 +37,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
 
 
-def test_a_version_is_read_by_the_library_of_the_format(store):
+def test_a_version_can_be_loaded_with_safetensors(store):
     import torch
     from safetensors.torch import load_file
 
@@ -48,9 +48,9 @@ def test_a_version_is_read_by_the_library_of_the_format(store):
     version = store_version(store, buckets)
     loaded = load_file(version.folder / "model.safetensors")
     for tensor in (tensor for bucket in buckets for tensor in bucket):
-        there = loaded[tensor.name]
-        assert (str(there.dtype), tuple(there.shape)) == (f"torch.{tensor.dtype}", tensor.shape)
-        assert there.reshape(-1).view(torch.uint8).numpy().tobytes() == tensor_content(tensor, 0)
+        found = loaded[tensor.name]
+        assert (str(found.dtype), tuple(found.shape)) == (f"torch.{tensor.dtype}", tensor.shape)
+        assert found.reshape(-1).view(torch.uint8).numpy().tobytes() == tensor_content(tensor, 0)
 
 
 def test_separate_buckets_become_files_with_an_index(store):
@@ -65,28 +65,28 @@ def test_separate_buckets_become_files_with_an_index(store):
         "weight_map": {"a": "model-00003.safetensors", "b": "model-00002.safetensors"},
     }
     assert store.digest(version)
-    assert reopened(store).find(1).digests == version.digests
+    assert reopen(store).find(1).digests == version.digests
 
 
-def test_until_it_is_sealed_there_is_no_version(store, tmp_path):
+def test_a_draft_is_no_version_until_it_is_sealed(store, tmp_path):
     draft = store.begin(100)
     draft.add([[tensor_spec("a", 3)]])
     assert (store.versions(), names(tmp_path / "memory")) == ([], ["v1.partial"])
-    again = reopened(store)
+    again = reopen(store)
     assert (again.versions(), names(tmp_path / "memory")) == ([], [])
     again.close()
 
 
-def test_current_is_what_was_published_last_whatever_its_number(store, tmp_path):
+def test_the_version_published_last_is_current_whatever_its_number(store, tmp_path):
     one = store.publish(store_version(store), "a", 1)
     two = store.publish(store_version(store), "b", 2)
     assert (store.current, store.previous) == (two, one)
-    back = store.publish(one, "a", 3)
-    assert (store.current, store.previous.number) == (back, 2)
-    store.persist(back)
+    republished = store.publish(one, "a", 3)
+    assert (store.current, store.previous.number) == (republished, 2)
+    store.persist(republished)
     assert (tmp_path / "disk" / "current").resolve() == (tmp_path / "memory" / "v1").resolve()
     shutil.rmtree(tmp_path / "memory")
-    again = reopened(store)
+    again = reopen(store)
     assert (again.current.number, again.current.epoch) == (1, 3)
     assert (tmp_path / "disk" / "current").resolve() == tmp_path / "disk" / "v1"
     again.close()
@@ -117,7 +117,7 @@ def test_an_orderly_close_frees_memory_and_keeps_all_versions(store, tmp_path):
     store.publish(store_version(store), "b", 2)
     store.leave()
     assert (names(tmp_path / "memory"), names(tmp_path / "disk")) == (["v2"], ["current", "v1"])
-    again = reopened(store)
+    again = reopen(store)
     assert [version.label for version in again.versions()] == ["b", "a"]
     again.close()
 
@@ -140,16 +140,16 @@ def test_a_deleted_store_folder_is_created_again_for_the_next_version(store, tmp
     version = store.publish(store.seal(draft), "v1", 1)
     assert (store.current.label, store.current.epoch) == ("v1", 1)
     store.persist(version)
-    assert reopened(store).current.on_disk
+    assert reopen(store).current.on_disk
 
 
-def test_a_name_that_the_format_keeps_for_itself_is_refused(store):
+def test_a_tensor_name_that_safetensors_reserves_is_refused(store):
     draft = store.begin(100)
     with pytest.raises(SafetensorsError, match="'__metadata__'"):
         draft.add([[tensor_spec("a", 3), tensor_spec("__metadata__", 3)]])
 
 
-def test_a_version_that_fits_nowhere_is_refused_with_the_numbers(store):
+def test_a_version_that_fits_nowhere_is_refused_with_the_sizes(store):
     with pytest.raises(InsufficientSpace, match=rf"needs {1 << 60} bytes and .*disk has \d+ free"):
         store.begin(1 << 60)
     draft = store.begin(10)
@@ -169,12 +169,12 @@ def test_a_version_that_differs_from_its_manifest_is_set_aside(store, tmp_path, 
         file.write_bytes(file.read_bytes().replace(b'"U8"', b'"I8"', 1))
     else:
         (version.folder / "record.json").write_text("{")
-    again = reopened(store)
+    again = reopen(store)
     assert (again.versions(), names(tmp_path / "memory")) == ([], ["v1.damaged"])
     again.close()
 
 
-def test_bytes_that_changed_are_found_by_their_digest(store):
+def test_changed_bytes_are_detected_by_their_digest(store):
     version = store.publish(store_version(store), "a", 1)
     assert store.digest(version)
     file = version.folder / "model.safetensors"
@@ -183,24 +183,24 @@ def test_bytes_that_changed_are_found_by_their_digest(store):
     assert (store.versions(), store.current) == ([], None)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_hashing_a_version_leaves_no_file_open(store, there):
+@pytest.mark.parametrize("file_exists", [True, False])
+def test_hashing_a_version_leaves_no_file_open(store, file_exists):
     buckets = [[tensor_spec(name, 3) for name in "abc"], [tensor_spec("d", 3)]]
     version = store_version(store, buckets)
-    if not there:
+    if not file_exists:
         (version.folder / version.manifest.tensors["d"].file).unlink()
     before = os.listdir("/proc/self/fd")
     with suppress(FileNotFoundError):
-        assert store.digest(version) == there
+        assert store.digest(version) == file_exists
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_missing_digests_are_computed_afterwards(store):
-    wanted = store_version(store).digests
+    expected = store_version(store).digests
     version = store_version(store, digests=False)
     assert version.digests == {}
     assert store.digest(version)
-    assert store.find(2).digests == wanted
+    assert store.find(2).digests == expected
 
 
 def test_a_folder_belongs_to_one_program_at_a_time(store):
@@ -225,12 +225,14 @@ def test_the_store_imports_no_model_runtime():
         "import sys, omni_proxy.weight_sync.store.version_store; "
         "print(*sorted({'torch', 'numpy', 'safetensors'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == ""
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert process.stdout.strip() == ""
 
 
 class Machine(RuleBasedStateMachine):
-    """Against a table; `crash` forgets the object, `reboot` the memory as well."""
+    """Compares the store with a table; a `crash` drops the object, and optionally the memory."""
 
     drafts, leased = Bundle("drafts"), Bundle("leased")
 
@@ -240,7 +242,7 @@ class Machine(RuleBasedStateMachine):
         from pathlib import Path
 
         self.root = Path(tempfile.mkdtemp(prefix="omni-proxy-store-"))
-        self.table, self.epoch, self.born = {}, 0, 0
+        self.table, self.epoch, self.last_number = {}, 0, 0
         self.leases, self.keep = [], 2
         self.open()
 
@@ -252,15 +254,15 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.root)
 
     def settle(self):
-        """What `collect` must leave."""
+        """Remove from the table what the store must collect."""
         ranked = sorted((n for n in self.table if self.table[n]["epoch"]), key=self.epoch_of)
-        stays = set(ranked[-self.keep :]) | {n for n in self.table if self.table[n]["pending"]}
+        kept = set(ranked[-self.keep :]) | {n for n in self.table if self.table[n]["pending"]}
         for number, row in list(self.table.items()):
-            if number not in stays and not self.is_leased(number):
+            if number not in kept and not self.is_leased(number):
                 del self.table[number]
-            elif number in stays and "disk" in row["at"] and not row["pending"]:
-                away = ranked[-1:] != [number] and (number, "memory") not in self.leases
-                row["at"] -= {"memory"} if away else set()
+            elif number in kept and "disk" in row["at"] and not row["pending"]:
+                only_on_disk = ranked[-1:] != [number] and (number, "memory") not in self.leases
+                row["at"] -= {"memory"} if only_on_disk else set()
 
     def epoch_of(self, number):
         return self.table[number]["epoch"]
@@ -268,25 +270,25 @@ class Machine(RuleBasedStateMachine):
     def is_leased(self, number):
         return any(number == held for held, _ in self.leases)
 
-    def some(self, data):
+    def draw_number(self, data):
         return data.draw(st.sampled_from(sorted(self.table))) if self.table else None
 
     @rule(target=drafts)
     def begin(self):
         draft = self.store.begin(100)
-        self.born += 1
+        self.last_number += 1
         self.settle()
-        assert draft.number == self.born
+        assert draft.number == self.last_number
         bucket = [tensor_spec("a", 3)]
         draft.set_digests(write(draft.add([bucket]), [bucket], draft.number))
         return draft, self.store
 
-    @rule(made=consumes(drafts), good=st.booleans())
-    def end(self, made, good):
-        draft, store = made
+    @rule(begun=consumes(drafts), seals=st.booleans())
+    def end(self, begun, seals):
+        draft, store = begun
         if store is not self.store:
             return
-        if not good:
+        if not seals:
             store.discard(draft)
             return
         store.seal(draft)
@@ -294,7 +296,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def publish(self, data):
-        if (number := self.some(data)) is not None:
+        if (number := self.draw_number(data)) is not None:
             self.epoch += 1
             self.store.publish(self.store.find(number), f"e{self.epoch}", self.epoch)
             self.table[number] |= {"epoch": self.epoch, "pending": False}
@@ -302,21 +304,21 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def discard(self, data):
-        if (number := self.some(data)) is not None:
+        if (number := self.draw_number(data)) is not None:
             self.store.discard(self.store.find(number))
             self.table[number]["pending"] = False
             self.settle()
 
     @rule(data=st.data())
     def persist(self, data):
-        if (number := self.some(data)) is not None:
+        if (number := self.draw_number(data)) is not None:
             self.store.persist(self.store.find(number))
             self.table[number]["at"].add("disk")
             self.settle()
 
     @rule(target=leased, data=st.data())
     def lease(self, data):
-        if (number := self.some(data)) is None:
+        if (number := self.draw_number(data)) is None:
             return None
         lease = self.store.lease(self.store.find(number))
         place = "memory" if "memory" in self.table[number]["at"] else "disk"
@@ -324,36 +326,36 @@ class Machine(RuleBasedStateMachine):
         self.leases.append((number, place))
         return lease, (number, place), self.store
 
-    @rule(taken=consumes(leased))
-    def give_back(self, taken):
-        if taken is not None and taken[2] is self.store:
-            self.leases.remove(taken[1])
-            taken[0].__exit__(None, None, None)
+    @rule(lease=consumes(leased))
+    def release(self, lease):
+        if lease is not None and lease[2] is self.store:
+            self.leases.remove(lease[1])
+            lease[0].__exit__(None, None, None)
             self.settle()
 
-    @rule(data=st.data(), memory_too=st.booleans())
-    def crash(self, data, memory_too):
+    @rule(data=st.data(), loses_memory=st.booleans())
+    def crash(self, data, loses_memory):
         self.store.close()
         self.leases = []
-        if data.draw(st.booleans()):  # in the middle of a removal
+        if data.draw(st.booleans()):  # interrupted a removal
             (self.root / "disk" / "v99.partial.removed").mkdir(exist_ok=True)
-        if memory_too:
+        if loses_memory:
             shutil.rmtree(self.root / "memory")
         for number, row in list(self.table.items()):
             row["pending"] = False
-            row["at"] -= {"memory"} if memory_too else set()
+            row["at"] -= {"memory"} if loses_memory else set()
             if not row["at"]:
                 del self.table[number]
-        self.born = max(self.table, default=0)
+        self.last_number = max(self.table, default=0)
         self.open()
 
     @invariant()
-    def they_agree(self):
-        found = {
+    def the_store_equals_the_table(self):
+        versions = {
             version.number: (version.epoch, version.in_memory, version.on_disk)
             for version in self.store.versions()
         }
-        assert found == {
+        assert versions == {
             n: (row["epoch"], "memory" in row["at"], "disk" in row["at"])
             for n, row in self.table.items()
         }
@@ -361,14 +363,14 @@ class Machine(RuleBasedStateMachine):
         assert (self.store.current.epoch if self.store.current else 0) == newest
 
     @invariant()
-    def what_is_there_is_whole_and_nothing_is_left_over(self):
+    def files_are_complete_and_no_other_files_exist(self):
         for version in self.store.versions():
             file = version.folder / "model.safetensors"
-            wanted = bytes((version.number + place) % 251 for place in range(3))
-            assert file.read_bytes().endswith(wanted)
+            expected = bytes((version.number + place) % 251 for place in range(3))
+            assert file.read_bytes().endswith(expected)
         for place in ("memory", "disk"):
-            whole = {n for n in names(self.root / place) if n.startswith("v") and "." not in n}
-            assert whole == {f"v{n}" for n, row in self.table.items() if place in row["at"]}
+            numbers = {n for n in names(self.root / place) if n.startswith("v") and "." not in n}
+            assert numbers == {f"v{n}" for n, row in self.table.items() if place in row["at"]}
 
 
 TestMachine = Machine.TestCase

@@ -1,4 +1,4 @@
-"""The tiny model's weights as a version of a store, and where a replica of it is known."""
+"""The tiny model's weights as a stored version, and a fleet of given URLs."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from omni_proxy.process_group.tensor_plan import make_plan
 
 
 def tiny_version(store, seed, *, files=1, digests=True):
-    """Sealed; its tensors in so many files."""
+    """A sealed version with its tensors in this number of files."""
     from omni_proxy.replica.models import tiny
     from omni_proxy.weight_sync.checksum import tensor_digest
 
-    tensors = {n: each.detach().contiguous() for n, each in tiny.build(seed).named_parameters()}
+    tensors = {
+        n: parameter.detach().contiguous() for n, parameter in tiny.build(seed).named_parameters()
+    }
     names = list(tensors)
     draft = store.begin(16 << 20)
     for part in range(files):
-        some = names[part::files]
-        specs = [(n, str(tensors[n].dtype), list(tensors[n].shape)) for n in some]
+        names_of_file = names[part::files]
+        specs = [(n, str(tensors[n].dtype), list(tensors[n].shape)) for n in names_of_file]
         block = draft.add([make_plan(specs).tensors])
         with open(block.path, "r+b") as file:
             file.seek(block.starts[0])
-            file.writelines(tensors[name].numpy().tobytes() for name in some)
+            file.writelines(tensors[name].numpy().tobytes() for name in names_of_file)
         if digests:
             draft.set_digests(
                 {
                     n: tensor_digest(n, str(t.dtype), t.shape, t.numpy().tobytes())
                     for n, t in tensors.items()
-                    if n in some
+                    if n in names_of_file
                 }
             )
     return store.seal(draft)

@@ -40,7 +40,7 @@ async def test_parts_are_published_together_when_the_group_is_destroyed(trainer,
     assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
 
 
-async def test_a_marked_last_part_is_published_at_continue(trainer):
+async def test_a_part_marked_as_last_is_published_at_continue(trainer):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=True, weight_version="v2")
@@ -131,14 +131,14 @@ async def test_an_engine_left_paused_by_a_failed_part_continues_before_it_gets_r
     assert not (await trainer.ask(UPDATE, **TENSORS)).ok
     await trainer.until("idle")
     with trio.fail_after(30):
-        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.01)
-    # A caller requested that pause, so only a caller ends it.
+    # A caller requested this pause, so only a caller may end it.
     body = [] if paused else [{}]
     assert engines.bodies(CONTINUE, A) == engines.bodies(CONTINUE, B) == body
 
 
-async def test_a_part_recovers_no_worker_whose_failed_tensors_it_lacks(trainer, engines):
+async def test_a_part_without_all_failed_tensors_recovers_no_worker(trainer, engines):
     engines.set_reply(A, DISK, {}, 500)
     engines.set_reply(B, DISK, {}, 500)
     assert not (await trainer.ask(DISK, model_path="m")).ok

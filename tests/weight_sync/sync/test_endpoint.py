@@ -48,11 +48,13 @@ async def test_a_trainer_whose_store_is_still_starting_is_alive(trainer, engines
     async with trio.open_nursery() as nursery:
 
         async def first():
-            responses.append(await trainer.ask(INIT, **init_body(trainer.store, master_port=later)))
+            responses.append(
+                await trainer.ask(INIT, **init_body(trainer.store, master_port=unopened_port))
+            )
 
-        with socket.socket() as unheard:  # bound, but not listening
-            unheard.bind(("127.0.0.1", 0))
-            later = unheard.getsockname()[1]
+        with socket.socket() as bound:  # not listening yet
+            bound.bind(("127.0.0.1", 0))
+            unopened_port = bound.getsockname()[1]
             nursery.start_soon(first)
             await engines.arrived[B, INIT].wait()
             response = await trainer.ask(INIT, **init_body(trainer.store, group_name="mine"))
@@ -71,16 +73,16 @@ async def test_an_init_with_force_takes_the_group_over(trainer, engines):
         assert trainer.api.operations.sync.status()["owner"]["group_name"] == "mine"
 
 
-@pytest.mark.parametrize("same", [True, False])
-async def test_a_new_trainer_replaces_a_dead_one_before_the_watchdog_noticed(
-    trainer, engines, caplog, same
+@pytest.mark.parametrize("same_port", [True, False])
+async def test_a_new_trainer_replaces_a_dead_one_before_the_watchdog_notices(
+    trainer, engines, caplog, same_port
 ):
     await trainer.arm()
     trainer.api.operations.sync.lifecycle._watching.cancel()  # disable the watchdog
     trainer.store.die()
-    port = trainer.store.port if same else 0
+    port = trainer.store.port if same_port else 0
     async with open_trainer_store(port) as other:
-        assert (other.port == trainer.store.port) is same
+        assert (other.port == trainer.store.port) is same_port
         assert (await trainer.ask(INIT, **init_body(other))).ok
         assert "stale_group_replaced sync=\"group 'g'" in caplog.text
         assert engines.bodies(DESTROY, A) == engines.bodies(DESTROY, B) == [{"group_name": "g"}]
@@ -101,7 +103,7 @@ async def test_a_dead_trainer_ends_the_sync(trainer, engines):
         assert (await trainer.ask(INIT, **init_body(other))).ok
 
 
-async def test_a_stopped_trainer_is_given_up_after_the_stall_timeout(trainer_with, store):
+async def test_a_stopped_trainer_ends_the_sync_after_the_stall_timeout(trainer_with, store):
     trainer = await trainer_with(stall_timeout_secs=1.0)
     await trainer.arm()
     store.silent = True
@@ -124,8 +126,8 @@ async def test_a_destroy_interrupts_the_running_step(trainer, engines, nursery):
     nursery.start_soon(trainer.api.operations.submit, trainer_call(COMPLETE))
     await engines.arrived[A, COMPLETE].wait()
     with trio.fail_after(30):
-        asked = await trainer.ask(DESTROY)
-    assert asked.ok
+        response = await trainer.ask(DESTROY)
+    assert response.ok
     assert trainer.state == "idle"
 
 

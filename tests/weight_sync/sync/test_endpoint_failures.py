@@ -72,14 +72,14 @@ async def test_two_simultaneous_completes_get_the_same_response(trainer, engines
         await engines.arrived[B, COMPLETE].wait()
         nursery.start_soon(complete, trainer, responses)
         with trio.fail_after(30):
-            while not trainer.api.operations.waiting:  # noqa: ASYNC110  # nothing rings for it
+            while not trainer.api.operations.waiting:  # noqa: ASYNC110  # nothing signals it
                 await trio.sleep(0.01)
         engines.open_gate(COMPLETE, B)
-    assert [(a.status, a.body["weight_version"]) for a in responses] == [(200, "v2")] * 2
+    assert [(r.status, r.body["weight_version"]) for r in responses] == [(200, "v2")] * 2
     assert len(engines.bodies(COMPLETE, A)) == 1
 
 
-async def test_a_destroy_succeeds_if_members_had_left_by_themselves(trainer, engines):
+async def test_a_destroy_succeeds_if_members_have_already_left(trainer, engines):
     await trainer.arm()
     engines.close_gate(COMPLETE)
     for url in (A, B):
@@ -122,7 +122,7 @@ async def test_a_group_without_a_round_is_aborted_and_its_workers_keep_their_wei
     assert (again.status_code, (await again.get_json())["error"]["code"]) == (409, "no_sync")
 
 
-async def test_bytes_are_counted_for_each_member_that_took_them(trainer):
+async def test_bytes_are_counted_for_each_member_that_received_them(trainer):
     await trainer.join()
     await trainer.expect_ok(UPDATE, **TENSORS, flush_cache=False)
     await trainer.expect_ok(PREPARE, **TENSORS)
@@ -137,17 +137,22 @@ def report_progress(engines, state, nbytes, error=None):
     """Set the progress that the replicas report, each time with a new age."""
 
     def info(url):
-        engines.looks += 1
-        progress = {"state": state, "bytes_received": nbytes, "secs": engines.looks, "error": error}
+        engines.info_calls += 1
+        progress = {
+            "state": state,
+            "bytes_received": nbytes,
+            "secs": engines.info_calls,
+            "error": error,
+        }
         return {"tp_size": engines.ranks[url], "weight_sync": progress}
 
-    engines.looks, default_response = 0, type(engines).default_response
+    engines.info_calls, default_response = 0, type(engines).default_response
     engines.default_response = lambda url, path: (
         info(url) if path == "/server_info" else default_response(engines, url, path)
     )
 
 
-async def test_a_live_trainer_that_sends_nothing_is_given_up(trainer_with, engines):
+async def test_a_live_trainer_that_sends_nothing_ends_the_sync(trainer_with, engines):
     trainer = await trainer_with(stall_timeout_secs=1.0, ready_timeout_secs=60)
     await trainer.arm()
     report_progress(engines, "receiving", 7)
@@ -191,7 +196,7 @@ async def test_a_member_that_received_everything_does_not_stall(trainer, engines
     report_progress(engines, "received", 7)
     await trainer.arm()
     with trio.fail_after(30):
-        while engines.looks < 10:  # noqa: ASYNC110  # nothing rings for a look
+        while engines.info_calls < 10:  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.05)
     assert trainer.state == "armed"
     await trainer.expect_ok(COMPLETE, weight_version="v2")
@@ -227,17 +232,17 @@ async def test_after_a_restart_workers_with_the_published_weights_recover(
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     await trainer.expect_ok(PREPARE, **BUCKETS)
-    engines.sums[B] = "new"  # it completed after the proxy ended
-    later = sync_api(folder)
-    assert uncertain_workers(later) == [A, B]
-    await nursery.start(later.operations.run)
+    engines.sums[B] = "new"  # B completed after the proxy ended
+    restarted = sync_api(folder)
+    assert uncertain_workers(restarted) == [A, B]
+    await nursery.start(restarted.operations.run)
     with trio.fail_after(30):
-        while uncertain_workers(later) != [B]:  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(restarted) != [B]:  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.01)
     assert engines.paths(A).index(DESTROY) < len(engines.paths(A)) - 1
-    assert cordon_reasons_of(later) == [[], ["uncertain"]]
-    assert [w.weight_epoch for w in later.fleet.workers] == [1, 0]
-    assert later.operations.journal.published.epoch == 1
+    assert cordon_reasons_of(restarted) == [[], ["uncertain"]]
+    assert [w.weight_epoch for w in restarted.fleet.workers] == [1, 0]
+    assert restarted.operations.journal.published.epoch == 1
 
 
 async def test_workers_that_a_failed_sync_did_not_change_recover(trainer, engines):
@@ -247,7 +252,7 @@ async def test_workers_that_a_failed_sync_did_not_change_recover(trainer, engine
     trainer.store.die()  # every worker discarded what it had received
     await trainer.until("idle")
     with trio.fail_after(30):
-        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.01)
     assert cordon_reasons_of(trainer.api) == [[], []]
     assert {(w.weight_version, w.weight_epoch) for w in trainer.api.fleet.workers} == {("v2", 1)}
@@ -261,7 +266,9 @@ def full(*_):
 
 
 @pytest.mark.parametrize("path", [COMPLETE, UPDATE, DESTROY])
-async def test_a_full_disk_after_the_calls_is_only_reported(trainer, engines, monkeypatch, path):
+async def test_a_full_disk_after_the_calls_is_not_an_error_of_the_call(
+    trainer, engines, monkeypatch, path
+):
     body = {**TENSORS, "flush_cache": True, "weight_version": "v2"}
     await (trainer.arm() if path == COMPLETE else trainer.join())
     if path == DESTROY:
@@ -304,7 +311,7 @@ async def test_a_failure_of_the_service_ends_the_sync_and_unlocks_the_fleet(engi
 # Pauses in a sync
 
 
-async def paused_server(folder, nursery, store, **fields):
+async def trainer_with_queue(folder, nursery, store, **fields):
     fields = {"mode": "coordinate", "drain_secs": 60.0, **fields}
     sync = WeightSyncConfig(**fields)
     api = api_with(
@@ -317,7 +324,7 @@ async def paused_server(folder, nursery, store, **fields):
 async def test_in_a_group_a_pause_holds_requests_and_skips_the_drain(
     engines, folder, nursery, store
 ):
-    trainer = await paused_server(folder, nursery, store)
+    trainer = await trainer_with_queue(folder, nursery, store)
     api = trainer.api
     await trainer.join()
     await trainer.expect_ok(PAUSE, mode="retract")
@@ -336,7 +343,7 @@ async def test_in_a_group_a_pause_holds_requests_and_skips_the_drain(
 async def test_with_pass_or_without_a_group_a_pause_holds_no_worker(
     engines, folder, nursery, store, fields
 ):
-    trainer = await paused_server(folder, nursery, store, **fields)
+    trainer = await trainer_with_queue(folder, nursery, store, **fields)
     if fields.get("mode") != "off":
         await trainer.join()
     await trainer.expect_ok(PAUSE)
@@ -344,18 +351,18 @@ async def test_with_pass_or_without_a_group_a_pause_holds_no_worker(
     assert trainer.api.operations.journal.paused_engines == {A, B}
 
 
-async def test_a_worker_that_is_healthy_before_the_service_runs_is_cordoned(
+async def test_a_worker_that_is_healthy_before_the_service_starts_is_cordoned(
     trainer, engines, folder, nursery
 ):
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     await trainer.expect_ok(DESTROY)
-    later = sync_api(folder)
-    # The prober was quicker than the service.
-    assert cordon_reasons_of(later) == [["unproven"], ["unproven"]]
-    await nursery.start(later.operations.run)
+    restarted = sync_api(folder)
+    # The health check succeeded before the service started.
+    assert cordon_reasons_of(restarted) == [["unproven"], ["unproven"]]
+    await nursery.start(restarted.operations.run)
     with trio.fail_after(30):
-        while cordon_reasons_of(later) != [[], []]:
+        while cordon_reasons_of(restarted) != [[], []]:
             await trio.sleep(0.01)
-            for worker in later.fleet.workers:
+            for worker in restarted.fleet.workers:
                 assert worker.routable is (worker.weight_version == "v2")

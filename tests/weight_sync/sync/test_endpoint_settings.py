@@ -1,4 +1,4 @@
-"""How [weight_sync] settings affect requests and proofs in a sync, and credentials of calls."""
+"""How [weight_sync] settings affect requests and proofs in a sync, and the credentials of calls."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ async def test_requests_in_flight_are_drained_before_a_complete_is_forwarded(tra
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
         with trio.fail_after(20):
-            while cordon_reasons_of(trainer.api) != [["updating"], ["updating"]]:  # noqa: ASYNC110  # no bell
+            while cordon_reasons_of(trainer.api) != [["updating"], ["updating"]]:  # noqa: ASYNC110
                 await trio.sleep(0.01)
         await trio.sleep(0.2)  # several polls of the drain
         assert not engines.bodies(COMPLETE, A) + engines.bodies(COMPLETE, B)
@@ -88,13 +88,13 @@ async def test_every_call_to_a_replica_has_the_credentials_of_the_caller(trainer
         COMPLETE: (COMPLETE, "/model_info", "/weights_checker"),
         DESTROY: (DESTROY,),
     }
-    looks = ("/server_info", "/model_info")  # the proxy also calls these on its own
-    for asked_for, paths in expected.items():
+    uncredentialed = ("/server_info", "/model_info")  # the proxy also calls these without a caller
+    for trainer_path, paths in expected.items():
         for path in paths:
-            found = [r for r in engines.requests if r.url.path == path]
-            keys = {r.headers.get("authorization") for r in found}
-            assert f"Bearer {asked_for}" in keys, (path, keys)
-            assert None not in keys or path in looks, path
+            requests = [r for r in engines.requests if r.url.path == path]
+            keys = {request.headers.get("authorization") for request in requests}
+            assert f"Bearer {trainer_path}" in keys, (path, keys)
+            assert None not in keys or path in uncredentialed, path
 
 
 async def test_no_weights_change_before_every_process_acknowledged_the_cordon(
@@ -102,20 +102,20 @@ async def test_no_weights_change_before_every_process_acknowledged_the_cordon(
 ):
     trainer = await trainer_with()
     await trainer.arm()
-    asked, all_know = trio.Event(), trio.Event()
+    awaited, acknowledged = trio.Event(), trio.Event()
 
-    async def agreed():
-        asked.set()
-        await all_know.wait()
+    async def await_acknowledgement():
+        awaited.set()
+        await acknowledged.wait()
 
-    trainer.api.fleet.await_replicated = agreed
+    trainer.api.fleet.await_replicated = await_acknowledgement
     engines.close_gate(COMPLETE)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trainer.ask, COMPLETE)
-        await asked.wait()
+        await awaited.wait()
         await wait_all_tasks_blocked(0.01)
         assert cordon_reasons_of(trainer.api) == [["updating"], ["updating"]]
         assert not engines.bodies(COMPLETE, A) + engines.bodies(COMPLETE, B)
-        all_know.set()
+        acknowledged.set()
         await engines.arrived[A, COMPLETE].wait()
         engines.open_gate(COMPLETE)

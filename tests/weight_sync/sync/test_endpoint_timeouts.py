@@ -55,27 +55,27 @@ async def test_weights_that_do_not_arrive_in_time_end_the_step_once(trainer_with
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A)
     assert [len(engines.bodies(path, url)) for url in (A, B)] == [1, 1]
-    # Its weights are unknown.
+    # Their weights are unknown.
     assert uncertain_workers(trainer.api) == [A, B]
     assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
 
 
 async def test_a_refusal_after_the_timeout_leaves_no_worker_uncertain(trainer_with, engines):
-    """The responses of replicas that are told to leave while they wait for bytes."""
+    """Replicas respond so to a destroy while they wait for bytes."""
     trainer = await trainer_with(receive_timeout_secs=SHORT_SECS)
     await trainer.arm()
     engines.close_gate(COMPLETE)
     before = versions_by_url(trainer.api)
     for url in (A, B):
         engines.set_reply(url, COMPLETE, {"success": False, "message": "the group is gone"}, 400)
-    leaving = engines.keep
+    respond = engines.respond
 
-    async def keep(request, url, path):
+    async def open_gate_on_destroy(request, url, path):
         if path == DESTROY:
             engines.open_gate(COMPLETE)
-        return await leaving(request, url, path)
+        return await respond(request, url, path)
 
-    engines.keep = keep
+    engines.respond = open_gate_on_destroy
     response = await trainer.ask(COMPLETE)
     assert response.status in (400, 502)
     assert f"no answer within {SHORT_SECS:g} s" in response.body["message"]
@@ -101,13 +101,13 @@ async def test_a_timeout_of_zero_never_ends_a_step(folder, nursery, store, engin
     ):
         engines.close_gate(path, B)
         responses = []
-        async with trio.open_nursery() as asking:
+        async with trio.open_nursery() as caller:
 
             async def ask(path=path, body=body, responses=responses):
                 pending = trainer.init() if body is None else trainer.ask(path, **body)
                 responses.append(await pending)
 
-            asking.start_soon(ask)
+            caller.start_soon(ask)
             await engines.arrived[B, path].wait()
             await trio.sleep(0.3)  # several times the timeout that must not apply
             assert not responses, (path, responses)

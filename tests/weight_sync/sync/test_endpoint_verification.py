@@ -1,4 +1,4 @@
-"""How results of members are judged: their weights, labels and caches."""
+"""How the weights, labels and caches of members decide which of them are uncertain."""
 
 import pytest
 import trio
@@ -28,21 +28,21 @@ DAMAGED = {"success": False, "detail": {"message": "The weights are damaged: upd
 
 @pytest.fixture
 def forgotten(trainer):
-    found = []
-    trainer.api.fleet.watch_cache_cleared(lambda worker: found.append(worker.url))
-    return found
+    urls = []
+    trainer.api.fleet.watch_cache_cleared(lambda worker: urls.append(worker.url))
+    return urls
 
 
 # Refusals that report changed weights
 
 
-@pytest.mark.parametrize("message", [STALE, DAMAGED])
+@pytest.mark.parametrize("refusal", [STALE, DAMAGED])
 async def test_a_refusal_that_reports_changed_weights_leaves_the_worker_uncertain(
-    trainer, engines, message
+    trainer, engines, refusal
 ):
     await trainer.arm()
     for url in (A, B):
-        engines.set_reply(url, COMPLETE, message, 400)
+        engines.set_reply(url, COMPLETE, refusal, 400)
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status in (400, 502)
     assert uncertain_workers(trainer.api) == [A, B]
@@ -50,10 +50,12 @@ async def test_a_refusal_that_reports_changed_weights_leaves_the_worker_uncertai
     assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
 
 
-async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trainer, engines):
+async def test_a_worker_with_new_weights_and_an_old_cache_is_uncertain_until_a_flush(
+    trainer, engines
+):
     await trainer.arm()
     engines.set_reply(B, COMPLETE, STALE, 400)
-    engines.labels[B] = "v2"  # the weights are there
+    engines.labels[B] = "v2"  # it has the new weights
     engines.set_reply(B, FLUSH, {"success": False}, 400)
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status == 400
@@ -61,13 +63,13 @@ async def test_new_weights_with_an_old_cache_stay_out_until_that_is_flushed(trai
     assert versions_by_url(trainer.api)[A] == ("v2", 1)
     await trainer.until("idle")
     with trio.fail_after(5):
-        while FLUSH not in engines.paths(B):  # noqa: ASYNC110  # nobody is asked for it
+        while FLUSH not in engines.paths(B):  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.01)
     assert cordon_reasons_of(trainer.api) == [[], ["uncertain"]]
     del engines.replies[B, FLUSH]
     assert (await trainer.api.operations.submit(admin_call(FLUSH))).ok
     with trio.fail_after(5):
-        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nobody is asked for it
+        while uncertain_workers(trainer.api):  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.01)
     assert cordon_reasons_of(trainer.api) == [[], []]
 
@@ -82,15 +84,15 @@ async def test_a_disk_load_without_a_flush_leaves_the_worker_uncertain(trainer, 
 # Labels
 
 
-async def test_a_worker_with_another_label_than_the_others_is_left_out(trainer, engines):
+async def test_a_worker_with_another_label_than_the_others_is_uncertain(trainer, engines):
     await trainer.arm()
 
-    async def keep(request, url, path, well=engines.keep):
-        response = await well(request, url, path)
+    async def respond(request, url, path, original=engines.respond):
+        response = await original(request, url, path)
         engines.labels[B] = "v0"
         return response
 
-    engines.keep = keep
+    engines.respond = respond
     response = await trainer.ask(COMPLETE, weight_version="v2")
     assert response.status == 502
     assert "it reports the label 'v0', other workers report 'v2'" in response.body["uncertain"][B]
@@ -99,15 +101,15 @@ async def test_a_worker_with_another_label_than_the_others_is_left_out(trainer, 
 
 
 @pytest.mark.parametrize("label", ["v0", None])
-async def test_engines_that_take_no_label_are_not_left_out(trainer, engines, label):
+async def test_engines_that_ignore_labels_are_not_uncertain(trainer, engines, label):
     await trainer.arm()
 
-    async def keep(request, url, path, well=engines.keep):
-        response = await well(request, url, path)
+    async def respond(request, url, path, original=engines.respond):
+        response = await original(request, url, path)
         engines.labels.update({A: "v0", B: label})
         return response
 
-    engines.keep = keep
+    engines.respond = respond
     assert (await trainer.ask(COMPLETE, weight_version="v2")).ok
     assert uncertain_workers(trainer.api) == []
 
@@ -129,14 +131,14 @@ async def test_cache_knowledge_is_cleared_only_where_caches_were_flushed(trainer
     await trainer.expect_ok(COMPLETE, weight_version="v2", flush_cache=True)
     assert sorted(forgotten) == [A, B]
     forgotten.clear()
-    for body in ({"flush_cache": False}, {}):  # a complete flushes only if it says so
+    for body in ({"flush_cache": False}, {}):  # a complete flushes only with flush_cache
         await trainer.expect_ok(PREPARE, **BUCKETS)
         await trainer.expect_ok(COMPLETE, weight_version="v3", **body)
         assert forgotten == []
     await trainer.expect_ok(UPDATE, **TENSORS, weight_version="v4", flush_cache=False)
     await trainer.expect_ok(CONTINUE)
     assert forgotten == []
-    # A one-phase update flushes unless it says otherwise.
+    # A one-phase update flushes unless flush_cache is false.
     await trainer.expect_ok(UPDATE, **TENSORS, weight_version="v5")
     await trainer.expect_ok(DESTROY)
     assert sorted(forgotten) == [A, B]
@@ -145,7 +147,7 @@ async def test_cache_knowledge_is_cleared_only_where_caches_were_flushed(trainer
 # Continue
 
 
-async def test_continue_keeps_uncertain_workers_out_and_names_them(trainer, engines):
+async def test_continue_names_uncertain_workers_and_keeps_them_cordoned(trainer, engines):
     engines.sums[B] = "other"
     await trainer.arm()
     assert not (await trainer.ask(COMPLETE, weight_version="v2")).ok

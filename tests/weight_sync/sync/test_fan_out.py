@@ -26,69 +26,69 @@ async def undo(member):
     return WorkerResult(member.name, 200)
 
 
-def fan(*members):
+def fan_out_to(*members):
     return GroupFanOut(members, lambda member: member.response())
 
 
-async def test_all_members_are_called_at_once_and_results_are_in_their_order(autojump_clock):
-    one = fan(Member("a", 3), Member("b", 1))
-    responses = await one.run(FanOutTimeouts(9))
+async def test_members_are_called_concurrently_and_results_are_in_their_order(autojump_clock):
+    fan_out = fan_out_to(Member("a", 3), Member("b", 1))
+    responses = await fan_out.run(FanOutTimeouts(9))
     assert [response.worker for response in responses] == ["a", "b"]
-    assert (one.cause, trio.current_time()) == ("", 3)
+    assert (fan_out.cause, trio.current_time()) == ("", 3)
 
 
 async def test_the_first_failure_ends_the_fan_out(autojump_clock):
-    one = fan(Member("a", 300), Member("b", 2, 400))
-    responses = await one.run(FanOutTimeouts(900))
+    fan_out = fan_out_to(Member("a", 300), Member("b", 2, 400))
+    responses = await fan_out.run(FanOutTimeouts(900))
     assert trio.current_time() == 2
-    assert one.cause == "b: status 400"
+    assert fan_out.cause == "b: status 400"
     assert [response.error for response in responses] == [NOT_AWAITED, ""]
 
 
 async def test_after_a_failure_the_others_get_the_grace_time(autojump_clock):
-    one = fan(Member("a", 3), Member("b", 1, 500), Member("c", 300))
-    responses = await one.run(FanOutTimeouts(900, grace_secs=5))
+    fan_out = fan_out_to(Member("a", 3), Member("b", 1, 500), Member("c", 300))
+    responses = await fan_out.run(FanOutTimeouts(900, grace_secs=5))
     assert trio.current_time() == 6
     assert [response.success for response in responses] == [True, False, False]
 
 
 async def test_a_late_member_is_undone_and_its_late_result_counts(autojump_clock):
     late = Member("c", 300)
-    one = fan(Member("b", 1, 500), late)
-    responses = await one.run(FanOutTimeouts(900, grace_secs=5, undo=undo))
+    fan_out = fan_out_to(Member("b", 1, 500), late)
+    responses = await fan_out.run(FanOutTimeouts(900, grace_secs=5, undo=undo))
     assert trio.current_time() == 6
     assert [response.status for response in responses] == [500, 400]
 
 
 async def test_a_timeout_names_the_missing_members(autojump_clock):
-    one = fan(Member("a", 1), Member("b", 30), Member("c", 40))
-    await one.run(FanOutTimeouts(10))
-    assert one.cause == "no answer within 10 s: b, c"
+    fan_out = fan_out_to(Member("a", 1), Member("b", 30), Member("c", 40))
+    await fan_out.run(FanOutTimeouts(10))
+    assert fan_out.cause == "no answer within 10 s: b, c"
     assert trio.current_time() == 10
 
 
 async def test_a_fan_out_can_be_failed_from_outside(autojump_clock, nursery):
-    one = fan(Member("a", 30))
+    fan_out = fan_out_to(Member("a", 30))
 
-    async def know():
+    async def fail_later():
         await trio.sleep(2)
-        one.fail("the trainer is gone")
-        one.fail("another reason")
+        fan_out.fail("the trainer is gone")
+        fan_out.fail("another reason")
 
-    nursery.start_soon(know)
-    await one.run(FanOutTimeouts(10))
-    assert (one.cause, trio.current_time()) == ("the trainer is gone", 2)
+    nursery.start_soon(fail_later)
+    await fan_out.run(FanOutTimeouts(10))
+    assert (fan_out.cause, trio.current_time()) == ("the trainer is gone", 2)
 
 
 async def test_a_failure_of_all_members_shortens_the_grace_time(autojump_clock, nursery):
     late = Member("a", 300)
-    one = fan(late)
+    fan_out = fan_out_to(late)
 
-    async def know():
+    async def fail_later():
         await trio.sleep(2)
-        one.fail("the trainer is gone", all_fail=True)
+        fan_out.fail("the trainer is gone", all_fail=True)
 
-    nursery.start_soon(know)
-    await one.run(FanOutTimeouts(900, grace_secs=5, undo=undo))
+    nursery.start_soon(fail_later)
+    await fan_out.run(FanOutTimeouts(900, grace_secs=5, undo=undo))
     assert trio.current_time() == 3
     assert late.undone.is_set()

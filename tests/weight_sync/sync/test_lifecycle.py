@@ -31,7 +31,7 @@ ENGINES = SyncEngines
 # Lost members
 
 
-async def test_a_member_that_is_gone_ends_the_sync_and_is_named(trainer, listening, engines):
+async def test_a_lost_member_ends_the_sync_and_is_named(trainer, listening, engines):
     await trainer.arm()
     listening[B].set()
     await trainer.until("idle")
@@ -49,7 +49,7 @@ async def test_a_member_that_fails_its_probes_ends_the_sync(trainer):
     assert B in trainer.api.operations.sync.status()["last_cause"]
 
 
-async def test_a_member_that_did_not_leave_is_notified_again_before_it_joins(
+async def test_a_member_that_did_not_leave_is_called_again_before_it_joins(
     trainer, engines, monkeypatch
 ):
     monkeypatch.setattr(lifecycle, "DESTROY_TIMEOUT_SECS", 0.1)
@@ -70,15 +70,19 @@ async def test_armed_members_are_recorded_and_uncertain_after_a_restart(
     trainer, folder, engines, nursery
 ):
     await trainer.join()
-    sync = decode((folder / "journal.json").read_bytes())
-    assert (sync.sync.step, sync.sync.targets, sync.uncertain_at_start()) == ("grouped", (A, B), {})
+    journal = decode((folder / "journal.json").read_bytes())
+    assert (journal.sync.step, journal.sync.targets, journal.uncertain_at_start()) == (
+        "grouped",
+        (A, B),
+        {},
+    )
     await trainer.expect_ok(PREPARE, **BUCKETS)
     assert decode((folder / "journal.json").read_bytes()).sync.step == "arming"
-    later = sync_api(folder)
-    assert uncertain_workers(later) == [A, B]
-    await nursery.start(later.operations.run)
+    restarted = sync_api(folder)
+    assert uncertain_workers(restarted) == [A, B]
+    await nursery.start(restarted.operations.run)
     with trio.fail_after(30):
-        while not engines.bodies(DESTROY, B):  # noqa: ASYNC110  # nobody is asked for it
+        while not engines.bodies(DESTROY, B):  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.01)
     assert engines.bodies(DESTROY, A) == [{"group_name": "g"}]
 
@@ -94,20 +98,20 @@ async def test_a_call_that_changes_weights_is_recorded_before_it_is_sent(trainer
         engines.open_gate(UPDATE)
 
 
-async def test_members_of_a_cut_short_group_leave_before_the_next_init(
+async def test_members_of_an_interrupted_group_leave_it_before_the_next_init(
     trainer, folder, engines, nursery
 ):
     await trainer.arm()
-    later = Trainer(sync_api(folder), trainer.store)
+    restarted = Trainer(sync_api(folder), trainer.store)
     engines.close_gate(DESTROY, B)
-    await nursery.start(later.api.operations.run)
+    await nursery.start(restarted.api.operations.run)
     responses = []
 
     async def init():
-        responses.append(await later.init())
+        responses.append(await restarted.init())
 
-    async with trio.open_nursery() as asking:
-        asking.start_soon(init)
+    async with trio.open_nursery() as caller:
+        caller.start_soon(init)
         await engines.arrived[B, DESTROY].wait()
         for _ in range(5):  # the journal is written in a thread
             await wait_all_tasks_blocked(0.01)
@@ -129,7 +133,7 @@ async def test_nothing_is_sent_if_the_journal_cannot_be_written(trainer, engines
     await trainer.until("idle")
 
 
-async def test_a_sync_leaves_nothing_in_the_journal(trainer, folder):
+async def test_the_journal_is_empty_after_a_sync(trainer, folder):
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     await trainer.expect_ok(DESTROY)
@@ -137,9 +141,7 @@ async def test_a_sync_leaves_nothing_in_the_journal(trainer, folder):
     assert json.loads((folder / "epoch.json").read_bytes())["epoch"] == 1
 
 
-async def test_a_worker_that_is_healthy_after_a_sync_is_cordoned_until_its_version_is_read(
-    trainer, engines
-):
+async def test_a_worker_back_after_a_sync_is_cordoned_until_its_version_is_read(trainer, engines):
     await trainer.arm()
     await trainer.expect_ok(COMPLETE, weight_version="v2")
     await trainer.expect_ok(DESTROY)
@@ -165,6 +167,6 @@ async def test_a_worker_with_the_synced_weights_is_uncordoned(trainer, engines):
     fleet.set_version(worker, None, 0)
     fleet.cache_cleared(worker)
     with trio.fail_after(30):
-        while worker.cordon_reasons:  # noqa: ASYNC110  # nobody is asked for it
+        while worker.cordon_reasons:  # noqa: ASYNC110  # nothing signals it
             await trio.sleep(0.01)
     assert versions_by_url(trainer.api)[B] == ("v2", 1)

@@ -38,10 +38,10 @@ async def test_each_replica_gets_its_own_ranks_and_keeps_serving(trainer, engine
     assert "group 'g' at 127.0.0.1" in trainer.api.config_store.membership_lock.reason()
 
 
-async def test_ranks_are_counted_anew_for_each_group(trainer, engines):
+async def test_ranks_are_counted_again_for_each_group(trainer, engines):
     await trainer.join()
     await trainer.expect_ok(DESTROY)
-    engines.ranks[A] = 1  # it restarted with fewer ranks
+    engines.ranks[A] = 1  # A restarted with fewer ranks
     response = await trainer.init(world_size=3)
     assert [rank_range["rank_offset"] for rank_range in response.body["layout"]] == [1, 2]
     assert engines.bodies(INIT, B)[1]["rank_offset"] == 2
@@ -70,8 +70,8 @@ async def test_a_replica_that_does_not_report_its_ranks_is_named(trainer, engine
     assert not engines.bodies(INIT, A)
 
 
-async def test_a_partial_join_is_answered_at_once_and_undone(trainer, engines):
-    engines.close_gate(INIT, A)  # it waits for the other one, as in a real rendezvous
+async def test_a_partial_join_fails_at_once_and_is_undone(trainer, engines):
+    engines.close_gate(INIT, A)  # A waits for B, as in a real rendezvous
     engines.set_reply(B, INIT, {"success": False, "message": "no room"}, 400)
     response = await trainer.init()
     assert response.status == 400
@@ -93,7 +93,7 @@ async def test_a_join_ends_at_init_timeout(trainer_with, engines):
     await trainer.until("idle")
 
 
-async def test_a_server_that_is_no_store_is_an_error(engines, folder, nursery):
+async def test_a_trainer_address_without_a_torch_store_is_an_error(engines, folder, nursery):
     async def talk(stream):
         await stream.send_all(b"SSH-2.0-OpenSSH_9.6\r\n")
         await trio.sleep_forever()
@@ -118,7 +118,7 @@ async def test_a_server_that_is_no_store_is_an_error(engines, folder, nursery):
 
 
 @pytest.mark.parametrize("roles", [("regular", "regular"), ("prefill", "decode")])
-async def test_a_whole_sync_is_published_only_when_all_have_it(trainer, engines, roles):
+async def test_a_sync_is_published_only_when_all_members_have_it(trainer, engines, roles):
     for worker, role in zip(trainer.api.fleet.workers, roles, strict=True):
         trainer.api.fleet.report_role(worker, "" if role == "regular" else role)
     body = await trainer.arm()
@@ -157,7 +157,7 @@ async def test_a_malformed_call_arms_no_member_and_keeps_the_group(trainer, engi
     await trainer.expect_ok(PREPARE, **BUCKETS)
 
 
-async def test_a_refused_prepare_disarms_all_and_names_the_member(trainer, engines):
+async def test_a_prepare_that_a_member_refuses_names_it_and_disarms_all_members(trainer, engines):
     await trainer.join()
     engines.set_reply(B, PREPARE, {"success": False, "message": "armed already"}, 409)
     response = await trainer.ask(PREPARE, **BUCKETS)
@@ -165,9 +165,9 @@ async def test_a_refused_prepare_disarms_all_and_names_the_member(trainer, engin
     await trainer.until("idle")
     assert engines.bodies(DESTROY, A)
     assert not engines.bodies(COMPLETE, A)
-    later = await trainer.ask(COMPLETE)
-    assert later.status == 400
-    assert B in later.body["message"]
+    response = await trainer.ask(COMPLETE)
+    assert response.status == 400
+    assert B in response.body["message"]
     assert uncertain_workers(trainer.api) == []
 
 
@@ -196,7 +196,7 @@ async def test_a_call_for_another_group_name_is_refused(trainer):
     assert "there is no group 'other'" in response.body["message"]
 
 
-async def test_replicas_that_differ_are_left_out_and_the_sync_fails(trainer, engines):
+async def test_replicas_that_differ_are_uncertain_and_the_sync_fails(trainer, engines):
     engines.sums[B] = "other"
     await trainer.arm()
     response = await trainer.ask(COMPLETE, weight_version="v2")
@@ -206,7 +206,7 @@ async def test_replicas_that_differ_are_left_out_and_the_sync_fails(trainer, eng
     assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
 
 
-async def test_a_lost_replica_is_left_out_and_the_other_serves_the_new_version(trainer, engines):
+async def test_a_lost_replica_is_uncertain_and_the_other_serves_the_new_version(trainer, engines):
     await trainer.arm()
     engines.replies[B, COMPLETE] = LOST
     response = await trainer.ask(COMPLETE, weight_version="v2")
@@ -217,9 +217,7 @@ async def test_a_lost_replica_is_left_out_and_the_other_serves_the_new_version(t
     assert cordon_reasons_of(trainer.api) == [[], ["uncertain"]]
 
 
-async def test_weights_that_one_replica_refused_are_not_published_for_a_single_other(
-    trainer, engines
-):
+async def test_weights_that_one_of_two_replicas_refused_are_not_published(trainer, engines):
     await trainer.arm()
     engines.set_reply(B, COMPLETE, {"success": False, "message": "the trainer sent fewer"}, 400)
     response = await trainer.ask(COMPLETE, weight_version="v2")
@@ -239,7 +237,7 @@ async def test_weights_that_all_refuse_leave_no_worker_uncertain(trainer, engine
     assert (cordon_reasons_of(trainer.api), versions_by_url(trainer.api)) == ([[], []], before)
 
 
-async def test_a_member_without_a_readable_checksum_is_left_out(trainer, engines):
+async def test_a_member_without_a_readable_checksum_is_uncertain(trainer, engines):
     await trainer.arm()
     engines.replies[B, "/weights_checker"] = LOST
     response = await trainer.ask(COMPLETE, weight_version="v2")

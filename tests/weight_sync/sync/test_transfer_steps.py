@@ -46,33 +46,33 @@ def trainer_with(engines, folder, nursery, store, listening):
 # A whole round
 
 
-async def test_every_engine_gets_its_ranks_and_its_trainer_one_answer(trainer, engines):
-    answer = await trainer.init(packed=True)
-    assert (answer.status, answer.body["message"]) == (200, "Weight transfer initialized")
-    reported = [engines.bodies(INIT, url)[0]["init_info"] for url in (A, B)]
-    assert [(each["rank_offset"], each["world_size"]) for each in reported] == [(1, 4), (3, 4)]
-    assert all(each["packed"] is True for each in reported)
-    assert answer.body["layout"] == [
+async def test_every_engine_gets_its_ranks_and_the_trainer_one_response(trainer, engines):
+    response = await trainer.init(packed=True)
+    assert (response.status, response.body["message"]) == (200, "Weight transfer initialized")
+    init_infos = [engines.bodies(INIT, url)[0]["init_info"] for url in (A, B)]
+    assert [(info["rank_offset"], info["world_size"]) for info in init_infos] == [(1, 4), (3, 4)]
+    assert all(info["packed"] is True for info in init_infos)
+    assert response.body["layout"] == [
         {"member": A, "rank_offset": 1, "ranks": 2},
         {"member": B, "rank_offset": 3, "ranks": 1},
     ]
 
 
-async def test_finish_publishes_what_all_have_and_nothing_before_does(trainer, engines):
-    await trainer.started()
+async def test_weights_are_published_only_by_finish(trainer, engines):
+    await trainer.start()
     assert cordon_reasons_of(trainer.api) == [["updating"], ["updating"]]
     await trainer.expect_ok(UPDATE, CHUNK)
     await trainer.expect_ok(UPDATE, CHUNK)
     assert cordon_reasons_of(trainer.api) == [["updating"], ["updating"]]
     assert versions_by_url(trainer.api) == {A: (None, 0), B: (None, 0)}
-    done = await trainer.expect_ok(FINISH, {"weight_version": "v2"})
-    assert (done["message"], done["weight_epoch"]) == ("Weight update finished", 1)
-    assert done["weight_versions"] == {A: "v2", B: "v2"}
+    completed = await trainer.expect_ok(FINISH, {"weight_version": "v2"})
+    assert (completed["message"], completed["weight_epoch"]) == ("Weight update finished", 1)
+    assert completed["weight_versions"] == {A: "v2", B: "v2"}
     assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
     assert cordon_reasons_of(trainer.api) == [[], []]
 
 
-async def test_a_group_serves_many_rounds(trainer, engines):
+async def test_a_group_can_have_several_rounds(trainer, engines):
     await trainer.join()
     for number in range(3):
         assert (await trainer.round(f"v{number}"))["weight_epoch"] == number + 1
@@ -80,27 +80,27 @@ async def test_a_group_serves_many_rounds(trainer, engines):
 
 
 async def test_a_list_of_updates_is_divided_by_ranks(trainer, engines):
-    await trainer.started()
+    await trainer.start()
     await trainer.expect_ok(UPDATE, {"update_info": [{"names": [n]} for n in "abc"]})
     assert engines.bodies(UPDATE, A) == [{"update_info": [{"names": ["a"]}, {"names": ["b"]}]}]
     assert engines.bodies(UPDATE, B) == [{"update_info": [{"names": ["c"]}]}]
 
 
-async def test_a_backend_without_ranks_and_without_a_store_works_too(trainer, engines):
+async def test_a_backend_without_ranks_and_without_a_store_can_sync(trainer, engines):
     assert (await trainer.ask(INIT, {"init_info": {}})).ok
     assert engines.bodies(INIT, A) == [{"init_info": {}}]
     assert not trainer.api.config_store.membership_lock.held
     assert (await trainer.round())["weight_epoch"] == 1
 
 
-async def test_a_finish_without_a_label_leaves_that_of_the_engines(trainer):
-    await trainer.started()
+async def test_a_finish_without_a_label_keeps_that_of_the_engines(trainer):
+    await trainer.start()
     assert (await trainer.expect_ok(FINISH))["weight_versions"] == {A: "default", B: "default"}
     assert versions_by_url(trainer.api) == {A: ("default", 1), B: ("default", 1)}
 
 
-async def test_a_repeated_finish_gets_the_answer_of_the_first(trainer, engines):
-    await trainer.started()
+async def test_a_repeated_finish_gets_the_response_of_the_first(trainer, engines):
+    await trainer.start()
     first = await trainer.expect_ok(FINISH, {"weight_version": "v2"})
     assert await trainer.expect_ok(FINISH, {"weight_version": "v2"}) == first
     assert len(engines.bodies(FINISH)) == 1
@@ -117,7 +117,7 @@ async def test_a_trainer_that_leaves_ends_the_group(trainer, engines):
 
 
 async def test_an_engine_that_is_not_paused_is_paused_for_the_update(trainer, engines):
-    await trainer.started()
+    await trainer.start()
     assert engines.targets(PAUSE) == ["/pause?mode=keep"]
     assert engines.paused == {A, B}
     assert read_journal(trainer.api.operations.journal._file.folder).pauses[A].by == "the proxy"
@@ -142,7 +142,7 @@ async def test_an_engine_that_its_trainer_paused_stays_paused(trainer, engines):
 
 async def test_a_resume_before_the_finish_ends_the_update_before_it_resumes(trainer, engines):
     await trainer.expect_ok(PAUSE, query="mode=keep")
-    await trainer.started()
+    await trainer.start()
     await trainer.expect_ok(UPDATE, CHUNK)
     body = await trainer.expect_ok(RESUME)
     assert set(body["uncertain"]) == {A, B}
@@ -158,23 +158,23 @@ async def test_a_resume_before_the_finish_ends_the_update_before_it_resumes(trai
 # Failures
 
 
-async def test_a_chunk_that_one_engine_refuses_keeps_everybody_out(trainer, engines):
-    await trainer.started()
-    engines.tell_vllm(B, UPDATE, "tensor b has no such shape")
-    answer = await trainer.ask(UPDATE, CHUNK)
-    assert (answer.status, "no such shape" in answer.body["message"]) == (502, True)
+async def test_a_chunk_that_one_engine_refuses_makes_all_workers_uncertain(trainer, engines):
+    await trainer.start()
+    engines.set_rpc_error(B, UPDATE, "tensor b has no such shape")
+    response = await trainer.ask(UPDATE, CHUNK)
+    assert (response.status, "no such shape" in response.body["message"]) == (502, True)
     await trainer.until("idle")
     assert uncertain_workers(trainer.api) == [A, B]
     assert cordon_reasons_of(trainer.api) == [["uncertain"], ["uncertain"]]
-    # Else the next update would be taken for the rest of this one.
+    # Otherwise the next update would count as the rest of this one.
     assert [path for path in engines.paths(B) if path in (START, FINISH, SHUTDOWN)][-3:] == [
         START, FINISH, SHUTDOWN
     ]  # fmt: skip
     assert engines.open == engines.collected == set()
 
 
-async def test_the_next_whole_round_brings_everybody_back(trainer, engines):
-    await trainer.started()
+async def test_the_next_successful_round_returns_all_workers_to_rotation(trainer, engines):
+    await trainer.start()
     engines.replies[B, UPDATE] = LOST
     assert not (await trainer.ask(UPDATE, CHUNK)).ok
     await trainer.until("idle")
@@ -196,27 +196,27 @@ async def test_a_draft_update_returns_no_worker_to_rotation(trainer, engines):
     assert uncertain_workers(trainer.api) == [A]
 
 
-async def test_a_start_that_all_refuse_changes_no_worker(trainer, engines):
+async def test_a_start_that_all_engines_refuse_makes_no_worker_uncertain(trainer, engines):
     await trainer.join()
     for url in (A, B):
-        engines.tell_vllm(url, START, "Weight transfer not configured.")
-    answer = await trainer.ask(START)
-    assert (answer.status, "not configured" in answer.body["message"]) == (502, True)
+        engines.set_rpc_error(url, START, "Weight transfer not configured.")
+    response = await trainer.ask(START)
+    assert (response.status, "not configured" in response.body["message"]) == (502, True)
     await trainer.until("idle")
     assert uncertain_workers(trainer.api) == []
     assert cordon_reasons_of(trainer.api) == [[], []]
     assert engines.paused == set()
 
 
-async def test_a_start_that_one_takes_leaves_both_uncertain(trainer, engines):
+async def test_a_start_that_succeeds_on_one_engine_makes_both_uncertain(trainer, engines):
     await trainer.join()
-    engines.tell_vllm(B, START, "out of memory")
+    engines.set_rpc_error(B, START, "out of memory")
     assert (await trainer.ask(START)).status == 502
     await trainer.until("idle")
     assert uncertain_workers(trainer.api) == [A, B]
 
 
-async def test_an_update_that_was_open_before_is_no_plain_refusal(trainer, engines):
+async def test_a_start_refused_because_of_an_open_update_makes_workers_uncertain(trainer, engines):
     await trainer.join()
     engines.open |= {A, B}
     assert not (await trainer.ask(START)).ok
@@ -225,27 +225,27 @@ async def test_an_update_that_was_open_before_is_no_plain_refusal(trainer, engin
     assert engines.open == engines.collected == set()
 
 
-async def test_a_finish_that_one_misses_publishes_for_the_other(trainer, engines):
-    await trainer.started()
+async def test_a_finish_that_is_lost_by_one_engine_publishes_for_the_other(trainer, engines):
+    await trainer.start()
     engines.replies[B, FINISH] = LOST
-    answer = await trainer.ask(FINISH, {"weight_version": "v2"})
-    assert (answer.status, answer.body["weight_epoch"]) == (502, 1)
+    response = await trainer.ask(FINISH, {"weight_version": "v2"})
+    assert (response.status, response.body["weight_epoch"]) == (502, 1)
     await trainer.until("idle")
     assert versions_by_url(trainer.api)[A] == ("v2", 1)
     assert uncertain_workers(trainer.api) == [B]
 
 
-async def test_engines_that_disagree_are_not_published(trainer, engines):
+async def test_weights_of_engines_with_different_checksums_are_not_published(trainer, engines):
     engines.ranks = {A: 1, B: 1}
     engines.sums[B] = "other"
-    await trainer.started()
-    answer = await trainer.ask(FINISH, {"weight_version": "v2"})
-    assert answer.status == 502
+    await trainer.start()
+    response = await trainer.ask(FINISH, {"weight_version": "v2"})
+    assert response.status == 502
     assert uncertain_workers(trainer.api) == [A, B]
 
 
 async def test_a_dead_trainer_ends_an_open_update(trainer, engines):
-    await trainer.started()
+    await trainer.start()
     await trainer.expect_ok(UPDATE, CHUNK)
     trainer.store.die()
     await trainer.until("idle")
@@ -253,64 +253,64 @@ async def test_a_dead_trainer_ends_an_open_update(trainer, engines):
     assert engines.open == engines.collected == set()
 
 
-async def test_a_member_that_dies_in_the_middle_ends_the_round(trainer, engines, listening):
-    await trainer.started()
+async def test_a_member_that_dies_during_an_update_ends_the_round(trainer, engines, listening):
+    await trainer.start()
     engines.close_gate(UPDATE, A)
-    answers = []
+    responses = []
     async with trio.open_nursery() as nursery:
 
-        async def chunk():
-            answers.append(await trainer.ask(UPDATE, CHUNK))
+        async def send_chunk():
+            responses.append(await trainer.ask(UPDATE, CHUNK))
 
-        nursery.start_soon(chunk)
+        nursery.start_soon(send_chunk)
         await engines.arrived[A, UPDATE].wait()
         listening[A].set()
         with trio.fail_after(30):
-            while not answers:  # noqa: ASYNC110
+            while not responses:  # noqa: ASYNC110
                 await trio.sleep(0.01)
         engines.open_gate(UPDATE, A)
-    assert A in answers[0].body["message"]
+    assert A in responses[0].body["message"]
     await trainer.until("idle")
     assert uncertain_workers(trainer.api) == [A, B]
 
 
-# Who may call
+# Calls in the wrong state, or of another trainer
 
 
 async def test_calls_without_an_init_name_the_missing_step(trainer, engines):
     for path, body in ((START, None), (UPDATE, CHUNK), (FINISH, None), (SHUTDOWN, None)):
-        answer = await trainer.ask(path, body)
-        assert (answer.status, INIT in answer.body["message"]) == (400, True), path
+        response = await trainer.ask(path, body)
+        assert (response.status, INIT in response.body["message"]) == (400, True), path
     assert engines.requests == []
 
 
 async def test_calls_without_a_start_name_the_missing_step(trainer, engines):
     await trainer.join()
     for path, body in ((UPDATE, CHUNK), (FINISH, None)):
-        answer = await trainer.ask(path, body)
-        assert (answer.status, START in answer.body["message"]) == (400, True), path
+        response = await trainer.ask(path, body)
+        assert (response.status, START in response.body["message"]) == (400, True), path
     assert engines.bodies(UPDATE) == engines.bodies(FINISH) == []
 
 
 async def test_a_second_start_is_refused_while_an_update_is_open(trainer, engines):
-    await trainer.started()
-    answer = await trainer.ask(START)
-    assert (answer.status, "open already" in answer.body["message"]) == (409, True)
+    await trainer.start()
+    response = await trainer.ask(START)
+    assert (response.status, "open already" in response.body["message"]) == (409, True)
     assert len(engines.bodies(START)) == 1
     await trainer.expect_ok(FINISH, {"weight_version": "v2"})
 
 
-async def test_an_init_is_refused_while_an_update_of_another_is_open(trainer):
-    await trainer.started()
+async def test_an_init_is_refused_during_the_update_of_another_trainer(trainer):
+    await trainer.start()
     async with open_trainer_store() as other:
-        answer = await trainer.ask(INIT, {"init_info": init_info(other)})
-        assert answer.status == 409
+        response = await trainer.ask(INIT, {"init_info": init_info(other)})
+        assert response.status == 409
         forced = await trainer.ask(INIT, {"init_info": init_info(other), "force": True})
         assert forced.ok, forced.body
     assert uncertain_workers(trainer.api) == [A, B]
 
 
-async def test_an_init_while_nothing_is_open_joins_anew(trainer, engines):
+async def test_an_init_without_an_open_update_replaces_the_group(trainer, engines):
     await trainer.join()
     async with open_trainer_store() as other:
         assert (await trainer.ask(INIT, {"init_info": init_info(other)})).ok
@@ -319,22 +319,20 @@ async def test_an_init_while_nothing_is_open_joins_anew(trainer, engines):
     assert trainer.api.operations.sync.lifecycle.meters.aborts == {}
 
 
-async def test_a_trainer_does_not_leave_while_its_update_is_open(trainer):
-    await trainer.started()
-    answer = await trainer.ask(SHUTDOWN)
-    assert (answer.status, "finish it first" in answer.body["message"]) == (409, True)
+async def test_a_shutdown_is_refused_while_an_update_is_open(trainer):
+    await trainer.start()
+    response = await trainer.ask(SHUTDOWN)
+    assert (response.status, "finish it first" in response.body["message"]) == (409, True)
 
 
 async def test_an_sglang_engine_cannot_be_a_rank(trainer, engines):
     engines.kinds[B] = "sglang"
-    answer = await trainer.init()
-    assert (answer.status, B in answer.body["message"]) == (422, True)
+    response = await trainer.init()
+    assert (response.status, B in response.body["message"]) == (422, True)
     assert engines.bodies(INIT, A) == []
 
 
-async def test_chosen_engines_are_updated_alone_and_the_others_miss_nothing(
-    trainer, engines, folder
-):
+async def test_engines_that_were_not_chosen_have_not_missed_an_update(trainer, engines, folder):
     engines.kinds[B] = "sglang"
     chosen = frozenset((A,))
     assert (await trainer.ask(INIT, {"init_info": init_info(trainer.store)}, chosen=chosen)).ok
@@ -344,13 +342,13 @@ async def test_chosen_engines_are_updated_alone_and_the_others_miss_nothing(
 
 
 async def test_ranks_that_do_not_fit_are_refused_before_anything_is_sent(trainer, engines):
-    answer = await trainer.init(world_size=3)
-    assert (answer.status, "world_size is 3" in answer.body["message"]) == (400, True)
+    response = await trainer.init(world_size=3)
+    assert (response.status, "world_size is 3" in response.body["message"]) == (400, True)
     assert engines.bodies(INIT) == []
 
 
-async def test_a_bad_body_ends_nothing(trainer, engines):
-    await trainer.started()
+async def test_an_invalid_body_does_not_end_the_update(trainer, engines):
+    await trainer.start()
     assert (await trainer.ask(UPDATE, {})).status == 400
     assert (await trainer.ask(UPDATE, {"update_info": [TENSORS]})).status == 400
     assert (await trainer.ask(FINISH, {"weight_version": 7})).status == 400
@@ -366,8 +364,8 @@ async def test_a_checker_that_needs_running_engines_is_called_after_the_resume(t
     engines.checker_needs_running, engines.ranks = True, {A: 1, B: 1}
     await trainer.expect_ok(PAUSE, query="mode=keep")
     await trainer.join()
-    done = await trainer.round()
-    assert set(done["verification"]["unverified"]) == {A, B}
+    completed = await trainer.round()
+    assert set(completed["verification"]["unverified"]) == {A, B}
     assert versions_by_url(trainer.api) == {A: ("v2", 1), B: ("v2", 1)}
     body = await trainer.expect_ok(RESUME)
     assert set(body["verification"]["checked"]) == {A, B}
@@ -375,7 +373,7 @@ async def test_a_checker_that_needs_running_engines_is_called_after_the_resume(t
     assert uncertain_workers(trainer.api) == []
 
 
-async def test_what_differs_after_the_resume_is_out(trainer, engines):
+async def test_workers_that_differ_after_the_resume_are_uncertain(trainer, engines):
     engines.checker_needs_running, engines.ranks = True, {A: 1, B: 1}
     await trainer.expect_ok(PAUSE, query="mode=keep")
     await trainer.join()
@@ -389,7 +387,7 @@ async def test_what_differs_after_the_resume_is_out(trainer, engines):
 
 
 async def test_an_open_update_is_in_the_journal_between_its_calls(trainer, folder):
-    await trainer.started()
+    await trainer.start()
     entry = read_journal(folder).sync
     assert (entry.step, entry.targets) == ("open", (A, B))
     assert set(read_journal(folder).uncertain_at_start()) == {A, B}
@@ -398,14 +396,14 @@ async def test_an_open_update_is_in_the_journal_between_its_calls(trainer, folde
 
 
 async def test_after_a_crash_engines_leave_the_group_and_resume(trainer, engines, folder, nursery):
-    await trainer.started()
+    await trainer.start()
     before = read_journal(folder)
-    again = sync_api(folder / "again")
-    again.operations.journal._file.write(before)
-    again = sync_api(folder / "again")
-    assert [sorted(w.cordon_reasons) for w in again.fleet.workers] == [["uncertain"]] * 2
-    await nursery.start(again.operations.run)
-    await again.operations.sync.lifecycle.wait_settled()
+    restarted = sync_api(folder / "again")
+    restarted.operations.journal._file.write(before)
+    restarted = sync_api(folder / "again")
+    assert [sorted(w.cordon_reasons) for w in restarted.fleet.workers] == [["uncertain"]] * 2
+    await nursery.start(restarted.operations.run)
+    await restarted.operations.sync.lifecycle.wait_settled()
     assert engines.open == engines.paused == set()
-    assert uncertain_workers(again) == [A, B]
-    assert UPDATING not in again.fleet.workers[0].cordon_reasons
+    assert uncertain_workers(restarted) == [A, B]
+    assert UPDATING not in restarted.fleet.workers[0].cordon_reasons

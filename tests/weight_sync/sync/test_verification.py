@@ -1,4 +1,4 @@
-"""A worker whose weights a delivery has just proven is not asked to hash them again."""
+"""A worker whose weights were proven by their delivery does not hash them again."""
 
 import pytest
 
@@ -11,18 +11,20 @@ from tests.weight_sync.version_holders import CHECKER, DISK, VersionEngines
 
 pytest.importorskip("torch")
 DIGESTS = {"a": "1", "b": "2"}
-GO_ON = "/continue_generation"
+CONTINUE = "/continue_generation"
 
 
-class Telling(VersionEngines):
-    """They report their process and stages; `at_go_on` runs when B continues, which is the last
-    call of a delivery."""
+class ReportingEngines(VersionEngines):
+    """Engines that report their process and stages.
+
+    `on_continue` runs when B continues, which is the last call of a delivery.
+    """
 
     def __init__(self):
         super().__init__()
         self.instances = {A: "first", B: "first"}
         self.stages = {A: 1, B: 1}
-        self.at_go_on = lambda: None
+        self.on_continue = lambda: None
 
     def default_response(self, url, path):
         if path == "/server_info":
@@ -31,54 +33,52 @@ class Telling(VersionEngines):
             skipped = {"stage": "x", "data": {"skipped": True}}
             stages = [{"stage": str(at), "data": {}} for at in range(self.stages[url])]
             return {"success": True, "results": [skipped, *stages]}
-        if path == GO_ON and url == B:
-            self.at_go_on()
+        if path == CONTINUE and url == B:
+            self.on_continue()
         return super().default_response(url, path)
 
-    def hashed(self):
+    def checker_calls(self):
         return [self.paths(url).count(CHECKER) for url in (A, B)]
 
 
-ENGINES = Telling
+ENGINES = ReportingEngines
 
 
 async def test_a_proof_from_the_delivery_is_reused(running, engines):
-    done = await running.sync(1)
-    assert done.ok, done.body
-    assert engines.hashed() == [1, 1]
-    assert done.body["verification"]["checked"] == [A, B]
-    whole = roll_up(running.store.current.digests)
-    assert done.body["verification"]["checksums"] == {A: whole, B: whole}
-    assert running.operations.journal.published.targets["*"].digest == whole
+    completed = await running.sync(1)
+    assert completed.ok, completed.body
+    assert engines.checker_calls() == [1, 1]
+    assert completed.body["verification"]["checked"] == [A, B]
+    checksum = roll_up(running.store.current.digests)
+    assert completed.body["verification"]["checksums"] == {A: checksum, B: checksum}
+    assert running.operations.journal.published.targets["*"].digest == checksum
     assert running.versions() == [("v1", 1), ("v1", 1)]
 
 
-async def test_another_process_than_the_proven_one_is_hashed_again(running, engines):
-    def begin_anew():
+async def test_weights_are_hashed_again_if_the_process_has_restarted(running, engines):
+    def restart_b():
         engines.restart(B)
-        engines.labels[B] = "v1"  # the label alone proves nothing
+        engines.labels[B] = "v1"  # a label proves nothing
         engines.instances[B] = "second"
 
-    engines.at_go_on = begin_anew
-    done = await running.sync(1)
-    assert (done.status, engines.hashed()) == (502, [2, 2])
-    assert B in done.body["uncertain"]
+    engines.on_continue = restart_b
+    completed = await running.sync(1)
+    assert (completed.status, engines.checker_calls()) == (502, [2, 2])
+    assert B in completed.body["uncertain"]
 
 
-async def test_weights_with_another_label_are_hashed_again(running, engines):
-    engines.at_go_on = lambda: engines.restart(B)  # only a stage: the process is the same
-    done = await running.sync(1)
-    assert (done.status, engines.hashed()) == (502, [2, 2])
-    assert B in done.body["uncertain"]
+async def test_weights_are_hashed_again_if_the_label_differs(running, engines):
+    engines.on_continue = lambda: engines.restart(B)  # one stage restarts: the process is the same
+    completed = await running.sync(1)
+    assert (completed.status, engines.checker_calls()) == (502, [2, 2])
+    assert B in completed.body["uncertain"]
 
 
-async def test_a_worker_with_more_stages_than_were_proven_is_hashed_with_all_others(
-    running, engines
-):
+async def test_weights_are_hashed_again_if_a_worker_has_more_stages_than_proven(running, engines):
     engines.stages[B] = 2
-    done = await running.sync(1)
-    assert (done.ok, engines.hashed()) == (True, [2, 2])
-    assert done.body["verification"]["checked"] == [A, B]
+    completed = await running.sync(1)
+    assert (completed.ok, engines.checker_calls()) == (True, [2, 2])
+    assert completed.body["verification"]["checked"] == [A, B]
 
 
 def version_of(tmp_path, label="v1", **digests):
@@ -87,7 +87,7 @@ def version_of(tmp_path, label="v1", **digests):
     return StoredVersion(record, tmp_path, in_memory=True, on_disk=False)
 
 
-def delivered(status=200, **fields):
+def delivery_result(status=200, **fields):
     body = {
         "success": True,
         "checksum": roll_up(DIGESTS),
@@ -98,7 +98,7 @@ def delivered(status=200, **fields):
 
 
 def test_a_digest_over_exactly_all_tensors_is_a_proof(tmp_path):
-    proof = cached_proof(delivered(), version_of(tmp_path, **DIGESTS), "x")
+    proof = cached_proof(delivery_result(), version_of(tmp_path, **DIGESTS), "x")
     assert (proof.names, proof.digest.whole) == ({"a", "b"}, roll_up(DIGESTS))
     assert proof.is_valid("x", "v1")
     assert not proof.is_valid("y", "v1")
@@ -116,11 +116,13 @@ def test_a_digest_over_exactly_all_tensors_is_a_proof(tmp_path):
         ({"success": False}, "x"),
     ],
 )
-def test_a_delivery_that_proves_less_gives_no_proof(tmp_path, fields, instance):
-    assert cached_proof(delivered(**fields), version_of(tmp_path, **DIGESTS), instance) is None
+def test_an_incomplete_delivery_report_is_no_proof(tmp_path, fields, instance):
+    assert (
+        cached_proof(delivery_result(**fields), version_of(tmp_path, **DIGESTS), instance) is None
+    )
 
 
-def test_a_version_without_label_or_digests_gives_no_proof(tmp_path):
-    assert cached_proof(delivered(), version_of(tmp_path, label=None, **DIGESTS), "x") is None
-    undigested = version_of(tmp_path, a="", b="")
-    assert cached_proof(delivered(checksum=roll_up({})), undigested, "x") is None
+def test_there_is_no_proof_for_a_version_without_label_or_digests(tmp_path):
+    assert cached_proof(delivery_result(), version_of(tmp_path, label=None, **DIGESTS), "x") is None
+    without_digests = version_of(tmp_path, a="", b="")
+    assert cached_proof(delivery_result(checksum=roll_up({})), without_digests, "x") is None
