@@ -160,7 +160,7 @@ def test_a_key_inside_another_value_names_no_rank():
     assert need.dp_rank == ANY_RANK
 
 
-def test_a_request_without_a_json_body_names_a_rank_by_header_alone():
+def test_without_a_json_body_only_the_header_can_name_a_rank():
     need = Requirements(1)
     pin_to_rank(need, {RANK_HINT: b"2"}, b'{"routed_dp_rank": 3}')
     assert (need.dp_rank, need.names_rank_in_body) == (2, False)

@@ -28,7 +28,7 @@ def test_each_target_is_chosen_in_exact_proportion_to_its_weight(weights, rounds
 
 
 @given(weights)
-def test_a_target_is_never_more_than_one_choice_ahead_of_its_share(weights):
+def test_the_deviation_of_a_target_from_its_share_is_bounded(weights):
     split, total = split_of(*weights), sum(weights)
     counts = Counter()
     for number in range(1, 2 * total + 1):

@@ -53,7 +53,7 @@ def test_a_dotted_key_is_read_from_the_nested_object():
         assert text(other, "input.ids") == b""
 
 
-def test_requests_with_a_common_beginning_have_texts_with_one():
+def test_requests_with_a_common_beginning_have_a_common_prefix():
     one = text({"instructions": "be kind", "input": "hello"}, "instructions", "input")
     two = text({"instructions": "be kind", "input": "good bye"}, "instructions", "input")
     assert common_length(one, two) > len("be kind")

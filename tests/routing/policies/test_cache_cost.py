@@ -52,7 +52,7 @@ def test_an_uncomputed_prompt_is_backlog_until_its_first_byte():
     assert (backlog(policy, one), again.uncached) == (0, 0)
 
 
-def test_a_request_that_is_sent_again_is_a_backlog_at_its_new_worker_alone():
+def test_a_retry_counts_as_backlog_only_at_its_new_worker():
     policy, (one, other) = cost_policy(0, 0)
     request = chat(TEXT)
     send(policy, one, request)
