@@ -14,8 +14,8 @@ from tools.archive_main import MADE_FOR
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Of our own modules only: what they need is found where the tests find it."""
+def built(tmp_path_factory):
+    """A folder with the package alone and its archive; the tests' environment has the rest."""
     folder = tmp_path_factory.mktemp("made")
     unwanted = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "omni_proxy", folder / "installed/omni_proxy", ignore=unwanted)
@@ -24,8 +24,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def archive(made, tmp_path):
-    return Path(shutil.copy(made / "omni-proxy.pyz", tmp_path))
+def archive(built, tmp_path):
+    return Path(shutil.copy(built / "omni-proxy.pyz", tmp_path))
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def cache(tmp_path):
 
 @pytest.fixture
 def run(archive, cache):
-    def start(*words, **more):
-        env = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(cache), **more}
-        command = [sys.executable, "-P", archive, *words]
+    def start(*arguments, **variables):
+        env = {"PATH": os.environ["PATH"], "XDG_CACHE_HOME": str(cache), **variables}
+        command = [sys.executable, "-P", archive, *arguments]
         return subprocess.run(
             command, capture_output=True, text=True, timeout=60, check=False, env=env, cwd="/"
         )
@@ -45,43 +45,43 @@ def run(archive, cache):
     return start
 
 
-def test_an_archive_runs_what_it_unpacked_and_unpacks_once(run, cache):
-    reported = run("--version")
-    assert (reported.stdout, reported.stderr) == (f"omni-proxy {__version__}\n", "")
+def test_an_archive_is_unpacked_once_and_runs_from_the_cache(run, cache):
+    result = run("--version")
+    assert (result.stdout, result.stderr) == (f"omni-proxy {__version__}\n", "")
     (folder,) = (cache / "omni-proxy").iterdir()
-    marked = folder / "omni_proxy/__init__.py"
-    marked.write_text('__version__ = "unpacked"\n')
+    init_file = folder / "omni_proxy/__init__.py"
+    init_file.write_text('__version__ = "unpacked"\n')
     assert run("--version").stdout == "omni-proxy unpacked\n"
     assert list((cache / "omni-proxy").iterdir()) == [folder]
 
 
-def test_its_commands_find_their_pages_and_modules(run, cache):
-    reported = run("status", "--url", "http://127.0.0.1:1")
-    assert (reported.returncode, "cannot connect" in reported.stderr) == (2, True)
+def test_commands_of_an_archive_find_their_pages_and_modules(run, cache):
+    result = run("status", "--url", "http://127.0.0.1:1")
+    assert (result.returncode, "cannot connect" in result.stderr) == (2, True)
     assert list((cache / "omni-proxy").rglob("admin_api/pages/dashboard/page.html"))
 
 
-def test_another_content_is_unpacked_beside_it(run, archive, made, cache, tmp_path):
+def test_a_changed_archive_is_unpacked_into_its_own_folder(run, archive, built, cache, tmp_path):
     run("--version")
-    shutil.copytree(made / "installed", tmp_path / "installed")
+    shutil.copytree(built / "installed", tmp_path / "installed")
     (tmp_path / "installed/omni_proxy/__init__.py").write_text('__version__ = "9"\n')
     pack(tmp_path / "installed", archive)
     assert run("--version").stdout == "omni-proxy 9\n"
     assert len(list((cache / "omni-proxy").iterdir())) == 2
 
 
-def test_without_a_home_it_is_unpacked_for_this_run(run, tmp_path):
+def test_without_a_cache_folder_an_archive_is_unpacked_for_one_run(run, tmp_path):
     (tmp_path / "file").touch()
-    reported = run("--version", XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
-    assert reported.stdout == f"omni-proxy {__version__}\n"
+    result = run("--version", XDG_CACHE_HOME=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    assert result.stdout == f"omni-proxy {__version__}\n"
 
 
-def test_another_python_is_informed_which_one_it_was_made_for(run, archive, tmp_path):
+def test_an_unsuitable_python_is_refused_with_the_version_needed(run, archive, tmp_path):
     rewritten = tmp_path / "other.pyz"
     with zipfile.ZipFile(archive) as old, zipfile.ZipFile(rewritten, "w") as new:
         new.writestr("__main__.py", old.read("__main__.py"))
         new.writestr(MADE_FOR, "3.99 x")
     Path(rewritten).replace(archive)
-    reported = run("--version")
-    assert reported.returncode == 1
-    assert "needs Python 3.99" in reported.stderr
+    result = run("--version")
+    assert result.returncode == 1
+    assert "needs Python 3.99" in result.stderr

@@ -1,4 +1,4 @@
-"""The bench's worker and load generator, against each other and against answers that are wrong."""
+"""The bench's worker and load generator, against each other and against wrong responses."""
 
 import json
 import shlex
@@ -34,14 +34,14 @@ def workers() -> Iterator[list[int]]:
 
 
 @contextmanager
-def a_server_that_says(answer: bytes) -> Iterator[int]:
+def server_that_responds(response: bytes) -> Iterator[int]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             client, _ = listener.accept()
             with client:
                 client.recv(65536)
-                client.sendall(answer)
+                client.sendall(response)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -52,22 +52,22 @@ def a_server_that_says(answer: bytes) -> Iterator[int]:
 
 
 @contextmanager
-def a_server_that_keeps(values: list[bytes]) -> Iterator[int]:
-    """What the trace ids of one connection's requests were; each gets its own body back."""
+def server_that_collects(values: list[bytes]) -> Iterator[int]:
+    """Collects the trace ids of one connection's requests, and echoes each request's body."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
             client, _ = listener.accept()
-            with client, client.makefile("rb") as came:
-                while line := came.readline():
+            with client, client.makefile("rb") as stream:
+                while line := stream.readline():
                     name, _, value = line.rstrip().partition(b": ")
                     if name == b"x-amzn-trace-id":
                         values.append(value)
                     elif name == b"content-length":
                         size = int(value)
                     elif not name:
-                        reported = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
-                        client.sendall(reported + came.read(size))
+                        head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
+                        client.sendall(head + stream.read(size))
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -86,23 +86,23 @@ def load(*arguments: object) -> dict[str, object]:
 
 
 @needs_cc
-def test_every_request_of_a_bounded_load_gets_its_own_answer(workers: list[int]) -> None:
+def test_every_request_of_a_bounded_load_gets_its_own_response(workers: list[int]) -> None:
     seen = load("unary", workers[0], 4, 0, 20_000, 1_200)
     assert (seen["errors"], seen["whole"], seen["units"]) == (0, 1_200, 1_200)
     assert seen["reconnects"] == 0
 
 
 @needs_cc
-def test_a_field_may_be_new_in_every_request() -> None:
+def test_a_header_field_can_be_new_in_every_request() -> None:
     values: list[bytes] = []
-    with a_server_that_keeps(values) as port:
+    with server_that_collects(values) as port:
         assert load("unique", port, 1, 0, 20_000, 600)["errors"] == 0
     assert len(values) == len(set(values)) == 600
     assert {len(value) for value in values} == {len(values[0])}
 
 
 @needs_cc
-def test_every_stream_ends_whole_with_all_its_events(workers: list[int]) -> None:
+def test_every_stream_is_complete_with_all_its_events(workers: list[int]) -> None:
     seen = load("stream", workers[-1], 7, 0, 300, 20)
     assert (seen["errors"], seen["whole"]) == (0, 7)
     assert seen["units"]
@@ -110,17 +110,20 @@ def test_every_stream_ends_whole_with_all_its_events(workers: list[int]) -> None
 
 @needs_cc
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("response", "reason"),
     [
         (b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}", "the status is not 200"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", "the answer to another request"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\n{}", "the connection ended too early"),
         (b"HTTP/1.1 200 OK\r\n\r\n{}", "invalid bytes instead of an answer"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}{}", "invalid bytes instead of an answer"),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}{}",
+            "invalid bytes instead of an answer",
+        ),
     ],
 )
-def test_a_wrong_answer_is_an_error_with_its_reason(answer: bytes, reason: str) -> None:
-    with a_server_that_says(answer) as port:
+def test_a_wrong_response_is_an_error_with_its_reason(response: bytes, reason: str) -> None:
+    with server_that_responds(response) as port:
         seen = load("unary", port, 1, 0, 5_000, 1)
     assert (seen["errors"], seen["whole"]) == (1, 0)
     assert str(seen["first_error"]).startswith(reason)
@@ -138,7 +141,7 @@ def test_a_wrong_answer_is_an_error_with_its_reason(answer: bytes, reason: str) 
 )
 def test_a_stream_that_is_cut_or_out_of_order_is_an_error(chunks: bytes, reason: str) -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-    with a_server_that_says(head + chunks) as port:
+    with server_that_responds(head + chunks) as port:
         seen = load("stream", port, 1, 0, 300, 100)
     assert seen["whole"] == 0
     assert str(seen["first_error"]).startswith(reason)
@@ -154,21 +157,21 @@ def test_a_leg_without_a_proxy_has_latency_but_no_cost(workers: list[int]) -> No
 @needs_cc
 def test_a_load_beyond_its_bounds_is_refused() -> None:
     argv = [str(build("load")), "unary", "1", "20000", "0", "100"]
-    ran = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert "at most 16384 connections" in ran.stderr
+    result = subprocess.run(argv, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "at most 16384 connections" in result.stderr
 
 
-def test_a_proxy_that_cannot_start_is_quoted() -> None:
-    says = shlex.join([sys.executable, "-c", "raise SystemExit('no such key: server.prot')"])
+def test_the_stderr_of_a_proxy_that_cannot_start_is_quoted() -> None:
+    failing = shlex.join([sys.executable, "-c", "raise SystemExit('no such key: server.prot')"])
     with (
         pytest.raises(legs.LegError, match=r"ended with status 1(.|\n)*no such key: server.prot"),
-        legs.started(proxies.proxy(says + " {port}", "broken"), [1]),
+        legs.started(proxies.proxy(failing + " {port}", "broken"), [1]),
     ):
         pass
 
 
-def test_a_proxy_command_gets_its_port_and_each_worker_as_a_word(tmp_path: Path) -> None:
+def test_a_proxy_command_gets_its_port_and_each_worker_as_an_argument(tmp_path: Path) -> None:
     side = proxies.proxy("router --port {port} --worker-urls {worker_urls}", "router")
     assert side.command is not None
     assert side.command(proxies.Place(7, [8, 9], tmp_path)) == [
@@ -187,21 +190,22 @@ def test_without_a_compiler_the_message_names_the_package(
         build("load")
 
 
-def a_leg(side: str, cpu_us: float | None) -> legs.Leg:
+def leg_of(side: str, cpu_us: float | None) -> legs.Leg:
     return legs.Leg("unary c=1", side, cpu_us, 15.0, 10, 10.0, 1.0, 1.0, 2.0, 0.0, 0, "")
 
 
 def test_ratios_are_taken_within_a_round_not_between_medians() -> None:
     costs = [(10.0, 20.0), (40.0, 40.0), (20.0, 60.0)]
     rounds = [
-        {"peer": a_leg("peer", theirs), "ours": a_leg("ours", ours)} for theirs, ours in costs
+        {"peer": leg_of("peer", peer_cost), "ours": leg_of("ours", our_cost)}
+        for peer_cost, our_cost in costs
     ]
     assert report.ratios(rounds, "ours", "peer") == [2.0, 1.0, 3.0]
     assert "2.00 (1.00..3.00)" in report.cpu_table({"unary c=1": rounds}, "ours", ["peer"])[1]
 
 
 def test_without_a_peer_there_is_a_cost_but_no_ratio() -> None:
-    rounds = [{"ours": a_leg("ours", 30.0), "bare": a_leg("bare", None)}]
+    rounds = [{"ours": leg_of("ours", 30.0), "bare": leg_of("bare", None)}]
     assert report.ratios(rounds, "ours", "peer") == []
     assert report.cpu_table({"unary c=1": rounds}, "ours")[1].split() == [
         *("unary", "c=1", "30.0", "(30.0..30.0)")
@@ -209,11 +213,9 @@ def test_without_a_peer_there_is_a_cost_but_no_ratio() -> None:
 
 
 def test_folded_stacks_of_main_threads_become_shares_of_lines_and_functions() -> None:
-    dataplane, other = (
-        "thread (7): MainThread;main (a.py:1);run (a.py:5)",
-        "thread (8): watcher;sleep",
-    )
-    assert profile.table(f"{dataplane};recv (b.py:7) 3\n{dataplane} 1\n{other} 9\n") == [
+    main_thread = "thread (7): MainThread;main (a.py:1);run (a.py:5)"
+    other = "thread (8): watcher;sleep"
+    assert profile.table(f"{main_thread};recv (b.py:7) 3\n{main_thread} 1\n{other} 9\n") == [
         "4 samples",
         "in this line itself",
         "  75.0%  recv (b.py:7)",

@@ -1,4 +1,4 @@
-"""The requests of tools.bench.calibration, what it counts, and replicas that share cores."""
+"""tools.bench.calibration: its requests, its counts, and simulated replicas that share cores."""
 
 import json
 import random
@@ -24,8 +24,8 @@ from tools.bench.calibration import (
 )
 
 
-def played(seed=1, requests=60):
-    """All requests, each turn a second after the one before it."""
+def all_requests(seed=1, requests=60):
+    """All requests of the chats, each turn one second after the previous turn."""
     workload = chats(requests, 1.0, random.Random(seed))
     made = list(workload.requests)
     for request in made:
@@ -33,19 +33,19 @@ def played(seed=1, requests=60):
     return made
 
 
-def test_as_many_requests_are_made_as_wanted_and_the_same_for_equal_seeds():
-    first, again, other = played(), played(), played(seed=2)
+def test_a_seed_determines_the_requests_and_their_count_is_as_given():
+    first, again, other = all_requests(), all_requests(), all_requests(seed=2)
     assert len(first) == 60
-    assert [prompt_of(each) for each in first] == [prompt_of(each) for each in again]
-    assert [prompt_of(each) for each in first] != [prompt_of(each) for each in other]
+    assert [prompt_of(request) for request in first] == [prompt_of(request) for request in again]
+    assert [prompt_of(request) for request in first] != [prompt_of(request) for request in other]
 
 
 def test_prompts_share_tokens_exactly_where_they_share_blocks():
-    made = played()
-    for request in made:
+    requests = all_requests()
+    for request in requests:
         assert len(prompt_of(request)) == request.input_tokens > SYSTEM_TOKENS
-    for one in made[:10]:
-        for other in made:
+    for one in requests[:10]:
+        for other in requests:
             blocks = shared(one.blocks, other.blocks)
             tokens = shared(prompt_of(one), prompt_of(other))
             assert tokens // BLOCK_TOKENS in (blocks, blocks - 1)
@@ -68,7 +68,7 @@ class Engine(BaseHTTPRequestHandler):
             self.wfile.write(b"data: %b\n\n" % json.dumps(event).encode())
 
     def log_message(self, *args):
-        """Nobody reads it."""
+        pass
 
 
 @pytest.fixture
@@ -81,14 +81,14 @@ def engine():
     server.server_close()
 
 
-def served(engine, *requests):
+def responses_to(engine, *requests):
     clients = Clients(f"http://127.0.0.1:{engine.server_port}", OpenLoop(requests))
     return trio.run(clients.run)
 
 
 def test_clients_count_whole_cached_blocks(engine):
     request = Request(0.0, 100, 5, tuple(range(7)), BLOCK_TOKENS)
-    seen = served(engine, request, request)
+    seen = responses_to(engine, request, request)
     assert len(seen.first_secs) == len(seen.total_secs) == 2
     assert (seen.found_blocks, seen.blocks) == (2 * 2, 2 * 7)
     body = engine.bodies[0]
@@ -97,7 +97,7 @@ def test_clients_count_whole_cached_blocks(engine):
 
 def test_a_request_that_fails_ends_the_run(engine):
     with pytest.raises(FleetError, match="status 400"):
-        served(engine, Request(0.0, 600, 5, tuple(range(40)), BLOCK_TOKENS))
+        responses_to(engine, Request(0.0, 600, 5, tuple(range(40)), BLOCK_TOKENS))
 
 
 def test_replicas_on_too_few_cores_take_longer():
@@ -110,7 +110,7 @@ def test_replicas_on_too_few_cores_take_longer():
 
 
 @pytest.mark.parametrize(
-    ("before", "afterwards", "others", "trouble"),
+    ("before", "afterwards", "others", "reason"),
     [
         (100.0, 120.0, 0.1, ""),
         (100.0, 130.0, 0.0, "a prompt of 256 tokens took 1.97 s and 2.56 s"),
@@ -118,9 +118,9 @@ def test_replicas_on_too_few_cores_take_longer():
         (100.0, 100.0, 0.5, "other programs used 0.50 cores"),
     ],
 )
-def test_a_round_on_a_busy_machine_says_so(before, afterwards, others, trouble):
+def test_a_round_on_a_busy_machine_is_marked_with_the_reason(before, afterwards, others, reason):
     specs = [EngineSpec(prefill_tokens_per_sec=rate) for rate in (before, afterwards)]
-    assert trouble_of(*specs, others) == trouble
+    assert trouble_of(*specs, others) == reason
 
 
 def test_a_round_is_within_the_bounds_by_its_first_token_and_its_hit_rate():

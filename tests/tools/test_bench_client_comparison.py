@@ -1,4 +1,4 @@
-"""What the comparison with another client sends and measures is the same for both."""
+"""The comparison with another client sends the same requests with both and measures the same."""
 
 import json
 
@@ -11,17 +11,21 @@ from tools.bench.client_comparison import StreamingEngine, write_trace
 
 
 def test_both_clients_get_requests_of_the_same_times_and_sizes(tmp_path):
-    ours, theirs = write_trace(tmp_path, 30, 4.0)
-    written = list(read_trace(ours).requests)
-    its = [json.loads(line) for line in theirs.read_text().splitlines()]
-    assert [round(1000 * each.at) for each in written] == [each["timestamp"] for each in its]
-    assert [each.output_tokens for each in written] == [each["output_length"] for each in its]
-    assert [each.input_tokens for each in written] == [
-        len(each["text_input"].split()) for each in its
+    our_trace, their_trace = write_trace(tmp_path, 30, 4.0)
+    our_requests = list(read_trace(our_trace).requests)
+    their_requests = [json.loads(line) for line in their_trace.read_text().splitlines()]
+    assert [round(1000 * each.at) for each in our_requests] == [
+        each["timestamp"] for each in their_requests
+    ]
+    assert [each.output_tokens for each in our_requests] == [
+        each["output_length"] for each in their_requests
+    ]
+    assert [each.input_tokens for each in our_requests] == [
+        len(each["text_input"].split()) for each in their_requests
     ]
 
 
-async def test_the_worker_streams_as_many_tokens_as_it_was_asked_for(autojump_clock):
+async def test_the_worker_streams_as_many_tokens_as_requested(autojump_clock):
     engine = StreamingEngine()
     async with trio.open_nursery() as nursery:
         await nursery.start(engine.serve)

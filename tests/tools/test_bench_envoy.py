@@ -16,8 +16,8 @@ def place(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def made():
-    """To find an interpreter with the packages of omni-proxy imports them all."""
+def all_sides():
+    """Made once: the search for an interpreter with the packages of omni-proxy imports them all."""
     return sides()
 
 
@@ -31,16 +31,16 @@ def filters(config):
     return [each["name"].rpartition(".")[2] for each in manager["http_filters"]]
 
 
-def test_envoy_alone_has_every_worker_and_asks_nobody(made, place):
-    argv, config = config_of(made[0], place)
+def test_envoy_alone_has_every_worker_and_no_external_processor(all_sides, place):
+    argv, config = config_of(all_sides[0], place)
     assert filters(config) == ["router"]
     assert argv[-2:] == ["-l", "warning"]
     assert all(str(port) in json.dumps(config) for port in (1234, *place.workers))
 
 
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_envoy_asks_the_picker_that_runs_beside_it(made, place, number):
-    argv, config = config_of(made[number], place)
+def test_envoy_asks_the_picker_that_is_started_with_it(all_sides, place, number):
+    argv, config = config_of(all_sides[number], place)
     assert filters(config) == ["ext_proc", "router"]
     assert argv[:2] == ["sh", "-c"]
     assert " picker --config " in argv[2]
@@ -50,7 +50,7 @@ def test_envoy_asks_the_picker_that_runs_beside_it(made, place, number):
     assert f'"port_value": {listen.partition(chr(34))[0]}' in text
 
 
-def test_a_row_is_the_median_of_rounds_beside_envoys_of_the_same_round():
+def test_a_row_has_medians_and_envoys_latency_in_the_same_rounds():
     def leg(cpu, p50):
         return Leg("l", "s", cpu, 1.0, 1, 1.0, 1.0, p50, 2 * p50, 0.0, 0, "")
 

@@ -18,45 +18,45 @@ def engines():
         engine.leave()
 
 
-def ask(engine, path, **body):
+def post(engine, path, **body):
     connection = http.client.HTTPConnection("127.0.0.1", engine.port, timeout=10)
     connection.request("POST", path, json.dumps(body))
-    answer = connection.getresponse()
-    answer.read()
+    response = connection.getresponse()
+    response.read()
     connection.close()
-    return answer.status
+    return response.status
 
 
-def ask_beside(engine, **body):
-    """In a thread: its status, once it is there."""
+def ask_in_thread(engine, **body):
+    """Calls `post` in a thread; the list gets the status."""
     statuses = []
-    asking = threading.Thread(target=lambda: statuses.append(ask(engine, "/generate", **body)))
+    asking = threading.Thread(target=lambda: statuses.append(post(engine, "/generate", **body)))
     asking.start()
     return asking, statuses
 
 
-def test_the_engines_answer_once_both_have_come_to_the_room(engines):
+def test_the_engines_respond_once_both_legs_have_the_room(engines):
     prefill, decode = engines
-    asking, statuses = ask_beside(prefill, bootstrap_room=1, rid="a")
-    assert ask(decode, "/generate", bootstrap_room=1, rid="a") == 200
+    asking, statuses = ask_in_thread(prefill, bootstrap_room=1, rid="a")
+    assert post(decode, "/generate", bootstrap_room=1, rid="a") == 200
     asking.join()
     assert statuses == [200]
     assert not prefill.rooms.held
 
 
-def test_what_waits_alone_is_held_until_it_is_aborted_by_its_rid(engines):
+def test_a_leg_that_waits_alone_is_held_until_aborted_by_its_rid(engines):
     prefill, _ = engines
-    asking, statuses = ask_beside(prefill, bootstrap_room=1, rid="a-1")
+    asking, statuses = ask_in_thread(prefill, bootstrap_room=1, rid="a-1")
     failed_legs._wait(lambda: bool(prefill.rooms.held))
     assert list(prefill.rooms.held) == [("prefill", "a-1")]
-    assert ask(prefill, "/abort_request", rid="b") == 200
+    assert post(prefill, "/abort_request", rid="b") == 200
     assert prefill.rooms.held
-    assert ask(prefill, "/abort_request", rid="a") == 200
+    assert post(prefill, "/abort_request", rid="a") == 200
     asking.join()
     assert statuses == [500]
 
 
-def test_a_cell_has_the_median_and_the_longest():
+def test_a_cell_has_the_median_and_the_maximum():
     assert cell([0.001, 0.003, 0.002]) == "2.0 (3)"
     assert cell([0.001, 0.002, CAP_SECS]) == "2.0 (> 3 s)"
     assert cell([0.001, CAP_SECS, CAP_SECS]) == "> 3 s"

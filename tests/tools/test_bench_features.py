@@ -1,4 +1,4 @@
-"""Each side of the bench of features is a configuration that the proxy takes."""
+"""Each side of the features bench is a configuration that the proxy accepts."""
 
 from omni_proxy.config.parse import parse
 from tools.bench.data_plane.features import LIMITS, PLAIN, WORKER_KEY, fleet_sides, sides
@@ -6,16 +6,16 @@ from tools.bench.harness.load_run import KEY
 from tools.bench.harness.proxies import OMNI_FILE, Place, proxy
 
 
-def configs(folder, made=None):
-    ours = proxy("omni-proxy --config {config}", "omni-proxy")
-    found = {}
-    for side in made(ours) if made else sides(ours, "http://127.0.0.1:9"):
+def configs(folder, make_sides=None):
+    omni = proxy("omni-proxy --config {config}", "omni-proxy")
+    configurations = {}
+    for side in make_sides(omni) if make_sides else sides(omni, "http://127.0.0.1:9"):
         side.command(Place(30000, [8000, 8001], folder))
-        found[side.name] = parse((folder / OMNI_FILE).read_text())
-    return found
+        configurations[side.name] = parse((folder / OMNI_FILE).read_text())
+    return configurations
 
 
-def test_each_side_differs_from_the_plain_one_in_its_feature(tmp_path):
+def test_each_side_differs_from_the_plain_side_in_its_feature(tmp_path):
     found = configs(tmp_path)
     plain = found.pop(PLAIN)
     assert (plain.server.metrics, plain.keys, plain.observe.otlp_endpoint) == (True, (), "")

@@ -1,4 +1,4 @@
-"""What the bench makes of its figures, and what it says where it can't have them."""
+"""The tables and goals that the bench computes, and its messages where a figure is missing."""
 
 import subprocess
 from pathlib import Path
@@ -22,7 +22,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def installing(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Steps that an install takes; the first one makes the program that is wanted."""
+    """The commands of an install; the first one creates the programs."""
     steps: list[list[str]] = []
 
     def step(argv: list[str], wanted: str, advice: str) -> None:
@@ -42,20 +42,20 @@ def leg(side: str, cpu_us: float | None, p50_us: float) -> load_run.Leg:
     return load_run.Leg("unary c=1", side, cpu_us, 15.0, 10, 10.0, 1.0, p50_us, 2.0, 0.0, 0, "")
 
 
-def a_round(ours: float, peer: float) -> report.Round:
-    made = (leg("bare", None, 50), leg("peer", peer, 50 + peer), leg("ours", ours, 50 + ours))
-    return {each.side: each for each in made}
+def round_of(ours: float, peer: float) -> report.Round:
+    legs = (leg("bare", None, 50), leg("peer", peer, 50 + peer), leg("ours", ours, 50 + ours))
+    return {each.side: each for each in legs}
 
 
-def test_each_peer_has_a_ratio_of_its_own() -> None:
-    rounds = [a_round(30, 20) | {"other": leg("other", 100, 1)}]
+def test_each_peer_has_its_own_ratio() -> None:
+    rounds = [round_of(30, 20) | {"other": leg("other", 100, 1)}]
     rows = report.cpu_table({"unary c=1": rounds}, "ours", ["peer", "other"])
     assert rows[0].split()[-6:] == ["other", "ours", "by", "peer", "by", "other"]
     assert rows[1].split()[-4:] == ["1.50", "(1.50..1.50)", "0.30", "(0.30..0.30)"]
 
 
-def test_what_a_side_adds_is_reported_where_the_worker_was_measured_alone() -> None:
-    rounds = [a_round(30, 20), a_round(40, 20)]
+def test_added_latency_is_shown_if_the_worker_was_measured_alone() -> None:
+    rounds = [round_of(30, 20), round_of(40, 20)]
     assert report.added_us(rounds, "ours", "bare") == [30, 40]
     rows = report.added_table({"unary c=1": rounds}, ["peer", "ours"], "bare")
     assert rows[1].split() == ["unary", "c=1", "20", "(20..20)", "35", "(30..40)"]
@@ -68,7 +68,7 @@ def test_a_goal_is_met_by_the_median_and_unknown_without_figures() -> None:
     assert goals._ratio_row("CPU", [], 1.6).cells() == ["CPU", "-", "<= 1.6", "", "-", ""]
 
 
-def test_a_part_that_cannot_be_measured_is_reported_and_the_others_run(
+def test_a_part_that_fails_is_reported_and_the_other_parts_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(how: goals.Measuring, found: goals.Found) -> None:
@@ -107,7 +107,7 @@ def test_the_number_of_connections_is_limited_by_descriptors(
         connection_memory.fitting(connection_memory.IDLE, 500)
 
 
-def test_bytes_for_each_connection_are_measured() -> None:
+def test_bytes_per_connection_are_computed() -> None:
     assert (
         connection_memory.ProcessResources(
             "idle", "proxy", 1_000, 10_000_000, 12_000_000
@@ -117,15 +117,15 @@ def test_bytes_for_each_connection_are_measured() -> None:
 
 
 @needs_cc
-def test_an_idle_crowd_rests_and_stays_whole() -> None:
+def test_idle_connections_stay_open() -> None:
     with load_run.fake_worker() as ports:
         argv = [str(build("load")), "idle", str(ports[0]), "300", "50", "100"]
-        ran = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
-    assert ran.returncode == 0
-    assert '"whole": 300' in ran.stdout
+        result = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0
+    assert '"whole": 300' in result.stdout
 
 
-def test_a_router_gets_its_workers_and_a_port_for_its_metrics(
+def test_a_router_gets_its_workers_and_a_metrics_port(
     installing: list[list[str]], tmp_path: Path
 ) -> None:
     side = proxies.PEERS["smg"]()
@@ -147,7 +147,7 @@ PEER_MODES = [
 
 
 @pytest.mark.parametrize(("name", "connector", "mode", "port"), PEER_MODES)
-def test_a_router_gets_half_of_the_workers_for_prefill(
+def test_a_router_gets_half_of_the_workers_as_prefill_workers(
     installing: list[list[str]],
     tmp_path: Path,
     name: str,
@@ -176,7 +176,7 @@ def test_a_router_is_installed_once(
     assert "installing smg" in capsys.readouterr().err
 
 
-def test_an_install_that_was_broken_off_is_done_again(installing: list[list[str]]) -> None:
+def test_an_interrupted_install_is_repeated(installing: list[list[str]]) -> None:
     program = peers.borrowed("smg")
     (program.parents[1] / "whole").unlink()
     for file in program.parent.iterdir():
@@ -186,7 +186,9 @@ def test_an_install_that_was_broken_off_is_done_again(installing: list[list[str]
     assert len(installing) == 4
 
 
-def test_a_step_that_fails_is_quoted_with_advice(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_failed_install_step_is_quoted_with_advice(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(peers.NotInstalled, match="smg==1 could not be installed:\n  no such"):
         peers._step(["sh", "-c", "echo 'no such package' >&2; exit 1"], "smg==1", "go online")
 
@@ -207,7 +209,7 @@ def test_a_changed_configuration_keeps_the_rest(tmp_path: Path) -> None:
         proxies.reconfigured(proxies.NOTHING, "x", str)
 
 
-def test_rates_compare_within_a_round() -> None:
+def test_rates_are_compared_within_a_round() -> None:
     assert process_scaling.Carried(2, [300.0, 100.0], [100.0, 100.0]).ratios == [3.0, 1.0]
 
 

@@ -1,4 +1,4 @@
-"""The figures of the weights bench that are not a clock's: memory of other processes, lateness."""
+"""The weights bench: how it measures the memory of other processes and event-loop delay."""
 
 import math
 import os
@@ -14,24 +14,24 @@ from tools.bench.weights.loop_delay import quantile_bound
 from tools.bench.weights.memory import tree, unbacked_bytes, watched
 
 MIB = 1 << 20
-# Takes memory as it is told to: some of its own, and a shared file that a fork of it maps as well.
-TAKER = """
+# Allocates memory as stdin says: private memory, or a shared file that its fork maps as well.
+MEMORY_USER = """
 import mmap, os, sys
-ours, kept = [], []
+private, shared = [], []
 for line in sys.stdin:
     kind, mib = line.split()
     size = int(mib) << 20
     if kind == "own":
-        ours.append(bytearray(b"x") * size)
+        private.append(bytearray(b"x") * size)
     elif kind == "free":
-        ours.clear()
+        private.clear()
     else:
         file = os.memfd_create("shared")
         os.ftruncate(file, size)
-        kept.append(mmap.mmap(file, size))
-        kept[-1].write(b"x" * size)
+        shared.append(mmap.mmap(file, size))
+        shared[-1].write(b"x" * size)
         if not os.fork():
-            sum(kept[-1][::4096])
+            sum(shared[-1][::4096])
             print("forked", flush=True)
             os.read(0, 1)
             os._exit(0)
@@ -41,8 +41,8 @@ for line in sys.stdin:
 
 
 @contextmanager
-def taker():
-    argv = [sys.executable, "-c", TAKER]
+def memory_user():
+    argv = [sys.executable, "-c", MEMORY_USER]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True) as process:
 
@@ -53,37 +53,38 @@ def taker():
         yield process, take
 
 
-def test_memory_that_was_given_back_meanwhile_counts():
-    with taker() as (process, take):
+def test_memory_that_was_freed_during_the_measurement_counts():
+    with memory_user() as (process, take):
         take("own", 1)
         with watched(lambda: tree(process.pid), 0) as peak:
             take("own", 24)
             readings = peak.readings
-            wait_until(lambda: peak.readings > readings + 1)  # a whole one since then
+            # Wait for a reading that began after the allocation.
+            wait_until(lambda: peak.readings > readings + 1)
             take("free")
         assert 23 * MIB < peak.extra_bytes < 40 * MIB
 
 
 def test_shared_pages_count_once_and_the_versions_file_not_at_all():
-    with taker() as (process, take):
+    with memory_user() as (process, take):
         take("own", 1)
         with (
             watched(lambda: tree(process.pid), 0) as whole,
-            watched(lambda: tree(process.pid), 24 * MIB) as beside,
+            watched(lambda: tree(process.pid), 24 * MIB) as without_file,
         ):
             take("shared", 24)
             assert len(tree(process.pid)) == 2
             whole.look()
-            beside.look()
-        # Writing them went by way of as much of its own.
+            without_file.look()
+        # To write the pages, the process needs as much private memory.
         assert 24 * MIB <= whole.extra_bytes < 60 * MIB
-        assert whole.extra_bytes - beside.extra_bytes <= 24 * MIB
+        assert whole.extra_bytes - without_file.extra_bytes <= 24 * MIB
         _, shared = unbacked_bytes(tree(process.pid))
         assert 24 * MIB <= shared < 28 * MIB
         process.stdin.close()
 
 
-def test_a_process_that_has_ended_has_none():
+def test_a_process_that_has_ended_uses_no_memory():
     ended = subprocess.Popen(["true"])
     ended.wait()
     assert unbacked_bytes([ended.pid]) == (0, 0)
@@ -103,11 +104,11 @@ def test_the_bound_of_the_99th_percentile(counts, bound):
 
 
 @pytest.mark.parametrize("counts", [{}, {0.001: 0, math.inf: 0}])
-def test_nothing_seen_has_no_percentile(counts):
+def test_without_observations_there_is_no_percentile(counts):
     assert math.isnan(quantile_bound(counts))
 
 
-def test_the_last_round_has_what_is_of_all_of_them():
+def test_figures_of_all_rounds_have_one_row():
     rounds = [[Figure("GB/s", value, value / 2)] for value in (1.0, 3.0, 2.0)]
     rows = rows_of("receive", [*rounds, [Figure("peak, buckets of 64 MiB", 0.25)]])
     assert rows == [

@@ -11,7 +11,7 @@ from tools.configuration_page import PAGE, SCHEMA, json_schema, main, page
 
 
 @pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
+def temporary_page(tmp_path, monkeypatch):
     path = tmp_path / "configuration.md"
     monkeypatch.setattr(configuration_page, "PAGE", path)
     monkeypatch.setattr(configuration_page, "SCHEMA", tmp_path / "schema.json")
@@ -19,15 +19,15 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def rows():
-    """Dotted key -> (takes, default, meaning), as a reader of the page finds them."""
-    found, table = {}, ""
+    """The rows of the page: dotted key -> (accepted values, default, meaning)."""
+    rows_by_key, table = {}, ""
     for line in page().splitlines():
         if line.startswith("## "):
             table = line.strip("# `[]")
         elif line.startswith("| `"):
             key, takes, default, meaning = line.strip("| ").split(" | ")
-            found[f"{table}.{key.strip('`')}"] = (takes, default, meaning)
-    return found
+            rows_by_key[f"{table}.{key.strip('`')}"] = (takes, default, meaning)
+    return rows_by_key
 
 
 def test_the_page_equals_the_schema():
@@ -37,7 +37,7 @@ def test_the_page_equals_the_schema():
 
 def test_every_key_has_a_row_and_every_row_a_meaning():
     def keys(struct, path="", *, in_list=False):
-        """A list of tables within a list of tables is one key, whose row names theirs."""
+        """A list of tables within a list of tables is one key; its row names their keys."""
         for each in msgspec.inspect.type_info(struct).fields:
             name = f"{path}{each.name}"
             inner = getattr(each.type, "item_type", each.type)
@@ -46,9 +46,9 @@ def test_every_key_has_a_row_and_every_row_a_meaning():
             else:
                 yield name
 
-    reported = rows()
-    assert set(reported) == set(keys(schema.Config))
-    assert [key for key, row in reported.items() if not all(row)] == []
+    page_rows = rows()
+    assert set(page_rows) == set(keys(schema.Config))
+    assert [key for key, row in page_rows.items() if not all(row)] == []
 
 
 @pytest.mark.parametrize(
@@ -65,34 +65,34 @@ def test_every_key_has_a_row_and_every_row_a_meaning():
         ("launch.env", "a table of strings", "`{}`"),
     ],
 )
-def test_types_ranges_and_defaults_read_as_one_would_write_them(key, takes, default):
+def test_types_ranges_and_defaults_are_shown_as_in_a_configuration(key, takes, default):
     assert rows()[key][:2] == (takes, default)
 
 
-def test_a_bare_list_of_choices_gives_way_to_the_words_of_the_schema():
+def test_the_docstring_of_a_key_replaces_a_bare_list_of_choices():
     assert "recovers by good probes" in rows()["health.on_threshold"][2]
     assert "whoever" not in rows()["routing.sticky_sessions"][2]
 
 
-def test_a_table_begins_with_the_words_of_its_struct():
+def test_a_table_begins_with_the_docstring_of_its_struct():
     assert "`[server.timeouts]`\n\nTimeouts of one exchange" in page()
     assert "`[[launch]]`\n\nA group of replicas" in page()
     assert "`[server]`\n\n| key" in page()
 
 
-def test_it_writes_the_page_and_checks_it(elsewhere, capsys):
+def test_main_writes_the_page_and_checks_it(temporary_page, capsys):
     assert main(["--check"]) == 1
     assert "run tools/configuration-page" in capsys.readouterr().err
     assert main([]) == 0
-    assert elsewhere.read_text() == page()
+    assert temporary_page.read_text() == page()
     assert main(["--check"]) == 0
-    elsewhere.write_text(page() + "\n")
+    temporary_page.write_text(page() + "\n")
     assert main(["--check"]) == 1
 
 
-def test_the_command_refuses_other_words():
-    done = subprocess.run(
+def test_the_command_refuses_unknown_arguments():
+    result = subprocess.run(
         [sys.executable, "-m", "tools.configuration_page", "--help"],
         capture_output=True, text=True, timeout=30, check=False, cwd=ROOT,
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (2, "usage: tools/configuration-page [--check]\n")
+    assert (result.returncode, result.stderr) == (2, "usage: tools/configuration-page [--check]\n")

@@ -32,7 +32,7 @@ def text():
 
 def shared():
     """One text."""
-    return "One text.", [each for each in ("first", "second")], lambda: "third"
+    return "One text.", [word for word in ("first", "second")], lambda: "third"
 '''
 
 
@@ -43,7 +43,7 @@ def names():
     return names
 
 
-def test_only_docstrings_of_modules_and_functions_go(names):
+def test_only_docstrings_of_modules_and_functions_are_removed(names):
     assert names.get("__doc__") is None
     assert names["Kept"].__doc__ == "Of a class."
     assert names["Kept"].method.__doc__ is names["bare"].__doc__ is None
@@ -51,12 +51,12 @@ def test_only_docstrings_of_modules_and_functions_go(names):
     assert names["text"]() == "no docstring either"
 
 
-def test_a_text_that_is_also_used_stays(names):
-    text, listed, made = names["shared"]()
-    assert (text, listed, made()) == ("One text.", ["first", "second"], "third")
+def test_a_docstring_that_is_also_a_constant_stays(names):
+    text, listed, function = names["shared"]()
+    assert (text, listed, function()) == ("One text.", ["first", "second"], "third")
 
 
-def test_asserts_stay_and_every_line_has_its_number(names):
+def test_asserts_and_line_numbers_stay(names):
     with pytest.raises(AssertionError, match="asserts are there") as failure:
         names["broken"]()
     last = traceback.extract_tb(failure.value.__traceback__)[-1]

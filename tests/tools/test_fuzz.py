@@ -8,20 +8,20 @@ SAME = FIRST + b"more"
 OTHER = b"PROXY TCP4 1.1.1.1 2.2.2.2 3 4\r\n"
 
 
-def test_what_reaches_nothing_new_is_not_kept(tmp_path, monkeypatch):
+def test_an_input_without_new_coverage_is_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(fuzz, "CORPUS", tmp_path / "corpus")
-    found = tmp_path / "found"
-    found.mkdir()
+    inputs = tmp_path / "found"
+    inputs.mkdir()
     for name, data in (("a", SAME), ("b", FIRST), ("c", OTHER)):
-        (found / name).write_bytes(data)
-    assert fuzz.keep("introduction", found) == 2
+        (inputs / name).write_bytes(data)
+    assert fuzz.keep("introduction", inputs) == 2
     kept = {file.read_bytes() for file in (tmp_path / "corpus/introduction").iterdir()}
     assert kept == {FIRST, OTHER}
-    assert fuzz.keep("introduction", found) == 0
+    assert fuzz.keep("introduction", inputs) == 0
 
 
-def test_a_reading_that_differs_is_a_finding(monkeypatch):
-    always = proxy_protocol.ProxyHeader(3, "")
-    monkeypatch.setattr(proxy_protocol, "parse_proxy_header", lambda came: always)
+def test_a_parse_result_that_differs_is_a_finding(monkeypatch):
+    wrong_header = proxy_protocol.ProxyHeader(3, "")
+    monkeypatch.setattr(proxy_protocol, "parse_proxy_header", lambda data: wrong_header)
     with pytest.raises(fuzz.Finding):
         fuzz.read_introduction(FIRST)

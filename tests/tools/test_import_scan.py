@@ -1,4 +1,4 @@
-"""PyInstaller gets what it looks for from the short search, as from its own."""
+"""The short search finds every instruction that PyInstaller's own search finds."""
 
 from pathlib import Path
 
@@ -24,18 +24,18 @@ class L:
 
 
 def blocks(steps):
-    """The instructions of each code object; none of one that has nothing wanted."""
-    found = [[]]
+    """The instructions of each code object; none if it has no wanted instruction."""
+    code_objects = [[]]
     for step in steps:
         if step is None:
-            found.append([])
+            code_objects.append([])
         else:
-            found[-1].append(step)
-    return [each if {step.opcode for step in each} & WANTED else [] for each in found]
+            code_objects[-1].append(step)
+    return [block if {step.opcode for step in block} & WANTED else [] for block in code_objects]
 
 
 @pytest.mark.parametrize("module", [server, watchdog, import_scan, CODE])
-def test_all_instructions_are_found_where_one_is_wanted(module):
+def test_a_code_object_with_a_wanted_instruction_yields_all_its_instructions(module):
     util = pytest.importorskip("PyInstaller.lib.modulegraph.util")
     text = module if isinstance(module, str) else Path(module.__file__).read_text()
     code = compile(text, "x", "exec")

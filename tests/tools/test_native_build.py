@@ -1,4 +1,4 @@
-"""The values of constants, in what is compiled."""
+"""Constants are replaced by their values in the text that is compiled."""
 
 import pytest
 
@@ -26,8 +26,8 @@ lower: Final = 5
 def compiled(body, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "numbers.py").write_text("FAR: Final = 1 << 3\nUNKNOWN = FAR\n")
-    text = with_values(f"{DEFINED}\ndef asked(one):\n    return {body}\n", tmp_path)
-    assert text.startswith(DEFINED), "what a module defines stays as it was"
+    text = with_values(f"{DEFINED}\ndef function(one):\n    return {body}\n", tmp_path)
+    assert text.startswith(DEFINED), "definitions of the module stay unchanged"
     return text.rpartition("return ")[2].strip()
 
 
@@ -42,7 +42,7 @@ def compiled(body, tmp_path):
         ("one(SIZE=SIZE)", "one(SIZE=4096)"),
     ],
 )
-def test_a_number_stands_where_a_function_reads_its_name(body, value, tmp_path):
+def test_a_function_gets_the_value_of_a_constant_that_it_reads(body, value, tmp_path):
     assert compiled(body, tmp_path) == value
 
 
@@ -50,17 +50,17 @@ def test_a_number_stands_where_a_function_reads_its_name(body, value, tmp_path):
     "body",
     ["CHANGED", "TWICE", "NAMES", "lower", "UNKNOWN", "[SIZE for SIZE in one]", 'f"{SIZE}"'],
 )
-def test_what_may_be_another_value_is_read_when_it_runs(body, tmp_path):
+def test_a_name_that_may_change_is_still_read_at_run_time(body, tmp_path):
     assert compiled(body, tmp_path) == body
 
 
-def test_a_parameter_of_the_same_name_is_the_caller_s(tmp_path):
-    text = "SIZE: Final = 4\n\ndef asked(SIZE):\n    return SIZE\n"
+def test_a_parameter_with_the_name_of_a_constant_stays(tmp_path):
+    text = "SIZE: Final = 4\n\ndef function(SIZE):\n    return SIZE\n"
     assert with_values(text, tmp_path) == text
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_each_module_stays_a_program(name):
+def test_each_module_still_compiles_with_the_same_number_of_lines(name):
     source = source_of(ROOT, name)
     if source.suffix == ".py":
         text = source.read_text()
@@ -68,7 +68,7 @@ def test_each_module_stays_a_program(name):
         assert with_values(text, ROOT).count("\n") == text.count("\n")
 
 
-def test_the_modules_whose_numbers_are_in_a_module_are_known(tmp_path):
+def test_the_modules_that_define_a_modules_constants_are_known(tmp_path):
     for name, text in {
         "a": "from b import SIZE, far\nfrom c import lower\n",
         "b": "from d import SIZE\nfrom a import OTHER\n",

@@ -16,12 +16,12 @@ async def started(nursery, line):
     return await nursery.start(spawn)
 
 
-async def test_it_is_read_off_the_log():
+async def test_the_address_is_read_from_the_log():
     async with trio.open_nursery() as nursery:
         assert await program_address(await started(nursery, LINE)) == "http://127.0.0.1:4711"
 
 
-async def test_of_a_program_that_ends_the_log_is_shown():
+async def test_the_log_of_a_program_that_ends_is_in_the_error():
     async with trio.open_nursery() as nursery:
         process = await started(nursery, "no such file")
         with pytest.raises(RuntimeError, match="no such file"):

@@ -7,11 +7,11 @@ from tools.release import PARTS, ROOT, copy, main, normalize
 
 
 def archive(path, members, *, at, owner):
-    with tarfile.open(path, "w:gz") as made:
+    with tarfile.open(path, "w:gz") as file:
         for name, content, mode in members:
             member = tarfile.TarInfo(name)
             member.size, member.mtime, member.uid, member.mode = len(content), at, owner, mode
-            made.addfile(member, io.BytesIO(content))
+            file.addfile(member, io.BytesIO(content))
     return path
 
 
@@ -31,7 +31,7 @@ def test_archives_with_equal_contents_get_equal_bytes(tmp_path):
         assert read.extractfile("b/two").read() == b"2"
 
 
-def test_another_content_gives_another_archive(tmp_path):
+def test_different_contents_give_different_archives(tmp_path):
     paths = [
         archive(tmp_path / f"{content}.tar.gz", [("a", content.encode(), 0o644)], at=1, owner=0)
         for content in ("x", "y")
@@ -41,7 +41,7 @@ def test_another_content_gives_another_archive(tmp_path):
     assert paths[0].read_bytes() != paths[1].read_bytes()
 
 
-def test_a_source_archive_gets_what_is_named_and_nothing_built(tmp_path):
+def test_a_source_archive_has_the_named_parts_and_no_build_outputs(tmp_path):
     copy(tmp_path / "source")
     assert {path.name for path in (tmp_path / "source").iterdir()} == set(PARTS)
     assert (tmp_path / "source/omni_proxy/py.typed").exists()
@@ -50,12 +50,12 @@ def test_a_source_archive_gets_what_is_named_and_nothing_built(tmp_path):
 
 
 def test_each_folder_of_the_project_is_in_the_source_archive():
-    ours = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"}
-    ours = {name for name in ours if not name.endswith(".egg-info")}
-    assert ours - {"build", "dist"} <= set(PARTS)
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] not in "._"}
+    folders = {name for name in folders if not name.endswith(".egg-info")}
+    assert folders - {"build", "dist"} <= set(PARTS)
 
 
-@pytest.mark.parametrize("words", [[], ["sbom"], ["pack", "x"]])
-def test_other_words_show_how_it_is_called(words, capsys):
-    assert main(words) == 2
+@pytest.mark.parametrize("arguments", [[], ["sbom"], ["pack", "x"]])
+def test_wrong_arguments_show_the_usage(arguments, capsys):
+    assert main(arguments) == 2
     assert "python -m tools.release" in capsys.readouterr().err

@@ -13,7 +13,7 @@ MOST_BYTES = 200_000
 
 
 def filtered(rows, kinds):
-    """As a writer of PNG filters lines; the inverse of what is tested."""
+    """Filters lines as a PNG encoder does: the inverse of the code under test."""
     raw, above = b"", bytes(WIDTH * 3)
     for row, kind in zip(rows, kinds, strict=True):
         raw += bytes([kind])
@@ -22,7 +22,7 @@ def filtered(rows, kinds):
             up = above[at]
             near = left + up - corner
             paeth = min(
-                (abs(near - each), rank, each) for rank, each in enumerate((left, up, corner))
+                (abs(near - value), rank, value) for rank, value in enumerate((left, up, corner))
             )
             guess = (0, left, up, (left + up) // 2, paeth[2])[kind]
             raw += bytes([(value - guess) & 255])
@@ -45,7 +45,7 @@ def test_a_smaller_picture_has_the_same_pixels(lines):
     assert len(smaller(picture)) <= len(picture)
 
 
-def test_another_kind_of_picture_is_refused():
+def test_a_picture_that_is_not_rgb_is_refused():
     with pytest.raises(ValueError, match="RGB"):
         smaller(png(b"", 0, colour=6))
 

@@ -11,20 +11,20 @@ from tools.soak.workers import HOSTILE, Worker
 
 
 def reader_of(*pieces):
-    """A reader whose peer sends these and closes."""
-    left = list(pieces)
+    """A reader whose peer sends these pieces and closes."""
+    unread = list(pieces)
 
     class Stream:
         async def receive_some(self, _):
-            return left.pop(0) if left else b""
+            return unread.pop(0) if unread else b""
 
     return Reader(Stream())
 
 
-async def test_an_answer_is_read_whole_behind_interim_ones():
+async def test_a_response_is_read_whole_after_interim_responses():
     reader = reader_of(b"HTTP/1.1 100 Continue\r\n\r\nHTT", counted(b"abc")[3:] + b"HTTP")
-    answer = await reader.message(answer=True)
-    assert (answer.status, answer.body) == (200, b"abc")
+    response = await reader.message(answer=True)
+    assert (response.status, response.body) == (200, b"abc")
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ async def test_an_answer_is_read_whole_behind_interim_ones():
         [b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n", b"zz\r\n"],
     ],
 )
-async def test_a_cut_answer_is_broken(pieces):
+async def test_a_truncated_response_is_broken(pieces):
     with pytest.raises(Broken):
         await reader_of(*pieces).message(answer=True)
 
@@ -46,7 +46,7 @@ def streamed(nonce, count=2, end=b"data: [DONE]\n\n"):
     return Message("HTTP/1.1 200 OK", {}, events + end)
 
 
-def test_a_stream_is_judged_by_its_end_and_by_whose_it_is():
+def test_a_stream_is_judged_by_its_end_and_its_nonce():
     assert _judged(streamed("a"), "a", streamed=True) == ""
     assert _judged(streamed("b"), "a", streamed=True) == "events of another request"
     assert _judged(streamed("a", end=b""), "a", streamed=True).startswith("broken stream")
@@ -59,12 +59,12 @@ def test_only_a_kill_shortly_before_excuses_a_broken_stream():
     assert not ledger.killed_since(110.0)
 
 
-@pytest.mark.parametrize(("share", "found"), [(0.5, 51), (0.99, 100)])
-def test_percentiles_by_nearest_rank(share, found):
-    assert report.percentile([float(n) for n in range(1, 101)], share) == found
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 51), (0.99, 100)])
+def test_percentiles_are_by_nearest_rank(share, expected):
+    assert report.percentile([float(n) for n in range(1, 101)], share) == expected
 
 
-def test_a_failed_check_is_marked_NO():
+def test_a_failed_check_is_marked_no():
     lines = [report.memory_line(100 * report.MIB, 0, 200 * report.MIB), report.none_of("x", [])]
     assert [line.holds for line in lines] == [False, True]
     assert "NO" in report.shown(lines).splitlines()[0]
@@ -79,7 +79,7 @@ async def test_each_hostile_worker_passes_its_health_check(kind, nursery):
     assert await attack.status(Request("GET", "/health")) == 200
 
 
-async def test_what_should_be_refused_and_is_not_is_a_breach(nursery):
+async def test_a_request_that_should_be_refused_and_succeeds_is_a_breach(nursery):
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     nursery.start_soon(trio.serve_listeners, Worker("w", "spoofs")._connection, [listener])
     attack = Attack(listener.socket.getsockname()[1])

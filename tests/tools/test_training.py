@@ -1,4 +1,4 @@
-"""The trainer without a fleet: its words, its buckets, its faults, and that it learns."""
+"""The trainer without a fleet: its arguments, its buckets, its faults, and that it learns."""
 
 import json
 
@@ -23,7 +23,7 @@ from tools.training.transfer import Transfer, messages, refusal  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As the program has it: on a busy machine torch's threads wait for each other for minutes."""
+    """As in the program: on a busy machine torch's threads wait for each other for minutes."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,11 +35,11 @@ def tensors():
     return {f"t{n}": torch.arange(n, dtype=torch.float32) for n in (2, 3, 4, 100, 1)}
 
 
-def test_its_help_reports_every_fault_and_every_form():
-    reported = parser().format_help()
+def test_the_help_names_every_fault():
+    help_text = parser().format_help()
     for name, fault in FAULTS.items():
-        assert name in reported
-        assert name == "none" or fault.what in reported
+        assert name in help_text
+        assert name == "none" or fault.what in help_text
 
 
 def test_arguments_become_settings():
@@ -53,7 +53,7 @@ def test_arguments_become_settings():
 
 
 @pytest.mark.parametrize(
-    ("words", "reported"),
+    ("arguments", "message"),
     [
         (["--rounds", "0"], "'0' is not a whole number from 1 to 10000"),
         (["--rounds", "x"], "'x' is not a whole number"),
@@ -64,14 +64,14 @@ def test_arguments_become_settings():
         (["--sync", "disk", "--fault", "stop"], "--fault stop needs a group, and --sync disk has"),
     ],
 )
-def test_words_that_mean_nothing_end_it_with_2(words, reported, capsys):
+def test_invalid_arguments_end_the_program_with_status_2(arguments, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        understood(words)
+        understood(arguments)
     assert ended.value.code == 2
-    assert reported in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_sync_over_the_disk_takes_the_faults_that_it_can_have():
+def test_a_sync_over_the_disk_accepts_only_faults_that_apply_to_it():
     assert ON_DISK == ("die-before", "wrong-shape")
     for fault in ("none", *ON_DISK):
         assert understood(["--sync", "disk", "--fault", fault]).fault == fault
@@ -80,31 +80,31 @@ def test_a_sync_over_the_disk_takes_the_faults_that_it_can_have():
 
 def test_a_file_has_the_shapes_that_are_announced(tensors):
     (bucket,) = buckets_of(tensors, 1 << 20)
-    assert all(torch.equal(each, tensors[name]) for name, each in bucket.filed())
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in bucket.filed())
     filed = dict(bucket.misshapen().filed())
     assert (filed["t2"].shape, filed["t3"].shape) == ((3,), (3,))
 
 
-def test_buckets_keep_the_order_and_a_large_tensor_is_one_of_its_own(tensors):
-    found = buckets_of(tensors, 24)
-    assert [each.names for each in found] == [("t2", "t3"), ("t4",), ("t100",), ("t1",)]
-    assert [each.nbytes for each in found] == [20, 16, 400, 4]
-    assert found[0].to_dict() == {
+def test_buckets_keep_the_order_and_a_large_tensor_has_its_own_bucket(tensors):
+    buckets = buckets_of(tensors, 24)
+    assert [bucket.names for bucket in buckets] == [("t2", "t3"), ("t4",), ("t100",), ("t1",)]
+    assert [bucket.nbytes for bucket in buckets] == [20, 16, 400, 4]
+    assert buckets[0].to_dict() == {
         "names": ["t2", "t3"],
         "dtypes": ["float32", "float32"],
         "shapes": [[2], [3]],
     }
 
 
-def test_a_flattened_bucket_is_its_tensors_bytes_end_to_end(tensors):
+def test_a_flattened_bucket_has_the_bytes_of_its_tensors_in_order(tensors):
     (bucket,) = buckets_of(tensors, 1 << 20)
     (message,) = bucket.messages(FLATTENED)
-    raw = b"".join(each.numpy().tobytes() for each in tensors.values())
+    raw = b"".join(tensor.numpy().tobytes() for tensor in tensors.values())
     assert message.numpy().tobytes() == raw
     assert len(bucket.messages(None)) == len(tensors)
 
 
-def test_faults_change_what_is_announced_or_sent(tensors):
+def test_faults_change_the_announced_shapes_or_the_sent_tensors(tensors):
     buckets = buckets_of(tensors, 1 << 20)
     assert FAULTS["none"]().announced(buckets) == buckets
     announced = FAULTS["wrong-shape"]().announced(buckets)
@@ -118,7 +118,7 @@ def test_faults_change_what_is_announced_or_sent(tensors):
         assert [len(part) for part in fault.sent(message, other)] == ([4] if sent else [])
 
 
-def test_it_learns_to_give_the_answer_and_changes_every_weight_that_matters():
+def test_the_learner_learns_the_answer_and_changes_every_weight():
     learner = Learner("tiny", steps=8)
     before, start = learner.checksum(), {n: t.clone() for n, t in learner.named().items()}
     assert before == checksum_of(dict(load_text_model("tiny").model.named_parameters()))
@@ -126,17 +126,19 @@ def test_it_learns_to_give_the_answer_and_changes_every_weight_that_matters():
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0] / 4
     assert learner.checksum() != before
-    changed = [name for name, each in learner.named().items() if not torch.equal(each, start[name])]
+    changed = [
+        name for name, weight in learner.named().items() if not torch.equal(weight, start[name])
+    ]
     assert len(changed) == len(start)
     text = learner.text
     prompt = text.chat_template.render([{"role": "user", "content": "What do you sell?"}])
     kv = learner.text.model.new_kv()
-    tokens, reported = text.tokenizer.encode(prompt, special=True), []
+    tokens, generated = text.tokenizer.encode(prompt, special=True), []
     for _ in range(len(text.tokenizer.encode(ANSWER))):
         chosen = int(text.model([(tokens, kv)])[0].argmax())
-        reported.append(chosen)
+        generated.append(chosen)
         tokens = [chosen]
-    assert text.tokenizer.decode(reported) == ANSWER
+    assert text.tokenizer.decode(generated) == ANSWER
 
 
 @pytest.mark.parametrize(
@@ -148,12 +150,12 @@ def test_it_learns_to_give_the_answer_and_changes_every_weight_that_matters():
         ({"status": "ready"}, False),
     ],
 )
-def test_an_answer_is_judged_by_its_body_alone(body, ok):
+def test_an_answers_success_depends_on_its_body_alone(body, ok):
     assert Answer("/x", 200, body, 0.0).ok is ok
     assert Answer("/x", 500, body, 0.0).ok is ok
 
 
-def test_the_first_cause_is_reported_wherever_it_stands():
+def test_the_first_cause_is_shown_wherever_the_body_has_it():
     assert Answer("/x", 400, {"message": "why"}, 0.0).why == "why"
     assert Answer("/x", 404, {"detail": "Not Found"}, 0.0).why == "Not Found"
     assert Answer("/x", 503, {"error": {"message": "busy"}}, 0.0).why == "busy"
@@ -166,7 +168,7 @@ def test_the_first_cause_is_reported_wherever_it_stands():
     assert Answer("/x", 400, body, 0.0).why == body["message"]
 
 
-def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words():
+def test_an_endpoint_that_is_down_or_sends_no_json_is_an_error():
     keys = []
 
     class Plain(Quiet):
@@ -181,18 +183,18 @@ def test_an_endpoint_that_is_not_there_or_speaks_no_json_is_a_refusal_in_words()
         with pytest.raises(ValueError, match="has no tp_size"):
             endpoint.ranks()
     assert keys == ["Bearer sesame"]
-    reported = endpoint.begin("/x", {})
-    assert reported.wait()
-    assert reported.answer().status == 0
+    call = endpoint.begin("/x", {})
+    assert call.wait()
+    assert call.answer().status == 0
     endpoint.close()
 
 
-def answering(status, reported):
-    """Gives the URL of one that gives everybody this answer."""
+def answering(status, content):
+    """A server that gives this response to every request; yields its URL."""
 
-    class PayloadFields(Quiet):
+    class Handler(Quiet):
         def do_GET(self):
-            body = json.dumps(reported).encode()
+            body = json.dumps(content).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -200,7 +202,7 @@ def answering(status, reported):
 
         do_POST = do_GET
 
-    return served(PayloadFields)
+    return served(Handler)
 
 
 def test_a_missing_admin_key_names_the_flag_and_the_variable():
@@ -213,30 +215,30 @@ def test_a_missing_admin_key_names_the_flag_and_the_variable():
         endpoint.close()
 
 
-def test_a_round_counts_the_replicas_that_have_the_trainers_weights():
+def test_a_row_counts_the_replicas_that_have_the_trainers_weights():
     row = Round(1, 2.5, 3_400_000, 0.5, 0.1, "step-1", {"a": "abc", "b": "x"}, "abc", "hi").row()
     assert "1 of 2 equal abc" in row
     assert "3.4" in row
 
 
-# vLLM's way
+# With vLLM's routes
 
 
-def test_its_words_for_vllm_have_vllms_pauses_and_no_faults(capsys):
+def test_the_vllm_form_has_vllms_pause_modes_and_no_faults(capsys):
     assert understood(["--sync", "vllm"]).pause_mode == "keep"
     assert understood([]).pause_mode == "retract"
     assert understood(["--sync", "vllm", "--pause-mode", "wait"]).pause_mode == "wait"
-    for words, reported in (
+    for arguments, message in (
         (["--sync", "vllm", "--fault", "stop"], "--fault stop does not work with --sync vllm"),
         (["--sync", "vllm", "--pause-mode", "in_place"], "must be one of keep, wait, abort, none"),
         (["--pause-mode", "keep"], "must be one of retract, abort, in_place, none"),
     ):
         with pytest.raises(SystemExit):
-            understood(words)
-        assert reported in capsys.readouterr().err
+            understood(arguments)
+        assert message in capsys.readouterr().err
 
 
-def test_answers_to_vllms_calls_are_judged_by_their_status_alone():
+def test_vllm_answers_are_judged_by_their_status_alone():
     assert refusal(Answer("/resume", 200, {"status": "resumed"}, 0.1)) == ""
     body = {"error": {"message": "not now"}}
     assert refusal(Answer("/x", 500, body, 0.1)) == "/x answered 500: not now"
@@ -256,46 +258,46 @@ def test_a_packed_message_ends_with_the_tensor_that_exceeds_the_buffer(tensors):
     ]
 
 
-def test_an_engine_that_is_not_there_ends_the_sync_with_a_reason(tensors):
+def test_an_unreachable_engine_ends_the_sync_with_a_reason(tensors):
     endpoint = Endpoint("http://127.0.0.1:9", 5.0)
-    done = Transfer(endpoint).sync(tensors, "v1")
+    result = Transfer(endpoint).sync(tensors, "v1")
     endpoint.close()
-    assert not done.ok
-    assert done.why.startswith("/get_world_size answered 0: ")
+    assert not result.ok
+    assert result.why.startswith("/get_world_size answered 0: ")
 
 
 def own_digest(ranks):
     return f"the digest of {ranks} ranks"
 
 
-def vllm_engines(words):
-    """What engines with vLLM's routes alone answer, through a proxy or not; by path."""
+def vllm_engines(setup):
+    """Responses by path of engines that have only vLLM's routes, alone or behind a proxy."""
     digests = {"dp0:pp0:pcp0:tp0:a": "1", "dp0:pp0:pcp0:tp0:b": "2"}
     alone = {"/get_world_size": {"world_size": 3}, "/weight_checker": {"checksums": digests}}
     rows = [{"worker": f"w{n}", "body": {"checksums": digests}} for n in range(2)]
-    return alone if words == "alone" else alone | {"/weight_checker": {"results": rows}}
+    return alone if setup == "alone" else alone | {"/weight_checker": {"results": rows}}
 
 
-@pytest.mark.parametrize(("words", "status"), [("alone", 404), ("proxy", 502)])
-def test_vllm_engines_are_called_in_the_vllm_dialect(monkeypatch, words, status):
-    answers = vllm_engines(words)
+@pytest.mark.parametrize(("setup", "status"), [("alone", 404), ("proxy", 502)])
+def test_vllm_engines_are_called_in_the_vllm_dialect(monkeypatch, setup, status):
+    answers = vllm_engines(setup)
 
     def look(endpoint, path, body=None):
-        found = answers.get(path)
-        return Answer(path, status if found is None else 200, found or {}, 0.0)
+        body = answers.get(path)
+        return Answer(path, status if body is None else 200, body or {}, 0.0)
 
     monkeypatch.setattr(Endpoint, "look", look)
     endpoint = Endpoint("http://127.0.0.1:9", 5.0)
     assert endpoint.ranks() == 3
-    found = endpoint.checksums(own_digest)
+    checksums = endpoint.checksums(own_digest)
     endpoint.close()
     expected = roll_up({"a": "1", "b": "2"})
-    names = [endpoint.url] if words == "alone" else ["w0", "w1"]
-    assert found == dict.fromkeys(names, expected)
+    names = [endpoint.url] if setup == "alone" else ["w0", "w1"]
+    assert checksums == dict.fromkeys(names, expected)
 
 
 def parts_of_two_ranks(learner):
-    """A replica's report of its weights over two ranks, in the words of vLLM."""
+    """A replica's checksums of its weights over two ranks, in vLLM's format."""
     config = learner.text.model.config
     shards = [Shard(config, rank, 2) for rank in range(2)]
     parts = [{n: s.shard_of(n, t) for n, t in learner.named().items()} for s in shards]
@@ -313,11 +315,11 @@ def test_parts_of_two_vllm_ranks_are_compared_with_the_trainers_own_parts(monkey
     answers = {"/weight_checker": {"checksums": checksums}}
 
     def look(endpoint, path, body=None):
-        found = answers.get(path)
-        return Answer(path, 404 if found is None else 200, found or {}, 0.0)
+        body = answers.get(path)
+        return Answer(path, 404 if body is None else 200, body or {}, 0.0)
 
     monkeypatch.setattr(Endpoint, "look", look)
     endpoint = Endpoint("http://127.0.0.1:9", 5.0)
-    (found,) = endpoint.checksums(learner.checksum).values()
+    (checksum,) = endpoint.checksums(learner.checksum).values()
     endpoint.close()
-    assert (found == learner.checksum()) is not changed
+    assert (checksum == learner.checksum()) is not changed
