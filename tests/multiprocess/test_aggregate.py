@@ -10,9 +10,14 @@ from omni_proxy.watchdog import Watchdog
 
 
 def test_statistics_of_processes_are_added_and_ratios_averaged():
-    one = {"tree_size": 5, "picks": {"a": 1}, "matched_ratio": 0.5, "sticky": {"kept": 1}}
-    other = {"tree_size": 7, "picks": {"a": 2, "b": 3}, "matched_ratio": 0.7, "sticky": {"kept": 2}}
-    assert sum_stats([one, other, {"matched_ratio": None}]) == {
+    first = {"tree_size": 5, "picks": {"a": 1}, "matched_ratio": 0.5, "sticky": {"kept": 1}}
+    second = {
+        "tree_size": 7,
+        "picks": {"a": 2, "b": 3},
+        "matched_ratio": 0.7,
+        "sticky": {"kept": 2},
+    }
+    assert sum_stats([first, second, {"matched_ratio": None}]) == {
         "tree_size": 12,
         "picks": {"a": 3, "b": 3},
         "sticky": {"kept": 3},
@@ -26,11 +31,11 @@ def test_sessions_are_shared_by_all_processes():
     assert sum_stats([facts, facts])["sticky"] == {"sessions": 40, "kept": 4, "begun": 2}
 
 
-def test_divided_bounds_are_rounded_up():
+def test_limits_divided_among_processes_are_rounded_up():
     config = parse('[server]\nqueue_size = 5\nmax_held_bytes = 1000\n[[workers]]\nurl = "http://a"')
-    kept = per_process_config(config, 4)
-    assert (kept.server.queue_size, kept.server.max_held_bytes) == (2, 250)
-    assert kept.workers == ()
+    divided = per_process_config(config, 4)
+    assert (divided.server.queue_size, divided.server.max_held_bytes) == (2, 250)
+    assert divided.workers == ()
     assert per_process_config(parse(""), 4).server.queue_size == 0
 
 
@@ -40,20 +45,20 @@ def test_zero_processes_means_one_for_each_core():
     assert process_count(parse("")) == 1
 
 
-def test_stalls_are_summed_over_all_processes_also_exited_ones():
+def test_stalls_of_running_and_exited_processes_are_summed():
     counts = {**NO_STATS.counts, "stalls": 2}
     handle = SimpleNamespace(stats=structs.replace(NO_STATS, counts=counts))
-    unheard = SimpleNamespace(stats=None)
+    without_stats = SimpleNamespace(stats=None)
     processes = SimpleNamespace(
-        dataplane=None, exited_counts=Counter(stalls=3), handles=[handle, unheard]
+        dataplane=None, exited_counts=Counter(stalls=3), handles=[handle, without_stats]
     )
     watchdog = Watchdog()
     watchdog.stalls = 1
-    reported = AggregateView(processes, watchdog).watchdog()
-    assert reported == {**watchdog.status(), "stalls": 6}
+    status = AggregateView(processes, watchdog).watchdog()
+    assert status == {**watchdog.status(), "stalls": 6}
 
 
-def test_a_statistic_without_a_sum_is_that_of_the_last_process():
+def test_a_statistic_that_cannot_be_summed_is_that_of_the_last_process():
     rows = [{"n": 1, "text": "a", "odd": 1}, {"n": 2, "text": "b", "odd": {"k": 3}}]
     assert sum_stats(rows) == {"n": 3, "text": "b", "odd": {"k": 3}}
 

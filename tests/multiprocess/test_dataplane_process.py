@@ -1,4 +1,4 @@
-"""What a dataplane does with control's messages, in this process."""
+"""How a data-plane process handles the main process's commands; both run in this process."""
 
 import os
 import socket
@@ -31,38 +31,38 @@ from tests.fleet.entries import entry, fleet_of
 
 @pytest.fixture
 async def process(logging_as_it_was, nursery):
-    """A dataplane that has been told of two workers, with the serials 1 and 2."""
-    one, other = socket.socketpair()
-    control = IpcChannel(one, msgspec.msgpack.Decoder(ProcessEvent))
-    dataplane = IpcChannel(other, msgspec.msgpack.Decoder(ProcessCommand))
+    """A data-plane process that has received two workers, with the serials 1 and 2."""
+    main_socket, process_socket = socket.socketpair()
+    control = IpcChannel(main_socket, msgspec.msgpack.Decoder(ProcessEvent))
+    dataplane = IpcChannel(process_socket, msgspec.msgpack.Decoder(ProcessCommand))
     tables = [create_sessions() for _ in range(2)]
-    begin = StartCommand(1, "/nowhere", 5.0)
+    start = StartCommand(1, "/nowhere", 5.0)
     keys = KeyCounters.create().descriptor
-    control.send(begin, [SharedCounters.create().descriptor, keys, *tables])
+    control.send(start, [SharedCounters.create().descriptor, keys, *tables])
     for table in tables:
         os.close(table)
     nursery.start_soon(control.run_writer)
-    assert await dataplane.receive() == [begin]
+    assert await dataplane.receive() == [start]
     fleet = fleet_of(entry("a"), entry("b"))
     rows = tuple(
         worker_state(worker, serial, serial) for serial, worker in enumerate(fleet.workers, start=1)
     )
     yield DataPlaneProcess(
-        begin, StateSnapshot(1, rows, parse(""), VoiceListMessage("", None), 0, 1), dataplane
+        start, StateSnapshot(1, rows, parse(""), VoiceListMessage("", None), 0, 1), dataplane
     )
     control.close()
     dataplane.close()
 
 
-async def test_a_clear_cache_command_of_a_removed_worker_is_ignored(process):
-    forgotten = []
-    process.fleet.watch_cache_cleared(forgotten.append)
+async def test_a_clear_cache_command_for_an_unknown_worker_is_ignored(process):
+    cleared = []
+    process.fleet.watch_cache_cleared(cleared.append)
     process.take(ClearCacheCommand(2))
     process.take(ClearCacheCommand(3))
-    assert [worker.url for worker in forgotten] == ["http://b:1"]
+    assert [worker.url for worker in cleared] == ["http://b:1"]
 
 
-async def test_lines_that_were_dropped_are_counted_for_their_own_log(process, monkeypatch):
+async def test_dropped_lines_are_counted_for_each_log(process, monkeypatch):
     sent = []
     monkeypatch.setattr(process._channel, "send", sent.append)
     monkeypatch.setattr(dataplane_process, "QUEUE_BYTES", 10)
@@ -80,7 +80,7 @@ async def test_lines_that_were_dropped_are_counted_for_their_own_log(process, mo
     ]
 
 
-def test_each_log_gets_its_own_number_of_dropped_lines():
+def test_the_main_process_adds_up_dropped_lines_for_each_log():
     logs = {name: SimpleNamespace(dropped=0, write=None) for name in ("access_log", "route_log")}
     instruments = SimpleNamespace(logs=logs, spans=SimpleNamespace(dropped=0, write=None))
     handler = ReportHandler(None, None, None, instruments, None, Counter(), Counter())

@@ -12,9 +12,9 @@ def load(waiting, at):
 async def test_reports_are_sent_in_batches_and_received_ones_are_not_sent_back(
     nursery, autojump_clock
 ):
-    fleet, other = fleet_of(entry("a"), entry("b")), fleet_of(entry("a"), entry("b"))
+    fleet, other_fleet = fleet_of(entry("a"), entry("b")), fleet_of(entry("a"), entry("b"))
     ids = {worker: (serial, serial) for serial, worker in enumerate(fleet.workers)}
-    others = dict(enumerate(other.workers))
+    other_workers = dict(enumerate(other_fleet.workers))
     sent = []
     nursery.start_soon(LoadCollector(fleet.loads, ids.get, sent.append).run)
     a, b = fleet.workers
@@ -24,8 +24,11 @@ async def test_reports_are_sent_in_batches_and_received_ones_are_not_sent_back(
     await trio.sleep(2 * SEND_SECS)
     (rows,) = sent
     assert sorted(rows) == [(0, 4.0, 0.5, 4), (1, 1.0, 0.5, 1)]
-    assert {worker.url for worker in take_rows(other.loads, rows, others.get)} == {a.url, b.url}
-    assert other.workers[0].engine_load == load(4.0, 4)
+    assert {worker.url for worker in take_rows(other_fleet.loads, rows, other_workers.get)} == {
+        a.url,
+        b.url,
+    }
+    assert other_fleet.workers[0].engine_load == load(4.0, 4)
 
     take_rows(fleet.loads, [(0, 9.0, None, 10)], dict(enumerate(fleet.workers)).get)
     await trio.sleep(2 * SEND_SECS)
@@ -33,7 +36,7 @@ async def test_reports_are_sent_in_batches_and_received_ones_are_not_sent_back(
     assert a.engine_load.report.waiting == 9.0
 
 
-def test_rows_of_workers_that_left_and_older_rows_are_ignored():
+def test_rows_of_removed_workers_and_older_rows_are_ignored():
     fleet = fleet_of(entry("a"))
     (a,) = fleet.workers
     fleet.loads.report(a, load(3.0, 5))

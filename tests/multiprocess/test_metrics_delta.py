@@ -1,4 +1,4 @@
-"""What is counted in data-plane processes and summed by the main process is what one process would have counted."""
+"""Counts of data-plane processes, summed by the main process, equal those of a single process."""
 
 import msgspec
 
@@ -15,14 +15,14 @@ from tests.telemetry.ends import ended, refused, whole
 
 
 def fleets():
-    """One process's, and that of a dataplane beside it."""
-    whole = fleet_of(entry("a"), entry("b"))
+    """The main process's fleet, and that of a data-plane process that follows it."""
+    main = fleet_of(entry("a"), entry("b"))
     rows = [
-        worker_state(worker, serial, serial) for serial, worker in enumerate(whole.workers, start=1)
+        worker_state(worker, serial, serial) for serial, worker in enumerate(main.workers, start=1)
     ]
-    follows = ReplicatedFleet(SharedCounters.create(), 1, lambda: 0.0, lambda message: None)
-    follows.follow(rows, NOW)
-    return whole, follows
+    follower = ReplicatedFleet(SharedCounters.create(), 1, lambda: 0.0, lambda message: None)
+    follower.follow(rows, NOW)
+    return main, follower
 
 
 def exchanges(fleet):
@@ -40,7 +40,7 @@ def exchanges(fleet):
     yield whole(b, response_head_at=100.15), b
 
 
-def shown(meters, recent):
+def values_of(meters, recent):
     names = {worker: worker.url for worker in meters._fleet.workers} | {None: ""}
     cells = {
         (route, names[worker]): (
@@ -58,101 +58,101 @@ def shown(meters, recent):
     tries = {(names[worker], cause): n for (worker, cause), n in meters.failed_attempts.items()}
     tries |= {names[worker]: counts for worker, counts in meters.cached_tokens.items()}
     slots = {names[worker]: slot.requests for worker, slot in recent.sums.items()}
-    so_far = recent.current_second()
-    second = (so_far.requests, so_far.errors, so_far.firsts)
+    current = recent.current_second()
+    second = (current.requests, current.errors, current.firsts)
     return cells, phases, tries, meters.retries, slots, second, recent.ends()
 
 
-def overhead_aside(shown):
-    """It is measured with the clock of the moment."""
-    cells, phases, *rest = shown
+def without_overhead(values):
+    """The proxy's overhead is measured with the real clock, so only its count is compared."""
+    cells, phases, *rest = values
     return cells, {route: len(each) for route, each in phases.items()}, *rest
 
 
 def test_the_metrics_of_two_processes_add_up_to_those_of_one():
-    whole, follows = fleets()
-    recent, dataplane = RecentWindow(), MetricsDelta(follows)
-    one = Metrics(whole, recent)
-    for exchange, worker in exchanges(whole):
-        one.record(exchange, worker)
+    main, follower = fleets()
+    recent, dataplane = RecentWindow(), MetricsDelta(follower)
+    single = Metrics(main, recent)
+    for exchange, worker in exchanges(main):
+        single.record(exchange, worker)
         if worker is not None:
-            one.count_cached(worker, 9, 4)
+            single.count_cached(worker, 9, 4)
     summed_recent = RecentWindow()
-    summed = Metrics(whole, summed_recent)
-    workers = dict(enumerate(whole.workers, start=1))
-    for exchange, worker in exchanges(follows):
+    summed = Metrics(main, summed_recent)
+    workers = dict(enumerate(main.workers, start=1))
+    for exchange, worker in exchanges(follower):
         dataplane.record(exchange, worker)
         if worker is not None:
             dataplane.count_cached(worker, 9, 4)
-        body = msgspec.msgpack.decode(msgspec.msgpack.encode(dataplane.take()), type=MetricsEvent)
-        merge_metrics(body, summed, summed_recent, workers.get)
-    left = dataplane.take()
-    assert not left.cells
-    assert not left.slots
-    wanted = overhead_aside(shown(one, recent))
-    assert overhead_aside(shown(summed, summed_recent)) == wanted
-    assert wanted[3] == 2
+        delta = msgspec.msgpack.decode(msgspec.msgpack.encode(dataplane.take()), type=MetricsEvent)
+        merge_metrics(delta, summed, summed_recent, workers.get)
+    remaining = dataplane.take()
+    assert not remaining.cells
+    assert not remaining.slots
+    expected = without_overhead(values_of(single, recent))
+    assert without_overhead(values_of(summed, summed_recent)) == expected
+    assert expected[3] == 2
 
 
-def test_a_long_stream_is_in_every_delta_and_no_gap_is_counted_twice():
-    whole, follows = fleets()
+def test_each_gap_of_a_long_stream_is_in_exactly_one_delta():
+    main, follower = fleets()
     meters, recent, dataplane = (
-        Metrics(whole, RecentWindow()),
+        Metrics(main, RecentWindow()),
         RecentWindow(),
-        MetricsDelta(follows),
+        MetricsDelta(follower),
     )
-    workers = dict(enumerate(whole.workers, start=1))
+    workers = dict(enumerate(main.workers, start=1))
     exchange = ended()
-    exchange.worker = follows.workers[0]
+    exchange.worker = follower.workers[0]
     path = exchange.route.path
     gaps = dataplane.gap_histogram(exchange)
     merge_metrics(dataplane.take(), meters, recent, workers.get)
     for secs in (0.02, 0.3, 4.0):
         gaps.observe(secs)
         merge_metrics(dataplane.take(), meters, recent, workers.get)
-        dataplane.record(ended(exchange.worker), exchange.worker)  # another one ends meanwhile
+        dataplane.record(ended(exchange.worker), exchange.worker)  # another exchange ends meanwhile
         merge_metrics(dataplane.take(), meters, recent, workers.get)
-    between = meters.series[path, whole.workers[0]].between
+    between = meters.series[path, main.workers[0]].between
     assert (sum(between.counts), round(between.sum, 6)) == (3, 4.32)
     assert not dataplane.take().cells
 
 
 def test_gaps_of_a_removed_worker_are_dropped():
-    whole, follows = fleets()
-    dataplane = MetricsDelta(follows)
+    main, follower = fleets()
+    dataplane = MetricsDelta(follower)
     exchange = ended()
-    exchange.worker = follows.workers[0]
+    exchange.worker = follower.workers[0]
     gaps = dataplane.gap_histogram(exchange)
-    follows.follow([worker_state(whole.workers[1], 2, 2)], NOW)
+    follower.follow([worker_state(main.workers[1], 2, 2)], NOW)
     gaps.observe(0.1)
     assert not dataplane.take().cells
 
 
-def test_counters_of_workers_are_merged_and_those_of_a_removed_one_dropped():
-    whole, follows = fleets()
-    meters, recent = Metrics(whole, RecentWindow()), RecentWindow()
-    dataplane = MetricsDelta(follows)
-    for worker in follows.workers:
+def test_counts_of_workers_are_merged_and_those_of_removed_workers_dropped():
+    main, follower = fleets()
+    meters, recent = Metrics(main, RecentWindow()), RecentWindow()
+    dataplane = MetricsDelta(follower)
+    for worker in follower.workers:
         worker.add_counts("generation", routed=3, failed=1)
-    reported = dataplane.take()
-    merge_metrics(reported, meters, recent, {1: whole.workers[0]}.get)
-    assert (whole.workers[0].routed["generation"], whole.workers[0].failed["generation"]) == (3, 1)
-    assert not whole.workers[1].routed
+    delta = dataplane.take()
+    merge_metrics(delta, meters, recent, {1: main.workers[0]}.get)
+    assert (main.workers[0].routed["generation"], main.workers[0].failed["generation"]) == (3, 1)
+    assert not main.workers[1].routed
     assert not dataplane.take().worker_ends
 
 
 def test_exemplars_of_processes_reach_the_main_process():
-    whole_fleet, follows = fleets()
+    main, follower = fleets()
     delta, meters, recent = (
-        MetricsDelta(follows),
-        Metrics(whole_fleet, RecentWindow()),
+        MetricsDelta(follower),
+        Metrics(main, RecentWindow()),
         RecentWindow(),
     )
-    worker = follows.workers[0]
+    worker = follower.workers[0]
     delta.note_trace(ended(worker, trace=RequestTrace(b"0" * 31 + b"1")), worker)
     sent = msgspec.msgpack.decode(msgspec.msgpack.encode(delta.take()), type=MetricsEvent)
-    merge_metrics(sent, meters, recent, dict(enumerate(whole_fleet.workers, start=1)).get)
+    merge_metrics(sent, meters, recent, dict(enumerate(main.workers, start=1)).get)
     rows = list(meters.exemplars.rows())
-    assert {key for key, *_ in rows} == {("/v1/chat/completions", whole_fleet.workers[0])}
+    assert {key for key, *_ in rows} == {("/v1/chat/completions", main.workers[0])}
     assert sorted(round(noted.secs, 3) for *_, noted in rows) == [0.2, 1.1]
     assert list(delta.exemplars.rows()) == []

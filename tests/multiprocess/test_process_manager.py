@@ -1,4 +1,4 @@
-"""The main process and its data-plane processes in this process; the sockets are real."""
+"""The main process as it starts data-plane processes, with real sockets."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from omni_proxy.telemetry.line_log import LineLog
 
 @pytest.fixture
 async def running_server(nursery, tmp_path, logging_as_it_was):
-    """A configuration store with its file, and the data-plane processes that follow it: one for now."""
+    """A configuration file, its store, and the process manager, which starts with one process."""
     file = tmp_path / "proxy.toml"
     file.write_text("[server]\nport = 0\n")
     fleet, socket = Fleet(), str(tmp_path / "front")
@@ -34,7 +34,7 @@ async def running_server(nursery, tmp_path, logging_as_it_was):
     return file, config_store, processes
 
 
-def unable(number):
+def failing_with(number):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
@@ -42,11 +42,11 @@ def unable(number):
 
 
 class FullEpoll:
-    """An epoll that takes no more descriptors; methods of a compiled EventLoop can't be replaced."""
+    """An epoll that refuses new descriptors: methods of a compiled EventLoop can't be replaced."""
 
     def __init__(self, epoll, number):
         self._epoll = epoll
-        self.register = unable(number)
+        self.register = failing_with(number)
 
     def __getattr__(self, name):
         return getattr(self._epoll, name)
@@ -57,7 +57,7 @@ def fill_epoll(monkeypatch, loop, number):
 
 
 @pytest.mark.parametrize(
-    ("text", "part", "number"),
+    ("text", "failing", "error_number"),
     [
         ("[server]\nport = 0\nprocesses = 2\n", "dup", errno.EMFILE),
         ("[server]\nhost = '127.0.0.2'\nport = 0\nprocesses = 2\n", "dup", errno.EMFILE),
@@ -66,21 +66,21 @@ def fill_epoll(monkeypatch, loop, number):
     ],
 )
 async def test_a_reload_without_free_descriptors_changes_nothing_and_works_later(
-    running_server, monkeypatch, tmp_path, text, part, number
+    running_server, monkeypatch, tmp_path, text, failing, error_number
 ):
     file, config_store, processes = running_server
     before, descriptors = (
         (config_store.config, processes.dataplane.addresses()),
         set(os.listdir("/proc/self/fd")),
     )
-    if part == "dup":
-        monkeypatch.setattr(Listener, "dup_socket", unable(number))
+    if failing == "dup":
+        monkeypatch.setattr(Listener, "dup_socket", failing_with(error_number))
     else:
-        fill_epoll(monkeypatch, processes.dataplane.loop, number)
+        fill_epoll(monkeypatch, processes.dataplane.loop, error_number)
     file.write_text(text.replace("FOLDER", str(tmp_path)))
-    reported = await config_store.reload("file")
-    assert (reported.outcome, reported.revision) == ("refused", 1)
-    assert os.strerror(number) in str(reported.error)
+    result = await config_store.reload("file")
+    assert (result.outcome, result.revision) == ("refused", 1)
+    assert os.strerror(error_number) in str(result.error)
     assert (config_store.config, processes.dataplane.addresses()) == before
     assert set(os.listdir("/proc/self/fd")) <= descriptors
     assert not (tmp_path / "a").exists()
@@ -93,7 +93,7 @@ async def test_the_main_process_can_always_accept_again(running_server, monkeypa
     file, config_store, processes = running_server
     file.write_text("[server]\nport = 0\nprocesses = 2\n")
     await config_store.reload("file")
-    monkeypatch.setattr(Listener, "dup_socket", unable(errno.EMFILE))
+    monkeypatch.setattr(Listener, "dup_socket", failing_with(errno.EMFILE))
     fill_epoll(monkeypatch, processes.dataplane.loop, errno.ENOSPC)
     processes._port.pause()
     processes._port.resume()

@@ -9,22 +9,22 @@ from omni_proxy.multiprocess.process_slot import ProcessSlot
 
 
 async def test_a_process_that_could_not_start_is_retried_and_gets_no_commands(nursery):
-    """Its memory could not be had, say: no process was ever started."""
-    slot, ended, buried = ProcessSlot(1), [], trio.Event()
+    """For example, its shared memory could not be allocated."""
+    slot, exited, exit_handled = ProcessSlot(1), [], trio.Event()
 
-    def begin(handle):
+    def fail(handle):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def on_process_exit(slot, handle):
-        ended.append(handle)
-        buried.set()
+        exited.append(handle)
+        exit_handled.set()
 
-    nursery.start_soon(slot.run_until_retired, begin, lambda handle, message: None, on_process_exit)
-    await buried.wait()
-    (handle,) = ended
+    nursery.start_soon(slot.run_until_retired, fail, lambda handle, message: None, on_process_exit)
+    await exit_handled.wait()
+    (handle,) = exited
     assert _state(slot) == "backing_off"
     assert handle.send(DrainCommand()) == 0
     assert (handle._channel.waiting_bytes, handle._theirs.fileno()) == (0, -1)
-    await handle.wait_acknowledged(1)  # nobody waits for it
+    await handle.wait_acknowledged(1)  # returns at once
     assert (slot.restarts, slot.last_error) == (1, "could not be started: Too many open files")
     slot.retire()

@@ -1,4 +1,4 @@
-"""When control takes one of its processes for deaf."""
+"""When the main process considers a data-plane process unresponsive."""
 
 import pytest
 
@@ -8,10 +8,10 @@ from omni_proxy.multiprocess.process_slot import MAX_STARTUP_TICKS, MAX_UNACKED_
 
 @pytest.fixture
 async def handle():
-    made = ProcessHandle(1)
-    yield made
-    made._channel.close()
-    made._theirs.close()
+    process = ProcessHandle(1)
+    yield process
+    process._channel.close()
+    process._theirs.close()
 
 
 async def test_a_process_that_stops_acknowledging_is_unresponsive_soon(handle):
@@ -23,7 +23,7 @@ async def test_a_process_that_stops_acknowledging_is_unresponsive_soon(handle):
     assert handle.is_unresponsive
 
 
-async def test_a_process_that_starts_up_has_more_time_but_not_for_ever(handle):
+async def test_a_process_that_starts_has_more_time_but_a_limit(handle):
     handle.send(DrainCommand())
     handle.silent_ticks = MAX_STARTUP_TICKS
     assert not handle.is_unresponsive

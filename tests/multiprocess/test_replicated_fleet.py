@@ -1,4 +1,4 @@
-"""The fleets of several data-plane processes on the same shared counters, in one process: what they see of each other."""
+"""The fleets of several data-plane processes that share counters, all in this process."""
 
 import pytest
 from hypothesis import given, settings
@@ -26,10 +26,10 @@ NAMES = ("a", "b", "c")
 class ProcessFleet:
     def __init__(self, counters: SharedCounters, index: int) -> None:
         self.now = 0.0
-        self.reported: list = []
-        self.fleet = ReplicatedFleet(counters, index, lambda: self.now, self.reported.append)
+        self.events: list = []
+        self.fleet = ReplicatedFleet(counters, index, lambda: self.now, self.events.append)
 
-    def sees(self) -> dict[str, int]:
+    def seen_in_flight(self) -> dict[str, int]:
         self.now += 1
         self.fleet.candidates(None, 0)
         return {worker.url: worker.in_flight for worker in self.fleet.workers}
@@ -48,12 +48,12 @@ def counters():
 
 
 def replicas_of(counters, fleet):
-    made = [ProcessFleet(counters, index) for index in range(1, PROCESSES + 1)]
-    for index, dataplane in enumerate(made, start=1):
+    processes = [ProcessFleet(counters, index) for index in range(1, PROCESSES + 1)]
+    for index, process in enumerate(processes, start=1):
         counters.clear(index, 10)
-        dataplane.fleet.reach(PROCESSES)
-        dataplane.fleet.follow(rows(fleet), NOW)
-    return made
+        process.fleet.reach(PROCESSES)
+        process.fleet.follow(rows(fleet), NOW)
+    return processes
 
 
 steps = st.lists(
@@ -71,23 +71,23 @@ steps = st.lists(
 def test_every_process_sees_the_sum_of_all_in_flight_counts(counters, steps):
     control = fleet_of(*map(entry, NAMES))
     processes = replicas_of(counters, control)
-    have = {(index, name): 0 for index in range(PROCESSES) for name in NAMES}
-    for index, name, what in steps:
+    in_flight = {(index, name): 0 for index in range(PROCESSES) for name in NAMES}
+    for index, name, action in steps:
         worker = processes[index].fleet.find(f"http://{name}:1")
-        if what == "take":
+        if action == "take":
             worker.in_flight += 1
-            have[index, name] += 1
-        elif what == "leave" and have[index, name]:
+            in_flight[index, name] += 1
+        elif action == "leave" and in_flight[index, name]:
             worker.in_flight -= 1
-            have[index, name] -= 1
-        elif what == "die":
+            in_flight[index, name] -= 1
+        elif action == "die":
             counters.clear(index + 1, 10)
-            have |= {(index, each): 0 for each in NAMES}
+            in_flight |= {(index, each): 0 for each in NAMES}
             processes[index] = ProcessFleet(counters, index + 1)
             processes[index].fleet.reach(PROCESSES)
             processes[index].fleet.follow(rows(control), NOW)
-        wanted = {f"http://{n}:1": sum(have[i, n] for i in range(PROCESSES)) for n in NAMES}
-        assert [dataplane.sees() for dataplane in processes] == [wanted] * PROCESSES
+        expected = {f"http://{n}:1": sum(in_flight[i, n] for i in range(PROCESSES)) for n in NAMES}
+        assert [process.seen_in_flight() for process in processes] == [expected] * PROCESSES
 
 
 @settings(max_examples=examples(40))
@@ -98,7 +98,9 @@ def test_a_limit_holds_over_all_processes_that_pick_one_after_another(counters, 
     taken = 0
     for index in turns:
         worker = processes[index].fleet.candidates(None, 0)[0]
-        if worker.in_flight < worker.max_inflight:  # no time has passed: read anew all the same
+        if (
+            worker.in_flight < worker.max_inflight
+        ):  # the count was read again, though no time has passed
             worker.in_flight += 1
             assert not processes[index].fleet.is_over_limit(worker)
             taken += 1
@@ -109,19 +111,19 @@ def test_a_limit_holds_over_all_processes_that_pick_one_after_another(counters, 
 @settings(max_examples=examples(200))
 @given(st.lists(st.tuples(st.integers(0, PROCESSES - 1), st.booleans()), max_size=60))
 def test_a_limit_holds_for_any_order_of_concurrent_picks(counters, turns):
-    """Each step of a taking is one turn, so that others come between any two of them."""
+    """Each step of a pick is one turn, so that other processes run between any two of them."""
     control = fleet_of(entry("a", max_inflight=2))
     processes = replicas_of(counters, control)
     held = [0] * PROCESSES
-    half_way: list[str] = [""] * PROCESSES
+    pending: list[str] = [""] * PROCESSES
     for index, leaves in turns:
         fleet = processes[index].fleet
         worker = fleet.workers[0]
-        if half_way[index] == "looked":
+        if pending[index] == "looked":
             worker.in_flight += 1
-            half_way[index] = "counted"
-        elif half_way[index] == "counted":
-            half_way[index] = ""
+            pending[index] = "counted"
+        elif pending[index] == "counted":
+            pending[index] = ""
             if fleet.is_over_limit(worker):
                 worker.in_flight -= 1
             else:
@@ -130,24 +132,22 @@ def test_a_limit_holds_for_any_order_of_concurrent_picks(counters, turns):
             worker.in_flight -= 1
             held[index] -= 1
         elif has_room(fleet.candidates(None, 0)[0]):
-            half_way[index] = "looked"
+            pending[index] = "looked"
         assert sum(held) <= 2
 
 
-def test_a_process_that_gave_up_a_slot_leaves_it_to_others(counters):
+def test_a_slot_that_a_process_gives_up_is_free_for_other_processes(counters):
     control = fleet_of(entry("a", max_inflight=1))
     one, other, third = replicas_of(counters, control)
-    for dataplane in (one, other):  # in the same moment
-        dataplane.fleet.workers[0].in_flight += 1
-    assert [
-        dataplane.fleet.is_over_limit(dataplane.fleet.workers[0]) for dataplane in (one, other)
-    ] == [
+    for process in (one, other):  # at the same moment
+        process.fleet.workers[0].in_flight += 1
+    assert [process.fleet.is_over_limit(process.fleet.workers[0]) for process in (one, other)] == [
         True,
         True,
     ]
-    for dataplane in (one, other):
-        dataplane.fleet.workers[0].in_flight -= 1
-    assert third.sees() == {"http://a:1": 0}
+    for process in (one, other):
+        process.fleet.workers[0].in_flight -= 1
+    assert third.seen_in_flight() == {"http://a:1": 0}
     third.fleet.workers[0].in_flight += 1
     assert not third.fleet.is_over_limit(third.fleet.workers[0])
     assert has_room(one.fleet.candidates(None, 0)[0]) is False
@@ -156,29 +156,29 @@ def test_a_process_that_gave_up_a_slot_leaves_it_to_others(counters):
 def test_recounts_are_rate_limited(counters):
     control = fleet_of(*map(entry, NAMES))
     one, other, _ = replicas_of(counters, control)
-    one.sees()
+    one.seen_in_flight()
     other.fleet.workers[0].in_flight += 1
     one.fleet.candidates(None, 0)
     assert one.fleet.workers[0].in_flight == 0
-    assert one.sees()["http://a:1"] == 1
+    assert one.seen_in_flight()["http://a:1"] == 1
 
 
-def test_a_kept_worker_keeps_its_object_and_a_new_one_with_its_url_does_not(counters):
+def test_a_worker_keeps_its_object_and_a_new_one_with_its_url_gets_another(counters):
     control = fleet_of(entry("a"), entry("b"))
     dataplane = replicas_of(counters, control)[0]
     a, b = dataplane.fleet.workers
     a.in_flight += 1
     b.in_flight += 1
-    anew = [rows(control)[0], structs.replace(rows(control)[1], serial=9)]
-    dataplane.fleet.follow(anew, NOW)
+    snapshots = [rows(control)[0], structs.replace(rows(control)[1], serial=9)]
+    dataplane.fleet.follow(snapshots, NOW)
     assert dataplane.fleet.workers[0] is a
     assert dataplane.fleet.workers[1] is not b
-    assert dataplane.sees() == {"http://a:1": 1, "http://b:1": 0}
+    assert dataplane.seen_in_flight() == {"http://a:1": 1, "http://b:1": 0}
     b.in_flight -= 1
-    assert dataplane.sees() == {"http://a:1": 1, "http://b:1": 0}
+    assert dataplane.seen_in_flight() == {"http://a:1": 1, "http://b:1": 0}
 
 
-def test_no_waiter_is_admitted_by_half_of_a_snapshot(counters):
+def test_no_waiter_is_admitted_by_a_partly_applied_snapshot(counters):
     control = fleet_of(entry("a"), entry("b"))
     dataplane = replicas_of(counters, control)[0]
     seen = []
@@ -195,16 +195,16 @@ def test_no_waiter_is_admitted_by_half_of_a_snapshot(counters):
     assert all(urls == [] for urls in seen)
 
 
-def test_request_results_are_reported_and_not_judged_here(counters):
+def test_request_results_are_sent_to_the_main_process_and_do_not_eject_a_worker(counters):
     dataplane = replicas_of(counters, fleet_of(entry("a")))[0]
     worker = dataplane.fleet.workers[0]
     for _ in range(50):
         dataplane.fleet.observe_request_failure(worker, status=502, error="x", at=NOW)
     assert worker.routable
     assert worker.health.failed_requests
-    assert dataplane.reported == [RequestFailedEvent(1, 502, "x", NOW, 0)] * 50
+    assert dataplane.events == [RequestFailedEvent(1, 502, "x", NOW, 0)] * 50
     dataplane.fleet.observe_success(worker)
-    assert dataplane.reported[-1] == RequestSucceededEvent(1, 0)
+    assert dataplane.events[-1] == RequestSucceededEvent(1, 0)
     assert not worker.health.failed_requests
 
 
@@ -217,14 +217,14 @@ def test_a_half_open_request_needs_the_lease_of_the_main_process(counters):
     (worker,) = one.fleet.candidates(None, 0)
     trial = one.fleet.begin_half_open(worker)
     assert one.fleet.candidates(None, 0) == []
-    one.fleet.follow(rows(control), NOW)  # sent before control had heard of it
+    one.fleet.follow(rows(control), NOW)  # sent before the main process received the event
     assert one.fleet.candidates(None, 0) == []
     one.fleet.end_half_open(worker, trial)
-    assert one.reported == [HalfOpenStartedEvent(1, trial), HalfOpenEndedEvent(1, trial)]
-    one.fleet.follow(rows(control), NOW)  # still: it knows of no trial
+    assert one.events == [HalfOpenStartedEvent(1, trial), HalfOpenEndedEvent(1, trial)]
+    one.fleet.follow(rows(control), NOW)  # it still has no trial
     assert one.fleet.candidates(None, 0) == []
-    heard = control.begin_half_open(control.workers[0])
-    control.end_half_open(control.workers[0], heard)
+    main_trial = control.begin_half_open(control.workers[0])
+    control.end_half_open(control.workers[0], main_trial)
     one.fleet.follow(rows(control), NOW)
     assert one.fleet.candidates(None, 0) == [worker]
 

@@ -5,7 +5,7 @@ from omni_proxy.multiprocess.replication import LEASE_SECS, HalfOpenLeases
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Processes act on messages that arrive late; two must never both believe that they hold it."""
+    """Processes act on messages that arrive late; two must never both act as lease holder."""
 
     def __init__(self):
         super().__init__()
@@ -15,12 +15,12 @@ class LeaseMachine(RuleBasedStateMachine):
         self.processes = [1, 2, 3]
         self.sent = dict.fromkeys(self.processes, 0)  # messages
         self.acked = dict.fromkeys(self.processes, 0)
-        self.unread = {process: [] for process in self.processes}  # (message, holds it)
-        self.believed = dict.fromkeys(self.processes, False)
+        self.unread = {process: [] for process in self.processes}  # (message, holds the lease)
+        self.holds_lease = dict.fromkeys(self.processes, False)
 
     def send_lease(self, process):
         self.sent[process] += 1
-        # A worker that is out is no process's to try, whoever has the lease.
+        # Without a half-open worker, no process may try it, not even the lease holder.
         self.unread[process].append(
             (self.sent[process], self.half_open and self.leases.holder(7) == process)
         )
@@ -41,19 +41,19 @@ class LeaseMachine(RuleBasedStateMachine):
         self.now += secs
 
     @rule()
-    def go_out_or_come_back(self):
+    def toggle_half_open(self):
         self.half_open = not self.half_open
 
     @rule(process=st.sampled_from([1, 2, 3]))
     def on_event(self, process):
         for message, holds in self.unread[process]:
-            self.believed[process] = holds
+            self.holds_lease[process] = holds
             self.acked[process] = message
         self.unread[process] = []
 
     @invariant()
     def at_most_one_holds_the_lease(self):
-        assert sum(self.believed.values()) <= 1
+        assert sum(self.holds_lease.values()) <= 1
 
 
 TestLeaseMachine = LeaseMachine.TestCase

@@ -1,4 +1,4 @@
-"""Real sockets: which of them new connections come to."""
+"""Which of several real sockets accept new connections."""
 
 import socket
 from contextlib import ExitStack
@@ -14,15 +14,15 @@ from omni_proxy.multiprocess.reuseport_group import ReuseportGroup
 def port():
     loop = EventLoop()
     listener = Listener(loop, open_socket("127.0.0.1", 0), lambda sock, peer: sock.close())
-    made = ReuseportGroup(loop, listener)
-    yield made
-    made.close_all()
+    group = ReuseportGroup(loop, listener)
+    yield group
+    group.close_all()
     listener.close()
     loop.flush()
 
 
-def came(port, socks, count=60):
-    """How many of so many new connections each socket got."""
+def distribute(port, socks, count=60):
+    """How many of `count` new connections each socket got."""
     address = socks[0].getsockname()
     with ExitStack() as stack:
         for _ in range(count):
@@ -42,7 +42,7 @@ def accepted(sock):
 
 def test_each_slot_gets_its_share(port):
     socks = [port.listen(slot) for slot in range(3)]
-    counts = came(port, socks, 120)
+    counts = distribute(port, socks, 120)
     assert sum(counts) == 120
     assert min(counts) > 10
 
@@ -51,22 +51,22 @@ def test_connections_are_steered_to_the_slots_that_serve(port):
     socks = [port.listen(slot) for slot in range(4)]
     for slots in ([1, 3], [0], [2], [0, 1, 2], [3]):
         port.steer(slots)
-        counts = came(port, socks)
+        counts = distribute(port, socks)
         assert {slot for slot, count in enumerate(counts) if count} == set(slots)
     port.steer(range(4))
-    assert all(came(port, socks, 120))
+    assert all(distribute(port, socks, 120))
     port.steer([])
-    assert all(came(port, socks, 120))
+    assert all(distribute(port, socks, 120))
 
 
-def test_steering_is_right_after_a_socket_in_the_middle_was_closed(port):
+def test_connections_are_steered_correctly_after_a_middle_socket_was_closed(port):
     socks = {slot: port.listen(slot) for slot in range(4)}
     port.steer([0, 2, 3])
     port.close(1)
     del socks[1]
     for slots in ([3], [2], [0, 3]):
         port.steer(slots)
-        counts = dict(zip(socks, came(port, list(socks.values())), strict=True))
+        counts = dict(zip(socks, distribute(port, list(socks.values())), strict=True))
         assert {slot for slot, count in counts.items() if count} == set(slots)
 
 
@@ -75,33 +75,33 @@ def test_closing_a_socket_does_not_move_connections_of_others(port):
     port.steer([2, 4])
     for closed in (1, 3):
         port.close(closed)
-        assert sum(came(port, [socks[2], socks[4]])) == 60
+        assert sum(distribute(port, [socks[2], socks[4]])) == 60
     port.steer([0])
     for closed in (4, 2):
         port.close(closed)
-        assert came(port, socks[:1]) == [60]
+        assert distribute(port, socks[:1]) == [60]
     assert [sock.fileno() for sock in socks[1:]] == [-1] * 4
 
 
-def test_a_slot_that_is_used_again_has_its_socket_again(port):
+def test_a_slot_that_is_used_again_gets_the_same_socket(port):
     socks = [port.listen(slot) for slot in range(3)]
     port.steer([2])
     port.close(1)
     assert port.listen(1) is socks[1]
     port.close(2)
     port.steer([1])
-    assert came(port, [socks[1]]) == [60]
+    assert distribute(port, [socks[1]]) == [60]
 
 
-def test_the_backlog_of_an_exited_process_is_accepted_by_the_next(port):
-    lent = port.listen(1).dup()
+def test_the_backlog_of_an_exited_process_is_accepted_by_its_successor(port):
+    duplicate = port.listen(1).dup()
     port.steer([1])
-    with socket.create_connection(lent.getsockname()):
-        lent.close()
+    with socket.create_connection(duplicate.getsockname()):
+        duplicate.close()
         assert accepted(port.listen(1)) == 1
 
 
-def test_other_programs_can_not_bind_the_port(port):
+def test_other_programs_cannot_bind_the_port(port):
     port.listen(1)
     host, number = port.listener._sock.getsockname()
     with pytest.raises(OSError, match="in use"):
@@ -110,14 +110,14 @@ def test_other_programs_can_not_bind_the_port(port):
 
 def test_the_main_process_pauses_and_resumes_on_the_same_socket(port):
     events = port._loop._epoll
-    events.poll(0)  # the bell's
+    events.poll(0)  # of the event loop's own descriptor
     port.pause()
     with socket.create_connection(port.listener._sock.getsockname()):
         assert events.poll(0.05) == []
-        port.resume()  # it can see those who came meanwhile
+        port.resume()  # connections that arrived meanwhile are pending
         assert [fd for fd, _ in events.poll(0)] == [port.listener._fd]
         assert accepted(port.listener._sock) == 1
-    assert came(port, [port.listener._sock], 3) == [3]
+    assert distribute(port, [port.listener._sock], 3) == [3]
 
 
 def test_all_slots_share_a_unix_socket(tmp_path):

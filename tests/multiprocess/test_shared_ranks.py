@@ -1,4 +1,4 @@
-"""Data-parallel ranks over several processes: what each sees of the others, and all bounds."""
+"""Data-parallel ranks in several processes: shared in-flight counts and limits."""
 
 import os
 from collections import Counter
@@ -38,19 +38,19 @@ class Processes:
         self.ids = WorkerIds(self.fleet, self.proxy)
         self.ids._cells, self.ids._counters = FreeSlots(60), counters
         self.ids.processes = PROCESSES
-        self.others = {}
+        self.followers = {}
         for index in range(1, PROCESSES + 1):
             self.restart(index)
 
     def restart(self, index):
         self.ids.clear(index)
-        self.others[index] = ReplicatedFleet(
+        self.followers[index] = ReplicatedFleet(
             self.ids.counters, index, lambda: 0.0, lambda event: None
         )
         self.publish()
 
     def publish(self):
-        for fleet in self.others.values():
+        for fleet in self.followers.values():
             fleet.reach(PROCESSES)
             fleet.follow(self.ids.rows(), NOW)
         self.ids.recount()
@@ -66,20 +66,20 @@ def counters():
 
 @pytest.fixture
 def started(counters):
-    made = []
+    running = []
 
     def start(*entries):
-        made.append(Processes(counters, *entries))
-        return made[-1]
+        running.append(Processes(counters, *entries))
+        return running[-1]
 
     yield start
-    for each in made:
+    for each in running:
         each.close()
 
 
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["begin", "begin", "begin", "end", "die", "ranks", "reported"]),
+        st.sampled_from(["begin", "begin", "begin", "end", "die", "ranks", "discovered"]),
         st.integers(1, PROCESSES),
         st.integers(1, 4),
     ),
@@ -112,10 +112,10 @@ def test_every_process_sees_the_sums_of_each_rank_and_of_its_worker(counters, st
     processes = Processes(counters, entry("a", ranks=3), entry("b", ranks="auto"))
     main, running = processes.fleet, []
     try:
-        for what, index, number in steps:
-            match what:
+        for action, index, number in steps:
+            match action:
                 case "begin":
-                    candidates = processes.others[index].candidates(None, 1)
+                    candidates = processes.followers[index].candidates(None, 1)
                     running.append((index, candidates[number % len(candidates)]))
                     count(running[-1][1], 1)
                 case "end" if running:
@@ -125,11 +125,11 @@ def test_every_process_sees_the_sums_of_each_rank_and_of_its_worker(counters, st
                     running = [each for each in running if each[0] != index]
                 case "ranks":
                     main.apply([entry("a", ranks=number), entry("b", ranks="auto")], NOW)
-                case "reported":
+                case "discovered":
                     main.report_ranks(main.workers[1], number)
             processes.publish()
             check(main, running)
-            for fleet in processes.others.values():
+            for fleet in processes.followers.values():
                 fleet.recount()
                 check(fleet, running)
                 assert ranks_of(fleet) == ranks_of(main)
@@ -141,17 +141,15 @@ def test_every_process_sees_the_sums_of_each_rank_and_of_its_worker(counters, st
 
 @settings(max_examples=examples(150))
 @given(turns=st.lists(st.tuples(st.integers(1, PROCESSES), st.integers(0, 2)), max_size=60))
-def test_bounds_of_ranks_and_of_their_worker_hold_for_any_order_of_concurrent_picks(
-    counters, turns
-):
-    """Each step of a pick is one turn, so that others come between any two of them. The share of a
-    rank is 2; together they would have 4."""
+def test_limits_of_ranks_and_their_worker_hold_for_any_order_of_picks(counters, turns):
+    """Each step of a pick is one turn, so that other processes run between any two of them. The
+    limit of each rank is 2, that of the worker 3."""
     processes = Processes(counters, entry("a", ranks=2, max_inflight=3))
     held = Counter()
     chosen = {}
     try:
         for index, number in turns:
-            fleet = processes.others[index]
+            fleet = processes.followers[index]
             target, step = chosen.get(index, (None, ""))
             if step == "looked":
                 count(target, 1)
@@ -181,19 +179,19 @@ def test_bounds_of_ranks_and_of_their_worker_hold_for_any_order_of_concurrent_pi
         processes.close()
 
 
-def test_a_session_that_one_process_began_stays_at_its_rank_in_all_others(started):
+def test_a_session_of_one_process_keeps_its_rank_in_all_processes(started):
     processes = started(entry("a", ranks=4), entry("b"))
     memory = create_sessions()
     tables = [
         SharedSessions(memory, WorkerDirectory(fleet.serial, shared_ids, fleet.targets))
-        for fleet in processes.others.values()
+        for fleet in processes.followers.values()
     ]
     main = SharedSessions(
         memory, WorkerDirectory(processes.ids.find, processes.ids.ids, processes.fleet.targets)
     )
     for table in (*tables, main):
         table.tune(100, 0)
-    first, second = (fleet.workers[0].dp_ranks[2] for fleet in processes.others.values())
+    first, second = (fleet.workers[0].dp_ranks[2] for fleet in processes.followers.values())
     tables[0].keep("key", first, 1.0)
     assert tables[1].find("key", 2.0) is second
     assert main.find("key", 2.0) is processes.fleet.workers[0].dp_ranks[2]

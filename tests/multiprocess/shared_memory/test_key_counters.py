@@ -27,7 +27,7 @@ def no_tokens(ended):
 
 @pytest.fixture
 def counters():
-    """Of the main process and of two others, all in this one."""
+    """The counters of a main process and of two others, all in this process."""
     main = KeyCounters.create()
     main.extend(2)
     others = [KeyCounters(main.descriptor, index) for index in (1, 2)]
@@ -47,7 +47,7 @@ def test_processes_share_the_limits_of_a_caller(counters):
     assert (totals["requests"], totals["input_tokens"], totals["in_flight"]) == (1, 3, 2)
 
 
-def test_what_no_process_decides_by_is_shared_when_it_is_published(counters):
+def test_counts_without_a_limit_are_shared_when_they_are_published(counters):
     callers = [ApiCaller(OPEN, 1, each, no_tokens) for each in counters]
     for caller in callers:
         assert caller.begin(NOW) is None
@@ -60,7 +60,7 @@ def test_what_no_process_decides_by_is_shared_when_it_is_published(counters):
     assert (totals["requests"], totals["output_tokens"], totals["in_flight"]) == (1, 4, 2)
 
 
-def test_a_limit_that_comes_later_holds_over_what_is_in_flight_already(counters):
+def test_a_later_limit_includes_requests_already_in_flight(counters):
     callers = [ApiCaller(OPEN, 1, each, no_tokens) for each in counters]
     for caller in callers[:2]:
         assert caller.begin(NOW) is None
@@ -69,7 +69,7 @@ def test_a_limit_that_comes_later_holds_over_what_is_in_flight_already(counters)
     assert {caller.begin(NOW) for caller in callers} == {"max_inflight"}
 
 
-def test_requests_of_a_name_that_is_gone_end_in_its_cells(counters):
+def test_requests_of_a_removed_key_end_in_its_cells(counters):
     caller = ApiCaller(OPEN, 1, counters[1], no_tokens)
     assert caller.begin(NOW) is None
     caller.retire()
@@ -79,7 +79,7 @@ def test_requests_of_a_name_that_is_gone_end_in_its_cells(counters):
     assert counters[0].in_flight(1) == 0
 
 
-def test_what_a_process_had_in_flight_ends_with_it_and_its_rate_stays(counters):
+def test_in_flight_counts_of_a_dead_process_are_dropped_but_not_its_rates(counters):
     first, second = (ApiCaller(KEY, 1, each, no_tokens) for each in counters[1:])
     assert first.begin(NOW) is None
     assert first.begin(NOW) is None
@@ -90,7 +90,7 @@ def test_what_a_process_had_in_flight_ends_with_it_and_its_rate_stays(counters):
     assert again.requests_used(NOW) == 3
 
 
-def test_a_name_keeps_its_slot_and_a_released_one_is_used_last(counters):
+def test_a_key_keeps_its_slot_and_a_released_slot_is_reused_last(counters):
     slots = KeySlots()
     first = dict(slots.assign(["a", "b"], counters[0]))
     assert UNKNOWN_SLOT not in first.values()
@@ -98,9 +98,7 @@ def test_a_name_keeps_its_slot_and_a_released_one_is_used_last(counters):
     assert dict(slots.assign(["b", "c", "a"], counters[0]))["a"] != first["a"]
 
 
-def test_a_slot_that_is_used_again_begins_at_zero_and_not_while_requests_are_in_flight(
-    counters, monkeypatch
-):
+def test_a_slot_is_reused_from_zero_and_only_without_requests_in_flight(counters, monkeypatch):
     monkeypatch.setattr("omni_proxy.multiprocess.shared_memory.key_counters.KEY_SLOTS", 4)
     slots = KeySlots()
     busy, idle, other = (slots.assign(["a", "b", "c"], counters[0])[name] for name in "abc")
@@ -114,8 +112,8 @@ def test_a_slot_that_is_used_again_begins_at_zero_and_not_while_requests_are_in_
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 5)), max_size=40))
 def test_each_refused_request_is_in_one_line_and_lines_are_a_minute_apart(steps):
     report, now, refused, lines = WrongKeyReport(), 0.0, 0, []
-    for pause, more in steps:
-        now, refused = now + pause, refused + more
+    for pause, new in steps:
+        now, refused = now + pause, refused + new
         if count := report.due(refused, now):
             lines.append((now, count))
     assert all(later[0] - before[0] >= PAUSE_SECS for before, later in pairwise(lines))
@@ -125,7 +123,7 @@ def test_each_refused_request_is_in_one_line_and_lines_are_a_minute_apart(steps)
 
 def test_refusals_of_the_last_minute_are_counted():
     recent = RecentRefusals()
-    assert recent.count(3) == 3  # before the first look
+    assert recent.count(3) == 3  # before the first note
     for now, refused in ((10.0, 3), (11.0, 7), (40.0, 7), (70.0, 9)):
         recent.note(refused, now)
     assert (recent.count(9), recent.count(12)) == (6, 9)

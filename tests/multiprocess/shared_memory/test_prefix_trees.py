@@ -1,4 +1,4 @@
-"""A prefix tree goes from one program to the next as bytes."""
+"""A prefix tree is handed from one program to its successor as bytes."""
 
 import os
 from array import array
@@ -24,7 +24,7 @@ uses = st.lists(st.tuples(texts, st.sampled_from("xyz")), max_size=30)
 
 
 def copy_of(tree, size=1 << 20):
-    """As another program builds it from the bytes."""
+    """The tree that another program builds from the bytes."""
     columns = tree.columns()
     data = b"".join(encode_tree(columns))
     copy = PrefixTree(size)
@@ -42,7 +42,7 @@ def filled(pairs, forgotten=""):
 
 
 @given(uses, uses, st.sampled_from(["", "x"]))
-def test_the_copy_knows_of_every_text_what_the_tree_knows(pairs, later, forgotten):
+def test_a_copy_gives_the_same_matches_as_the_tree(pairs, later, forgotten):
     tree = filled(pairs, forgotten)
     for text, holder in later:
         tree.insert(text, holder)
@@ -56,7 +56,7 @@ def test_the_copy_knows_of_every_text_what_the_tree_knows(pairs, later, forgotte
     audit(copy)
 
 
-def test_the_copy_drops_first_what_was_used_longest_ago():
+def test_a_copy_evicts_the_least_recently_used_texts_first():
     tree = filled((b"%03d" % number * 100, "x") for number in range(100))
     tree.insert(b"000" * 100, "x")
     copy = copy_of(tree, 20_000)
@@ -73,7 +73,7 @@ def test_an_empty_tree_is_copied():
 
 
 @given(st.data())
-def test_what_is_no_tree_is_refused(data):
+def test_an_invalid_tree_is_refused(data):
     count = data.draw(st.integers(0, 5))
     numbers = st.lists(st.integers(0, count + 1), min_size=count, max_size=count)
     labels = data.draw(st.lists(st.sampled_from([b"", b"a", b"bb"]), max_size=6))
@@ -90,7 +90,7 @@ def test_what_is_no_tree_is_refused(data):
 
 
 @pytest.mark.parametrize("size", [0, 11, 30])
-def test_bytes_that_were_cut_are_refused(size):
+def test_truncated_bytes_are_refused(size):
     columns = filled([(b"abc", "x"), (b"abd", "y")]).columns()
     data = b"".join(encode_tree(columns))
     with pytest.raises(UnreadableTree):
@@ -104,13 +104,13 @@ class Named:
         self.url = url
 
 
-def through_file(trees, holders, go_on=lambda: True, cut=0):
-    """As another program reads them."""
+def through_file(trees, holders, keep_reading=lambda: True, cut=0):
+    """The trees that another program reads from the file."""
     file = tree_file()
     try:
         write_trees(file, {role: tree.columns() for role, tree in trees.items()})
         os.ftruncate(file, os.fstat(file).st_size - cut)
-        return read_trees(file, holders, go_on)
+        return read_trees(file, holders, keep_reading)
     finally:
         os.close(file)
 
@@ -122,7 +122,7 @@ def tree_of(*pairs):
     return tree
 
 
-def test_a_file_has_the_trees_of_all_pools_without_holders_that_are_gone():
+def test_a_file_has_the_trees_of_all_pools_without_removed_workers():
     holders = {each.url: each for each in map(Named, ("http://one", "http://three"))}
     first, second = Named("http://one"), Named("http://two")
     trees = {
@@ -136,7 +136,7 @@ def test_a_file_has_the_trees_of_all_pools_without_holders_that_are_gone():
     assert copies["prefill"].depths(b"xyzz") == {holders["http://one"]: 3}
 
 
-def test_of_a_file_that_takes_too_long_to_read_the_newest_are_kept():
+def test_of_a_file_that_takes_too_long_to_read_the_newest_texts_are_kept():
     worker = Named("http://one")
     trees = {"regular": tree_of(*((b"%05d" % number, worker) for number in range(20_000)))}
     turns = iter((True, False))

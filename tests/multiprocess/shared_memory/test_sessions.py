@@ -24,7 +24,7 @@ def row():
     return SharedCounters.create().row(1)
 
 
-def world(row, count=4):
+def setup_of(row, count=4):
     workers = {n: SharedWorker(entry(f"w{n}"), NOW, (n, n), row) for n in range(1, count + 1)}
     descriptor = create_sessions()
     directory = WorkerDirectory(
@@ -34,8 +34,8 @@ def world(row, count=4):
         SharedSessions(os.dup(descriptor), directory, recounts=main) for main in (True, False)
     ]
     os.close(descriptor)
-    for dataplane in processes:
-        dataplane.tune(100_000, 60.0)
+    for process in processes:
+        process.tune(100_000, 60.0)
     return workers, processes
 
 
@@ -44,7 +44,7 @@ def counts(sessions, workers):
 
 
 def recount(main, now):
-    """A whole pass over the table, and the rest of one that has begun."""
+    """Finishes a pass over the table that has begun, and makes a whole one."""
     for _ in range(2):
         main.maintain(now)
         while main._recount.at:
@@ -59,25 +59,27 @@ def recount(main, now):
     )
 )
 def test_two_processes_agree_with_a_plain_table(row, steps):
-    workers, processes = world(row)
+    workers, processes = setup_of(row)
     table, now = {}, 0.0
-    for dataplane, key, serial, secs in steps:
+    for index, key, serial, secs in steps:
         now += secs
         kept = table.get(key)
-        wanted = kept[0] if kept and now - kept[1] <= 60 else None
-        assert processes[dataplane].find(key, now) is wanted
-        if wanted is None:
-            processes[1 - dataplane].keep(key, workers[serial], now)
+        expected = kept[0] if kept and now - kept[1] <= 60 else None
+        assert processes[index].find(key, now) is expected
+        if expected is None:
+            processes[1 - index].keep(key, workers[serial], now)
             table[key] = (workers[serial], now)
         recount(processes[0], now)
-        live = [worker for worker, used in table.values() if now - used <= 60]
-        assert counts(processes[1], workers) == [live.count(each) for each in workers.values()]
+        live_workers = [worker for worker, used in table.values() if now - used <= 60]
+        assert counts(processes[1], workers) == [
+            live_workers.count(worker) for worker in workers.values()
+        ]
 
 
 def test_above_the_limit_the_sessions_used_last_stay(row):
-    workers, (one, other) = world(row)
-    for dataplane in (one, other):
-        dataplane.tune(WAYS, 0.0)
+    workers, (one, other) = setup_of(row)
+    for process in (one, other):
+        process.tune(WAYS, 0.0)
     for number in range(3 * WAYS):
         one.keep(f"k{number}", workers[1], float(number))
         one.keep("again", workers[2], float(number))
@@ -88,14 +90,14 @@ def test_above_the_limit_the_sessions_used_last_stay(row):
 
 
 def test_a_session_of_a_removed_worker_is_not_found(row):
-    workers, (one, other) = world(row)
+    workers, (one, other) = setup_of(row)
     one.keep("me", workers[3], 0.0)
     del workers[3]
     assert other.find("me", 1.0) is None
 
 
-def test_a_session_of_another_proxy_is_no_concern_of_one_whose_policy_keeps_none(row):
-    workers, (tuned, _) = world(row)
+def test_a_session_of_another_proxy_is_not_counted_if_the_policy_keeps_no_sessions(row):
+    workers, (tuned, _) = setup_of(row)
     descriptor = create_sessions()
     directory = WorkerDirectory(workers.get, lambda worker: (worker.serial, worker.cell), list)
     untuned = SharedSessions(descriptor, directory, recounts=True)
@@ -105,11 +107,11 @@ def test_a_session_of_another_proxy_is_no_concern_of_one_whose_policy_keeps_none
     assert counts(untuned, workers) == counts(tuned, workers) == [0, 0, 0, 0]
 
 
-def test_every_process_sees_how_many_sessions_a_worker_has(row):
-    workers, (one, other) = world(row)
+def test_every_process_sees_the_number_of_sessions_of_a_worker(row):
+    workers, (one, other) = setup_of(row)
     for number in range(40):
         one.keep(f"{number}", workers[1 + number % 2], 1.0)
-        other.keep(f"{number}", workers[1 + number % 2], 1.0)  # the same again
+        other.keep(f"{number}", workers[1 + number % 2], 1.0)  # the same session again
     assert counts(one, workers) == counts(other, workers) == [20, 20, 0, 0]
     other.keep("0", workers[4], 2.0)
     assert [one.finish("2"), other.finish("2"), other.finish("nobody")] == [True, False, False]
@@ -117,21 +119,21 @@ def test_every_process_sees_how_many_sessions_a_worker_has(row):
     assert (len(one), len(other)) == (39, 39)
 
 
-def test_a_session_that_was_finished_is_found_nowhere_and_leaves_no_second_one(row):
-    workers, (one, other) = world(row)
+def test_a_finished_session_is_found_in_no_process_and_has_no_duplicate(row):
+    workers, (one, other) = setup_of(row)
     for dataplane in (one, other):
         dataplane.tune(WAYS, 0.0)  # one bucket
     for number in range(WAYS):
         one.keep(f"{number}", workers[1], 1.0)
     one.finish("0")
-    other.keep(f"{WAYS - 1}", workers[2], 2.0)  # there is a free place before it
+    other.keep(f"{WAYS - 1}", workers[2], 2.0)  # an earlier place is free
     assert one.finish(f"{WAYS - 1}")
     assert other.find(f"{WAYS - 1}", 3.0) is None
     assert counts(other, workers) == [WAYS - 2, 0, 0, 0]
 
 
-def test_a_session_that_is_pushed_out_is_no_load(row):
-    workers, (one, _) = world(row)
+def test_an_evicted_session_no_longer_counts(row):
+    workers, (one, _) = setup_of(row)
     one.tune(WAYS, 0.0)
     for number in range(WAYS):
         one.keep(f"{number}", workers[1], float(number))
@@ -140,29 +142,29 @@ def test_a_session_that_is_pushed_out_is_no_load(row):
 
 
 def test_the_main_process_corrects_counts_that_lost_an_update(row):
-    workers, (main, other) = world(row)
+    workers, (main, other) = setup_of(row)
     for number in range(50):
         other.keep(f"{number}", workers[1], 1.0)
     other._counts[1] -= 7
     other._counts[2] = 3
     other._counts[3] = -3
-    assert counts(other, workers) == [43, 3, 0, 0]  # never below none
+    assert counts(other, workers) == [43, 3, 0, 0]  # never negative
     recount(main, 2.0)
     assert counts(other, workers) == [50, 0, 0, 0]
     assert other._counts[3] == 0
 
 
-def test_sessions_that_have_expired_are_no_load_after_the_next_pass(row):
-    workers, (main, other) = world(row)
+def test_expired_sessions_no_longer_count_after_the_next_pass(row):
+    workers, (main, other) = setup_of(row)
     other.keep("idle", workers[1], 0.0)
     other.keep("used", workers[1], 50.0)
     recount(main, 61.0)
     assert counts(other, workers) == [1, 0, 0, 0]
 
 
-def test_what_begins_or_ends_during_a_pass_is_not_corrected(row, monkeypatch):
+def test_counts_that_change_during_a_pass_are_not_corrected(row, monkeypatch):
     monkeypatch.setattr(shared_sessions, "SLICE_BYTES", SLICE_BYTES // 16)
-    workers, (main, other) = world(row)
+    workers, (main, other) = setup_of(row)
     passes = begun = 0
     while passes < 3:
         main.maintain(1.0)
@@ -180,8 +182,8 @@ def test_what_begins_or_ends_during_a_pass_is_not_corrected(row, monkeypatch):
         assert other.count(workers[1]) == begun
 
 
-def test_another_bound_drops_all_sessions_and_their_counts(row):
-    workers, (main, other) = world(row)
+def test_a_changed_limit_drops_all_sessions_and_their_counts(row):
+    workers, (main, other) = setup_of(row)
     for number in range(50):
         other.keep(f"{number}", workers[1], 1.0)
     for dataplane in (main, other):
@@ -200,16 +202,14 @@ def test_another_bound_drops_all_sessions_and_their_counts(row):
     st.integers(1, 40),
 )
 @settings(max_examples=examples(30))
-def test_another_table_goes_on_with_the_sessions_that_were_used_last(row, sessions, most):
-    workers, (main, other) = world(row)
-    new_workers, (new, _) = world(row, 3)  # the fourth worker is gone
+def test_a_successor_table_gets_the_most_recently_used_sessions(row, sessions, most):
+    workers, (main, other) = setup_of(row)
+    new_workers, (new, _) = setup_of(row, 3)  # the fourth worker was removed
     for number, (key, (at, used)) in enumerate(sessions.items()):
         (main, other)[number % 2].keep(key, workers[at], used)
     by_url = {worker.url: worker for worker in new_workers.values()}
     rows = main.rows(most)
-    assert new.restore(rows, by_url.get) == len(
-        [each for each in rows.sessions if each[2] in by_url]
-    )
+    assert new.restore(rows, by_url.get) == len([row for row in rows.sessions if row[2] in by_url])
     kept = sorted((used for _, used in sessions.values()), reverse=True)[:most]
     assert [used_ms for used_ms, _, _ in rows.sessions] == [used * 1000 for used in kept]
     for key, (at, used) in sessions.items():
@@ -220,9 +220,9 @@ def test_another_table_goes_on_with_the_sessions_that_were_used_last(row, sessio
             assert found is new_workers[at]
 
 
-def test_sessions_stay_as_they_are_in_a_table_that_knows_them_or_has_another_size(row):
-    workers, (main, _) = world(row)
-    _, (new, smaller) = world(row)
+def test_a_table_with_a_session_or_with_another_size_keeps_its_own(row):
+    workers, (main, _) = setup_of(row)
+    _, (new, smaller) = setup_of(row)
     main.keep("a", workers[1], 5.0)
     main.keep("b", workers[1], 5.0)
     new.keep("a", workers[2], 6.0)

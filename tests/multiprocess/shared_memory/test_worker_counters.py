@@ -7,14 +7,14 @@ COUNT = 5
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9), st.sets(st.integers(1, COUNT)))))
-def test_a_cell_in_use_is_given_once_and_the_longest_free_one_first(steps):
+def test_a_cell_is_acquired_once_and_the_one_free_for_longest_first(steps):
     cells = FreeSlots(COUNT)
     taken: list[int] = []
-    free = list(range(1, COUNT))  # in the order of when each was given back
+    free = list(range(1, COUNT))  # in the order of release
     for takes, which, in_use in steps:
         if takes:
             expected = next((cell for cell in free if cell not in in_use), COUNT)
-            fresh = cells.highest < COUNT - 1  # nothing is counted where nobody ever was
+            fresh = cells.highest < COUNT - 1  # a cell that was never used has no count
             expected = free[0] if fresh else expected
             assert cells.acquire(in_use.__contains__) == expected
             if expected != COUNT:

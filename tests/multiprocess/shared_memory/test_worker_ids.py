@@ -29,8 +29,8 @@ def worker_ids():
 
 
 @pytest.fixture
-def no_room():
-    """Nothing more can be opened."""
+def no_descriptors():
+    """No more descriptors can be opened."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
     os.close(lowest)
@@ -39,7 +39,7 @@ def no_room():
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_process_that_never_started_can_be_cleared(worker_ids, no_room):
+def test_a_process_that_never_started_can_be_cleared(worker_ids, no_descriptors):
     with pytest.raises(OSError, match="Too many open files"):
         _ = worker_ids.counters
     assert worker_ids.in_flight_at(1) == 0
@@ -69,20 +69,20 @@ churn = st.lists(
 @settings(max_examples=examples(100))
 @given(churn)
 def test_workers_never_share_a_counter_cell(counters, steps):
-    """More of them than cells, one after the other: each request counts for its own worker."""
+    """Over time there are more workers than cells; each request counts for its own worker."""
     fleet = fleet_of(entry("stable"))
     proxy = DataPlane(fleet, parse(""), admin_socket="/nowhere", sources=Sources(lambda bound: 0))
     worker_ids = WorkerIds(fleet, proxy)
     worker_ids._cells, worker_ids._counters, worker_ids.processes = FreeSlots(20), counters, 2
     processes = {index: process_fleet(counters, index) for index in (1, 2)}
-    here, running = ["stable"], []  # of requests: the dataplane, its worker
+    names, running = ["stable"], []  # for each request: the index of its process, its worker
     try:
-        for what, name, index in [("come", "a", 1), *steps]:
-            match what:
-                case "come" if name not in here:
-                    here.append(name)
-                case "go" if name in here:
-                    here.remove(name)
+        for action, name, index in [("come", "a", 1), *steps]:
+            match action:
+                case "come" if name not in names:
+                    names.append(name)
+                case "go" if name in names:
+                    names.remove(name)
                 case "take":
                     worker = (
                         processes[index].find(f"http://{name}:1") or processes[index].workers[0]
@@ -96,10 +96,10 @@ def test_workers_never_share_a_counter_cell(counters, steps):
                     worker_ids.clear(index)
                     running = [each for each in running if each[0] != index]
                     processes[index] = process_fleet(counters, index)
-            fleet.apply([entry(each) for each in here], NOW)
-            for dataplane in processes.values():
-                dataplane.reach(2)
-                dataplane.follow(worker_ids.rows(), NOW)
+            fleet.apply([entry(each) for each in names], NOW)
+            for process in processes.values():
+                process.reach(2)
+                process.follow(worker_ids.rows(), NOW)
             worker_ids.recount()
             known = {worker_ids.serial(worker): worker for worker in fleet.workers}
             wanted = Counter(worker.serial for _, worker in running)
