@@ -13,8 +13,8 @@ from omni_proxy.discovery.members import DiscoveryState
 ONE, TWO = DnsAddress("10.0.0.1", 80), DnsAddress("fd00::1", 81, 3)
 
 
-def state(more: str = "") -> DnsState:
-    return DnsState(parse(f'[[discover]]\nkind = "dns"\ndns_name = "h"\n{more}').discover[0])
+def state(extra: str = "") -> DnsState:
+    return DnsState(parse(f'[[discover]]\nkind = "dns"\ndns_name = "h"\n{extra}').discover[0])
 
 
 def urls(dns: DnsState) -> dict[str, DiscoveryState]:
@@ -34,14 +34,14 @@ def test_each_address_is_a_worker():
     ]
 
 
-def test_an_address_that_is_no_longer_there_leaves():
+def test_an_address_that_is_no_longer_in_the_answer_leaves():
     dns = state()
     dns.answered([ONE, TWO], 0)
     (member,) = dns.answered([TWO], 1)
     assert (member.url, member.state) == ("http://10.0.0.1:80", DiscoveryState.LEAVING)
 
 
-def test_only_the_third_empty_answer_in_a_row_takes_the_workers_away():
+def test_only_the_third_empty_answer_in_a_row_removes_the_workers():
     dns = state()
     dns.answered([ONE], 0)
     for turn in range(EMPTY_ANSWERS - 1):
@@ -53,7 +53,7 @@ def test_only_the_third_empty_answer_in_a_row_takes_the_workers_away():
     assert urls(dns) == {"http://10.0.0.1:80": DiscoveryState.LEAVING}
 
 
-def test_a_refused_address_is_named_and_takes_nothing_away():
+def test_a_refused_address_is_a_problem_and_removes_no_worker():
     dns = state()
     dns.answered([ONE], 0)
     for turn in range(EMPTY_ANSWERS + 1):
@@ -66,11 +66,11 @@ def test_a_refused_address_is_named_and_takes_nothing_away():
     ("refresh", "ttl", "delay"),
     [(10, 3, 3), (10, 0, 1), (10, 60, 10), (0.2, 5, 0.2), (0.2, 0, 0.2)],
 )
-def test_the_ttl_is_bounded_from_both_sides(refresh, ttl, delay):
+def test_the_delay_is_the_ttl_within_limits(refresh, ttl, delay):
     assert state(f"refresh_secs = {refresh}").delay_secs(ttl) == delay
 
 
-def test_the_lowest_priority_counts_and_weights_are_in_lowest_terms():
+def test_the_lowest_priority_is_used_and_weights_are_reduced():
     records = [
         SrvRecord(10, 60, 80, "b."), SrvRecord(10, 30, 80, "a."), SrvRecord(20, 1, 80, "c."),
         SrvRecord(0, 0, 0, "."),

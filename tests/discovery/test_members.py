@@ -17,7 +17,7 @@ def states(members: SourceMembers) -> dict[tuple[str, str], DiscoveryState]:
     return {(member.uid, member.url): member.state for member in members}
 
 
-def test_one_that_never_was_ready_is_not_seen_outside():
+def test_an_endpoint_that_was_never_ready_is_not_a_member_of_the_fleet():
     members = SourceMembers()
     assert members.put("u", [endpoint("u", ready=False)], "not ready", 0) == []
     assert combine([members]) == ()
@@ -25,7 +25,7 @@ def test_one_that_never_was_ready_is_not_seen_outside():
     assert list(members) == []
 
 
-def test_one_that_was_open_leaves_and_may_come_back():
+def test_an_endpoint_that_was_open_leaves_and_can_return():
     members = SourceMembers()
     (member,) = members.put("u", [endpoint("u")], "", 0)
     assert member.state is DiscoveryState.OPEN
@@ -45,7 +45,7 @@ def test_one_that_was_open_leaves_and_may_come_back():
     assert combine([members]) == ()
 
 
-def test_only_what_changed_is_reported():
+def test_only_changes_are_returned():
     members = SourceMembers()
     members.put("u", [endpoint("u")], "", 0)
     assert members.put("u", [endpoint("u")], "", 1) == []
@@ -53,7 +53,7 @@ def test_only_what_changed_is_reported():
     assert (changed.found.entry.model, changed.since) == ("m", 0)
 
 
-def test_of_two_with_one_address_the_one_that_stays_and_then_the_newest_is_chosen():
+def test_of_two_members_at_one_address_the_newest_that_stays_is_chosen():
     members, other = SourceMembers(), SourceMembers()
     members.put("old", [endpoint("old")], "", 0)
     members.put("new", [endpoint("new")], "", 1)
@@ -78,7 +78,7 @@ STEPS = st.lists(
 
 
 class Model:
-    """States by uid and URL, as one would say them."""
+    """A simple model: the states by uid and URL."""
 
     def __init__(self):
         self.states = {}
@@ -86,12 +86,12 @@ class Model:
     def put(self, uid, seen):
         for url, ready in seen:
             before = self.states.get((uid, url))
-            waits = (
+            state_if_not_ready = (
                 DiscoveryState.PENDING
                 if before in (None, DiscoveryState.PENDING)
                 else DiscoveryState.NOT_READY
             )
-            self.states[uid, url] = DiscoveryState.OPEN if ready else waits
+            self.states[uid, url] = DiscoveryState.OPEN if ready else state_if_not_ready
         for key in [key for key in self.states if key[0] == uid and key[1] not in dict(seen)]:
             if self.states[key] is DiscoveryState.PENDING:
                 del self.states[key]
@@ -105,7 +105,7 @@ class Model:
 
 
 def take(members: SourceMembers, model: Model, step, now: float):
-    """The same step in both; what the members say has changed."""
+    """Applies a step to both; returns what the members report as changed."""
     if step == "forget":
         for member in members.leaving():
             members.forget(member)
@@ -113,8 +113,8 @@ def take(members: SourceMembers, model: Model, step, now: float):
         return []
     listed = step if isinstance(step, dict) else {step[0]: step[1]}
     seen = {
-        uid: [endpoint(uid, url, ready=ready) for url, ready in each]
-        for uid, each in listed.items()
+        uid: [endpoint(uid, url, ready=ready) for url, ready in endpoints]
+        for uid, endpoints in listed.items()
     }
     for uid in "abc" if isinstance(step, dict) else step[0]:
         model.put(uid, listed.get(uid, []))
@@ -124,7 +124,7 @@ def take(members: SourceMembers, model: Model, step, now: float):
 
 
 @given(steps=STEPS)
-def test_members_are_as_a_naive_model_has_them(steps):
+def test_members_behave_like_a_simple_model(steps):
     members, model = SourceMembers(), Model()
     for now, step in enumerate(steps):
         before = dict(model.states)

@@ -36,9 +36,9 @@ def only(state: PodState):
 
 
 def read(thing: dict, more: str = ""):
-    read = state(more).read(thing)
-    assert read is not None
-    return [endpoint.found.entry for endpoint in read.endpoints], read
+    found = state(more).read(thing)
+    assert found is not None
+    return [endpoint.found.entry for endpoint in found.endpoints], found
 
 
 def with_status(thing: dict, **status: object) -> dict:
@@ -68,12 +68,12 @@ def test_a_pod_is_a_worker_at_its_address():
         ({"smg.ai/worker-ports": "83", "omni-proxy.dev/port": "85"}, "", [85]),
     ],
 )
-def test_the_annotation_names_the_ports_before_the_table_does(annotations, more, ports):
+def test_ports_of_the_annotation_override_the_table(annotations, more, ports):
     workers, _ = read(pod("a", annotations=annotations), more)
     assert [worker.url for worker in workers] == [f"http://127.0.0.1:{port}" for port in ports]
 
 
-def test_a_side_container_may_have_the_named_port():
+def test_an_init_container_can_have_the_named_port():
     thing = pod("a")
     thing["spec"] = {
         "containers": [{}, 7],
@@ -83,7 +83,7 @@ def test_a_side_container_may_have_the_named_port():
     assert worker.url.endswith(":9")
 
 
-def test_labels_and_annotations_say_role_model_and_how_kv_caches_pass():
+def test_labels_and_annotations_set_role_model_and_kv_connector():
     more = 'role_label = "role"\nmodel_label = "model"\nmodel = "other"\nkv_connector = "nixl"'
     labels = {"role": "prefill", "model": "qwen"}
     annotations = {"sglang.ai/bootstrap-port": "9001"}
@@ -110,7 +110,7 @@ def test_labels_and_annotations_say_role_model_and_how_kv_caches_pass():
         ({}, "169.254.169.254", "link-local address"),
     ],
 )
-def test_a_pod_that_can_not_be_used_is_named_with_its_reason(annotations, ip, reason):
+def test_a_pod_that_cannot_be_used_is_a_problem_with_its_reason(annotations, ip, reason):
     pods = state()
     pods.apply("ADDED", pod("a", ip=ip, annotations=annotations), 0)
     assert list(pods.members) == []
@@ -122,14 +122,14 @@ def test_a_pod_that_can_not_be_used_is_named_with_its_reason(annotations, ip, re
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda it: with_metadata(it, deletionTimestamp="2026-01-01T00:00:00Z"), DELETING),
-        (lambda it: with_metadata(it, labels={"app": "vllm"}), UNSELECTED),
-        (lambda it: with_status(it, phase="Succeeded"), HAS_ENDED),
-        (lambda it: with_status(it, phase="Failed"), HAS_ENDED),
-        (lambda it: with_status(it, podIP=""), NOT_READY),
+        (lambda thing: with_metadata(thing, deletionTimestamp="2026-01-01T00:00:00Z"), DELETING),
+        (lambda thing: with_metadata(thing, labels={"app": "vllm"}), UNSELECTED),
+        (lambda thing: with_status(thing, phase="Succeeded"), HAS_ENDED),
+        (lambda thing: with_status(thing, phase="Failed"), HAS_ENDED),
+        (lambda thing: with_status(thing, podIP=""), NOT_READY),
     ],
 )
-def test_a_worker_leaves_with_what_ends_its_pod(change, reason):
+def test_a_worker_leaves_when_its_pod_ends_or_is_not_selected(change, reason):
     pods = state()
     pods.apply("ADDED", pod("a"), 0)
     (member,) = pods.apply("MODIFIED", change(pod("a")), 1)
@@ -145,7 +145,7 @@ def test_a_pod_that_is_not_ready_keeps_its_worker_without_new_requests():
     assert (member.state, member.reason) == (DiscoveryState.NOT_READY, NOT_READY)
 
 
-def test_a_deleted_pod_leaves_whatever_its_last_object_says():
+def test_a_deleted_pod_leaves_even_if_its_last_object_is_ready():
     pods = state()
     pods.apply("ADDED", pod("a"), 0)
     (member,) = pods.apply("DELETED", pod("a"), 1)
@@ -181,7 +181,7 @@ JUNK = st.recursive(
 
 
 @given(thing=st.dictionaries(st.sampled_from(["metadata", "status", "spec"]), JUNK))
-def test_no_object_breaks_the_reader(thing):
+def test_no_object_makes_the_reader_fail(thing):
     pods = state('port = "http"')
     pods.apply("ADDED", thing, 0)
     thing["metadata"] = {
@@ -206,8 +206,8 @@ LISTED = st.dictionaries(
 
 
 @given(steps=st.lists(EVENT | LISTED, max_size=10))
-def test_what_stays_is_what_a_list_of_the_same_moment_would_have(steps):
-    """However it came to be: by events or by lists."""
+def test_members_that_stay_equal_those_of_a_new_list(steps):
+    """Whether the state results from events or from lists."""
     pods, cluster = state(), {}
 
     def thing(uid, ready, app):
@@ -225,12 +225,12 @@ def test_what_stays_is_what_a_list_of_the_same_moment_would_have(steps):
                 cluster[uid] = ready, app
         fresh = state()
         fresh.replace([fresh.read(thing(uid, *each)) for uid, each in cluster.items()], now)
-        stays = {
+        staying = {
             member.uid: member.state is DiscoveryState.OPEN
             for member in pods.members
             if member.state is not DiscoveryState.LEAVING
         }
-        assert stays == {
+        assert staying == {
             member.uid: member.state is DiscoveryState.OPEN for member in fresh.members
         }
 
@@ -270,24 +270,24 @@ def test_a_list_is_read_as_the_json_module_reads_it(rest, items, indent):
         "[" * 100_000,
     ],
 )
-def test_what_is_no_list_is_refused(text):
+def test_an_invalid_list_is_refused(text):
     with pytest.raises(ValueError):
         list(walk_list(text))
 
 
-def test_items_that_are_none_are_no_items():
+def test_a_list_without_items_is_read():
     assert list(walk_list('{"items": null}')) == [("items", None)]
     assert list(walk_list("{}")) == []
 
 
 @given(lines=st.lists(st.text(alphabet="ab ", max_size=5)), cuts=st.lists(st.integers(0, 40)))
-def test_lines_are_whole_however_they_are_cut(lines, cuts):
+def test_lines_are_whole_whatever_the_chunks(lines, cuts):
     data = "".join(f"{line}\n" for line in lines).encode()
-    buffer, found = LineBuffer(100), []
+    buffer, lines_read = LineBuffer(100), []
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     for start, end in pairwise(places):
-        found += buffer.feed(data[start:end])
-    assert found == [line.encode() for line in lines if line.strip()]
+        lines_read += buffer.feed(data[start:end])
+    assert lines_read == [line.encode() for line in lines if line.strip()]
 
 
 def test_a_line_without_an_end_is_refused():
