@@ -1,8 +1,9 @@
-"""A Kubernetes API server for pods, on a real socket: lists in pages, watches with bookmarks, resource
-versions, 410 for those that are too old; and the ways in which a real one fails, at a test's word.
+"""A Kubernetes API server for pods, on a real socket. It has lists in pages, watches with bookmarks,
+resource versions, and status 410 for versions that are too old. Tests can make it fail as a real
+server fails.
 
-A watch with a selector behaves as the real one's: an object that begins to match is ADDED, one that
-no longer does is DELETED, whatever happened to it.
+A watch with a selector behaves as in Kubernetes: an object that begins to match is ADDED, one that
+no longer matches is DELETED, whatever changed in it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def pod(
     annotations: dict | None = None,
     namespace: str = "default",
 ) -> dict:
-    """As the API has it. `port`: in the annotation."""
+    """A pod object of the API. `port` is put in an annotation."""
     notes = dict(annotations or {})
     if port is not None:
         notes["omni-proxy.dev/port"] = str(port)
@@ -61,13 +62,13 @@ def pod(
 
 @dataclass
 class Faults:
-    """What the server does wrong from now on."""
+    """How the server fails."""
 
-    status: int = 0  # of every answer; 0: none
+    status: int = 0  # of every response; 0: no failure
     watch_status: int = 0  # of watches
-    silent: bool = False  # requests are read and not answered
-    deaf_watches: bool = False  # watches are answered, and never get an event
-    page_gone: bool = False  # once: the next page of a list is 410
+    silent: bool = False  # requests are read and get no response
+    without_events: bool = False  # watches get a response head but no events
+    page_gone: bool = False  # once: the next page of a list is answered with 410
     cut_list: int = 0  # bytes of a list that are sent before the connection is closed
     ignore_limit: bool = False
 
@@ -84,23 +85,23 @@ class _Watch:
 class ApiServer:
     def __init__(self, context: ssl.SSLContext | None = None, token: str = "") -> None:
         self.url = ""
-        self.token = token  # "": none is asked for
+        self.token = token  # "": no token is required
         self.pods: dict[str, dict] = {}  # by uid
         self.version = 1000
         self.faults = Faults()
         self.requests: list[tuple[str, dict[str, str], dict[str, str]]] = []  # path, query, fields
         self._oldest = self.version
         self._history: list[tuple[int, dict | None, dict | None]] = []  # version, before, after
-        self._more = trio.Event()
+        self._changed = trio.Event()
         self._watches: set[_Watch] = set()
         self._context = context
         self._pages: dict[str, list[dict]] = {}
         self._page_numbers = itertools.count()
 
-    # What happens in the cluster.
+    # Changes in the cluster.
 
     def put(self, thing: dict) -> dict:
-        """Create it, or change it."""
+        """Creates the object, or replaces it."""
         thing = copy.deepcopy(thing)
         self._event(self.pods.get(thing["metadata"]["uid"]), thing)
         self.pods[thing["metadata"]["uid"]] = thing
@@ -113,13 +114,15 @@ class ApiServer:
 
     def ready(self, uid: str, is_ready: bool) -> None:
         status = "True" if is_ready else "False"
-        self.change(uid, lambda it: it["status"]["conditions"][0].update(status=status))
+        self.change(uid, lambda thing: thing["status"]["conditions"][0].update(status=status))
 
     def label(self, uid: str, **labels: str) -> None:
-        self.change(uid, lambda it: it["metadata"]["labels"].update(labels))
+        self.change(uid, lambda thing: thing["metadata"]["labels"].update(labels))
 
     def begin_deletion(self, uid: str) -> None:
-        self.change(uid, lambda it: it["metadata"].update(deletionTimestamp="2026-11-23T10:00:00Z"))
+        self.change(
+            uid, lambda thing: thing["metadata"].update(deletionTimestamp="2026-11-23T10:00:00Z")
+        )
 
     def delete(self, uid: str) -> None:
         self._event(self.pods.pop(uid), None)
@@ -134,21 +137,21 @@ class ApiServer:
         self._wake()
 
     def _wake(self) -> None:
-        self._more.set()
-        self._more = trio.Event()
+        self._changed.set()
+        self._changed = trio.Event()
 
     def forget_history(self) -> None:
-        """Compaction: no version before now can be watched from."""
+        """Compaction: no watch can begin at an earlier version."""
         self._history.clear()
         self._oldest = self.version
 
     def cut_watches(self) -> None:
-        """The connections break."""
+        """Closes the connections of all watches."""
         for watch in self._watches:
             watch.scope.cancel()
 
-    async def say(self, data: bytes) -> None:
-        """These bytes to every watch, as a chunk."""
+    async def send_raw(self, data: bytes) -> None:
+        """Sends these bytes to every watch, as a chunk."""
         for watch in list(self._watches):
             async with watch.lock:
                 await watch.stream.send_all(_chunk(data))
@@ -159,11 +162,11 @@ class ApiServer:
             "apiVersion": "v1",
             "metadata": {"resourceVersion": str(self.version)},
         }
-        await self.say(_line("BOOKMARK", thing))
+        await self.send_raw(_line("BOOKMARK", thing))
 
     async def expire_watches(self) -> None:
-        """An event that the version of each watch is too old."""
-        await self.say(_line("ERROR", _status(410, "too old resource version")))
+        """Sends every watch the event that its version is too old."""
+        await self.send_raw(_line("ERROR", _status(410, "too old resource version")))
 
     @property
     def watches(self) -> int:
@@ -264,7 +267,7 @@ class ApiServer:
             with watch.scope:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._send_events, watch)
-                    while await stream.receive_some(1):  # until the client has left
+                    while await stream.receive_some(1):  # until the client disconnects
                         pass
                     nursery.cancel_scope.cancel()
         finally:
@@ -272,23 +275,23 @@ class ApiServer:
 
     async def _send_events(self, watch: _Watch) -> None:
         while True:
-            more = self._more
-            if not self.faults.deaf_watches:
+            changed = self._changed
+            if not self.faults.without_events:
                 await self._catch_up(watch)
-            await more.wait()
+            await changed.wait()
 
     async def _catch_up(self, watch: _Watch) -> None:
         for version, before, after in list(self._history):
             if version <= watch.position:
                 continue
             watch.position = version
-            was = before is not None and watch.wanted(before)
+            matched = before is not None and watch.wanted(before)
             if after is not None and watch.wanted(after):
-                line = _line("MODIFIED" if was else "ADDED", after)
-            elif was:
-                gone = copy.deepcopy(before)
-                gone["metadata"]["resourceVersion"] = str(version)
-                line = _line("DELETED", gone)
+                line = _line("MODIFIED" if matched else "ADDED", after)
+            elif matched:
+                deleted = copy.deepcopy(before)
+                deleted["metadata"]["resourceVersion"] = str(version)
+                line = _line("DELETED", deleted)
             else:
                 continue
             async with watch.lock:

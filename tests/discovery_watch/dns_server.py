@@ -1,4 +1,4 @@
-"""A DNS server over UDP and TCP on a loopback address: its zone is what a test says."""
+"""A DNS server over UDP and TCP on a loopback address, with a zone that tests define."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import dns.rdatatype
 import dns.rrset
 import trio
 
-MAX_LINKS = 40  # of CNAMEs in one answer
+MAX_LINKS = 40  # of CNAMEs in one response
 
 
 class DnsServer:
-    """`zone`: by name and type, the TTL and the records; `None` for a name that does not exist."""
+    """`zone`: by name and type, the TTL and the records."""
 
     def __init__(self) -> None:
         self.address = ""
         self.zone: dict[tuple[str, str], tuple[int, list[str]]] = {}
         self.additional: list[tuple[str, int, str]] = []  # name, TTL, address
-        self.rcodes: dict[str, int] = {}  # by name, instead of an answer
+        self.rcodes: dict[str, int] = {}  # by name, instead of records
         self.silent = False
         self.truncated = False
         self.questions: list[tuple[str, str]] = []
@@ -37,9 +37,9 @@ class DnsServer:
                 task_status.started()
                 while True:
                     data, sender = await socket.recvfrom(65535)
-                    answer = self._answer(data, udp=True)
-                    if answer is not None:
-                        await socket.sendto(answer, sender)
+                    response = self._answer(data, udp=True)
+                    if response is not None:
+                        await socket.sendto(response, sender)
 
     async def _connection(self, stream: trio.SocketStream) -> None:
         async with stream:
@@ -49,8 +49,8 @@ class DnsServer:
                 if not piece:
                     return
                 data += piece
-            answer = self._answer(data[2:], udp=False) or b""
-            await stream.send_all(len(answer).to_bytes(2, "big") + answer)
+            response = self._answer(data[2:], udp=False) or b""
+            await stream.send_all(len(response).to_bytes(2, "big") + response)
 
     def _answer(self, data: bytes, *, udp: bool) -> bytes | None:
         query = dns.message.from_wire(data)
@@ -60,37 +60,37 @@ class DnsServer:
             self.questions.append((name, kind))
         if self.silent:
             return None
-        answer = dns.message.make_response(query)
-        answer.flags |= dns.flags.RA
+        response = dns.message.make_response(query)
+        response.flags |= dns.flags.RA
         if udp and self.truncated:
-            answer.flags |= dns.flags.TC
-            return answer.to_wire()
+            response.flags |= dns.flags.TC
+            return response.to_wire()
         if name in self.rcodes:
-            answer.set_rcode(self.rcodes[name])
+            response.set_rcode(self.rcodes[name])
         else:
-            self._resolve(answer, question.name, kind)
-        return answer.to_wire()
+            self._resolve(response, question.name, kind)
+        return response.to_wire()
 
-    def _resolve(self, answer, asked, kind):
-        name, links = asked.to_text().rstrip("."), 0
+    def _resolve(self, response, owner, kind):
+        name, links = owner.to_text().rstrip("."), 0
         while (name, "CNAME") in self.zone and links < MAX_LINKS:
             ttl, (target,) = self.zone[name, "CNAME"]
-            answer.answer.append(dns.rrset.from_text(asked, ttl, "IN", "CNAME", target))
-            asked, links = dns.name.from_text(target), links + 1
+            response.answer.append(dns.rrset.from_text(owner, ttl, "IN", "CNAME", target))
+            owner, links = dns.name.from_text(target), links + 1
             name = target.rstrip(".")
         if (name, kind) in self.zone:
             ttl, records = self.zone[name, kind]
             if records:
-                answer.answer.append(dns.rrset.from_text(asked, ttl, "IN", kind, *records))
+                response.answer.append(dns.rrset.from_text(owner, ttl, "IN", kind, *records))
             for other, other_ttl, ip in self.additional:
-                found = dns.rrset.from_text(dns.name.from_text(other), other_ttl, "IN", "A", ip)
-                answer.additional.append(found)
+                record = dns.rrset.from_text(dns.name.from_text(other), other_ttl, "IN", "A", ip)
+                response.additional.append(record)
         elif not any(known == name for known, _ in self.zone):
-            answer.set_rcode(dns.rcode.NXDOMAIN)
+            response.set_rcode(dns.rcode.NXDOMAIN)
 
 
 async def _two_sockets() -> tuple[trio.SocketListener, trio.socket.SocketType]:
-    """With the same port for TCP and UDP."""
+    """A TCP and a UDP socket with the same port."""
     while True:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         socket = trio.socket.socket(type=trio.socket.SOCK_DGRAM)

@@ -1,4 +1,4 @@
-"""How the API server is reached: in a cluster and from outside, with rotating files and with TLS."""
+"""Connections to the API server: inside and outside a cluster, with rotated tokens and with TLS."""
 
 import ssl
 from functools import partial
@@ -31,7 +31,7 @@ def in_cluster(account, **environ):
     return ClusterAccess(entry(), environ, account)
 
 
-def test_inside_a_cluster_the_service_account_says_it_all(account):
+def test_inside_a_cluster_the_service_account_has_all_settings(account):
     access = in_cluster(
         account, KUBERNETES_SERVICE_HOST="10.96.0.1", KUBERNETES_SERVICE_PORT="6443"
     )
@@ -52,20 +52,20 @@ def test_a_token_is_read_for_each_request(account):
     assert access.endpoint().token == "second"
 
 
-def test_outside_of_a_cluster_it_says_what_is_missing(account):
+def test_outside_a_cluster_the_error_names_the_missing_setting(account):
     with pytest.raises(ApiError, match="name api_server"):
         in_cluster(account).endpoint()
 
 
 @pytest.mark.parametrize("content", [b"", b"two\nlines", b"\xff"])
-def test_a_token_that_is_none_is_named_and_not_shown(account, content):
+def test_the_error_for_an_invalid_token_does_not_show_it(account, content):
     (account / "token").write_bytes(content)
     with pytest.raises(ApiError, match="token") as error:
         in_cluster(account, KUBERNETES_SERVICE_HOST="h").endpoint()
     assert "lines" not in str(error.value)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_the_error_for_a_missing_file_names_it(tmp_path):
     table = f'api_server = "https://h"\nnamespace = "n"\nca_file = "{tmp_path}/ca"'
     with pytest.raises(ApiError, match="ca cannot be read: No such file"):
         ClusterAccess(entry(table)).endpoint()
@@ -74,8 +74,8 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 LIST = "/api/v1/namespaces/n/pods"
 
 
-async def asked(server, table):
-    """The status of a request by this table, and the credentials that the server saw."""
+async def request(server, table):
+    """The status of a request with this table, and the credentials that the server received."""
     text = f'api_server = "{server.url}"\nnamespace = "n"\n{table}'
     response = await get(ClusterAccess(entry(text)).endpoint(), LIST, {})
     await response.close()
@@ -88,40 +88,40 @@ async def serving(nursery, context=None, token=""):
     return server
 
 
-async def test_a_token_goes_with_each_request_and_a_wrong_one_is_refused(nursery, tmp_path):
+async def test_each_request_has_the_token_and_a_wrong_one_is_refused(nursery, tmp_path):
     server = await serving(nursery, token="right")
     (tmp_path / "token").write_text("right")
     table = f'token_file = "{tmp_path}/token"'
-    assert await asked(server, table) == (200, "Bearer right")
+    assert await request(server, table) == (200, "Bearer right")
     (tmp_path / "token").write_text("wrong")
-    assert await asked(server, table) == (401, "Bearer wrong")
-    assert await asked(server, "") == (401, None)
+    assert await request(server, table) == (401, "Bearer wrong")
+    assert await request(server, "") == (401, None)
 
 
 async def test_the_certificate_of_the_server_is_verified(nursery):
     server = await serving(nursery, showing())
-    assert (await asked(server, f'ca_file = "{AUTHORITY}"'))[0] == 200
+    assert (await request(server, f'ca_file = "{AUTHORITY}"'))[0] == 200
     for table in ("", f'ca_file = "{FILES}/stranger.pem"'):
         with pytest.raises(ApiError, match="certificate verify failed"):
-            await asked(server, table)
+            await request(server, table)
 
 
 async def test_a_certificate_for_another_name_is_refused(nursery):
     server = await serving(nursery, showing("elsewhere"))
     with pytest.raises(ApiError, match="certificate verify failed"):
-        await asked(server, f'ca_file = "{AUTHORITY}"')
+        await request(server, f'ca_file = "{AUTHORITY}"')
 
 
-async def test_the_proxy_shows_its_own_certificate_where_it_has_one(nursery):
+async def test_the_proxy_sends_its_client_certificate_if_it_has_one(nursery):
     context = showing()
     context.load_verify_locations(AUTHORITY)
     context.verify_mode = ssl.CERT_REQUIRED
     server = await serving(nursery, context)
     table = f'ca_file = "{AUTHORITY}"\n'
     own = f'client_cert = "{FILES}/client.pem"\nclient_key = "{FILES}/client-key.pem"'
-    assert (await asked(server, table + own))[0] == 200
+    assert (await request(server, table + own))[0] == 200
     with pytest.raises(ApiError):
-        await asked(server, table)
+        await request(server, table)
 
 
 async def read_whole(access):
@@ -134,7 +134,7 @@ async def read_whole(access):
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("response", "reason"),
     [
         (b"SSH-2.0\r\n\r\n", "not HTTP"),
         (b"", "the connection was closed"),
@@ -142,11 +142,11 @@ async def read_whole(access):
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nab\r\n", "was closed"),
     ],
 )
-async def test_an_answer_that_was_cut_is_an_error(nursery, answer, reason):
+async def test_a_truncated_response_is_an_error(nursery, response, reason):
     async def serve(stream):
         async with stream:
             await stream.receive_some(65536)
-            await stream.send_all(answer)
+            await stream.send_all(response)
 
     (listener,) = await nursery.start(partial(trio.serve_tcp, serve, 0, host="127.0.0.1"))
     url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"

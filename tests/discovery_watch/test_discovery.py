@@ -1,4 +1,4 @@
-"""What the sources say, in the fleet: joining, leaving, locks, reloads."""
+"""How the fleet follows discovery sources: workers join and leave, locks, reloads."""
 
 import pytest
 import trio
@@ -41,11 +41,11 @@ class Running:
             f'[server]\nstate_file = "{self.state_file}"\n{server}\n{workers}{table}'
         )
 
-    def table(self, name="pods", more=""):
-        return f'[[discover]]\nname = "{name}"\napi_server = "{self.api.url}"\nnamespace = "*"\n{more}\n'
+    def table(self, name="pods", extra=""):
+        return f'[[discover]]\nname = "{name}"\napi_server = "{self.api.url}"\nnamespace = "*"\n{extra}\n'
 
-    async def reload(self, **how):
-        self.write(**how)
+    async def reload(self, **changes):
+        self.write(**changes)
         result = await self.store.reload("file")
         assert result.error is None, result.error
 
@@ -54,7 +54,7 @@ class Running:
         return [worker.url for worker in self.fleet.workers]
 
     def open(self):
-        """Workers to which discovery lets requests go."""
+        """The URLs of workers that discovery does not cordon."""
         return [
             each.url for each in self.fleet.workers if not each.cordon_reasons & DISCOVERY_CORDONS
         ]
@@ -75,9 +75,9 @@ class Running:
 
 @pytest.fixture
 async def running(tmp_path, api, nursery):
-    made = Running(tmp_path / "proxy.toml", api)
-    await nursery.start(made.discovery.run)
-    return made
+    proxy = Running(tmp_path / "proxy.toml", api)
+    await nursery.start(proxy.discovery.run)
+    return proxy
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ async def test_a_found_worker_is_probed_before_it_gets_requests(two):
     assert worker.routable
 
 
-async def test_a_pod_that_is_not_ready_is_kept_and_gets_nothing(two, api):
+async def test_the_worker_of_a_pod_that_is_not_ready_stays_but_gets_no_requests(two, api):
     worker = two.worker()
     api.ready("uid-a", False)
     await two.until_open(B)
@@ -123,7 +123,7 @@ async def test_a_worker_leaves_when_its_last_request_has_ended(two, api, event, 
     await two.until(lambda: two.urls == [B])
 
 
-async def test_requests_that_do_not_end_hold_a_leaving_worker_for_the_drain_timeout(two, api):
+async def test_a_leaving_worker_is_removed_after_the_drain_timeout(two, api):
     await two.reload(server="drain_timeout_secs = 0.05")
     worker = two.worker()
     worker.in_flight = 1
@@ -131,7 +131,7 @@ async def test_requests_that_do_not_end_hold_a_leaving_worker_for_the_drain_time
     await two.until(lambda: two.urls == [B])
 
 
-async def test_a_pod_whose_label_is_changed_back_goes_on(two, api):
+async def test_a_pod_whose_label_is_changed_back_keeps_its_worker(two, api):
     worker = two.worker()
     worker.in_flight = 1
     api.label("uid-a", app="other")
@@ -146,7 +146,7 @@ async def test_a_pod_whose_label_is_changed_back_goes_on(two, api):
 async def test_another_pod_at_the_same_address_is_another_worker(two, api):
     worker = two.worker()
     heal(two.fleet, worker)
-    worker.in_flight = 1  # and goes on there, while the other one begins
+    worker.in_flight = 1  # this request continues when the new worker has joined
     api.delete("uid-a")
     api.put(pod("a", "other", ip="10.0.0.1"))
     await two.until(lambda: two.worker() is not worker)
@@ -155,7 +155,7 @@ async def test_another_pod_at_the_same_address_is_another_worker(two, api):
     await two.until_open(B, A)
 
 
-async def test_what_stops_requests_waits_for_no_lock_and_joining_does(two, api):
+async def test_a_cordon_waits_for_no_lock_but_joining_and_removal_do(two, api):
     async with two.store.operation_lock:
         api.delete("uid-a")
         api.put(pod("c", ip="10.0.0.3"))
@@ -165,7 +165,7 @@ async def test_what_stops_requests_waits_for_no_lock_and_joining_does(two, api):
     await two.until(lambda: two.urls == [B, "http://10.0.0.3:30000"])
 
 
-async def test_the_fleet_stays_as_it_is_while_a_sync_counts_on_it(two, api):
+async def test_the_members_stay_while_a_sync_holds_the_membership_lock(two, api):
     two.store.membership_lock.acquire(lambda: "a sync")
     api.delete("uid-a")
     await two.until_open(B)
@@ -175,7 +175,7 @@ async def test_the_fleet_stays_as_it_is_while_a_sync_counts_on_it(two, api):
     await two.until(lambda: two.urls == [B])
 
 
-async def test_a_worker_of_file_is_never_touched(running, api):
+async def test_a_configured_worker_is_never_changed_by_discovery(running, api):
     await running.reload(named=A)
     worker = running.worker()
     api.put(pod("a", ip="10.0.0.1"))
@@ -191,7 +191,7 @@ async def test_a_worker_of_file_is_never_touched(running, api):
     )
 
 
-async def test_a_worker_that_file_names_later_is_files_from_then_on(two, api):
+async def test_a_found_worker_that_is_configured_later_is_a_configured_worker(two, api):
     worker = two.worker()
     api.ready("uid-a", False)
     await two.until_open(B)
@@ -205,7 +205,7 @@ async def test_a_worker_that_file_names_later_is_files_from_then_on(two, api):
     assert two.urls == []
 
 
-async def test_a_table_that_is_added_or_removed_counts_at_once(two, api):
+async def test_a_table_that_is_added_or_removed_takes_effect_at_once(two, api):
     api.put(pod("c", ip="10.0.0.3", labels={"app": "vllm"}))
     both = two.table() + two.table("more", 'selector = "app=vllm"')
     await two.reload(tables=both)
@@ -217,17 +217,17 @@ async def test_a_table_that_is_added_or_removed_counts_at_once(two, api):
     assert (two.urls, two.discovery.reports()) == ([], [])
 
 
-async def test_a_change_of_a_table_keeps_the_workers_that_it_still_finds(two, api):
+async def test_a_changed_table_keeps_the_workers_that_it_still_finds(two, api):
     worker = two.worker()
     api.label("uid-b", tier="x")
-    await two.reload(tables=two.table(more='selector = "app=sglang,tier!=x"\nmodel = "m"'))
+    await two.reload(tables=two.table(extra='selector = "app=sglang,tier!=x"\nmodel = "m"'))
     await two.until_open(A)
     await two.until(lambda: worker.model == "m")
     await two.until(lambda: two.urls == [A])
     assert two.worker() is worker
 
 
-async def test_two_tables_may_find_the_same_pod(two, api):
+async def test_two_tables_can_find_the_same_pod(two, api):
     worker = two.worker()
     await two.reload(tables=two.table() + two.table("more", 'selector = "tier=x"'))
     api.label("uid-a", tier="x")
@@ -240,7 +240,7 @@ async def test_two_tables_may_find_the_same_pod(two, api):
     assert two.worker() is worker
 
 
-async def test_what_an_operator_has_set_outlives_what_happens_to_the_pod(two, api):
+async def test_settings_by_an_operator_last_as_long_as_the_pod(two, api):
     await two.store.change(lambda state, _: with_override(state, A, disabled=True, weight=3))
     api.ready("uid-a", False)
     await two.until_open(B)
@@ -258,7 +258,7 @@ async def test_what_an_operator_has_set_outlives_what_happens_to_the_pod(two, ap
     assert (two.worker().disabled, two.store.state.switches) == (False, {})
 
 
-async def test_a_worker_that_was_deleted_over_http_stays_away_until_another_pod_comes(two, api):
+async def test_a_worker_that_was_deleted_over_http_does_not_rejoin_with_the_same_pod(two, api):
     await two.store.change(lambda state, config: with_deleted(state, config, A))
     assert two.urls == [B]
     api.ready("uid-a", False)
@@ -282,7 +282,7 @@ async def test_a_large_fleet_joins_in_steps(running, api, monkeypatch):
     assert all(after - before <= 4 for before, after in zip([0, *steps], steps, strict=False))
 
 
-async def test_workers_that_no_model_name_finds_are_in_the_log(two, api, caplog):
+async def test_workers_without_a_model_name_among_others_with_one_are_logged(two, api, caplog):
     assert "workers_without_model" not in caplog.text
     api.put(pod("c", ip="10.0.0.3", annotations={"omni-proxy.dev/model": "m"}))
     await two.until(lambda: len(two.urls) == 3)
@@ -293,9 +293,7 @@ async def test_workers_that_no_model_name_finds_are_in_the_log(two, api, caplog)
     assert "workers_without_model" not in caplog.text
 
 
-async def test_a_removal_that_was_asked_for_goes_on_when_the_pod_is_found_again(
-    tmp_path, api, nursery
-):
+async def test_an_unfinished_removal_continues_after_a_restart(tmp_path, api, nursery):
     (tmp_path / "proxy.state.toml").write_text(
         f'leaving = ["{A}"]\n[switches."{A}"]\ndisabled = true\nfound = "uid-a"\n'
     )
@@ -308,7 +306,7 @@ async def test_a_removal_that_was_asked_for_goes_on_when_the_pod_is_found_again(
     assert (running.urls, running.store.state.leaving) == ([], ())
 
 
-async def test_operations_on_all_workers_are_not_for_those_that_leave(two, api):
+async def test_operations_on_all_workers_exclude_leaving_workers(two, api):
     worker = two.worker()
     worker.in_flight = 1
     api.ready("uid-a", False)

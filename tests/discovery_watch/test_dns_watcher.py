@@ -12,13 +12,13 @@ SRV = "_http._tcp.engines.test"
 
 @pytest.fixture
 async def server(nursery):
-    made = DnsServer()
-    await nursery.start(made.serve)
-    return made
+    dns_server = DnsServer()
+    await nursery.start(dns_server.serve)
+    return dns_server
 
 
 class Watched:
-    """A watcher that runs, and what it has found so far."""
+    """A running watcher; `found` are its members."""
 
     def __init__(self, server, name, more=""):
         text = f'[[discover]]\nkind = "dns"\ndns_name = "{name}"\nrefresh_secs = 0.05\n'
@@ -32,13 +32,13 @@ class Watched:
             for member in self.watcher.state.members
         }
 
-    async def until(self, wanted):
+    async def until(self, expected):
         with trio.fail_after(20):
-            while self.found() != wanted:  # noqa: ASYNC110  another task watches
+            while self.found() != expected:  # noqa: ASYNC110  another task watches
                 await trio.sleep(0.01)
 
-    async def asked_again(self, times=1):
-        """Until that many rounds have ended since now."""
+    async def wait_rounds(self, times=1):
+        """Waits until this many more rounds of queries have ended."""
         status = self.watcher.status
         target = status.lists + status.failures + times
         with trio.fail_after(20):
@@ -56,7 +56,7 @@ def watching(server, nursery):
     return start
 
 
-async def test_a_host_is_a_worker_for_each_of_its_addresses(server, watching):
+async def test_each_address_of_a_host_is_a_worker(server, watching):
     server.put("engines.test", "A", "10.0.0.1", "10.0.0.2")
     watched = watching("engines.test", "port = 8000")
     await watched.until({"10.0.0.1:8000": "open", "10.0.0.2:8000": "open"})
@@ -64,7 +64,7 @@ async def test_a_host_is_a_worker_for_each_of_its_addresses(server, watching):
     await watched.until({"10.0.0.1:8000": "leaving", "10.0.0.2:8000": "open"})
 
 
-async def test_addresses_of_ipv6_are_used_where_there_are_none_of_ipv4(server, watching):
+async def test_ipv6_addresses_are_used_if_there_are_no_ipv4_addresses(server, watching):
     server.put("six.test", "AAAA", "fd00::1")
     server.put("both.test", "A", "10.0.0.1")
     server.put("both.test", "AAAA", "fd00::1")
@@ -80,10 +80,10 @@ async def test_srv_records_name_hosts_and_ports(server, watching):
     server.additional.append(("b.test", 1, "10.0.0.2"))
     watched = watching(SRV)
     await watched.until({"10.0.0.1:8001": "open", "10.0.0.2:8002": "open"})
-    assert ("b.test", "A") not in server.questions  # its address came along
+    assert ("b.test", "A") not in server.questions  # the SRV response included its address
 
 
-async def test_a_target_that_can_not_be_resolved_keeps_its_address(server, watching):
+async def test_a_target_that_cannot_be_resolved_keeps_its_address(server, watching):
     server.put(SRV, "SRV", "0 1 8001 a.test.", "0 1 8002 b.test.")
     server.put("a.test", "A", "10.0.0.1")
     server.put("b.test", "A", "10.0.0.2")
@@ -97,45 +97,43 @@ async def test_a_target_that_can_not_be_resolved_keeps_its_address(server, watch
 
 
 @pytest.mark.parametrize("rcode", [dns.rcode.SERVFAIL, dns.rcode.REFUSED])
-async def test_a_failure_keeps_the_last_answer_however_long_it_lasts(server, watching, rcode):
+async def test_a_failure_of_any_length_keeps_the_last_answer(server, watching, rcode):
     server.put("engines.test", "A", "10.0.0.1")
     watched = watching("engines.test")
     await watched.until({"10.0.0.1:30000": "open"})
     server.rcodes["engines.test"] = rcode
-    await watched.asked_again(5)
+    await watched.wait_rounds(5)
     assert watched.found() == {"10.0.0.1:30000": "open"}
     assert (watched.watcher.status.state, watched.watcher.status.error[:14]) == (
         "stale",
         "engines.test A",
     )
     server.rcodes.clear()
-    await watched.asked_again(2)
+    await watched.wait_rounds(2)
     assert (watched.watcher.status.state, watched.watcher.status.error) == ("synced", "")
 
 
 @pytest.mark.parametrize(
     "vanish", [dict.clear, lambda zone: zone.update({("engines.test", "A"): (1, [])})]
 )
-async def test_three_times_no_address_in_a_row_empties_it(server, watching, vanish):
+async def test_three_empty_answers_in_a_row_remove_the_workers(server, watching, vanish):
     server.put("engines.test", "A", "10.0.0.1")
     watched = watching("engines.test")
     await watched.until({"10.0.0.1:30000": "open"})
     vanish(server.zone)
-    await watched.asked_again(1)
+    await watched.wait_rounds(1)
     assert watched.found() == {"10.0.0.1:30000": "open"}
     await watched.until({"10.0.0.1:30000": "leaving"})
 
 
-async def test_a_long_answer_comes_over_tcp(server, watching):
+async def test_a_truncated_answer_is_requested_over_tcp(server, watching):
     server.truncated = True
     server.put("engines.test", "A", *(f"10.0.1.{n}" for n in range(200)))
     watched = watching("engines.test")
     await watched.until({f"10.0.1.{n}:30000": "open" for n in range(200)})
 
 
-async def test_a_server_that_does_not_answer_is_a_failure_until_it_does(
-    server, watching, monkeypatch
-):
+async def test_a_silent_server_is_a_failure_until_it_answers(server, watching, monkeypatch):
     monkeypatch.setattr(dns_watcher, "TRY_SECS", 0.05)
     monkeypatch.setattr(dns_watcher, "ANSWER_SECS", 0.1)
     server.put("engines.test", "A", "10.0.0.1")
@@ -143,14 +141,14 @@ async def test_a_server_that_does_not_answer_is_a_failure_until_it_does(
     await watched.until({"10.0.0.1:30000": "open"})
     server.silent = True
     server.put("engines.test", "A", "10.0.0.2")
-    await watched.asked_again(3)
+    await watched.wait_rounds(3)
     assert watched.found() == {"10.0.0.1:30000": "open"}
     assert watched.watcher.status.state == "stale"
     server.silent = False
     await watched.until({"10.0.0.1:30000": "leaving", "10.0.0.2:30000": "open"})
 
 
-async def test_an_alias_of_an_alias_leads_to_addresses(server, watching):
+async def test_a_chain_of_cnames_is_followed(server, watching):
     server.put("engines.test", "CNAME", "blue.test.", ttl=300)
     server.put("blue.test", "CNAME", "pool.test.", ttl=300)
     server.put("pool.test", "A", "10.0.0.1", "10.0.0.2", ttl=300)
@@ -163,14 +161,14 @@ async def test_an_alias_of_an_alias_leads_to_addresses(server, watching):
     )
 
 
-async def test_aliases_in_a_circle_are_a_failure(server, watching):
+async def test_a_loop_of_cnames_is_a_failure(server, watching):
     server.put("engines.test", "A", "10.0.0.1")
     watched = watching("engines.test")
     await watched.until({"10.0.0.1:30000": "open"})
     server.zone.clear()
     server.put("engines.test", "CNAME", "pool.test.")
     server.put("pool.test", "CNAME", "engines.test.")
-    await watched.asked_again(4)
+    await watched.wait_rounds(4)
     assert watched.found() == {"10.0.0.1:30000": "open"}
     assert watched.watcher.status.state == "stale"
 
@@ -184,7 +182,7 @@ async def test_another_port_of_an_srv_record_is_another_worker(server, watching)
     await watched.until({"10.0.0.1:8001": "leaving", "10.0.0.1:8002": "open"})
 
 
-async def test_the_shortest_ttl_of_the_way_counts(server, watching):
+async def test_the_shortest_ttl_of_a_chain_counts(server, watching):
     server.put("engines.test", "CNAME", "pool.test.", ttl=0)
     server.put("pool.test", "A", "10.0.0.1", ttl=300)
     watched = watching("engines.test")
@@ -192,7 +190,7 @@ async def test_the_shortest_ttl_of_the_way_counts(server, watching):
     assert ttl_secs == 0
 
 
-async def test_no_server_at_all_is_a_failure(server, watching):
+async def test_a_server_that_cannot_be_resolved_is_a_failure(server, watching):
     text = '[[discover]]\nkind = "dns"\ndns_name = "h"\ndns_server = "no-such-host.invalid:53"\n'
     watcher = DnsWatcher(parse(text).discover[0], lambda changed: None)
     with trio.move_on_after(20) as scope:

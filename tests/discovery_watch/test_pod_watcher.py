@@ -1,4 +1,4 @@
-"""The watcher of pods against an API server of the tests, which fails in each way that a real one does."""
+"""The pod watcher against the tests' API server, which fails in the ways that a real one fails."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from tests.discovery_watch.api_server import pod
 
 
 class Watched:
-    """A watcher that runs; by pod, its state."""
+    """A running watcher; `found` has the state of each pod."""
 
     def __init__(self, url, more="", namespace="default"):
         text = f'[[discover]]\napi_server = "{url}"\nnamespace = "{namespace}"\n{more}'
@@ -34,8 +34,8 @@ class Watched:
             member.found.discovered.pod: member.state.value for member in self.watcher.state.members
         }
 
-    async def until(self, **wanted):
-        await self.until_holds(lambda: self.found() == wanted)
+    async def until(self, **expected):
+        await self.until_holds(lambda: self.found() == expected)
 
     async def until_holds(self, holds):
         with trio.fail_after(20):
@@ -53,7 +53,7 @@ def watching(api, nursery):
     return start
 
 
-async def test_a_list_and_then_events_make_the_workers(api, watching):
+async def test_workers_come_from_a_list_and_then_from_events(api, watching):
     api.put(pod("a"))
     api.put(pod("b", labels={"app": "vllm"}))
     watched = watching()
@@ -76,7 +76,7 @@ async def test_a_list_and_then_events_make_the_workers(api, watching):
     )
 
 
-async def test_all_namespaces_are_watched_where_the_table_says_so(api, watching):
+async def test_all_namespaces_are_watched_with_namespace_star(api, watching):
     api.put(pod("a", namespace="one"))
     api.put(pod("b", namespace="two"))
     watched = watching(namespace="*")
@@ -93,27 +93,27 @@ def three_pages(api, monkeypatch):
     return 25
 
 
-async def test_a_long_list_comes_in_pages(api, three_pages, watching):
+async def test_a_long_list_is_read_in_pages(api, three_pages, watching):
     watched = watching()
     await watched.until_holds(lambda: len(watched.found()) == three_pages)
     assert api.lists() == 3
 
 
-async def test_a_page_that_is_gone_leads_to_a_list_from_the_beginning(api, three_pages, watching):
+async def test_an_expired_page_restarts_the_list(api, three_pages, watching):
     api.faults.page_gone = True
     watched = watching()
     await watched.until_holds(lambda: len(watched.found()) == three_pages)
     assert watched.status.failures == 0
 
 
-async def test_a_server_without_pages_is_read_all_the_same(api, three_pages, watching):
+async def test_a_list_without_pages_is_read(api, three_pages, watching):
     api.faults.ignore_limit = True
     watched = watching()
     await watched.until_holds(lambda: len(watched.found()) == three_pages)
     assert api.lists() == 1
 
 
-async def test_a_watch_that_was_cut_goes_on_where_it_was(api, watching):
+async def test_a_broken_watch_continues_at_its_version(api, watching):
     api.put(pod("a"))
     watched = watching()
     await watched.until(a="open")
@@ -126,13 +126,13 @@ async def test_a_watch_that_was_cut_goes_on_where_it_was(api, watching):
     assert watched.status.state == "synced"
 
 
-async def test_half_an_event_is_no_event(api, watching):
+async def test_a_truncated_event_is_ignored(api, watching):
     api.put(pod("a"))
     watched = watching()
     await watched.until(a="open")
     await watched.until_holds(lambda: api.watches)
     line = json.dumps({"type": "DELETED", "object": pod("a")}).encode()
-    await api.say(line[:200])
+    await api.send_raw(line[:200])
     api.cut_watches()
     api.put(pod("b"))
     await watched.until(a="open", b="open")
@@ -147,11 +147,11 @@ async def test_a_version_that_is_too_old_leads_to_a_new_list(api, watching, how)
     if how == "event":
         await api.expire_watches()
     else:
-        api.faults.deaf_watches = True
+        api.faults.without_events = True
         api.put(pod("c"))
         api.delete("uid-c")
         api.forget_history()
-        api.faults.deaf_watches = False
+        api.faults.without_events = False
         api.cut_watches()
     await watched.until_holds(lambda: api.lists() == 2)
     api.put(pod("b"))
@@ -159,13 +159,13 @@ async def test_a_version_that_is_too_old_leads_to_a_new_list(api, watching, how)
     assert watched.status.failures <= 1
 
 
-async def test_a_new_list_retires_what_was_deleted_meanwhile(api, watching):
+async def test_a_new_list_retires_pods_that_were_deleted_meanwhile(api, watching):
     for name in ("a", "b"):
         api.put(pod(name, ip="10.0.0.1" if name == "a" else "10.0.0.2"))
     watched = watching()
     await watched.until(a="open", b="open")
     await watched.until_holds(lambda: api.watches)
-    api.faults.deaf_watches = True
+    api.faults.without_events = True
     api.delete("uid-a")
     api.put(pod("a", "other", ip="10.0.0.1"))
     await api.expire_watches()
@@ -175,7 +175,7 @@ async def test_a_new_list_retires_what_was_deleted_meanwhile(api, watching):
     }  # fmt: skip
 
 
-async def test_a_bookmark_moves_the_version_on(api, watching):
+async def test_a_bookmark_advances_the_version(api, watching):
     api.put(pod("a"))
     watched = watching()
     await watched.until(a="open")
@@ -189,22 +189,22 @@ async def test_a_bookmark_moves_the_version_on(api, watching):
     assert api.requests[-1][1]["resourceVersion"] == str(api.version)
 
 
-async def test_a_silent_watch_is_begun_anew(api, watching):
+async def test_a_silent_watch_is_restarted(api, watching):
     api.put(pod("a"))
     watched = watching()
     watched.watcher.silence_secs = 0.05
     await watched.until(a="open")
     await watched.until_holds(lambda: api.watches)
-    api.faults.deaf_watches = True
+    api.faults.without_events = True
     api.put(pod("b"))
     await watched.until_holds(lambda: sum("watch" in query for _, query, _ in api.requests) > 2)
-    api.faults.deaf_watches = False
+    api.faults.without_events = False
     await watched.until(a="open", b="open")
     assert (api.lists(), watched.status.failures) == (1, 0)
 
 
 @pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
-async def test_a_refusal_keeps_the_last_list_and_is_named(api, watching, status, caplog):
+async def test_a_refusal_keeps_the_last_list_and_is_shown(api, watching, status, caplog):
     api.put(pod("a"))
     watched = watching()
     await watched.until(a="open")
@@ -223,7 +223,7 @@ async def test_a_refusal_keeps_the_last_list_and_is_named(api, watching, status,
     assert (watched.status.state, watched.status.error) == ("synced", "")
 
 
-async def test_a_server_that_allows_lists_but_no_watch_is_listed_again_and_again(api, watching):
+async def test_a_server_that_refuses_watches_is_listed_repeatedly(api, watching):
     api.faults.watch_status = 403
     api.put(pod("a"))
     watched = watching()
@@ -237,11 +237,11 @@ async def test_pauses_between_failures_grow(api, watching, monkeypatch):
     pauses = []
     sleep = trio.sleep
 
-    async def noted(secs):
+    async def record_pause(secs):
         pauses.append(secs)
         await sleep(0)
 
-    monkeypatch.setattr(pod_watcher.trio, "sleep", noted)
+    monkeypatch.setattr(pod_watcher.trio, "sleep", record_pause)
     api.faults.status = 503
     watching()
     with trio.fail_after(20):
@@ -251,17 +251,17 @@ async def test_pauses_between_failures_grow(api, watching, monkeypatch):
     assert pauses[-1] == pod_watcher.LONGEST_PAUSE_SECS / 2
 
 
-async def test_a_server_that_finds_each_version_too_old_is_listed_ever_more_rarely(
+async def test_a_server_whose_watches_are_always_410_is_listed_with_growing_pauses(
     api, watching, monkeypatch
 ):
     pauses = []
     sleep = trio.sleep
 
-    async def noted(secs):
+    async def record_pause(secs):
         pauses.append(secs)
         await sleep(0)
 
-    monkeypatch.setattr(pod_watcher.trio, "sleep", noted)
+    monkeypatch.setattr(pod_watcher.trio, "sleep", record_pause)
     api.put(pod("a"))
     api.faults.watch_status = 410
     watched = watching()
@@ -271,12 +271,12 @@ async def test_a_server_that_finds_each_version_too_old_is_listed_ever_more_rare
     assert pauses[:4] == [0.1, 0.2, 0.4, 0.8]
     assert pauses[-1] == pod_watcher.LONGEST_PAUSE_SECS / 2
     assert (watched.found(), watched.status.state) == ({"a": "open"}, "synced")
-    api.put(pod("b"))  # a list brings what no watch does
+    api.put(pod("b"))  # lists still find new pods
     while watched.found() != {"a": "open", "b": "open"}:
         await sleep(0.005)
 
 
-async def test_a_list_that_was_cut_changes_nothing(api, watching):
+async def test_a_truncated_list_changes_nothing(api, watching):
     api.faults.cut_list = 150
     api.put(pod("a"))
     watched = watching()
@@ -290,17 +290,17 @@ async def test_a_list_that_was_cut_changes_nothing(api, watching):
     "line",
     [b"{}\n", b"[]\n", b"no json\n", b'{"type": "ADDED", "object": 7}\n', b"[" * 100_000 + b"\n"],
 )
-async def test_what_is_no_event_leads_to_a_new_list(api, watching, line):
+async def test_an_invalid_event_leads_to_a_new_list(api, watching, line):
     api.put(pod("a"))
     watched = watching()
     await watched.until(a="open")
     await watched.until_holds(lambda: api.watches)
-    await api.say(line)
+    await api.send_raw(line)
     await watched.until_holds(lambda: api.lists() == 2)
     assert watched.found() == {"a": "open"}
 
 
-async def test_a_server_that_is_not_there_is_asked_until_it_is(nursery):
+async def test_an_unreachable_server_is_a_failure(nursery):
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     url = f"http://127.0.0.1:{listener.socket.getsockname()[1]}"
     await listener.aclose()
