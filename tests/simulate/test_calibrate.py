@@ -1,4 +1,4 @@
-"""Measuring a worker: what is asked of it, and what is said where it can't be measured."""
+"""Calibration: the requests to the worker, and the error if it cannot be measured."""
 
 import json
 import threading
@@ -20,9 +20,11 @@ SECS_PER_WORD, OVERHEAD_SECS = 0.0001, 0.01
 
 
 class Worker(ThreadingHTTPServer):
-    """Streams tokens after a time that grows with the prompt. `usage` False: it tells none. A prompt
-    of more than `context` words is refused; `slots` are told as llama.cpp tells them. `caches`: it
-    tells what it had cached, and needs no time for that."""
+    """Streams tokens after a delay that grows with the prompt.
+
+    A prompt of more than `context` words is refused. `usage`: the stream ends with usage. `slots` are
+    reported as llama.cpp reports them. `caches`: usage has the number of cached tokens, which add no
+    delay."""
 
     daemon_threads = True
 
@@ -65,7 +67,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _cached(self, prompt):
         earlier = (body["prompt"] for body in self.server.bodies[:-1])
-        return max((len(each.split()) for each in earlier if prompt.startswith(each)), default=0)
+        return max(
+            (len(prefix.split()) for prefix in earlier if prompt.startswith(prefix)), default=0
+        )
 
     def _event(self, fields):
         self.wfile.write(b"data: %b\n\n" % json.dumps(fields).encode())
@@ -78,26 +82,26 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *args):
-        """Nobody reads it."""
+        pass
 
 
 @pytest.fixture
 def worker_of():
-    made = []
+    workers = []
 
     def make(**options):
         worker = Worker(**options)
         threading.Thread(target=worker.serve_forever, daemon=True).start()
-        made.append(worker)
+        workers.append(worker)
         return worker
 
     yield make
-    for worker in made:
+    for worker in workers:
         worker.shutdown()
         worker.server_close()
 
 
-def test_a_worker_is_measured_with_prompts_that_no_cache_can_hold(worker_of):
+def test_a_worker_is_measured_with_prompts_that_are_not_cached(worker_of):
     worker = worker_of()
     spec = measure(f"{worker.url}/")
     assert spec.prefill_tokens_per_sec > 0
@@ -117,21 +121,21 @@ def test_long_prompts_are_as_long_as_the_context_allows(worker_of):
     assert lengths.count(LONG_WORDS[-1]) == REPEATS
 
 
-def test_short_prompts_have_a_cached_beginning_where_the_worker_reports_it(worker_of):
+def test_short_prompts_have_a_cached_prefix_if_the_worker_reports_it(worker_of):
     worker = worker_of(caches=True)
     spec = measure(worker.url)
     assert spec.prefill_overhead_ms > 0
-    behind = [
+    short_prompts = [
         body["prompt"]
         for body in worker.bodies
         if len(body["prompt"].split()) == LONG_WORDS[0] // 2 + NEW_WORDS
     ]
-    assert len(behind) == REPEATS
-    assert len({prompt.split()[0] for prompt in behind}) == 1
+    assert len(short_prompts) == REPEATS
+    assert len({prompt.split()[0] for prompt in short_prompts}) == 1
     assert len(worker.bodies) == 3 + REPEATS * (2 + AT_ONCE)
 
 
-def test_llamacpp_says_how_many_slots_it_has(worker_of):
+def test_the_number_of_llamacpp_slots_is_read(worker_of):
     spec = measure(worker_of(slots=4).url)
     assert (spec.slots, spec.max_batch) == (4, 4)
     assert measure(worker_of().url).slots == 0
@@ -144,12 +148,12 @@ def test_llamacpp_says_how_many_slots_it_has(worker_of):
         ({"status": 503}, 'status 503: {"error": "overloaded"}'),
     ],
 )
-def test_a_worker_that_cannot_be_measured(worker_of, options, reason):
+def test_a_worker_that_cannot_be_measured_is_an_error(worker_of, options, reason):
     with pytest.raises(CalibrationError) as error:
         measure(worker_of(**options).url)
     assert reason in str(error.value)
 
 
-def test_an_address_where_nothing_listens():
+def test_an_address_without_a_listener_is_an_error():
     with pytest.raises(CalibrationError, match="/v1/models: "):
         measure("http://127.0.0.1:9")

@@ -1,4 +1,4 @@
-"""The modelled engine against a naive one that runs every single step."""
+"""The modelled engine, compared with a naive one that runs each step."""
 
 from heapq import heappop, heappush
 
@@ -30,7 +30,7 @@ class Record:
 
 
 class Driver:
-    """Time for one engine."""
+    """Virtual time and events for one engine."""
 
     def __init__(self, spec):
         self.now, self.events, self.count = 0.0, [], 0
@@ -52,23 +52,23 @@ class Driver:
 
 
 class NaiveEngine:
-    """The same rules, a step at a time, with lists; without a KV bound and without a cache."""
+    """The same rules step by step, with lists; without a KV limit and without a cache."""
 
     def __init__(self, spec, requests):
-        self.spec, self.left = spec, sorted(requests, key=lambda item: item[0])
+        self.spec, self.remaining = spec, sorted(requests, key=lambda item: item[0])
         self.times = {}
 
     def run(self):
         now, waiting, prefilling, decoding = 0.0, [], [], []
-        while self.left or waiting or prefilling or decoding:
+        while self.remaining or waiting or prefilling or decoding:
             if not (waiting or prefilling or decoding):
-                now = max(now, self.left[0][0])
-            while self.left and self.left[0][0] <= now + 1e-9:
-                waiting.append(self.left.pop(0)[1])
+                now = max(now, self.remaining[0][0])
+            while self.remaining and self.remaining[0][0] <= now + 1e-9:
+                waiting.append(self.remaining.pop(0)[1])
             while waiting and len(prefilling) + len(decoding) < self.spec.max_batch:
                 request = waiting.pop(0)
                 prefilling.append([request, request.input_tokens])
-            chunk = min(CHUNK_TOKENS, sum(left for _, left in prefilling))
+            chunk = min(CHUNK_TOKENS, sum(remaining for _, remaining in prefilling))
             now += chunk / self.spec.prefill_tokens_per_sec
             if decoding:
                 now += self.spec.decode_step_ms / 1000
@@ -89,7 +89,7 @@ class NaiveEngine:
         return self.times
 
 
-# Times that lie off the ends of steps and differ: the order of two equal times is open.
+# Arrivals that differ from each other and from the ends of steps: the order of equal times is undefined.
 ARRIVALS = st.integers(0, 200).map(lambda tenths: tenths / 10 + 0.0003)
 
 
@@ -100,7 +100,7 @@ ARRIVALS = st.integers(0, 200).map(lambda tenths: tenths / 10 + 0.0003)
         unique_by=lambda entry: entry[0],
     )
 )
-def test_times_are_those_of_an_engine_that_runs_every_step(entries):
+def test_times_equal_those_of_an_engine_that_runs_each_step(entries):
     requests = [(at, Request(at, prompt, answer)) for at, prompt, answer in entries]
     driver = Driver(SPEC)
     records = [(driver.submit_at(at, request), request) for at, request in requests]
@@ -136,8 +136,8 @@ def tokens_of(engine):
         max_size=20,
     )
 )
-def test_kv_memory_is_never_lost_nor_counted_twice(entries):
-    """Prompts are paths of a tree, so that many share their leading blocks."""
+def test_kv_memory_is_never_leaked_or_counted_twice(entries):
+    """Prompts are paths in a tree, so that many share their leading blocks."""
     driver = Driver(EngineSpec(kv_tokens=800, max_batch=3, prefill_tokens_per_sec=1000))
     engine, records = driver.engine, []
     for at, path, rest, output, cancelled in entries:
@@ -167,7 +167,7 @@ def test_leading_blocks_of_an_earlier_prompt_are_not_computed_again():
     assert (driver.engine.found_blocks, driver.engine.seen_blocks) == (2, 6)
 
 
-def test_a_block_behind_another_one_is_not_reused():
+def test_a_block_after_a_different_block_is_not_reused():
     driver = Driver(SPEC)
     driver.submit_at(0.0, chain(1, 2))
     driver.submit_at(10.0, chain(7, 2))
@@ -175,7 +175,7 @@ def test_a_block_behind_another_one_is_not_reused():
     assert driver.engine.found_blocks == 0
 
 
-def test_of_a_prompt_that_is_cached_whole_one_token_is_computed():
+def test_one_token_of_a_fully_cached_prompt_is_computed():
     driver = Driver(SPEC)
     driver.submit_at(0.0, chain(1, 2))
     again = driver.submit_at(10.0, chain(1, 2))
@@ -183,9 +183,9 @@ def test_of_a_prompt_that_is_cached_whole_one_token_is_computed():
     assert again.first == pytest.approx(10.001)
 
 
-def test_the_longest_unused_blocks_are_evicted_first():
+def test_the_least_recently_used_blocks_are_evicted_first():
     driver = Driver(EngineSpec(kv_tokens=400, prefill_tokens_per_sec=1000))
-    for at, block in enumerate((1, 2, 3, 1, 4)):  # 4 needs the place of 2
+    for at, block in enumerate((1, 2, 3, 1, 4)):  # 4 evicts 2
         driver.submit_at(float(at), chain(block))
     driver.run()
     found = driver.engine.found_blocks
@@ -226,7 +226,7 @@ def test_a_worker_that_dies_fails_every_request_and_loses_its_cache():
     assert driver.engine.in_flight == 0
 
 
-def test_a_slow_worker_takes_so_many_times_as_long():
+def test_a_slow_worker_takes_longer_by_its_factor():
     driver = Driver(SPEC)
     driver.engine.factor = 3.0
     record = driver.submit_at(0.0, Request(0.0, 1000, 11))
@@ -250,7 +250,7 @@ def test_every_prompt_has_its_overhead_once():
     assert again.first == pytest.approx(19.15)
 
 
-def test_its_load_is_what_waits_for_a_place_or_a_step_and_the_kv_tokens_of_requests():
+def test_the_load_is_the_number_of_waiting_requests_and_the_kv_usage():
     driver = Driver(EngineSpec(prefill_tokens_per_sec=1000, max_batch=3, kv_tokens=20_000))
     assert driver.engine.load == (0.0, 0.0)
     for _ in range(4):

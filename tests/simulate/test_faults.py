@@ -1,4 +1,4 @@
-"""Spelling of faults."""
+"""The syntax of faults."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from omni_proxy.simulate.faults import Fault, parse_fault
         ("lose_events:0.1", Fault("lose_events", 0.0, share=0.1)),
     ],
 )
-def test_a_fault(text, fault):
+def test_a_fault_is_parsed(text, fault):
     assert parse_fault(text) == fault
 
 
@@ -31,6 +31,6 @@ def test_a_fault(text, fault):
         ("lose_events:x", "or lose_events:SHARE"),
     ],
 )
-def test_a_fault_that_is_refused(text, reason):
+def test_an_invalid_fault_is_refused(text, reason):
     with pytest.raises(ValueError, match=reason):
         parse_fault(text)

@@ -1,4 +1,4 @@
-"""Figures of a run: percentiles, the table, JSON, the picture."""
+"""The report of a run: percentiles, the table, JSON, the chart."""
 
 from xml.etree import ElementTree as ET
 
@@ -17,16 +17,16 @@ def run(policy="cache_aware", settings=None, goodput=None):
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1), st.integers(1, 100))
-def test_a_percentile_is_the_least_value_with_that_share_below_or_at_it(values, percent):
+def test_a_percentile_is_the_least_value_that_enough_values_do_not_exceed(values, percent):
     ordered = sorted(values)
-    found = percentile(ordered, percent)
-    at_most = sum(value <= found for value in ordered)
-    less = sum(value < found for value in ordered)
+    result = percentile(ordered, percent)
+    at_most = sum(value <= result for value in ordered)
+    less = sum(value < result for value in ordered)
     assert at_most * 100 >= percent * len(ordered)
     assert less * 100 < percent * len(ordered)
 
 
-def test_no_value_has_the_percentile_zero():
+def test_the_percentile_of_no_values_is_zero():
     assert percentile([], 99) == 0.0
 
 
@@ -40,18 +40,18 @@ def test_the_table_has_a_row_for_each_run_with_the_swept_values():
     assert {len(row) for row in rows} == {len(head)}
 
 
-def test_goodput_is_a_column_where_a_deadline_was_given():
+def test_goodput_is_a_column_if_a_deadline_was_given():
     head, rows = table([run(goodput=1.5)])
     assert (head[-1], rows[0][-1]) == ("GOODPUT/s", "1.50")
 
 
 def test_json_has_the_documented_keys():
-    found = as_json(7, 4, Facts(10, 5.0, 2.0, 60.0, 0.4), [run()])
-    assert list(found) == ["seed", "workers", "workload", "runs"]
-    assert found["runs"][0]["ttft_ms"] == TIMES
+    document = as_json(7, 4, Facts(10, 5.0, 2.0, 60.0, 0.4), [run()])
+    assert list(document) == ["seed", "workers", "workload", "runs"]
+    assert document["runs"][0]["ttft_ms"] == TIMES
 
 
-def test_the_picture_is_svg_with_the_names_as_text_and_without_a_script():
+def test_the_chart_is_svg_with_names_as_text_and_without_scripts():
     runs = [run("a<b"), run(settings={"routing.prefix_hash.load_factor": 2})]
     root = ET.fromstring(svg("Title", "note", runs))
     texts = [element.text for element in root.iter() if element.tag.endswith("text")]

@@ -1,4 +1,4 @@
-"""The proxy's own objects over modelled engines, in virtual time."""
+"""The proxy's own objects with modelled engines, in virtual time."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def steady(number, every=1.0, *, prompt=100, answer=10, **fields):
     return OpenLoop(Request(place * every, prompt, answer, **fields) for place in range(number))
 
 
-def sent(simulation):
+def requests_sent(simulation):
     return [engine.requests for engine in simulation.engines.values()]
 
 
@@ -36,8 +36,8 @@ def sent(simulation):
 def test_every_policy_serves_every_request_and_equal_seeds_give_equal_figures(policy, name):
     def figures():
         workload = WORKLOADS[name](120, 3, Random("w"))
-        found = simulate(f'[routing]\npolicy = "{policy}"\n', workload, workers=3)
-        return summarize(policy, {}, found, None)
+        simulation = simulate(f'[routing]\npolicy = "{policy}"\n', workload, workers=3)
+        return summarize(policy, {}, simulation, None)
 
     run = figures()
     assert (run.completed, run.failed) == (120, 0)
@@ -45,62 +45,64 @@ def test_every_policy_serves_every_request_and_equal_seeds_give_equal_figures(po
 
 
 def test_the_time_to_the_first_token_is_that_of_the_engine():
-    found = simulate("", steady(3, every=10.0))
-    assert found.outcomes.first_token_secs == pytest.approx([0.1] * 3)
-    assert found.outcomes.total_secs == pytest.approx([0.19] * 3)
-    assert sent(found) == [2, 1]
+    simulation = simulate("", steady(3, every=10.0))
+    assert simulation.outcomes.first_token_secs == pytest.approx([0.1] * 3)
+    assert simulation.outcomes.total_secs == pytest.approx([0.19] * 3)
+    assert requests_sent(simulation) == [2, 1]
 
 
 def test_cache_aware_sends_a_prefix_to_its_holder():
     blocks = OpenLoop(Request(place * 5.0, 2048, 1, (1, 2, 3, 4)) for place in range(20))
-    found = simulate('[routing]\npolicy = "cache_aware"\n', blocks, workers=4)
-    assert sorted(sent(found)) == [0, 0, 0, 20]
-    assert summarize("", {}, found, None).hit_rate == pytest.approx(76 / 80)
+    simulation = simulate('[routing]\npolicy = "cache_aware"\n', blocks, workers=4)
+    assert sorted(requests_sent(simulation)) == [0, 0, 0, 20]
+    assert summarize("", {}, simulation, None).hit_rate == pytest.approx(76 / 80)
 
 
-def test_requests_of_a_worker_that_dies_are_repeated_elsewhere_before_their_first_token():
-    found = simulate(
+def test_requests_of_a_dying_worker_are_retried_before_their_first_token():
+    simulation = simulate(
         "", steady(20, every=0.5, prompt=2000, answer=1), faults=[Fault("die", 4.2, 0)]
     )
-    outcomes = found.outcomes
+    outcomes = simulation.outcomes
     assert outcomes.completed == 20
     assert outcomes.retries > 0
 
 
-def test_a_stream_of_a_worker_that_dies_has_failed():
-    found = simulate("", steady(2, every=0.0, answer=1000), faults=[Fault("die", 1.0, 0)])
-    assert (found.outcomes.completed, found.outcomes.failed) == (1, 1)
+def test_a_stream_of_a_dying_worker_fails():
+    simulation = simulate("", steady(2, every=0.0, answer=1000), faults=[Fault("die", 1.0, 0)])
+    assert (simulation.outcomes.completed, simulation.outcomes.failed) == (1, 1)
 
 
 def test_a_dead_worker_leaves_rotation_and_gets_no_more_requests():
-    found = simulate("", steady(100, every=0.5), faults=[Fault("die", 10.2, 0)])
-    assert found.outcomes.completed == 100
-    assert sent(found)[0] == 11  # two of a second, and none since; refused dials are not sent
-    assert 0 < found.outcomes.retries <= 3  # max_worker_retries in a row eject it
+    simulation = simulate("", steady(100, every=0.5), faults=[Fault("die", 10.2, 0)])
+    assert simulation.outcomes.completed == 100
+    assert (
+        requests_sent(simulation)[0] == 11
+    )  # one each second until it died; refused connections do not count
+    assert 0 < simulation.outcomes.retries <= 3  # max_worker_retries in a row eject it
 
 
 def test_a_worker_that_joins_gets_requests():
-    found = simulate("", steady(100, every=0.5), faults=[Fault("join", 10.0)])
-    assert len(sent(found)) == 3
-    assert sent(found)[2] > 20
+    simulation = simulate("", steady(100, every=0.5), faults=[Fault("join", 10.0)])
+    assert len(requests_sent(simulation)) == 3
+    assert requests_sent(simulation)[2] > 20
 
 
-def test_an_evicted_cache_has_to_be_computed_again():
+def test_an_evicted_cache_is_computed_again():
     def hits(*faults):
         blocks = OpenLoop(Request(place * 5.0, 1024, 1, (1, 2)) for place in range(4))
-        found = simulate("", blocks, workers=1, faults=faults)
-        return summarize("", {}, found, None).hit_rate
+        simulation = simulate("", blocks, workers=1, faults=faults)
+        return summarize("", {}, simulation, None).hit_rate
 
     assert hits() == pytest.approx(6 / 8)
     assert hits(Fault("evict", 7.0, 0)) == pytest.approx(4 / 8)
 
 
-def test_a_slow_worker_gets_less_under_least_request():
+def test_least_request_sends_fewer_requests_to_a_slow_worker():
     workload = steady(200, every=0.1, answer=20)
-    found = simulate(
+    simulation = simulate(
         '[routing]\npolicy = "least_request"\n', workload, faults=[Fault("slow", 0.0, 0, 8.0)]
     )
-    assert sent(found)[0] * 3 < sent(found)[1]
+    assert requests_sent(simulation)[0] * 3 < requests_sent(simulation)[1]
 
 
 def test_a_full_fleet_refuses_without_a_queue_and_serves_all_with_one():
@@ -114,16 +116,16 @@ def test_a_full_fleet_refuses_without_a_queue_and_serves_all_with_one():
 
 def test_a_wait_in_the_queue_ends_with_its_timeout():
     toml = "[server]\nmax_inflight = 1\nqueue_size = 9\nqueue_timeout_secs = 0.5\n"
-    found = simulate(toml, steady(2, every=0.0, prompt=1000, answer=100))
-    assert (found.outcomes.completed, found.outcomes.failed) == (1, 1)
+    simulation = simulate(toml, steady(2, every=0.0, prompt=1000, answer=100))
+    assert (simulation.outcomes.completed, simulation.outcomes.failed) == (1, 1)
 
 
-def test_the_time_for_a_response_head_is_in_force():
+def test_the_response_head_timeout_is_enforced():
     toml = "[server.timeouts]\nresponse_head_secs = 2.0\n"
-    found = simulate(toml, steady(1, prompt=5000))
-    assert (found.outcomes.completed, found.outcomes.failed) == (0, 1)
-    assert found.time.now == pytest.approx(2.0)
-    assert all(engine.in_flight == 0 for engine in found.engines.values())
+    simulation = simulate(toml, steady(1, prompt=5000))
+    assert (simulation.outcomes.completed, simulation.outcomes.failed) == (0, 1)
+    assert simulation.time.now == pytest.approx(2.0)
+    assert all(engine.in_flight == 0 for engine in simulation.engines.values())
 
 
 def test_sessions_stay_at_their_worker():
@@ -131,41 +133,43 @@ def test_sessions_stay_at_their_worker():
     workload = OpenLoop(
         Request(place * 1.0, 100, 1, session=f"s{place % 3}") for place in range(30)
     )
-    assert sorted(sent(simulate(toml, workload, workers=3))) == [10, 10, 10]
+    assert sorted(requests_sent(simulate(toml, workload, workers=3))) == [10, 10, 10]
 
 
-def test_a_request_beyond_the_kv_memory_fails_and_is_not_repeated():
-    found = simulate("", steady(1, prompt=1000), engine=EngineSpec(kv_tokens=500))
-    assert (found.outcomes.completed, found.outcomes.failed) == (0, 1)
-    assert found.outcomes.retries == 0
+def test_a_request_beyond_the_kv_memory_fails_and_is_not_retried():
+    simulation = simulate("", steady(1, prompt=1000), engine=EngineSpec(kv_tokens=500))
+    assert (simulation.outcomes.completed, simulation.outcomes.failed) == (0, 1)
+    assert simulation.outcomes.retries == 0
 
 
 @pytest.mark.parametrize(("feedback", "corrections"), [("true", 1), ("false", 0)])
-def test_engines_report_what_they_had_cached_and_the_policy_learns_from_it(feedback, corrections):
+def test_the_policy_corrects_itself_by_cached_tokens_that_engines_report(feedback, corrections):
     """An engine loses its cache between the second and the third prompt."""
     prompts = [(1, 2, 3, 4), (1, 2, 3, 4, 5), (1, 2, 3, 6)]
-    blocks = OpenLoop(
-        Request(place * 20.0, 512 * len(each), 1, each) for place, each in enumerate(prompts)
+    workload = OpenLoop(
+        Request(place * 20.0, 512 * len(blocks), 1, blocks) for place, blocks in enumerate(prompts)
     )
     toml = f'[routing]\npolicy = "cache_aware"\n[routing.cache_aware]\nfeedback = {feedback}\n'
-    found = simulate(toml, blocks, workers=1, faults=[Fault("evict", 30.0, 0)])
-    policy = found.services.balancer.policy
+    simulation = simulate(toml, workload, workers=1, faults=[Fault("evict", 30.0, 0)])
+    policy = simulation.services.balancer.policy
     assert policy.stats()["corrections"] == corrections
     (held,) = policy.stats()["tree_size_by_worker"].values()
     blocks_in_key = [key_length(4 * 512 * count) for count in range(6)]
     third = blocks_in_key[4]
-    branch = blocks_in_key[5] - blocks_in_key[3]  # of the first two, beside the third
+    branch = (
+        blocks_in_key[5] - blocks_in_key[3]
+    )  # of the first two prompts, not shared with the third
     assert held - branch * (not corrections) == pytest.approx(third, abs=2 * HASH_BYTES)
 
 
 @pytest.mark.parametrize(
     ("bound", "poll_secs", "spares"), [(1, 0.1, True), (1, 0, False), (0, 0.1, False)]
 )
-def test_requests_avoid_an_engine_whose_queue_is_long_once_it_was_asked(bound, poll_secs, spares):
+def test_requests_avoid_an_engine_once_it_has_reported_a_long_queue(bound, poll_secs, spares):
     toml = f"[routing]\noverload_waiting = {bound}\nload_poll_secs = {poll_secs}\n"
     engine = EngineSpec(prefill_tokens_per_sec=1000, decode_step_ms=10, max_batch=2)
     workload = steady(100, every=0.3, answer=20)
-    found = simulate(toml, workload, engine=engine, faults=[Fault("slow", 0.0, 0, 8.0)])
-    slow, quick = sent(found)
+    simulation = simulate(toml, workload, engine=engine, faults=[Fault("slow", 0.0, 0, 8.0)])
+    slow, quick = requests_sent(simulation)
     assert (slow * 2 < quick) is spares
-    assert found.outcomes.completed == 100
+    assert simulation.outcomes.completed == 100

@@ -1,4 +1,4 @@
-"""The memory of llama.cpp's server: which text a slot keeps, and what is stored aside."""
+"""The cache of llama.cpp's server: the text in each slot, and the store of earlier texts."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,40 +17,40 @@ def job(*blocks, tokens=None, output=10):
 
 
 def serve(cache, *blocks, **sizes):
-    """A request from its admission to its end: the tokens that it reused."""
-    each = job(*blocks, **sizes)
-    assert cache.admit(each)
-    cache.publish(each)
-    cache.release(each)
-    return each.cached_tokens
+    """Runs a request from admission to end; returns the number of tokens that it reused."""
+    request_job = job(*blocks, **sizes)
+    assert cache.admit(request_job)
+    cache.publish(request_job)
+    cache.release(request_job)
+    return request_job.cached_tokens
 
 
-def test_the_next_turn_of_a_text_reuses_it():
+def test_the_next_turn_of_a_chat_reuses_its_text():
     cache = SlotCache(2, 0)
     assert serve(cache, 1, 2, 3) == 0
     assert serve(cache, 1, 2, 3, 4) == 300
     assert serve(cache, 1, 2, 3, 4) == 399  # the last token is always computed
 
 
-def test_a_common_beginning_takes_the_text_over_and_the_rest_of_it_is_lost():
+def test_a_slot_with_a_common_prefix_is_reused_and_loses_the_rest():
     cache = SlotCache(2, 0)
     serve(cache, 1, 2, 3)
     assert serve(cache, 1, 2, 9) == 200
     assert serve(cache, 1, 2, 3, 4) == 200
 
 
-def test_a_text_of_which_most_would_be_lost_is_stored_and_found_again():
+def test_a_text_that_would_mostly_be_lost_is_stored_and_found_again():
     cache = SlotCache(1, 0)
     serve(cache, 1, 2, 3, 4, 5, 6)
     assert serve(cache, 1, 9) == 100
     assert serve(cache, 1, 2, 3, 4, 5, 6, 7) == 600
 
 
-def test_a_text_with_nothing_in_common_goes_to_the_slot_unused_for_longest():
+def test_a_text_without_a_common_prefix_takes_the_least_recently_used_slot():
     cache = SlotCache(2, 0)
     serve(cache, 1, 2)
     serve(cache, 3, 4)
-    serve(cache, 5, 6)  # in the place of the first, which is stored
+    serve(cache, 5, 6)  # replaces the first, which is stored
     assert serve(cache, 3, 4, 7) == 200
     assert serve(cache, 1, 2, 7) == 200
 
@@ -62,7 +62,7 @@ def test_a_slot_with_a_tenth_in_common_is_not_preferred():
     assert serve(cache, *range(10), 30) == 1000
 
 
-def test_the_store_is_bounded_and_forgets_the_oldest():
+def test_the_store_is_bounded_and_evicts_the_oldest():
     cache = SlotCache(1, 500)
     for text in (1, 2, 3, 4):
         serve(cache, text, text + 10)
@@ -76,7 +76,7 @@ def test_every_slot_computes_one_request_at_a_time():
     assert cache.admit(first)
     assert cache.admit(second)
     assert not cache.admit(third)
-    cache.release(first)  # cancelled before its prompt was computed: nothing of it is kept
+    cache.release(first)  # cancelled before its prompt was computed: none of it is kept
     assert cache.admit(third)
     assert third.cached_tokens == 0
     cache.publish(third)
@@ -84,7 +84,7 @@ def test_every_slot_computes_one_request_at_a_time():
     assert serve(cache, 1) == 0
 
 
-def test_clearing_spares_what_is_in_use():
+def test_clearing_keeps_texts_in_use():
     cache = SlotCache(2, 0)
     serve(cache, 1, 2)
     using = job(3, 4)
@@ -102,7 +102,7 @@ paths = st.lists(st.integers(1, 3), min_size=1, max_size=5).map(
 
 
 @given(st.lists(st.tuples(paths, st.integers(1, BLOCK)), max_size=20), st.integers(1, 3))
-def test_no_more_is_reused_than_some_earlier_prompt_had(entries, slots):
+def test_no_more_is_reused_than_an_earlier_prompt_has_in_common(entries, slots):
     cache = SlotCache(slots, 0)
     seen = []
     for blocks, rest in entries:
@@ -114,10 +114,10 @@ def test_no_more_is_reused_than_some_earlier_prompt_had(entries, slots):
 
 
 def shared(one, other):
-    return len({*one} & {*other})  # names say their whole path
+    return len({*one} & {*other})  # the number of a block encodes its whole path
 
 
-def test_an_engine_with_slots_computes_so_many_requests_at_a_time():
+def test_an_engine_computes_one_request_per_slot_at_a_time():
     driver = Driver(EngineSpec(prefill_tokens_per_sec=1000, decode_step_ms=10, slots=1))
     first = driver.submit_at(0.0, Request(0.0, 100, 5, (1,), 100))
     second = driver.submit_at(0.0, Request(0.0, 100, 5, (2,), 100))

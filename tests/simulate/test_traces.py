@@ -1,4 +1,4 @@
-"""Reading traces: both forms, compressed too, and errors that name the line."""
+"""Reading traces: both formats, also compressed, and errors that name the line."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def lines(records):
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def routed(**fields):
+def route_log_record(**fields):
     return {
         "timestamp": "2026-01-01T00:00:10+00:00", "duration_s": 4.0, "request_bytes": 4000,
         "response_bytes": 2400, "stream": True, "completed": True, "status_code": 200,
@@ -30,7 +30,7 @@ def routed(**fields):
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_mooncake_trace(tmp_path, compressed):
+def test_a_mooncake_trace_is_read(tmp_path, compressed):
     path = tmp_path / ("trace.jsonl.gz" if compressed else "trace.jsonl")
     text = lines(MOONCAKE).encode()
     path.write_bytes(gzip.compress(text) if compressed else text)
@@ -44,7 +44,7 @@ def test_a_mooncake_trace(tmp_path, compressed):
     assert (second.at, second.output_tokens, second.blocks) == (2.5, 1, (0,))
 
 
-def test_an_azure_trace(tmp_path):
+def test_an_azure_trace_is_read(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text(AZURE)
     first, second = read_trace(path).requests
@@ -52,7 +52,7 @@ def test_an_azure_trace(tmp_path):
     assert second.at == pytest.approx(4.314579)
 
 
-def test_the_first_requests_of_a_trace(tmp_path):
+def test_reading_is_limited_to_the_first_requests(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text(AZURE)
     assert len(read_trace(path, 1).requests) == 1
@@ -73,7 +73,7 @@ def test_the_first_requests_of_a_trace(tmp_path):
         ("t.txt", "", "expected a name that ends with"),
     ],
 )
-def test_bad_input_names_the_file_and_the_line(tmp_path, name, text, expected):
+def test_an_error_names_the_file_and_the_line(tmp_path, name, text, expected):
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(TraceError) as error:
@@ -82,13 +82,13 @@ def test_bad_input_names_the_file_and_the_line(tmp_path, name, text, expected):
     assert expected in str(error.value)
 
 
-def test_a_file_that_is_not_there_and_one_that_is_incomplete(tmp_path):
+def test_a_missing_or_incomplete_file_is_an_error(tmp_path):
     with pytest.raises(TraceError, match="No such file"):
         read_trace(tmp_path / "missing.jsonl")
-    cut = tmp_path / "cut.jsonl.gz"
-    cut.write_bytes(gzip.compress(lines(MOONCAKE).encode())[:-12])
+    incomplete = tmp_path / "cut.jsonl.gz"
+    incomplete.write_bytes(gzip.compress(lines(MOONCAKE).encode())[:-12])
     with pytest.raises(TraceError, match="incomplete"):
-        read_trace(cut)
+        read_trace(incomplete)
 
 
 def test_a_route_log_gives_its_completed_generation_requests(tmp_path):
@@ -96,11 +96,13 @@ def test_a_route_log_gives_its_completed_generation_requests(tmp_path):
     path.write_text(
         lines(
             [
-                routed(),
-                routed(timestamp="2026-01-01T00:00:07+00:00", duration_s=0.5, stream=False),
-                routed(completed=False),
-                routed(status_code=503),
-                routed(traffic="speech_http"),
+                route_log_record(),
+                route_log_record(
+                    timestamp="2026-01-01T00:00:07+00:00", duration_s=0.5, stream=False
+                ),
+                route_log_record(completed=False),
+                route_log_record(status_code=503),
+                route_log_record(traffic="speech_http"),
             ]
         )
     )
@@ -109,14 +111,14 @@ def test_a_route_log_gives_its_completed_generation_requests(tmp_path):
     assert (second.at, second.output_tokens) == (0.5, 600)
 
 
-def test_a_damaged_file_and_times_in_another_unit_are_refused(tmp_path):
+def test_a_damaged_file_or_times_in_another_unit_are_refused(tmp_path):
     compressed = bytearray(gzip.compress(lines(MOONCAKE * 20).encode()))
     compressed[20:24] = b"\xff" * 4
     damaged = tmp_path / "damaged.jsonl.gz"
     damaged.write_bytes(compressed)
     with pytest.raises(TraceError, match="the compressed file is damaged"):
         read_trace(damaged)
-    far = tmp_path / "far.jsonl"
-    far.write_text(lines([MOONCAKE[0], MOONCAKE[1] | {"timestamp": 1e15}]))
-    with pytest.raises(TraceError, match=r"far\.jsonl:2: .* is in milliseconds"):
-        read_trace(far)
+    wrong_unit = tmp_path / "unit.jsonl"
+    wrong_unit.write_text(lines([MOONCAKE[0], MOONCAKE[1] | {"timestamp": 1e15}]))
+    with pytest.raises(TraceError, match=r"unit\.jsonl:2: .* is in milliseconds"):
+        read_trace(wrong_unit)

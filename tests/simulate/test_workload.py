@@ -1,4 +1,4 @@
-"""Made workloads, and the best hit rate that a workload allows."""
+"""Generated workloads, and the best hit rate that a workload allows."""
 
 from random import Random
 
@@ -17,7 +17,7 @@ from omni_proxy.simulate.workload import (
 
 
 def all_requests(workload):
-    """As if every request ended a second after it came."""
+    """All requests of a workload, if each response ends one second after its request."""
     waiting, done = list(workload.requests), []
     while waiting:
         request = waiting.pop(0)
@@ -28,16 +28,16 @@ def all_requests(workload):
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_equal_seeds_make_equal_requests_and_others_do_not(name):
-    def made(seed):
+def test_only_equal_seeds_make_equal_requests(name):
+    def generated(seed):
         workload = WORKLOADS[name](200, 4, Random(seed))
         return [
             (request.at, request.input_tokens, request.blocks) for request in all_requests(workload)
         ]
 
-    assert made(1) == made(1)
-    assert made(1) != made(2)
-    assert len(made(1)) == 200
+    assert generated(1) == generated(1)
+    assert generated(1) != generated(2)
+    assert len(generated(1)) == 200
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -78,15 +78,15 @@ def test_the_best_possible_hit_rate_counts_leading_blocks_seen_before(prompts):
     counter, blocks, seen, total = FactsCounter(), set(), 0, 0
     for place, prompt in enumerate(prompts):
         path = [tuple(prompt[: end + 1]) for end in range(len(prompt))]
-        names = tuple(hash(each) for each in path)
+        names = tuple(hash(prefix) for prefix in path)
         counter.add(Request(place, max(1, 512 * len(path)), 1, names))
-        seen += sum(each in blocks for each in path)  # of a path every beginning is there, too
+        seen += sum(prefix in blocks for prefix in path)  # with a path, all its prefixes are there
         total += len(path) or 1
         blocks.update(path)
     assert counter.facts().best_possible_hit_rate == pytest.approx(seen / max(1, total))
 
 
-def test_facts_of_prompts_without_blocks():
+def test_prompts_without_blocks_have_facts_too():
     counter = FactsCounter()
     for request in OpenLoop([Request(4.0, 1000, 10), Request(1.0, 24, 30)]).requests:
         counter.add(request)
