@@ -10,7 +10,7 @@ from tests.fleet.entries import entry, fleet_of
 
 
 class PickerFixture(SimpleNamespace):
-    """A picker over two healthy workers, whose clock is turned by hand."""
+    """A picker with healthy workers and a manual clock."""
 
     def exchange(self, body=b'{"messages": []}'):
         return self.picker.inspect_small(read_selection(body).request)

@@ -16,13 +16,13 @@ targets = [{ model = "m", weight = 1 }]
 """
 
 
-def refused(fixture, body):
+def refusal_of(fixture, body):
     with pytest.raises(HttpError) as error:
         fixture.acquire(body)
     return error.value.status, error.value.code
 
 
-async def test_what_was_acquired_counts_where_the_policies_look_until_it_is_released(fixture):
+async def test_an_acquired_worker_counts_as_in_flight_until_it_is_released(fixture):
     first, one = fixture.acquire()
     second, other = fixture.acquire()
     assert {one, other} == set(fixture.fleet.workers)
@@ -34,32 +34,32 @@ async def test_what_was_acquired_counts_where_the_policies_look_until_it_is_rele
     assert len(fixture.published) >= 4
 
 
-async def test_a_selection_counts_nothing_and_moves_the_policy_on(fixture):
+async def test_a_selection_advances_the_policy_without_a_count(fixture):
     picked = [fixture.picker.select(fixture.exchange()) for _ in range(4)]
     assert picked == [*fixture.fleet.workers] * 2
     assert fixture.counts == [0, 0]
 
 
-async def test_a_bound_of_a_worker_holds_over_reservations():
+async def test_the_limit_of_a_worker_includes_reservations():
     fixture = picker_over(entry("a", max_inflight=1))
     held, _ = fixture.acquire()
-    assert refused(fixture, b"{}") == (503, "all_full")
+    assert refusal_of(fixture, b"{}") == (503, "all_full")
     fixture.picker.release(held)
     fixture.acquire()
 
 
-async def test_the_bound_of_the_fleet_holds_over_reservations():
+async def test_the_limit_of_the_fleet_includes_reservations():
     fixture = picker_over(entry("a"), config="[server]\nmax_inflight = 1\noverload_status = 429\n")
     held, _ = fixture.acquire()
-    assert refused(fixture, b"{}") == (429, 429)
+    assert refusal_of(fixture, b"{}") == (429, 429)
     fixture.picker.release(held)
     assert fixture.dataplane.in_flight == 0
 
 
-async def test_a_model_that_no_worker_has_is_404_and_one_whose_workers_are_out_503():
+async def test_an_unknown_model_is_404_and_one_without_available_workers_503():
     fixture = picker_over(entry("a", model="m"), entry("b", model="n", disabled=True))
-    assert refused(fixture, b'{"model": "x"}') == (404, "model_not_found")
-    assert refused(fixture, b'{"model": "n"}') == (503, "all_disabled")
+    assert refusal_of(fixture, b'{"model": "x"}') == (404, "model_not_found")
+    assert refusal_of(fixture, b'{"model": "n"}') == (503, "all_disabled")
     assert fixture.acquire(b'{"model_name": "m"}')[1].model == "m"
     assert fixture.dataplane.in_flight == 1
 
@@ -72,11 +72,11 @@ async def test_only_model_routes_have_workers(fixture, path, status):
     if not status:
         fixture.acquire(body)
         return
-    assert refused(fixture, body)[0] == status
+    assert refusal_of(fixture, body)[0] == status
     assert fixture.dataplane.in_flight == 0
 
 
-async def test_a_worker_outside_of_a_subset_is_never_acquired(fixture):
+async def test_a_worker_outside_the_subset_is_never_acquired(fixture):
     a, b = fixture.fleet.workers
     assert {fixture.acquire(outside={a})[1] for _ in range(5)} == {b}
     with pytest.raises(HttpError) as none_left:
@@ -85,7 +85,7 @@ async def test_a_worker_outside_of_a_subset_is_never_acquired(fixture):
     assert fixture.dataplane.in_flight == 5
 
 
-async def test_a_session_keeps_its_worker_and_is_named_as_a_header_names_it():
+async def test_a_session_in_the_body_or_in_a_header_keeps_its_worker():
     config = '[routing]\nsticky_sessions = true\nsession_headers = ["x-session-id"]\n'
     fixture = picker_over(entry("a"), entry("b"), config=config)
     named = b'{"session_id": "s"}'
@@ -95,7 +95,7 @@ async def test_a_session_keeps_its_worker_and_is_named_as_a_header_names_it():
     assert fixture.dataplane.finish_session("s")
 
 
-async def test_an_alias_comes_with_the_model_that_it_stands_for():
+async def test_an_alias_is_resolved_to_its_target_model():
     fixture = picker_over(entry("a", model="m"), entry("b", model="n"), config=ALIAS)
     exchange, worker = fixture.acquire(b'{"model": "gpt"}')
     assert (worker.model, exchange.requirements.target_model) == ("m", "m")
@@ -109,7 +109,7 @@ async def test_a_rank_is_acquired_with_its_worker_and_released_with_it():
     assert (target.in_flight, target.worker.in_flight) == (0, 0)
 
 
-async def test_a_large_body_is_read_in_slices_to_the_same_end(fixture):
+async def test_a_large_body_is_read_in_slices(fixture):
     prompt = "x" * (ONE_PASS_BYTES + 1)
     body = json.dumps({"model": "m", "stream": True, "prompt": prompt}).encode()
     request = read_selection(body).request
@@ -119,7 +119,7 @@ async def test_a_large_body_is_read_in_slices_to_the_same_end(fixture):
     fixture.picker.acquire(exchange)
 
 
-async def test_the_time_of_the_policies_goes_on_though_no_connection_is_served(fixture):
+async def test_the_clock_of_policies_advances_without_connections(fixture):
     fixture.clock.now += 7
     assert fixture.exchange().started_at == fixture.clock.now
     assert fixture.dataplane.loop.now == fixture.clock.now
@@ -174,7 +174,7 @@ def test_a_wrong_selection_is_refused_by_the_name_of_its_key(body, named):
     assert named in refused.value.message
 
 
-def test_an_empty_body_asks_for_any_worker():
+def test_an_empty_body_selects_any_worker():
     assert read_selection(b"").request.body == b""
     assert read(model_name="m").request.model == "m"
 

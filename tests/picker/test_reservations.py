@@ -12,23 +12,23 @@ IDS = st.sampled_from("abcdef")
 
 
 class NaiveReservations(RuleBasedStateMachine):
-    """Against a list that is searched. Items are numbers, none of which comes twice."""
+    """Compares reservations with a plain list. Items are unique numbers."""
 
     def __init__(self):
         super().__init__()
         self.real = Reservations()
-        self.held = []  # (end of the lease, item, id), in the order of their making
-        self.now, self.made, self.given_back = 0.0, 0, []
+        self.held = []  # (end of the lease, item, id), in order of creation
+        self.now, self.created, self.released = 0.0, 0, []
 
     @rule(name=IDS, secs=st.integers(0, 5))
     def reserve(self, name, secs):
-        self.made += 1
+        self.created += 1
         if any(name == other for _, _, other in self.held):
             with pytest.raises(KeyError):
-                self.real.add(name, self.made, self.now + secs)
+                self.real.add(name, self.created, self.now + secs)
             return
-        self.real.add(name, self.made, self.now + secs)
-        self.held.append((self.now + secs, self.made, name))
+        self.real.add(name, self.created, self.now + secs)
+        self.held.append((self.now + secs, self.created, name))
 
     @rule(name=IDS)
     def release(self, name):
@@ -36,20 +36,20 @@ class NaiveReservations(RuleBasedStateMachine):
         assert self.real.release(name) == (reservation and reservation[1])
         if reservation:
             self.held.remove(reservation)
-            self.given_back.append(reservation[1])
+            self.released.append(reservation[1])
 
     @rule(secs=st.integers(0, 4))
-    def time_passes(self, secs):
+    def advance_time(self, secs):
         self.now += secs
         ended = sorted(each for each in self.held if each[0] <= self.now)
         assert self.real.expire(self.now) == [item for _, item, _ in ended]
         self.held = [each for each in self.held if each not in ended]
-        self.given_back += [item for _, item, _ in ended]
+        self.released += [item for _, item, _ in ended]
 
     @rule()
     def end(self):
         assert sorted(self.real.take_all()) == sorted(item for _, item, _ in self.held)
-        self.given_back += [item for _, item, _ in self.held]
+        self.released += [item for _, item, _ in self.held]
         self.held = []
 
     @invariant()
@@ -59,14 +59,14 @@ class NaiveReservations(RuleBasedStateMachine):
         assert all(self.real.get(name) == item for _, item, name in self.held)
         rows = [(end, item, name) for name, item, end in self.real.rows()]
         assert rows == sorted(self.held)
-        assert len(self.given_back) == len(set(self.given_back))
+        assert len(self.released) == len(set(self.released))
 
 
 TestReservations = NaiveReservations.TestCase
 TestReservations.settings = settings(max_examples=examples(40), stateful_step_count=30)
 
 
-def test_released_reservations_take_no_memory_until_their_leases_end():
+def test_a_released_reservation_takes_no_memory_until_its_lease_would_end():
     reservations = Reservations()
     for number in range(1000):
         reservations.add(str(number), number, 1e9)

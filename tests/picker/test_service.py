@@ -13,16 +13,16 @@ CONFIG = "[picker]\nlease_secs = 10\n"
 
 @pytest.fixture
 async def fixture():
-    made = picker_over(entry("a"), entry("b"), config=CONFIG, clock=trio.current_time)
-    made.service = PickerService(made.picker, lambda: made.config)
-    return made
+    picker_fixture = picker_over(entry("a"), entry("b"), config=CONFIG, clock=trio.current_time)
+    picker_fixture.service = PickerService(picker_fixture.picker, lambda: picker_fixture.config)
+    return picker_fixture
 
 
 def reserve(fixture, body=b"{}"):
     return fixture.service.reserve(read_selection(body))
 
 
-async def test_a_reservation_ends_with_its_lease_and_the_callers_lease_wins(
+async def test_a_reservation_ends_with_its_lease_which_the_caller_can_set(
     fixture, nursery, autojump_clock
 ):
     await nursery.start(fixture.service.run)
@@ -34,12 +34,12 @@ async def test_a_reservation_ends_with_its_lease_and_the_callers_lease_wins(
     await trio.sleep(7)
     assert fixture.counts == [0, 0]
     assert fixture.service.status() == {"reservations": 0, "expired": 2}
-    with pytest.raises(HttpError) as gone:
+    with pytest.raises(HttpError) as expired:
         await fixture.service.release(short.reservation_id)
-    assert gone.value.status == 404
+    assert expired.value.status == 404
 
 
-async def test_the_callers_id_is_the_reservations_and_names_one_at_a_time(fixture):
+async def test_an_id_of_the_caller_names_one_reservation_at_a_time(fixture):
     choice = await reserve(fixture, b'{"selection_id": "mine"}')
     assert choice.reservation_id == "mine"
     with pytest.raises(HttpError) as taken:
@@ -68,7 +68,7 @@ def restore_at(fixture, records):
     fixture.service.restore(records, targets)
 
 
-async def test_reservations_go_to_the_next_program_and_count_there_until_their_lease_ends(
+async def test_reservations_are_handed_to_the_successor_until_their_lease_ends(
     fixture, nursery, autojump_clock
 ):
     fixture.dataplane.services.inflight.in_flight = 0
@@ -89,14 +89,14 @@ async def test_reservations_go_to_the_next_program_and_count_there_until_their_l
     assert fixture.dataplane.services.inflight.in_flight == 0
 
 
-async def test_a_reservation_at_a_worker_that_the_next_program_lacks_ends(fixture):
+async def test_a_reservation_of_a_worker_that_the_successor_lacks_ends(fixture):
     await reserve(fixture, b'{"selection_id": "mine"}')
     records = fixture.service.hand_over("/next.sock")
     fixture.service.restore(records, {})
     assert (fixture.counts, fixture.service.status()["reservations"]) == ([0, 0], 0)
 
 
-async def test_callers_wait_for_what_another_program_hands_over(fixture, nursery):
+async def test_callers_wait_until_reservations_are_handed_over(fixture, nursery):
     await reserve(fixture, b'{"selection_id": "mine"}')
     records = fixture.service.hand_over("/next.sock")
     fixture.service = PickerService(fixture.picker, lambda: fixture.config)
@@ -108,7 +108,7 @@ async def test_callers_wait_for_what_another_program_hands_over(fixture, nursery
     assert (fixture.counts, fixture.service.status()["reservations"]) == ([0, 0], 0)
 
 
-async def test_a_rank_that_was_reserved_is_counted_with_its_worker():
+async def test_a_reserved_rank_is_counted_with_its_worker():
     fixture = picker_over(entry("a", ranks=2), config=CONFIG)
     rank = next(target for target in fixture.fleet.targets() if target.worker is not target)
     exchange = fixture.picker.restore(rank, "/generate")

@@ -1,4 +1,4 @@
-"""Addresses for Envoy: of one program, or for a moment of two."""
+"""Addresses for Envoy, which two programs share for a moment during an upgrade."""
 
 import socket
 
@@ -8,8 +8,8 @@ from omni_proxy.picker.ext_proc.grpc_listener import GrpcAddress
 
 
 @pytest.fixture
-def opened():
-    """`open_at(address)` listens as gRPC does, and returns the port; sockets end with the test."""
+def open_listener():
+    """`open_at(address)` listens as gRPC does, and returns the port; the test's end closes it."""
     socks = []
 
     def open_at(address):
@@ -30,24 +30,24 @@ def opened():
         sock.close()
 
 
-def test_an_address_is_refused_to_a_second_program_unless_it_takes_over(opened):
-    address = GrpcAddress("127.0.0.1:0", shared=False).bind(opened)
+def test_a_second_program_can_bind_an_address_only_to_take_over(open_listener):
+    address = GrpcAddress("127.0.0.1:0", shared=False).bind(open_listener)
     with pytest.raises(OSError, match="cannot listen for Envoy: Address already in use") as refused:
-        GrpcAddress(address, shared=False).bind(opened)
+        GrpcAddress(address, shared=False).bind(open_listener)
     assert refused.value.filename == address
-    assert GrpcAddress(address, shared=True).bind(opened) == address
+    assert GrpcAddress(address, shared=True).bind(open_listener) == address
 
 
-def test_a_unix_socket_is_replaced_by_the_program_that_takes_over_and_removed_by_its_owner(
-    opened, tmp_path, monkeypatch
+def test_a_unix_socket_is_replaced_by_a_takeover_and_removed_by_its_owner(
+    open_listener, tmp_path, monkeypatch
 ):
     path = tmp_path / "picker.sock"
     old, new = (GrpcAddress(f"unix:{path}", shared=shared) for shared in (False, True))
-    assert old.bind(opened) == f"unix:{path}"
+    assert old.bind(open_listener) == f"unix:{path}"
     before = path.stat().st_ino
     with pytest.raises(OSError, match="Address already in use"):
-        GrpcAddress(f"unix:{path}", shared=False).bind(opened)
-    new.bind(opened)
+        GrpcAddress(f"unix:{path}", shared=False).bind(open_listener)
+    new.bind(open_listener)
     assert path.stat().st_ino != before
     old.unlink()
     assert path.exists()
@@ -56,13 +56,13 @@ def test_a_unix_socket_is_replaced_by_the_program_that_takes_over_and_removed_by
     new.unlink()
 
 
-def test_the_socket_of_a_program_that_died_is_replaced_and_no_other_file_is(opened, tmp_path):
+def test_only_the_socket_of_a_dead_program_is_replaced(open_listener, tmp_path):
     path = tmp_path / "picker.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
-    GrpcAddress(f"unix:{path}", shared=False).bind(opened)
+    GrpcAddress(f"unix:{path}", shared=False).bind(open_listener)
     file = tmp_path / "file"
     file.write_text("mine")
     with pytest.raises(OSError, match="not a socket"):
-        GrpcAddress(f"unix:{file}", shared=False).bind(opened)
+        GrpcAddress(f"unix:{file}", shared=False).bind(open_listener)
     assert file.read_text() == "mine"

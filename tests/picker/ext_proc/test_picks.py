@@ -23,8 +23,8 @@ class Envoy:
 
     def begin(self, body=b'{"messages": []}', subset=None, **headers):
         ticket = Ticket()
-        asked = Asked({**HEADERS, **headers}, body, subset)
-        self.picks.begin(ticket, asked, self.answers.append)
+        envoy_request = Asked({**HEADERS, **headers}, body, subset)
+        self.picks.begin(ticket, envoy_request, self.answers.append)
         return ticket
 
 
@@ -33,10 +33,10 @@ async def envoy(nursery):
     return Envoy(picker_over(entry(A), entry(B)), nursery)
 
 
-async def test_a_request_is_counted_from_its_pick_until_its_end_and_only_once(envoy):
+async def test_a_request_is_counted_once_from_its_pick_until_its_end(envoy):
     ticket = envoy.begin()
-    (to,) = envoy.answers
-    assert to.endpoint in (f"{A}:1", f"{B}:1")
+    (destination,) = envoy.answers
+    assert destination.endpoint in (f"{A}:1", f"{B}:1")
     assert sum(envoy.fixture.counts) == envoy.fixture.dataplane.in_flight == 1
     for _ in range(2):
         envoy.picks.end(ticket, ResponseFacts(status=200, complete=True))
@@ -45,9 +45,7 @@ async def test_a_request_is_counted_from_its_pick_until_its_end_and_only_once(en
     assert (envoy.fixture.dataplane.in_flight, ended["completed"]) == (0, 1)
 
 
-async def test_a_fault_at_the_end_of_a_request_is_logged_and_ends_no_program(
-    envoy, monkeypatch, caplog
-):
+async def test_an_exception_at_the_end_of_a_request_is_logged(envoy, monkeypatch, caplog):
     ticket = envoy.begin()
 
     def fail(*_):
@@ -59,7 +57,7 @@ async def test_a_fault_at_the_end_of_a_request_is_logged_and_ends_no_program(
     assert caplog.messages == ["pick_prefill_end_failed", "pick_end_failed"]
 
 
-async def test_a_refusal_counts_nothing_but_the_refusal(envoy):
+async def test_a_refusal_is_counted_only_as_refused(envoy):
     envoy.begin(b'{"model": "x", "messages": []}', subset=frozenset())
     (error,) = envoy.answers
     assert (error.status, error.code) == (503, "subset_unavailable")
@@ -67,7 +65,7 @@ async def test_a_refusal_counts_nothing_but_the_refusal(envoy):
     assert envoy.fixture.dataplane.services.totals.ended["refused"] == 1
 
 
-async def test_endpoints_of_workers_that_are_gone_are_forgotten(envoy):
+async def test_endpoints_of_removed_workers_are_dropped(envoy):
     envoy.begin(subset=frozenset((f"{A}:1", f"{B}:1")))
     assert len(envoy.picks.endpoints) == 2
     envoy.fixture.dataplane.services.fleet.apply([entry(A)], NOW)
@@ -75,14 +73,14 @@ async def test_endpoints_of_workers_that_are_gone_are_forgotten(envoy):
     assert len(envoy.picks.endpoints) == 1
 
 
-async def test_a_subset_is_kept_to(envoy):
+async def test_only_workers_of_the_subset_are_picked(envoy):
     for _ in range(4):
         envoy.begin(subset=frozenset((f"{B}:1", "10.9.9.9:1")))
-    assert {to.endpoint for to in envoy.answers} == {f"{B}:1"}
+    assert {destination.endpoint for destination in envoy.answers} == {f"{B}:1"}
     assert envoy.fixture.counts == [0, 4]
 
 
-async def test_an_end_that_comes_before_the_pick_of_a_large_body_leaves_nothing(envoy):
+async def test_a_request_that_ends_before_the_pick_of_its_large_body_leaves_no_count(envoy):
     ticket = envoy.begin(b'{"messages": [], "x": "' + b"y" * ONE_PASS_BYTES + b'"}')
     assert envoy.answers == []
     envoy.picks.end(ticket, ResponseFacts())
@@ -101,17 +99,17 @@ async def test_a_worker_with_its_own_key_or_a_rank_gets_their_headers(nursery, m
     monkeypatch.setenv("WORKER_KEY", "k3y")
     envoy = Envoy(picker_over(entry(A, api_key_env="WORKER_KEY", ranks=2)), nursery)
     envoy.begin()
-    (to,) = envoy.answers
-    assert to.headers == {"x-data-parallel-rank": "0", "authorization": "Bearer k3y"}
+    (destination,) = envoy.answers
+    assert destination.headers == {"x-data-parallel-rank": "0", "authorization": "Bearer k3y"}
 
 
-async def test_a_host_name_is_resolved_and_one_without_address_is_503(nursery, monkeypatch):
-    async def answer(host, port, **_):
+async def test_a_host_name_is_resolved_and_one_without_an_address_is_503(nursery, monkeypatch):
+    async def getaddrinfo(host, port, **_):
         if host == "b":
             raise OSError("no such name")
         return [(0, 0, 0, "", ("10.1.2.3", port))]
 
-    monkeypatch.setattr(trio.socket, "getaddrinfo", answer)
+    monkeypatch.setattr(trio.socket, "getaddrinfo", getaddrinfo)
     envoy = Envoy(picker_over(entry("a"), entry("b")), nursery)
     for _ in range(2):
         envoy.begin()
@@ -134,10 +132,13 @@ async def pools(nursery):
     return Envoy(picker_over(*entries), nursery)
 
 
-async def test_a_decode_worker_gets_the_prefill_worker_by_a_header_and_both_are_counted(pools):
+async def test_a_header_names_the_prefill_worker_and_both_workers_are_counted(pools):
     ticket = pools.begin()
-    (to,) = pools.answers
-    assert (to.endpoint, to.headers) == (f"{B}:1", {"x-prefiller-host-port": f"{A}:1"})
+    (destination,) = pools.answers
+    assert (destination.endpoint, destination.headers) == (
+        f"{B}:1",
+        {"x-prefiller-host-port": f"{A}:1"},
+    )
     assert pools.fixture.counts == [1, 1]
     for _ in range(2):
         pools.picks.begin_response(ticket)
@@ -147,18 +148,18 @@ async def test_a_decode_worker_gets_the_prefill_worker_by_a_header_and_both_are_
 
 
 @pytest.mark.parametrize("facts", [ResponseFacts(), ResponseFacts(status=200, complete=True)])
-async def test_the_end_of_a_request_frees_its_prefill_worker(pools, facts):
+async def test_the_end_of_a_request_releases_its_prefill_worker(pools, facts):
     pools.picks.end(pools.begin(), facts)
     assert pools.fixture.counts == [0, 0]
 
 
-async def test_without_a_prefill_worker_a_clients_own_one_is_removed(envoy):
+async def test_without_a_prefill_worker_the_clients_header_is_removed(envoy):
     envoy.begin(**{"x-prefiller-host-port": "169.254.169.254:80"})
-    (to,) = envoy.answers
-    assert (to.headers, to.removed) == ({}, ("x-prefiller-host-port",))
+    (destination,) = envoy.answers
+    assert (destination.headers, destination.removed) == ({}, ("x-prefiller-host-port",))
 
 
-async def test_a_prefill_worker_that_has_no_address_refuses_the_request(nursery):
+async def test_a_prefill_worker_without_an_address_leads_to_a_refusal(nursery):
     entries = (
         entry(A, role="prefill", kv_connector="nixl"),
         entry(B, role="decode", kv_connector="nixl"),

@@ -13,7 +13,7 @@ from omni_proxy.picker.ext_proc.message_classes import STRUCT, Field, message_cl
 REQUEST = bytes.fromhex(
     "1215"  # 2: request headers
     "0a11"  # 1: a map of headers
-    "0a0f" "0a053a70617468" "1a062f76312f78c3"  # :path, with bytes that are no UTF-8
+    "0a0f" "0a053a70617468" "1a062f76312f78c3"  # :path, with bytes that are not UTF-8
     "1801"  # 3: the end of the stream
     "5002"  # 10: a field that is not in the table
     "5a04" "0804" "1002"  # 11: the modes of the bodies
@@ -21,7 +21,7 @@ REQUEST = bytes.fromhex(
 
 
 def types():
-    """By class, the names that protocol.pyi gives it."""
+    """The field names of each class in protocol.pyi."""
     tree = ast.parse(Path(protocol.__file__).with_suffix(".pyi").read_text())
     return {
         node.name: [each.target.id for each in node.body if isinstance(each, ast.AnnAssign)]
@@ -30,20 +30,20 @@ def types():
     }
 
 
-def test_the_types_are_those_of_the_tables():
+def test_the_pyi_file_matches_the_tables():
     described = {"Struct": ["fields"]}
     for full_name, fields in protocol.MESSAGES.items():
         described[full_name.rpartition(".")[2]] = [field.name for field in fields]
     for name, names in types().items():
-        made = getattr(protocol, name)
-        assert made.DESCRIPTOR.name == name
+        message_type = getattr(protocol, name)
+        assert message_type.DESCRIPTOR.name == name
         constants = [each for each in names if each.isupper()]
         assert [each for each in names if each not in constants] == described.pop(name)
-        assert all(isinstance(getattr(made, each), int) for each in constants)
+        assert all(isinstance(getattr(message_type, each), int) for each in constants)
     assert described == {}
 
 
-def test_a_request_is_read_by_its_numbers_and_unknown_fields_are_ignored():
+def test_a_request_is_read_by_field_numbers_and_unknown_fields_are_ignored():
     message = protocol.ProcessingRequest.FromString(REQUEST)
     assert message.WhichOneof("request") == "request_headers"
     (header,) = message.request_headers.headers.headers
@@ -54,20 +54,20 @@ def test_a_request_is_read_by_its_numbers_and_unknown_fields_are_ignored():
     assert modes.response_body_mode == protocol.ProcessingMode.BUFFERED
 
 
-def test_a_mode_that_is_not_in_the_table_is_read_as_its_number():
+def test_an_unknown_mode_is_read_as_its_number():
     assert protocol.ProtocolConfiguration.FromString(b"\x08\x63").request_body_mode == 99
 
 
-def test_an_answer_is_written_by_its_numbers():
-    answer = protocol.ProcessingResponse(
+def test_a_response_is_written_by_field_numbers():
+    response = protocol.ProcessingResponse(
         immediate_response=protocol.ImmediateResponse(
             status=protocol.HttpStatus(code=503), body=b"b", details="d"
         )
     )
-    assert answer.SerializeToString() == bytes.fromhex("3a0b0a0308f7031a01622a0164")
+    assert response.SerializeToString() == bytes.fromhex("3a0b0a0308f7031a01622a0164")
 
 
-def test_of_the_contents_of_a_request_the_last_one_is_set():
+def test_setting_one_content_of_a_request_clears_the_other():
     message = protocol.ProcessingRequest(request_body=protocol.HttpBody(body=b"x"))
     message.response_body.body = b"y"
     assert message.WhichOneof("request") == "response_body"
@@ -80,19 +80,19 @@ def test_the_messages_are_not_in_the_pool_of_the_process():
             descriptor_pool.Default().FindMessageTypeByName(full_name)
 
 
-def test_two_pools_may_describe_one_name_in_two_ways():
+def test_two_pools_can_describe_the_same_name_differently():
     tables = [{"a.M": (Field(1, "old", "string"),)}, {"a.M": (Field(1, "new", "bytes"),)}]
     one, other = (message_class(message_pool(each, {}), "a.M") for each in tables)
     assert other.FromString(one(old="x").SerializeToString()).new == b"x"
 
 
-def test_a_map_has_texts_as_keys():
+def test_a_map_has_string_keys():
     pool = message_pool({"a.M": (Field(1, "some_map", STRUCT, "map"),)}, {})
     message = message_class(pool, "a.M")()
     message.some_map["k"].update({"x": 1})
     assert message_class(pool, "a.M").FromString(message.SerializeToString()) == message
 
 
-def test_a_type_that_no_table_has_is_an_error():
+def test_an_unknown_type_is_an_error():
     with pytest.raises(TypeError):
         message_pool({"a.M": (Field(1, "x", "a.Missing"),)}, {})

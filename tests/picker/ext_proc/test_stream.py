@@ -34,16 +34,16 @@ NONE, STREAMED, BUFFERED, PARTIAL, DUPLEX = (
     ProcessingMode.BUFFERED_PARTIAL,
     ProcessingMode.FULL_DUPLEX_STREAMED,
 )
-TO = Destination("10.0.0.1:80", {"x-a": "b"}, ("authorization",))
+PICKED = Destination("10.0.0.1:80", {"x-a": "b"}, ("authorization",))
 
 
-def head(mode=BUFFERED, answers=STREAMED, *, end=False, config=True, **headers):
+def head(mode=BUFFERED, response_mode=STREAMED, *, end=False, config=True, **headers):
     message = ProcessingRequest(
         request_headers=HttpHeaders(headers=header_map(headers), end_of_stream=end)
     )
     if config:
         message.protocol_config.CopyFrom(
-            ProtocolConfiguration(request_body_mode=mode, response_body_mode=answers)
+            ProtocolConfiguration(request_body_mode=mode, response_body_mode=response_mode)
         )
     return message
 
@@ -66,12 +66,12 @@ def response_head(status="200", *, end=False):
     return ProcessingRequest(response_headers=HttpHeaders(headers=headers, end_of_stream=end))
 
 
-def kinds(answers):
-    return [answer.WhichOneof("response") for answer in answers]
+def kinds(responses):
+    return [response.WhichOneof("response") for response in responses]
 
 
-def mutations(answer):
-    common = getattr(answer, answer.WhichOneof("response")).response
+def mutations(response):
+    common = getattr(response, response.WhichOneof("response")).response
     set_headers = {o.header.key: o.header.raw_value for o in common.header_mutation.set_headers}
     return set_headers, list(common.header_mutation.remove_headers), common.clear_route_cache
 
@@ -80,44 +80,44 @@ def mutations(answer):
     ("mode", "end", "config"),
     [(NONE, False, True), (STREAMED, False, True), (BUFFERED, True, True), (DUPLEX, True, True)],
 )
-def test_without_a_body_to_wait_for_the_pick_comes_with_the_head(mode, end, config):
+def test_without_a_body_to_wait_for_the_head_response_has_the_pick(mode, end, config):
     stream = EnvoyStream(100)
     assert stream.receive(head(mode, end=end, config=config)) == []
     assert (stream.asked.body, stream.asked.headers[":method"]) == (b"", "POST")
-    (answer,) = stream.picked(TO)
-    assert answer.WhichOneof("response") == "request_headers"
-    assert mutations(answer) == (
+    (response,) = stream.picked(PICKED)
+    assert response.WhichOneof("response") == "request_headers"
+    assert mutations(response) == (
         {DESTINATION: b"10.0.0.1:80", "x-a": b"b"},
         ["authorization"],
         True,
     )
-    assert answer.dynamic_metadata["envoy.lb"][DESTINATION] == "10.0.0.1:80"
+    assert response.dynamic_metadata["envoy.lb"][DESTINATION] == "10.0.0.1:80"
 
 
 @pytest.mark.parametrize("config", [True, False])
 @pytest.mark.parametrize("mode", [BUFFERED, PARTIAL])
-def test_a_buffered_body_is_picked_for_and_changed_only_where_the_destination_says(mode, config):
+def test_a_buffered_body_is_changed_only_if_the_destination_has_another(mode, config):
     stream = EnvoyStream(100)
     assert kinds(stream.receive(head(mode, config=config))) == ["request_headers"]
     assert stream.asked is None
     assert stream.receive(request_body(b"{}")) == []
     assert stream.asked.body == b"{}"
-    (answer,) = stream.picked(TO)
-    assert answer.WhichOneof("response") == "request_body"
-    assert not answer.request_body.response.HasField("body_mutation")
+    (response,) = stream.picked(PICKED)
+    assert response.WhichOneof("response") == "request_body"
+    assert not response.request_body.response.HasField("body_mutation")
     other = EnvoyStream(100)
     other.receive(head(mode))
     other.receive(request_body(b"{}"))
-    (answer,) = other.picked(Destination("10.0.0.1:80", body=b"[1]"))
-    assert answer.request_body.response.body_mutation.body == b"[1]"
-    assert mutations(answer)[0]["content-length"] == b"3"
+    (response,) = other.picked(Destination("10.0.0.1:80", body=b"[1]"))
+    assert response.request_body.response.body_mutation.body == b"[1]"
+    assert mutations(response)[0]["content-length"] == b"3"
 
 
 @given(st.lists(st.binary(max_size=40), max_size=5), st.booleans(), st.booleans())
 @settings(max_examples=examples(100))
-def test_a_duplex_body_comes_back_whole_and_ends_once(parts, trailers, replaced):
+def test_a_duplex_body_is_returned_whole_with_one_end(parts, trailers, replaced):
     parts = [*parts, b"" if not parts else b"x" * (CHUNK_BYTES + 1)]
-    stream, answers = EnvoyStream(10**9), []
+    stream, responses = EnvoyStream(10**9), []
     assert stream.receive(head(DUPLEX, DUPLEX)) == []
     for index, part in enumerate(parts):
         last = index == len(parts) - 1 and not trailers
@@ -125,28 +125,28 @@ def test_a_duplex_body_comes_back_whole_and_ends_once(parts, trailers, replaced)
     if trailers:
         assert stream.receive(ProcessingRequest(request_trailers=HttpTrailers())) == []
     body = b"other" if replaced else b"".join(parts)
-    answers = stream.picked(Destination("a:1", body=b"other" if replaced else None))
-    chunks = [a.request_body for a in answers if a.WhichOneof("response") == "request_body"]
+    responses = stream.picked(Destination("a:1", body=b"other" if replaced else None))
+    chunks = [a.request_body for a in responses if a.WhichOneof("response") == "request_body"]
     streamed = [chunk.response.body_mutation.streamed_response for chunk in chunks]
     assert b"".join(each.body for each in streamed) == body
     assert all(len(each.body) <= CHUNK_BYTES for each in streamed)
     assert [each.end_of_stream for each in streamed] == [False] * (len(streamed) - 1) + [
         not trailers
     ]
-    assert kinds(answers)[0] == "request_headers"
-    assert (kinds(answers)[-1] == "request_trailers") == trailers
-    assert ("content-length" in mutations(answers[0])[0]) != trailers
+    assert kinds(responses)[0] == "request_headers"
+    assert (kinds(responses)[-1] == "request_trailers") == trailers
+    assert ("content-length" in mutations(responses[0])[0]) != trailers
 
 
 @pytest.mark.parametrize("mode", [STREAMED, DUPLEX])
-def test_a_response_is_passed_on_and_over_with_its_last_byte(mode):
+def test_a_response_is_passed_on_and_complete_with_its_last_byte(mode):
     stream = EnvoyStream(100)
     stream.receive(head(BUFFERED, mode, end=True))
-    stream.picked(TO)
+    stream.picked(PICKED)
     assert kinds(stream.receive(response_head("503"))) == ["response_headers"]
     assert (stream.status, stream.complete) == (503, False)
-    (answer,) = stream.receive(response_body(b"abc", end=False))
-    streamed = answer.response_body.response.body_mutation.streamed_response
+    (response,) = stream.receive(response_body(b"abc", end=False))
+    streamed = response.response_body.response.body_mutation.streamed_response
     assert streamed.body == (b"abc" if mode == DUPLEX else b"")
     assert not stream.complete
     stream.receive(response_body(b"", end=True))
@@ -155,14 +155,14 @@ def test_a_response_is_passed_on_and_over_with_its_last_byte(mode):
     )  # fmt: skip
 
 
-def test_a_response_without_a_body_and_one_with_trailers_end_too():
+def test_a_response_without_a_body_or_with_trailers_is_complete():
     for last in (
         response_head(end=True),
         ProcessingRequest(response_trailers=HttpTrailers()),
     ):
         stream = EnvoyStream(100)
         stream.receive(head(end=True))
-        stream.picked(TO)
+        stream.picked(PICKED)
         stream.receive(last)
         assert stream.complete
 
@@ -174,27 +174,27 @@ def test_a_body_above_the_limit_is_refused_and_held_bytes_are_counted():
     assert stream.held_bytes == 3
     with pytest.raises(HttpError) as refused:
         stream.receive(request_body(b"456", end=False))
-    (answer,) = stream.refused(refused.value)
-    assert (answer.immediate_response.status.code, stream.over) == (413, True)
+    (response,) = stream.refused(refused.value)
+    assert (response.immediate_response.status.code, stream.over) == (413, True)
 
 
 def test_a_refusal_has_the_proxys_own_error_and_its_headers():
     stream = EnvoyStream(5)
     stream.receive(head(end=True))
-    error = HttpError(503, "nobody", "none_healthy").with_headers(("retry-after", "1"))
-    (answer,) = stream.refused(error)
-    reply = answer.immediate_response
+    error = HttpError(503, "no worker", "none_healthy").with_headers(("retry-after", "1"))
+    (response,) = stream.refused(error)
+    reply = response.immediate_response
     assert reply.body == error.body()
     sent = {each.header.key: each.header.raw_value for each in reply.headers.set_headers}
     assert sent == {"content-type": b"application/json", "retry-after": b"1"}
 
 
-def test_a_message_that_is_none_is_an_error():
+def test_an_empty_message_is_an_error():
     with pytest.raises(ValueError, match="not a message"):
         EnvoyStream(5).receive(ProcessingRequest())
 
 
-def test_a_subset_is_read_as_a_list_or_a_text_and_may_be_empty():
+def test_a_subset_can_be_a_list_a_string_or_empty():
     message = head()
     assert subset_of(message) is None
     hint = message.metadata_context.filter_metadata[SUBSET_NAMESPACE]
@@ -206,14 +206,14 @@ def test_a_subset_is_read_as_a_list_or_a_text_and_may_be_empty():
     assert subset_of(message) == frozenset()
 
 
-@pytest.mark.parametrize("answers", [NONE, STREAMED])
-def test_without_its_body_the_end_of_a_response_is_the_end_of_the_stream(answers):
+@pytest.mark.parametrize("response_mode", [NONE, STREAMED])
+def test_without_the_response_body_a_response_ends_with_the_stream(response_mode):
     stream = EnvoyStream(100)
-    stream.receive(head(BUFFERED, answers, end=True))
-    stream.picked(TO)
+    stream.receive(head(BUFFERED, response_mode, end=True))
+    stream.picked(PICKED)
     assert not stream.ends_unseen
     stream.receive(response_head())
-    assert stream.ends_unseen == (answers == NONE)
+    assert stream.ends_unseen == (response_mode == NONE)
 
 
 def test_a_second_head_or_a_body_without_one_is_refused():
@@ -225,7 +225,7 @@ def test_a_second_head_or_a_body_without_one_is_refused():
         EnvoyStream(100).receive(request_body(b"x"))
 
 
-def test_a_response_that_envoy_makes_before_it_shows_the_request_goes_on():
+def test_a_response_of_envoy_before_the_request_head_is_passed_on():
     stream = EnvoyStream(100)
     assert kinds(stream.receive(response_head("401", end=True))) == ["response_headers"]
     assert (stream.asked, stream.complete, stream.status) == (None, True, 401)
@@ -234,7 +234,7 @@ def test_a_response_that_envoy_makes_before_it_shows_the_request_goes_on():
 @pytest.mark.parametrize(
     "status", ["", "9" * 30, "9" * 5000, "-5", "0", "099", "20", "\u0662\u0660\u0660"]
 )
-def test_a_status_that_is_no_number_of_three_digits_is_none(status):
+def test_an_invalid_status_is_read_as_zero(status):
     stream = EnvoyStream(100)
     stream.receive(response_head(status))
     assert stream.status == 0
