@@ -46,38 +46,38 @@ def urls(config_store) -> list[str]:
 
 
 async def test_a_reload_applies_and_reports_what_changed(file, config_store):
-    heard = []
-    config_store.subscribe(lambda old, new: heard.append((old.health, new.health)))
+    notified = []
+    config_store.subscribe(lambda old, new: notified.append((old.health, new.health)))
     file.write_text(toml(B, more="[health]\ninterval_secs = 7\n"))
-    reported = await config_store.reload("file")
-    assert (reported.outcome, reported.revision, config_store.revision) == ("applied", 2, 2)
-    assert reported.diff["changed"] == {"health.interval_secs": [10, 7]}
-    assert (urls(config_store), len(heard)) == ([B], 1)
+    result = await config_store.reload("file")
+    assert (result.outcome, result.revision, config_store.revision) == ("applied", 2, 2)
+    assert result.diff["changed"] == {"health.interval_secs": [10, 7]}
+    assert (urls(config_store), len(notified)) == ([B], 1)
     assert config_store.last_reload["source"] == "file"
 
 
-async def test_a_reload_of_the_same_changes_nothing(config_store):
+async def test_a_reload_of_an_unchanged_file_changes_nothing(config_store):
     fleet_revision = config_store.fleet.revision
     assert (await config_store.reload("SIGHUP")).outcome == "unchanged"
     assert (config_store.revision, config_store.fleet.revision) == (1, fleet_revision)
 
 
-async def test_a_refused_file_changes_nothing_and_is_remembered_until_the_next_good_reading(
+async def test_a_refused_file_changes_nothing_and_is_shown_until_a_valid_one_is_read(
     file, config_store
 ):
     file.write_text("server.prot = 1\nworkers = 7")
-    reported = await config_store.reload("file")
-    assert (reported.outcome, config_store.revision, urls(config_store)) == ("refused", 1, [A])
+    result = await config_store.reload("file")
+    assert (result.outcome, config_store.revision, urls(config_store)) == ("refused", 1, [A])
     problems = config_store.last_reload["error"]["problems"]
     assert [problem["path"] for problem in problems] == ["server.prot", "workers"]
     await config_store.change(lambda state, _: with_override(state, A, disabled=True))
-    assert "error" in config_store.last_reload  # what HTTP changes is no reading of the file
+    assert "error" in config_store.last_reload  # a change over HTTP does not read the file
     file.write_text(toml(A))
     await config_store.reload("file")
     assert "error" not in config_store.last_reload
 
 
-async def test_flags_stand_over_every_reload(file):
+async def test_flags_override_the_file_at_every_reload(file):
     config_store = store_of(file, **{"health.interval_secs": "3"})
     file.write_text(toml(A, more="[health]\ninterval_secs = 99\ntimeout_secs = 1\n"))
     assert (await config_store.reload("file")).outcome == "applied"
@@ -87,7 +87,7 @@ async def test_flags_stand_over_every_reload(file):
     )
 
 
-async def test_what_cannot_be_bound_is_refused_before_anything_changed(file, config_store):
+async def test_an_address_that_cannot_be_bound_is_refused_before_any_change(file, config_store):
     committed = []
 
     def prepare(new):
@@ -96,34 +96,40 @@ async def test_what_cannot_be_bound_is_refused_before_anything_changed(file, con
         return lambda: committed.append(new.server.port)
 
     config_store.add_prepare(prepare)
-    config_store.subscribe(lambda old, new: committed.append("reported"))
+    config_store.subscribe(lambda old, new: committed.append("subscriber"))
     file.write_text(toml(A, B, more="server.port = 1\n"))
-    reported = await config_store.reload("file")
-    assert (reported.outcome, urls(config_store), committed) == ("refused", [A], [])
-    assert "cannot listen on 127.0.0.1:1: Address already in use" in str(reported.error)
+    result = await config_store.reload("file")
+    assert (result.outcome, urls(config_store), committed) == ("refused", [A], [])
+    assert "cannot listen on 127.0.0.1:1: Address already in use" in str(result.error)
     file.write_text(toml(A, B, more="server.port = 2\n"))
     assert (await config_store.reload("file")).outcome == "applied"
-    assert committed == [2, "reported"]
+    assert committed == [2, "subscriber"]
 
 
-async def test_a_failing_subscriber_stops_no_other_and_is_called_again(file, config_store, caplog):
-    faults, heard, enters = [RuntimeError("no thread")], [], [OSError(28, "no watch")]
+async def test_a_failing_subscriber_does_not_stop_others_and_is_called_again(
+    file, config_store, caplog
+):
+    subscriber_errors, calls, commit_errors = (
+        [RuntimeError("no thread")],
+        [],
+        [OSError(28, "no watch")],
+    )
 
     def fail(old, new):
-        heard.append((old.health.interval_secs, new.health.interval_secs))
-        if faults:
-            raise faults.pop()
+        calls.append((old.health.interval_secs, new.health.interval_secs))
+        if subscriber_errors:
+            raise subscriber_errors.pop()
 
-    def enter():
-        if enters:
-            raise enters.pop()
+    def commit():
+        if commit_errors:
+            raise commit_errors.pop()
 
-    config_store.add_prepare(lambda new: enter)
+    config_store.add_prepare(lambda new: commit)
     config_store.subscribe(fail)
-    config_store.subscribe(lambda old, new: heard.append("the other"))
+    config_store.subscribe(lambda old, new: calls.append("the other"))
     file.write_text(toml(A, B, more="[health]\ninterval_secs = 7\n"))
-    reported = await config_store.reload("file")
-    assert (reported.outcome, urls(config_store), heard) == (
+    result = await config_store.reload("file")
+    assert (result.outcome, urls(config_store), calls) == (
         "applied",
         [A, B],
         [(10, 7), "the other"],
@@ -131,14 +137,14 @@ async def test_a_failing_subscriber_stops_no_other_and_is_called_again(file, con
     incomplete = config_store.last_reload["incomplete"]
     assert incomplete == "OSError: [Errno 28] no watch; RuntimeError: no thread"
     assert "config_subscriber_failed" in caplog.text
-    heard.clear()
+    calls.clear()
     assert (await config_store.reload("SIGHUP")).outcome == "applied"
-    assert heard == [(10, 7), "the other"]
+    assert calls == [(10, 7), "the other"]
     assert "incomplete" not in config_store.last_reload
     assert (await config_store.reload("SIGHUP")).outcome == "unchanged"
 
 
-async def test_a_start_that_a_part_cannot_take_fails(file):
+async def test_a_start_fails_if_a_subscriber_fails(file):
     config_store = ConfigStore(Startup(file, {}, (), ""), Fleet())
     config_store.subscribe(lambda old, new: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -151,13 +157,13 @@ async def test_if_match_that_names_the_revision_passes(config_store, tag):
 
 
 @pytest.mark.parametrize("tag", ['"2"', "", '"11"', 'W/"1"'])
-async def test_if_match_of_another_revision_stops_every_change(file, config_store, tag):
+async def test_if_match_of_another_revision_refuses_every_change(file, config_store, tag):
     file.write_text(toml(B))
-    reported = await config_store.reload("http", tag)
-    assert (reported.outcome, reported.revision) == ("precondition_failed", 1)
+    result = await config_store.reload("http", tag)
+    assert (result.outcome, result.revision) == ("precondition_failed", 1)
 
     def edit(state, _):
-        raise AssertionError("must not be asked")
+        raise AssertionError("must not be called")
 
     assert (await config_store.change(edit, tag)).outcome == "precondition_failed"
     assert urls(config_store) == [A]
@@ -193,14 +199,12 @@ async def test_changes_over_http_are_saved_and_loaded_again(file, config_store, 
     assert urls(config_store) == urls(store_of(file)) == [B]
 
 
-async def test_a_caller_that_was_added_outlasts_reloads_and_the_program_until_the_file_names_it(
-    file, config_store
-):
-    heard = []
-    config_store.subscribe(lambda old, new: heard.append([key.name for key in new.keys]))
+async def test_an_added_key_survives_reloads_and_restarts_until_the_file_has_it(file, config_store):
+    key_names = []
+    config_store.subscribe(lambda old, new: key_names.append([key.name for key in new.keys]))
     key = SavedKey(name="team-a", key_sha256="ab" * 32)
     await config_store.change(partial(with_key, key))
-    assert heard == [["team-a"]]
+    assert key_names == [["team-a"]]
     file.write_text(toml(A, B))
     await config_store.reload("file")
     assert config_store.config.keys == (key,)
@@ -213,7 +217,7 @@ async def test_a_caller_that_was_added_outlasts_reloads_and_the_program_until_th
     assert config_store.config.keys == ()
 
 
-async def test_an_added_and_deleted_worker_leaves_the_state_as_it_was(config_store):
+async def test_adding_and_deleting_a_worker_restores_the_state(config_store):
     await config_store.change(lambda state, _: with_added(state, entry("b", origin="api")))
     await config_store.change(lambda state, config: with_deleted(state, config, B))
     assert (await config_store.reload("file")).outcome == "unchanged"
@@ -226,37 +230,37 @@ async def test_an_edit_that_raises_changes_nothing(config_store):
     with pytest.raises(LookupError):
         await config_store.change(edit)
     assert config_store.revision == 1
-    assert (await config_store.reload("file")).outcome == "unchanged"  # and the lock is free
+    assert (await config_store.reload("file")).outcome == "unchanged"  # the lock is free again
 
 
 async def test_concurrent_changes_are_serialized(config_store, autojump_clock):
-    reported = []
+    outcomes = []
 
     async def add(name):
         changed = await config_store.change(
             lambda state, _: with_added(state, entry(name, origin="api")), '"1"'
         )
-        reported.append(changed.outcome)
+        outcomes.append(changed.outcome)
 
     async with trio.open_nursery() as nursery:
         for name in "bcd":
             nursery.start_soon(add, name)
-    assert sorted(reported) == ["applied", "precondition_failed", "precondition_failed"]
+    assert sorted(outcomes) == ["applied", "precondition_failed", "precondition_failed"]
 
 
 def with_b(state, _):
     return with_added(state, entry("b", origin="api"))
 
 
-async def test_a_change_is_saved_though_its_caller_disconnects(file, config_store):
+async def test_a_change_is_saved_even_if_its_caller_disconnects(file, config_store):
     config_store.fleet.await_replicated = trio.sleep_forever
-    with trio.CancelScope() as asker:
-        config_store.fleet.watch(asker.cancel)
+    with trio.CancelScope() as caller_scope:
+        config_store.fleet.watch(caller_scope.cancel)
         await config_store.change(with_b)
     assert urls(config_store) == urls(store_of(file)) == [A, B]
 
 
-async def test_a_state_that_could_not_be_written_is_with_the_next_reading(file, tmp_path):
+async def test_a_state_that_could_not_be_written_is_written_at_the_next_reload(file, tmp_path):
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where a folder should be")
     file.write_text(toml(A, more=f'server.state_file = "{blocked}/s.toml"\n'))
@@ -277,14 +281,12 @@ async def test_the_state_moves_with_its_file(file, config_store, tmp_path):
     assert urls(store_of(file)) == [A, B]
 
 
-def test_an_unreadable_file_at_the_start_is_a_configuration_error(tmp_path):
+def test_a_missing_file_at_the_start_is_a_configuration_error(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         store_of(tmp_path / "missing.toml")
 
 
-async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not(
-    file, config_store
-):
+async def test_changes_wait_in_order_for_the_operation_lock_unless_at_once(file, config_store):
     done = []
 
     async def note(name, change):
@@ -312,14 +314,12 @@ async def test_changes_wait_for_the_turn_in_their_order_and_those_at_once_do_not
     assert config_store.operation_lock.locked() is False
 
 
-async def test_what_a_reload_did_is_still_reported_after_the_watcher_has_read_again(
-    file, config_store
-):
+async def test_the_last_effective_reload_is_shown_after_an_unchanged_one(file, config_store):
     file.write_text("[health]\ninterval_secs = 7\n")
     assert (await config_store.reload("http")).outcome == "applied"
-    reported = config_store.last_reload
+    last_reload = config_store.last_reload
     assert (await config_store.reload("file")).outcome == "unchanged"
-    assert config_store.last_reload == reported
+    assert config_store.last_reload == last_reload
     file.write_text("[health]\ninterval_sec = 7\n")
     assert (await config_store.reload("file")).outcome == "refused"
     file.write_text("[health]\ninterval_secs = 7\n")
@@ -332,11 +332,11 @@ def reason():
     return "group 'g' at host:1, begun 3 s ago, step armed"
 
 
-async def test_while_it_is_frozen_all_but_the_set_of_workers_follows_the_file(file, config_store):
+async def test_under_the_membership_lock_a_reload_applies_all_but_the_workers(file, config_store):
     config_store.membership_lock.acquire(reason)
     file.write_text(toml(A, B, more="[health]\ninterval_secs = 7\n"))
-    reported = await config_store.reload("file")
-    assert (reported.outcome, urls(config_store)) == ("applied", [A])
+    result = await config_store.reload("file")
+    assert (result.outcome, urls(config_store)) == ("applied", [A])
     assert config_store.config.health.interval_secs == 7
     assert reason() in config_store.last_reload["waits"]
     file.write_text(toml(B, more="[health]\ninterval_secs = 8\n"))
@@ -347,7 +347,7 @@ async def test_while_it_is_frozen_all_but_the_set_of_workers_follows_the_file(fi
     assert "waits" not in config_store.last_reload
 
 
-async def test_a_file_that_takes_its_change_back_has_nothing_that_waits(file, config_store):
+async def test_a_reverted_change_of_workers_no_longer_waits(file, config_store):
     config_store.membership_lock.acquire(reason)
     file.write_text(toml(A, B))
     await config_store.reload("file")

@@ -26,7 +26,7 @@ def sources_of(*entries):
 
 def rewrite(path, text, changes):
     path.write_text(text)
-    os.utime(path, ns=(changes * 10**9, changes * 10**9))  # no two writes look alike
+    os.utime(path, ns=(changes * 10**9, changes * 10**9))  # each write gets another time
 
 
 def name_of(sources, key):
@@ -34,7 +34,7 @@ def name_of(sources, key):
     return entry.name if entry is not None else None
 
 
-async def test_a_changed_file_brings_its_key_and_drops_the_one_before(key_file, autojump_clock):
+async def test_a_changed_file_replaces_its_key(key_file, autojump_clock):
     sources, calls = sources_of(KeySource(name="a", key_file=str(key_file))), []
     sources.watch(lambda: calls.append(1))
     assert name_of(sources, b"first") == "a"
@@ -48,7 +48,7 @@ async def test_a_changed_file_brings_its_key_and_drops_the_one_before(key_file, 
 
 
 @pytest.mark.parametrize("content", [None, "", "known"], ids=["gone", "empty", "another's key"])
-async def test_a_file_that_can_not_be_used_leaves_the_keys_before(
+async def test_a_file_that_cannot_be_used_leaves_the_previous_keys(
     key_file, content, caplog, autojump_clock
 ):
     other = KeySource(name="b", key_sha256=sha256(b"known").hexdigest())
@@ -70,7 +70,7 @@ async def test_a_file_that_can_not_be_used_leaves_the_keys_before(
     assert sources.error == ""
 
 
-def test_a_configuration_whose_keys_can_not_be_read_is_refused(key_file):
+def test_a_configuration_whose_keys_cannot_be_read_is_refused(key_file):
     key_file.unlink()
     sources = KeySources(
         ("keys",), lambda _config: [KeySource(name="a", key_file=str(key_file))], "proxy.toml"

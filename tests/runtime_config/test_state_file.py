@@ -24,20 +24,20 @@ def path(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("named", "state_file"),
+    ("setting", "expected"),
     [("off", None), ("auto", "/etc/proxy.state.toml"), ("/var/s.toml", "/var/s.toml")],
 )
-def test_its_place(named, state_file):
-    config = parse(f'server.state_file = "{named}"', "proxy.toml")
-    place = state_path(Startup(Path("/etc/proxy.toml"), {}, (), ""), config)
-    assert (str(place) if place else None) == state_file
+def test_the_path_of_the_state_file(setting, expected):
+    config = parse(f'server.state_file = "{setting}"', "proxy.toml")
+    path = state_path(Startup(Path("/etc/proxy.toml"), {}, (), ""), config)
+    assert (str(path) if path else None) == expected
 
 
-def test_without_a_file_there_is_no_place_beside_it():
+def test_without_a_configuration_file_there_is_no_state_file():
     assert state_path(Startup(None, {}, (), ""), parse("", "")) is None
 
 
-async def test_what_is_state_file_is_found_again(path):
+async def test_a_saved_state_is_loaded_again(path):
     state_file = StateFile(path, load_state(path))
     await state_file.save(path, SOME)
     assert (load_state(path), state_file.error) == (SOME, "")
@@ -45,22 +45,22 @@ async def test_what_is_state_file_is_found_again(path):
 
 
 @pytest.mark.parametrize(
-    ("place", "why"), [("", "Is a directory"), ("n" * 300, "File name too long")]
+    ("name", "reason"), [("", "Is a directory"), ("n" * 300, "File name too long")]
 )
-def test_one_that_cannot_be_read_is_refused_with_its_cure(tmp_path, place, why):
+def test_an_unreadable_state_file_is_refused_with_advice(tmp_path, name, reason):
     with pytest.raises(
-        ConfigError, match=f"(?s)delete it to discard that state.*cannot be read: {why}"
+        ConfigError, match=f"(?s)delete it to discard that state.*cannot be read: {reason}"
     ):
-        load_state(tmp_path / place)
+        load_state(tmp_path / name)
 
 
-def test_a_fifo_is_refused_and_not_waited_for(path):
+def test_a_fifo_is_refused_without_blocking(path):
     os.mkfifo(path)
     with pytest.raises(ConfigError, match="cannot be read: Not a regular file"):
         load_state(path)
 
 
-async def test_what_could_not_be_written_is_tried_again(path, monkeypatch, caplog):
+async def test_a_failed_write_is_retried(path, monkeypatch, caplog):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -74,24 +74,24 @@ async def test_what_could_not_be_written_is_tried_again(path, monkeypatch, caplo
     assert (state_file.error, load_state(path)) == ("", SOME)
 
 
-def test_what_killed_writes_left_is_swept_at_the_start_and_nothing_else(path):
+def test_only_leftovers_of_killed_writes_are_removed_at_the_start(path):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left = [path.with_name(f".{path.name}.{pid}") for pid in (ended.pid, os.getpid())]
+    leftovers = [path.with_name(f".{path.name}.{pid}") for pid in (ended.pid, os.getpid())]
     others = [f".{path.name}.{os.getppid()}", f".{path.name}.old", ".other.toml.1", "s.toml.1"]
-    state_file = [path.with_name(name) for name in others]
-    for each in (*left, *state_file):
-        each.write_text("half")
+    kept = [path.with_name(name) for name in others]
+    for file in (*leftovers, *kept):
+        file.write_text("half")
     StateFile(path, SavedState())
-    assert sorted(path.parent.iterdir()) == sorted(state_file)
+    assert sorted(path.parent.iterdir()) == sorted(kept)
 
 
-def test_a_folder_that_is_not_there_has_no_leftovers(tmp_path):
+def test_a_missing_folder_has_no_leftovers(tmp_path):
     StateFile(tmp_path / "no such folder" / "s.toml", SavedState())
     assert list(tmp_path.iterdir()) == []
 
 
-async def test_what_the_disk_has_is_not_written_again(path):
+async def test_an_unchanged_state_is_not_written_again(path):
     state_file = StateFile(path, SavedState())
     await state_file.save(path, SavedState())
     assert not path.exists()
@@ -101,24 +101,24 @@ async def test_what_the_disk_has_is_not_written_again(path):
     assert not path.exists()
 
 
-async def test_a_state_that_moves_writes_nothing_over(path, tmp_path, caplog):
+async def test_a_state_that_moves_overwrites_no_file(path, tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     there = tmp_path / "there.toml"
-    there.write_text("of somebody else")
+    there.write_text("of another program")
     state_file = StateFile(path, SOME)
     await state_file.save(there, SOME)
     assert load_state(there) == SOME
-    assert (tmp_path / "there.toml.old").read_text() == "of somebody else"
+    assert (tmp_path / "there.toml.old").read_text() == "of another program"
     assert f"state_file_replaced file={there}" in caplog.text
     await state_file.save(there, OTHER)
     assert (load_state(there), state_file.error) == (OTHER, "")
-    assert (tmp_path / "there.toml.old").read_text() == "of somebody else"
+    assert (tmp_path / "there.toml.old").read_text() == "of another program"
 
 
-async def test_what_another_proxy_wrote_is_not_written_over(path, caplog):
-    ours, theirs = StateFile(path, SavedState()), StateFile(path, SavedState())
-    await ours.save(path, SOME)
-    await theirs.save(path, OTHER)
+async def test_the_state_of_another_proxy_is_not_overwritten(path, caplog):
+    first, second = StateFile(path, SavedState()), StateFile(path, SavedState())
+    await first.save(path, SOME)
+    await second.save(path, OTHER)
     assert "state_file_replaced" in caplog.text
     assert (load_state(path), load_state(path.with_name("s.toml.old"))) == (OTHER, SOME)
 
@@ -129,7 +129,7 @@ async def test_an_empty_state_that_moves_leaves_no_file(path, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-async def test_turned_off_nothing_is_wrong(path):
+async def test_a_disabled_state_file_has_no_error(path):
     state_file = StateFile(path, SavedState())
     await state_file.save(path / "below" / "a file", SOME)
     await state_file.save(None, OTHER)
