@@ -1,9 +1,9 @@
-"""Who has acknowledged a hold, and how long this proxy's own lease holds."""
+"""Acknowledgements of a hold, and the duration of this proxy's own lease."""
 
 from omni_proxy.cluster.operation_lease import Acknowledgements, MemberLease, token_of
 
 
-def test_a_member_is_missing_until_it_has_acknowledged_that_number_or_a_later_one():
+def test_a_member_is_missing_until_it_acknowledges_that_number_or_a_later_one():
     acks = Acknowledgements(3)
     assert acks.missing({"b", "a"}, 1) == ["a", "b"]
     acks.take("a", 3, 2)
@@ -20,7 +20,7 @@ def test_an_acknowledgement_of_another_holders_state_does_not_count():
     assert acks.missing({"a"}, 1) == ["a"]
 
 
-def test_a_lease_counts_from_before_its_command_was_sent():
+def test_a_lease_counts_from_the_time_its_command_was_sent():
     lease = MemberLease()
     assert not lease.holds(0.0, 5.0)
     lease.renewed(10.0)
@@ -28,7 +28,7 @@ def test_a_lease_counts_from_before_its_command_was_sent():
     assert not lease.holds(15.0, 5.0)
 
 
-def test_a_lease_that_no_proxy_has_written_has_no_token():
+def test_an_invalid_lease_has_no_token():
     assert token_of(b"12:one") == 12
     for value in (None, b"", b"abc", b"-1:one", b"1" * 5000, "\u0661:one".encode()):
         assert token_of(value) == 0

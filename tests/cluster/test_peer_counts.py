@@ -1,4 +1,4 @@
-"""Counts of peers against a model that keeps every message, and what a proxy publishes."""
+"""Counts of peers, compared with a model that keeps every message; the counts that a proxy publishes."""
 
 import pytest
 from hypothesis import given
@@ -27,7 +27,7 @@ STEPS = st.lists(
             st.sampled_from(MEMBERS),
             st.dictionaries(TARGETS, st.integers(1, 9)),
             st.booleans(),  # whole
-            st.booleans(),  # lost on the way
+            st.booleans(),  # lost
         ),
         st.tuples(st.just("wait"), st.sampled_from([0.1, 2.0, 6.0])),
         st.tuples(st.just("leave"), st.sampled_from(MEMBERS)),
@@ -37,26 +37,28 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_totals_are_the_sum_of_what_each_live_peer_published_last(steps):
-    heard = PeerCounts("me")
+def test_totals_are_the_sum_of_the_latest_counts_of_live_peers(steps):
+    peer_counts = PeerCounts("me")
     senders = {name: OwnCounts(name) for name in MEMBERS}
-    seen: dict[
+    latest: dict[
         str, tuple[float, dict[int, int]]
-    ] = {}  # when heard, counts as of the last whole run
-    unbroken = dict.fromkeys(MEMBERS, False)
+    ] = {}  # time of receipt, and counts since the last whole message
+    in_sequence = dict.fromkeys(MEMBERS, False)
     now = 0.0
     for step in steps:
         match step:
             case ("wait", secs):
                 now += secs
-                heard.expire(now, LEASE)
-                for name in [name for name, (at, _) in seen.items() if now - at > LEASE]:
-                    del seen[name]
-                    unbroken[name] = False
+                peer_counts.expire(now, LEASE)
+                for name in [
+                    name for name, (received_at, _) in latest.items() if now - received_at > LEASE
+                ]:
+                    del latest[name]
+                    in_sequence[name] = False
             case ("leave", name):
-                heard.leave(name)
-                seen.pop(name, None)
-                unbroken[name] = False
+                peer_counts.leave(name)
+                latest.pop(name, None)
+                in_sequence[name] = False
             case ("publish", name, counts, whole, lost):
                 message = senders[name].message(
                     counts, sum(counts.values()), waits=False, whole=whole
@@ -64,18 +66,18 @@ def test_totals_are_the_sum_of_what_each_live_peer_published_last(steps):
                 if message is None:
                     continue
                 if lost:
-                    unbroken[name] = False
+                    in_sequence[name] = False
                     continue
-                heard.take(message, now)
-                unbroken[name] |= whole
-                before = seen.get(name, (now, {}))[1]
-                seen[name] = (now, counts if unbroken[name] else before)
+                peer_counts.take(message, now)
+                in_sequence[name] |= whole
+                before = latest.get(name, (now, {}))[1]
+                latest[name] = (now, counts if in_sequence[name] else before)
     expected: dict[int, int] = {}
-    for _, counts in seen.values():
+    for _, counts in latest.values():
         for target, count in counts.items():
             expected[target] = expected.get(target, 0) + count
-    assert heard.totals == expected
-    assert set(heard.peers) == set(seen)
+    assert peer_counts.totals == expected
+    assert set(peer_counts.peers) == set(latest)
 
 
 def test_only_changes_are_published():
@@ -93,22 +95,22 @@ def test_only_changes_are_published():
 
 
 def test_a_proxy_does_not_count_its_own_messages():
-    heard = PeerCounts("me")
-    heard.take(CountsMessage("me", 1, True, 4, False, {1: 4}), 0.0)
-    assert heard.totals == {}
+    peer_counts = PeerCounts("me")
+    peer_counts.take(CountsMessage("me", 1, True, 4, False, {1: 4}), 0.0)
+    assert peer_counts.totals == {}
 
 
 @pytest.mark.parametrize(
     ("published", "count"), [(-5, 0), (-(2**63), 0), (2**64 - 1, MOST_IN_FLIGHT)]
 )
-def test_what_no_proxy_can_have_in_flight_is_bounded(published, count):
+def test_published_counts_are_bounded(published, count):
     counts = PeerCounts("own")
     counts.take(CountsMessage("peer", 1, True, published, False, {7: published}), now=0.0)
     assert counts.totals.get(7, 0) == count
     assert counts.peers["peer"].total == count
 
 
-def test_a_message_that_cannot_be_read_is_none():
+def test_an_invalid_message_is_none():
     message = CountsMessage("a", 1, True, 4, False, {target_key("http://w:80"): 4})
     assert decode(encode(message)) == message
     assert decode(b"\x93\xa5other\x01\x02") is None
@@ -118,34 +120,34 @@ def test_a_message_that_cannot_be_read_is_none():
 SHARE = 0.05
 
 
-def after(looks, before, total):
-    for _ in range(looks):
-        before = smoothed(before, total, SHARE)
-    return before
+def smoothed_repeatedly(times, value, total):
+    for _ in range(times):
+        value = smoothed(value, total, SHARE)
+    return value
 
 
 @given(st.floats(0, 100), st.integers(0, 100), st.floats(0.001, 5))
-def test_it_lies_between_before_and_now(before, total, share):
+def test_a_smoothed_value_lies_between_the_old_and_the_new(before, total, share):
     value = smoothed(before, total, share)
     assert min(before, total) <= value <= max(before, total)
 
 
 @given(st.integers(0, 100), st.integers(0, 100))
-def test_it_reaches_what_lasts_exactly(before, total):
-    assert after(200, before, total) == total
+def test_a_smoothed_value_reaches_a_constant_exactly(before, total):
+    assert smoothed_repeatedly(200, before, total) == total
 
 
-def test_fluctuation_passes_slowly_and_a_burst_fast():
+def test_small_changes_are_followed_slowly_and_bursts_fast():
     assert smoothed(10.0, 13, SHARE) == 10.15
     assert smoothed(10.0, 30, SHARE) == 20.0
     assert smoothed(30.0, 0, SHARE) == 15.0
 
 
-def test_one_request_where_none_was_is_seen_at_once():
+def test_the_first_request_is_seen_at_once():
     assert smoothed(0.0, 1, SHARE) > 0
 
 
-def test_a_request_elsewhere_counts_from_the_moment_that_it_is_heard_of():
+def test_a_first_request_at_a_peer_counts_from_its_message_on():
     assert 0 < first_seen(0.0, 1) < 1
     assert first_seen(3.0, 5) == 3.0
     assert first_seen(0.0, 0) == 0
@@ -153,7 +155,7 @@ def test_a_request_elsewhere_counts_from_the_moment_that_it_is_heard_of():
 
 @st.composite
 def fleets(draw):
-    """In flight by proxy, which of them wait, and what all of them know alike."""
+    """A limit, counts in flight by proxy, which proxies wait, and the turn and target."""
     count = draw(st.integers(2, 6))
     own = draw(st.lists(st.integers(0, 6), min_size=count, max_size=count))
     waits = draw(st.lists(st.booleans(), min_size=count, max_size=count))
@@ -161,34 +163,34 @@ def fleets(draw):
 
 
 def sharings(own, waits, turn):
-    takers = [rank for rank, waiting in enumerate(waits) if waiting] or list(range(len(own)))
+    candidates = [rank for rank, waiting in enumerate(waits) if waiting] or list(range(len(own)))
     for rank in range(len(own)):
         yield Sharing(
             members=len(own),
             rank=rank,
-            takers=len(takers),
-            taker_rank=takers.index(rank) if rank in takers else None,
+            takers=len(candidates),
+            taker_rank=candidates.index(rank) if rank in candidates else None,
             turn=turn,
             others_wait=any(waiting for other, waiting in enumerate(waits) if other != rank),
         )
 
 
 def limits(bound, own, waits, turn, target):
-    found, members = [], len(own)
+    own_limits, members = [], len(own)
     for sharing in sharings(own, waits, turn):
         reserved = sum(
             max(0, share_of(bound, members, rank, target) - own[rank])
             for rank in range(members)
             if waits[rank] and rank != sharing.rank
         )
-        have = own[sharing.rank]
-        use = Use(bound, have, sum(own) - have, reserved)
-        found.append(own_limit(use, sharing, target))
-    return found
+        held = own[sharing.rank]
+        use = Use(bound, held, sum(own) - held, reserved)
+        own_limits.append(own_limit(use, sharing, target))
+    return own_limits
 
 
 @given(fleets())
-def test_shares_add_up_to_the_bound(fleet):
+def test_shares_add_up_to_the_limit(fleet):
     bound, own, _, _, target = fleet
     shares = [share_of(bound, len(own), rank, target) for rank in range(len(own))]
     assert sum(shares) == bound
@@ -196,28 +198,28 @@ def test_shares_add_up_to_the_bound(fleet):
 
 
 @given(fleets())
-def test_no_proxy_exceeds_the_bound_and_all_together_not_twice_of_it(fleet):
+def test_one_proxy_never_exceeds_the_limit_nor_all_together_twice_the_limit(fleet):
     bound, own, waits, turn, target = fleet
     free = max(0, bound - sum(own))
-    found = limits(bound, own, waits, turn, target)
-    grown = [max(0, limit - have) for limit, have in zip(found, own, strict=True)]
+    own_limits = limits(bound, own, waits, turn, target)
+    grown = [max(0, limit - have) for limit, have in zip(own_limits, own, strict=True)]
     assert max(grown) <= free
     if sum(own) <= bound:
         assert sum(own) + sum(grown) <= 2 * bound
 
 
 @given(fleets())
-def test_where_all_wait_only_what_some_have_above_their_shares_is_above_the_bound(fleet):
+def test_if_all_wait_the_limit_is_exceeded_by_at_most_what_exceeds_shares(fleet):
     bound, own, _, turn, target = fleet
     shares = [share_of(bound, len(own), rank, target) for rank in range(len(own))]
     above = sum(max(0, have - share) for have, share in zip(own, shares, strict=True))
-    found = limits(bound, own, [True] * len(own), turn, target)
-    grown = sum(max(0, limit - have) for limit, have in zip(found, own, strict=True))
+    own_limits = limits(bound, own, [True] * len(own), turn, target)
+    grown = sum(max(0, limit - have) for limit, have in zip(own_limits, own, strict=True))
     assert sum(own) + grown <= max(bound + above, sum(own))
 
 
 @given(fleets())
-def test_who_has_more_than_its_share_gives_it_up_while_another_waits(fleet):
+def test_a_proxy_above_its_share_shrinks_to_it_while_another_waits(fleet):
     bound, own, waits, turn, target = fleet
     own[0] = bound + 1
     waits[-1] = True
@@ -226,22 +228,22 @@ def test_who_has_more_than_its_share_gives_it_up_while_another_waits(fleet):
 
 
 @given(fleets())
-def test_a_free_place_is_given_to_a_proxy_that_waits_in_some_turn(fleet):
+def test_a_waiting_proxy_gets_a_free_place_in_some_turn(fleet):
     bound, own, waits, _, target = fleet
     if sum(own) >= bound or not any(waits):
         return
-    takers = [rank for rank, waiting in enumerate(waits) if waiting]
+    candidates = [rank for rank, waiting in enumerate(waits) if waiting]
     assert any(
         limits(bound, own, waits, turn, target)[rank] > own[rank]
         for turn in range(len(own))
-        for rank in takers
+        for rank in candidates
     )
 
 
-def test_a_proxy_that_waits_alone_gets_all_free_places():
+def test_the_only_waiting_proxy_gets_all_free_places():
     assert limits(4, [0, 0, 0], [True, False, False], 7, 3)[0] == 4
     assert limits(4, [1, 0, 2], [True, False, False], 7, 3)[0] == 2
 
 
-def test_alone_the_bound_is_its_own():
+def test_a_single_member_has_the_whole_limit():
     assert own_limit(Use(3, 1, 0), Sharing(1, 0, 1, 0, 5, others_wait=False), 9) == 3

@@ -1,4 +1,4 @@
-"""Hashes of prompts' beginnings: equal for equal beginnings, published once, in bounded tables."""
+"""Hashes of the beginnings of prompts: equal for equal bytes, published once, in bounded tables."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def published(notes: PrefixNotes, most: int = 1000) -> dict[int, list[int]]:
 
 
 @given(st.binary(max_size=3000), st.binary(max_size=300), st.binary(max_size=300))
-def test_two_texts_have_as_many_beginnings_in_common_as_fit_into_what_they_share(same, one, other):
+def test_texts_share_as_many_beginnings_as_fit_into_their_common_prefix(same, one, other):
     shared = 0
     for first, second in zip(same + one, same + other, strict=False):
         if first != second:
@@ -37,25 +37,25 @@ def test_two_texts_have_as_many_beginnings_in_common_as_fit_into_what_they_share
 
 
 @given(st.lists(st.integers(0, 2**64 - 1)), st.binary(max_size=7))
-def test_packed_hashes_come_back_whatever_follows_them(hashes, rest):
+def test_packed_hashes_are_unpacked_despite_trailing_bytes(hashes, rest):
     assert list(unpack_hashes(pack_hashes(hashes) + rest)) == hashes
 
 
-def test_a_beginning_is_published_once_for_a_worker_and_again_after_a_minute_of_use():
+def test_a_beginning_is_published_once_per_worker_and_again_after_a_minute():
     notes, hashes = PrefixNotes(), beginnings(PROMPT)
     notes.note(hashes, A, 100.0)
     notes.note(hashes[:3], A, 101.0)
     notes.note(hashes[:2], B, 101.0)
-    found = published(notes)
-    assert sorted(found[A]) == sorted(hashes)
-    assert sorted(found[B]) == sorted(hashes[:2])
+    hashes_by_target = published(notes)
+    assert sorted(hashes_by_target[A]) == sorted(hashes)
+    assert sorted(hashes_by_target[B]) == sorted(hashes[:2])
     notes.note(hashes, A, 102.0)
     assert published(notes) == {}
     notes.note(hashes[:2], A, 101.0 + REPEAT_SECS)
     assert sorted(published(notes)[A]) == sorted(hashes[:2])
 
 
-def test_what_a_worker_gets_after_its_cache_was_emptied_is_published_anew():
+def test_after_a_cache_is_cleared_its_new_beginnings_are_published_again():
     notes, hashes = PrefixNotes(), beginnings(PROMPT)
     notes.note(hashes, A, 100.0)
     notes.forget(A)
@@ -64,7 +64,7 @@ def test_what_a_worker_gets_after_its_cache_was_emptied_is_published_anew():
     assert sorted(published(notes)[A]) == sorted(hashes[:2])
 
 
-def test_a_proxy_that_joins_gets_what_was_published_before():
+def test_published_beginnings_are_repeated_for_a_joining_proxy():
     notes, hashes = PrefixNotes(), beginnings(PROMPT)
     notes.note(hashes, A, 100.0)
     first = published(notes)
@@ -73,7 +73,7 @@ def test_a_proxy_that_joins_gets_what_was_published_before():
     assert sorted(again[A]) == sorted(first[A])
 
 
-def test_notes_are_bounded_and_what_found_no_room_is_published_when_it_is_used_again(monkeypatch):
+def test_notes_are_bounded_and_dropped_beginnings_are_published_at_the_next_use(monkeypatch):
     monkeypatch.setattr(prefix_hashes, "MOST_PENDING", 4)
     notes = PrefixNotes()
     notes.note([1, 2, 3, 4, 5, 6], A, 100.0)
@@ -83,7 +83,7 @@ def test_notes_are_bounded_and_what_found_no_room_is_published_when_it_is_used_a
     assert sorted(first + published(notes)[A]) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_publication_is_at_most_as_large_as_its_share():
+def test_the_size_of_a_publication_is_bounded():
     notes = PrefixNotes()
     for number in range(4000):
         notes.note([number], number % 10, 100.0)
@@ -92,7 +92,7 @@ def test_a_publication_is_at_most_as_large_as_its_share():
     assert notes.pending == 4000 - 512
 
 
-def test_hints_name_the_targets_of_the_longest_beginning_first():
+def test_hints_list_the_targets_of_the_longest_beginning_first():
     hints, hashes = PrefixHints(), beginnings(PROMPT)
     hints.add({A: pack_hashes(hashes[:2]), B: pack_hashes(hashes)})
     other = beginnings(PROMPT[:1024] + b"x" * 1024)
@@ -104,12 +104,12 @@ def test_hints_name_the_targets_of_the_longest_beginning_first():
     assert hints.depths(hashes) == {A: 2, B: 1}
 
 
-def test_hints_are_bounded_and_forget_what_was_heard_least_recently():
+def test_hints_are_bounded_and_the_least_recently_received_are_dropped():
     hints = PrefixHints(most=3)
     hints.add({A: pack_hashes([1, 2, 3])})
     hints.add({A: pack_hashes([1, 4])})
     assert len(hints) == 3
-    assert [bool(hints.depths([each])) for each in (1, 2, 3, 4)] == [True, False, True, True]
+    assert [bool(hints.depths([number])) for number in (1, 2, 3, 4)] == [True, False, True, True]
     for target in range(100):
         hints.add({target + 1: pack_hashes([9])})
     assert len(hints.depths([9])) == prefix_hashes.MOST_HOLDERS

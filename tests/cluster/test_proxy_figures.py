@@ -28,7 +28,7 @@ def test_a_worker_has_the_sum_over_the_other_proxies():
     assert peers.elsewhere(1) == WorkerFigures()
 
 
-def test_a_part_of_the_workers_replaces_that_part_alone():
+def test_a_message_with_a_part_of_the_workers_replaces_that_part_only():
     peers = PeerFigures()
     peers.take("a", figures(0, {PARTS: WorkerFigures(1.0)}))
     peers.take("a", figures(1, {1: WorkerFigures(2.0)}))
@@ -38,7 +38,7 @@ def test_a_part_of_the_workers_replaces_that_part_alone():
     assert peers.elsewhere(1) == WorkerFigures(2.0)
 
 
-def test_what_is_not_bounded_is_not_kept_and_who_is_gone_is_forgotten():
+def test_too_many_workers_are_ignored_and_members_that_left_are_dropped():
     peers = PeerFigures()
     many = {at * PARTS: WorkerFigures(1.0) for at in range(MOST_WORKERS + 1)}
     peers.take("a", figures(0, many))

@@ -1,4 +1,4 @@
-"""Where sessions are: proxies that heard the same agree, in whatever order they heard it."""
+"""Session places: proxies that received the same messages agree, whatever the order."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,29 +15,31 @@ from omni_proxy.cluster.session_places import (
 S, T = session_digest("s"), session_digest("t")
 
 
-def test_of_two_placements_at_once_both_proxies_have_the_later_one():
+def test_of_two_concurrent_placements_the_later_one_wins_at_both_proxies():
     one, two = PlacedSessions(), PlacedSessions()
     from_one, from_two = one.place({S: 1}, 1000), two.place({S: 2}, 1001)
     assert one.receive(from_two) == {S: 2}
     assert two.receive(from_one) == {}
 
 
-def test_a_placement_that_knows_of_another_one_follows_it_whatever_the_clocks_say():
+def test_a_placement_made_after_receiving_another_wins_whatever_the_clocks():
     one, two = PlacedSessions(), PlacedSessions()
     two.receive(one.place({S: 1}, 2000))
     assert one.receive(two.place({S: 2}, 1000)) == {S: 2}
 
 
-def test_a_session_that_is_used_still_is_heard_of_again_and_moves_nothing():
+def test_a_session_in_use_is_published_again_without_being_moved():
     one, two = PlacedSessions(), PlacedSessions()
     two.receive(one.place({S: 1}, 1000))
     moved = two.place({S: 2}, 1500)
     assert two.receive(one.place({S: 1}, 2000)) == {}
     assert one.receive(moved) == {S: 2}
-    assert two.receive(one.place({S: 2}, 3000)) == {S: 2}  # so that it does not expire there
+    assert two.receive(one.place({S: 2}, 3000)) == {
+        S: 2
+    }  # so that the session does not expire there
 
 
-def test_a_joining_proxy_gets_all_that_are_not_finished():
+def test_a_joining_proxy_gets_all_unfinished_sessions():
     one, two = PlacedSessions(), PlacedSessions()
     one.place({S: 1, T: 2}, 1000)
     one.place({T: FINISHED}, 1001)
@@ -62,14 +64,14 @@ def test_tables_are_bounded(monkeypatch):
     ),
     st.randoms(use_true_random=False),
 )
-def test_proxies_agree_when_each_has_heard_all(steps, order):
+def test_proxies_agree_when_each_has_received_all_messages(steps, order):
     proxies = [PlacedSessions() for _ in range(3)]
-    sent = [[], [], []]
+    inboxes = [[], [], []]
     for number, digest, target, stamp in steps:
         rows = proxies[number].place({digest: target}, stamp)
         for other in {0, 1, 2} - {number}:
-            sent[other].append(rows)
-    for proxy, messages in zip(proxies, sent, strict=True):
+            inboxes[other].append(rows)
+    for proxy, messages in zip(proxies, inboxes, strict=True):
         order.shuffle(messages)
         for rows in messages:
             proxy.receive(rows)

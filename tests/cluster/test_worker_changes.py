@@ -1,4 +1,4 @@
-"""Changes of workers, as values that another proxy applies."""
+"""Changes of workers, encoded for other proxies to apply."""
 
 import pytest
 from hypothesis import given
@@ -22,17 +22,17 @@ from omni_proxy.config.state import (
 )
 
 URLS = ("http://a:1", "http://b:1", "http://c:1")
-EACH = st.sampled_from(URLS)
+ANY_URL = st.sampled_from(URLS)
 STATES = st.builds(
     SavedState,
     workers=st.lists(
-        st.builds(StateWorker, url=EACH, disabled=st.booleans(), max_inflight=st.integers(0, 3)),
+        st.builds(StateWorker, url=ANY_URL, disabled=st.booleans(), max_inflight=st.integers(0, 3)),
         unique_by=lambda worker: worker.url,
     ).map(tuple),
-    switches=st.dictionaries(EACH, st.builds(WorkerOverride, disabled=st.booleans())),
-    tombstones=st.dictionaries(EACH, st.sampled_from(["x", "y"])),
-    leaving=st.lists(EACH, unique=True).map(tuple),
-    disabled_by=st.dictionaries(EACH, st.builds(DisabledBy, by=st.sampled_from(["", "ann"]))),
+    switches=st.dictionaries(ANY_URL, st.builds(WorkerOverride, disabled=st.booleans())),
+    tombstones=st.dictionaries(ANY_URL, st.sampled_from(["x", "y"])),
+    leaving=st.lists(ANY_URL, unique=True).map(tuple),
+    disabled_by=st.dictionaries(ANY_URL, st.builds(DisabledBy, by=st.sampled_from(["", "ann"]))),
 )
 
 
@@ -48,21 +48,21 @@ def test_all_changes_between_two_states_lead_from_one_to_the_other(before, after
     assert parts(state) == parts(after)
 
 
-@given(STATES, STATES, EACH)
-def test_a_change_concerns_its_worker_alone(here, there, url):
-    state = with_change(here, change_of(there, url))
-    assert parts(state) == parts(here) | {url: change_of(there, url)}
-    assert state.voices == here.voices
+@given(STATES, STATES, ANY_URL)
+def test_a_change_affects_its_worker_alone(local, remote, url):
+    state = with_change(local, change_of(remote, url))
+    assert parts(state) == parts(local) | {url: change_of(remote, url)}
+    assert state.voices == local.voices
 
 
-@given(STATES, EACH)
+@given(STATES, ANY_URL)
 def test_a_change_survives_its_encoding(state, url):
     change = change_of(state, url)
     assert decode_change(encode_change(change)) == change
     assert split_stored(b"12:" + encode_change(change)) == (12, change)
 
 
-def test_a_change_that_cannot_be_read_is_none():
+def test_an_undecodable_change_is_none():
     assert decode_change(b"\xc1") is None
     for value in (b"", b"x:", b"-1:", b"1" * 5000 + b":"):
         assert split_stored(value) == (0, None)
@@ -81,11 +81,11 @@ def test_a_change_that_cannot_be_read_is_none():
         WorkerChange(url="x" * 1000, tombstone="y"),
     ],
 )
-def test_a_change_that_no_saved_state_may_have_is_none(change):
+def test_an_invalid_change_is_none(change):
     assert decode_change(encode_change(change)) is None
 
 
-def test_a_worker_of_the_configuration_file_may_be_a_socket():
+def test_a_configured_worker_can_be_a_unix_socket():
     for change in (
         WorkerChange(url="unix:/run/x.sock", switch=WorkerOverride(disabled=True)),
         WorkerChange(url="unix:/run/x.sock", tombstone=FLAG_FINGERPRINT, leaves=True),
