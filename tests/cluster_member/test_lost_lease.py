@@ -1,4 +1,4 @@
-"""Which workers a proxy holds whose lease has ended, with a clock of the test."""
+"""Which workers a proxy cordons after its lease has ended, on a mock clock."""
 
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ LEASE = 5.0
 
 
 class Cluster:
-    """A lease that was renewed last at `renewed_at`, and what workers report."""
+    """A lease that was last renewed at `renewed_at`, and the versions that workers report."""
 
     def __init__(self, clock: MockClock) -> None:
         self.clock = clock
@@ -30,10 +30,10 @@ class Cluster:
             self.fleet.set_version(worker, "v1", 1)
         self.labels: dict[str, str | None] = {worker.url: "v1" for worker in self.fleet.workers}
         self.renewed_at = 0.0
-        self.changed_once = self.trusts = True
+        self.weights_changed = self.trusts_workers = True
 
     def lease_left(self):
-        return self.renewed_at + LEASE - trio.current_time() if self.changed_once else None
+        return self.renewed_at + LEASE - trio.current_time() if self.weights_changed else None
 
     async def read(self, workers):
         await trio.lowlevel.checkpoint()
@@ -47,7 +47,7 @@ class Cluster:
 async def cut_off(clock):
     cluster = Cluster(clock)
     hold = cluster.hold = CutOffHold(
-        cluster.fleet, cluster.lease_left, cluster.read, lambda: cluster.trusts
+        cluster.fleet, cluster.lease_left, cluster.read, lambda: cluster.trusts_workers
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(hold.run, LEASE)
@@ -55,14 +55,14 @@ async def cut_off(clock):
         nursery.cancel_scope.cancel()
 
 
-async def test_a_worker_that_shows_its_version_is_never_held(autojump_clock):
+async def test_a_worker_that_reports_the_published_version_is_never_held(autojump_clock):
     async with cut_off(autojump_clock) as cluster:
         for _ in range(60):
             await trio.sleep(0.25)
             assert cluster.held() == []
 
 
-async def test_a_worker_with_another_version_or_none_is_held_until_the_store_is_heard(
+async def test_a_worker_with_another_version_or_none_is_held_until_the_lease_returns(
     autojump_clock,
 ):
     async with cut_off(autojump_clock) as cluster:
@@ -87,9 +87,9 @@ async def test_a_worker_whose_version_changes_while_the_proxy_is_cut_off_is_held
         assert cluster.held() == ["http://a:1"]
 
 
-async def test_with_refusal_no_worker_proves_itself(autojump_clock):
+async def test_without_trust_all_workers_are_held_when_the_lease_ends(autojump_clock):
     async with cut_off(autojump_clock) as cluster:
-        cluster.trusts = False
+        cluster.trusts_workers = False
         await trio.sleep(LEASE / 2)
         assert cluster.held() == []
         await trio.sleep(LEASE / 2)
@@ -99,15 +99,15 @@ async def test_with_refusal_no_worker_proves_itself(autojump_clock):
         assert cluster.held() == []
 
 
-async def test_nothing_is_held_where_weights_were_never_changed(autojump_clock):
+async def test_no_worker_is_held_if_weights_were_never_changed(autojump_clock):
     async with cut_off(autojump_clock) as cluster:
-        cluster.changed_once = False
+        cluster.weights_changed = False
         cluster.labels = dict.fromkeys(cluster.labels)
         await trio.sleep(2 * LEASE)
         assert cluster.held() == []
 
 
-async def test_a_version_that_another_proxy_has_published_needs_no_look(autojump_clock):
+async def test_a_version_published_by_another_proxy_releases_the_worker(autojump_clock):
     async with cut_off(autojump_clock) as cluster:
         await trio.sleep(2 * LEASE)
         first, second = cluster.fleet.workers

@@ -1,4 +1,4 @@
-"""Calls between members: only those of the cluster are answered, by the member that is meant."""
+"""Calls between members: a member answers only calls of its cluster that are addressed to it."""
 
 from contextlib import asynccontextmanager
 
@@ -19,11 +19,11 @@ KEY = b"k" * 32
 
 
 class Store:
-    """What the store has, as its commands see it."""
+    """A store in memory with the commands that members use."""
 
     def __init__(self) -> None:
         self.key = None
-        self.looks = 0
+        self.reads = 0
         self.leases: dict[bytes, bytes] = {}
         self.addresses: dict[bytes, bytes] = {}
 
@@ -39,15 +39,15 @@ class Store:
                 case "SMEMBERS":
                     replies.append(list(self.leases))
                 case "HGETALL":
-                    self.looks += 1
+                    self.reads += 1
                     replies.append(dict(self.addresses))
                 case "EVAL":
                     names = [key.rpartition(":")[2].encode() for key in arguments[2:-1]]
-                    replies.append([self.leases[each] is not None for each in names])
+                    replies.append([self.leases[member] is not None for member in names])
                 case "SREM" | "HDEL":
-                    for each in arguments[1:]:
-                        self.leases.pop(each.encode(), None)
-                        self.addresses.pop(each.encode(), None) if name == "HDEL" else None
+                    for member in arguments[1:]:
+                        self.leases.pop(member.encode(), None)
+                        self.addresses.pop(member.encode(), None) if name == "HDEL" else None
                     replies.append(1)
         return replies
 
@@ -81,32 +81,32 @@ async def two_members(monkeypatch, *, live=False):
         await nursery.start(two.members.listen, "127.0.0.1", scope)
         await two.members.connect(store)
         two.join(store, live=live)
-        two.members.disconnect()  # it is cut off
+        two.members.disconnect()  # from the store
         await one.members.connect(store)
         nursery.start_soon(one.members.run)
         yield store, one, two, scope
         nursery.cancel_scope.cancel()
 
 
-async def until(holds):
+async def wait_until(holds):
     while True:
         if holds():
             return
         await trio.sleep(0.01)
 
 
-async def until_needed(member, expected):
+async def wait_until_needed(member, expected):
     while True:
         if await member.members.needed() == expected:
             return
         await trio.sleep(0.01)
 
 
-async def test_a_member_without_a_lease_is_called_until_nothing_is_to_be_applied(monkeypatch):
+async def test_a_member_without_a_lease_is_called_repeatedly(monkeypatch):
     async with two_members(monkeypatch) as (_, one, two, _):
         assert await one.members.needed() == {"two"}
         one.outgoing = b"hold"
-        await until(lambda: len(one.replies) > 1)
+        await wait_until(lambda: len(one.replies) > 1)
         assert set(two.applied) == {b"hold"}
         assert set(one.replies) == {b"applied by two"}
         assert await one.members.needed() == {"two"}
@@ -115,48 +115,48 @@ async def test_a_member_without_a_lease_is_called_until_nothing_is_to_be_applied
 async def test_a_member_with_a_lease_is_not_called(monkeypatch):
     async with two_members(monkeypatch, live=True) as (store, one, two, _):
         one.outgoing = b"hold"
-        looks = store.looks
-        await until(lambda: store.looks > looks + 3)
+        reads = store.reads
+        await wait_until(lambda: store.reads > reads + 3)
         assert await one.members.needed() == {"two"}
         assert two.applied == []
 
 
-async def test_a_member_at_whose_address_nothing_listens_is_gone(monkeypatch):
+async def test_a_member_without_a_listener_is_removed(monkeypatch):
     async with two_members(monkeypatch) as (store, one, _, listening):
         listening.cancel()
         one.outgoing = b"hold"
-        await until_needed(one, set())
+        await wait_until_needed(one, set())
         assert store.addresses == {}
 
 
 async def test_another_member_at_the_address_applies_nothing(monkeypatch):
     async with two_members(monkeypatch) as (_, one, two, _):
-        two.name = "three"  # started anew
+        two.name = "three"  # a new process at the same address
         one.outgoing = b"hold"
-        await until_needed(one, set())
+        await wait_until_needed(one, set())
         assert two.applied == []
 
 
-async def test_a_member_that_does_not_answer_is_given_up_for_this_operation(monkeypatch):
+async def test_a_member_that_cannot_reply_is_not_needed_for_this_operation(monkeypatch):
     async with two_members(monkeypatch) as (_, one, two, _):
         two.members._key = b"another cluster"
         one.outgoing = b"hold"
-        await until_needed(one, set())
+        await wait_until_needed(one, set())
         assert two.applied == []
         one.outgoing = None
-        await until_needed(one, {"two"})
+        await wait_until_needed(one, {"two"})
 
 
-async def test_a_member_is_remembered_by_others_when_the_store_has_lost_everything(monkeypatch):
+async def test_members_remember_each_other_when_the_store_has_lost_its_data(monkeypatch):
     async with two_members(monkeypatch) as (store, one, _, _):
         store.addresses.clear()
         store.leases.clear()
         assert await one.members.needed() == {"two"}
-        one.members.forget("two")  # it has said goodbye
+        one.members.forget("two")  # it has left the cluster
         assert await one.members.needed() == set()
 
 
-async def test_what_no_member_has_written_into_the_store_is_ignored(monkeypatch):
+async def test_invalid_members_in_the_store_are_ignored(monkeypatch):
     async with two_members(monkeypatch, live=True) as (store, one, _, _):
         store.leases[b"\xff\xfe"] = b""
         for name, address in (
@@ -170,7 +170,7 @@ async def test_what_no_member_has_written_into_the_store_is_ignored(monkeypatch)
 @pytest.mark.parametrize(
     "change", [lambda sent: sent[:-1] + b"x", lambda sent: sent[:20], lambda _: b"\xff" * 40]
 )
-async def test_what_is_not_signed_or_not_whole_is_refused(change):
+async def test_a_message_that_is_truncated_or_has_a_wrong_signature_is_refused(change):
     left, right = trio.testing.memory_stream_pair()
     await left.send_all(change(signed(b"payload", KEY)))
     await left.send_eof()

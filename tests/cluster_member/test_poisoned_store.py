@@ -1,4 +1,4 @@
-"""The scripts of the store over values that no proxy has written."""
+"""The store's scripts with invalid values in the store."""
 
 from omni_proxy.cluster.operation_lease import READ, READ_MEMBERS, RESTORE
 from omni_proxy.cluster.worker_changes import PUT
@@ -10,7 +10,7 @@ from tests.redis_server import needs_store, redis_server
 pytestmark = needs_store
 
 
-async def test_a_value_that_no_proxy_has_written_is_written_over():
+async def test_an_invalid_value_is_overwritten():
     state = WeightState(token=5, number=1, holder="one")
     restore = ("EVAL", RESTORE, 2, "token", "state", 5, 1, encode_state(state))
     async with redis_server() as server:
@@ -29,12 +29,12 @@ async def test_a_value_that_no_proxy_has_written_is_written_over():
                 assert await connection.call(("HGET", "workers", "http://a:1")) == [b"3:new"]
 
 
-async def test_no_lease_lasts_for_ever():
+async def test_a_lease_without_expiry_gets_one():
     async with redis_server() as server:
         address = store_address(server.url)
         async with connected(address, lambda *_: None, None, 10.0) as connection:
             await connection.call(("SET", "lease", "7:one"), ("SET", "member", ""))
             assert await connection.call(("EVAL", READ, 1, "lease", 50)) == [b"7:one"]
             assert await connection.call(("EVAL", READ_MEMBERS, 1, "member", 50)) == [[1]]
-            left = await connection.call(("PTTL", "lease"), ("PTTL", "member"))
-            assert all(each == -2 or 0 <= each <= 50 for each in left)
+            remaining_ms = await connection.call(("PTTL", "lease"), ("PTTL", "member"))
+            assert all(ms == -2 or 0 <= ms <= 50 for ms in remaining_ms)

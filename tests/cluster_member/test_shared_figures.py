@@ -1,4 +1,4 @@
-"""What other proxies have counted, in the history of the cluster."""
+"""Counts of other proxies in the history of the cluster."""
 
 from dataclasses import fields
 
@@ -24,12 +24,12 @@ def figures(counted: CountedFigures) -> ProxyFigures:
     return ProxyFigures("1", 0.0, "", 0, 0.0, 0.0, 0, None, 0, {}, counted)
 
 
-def test_counts_travel_under_the_names_that_the_history_has():
+def test_counts_are_sent_with_the_names_of_the_history():
     names = set(CountedFigures.__struct_fields__)
     assert names < {field.name for field in fields(Bin)}
 
 
-def test_counts_of_a_member_are_added_and_those_of_an_unknown_one_are_not(monkeypatch):
+def test_only_counts_of_known_members_are_added(monkeypatch):
     monkeypatch.setattr(shared_figures.time, "time", lambda: AT)
     source = Source()
     source.history.follow_cluster(member=True)

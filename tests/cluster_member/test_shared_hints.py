@@ -1,4 +1,4 @@
-"""What proxies tell each other of caches and sessions, without a store between them."""
+"""Hints about caches and sessions that proxies exchange, here without a store."""
 
 from datetime import UTC, datetime
 
@@ -17,9 +17,9 @@ PROMPTS = unrelated(6, 3000)
 
 
 class Proxy:
-    """Its data plane is its own `HintsView`. `sent`: messages that left it."""
+    """A proxy that is its own `HintsView`. `sent`: the messages that it has published."""
 
-    def __init__(self, name, drawn=lambda _: 0, **routing):
+    def __init__(self, name, draw=lambda _: 0, **routing):
         self.name, self.now, self.sent = name, 100.0, []
         self.fleet = Fleet()
         specs = [
@@ -29,7 +29,7 @@ class Proxy:
         table = ClusterConfig(url="redis://nowhere")
         config = Config(cluster=table, routing=RoutingConfig(sticky_sessions=True, **routing))
         self.dataplane = DataPlane(
-            self.fleet, config, admin_socket="", sources=Sources(drawn, lambda: self.now)
+            self.fleet, config, admin_socket="", sources=Sources(draw, lambda: self.now)
         )
         self.hints = self.dataplane.cluster_hints
         self.shared = SharedHints(self.fleet, self, lambda: self.now, lambda: table)
@@ -58,7 +58,7 @@ class Proxy:
 
 
 async def publish(proxy, *others):
-    """Everything that it has to say, and how many bytes that was."""
+    """Publishes all pending hints of a proxy to the others; returns the messages."""
     proxy.sent = []
     before = -1
     while before < len(proxy.sent):
@@ -70,113 +70,113 @@ async def publish(proxy, *others):
     return proxy.sent
 
 
-async def test_a_prompt_follows_its_beginning_from_proxy_to_proxy():
-    one, two = Proxy("one", policy="cache_aware"), Proxy("two", policy="cache_aware")
-    at = {text: one.pick(text) for text in PROMPTS}
+async def test_a_prompt_goes_to_the_worker_of_its_beginning_at_every_proxy():
+    first, two = Proxy("first", policy="cache_aware"), Proxy("two", policy="cache_aware")
+    at = {text: first.pick(text) for text in PROMPTS}
     assert len(set(at.values())) > 1
-    await publish(one, two)
+    await publish(first, two)
     assert {text: two.pick(text + "and more") for text in PROMPTS} == at
     assert two.dataplane.policy.stats()["picks"] == {"published": len(PROMPTS)}
-    await publish(two, one)
-    grown = PROMPTS[0] + "and more" + "m" * 2000
-    assert one.pick(grown) == at[PROMPTS[0]]
+    await publish(two, first)
+    longer = PROMPTS[0] + "and more" + "m" * 2000
+    assert first.pick(longer) == at[PROMPTS[0]]
 
 
-async def test_a_prompt_is_published_once_and_never_spelled_out():
-    one = Proxy("one", policy="cache_aware")
+async def test_a_prompt_is_published_once_and_only_as_hashes():
+    first = Proxy("first", policy="cache_aware")
     for _ in range(3):
-        one.pick(PROMPTS[0], "a secret")
-    first = await publish(one)
-    assert await publish(one) == []
-    text = b"".join(first)
+        first.pick(PROMPTS[0], "a secret")
+    sent = await publish(first)
+    assert await publish(first) == []
+    text = b"".join(sent)
     assert len(text) < 400
     assert b"secret" not in text
     assert PROMPTS[0][:16].encode() not in text
 
 
-async def test_a_cache_that_was_emptied_is_so_at_each_proxy():
-    one, two = Proxy("one", policy="cache_aware"), Proxy("two", policy="cache_aware")
-    home = one.pick(PROMPTS[0])
-    await publish(one, two)
+async def test_a_cleared_cache_is_cleared_at_each_proxy():
+    first, two = Proxy("first", policy="cache_aware"), Proxy("two", policy="cache_aware")
+    home = first.pick(PROMPTS[0])
+    await publish(first, two)
     two.fleet.cache_cleared(two.fleet.find(home))
-    await publish(two, one)
-    for proxy in (one, two):
+    await publish(two, first)
+    for proxy in (first, two):
         _, reason = proxy.dataplane.policy.preview_pick(proxy.fleet.workers, chat(PROMPTS[0]))
         assert "only 0 of" in reason
-    assert one.pick(PROMPTS[0]) in URLS
-    (message,) = await publish(one, two)  # it is new there
+    assert first.pick(PROMPTS[0]) in URLS
+    (message,) = await publish(first, two)  # the prompt is new at that worker
     assert two.hints.stats()["prefixes"] > 0
     assert message
 
 
-async def test_a_session_stays_at_its_worker_through_each_proxy_and_moves_at_all():
-    one, two = Proxy("one"), Proxy("two")
-    one.pick("")  # so that their turns differ
-    homes = {name: one.pick("", name) for name in ("x", "y", "z")}
+async def test_a_session_has_the_same_worker_at_all_proxies_also_after_a_move():
+    first, two = Proxy("first"), Proxy("two")
+    first.pick("")  # so that the next picks of the proxies differ
+    homes = {name: first.pick("", name) for name in ("x", "y", "z")}
     assert len(set(homes.values())) == 3
-    await publish(one, two)
+    await publish(first, two)
     assert {name: two.pick("", name) for name in homes} == homes
     home = two.fleet.find(homes["x"])
     others = [worker for worker in two.fleet.workers if worker is not home]
     moved = two.dataplane.policy.pick(others, chat("", key="x")).url
-    await publish(two, one)
-    assert one.pick("", "x") == moved != homes["x"]
-    assert one.dataplane.finish_session("y")
-    await publish(one, two)
+    await publish(two, first)
+    assert first.pick("", "x") == moved != homes["x"]
+    assert first.dataplane.finish_session("y")
+    await publish(first, two)
     assert not two.dataplane.finish_session("y")
 
 
-async def test_sessions_that_begin_elsewhere_are_load():
-    one, two = Proxy("one", sticky_load="sessions"), Proxy("two", sticky_load="sessions")
+async def test_sessions_of_other_proxies_count_as_load():
+    first, two = Proxy("first", sticky_load="sessions"), Proxy("two", sticky_load="sessions")
     for name in ("x", "y", "z"):
-        one.pick("", name)
-    await publish(one, two)
+        first.pick("", name)
+    await publish(first, two)
     assert sorted(map(two.dataplane.session_count, two.fleet.workers)) == [0, 1, 1, 1]
     (idle,) = [w.url for w in two.fleet.workers if not two.dataplane.session_count(w)]
     assert two.pick("", "new") == idle
 
 
-async def test_a_session_that_is_used_at_one_proxy_expires_at_none():
-    one, two = Proxy("one", sticky_idle_secs=40), Proxy("two", sticky_idle_secs=40)
-    home = one.pick("", "x")
+async def test_a_session_that_is_used_at_one_proxy_expires_at_no_proxy():
+    first, two = Proxy("first", sticky_idle_secs=40), Proxy("two", sticky_idle_secs=40)
+    home = first.pick("", "x")
     for _ in range(10):
-        for proxy in (one, two):
+        for proxy in (first, two):
             proxy.now += 11
             proxy.dataplane.loop.now = proxy.now
             proxy.dataplane.policy.maintain(proxy.now)
-        assert one.pick("", "x") == home
-        await publish(one, two)
+        assert first.pick("", "x") == home
+        await publish(first, two)
     two.pick("", "another")
     assert two.pick("", "x") == home
 
 
-async def test_two_proxies_that_begin_a_session_at_once_agree_afterwards():
-    one, two = Proxy("one"), Proxy("two")
+async def test_two_proxies_that_begin_a_session_concurrently_agree_afterwards():
+    first, two = Proxy("first"), Proxy("two")
     two.pick("")
     two.now += 0.01
-    assert one.pick("", "x") != two.pick("", "x")
-    await one.shared.tick(one, "one")
+    assert first.pick("", "x") != two.pick("", "x")
+    await first.shared.tick(first, "first")
     await two.shared.tick(two, "two")
-    for sender, receiver in ((one, two), (two, one)):
+    for sender, receiver in ((first, two), (two, first)):
         for payload in sender.sent:
             receiver.shared.take(decode(payload))
-    assert one.pick("", "x") == two.pick("", "x")
+    assert first.pick("", "x") == two.pick("", "x")
 
 
-async def test_a_proxy_that_joins_learns_what_the_others_know():
-    one, late = Proxy("one", policy="cache_aware"), Proxy("late", policy="cache_aware")
-    at, home = one.pick(PROMPTS[0]), one.pick("", "x")
-    await publish(one)
-    one.shared.repeat()
-    await publish(one, late)
-    assert (late.pick(PROMPTS[0]), late.pick("", "x")) == (at, home)
+async def test_a_joining_proxy_gets_all_hints():
+    first, joining = Proxy("first", policy="cache_aware"), Proxy("joining", policy="cache_aware")
+    at, home = first.pick(PROMPTS[0]), first.pick("", "x")
+    await publish(first)
+    first.shared.repeat()
+    await publish(first, joining)
+    assert (joining.pick(PROMPTS[0]), joining.pick("", "x")) == (at, home)
 
 
-async def test_a_publication_is_bounded_and_the_rest_follows():
-    one = Proxy("one", policy="cache_aware")
+async def test_a_publication_is_bounded_and_the_rest_follows_later():
+    first = Proxy("first", policy="cache_aware")
     for text in unrelated(90, 4000):
-        one.pick(text)
-    waiting = one.hints.stats()["unpublished"]
-    await one.shared.tick(one, "one")
-    assert one.hints.stats()["unpublished"] == waiting - MOST_HASHES
-    assert sum(map(len, one.sent)) < 9 * MOST_HASHES
+        first.pick(text)
+    waiting = first.hints.stats()["unpublished"]
+    await first.shared.tick(first, "first")
+    assert first.hints.stats()["unpublished"] == waiting - MOST_HASHES
+    assert sum(map(len, first.sent)) < 9 * MOST_HASHES

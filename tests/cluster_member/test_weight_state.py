@@ -1,4 +1,4 @@
-"""What another proxy publishes of weights, in force here."""
+"""This proxy applies the weight state that another proxy publishes."""
 
 from datetime import UTC, datetime
 
@@ -37,8 +37,8 @@ class Proxy:
         return self.worker(url).cordon_reasons
 
     def state(self, token, number, *, busy=True):
-        made = collect(self.fleet, self.journal, holder="p", busy=busy)
-        fields = {name: getattr(made, name) for name in made.__struct_fields__}
+        state = collect(self.fleet, self.journal, holder="p", busy=busy)
+        fields = {name: getattr(state, name) for name in state.__struct_fields__}
         return WeightState(**fields | {"token": token, "number": number})
 
 
@@ -47,19 +47,19 @@ def proxies(tmp_path):
     return Proxy(tmp_path / "holder"), Proxy(tmp_path / "other")
 
 
-def updated(holder, url, label, epoch):
+def update_worker(holder, url, label, epoch):
     holder.fleet.set_version(holder.worker(url), label, epoch)
     holder.journal.published = PublishedVersion(epoch, label)
 
 
-def test_a_worker_is_held_from_the_hold_to_its_new_version(proxies):
+def test_a_worker_is_held_until_it_has_its_new_version(proxies):
     holder, other = proxies
     holder.fleet.cordon(holder.worker(A), "updating")
     assert other.followed.apply(holder.state(1, 1))
     assert other.reasons(A) == {"updating"}
     assert other.followed.is_held(other.worker(A))
     assert not other.followed.is_held(other.worker(B))
-    updated(holder, A, "v1", 1)
+    update_worker(holder, A, "v1", 1)
     holder.fleet.uncordon(holder.worker(A), "updating")
     seen = []
     other.fleet.watch_worker(lambda worker: seen.append((worker.routable, worker.weight_version)))
@@ -78,7 +78,7 @@ def test_an_older_state_changes_nothing(proxies):
     assert other.reasons(A) == set()
 
 
-def test_workers_of_a_lost_holder_are_uncertain_until_an_operation_has_changed_them(proxies):
+def test_workers_of_a_lost_holder_are_uncertain_until_they_are_updated(proxies):
     holder, other = proxies
     assert other.followed.apply(holder.state(1, 1))
     holder.fleet.cordon(holder.worker(A), "updating")
@@ -86,23 +86,23 @@ def test_workers_of_a_lost_holder_are_uncertain_until_an_operation_has_changed_t
     other.followed.orphan("it was lost")
     assert other.reasons(A) == {"uncertain"}
     assert other.journal.uncertain == {A: "it was lost"}
-    updated(holder, A, "v2", 2)
+    update_worker(holder, A, "v2", 2)
     holder.fleet.uncordon(holder.worker(A), "updating")
     assert other.followed.apply(holder.state(2, 1, busy=False))
     assert other.reasons(A) == set()
     assert other.journal.uncertain == {}
 
 
-def test_what_a_proxy_finds_uncertain_by_itself_stays_so(proxies):
+def test_a_worker_that_this_proxy_marked_uncertain_stays_uncertain(proxies):
     holder, other = proxies
     assert other.followed.apply(holder.state(1, 1))
     other.journal.mark_uncertain({B: "missed an update"})
-    updated(holder, A, "v1", 1)
+    update_worker(holder, A, "v1", 1)
     assert other.followed.apply(holder.state(1, 2))
     assert other.journal.uncertain == {B: "missed an update"}
 
 
-def test_uncertain_and_paused_workers_are_so_everywhere_and_come_back(proxies):
+def test_uncertain_and_paused_workers_are_cordoned_at_all_proxies(proxies):
     holder, other = proxies
     holder.journal.mark_uncertain({A: "cut short"})
     holder.journal.cordon_paused(B)

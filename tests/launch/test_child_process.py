@@ -33,7 +33,7 @@ trio.run(main)
 """
 
 
-async def test_a_program_that_is_killed_leaves_no_child_behind():
+async def test_a_killed_program_leaves_no_child_behind():
     argv = [sys.executable, "-c", GUARDED_PROGRAM]
     program = await trio.lowlevel.open_process(argv, stdout=-1)
     printed = b""
@@ -63,8 +63,8 @@ async def test_the_last_output_is_read_after_the_child_has_ended():
 
 
 async def handed_without_output():
-    """A running process, and what another program has handed over of it: an output that can't be
-    opened anew, as a pipe can't without /proc."""
+    """A running process, and its handover by another program: with an output that can't be
+    reopened, like a pipe without /proc."""
     process = await trio.lowlevel.open_process(["sleep", "600"], start_new_session=True)
     with socket.socket() as output:
         descriptors = os.pidfd_open(process.pid), os.dup(output.fileno())
@@ -72,7 +72,7 @@ async def handed_without_output():
     return process, HandedReplica(record, *descriptors)
 
 
-async def test_a_handed_process_that_nobody_can_go_on_with_is_ended(caplog):
+async def test_a_handed_process_that_cannot_be_adopted_is_ended(caplog):
     process, handed = await handed_without_output()
     with pytest.raises(OSError):
         await ParentDeathGuard().adopt(handed, print)
@@ -96,7 +96,7 @@ def test_lines_do_not_depend_on_the_chunks(parts, data):
 
 
 @given(st.binary(max_size=20_000))
-def test_lines_are_bounded_and_hold_no_control_characters(output):
+def test_lines_are_bounded_and_have_no_control_characters(output):
     for line in OutputLines().feed(output + b"\n"):
         assert len(line) <= LINE_CHARS + len(" [cut]")
         assert not any(char < " " and char != "\t" for char in line)

@@ -31,18 +31,18 @@ def test_without_allocated_gpus_the_visible_ones_are_inherited():
     assert env["CUDA_VISIBLE_DEVICES"] == "0,1"
 
 
-def test_the_own_command_needs_no_path():
+def test_the_command_omni_proxy_needs_no_path():
     entry = LaunchEntry(command=("omni-proxy", "replica"))
     assert argv_of(entry, 0, ()) == [sys.executable, "-m", "omni_proxy", "replica"]
 
 
-def test_a_frozen_binary_is_its_own_interpreter(monkeypatch):
+def test_a_frozen_binary_runs_itself(monkeypatch):
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     entry = LaunchEntry(command=("omni-proxy", "replica"))
     assert argv_of(entry, 0, ()) == [sys.executable, "replica"]
 
 
-def test_an_archive_is_started_again_as_one(monkeypatch, tmp_path):
+def test_an_archive_runs_itself(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["./omni-proxy.pyz", "--config", "x"])
     argv = argv_of(LaunchEntry(command=("omni-proxy", "replica")), 0, ())
@@ -53,16 +53,16 @@ def test_the_libraries_of_a_frozen_binary_are_not_inherited_by_other_programs(mo
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     unpacked = {"LD_LIBRARY_PATH": "/tmp/_MEI1", "_PYI_ARCHIVE_FILE": "/bin/omni-proxy"}
     env = {"HOME": "/here", **unpacked}
-    other, ours = LaunchEntry(command=("vllm",)), LaunchEntry(command=("omni-proxy", "replica"))
+    other, own = LaunchEntry(command=("vllm",)), LaunchEntry(command=("omni-proxy", "replica"))
     assert environment_of(other, 0, (), env) == {"PYTHONUNBUFFERED": "1", "HOME": "/here"}
-    assert environment_of(ours, 0, (), env) == {"PYTHONUNBUFFERED": "1", **env}
+    assert environment_of(own, 0, (), env) == {"PYTHONUNBUFFERED": "1", **env}
     before = {**env, "LD_LIBRARY_PATH_ORIG": "/opt/cuda"}
     assert environment_of(other, 0, (), before)["LD_LIBRARY_PATH"] == "/opt/cuda"
     monkeypatch.setattr(sys, "frozen", False)
     assert environment_of(other, 0, (), env)["LD_LIBRARY_PATH"] == "/tmp/_MEI1"
 
 
-def test_keys_that_apply_to_a_running_process_are_no_start_parameters():
+def test_keys_that_apply_to_a_running_process_are_not_start_parameters():
     same = LaunchEntry(command=("x",), replicas=5, model="m", restart="never")
     assert start_parameters(same) == start_parameters(LaunchEntry(command=("x",)))
     assert start_parameters(same) != start_parameters(LaunchEntry(command=("x",), base_port=32000))
@@ -72,12 +72,12 @@ def test_keys_that_apply_to_a_running_process_are_no_start_parameters():
     assert start_parameters(same) != start_parameters(moved)
 
 
-def test_each_replica_has_a_bootstrap_port_of_its_own():
+def test_each_replica_has_its_own_bootstrap_port():
     entry = LaunchEntry(command=("x", "{bootstrap_port}"), base_bootstrap_port=9000, replicas=2)
     assert [argv_of(entry, index, ()) for index in (0, 1)] == [["x", "9000"], ["x", "9001"]]
 
 
-def test_a_number_counts_on_from_replica_to_replica():
+def test_a_number_placeholder_is_incremented_for_each_replica():
     words = ("x", "tcp://*:{5557+index}", '{"a": "tcp://*:{6000+index}", "b": {}}', "{a+index}")
     entry = LaunchEntry(command=words, replicas=3)
     assert argv_of(entry, 0, ())[1] == "tcp://*:5557"

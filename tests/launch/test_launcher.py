@@ -219,7 +219,7 @@ async def test_status_shows_a_missing_program(base_port):
         ("CUDA out of memory", 1, False),
     ],
 )
-async def test_a_failure_that_no_retry_mends_is_fatal(base_port, output, status, fatal):
+async def test_a_failure_that_no_retry_can_fix_is_fatal(base_port, output, status, fatal):
     words = (sys.executable, "-c", f"print({output!r}); raise SystemExit({status})")
     refuses = LaunchEntry(command=words, base_port=base_port, restart="never")
     async with running(refuses) as fixture:
@@ -241,7 +241,7 @@ async def test_a_port_in_use_gets_no_requests_and_is_retried(base_port):
         await fixture.until_states("ready")
 
 
-async def test_a_stop_ends_the_whole_process_group(base_port):
+async def test_stopping_a_replica_ends_its_process_group(base_port):
     async with running(entry(base_port, "parent")) as fixture:
         await fixture.until_states("ready")
         grandchild = int((await body_of(fixture.routable()[0]))[0])
@@ -268,7 +268,7 @@ async def test_a_process_that_ignores_sigterm_gets_sigkill(base_port, monkeypatc
     assert not alive(pid)
 
 
-async def test_another_count_starts_and_stops_only_the_difference(base_port):
+async def test_a_changed_count_starts_or_stops_only_the_difference(base_port):
     async with running(entry(base_port, replicas=2)) as fixture:
         await fixture.until_states("ready", "ready")
         first, second = fixture.pids()
@@ -281,7 +281,7 @@ async def test_another_count_starts_and_stops_only_the_difference(base_port):
         assert not alive(second)
 
 
-async def test_keys_that_need_no_restart_cause_none(base_port):
+async def test_a_changed_key_that_needs_no_restart_causes_none(base_port):
     async with running(entry(base_port)) as fixture:
         await fixture.until_states("ready")
         before = fixture.pids()
@@ -311,7 +311,7 @@ async def test_a_broken_new_command_costs_one_replica_until_it_is_fixed(base_por
         fixture.config_store.apply(entry(base_port, "broken", replicas=2))
         await fixture.until(lambda: fixture.launcher.status()[0]["restarts"] >= 2)
         assert fixture.pids()[1] == second
-        fixture.config_store.apply(entry(base_port, "mended", replicas=2))
+        fixture.config_store.apply(entry(base_port, "fixed", replicas=2))
         await fixture.until(lambda: fixture.pids()[1] != second)
         await fixture.until_states("ready", "ready")
 
@@ -330,24 +330,24 @@ async def test_a_removed_replica_is_drained_first(base_port):
         await fixture.until_states("ready")
 
 
-async def test_a_replica_that_was_removed_has_no_process_until_it_is_added_again(base_port):
+async def test_a_removed_replica_has_no_process_until_it_is_added_again(base_port):
     async with running(entry(base_port, replicas=2)) as fixture:
         await fixture.until_states("ready", "ready")
-        kept, gone = fixture.fleet.workers
+        kept, removed = fixture.fleet.workers
         pid = fixture.pids()[1]
-        gone.in_flight = 1
+        removed.in_flight = 1
         fixture.config_store.change(
-            with_deleted(SavedState(), fixture.config_store.config, gone.url)
+            with_deleted(SavedState(), fixture.config_store.config, removed.url)
         )
         await trio.testing.wait_all_tasks_blocked(0.05)
-        assert alive(pid)  # it finishes what it has
-        gone.in_flight = 0
+        assert alive(pid)  # it finishes its requests
+        removed.in_flight = 0
         await fixture.until_states("ready")
         assert not alive(pid)
         assert fixture.routable() == [kept.url]
         fixture.config_store.change(SavedState())
         await fixture.until_states("ready", "ready")
-        assert fixture.routable() == [kept.url, gone.url]
+        assert fixture.routable() == [kept.url, removed.url]
 
 
 async def test_output_is_logged_with_the_name_of_the_replica(base_port, caplog):
@@ -356,7 +356,7 @@ async def test_output_is_logged_with_the_name_of_the_replica(base_port, caplog):
         await fixture.until(lambda: f"chat[0] listening on {base_port}" in caplog.messages)
 
 
-async def test_a_handed_process_that_was_not_gone_on_with_is_ended(base_port):
+async def test_a_handed_process_that_was_not_adopted_is_ended(base_port):
     async with running(entry(base_port)) as first:
         await first.until_states("ready")
         (pid,) = first.pids()
@@ -368,7 +368,7 @@ async def test_a_handed_process_that_was_not_gone_on_with_is_ended(base_port):
         assert not alive(pid)
 
 
-async def test_a_launcher_that_is_ended_at_once_ends_what_it_was_handed(base_port):
+async def test_a_launcher_that_is_cancelled_at_once_ends_its_handed_processes(base_port):
     async with running(entry(base_port)) as first:
         await first.until_states("ready")
         (pid,) = first.pids()

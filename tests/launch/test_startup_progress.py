@@ -47,7 +47,7 @@ async def test_a_failure_is_reported_once_with_its_reason(autojump_clock):
         replicas.set("a", "ready", "exit status 3")
 
 
-async def test_a_replica_that_is_given_up_is_reported_and_not_waited_for(autojump_clock):
+async def test_a_replica_that_has_stopped_is_reported_and_not_waited_for(autojump_clock):
     replicas, lines = Replicas("a", "b"), []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait_until_ready, replicas.status, replicas.wait_change, lines.append)
@@ -75,11 +75,11 @@ async def test_a_replica_that_fails_after_it_was_ready_is_waited_for_again(autoj
 
 
 async def wait_result(replicas, *steps, startup_secs=600.0):
-    """The result, when it came, and the printed lines; each second one of `steps` happens."""
-    lines, ended = [], []
+    """The result, the seconds until it, and the printed lines. One of `steps` happens each second."""
+    lines, results = [], []
 
     async def wait():
-        ended.append(
+        results.append(
             await wait_until_ready(
                 replicas.status, replicas.wait_change, lines.append, startup_secs
             )
@@ -88,11 +88,11 @@ async def wait_result(replicas, *steps, startup_secs=600.0):
     began = trio.current_time()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(wait)
-        for url, state, error, more in steps:
+        for url, state, error, fields in steps:
             await trio.sleep(1)
-            replicas.rows[url].update(more)
+            replicas.rows[url].update(fields)
             replicas.set(url, state, error)
-    return ended[0], trio.current_time() - began, lines
+    return results[0], trio.current_time() - began, lines
 
 
 FATAL = ("process ended with exit status 2; last line: no such flag", {"fatal": True})
@@ -112,8 +112,8 @@ async def test_the_wait_ends_when_all_replicas_have_failed(
     assert (reason, secs) == ("no replica can be started", 3)
 
 
-async def test_five_failed_attempts_of_each_end_the_wait(autojump_clock):
-    steps = [("a", "backing_off", "it died", {"restarts": made}) for made in range(5)]
+async def test_five_failed_attempts_of_each_replica_end_the_wait(autojump_clock):
+    steps = [("a", "backing_off", "it died", {"restarts": restarts}) for restarts in range(5)]
     reason, secs, lines = await wait_result(Replicas("a"), *steps)
     assert (reason, secs) == ("no replica can be started", 5)
     assert lines[1:] == ["replica a is not ready: it died; it is tried again"]
@@ -126,7 +126,7 @@ async def test_the_wait_for_the_first_replica_is_bounded(autojump_clock):
 
 async def test_once_a_replica_was_ready_the_others_are_waited_for(autojump_clock):
     steps = [("b", "ready", None, {})]
-    steps += [("a", "backing_off", "it died", {"restarts": made}) for made in range(9)]
+    steps += [("a", "backing_off", "it died", {"restarts": restarts}) for restarts in range(9)]
     steps += [("a", "ready", None, {})]
     reason, secs, lines = await wait_result(Replicas("a", "b"), *steps, startup_secs=3)
     assert (reason, secs) == ("", 11)
