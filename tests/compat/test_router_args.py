@@ -13,9 +13,9 @@ from omni_proxy.compat.router_args import WITHOUT_FLAG, field_table, flag_of, ha
 BOTH = pytest.mark.parametrize("kind", [SglangRouterArgs, VllmRouterArgs])
 
 
-def parser_of(kind, **how):
+def parser_of(kind, **options):
     parser = argparse.ArgumentParser()
-    kind.add_cli_args(parser, **how)
+    kind.add_cli_args(parser, **options)
     return parser
 
 
@@ -23,19 +23,19 @@ def actions(kind):
     return [each for each in parser_of(kind)._actions if each.dest != "help"]
 
 
-def test_the_name_without_a_router_is_that_of_sglang():
+def test_router_args_are_those_of_sglang():
     assert RouterArgs is SglangRouterArgs
 
 
-def test_the_two_have_the_defaults_of_their_routers():
-    ours, theirs = SglangRouterArgs(), VllmRouterArgs()
-    assert (ours.host, theirs.host) == ("0.0.0.0", "127.0.0.1")
-    assert (ours.worker_startup_timeout_secs, theirs.worker_startup_timeout_secs) == (1800, 600)
-    assert (ours.max_concurrent_requests, theirs.max_concurrent_requests) == (-1, 32768)
-    assert (ours.prometheus_port, theirs.prometheus_port) == (None, None)
-    # SkyRL reads both, whichever it set.
-    assert (theirs.vllm_pd_disaggregation, theirs.pd_disaggregation) == (False, False)
-    assert not hasattr(theirs, "disable_health_check")  # slime asks whether there is one
+def test_each_class_has_the_defaults_of_its_router():
+    sglang, vllm = SglangRouterArgs(), VllmRouterArgs()
+    assert (sglang.host, vllm.host) == ("0.0.0.0", "127.0.0.1")
+    assert (sglang.worker_startup_timeout_secs, vllm.worker_startup_timeout_secs) == (1800, 600)
+    assert (sglang.max_concurrent_requests, vllm.max_concurrent_requests) == (-1, 32768)
+    assert (sglang.prometheus_port, vllm.prometheus_port) == (None, None)
+    # SkyRL reads both attributes.
+    assert (vllm.vllm_pd_disaggregation, vllm.pd_disaggregation) == (False, False)
+    assert not hasattr(vllm, "disable_health_check")  # slime checks whether it exists
 
 
 @BOTH
@@ -45,7 +45,7 @@ def test_lists_are_not_shared_between_arguments(kind):
 
 
 @BOTH
-def test_values_may_stand_in_the_order_of_the_fields(kind):
+def test_values_can_be_positional(kind):
     args = kind(["http://a:1"], "::1", 5)
     assert (args.worker_urls, args.host, args.port) == (["http://a:1"], "::1", 5)
     with pytest.raises(TypeError, match="given by place and by name: host"):
@@ -55,7 +55,7 @@ def test_values_may_stand_in_the_order_of_the_fields(kind):
 
 
 @BOTH
-def test_what_is_no_field_is_kept(kind):
+def test_unknown_fields_are_kept(kind):
     args = kind(upstream_http2=True)
     args.router_policy = "random"
     assert args.unknown_fields() == {"upstream_http2": True, "router_policy": "random"}
@@ -65,7 +65,7 @@ def test_what_is_no_field_is_kept(kind):
 
 
 @BOTH
-def test_they_are_dataclasses_as_trainers_use_them(kind):
+def test_arguments_work_as_dataclasses(kind):
     args = dataclasses.replace(kind(port=1), host="a")
     assert (args.host, args.port) == ("a", 1)
     assert args == kind(host="a", port=1) != kind()
@@ -74,17 +74,17 @@ def test_they_are_dataclasses_as_trainers_use_them(kind):
 
 
 @BOTH
-def test_every_field_is_served_refused_or_has_a_reason_to_have_no_effect(kind):
+def test_every_field_is_supported_or_refused_or_documented_without_effect(kind):
     for name in field_table(kind):
         flag = flag_of(name)
-        reported = [has_effect(flag), bool(refusal_of(flag)), flag in WITHOUT_EFFECT]
-        assert reported.count(True) == 1, name
+        cases = [has_effect(flag), bool(refusal_of(flag)), flag in WITHOUT_EFFECT]
+        assert cases.count(True) == 1, name
 
 
 @BOTH
-def test_the_flags_defaults_make_the_arguments_defaults(kind):
+def test_the_defaults_of_flags_are_the_defaults_of_arguments(kind):
     args = kind.from_cli_args(parser_of(kind).parse_args([]))
-    assert args.prometheus_port == 29000  # as those commands have it, unlike their classes
+    assert args.prometheus_port == 29000  # the default of the commands, not of the classes
     assert (args.prometheus_host, args.log_level) == (
         {"sglang": "0.0.0.0", "vllm": "127.0.0.1"}[kind.dialect],
         "info",
@@ -93,7 +93,7 @@ def test_the_flags_defaults_make_the_arguments_defaults(kind):
     assert dataclasses.replace(args, **same) == kind()
 
 
-def another(action):
+def value_for(action):
     if action.nargs == 0:
         return []
     if action.dest == "prefill":
@@ -110,7 +110,7 @@ def test_every_flag_reaches_its_field(kind):
     names = {flag_of(name): name for name in field_table(kind)}
     for action in actions(kind):
         (flag,) = action.option_strings
-        args = kind.from_cli_args(parser_of(kind).parse_args([flag, *another(action)]))
+        args = kind.from_cli_args(parser_of(kind).parse_args([flag, *value_for(action)]))
         changed = dataclasses.replace(args, prometheus_host=None, log_level=None)
         if flag != "--prometheus-port":
             changed.prometheus_port = None
@@ -126,12 +126,12 @@ def test_every_flag_reaches_its_field(kind):
 
 
 @BOTH
-def test_with_the_prefix_all_but_the_address_and_the_workers_have_it(kind):
+def test_with_the_prefix_all_flags_but_address_and_workers_have_it(kind):
     parser = parser_of(kind, use_router_prefix=True, exclude_host_port=True)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     assert not {"--host", "--port", "--policy"} & flags
     assert {"--worker-urls", "--router-policy", "--router-prefill"} <= flags
-    # A trainer's own arguments stand in the same namespace.
+    # A trainer's own arguments are in the same namespace.
     parser.add_argument("--sglang-router-ip")
     parser.add_argument("--moe-router-dtype", default="fp32")
     parser.add_argument("--host", default="trainer")
@@ -141,14 +141,14 @@ def test_with_the_prefix_all_but_the_address_and_the_workers_have_it(kind):
 
 
 @BOTH
-def test_without_host_and_port_excluded_they_are_there_without_a_prefix(kind):
+def test_host_and_port_have_no_prefix_unless_excluded(kind):
     parser = parser_of(kind, use_router_prefix=True)
     args = kind.from_cli_args(parser.parse_args(["--host", "h", "--port", "3"]), True)
     assert (args.host, args.port) == ("h", 3)
 
 
 def test_the_flags_of_one_router_make_the_arguments_of_the_other():
-    """vime registers the flags of whichever package it finds first."""
+    """vime registers the flags of the first package that it finds."""
     parser = parser_of(SglangRouterArgs, use_router_prefix=True, exclude_host_port=True)
     words = "--router-policy random --router-disable-health-check --router-max-idle-secs 9"
     args = VllmRouterArgs.from_cli_args(parser.parse_args(words.split()), use_router_prefix=True)
@@ -181,16 +181,16 @@ def test_urls_selectors_and_keys_are_read_as_the_routers_read_them():
         ("--control-plane-api-keys a:b:king:c", "--control-plane-api-keys: write id:name:role:key"),
     ],
 )
-def test_a_value_that_cannot_be_read_is_named(words, message):
+def test_the_error_for_an_invalid_value_names_it(words, message):
     parsed = parser_of(SglangRouterArgs).parse_args(words.split())
     with pytest.raises(ValueError, match=message):
         SglangRouterArgs.from_cli_args(parsed)
 
 
-def test_what_has_been_read_is_taken_as_it_is():
-    given = SimpleNamespace(
+def test_parsed_values_are_used_unchanged():
+    parsed = SimpleNamespace(
         prefill_urls=[("http://p:1", None)], decode_urls=["http://d:1"], selector={"a": "b"}
     )
-    args = VllmRouterArgs.from_cli_args(given)
+    args = VllmRouterArgs.from_cli_args(parsed)
     assert (args.prefill_urls, args.decode_urls) == ([("http://p:1", None)], ["http://d:1"])
     assert args.selector == {"a": "b"}

@@ -5,31 +5,31 @@ from omni_proxy.config.schema import Config
 
 
 @pytest.fixture
-def started(monkeypatch):
-    kept = []
-    monkeypatch.setattr(scripts, "start", lambda startup: kept.append(startup) or 0)
-    return kept
+def startups(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(scripts, "start", lambda startup: recorded.append(startup) or 0)
+    return recorded
 
 
-def test_the_commands_have_the_defaults_of_their_routers(started):
+def test_the_commands_have_the_defaults_of_their_routers(startups):
     assert scripts.sglang_main(["launch"]) == scripts.launch_vllm([]) == 0
-    sglang, vllm = (startup.effective_config(Config()) for startup in started)
+    sglang, vllm = (startup.effective_config(Config()) for startup in startups)
     assert (sglang.server.host, vllm.server.host) == ("0.0.0.0", "127.0.0.1")
     assert (sglang.admin.metrics_listen, vllm.admin.metrics_listen) == (
         "0.0.0.0:29000",
         "127.0.0.1:29000",
     )
-    assert [startup.dialect for startup in started] == ["sglang", "vllm"]
+    assert [startup.dialect for startup in startups] == ["sglang", "vllm"]
 
 
-def test_the_command_line_of_prime_rl_is_taken(started):
+def test_the_command_line_of_prime_rl_is_accepted(startups):
     words = (
         "--policy sticky_least_loaded --host 0.0.0.0 --port 8000 --request-id-headers x-session-id "
         "--prometheus-port 29001 --worker-startup-timeout-secs 4200 --log-level debug "
         "--worker-urls http://10.0.0.1:8000 http://10.0.0.2:8000"
     )
     assert scripts.launch_vllm(words.split()) == 0
-    (startup,) = started
+    (startup,) = startups
     config = startup.effective_config(Config())
     assert config.routing.sticky_sessions
     assert config.server.request_id_headers == ("x-session-id",)
@@ -38,38 +38,40 @@ def test_the_command_line_of_prime_rl_is_taken(started):
     assert startup.warnings == ()
 
 
-def test_what_is_not_served_ends_with_what_to_do_instead(started, capsys):
+def test_an_unsupported_connector_is_refused_with_alternatives(startups, capsys):
     words = (
         "--vllm-pd-disaggregation --prefill http://p:1 --decode http://d:1 --kv-connector moriio"
     )
     assert scripts.launch_vllm(words.split()) == 2
     output = capsys.readouterr().err
     assert '"moriio" is not supported; use nixl or mooncake' in output
-    assert started == []
+    assert startups == []
 
 
-def test_prefill_and_decode_workers_are_served(started):
+def test_prefill_and_decode_workers_are_served(startups):
     words = "--vllm-pd-disaggregation --prefill http://p:1 --prefill http://q:1 none "
     assert scripts.launch_vllm((words + "--decode http://d:1").split()) == 0
-    (startup,) = started
+    (startup,) = startups
     assert [worker.url for worker in startup.pool_workers] == [
         "http://p:1", "http://q:1", "http://d:1"
     ]  # fmt: skip
 
 
-def test_a_mistyped_flag_has_a_suggestion(started, capsys):
+def test_a_mistyped_flag_has_a_suggestion(startups, capsys):
     with pytest.raises(SystemExit):
         scripts.launch_sglang(["--polcy", "random"])
     assert "did you mean `--policy`" in capsys.readouterr().err
 
 
-def test_sglang_router_has_its_subcommands(started, capsys, monkeypatch):
+def test_sglang_router_has_its_subcommands(startups, capsys, monkeypatch):
     assert scripts.sglang_main([]) == 2
     assert "launch" in capsys.readouterr().err
     assert scripts.sglang_main(["--help"]) == 0
     assert "server" in capsys.readouterr().out
     assert scripts.sglang_main(["--version"]) == 0
     assert "sglang-router" in capsys.readouterr().out
-    monkeypatch.setattr("omni_proxy.cli.launch.start", lambda startup: started.append(startup) or 0)
+    monkeypatch.setattr(
+        "omni_proxy.cli.launch.start", lambda startup: startups.append(startup) or 0
+    )
     assert scripts.sglang_main(["server", "--model-path", "tiny", "--dp-size", "2"]) == 0
-    assert started[0].launch[0].replicas == 2
+    assert startups[0].launch[0].replicas == 2

@@ -8,15 +8,15 @@ from omni_proxy.config.schema import Config
 BOTH = pytest.mark.parametrize("kind", [SglangRouterArgs, VllmRouterArgs])
 
 
-def started(args):
+def start(args):
     startup = startup_of(order_for(args))
     return startup.effective_config(Config()), startup
 
 
 @BOTH
-def test_the_defaults_hold_as_they_are_printed_and_warn_of_nothing(kind):
+def test_the_defaults_are_applied_without_warnings(kind):
     args = kind()
-    config, startup = started(args)
+    config, startup = start(args)
     assert startup.warnings == ()
     assert startup.dialect == kind.dialect
     assert (config.server.host, config.server.port) == (args.host, args.port)
@@ -30,23 +30,23 @@ def test_the_defaults_hold_as_they_are_printed_and_warn_of_nothing(kind):
     assert config.health.startup_timeout_secs == args.worker_startup_timeout_secs
     assert config.health.probe_healthy is True
     assert config.server.max_inflight == max(args.max_concurrent_requests, 0)
-    assert config.server.cors_allow_origins == ("*",)  # an empty list is "any" there
+    assert config.server.cors_allow_origins == ("*",)  # an empty list means any origin there
     assert (config.admin.metrics_listen, config.server.log_file) == ("", "off")
 
 
-def test_requests_wait_while_weights_change_also_without_a_bound():
-    config, _ = started(SglangRouterArgs())
+def test_requests_can_wait_in_the_queue_even_without_a_limit():
+    config, _ = start(SglangRouterArgs())
     assert (config.server.max_inflight, config.server.queue_size) == (0, 100)
-    config, _ = started(SglangRouterArgs(queue_size=7, max_concurrent_requests=3))
+    config, _ = start(SglangRouterArgs(queue_size=7, max_concurrent_requests=3))
     assert (config.server.max_inflight, config.server.queue_size) == (3, 7)
     assert config.server.queue_timeout_secs == 60
 
 
-def test_what_slime_sets_is_set():
+def test_the_settings_of_slime_are_applied():
     args = SglangRouterArgs(host="[::1]", port=3000, prometheus_port=4000, log_level="warn")
     args.request_timeout_secs = 600
     args.disable_circuit_breaker = args.disable_health_check = True
-    config, startup = started(args)
+    config, startup = start(args)
     assert (config.server.host, config.server.port) == ("::1", 3000)
     assert config.server.request_timeout_secs == 600
     assert config.server.log_level == "warning"
@@ -55,13 +55,13 @@ def test_what_slime_sets_is_set():
     assert startup.warnings == ()
 
 
-def test_keys_folders_headers_and_addresses_are_handed_on(tmp_path):
+def test_keys_folders_headers_and_addresses_are_passed_on(tmp_path):
     args = VllmRouterArgs(
         api_key="k3y", log_dir=str(tmp_path), request_id_headers=["x-a", "x-b"],
         prometheus_port=29000, prometheus_host="::", disable_retries=True,
         worker_urls=["http://10.0.0.1:8000", "http://10.0.0.2:8000"],
     )  # fmt: skip
-    config, startup = started(args)
+    config, startup = start(args)
     assert (config.server.api_key, config.admin.api_key) == ("k3y", "")
     assert config.server.log_file == str(tmp_path / "omni-proxy.log")
     assert config.server.request_id_headers == ("x-a", "x-b")
@@ -70,15 +70,17 @@ def test_keys_folders_headers_and_addresses_are_handed_on(tmp_path):
     assert startup.flag_urls == ("http://10.0.0.1:8000", "http://10.0.0.2:8000")
 
 
-def test_sessions_have_the_names_that_each_router_reads():
-    theirs = started(VllmRouterArgs(policy="sticky_least_loaded"))[0].routing
-    assert theirs.session_headers[0] == "x-session-id"
-    assert "authorization" not in theirs.session_headers  # of OpenAI's clients it is one for all
-    assert theirs.session_body_keys[0] == "session_params.session_id"
-    assert theirs.sticky_load == "sessions"
-    ours = started(SglangRouterArgs(policy="manual"))[0].routing
-    assert ours.session_headers[0] == "x-smg-routing-key"
-    assert ours.sticky_load == "requests"
+def test_session_ids_are_read_from_the_names_of_each_router():
+    vllm = start(VllmRouterArgs(policy="sticky_least_loaded"))[0].routing
+    assert vllm.session_headers[0] == "x-session-id"
+    assert (
+        "authorization" not in vllm.session_headers
+    )  # OpenAI clients send the same value in all sessions
+    assert vllm.session_body_keys[0] == "session_params.session_id"
+    assert vllm.sticky_load == "sessions"
+    sglang = start(SglangRouterArgs(policy="manual"))[0].routing
+    assert sglang.session_headers[0] == "x-smg-routing-key"
+    assert sglang.sticky_load == "requests"
 
 
 @pytest.mark.parametrize(
@@ -91,14 +93,14 @@ def test_sessions_have_the_names_that_each_router_reads():
         ("power_of_two", "power_of_two", False),
     ],
 )
-def test_policies_are_known_by_their_names_there(name, policy, sticky):
-    routing = started(VllmRouterArgs(policy=name))[0].routing
+def test_policies_have_the_names_of_the_router(name, policy, sticky):
+    routing = start(VllmRouterArgs(policy=name))[0].routing
     assert (routing.policy, routing.sticky_sessions) == (policy, sticky)
 
 
 def test_each_argument_without_effect_has_one_warning_and_unknown_ones_share_one():
     args = SglangRouterArgs(enable_igw=True, retry_jitter_factor=0.5, novelty=1, wonder=2)
-    _, startup = started(args)
+    _, startup = start(args)
     assert [line.split()[0] for line in startup.warnings[1:]] == [
         "--enable-igw", "--retry-jitter-factor"
     ] or [line.split()[0] for line in startup.warnings[1:]] == [
@@ -108,7 +110,7 @@ def test_each_argument_without_effect_has_one_warning_and_unknown_ones_share_one
 
 
 @pytest.mark.parametrize(
-    ("args", "named"),
+    ("args", "message"),
     [
         (SglangRouterArgs(mini_lb=True), "mini_lb: a policy picks"),
         (
@@ -131,8 +133,8 @@ def test_each_argument_without_effect_has_one_warning_and_unknown_ones_share_one
         (VllmRouterArgs(worker_urls=["nowhere"]), "--worker-urls"),
     ],
 )
-def test_what_cannot_be_served_is_refused_before_anything_runs(args, named):
-    with pytest.raises(RouterArgsError, match=named) as refused:
+def test_unsupported_arguments_are_refused_before_the_start(args, message):
+    with pytest.raises(RouterArgsError, match=message) as refused:
         order_for(args)
     assert "s3cret" not in str(refused.value)
 
@@ -151,7 +153,7 @@ def roles(startup):
     ] + [(worker.url, worker.role) for worker in startup.pool_workers if worker.role == "decode"]
 
 
-def test_slime_s_prefill_and_decode_workers_are_served():
+def test_prefill_and_decode_workers_of_slime_are_supported():
     args = SglangRouterArgs(
         pd_disaggregation=True,
         prefill_urls=[("http://p:1", 9000), ("http://q:1", None)],
@@ -159,7 +161,7 @@ def test_slime_s_prefill_and_decode_workers_are_served():
         prefill_policy="cache_aware",
         decode_policy="least_load",
     )
-    _, startup = started(args)
+    _, startup = start(args)
     assert roles(startup) == [
         ("http://p:1", "prefill", "sglang", 9000),
         ("http://q:1", "prefill", "sglang", 0),
@@ -169,12 +171,12 @@ def test_slime_s_prefill_and_decode_workers_are_served():
     assert (rules.prefill_policy, rules.decode_policy) == ("cache_aware", "least_request")
 
 
-def test_slime_s_router_for_workers_that_register_later_is_served():
-    _, startup = started(SglangRouterArgs(pd_disaggregation=True))
+def test_a_router_of_slime_without_workers_is_supported():
+    _, startup = start(SglangRouterArgs(pd_disaggregation=True))
     assert (startup.pool_workers, startup.kv_connector) == ((), "sglang")
 
 
-def test_skyrl_s_prefill_and_decode_workers_are_served():
+def test_prefill_and_decode_workers_of_skyrl_are_supported():
     args = VllmRouterArgs(
         vllm_pd_disaggregation=True,
         prefill_urls=[("http://p:1", None)],
@@ -182,7 +184,7 @@ def test_skyrl_s_prefill_and_decode_workers_are_served():
         prefill_policy="consistent_hash",
         decode_policy="consistent_hash",
     )
-    _, startup = started(args)
+    _, startup = start(args)
     assert roles(startup) == [("http://p:1", "prefill", "nixl", 0), ("http://d:1", "decode")]
     assert startup.kv_connector == "nixl"
     rules = startup.effective_config(Config()).routing.disaggregation
@@ -190,5 +192,5 @@ def test_skyrl_s_prefill_and_decode_workers_are_served():
 
 
 def test_workers_that_register_at_a_vllm_router_get_its_connector():
-    _, startup = started(VllmRouterArgs(vllm_pd_disaggregation=True, kv_connector="mooncake"))
+    _, startup = start(VllmRouterArgs(vllm_pd_disaggregation=True, kv_connector="mooncake"))
     assert startup.kv_connector == "mooncake"
