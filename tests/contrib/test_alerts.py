@@ -1,4 +1,4 @@
-"""The alert rules, judged by Prometheus' own tool where it is installed (Debian: prometheus)."""
+"""The alert rules, checked by promtool if it is installed (Debian package: prometheus)."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ from tests.tree import ROOT
 RULES = ROOT / "contrib/prometheus/alerts.yml"
 
 
-def test_each_alert_says_what_to_do():
+def test_each_alert_has_a_summary_a_description_and_a_severity():
     (group,) = yaml.safe_load(RULES.read_text())["groups"]
     names = [rule["alert"] for rule in group["rules"]]
     assert len(names) == len(set(names)) > 6
@@ -24,5 +24,5 @@ def test_promtool_accepts_the_rules_and_the_configuration():
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed: apt install prometheus")
-    done = subprocess.run([promtool, "check", "rules", RULES], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([promtool, "check", "rules", RULES], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr

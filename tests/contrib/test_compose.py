@@ -1,4 +1,4 @@
-"""The compose files by the schema of their specification, and the files that they mount."""
+"""The compose files match the schema of the specification, and mount files that exist."""
 
 import importlib.resources
 import json
@@ -14,18 +14,18 @@ FOLDER = ROOT / "contrib/compose"
 COMPOSE = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 
 
-MOUNTED = {"compose.yaml": 5, "engines.yaml": 1}  # files, at least
+MOUNTED = {"compose.yaml": 5, "engines.yaml": 1}  # at least this many files
 
 
 @pytest.mark.parametrize("name", MOUNTED)
-def test_it_is_what_the_specification_allows(name):
+def test_a_compose_file_matches_the_specification(name):
     schemas = importlib.resources.files("check_jsonschema") / "builtin_schemas/vendor"
     schema = json.loads((schemas / "compose-spec.json").read_text())
     jsonschema_rs.validate(schema, yaml.safe_load((FOLDER / name).read_text()))
 
 
 @pytest.mark.parametrize("name", MOUNTED)
-def test_every_file_that_is_mounted_is_there(name):
+def test_every_mounted_file_exists(name):
     compose = yaml.safe_load((FOLDER / name).read_text())
     mounts = [
         mount for service in compose["services"].values() for mount in service.get("volumes", [])
@@ -36,7 +36,7 @@ def test_every_file_that_is_mounted_is_there(name):
         assert (FOLDER / file).resolve().is_file(), file
 
 
-def test_the_proxy_knows_the_other_services_by_their_names():
+def test_configurations_use_the_names_of_services():
     config = parse((FOLDER / "proxy.toml").read_text())
     services = set(COMPOSE["services"])
     assert {worker.url.split("/")[2].split(":")[0] for worker in config.workers} <= services

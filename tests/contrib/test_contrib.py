@@ -17,8 +17,8 @@ ENGINES = yaml.safe_load((CONTRIB / "compose/engines.yaml").read_text())
 
 
 def of_kind(kind):
-    (found,) = [each for each in MANIFESTS if each["kind"] == kind]
-    return found
+    (manifest,) = [candidate for candidate in MANIFESTS if candidate["kind"] == kind]
+    return manifest
 
 
 CONFIGS = {
@@ -28,7 +28,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("text", CONFIGS.values(), ids=CONFIGS)
-def test_a_configuration_for_a_container_is_taken_and_listens_to_all(text):
+def test_a_configuration_for_a_container_is_valid_and_listens_on_all_addresses(text):
     server = parse(text).server
     assert server.host == "0.0.0.0"
     assert server.access_log == "-"
@@ -39,7 +39,7 @@ def drain_secs(text):
     return server.ready_off_secs + server.drain_timeout_secs
 
 
-def test_who_starts_the_proxy_gives_it_time_to_drain():
+def test_stop_timeouts_are_longer_than_a_drain():
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] > drain_secs(CONFIGS["kubernetes"])
     grace = ENGINES["services"]["proxy"]["stop_grace_period"]
@@ -55,12 +55,12 @@ def test_the_probes_of_a_pod_are_those_of_the_program():
     (container,) = of_kind("Deployment")["spec"]["template"]["spec"]["containers"]
     assert container["livenessProbe"]["httpGet"]["path"] == "/live"
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
-    ports = [parse(CONFIGS["kubernetes"]).server.port, 29000]  # the second one is scraped
+    ports = [parse(CONFIGS["kubernetes"]).server.port, 29000]  # Prometheus scrapes the second
     assert [each["containerPort"] for each in container["ports"]] == ports
     assert [each["port"] for each in of_kind("Service")["spec"]["ports"]] == ports
 
 
-def test_selectors_find_what_the_manifests_make():
+def test_selectors_match_the_labels_of_the_pod():
     pod = of_kind("Deployment")["spec"]["template"]
     for selector in (
         of_kind("Deployment")["spec"]["selector"]["matchLabels"],
@@ -74,7 +74,7 @@ def test_selectors_find_what_the_manifests_make():
     assert pod["spec"]["serviceAccountName"] == of_kind("ServiceAccount")["metadata"]["name"]
 
 
-def test_workers_of_the_composition_are_its_services():
+def test_workers_of_the_compose_file_are_its_services():
     hosts = [
         re.fullmatch(r"http://([a-z-]+):30000", worker.url)[1]
         for worker in parse(CONFIGS["compose"]).workers
@@ -82,7 +82,7 @@ def test_workers_of_the_composition_are_its_services():
     assert set(hosts) == ENGINES["services"].keys() - {"proxy"}
 
 
-def test_every_panel_of_the_dashboard_is_of_the_chosen_instances():
+def test_every_panel_of_the_dashboard_shows_the_selected_instances():
     dashboard = json.loads((CONTRIB / "grafana/omni-proxy.json").read_text())
     names = [each["name"] for each in dashboard["templating"]["list"]]
     assert names == ["datasource", "instance"]

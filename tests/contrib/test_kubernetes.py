@@ -1,4 +1,4 @@
-"""Manifests and chart: what the schemas of the Kubernetes API say of them, and what they agree on."""
+"""Manifests and chart match the schemas of the Kubernetes API, and are consistent."""
 
 import shutil
 import subprocess
@@ -16,8 +16,8 @@ FOLDER = ROOT / "contrib/kubernetes"
 MANIFESTS = ("omni-proxy.yaml", "valkey.yaml")
 SCHEMAS = "1.37"
 NAME = "app.kubernetes.io/name"
-# Of the Prometheus operator's ServiceMonitor (v1) what is used here, in its types: no maintained
-# package has its schema for the Python of the tests.
+# The used part of the schema of the Prometheus operator's ServiceMonitor (v1): no maintained package
+# has it for the Python version of the tests.
 TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 MONITOR = {
     "type": "object",
@@ -71,43 +71,45 @@ def manifests() -> list[dict]:
 
 
 def rendered(**values) -> list[dict]:
-    """What Helm makes of the chart."""
+    """The objects that Helm renders from the chart."""
     helm = pytest.importorskip("helm_python.chart", reason="pip install helm-python-sdk")
     texts = helm.Chart.load(FOLDER / "chart").render(values, name="r", namespace="n")
     return [thing for text in texts.values() for thing in things(text)]
 
 
-def named(found: list[dict], kind: str, name: str = "") -> dict:
-    return next(each for each in found if each["kind"] == kind and name in each["metadata"]["name"])
+def named(objects: list[dict], kind: str, name: str = "") -> dict:
+    return next(
+        thing for thing in objects if thing["kind"] == kind and name in thing["metadata"]["name"]
+    )
 
 
-def check(found: list[dict]) -> None:
-    """By the schemas, and by what the parts say of each other."""
-    import kubernetes_validate  # takes more than a second, which each process would pay
+def check(objects: list[dict]) -> None:
+    """Checks the objects against the schemas and against each other."""
+    import kubernetes_validate  # imported here: it takes more than a second in each process
 
-    for thing in found:
+    for thing in objects:
         if thing["kind"] == "ServiceMonitor":  # a resource of the Prometheus operator
             jsonschema_rs.validate(MONITOR, thing)
         else:
             kubernetes_validate.validate(thing, SCHEMAS, strict=True)
-    for deployment in (each for each in found if each["kind"] == "Deployment"):
+    for deployment in (each for each in objects if each["kind"] == "Deployment"):
         labels = deployment["spec"]["template"]["metadata"]["labels"]
         assert deployment["spec"]["selector"]["matchLabels"].items() <= labels.items()
-        service = named(found, "Service", deployment["metadata"]["name"])
+        service = named(objects, "Service", deployment["metadata"]["name"])
         assert service["spec"]["selector"].items() <= labels.items()
         (container,) = deployment["spec"]["template"]["spec"]["containers"]
         ports = {port["name"] for port in container["ports"]}
         assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
-    agree(found)
+    check_consistency(objects)
 
 
-def agree(found: list[dict]) -> None:
-    """The proxy's configuration with its deployment, its rights and its disruption budget."""
-    config = parse(named(found, "ConfigMap")["data"]["proxy.toml"])
+def check_consistency(objects: list[dict]) -> None:
+    """Checks the proxy's configuration against its deployment, permissions and network policy."""
+    config = parse(named(objects, "ConfigMap")["data"]["proxy.toml"])
     deployment = next(
-        each
-        for each in found
-        if each["kind"] == "Deployment" and "valkey" not in each["metadata"]["name"]
+        thing
+        for thing in objects
+        if thing["kind"] == "Deployment" and "valkey" not in thing["metadata"]["name"]
     )
     pod = deployment["spec"]["template"]["spec"]
     server = config.server
@@ -119,30 +121,34 @@ def agree(found: list[dict]) -> None:
     }
     mounts = [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
     assert any(server.state_file.startswith(mount) for mount in mounts)
-    for role in (each for each in found if each["kind"] in ("Role", "ClusterRole")):
+    for role in (thing for thing in objects if thing["kind"] in ("Role", "ClusterRole")):
         assert role["rules"] == [
             {"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch"]}
         ]
         (entry,) = config.discover
         assert entry.namespace == ("*" if role["kind"] == "ClusterRole" else "")
-        binding = named(found, f"{role['kind']}Binding")
+        binding = named(objects, f"{role['kind']}Binding")
         assert binding["roleRef"]["name"] == role["metadata"]["name"]
         assert binding["subjects"][0]["name"] == pod["serviceAccountName"]
-    for policy in (each for each in found if each["kind"] == "NetworkPolicy"):
+    for policy in (thing for thing in objects if thing["kind"] == "NetworkPolicy"):
         if "valkey" not in policy["metadata"]["name"]:
-            reaches(policy, deployment["spec"]["template"]["metadata"]["labels"], ports)
-    variables = {each["name"] for each in pod["containers"][0].get("env", [])}
+            check_network_policy(
+                policy, deployment["spec"]["template"]["metadata"]["labels"], ports
+            )
+    variables = {thing["name"] for thing in pod["containers"][0].get("env", [])}
     assert config.cluster.url_env in {"", *variables}
-    valkeys = {each["metadata"]["name"] for each in found if "valkey" in each["metadata"]["name"]}
+    valkeys = {
+        thing["metadata"]["name"] for thing in objects if "valkey" in thing["metadata"]["name"]
+    }
     assert bool(valkeys) is ("valkey" in config.cluster.url)
     if config.cluster.url and "valkey" in config.cluster.url:
-        service = named(found, "Service", "valkey")["metadata"]["name"]
+        service = named(objects, "Service", "valkey")["metadata"]["name"]
         assert config.cluster.url == f"redis://{service}:6379/0"
 
 
-def reaches(policy: dict, labels: dict, ports: dict[str, int]) -> None:
-    """Clients the named ports of the proxies, and these each other at any port: a member of a
-    cluster is called at one that the system chooses."""
+def check_network_policy(policy: dict, labels: dict, ports: dict[str, int]) -> None:
+    """Checks that clients reach the named ports of the proxies, and proxies each other at any port: a
+    cluster member is called at a port that the system chooses."""
     spec = policy["spec"]
     clients, members = spec["ingress"]
     assert spec["podSelector"]["matchLabels"].items() <= labels.items()
@@ -153,18 +159,18 @@ def reaches(policy: dict, labels: dict, ports: dict[str, int]) -> None:
     assert peer["podSelector"]["matchLabels"].items() <= labels.items()
 
 
-def test_the_manifests_are_what_the_api_takes_and_agree_with_each_other():
+def test_the_manifests_are_valid_and_consistent():
     check(manifests())
 
 
-def test_two_proxies_run_and_one_of_them_always():
+def test_two_proxies_run_and_at_least_one_stays_available():
     deployment = named(manifests(), "Deployment")
     assert deployment["spec"]["replicas"] == 2
     assert deployment["spec"]["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
     assert named(manifests(), "PodDisruptionBudget")["spec"]["minAvailable"] == 1
 
 
-def test_the_kustomization_names_files_that_are_there():
+def test_the_kustomization_names_existing_files():
     kustomization = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
     assert {*MANIFESTS, "servicemonitor.yaml"} == {*kustomization["resources"]}
     (image,) = kustomization["images"]
@@ -192,10 +198,10 @@ def test_kubectl_builds_the_kustomization():
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("kubectl is not installed")
-    done = subprocess.run(
+    result = subprocess.run(
         [kubectl, "kustomize", FOLDER], capture_output=True, text=True, check=True
     )
-    assert len(things(done.stdout)) == len(manifests()) + 1
+    assert len(things(result.stdout)) == len(manifests()) + 1
 
 
 @pytest.mark.parametrize(
@@ -223,11 +229,11 @@ def test_kubectl_builds_the_kustomization():
         },
     ],
 )
-def test_the_chart_makes_what_the_api_takes_whatever_its_values(values):
+def test_the_chart_renders_valid_objects_with_any_values(values):
     check(rendered(**values))
 
 
-def test_the_chart_makes_the_same_parts_as_the_manifests():
+def test_the_chart_renders_the_same_kinds_as_the_manifests():
     kinds = sorted(thing["kind"] for thing in rendered())
     assert kinds == sorted(thing["kind"] for thing in manifests())
 

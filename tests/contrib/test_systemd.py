@@ -1,4 +1,4 @@
-"""The service file, judged by systemd's own tool where it is installed."""
+"""The service file, also checked by systemd-analyze if it is installed."""
 
 import configparser
 import os
@@ -22,12 +22,12 @@ def service() -> configparser.SectionProxy:
     return unit["Service"]
 
 
-def test_the_service_outlasts_a_drain():
+def test_the_stop_timeout_is_longer_than_a_drain():
     server = ServerConfig()
     assert int(service()["TimeoutStopSec"]) > server.ready_off_secs + server.drain_timeout_secs
 
 
-def test_a_stop_waits_for_the_end_of_a_drain_whoever_the_parent_is(tmp_path):
+def test_a_stop_waits_for_the_end_of_a_drain(tmp_path):
     code = (
         "import pathlib, signal, time\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])\n"
@@ -46,8 +46,8 @@ def test_a_stop_waits_for_the_end_of_a_drain_whoever_the_parent_is(tmp_path):
     assert (tmp_path / "drained").exists()
 
 
-def test_commands_outside_of_the_service_see_its_folder():
-    assert service()["PrivateTmp"] == "yes"  # so /tmp is no place for it
+def test_the_runtime_folder_is_visible_outside_the_service():
+    assert service()["PrivateTmp"] == "yes"  # so /tmp can't be used for it
     assert service()["RuntimeDirectory"] == "omni-proxy"
 
 
@@ -60,6 +60,6 @@ def test_systemd_accepts_the_service(tmp_path):
     program.chmod(0o755)
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace("/usr/local/bin/omni-proxy", str(program)))
-    done = subprocess.run([analyze, "verify", unit], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert UNIT.name not in done.stderr, done.stderr
+    result = subprocess.run([analyze, "verify", unit], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert UNIT.name not in result.stderr, result.stderr
