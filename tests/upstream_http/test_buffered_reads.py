@@ -12,7 +12,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 async def test_a_flood_of_heads_or_chunks_leaves_the_loop_a_turn_after_each_small_read(
     nursery, flood
 ):
-    """Turns are counted and not timed: 256 KiB are at hand when the first is read."""
+    """Counts turns instead of measuring time: 256 KiB are available at the first read."""
     turns, total = 0, 256 * 1024
     first = b"" if flood != TINY else HEAD
     rest = first + flood * (total // len(flood)) + (HEAD if not first else b"") + b"0\r\n\r\n"
@@ -35,6 +35,6 @@ async def test_a_flood_of_heads_or_chunks_leaves_the_loop_a_turn_after_each_smal
         transport=BufferedTransport(_plain_context(), _LIMITS, None)
     ) as client:
         before = turns
-        answered = await client.get(f"http://127.0.0.1:{port}/")
-    assert answered.status_code == 200
+        response = await client.get(f"http://127.0.0.1:{port}/")
+    assert response.status_code == 200
     assert turns - before > total // READ_BYTES // 2

@@ -22,7 +22,7 @@ def workers(count):
 
 
 def response(body=b"", status=200):
-    """A response whose body is still to come, as from a socket."""
+    """A response with a body that has not been read yet, as from a socket."""
 
     async def chunks():
         yield body
@@ -30,7 +30,7 @@ def response(body=b"", status=200):
     return httpx.Response(status, content=chunks())
 
 
-def answer_with(monkeypatch, respond):
+def mock_workers(monkeypatch, respond):
     def open_client(worker):
         return httpx.AsyncClient(transport=httpx.MockTransport(respond), timeout=None)
 
@@ -42,7 +42,7 @@ async def test_results_are_in_the_order_of_the_workers(monkeypatch, autojump_clo
         await trio.sleep(8010 - request.url.port)
         return response(b'{"port": %d}' % request.url.port)
 
-    answer_with(monkeypatch, respond)
+    mock_workers(monkeypatch, respond)
     targets = workers(4)
     results = await broadcast(targets, Call("GET", "/x", timeout_secs=60))
     assert [result.worker for result in results] == targets
@@ -56,7 +56,7 @@ async def test_each_call_has_the_whole_timeout_and_all_run_in_parallel(monkeypat
             await trio.sleep_forever()
         return response()
 
-    answer_with(monkeypatch, respond)
+    mock_workers(monkeypatch, respond)
     started_at = trio.current_time()
     first, second = await broadcast(workers(2), Call("GET", "/x", timeout_secs=7))
     assert first.ok
@@ -64,14 +64,14 @@ async def test_each_call_has_the_whole_timeout_and_all_run_in_parallel(monkeypat
     assert trio.current_time() - started_at == 7
 
 
-async def test_the_body_is_sent_and_a_response_that_is_too_long_is_no_success(monkeypatch):
+async def test_the_body_is_sent_and_a_response_that_is_too_long_is_a_failure(monkeypatch):
     seen = []
 
     async def respond(request):
         seen.append((request.method, request.url.raw_path, await request.aread()))
         return response(b"x" * 100)
 
-    answer_with(monkeypatch, respond)
+    mock_workers(monkeypatch, respond)
     (result,) = await broadcast(
         workers(1), Call("POST", "/p?q=1", b"body", {"a": "b"}, max_bytes=99)
     )
@@ -91,7 +91,7 @@ async def test_parallel_calls_are_bounded(monkeypatch):
         in_flight -= 1
         return response()
 
-    answer_with(monkeypatch, respond)
+    mock_workers(monkeypatch, respond)
     results = await broadcast(workers(300), Call("GET", "/x"))
     assert all(result.ok for result in results)
     assert 1 < most <= client.MAX_PARALLEL_CALLS
@@ -102,11 +102,11 @@ async def test_results_are_passed_on_as_they_arrive(monkeypatch, autojump_clock)
         await trio.sleep(8010 - request.url.port)
         return response()
 
-    answer_with(monkeypatch, respond)
-    targets, reported = workers(3), []
+    mock_workers(monkeypatch, respond)
+    targets, received = workers(3), []
     call = Call("GET", "/x", timeout_secs=60)
-    results = await broadcast(targets, call, max_parallel=math.inf, on_result=reported.append)
-    assert reported == results[::-1]
+    results = await broadcast(targets, call, max_parallel=math.inf, on_result=received.append)
+    assert received == results[::-1]
 
 
 def tls_context(http_client):

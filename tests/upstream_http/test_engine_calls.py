@@ -17,7 +17,7 @@ def worker():
     return build_api(entry(A, model="m")).worker(A)
 
 
-async def test_a_flush_takes_the_route_that_the_engine_has(engine, worker):
+async def test_a_flush_uses_the_route_that_the_engine_has(engine, worker):
     engine.set_reply(A, "/reset_prefix_cache", {"success": True})
     outcome = await flush_cache(worker, {}, 5)
     assert outcome.ok
@@ -27,13 +27,15 @@ async def test_a_flush_takes_the_route_that_the_engine_has(engine, worker):
     ]
 
 
-async def test_a_flush_that_is_refused_is_not_tried_under_another_name(engine, worker):
+async def test_a_refused_flush_is_not_retried_on_another_route(engine, worker):
     engine.set_reply(A, "/flush_cache", {}, status=400)
     engine.set_reply(A, "/reset_prefix_cache", {"success": True})
     assert (await flush_cache(worker, {}, 5)).status == 400
 
 
-async def test_an_engine_that_has_no_health_check_of_that_kind_generates_a_token(engine, worker):
+async def test_an_engine_without_a_generating_health_check_gets_a_completion_request(
+    engine, worker
+):
     engine.set_reply(A, "/health", {})
     engine.set_reply(A, "/v1/completions", {"choices": []})
     assert (await generate_token(worker, {"authorization": "Bearer k"}, 5)).ok
@@ -42,7 +44,7 @@ async def test_an_engine_that_has_no_health_check_of_that_kind_generates_a_token
     assert engine.requests[-1].headers["authorization"] == "Bearer k"
 
 
-async def test_health_alone_does_not_count_as_generated(engine, worker):
+async def test_a_health_route_alone_does_not_count_as_generation(engine, worker):
     engine.set_reply(A, "/health", {})
     outcome = await generate_token(worker, {}, 5)
     assert outcome.status == 404

@@ -22,15 +22,15 @@ LINES = st.sampled_from(
 
 
 def naive(raw):
-    """The events of a whole stream."""
+    """The events of a stream that is read at once."""
     text = raw.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    found = []
+    events = []
     *blocks, _ = text.split(b"\n\n")
     for block in blocks:
         data = [line[5:] for line in block.split(b"\n") if line == b"data" or line[:5] == b"data:"]
         if data:
-            found.append(b"\n".join(line.removeprefix(b" ") for line in data))
-    return found
+            events.append(b"\n".join(line.removeprefix(b" ") for line in data))
+    return events
 
 
 @settings(max_examples=200, deadline=None)
@@ -43,13 +43,13 @@ def test_a_stream_has_the_same_events_however_it_is_split(marked, lines, cuts):
     raw = b"\xef\xbb\xbf" * marked + b"".join(line + end for line, end in lines)
     places = [0, *sorted(min(cut, len(raw)) for cut in cuts), len(raw)]
     stream = EventStreamReader()
-    found = []
+    events = []
     for start, end in pairwise(places):
-        found += stream.feed(raw[start:end])
-    assert found == naive(raw)
+        events += stream.feed(raw[start:end])
+    assert events == naive(raw)
 
 
-def test_an_event_comes_with_the_byte_that_ends_it():
+def test_an_event_is_returned_with_the_byte_that_ends_it():
     stream = EventStreamReader()
     assert stream.feed(b"data: 1\r\n\r") == [b"1"]
     assert stream.feed(b"\ndata: 2\n") == []
@@ -89,7 +89,7 @@ def chunk(**choice):
         (b'{"usage":{"prompt_tokens":-1,"completion_tokens":2}}', AnswerChunk()),
     ],
 )  # fmt: skip
-def test_what_a_chunk_of_openai_holds(data, expected):
+def test_an_openai_chunk_is_read(data, expected):
     assert read_chunk(data) == expected
 
 
@@ -103,6 +103,6 @@ def test_what_a_chunk_of_openai_holds(data, expected):
         (b'{"error":"gone"}', "gone"),
     ],
 )
-def test_a_chunk_that_is_an_error_is_refused(data, reason):
+def test_an_error_or_invalid_chunk_is_refused(data, reason):
     with pytest.raises(EventStreamError, match=reason):
         read_chunk(data)

@@ -15,7 +15,7 @@ PORT = 30000
 
 
 def interface_address():
-    """Of this machine beside loopback, where it has one."""
+    """An address of this machine other than loopback, if it has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -44,18 +44,18 @@ def interface_address():
         ("no-address", "127.0.0.1", False),
     ],
 )
-def test_what_a_connection_would_reach(ip, listener, own):
+def test_an_address_is_own_if_a_connection_would_reach_a_listener(ip, listener, own):
     assert is_own_address((ip, PORT), [(listener, PORT)]) is own
     assert not is_own_address((ip, PORT + 1), [(listener, PORT)])
 
 
 @pytest.mark.skipif(interface_address() is None, reason="no network interface")
-def test_an_own_interface_is_reached_by_its_address():
+def test_the_address_of_an_interface_is_own():
     assert is_own_address((interface_address(), PORT), [("0.0.0.0", PORT)])
     assert not is_own_address((interface_address(), PORT), [("127.0.0.1", PORT)])
 
 
-def test_listeners_as_they_are_shown():
+def test_shown_listeners_are_parsed():
     shown = ["127.0.0.1:1", "[::]:2", "unix:/run/x.sock", "http://127.0.0.1:3"]
     assert parse_listeners(shown) == [("127.0.0.1", 1), ("::", 2), ("127.0.0.1", 3)]
 
@@ -89,23 +89,23 @@ def test_a_worker_that_is_the_proxy_is_refused(url, host, listen):
     assert "this proxy itself" in problem.reason
 
 
-def test_one_of_the_command_line_is_refused_by_its_flag():
+def test_an_own_address_of_the_command_line_is_refused_with_its_flag():
     with pytest.raises(ConfigError, match="command line: --worker-urls"):
         reject_own_addresses(config(), ("http://127.0.0.1:30000",), "")
 
 
-def test_others_are_let_pass_and_not_looked_up(monkeypatch):
-    def never(*_, **__):
+def test_other_workers_are_accepted_without_a_dns_lookup(monkeypatch):
+    def fail(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr(resolver.socket, "getaddrinfo", never)
+    monkeypatch.setattr(resolver.socket, "getaddrinfo", fail)
     reject_own_addresses(config("http://a.test:1", "unix:/run/w", "http://10.0.0.9:30000"), (), "")
     reject_own_addresses(
         Config(server=ServerConfig(port=0), workers=config("http://a.test").workers), (), ""
     )
 
 
-def test_a_slow_name_lookup_blocks_no_other(monkeypatch):
+def test_a_slow_dns_lookup_is_given_up(monkeypatch):
     silent = socket.socketpair()
     monkeypatch.setattr(resolver.socket, "getaddrinfo", lambda *_, **__: silent[0].recv(1))
     monkeypatch.setattr(resolver, "RESOLVE_SECS", 0.05)
