@@ -7,7 +7,7 @@ from omni_proxy.config.api_keys import CallerKey
 
 START = 1000.0
 LIMITS = st.sampled_from([0, 5, 1000])
-# Seconds since the step before, tokens that are reserved, and tokens that come of it.
+# Seconds since the previous step, reserved tokens, and used tokens.
 STEP_SECS = st.sampled_from([0.0, 0.1, 0.49, 0.5, 3.0, 59.9, 61.0])
 STEPS = st.lists(
     st.tuples(
@@ -20,7 +20,7 @@ STEPS = st.lists(
 
 
 def count_tokens(ended):
-    """Of responses that end with three and four tokens."""
+    """The tokens of responses that have three input and four output tokens each."""
     return 3 * len(ended), 4 * len(ended)
 
 
@@ -31,21 +31,21 @@ def caller_of(rows=None, **limits):
 
 
 def lines_of(noun, limit, window, now):
-    """What the headers of one limit should be."""
-    left = max(0, limit - window.used(now))
-    reported = {"limit": limit, "remaining": left, "reset": window.reset_secs(now)}
-    return [f"x-ratelimit-{what}-{noun}: {number}" for what, number in reported.items() if limit]
+    """The expected headers of one limit."""
+    remaining = max(0, limit - window.used(now))
+    values = {"limit": limit, "remaining": remaining, "reset": window.reset_secs(now)}
+    return [f"x-ratelimit-{field}-{noun}: {number}" for field, number in values.items() if limit]
 
 
 def expected_lines(caller, now):
-    caller.rate_rows(now)  # so all is in the windows
+    caller.rate_rows(now)  # writes all counts into the windows
     lines = lines_of("requests", caller.entry.requests_per_minute, caller.requests, now)
     lines += lines_of("tokens", caller.entry.tokens_per_minute, caller.tokens, now)
     return "".join(f"{line}\r\n" for line in lines).encode()
 
 
 @given(LIMITS, LIMITS, STEPS)
-def test_headers_tell_what_the_windows_hold_at_each_time(requests, tokens, steps):
+def test_headers_always_match_the_windows(requests, tokens, steps):
     caller, now = caller_of(requests_per_minute=requests, tokens_per_minute=tokens), START
     other = caller_of(requests_per_minute=requests, tokens_per_minute=tokens)
 
@@ -81,10 +81,10 @@ def test_headers_tell_what_the_windows_hold_at_each_time(requests, tokens, steps
         max_size=30,
     ),
 )
-def test_what_is_counted_later_is_in_no_limit_and_in_all_totals(most, steps):
-    """Requests begin and end as on the fast path."""
+def test_deferred_counts_keep_the_limits_and_are_in_all_totals(max_inflight, steps):
+    """Requests begin and end here as on the fast path."""
     rows = LocalRows()
-    caller, running, ended, rate = caller_of(rows, max_inflight=most), 0, 0, 0
+    caller, running, ended, rate = caller_of(rows, max_inflight=max_inflight), 0, 0, 0
     for step, *values in steps:
         if step == "begin":
             if caller.begun < caller.bound:
@@ -92,7 +92,7 @@ def test_what_is_counted_later_is_in_no_limit_and_in_all_totals(most, steps):
                 began = True
             else:
                 began = caller.begin(START) is None
-            assert began == (not most or running < most)
+            assert began == (not max_inflight or running < max_inflight)
             running += began
         elif step == "end" and running:
             running, ended = running - 1, ended + 1
@@ -103,8 +103,8 @@ def test_what_is_counted_later_is_in_no_limit_and_in_all_totals(most, steps):
         elif step == "publish":
             caller.publish()
         elif step in ("limit", "rate"):
-            most, rate = (values or [most])[0], 10**6 * (step == "rate")
-            limits = {"max_inflight": most, "tokens_per_minute": rate}
+            max_inflight, rate = (values or [max_inflight])[0], 10**6 * (step == "rate")
+            limits = {"max_inflight": max_inflight, "tokens_per_minute": rate}
             caller.configure(CallerKey(name="a", key_sha256="00" * 32, **limits), rows)
         assert caller.in_flight == running
     caller.publish()
@@ -116,9 +116,9 @@ def test_what_is_counted_later_is_in_no_limit_and_in_all_totals(most, steps):
 @given(
     st.integers(1, 6), st.integers(0, 3), st.lists(st.tuples(STEP_SECS, st.booleans()), max_size=60)
 )
-def test_what_begins_between_two_looks_keeps_the_limits(rate, most, steps):
-    """Beside a list of the times at which requests began."""
-    caller, now, running = caller_of(requests_per_minute=rate, max_inflight=most), START, 0
+def test_requests_between_two_publications_keep_the_limits(rate, max_inflight, steps):
+    """Compared with a list of the times at which requests began."""
+    caller, now, running = caller_of(requests_per_minute=rate, max_inflight=max_inflight), START, 0
     began = []
     for pause, ends in steps:
         now += pause
@@ -128,9 +128,9 @@ def test_what_begins_between_two_looks_keeps_the_limits(rate, most, steps):
         elif (why := caller.begin(now)) is None:
             running, began = running + 1, [*began, now]
             assert sum(each >= now - 60 for each in began) <= rate
-            assert not most or running <= most
+            assert not max_inflight or running <= max_inflight
         elif why == "max_inflight":
-            assert running == most
+            assert running == max_inflight
         else:
             assert sum(each >= now - 60.5 for each in began) == rate
         if pause > 3:
@@ -138,7 +138,7 @@ def test_what_begins_between_two_looks_keeps_the_limits(rate, most, steps):
 
 
 @given(st.integers(1, 30), STEPS)
-def test_tokens_are_reserved_and_settled_as_in_a_window_that_is_written_each_time(limit, steps):
+def test_deferred_token_counts_equal_those_of_an_immediate_window(limit, steps):
     caller, now, window = caller_of(tokens_per_minute=limit), START, RateWindow([0] * WINDOW_CELLS)
     open_requests = []
     for pause, reserved, used in steps:

@@ -54,7 +54,7 @@ def test_each_source_gives_the_hash_of_its_key():
     ],
     ids=lambda value: value.key_env or value.key_file if isinstance(value, KeySource) else "",
 )
-def test_a_source_without_a_usable_key_is_named_with_its_place(entry, reason):
+def test_a_source_without_a_usable_key_is_reported_with_its_path(entry, reason):
     files = {"blank": b" \n", "two": b"first-secret\nsecond-secret\n", "long": b"x" * 5000}
     resolved, findings = resolve((entry,), ("keys",), reader({"EMPTY": ""}, **files))
     assert resolved == ()
@@ -64,7 +64,7 @@ def test_a_source_without_a_usable_key_is_named_with_its_place(entry, reason):
     assert "secret" not in why
 
 
-def test_one_key_for_two_names_is_refused_whatever_its_sources_are():
+def test_one_key_for_two_names_is_refused_for_any_sources():
     entries = (
         KeySource(name="a", key_env="A"),
         KeySource(name="b", key_sha256=digest_of("same")),
@@ -79,13 +79,13 @@ def test_one_key_for_two_names_is_refused_whatever_its_sources_are():
     ]
 
 
-def test_white_space_around_a_key_is_no_part_of_it():
+def test_white_space_around_a_key_is_removed():
     assert sha256_of_key(b" abc\r\n") == digest_of("abc")
     with pytest.raises(UnusableKey):
         sha256_of_key(b"a b")
 
 
-def test_the_table_finds_the_entry_of_a_key_and_holds_no_key():
+def test_the_table_finds_the_entry_of_a_key_by_its_hash():
     one = KeySource(name="one", key_sha256=digest_of("k1"))
     two = KeySource(name="two", key_sha256=digest_of("k2"))
     table = KeyTable((one, two))

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from omni_proxy.api_keys.rate_window import WINDOW_CELLS, RateWindow
 from tests.example_counts import examples
 
-# Steps of a client: seconds since the one before, and how much it asks for.
+# Steps of a client: seconds since the previous step, and the amount that it requests.
 STEPS = st.lists(
     st.tuples(
         st.floats(0, 90).map(lambda secs: round(secs, 3)) | st.just(0.0) | st.just(0.5),
@@ -28,7 +28,7 @@ def shared(count):
 
 
 class Log:
-    """The naive model: every amount with its time."""
+    """A naive model: each amount with its time."""
 
     def __init__(self):
         self.entries = []
@@ -51,7 +51,7 @@ def play(steps, limit, choose):
 
 
 @given(STEPS, st.integers(1, 30))
-def test_no_60_seconds_have_more_than_the_limit_and_none_is_refused_without_need(steps, limit):
+def test_no_minute_exceeds_the_limit_and_none_is_refused_below_it(steps, limit):
     one = window()
     play(steps, limit, lambda _index: one)
 
@@ -63,7 +63,7 @@ def test_processes_that_share_a_window_keep_its_limit_together(steps, limit, cou
 
 
 @given(STEPS, st.integers(1, 30))
-def test_what_is_used_is_what_the_log_has_of_the_last_minute(steps, limit):
+def test_the_used_amount_is_that_of_the_last_minute(steps, limit):
     one = window()
     log = play(steps, limit, lambda _index: one)
     now = START + sum(pause for pause, _ in steps)
@@ -71,7 +71,7 @@ def test_what_is_used_is_what_the_log_has_of_the_last_minute(steps, limit):
 
 
 @given(STEPS, st.integers(12, 30))
-def test_the_wait_that_is_reported_is_enough_and_at_most_a_second_too_long(steps, limit):
+def test_the_reported_wait_is_sufficient_and_at_most_a_second_too_long(steps, limit):
     one = window()
     play(steps, limit, lambda _index: one)
     now = START + sum(pause for pause, _ in steps)
@@ -85,11 +85,11 @@ def test_the_wait_that_is_reported_is_enough_and_at_most_a_second_too_long(steps
         assert other.used(now + wait - 1.01) + 12 > limit
 
 
-def test_a_client_that_asks_all_the_time_gets_its_rate_within_two_percent():
-    one, got = window(), 0
+def test_a_constantly_requesting_client_gets_its_rate_within_two_percent():
+    one, granted = window(), 0
     for tick in range(60 * 60 * 10):  # an hour, ten requests a second
-        got += one.take(1, 100, START + tick / 10)
-    assert 0.98 * 100 * 60 <= got <= 100 * 61
+        granted += one.take(1, 100, START + tick / 10)
+    assert 0.98 * 100 * 60 <= granted <= 100 * 61
 
 
 def test_a_burst_of_the_whole_limit_is_free_again_after_a_minute_and_not_before():
@@ -100,7 +100,7 @@ def test_a_burst_of_the_whole_limit_is_free_again_after_a_minute_and_not_before(
     assert one.take(1, 5, START + 60.6)
 
 
-def test_less_than_was_taken_gives_room_back_at_once():
+def test_unused_tokens_are_returned_at_once():
     one = window()
     assert one.take(10, 10, START)
     one.settle(10, one.bucket, 3, START + 5)
@@ -108,7 +108,7 @@ def test_less_than_was_taken_gives_room_back_at_once():
     assert one.take(7, 10, START + 5)
 
 
-def test_more_than_was_taken_is_a_debt_that_later_requests_wait_for():
+def test_tokens_beyond_the_reserved_ones_are_a_debt_of_later_requests():
     one = window()
     assert one.take(2, 10, START)
     bucket = one.bucket
@@ -118,7 +118,7 @@ def test_more_than_was_taken_is_a_debt_that_later_requests_wait_for():
     assert one.take(1, 10, START + 91)
 
 
-def test_room_of_a_bucket_that_is_over_is_not_given_back_twice():
+def test_tokens_of_an_expired_bucket_are_not_returned_twice():
     one = window()
     assert one.take(10, 10, START)
     bucket = one.bucket
@@ -128,7 +128,7 @@ def test_room_of_a_bucket_that_is_over_is_not_given_back_twice():
     assert not one.take(1, 10, START + 200)
 
 
-def test_a_process_that_takes_a_row_over_goes_on_with_its_counts():
+def test_a_process_that_takes_over_a_row_continues_its_counts():
     row = [0] * WINDOW_CELLS
     assert RateWindow(row).take(4, 5, START)
     again = RateWindow(row)
@@ -136,7 +136,7 @@ def test_a_process_that_takes_a_row_over_goes_on_with_its_counts():
     assert again.take(1, 5, START + 1)
 
 
-def test_a_row_that_has_not_moved_for_long_counts_no_more():
+def test_a_row_that_is_idle_for_a_minute_no_longer_counts():
     first, second = shared(2)
     assert first.take(5, 5, START)
     assert not second.take(1, 5, START + 59)
@@ -145,14 +145,14 @@ def test_a_row_that_has_not_moved_for_long_counts_no_more():
     assert second.used(START + 500) == 5
 
 
-def test_of_two_that_count_in_one_moment_neither_passes_the_limit():
+def test_two_processes_that_count_concurrently_keep_the_limit():
     rows = [[0] * WINDOW_CELLS for _ in range(2)]
     first, second = RateWindow(rows[0]), RateWindow(rows[1])
     second.share_with([rows[0]], lambda: None)
     taken = []
-    first.take(0, 9, START)  # the bucket of now
+    first.take(0, 9, START)  # creates the present bucket
 
-    def meanwhile():  # the other process counts between this one's write and its look
+    def meanwhile():  # the other process counts between this one's write and its read
         if not taken:
             taken.append(second.take(3, 4, START))
 
@@ -162,29 +162,29 @@ def test_of_two_that_count_in_one_moment_neither_passes_the_limit():
     assert sum(window.used(START) for window in (first,)) <= 4
 
 
-def test_a_process_whose_clock_was_read_long_ago_counts_in_the_newest_bucket():
+def test_a_process_with_an_old_clock_counts_in_the_newest_bucket():
     first, second = shared(2)
     assert first.take(2, 5, START + 30)
-    assert second.take(2, 5, START)  # its turn of the event loop began half a minute ago
+    assert second.take(2, 5, START)  # its event-loop turn began half a minute ago
     assert first.used(START + 30) == 4
     assert not first.take(2, 5, START + 89)
 
 
 @settings(max_examples=examples(60))
 @given(STEPS, STEPS, st.integers(1, 30), st.integers(1, 2))
-def test_another_program_goes_on_with_what_was_taken(steps, later, limit, count):
+def test_a_successor_continues_the_counts(steps, later, limit, count):
     windows = shared(count)
     play(steps, limit, lambda index: windows[index % count])
     now = START + sum(pause for pause, _ in steps) + 1
-    new, same = window(), windows[0]
-    new.restore(same.rows(now), now)
-    assert new.used(now) == same.used(now)
+    new, old = window(), windows[0]
+    new.restore(old.rows(now), now)
+    assert new.used(now) == old.used(now)
     for pause, amount in later:
         now += pause
-        assert new.take(amount, limit, now) == same.take(amount, limit, now)
+        assert new.take(amount, limit, now) == old.take(amount, limit, now)
 
 
-def test_counts_of_a_time_that_is_no_more_or_not_yet_are_not_taken_over():
+def test_expired_or_future_counts_are_not_restored():
     new = window()
     new.restore([(0, 5), (1999, 3), (2000, 2), (2001, 7), (1998, -4)], 1000.0)
     assert new.used(1000.0) == 5
