@@ -32,5 +32,7 @@ def test_the_soft_limit_is_raised_to_the_hard_one():
         "r.setrlimit(r.RLIMIT_NOFILE, (64, 300))\nraise_fd_limit()\n"
         "print(*r.getrlimit(r.RLIMIT_NOFILE))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["300", "300"]
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["300", "300"]

@@ -11,7 +11,7 @@ def path(tmp_path):
     return tmp_path / "s.toml"
 
 
-def test_a_missing_folder_is_made_for_the_owner_alone(tmp_path):
+def test_a_missing_folder_is_created_for_the_owner_alone(tmp_path):
     path = tmp_path / "new" / "folder" / "s.toml"
     write_atomically(path, "one")
     write_atomically(path, "two")

@@ -31,7 +31,7 @@ def test_the_folder_is_private_and_removed_at_the_end(parent):
     assert list(parent.iterdir()) == []
 
 
-def test_a_short_parent_is_chosen_where_the_usual_one_is_too_long(parent, monkeypatch):
+def test_a_shorter_parent_is_used_if_the_usual_one_is_too_long(parent, monkeypatch):
     deep = parent / ("d" * 80)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
@@ -49,7 +49,7 @@ def test_the_folder_of_a_killed_program_is_removed(parent):
         assert not killed.exists()
 
 
-def test_a_folder_in_use_or_recent_or_of_another_user_stays(parent, monkeypatch):
+def test_a_folder_stays_that_is_in_use_or_recent_or_of_another_user(parent, monkeypatch):
     fresh = make_folder(parent, "fresh", age=0)
     elsewhere = parent / "other-thing"
     elsewhere.mkdir()
@@ -76,7 +76,7 @@ def test_a_link_is_not_followed(parent, tmp_path_factory):
         assert (target / "kept").exists()
 
 
-def test_the_folder_of_the_service_manager_comes_first(parent, monkeypatch):
+def test_the_folder_of_the_service_manager_is_preferred(parent, monkeypatch):
     managed = parent / "m"
     managed.mkdir()
     monkeypatch.setattr(runtime_dir, "MAX_PARENT_BYTES", len(str(managed)))

@@ -14,7 +14,7 @@ def server(cert="server", key="server-key", ca=""):
     return ServerConfig(**dict(zip(("tls_cert", "tls_key", "tls_client_ca"), named, strict=True)))
 
 
-def test_a_listener_speaks_tls_1_2_and_newer_and_http_1_1_alone():
+def test_a_listener_accepts_tls_1_2_and_newer_without_renegotiation():
     context = tls_contexts.server_context(server())
     assert context.minimum_version is ssl.TLSVersion.TLSv1_2
     assert context.options & ssl.OP_NO_RENEGOTIATION
@@ -22,12 +22,12 @@ def test_a_listener_speaks_tls_1_2_and_newer_and_http_1_1_alone():
 
 
 def test_connections_to_workers_refuse_renegotiation_too():
-    # Its first bytes would be produced during a read, and never be sent.
+    # The first bytes of a renegotiation would be produced during a read, and never be sent.
     context = tls_contexts.client_context(str(FILES / "authority.pem"), verify=True)
     assert context.options & ssl.OP_NO_RENEGOTIATION
 
 
-def test_a_cut_connection_is_no_regular_end_on_either_side():
+def test_a_truncated_connection_is_an_error_on_either_side():
     # Before Python 3.11.4 a truncated response would pass for a complete one.
     to_worker = tls_contexts.client_context("", verify=True)
     for context in (to_worker, tls_contexts.server_context(server())):
@@ -128,7 +128,7 @@ def test_an_error_text_has_no_numbers(error, text):
     assert tls_contexts.tls_error_text(error) == text
 
 
-def test_files_of_the_picker_are_named_by_its_own_keys(tmp_path):
+def test_errors_in_files_of_the_picker_name_its_own_keys(tmp_path):
     text = f'[picker]\ngrpc_tls_cert = "{tmp_path}/a.pem"\ngrpc_tls_key = "{tmp_path}/b.pem"\n'
     with pytest.raises(ConfigError) as refused:
         tls_contexts.check_tls_files(parse(text), "picker.toml")
