@@ -1,4 +1,4 @@
-"""The new program's last step of a takeover, when it is ended meanwhile."""
+"""The last step of a takeover in the new program, if a program ends during it."""
 
 import os
 import socket
@@ -16,10 +16,10 @@ from omni_proxy.upgrade.state import CommitMessage
 
 
 @pytest.fixture
-def ends():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield HandoverChannel(ours), HandoverChannel(theirs)
+def channels():
+    old, new = socket.socketpair()
+    with old, new:
+        yield HandoverChannel(old), HandoverChannel(new)
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def adopted():
 
 
 @pytest.fixture
-def incoming(ends):
-    return Incoming(ends[1], os.dup(2))
+def incoming(channels):
+    return Incoming(channels[1], os.dup(2))
 
 
 async def cancelled_wait(incoming, adopted) -> None:
@@ -40,46 +40,46 @@ async def cancelled_wait(incoming, adopted) -> None:
     assert scope.cancelled_caught
 
 
-async def test_a_program_that_ends_before_the_commit_owns_nothing_and_none_can_be_sent(
-    ends, incoming, adopted
-):
+async def test_a_program_that_ends_before_the_commit_owns_nothing(channels, incoming, adopted):
     await cancelled_wait(incoming, adopted)
     assert adopted == []
     with pytest.raises(ChannelClosed):
-        ends[0].send(CommitMessage())
+        channels[0].send(CommitMessage())
 
 
-async def test_a_program_that_ends_with_the_commit_owns_the_replicas(ends, incoming, adopted):
-    ends[0].send(CommitMessage())
+async def test_a_program_that_ends_with_the_commit_owns_the_replicas(channels, incoming, adopted):
+    channels[0].send(CommitMessage())
     await cancelled_wait(incoming, adopted)
     assert len(adopted) == 1
 
 
-def test_a_program_declines_only_until_it_has_offered_to_take_over(incoming):
+def test_a_program_can_decline_until_it_has_offered_to_take_over(incoming):
     assert incoming.decline()
     incoming._offered = True
     assert not incoming.decline()
 
 
-async def test_a_running_program_that_gives_up_before_the_commit_goes_on_alone(
-    ends, incoming, adopted, monkeypatch
+async def test_a_running_program_that_ends_the_upgrade_keeps_its_replicas(
+    channels, incoming, adopted, monkeypatch
 ):
     monkeypatch.setattr("omni_proxy.upgrade.incoming.KILLED_SECS", 0)
     parts = SimpleNamespace(launcher=SimpleNamespace(adopt=adopted.append))
-    ends[0].shut()
+    channels[0].shut()
     with pytest.raises(NotReady):
         await incoming._wait_commit(parts)
     assert adopted == []
 
 
-def test_without_a_state_from_a_program_that_lives_there_is_no_start(ends, incoming, monkeypatch):
+def test_without_a_state_of_the_running_program_the_new_one_does_not_start(
+    channels, incoming, monkeypatch
+):
     monkeypatch.setattr("omni_proxy.upgrade.incoming.KILLED_SECS", 0)
-    ends[0].shut()
+    channels[0].shut()
     with pytest.raises(NoState, match="has ended the upgrade"):
         take_state(incoming, Startup(None, {}, (), ""))
 
 
-async def test_the_time_in_which_the_running_program_was_stopped_does_not_count(mock_clock):
+async def test_time_in_which_the_process_was_stopped_does_not_count(mock_clock):
     outgoing = Outgoing(None, None)
     outgoing.running = True
     async with trio.open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""The state as it goes from one program to the next."""
+"""The state that one program hands over to the next."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -79,21 +79,21 @@ messages = (
 
 
 @given(messages)
-def test_a_message_comes_back_as_it_was_sent(message):
+def test_a_decoded_message_equals_the_encoded_one(message):
     assert decode(encode(message)) == message
 
 
 @given(states)
-def test_what_a_reader_does_not_know_is_ignored(state):
-    reply = json.loads(encode(StateMessage(state)))
-    reply["state"] |= {"later": [1]}
-    for worker in reply["state"].get("workers", []):
+def test_unknown_fields_are_ignored(state):
+    message = json.loads(encode(StateMessage(state)))
+    message["state"] |= {"later": [1]}
+    for worker in message["state"].get("workers", []):
         worker["later"] = {"x": None}
-    assert decode(json.dumps(reply).encode()) == StateMessage(state)
+    assert decode(json.dumps(message).encode()) == StateMessage(state)
 
 
 @pytest.mark.parametrize("text", [b"", b"{}", b"\xff", b'{"kind": "none"}', b'{"kind": "ready"}'])
-def test_another_form_is_refused(text):
+def test_an_invalid_message_is_refused(text):
     with pytest.raises(UnreadableMessage):
         decode(text)
 
@@ -119,14 +119,14 @@ def fleet_of(*urls: str) -> Fleet:
 URLS = "http://10.0.0.1:1", "http://10.0.0.2:1"
 
 
-def test_a_fleet_goes_on_as_it_was():
+def test_a_fleet_is_restored():
     old, new = fleet_of(*URLS), fleet_of(*URLS)
-    well, ejected = old.workers
+    healthy, ejected = old.workers
     ejected.disabled_changed_at = NOW - timedelta(hours=2)
     for _ in range(2):
-        old.observe_probe(well, status=200, error=None, at=NOW, epoch=0)
-    well.add_counts("chat", routed=7, succeeded=5, failed=2)
-    old.set_version(well, "step-7", 7)
+        old.observe_probe(healthy, status=200, error=None, at=NOW, epoch=0)
+    healthy.add_counts("chat", routed=7, succeeded=5, failed=2)
+    old.set_version(healthy, "step-7", 7)
     old.mark_dead(ejected, NOW, declared=True)
     assert restore_workers(new, worker_records(old)) == 2
     assert worker_records(new) == worker_records(old)
@@ -135,7 +135,7 @@ def test_a_fleet_goes_on_as_it_was():
     assert new.candidates(None, 0) == [new.workers[0]]
 
 
-def test_a_worker_that_something_else_holds_is_probed_again():
+def test_a_worker_with_another_cordon_is_probed_again():
     old, new = fleet_of(URLS[0]), fleet_of(URLS[0])
     (worker,) = old.workers
     for _ in range(2):
@@ -145,7 +145,7 @@ def test_a_worker_that_something_else_holds_is_probed_again():
     assert new.workers[0].health.state is Health.UNKNOWN
 
 
-def test_a_worker_that_is_gone_is_left_out():
+def test_a_removed_worker_is_left_out():
     old, new = fleet_of(*URLS), fleet_of(URLS[0])
     assert missing_workers(new, worker_records(old)) == [URLS[1]]
     assert restore_workers(new, worker_records(old)) == 1

@@ -1,4 +1,4 @@
-"""Which process of the new program gets whose prefix trees, and what is left out."""
+"""Which prefix trees each process of the new program gets, and which are left out."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from omni_proxy.upgrade.tree_handover import load_all, save_all
 
 
 class Handle:
-    """A process that acknowledges at once, or never."""
+    """A process that acknowledges at once, or, if `stuck`, never."""
 
     ready = True
 
@@ -51,22 +51,20 @@ def parts_of(*handles):
         ((0,), (1, 2), [10, 10]),
     ],
 )
-async def test_a_process_gets_the_trees_of_its_index_or_else_of_another_one(
-    before, after, expected
-):
+async def test_a_process_gets_the_trees_of_its_index_or_of_another(before, after, expected):
     handles = [Handle(index) for index in after]
     await load_all(parts_of(*handles), {index: index + 10 for index in before})
     assert [handle.sent for handle in handles] == [[descriptor] for descriptor in expected]
 
 
-async def test_a_process_that_is_late_or_knows_nothing_is_left_out(autojump_clock):
+async def test_a_process_that_is_late_or_has_no_trees_is_left_out(autojump_clock):
     handles = Handle(1), Handle(2, stuck=True), Handle(3, content=b"")
     with ExitStack() as stack:
         files = await save_all(parts_of(*handles), stack)
         assert files == {1: handles[0].sent[0]}
 
 
-async def test_an_upgrade_goes_on_where_no_descriptor_is_left(monkeypatch):
+async def test_an_upgrade_continues_without_free_descriptors(monkeypatch):
     def no_file():
         raise OSError(24, "Too many open files")
 
