@@ -1,4 +1,4 @@
-"""A publisher of KV events as vLLM has it: a PUB socket, and a ROUTER socket that repeats batches."""
+"""A publisher of KV events like vLLM's: a PUB socket, and a ROUTER socket that replays batches."""
 
 import threading
 import time
@@ -12,10 +12,10 @@ END = b"\xff" * 8
 
 
 def stored(tokens, parent=None):
-    names, at = [], parent
+    names, parent_hash = [], parent
     for end in range(SIZE, len(tokens) + 1, SIZE):
-        at = hash((at, tuple(tokens[end - SIZE : end]))) & ((1 << 64) - 1)
-        names.append(at)
+        parent_hash = hash((parent_hash, tuple(tokens[end - SIZE : end]))) & ((1 << 64) - 1)
+        names.append(parent_hash)
     return {
         "type": "BlockStored", "block_hashes": names, "parent_block_hash": parent,
         "token_ids": list(tokens[: len(names) * SIZE]), "block_size": SIZE, "medium": "GPU",
@@ -26,7 +26,7 @@ CLEARED = {"type": "AllBlocksCleared"}
 
 
 class Publisher:
-    """`batches` are those that a replay has."""
+    """`batches`: those that are replayed on request."""
 
     def __init__(self, context, *, replays=True):
         self.batches = []
@@ -43,7 +43,7 @@ class Publisher:
             self.replay_endpoint = (
                 f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
             )
-            self._thread = threading.Thread(target=self._repeat, args=(router,))
+            self._thread = threading.Thread(target=self._replay, args=(router,))
             self._thread.start()
 
     def publish(self, *events, lost=False):
@@ -54,16 +54,16 @@ class Publisher:
         if not lost:
             self._pub.send_multipart([b"", number, payload])
 
-    def _repeat(self, router):
+    def _replay(self, router):
         with router:
             while not self._ended.is_set():
                 if not router.poll(20):
                     continue
-                asker, _, start = router.recv_multipart()
+                requester, _, start = router.recv_multipart()
                 for number, payload in list(self.batches):
                     if number >= start:
-                        router.send_multipart([asker, b"", b"", number, payload])
-                router.send_multipart([asker, b"", b"", END, b""])
+                        router.send_multipart([requester, b"", b"", number, payload])
+                router.send_multipart([requester, b"", b"", END, b""])
 
     def close(self):
         self._ended.set()
@@ -74,12 +74,12 @@ class Publisher:
 
 @contextmanager
 def publishers(*replays):
-    """One for each of `replays`: whether it has a replay socket."""
+    """A publisher for each of `replays`, which is whether it has a replay socket."""
     context = zmq.Context()
-    made = [Publisher(context, replays=each) for each in replays]
+    started = [Publisher(context, replays=each) for each in replays]
     try:
-        yield made
+        yield started
     finally:
-        for publisher in made:
+        for publisher in started:
             publisher.close()
         context.destroy(0)

@@ -29,11 +29,11 @@ def vllm(endpoint, replay=None, **fields):
         ("tcp://10.0.0.1:5557", EventSource("tcp://10.0.0.1:5557", binds=True)),
     ],
 )
-def test_we_bind_where_the_engine_connects(endpoint, source):
+def test_the_proxy_binds_if_the_engine_connects(endpoint, source):
     assert vllm_sources({"0": vllm(endpoint)}, HOST) == (source,)
 
 
-def test_vllm_names_each_rank_with_its_own_ports():
+def test_vllm_reports_the_ports_of_each_rank():
     body = {"0": vllm("tcp://*:5557", "tcp://*:5600"), "1": vllm("tcp://*:5558", "tcp://*:5601")}
     assert vllm_sources(body, HOST) == (
         EventSource(f"tcp://{HOST}:5557", False, f"tcp://{HOST}:5600"),
@@ -48,11 +48,11 @@ def test_vllm_names_each_rank_with_its_own_ports():
      {"0": vllm("tcp://*:5557", enable_kv_cache_events=False)},
      {"0": vllm("tcp://*:5557"), "2": vllm("tcp://*:5559")}],
 )  # fmt: skip
-def test_what_names_no_publisher_of_every_rank_gives_none(body):
+def test_a_body_without_publishers_of_all_ranks_has_no_sources(body):
     assert vllm_sources(body, HOST) == ()
 
 
-def test_sglang_names_the_port_of_its_first_rank():
+def test_sglang_reports_the_port_of_its_first_rank():
     info = {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2}
     assert sglang_sources({"kv_events": info}, HOST) == (
         EventSource(f"tcp://{HOST}:5557", binds=False),
@@ -60,7 +60,7 @@ def test_sglang_names_the_port_of_its_first_rank():
     )
 
 
-def test_sglang_may_list_its_publishers():
+def test_sglang_can_list_its_publishers():
     info = {"publisher": "zmq", "publishers": [{"dp_rank": 0, "endpoint": "tcp://*:7000"}]}
     assert sglang_sources({"kv_events": info}, HOST) == (EventSource(f"tcp://{HOST}:7000", False),)
 
@@ -69,11 +69,11 @@ def test_sglang_may_list_its_publishers():
     "events", [None, 7, {}, {"publisher": "null"}, {"publisher": "zmq"},
                {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": "5557"}],
 )  # fmt: skip
-def test_an_sglang_that_publishes_nothing_gives_none(events):
+def test_an_sglang_that_publishes_nothing_has_no_sources(events):
     assert sglang_sources({"kv_events": events}, HOST) == ()
 
 
-def test_a_configured_endpoint_counts_up_by_rank():
+def test_the_port_of_a_configured_endpoint_is_incremented_by_rank():
     assert configured_source("tcp://h:5557", "tcp://h:5600", 3) == EventSource(
         "tcp://h:5560", False, "tcp://h:5603"
     )
