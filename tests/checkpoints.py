@@ -1,11 +1,11 @@
-"""Which loops of a coroutine may go round without giving anybody else a turn.
+"""Finds loops of coroutines that can repeat without a checkpoint.
 
-The rule: on every path through the body of a `while` loop in an `async def` that leads to another
-round there is a checkpoint, if the loop awaits anything at all. A checkpoint is an await of a call
-of trio (`CALLS`) or of its lock, of the event loop's `pause`, a bare `yield` to it, or an await of
-a function of this tree that has one on each of its own paths. A `try` body may be left anywhere, so
-`except: continue` needs its own. A turn that is counted (`TURNS`) comes after a bounded number of
-rounds at the latest.
+The rule: if a `while` loop in an `async def` awaits anything, every path through its body that
+leads to another iteration has a checkpoint. A checkpoint is an await of a call of trio (`CALLS`) or
+of its lock, of the event loop's `pause`, a bare `yield` to it, or an await of a function of this
+tree that has a checkpoint on each of its own paths. A `try` body may be left anywhere, so `except:
+continue` needs its own. Functions that count turns (`TURNS`) cause a pause after a bounded number
+of iterations.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ QUIET, LOUD = False, True  # a path without a checkpoint, and one with
 
 @dataclass(frozen=True)
 class Paths:
-    """How a piece of code may be left; each value says whether a checkpoint has been passed."""
+    """The ways to leave a piece of code; each value is whether a checkpoint has been passed."""
 
-    on: frozenset[bool] = frozenset()  # to what follows
+    on: frozenset[bool] = frozenset()  # to the next statement
     again: frozenset[bool] = frozenset()  # by `continue`
     out: frozenset[bool] = frozenset()  # by `break`
     back: frozenset[bool] = frozenset()  # by `return`
@@ -49,22 +49,22 @@ class Paths:
         )
 
 
-Owner = tuple[str, str]  # a module and a class of it; "" at the module's top
+Owner = tuple[str, str]  # a module, and a class in it or "" for the top level
 
 
 @dataclass
 class Tree:
-    """All functions that can be awaited; `sure`: those that have a checkpoint on each path."""
+    """All functions that can be awaited. `sure`: those with a checkpoint on each path."""
 
     functions: dict[str, list[FUNCTIONS]] = field(default_factory=dict)
     owned: dict[tuple[Owner, str], FUNCTIONS] = field(default_factory=dict)
     owners: dict[ast.AST, Owner] = field(default_factory=dict)
     imported: dict[str, dict[str, str]] = field(default_factory=dict)  # by module and name
     sure: set[FUNCTIONS] = field(default_factory=set)
-    bases: dict[Owner, list[str]] = field(default_factory=dict)  # of a class, as they are written
-    attributes: dict[Owner, dict[str, str]] = field(default_factory=dict)  # annotated by __init__
-    here: Owner = ("", "")  # whose code is looked at
-    parameters: dict[str, str] = field(default_factory=dict)  # of the function: their annotations
+    bases: dict[Owner, list[str]] = field(default_factory=dict)  # of a class, as in the source
+    attributes: dict[Owner, dict[str, str]] = field(default_factory=dict)  # annotated in __init__
+    here: Owner = ("", "")  # the owner of the code in question
+    parameters: dict[str, str] = field(default_factory=dict)  # of the function, with annotations
     all_parameters: dict[FUNCTIONS, dict[str, str]] = field(default_factory=dict)
 
     @classmethod
@@ -75,7 +75,7 @@ class Tree:
         grown = True
         while grown:
             grown = False
-            for function in (f for found in tree.functions.values() for f in found):
+            for function in (f for named in tree.functions.values() for f in named):
                 if function not in tree.sure and tree.always(function):
                     tree.sure.add(function)
                     grown = True
@@ -99,35 +99,35 @@ class Tree:
                     self.owned[owner, child.name] = child
             self._enter(child, within)
 
-    def meant(self, call: ast.Call) -> list[FUNCTIONS]:
-        """What may be called here: of `self` and of a bare name that is known, else of the name."""
+    def candidates(self, call: ast.Call) -> list[FUNCTIONS]:
+        """The functions that a call can mean: the known one, or else all with its name."""
         called, (module, _) = call.func, self.here
-        one = None
+        function = None
         if isinstance(called, ast.Name):
             owner = (self.imported.get(module, {}).get(called.id, module), "")
-            one = self.owned.get((owner, _name(call)))
+            function = self.owned.get((owner, _name(call)))
         elif isinstance(called, ast.Attribute):
             target = _text(called.value)
             if target == "self":
-                one = self.method(self.here, _name(call))
+                function = self.method(self.here, _name(call))
             else:
-                known = self.attributes.get(self.here, {}) | self.parameters
-                kind = known.get(target.removeprefix("self."), "")
-                one = self.method(self.class_named(kind, module), _name(call))
-        return [one] if one is not None else self.functions.get(_name(call), [])
+                kinds = self.attributes.get(self.here, {}) | self.parameters
+                kind = kinds.get(target.removeprefix("self."), "")
+                function = self.method(self.class_named(kind, module), _name(call))
+        return [function] if function is not None else self.functions.get(_name(call), [])
 
     def class_named(self, name: str, module: str) -> Owner:
         return (self.imported.get(module, {}).get(name, module), name)
 
     def method(self, owner: Owner, name: str) -> FUNCTIONS | None:
         """The method of a class, or of the first base that has it."""
-        one = self.owned.get((owner, name))
+        function = self.owned.get((owner, name))
         for base in self.bases.get(owner, ()):
-            one = one or self.method(self.class_named(base, owner[0]), name)
-        return one
+            function = function or self.method(self.class_named(base, owner[0]), name)
+        return function
 
     def enter(self, function: FUNCTIONS) -> None:
-        """From now on calls are those of this function."""
+        """Makes this function the one whose calls are looked up."""
         self.here = self.owners[function]
         if function not in self.all_parameters:
             self.all_parameters[function] = parameters = _annotations(function)
@@ -143,7 +143,7 @@ class Tree:
         return (paths.on | paths.back) == {LOUD}
 
     def quiet_loops(self, module: ast.AST) -> Iterator[tuple[str, ast.While]]:
-        """Loops that break the rule, with the name of their function."""
+        """The loops that break the rule, with the names of their functions."""
         for function in _functions(module):
             loops = [node for node in _own(function) if isinstance(node, ast.While)]
             loops = [node for node in loops if _awaits(node)]
@@ -160,17 +160,17 @@ class Tree:
         return QUIET in body.on | body.again
 
     def block(self, statements: Iterable[ast.stmt]) -> Paths:
-        """Begun without a checkpoint."""
-        found = Paths(on=frozenset((QUIET,)))
+        """The paths of statements that begin without a checkpoint."""
+        paths = Paths(on=frozenset((QUIET,)))
         for statement in statements:
-            here = self.statement(statement)
-            on = frozenset()
-            for before in found.on:
-                after = _raised(here) if before else here
-                on |= after.on
-                found |= Paths(again=after.again, out=after.out, back=after.back)
-            found = Paths(on, found.again, found.out, found.back)
-        return found
+            ways = self.statement(statement)
+            following = frozenset()
+            for before in paths.on:
+                after = _raised(ways) if before else ways
+                following |= after.on
+                paths |= Paths(again=after.again, out=after.out, back=after.back)
+            paths = Paths(following, paths.again, paths.out, paths.back)
+        return paths
 
     def statement(self, node: ast.stmt) -> Paths:
         match node:
@@ -211,16 +211,16 @@ class Tree:
 
     def _for(self, node: ast.For | ast.AsyncFor) -> Paths:
         body = self.block(node.body)
-        if _has_rounds(node.iter):
+        if _has_iterations(node.iter):
             return Paths(on=body.on | body.again | body.out, back=body.back)
         skipped = self.block(node.orelse)
         return Paths(on=frozenset((QUIET,)) | body.out, back=body.back) | skipped
 
     def _match(self, node: ast.Match) -> Paths:
-        found = Paths(on=frozenset((QUIET,)))
+        paths = Paths(on=frozenset((QUIET,)))
         for case in node.cases:
-            found |= self.block(case.body)
-        return _raised(found) if _is_loud(self, node.subject) else found
+            paths |= self.block(case.body)
+        return _raised(paths) if _is_loud(self, node.subject) else paths
 
     def _pauses(self, body: list[ast.stmt]) -> bool:
         return self.block(body).on <= {LOUD}
@@ -228,11 +228,11 @@ class Tree:
     def _while(self, node: ast.While) -> Paths:
         body = self.block(node.body)
         forever = isinstance(node.test, ast.Constant) and bool(node.test.value)
-        rounds = body.on | body.again
-        ended = frozenset() if forever else frozenset((QUIET,)) | rounds
-        # A round that was loud makes all loud that comes behind it; the first may be the last.
-        found = Paths(on=ended | body.out, back=body.back)
-        return _raised(found) if _is_loud(self, node.test) else found
+        iterations = body.on | body.again
+        ended = frozenset() if forever else frozenset((QUIET,)) | iterations
+        # A loud iteration makes everything after it loud, but the first can be the last.
+        paths = Paths(on=ended | body.out, back=body.back)
+        return _raised(paths) if _is_loud(self, node.test) else paths
 
     def _with(self, node: ast.With | ast.AsyncWith) -> Paths:
         body = self.block(node.body)
@@ -243,12 +243,12 @@ class Tree:
         if any(_name(call) == "suppress" for call in calls):
             body |= Paths(on=frozenset((QUIET,)))
         elif any(_name(call) in ("move_on_after", "move_on_at", "CancelScope") for call in calls):
-            body |= Paths(on=frozenset((LOUD,)))  # cancelled: that happens at checkpoints only
+            body |= Paths(on=frozenset((LOUD,)))  # cancelled, which happens only at checkpoints
         return _raised(body) if loud else body
 
     def _try(self, node: ast.Try | ast.TryStar) -> Paths:
         body = self.block([*node.body, *node.orelse])
-        # What is raised in a pause comes from the event loop, so there was one.
+        # An exception of a pause comes from the event loop, so there was a checkpoint.
         paused = [_text(statement) for statement in node.body] == ["await pause"]
         for handler in node.handlers:
             handled = self.block(handler.body)
@@ -265,14 +265,14 @@ def _annotations(function: FUNCTIONS) -> dict[str, str]:
 
 
 def _assigned(function: FUNCTIONS) -> Iterator[tuple[str, str]]:
-    """Names and what they are set to: `a = b`, and `a, b = c, d`."""
+    """Names and the values assigned to them: `a = b`, and `a, b = c, d`."""
     for node in ast.walk(function):
         if isinstance(node, ast.Assign) and len(node.targets) == 1:
             target, value = node.targets[0], node.value
             if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
                 yield from (
-                    (_text(one), _text(other))
-                    for one, other in zip(target.elts, value.elts, strict=False)
+                    (_text(name), _text(part))
+                    for name, part in zip(target.elts, value.elts, strict=False)
                 )
             else:
                 yield _text(target), _text(value)
@@ -293,15 +293,15 @@ def _attributes(init: FUNCTIONS) -> dict[str, str]:
 
 
 def _raised(paths: Paths) -> Paths:
-    """The same paths, all begun behind a checkpoint."""
+    """The same paths, if they begin after a checkpoint."""
     return Paths(
-        *(frozenset((LOUD,)) if each else each
-          for each in (paths.on, paths.again, paths.out, paths.back))
+        *(frozenset((LOUD,)) if values else values
+          for values in (paths.on, paths.again, paths.out, paths.back))
     )  # fmt: skip
 
 
 def _statements(node: ast.AST) -> Iterator[ast.AST]:
-    """Those directly in a statement, and its handlers and cases: the nodes that have some, too."""
+    """The statements directly in a node, and its handlers and cases, which have statements."""
     for name in ("body", "handlers", "orelse", "finalbody", "cases"):
         yield from getattr(node, name, ())
 
@@ -315,14 +315,14 @@ def _functions(node: ast.AST) -> Iterator[FUNCTIONS]:
 
 @cache
 def _own(function: ast.AST) -> tuple[ast.AST, ...]:
-    """What stands in it, and not in a function inside it."""
-    found, waiting = [], list(ast.iter_child_nodes(function))
+    """The nodes of a function without those of functions in it."""
+    nodes, waiting = [], list(ast.iter_child_nodes(function))
     while waiting:
         node = waiting.pop()
-        found.append(node)
+        nodes.append(node)
         if not isinstance(node, SCOPES):
             waiting += ast.iter_child_nodes(node)
-    return tuple(found)
+    return tuple(nodes)
 
 
 def _awaits(loop: ast.While) -> bool:
@@ -331,7 +331,7 @@ def _awaits(loop: ast.While) -> bool:
 
 
 def _is_loud(tree: Tree, node: ast.AST | None) -> bool:
-    """Whether its evaluation passes a checkpoint for certain."""
+    """Whether the evaluation certainly passes a checkpoint."""
     if node is None or not _may_pause(node):
         return False
     match node:
@@ -368,14 +368,14 @@ def _is_checkpoint(tree: Tree, awaited: ast.expr) -> bool:
         return _is_checkpoint(tree, awaited.args[0])
     if not isinstance(awaited, ast.Call):
         return False
-    ours = tree.meant(awaited)
-    if ours:
-        return all(function in tree.sure for function in ours)
+    functions = tree.candidates(awaited)
+    if functions:
+        return all(function in tree.sure for function in functions)
     return name in CALLS
 
 
-def _has_rounds(iterated: ast.expr) -> bool:
-    """`range` of a constant, which is not nought here."""
+def _has_iterations(iterated: ast.expr) -> bool:
+    """Whether this is `range` of a constant, which is never zero here."""
     if _name(iterated) != "range" or not isinstance(iterated, ast.Call):
         return False
     (bound,) = iterated.args[:1]
@@ -393,7 +393,7 @@ def _counts_turns(test: ast.expr) -> bool:
 
 
 def _name(call: ast.expr) -> str:
-    """Of what is called, without what stands before its last dot; "" where nothing is called."""
+    """The name of the called function after the last dot; "" if this is not a call."""
     if not isinstance(call, ast.Call):
         return ""
     called = call.func

@@ -1,7 +1,7 @@
-"""What every process here should have, and those that it starts.
+"""Settings of every test process and of the processes that it starts.
 
-torch asks the DNS for the name of each address that it connects to or hears from, 127.0.0.1 too:
-where an answer gets lost, that takes 5 s unless somebody says less.
+torch looks up the host name of each peer address in the DNS, even that of 127.0.0.1. A lost
+response would take 5 s with the default timeout.
 """
 
 import gc
@@ -20,11 +20,11 @@ from tests.program_forkserver import close_forkservers, share_forkservers
 
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
-# Hundreds of processes import the same modules: whatever the environment says, compile them once.
+# Hundreds of processes import the same modules: compile them once, whatever the environment sets.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# A loaded machine is slow, not wrong.
+# A loaded machine makes tests slow, which is not a failure.
 for name, share in SHARES.items():
     settings.register_profile(
         name,
@@ -34,16 +34,16 @@ for name, share in SHARES.items():
     )
 settings.load_profile("patient")
 
-# Imports and collected tests are no garbage: to look for some among them takes a third of their time.
+# Imported modules and collected tests are not garbage. Searching them takes a third of the time.
 gc.disable()
 
 GIVEN_UP_SECS = 90.0
-OUTSIDE_GLOO = ("weights-digest", "weights-pages")  # one that waits for bytes may wait for ever
+OUTSIDE_GLOO = ("weights-digest", "weights-pages")  # these may wait for bytes without an end
 
 
 @pytest.fixture
 def logging_as_it_was():
-    """Afterwards, whatever the program has set up meanwhile; before, without what other tests left."""
+    """Restores logging after the test. During it, handlers of earlier tests are removed."""
     root = logging.getLogger()
     root.handlers[:] = [
         handler
@@ -57,19 +57,23 @@ def logging_as_it_was():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--processes", type=int, default=1, help="run the tests in so many processes")
+    parser.addoption(
+        "--processes", type=int, default=1, help="number of processes that run the tests"
+    )
 
 
 def pytest_configure(config):
     if (count := config.getoption("processes")) > 1:
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # its threads would start with numpy
+        os.environ.setdefault(
+            "OPENBLAS_NUM_THREADS", "1"
+        )  # else its threads start when numpy is imported
         forked = ForkedWorkers(count, join_gloo_threads, share_forkservers())
         config.pluginmanager.register(forked)
 
 
 def pytest_collection_finish():
-    """A worker holds a million objects of imported modules and collected tests. No garbage
-    collection that a test asks for, or sets off, needs to look at them."""
+    """Excludes imported modules and collected tests, a million objects, from garbage collection
+    during tests."""
     gc.enable()
     gc.collect()
     gc.freeze()
@@ -77,7 +81,7 @@ def pytest_collection_finish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Nor at what a module has left for good, such as the modules that it has imported."""
+    """Also excludes objects that a test file leaves behind, such as modules that it imported."""
     result = yield
     if nextitem is not None and nextitem.path != item.path:
         gc.collect()
@@ -87,7 +91,7 @@ def pytest_runtest_teardown(item, nextitem):
 
 @pytest.fixture(scope="session", autouse=True)
 def forkservers():
-    """Those that a test has started end with the tests."""
+    """Fork servers that tests have started end with the tests."""
     yield
     close_forkservers()
 
@@ -98,7 +102,7 @@ def pytest_sessionfinish():
 
 
 def join_gloo_threads():
-    """A thread that gloo still holds when the interpreter ends would abort it: let it come back."""
+    """Waits for threads in gloo: one that still runs when the interpreter ends would abort it."""
     until = time.monotonic() + GIVEN_UP_SECS
     for thread in threading.enumerate():
         if thread.name.startswith("weights-") and not thread.name.startswith(OUTSIDE_GLOO):
@@ -106,7 +110,7 @@ def join_gloo_threads():
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What needs an environment of its own is not silently left out."""
+    """Reports tests that were skipped because they need a special environment."""
     skipped = terminalreporter.stats.get("skipped", [])
     for name in ("test_real_vllm", "test_envoy_picker"):
         report = next((each for each in skipped if name in each.nodeid), None)

@@ -1,5 +1,5 @@
-"""How many examples Hypothesis tries. The numbers in tests are those of `tools/test --thorough`; other
-runs try a share of them, which conftest.py names for each profile."""
+"""How many examples Hypothesis tries. The numbers in tests are for `tools/test --thorough`; other
+runs try a share of them, by profile."""
 
 from __future__ import annotations
 

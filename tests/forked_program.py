@@ -1,10 +1,11 @@
-"""Stands in for the interpreter where a program of the tests starts another one: `-m omni_proxy …`,
-with steps `-m tests.promises.stepping_program …`, or the trainer of tools, `-m tools.training …`.
+"""Replaces the interpreter where a program of the tests starts another one: `-m omni_proxy …`,
+`-m tests.promises.stepping_program …`, or the trainer of tools, `-m tools.training …`.
 
-It has the fork server make a process with its own words, environment, folder and descriptors, and
-ends as that one ends. Signals are handed on; SIGKILL, too, for the fork server kills the process as
-soon as this connection is closed. SIGSTOP stops only this process. Run with `python -SEs`, and
-imports only what is built in: it takes milliseconds, an import of torch seconds.
+The fork server starts a process with the arguments, environment, folder and descriptors of this
+one, which then ends with the same status. Signals are forwarded. So is SIGKILL: the fork server
+kills the process when this connection is closed. SIGSTOP stops only this process. It runs with
+`python -SEs` and imports only built-in modules, so it takes milliseconds, while importing torch
+takes seconds.
 """
 
 import _signal as signal
@@ -15,29 +16,29 @@ import sys
 
 PROXY, STEPPING = "omni_proxy", "tests.promises.stepping_program"
 TRAINER = "tools.training"
-TORCH = ("replica", "receiver-process")  # commands that need the fork server which has it
-HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+TORCH = ("replica", "receiver-process")  # commands that need the fork server with torch
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
-def main(folder: str, words: list[str]) -> int:
-    if words[:1] != ["-m"] or words[1] not in (PROXY, STEPPING, TRAINER):
-        os.execv(sys.executable, [sys.executable, *words])
-    module, first = words[1], "".join(words[2:3])
+def main(folder: str, arguments: list[str]) -> int:
+    if arguments[:1] != ["-m"] or arguments[1] not in (PROXY, STEPPING, TRAINER):
+        os.execv(sys.executable, [sys.executable, *arguments])
+    module, first = arguments[1], "".join(arguments[2:3])
     server = "replica" if module == TRAINER or first in TORCH else "proxy"
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(f"{folder}/{server}")
-    except OSError:  # there is no such fork server, or not any more
-        os.execv(sys.executable, [sys.executable, *words])
+    except OSError:  # there is no such fork server
+        os.execv(sys.executable, [sys.executable, *arguments])
     opened = [int(number) for number in os.listdir("/proc/self/fd")]
-    given = [number for number in opened if number != connection.fileno() and is_open(number)]
+    descriptors = [number for number in opened if number != connection.fileno() and is_open(number)]
     environ = {key.decode(): value.decode() for key, value in os.environ.items()}
-    asked = marshal.dumps((words[1:], environ, os.getcwd(), given))
-    descriptors = b"".join(number.to_bytes(4, sys.byteorder) for number in given)
-    connection.sendmsg([asked], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-    for number in given:
+    request = marshal.dumps((arguments[1:], environ, os.getcwd(), descriptors))
+    packed = b"".join(number.to_bytes(4, sys.byteorder) for number in descriptors)
+    connection.sendmsg([request], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, packed)])
+    for number in descriptors:
         os.close(number)
-    for number in HANDED_ON:
+    for number in FORWARDED:
         signal.signal(number, lambda number, _: connection.send(bytes([number])))
     status = int(connection.recv(32) or b"1")
     if status >= 0:
@@ -48,7 +49,7 @@ def main(folder: str, words: list[str]) -> int:
 
 
 def is_open(number: int) -> bool:
-    """False for the one that listed them."""
+    """False for the descriptor that was used to list them."""
     try:
         os.fstat(number)
     except OSError:

@@ -1,10 +1,10 @@
 """Runs the tests in several processes, each a fork of the one that has collected them.
 
-Collecting takes longer than most files of tests run: a worker that does it again, as those of other
-plug-ins do, costs as much CPU time as two hundred tests. A fork has everything already, in memory
-that it shares. What stays in one process is in `tests.schedule`.
-Invariant: the first process runs no test; a worker that crashes fails the test that it ran, and its
-other tests run in another worker. Nothing may start a thread while tests are collected.
+Collecting takes longer than most test files: a worker that collects again, as those of other
+plug-ins do, costs as much CPU time as two hundred tests. A fork shares the memory with everything
+collected. `tests.schedule` decides which tests stay in one process.
+Invariants: the first process runs no test; when a worker crashes, the test that it ran fails, and
+its other tests run in another worker. No thread may be started while tests are collected.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.schedule import units_of
 
 @dataclass(eq=False)
 class Worker:
-    """`units`: the indexes of items that it was sent and has not begun; `running`: of the present
-    one."""
+    """`units`: the indexes of items that it received and has not begun. `running`: the index of the
+    present item."""
 
     pid: int
     connection: Connection
@@ -36,8 +36,8 @@ class Worker:
 
 
 class ForkedWorkers:
-    """A pytest plug-in. `at_end`: called in each worker after its last test. `served`: a socket, and
-    what the first process calls whenever it has something to read."""
+    """A pytest plug-in. `at_end`: called in each worker after its last test. `served`: sockets,
+    each with a function that the first process calls whenever the socket is readable."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class ForkedWorkers:
             raise pytest.UsageError(f"collecting the tests has started {threads - 1} threads")
         session.config._tmp_path_factory.getbasetemp()
         terminal = session.config.pluginmanager.getplugin("terminalreporter")
-        terminal.showfspath = False  # results of several files come in turn
+        terminal.showfspath = False  # results of several files are interleaved
         self._waiting.extend(units_of([item.nodeid for item in session.items]))
         try:
             for _ in range(min(self._count, len(self._waiting))):
@@ -73,28 +73,28 @@ class ForkedWorkers:
         return True
 
     def _fork(self, session: pytest.Session) -> None:
-        ours, theirs = Pipe()
+        own_end, worker_end = Pipe()
         self._started += 1
         sys.stdout.flush()
         sys.stderr.flush()
         pid = os.fork()
         if not pid:
-            ours.close()
+            own_end.close()
             for worker in self._workers:
                 worker.connection.close()
             for served, _ in self._served:
                 served.close()
-            self._work(session, theirs)
-        theirs.close()
-        self._workers.append(Worker(pid, ours))
+            self._work(session, worker_end)
+        worker_end.close()
+        self._workers.append(Worker(pid, own_end))
 
     def _follow(self, session: pytest.Session) -> None:
         while self._workers:
-            sockets = [each for each, _ in self._served]
+            sockets = [served for served, _ in self._served]
             ready = wait([*sockets, *(worker.connection for worker in self._workers)])
-            for each, answer in self._served:
-                if each in ready:
-                    answer()
+            for served, handle in self._served:
+                if served in ready:
+                    handle()
             for worker in [each for each in self._workers if each.connection in ready]:
                 self._receive(session, worker)
             if session.shouldfail:
@@ -126,7 +126,7 @@ class ForkedWorkers:
         config.hook.pytest_runtest_logreport(report=report)
 
     def _on_exit(self, session: pytest.Session, worker: Worker) -> None:
-        """It has ended: after its last test, or else the one that it ran has failed."""
+        """Handles the end of a worker: if it ended before its last test, the present test failed."""
         self._workers.remove(worker)
         worker.connection.close()
         status = os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
@@ -141,7 +141,7 @@ class ForkedWorkers:
             self._fork(session)
 
     def _work(self, session: pytest.Session, connection: Connection) -> NoReturn:
-        """In a fork."""
+        """Runs in the fork."""
         status = 1
         try:
             self._settle_in(session, connection)
@@ -156,7 +156,7 @@ class ForkedWorkers:
             os._exit(status)
 
     def _settle_in(self, session: pytest.Session, connection: Connection) -> None:
-        """Files that forks would share: captured output, and the folder for temporary ones."""
+        """Gives the fork its own files: for captured output, and the folder of temporary files."""
         config = session.config
         capture = config.pluginmanager.getplugin("capturemanager")
         if capture.is_globally_capturing():
@@ -180,7 +180,7 @@ class ForkedWorkers:
         while unit:
             following: list[int] = []
             for index, after in zip(unit, [*unit[1:], None], strict=True):
-                if after is None:  # fixtures of the session stay for the next unit
+                if after is None:  # keeps fixtures of the session for the next unit
                     following = next_unit()
                     after = following[0] if following else None
                 connection.send(("begin", index))

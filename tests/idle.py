@@ -1,7 +1,7 @@
 """Waiting until everything that a test started has ended, or waits for the test.
 
-`wait_all_tasks_blocked` alone takes a task whose thread writes a file for one that waits, and a
-cushion is a guess at how long a disk takes.
+`wait_all_tasks_blocked` alone considers a task blocked while its thread writes a file, and its
+`cushion` would have to be a guess about the disk.
 """
 
 from __future__ import annotations

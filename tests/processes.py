@@ -1,4 +1,4 @@
-"""What the kernel tells of processes, ours among them."""
+"""Information from the kernel about processes, including this one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import trio
 
-PATIENCE_SECS = 90  # a deadline for hung tests, not a claim about speed
+PATIENCE_SECS = 90  # a deadline for hung tests
 
 
 def alive(pid: int) -> bool:
-    """One that has ended is not, though nobody may have asked how. While one of its threads is still
-    ending, its sockets are still open."""
+    """Whether a process runs. A zombie does not, unless some of its threads have not ended yet: its
+    sockets are still open then."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -24,14 +24,14 @@ def alive(pid: int) -> bool:
 
 async def until_gone(*pids: int) -> None:
     with trio.fail_after(PATIENCE_SECS):
-        while any(map(alive, pids)):  # noqa: ASYNC110  # the kernel rings no bell here
+        while any(map(alive, pids)):  # noqa: ASYNC110  # the kernel sends no event here
             await trio.sleep(0.02)
 
 
 def open_sockets() -> int:
-    """How many this process holds."""
+    """The number of sockets that this process has open."""
     kinds = []
     for number in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # that of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             kinds.append(os.readlink(f"/proc/self/fd/{number}"))
     return sum(kind.startswith("socket:") for kind in kinds)

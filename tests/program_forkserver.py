@@ -1,13 +1,13 @@
-"""`omni-proxy` as a fork of a process that has imported it: imports take seconds, a fork moments.
+"""Runs `omni-proxy` as a fork of a process that has imported it, since imports take seconds.
 
-A fork runs `python -m omni_proxy` from its first line on, with its own arguments, environment,
-folder and stderr. It is a child of the fork server, which reports its exit status; signals reach it
-directly. Imported modules must not have started threads: a fork would not have them.
+A fork runs `python -m omni_proxy` with its own arguments, environment, folder and stderr. It is a
+child of the fork server, which reports its exit status; signals are sent to it directly. Imported
+modules must not start threads: a fork would not have them.
 
-A fork may also run another module over a socket, as trainers of tests do: they need torch, too.
+A fork can also run another module with a socket, as trainers in tests do, which need torch too.
 
-What a fork starts itself as `sys.executable -m omni_proxy` is a fork, too: `sys.executable` is a
-copy of `forked_program` there. Only with OWN_INTERPRETERS in its environment is it what it says.
+A process that a fork starts as `sys.executable -m omni_proxy` is also a fork: `sys.executable` is a
+copy of `forked_program` there, unless OWN_INTERPRETERS is in the environment.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ ROOT = Path(__file__).parents[1]
 ENV = {"PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 OWN_INTERPRETERS = "OMNI_TESTS_OWN_INTERPRETERS"
 MESSAGE_BYTES = 1 << 17
-MAX_DESCRIPTORS = 253  # that the kernel sends at once
-CONNECTION = 3  # of `ForkServer.over`
+MAX_DESCRIPTORS = 253  # in one message to the kernel
+CONNECTION = 3  # the descriptor of the socket of `ForkServer.over`
 PROXY = (
     "omni_proxy.cli.serve",
     "omni_proxy.server",
     "omni_proxy.multiprocess.dataplane_process",
-    # What it imports as soon as it serves.
+    # Imported when it begins to serve.
     "anyio._core._sockets",
     "importlib.resources.readers",
     "encodings.idna",
@@ -71,14 +71,14 @@ IMPORTED = {"proxy": PROXY, "replica": REPLICA}
 
 
 class ForkServerProcess:
-    """A server of several processes. Ends at `close`; its forks outlive it."""
+    """A fork server for several processes. It ends at `close`; its forks do not."""
 
     def __init__(self, name: str) -> None:
-        self._ours, theirs = socket.socketpair()
-        with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        self._connection, server_end = socket.socketpair()
+        with server_end, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(interpreter_folder() / name))
             listener.listen(64)
-            passed = [theirs.fileno(), listener.fileno()]
+            passed = [server_end.fileno(), listener.fileno()]
             command = [sys.executable, "-m", __name__, *map(str, passed)]
             self._process = subprocess.Popen(
                 [*command, str(interpreter_folder() / "python"), *IMPORTED[name]],
@@ -88,28 +88,28 @@ class ForkServerProcess:
             )
 
     def close(self) -> None:
-        self._ours.close()
+        self._connection.close()
         self._process.wait()
 
 
 class ForkServer:
-    """The connection of this process to one. `name`: of the socket at which processes ask for it."""
+    """A connection of this process to a fork server. `name`: of the server's listening socket."""
 
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
-        self._ours = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._ours.connect(str(interpreter_folder() / name))
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection.connect(str(interpreter_folder() / name))
 
     async def start(self, *words: str, stderr: int | None = None) -> Forked:
-        """The program with these words. It gets a copy of `stderr`, or none."""
+        """Starts the program with these arguments. Without `stderr`, its stderr is /dev/null."""
         return Forked(*await trio.to_thread.run_sync(self._start, words, stderr, os.environ))
 
     def popen(self, *words: str, stderr: int | None = None) -> ForkedPopen:
-        """The same where no event loop runs; the environment is that of the fork server."""
+        """The same without an event loop; the environment has the settings of the fork server."""
         return ForkedPopen(*self._start(words, stderr, {**os.environ, **ENV}))
 
     def over(self, connection: socket.socket, module: str) -> ForkedPopen:
-        """Another module, with a copy of this socket as its descriptor CONNECTION, and our stderr."""
+        """Starts another module with a copy of this socket as descriptor CONNECTION."""
         environ = {**os.environ, **ENV}
         return ForkedPopen(*self._start((), 2, environ, module, connection.fileno()))
 
@@ -125,39 +125,39 @@ class ForkServer:
         ended, reports = socket.socketpair()
         with self._lock, reports, open(os.devnull, "wb") as discarded:
             sent = [discarded.fileno() if stderr is None else stderr, reports.fileno(), *connection]
-            socket.send_fds(self._ours, [json.dumps(request).encode()], sent)
-            pid, descriptors, *_ = socket.recv_fds(self._ours, 32, 1)
+            socket.send_fds(self._connection, [json.dumps(request).encode()], sent)
+            pid, descriptors, *_ = socket.recv_fds(self._connection, 32, 1)
         if not descriptors:
             raise RuntimeError("the fork server has ended: its reason is on stderr")
         return int(pid), descriptors[0], ended
 
     def close(self) -> None:
-        self._ours.close()
+        self._connection.close()
 
 
 @cache
 def forkserver(*imported: str) -> ForkServer:
-    """One for all tests of a run, until `close_forkservers`."""
-    name = next(name for name, each in IMPORTED.items() if each == imported)
-    if _PLACE.asks is None:
+    """The fork server with these imports: one for all tests of a run, until `close_forkservers`."""
+    name = next(name for name, modules in IMPORTED.items() if modules == imported)
+    if _PLACE.starter is None:
         _PLACE.start(name)
     else:
         with (interpreter_folder() / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # one question at a time
-            _PLACE.asks.sendall(name.encode())
-            if not _PLACE.asks.recv(1):
+            fcntl.flock(lock, fcntl.LOCK_EX)  # one request at a time
+            _PLACE.starter.sendall(name.encode())
+            if not _PLACE.starter.recv(1):
                 raise RuntimeError("the process that starts fork servers has ended")
-    made = ForkServer(name)
-    _CONNECTED.append(made)
-    return made
+    server = ForkServer(name)
+    _CONNECTED.append(server)
+    return server
 
 
 @dataclass
 class Place:
-    """Where the fork servers of this process are. `asks`: where another process starts them."""
+    """The fork servers of this process. `starter`: a connection to the process that starts them."""
 
     started: dict[str, ForkServerProcess] = field(default_factory=dict)
-    asks: socket.socket | None = None
+    starter: socket.socket | None = None
     owner: int = 0  # the process that removes the folder
 
     def start(self, name: str) -> None:
@@ -170,21 +170,21 @@ _CONNECTED: list[ForkServer] = []
 
 
 def share_forkservers() -> tuple[socket.socket, Callable[[], None]]:
-    """For forks of this process, which use the same fork servers: one import of torch costs more
-    than a hundred tests. This process starts them, when one asks for the first time: it has to call
-    what is returned whenever something can be read from that socket."""
+    """Lets forks of this process use the same fork servers: one import of torch costs more than a
+    hundred tests. This process starts a server at the first request for it. It has to call the
+    returned function whenever the returned socket is readable."""
     interpreter_folder()
-    answers, _PLACE.asks = socket.socketpair()
+    requests, _PLACE.starter = socket.socketpair()
 
-    def answer() -> None:
-        _PLACE.start(answers.recv(32).decode())
-        answers.sendall(b".")
+    def start_requested() -> None:
+        _PLACE.start(requests.recv(32).decode())
+        requests.sendall(b".")
 
-    return answers, answer
+    return requests, start_requested
 
 
 def close_forkservers() -> None:
-    """In a process that others share them with: all that it has started; else its connections."""
+    """Closes the connections of this process, and the fork servers that it has started."""
     forkserver.cache_clear()
     while _CONNECTED:
         _CONNECTED.pop().close()
@@ -197,20 +197,20 @@ def close_forkservers() -> None:
 
 
 def forking_interpreter() -> str:
-    """What runs `-m omni_proxy` as a fork, as `sys.executable` does in forks."""
+    """The path of an interpreter that runs `-m omni_proxy` as a fork, with torch where needed."""
     forkserver(*REPLICA)
     return program_interpreter()
 
 
 def program_interpreter() -> str:
-    """The same, where no command that needs torch is run as a fork."""
+    """The same, but commands that need torch do not run as a fork."""
     forkserver(*PROXY)
     return str(interpreter_folder() / "python")
 
 
 @cache
 def interpreter_folder() -> Path:
-    """Where `python` has fork servers start the program, and they their sockets."""
+    """The folder with `python`, which makes fork servers start programs, and with their sockets."""
     folder = Path(tempfile.mkdtemp(prefix="omni-"))
     _PLACE.owner = os.getpid()
     stand_in = folder / "python"
@@ -222,7 +222,7 @@ def interpreter_folder() -> Path:
 
 
 class _Forked:
-    """A process that is no child of ours: its fork server sends its status to `ended`."""
+    """A process that is not our child: its fork server sends the exit status to `ended`."""
 
     def __init__(self, pid: int, descriptor: int, ended: socket.socket) -> None:
         self.pid = pid
@@ -247,7 +247,7 @@ class _Forked:
             try:
                 signal.pidfd_send_signal(self._descriptor, number)
             except ProcessLookupError:
-                return  # it has ended, and its fork server is about to report it
+                return  # it has ended, and its fork server will report it
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)
@@ -257,7 +257,7 @@ class _Forked:
 
 
 class Forked(_Forked):
-    """As a trio.Process."""
+    """A fork with the interface of trio.Process."""
 
     def __init__(self, pid: int, descriptor: int, ended: socket.socket) -> None:
         super().__init__(pid, descriptor, ended)
@@ -271,7 +271,7 @@ class Forked(_Forked):
 
 
 class ForkedPopen(_Forked):
-    """As a subprocess.Popen."""
+    """A fork with the interface of subprocess.Popen."""
 
     def poll(self) -> int | None:
         return self.returncode
@@ -289,7 +289,7 @@ class ForkedPopen(_Forked):
 
 @dataclass
 class Fork:
-    """A running one. `reports` gets its exit status; with `owned`, it is killed when that closes."""
+    """A running fork. `reports` gets its exit status; its end kills the fork if `owned`."""
 
     pid: int
     exits: int
@@ -298,7 +298,7 @@ class Fork:
 
 
 def serve(control: socket.socket, listener: socket.socket, stand_in: str) -> list[str] | None:
-    """The module and the words of a fork, in each fork; None in the server, once `control` closes."""
+    """Returns the module and arguments in each fork; None in the server, once `control` closes."""
     with selectors.DefaultSelector() as selector:
         server = _Server(selector, control, listener, stand_in)
         while True:
@@ -317,7 +317,7 @@ class _Server:
             selector.register(each, selectors.EVENT_READ)
 
     def handle(self, key: selectors.SelectorKey) -> list[str] | bool | None:
-        """False, but in a fork and at the end of the server."""
+        """Returns False, except in a fork and at the end of the server."""
         match key.data:
             case None if key.fileobj is self._control:
                 return None
@@ -326,7 +326,7 @@ class _Server:
             case None:
                 return self._answer(key.fileobj)
             case Fork() as fork if fork.pid not in self._forks:
-                pass  # it was reported earlier in the same round
+                pass  # it was reported earlier in the same iteration
             case Fork() as fork if key.fd == fork.exits:
                 self._report(fork)
             case Fork() as fork:
@@ -334,7 +334,7 @@ class _Server:
         return False
 
     def _answer(self, connection: socket.socket) -> list[str] | bool:
-        """A test process asks for many forks over its connection, `forked_program` for one."""
+        """Handles a request: a test process sends many over a connection, `forked_program` one."""
         try:
             message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, MAX_DESCRIPTORS)
         except ConnectionResetError:
@@ -353,8 +353,8 @@ class _Server:
         stderr, reports = descriptors.pop(0), socket.socket(fileno=descriptors.pop(0))
         if not (pid := os.fork()):
             self._leave(reports)
-            given = dict(zip([CONNECTION], descriptors, strict=False))
-            return self._become(request, {2: stderr, **given})
+            extra = dict(zip([CONNECTION], descriptors, strict=False))
+            return self._become(request, {2: stderr, **extra})
         for each in (stderr, *descriptors):
             os.close(each)
         fork = self._watch(pid, reports, owned=False)
@@ -365,7 +365,7 @@ class _Server:
     def _fork_for_program(
         self, connection: socket.socket, message: bytes, descriptors: list[int]
     ) -> list[str] | bool:
-        """What `forked_program` asks for."""
+        """Starts the fork that `forked_program` requests."""
         words, environ, folder, numbers = marshal.loads(message)
         if not (pid := os.fork()):
             self._leave(connection)
@@ -406,7 +406,7 @@ class _Server:
         signal.pidfd_send_signal(fork.exits, signal.SIGKILL)
 
     def _leave(self, reports: socket.socket) -> None:
-        """In a fork: without the descriptors of the server and of other forks."""
+        """Closes, in a fork, the descriptors of the server and of other forks."""
         for key in self._selector.get_map().values():
             if key.data is None:
                 key.fileobj.close()
@@ -417,7 +417,7 @@ class _Server:
         self._selector.close()
 
     def _become(self, request: dict, descriptors: dict[int, int]) -> list[str]:
-        """In a fork: with its own descriptors, which have these numbers, folder and environment."""
+        """Gives a fork its own descriptors, with these numbers, and its folder and environment."""
         above = max(descriptors, default=0) + 1
         moved = {
             number: fcntl.fcntl(each, fcntl.F_DUPFD, above) for number, each in descriptors.items()
@@ -427,7 +427,7 @@ class _Server:
         for number, each in moved.items():
             os.dup2(each, number)
             os.close(each)
-        if 1 in descriptors:  # not of the kind that the server's is
+        if 1 in descriptors:  # the server's have another kind of file
             sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
         sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
         os.chdir(request["folder"])
@@ -440,7 +440,7 @@ class _Server:
 
 
 def _module_folders(environ: Mapping[str, str]) -> list[str]:
-    """What an interpreter that starts with this environment has in its path, and this one not."""
+    """The folders that PYTHONPATH adds to the path of this interpreter."""
     named = environ.get("PYTHONPATH", "").split(os.pathsep)
     return [each for each in named if each and each not in sys.path]
 
@@ -448,7 +448,7 @@ def _module_folders(environ: Mapping[str, str]) -> list[str]:
 def main(control: int, listener: int, stand_in: str, imported: list[str]) -> list[str] | None:
     for name in imported:
         importlib.import_module(name)
-    # Imported modules are no garbage: a collection in a fork need not look at them, nor copy them.
+    # Imported modules are not garbage: a collection in a fork need not visit them, nor copy pages.
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
@@ -458,8 +458,8 @@ def main(control: int, listener: int, stand_in: str, imported: list[str]) -> lis
 
 
 def run_program(module: str, words: list[str]) -> NoReturn:
-    """Run it and end as the interpreter does, but leave its memory to the kernel: to take apart what
-    a fork has only inherited costs more than most tests let it do."""
+    """Runs the module and ends as the interpreter does, but leaves its memory to the kernel: to
+    free what a fork has inherited costs more than most tests."""
     sys.argv = ["omni-proxy", *words]
     status: object = None
     try:
@@ -477,7 +477,7 @@ def run_program(module: str, words: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    # In a fork nothing of the fork server is left on the stack.
-    given = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
-    if given is not None:
-        run_program(given[0], given[1:])
+    # A fork returns from `main`, so that its stack has no frames of the fork server.
+    arguments = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    if arguments is not None:
+        run_program(arguments[0], arguments[1:])

@@ -1,4 +1,4 @@
-"""A real store for clusters: a redis-server, or valkey-server, of its own on loopback."""
+"""A real cluster store: starts a redis-server or valkey-server on loopback."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ needs_store = pytest.mark.skipif(
     PROGRAM is None, reason="no redis-server: apt-get install redis-server"
 )
 CERTIFICATES = Path(__file__).parent / "promises" / "certificates"
-STARTED_SECS = 30  # a deadline for hung tests, not a claim about speed
+STARTED_SECS = 30  # a deadline for hung tests
 
 
 class RedisServer:
-    """`url` stays the same over restarts; what was stored is gone then."""
+    """A server that keeps its `url` over restarts, but not its data."""
 
     def __init__(self, *options: str, tls: bool = False) -> None:
         assert PROGRAM is not None
@@ -43,7 +43,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        """Returns when it listens."""
+        """Returns when the server listens."""
         self._launch()
         with trio.fail_after(STARTED_SECS):
             while True:

@@ -1,8 +1,8 @@
 """Which process runs which tests if several share a run (`--processes`).
 
-A file stays in one process, for what its tests share, and so do all files that share the fleets of
-replicas, or the syntax trees of all modules: each costs seconds of CPU time. Those with the fleets
-begin first, since together they take longest.
+The tests of a file stay in one process, since they share fixtures. So do all files that share the
+fleets of replicas, or the syntax trees of all modules: each of these costs seconds of CPU time. The
+files with fleets begin first, since together they take longest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHARING_TREES = {
 
 
 def unit_of(nodeid: str) -> str:
-    """What stays together."""
+    """The unit of a test: tests of one unit run in one process."""
     file = nodeid.split("::", 1)[0]
     if file in SHARING_FLEETS:
         return FLEETS
@@ -36,8 +36,8 @@ def unit_of(nodeid: str) -> str:
 
 
 def units_of(nodeids: Sequence[str]) -> list[list[int]]:
-    """The indexes of the tests of each unit, in the order in which the units begin: the long ones
-    first, so that no process is left with one at the end."""
+    """The indexes of the tests of each unit, in the order in which the units begin: long ones
+    first, so that no process still runs one at the end."""
     units: dict[str, list[int]] = {}
     for index, nodeid in enumerate(nodeids):
         units.setdefault(unit_of(nodeid), []).append(index)

@@ -1,7 +1,7 @@
 """Every test checks something: it asserts, expects an exception, or calls a helper that does.
 
-Functions are read as text, since to parse all tests takes seconds. A helper is known by its name,
-in whatever file it is.
+Functions are read as text, since parsing all tests takes seconds. A helper is identified by its
+name alone, in any file.
 """
 
 import re
@@ -14,25 +14,25 @@ CALL = re.compile(r"(\w+)\(")
 
 
 def functions(text):
-    """Names and bodies of all functions; that of one in another is in both."""
-    for found in START.finditer(text):
-        indent = len(found[1])
+    """Names and bodies of all functions; the body of a nested function is in both."""
+    for match in START.finditer(text):
+        indent = len(match[1])
         end = re.compile(rf"^ {{0,{indent}}}(async|def|class|@)", re.MULTILINE).search(
-            text, found.end()
+            text, match.end()
         )
-        yield found[2], text[found.end() : end.start() if end else len(text)]
+        yield match[2], text[match.end() : end.start() if end else len(text)]
 
 
 def without_a_check(texts):
-    """The names of tests, by module, in which nothing can fail but the code that they call."""
-    bodies = [(module, *each) for module, text in texts.items() for each in functions(text)]
+    """The names of tests without a check, in themselves or in the helpers that they call."""
+    bodies = [(module, *function) for module, text in texts.items() for function in functions(text)]
     checks = {name for _, name, body in bodies if CHECK.search(body)}
-    left = [(module, name, set(CALL.findall(body))) for module, name, body in bodies]
-    left = [each for each in left if each[1] not in checks]
-    while found := {name for _, name, calls in left if calls & checks}:
+    remaining = [(module, name, set(CALL.findall(body))) for module, name, body in bodies]
+    remaining = [function for function in remaining if function[1] not in checks]
+    while found := {name for _, name, calls in remaining if calls & checks}:
         checks |= found
-        left = [each for each in left if each[1] not in checks]
-    return [f"{module}.{name}" for module, name, _ in left if name.startswith("test_")]
+        remaining = [function for function in remaining if function[1] not in checks]
+    return [f"{module}.{name}" for module, name, _ in remaining if name.startswith("test_")]
 
 
 def test_every_test_checks_something():
@@ -42,10 +42,10 @@ def test_every_test_checks_something():
 
 def test_a_test_without_a_check_is_found():
     module = """
-def expect(it):
-    assert it
-def twice(it):
-    expect(it), expect(it)
+def expect(value):
+    assert value
+def twice(value):
+    expect(value), expect(value)
 def test_one():
     run()
 def test_two():

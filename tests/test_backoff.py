@@ -3,7 +3,7 @@ import pytest
 from omni_proxy.backoff import Backoff, exponential_delay
 
 
-def test_the_delay_doubles_up_to_the_longest():
+def test_the_delay_doubles_up_to_its_limit():
     backoff = Backoff(1.0, 30.0)
     assert [backoff.next_delay() for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
 

@@ -6,20 +6,20 @@ import pytest
 from tests.checkpoints import Tree
 from tests.tree import name_of, parsed, sources
 
-ENDS = "a round without a checkpoint is the last one"
-FEWER = "each round leaves less to do, or pauses"
-QUEUED = "it takes what is queued already, and the queue is bounded"
-# Loops that keep the rule in a way that can't be seen from the syntax; the reason for each.
+ENDS = "an iteration without a checkpoint is the last one"
+FEWER = "each iteration leaves less to do, or pauses"
+QUEUED = "it reads only what is already queued, and the queue is bounded"
+# Loops that keep the rule in a way that the syntax does not show, with reasons.
 ALLOWED = {
-    "omni_proxy.dataplane.upstream.attempt.run_attempt": "a second round at most: one idle connection may have broken",
-    "omni_proxy.dataplane.downstream.connection.serve": "who is answered was read from or has paused; a refusal "
+    "omni_proxy.dataplane.upstream.attempt.run_attempt": "two iterations at most: one idle connection may be broken",
+    "omni_proxy.dataplane.downstream.connection.serve": "a connection with a response has read or paused; a refusal "
     "counts turns",
     "omni_proxy.dataplane.loop.io_task.flush": ENDS,
     "omni_proxy.dataplane.exchange.exchange_steps.respond_by_worker": "bounded by the tries of a request",
     "omni_proxy.simulate.simulation._respond": "bounded by the attempts of a request; there is no trio",
     "omni_proxy.dataplane.websocket.connect.connect_worker": "bounded by the tries of a request",
     "omni_proxy.dataplane.upstream.attempt._response_start": "`for_head` pauses",
-    "omni_proxy.dataplane.loop.event_loop.run": "it gives trio a turn when trio needs one",
+    "omni_proxy.dataplane.loop.event_loop.run": "it runs trio's loop when trio needs it",
     "omni_proxy.dataplane.disaggregation.two_leg_request.first_response": "bounded by the tries of a request",
     "omni_proxy.dataplane.disaggregation.two_leg_request._first_chunk": "`wait_for_read` counts turns",
     "omni_proxy.dataplane.upstream.side_task.read_body": "`wait_for_read` counts turns",
@@ -47,7 +47,7 @@ ALLOWED = {
 
 
 @pytest.fixture(scope="module")
-def found():
+def quiet_loops():
     tree = Tree.of({name_of(path): parsed(path) for path in sources()})
     return {
         f"{name_of(path)}.{name}": f"{path}:{loop.lineno}"
@@ -56,16 +56,16 @@ def found():
     }
 
 
-def test_no_loop_of_a_coroutine_may_spin_without_a_checkpoint(found):
-    """Add `await trio.lowlevel.checkpoint()` or a pause; or a reason to ALLOWED."""
-    assert not [f"{where} {name}" for name, where in found.items() if name not in ALLOWED]
+def test_no_loop_of_a_coroutine_may_spin_without_a_checkpoint(quiet_loops):
+    """If it fails, add `await trio.lowlevel.checkpoint()` or a pause, or a reason to ALLOWED."""
+    assert not [f"{where} {name}" for name, where in quiet_loops.items() if name not in ALLOWED]
 
 
-def test_what_is_allowed_is_there(found):
-    assert not ALLOWED.keys() - found.keys()
+def test_each_allowed_loop_exists(quiet_loops):
+    assert not ALLOWED.keys() - quiet_loops.keys()
 
 
-def spins(code):
+def functions_that_may_spin(code):
     module = ast.parse(dedent(code))
     return [name for name, _ in Tree.of({"m": module}).quiet_loops(module)]
 
@@ -94,7 +94,7 @@ HELPERS = """
         "while True:\n    try:\n        await sure()\n    except OSError:\n        continue",
         "while True:\n    try:\n        await sure()\n    except OSError:\n        pass",
         "while True:\n    with suppress(OSError):\n        await sure()",
-        "while True:\n    for each in every:\n        await sure()",
+        "while True:\n    for item in items:\n        await sure()",
         "while True:\n    a and await sure()",
         "while True:\n    b = [await sure() for c in d]",
         "while True:\n    async with client:\n        pass",
@@ -106,7 +106,7 @@ HELPERS = """
 )
 def test_a_loop_that_may_spin_is_found(loop):
     code = HELPERS + "    async def f():\n" + "\n".join(" " * 8 + x for x in loop.splitlines())
-    assert spins(code) == ["f"]
+    assert functions_that_may_spin(code) == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -130,12 +130,12 @@ def test_a_loop_that_may_spin_is_found(loop):
         "while True:\n    while True:\n        await sure()\n        if a:\n            break",
     ],
 )
-def test_a_loop_that_gives_turns_is_left_alone(loop):
+def test_a_loop_with_checkpoints_is_not_found(loop):
     code = HELPERS + "    async def f():\n" + "\n".join(" " * 8 + x for x in loop.splitlines())
-    assert spins(code) == []
+    assert functions_that_may_spin(code) == []
 
 
-def test_a_method_of_an_annotated_parameter_or_attribute_is_looked_up_in_its_class():
+def test_a_method_of_an_annotated_name_is_looked_up_in_its_class():
     code = """
     class A:
         async def step(self):
@@ -158,7 +158,7 @@ def test_a_method_of_an_annotated_parameter_or_attribute_is_looked_up_in_its_cla
             while True:
                 await self.thing.step()
     """
-    assert spins(code) == ["of_b"]
+    assert functions_that_may_spin(code) == ["of_b"]
 
 
 def test_a_method_of_the_same_class_is_looked_up_there():
@@ -179,4 +179,4 @@ def test_a_method_of_the_same_class_is_looked_up_there():
         while True:
             await thing.step()
     """
-    assert sorted(spins(code)) == ["of_some", "run"]
+    assert sorted(functions_that_may_spin(code)) == ["of_some", "run"]

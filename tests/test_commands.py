@@ -14,12 +14,12 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_a_script_can_be_read_by_its_shell_and_stops_at_the_first_failure(script):
-    reported = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
-    assert (reported.returncode, reported.stderr) == (0, "")
+def test_a_script_has_valid_syntax_and_stops_at_the_first_failure(script):
+    result = subprocess.run(["bash", "-n", script], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
     assert "set -euo pipefail" in script.read_text()
 
 
-def test_the_commands_that_people_are_reported_are_there_and_may_be_run():
-    named = {path.relative_to(ROOT).as_posix() for path in SCRIPTS if os.access(path, os.X_OK)}
-    assert named >= {"tools/run", "tools/test", "tools/check", ".ci/run"}
+def test_the_documented_commands_exist_and_are_executable():
+    executable = {path.relative_to(ROOT).as_posix() for path in SCRIPTS if os.access(path, os.X_OK)}
+    assert executable >= {"tools/run", "tools/test", "tools/check", ".ci/run"}

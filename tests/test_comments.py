@@ -1,4 +1,4 @@
-"""What comments, docstrings and the pages for developers name is there."""
+"""Files and modules that comments, docstrings and developer pages name exist."""
 
 import re
 
@@ -15,28 +15,28 @@ PAGES = (ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 QUOTED = re.compile(r"`([^`\n]+)`")
 FILE = re.compile(r"(?<![\w./*-])((?:\w+/)*\w+\.(?:pyx|pxd|py))\b")
 DOTTED = re.compile(r"(?:omni_proxy\.)?(\w+)\.(\w+)(?:\.\w+)*")
-NOT_OURS = {"setup.py", "my_policies.py"}  # pip's, and an example for users
+EXTERNAL = {"setup.py", "my_policies.py"}  # a file of pip, and an example for users
 
 
-def is_there(name: str) -> bool:
-    return name in NOT_OURS or any(f"/{path}".endswith(f"/{name}") for path in FILES)
+def exists(name: str) -> bool:
+    return name in EXTERNAL or any(f"/{path}".endswith(f"/{name}") for path in FILES)
 
 
-def test_every_file_that_is_named_exists():
+def test_every_named_file_exists():
     pages = {path: QUOTED.findall(path.read_text()) for path in PAGES}
     compiled = [*PACKAGE.rglob("*.pyx"), *PACKAGE.rglob("*.pxd")]
     texts = {path: [path.read_text()] for path in [*sources(), *sources(ROOT / "tools"), *compiled]}
     missing = {
         (where.name, name)
-        for where, found in (pages | texts).items()
-        for text in found
+        for where, parts in (pages | texts).items()
+        for text in parts
         for name in FILE.findall(text)
-        if not is_there(name)
+        if not exists(name)
     }
     assert missing == set()
 
 
-def test_every_module_that_is_quoted_exists():
+def test_every_quoted_module_exists():
     texts = {path: path.read_text() for path in sources()}
     # Attributes and keys are written like modules: `fleet.loads`, `server.port`.
     words = {word for text in texts.values() for word in re.findall(r"\w+", QUOTED.sub("", text))}
@@ -50,9 +50,9 @@ def test_every_module_that_is_quoted_exists():
     assert missing == set()
 
 
-def test_every_module_that_is_quoted_with_its_class_exists():
-    """`membership.CallHandler`: the short form, beside modules of one's own package."""
+def test_every_module_quoted_with_a_class_exists():
+    """`membership.CallHandler`: the short form for modules of the same package."""
     quoted = re.compile(r"See `(\w+)\.[A-Z]\w+`")
     named = {(path.name, name) for path in sources() for name in quoted.findall(path.read_text())}
     assert {name for _, name in named} >= {"membership", "peer_counts"}
-    assert {each for each in named if each[1] not in MODULES} == set()
+    assert {(file, name) for file, name in named if name not in MODULES} == set()

@@ -1,4 +1,4 @@
-"""The distributions of pyproject.toml, as installed: pip writes over files without a word."""
+"""The installed distributions of pyproject.toml: pip silently overwrites files of others."""
 
 import csv
 import re
@@ -10,19 +10,19 @@ ROOT = Path(__file__).parents[1]
 
 
 def normalised(requirement):
-    """The name at its beginning, as PEP 503 compares names."""
+    """The name at the beginning of a requirement, normalised as in PEP 503."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
-def needed(wanted, installed):
-    """Of what is installed, what the wanted ones need, with all of their extras."""
-    found, names = {}, [normalised(each) for each in wanted]
+def dependencies_of(wanted, installed):
+    """The installed distributions that `wanted` needs, with all extras of each."""
+    needed_by_name, names = {}, [normalised(requirement) for requirement in wanted]
     while names:
         name = names.pop()
-        if name in installed and name not in found:
-            found[name] = installed[name]
-            names += [normalised(each) for each in installed[name].requires or ()]
-    return found
+        if name in installed and name not in needed_by_name:
+            needed_by_name[name] = installed[name]
+            names += [normalised(requirement) for requirement in installed[name].requires or ()]
+    return needed_by_name
 
 
 def files(distribution):
@@ -30,23 +30,25 @@ def files(distribution):
     return [row[0] for row in rows if "__pycache__" not in row[0]]
 
 
-def files_of_two(found):
+def shared_files(distributions):
     owners = {}
-    for name, distribution in found.items():
+    for name, distribution in distributions.items():
         for file in files(distribution):
             owners.setdefault(file, []).append(name)
     return {file: names for file, names in owners.items() if len(names) > 1}
 
 
-def test_no_file_comes_with_two_distributions():
+def test_no_file_belongs_to_two_distributions():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
-    found = needed(wanted, {normalised(each.name): each for each in distributions()})
-    assert len(found) > len(project["dependencies"])
-    assert files_of_two(found) == {}
+    dependencies = dependencies_of(
+        wanted, {normalised(each.name): each for each in distributions()}
+    )
+    assert len(dependencies) > len(project["dependencies"])
+    assert shared_files(dependencies) == {}
 
 
-def test_a_file_of_two_distributions_is_found_behind_a_dependency(tmp_path):
+def test_a_file_of_two_distributions_is_found_in_indirect_dependencies(tmp_path):
     def distribution(name, requires, *names):
         folder = tmp_path / f"{name}.dist-info"
         folder.mkdir()
@@ -59,4 +61,4 @@ def test_a_file_of_two_distributions_is_found_behind_a_dependency(tmp_path):
         "c": distribution("c", "", "p/two.py", "p/three.py"),
         "other": distribution("other", "", "p/one.py"),
     }
-    assert files_of_two(needed(["A.b[x]==1"], installed)) == {"p/two.py": ["a-b", "c"]}
+    assert shared_files(dependencies_of(["A.b[x]==1"], installed)) == {"p/two.py": ["a-b", "c"]}

@@ -104,10 +104,10 @@ def test_every_module_of_the_design_exists():
         if line
     ],
 )
-def test_every_command_that_is_shown_is_one(line):
+def test_every_shown_command_is_valid(line):
     match shlex.split(line, comments=True):
         case ["omni-proxy", *words]:
-            accepts(words)
+            assert_accepted(words)
         case ["python", "-m", module, *_]:
             assert (ROOT / module.replace(".", "/") / "__main__.py").exists()
         case ["pip", "install", "." | ".[replica]"]:
@@ -115,7 +115,7 @@ def test_every_command_that_is_shown_is_one(line):
         case ["echo", body, "|", *words]:
             json.loads(body)
             assert words[0] == "omni-proxy"
-            accepts(words[1:])
+            assert_accepted(words[1:])
         case ["curl", *words]:
             url = next(word for word in words if word.startswith("http"))
             method = "POST" if {"-X", "-d"} & set(words) else "GET"
@@ -134,14 +134,16 @@ def test_every_command_that_is_shown_is_one(line):
         "configuration", "operations",
     ),
 )  # fmt: skip
-def test_the_commands_inside_the_text_are_commands(page):
-    commands = [each for each in re.findall(r"`omni-proxy ([^`]+)`", page) if "…" not in each]
+def test_inline_commands_are_valid(page):
+    commands = [
+        command for command in re.findall(r"`omni-proxy ([^`]+)`", page) if "…" not in command
+    ]
     assert commands or page in (ROUTING, OPERATIONS)
     for command in commands:
-        accepts(shlex.split(command))
+        assert_accepted(shlex.split(command))
 
 
-def accepts(words):
+def assert_accepted(words):
     match words:
         case [*_, "--help" | "--version"]:
             pass
@@ -180,7 +182,7 @@ def accepts(words):
             serve_parser().parse_args(words)
 
 
-def test_the_configurations_that_are_shown_load():
+def test_the_shown_configurations_are_valid():
     pages = (README, ROUTING, MIGRATION, START, TRAINERS, WEIGHT_SYNC, OPERATIONS)
     whole = [text for page in pages for text in blocks(page, "toml")]
     assert len(whole) == 24
@@ -188,7 +190,7 @@ def test_the_configurations_that_are_shown_load():
         parse(text)
 
 
-def test_the_pipelines_that_are_shown_load_and_show_every_key():
+def test_the_shown_pipelines_are_valid_and_have_every_key():
     apart, omni = (tomllib.loads(text) for text in blocks(REPLICA, "toml"))
     assert parse_pipeline(apart).name == "apart"
     read = parse_pipeline(omni)
@@ -197,13 +199,13 @@ def test_the_pipelines_that_are_shown_load_and_show_every_key():
     assert {s.name: (s.factory, s.next, s.stream_to, s.route, s.terminal) for s in read.stages} == {
         s.name: (s.factory, s.next, s.stream_to, s.route, s.terminal) for s in built.stages
     }
-    reported = set(apart) | {key for stage in apart["stages"] for key in stage}
-    reported |= set(re.findall(r"`(\w+)`", REPLICA))
+    shown_keys = set(apart) | {key for stage in apart["stages"] for key in stage}
+    shown_keys |= set(re.findall(r"`(\w+)`", REPLICA))
     keys = {*type(read).__dataclass_fields__, *type(read.stages[0]).__dataclass_fields__}
-    assert keys - reported == set()
+    assert keys - shown_keys == set()
 
 
-def test_documented_default_parameters_are_the_defaults():
+def test_documented_defaults_are_the_defaults():
     tables = ("[routing.prefix_hash]", "[routing.cache_aware]")
     texts = [text for text in blocks(ROUTING, "toml") if any(name in text for name in tables)]
     shown = [parse(text).routing for text in texts]
@@ -226,7 +228,7 @@ def test_every_policy_and_every_key_of_routing_is_explained():
     assert sorted(table_of_policies) == sorted(POLICIES)
 
 
-def test_every_list_of_the_policies_names_exactly_the_built_in_ones():
+def test_every_list_of_policies_has_exactly_the_built_in_policies():
     reasons = ROUTING.partition("`reason`, for example")[2].partition("\n\n")[0]
     assert set(re.findall(r"^\| `(\w+)`", reasons, re.MULTILINE)) == set(POLICIES)
     example = (ROOT / "config/example.toml").read_text()
@@ -246,14 +248,14 @@ def test_flags_documented_as_equal_exist():
     assert len(flags) > 25
     for flag in flags:
         assert flag in launch_parser(tuple(ENGINES))._option_string_actions
-    ours = re.findall(r"^\| `--[^|]*\| `(--[\w-]+)", MIGRATION, re.MULTILINE)
-    assert ours
-    for flag in ours:
+    own_names = re.findall(r"^\| `--[^|]*\| `(--[\w-]+)", MIGRATION, re.MULTILINE)
+    assert own_names
+    for flag in own_names:
         assert flag in launch_parser(tuple(ENGINES))._option_string_actions
 
 
-def test_every_route_of_the_replica_is_documented_and_every_documented_one_is_served():
-    # Nothing is started: an app asks no stage before a request comes.
+def test_the_documented_routes_of_the_replica_are_those_it_serves():
+    # No stage is started: an app uses stages only for requests.
     plan = compile_plan(builtin_pipeline(BuiltinOptions()))
     client = Client(Coordinator(plan, Runtime(plan.config.stages)))
     served = set()
@@ -261,28 +263,28 @@ def test_every_route_of_the_replica_is_documented_and_every_documented_one_is_se
         path = rule.rule.replace("<path:name>", "{id}")
         path = re.sub("<(request_id|response_id|name)>", r"{\1}", path)
         served |= {(method, path) for method in rule.methods - {"HEAD", "OPTIONS"}}
-    reported = set(re.findall(r"`(GET|POST|DELETE) (/[^`\s]*)`", REPLICA))
-    assert reported - served == set()
-    # New weights have a page of their own.
-    unsaid = {path for _, path in served - reported if "weight" not in path}
-    assert unsaid <= {"/favicon.ico", "/docs/oauth2-redirect"}
+    documented = set(re.findall(r"`(GET|POST|DELETE) (/[^`\s]*)`", REPLICA))
+    assert documented - served == set()
+    # Weight routes are documented on another page.
+    undocumented = {path for _, path in served - documented if "weight" not in path}
+    assert undocumented <= {"/favicon.ico", "/docs/oauth2-redirect"}
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_the_programs_that_are_shown_run(number, tmp_path):
+def test_the_shown_programs_run(number, tmp_path):
     text = blocks(REPLICA, "python")[number]
     compile(text, "docs/replica.md", "exec")
     if "launch_server" in text:
-        return  # it would serve for ever
+        return  # it would not end
     for module in ("torch", "tiktoken"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: pip install 'omni-proxy[replica]'")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}, cwd=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] in ("length 8", "tiny")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] in ("length 8", "tiny")
 
 
 def documented_routes():
@@ -293,15 +295,15 @@ def documented_routes():
 async def test_every_documented_route_is_served(method, path):
     if routes.match_route(method, filled(path)) is None:
         api = build_api(entry(A))
-        api.data_plane.draining = True  # the feed ends then
-        answer = await api.client().open(filled(path), method=method)
-        if path == "/weights/rollback":  # it is there, and no version is
-            assert (await answer.get_json())["error"]["code"] == "no_versions"
+        api.data_plane.draining = True  # ends the event feed
+        response = await api.client().open(filled(path), method=method)
+        if path == "/weights/rollback":  # the route exists, but no version
+            assert (await response.get_json())["error"]["code"] == "no_versions"
             return
-        if path == "/keys/{caller}":  # it is there, and no caller is
-            assert (await answer.get_json())["error"]["code"] == "unknown_caller"
+        if path == "/keys/{caller}":  # the route exists, but no caller
+            assert (await response.get_json())["error"]["code"] == "unknown_caller"
             return
-        assert answer.status_code not in (404, 405)
+        assert response.status_code not in (404, 405)
 
 
 def test_every_route_is_documented():
@@ -327,36 +329,37 @@ def test_every_timeout_is_in_the_operations_guide():
 
 def test_every_dependency_has_its_reason_in_the_design():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [
+    requirements = [
         *project["dependencies"],
         *(name for extra in project["optional-dependencies"].values() for name in extra),
     ]
-    names = {re.match(r"[\w-]+", requirement)[0] for requirement in wanted}
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
     first_cells = re.findall(r"^\| ([^|]+) \|", DESIGN, re.MULTILINE)
     named = {name for cell in first_cells for name in re.findall(r"[\w-]+", cell)}
     assert names <= named
 
 
 def recipes():
-    found = []
+    parameters = []
     text = (ROOT / "CONTRIBUTING.md").read_text()
     for title, recipe in re.findall(
         r"^## (Add .*?)\n(.*?)(?=^## )", text, re.DOTALL | re.MULTILINE
     ):
         example = re.search(r"as `([^`]+)` was", recipe, re.IGNORECASE)[1]
         files = re.findall(r"`((?:omni_proxy|tests|docs|config)/[\w/.]+\.\w+)`", recipe)
-        found.append(pytest.param(example, files, id=title))
-    return found
+        parameters.append(pytest.param(example, files, id=title))
+    return parameters
 
 
-# Each has it, and no recipe: what a tool writes, the other server, and what only carries its value.
+# These contain examples but are in no recipe: tools write them, they belong to the other server, or
+# they only pass the value on.
 WRITTEN_BY_TOOLS = {"omni_proxy/cli/config_file/schema.json", "docs/configuration.md"}
-# Named for those who need them; the example did not.
+# In recipes because others may need them; the examples do not.
 ONLY_IF_NEEDED = {
     "omni_proxy/admin_api/app.py", "omni_proxy/server.py", "omni_proxy/config/flags.py",
     "omni_proxy/config/diff.py",
 }  # fmt: skip
-DEEPER = (
+NOT_IN_RECIPES = (
     "omni_proxy/replica/",
     "omni_proxy/dataplane/exchange/",
     "omni_proxy/dataplane/disaggregation/",
@@ -370,19 +373,19 @@ def files_with_name(example):
 
 
 @pytest.mark.parametrize(("example", "files"), recipes())
-def test_a_recipe_names_the_files_in_which_its_example_stands(example, files):
+def test_a_recipe_names_files_that_contain_its_example(example, files):
     assert len(files) >= 3
     for file in set(files) - WRITTEN_BY_TOOLS - ONLY_IF_NEEDED:
         assert example.removeprefix("/") in (ROOT / file).read_text(), file
 
 
 @pytest.mark.parametrize(("example", "files"), recipes())
-def test_who_follows_a_recipe_forgets_no_file(example, files):
-    needed = {file for file in files_with_name(example) if not file.startswith(DEEPER)}
+def test_a_recipe_names_all_files_that_contain_its_example(example, files):
+    needed = {file for file in files_with_name(example) if not file.startswith(NOT_IN_RECIPES)}
     assert needed <= set(files)
 
 
-def test_there_is_a_recipe_for_everything_that_is_added_often():
+def test_there_is_a_recipe_for_each_frequent_addition():
     assert [recipe.id for recipe in recipes()] == [
         "Add a policy", "Add a route", "Add a configuration key", "Add a metric of the program",
         "Add a metric of requests",
@@ -392,17 +395,17 @@ def test_there_is_a_recipe_for_everything_that_is_added_often():
 PACKAGES = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 
 
-def test_the_table_of_packages_for_contributors_has_each():
+def test_the_table_of_packages_for_contributors_is_complete():
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| (`\w+/`.*?) \|", text, re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(\w+)/`", row)} == PACKAGES
 
 
-def test_the_packages_of_the_design_are_those_of_the_tree():
-    (drawn,) = re.findall(r"^## Packages\n\n```\n(.*?)^```", DESIGN, re.DOTALL | re.MULTILINE)
-    assert set(re.findall(r"^(\w+)/ ", drawn, re.MULTILINE)) == PACKAGES
+def test_the_diagram_of_packages_is_complete():
+    (diagram,) = re.findall(r"^## Packages\n\n```\n(.*?)^```", DESIGN, re.DOTALL | re.MULTILINE)
+    assert set(re.findall(r"^(\w+)/ ", diagram, re.MULTILINE)) == PACKAGES
     replica = {path.parent.name for path in PACKAGE.glob("replica/*/__init__.py")}
-    assert set(re.findall(r"^[├└]─ (\w+)/ ", drawn, re.MULTILINE)) == replica
+    assert set(re.findall(r"^[├└]─ (\w+)/ ", diagram, re.MULTILINE)) == replica
 
 
 def test_every_module_and_class_of_the_contracts_exists():

@@ -1,4 +1,4 @@
-"""The codes of errors in docs/http.md are those that the program answers with."""
+"""Every error code of the program is in docs/http.md."""
 
 import ast
 import re
@@ -6,25 +6,25 @@ import re
 from tests.tree import PACKAGE, ROOT, nodes, sources
 
 HTTP = (ROOT / "docs/http.md").read_text()
-# Which argument of these calls is the code of an error.
+# The position of the error code among the arguments of these calls.
 CODE_AT = {"HttpError": 2, "bad": 1, "_bad": 1, "AttemptFailed": 0}
 
 
 def error_codes():
-    found = set()
+    codes = set()
     for path in sources():
         for node in nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-                at = CODE_AT.get(node.func.id)
-                if at is not None and len(node.args) > at:
-                    found |= names_in(node.args[at])
+                position = CODE_AT.get(node.func.id)
+                if position is not None and len(node.args) > position:
+                    codes |= names_in(node.args[position])
             elif isinstance(node, ast.FunctionDef) and node.name in CODE_AT:
-                found |= {name for default in node.args.defaults for name in names_in(default)}
-    # Why nobody can take a request: told there as the first of a tuple.
+                codes |= {name for default in node.args.defaults for name in names_in(default)}
+    # The reasons why no worker can take a request: the first element of a tuple.
     for node in nodes(PACKAGE / "routing/pick.py"):
         if isinstance(node, ast.Return | ast.Yield) and isinstance(node.value, ast.Tuple):
-            found |= names_in(node.value.elts[0])
-    return found
+            codes |= names_in(node.value.elts[0])
+    return codes
 
 
 def names_in(node):

@@ -18,32 +18,41 @@ def pytest_configure(config):
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs files of tests by two workers; returns the exit status and the output."""
+    """Runs test files in two workers; returns the exit status and the output."""
 
-    def run(*words, more="", conftest=CONFTEST, **files):
-        (tmp_path / "conftest.py").write_text(conftest + more)
+    def run(*options, extra_conftest="", conftest=CONFTEST, **files):
+        (tmp_path / "conftest.py").write_text(conftest + extra_conftest)
         (tmp_path / "pytest.ini").write_text("[pytest]")
         for name, text in files.items():
             (tmp_path / f"test_{name}.py").write_text(text)
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words, tmp_path]
-        # To import the installed plug-ins takes most of the time.
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            tmp_path,
+        ]
+        # Importing the installed plug-ins would take most of the time.
         env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-        return done.returncode, done.stdout + done.stderr
+        result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+        return result.returncode, result.stdout + result.stderr
 
     return run
 
 
 def test_results_of_all_workers_are_those_of_one_run(run):
     status, output = run(
-        one="import pytest\ndef test_a(): pass\ndef test_b(): print('said by b'); assert 0\n",
+        one="import pytest\ndef test_a(): pass\ndef test_b(): print('printed by b'); assert 0\n",
         two="import pytest\n@pytest.mark.skip\ndef test_c(): pass\ndef test_d(tmp_path): pass\n",
         three="def test_e(): raise ValueError\n",
     )
     assert status == 1
     assert "2 failed, 2 passed, 1 skipped" in output
-    assert re.search(r"Captured stdout call -+\nsaid by b", output)
-    assert output.count("said by b") == 2  # and in the line of the code
+    assert re.search(r"Captured stdout call -+\nprinted by b", output)
+    assert output.count("printed by b") == 2  # once as output, once in the quoted source line
 
 
 def test_a_worker_that_crashes_fails_its_test_and_the_others_run(run):
@@ -59,7 +68,7 @@ def test_a_worker_that_crashes_fails_its_test_and_the_others_run(run):
     assert "the process of this test ended with status -9" in output
 
 
-def test_x_ends_the_run_and_leaves_no_process(run):
+def test_option_x_ends_the_run(run):
     text = "import time\ndef test_a(): assert 0\n"
     status, output = run("-x", one=text, two="import time\ndef test_b(): time.sleep(60)\n")
     assert status == 1
@@ -69,15 +78,15 @@ def test_x_ends_the_run_and_leaves_no_process(run):
 FIXTURE = """
 import os, pytest
 
-def note(word):
+def log_event(word):
     with open(os.environ["LOG"], "a") as file:
         file.write(f"{word} {os.getpid()}\\n")
 
 @pytest.fixture(scope="session")
 def thing():
-    note("made")
-    yield lambda: note("used")
-    note("over")
+    log_event("created")
+    yield lambda: log_event("used")
+    log_event("closed")
 """
 
 
@@ -87,17 +96,19 @@ def test_a_fixture_of_the_session_lasts_until_the_last_test_of_its_process(
     log = tmp_path / "log"
     monkeypatch.setenv("LOG", str(log))
     test = "def test_it(thing): thing()\n"
-    status, output = run(more=FIXTURE, **dict.fromkeys(("one", "two", "three", "four"), test))
+    status, output = run(
+        extra_conftest=FIXTURE, **dict.fromkeys(("one", "two", "three", "four"), test)
+    )
     assert (status, "4 passed" in output) == (0, True), output
     lines = [line.split() for line in log.read_text().splitlines()]
     assert len(lines) >= 6
     for pid in {pid for _, pid in lines}:
-        words = [word for word, of in lines if of == pid]
-        assert (words[0], words[-1]) == ("made", "over")
+        words = [word for word, process in lines if process == pid]
+        assert (words[0], words[-1]) == ("created", "closed")
         assert set(words[1:-1]) <= {"used"}
 
 
-def test_a_thread_of_the_collection_is_refused(run):
+def test_a_thread_that_collecting_started_is_refused(run):
     text = (
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     )
@@ -136,7 +147,8 @@ def test_it():
     with open(os.environ["LOG"], "a") as file:
         file.write(f"{os.getpid()} {parent_of_a_fork()}\\n")
     until = time.monotonic() + 60
-    while len({line.split()[0] for line in open(os.environ["LOG"])}) < 2:  # the other worker's, too
+    # Wait until the other worker has written, too.
+    while len({line.split()[0] for line in open(os.environ["LOG"])}) < 2:
         assert time.monotonic() < until
         time.sleep(0.01)
 """
@@ -145,7 +157,7 @@ def test_it():
 def test_workers_share_fork_servers_and_none_is_left(run, tmp_path, monkeypatch):
     log = tmp_path / "log"
     monkeypatch.setenv("LOG", str(log))
-    # A worker asks for its second file before it runs the first.
+    # A worker requests its second file before it runs the first.
     status, output = run(conftest=SHARING, one=FORK, two=FORK, three=FORK)
     assert (status, "3 passed" in output) == (0, True), output
     _, servers = zip(*map(str.split, log.read_text().splitlines()), strict=True)

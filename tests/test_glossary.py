@@ -1,7 +1,7 @@
-"""One word for each thing: docs/glossary.md says which, and no other is used.
+"""One term for each thing, as defined in docs/glossary.md.
 
-The last column of each table names words that are not used for the thing. They are looked for in
-identifiers, file names, log events and pages.
+The last column of each table lists words that are not used for the thing. The tests search for them
+in identifiers, file names, log events and pages.
 """
 
 import ast
@@ -15,12 +15,12 @@ from tests.tree import PACKAGE, ROOT, name_of, nodes, parsed, sources
 
 GLOSSARY = (ROOT / "docs/glossary.md").read_text()
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-# Words that are ordinary ones elsewhere: not wrong in a sentence, only as names of these things.
+# Ordinary words that are allowed in sentences, but not as names.
 ONLY_NAMES = {
     "young", "told", "tells", "said", "wish", "wishes", "hurry", "hurried", "doubt", "hear", "hears",
     "believe", "believes", "newcomer", "newcomers",
 }  # fmt: skip
-ORDINARY_IN_TESTS = {"mine"}  # of a request's id: the one that is asked for
+ORDINARY_IN_TESTS = {"mine"}  # as a request id
 OLD_NAMES = {
     "tests.admin_api.routes.test_health_routes": {"door"},
     "tests.admin_api.routes.test_metrics_routes": {"door"},
@@ -62,15 +62,15 @@ def identifiers(path):
 
 @cache
 def suspects():
-    """The files of tests and tools that may have a banned word: to parse all takes seconds."""
+    """The files of tests and tools that may have a banned word: parsing all takes seconds."""
     words = banned()
     small, large = "|".join(words), "|".join(word.upper() for word in words)
     first = "|".join(word.capitalize() for word in words)
-    found = re.compile(
+    pattern = re.compile(
         rf"(?<![a-zA-Z])({small})(?![a-z])|({first})(?![a-z])|(?<![A-Z])({large})(?![A-Z])"
     )
     paths = [*sources(ROOT / "tests"), *sources(ROOT / "tools")]
-    return [path for path in paths if found.search(f"{path.stem}\n{path.read_text()}")]
+    return [path for path in paths if pattern.search(f"{path.stem}\n{path.read_text()}")]
 
 
 def texts(path):
@@ -79,43 +79,45 @@ def texts(path):
             yield node.value if isinstance(node.value, str) else node.value.decode("latin-1")
 
 
-def test_the_glossary_can_be_read_by_this_test():
+def test_the_glossary_is_parsed():
     assert len(list(rows())) > 50
     assert len(banned()) > 25
     assert {"keeper", "leash", "mine"} <= banned()
 
 
-def test_no_identifier_and_no_file_has_another_word():
-    others = banned()
+def test_no_identifier_or_file_name_has_a_banned_word():
+    banned_words = banned()
     found = {
-        name_of(path): {name for name in {*identifiers(path), path.stem} if words_of(name) & others}
+        name_of(path): {
+            name for name in {*identifiers(path), path.stem} if words_of(name) & banned_words
+        }
         for path in sources()
     }
     assert {path: names for path, names in found.items() if names} == {}
 
 
-def test_no_identifier_of_tests_and_tools_has_another_word():
-    """`Doorkeeper` is the paper's name of a part of TinyLFU, `collective_rpc` vLLM's of a route."""
-    others = banned()
+def test_no_identifier_of_tests_or_tools_has_a_banned_word():
+    """`Doorkeeper` is a part of TinyLFU in its paper, `collective_rpc` a route of vLLM."""
+    banned_words = banned()
     found = {
         name_of(path): {
             name
             for name in {*identifiers(path), path.stem}
-            if words_of(name.replace("Doorkeeper", "").replace("collective_rpc", "")) & others
+            if words_of(name.replace("Doorkeeper", "").replace("collective_rpc", "")) & banned_words
         }
         for path in suspects()
     }
     assert {path: names for path, names in found.items() if names} == {}
 
 
-def test_no_text_in_tests_and_tools_has_another_word():
-    """Hosts, names and docstrings; old names of the program's only where they are tested."""
-    others = banned() - ONLY_NAMES - ORDINARY_IN_TESTS
+def test_no_string_in_tests_or_tools_has_a_banned_word():
+    """Hosts, names and docstrings. Old names of the program are allowed where they are tested."""
+    banned_words = banned() - ONLY_NAMES - ORDINARY_IN_TESTS
     found = {
         name_of(path): {
             word
             for text in texts(path)
-            for word in set(WORD.findall(text.replace("collective_rpc", "").lower())) & others
+            for word in set(WORD.findall(text.replace("collective_rpc", "").lower())) & banned_words
         }
         - OLD_NAMES.get(name_of(path), set())
         for path in suspects()
@@ -125,7 +127,7 @@ def test_no_text_in_tests_and_tools_has_another_word():
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_no_page_has_another_word(path):
+def test_no_page_has_a_banned_word(path):
     text = GLOSSARY if path.name == "glossary.md" else path.read_text()
     if path.name == "glossary.md":
         text = "\n".join(" ".join(row[:2]) for row in rows())
@@ -168,6 +170,6 @@ def test_no_public_class_name_is_used_in_two_files():
         ("version constraint", "routing/version_constraint.py"),
     ],
 )
-def test_who_knows_the_field_finds_it_by_the_names_of_files(term, file):
+def test_a_term_of_the_field_leads_to_the_file_with_its_name(term, file):
     assert (PACKAGE / file).exists()
     assert set(term.split()) <= words_of(file)

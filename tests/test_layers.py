@@ -29,14 +29,14 @@ LAYERS = (
 
 
 def package_of(module: str) -> str:
-    """`fleet` for omni_proxy.fleet.worker, "" for the package itself."""
+    """`fleet` for omni_proxy.fleet.worker; "" for omni_proxy itself."""
     return module.split(".")[1] if module.count(".") else ""
 
 
 def imported_packages(path) -> set[str]:
-    ours = (module for module in imports(path) if module.startswith("omni_proxy."))
+    modules = (module for module in imports(path) if module.startswith("omni_proxy."))
     # `from omni_proxy import __version__` names no package.
-    return {package_of(module) for module in ours} - {"__version__"}
+    return {package_of(module) for module in modules} - {"__version__"}
 
 
 def test_a_package_imports_only_from_packages_below_it():
@@ -48,7 +48,7 @@ def test_a_package_imports_only_from_packages_below_it():
     assert {name: packages for name, packages in above.items() if packages} == {}
 
 
-def test_a_pure_package_has_no_io_and_reads_no_clock():
+def test_a_pure_package_does_no_io_and_reads_no_clock():
     found = {
         name_of(path): {module.split(".")[0] for module in imports(path)} & IMPURE
         for name in PURE
@@ -64,7 +64,7 @@ def test_the_replica_imports_only_what_is_shared_with_the_proxy():
         assert all(module.startswith("omni_proxy.weight_sync.checksum") for module in shared), path
 
 
-def test_nothing_but_the_command_line_imports_the_replica():
+def test_only_the_command_line_imports_the_replica():
     for path in sources():
         if package_of(name_of(path)) not in ("replica", "cli"):
             assert "replica" not in imported_packages(path), path
@@ -75,10 +75,10 @@ def test_starting_the_proxy_never_imports_torch_a_model_runtime_or_zeromq():
         "import sys, omni_proxy.cli.serve, omni_proxy.server, omni_proxy.process_group.rank_protocol; "
         "print(*sorted({'torch', 'xllamacpp', 'numpy', 'openai', 'zmq', 'grpc'} & sys.modules.keys()))"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == ""
+    assert result.stdout.strip() == ""
 
 
 def test_every_package_has_a_layer():
@@ -87,19 +87,19 @@ def test_every_package_has_a_layer():
 
 
 def imported_files(path, names) -> set[str]:
-    """The modules among `names` that a file imports, for its types alone, too."""
-    found = set()
+    """The modules among `names` that a file imports, also those only for type checking."""
+    imported = set()
     for node in nodes(path):
         if isinstance(node, ast.ImportFrom):
             full = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (full & names) or ({node.module} & names)
+            imported |= (full & names) or ({node.module} & names)
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & names
-    return found - {name_of(path)}
+            imported |= {alias.name for alias in node.names} & names
+    return imported - {name_of(path)}
 
 
 def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
-    """Groups of modules each of which imports, in the end, all others of its group."""
+    """Groups of modules that import each other directly or indirectly."""
     reached: dict[str, set[str]] = {}
     for start in graph:
         seen, waiting = set(), [start]
@@ -116,13 +116,13 @@ def cycles(graph: dict[str, set[str]]) -> list[set[str]]:
     return sorted((set(group) for group in groups), key=sorted)
 
 
-def test_no_file_imports_one_that_imports_it_types_included():
+def test_there_are_no_import_cycles_even_for_types():
     names = {name_of(path) for path in sources()}
     graph = {name_of(path): imported_files(path, names) for path in sources()}
     assert cycles(graph) == []
 
 
-def test_the_files_that_a_post_enters_are_few_and_call_only_the_next_ones():
+def test_the_files_on_the_path_of_a_post_are_few_and_import_only_later_ones():
     design = (ROOT / "docs/design.md").read_text()
     names = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \|", design, re.MULTILINE)
     assert names[0] == "dataplane/loop/event_loop.py"
@@ -130,7 +130,11 @@ def test_the_files_that_a_post_enters_are_few_and_call_only_the_next_ones():
     modules = [name_of(PACKAGE / name) for name in names]
     for number, name in enumerate(names):
         used = set(imports(PACKAGE / name))
-        back = {each for each in used if each.startswith(tuple(f"{m}." for m in modules[:number]))}
+        back = {
+            module
+            for module in used
+            if module.startswith(tuple(f"{earlier}." for earlier in modules[:number]))
+        }
         assert back == set(), name
 
 

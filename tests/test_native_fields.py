@@ -1,5 +1,5 @@
-"""A class that a .pxd declares has there every field that its .py sets: else the native build fails
-where the plain one works."""
+"""A .pxd declares every field that the .py of its class sets. Else the native build fails where
+plain Python works."""
 
 import ast
 import re
@@ -12,35 +12,35 @@ PXDS = sorted(ROOT.glob("omni_proxy/**/*.pxd"))
 CLASS = re.compile(r"^cdef class (\w+)(?:\((\w+)\))?:\n((?:(?:[ #].*)?\n)*)", re.MULTILINE)
 FIELDS = re.compile(r"^    cdef (?:public|readonly) \w+ ([^#\n]+)", re.MULTILINE)
 DECLARED = {
-    found[1]: (
-        found[2],
-        {name.strip() for names in FIELDS.findall(found[3]) for name in names.split(",")},
-        found[3],
+    match[1]: (
+        match[2],
+        {name.strip() for names in FIELDS.findall(match[3]) for name in names.split(",")},
+        match[3],
     )
     for path in PXDS
-    for found in CLASS.finditer(path.read_text())
+    for match in CLASS.finditer(path.read_text())
 }
 
 
 def declared_fields(name):
     base, fields, body = DECLARED[name]
-    more, has_dict = declared_fields(base) if base else (set(), False)
-    return fields | more, has_dict or "__dict__" in body
+    inherited, has_dict = declared_fields(base) if base else (set(), False)
+    return fields | inherited, has_dict or "__dict__" in body
 
 
 def set_fields(node):
-    """What methods of the class set of `self`, and annotated fields of a data class."""
-    found = {
-        each.attr
-        for each in ast.walk(node)
-        if isinstance(each, ast.Attribute)
-        and isinstance(each.ctx, ast.Store)
-        and isinstance(each.value, ast.Name)
-        and each.value.id == "self"
+    """The attributes of `self` that methods set, and annotated fields of a data class."""
+    fields = {
+        child.attr
+        for child in ast.walk(node)
+        if isinstance(child, ast.Attribute)
+        and isinstance(child.ctx, ast.Store)
+        and isinstance(child.value, ast.Name)
+        and child.value.id == "self"
     }
     if node.decorator_list:
-        found |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
-    return found
+        fields |= {child.target.id for child in node.body if isinstance(child, ast.AnnAssign)}
+    return fields
 
 
 @pytest.mark.parametrize("path", PXDS, ids=lambda path: path.stem)

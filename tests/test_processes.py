@@ -8,11 +8,11 @@ import time
 from tests.processes import alive
 from tests.program_forkserver import forking_interpreter
 
-# Its first thread ends, and another one waits for stdin.
+# Its main thread ends while another thread waits for stdin.
 THREAD_LEFT = """
 import ctypes, platform, sys, threading
 threading.Thread(target=sys.stdin.read).start()
-ctypes.CDLL(None).syscall(60 if platform.machine() == "x86_64" else 93, 0)  # exit, of one thread
+ctypes.CDLL(None).syscall(60 if platform.machine() == "x86_64" else 93, 0)  # exit of one thread
 """
 
 
@@ -30,15 +30,15 @@ def test_a_process_lives_until_its_last_thread_has_ended():
 
 
 def test_a_fork_gets_descriptors_with_large_numbers():
-    """As many as a worker of the tests has open."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        number = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD, 1000)
+    """A test process can have more than a thousand descriptors open."""
+    own_end, child_end = socket.socketpair()
+    with own_end, child_end:
+        number = fcntl.fcntl(child_end.fileno(), fcntl.F_DUPFD, 1000)
         try:
             command = [forking_interpreter(), "-m", "omni_proxy", "replica", "stage-process"]
             process = subprocess.Popen([*command, str(number)], pass_fds=[number])
         finally:
             os.close(number)
-        theirs.close()
-        ours.shutdown(socket.SHUT_WR)  # nothing to do: it ends
+        child_end.close()
+        own_end.shutdown(socket.SHUT_WR)  # without messages, the process ends
         assert process.wait(60) == 0

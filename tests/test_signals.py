@@ -11,7 +11,7 @@ from omni_proxy.signals import SignalHandler
 
 
 class Program:
-    """What a handler of signals acts on; `calls`: what was called, in order."""
+    """A program with a signal handler, which records its calls in order."""
 
     def __init__(self, **server):
         self.calls = []
@@ -23,27 +23,29 @@ class Program:
             request_reload=lambda why: self.calls.append(f"reload {why}"),
             upgrades=SimpleNamespace(
                 open=trio.Event(),
-                request=self.note("upgrade"),
-                outgoing=SimpleNamespace(stop=self.note("stop upgrade")),
+                request=self.record_call("upgrade"),
+                outgoing=SimpleNamespace(stop=self.record_call("stop upgrade")),
                 wait_reported=trio.lowlevel.checkpoint,
             ),
             handed_over=self.handed_over,
             decline_takeover=None,
-            service_manager=SimpleNamespace(stopping=self.note("stopping")),
-            process_manager=SimpleNamespace(begin_drain=self.note("drain"), drained=self.idle.wait),
+            service_manager=SimpleNamespace(stopping=self.record_call("stopping")),
+            process_manager=SimpleNamespace(
+                begin_drain=self.record_call("drain"), drained=self.idle.wait
+            ),
             picker=lambda: SimpleNamespace(
-                begin_drain=self.note("drain picker"), drained=trio.lowlevel.checkpoint
+                begin_drain=self.record_call("drain picker"), drained=trio.lowlevel.checkpoint
             ),
             counts=lambda: {"connections": 3},
         )
 
-    def note(self, call):
+    def record_call(self, call):
         return lambda: self.calls.append(call)
 
 
 @pytest.fixture
 async def running(nursery):
-    """Starts programs; `ended` of each is set when its root scope was cancelled."""
+    """Starts programs; `ended` of each is set when its root scope has been cancelled."""
 
     async def start(**server):
         program = Program(**server)
@@ -75,7 +77,7 @@ async def test_sighup_reloads_and_sigusr2_upgrades(running):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_the_first_one_drains_and_the_program_ends_when_it_is_idle(running, number):
+async def test_the_first_signal_drains_and_the_program_ends_when_idle(running, number):
     program = await running()
     await send(number)
     assert program.calls == ["stopping", "stop upgrade", "drain", "drain picker"]
@@ -84,7 +86,7 @@ async def test_the_first_one_drains_and_the_program_ends_when_it_is_idle(running
     await program.ended.wait()
 
 
-async def test_a_second_one_aborts(running, caplog):
+async def test_a_second_signal_aborts(running, caplog):
     program = await running()
     await send(signal.SIGTERM)
     await send(signal.SIGINT)

@@ -11,7 +11,7 @@ from omni_proxy.supervisor import (
 
 
 class FailingService:
-    """Each run fails after so many seconds; None runs for ever."""
+    """Each run fails after a number of seconds; a run with None never ends."""
 
     def __init__(self, *runs: float | None) -> None:
         self.runs = list(runs)

@@ -51,16 +51,17 @@ COMPUTES = """act():
 """
 HOLDS_THE_GIL = """act():
     length = 20
-    while True:  # how long it takes depends on the machine
+    while True:  # the duration depends on the machine
         began = time.thread_time()
         re.match("(a|aa)+$", "a" * length + "b")
-        took = time.thread_time() - began
-        if took > 1.7:
+        elapsed = time.thread_time() - began
+        if elapsed > 1.7:
             until = time.process_time() + 20
             while not dog.stalls and time.process_time() < until:
-                pass  # until the other thread has found it here
+                pass  # until the watchdog's thread has seen the stall
             return
-        length += max(math.ceil(math.log(1.8 / took, 1.618)), 1)  # each byte more takes 1.618 times
+        # One more byte takes 1.618 times as long.
+        length += max(math.ceil(math.log(1.8 / elapsed, 1.618)), 1)
 """
 
 
@@ -104,40 +105,40 @@ async def test_the_status_of_a_quiet_loop_is_json_without_a_stall(nursery):
     assert (body["stalls"], body["last_stall_at"], body["last_stall_secs"]) == (0, None, None)
 
 
-async def test_its_thread_ends_with_it():
-    def here():
+async def test_the_thread_of_the_watchdog_ends_with_it():
+    def watchdog_threads():
         return [thread for thread in threading.enumerate() if thread.name == "watchdog"]
 
-    before = here()
+    before = watchdog_threads()
     async with trio.open_nursery() as nursery:
         await nursery.start(Watchdog().run)
-        (thread,) = set(here()) - set(before)
+        (thread,) = set(watchdog_threads()) - set(before)
         nursery.cancel_scope.cancel()
     await trio.to_thread.run_sync(thread.join, 30)
     assert not thread.is_alive()
 
 
-async def test_only_what_the_loop_itself_computed_counts_as_a_long_turn(nursery, monkeypatch):
+async def test_only_cpu_time_of_the_loop_counts_as_a_long_turn(nursery, monkeypatch):
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECS", 0.01)
     dog = Watchdog()
     await nursery.start(dog.run)
     before = dog._heartbeats
-    time.sleep(0.3)  # noqa: TID251, ASYNC251  it stands for a machine that has no CPU for us
+    time.sleep(0.3)  # noqa: TID251, ASYNC251  simulates a machine without a free CPU
     while dog._heartbeats == before:
         await trio.lowlevel.checkpoint()
     assert dog.longest_turn_secs < 0.25
 
 
-def test_a_stall_is_reported_once_until_the_next_beat():
+def test_a_stall_is_reported_once_until_the_next_heartbeat():
     timer = StallTimer(0.0, 0.0)
-    reported = [timer.update(now / 4, 0.0, 0) for now in range(1, 13)]
-    assert reported == [False] * 3 + [True] + [False] * 8
+    reports = [timer.update(now / 4, 0.0, 0) for now in range(1, 13)]
+    assert reports == [False] * 3 + [True] + [False] * 8
     assert not timer.update(3.25, 0.0, 1)
-    reported = [timer.update(3.25 + now / 4, 0.0, 1) for now in range(1, 5)]
-    assert reported == [False, False, False, True]
+    reports = [timer.update(3.25 + now / 4, 0.0, 1) for now in range(1, 5)]
+    assert reports == [False, False, False, True]
 
 
-def test_what_the_loop_waits_for_a_cpu_is_no_stall():
+def test_waiting_for_a_cpu_is_not_a_stall():
     timer = StallTimer(0.0, 0.0)
     starved = [timer.update(now / 4, 0.0, 0, now / 4) for now in range(1, 41)]
     assert starved == [False] * 40
@@ -145,16 +146,16 @@ def test_what_the_loop_waits_for_a_cpu_is_no_stall():
     assert blocked == [False, False, False, True]
 
 
-def test_a_watchdog_that_reads_one_clock_late_reports_no_stall():
+def test_a_clock_that_is_read_late_causes_no_stall():
     timer = StallTimer(0.0, 0.0)
-    # Each second time it had no CPU for half a second between the two, and the loop had none at all.
-    looks = [(now / 2, (now + now % 2) / 2) for now in range(1, 41)]
-    assert [timer.update(now, 0.0, 0, waited) for now, waited in looks] == [False] * 40
+    # At each second update, half a second passes between the two reads; the loop never gets a CPU.
+    updates = [(now / 2, (now + now % 2) / 2) for now in range(1, 41)]
+    assert [timer.update(now, 0.0, 0, waited) for now, waited in updates] == [False] * 40
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/schedstat"), reason="not counted by this kernel")
 def test_the_kernel_counts_how_long_a_thread_waits_for_a_cpu():
-    """Two busy threads of other processes and this one, on one CPU."""
+    """Two other busy processes and this thread share one CPU."""
     busy = "import os; os.sched_setaffinity(0, {%d})\nwhile True: pass"
     cpus = os.sched_getaffinity(0)
     cpu = min(cpus)
@@ -162,7 +163,7 @@ def test_the_kernel_counts_how_long_a_thread_waits_for_a_cpu():
     try:
         os.sched_setaffinity(0, {cpu})
         before = cpu_wait_secs(threading.get_native_id())
-        until = time.monotonic() + 90  # for a test that hangs
+        until = time.monotonic() + 90  # a deadline for a hung test
         while cpu_wait_secs(threading.get_native_id()) < before + 0.05:
             assert time.monotonic() < until
     finally:
@@ -177,13 +178,13 @@ import os, sys, threading, trio
 from omni_proxy import watchdog
 
 async def main():
-    asked, event = [], threading.Event()
-    watchdog.cpu_wait_secs = lambda native_id: asked.append(native_id) or event.set() or 0.0
+    read_ids, event = [], threading.Event()
+    watchdog.cpu_wait_secs = lambda native_id: read_ids.append(native_id) or event.set() or 0.0
     async with trio.open_nursery() as nursery:
         await nursery.start(watchdog.Watchdog().run)
         await trio.to_thread.run_sync(event.wait, 60)
         nursery.cancel_scope.cancel()
-    sys.exit(set(asked) != {threading.get_native_id()})
+    sys.exit(set(read_ids) != {threading.get_native_id()})
 
 if child := os.fork():
     sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
@@ -191,39 +192,39 @@ trio.run(main)
 """
 
 
-def test_in_a_forked_process_it_reads_the_clock_of_that_process():
-    """Python's own record of the main thread has the id that it had in the parent."""
+def test_in_a_fork_the_watchdog_reads_the_clock_of_the_fork():
+    """After a fork, Python's record of the main thread still has the id of the parent's thread."""
     assert subprocess.run([sys.executable, "-c", FORKED], timeout=90, check=False).returncode == 0
 
 
-def test_without_such_a_thread_none_is_reported():
+def test_the_wait_of_an_unknown_thread_is_zero():
     assert cpu_wait_secs(1 << 30) == 0.0
 
 
-LOOKS = st.lists(
+UPDATES = st.lists(
     st.tuples(st.floats(0.2, 600), st.floats(0, 1), st.floats(0, 1), st.booleans()), max_size=40
 )
 
 
-@given(looks=LOOKS)
-def test_a_timer_is_never_longer_than_its_time_nor_ended_by_anything_but_a_beat(looks):
+@given(updates=UPDATES)
+def test_a_timer_counts_at_most_the_elapsed_time_since_the_last_heartbeat(updates):
     timer = StallTimer(0.0, 0.0)
     now = cpu = waited = 0.0
     beats, quiet = 0, []
-    for elapsed, share, waits, beat in looks:
+    for elapsed, share, waits, beat in updates:
         now, cpu, beats = now + elapsed, cpu + elapsed * share, beats + beat
         waiting = elapsed * (1 - share) * waits
         waited += waiting
         was_reported = timer.reported
         reported = timer.update(now, cpu, beats, waited)
         quiet = [] if beat else [*quiet, (elapsed - waiting, elapsed * share)]
-        counted = sum(min(e, max(2 * CHECK_SECS, c)) for e, c in quiet)
+        counted = sum(min(secs, max(2 * CHECK_SECS, used)) for secs, used in quiet)
         assert timer.secs == pytest.approx(counted, abs=1e-3)
-        assert timer.secs <= sum(e for e, _ in quiet) + 1e-3
+        assert timer.secs <= sum(secs for secs, _ in quiet) + 1e-3
         assert reported == (not beat and not was_reported and timer.secs >= STALL_SECS)
 
 
-async def test_what_the_start_takes_is_no_long_turn(nursery, monkeypatch):
+async def test_computing_during_startup_is_not_a_long_turn(nursery, monkeypatch):
     monkeypatch.setattr(watchdog, "HEARTBEAT_SECS", 0.01)
     dog = Watchdog()
     await nursery.start(dog.run)

@@ -23,7 +23,7 @@ def parsed(path: Path) -> ast.Module:
 
 @cache
 def nodes(path: Path) -> tuple[ast.AST, ...]:
-    """All of its nodes. To walk a tree takes as long as to parse it."""
+    """All nodes of a file, cached: walking a tree takes as long as parsing it."""
     return tuple(ast.walk(parsed(path)))
 
 
@@ -34,7 +34,7 @@ def name_of(path: Path) -> str:
 
 @cache
 def imports(path: Path, *, lazy: bool = True) -> tuple[str, ...]:
-    """What it imports while running; with `lazy`, what only its functions import, too."""
+    """The modules that a file imports at run time; with `lazy`, also in its functions."""
     return tuple(_imports(path, lazy=lazy))
 
 
@@ -50,5 +50,5 @@ def _imports(path: Path, *, lazy: bool) -> Iterator[str]:
             assert node.module, f"{path}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            # No expression has a statement in it.
-            waiting += [each for each in ast.iter_child_nodes(node) if isinstance(each, BLOCKS)]
+            # Expressions contain no statements.
+            waiting += [child for child in ast.iter_child_nodes(node) if isinstance(child, BLOCKS)]
