@@ -56,9 +56,9 @@ def test_headers_always_match_the_windows(requests, tokens, steps):
     for pause, reserved, used in steps:
         now += pause
         assert_lines()
-        why = other.begin(now)
-        assert caller.begin(now) == why
-        if why is None:
+        refusal = other.begin(now)
+        assert caller.begin(now) == refusal
+        if refusal is None:
             taken = caller.reserve(reserved, now)
             assert taken == other.reserve(reserved, now)
             bucket = caller.tokens.bucket
@@ -125,11 +125,11 @@ def test_requests_between_two_publications_keep_the_limits(rate, max_inflight, s
         if ends and running:
             running -= 1
             caller.unsorted.append((b"", 0, 200))
-        elif (why := caller.begin(now)) is None:
+        elif (refusal := caller.begin(now)) is None:
             running, began = running + 1, [*began, now]
             assert sum(each >= now - 60 for each in began) <= rate
             assert not max_inflight or running <= max_inflight
-        elif why == "max_inflight":
+        elif refusal == "max_inflight":
             assert running == max_inflight
         else:
             assert sum(each >= now - 60.5 for each in began) == rate

@@ -1,4 +1,4 @@
-"""Counts of peers, compared with a model that keeps every message; the counts that a proxy publishes."""
+"""Counts of peers, compared with a model that keeps every message; published counts."""
 
 import pytest
 from hypothesis import given
@@ -202,20 +202,20 @@ def test_one_proxy_never_exceeds_the_limit_nor_all_together_twice_the_limit(flee
     bound, own, waits, turn, target = fleet
     free = max(0, bound - sum(own))
     own_limits = limits(bound, own, waits, turn, target)
-    grown = [max(0, limit - have) for limit, have in zip(own_limits, own, strict=True)]
-    assert max(grown) <= free
+    growth = [max(0, limit - held) for limit, held in zip(own_limits, own, strict=True)]
+    assert max(growth) <= free
     if sum(own) <= bound:
-        assert sum(own) + sum(grown) <= 2 * bound
+        assert sum(own) + sum(growth) <= 2 * bound
 
 
 @given(fleets())
 def test_if_all_wait_the_limit_is_exceeded_by_at_most_what_exceeds_shares(fleet):
     bound, own, _, turn, target = fleet
     shares = [share_of(bound, len(own), rank, target) for rank in range(len(own))]
-    above = sum(max(0, have - share) for have, share in zip(own, shares, strict=True))
+    above = sum(max(0, held - share) for held, share in zip(own, shares, strict=True))
     own_limits = limits(bound, own, [True] * len(own), turn, target)
-    grown = sum(max(0, limit - have) for limit, have in zip(own_limits, own, strict=True))
-    assert sum(own) + grown <= max(bound + above, sum(own))
+    growth = sum(max(0, limit - held) for limit, held in zip(own_limits, own, strict=True))
+    assert sum(own) + growth <= max(bound + above, sum(own))
 
 
 @given(fleets())

@@ -45,10 +45,15 @@ def import_package(name, path, **environment):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_modules_that_trainers_import_exist(name):
-    seen = import_package(name, [ROOT, PACKAGES / name])
-    assert (seen["same"], seen["callable"], seen["router"], seen["parsed"]) == (True, True, True, 7)
-    assert seen["host"] == {"sglang_router": "0.0.0.0", "vllm_router": "127.0.0.1"}[name]
-    assert seen["heavy"] == []  # a trainer that only parses flags imports no web framework
+    facts = import_package(name, [ROOT, PACKAGES / name])
+    assert (facts["same"], facts["callable"], facts["router"], facts["parsed"]) == (
+        True,
+        True,
+        True,
+        7,
+    )
+    assert facts["host"] == {"sglang_router": "0.0.0.0", "vllm_router": "127.0.0.1"}[name]
+    assert facts["heavy"] == []  # a trainer that only parses flags imports no web framework
 
 
 def release(version):
@@ -64,9 +69,9 @@ def test_the_versions_make_trainers_choose_supported_routes():
 
 def test_the_reported_version_can_be_set_for_images_that_check_for_a_fork():
     environment = {"OMNI_PROXY_SGLANG_ROUTER_VERSION": "0.3.2+slime"}
-    seen = import_package("sglang_router", [ROOT, PACKAGES / "sglang_router"], **environment)
-    assert "slime" in seen["version"]
-    assert release(seen["version"]) == (0, 3, 2)
+    facts = import_package("sglang_router", [ROOT, PACKAGES / "sglang_router"], **environment)
+    assert "slime" in facts["version"]
+    assert release(facts["version"]) == (0, 3, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

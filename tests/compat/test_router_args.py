@@ -150,21 +150,23 @@ def test_host_and_port_have_no_prefix_unless_excluded(kind):
 def test_the_flags_of_one_router_make_the_arguments_of_the_other():
     """vime registers the flags of the first package that it finds."""
     parser = parser_of(SglangRouterArgs, use_router_prefix=True, exclude_host_port=True)
-    words = "--router-policy random --router-disable-health-check --router-max-idle-secs 9"
-    args = VllmRouterArgs.from_cli_args(parser.parse_args(words.split()), use_router_prefix=True)
+    arguments = "--router-policy random --router-disable-health-check --router-max-idle-secs 9"
+    args = VllmRouterArgs.from_cli_args(
+        parser.parse_args(arguments.split()), use_router_prefix=True
+    )
     assert (args.policy, args.max_concurrent_requests) == ("random", -1)
     assert args.unknown_fields() == {"disable_health_check": True, "max_idle_secs": 9}
     assert isinstance(dataclasses.replace(args, max_concurrent_requests=5), VllmRouterArgs)
 
 
 def test_urls_selectors_and_keys_are_read_as_the_routers_read_them():
-    words = (
+    arguments = (
         "--prefill http://p:1 9000 --prefill http://q:1 none --prefill http://r:1 "
         "--decode http://d:1 --decode http://e:1 --selector app=x role=y "
         "--control-plane-api-keys id:Name:admin:se:cret --jwt-role-mapping G.A=admin "
         "--tls-cert-path c.pem --tls-key-path k.pem"
     )
-    args = SglangRouterArgs.from_cli_args(parser_of(SglangRouterArgs).parse_args(words.split()))
+    args = SglangRouterArgs.from_cli_args(parser_of(SglangRouterArgs).parse_args(arguments.split()))
     assert args.prefill_urls == [("http://p:1", 9000), ("http://q:1", None), ("http://r:1", None)]
     assert args.decode_urls == ["http://d:1", "http://e:1"]
     assert args.selector == {"app": "x", "role": "y"}
@@ -174,15 +176,15 @@ def test_urls_selectors_and_keys_are_read_as_the_routers_read_them():
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--prefill http://p:1 x", '--prefill http://p:1: "x" is not a port'),
         ("--selector app", '--selector: "app" has no "="'),
         ("--control-plane-api-keys a:b:king:c", "--control-plane-api-keys: write id:name:role:key"),
     ],
 )
-def test_the_error_for_an_invalid_value_names_it(words, message):
-    parsed = parser_of(SglangRouterArgs).parse_args(words.split())
+def test_the_error_for_an_invalid_value_names_it(arguments, message):
+    parsed = parser_of(SglangRouterArgs).parse_args(arguments.split())
     with pytest.raises(ValueError, match=message):
         SglangRouterArgs.from_cli_args(parsed)
 

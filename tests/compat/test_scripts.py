@@ -23,12 +23,12 @@ def test_the_commands_have_the_defaults_of_their_routers(startups):
 
 
 def test_the_command_line_of_prime_rl_is_accepted(startups):
-    words = (
+    arguments = (
         "--policy sticky_least_loaded --host 0.0.0.0 --port 8000 --request-id-headers x-session-id "
         "--prometheus-port 29001 --worker-startup-timeout-secs 4200 --log-level debug "
         "--worker-urls http://10.0.0.1:8000 http://10.0.0.2:8000"
     )
-    assert scripts.launch_vllm(words.split()) == 0
+    assert scripts.launch_vllm(arguments.split()) == 0
     (startup,) = startups
     config = startup.effective_config(Config())
     assert config.routing.sticky_sessions
@@ -39,18 +39,18 @@ def test_the_command_line_of_prime_rl_is_accepted(startups):
 
 
 def test_an_unsupported_connector_is_refused_with_alternatives(startups, capsys):
-    words = (
+    arguments = (
         "--vllm-pd-disaggregation --prefill http://p:1 --decode http://d:1 --kv-connector moriio"
     )
-    assert scripts.launch_vllm(words.split()) == 2
-    output = capsys.readouterr().err
-    assert '"moriio" is not supported; use nixl or mooncake' in output
+    assert scripts.launch_vllm(arguments.split()) == 2
+    message = capsys.readouterr().err
+    assert '"moriio" is not supported; use nixl or mooncake' in message
     assert startups == []
 
 
 def test_prefill_and_decode_workers_are_served(startups):
-    words = "--vllm-pd-disaggregation --prefill http://p:1 --prefill http://q:1 none "
-    assert scripts.launch_vllm((words + "--decode http://d:1").split()) == 0
+    arguments = "--vllm-pd-disaggregation --prefill http://p:1 --prefill http://q:1 none "
+    assert scripts.launch_vllm((arguments + "--decode http://d:1").split()) == 0
     (startup,) = startups
     assert [worker.url for worker in startup.pool_workers] == [
         "http://p:1", "http://q:1", "http://d:1"

@@ -16,8 +16,8 @@ FOLDER = ROOT / "contrib/kubernetes"
 MANIFESTS = ("omni-proxy.yaml", "valkey.yaml")
 SCHEMAS = "1.37"
 NAME = "app.kubernetes.io/name"
-# The used part of the schema of the Prometheus operator's ServiceMonitor (v1): no maintained package
-# has it for the Python version of the tests.
+# The used part of the schema of the Prometheus operator's ServiceMonitor (v1): no maintained
+# package has it for the Python version of the tests.
 TEXTS = {"type": "object", "additionalProperties": {"type": "string"}}
 MONITOR = {
     "type": "object",
@@ -147,8 +147,8 @@ def check_consistency(objects: list[dict]) -> None:
 
 
 def check_network_policy(policy: dict, labels: dict, ports: dict[str, int]) -> None:
-    """Checks that clients reach the named ports of the proxies, and proxies each other at any port: a
-    cluster member is called at a port that the system chooses."""
+    """Checks that clients reach the named ports of the proxies, and proxies each other at any port:
+    a cluster member is called at a port that the system chooses."""
     spec = policy["spec"]
     clients, members = spec["ingress"]
     assert spec["podSelector"]["matchLabels"].items() <= labels.items()

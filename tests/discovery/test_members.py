@@ -112,15 +112,15 @@ def take(members: SourceMembers, model: Model, step, now: float):
         model.forget()
         return []
     listed = step if isinstance(step, dict) else {step[0]: step[1]}
-    seen = {
+    endpoints_by_uid = {
         uid: [endpoint(uid, url, ready=ready) for url, ready in endpoints]
         for uid, endpoints in listed.items()
     }
     for uid in "abc" if isinstance(step, dict) else step[0]:
         model.put(uid, listed.get(uid, []))
     if isinstance(step, dict):
-        return members.replace(seen, "gone", now)
-    return members.put(step[0], seen[step[0]], "", now)
+        return members.replace(endpoints_by_uid, "gone", now)
+    return members.put(step[0], endpoints_by_uid[step[0]], "", now)
 
 
 @given(steps=STEPS)

@@ -1,6 +1,6 @@
-"""A Kubernetes API server for pods, on a real socket. It has lists in pages, watches with bookmarks,
-resource versions, and status 410 for versions that are too old. Tests can make it fail as a real
-server fails.
+"""A Kubernetes API server for pods, on a real socket. It has lists in pages, watches with
+bookmarks, resource versions, and status 410 for versions that are too old. Tests can make it fail
+as a real server fails.
 
 A watch with a selector behaves as in Kubernetes: an object that begins to match is ADDED, one that
 no longer matches is DELETED, whatever changed in it.

@@ -75,7 +75,7 @@ async def test_a_replica_that_fails_after_it_was_ready_is_waited_for_again(autoj
 
 
 async def wait_result(replicas, *steps, startup_secs=600.0):
-    """The result, the seconds until it, and the printed lines. One of `steps` happens each second."""
+    """The result, the seconds until it, and the printed lines. Each second one step happens."""
     lines, results = [], []
 
     async def wait():

@@ -27,13 +27,13 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule()
     def turn(self):
-        here = self.processes
+        processes = self.processes
         for process in self.leases.rotate(
-            [7] if self.half_open else [], here, self.now, self.acked.__getitem__
+            [7] if self.half_open else [], processes, self.now, self.acked.__getitem__
         ):
             self.leases.revoke(process, self.sent[process] + 1)
             self.send_lease(process)
-        for process in here:
+        for process in processes:
             self.send_lease(process)
 
     @rule(secs=st.floats(0, 2 * LEASE_SECS))

@@ -287,11 +287,11 @@ def test_a_missing_file_at_the_start_is_a_configuration_error(tmp_path):
 
 
 async def test_changes_wait_in_order_for_the_operation_lock_unless_at_once(file, config_store):
-    done = []
+    finished = []
 
     async def note(name, change):
         await change
-        done.append(name)
+        finished.append(name)
 
     async with trio.open_nursery() as nursery:
         await config_store.operation_lock.acquire()
@@ -306,10 +306,10 @@ async def test_changes_wait_in_order_for_the_operation_lock_unless_at_once(file,
 
         await note("at once", config_store.change(disable, at_once=True))
         await wait_all_tasks_blocked()
-        assert done == ["at once"]
+        assert finished == ["at once"]
         assert (urls(config_store), config_store.fleet.find(A).disabled) == ([A], True)
         config_store.operation_lock.release()
-    assert done == ["at once", "reload", "change"]
+    assert finished == ["at once", "reload", "change"]
     assert urls(config_store) == [B]
     assert config_store.operation_lock.locked() is False
 

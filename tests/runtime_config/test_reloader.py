@@ -151,5 +151,5 @@ async def test_a_restarted_reloader_continues(file):
         async with trio.open_nursery() as nursery:
             await nursery.start(reloader.run)
             file.write_text(text)
-            await until(config_store, lambda reloads: reloads and reloads[-1] == ("file", text))  # noqa: B023
+            await until(config_store, lambda reloads: reloads[-1:] == [("file", text)])  # noqa: B023
             nursery.cancel_scope.cancel()

@@ -22,9 +22,9 @@ SECS_PER_WORD, OVERHEAD_SECS = 0.0001, 0.01
 class Worker(ThreadingHTTPServer):
     """Streams tokens after a delay that grows with the prompt.
 
-    A prompt of more than `context` words is refused. `usage`: the stream ends with usage. `slots` are
-    reported as llama.cpp reports them. `caches`: usage has the number of cached tokens, which add no
-    delay."""
+    A prompt of more than `context` words is refused. `usage`: the stream ends with usage. `slots`
+    are reported as llama.cpp reports them. `caches`: usage has the number of cached tokens, which
+    add no delay."""
 
     daemon_threads = True
 

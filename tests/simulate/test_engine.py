@@ -89,7 +89,7 @@ class NaiveEngine:
         return self.times
 
 
-# Arrivals that differ from each other and from the ends of steps: the order of equal times is undefined.
+# Arrivals differ from each other and from the ends of steps: equal times have no defined order.
 ARRIVALS = st.integers(0, 200).map(lambda tenths: tenths / 10 + 0.0003)
 
 
@@ -188,14 +188,14 @@ def test_the_least_recently_used_blocks_are_evicted_first():
     for at, block in enumerate((1, 2, 3, 1, 4)):  # 4 evicts 2
         driver.submit_at(float(at), chain(block))
     driver.run()
-    found = driver.engine.found_blocks
+    hits = driver.engine.found_blocks
     driver.submit_at(20.0, chain(1))
     driver.submit_at(21.0, chain(3))
     driver.run()
-    assert driver.engine.found_blocks == found + 2
+    assert driver.engine.found_blocks == hits + 2
     driver.submit_at(30.0, chain(2))
     driver.run()
-    assert driver.engine.found_blocks == found + 2
+    assert driver.engine.found_blocks == hits + 2
 
 
 def test_a_request_waits_until_the_kv_memory_has_room():
@@ -215,12 +215,12 @@ def test_a_request_beyond_the_kv_memory_is_refused():
 
 def test_a_worker_that_dies_fails_every_request_and_loses_its_cache():
     driver = Driver(SPEC)
-    done = driver.submit_at(0.0, chain(1, 2))
+    completed = driver.submit_at(0.0, chain(1, 2))
     running = [driver.submit_at(5.0, Request(5.0, 100, 1000)) for _ in range(5)]
     driver.run(until=6.0)
     driver.engine.die()
     driver.run()
-    assert done.end is not None
+    assert completed.end is not None
     assert [record.error for record in running] == ["the worker died"] * 5
     assert not driver.engine.alive
     assert driver.engine.in_flight == 0

@@ -104,13 +104,13 @@ paths = st.lists(st.integers(1, 3), min_size=1, max_size=5).map(
 @given(st.lists(st.tuples(paths, st.integers(1, BLOCK)), max_size=20), st.integers(1, 3))
 def test_no_more_is_reused_than_an_earlier_prompt_has_in_common(entries, slots):
     cache = SlotCache(slots, 0)
-    seen = []
+    earlier = []
     for blocks, rest in entries:
         tokens = BLOCK * (len(blocks) - 1) + rest
         reused = serve(cache, *blocks, tokens=tokens)
-        possible = max((shared(blocks, other) for other in seen), default=0)
+        possible = max((shared(blocks, other) for other in earlier), default=0)
         assert reused <= min(BLOCK * possible, tokens - 1)
-        seen.append(blocks)
+        earlier.append(blocks)
 
 
 def shared(one, other):

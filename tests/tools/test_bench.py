@@ -79,17 +79,17 @@ def server_that_collects(values: list[bytes]) -> Iterator[int]:
 
 def load(*arguments: object) -> dict[str, object]:
     argv = [str(build("load")), *map(str, arguments)]
-    output = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout
-    first, second, last = output.splitlines()
+    stdout = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60).stdout
+    first, second, last = stdout.splitlines()
     assert (first, second) == ("open", "shut")
     return dict(json.loads(last))
 
 
 @needs_cc
 def test_every_request_of_a_bounded_load_gets_its_own_response(workers: list[int]) -> None:
-    seen = load("unary", workers[0], 4, 0, 20_000, 1_200)
-    assert (seen["errors"], seen["whole"], seen["units"]) == (0, 1_200, 1_200)
-    assert seen["reconnects"] == 0
+    result = load("unary", workers[0], 4, 0, 20_000, 1_200)
+    assert (result["errors"], result["whole"], result["units"]) == (0, 1_200, 1_200)
+    assert result["reconnects"] == 0
 
 
 @needs_cc
@@ -103,9 +103,9 @@ def test_a_header_field_can_be_new_in_every_request() -> None:
 
 @needs_cc
 def test_every_stream_is_complete_with_all_its_events(workers: list[int]) -> None:
-    seen = load("stream", workers[-1], 7, 0, 300, 20)
-    assert (seen["errors"], seen["whole"]) == (0, 7)
-    assert seen["units"]
+    result = load("stream", workers[-1], 7, 0, 300, 20)
+    assert (result["errors"], result["whole"]) == (0, 7)
+    assert result["units"]
 
 
 @needs_cc
@@ -124,9 +124,9 @@ def test_every_stream_is_complete_with_all_its_events(workers: list[int]) -> Non
 )
 def test_a_wrong_response_is_an_error_with_its_reason(response: bytes, reason: str) -> None:
     with server_that_responds(response) as port:
-        seen = load("unary", port, 1, 0, 5_000, 1)
-    assert (seen["errors"], seen["whole"]) == (1, 0)
-    assert str(seen["first_error"]).startswith(reason)
+        result = load("unary", port, 1, 0, 5_000, 1)
+    assert (result["errors"], result["whole"]) == (1, 0)
+    assert str(result["first_error"]).startswith(reason)
 
 
 @needs_cc
@@ -139,12 +139,12 @@ def test_a_wrong_response_is_an_error_with_its_reason(response: bytes, reason: s
         (b"zz\r\n", "invalid bytes instead of an answer"),
     ],
 )
-def test_a_stream_that_is_cut_or_out_of_order_is_an_error(chunks: bytes, reason: str) -> None:
+def test_a_stream_that_is_truncated_or_out_of_order_is_an_error(chunks: bytes, reason: str) -> None:
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     with server_that_responds(head + chunks) as port:
-        seen = load("stream", port, 1, 0, 300, 100)
-    assert seen["whole"] == 0
-    assert str(seen["first_error"]).startswith(reason)
+        result = load("stream", port, 1, 0, 300, 100)
+    assert result["whole"] == 0
+    assert str(result["first_error"]).startswith(reason)
 
 
 @needs_cc

@@ -27,10 +27,10 @@ from tools.bench.calibration import (
 def all_requests(seed=1, requests=60):
     """All requests of the chats, each turn one second after the previous turn."""
     workload = chats(requests, 1.0, random.Random(seed))
-    made = list(workload.requests)
-    for request in made:
-        made += workload.next_after(request, request.at + 1.0)
-    return made
+    played = list(workload.requests)
+    for request in played:
+        played += workload.next_after(request, request.at + 1.0)
+    return played
 
 
 def test_a_seed_determines_the_requests_and_their_count_is_as_given():
@@ -88,9 +88,9 @@ def responses_to(engine, *requests):
 
 def test_clients_count_whole_cached_blocks(engine):
     request = Request(0.0, 100, 5, tuple(range(7)), BLOCK_TOKENS)
-    seen = responses_to(engine, request, request)
-    assert len(seen.first_secs) == len(seen.total_secs) == 2
-    assert (seen.found_blocks, seen.blocks) == (2 * 2, 2 * 7)
+    result = responses_to(engine, request, request)
+    assert len(result.first_secs) == len(result.total_secs) == 2
+    assert (result.found_blocks, result.blocks) == (2 * 2, 2 * 7)
     body = engine.bodies[0]
     assert (body["prompt"], body["max_tokens"]) == (prompt_of(request), 5)
 

@@ -16,34 +16,38 @@ def configs(folder, make_sides=None):
 
 
 def test_each_side_differs_from_the_plain_side_in_its_feature(tmp_path):
-    found = configs(tmp_path)
-    plain = found.pop(PLAIN)
+    configurations = configs(tmp_path)
+    plain = configurations.pop(PLAIN)
     assert (plain.server.metrics, plain.keys, plain.observe.otlp_endpoint) == (True, (), "")
-    assert plain not in found.values()
-    assert not found["no metrics"].server.metrics
-    assert found["[server] api_key"].server.api_key == KEY
+    assert plain not in configurations.values()
+    assert not configurations["no metrics"].server.metrics
+    assert configurations["[server] api_key"].server.api_key == KEY
     limits = [
         sum(bool(getattr(config.keys[0], name)) for name in LIMITS)
-        for config in found.values()
+        for config in configurations.values()
         if config.keys
     ]
     assert limits == [0, 1, 2, 3]
-    shares = [each.observe.trace_sampling for each in found.values() if each.observe.otlp_endpoint]
+    shares = [
+        each.observe.trace_sampling
+        for each in configurations.values()
+        if each.observe.otlp_endpoint
+    ]
     assert shares == [0.0, 0.01, 1.0]
 
 
 def test_sides_of_fleets_differ_in_aliases_ranks_and_keys_of_workers(tmp_path):
-    found = configs(tmp_path, fleet_sides)
-    seen = {
+    configurations = configs(tmp_path, fleet_sides)
+    settings = {
         name: (
             [entry.name for entry in config.routing.models],
             [worker.ranks for worker in config.workers],
             [worker.api_key_env for worker in config.workers],
         )
-        for name, config in found.items()
+        for name, config in configurations.items()
     }
     key = WORKER_KEY
-    assert list(seen.values()) == [
+    assert list(settings.values()) == [
         ([], [0, 0], ["", ""]),
         (["other"], [0, 0], ["", ""]),
         ([], [2, 0], ["", ""]),

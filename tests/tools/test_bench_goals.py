@@ -132,12 +132,12 @@ def test_a_router_gets_its_workers_and_a_metrics_port(
     assert side is not None
     assert side.name == f"smg {peers.VERSIONS['smg']}"
     assert side.command is not None
-    words = side.command(proxies.Place(7, [8, 9], tmp_path))
-    assert words[1:8] == [
+    command = side.command(proxies.Place(7, [8, 9], tmp_path))
+    assert command[1:8] == [
         *("launch", "--host", "127.0.0.1", "--port", "7"),
         *("--worker-urls", "http://127.0.0.1:8"),
     ]
-    assert int(words[-1]) not in (7, 8, 9)
+    assert int(command[-1]) not in (7, 8, 9)
 
 
 PEER_MODES = [
@@ -158,10 +158,10 @@ def test_a_router_gets_half_of_the_workers_as_prefill_workers(
     side = two_legs.router_in_two_legs(name, connector)
     assert side.name == f"{name} {peers.VERSIONS[name]} {connector}"
     assert side.command is not None
-    words = side.command(proxies.Place(7, [8, 9], tmp_path))
-    assert words[1 : 1 + len(mode)] == mode
-    at = words.index("--prefill")
-    assert words[at : at + 5] == [
+    command = side.command(proxies.Place(7, [8, 9], tmp_path))
+    assert command[1 : 1 + len(mode)] == mode
+    at = command.index("--prefill")
+    assert command[at : at + 5] == [
         *("--prefill", "http://127.0.0.1:8", port, "--decode", "http://127.0.0.1:9")
     ]
 

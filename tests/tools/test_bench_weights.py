@@ -14,7 +14,7 @@ from tools.bench.weights.loop_delay import quantile_bound
 from tools.bench.weights.memory import tree, unbacked_bytes, watched
 
 MIB = 1 << 20
-# Allocates memory as stdin says: private memory, or a shared file that its fork maps as well.
+# Allocates memory as stdin requests: private memory, or a shared file that its fork maps as well.
 MEMORY_USER = """
 import mmap, os, sys
 private, shared = [], []

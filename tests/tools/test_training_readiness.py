@@ -104,9 +104,7 @@ def held(*reasons, state="healthy", disabled=False):
         (None, True),
     ],
 )
-def test_the_trainer_does_not_wait_for_workers_that_a_dead_trainer_left_out_of_rotation(
-    connect, workers, waits
-):
+def test_the_wait_ignores_workers_that_a_dead_trainer_left_out_of_rotation(connect, workers, waits):
     out = {"reason": "no_routable_worker", "unknown_workers": 0, "total_workers": 2}
     reasons = []
     with answering(0, (503, {**out, "workers": workers}), (200, UP)) as url:

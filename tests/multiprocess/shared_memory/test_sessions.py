@@ -63,8 +63,8 @@ def test_two_processes_agree_with_a_plain_table(row, steps):
     table, now = {}, 0.0
     for index, key, serial, secs in steps:
         now += secs
-        kept = table.get(key)
-        expected = kept[0] if kept and now - kept[1] <= 60 else None
+        placed = table.get(key)
+        expected = placed[0] if placed and now - placed[1] <= 60 else None
         assert processes[index].find(key, now) is expected
         if expected is None:
             processes[1 - index].keep(key, workers[serial], now)
@@ -210,14 +210,14 @@ def test_a_successor_table_gets_the_most_recently_used_sessions(row, sessions, m
     by_url = {worker.url: worker for worker in new_workers.values()}
     rows = main.rows(most)
     assert new.restore(rows, by_url.get) == len([row for row in rows.sessions if row[2] in by_url])
-    kept = sorted((used for _, used in sessions.values()), reverse=True)[:most]
-    assert [used_ms for used_ms, _, _ in rows.sessions] == [used * 1000 for used in kept]
+    kept_times = sorted((used for _, used in sessions.values()), reverse=True)[:most]
+    assert [used_ms for used_ms, _, _ in rows.sessions] == [used * 1000 for used in kept_times]
     for key, (at, used) in sessions.items():
-        found = new.find(key, 41)
-        if used < kept[-1] or at == 4:
-            assert found is None
-        elif used > kept[-1]:
-            assert found is new_workers[at]
+        worker = new.find(key, 41)
+        if used < kept_times[-1] or at == 4:
+            assert worker is None
+        elif used > kept_times[-1]:
+            assert worker is new_workers[at]
 
 
 def test_a_table_with_a_session_or_with_another_size_keeps_its_own(row):

@@ -102,9 +102,9 @@ def test_workers_never_share_a_counter_cell(counters, steps):
                 process.follow(worker_ids.rows(), NOW)
             worker_ids.recount()
             known = {worker_ids.serial(worker): worker for worker in fleet.workers}
-            wanted = Counter(worker.serial for _, worker in running)
+            expected = Counter(worker.serial for _, worker in running)
             assert {n: worker.in_flight for n, worker in known.items()} == {
-                n: wanted[n] for n in known
+                n: expected[n] for n in known
             }
             cells = [cell for _, cell in worker_ids._ids.values()]
             assert len(set(cells)) == len(cells)
