@@ -22,7 +22,7 @@ def filtered(rows, kinds):
             up = above[at]
             near = left + up - corner
             paeth = min(
-                (abs(near - value), rank, value) for rank, value in enumerate((left, up, corner))
+                (abs(near - byte), rank, byte) for rank, byte in enumerate((left, up, corner))
             )
             guess = (0, left, up, (left + up) // 2, paeth[2])[kind]
             raw += bytes([(value - guess) & 255])

@@ -283,8 +283,8 @@ def test_vllm_engines_are_called_in_the_vllm_dialect(monkeypatch, setup, status)
     answers = vllm_engines(setup)
 
     def look(endpoint, path, body=None):
-        body = answers.get(path)
-        return Answer(path, status if body is None else 200, body or {}, 0.0)
+        reply = answers.get(path)
+        return Answer(path, status if reply is None else 200, reply or {}, 0.0)
 
     monkeypatch.setattr(Endpoint, "look", look)
     endpoint = Endpoint("http://127.0.0.1:9", 5.0)
@@ -315,8 +315,8 @@ def test_parts_of_two_vllm_ranks_are_compared_with_the_trainers_own_parts(monkey
     answers = {"/weight_checker": {"checksums": checksums}}
 
     def look(endpoint, path, body=None):
-        body = answers.get(path)
-        return Answer(path, 404 if body is None else 200, body or {}, 0.0)
+        reply = answers.get(path)
+        return Answer(path, 404 if reply is None else 200, reply or {}, 0.0)
 
     monkeypatch.setattr(Endpoint, "look", look)
     endpoint = Endpoint("http://127.0.0.1:9", 5.0)

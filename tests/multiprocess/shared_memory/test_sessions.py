@@ -209,7 +209,9 @@ def test_a_successor_table_gets_the_most_recently_used_sessions(row, sessions, m
         (main, other)[number % 2].keep(key, workers[at], used)
     by_url = {worker.url: worker for worker in new_workers.values()}
     rows = main.rows(most)
-    assert new.restore(rows, by_url.get) == len([row for row in rows.sessions if row[2] in by_url])
+    assert new.restore(rows, by_url.get) == len(
+        [session for session in rows.sessions if session[2] in by_url]
+    )
     kept_times = sorted((used for _, used in sessions.values()), reverse=True)[:most]
     assert [used_ms for used_ms, _, _ in rows.sessions] == [used * 1000 for used in kept_times]
     for key, (at, used) in sessions.items():
