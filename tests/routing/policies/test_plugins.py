@@ -1,4 +1,3 @@
-import logging
 import sys
 from pathlib import Path
 
@@ -157,7 +156,8 @@ def test_sticky_sessions_work_with_a_plugin_policy():
 def test_nothing_is_imported_for_a_built_in_policy(monkeypatch):
     monkeypatch.setitem(sys.modules, "importlib.metadata", None)
     check("least_request")
-    assert logging.getLogger("omni_proxy.routing.policies.plugins")
+    with pytest.raises(ImportError):
+        check("installed_policy")
 
 
 def test_the_policies_of_pools_are_also_checked():
