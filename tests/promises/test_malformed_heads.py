@@ -60,14 +60,14 @@ BAD_HEADS = {
 
 
 @pytest.mark.parametrize("name", BAD_HEADS)
-async def test_a_malformed_head_is_refused_and_never_reaches_the_worker(name, worker):
-    sent, status = BAD_HEADS[name]
+async def test_a_malformed_head_is_rejected_and_never_reaches_the_worker(name, worker):
+    head, status = BAD_HEADS[name]
     async with run_dataplane(worker) as opened, opened.client() as client:
-        await client.send(sent)
-        answer = await client.answer("TRACE" if name == "trace" else "POST")
-        assert answer.status in (status if isinstance(status, tuple) else (status,))
-        assert answer.one("connection") == "close"
-        assert b'"error":{"message":' in answer.body
+        await client.send(head)
+        response = await client.answer("TRACE" if name == "trace" else "POST")
+        assert response.status in (status if isinstance(status, tuple) else (status,))
+        assert response.one("connection") == "close"
+        assert b'"error":{"message":' in response.body
         assert await client.until_closed() == b""
         async with opened.client() as other:
             await other.send(post())
@@ -75,7 +75,7 @@ async def test_a_malformed_head_is_refused_and_never_reaches_the_worker(name, wo
     assert len(worker.requests) == 1
 
 
-async def test_nothing_behind_a_malformed_head_is_taken_for_a_request(worker):
+async def test_bytes_after_a_malformed_head_are_not_parsed_as_a_request(worker):
     async with run_dataplane(worker) as opened, opened.client() as client:
         smuggled = LINE + HOST + LENGTH + b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + post()
         await client.send(smuggled)
@@ -92,18 +92,18 @@ async def test_a_good_request_before_a_malformed_one_is_answered(worker):
         assert await client.until_closed() == b""
 
 
-async def test_a_head_that_stops_coming_is_refused_with_408(worker):
-    late = "[server.timeouts]\nclient_head_secs = 0.05"
-    async with run_dataplane(worker, config=late) as opened, opened.client() as client:
+async def test_an_incomplete_head_times_out_with_408(worker):
+    timeouts = "[server.timeouts]\nclient_head_secs = 0.05"
+    async with run_dataplane(worker, config=timeouts) as opened, opened.client() as client:
         await client.send(LINE + HOST)
         assert (await client.answer()).status == 408
         assert await client.until_closed() == b""
     assert worker.requests == []
 
 
-async def test_a_connection_without_a_request_is_closed_without_a_word(worker):
-    late = "[server.timeouts]\nclient_idle_secs = 0.05"
-    async with run_dataplane(worker, config=late) as opened, opened.client() as client:
+async def test_a_connection_without_a_request_is_closed_without_a_response(worker):
+    timeouts = "[server.timeouts]\nclient_idle_secs = 0.05"
+    async with run_dataplane(worker, config=timeouts) as opened, opened.client() as client:
         assert await client.until_closed() == b""
     assert opened.log.records == []
 

@@ -1,4 +1,4 @@
-"""What waiting requests hold is at most four times their bytes, and never more than the bound."""
+"""Waiting requests use at most four times the memory of their bytes, within the limit."""
 
 import json
 import re
@@ -15,13 +15,13 @@ from tests.promises.fleet_program import program
 
 MIB = 1024 * 1024
 TIMES = 4
-# Of a megabyte each: what is not counted would be more than the allowed bytes of a few.
+# Each is a megabyte: memory that the proxy does not count exceeds ALLOWED_BYTES after a few.
 MANY = 40 if thorough() else 12
 MANY_SMALL = 1000 if thorough() else 400
-AT_ONCE_BYTES = MIB // 4  # the program reads what has come in one turn, which must be no stall
-# For buffers that are used again, and for what an allocator keeps of bodies while they come.
+AT_ONCE_BYTES = MIB // 4  # read in one iteration of the event loop, which must not stall
+# For buffers that are reused, and for the allocator's overhead while bodies are received.
 ALLOWED_BYTES = 24 * MIB
-CONNECTION_BYTES = 16 * 1024  # with its exchange and the connection to the worker
+CONNECTION_BYTES = 16 * 1024  # including its exchange and the upstream connection
 PATIENCE_SECS = 60
 EMPTY = b'{"messages":[' + b"{}," * 330_000 + b"{}]}"
 LISTS = b'{"messages":[' + b"[]," * 330_000 + b"[]]}"
@@ -29,35 +29,35 @@ NOT_QUITE_JSON = b'{"messages":[' + b"[]," * 330_000 + b"NaN]}"
 PARTS = b'{"messages":[{"content":[' + b'{"type":"text"},' * 60_000 + b"{}]}]}"
 WIDE = json.dumps({"model": "m", "request_id": "x" * 900_000 + "😀"}, ensure_ascii=False).encode()
 NAMED = json.dumps({"model": "x" * 900_000 + "😀"}, ensure_ascii=False).encode()
-SMALL = b'{"messages":[' + b"[]," * 4_990 + b"[]]}"  # comes along with its head
+SMALL = b'{"messages":[' + b"[]," * 4_990 + b"[]]}"  # received in one read with its head
 LARGE = b'{"messages":[' + b"[]," * 1_000_000 + b"[]]}"
 TYPED = b'{"model":[' + b"[]," * 330_000 + b"[]]}"
 
 
 def resident_bytes(pid: int) -> int:
-    reported = Path(f"/proc/{pid}/status").read_text()
-    found = re.search(r"VmRSS:\s+(\d+) kB", reported)
-    assert found
-    return int(found[1]) * 1024
+    process_status = Path(f"/proc/{pid}/status").read_text()
+    match = re.search(r"VmRSS:\s+(\d+) kB", process_status)
+    assert match
+    return int(match[1]) * 1024
 
 
 @asynccontextmanager
-async def proxy(tmp_path, *, more="", routing="", workers=True):
+async def proxy(tmp_path, *, server_options="", routing="", workers=True):
     async def answer_nothing(call):
         await call.until_left()
 
-    async with fake_workers(answer_nothing) as (made,):
+    async with fake_workers(answer_nothing) as (worker,):
         file = tmp_path / "proxy.toml"
-        entry = f'[[workers]]\nurl = "{made.url}"\n' if workers else ""
-        file.write_text(f"[server]\nport = 0\n{more}\n[routing]\n{routing}\n{entry}")
+        entry = f'[[workers]]\nurl = "{worker.url}"\n' if workers else ""
+        file.write_text(f"[server]\nport = 0\n{server_options}\n[routing]\n{routing}\n{entry}")
         async with program("--config", file) as running:
             if workers:
                 await running.until("/workers", lambda body: body["workers"][0]["routable"])
             yield running
 
 
-async def sent(stack, running, count, request):
-    """So many clients that wait for their answers."""
+async def send_from_clients(stack, running, count, request):
+    """Sends the request from `count` clients, and returns the clients."""
     address = f"{running.client.base_url.host}:{running.client.base_url.port}"
     clients = []
     for _ in range(count):
@@ -67,18 +67,18 @@ async def sent(stack, running, count, request):
     return clients
 
 
-async def until_held(running, wanted):
-    await running.until("/status", lambda body: body["data_plane"]["held_bytes"] >= wanted)
+async def until_held(running, held_bytes):
+    await running.until("/status", lambda body: body["data_plane"]["held_bytes"] >= held_bytes)
 
 
 async def growth(running, count, request):
-    """Of resident memory with so many requests that wait."""
+    """Returns how much resident memory grows while `count` requests wait."""
     before = resident_bytes(running.process.pid)
     group = max(AT_ONCE_BYTES // len(request), 1)
     async with AsyncExitStack() as stack:
         for begin in range(0, count, group):
             end = min(begin + group, count)
-            await sent(stack, running, end - begin, request)
+            await send_from_clients(stack, running, end - begin, request)
             await until_held(running, end * (len(request) - 400))
         grown = resident_bytes(running.process.pid) - before
     return grown
@@ -98,7 +98,7 @@ async def check(running, count, body):
      (MANY_SMALL, SMALL), (20 if thorough() else 6, LARGE), (MANY, TYPED)],
     ids=["objects", "lists", "NaN", "parts", "wide id", "wide name", "small", "large", "odd model"],
 )  # fmt: skip
-async def test_a_request_that_waits_for_its_worker_holds_its_bytes_and_not_their_values(
+async def test_a_request_waiting_for_its_worker_holds_its_bytes_and_no_parsed_values(
     tmp_path, count, body
 ):
     async with proxy(tmp_path, routing='policy = "cache_aware"') as running:
@@ -108,26 +108,26 @@ async def test_a_request_that_waits_for_its_worker_holds_its_bytes_and_not_their
 @pytest.mark.parametrize(
     ("count", "body"), [(MANY, EMPTY), (MANY_SMALL, SMALL)], ids=["objects", "small"]
 )
-async def test_a_request_that_waits_in_the_queue_does_so_too(tmp_path, count, body):
-    more = "queue_size = 2000\nqueue_timeout_secs = 100"
-    async with proxy(tmp_path, more=more, workers=False) as running:
+async def test_a_queued_request_holds_its_bytes_and_no_parsed_values(tmp_path, count, body):
+    server_options = "queue_size = 2000\nqueue_timeout_secs = 100"
+    async with proxy(tmp_path, server_options=server_options, workers=False) as running:
         await check(running, count, body)
 
 
-async def test_small_bodies_count_and_past_the_bound_there_is_a_503(tmp_path):
+async def test_small_bodies_count_as_held_and_a_request_over_the_limit_gets_503(tmp_path):
     request = post(SMALL)
     async with (
-        proxy(tmp_path, more='max_held_bytes = "1MiB"') as running,
+        proxy(tmp_path, server_options='max_held_bytes = "1MiB"') as running,
         AsyncExitStack() as stack,
     ):
         fit = MIB // len(request)
-        await sent(stack, running, fit, request)
+        await send_from_clients(stack, running, fit, request)
         await running.until("/status", lambda body: body["data_plane"]["inflight"] == fit)
-        (late,) = await sent(stack, running, 1, request)
+        (last,) = await send_from_clients(stack, running, 1, request)
         with trio.fail_after(PATIENCE_SECS):
-            answer = await late.answer()
-        assert (answer.status, answer.one("retry-after")) == (503, "1")
-        assert b'"reason":"max_held_bytes"' in answer.body
+            response = await last.answer()
+        assert (response.status, response.one("retry-after")) == (503, "1")
+        assert b'"reason":"max_held_bytes"' in response.body
         assert (await running.get_json("/live"))["status"] == "alive"
         body = await running.get_json("/status")
         assert body["data_plane"]["held_bytes"] <= MIB
@@ -139,12 +139,13 @@ async def test_bytes_that_arrive_one_at_a_time_count_as_held(tmp_path):
     head = request[: -len(body)]
     async with proxy(tmp_path) as running, AsyncExitStack() as stack:
         before = resident_bytes(running.process.pid)
-        clients = await sent(stack, running, 4, head)
-        with trio.fail_after(PATIENCE_SECS):  # one for all: for each byte it would cost as much
-            for at in range(len(body) - 1):
+        clients = await send_from_clients(stack, running, 4, head)
+        # One timeout for all bytes, because one for each would be slow.
+        with trio.fail_after(PATIENCE_SECS):
+            for position in range(len(body) - 1):
                 for client in clients:
-                    await client.stream.send_all(body[at : at + 1])
-        wanted = len(clients) * (len(body) - 1)
-        await until_held(running, wanted)
+                    await client.stream.send_all(body[position : position + 1])
+        sent_bytes = len(clients) * (len(body) - 1)
+        await until_held(running, sent_bytes)
         grown = resident_bytes(running.process.pid) - before
-    assert grown <= TIMES * wanted + 4 * MIB, grown / wanted
+    assert grown <= TIMES * sent_bytes + 4 * MIB, grown / sent_bytes

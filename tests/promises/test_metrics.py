@@ -30,8 +30,8 @@ USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":11,"completion_tokens":22
 
 
 async def metered(script, *requests, config=""):
-    """The metrics of a data plane after these requests to it, one after the other."""
-    async with fake_workers(script) as made, run_dataplane(*made, config=config) as opened:
+    """Sends requests one after another to a data plane; returns its metrics and its worker."""
+    async with fake_workers(script) as workers, run_dataplane(*workers, config=config) as opened:
         meters = opened.dataplane.recorders.meters = Metrics(opened.fleet, RecentWindow())
         for request in requests:
             async with opened.client() as client:
@@ -42,40 +42,40 @@ async def metered(script, *requests, config=""):
 
 
 async def test_each_phase_of_a_real_stream_is_measured():
-    async def in_three(call):
+    async def send_three_events(call):
         await call.send(SSE_HEAD, chunk(b"data: one\n\n"))
         for _ in range(2):
             await trio.sleep(0.03)
             await call.send(chunk(b"data: more\n\n"))
         await call.send(LAST_CHUNK)
 
-    meters, worker = await metered(in_three, post(STREAMED), post(STREAMED))
+    meters, worker = await metered(send_three_events, post(STREAMED), post(STREAMED))
     cell, phases = meters.series[PATH, worker], meters.phases[PATH]
     assert cell.ends == {(None, 2, "completed"): 2}
     assert cell.chunks >= 6
     for timed in (cell.total, cell.first, phases.head, phases.overhead):
         assert sum(timed.counts) == 2
     assert sum(cell.between.counts) == cell.chunks - 2
-    assert sum(cell.between.counts[1:]) >= 4  # those that were waited for
+    assert sum(cell.between.counts[1:]) >= 4  # the chunks that arrived after a pause
     assert cell.between.sum >= 4 * 0.025
-    assert sum(phases.connect.counts) == 1  # the second one found it open
+    assert sum(phases.connect.counts) == 1  # the second request reused the connection
     assert phases.longest_gap.sum >= 2 * 0.025
     assert 0 < phases.overhead.sum < cell.total.sum
     assert cell.first.sum < cell.total.sum
 
 
-async def test_a_stream_reports_its_gaps_before_it_ends_and_one_that_breaks_has_reported_them():
-    waiting, going = trio.Event(), trio.Event()
+async def test_gaps_of_a_stream_are_counted_while_it_runs_and_kept_if_it_breaks():
+    waiting, broken = trio.Event(), trio.Event()
 
     async def breaking(call):
         await call.send(SSE_HEAD, chunk(b"data: one\n\n"))
         await trio.sleep(0.03)
         await call.send(chunk(b"data: two\n\n"))
         waiting.set()
-        await going.wait()
+        await broken.wait()
         call.close()
 
-    async with fake_workers(breaking) as made, run_dataplane(*made) as opened:
+    async with fake_workers(breaking) as workers, run_dataplane(*workers) as opened:
         meters = opened.dataplane.recorders.meters = Metrics(opened.fleet, RecentWindow())
         async with opened.client() as client:
             await client.send(post(STREAMED))
@@ -84,16 +84,16 @@ async def test_a_stream_reports_its_gaps_before_it_ends_and_one_that_breaks_has_
                 between = meters.series[PATH, opened.fleet.workers[0]].between
                 while not any(between.counts):
                     await trio.sleep(0.005)
-            reported = (sum(between.counts[1:]), between.sum)
-            assert reported[0] >= 1
-            assert reported[1] >= 0.025
+            measured = (sum(between.counts[1:]), between.sum)
+            assert measured[0] >= 1
+            assert measured[1] >= 0.025
             assert not meters.series[PATH, opened.fleet.workers[0]].ends
-            going.set()
+            broken.set()
             with suppress(Truncated):
                 await client.answer()
         (cell,) = (cell for cell in meters.series.values() if cell.ends)
         assert cell.ends == {(None, 2, "stream_error"): 1}
-        assert (sum(cell.between.counts[1:]), cell.between.sum) == reported
+        assert (sum(cell.between.counts[1:]), cell.between.sum) == measured
 
 
 async def test_a_response_without_a_stream_has_no_gaps():
@@ -112,7 +112,7 @@ async def test_a_response_without_a_stream_has_no_gaps():
 async def test_the_running_program_reports_the_gaps_of_a_running_stream(tmp_path, processes):
     file, enough = tmp_path / "proxy.toml", trio.Event()
 
-    async def going_on(call):
+    async def keep_streaming(call):
         if call.line.startswith("GET "):
             await call.send(counted(b"", status="404 No"))
             return
@@ -122,7 +122,7 @@ async def test_the_running_program_reports_the_gaps_of_a_running_stream(tmp_path
             await call.send(chunk(b"data: more\n\n"))
         await call.send(LAST_CHUNK)
 
-    async with fake_workers(going_on) as fleet:
+    async with fake_workers(keep_streaming) as fleet:
         put(file, toml(fleet, more=f"processes = {processes}\n"))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
@@ -130,7 +130,7 @@ async def test_the_running_program_reports_the_gaps_of_a_running_stream(tmp_path
                 nursery.start_soon(partial(running.ask, stream=True))
                 name, key, body = "omni_proxy_time_between_chunks_seconds", (PATH, fleet[0].url), {}
                 with trio.fail_after(PATIENCE_SECS):
-                    # Pieces that waited for a busy data plane come as one.
+                    # A busy data plane may read several events as one chunk.
                     while body.get(f"{name}_count", {}).get(key, 0) < 2:
                         await trio.sleep(0.02)
                         body = await scraped(running)
@@ -153,13 +153,13 @@ async def test_the_running_program_reports_the_gaps_of_a_running_stream(tmp_path
 )  # fmt: skip
 async def test_every_end_is_counted_once(script, request_, end):
     meters, worker = await metered(script, request_)
-    found = [ends for cell in meters.series.values() for ends in cell.ends.items()]
-    assert found == [(end, 1)] or (end[2] == "refused" and found[0][1] == 1)
-    assert sum(count for _, count in found) == 1
+    counts = [item for cell in meters.series.values() for item in cell.ends.items()]
+    assert counts == [(end, 1)] or (end[2] == "refused" and counts[0][1] == 1)
+    assert sum(count for _, count in counts) == 1
     assert end[2] == "refused" or (PATH, worker) in meters.series
 
 
-async def test_tries_that_fail_are_reported_by_worker_and_cause():
+async def test_failed_attempts_are_counted_by_worker_and_cause():
     config = "[routing]\nmax_total_retries = 2\nmax_worker_retries = 0\n[health]\n"
     meters, worker = await metered(resetting, post(), config=config + "failure_threshold = 9\n")
     assert meters.failed_attempts == {(worker, "reset_before_response"): 2}
@@ -174,7 +174,7 @@ async def test_tries_that_fail_are_reported_by_worker_and_cause():
         (counted(b'{"usage":{"prompt_tokens":11,"completion_tokens":22}}'),),
     ],
 )
-async def test_usage_is_read_where_it_is_wanted_and_nowhere_else(pieces):
+async def test_usage_is_counted_only_if_usage_metrics_are_enabled(pieces):
     async def piecewise(call):
         for piece in pieces:
             await call.send(piece)
@@ -189,15 +189,15 @@ async def test_usage_is_read_where_it_is_wanted_and_nowhere_else(pieces):
 
 
 async def scraped(running) -> dict[str, dict[tuple[str, ...], float]]:
-    """The samples of the program by name and the values of their labels; the text is checked."""
+    """Scrapes and lints the metrics; returns samples by name and label values."""
     text = (await running.client.get("/metrics")).text
     assert problems(text) == []
-    reported: dict[str, dict[tuple[str, ...], float]] = {}
+    samples: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             key = tuple(sample.labels[label] for label in sorted(sample.labels))
-            reported.setdefault(sample.name, {})[key] = sample.value
-    return reported
+            samples.setdefault(sample.name, {})[key] = sample.value
+    return samples
 
 
 async def test_the_running_program_counts_its_requests(tmp_path):
@@ -225,7 +225,7 @@ async def test_the_running_program_counts_its_requests(tmp_path):
             assert body["process_open_fds"][()] > 5
 
 
-async def test_counting_can_be_switched_off_and_on_while_it_runs(tmp_path):
+async def test_metrics_can_be_disabled_and_enabled_by_a_reload(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one") as fleet:
         put(file, toml(fleet))
@@ -236,11 +236,11 @@ async def test_counting_can_be_switched_off_and_on_while_it_runs(tmp_path):
                 running.process.send_signal(signal.SIGHUP)
                 await running.until("/feed?once=true", lambda t, on=not more: t["metrics"] is on)
                 await running.ask()
-                counted_ = (await scraped(running))["omni_proxy_requests_total"]
-                assert sum(v for key, v in counted_.items() if key[2] == PATH) == count
+                totals = (await scraped(running))["omni_proxy_requests_total"]
+                assert sum(v for key, v in totals.items() if key[2] == PATH) == count
 
 
-async def test_those_that_read_and_then_hang_cost_no_request(tmp_path):
+async def test_clients_that_do_not_read_their_metrics_cost_no_request(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one") as fleet:
         put(file, toml(fleet))
@@ -264,13 +264,13 @@ async def test_those_that_read_and_then_hang_cost_no_request(tmp_path):
                     while (await running.client.get("/metrics")).status_code != 200:
                         await trio.sleep(0.05)
                 assert (await running.client.get("/feed?once=true")).status_code == 200
-                running.process.send_signal(signal.SIGTERM)  # nor do they keep it from ending
+                running.process.send_signal(signal.SIGTERM)  # they do not delay the shutdown either
                 with trio.fail_after(PATIENCE_SECS):
                     assert await running.process.wait() == 0
                 nursery.cancel_scope.cancel()
 
 
-async def test_a_full_disk_under_the_logs_costs_lines_which_are_counted(tmp_path):
+async def test_log_lines_lost_on_a_full_disk_are_counted(tmp_path):
     file = tmp_path / "proxy.toml"
     logs = 'access_log = "/dev/full"\nroute_log = "/dev/full"\n'
     async with workers("one") as fleet:
@@ -282,9 +282,9 @@ async def test_a_full_disk_under_the_logs_costs_lines_which_are_counted(tmp_path
             lost = 0.0
             with trio.fail_after(PATIENCE_SECS):
                 while lost < 5:
-                    reported = (await scraped(running))["omni_proxy_log_lines_lost_total"]
+                    lost_lines = (await scraped(running))["omni_proxy_log_lines_lost_total"]
                     lost = min(
-                        reported[f"{kind}_log", "unwritable"] for kind in ("access", "route")
+                        lost_lines[f"{kind}_log", "unwritable"] for kind in ("access", "route")
                     )
             await running.says("cannot write to /dev/full")
 
@@ -297,10 +297,10 @@ async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
             one.gate = two.gate = trio.Event()
-            answers = []
+            responses = []
 
             async def stream() -> None:
-                answers.append(await running.client.post(PATH, json=chat(stream=True)))
+                responses.append(await running.client.post(PATH, json=chat(stream=True)))
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(stream)
@@ -310,10 +310,10 @@ async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):
                 drained = await running.client.post(f"/workers/{one.url}/drain")
                 assert (drained.status_code, drained.json()["status"]) == (202, "draining")
                 assert routable(await running.get_json("/workers")) == {two.url}
-                shown = (await running.get_json(f"/workers/{one.url}"))["draining"]
-                assert (shown["state"], shown["in_flight"]) == ("draining", 1)
+                drain = (await running.get_json(f"/workers/{one.url}"))["draining"]
+                assert (drain["state"], drain["in_flight"]) == ("draining", 1)
                 one.gate.set()
-            assert [answer.text.count("data:") for answer in answers] == [3, 3]
+            assert [response.text.count("data:") for response in responses] == [3, 3]
             await running.until(
                 f"/workers/{one.url}", lambda t: t["draining"]["state"] == "drained"
             )
@@ -321,7 +321,7 @@ async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):
             for _ in range(4):
                 await running.ask()
             assert one.requests == before
-            gone = await running.client.delete(f"/workers/{one.url}?drain=true")
-            assert gone.json()["drained"] is True
+            deleted = await running.client.delete(f"/workers/{one.url}?drain=true")
+            assert deleted.json()["drained"] is True
             assert not math.isnan((await scraped(running))["omni_proxy_ready"][()])
             await running.says("worker_drained")

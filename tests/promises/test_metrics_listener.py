@@ -1,4 +1,4 @@
-"""[admin] metrics_listen: GET /metrics on an address of its own, and nothing else there."""
+"""`[admin] metrics_listen` opens a listener that serves GET /metrics and nothing else."""
 
 import httpx
 import pytest
@@ -9,39 +9,39 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 
 async def client_of(running, times=1):
-    found = await running.says(
+    match = await running.says(
         r"(?s)" + r".*?".join([r"listening on (http://\S+) for metrics"] * times)
     )
-    return httpx.AsyncClient(base_url=found[times], trust_env=False, verify=False)
+    return httpx.AsyncClient(base_url=match[times], trust_env=False, verify=False)
 
 
-async def test_it_serves_metrics_without_a_key_and_nothing_else():
+async def test_the_metrics_listener_needs_no_key_and_serves_nothing_else():
     async with workers("w") as (worker,):
-        words = ("--prometheus-port", "0", "--admin-api-key", "k", "--port", "0")
-        async with program(*words, "--worker-urls", worker.url) as running:
+        arguments = ("--prometheus-port", "0", "--admin-api-key", "k", "--port", "0")
+        async with program(*arguments, "--worker-urls", worker.url) as running:
             await running.until_routable(worker)
             await running.client.post("/v1/chat/completions", json=chat())
             assert (await running.client.get("/metrics")).status_code == 401
             async with await client_of(running) as client:
-                answer = await client.get("/metrics", headers={"Host": "prometheus.internal"})
-                assert answer.status_code == 200
-                assert "omni_proxy_requests_total{" in answer.text
+                response = await client.get("/metrics", headers={"Host": "prometheus.internal"})
+                assert response.status_code == 200
+                assert "omni_proxy_requests_total{" in response.text
                 for path in ("/workers", "/config", "/health", "/", "/nothing"):
-                    answer = await client.get(path)
-                    assert (answer.status_code, answer.json()["error"]["code"]) == (
+                    response = await client.get(path)
+                    assert (response.status_code, response.json()["error"]["code"]) == (
                         404,
                         "metrics_listener",
                     )
                 before = worker.requests
-                answer = await client.post("/v1/chat/completions", json=chat())
-                assert answer.status_code == 404
-                answer = await client.post("/reload", headers={"Authorization": "Bearer k"})
-                assert answer.status_code == 404
+                response = await client.post("/v1/chat/completions", json=chat())
+                assert response.status_code == 404
+                response = await client.post("/reload", headers={"Authorization": "Bearer k"})
+                assert response.status_code == 404
                 assert (await client.post("/metrics")).status_code == 405
                 assert worker.requests == before
 
 
-async def test_it_may_be_added_and_moved_by_a_reload_beside_the_admin_listener(tmp_path):
+async def test_a_reload_adds_and_moves_the_listener_next_to_the_admin_listener(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("w") as fleet:
         file.write_text(toml(fleet))
@@ -53,7 +53,7 @@ async def test_it_may_be_added_and_moved_by_a_reload_beside_the_admin_listener(t
                 assert (await client.get("/metrics")).status_code == 200
                 listeners = await running.says(r"listening on (http://\S+) for admin requests")
                 assert listeners[1] != str(client.base_url)
-                where = str(client.base_url).removeprefix("http://").rstrip("/")
+                address = str(client.base_url).removeprefix("http://").rstrip("/")
             put(file, toml(fleet, more="[admin]\nmetrics_listen = 'unix:" + str(tmp_path / "m'\n")))
             await running.says(r"listening on unix:\S+ for metrics")
             transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / "m"))
@@ -61,17 +61,17 @@ async def test_it_may_be_added_and_moved_by_a_reload_beside_the_admin_listener(t
                 assert (await client.get("/metrics")).status_code == 200
             with pytest.raises(httpx.ConnectError):
                 async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-                    await client.get(f"http://{where}/metrics")
+                    await client.get(f"http://{address}/metrics")
 
 
-async def test_an_address_that_is_taken_is_named_with_its_key(tmp_path):
+async def test_an_address_in_use_is_reported_with_its_configuration_key(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("w", "taken") as (worker, taken):
         file.write_text(toml([worker]))
         async with program("--config", file) as running:
             place = taken.url.removeprefix("http://")
             file.write_text(toml([worker], more=f"[admin]\nmetrics_listen = '{place}'\n"))
-            answer = await running.client.post("/reload")
-            assert answer.status_code == 422
-            (problem,) = answer.json()["refused"]["problems"]
+            response = await running.client.post("/reload")
+            assert response.status_code == 422
+            (problem,) = response.json()["refused"]["problems"]
             assert problem["path"] == "admin.metrics_listen"

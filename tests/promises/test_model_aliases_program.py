@@ -1,4 +1,4 @@
-"""The whole program with aliases and adapters: real replicas, and several data-plane processes."""
+"""Aliases and adapters in the whole program, with real replicas and several processes."""
 
 import json
 from collections import Counter
@@ -24,7 +24,7 @@ def alias(first, second):
     )
 
 
-async def test_a_split_over_real_replicas_gives_each_its_own_models_name(tmp_path):
+async def test_a_split_sends_each_real_replica_its_own_model_name(tmp_path):
     for name in ("torch", "tiktoken"):
         pytest.importorskip(name)
     file = tmp_path / "proxy.toml"
@@ -36,24 +36,26 @@ async def test_a_split_over_real_replicas_gives_each_its_own_models_name(tmp_pat
         put(file, f"[server]\nport = 0\n{PROBES}{alias(3, 1)}{workers}")
         async with program("--config", file) as running:
             await known(running, 2)
-            reported = Counter()
+            served_models = Counter()
             for _ in range(8):
-                answer = await running.client.post(
+                response = await running.client.post(
                     "/v1/chat/completions", json=CHAT | {"model": "alias"}
                 )
-                assert answer.status_code == 200, answer.text
-                served = answer.headers["x-sglang-omni-worker"]
-                reported[answer.json()["model"]] += 1
-                assert (answer.json()["model"] == "one") == (one.url.rpartition(":")[2] in served)
-            assert reported == {"one": 6, "two": 2}
-            listed = (await running.get_json("/v1/models"))["data"]
-            assert {card["id"] for card in listed} == {"one", "two", "alias"}
+                assert response.status_code == 200, response.text
+                worker_header = response.headers["x-sglang-omni-worker"]
+                served_models[response.json()["model"]] += 1
+                assert (response.json()["model"] == "one") == (
+                    one.url.rpartition(":")[2] in worker_header
+                )
+            assert served_models == {"one": 6, "two": 2}
+            cards = (await running.get_json("/v1/models"))["data"]
+            assert {card["id"] for card in cards} == {"one", "two", "alias"}
             assert (await running.get_json("/v1/models/alias"))["root"] == "one"
             await one.kill()
-            answer = await running.client.post(
+            response = await running.client.post(
                 "/v1/chat/completions", json=CHAT | {"model": "alias"}
             )
-            assert answer.json()["model"] == "two"
+            assert response.json()["model"] == "two"
 
 
 async def test_every_process_has_the_aliases_and_the_adapters_of_engines(tmp_path):
@@ -76,12 +78,17 @@ async def test_every_process_has_the_aliases_and_the_adapters_of_engines(tmp_pat
         head = f"[server]\nport = 0\nprocesses = 2\n{PROBES}"
         put(file, head + alias(1, 1) + workers)
         async with program("--config", file) as running:
-            running.client.headers["connection"] = "close"  # at any process, each time
+            # Any process may accept the next request.
+            running.client.headers["connection"] = "close"
 
             async def model_at(name):
-                answer = await running.client.post("/v1/chat/completions", json={"model": name})
-                served = answer.headers.get("x-sglang-omni-worker", "")
-                return answer.status_code, answer.json().get("model"), served.rpartition("%3A")[2]
+                response = await running.client.post("/v1/chat/completions", json={"model": name})
+                worker_header = response.headers.get("x-sglang-omni-worker", "")
+                return (
+                    response.status_code,
+                    response.json().get("model"),
+                    worker_header.rpartition("%3A")[2],
+                )
 
             await running.until("/workers", lambda body: body["routable_workers"] == 2)
             first = one.url.rpartition(":")[2]
@@ -105,6 +112,6 @@ async def test_every_process_has_the_aliases_and_the_adapters_of_engines(tmp_pat
                 assert (status, model in ("one", "two")) == (200, True)
                 assert (await model_at("alias"))[0] == 503
             line = 'omni_proxy_model_alias_requests_total{alias="renamed",target="one"}'
-            with trio.fail_after(60):  # each process sends what it has counted every quarter second
+            with trio.fail_after(60):  # processes send their counts every quarter second
                 while line not in (await running.client.get("/metrics")).text:
                     await trio.sleep(0.05)

@@ -1,7 +1,7 @@
-"""Whatever workers do while a route asks them: no turn of the loop takes long, and all is answered.
+"""No admin route blocks the event loop or stays unanswered, whatever the workers do.
 
-Each route of the front is asked, beside workers that die, hang, lie or flood at that moment. A turn
-is measured by the program's watchdog in the CPU time of its loop, so a busy machine is no fault.
+Every route is requested while its workers break connections, hang, or send wrong or huge replies.
+The program's watchdog measures each iteration in CPU time, so a busy machine is not a failure.
 """
 
 import json
@@ -23,12 +23,14 @@ from tests.promises.fakes import Call, counted
 from tests.promises.fleet_program import PATIENCE_SECS, program
 
 MOST_TURN_MS = 100
-ASKED_SECS = 30.0
-ASKED_HANGING_SECS = 4.0  # who waits for a worker that hangs is left then
+REQUEST_SECS = 30.0
+HANGING_REQUEST_SECS = 4.0  # requests that wait for a hanging worker are cancelled then
 AT_ONCE = 6
-HANGING_AT_ONCE = 24  # such calls only wait
+HANGING_AT_ONCE = 24  # these requests only wait
 MIB = 1024 * 1024
-READ = re.compile(r"models|server_info|get_model_info|loads")  # the rest is an administrator's
+READ = re.compile(
+    r"models|server_info|get_model_info|loads"
+)  # other calls to workers are admin calls
 CONFIG = """
 [server]
 port = 0
@@ -45,7 +47,7 @@ failure_threshold = 3
 on_threshold = "dead"
 """
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-REQUESTS = {  # what a route needs beside an empty object
+REQUESTS = {  # what a route needs besides an empty object
     "POST /workers": lambda fleet: {"json": {"url": fleet.spare()}},
     "POST /explain": lambda fleet: {"json": CHAT},
     "POST /add_worker": lambda fleet: {"params": {"url": fleet.spare(), "timeout_secs": 2}},
@@ -58,7 +60,7 @@ REQUESTS = {  # what a route needs beside an empty object
 ENGINE = "server_info"  # the path of routes that name one of an engine
 
 
-MEMBERS = 3 if thorough() else 2  # of the fleet, from the start on
+MEMBERS = 3 if thorough() else 2  # workers that are configured from the start
 
 
 class Fleet:
@@ -67,19 +69,19 @@ class Fleet:
         self._spare = count()
 
     def spare(self) -> str:
-        """One that is no member, another each time."""
+        """Returns the URL of a worker outside the fleet, a different one each time."""
         return self.urls[MEMBERS + next(self._spare) % (len(self.urls) - MEMBERS)]
 
 
 class Bad:
-    """A worker whose probes are good. One that dies breaks off each call; with `once` it never
-    comes back behind its first probe."""
+    """A worker that passes its health checks and misbehaves otherwise. In mode "dies" it resets
+    each connection; with `once` it also stops serving after the first health check."""
 
     def __init__(self, mode: str, *, once: bool) -> None:
         self.mode = mode
         self._once = once
         self.url = ""
-        self._gone = False
+        self._dead = False
 
     async def serve(self, *, task_status=trio.TASK_STATUS_IGNORED):
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
@@ -89,10 +91,10 @@ class Bad:
     async def _connection(self, stream: trio.SocketStream) -> None:
         call = Call(stream)
         try:
-            while not self._gone and await call.next_request():
+            while not self._dead and await call.next_request():
                 if call.line.startswith("GET /health "):
                     await call.send(counted(b'{"status": "ok"}'))
-                    self._gone = self._once and self.mode == "dies"
+                    self._dead = self._once and self.mode == "dies"
                 elif self.mode == "dies":
                     break
                 else:
@@ -111,17 +113,17 @@ class Bad:
 
 @cache
 def flood(line: str) -> bytes:
-    """As much as is read of a worker, of what takes longest."""
+    """Returns the most expensive body to parse, as large as the proxy reads."""
     if line.startswith("GET /metrics"):
         return b"f" + b" " * (7 * MIB) + b"# TYPE" + b" " * (MIB // 2)
-    each = b'{"x":1},' if "model" in line else b"{},"
-    many = each * (3 * MIB // 2 // len(each))
-    return b'{"success":true,"data":[%b{}],"loads":[%b{}]}' % (many, many)
+    item = b'{"x":1},' if "model" in line else b"{},"
+    items = item * (3 * MIB // 2 // len(item))
+    return b'{"success":true,"data":[%b{}],"loads":[%b{}]}' % (items, items)
 
 
 @cache
 def fill(line: str) -> bytes:
-    """As much as is taken, within all bounds."""
+    """Returns a body that the proxy accepts, at its limits."""
     if line.startswith("GET /metrics"):
         families = (
             b"# TYPE a%d gauge\n" % number + b"a%d 1\n" % number * 20 for number in range(999)
@@ -132,8 +134,8 @@ def fill(line: str) -> bytes:
     ranks = b",".join([b'{"dp_rank":1}'] * 1000)
     fields = b",".join(b'"f%d":%d' % (number, number) for number in range(900))
     more = b"1," * (most - 10_000)
-    reported = b'{"success":true,"data":[%b],"loads":[%b],%b,"x":[%b1]}'
-    return reported % (cards, ranks, fields, more)
+    template = b'{"success":true,"data":[%b],"loads":[%b],%b,"x":[%b1]}'
+    return template % (cards, ranks, fields, more)
 
 
 def lie(line: str) -> bytes:
@@ -144,47 +146,49 @@ def lie(line: str) -> bytes:
 
 
 def routes() -> list[tuple[str, str]]:
-    """All of the app's, so that a new one is asked too."""
+    """Returns all routes of the app, so that new ones are included."""
     rules = build_api(entry(A)).app.url_map.iter_rules()
-    rules = [rule for rule in rules if rule.rule != CONFIGURED]  # those are tried as what they are
+    rules = [rule for rule in rules if rule.rule != CONFIGURED]  # a catch-all for configured routes
     return [(method, rule.rule) for rule in rules for method in rule.methods - {"HEAD", "OPTIONS"}]
 
 
-def place(method: str, rule: str, fleet: Fleet) -> str:
-    """Raises KeyError for a parameter that nobody has thought of here."""
+def path_of(method: str, rule: str, fleet: Fleet) -> str:
+    """Returns the path of a request. Raises KeyError for a parameter unknown to this test."""
     worker = fleet.spare() if method == "DELETE" else fleet.urls[0]
-    of = {"name": quote(worker, safe=""), "path": ENGINE, "model": "m"}
-    of |= {"reservation_id": "x", "caller": "x"}
-    path = re.sub(r"<path:(\w+)>", lambda found: of[found[1]], rule)
+    values = {"name": quote(worker, safe=""), "path": ENGINE, "model": "m"}
+    values |= {"reservation_id": "x", "caller": "x"}
+    path = re.sub(r"<path:(\w+)>", lambda match: values[match[1]], rule)
     return f"{path}?selector=model!%3Dx" if rule.startswith("/v1/rl/engine") else path
 
 
-async def ask(
-    client: httpx.AsyncClient, method: str, rule: str, fleet: Fleet, asked_secs: float
+async def status_of(
+    client: httpx.AsyncClient, method: str, rule: str, fleet: Fleet, timeout_secs: float
 ) -> int | None:
-    """The status; None where it was left."""
-    how = REQUESTS.get(f"{method} {rule}", lambda _: {} if method == "GET" else {"json": {}})(fleet)
-    with trio.move_on_after(asked_secs):
-        async with client.stream(method, place(method, rule, fleet), **how) as answer:
-            async for _ in answer.aiter_raw():
+    """Returns the status of the response, or None after a timeout."""
+    arguments = REQUESTS.get(f"{method} {rule}", lambda _: {} if method == "GET" else {"json": {}})(
+        fleet
+    )
+    with trio.move_on_after(timeout_secs):
+        async with client.stream(method, path_of(method, rule, fleet), **arguments) as response:
+            async for _ in response.aiter_raw():
                 pass
-            return answer.status_code
+            return response.status_code
     return None
 
 
-def test_each_route_can_be_called():
-    known = {f"{method} {rule}" for method, rule in routes()}
-    assert REQUESTS.keys() <= known
+def test_every_route_has_a_path_and_a_request():
+    names = {f"{method} {rule}" for method, rule in routes()}
+    assert REQUESTS.keys() <= names
     fleet = Fleet(["http://a"] * 4)
-    assert all(place(method, rule, fleet) for method, rule in routes())
+    assert all(path_of(method, rule, fleet) for method, rule in routes())
 
 
 @pytest.mark.parametrize("mode", ["dies", "hangs", "lies", "floods", "fills"])
 async def test_no_route_blocks_the_others_whatever_its_workers_do(tmp_path, nursery, mode):
     bad = [Bad(mode, once=number >= MEMBERS) for number in range(8)]
-    for each in bad:
-        await nursery.start(each.serve)
-    fleet = Fleet([each.url for each in bad])
+    for worker in bad:
+        await nursery.start(worker.serve)
+    fleet = Fleet([worker.url for worker in bad])
     file = tmp_path / "proxy.toml"
     file.write_text(
         CONFIG + "".join(f'[[workers]]\nurl = "{url}"\n' for url in fleet.urls[:MEMBERS])
@@ -192,43 +196,43 @@ async def test_no_route_blocks_the_others_whatever_its_workers_do(tmp_path, nurs
     async with program("--config", file) as running:
         await running.until_routable(*bad[:MEMBERS])
         hangs = mode == "hangs"
-        found = await all_asked(
+        statuses = await statuses_of_all(
             running.client,
             fleet,
             HANGING_AT_ONCE if hangs else AT_ONCE,
-            ASKED_HANGING_SECS if hangs else ASKED_SECS,
+            HANGING_REQUEST_SECS if hangs else REQUEST_SECS,
         )
-        assert [route for route, status in found.items() if status == 500] == []
+        assert [route for route, status in statuses.items() if status == 500] == []
         if not hangs:
-            assert [route for route, status in found.items() if status is None] == []
-        watched = (await running.get_json("/status"))["watchdog"]
-        assert watched["stalls"] == 0
-        assert watched["longest_turn_ms"] < MOST_TURN_MS, f"{watched}\n{found}"
+            assert [route for route, status in statuses.items() if status is None] == []
+        watchdog = (await running.get_json("/status"))["watchdog"]
+        assert watchdog["stalls"] == 0
+        assert watchdog["longest_turn_ms"] < MOST_TURN_MS, f"{watchdog}\n{statuses}"
 
 
-async def all_asked(
-    client: httpx.AsyncClient, fleet: Fleet, at_once: int, asked_secs: float
+async def statuses_of_all(
+    client: httpx.AsyncClient, fleet: Fleet, at_once: int, timeout_secs: float
 ) -> dict[tuple[str, str], int | None]:
-    """What each route has answered; meanwhile the program answers others."""
-    found = {}
-    places = trio.CapacityLimiter(at_once)
+    """Requests every route and returns the statuses; the program stays responsive meanwhile."""
+    statuses = {}
+    limiter = trio.CapacityLimiter(at_once)
 
-    async def one(method: str, rule: str) -> None:
-        async with places:
-            found[method, rule] = await ask(client, method, rule, fleet, asked_secs)
+    async def request_route(method: str, rule: str) -> None:
+        async with limiter:
+            statuses[method, rule] = await status_of(client, method, rule, fleet, timeout_secs)
 
-    async def ask_others() -> None:
+    async def check_liveness() -> None:
         while True:
             assert (await client.get("/live")).status_code == 200
             await trio.sleep(0.05)
 
     with trio.fail_after(PATIENCE_SECS):
-        async with trio.open_nursery() as others:
-            others.start_soon(ask_others)
+        async with trio.open_nursery() as background:
+            background.start_soon(check_liveness)
             for phase in ({"GET"}, {"POST", "PUT", "PATCH"}, {"DELETE"}):
-                async with trio.open_nursery() as asking:
+                async with trio.open_nursery() as requests:
                     for method, rule in routes():
                         if method in phase:
-                            asking.start_soon(one, method, rule)
-            others.cancel_scope.cancel()
-    return found
+                            requests.start_soon(request_route, method, rule)
+            background.cancel_scope.cancel()
+    return statuses

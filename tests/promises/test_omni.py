@@ -1,4 +1,4 @@
-"""One replica that hears, reads, writes and speaks: every client library drives it unchanged."""
+"""A replica with text and speech models serves unmodified client libraries."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ from tests.promises.omni_program import MODEL, missing, omni
 
 pytestmark = [
     pytest.mark.replica,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "all is there"),
+    pytest.mark.skipif(bool(missing()), reason=missing() or "all dependencies are installed"),
 ]
 QUESTION = "What is the capital of France?"
 ANSWER = "The capital of France is Paris."
@@ -31,33 +31,35 @@ def url(tmp_path_factory):
 
 @pytest.fixture
 def client(url):
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as openai_client:
+        yield openai_client
 
 
-def plain(text: str) -> str:
+def normalized(text: str) -> str:
     return " ".join(re.sub(r"[^a-z' ]", " ", text.lower()).split())
 
 
 def speech_of(client, text: str, **fields) -> bytes:
-    asked = {"model": MODEL, "voice": "alloy", "response_format": "wav", **fields}
-    return client.audio.speech.create(input=text, **asked).content
+    arguments = {"model": MODEL, "voice": "alloy", "response_format": "wav", **fields}
+    return client.audio.speech.create(input=text, **arguments).content
 
 
-def heard(client, audio: bytes) -> str:
+def transcript_of(client, audio: bytes) -> str:
     return client.audio.transcriptions.create(model=MODEL, file=("a.wav", audio)).text
 
 
 def chat(client, content, **fields):
-    asked = {"model": MODEL, "temperature": 0, "max_tokens": 24, **fields}
-    return client.chat.completions.create(messages=[{"role": "user", "content": content}], **asked)
+    arguments = {"model": MODEL, "temperature": 0, "max_tokens": 24, **fields}
+    return client.chat.completions.create(
+        messages=[{"role": "user", "content": content}], **arguments
+    )
 
 
 def test_an_audio_question_gets_an_audio_answer(client):
     question = speech_of(client, QUESTION)
-    assert plain(heard(client, question)) == plain(QUESTION)
+    assert normalized(transcript_of(client, question)) == normalized(QUESTION)
     part = {"data": base64.b64encode(question).decode(), "format": "wav"}
-    answered = (
+    message = (
         chat(
             client,
             [{"type": "input_audio", "input_audio": part}],
@@ -67,9 +69,11 @@ def test_an_audio_question_gets_an_audio_answer(client):
         .choices[0]
         .message
     )
-    assert answered.content == ANSWER
-    assert answered.audio.transcript == ANSWER
-    assert plain(heard(client, base64.b64decode(answered.audio.data))) == plain(ANSWER)
+    assert message.content == ANSWER
+    assert message.audio.transcript == ANSWER
+    assert normalized(transcript_of(client, base64.b64decode(message.audio.data))) == normalized(
+        ANSWER
+    )
 
 
 def test_a_stream_has_the_text_of_the_complete_response(client):
@@ -81,10 +85,10 @@ def test_a_stream_has_the_text_of_the_complete_response(client):
     assert pieces[-1].usage.completion_tokens == whole.usage.completion_tokens
 
 
-def test_the_same_seed_gives_the_same_text_and_another_one_another(client):
+def test_equal_seeds_give_equal_texts_and_other_seeds_do_not(client):
     def chat_reply(seed):
-        asked = {"temperature": 1.2, "seed": seed, "max_tokens": 8}
-        return chat(client, "Tell me about the sea.", **asked).choices[0].message.content
+        arguments = {"temperature": 1.2, "seed": seed, "max_tokens": 8}
+        return chat(client, "Tell me about the sea.", **arguments).choices[0].message.content
 
     first = chat_reply(1)
     assert chat_reply(1) == first
@@ -97,9 +101,9 @@ def test_sixteen_streams_at_once_all_complete(client):
         return pieces[-1].choices[0].finish_reason, len(pieces)
 
     with ThreadPoolExecutor(16) as pool:
-        ended = list(pool.map(run, range(16)))
-    assert all(reason in ("stop", "length") for reason, _ in ended)
-    assert all(count > 1 for _, count in ended)
+        results = list(pool.map(run, range(16)))
+    assert all(reason in ("stop", "length") for reason, _ in results)
+    assert all(count > 1 for _, count in results)
 
 
 def test_speech_is_streamed_and_deterministic_for_a_seed(client):
@@ -123,7 +127,7 @@ def test_a_transcription_streams_its_text(client):
     assert events[-1].text.strip() == QUESTION
 
 
-def test_a_prompt_that_was_seen_is_not_computed_again(client):
+def test_a_repeated_prompt_is_served_from_the_prefix_cache(client):
     prompt = "Once upon a time there was a small grey cat. " * 20
     chat(client, prompt, max_tokens=2)
     again = chat(client, prompt, max_tokens=2).usage
@@ -136,9 +140,9 @@ def test_langchain_chats_and_streams(url):
         base_url=f"{url}/v1", api_key="none", model=MODEL, temperature=0, max_tokens=24,
         max_retries=0,
     )  # fmt: skip
-    answer = model.invoke(QUESTION)
-    assert answer.content == ANSWER
-    assert answer.usage_metadata["output_tokens"] > 0
+    response = model.invoke(QUESTION)
+    assert response.content == ANSWER
+    assert response.usage_metadata["output_tokens"] > 0
     assert "".join(piece.content for piece in model.stream(QUESTION)) == ANSWER
 
 
@@ -148,41 +152,43 @@ def test_openai_node_works_for_chat_streams_speech_and_transcription(url):
         pytest.skip("node is not installed")
     if not (NODE / "node_modules" / "openai").is_dir():
         pytest.skip("openai-node is not installed: npm install --prefix tests/promises/node")
-    words = [node, str(NODE / "drive.mjs"), f"{url}/v1", MODEL, QUESTION]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    command = [node, str(NODE / "drive.mjs"), f"{url}/v1", MODEL, QUESTION]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     body = json.loads(done.stdout)
     assert body["whole"] == body["streamed"] == ANSWER
     assert body["tokens"] == 8
     assert body["riff"] == "RIFF"
-    assert plain(body["heard"]) == plain(QUESTION)
+    assert normalized(body["heard"]) == normalized(QUESTION)
 
 
-def test_curl_does_all_of_it(url, tmp_path):
-    def curl(*words):
+def test_curl_works_for_chat_streams_speech_and_transcription(url, tmp_path):
+    def curl(*command):
         done = subprocess.run(
-            ["curl", "-sS", "--fail-with-body", "--noproxy", "*", *words],
+            ["curl", "-sS", "--fail-with-body", "--noproxy", "*", *command],
             capture_output=True, timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr + done.stdout
         return done.stdout
 
-    kind = ("-H", "content-type: application/json")
+    json_type = ("-H", "content-type: application/json")
     message = {"role": "user", "content": QUESTION}
     body = {"model": MODEL, "messages": [message], "temperature": 0, "max_tokens": 24}
-    whole = json.loads(curl(f"{url}/v1/chat/completions", *kind, "-d", json.dumps(body)))
+    whole = json.loads(curl(f"{url}/v1/chat/completions", *json_type, "-d", json.dumps(body)))
     assert whole["choices"][0]["message"]["content"] == ANSWER
     stream = curl(
-        "-N", f"{url}/v1/chat/completions", *kind, "-d", json.dumps({**body, "stream": True})
+        "-N", f"{url}/v1/chat/completions", *json_type, "-d", json.dumps({**body, "stream": True})
     )
     assert stream.rstrip().endswith(b"data: [DONE]")
     wav = tmp_path / "q.wav"
-    wav.write_bytes(curl(f"{url}/v1/audio/speech", *kind, "-d", json.dumps({"input": QUESTION})))
-    reported = json.loads(curl(f"{url}/v1/audio/transcriptions", "-F", f"file=@{wav}"))
-    assert plain(reported["text"]) == plain(QUESTION)
+    wav.write_bytes(
+        curl(f"{url}/v1/audio/speech", *json_type, "-d", json.dumps({"input": QUESTION}))
+    )
+    transcription = json.loads(curl(f"{url}/v1/audio/transcriptions", "-F", f"file=@{wav}"))
+    assert normalized(transcription["text"]) == normalized(QUESTION)
 
 
-def test_models_and_capabilities_report_what_is_really_there(client, url):
+def test_models_and_capabilities_match_what_the_replica_supports(client, url):
     assert [model.id for model in client.models.list()] == [MODEL]
     with pytest.raises(openai.APIStatusError) as refused:
         chat(client, [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}])

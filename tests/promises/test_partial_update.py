@@ -1,4 +1,4 @@
-"""An update that only some workers took: who did serves on, who did not is out, both are told."""
+"""Updates that fail at some workers: updated workers serve, the others leave rotation."""
 
 import pytest
 
@@ -13,79 +13,82 @@ def body(version):
     return {"model_path": f"/{version}", "weight_version": version}
 
 
-async def test_one_that_dies_in_the_middle_is_out_and_the_survivor_serves(tmp_path):
+async def test_a_worker_that_dies_during_an_update_leaves_rotation_and_the_other_serves(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as (survivor, victim):
         victim.dies_at = UPDATE
         file.write_text(toml([survivor, victim]))
         async with program("--config", file) as running:
             await running.until_routable(survivor, victim)
-            answer = await running.client.post(UPDATE, json=body("v2"))
-            reported = answer.json()
-            assert (answer.status_code, reported["success"], reported["status"]) == (
+            response = await running.client.post(UPDATE, json=body("v2"))
+            result = response.json()
+            assert (response.status_code, result["success"], result["status"]) == (
                 502,
                 False,
                 "error",
             )
-            well, lost = reported["results"]
-            assert (well["success"], well["standing"]) == (True, "restored")
-            assert (lost["success"], lost["standing"]) == (False, "uncertain")
-            assert lost["error"]
-            shown = await running.until_routable(survivor)
-            assert record(shown, victim)["held_by"] == ["uncertain"]
-            assert record(shown, survivor)["weight_version"] == "v2"
+            updated, failed = result["results"]
+            assert (updated["success"], updated["standing"]) == (True, "restored")
+            assert (failed["success"], failed["standing"]) == (False, "uncertain")
+            assert failed["error"]
+            listed = await running.until_routable(survivor)
+            assert record(listed, victim)["held_by"] == ["uncertain"]
+            assert record(listed, survivor)["weight_version"] == "v2"
             victim.dies_at = ""
-            answer = await running.client.post(UPDATE, json=body("v3"))
-            assert (answer.status_code, answer.json()["message"]) == (200, "ok")
+            response = await running.client.post(UPDATE, json=body("v3"))
+            assert (response.status_code, response.json()["message"]) == (200, "ok")
             await running.until_routable(survivor, victim)
 
 
-async def test_an_update_that_all_refuse_changes_nothing(tmp_path):
+async def test_an_update_that_all_workers_refuse_changes_nothing(tmp_path):
     file = tmp_path / "proxy.toml"
-    async with engines(2) as both:
-        for engine in both:
+    async with engines(2) as workers:
+        for engine in workers:
             engine.says[UPDATE] = (400, {"detail": {"success": False, "message": "no such file"}})
-        file.write_text(toml(both))
+        file.write_text(toml(workers))
         async with program("--config", file) as running:
-            await running.until_routable(*both)
-            answer = await running.client.post(UPDATE, json=body("v2"))
-            assert answer.status_code == 502
-            assert {each["standing"] for each in answer.json()["results"]} == {"restored"}
-            await running.until_routable(*both)
+            await running.until_routable(*workers)
+            response = await running.client.post(UPDATE, json=body("v2"))
+            assert response.status_code == 502
+            assert {result["standing"] for result in response.json()["results"]} == {"restored"}
+            await running.until_routable(*workers)
             assert (await running.get_json("/weights"))["weight_epoch"] == 0
 
 
-async def test_replicas_that_differ_afterwards_are_out_and_one_that_cannot_report_is_not(tmp_path):
+async def test_a_checksum_mismatch_removes_a_worker_and_missing_checksums_do_not(tmp_path):
     file = tmp_path / "proxy.toml"
-    async with engines(4) as (one, two, odd, mute):
-        sums = {"per_gpu_checksum": "f" * 64}
-        odd.says["/weights_checker"] = (200, {"success": True, "results": [{"data": sums}]})
+    async with engines(4) as (one, two, different, unverified):
+        checksums = {"per_gpu_checksum": "f" * 64}
+        different.says["/weights_checker"] = (
+            200,
+            {"success": True, "results": [{"data": checksums}]},
+        )
         for path in ("/weights_checker", "/weight_checker"):  # SGLang's and vLLM's
-            mute.says[path] = (404, {"detail": "Not Found"})
-        file.write_text(toml([one, two, odd, mute]))
+            unverified.says[path] = (404, {"detail": "Not Found"})
+        file.write_text(toml([one, two, different, unverified]))
         async with program("--config", file) as running:
-            await running.until_routable(one, two, odd, mute)
-            answer = await running.client.post(UPDATE, json=body("v2"))
-            reported = answer.json()
-            assert (answer.status_code, reported["success"]) == (502, False)
-            verified = reported["verification"]
-            assert verified["mismatched"] == [odd.url]
-            assert verified["unverified"] == [mute.url]
-            assert "404" in verified["reasons"][mute.url]
+            await running.until_routable(one, two, different, unverified)
+            response = await running.client.post(UPDATE, json=body("v2"))
+            result = response.json()
+            assert (response.status_code, result["success"]) == (502, False)
+            verified = result["verification"]
+            assert verified["mismatched"] == [different.url]
+            assert verified["unverified"] == [unverified.url]
+            assert "404" in verified["reasons"][unverified.url]
             assert sorted(verified["checked"]) == sorted([one.url, two.url])
-            shown = await running.until_routable(one, two, mute)
-            assert record(shown, odd)["held_by"] == ["uncertain"]
+            listed = await running.until_routable(one, two, unverified)
+            assert record(listed, different)["held_by"] == ["uncertain"]
 
 
-async def test_workers_of_several_versions_are_a_409(tmp_path):
+async def test_model_info_of_workers_with_different_versions_is_a_409(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as (one, two):
         two.version = "other"
         file.write_text(toml([one, two]))
         async with program("--config", file) as running:
             await running.until_routable(one, two)
-            answer = await running.client.get("/model_info")
-            detail = answer.json()["detail"]
-            assert answer.status_code == 409
+            response = await running.client.get("/model_info")
+            detail = response.json()["detail"]
+            assert response.status_code == 409
             assert detail["mixed_state"] == {"weight_version": ["default", "other"]}
             assert len(detail["workers"]) == 2

@@ -15,10 +15,10 @@ from tests.promises.fleet_program import chat, program, record, toml, workers
 async def running(tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("a") as (worker,):
-        text = toml([worker], more='[admin]\napi_key = "k"\n').replace(
+        config = toml([worker], more='[admin]\napi_key = "k"\n').replace(
             "[[workers]]\n", '[[workers]]\nmax_inflight = 1\nmodel = "m"\n'
         )
-        file.write_text(text)
+        file.write_text(config)
         async with program("--config", file) as proxy:
             await proxy.until_routable(worker)
             yield proxy, worker
@@ -28,13 +28,13 @@ async def in_flight(proxy, worker):
     return record(await proxy.get_json("/workers"), worker)["in_flight"]
 
 
-async def test_a_worker_is_counted_from_acquire_to_release_and_shared_with_relayed_requests(
+async def test_a_worker_is_busy_from_acquire_to_release_for_relayed_requests_too(
     running,
 ):
     proxy, worker = running
     url = str(proxy.client.base_url)
 
-    def route() -> tuple[ReservedWorker, str, bool, bool]:
+    def acquire_and_release() -> tuple[ReservedWorker, str, bool, bool]:
         picker = WorkerPicker(url, api_key="k")
         first = picker.acquire(chat(model="m"), session_id="s", lease_secs=60)
         with pytest.raises(NoWorkerNow) as busy:
@@ -43,7 +43,7 @@ async def test_a_worker_is_counted_from_acquire_to_release_and_shared_with_relay
         picker.close()
         return first, busy.value.code, *released
 
-    first, code, *released = await trio.to_thread.run_sync(route)
+    first, code, *released = await trio.to_thread.run_sync(acquire_and_release)
     assert (first.url, first.lease_secs, code) == (worker.url, 60, "all_full")
     assert released == [True, False]
     assert await in_flight(proxy, worker) == 0

@@ -1,4 +1,4 @@
-"""A policy that keeps clients apart is told by what; one that does not costs nothing for it."""
+"""The affinity key is computed only for policies that need it."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from tests.promises.dataplane_fixture import dataplane_before
 from tests.promises.fakes import answering, counted
 
 
-@pytest.mark.parametrize(("wants", "reported"), [(True, "anna"), (False, "")])
-async def test_the_key_is_read_from_where_the_policy_configures_it(wants, reported):
+@pytest.mark.parametrize(("needed", "key"), [(True, "anna"), (False, "")])
+async def test_a_policy_gets_an_affinity_key_only_if_it_needs_one(needed, key):
     async with dataplane_before(answering(counted(b"good"))) as (opened, client):
         keys = []
 
         class Keyed(type(opened.dataplane.policy)):
-            needs_affinity_key = wants
+            needs_affinity_key = needed
 
             def pick(self, candidates, need):
                 keys.append(need.affinity_key)
@@ -22,4 +22,4 @@ async def test_the_key_is_read_from_where_the_policy_configures_it(wants, report
         opened.dataplane.balancer.policy = Keyed()
         await client.send(post(b'{"messages": []}', "X-Session-Id: anna"))
         assert (await client.answer()).status == 200
-        assert keys == [reported]
+        assert keys == [key]

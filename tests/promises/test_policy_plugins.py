@@ -1,4 +1,4 @@
-"""A policy of another package is plugged into the real program: no fork, no change of the code."""
+"""A policy of another package works in the real program without a change of its code."""
 
 import os
 import re
@@ -30,7 +30,7 @@ class Broken(Policy):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """The package of the page, installed into a folder of its own."""
+    """Installs the package shown in docs/routing.md into a separate folder."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("target")
     (source / "my_policies.py").write_text(PACKING)
     (source / "pyproject.toml").write_text(PYPROJECT)
@@ -47,11 +47,11 @@ def installed(tmp_path_factory):
 
 @pytest.fixture
 def on_the_path(installed, monkeypatch):
-    """For programs, and for what they start themselves."""
+    """Puts the package on PYTHONPATH for programs and their child processes."""
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{installed}")
 
 
-def text(fleet, policy, processes=1):
+def config(fleet, policy, processes=1):
     more = f'processes = {processes}\n[routing]\npolicy = "{policy}"'
     return toml(fleet, more=more)
 
@@ -64,33 +64,35 @@ async def policy_of(running):
 
 @pytest.mark.parametrize("policy", ["packing", "my_policies:Packing"])
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_the_policy_of_the_page_routes_requests(on_the_path, tmp_path, policy, processes):
+async def test_the_policy_shown_in_the_docs_routes_requests(
+    on_the_path, tmp_path, policy, processes
+):
     file = tmp_path / "proxy.toml"
     async with workers("one", "two") as fleet:
-        put(file, text(fleet, policy, processes))
+        put(file, config(fleet, policy, processes))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            answers = [(await running.ask()).json()["worker"] for _ in range(4)]
-            assert answers == ["one"] * 4  # one at a time: the first always has room
+            served_by = [(await running.ask()).json()["worker"] for _ in range(4)]
+            assert served_by == ["one"] * 4  # sequential requests: the first worker always has room
             response = await running.client.post("/explain", json={"messages": []})
             assert response.json()["policy"] == policy
             assert response.json()["pick"]["reason"] == "the first with room: 0 in flight"
             assert (await policy_of(running))["name"] == policy
 
 
-async def test_a_reload_switches_to_a_plugged_in_policy_and_away_from_it(on_the_path, tmp_path):
+async def test_a_reload_switches_to_a_plugin_policy_and_back(on_the_path, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one", "two") as fleet:
-        put(file, text(fleet, "round_robin"))
+        put(file, config(fleet, "round_robin"))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            put(file, text(fleet, "packing"))
+            put(file, config(fleet, "packing"))
             await running.until(
                 "/status", lambda body: body["data_plane"]["policy"]["name"] == "packing"
             )
             assert {(await running.ask()).json()["worker"] for _ in range(4)} == {"one"}
             assert (await policy_of(running))["packing_picks"] == 4
-            put(file, text(fleet, "round_robin"))
+            put(file, config(fleet, "round_robin"))
             await running.until(
                 "/status", lambda body: body["data_plane"]["policy"]["name"] == "round_robin"
             )
@@ -100,10 +102,10 @@ async def test_a_reload_switches_to_a_plugged_in_policy_and_away_from_it(on_the_
 async def test_a_reload_with_a_policy_that_cannot_be_loaded_changes_nothing(on_the_path, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one") as fleet:
-        put(file, text(fleet, "packing"))
+        put(file, config(fleet, "packing"))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
-            put(file, text(fleet, "nowhere_to_be_found:Policy"))
+            put(file, config(fleet, "nowhere_to_be_found:Policy"))
             body = await running.until(
                 "/config", lambda body: body["last_reload"]["outcome"] == "refused"
             )
@@ -114,10 +116,10 @@ async def test_a_reload_with_a_policy_that_cannot_be_loaded_changes_nothing(on_t
             assert (await policy_of(running))["name"] == "packing"
 
 
-async def test_a_policy_that_raises_costs_no_request(on_the_path, tmp_path):
+async def test_no_request_fails_if_the_policy_raises(on_the_path, tmp_path):
     file = tmp_path / "proxy.toml"
     async with workers("one", "two") as fleet:
-        put(file, text(fleet, "broken_policy:Broken"))
+        put(file, config(fleet, "broken_policy:Broken"))
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
             for _ in range(6):
@@ -126,7 +128,7 @@ async def test_a_policy_that_raises_costs_no_request(on_the_path, tmp_path):
             assert running.log.count("policy_failed policy=broken_policy:Broken method=pick") == 1
 
 
-async def test_a_policy_that_is_not_there_is_refused_before_anything_starts(tmp_path):
+async def test_a_missing_policy_is_rejected_before_anything_starts(tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text('[routing]\npolicy = "my_policies:Packing"\n')
     async with starting("--config", file) as running:
@@ -137,8 +139,8 @@ async def test_a_policy_that_is_not_there_is_refused_before_anything_starts(tmp_
 
 
 @pytest.mark.parametrize("policy", ["packing", "my_policies:Packing"])
-def test_an_interpreter_of_its_own_finds_the_policy_too(installed, tmp_path, policy):
-    """Other programs here are forks, whose path is made as an interpreter makes its own."""
+def test_a_new_interpreter_finds_the_policy_too(installed, tmp_path, policy):
+    """Other tests fork their programs, which imitates the `sys.path` of a new interpreter."""
     file = tmp_path / "proxy.toml"
     file.write_text(f'[routing]\npolicy = "{policy}"\n')
     path = f"{ROOT}{os.pathsep}{installed}"
@@ -149,10 +151,10 @@ def test_an_interpreter_of_its_own_finds_the_policy_too(installed, tmp_path, pol
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_check_refuses_a_policy_that_is_not_there(tmp_path, capsys):
+def test_the_check_command_rejects_a_missing_policy(tmp_path, capsys):
     file = tmp_path / "proxy.toml"
     file.write_text('[routing]\npolicy = "my_policies:Packing"\n')
     assert main(["check", str(file)]) == 2
-    reported = capsys.readouterr().err
-    assert REFUSED in reported
-    assert "put its folder on PYTHONPATH" in reported
+    stderr = capsys.readouterr().err
+    assert REFUSED in stderr
+    assert "put its folder on PYTHONPATH" in stderr

@@ -1,5 +1,5 @@
-"""Prefill and decode workers in the whole program: by flags, over HTTP, by their engines' own
-word, and in a file that is edited."""
+"""Prefill and decode workers in the whole program: by flags, over HTTP, as their engines report,
+and in a file that is edited."""
 
 import json
 from contextlib import asynccontextmanager
@@ -30,7 +30,7 @@ role = "{role}"
 
 
 class _Reporting:
-    """An engine that tells its mode, and has no other route to read from."""
+    """An engine that reports its mode in /server_info and has no other GET route."""
 
     async def _serve(self, call):
         if not call.line.startswith("GET "):
@@ -52,29 +52,36 @@ class Decode(_Reporting, SglangDecode):
 @asynccontextmanager
 async def engines(*kinds):
     rooms = Rooms()
-    made = [kind(rooms) for kind in kinds]
+    started = [kind(rooms) for kind in kinds]
     async with trio.open_nursery() as nursery:
-        for engine in made:
+        for engine in started:
             await nursery.start(engine.serve)
-        yield made
+        yield started
         nursery.cancel_scope.cancel()
 
 
 def has_role(worker, role):
-    def holds(reported):
-        found = record(reported, worker)
-        return found["routable"] and found["role"] == role
+    def matches(listed):
+        worker_record = record(listed, worker)
+        return worker_record["routable"] and worker_record["role"] == role
 
-    return holds
+    return matches
 
 
-async def test_workers_of_the_flags_serve_and_another_one_joins_by_its_own_word():
+async def test_workers_of_the_flags_serve_and_one_added_later_reports_its_role():
     async with engines(Prefill, Decode, Prefill) as (prefill, decode, late):
-        words = ("--pd-disaggregation", "--prefill", prefill.url, "none", "--decode", decode.url)
-        async with program("launch-router", "--port", "0", *words) as running:
+        arguments = (
+            "--pd-disaggregation",
+            "--prefill",
+            prefill.url,
+            "none",
+            "--decode",
+            decode.url,
+        )
+        async with program("launch-router", "--port", "0", *arguments) as running:
             await running.until("/ready", lambda body: body["status"] == "ready")
-            answer = await running.client.post("/generate", json=PROMPT)
-            assert (answer.status_code, answer.json()["text"]) == (200, f"{TOKENS - 1}")
+            response = await running.client.post("/generate", json=PROMPT)
+            assert (response.status_code, response.json()["text"]) == (200, f"{TOKENS - 1}")
             assert prefill.bodies[0] == decode.bodies[0]
             assert prefill.bodies[0]["bootstrap_port"] is None
             await running.client.post("/workers", json={"url": late.url})
@@ -89,21 +96,21 @@ async def test_workers_of_the_flags_serve_and_another_one_joins_by_its_own_word(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_a_role_that_is_edited_leaves_the_request_in_flight_alone(tmp_path, processes):
+async def test_an_edited_role_does_not_affect_the_request_in_flight(tmp_path, processes):
     file = tmp_path / "proxy.toml"
     async with engines(Prefill, Decode) as (prefill, decode):
-        made = {"prefill": prefill, "decode": decode, "processes": processes}
-        put(file, FILE.format(**made, role="decode"))
+        values = {"prefill": prefill, "decode": decode, "processes": processes}
+        put(file, FILE.format(**values, role="decode"))
         async with program("--config", file) as running:
             await running.until("/ready", lambda body: body["status"] == "ready")
             decode.gate = trio.Event()
             body = {**PROMPT, "stream": True}
-            async with running.client.stream("POST", "/generate", json=body) as answer:
-                lines = answer.aiter_lines()
+            async with running.client.stream("POST", "/generate", json=body) as response:
+                lines = response.aiter_lines()
                 assert json.loads((await anext(lines)).removeprefix("data: "))["text"] == "0"
-                put(file, FILE.format(**made, role="regular"))
-                reported = await running.until("/workers", has_role(decode, "regular"))
-                assert record(reported, decode)["in_flight"] == 1
+                put(file, FILE.format(**values, role="regular"))
+                listed = await running.until("/workers", has_role(decode, "regular"))
+                assert record(listed, decode)["in_flight"] == 1
                 decode.gate.set()
                 rest = [line async for line in lines if line.startswith("data: ")]
             assert len(rest) == TOKENS

@@ -1,4 +1,4 @@
-"""The whole of it: a client, the proxy, and replicas that do prefill or decode, as processes."""
+"""A client, the proxy, and replicas for prefill and decode, each as a process."""
 
 import os
 import re
@@ -43,16 +43,18 @@ ROUTES = {
     ],
 }  # fmt: skip
 ROUTES["mooncake"] = ROUTES["nixl"][:3]
-OWN = re.compile(r'"(id|request_id|created|created_at|item_id|e2e_latency|cached_tokens)": ?[^,}]*')
+VARYING = re.compile(
+    r'"(id|request_id|created|created_at|item_id|e2e_latency|cached_tokens)": ?[^,}]*'
+)
 
 
 def essence(response) -> str:
-    """Without ids and times, and without what a prefix cache is good for."""
-    return OWN.sub("", response.text)
+    """Returns the body without ids, times and cached tokens, which differ between requests."""
+    return VARYING.sub("", response.text)
 
 
 def fleet(connector, base_port) -> str:
-    """A file with a prefill and two decode replicas."""
+    """Returns a configuration with one prefill and two decode replicas."""
     group = (
         '[[launch]]\nname = "{role}"\nrole = "{role}"\nreplicas = {count}\nbase_port = {port}\n'
         'kv_connector = "{connector}"\nbase_bootstrap_port = {bootstrap}\nmodel = "tiny"\n'
@@ -71,7 +73,7 @@ def fleet(connector, base_port) -> str:
 
 
 async def until_ready(running) -> dict[str, list[int]]:
-    """The processes of each role."""
+    """Returns the process ids of each role."""
     body = await running.until(
         "/status", lambda body: body["fleet"]["routable_workers"] == 3 == len(body["launch"])
     )
@@ -81,18 +83,18 @@ async def until_ready(running) -> dict[str, list[int]]:
     return pids
 
 
-async def nothing_is_held(running):
+async def until_idle(running):
     await running.until(
-        "/workers", lambda body: not any(each["in_flight"] for each in body["workers"])
+        "/workers", lambda body: not any(worker["in_flight"] for worker in body["workers"])
     )
 
 
 @pytest.mark.parametrize("connector", ROUTES)
 async def test_launched_prefill_and_decode_replicas_answer_as_one(connector):
     port = free_run(7)
-    words = ["--worker-base-port", str(port), "--bootstrap-base-port", str(port + 4)]
-    words += ["--port", str(port + 6), "--kv-connector", connector, "--model-path", "tiny"]
-    async with starting("launch", "--prefill", "1", "--decode", "2", *words) as running:
+    arguments = ["--worker-base-port", str(port), "--bootstrap-base-port", str(port + 4)]
+    arguments += ["--port", str(port + 6), "--kv-connector", connector, "--model-path", "tiny"]
+    async with starting("launch", "--prefill", "1", "--decode", "2", *arguments) as running:
         with started("--model", "tiny") as whole:
             await running.says(r"serving on http://127.0.0.1:")
             await running.arrive()
@@ -101,41 +103,43 @@ async def test_launched_prefill_and_decode_replicas_answer_as_one(connector):
             async with whole.client() as client:
                 await healthy(client)
                 for path, body in ROUTES[connector]:
-                    answer = await running.client.post(path, json=body)
-                    assert answer.status_code == 200, answer.text
-                    assert essence(answer) == essence(await client.post(path, json=body))
-            await nothing_is_held(running)
+                    response = await running.client.post(path, json=body)
+                    assert response.status_code == 200, response.text
+                    assert essence(response) == essence(await client.post(path, json=body))
+            await until_idle(running)
             text = (await running.client.get("/metrics")).text
     assert "omni_proxy_leg_seconds" in text
     assert not re.search(r"^omni_proxy_kv_transfer_failures_total\S* [1-9]", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("connector", ["sglang", "nixl"])
-async def test_a_killed_worker_of_either_pool_is_replaced_and_holds_nothing(tmp_path, connector):
+async def test_a_killed_worker_of_either_pool_is_replaced_and_leaves_nothing_in_flight(
+    tmp_path, connector
+):
     file = tmp_path / "proxy.toml"
     file.write_text(fleet(connector, free_run(4)))
     async with program("--config", file) as running:
         pids = await until_ready(running)
         expected = essence(await running.client.post("/v1/chat/completions", json=CHAT))
         for role in ("prefill", "decode"):
-            ended = []
+            responses = []
 
-            async def ask(ended=ended):
-                ended.append(await running.client.post("/v1/chat/completions", json=CHAT))
+            async def ask(responses=responses):
+                responses.append(await running.client.post("/v1/chat/completions", json=CHAT))
 
             async with trio.open_nursery() as nursery:
                 for _ in range(12):
                     nursery.start_soon(ask)
-                while not ended:
+                while not responses:
                     await trio.sleep(0.001)
                 os.kill(pids[role][0], signal.SIGKILL)
-            # Each is an answer, or an error that says so; none waits for the clock of an engine.
-            for answer in ended:
-                assert answer.status_code != 200 or essence(answer) == expected
-                # The proxy's own, or the engine's, which names the transfer in `detail`.
-                if answer.status_code != 200 and "error" not in answer.json():
-                    assert "KVTransferError" in answer.json()["detail"]
-            await nothing_is_held(running)
+            # Each request succeeds or fails with an error; none waits for a timeout of an engine.
+            for response in responses:
+                assert response.status_code != 200 or essence(response) == expected
+                # A local reply, or the engine's reply, whose `detail` names the transfer.
+                if response.status_code != 200 and "error" not in response.json():
+                    assert "KVTransferError" in response.json()["detail"]
+            await until_idle(running)
             pids = await until_ready(running)
             again = await running.client.post("/v1/chat/completions", json=CHAT)
             assert (again.status_code, essence(again)) == (200, expected)
@@ -148,49 +152,49 @@ async def test_new_weights_go_to_both_pools_and_no_request_mixes_versions(tmp_pa
     async with program("--config", file) as running:
         await until_ready(running)
         first = (await running.client.post("/generate", json=GENERATE)).json()
-        seen, done = set(), trio.Event()
+        versions, done = set(), trio.Event()
 
         async def ask():
             while not done.is_set():
-                answer = await running.client.post("/generate", json=GENERATE)
-                assert answer.status_code == 200, answer.text
-                assert answer.json()["text"] == first["text"]
-                seen.add(answer.json()["meta_info"]["weight_version"])
+                response = await running.client.post("/generate", json=GENERATE)
+                assert response.status_code == 200, response.text
+                assert response.json()["text"] == first["text"]
+                versions.add(response.json()["meta_info"]["weight_version"])
 
         async with trio.open_nursery() as nursery:
             for _ in range(3):
                 nursery.start_soon(ask)
-            answer = await running.client.post("/update_weights_from_disk", json=update)
-            assert answer.status_code == 200, answer.text
+            response = await running.client.post("/update_weights_from_disk", json=update)
+            assert response.status_code == 200, response.text
             last = (await running.client.post("/generate", json=GENERATE)).json()
             done.set()
         assert last["meta_info"]["weight_version"] == "v2"
-        assert seen <= {"default", "v2"}
+        assert versions <= {"default", "v2"}
 
 
-async def test_a_clients_rid_ends_both_legs(tmp_path):
+async def test_an_abort_by_the_clients_rid_ends_both_legs(tmp_path):
     file = tmp_path / "proxy.toml"
     file.write_text(fleet("sglang", free_run(4)))
     body = GENERATE | {"rid": "mine", "sampling_params": {"max_new_tokens": 6000}}
     async with program("--config", file) as running:
         await until_ready(running)
-        ended = []
+        responses = []
 
         async def ask():
-            ended.append(await running.client.post("/generate", json=body))
+            responses.append(await running.client.post("/generate", json=body))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
             await running.until(
                 "/workers",
                 lambda body: any(
-                    each["in_flight"] for each in body["workers"] if each["role"] == "decode"
+                    worker["in_flight"] for worker in body["workers"] if worker["role"] == "decode"
                 ),
             )
-            while not ended:  # an id that no engine knows yet is not found
+            while not responses:  # engines return 404 until they know the id
                 await running.client.post("/abort_request", json={"rid": "mine"})
                 await trio.sleep(0.05)
-        meta = ended[0].json()["meta_info"]
+        meta = responses[0].json()["meta_info"]
         assert meta["finish_reason"]["type"] == "abort"
         assert meta["id"] == "mine"
-        await nothing_is_held(running)
+        await until_idle(running)

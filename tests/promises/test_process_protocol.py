@@ -1,4 +1,4 @@
-"""A data-plane process of its own, with the test as its control."""
+"""One data-plane process, with the test in the role of the main process."""
 
 from dataclasses import replace
 
@@ -35,10 +35,10 @@ READY = b"GET /ready HTTP/1.1\r\nhost: proxy\r\n\r\n"
 
 
 class Control:
-    """One process that the test sends messages to; `heard` is what it sent beside its acknowledgements."""
+    """Controls one process; `received` has its messages other than acknowledgements."""
 
     def __init__(self, tmp_path, urls) -> None:
-        self.front = str(tmp_path / "front.sock")
+        self.main_socket = str(tmp_path / "main.sock")
         self.config = parse("")
         self.counters = SharedCounters.create()
         self.key_counters = KeyCounters.create()
@@ -46,51 +46,55 @@ class Control:
         self.tables = create_sessions(), create_sessions()
         self.fleet = fleet_of(*(replace(entry("any"), url=url) for url in urls))
         self.handle = ProcessHandle(1)
-        self.heard: list = []
-        self.ended = ""
-        self.over = trio.Event()
+        self.received: list = []
+        self.exit_reason = ""
+        self.exited = trio.Event()
         self.loop = loop = EventLoop()
         self.listener = Listener(loop, open_socket("127.0.0.1", 0), lambda sock, peer: None)
         self.port = ReuseportGroup(loop, self.listener)
         self.address = self.listener.address
 
-    def snapshots(self, **changes) -> None:
+    def send_snapshot(self, **changes) -> None:
         rows = tuple(
             worker_state(worker, n, n) for n, worker in enumerate(self.fleet.workers, start=1)
         )
-        known = StateSnapshot(1, rows, self.config, VoiceListMessage("", None), 0, 1)
-        self.handle.send(msgspec.structs.replace(known, **changes))
+        snapshot = StateSnapshot(1, rows, self.config, VoiceListMessage("", None), 0, 1)
+        self.handle.send(msgspec.structs.replace(snapshot, **changes))
 
-    async def begin(self, nursery) -> None:
+    async def start(self, nursery) -> None:
         self.handle.send_files(
-            StartCommand(1, self.front, SILENT_SECS),
+            StartCommand(1, self.main_socket, SILENT_SECS),
             self.counters.descriptor,
             self.key_counters.descriptor,
             *self.tables,
         )
-        self.snapshots()
-        nursery.start_soon(self._live)
+        self.send_snapshot()
+        nursery.start_soon(self._run)
         with trio.fail_after(30):
             await self.handle.wait_acknowledged(2)
         self.handle.send(ListenCommand(1), self.port.listen(0))
-        await self.settled()
+        await self.until_acknowledged()
 
-    async def _live(self) -> None:
-        self.ended = await self.handle.run(lambda link, message: self.heard.append(message))
-        self.over.set()
+    async def _run(self) -> None:
+        self.exit_reason = await self.handle.run(
+            lambda link, message: self.received.append(message)
+        )
+        self.exited.set()
 
-    async def settled(self) -> None:
+    async def until_acknowledged(self) -> None:
         with trio.fail_after(30):
             await self.handle.wait_acknowledged(self.handle.sent)
 
-    async def until_heard(self, kind) -> list:
+    async def until_received(self, kind) -> list:
         with trio.fail_after(30):
-            while not (found := [each for each in self.heard if isinstance(each, kind)]):
+            while not (
+                messages := [message for message in self.received if isinstance(message, kind)]
+            ):
                 await trio.sleep(0.01)
-        return found
+        return messages
 
 
-async def serve_front(path: str, *, task_status=trio.TASK_STATUS_IGNORED) -> None:
+async def serve_main_process(path: str, *, task_status=trio.TASK_STATUS_IGNORED) -> None:
     sock = trio.socket.socket(trio.socket.AF_UNIX)
     await sock.bind(path)
     sock.listen()
@@ -102,12 +106,12 @@ async def serve_front(path: str, *, task_status=trio.TASK_STATUS_IGNORED) -> Non
     await trio.serve_listeners(answer, [trio.SocketListener(sock)], task_status=task_status)
 
 
-async def ready_after_snapshots(control) -> bytes:
-    """What it answers when it is; where that took longer than a silence, it has to be told anew."""
+async def until_ready(control) -> bytes:
+    """Returns the body of /ready. Repeats snapshots, because they expire after SILENT_SECS."""
     with trio.fail_after(30):
         while True:
-            control.snapshots(rows=None, config=None)
-            await control.settled()
+            control.send_snapshot(rows=None, config=None)
+            await control.until_acknowledged()
             status, body = await ready(control)
             if status == 200:
                 return body
@@ -116,30 +120,30 @@ async def ready_after_snapshots(control) -> bytes:
 async def ready(control) -> tuple[int, bytes]:
     async with client_of(control.address) as client:
         await client.send(READY)
-        answer = await client.answer("GET")
-        return answer.status, answer.body
+        response = await client.answer("GET")
+        return response.status, response.body
 
 
 @pytest.fixture
 async def world(nursery, tmp_path):
     async with fake_workers(answering(counted(b"{}")), resetting) as fakes:
         control = Control(tmp_path, [fake.url for fake in fakes])
-        await nursery.start(serve_front, control.front)
-        await control.begin(nursery)
+        await nursery.start(serve_main_process, control.main_socket)
+        await control.start(nursery)
         try:
             yield control
         finally:
             control.handle.kill()
             with trio.fail_after(30):
-                await control.over.wait()
+                await control.exited.wait()
             control.port.close_all()
             control.listener.close()
             control.loop.flush()
 
 
-async def test_a_process_without_messages_is_not_ready_and_serves_on(world):
+async def test_a_process_without_messages_is_not_ready_but_continues_to_serve(world):
     control = world
-    assert await ready_after_snapshots(control) == b'{"status": "ready"}'
+    assert await until_ready(control) == b'{"status": "ready"}'
     await trio.sleep(2 * SILENT_SECS)
     status, body = await ready(control)
     assert status == 503
@@ -147,7 +151,7 @@ async def test_a_process_without_messages_is_not_ready_and_serves_on(world):
     async with client_of(control.address) as client:
         await client.send(post())
         assert (await client.answer()).status == 200
-    await ready_after_snapshots(control)
+    await until_ready(control)
 
 
 async def test_a_process_reports_failures_and_metrics(world):
@@ -156,12 +160,12 @@ async def test_a_process_reports_failures_and_metrics(world):
         for _ in range(2):
             await client.send(post())
             assert (await client.answer()).status == 200
-    (failed,) = await control.until_heard(RequestFailedEvent)
+    (failed,) = await control.until_received(RequestFailedEvent)
     assert failed.serial == 2
     assert "reset" in failed.error
-    tally = (await control.until_heard(MetricsEvent))[0]
+    tally = (await control.until_received(MetricsEvent))[0]
     assert sum(count for cell in tally.cells for *_, count in cell.ends)
-    stats = (await control.until_heard(ProcessStats))[-1]
+    stats = (await control.until_received(ProcessStats))[-1]
     assert stats.counts["accepted"] >= 0
     assert control.counters.row(1)[0] == 0
 
@@ -174,9 +178,9 @@ async def test_a_drained_process_exits_with_status_0_and_reports_everything(worl
         control.handle.send(DrainCommand())
         assert await client.until_closed() == b""
     with trio.fail_after(30):
-        await control.over.wait()
-    assert control.ended == "ended with status 0"
-    tallies = [each for each in control.heard if isinstance(each, MetricsEvent)]
+        await control.exited.wait()
+    assert control.exit_reason == "ended with status 0"
+    tallies = [each for each in control.received if isinstance(each, MetricsEvent)]
     assert sum(count for tally in tallies for cell in tally.cells for *_, count in cell.ends) == 1
 
 
@@ -186,6 +190,6 @@ async def test_no_task_waits_for_the_acknowledgement_of_a_killed_process(world):
     control.handle.send(ClearCacheCommand(1))
     with trio.fail_after(30):
         await control.handle.wait_acknowledged(control.handle.sent)
-        await control.over.wait()
-    assert control.ended == "was ended by SIGKILL"
+        await control.exited.wait()
+    assert control.exit_reason == "was ended by SIGKILL"
     assert control.handle.send(ClearCacheCommand(1)) == 0

@@ -1,4 +1,4 @@
-"""Several data-plane processes are one proxy, whichever of them ends, comes or goes."""
+"""Several data-plane processes act as one proxy while some of them start, drain or die."""
 
 import os
 import signal
@@ -28,24 +28,22 @@ async def test_requests_reach_every_process_and_are_counted_once(tmp_path):
                 await client.send(post())
                 assert (await client.answer()).status == 200
 
-        def all_reported(
-            reported: dict,
-        ) -> bool:  # what ended and what was let in are told one by one
-            rows = reported["data_plane"]["processes"]
-            ended = reported["data_plane"]["ended"].get("completed", 0)
-            return ended >= 40 and all(row["accepted"] for row in rows)
+        def all_reported(status: dict) -> bool:  # ended and accepted ones are reported separately
+            rows = status["data_plane"]["processes"]
+            completed = status["data_plane"]["ended"].get("completed", 0)
+            return completed >= 40 and all(row["accepted"] for row in rows)
 
         body = await running.until("/status", all_reported)
         assert len({row["pid"] for row in body["data_plane"]["processes"]} | {body["pid"]}) == 3
 
-        def routed(reported: dict) -> bool:
-            return sum(worker["routed_requests"] for worker in reported["workers"]) == 40
+        def all_routed(listed: dict) -> bool:
+            return sum(worker["routed_requests"] for worker in listed["workers"]) == 40
 
-        await running.until("/workers", routed)
+        await running.until("/workers", all_routed)
         text = (await running.client.get("/metrics")).text
         lines = [line for line in text.splitlines() if 'route="/v1/chat/completions"' in line]
-        ended = [line for line in lines if line.startswith("omni_proxy_requests_total")]
-        assert sum(float(line.rpartition(" ")[2]) for line in ended) == 40
+        totals = [line for line in lines if line.startswith("omni_proxy_requests_total")]
+        assert sum(float(line.rpartition(" ")[2]) for line in totals) == 40
 
 
 async def test_clients_of_the_main_process_move_to_the_others_without_a_failed_request(tmp_path):
@@ -62,19 +60,19 @@ async def test_clients_of_the_main_process_move_to_the_others_without_a_failed_r
         await streams.until(b"\n\n")
         put(running.file, toml(running.fleet, more="processes = 2"))
         closing = False
-        while not closing:  # one request after the other, without a pause
+        while not closing:  # sequential requests without a pause
             await busy.send(b"GET /live HTTP/1.1\r\nhost: proxy\r\n\r\n")
-            answer = await busy.answer("GET")
-            assert answer.status == 200
-            closing = answer.one("connection") == "close"
+            response = await busy.answer("GET")
+            assert response.status == 200
+            closing = response.one("connection") == "close"
         assert await busy.until_closed() == b""
         open_gates(running)
         assert await read_whole_stream(streams)
         streams.rest = b""
-        for client in (idle, streams):  # nobody cut them while nothing was under way
+        for client in (idle, streams):  # idle connections stay open until their next request
             await client.send(post())
-            answer = await client.answer()
-            assert (answer.status, answer.one("connection")) == (200, "close")
+            response = await client.answer()
+            assert (response.status, response.one("connection")) == (200, "close")
             assert await client.until_closed() == b""
         await running.until("/status", serving)
         async with client_of(address(running)) as client:
@@ -92,17 +90,17 @@ async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(t
         assert sum(await in_flight(running)) == count
         victim = (await running.get_json("/status"))["data_plane"]["processes"][0]
         os.kill(victim["pid"], signal.SIGKILL)
-        await until_one_closed(streams)  # until then, it may be what the next request connects to
+        await until_one_closed(streams)  # until then, the kernel may give it new connections
         lost = victim["in_flight"]
         assert 0 < lost < count
         await running.until(
             "/workers", lambda t: sum(w["in_flight"] for w in t["workers"]) == count - lost
         )
         open_gates(running)
-        whole = 0
+        completed = 0
         for stream in streams:
-            whole += await read_whole_stream(stream)
-        assert whole == count - lost
+            completed += await read_whole_stream(stream)
+        assert completed == count - lost
         body = await running.until("/status", serving)
         assert [row["restarts"] for row in body["data_plane"]["processes"]] == [1, 0]
         await running.until("/workers", lambda t: not any(w["in_flight"] for w in t["workers"]))
@@ -110,12 +108,12 @@ async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(t
         await running.says("was ended by SIGKILL")
 
 
-async def test_a_reload_is_in_force_in_every_process_once_it_is_answered(tmp_path):
+async def test_a_reload_responds_after_every_process_has_applied_it(tmp_path):
     async with run_processes(tmp_path, "a", "b") as running:
         a, b = running.fleet
         put(running.file, toml([b], more="processes = 2\nmax_payload_size = 100"))
-        answer = await running.client.post("/reload")
-        assert answer.json()["outcome"] in ("applied", "unchanged")
+        response = await running.client.post("/reload")
+        assert response.json()["outcome"] in ("applied", "unchanged")
         a.requests = 0
         for _ in range(20):
             async with client_of(address(running)) as client:
@@ -126,30 +124,30 @@ async def test_a_reload_is_in_force_in_every_process_once_it_is_answered(tmp_pat
 
 async def test_the_number_of_processes_may_change_under_load(tmp_path):
     async with run_processes(tmp_path, "a", count=1) as running, trio.open_nursery() as nursery:
-        tally, stop = [0], trio.Event()
+        completed, stop = [0], trio.Event()
         for _ in range(4):
-            nursery.start_soon(send_requests, running, tally, stop)
+            nursery.start_soon(send_requests, running, completed, stop)
         for count in (3, 2, 1):
             put(running.file, toml(running.fleet, more=f"processes = {count}"))
             assert (await running.client.post("/reload")).status_code == 200
-            wanted = 0 if count == 1 else count
+            expected = 0 if count == 1 else count
             await running.until(
                 "/status",
-                lambda t, wanted=wanted: len(t["data_plane"].get("processes", ())) == wanted,
+                lambda t, expected=expected: len(t["data_plane"].get("processes", ())) == expected,
             )
-            if wanted:
-                await running.until("/status", lambda t, wanted=wanted: serving(t, wanted))
-            before = tally[0]
-            while tally[0] < before + 50:
+            if expected:
+                await running.until("/status", lambda t, expected=expected: serving(t, expected))
+            before = completed[0]
+            while completed[0] < before + 50:
                 await trio.sleep(0.01)
         stop.set()
 
 
 async def test_the_number_of_processes_may_change_again_during_a_drain(tmp_path):
     async with run_processes(tmp_path, "a", count=1) as running, trio.open_nursery() as nursery:
-        tally, stop = [0], trio.Event()
+        completed, stop = [0], trio.Event()
         for _ in range(8):
-            nursery.start_soon(send_requests, running, tally, stop)
+            nursery.start_soon(send_requests, running, completed, stop)
         for count in (3, 1, 2):
             put(running.file, toml(running.fleet, more=f"processes = {count}"))
             assert (await running.client.post("/reload")).status_code == 200
@@ -157,8 +155,8 @@ async def test_the_number_of_processes_may_change_again_during_a_drain(tmp_path)
                 await running.until("/status", lambda body: serving(body, 3))
         body = await running.until("/status", serving)
         assert [row["process"] for row in body["data_plane"]["processes"]] == [4, 5]
-        before = tally[0]
-        while tally[0] < before + 100:
+        before = completed[0]
+        while completed[0] < before + 100:
             await trio.sleep(0.01)
         stop.set()
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks behind one URL: what reaches the engine for each, over real sockets."""
+"""Data-parallel ranks behind one URL: the requests that the engine receives for each rank."""
 
 import json
 from collections import Counter
@@ -45,8 +45,8 @@ class Recorder:
 
 
 @asynccontextmanager
-async def before_ranks(ranks=4, more=""):
-    """A data plane with one worker of so many ranks, a client of it, and what the worker got."""
+async def run_with_ranks(ranks=4, more=""):
+    """Runs a data plane with one worker; yields it, a client and the worker's recorder."""
     recorder = Recorder()
     async with (
         fake_workers(recorder.script) as (worker,),
@@ -63,8 +63,8 @@ async def ask(client, request):
 
 @pytest.mark.parametrize("path", JSON_ROUTES)
 async def test_the_rank_is_in_the_header_and_the_body_is_unchanged(path):
-    async with before_ranks() as (_, client, recorder):
-        for _ in range(8):  # from the second one on without a coroutine
+    async with run_with_ranks() as (_, client, recorder):
+        for _ in range(8):  # the second and later ones use the fast path
             assert (await ask(client, post(ODD, path=path))).status == 200
     assert recorder.ranks() == [[str(n % 4)] for n in range(8)]
     assert set(recorder.bodies) == {ODD}
@@ -84,8 +84,8 @@ async def test_the_rank_is_in_the_header_and_the_body_is_unchanged(path):
     ],
     ids=["odd", "nested", "nan", "bom", "100 kB", "2 MB", "9 MB"],
 )
-async def test_generate_gets_one_key_more_and_all_other_bytes_stay(body):
-    async with before_ranks(3) as (_, client, recorder):
+async def test_a_body_for_generate_gets_the_rank_key_and_keeps_all_other_bytes(body):
+    async with run_with_ranks(3) as (_, client, recorder):
         for _ in range(4):
             assert (await ask(client, post(body, path="/generate"))).status == 200
     before, brace, after = body.partition(b"{")
@@ -96,52 +96,52 @@ async def test_generate_gets_one_key_more_and_all_other_bytes_stay(body):
 
 
 @pytest.mark.parametrize(
-    ("body", "sent"),
+    ("body", "forwarded"),
     [
         (b"{}", b'{"routed_dp_rank":0}'),
         (b'{"routed_dp_rank": null, "a": 1}', b'{"routed_dp_rank": 0, "a": 1}'),
         (b'{"data_parallel_rank": null}', b'{"routed_dp_rank":0,"data_parallel_rank": null}'),
     ],
 )
-async def test_generate_gets_the_key_also_where_it_has_no_value(body, sent):
-    async with before_ranks() as (_, client, recorder):
+async def test_an_empty_body_or_a_null_key_for_generate_gets_the_rank_key(body, forwarded):
+    async with run_with_ranks() as (_, client, recorder):
         assert (await ask(client, post(body, path="/generate"))).status == 200
-    assert recorder.bodies == [sent]
+    assert recorder.bodies == [forwarded]
 
 
-async def test_a_chunked_request_to_generate_gets_the_key():
+async def test_a_chunked_body_for_generate_gets_the_rank_key():
     request = (
         b"POST /generate HTTP/1.1\r\nhost: proxy\r\ncontent-type: application/json\r\n"
         b"transfer-encoding: chunked\r\n\r\n" + chunk(b'{"te') + chunk(b'xt": "a"}') + LAST_CHUNK
     )
-    async with before_ranks() as (_, client, recorder):
+    async with run_with_ranks() as (_, client, recorder):
         assert (await ask(client, request)).status == 200
     assert recorder.bodies == [b'{"routed_dp_rank":0,"text": "a"}']
 
 
-async def test_a_body_of_generate_that_is_no_json_is_forwarded_unchanged():
-    async with before_ranks() as (_, client, recorder):
+async def test_a_body_for_generate_that_is_not_json_is_unchanged():
+    async with run_with_ranks() as (_, client, recorder):
         assert (await ask(client, post(b"a=1", path="/generate", kind="content-type: a/b"))).status
     assert (recorder.ranks(), recorder.bodies) == ([["0"]], [b"a=1"])
 
 
 @pytest.mark.parametrize("name", ["X-data-parallel-rank", "X-Data-Parallel-Rank", HEADER.upper()])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
-async def test_a_rank_that_the_header_names_is_taken_and_named_once(name, path):
-    async with before_ranks() as (_, client, recorder):
+async def test_a_rank_in_the_header_is_used_and_forwarded_once(name, path):
+    async with run_with_ranks() as (_, client, recorder):
         for _ in range(3):
             assert (await ask(client, post(CHAT, f"{name}:  2 ", path=path))).status == 200
     assert recorder.ranks() == [["2"]] * 3
-    own = b'{"routed_dp_rank":2,' + CHAT[1:] if path == "/generate" else CHAT
-    assert recorder.bodies == [own] * 3
+    forwarded = b'{"routed_dp_rank":2,' + CHAT[1:] if path == "/generate" else CHAT
+    assert recorder.bodies == [forwarded] * 3
 
 
 @pytest.mark.parametrize("key", ["routed_dp_rank", "data_parallel_rank"])
 @pytest.mark.parametrize("size", [1, 2_000_000, 9_000_000])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
-async def test_a_rank_that_the_body_names_is_taken_and_the_body_stays(key, size, path):
+async def test_a_rank_in_the_body_is_used_and_the_body_is_unchanged(key, size, path):
     body = json.dumps({"text": "a" * size, key: 3}).encode()
-    async with before_ranks() as (_, client, recorder):
+    async with run_with_ranks() as (_, client, recorder):
         for _ in range(2):
             assert (await ask(client, post(body, path=path))).status == 200
     assert recorder.ranks() == [["3"]] * 2
@@ -163,34 +163,32 @@ async def test_a_rank_that_the_body_names_is_taken_and_the_body_stays(key, size,
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
-async def test_a_rank_that_can_not_be_meant_is_refused_and_reaches_no_engine(
-    path, body, fields, message
-):
-    async with before_ranks() as (_, client, recorder):
-        answer = await ask(client, post(body, *fields, path=path))
-        assert answer.status == 400
-        assert message in answer.body.decode()
+async def test_an_invalid_rank_is_rejected_and_reaches_no_engine(path, body, fields, message):
+    async with run_with_ranks() as (_, client, recorder):
+        response = await ask(client, post(body, *fields, path=path))
+        assert response.status == 400
+        assert message in response.body.decode()
         assert (await ask(client, post(path=path))).status == 200
     assert len(recorder.heads) == 1
 
 
-async def test_the_ranks_that_could_be_taken_are_named_instead():
-    async with before_ranks(2) as (opened, client, _):
-        answer = await ask(client, post(CHAT, f"{HEADER}: 2"))
-        place = opened.fleet.workers[0].display_id
-        assert f"{place}@0, {place}@1" in answer.body.decode()
+async def test_the_error_for_an_unknown_rank_lists_the_known_ranks():
+    async with run_with_ranks(2) as (opened, client, _):
+        response = await ask(client, post(CHAT, f"{HEADER}: 2"))
+        worker_id = opened.fleet.workers[0].display_id
+        assert f"{worker_id}@0, {worker_id}@1" in response.body.decode()
 
 
 @pytest.mark.parametrize("body", [CHAT, b'{"routed_dp_rank": "any", "routed_dp_rank": 5}'])
-async def test_without_ranks_in_the_fleet_such_a_header_and_key_are_the_engines_to_judge(body):
-    async with before_ranks(1) as (_, client, recorder):
+async def test_without_ranks_in_the_fleet_the_header_and_the_key_are_unchanged(body):
+    async with run_with_ranks(1) as (_, client, recorder):
         for _ in range(3):
             await ask(client, post(body, "X-DATA-Parallel-Rank: abc", path="/generate"))
     assert recorder.ranks() == [["abc"]] * 3
     assert recorder.bodies == [body] * 3
 
 
-async def test_beside_ranks_a_worker_without_any_gets_no_header():
+async def test_a_worker_without_ranks_gets_no_header_in_a_fleet_with_ranks():
     recorder, plain = Recorder(), Recorder()
     async with fake_workers(recorder.script, plain.script) as (first, second):
         config = with_ranks(first.url, 2) + f'[[workers]]\nurl = "{second.url}"\n'
@@ -214,12 +212,12 @@ async def test_requests_in_flight_are_spread_evenly_and_their_counts_end_at_zero
         config = with_ranks(worker.url, 4, '[routing]\npolicy = "least_request"')
         async with run_dataplane(config=config) as opened, trio.open_nursery() as nursery:
 
-            async def one():
+            async def send_one():
                 async with opened.client() as client:
                     assert (await ask(client, post())).status == 200
 
             for _ in range(12):
-                nursery.start_soon(one)
+                nursery.start_soon(send_one)
             while len(arrived) < 12:
                 await trio.sleep(0.01)
             (worker,) = opened.fleet.workers
@@ -232,7 +230,7 @@ async def test_requests_in_flight_are_spread_evenly_and_their_counts_end_at_zero
 
 async def test_a_session_stays_at_its_rank():
     more = '[routing]\nsticky_sessions = true\nsession_headers = ["x-session-id"]'
-    async with before_ranks(4, more) as (opened, client, recorder):
+    async with run_with_ranks(4, more) as (opened, client, recorder):
         for session in "abcabcabc":
             assert (await ask(client, post(CHAT, f"x-session-id: {session}"))).status == 200
         assert opened.dataplane.session_count(opened.fleet.workers[0]) == 3
@@ -242,7 +240,7 @@ async def test_a_session_stays_at_its_rank():
 @pytest.mark.parametrize("policy", ["cache_aware", "prefix_hash", "consistent_hashing"])
 async def test_equal_prompts_go_to_the_same_rank_and_different_ones_to_all(policy):
     more = f'[routing]\npolicy = "{policy}"\nsession_headers = ["x-session-id"]'
-    async with before_ranks(4, more) as (_, client, recorder):
+    async with run_with_ranks(4, more) as (_, client, recorder):
         for turn in range(2):
             for number in range(24):
                 body = json.dumps({"prompt": f"{number} " + f"{number * 37} " * 200}).encode()
@@ -253,8 +251,8 @@ async def test_equal_prompts_go_to_the_same_rank_and_different_ones_to_all(polic
     assert len(Counter(map(str, ranks))) == 4
 
 
-async def test_what_ranks_have_cached_is_forgotten_with_their_workers_cache_or_with_them():
-    async with before_ranks(4, '[routing]\npolicy = "cache_aware"') as (opened, client, recorder):
+async def test_a_cleared_cache_or_a_removed_rank_clears_the_cached_prompts_of_ranks():
+    async with run_with_ranks(4, '[routing]\npolicy = "cache_aware"') as (opened, client, recorder):
         (worker,) = opened.fleet.workers
 
         async def fill():
@@ -292,22 +290,22 @@ async def test_a_change_of_the_ranks_ends_nothing_in_flight():
             await client.send(post(CHAT, f"{HEADER}: 3"))
             while not worker.in_flight:
                 await trio.sleep(0.01)
-            last = worker.dp_ranks[3]
-            for ranks, known in ((2, 2), (1, 0), (8, 8)):
+            last_rank = worker.dp_ranks[3]
+            for ranks, count in ((2, 2), (1, 0), (8, 8)):
                 config = configured(with_ranks(fake.url, ranks), [])
                 opened.fleet.apply(desired_workers(config, (), SavedState()), NOW)
-                assert len(worker.dp_ranks) == known
-                assert (worker.in_flight, last.in_flight) == (1, 1)
-            assert worker.dp_ranks[3] is last
+                assert len(worker.dp_ranks) == count
+                assert (worker.in_flight, last_rank.in_flight) == (1, 1)
+            assert worker.dp_ranks[3] is last_rank
             await other.send(post(CHAT, f"{HEADER}: 7"))
             gate.set()
             assert (await client.answer()).body == b"first 3"
             assert (await other.answer()).body == b"first 7"
-        assert (worker.in_flight, last.in_flight) == (0, 0)
+        assert (worker.in_flight, last_rank.in_flight) == (0, 0)
 
 
-async def test_a_kept_connection_follows_a_change_of_the_ranks_and_a_named_rank_still_counts():
-    async with before_ranks(1) as (opened, client, recorder):
+async def test_a_kept_alive_connection_follows_changes_of_the_ranks():
+    async with run_with_ranks(1) as (opened, client, recorder):
         url = opened.fleet.workers[0].url
         for ranks in (1, 4, 1, 3):
             config = configured(with_ranks(url, ranks), [])
@@ -317,15 +315,15 @@ async def test_a_kept_connection_follows_a_change_of_the_ranks_and_a_named_rank_
             for _ in range(3):
                 assert (await ask(client, post(path="/generate"))).status == 200
                 assert (await ask(client, post(b'{"routed_dp_rank": 0}', path="/generate"))).status
-    named = [[["0"]] if ranks > 1 else [[]] for ranks in (1, 4, 1, 3)]
-    found = [recorder.ranks()[at + 1 : at + 6 : 2] for at in range(0, 24, 6)]
-    assert found == [each * 3 for each in named]
-    chosen = [[int(of[0]) for of in recorder.ranks()[at : at + 6 : 2] if of] for at in (6, 18)]
-    assert all(len(set(each)) > 1 for each in chosen)
+    requested = [[["0"]] if ranks > 1 else [[]] for ranks in (1, 4, 1, 3)]
+    received = [recorder.ranks()[at + 1 : at + 6 : 2] for at in range(0, 24, 6)]
+    assert received == [ranks * 3 for ranks in requested]
+    chosen = [[int(ranks[0]) for ranks in recorder.ranks()[at : at + 6 : 2]] for at in (6, 18)]
+    assert all(len(set(ranks)) > 1 for ranks in chosen)
     assert recorder.bodies[1::2] == [b'{"routed_dp_rank": 0}'] * 12
 
 
-async def test_a_rank_that_fails_is_tried_again_elsewhere_and_only_its_worker_is_blamed():
+async def test_a_failed_attempt_at_a_rank_is_retried_and_counted_for_its_worker():
     async def failing(call):
         call.reset()
 
@@ -333,18 +331,18 @@ async def test_a_rank_that_fails_is_tried_again_elsewhere_and_only_its_worker_is
     async with fake_workers(failing, ok.script) as (first, second):
         config = with_ranks(first.url, 2) + with_ranks(second.url, 2)
         async with run_dataplane(config=config) as opened, opened.client() as client:
-            answer = await ask(client, post())
-            assert answer.status == 200
+            response = await ask(client, post())
+            assert response.status == 200
             bad, good = opened.fleet.workers
             assert opened.failures() == [1, 0]
-            assert answer.one("x-omni-attempts") == (
+            assert response.one("x-omni-attempts") == (
                 f"{bad.display_id}@0=reset_before_response, {good.display_id}@1=200"
             )
-            assert [each.in_flight for each in (*bad.dp_ranks, *good.dp_ranks)] == [0] * 4
+            assert [rank.in_flight for rank in (*bad.dp_ranks, *good.dp_ranks)] == [0] * 4
             assert (bad.failed, good.succeeded) == ({"generation": 1}, {"generation": 1})
             assert bad.dp_ranks[0].failed == {"generation": 1}
             assert opened.last["rank"] == 1
-            tried = [each["worker"] for each in opened.last["tried"]]
+            tried = [attempt["worker"] for attempt in opened.last["tried"]]
             assert tried == [f"{bad.url}@0", f"{good.url}@1"]
 
 
@@ -373,14 +371,14 @@ async def test_limits_of_ranks_queue_requests_until_a_rank_has_capacity():
     async with fake_workers(script) as (fake,):
         config = with_ranks(fake.url, 2, "[server]\nqueue_size = 10") + "max_inflight = 2\n"
         async with run_dataplane(config=config) as opened, trio.open_nursery() as nursery:
-            answers = []
+            bodies = []
 
-            async def one():
+            async def send_one():
                 async with opened.client() as client:
-                    answers.append((await ask(client, post())).body)
+                    bodies.append((await ask(client, post())).body)
 
             for _ in range(3):
-                nursery.start_soon(one)
+                nursery.start_soon(send_one)
             while len(arrived) < 2 or not opened.dataplane.queue.waiting:
                 await trio.sleep(0.01)
             assert sorted(arrived) == ["0", "1"]
@@ -390,18 +388,18 @@ async def test_limits_of_ranks_queue_requests_until_a_rank_has_capacity():
             assert arrived[2] == arrived[1]
             for number in (1, 3):
                 gates.setdefault(number, trio.Event()).set()
-        assert len(answers) == 3
+        assert len(bodies) == 3
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
-async def test_no_answer_of_the_engine_is_changed(path):
-    output = counted(b'{"routed_dp_rank": 1}', "x-data-parallel-rank: 5")
+async def test_responses_of_the_engine_are_unchanged(path):
+    reply = counted(b'{"routed_dp_rank": 1}', "x-data-parallel-rank: 5")
     async with (
-        fake_workers(answering(output)) as (fake,),
+        fake_workers(answering(reply)) as (fake,),
         run_dataplane(config=with_ranks(fake.url, 2)) as opened,
         opened.client() as client,
     ):
         for _ in range(3):
-            answer = await ask(client, post(path=path))
-            assert answer.body == b'{"routed_dp_rank": 1}'
-            assert answer.one("x-data-parallel-rank") == "5"
+            response = await ask(client, post(path=path))
+            assert response.body == b'{"routed_dp_rank": 1}'
+            assert response.one("x-data-parallel-rank") == "5"

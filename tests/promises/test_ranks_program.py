@@ -1,4 +1,4 @@
-"""Data-parallel ranks in the whole program: asked of the engine, shown, bounded over processes."""
+"""Data-parallel ranks in the whole program: discovery, listing, and limits over processes."""
 
 import json
 import os
@@ -18,7 +18,7 @@ HEADER = "x-data-parallel-rank"
 
 
 class Engine(FakeWorker):
-    """SGLang of four ranks; `posts` has each request with its rank."""
+    """Imitates SGLang with four ranks; `posts` has the path and rank of each POST."""
 
     def __init__(self):
         super().__init__(self._answer)
@@ -63,11 +63,11 @@ async def started(tmp_path, *, processes=1, worker="", server=""):
         nursery.cancel_scope.cancel()
 
 
-def ranks_of(reported):
-    return len(reported["workers"][0]["ranks"])
+def ranks_of(listed):
+    return len(listed["workers"][0]["ranks"])
 
 
-async def test_the_engine_is_called_for_its_ranks_and_gets_admin_calls_once(tmp_path):
+async def test_requests_are_spread_over_ranks_and_admin_calls_are_sent_once(tmp_path):
     async with started(tmp_path) as (running, engine):
         for _ in range(8):
             assert (await running.client.post("/v1/chat/completions", json=chat())).is_success
@@ -90,34 +90,34 @@ async def test_the_engine_is_called_for_its_ranks_and_gets_admin_calls_once(tmp_
 
 
 @pytest.mark.parametrize("processes", [1, 3])
-async def test_no_rank_and_no_worker_ever_has_more_than_its_bound(tmp_path, processes):
-    bound = "max_inflight = 6"  # for each rank 2
+async def test_no_rank_and_no_worker_exceeds_its_limit(tmp_path, processes):
+    limit = "max_inflight = 6"  # 2 for each rank
     server = "queue_size = 100"
-    async with started(tmp_path, processes=processes, worker=bound, server=server) as (
+    async with started(tmp_path, processes=processes, worker=limit, server=server) as (
         running,
         engine,
     ):
         engine.gate = trio.Event()
-        place = running.client.base_url.netloc.decode()
+        address = running.client.base_url.netloc.decode()
         async with trio.open_nursery() as nursery:
-            answers = []
+            statuses = []
 
-            async def one(number):
-                async with client_of(place) as client:
+            async def send_one(number):
+                async with client_of(address) as client:
                     fields = [f"{HEADER}: 3"] if number < 2 else []
                     await client.send(post(json.dumps(chat()).encode(), *fields))
-                    answers.append((await client.answer()).status)
+                    statuses.append((await client.answer()).status)
 
             for number in range(2):
-                nursery.start_soon(one, number)
+                nursery.start_soon(send_one, number)
             while len(engine.posts) < 2:
                 await trio.sleep(0.01)
             assert engine.ranks("/v1/chat/completions") == {"3": 2}
             for number in range(2, 20):
-                nursery.start_soon(one, number)
+                nursery.start_soon(send_one, number)
             await running.until("/status", lambda body: body["data_plane"]["waiting"] == 14)
             body = await running.until("/workers", lambda body: body["workers"][0]["load"] == 6)
-            while len(engine.posts) < 6:  # they have been sent, and may be on their way
+            while len(engine.posts) < 6:  # counted as sent, but not yet received
                 await trio.sleep(0.01)
             assert sum(engine.ranks("/v1/chat/completions").values()) == 6
             (record,) = body["workers"]
@@ -126,71 +126,71 @@ async def test_no_rank_and_no_worker_ever_has_more_than_its_bound(tmp_path, proc
             assert max(rank["in_flight"] for rank in record["ranks"]) == 2
             assert sum(rank["in_flight"] for rank in record["ranks"]) == 6
             engine.gate.set()
-        assert answers == [200] * 20
-        await running.until("/workers", lambda body: at_ranks(body) == 0)
+        assert statuses == [200] * 20
+        await running.until("/workers", lambda body: in_flight_at_ranks(body) == 0)
         await running.until("/workers", lambda body: succeeded_at_ranks(body) == 20)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_a_changed_file_ends_nothing_that_is_in_flight_at_a_rank(tmp_path, processes):
+async def test_a_reload_ends_no_request_in_flight_at_a_rank(tmp_path, processes):
     async with started(tmp_path, processes=processes) as (running, engine):
         engine.gate = trio.Event()
         file = tmp_path / "proxy.toml"
         text = file.read_text()
         async with client_of(running.client.base_url.netloc.decode()) as client:
             await client.send(post(json.dumps(chat()).encode(), f"{HEADER}: 3"))
-            await running.until("/workers", lambda body: at_ranks(body) == 1)
-            for ranks, shown in (("2", 2), ("1", 0), ('"auto"', 4)):
+            await running.until("/workers", lambda body: in_flight_at_ranks(body) == 1)
+            for ranks, count in (("2", 2), ("1", 0), ('"auto"', 4)):
                 put(file, text.replace('ranks = "auto"', f"ranks = {ranks}"))
-                body = await running.until("/workers", lambda body, n=shown: ranks_of(body) == n)
+                body = await running.until("/workers", lambda body, n=count: ranks_of(body) == n)
                 assert body["workers"][0]["in_flight"] == 1
             assert body["workers"][0]["ranks"][3]["in_flight"] == 1
             engine.gate.set()
             assert (await client.answer()).status == 200
         await running.until("/workers", lambda body: body["workers"][0]["in_flight"] == 0)
         body = await running.get_json("/workers")
-        assert at_ranks(body) == 0
+        assert in_flight_at_ranks(body) == 0
         assert engine.ranks("/v1/chat/completions") == {"3": 1}
 
 
-async def test_a_killed_process_leaves_nothing_counted_at_a_rank(tmp_path):
+async def test_requests_of_a_killed_process_do_not_stay_counted_at_ranks(tmp_path):
     async with started(tmp_path, processes=2) as (running, engine):
         engine.gate = trio.Event()
-        place = running.client.base_url.netloc.decode()
+        address = running.client.base_url.netloc.decode()
         closed = trio.Event()
         async with trio.open_nursery() as nursery:
 
-            async def one():
-                async with client_of(place) as client:
+            async def send_one():
+                async with client_of(address) as client:
                     await client.send(post(json.dumps(chat()).encode()))
                     assert await client.until_closed() == b""
                     closed.set()
                     await trio.sleep_forever()
 
             busy = []
-            while len(busy) < 2:  # the kernel deals connections out
-                nursery.start_soon(one)
+            while len(busy) < 2:  # the kernel chooses the process of a connection
+                nursery.start_soon(send_one)
                 body = await running.get_json("/status")
                 busy = [row for row in body["data_plane"]["processes"] if row["in_flight"]]
             os.kill(busy[0]["pid"], signal.SIGKILL)
-            # The process with this id may only stand in for the one that serves, and end before it.
+            # This id may belong to a stand-in process, which ends before the one that serves.
             await closed.wait()
             await running.until("/status", lambda body: serving(body, 2))
             await running.until(
-                "/workers", lambda body: holds_what_is_left(body, before=len(engine.posts))
+                "/workers", lambda body: only_survivors_in_flight(body, before=len(engine.posts))
             )
             nursery.cancel_scope.cancel()
-        await running.until("/workers", lambda body: at_ranks(body) == 0)
+        await running.until("/workers", lambda body: in_flight_at_ranks(body) == 0)
         engine.gate.set()
 
 
-def at_ranks(reported):
-    return sum(rank["in_flight"] for rank in reported["workers"][0]["ranks"])
+def in_flight_at_ranks(listed):
+    return sum(rank["in_flight"] for rank in listed["workers"][0]["ranks"])
 
 
-def holds_what_is_left(reported, before):
-    return 0 < reported["workers"][0]["in_flight"] == at_ranks(reported) < before
+def only_survivors_in_flight(listed, before):
+    return 0 < listed["workers"][0]["in_flight"] == in_flight_at_ranks(listed) < before
 
 
-def succeeded_at_ranks(reported):
-    return sum(rank["successful_requests"] for rank in reported["workers"][0]["ranks"])
+def succeeded_at_ranks(listed):
+    return sum(rank["successful_requests"] for rank in listed["workers"][0]["ranks"])

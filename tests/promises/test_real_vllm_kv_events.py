@@ -1,7 +1,7 @@
-"""Prompts go to the real vLLM engine that has their blocks, as its own count of cached tokens says.
+"""Prompts go to the real vLLM engine that has their blocks; the engine counts its cached tokens.
 
-Opt-in as test_real_vllm.py is. The engines get their first prompts directly, so nothing but their
-events tells the proxy where a prompt is cached.
+Opt-in, like test_real_vllm.py. The engines get their first prompts directly, so the proxy knows
+only from their events where a prompt is cached.
 """
 
 import faulthandler
@@ -22,7 +22,7 @@ from tests.promises.vllm_engine import NOT_RUN, PYTHON, START_SECS, Engine, writ
 pytestmark = pytest.mark.skipif(not PYTHON, reason=NOT_RUN)
 pytest.importorskip("zmq")
 
-BLOCK = 128  # tokens, of vLLM on a CPU
+BLOCK = 128  # tokens in a block of vLLM on a CPU
 KNOWN = 5 * BLOCK
 VOCABULARY = 2048
 CONFIG = """\
@@ -37,34 +37,34 @@ tokenize = "engine"
 """
 
 
-def events_words():
+def events_arguments():
     events = {
         "enable_kv_cache_events": True, "publisher": "zmq", "topic": "",
         "endpoint": f"tcp://*:{free_port()}", "replay_endpoint": f"tcp://*:{free_port()}",
     }  # fmt: skip
-    more = ["--enable-prompt-tokens-details", "--max-model-len", "2048"]
-    return ["--kv-events-config", json.dumps(events), *more]
+    arguments = ["--enable-prompt-tokens-details", "--max-model-len", "2048"]
+    return ["--kv-events-config", json.dumps(events), *arguments]
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
-    faulthandler.cancel_dump_traceback_later()  # it takes a minute until they are up
+    faulthandler.cancel_dump_traceback_later()  # the engines take a minute to start
     folder = tmp_path_factory.mktemp("vllm-events")
     write_model(folder / "model", 0)
-    made = [Engine(folder, folder / "model", number, *events_words()) for number in range(2)]
-    for engine in made:
+    started = [Engine(folder, folder / "model", number, *events_arguments()) for number in range(2)]
+    for engine in started:
         engine.start()
-    yield made
-    for engine in made:
+    yield started
+    for engine in started:
         engine.kill()
 
 
 async def post(client, path, body):
-    """The worker's URL, if it came through the proxy, and the cached tokens."""
-    answer = await client.post(path, json={"model": "tiny", "max_tokens": 2} | body)
-    assert answer.status_code == 200, answer.text
-    details = answer.json()["usage"]["prompt_tokens_details"] or {}
-    worker = answer.headers.get("x-sglang-omni-worker")
+    """Returns the worker's URL (None without the proxy) and the number of cached tokens."""
+    response = await client.post(path, json={"model": "tiny", "max_tokens": 2} | body)
+    assert response.status_code == 200, response.text
+    details = response.json()["usage"]["prompt_tokens_details"] or {}
+    worker = response.headers.get("x-sglang-omni-worker")
     return worker and unquote(worker), details.get("cached_tokens") or 0
 
 
@@ -82,7 +82,7 @@ def chat(text):
 
 @asynccontextmanager
 async def proxy_before(engines, folder):
-    """That has found out where the engines publish."""
+    """Runs the proxy until it knows where the engines publish."""
     file = folder / "omni.toml"
     entries = "".join(
         f'[[workers]]\nurl = "{engine.url}"\nmodel = "tiny"\nkv_events = "auto"\n'
@@ -95,14 +95,15 @@ async def proxy_before(engines, folder):
     async with program("--config", file) as running:
         await running.until_routable(*engines)
         await running.until(
-            "/workers", lambda seen: all("publish" not in w["kv_reason"] for w in seen["workers"])
+            "/workers",
+            lambda listed: all("publish" not in w["kv_reason"] for w in listed["workers"]),
         )
         yield running
 
 
 async def test_prompts_go_to_the_engine_that_reports_their_blocks_as_cached(tmp_path, engines):
-    chance = random.Random(7)
-    prompts = [chance.choices(range(100, VOCABULARY), k=KNOWN) for _ in engines]
+    generator = random.Random(7)
+    prompts = [generator.choices(range(100, VOCABULARY), k=KNOWN) for _ in engines]
     async with proxy_before(engines, tmp_path) as running:
         with trio.fail_after(START_SECS):
             for engine, prompt in zip(engines, prompts, strict=True):
@@ -111,21 +112,22 @@ async def test_prompts_go_to_the_engine_that_reports_their_blocks_as_cached(tmp_
                 ) as client:
                     assert await complete(client, prompt) == (None, 0)
             await running.until(
-                "/workers", lambda seen: [w["kv_mode"] for w in seen["workers"]] == ["exact"] * 2
+                "/workers",
+                lambda listed: [w["kv_mode"] for w in listed["workers"]] == ["exact"] * 2,
             )
             for _ in range(3):
                 for engine, prompt in zip(engines, prompts, strict=True):
-                    tail = chance.choices(range(100, VOCABULARY), k=BLOCK)
+                    tail = generator.choices(range(100, VOCABULARY), k=BLOCK)
                     worker, cached = await complete(running.client, [*prompt, *tail])
                     assert worker == engine.url
                     assert cached >= KNOWN
-            # A flush through the proxy is known at once: the blocks are nowhere.
+            # The proxy knows at once that a flush through it has cleared the blocks.
             assert (await running.client.post("/flush_cache")).status_code == 200
             _, cached = await complete(running.client, prompts[0])
             assert cached == 0
 
 
-async def test_a_chat_goes_where_its_blocks_are_by_the_tokens_that_vllm_reports(tmp_path, engines):
+async def test_a_chat_goes_to_its_blocks_by_the_tokens_that_vllm_computes(tmp_path, engines):
     text = pydoc_data.topics.topics["import"][:4400]
     async with proxy_before(engines, tmp_path) as running:
         with trio.fail_after(START_SECS):
@@ -134,12 +136,13 @@ async def test_a_chat_goes_where_its_blocks_are_by_the_tokens_that_vllm_reports(
                     await client.post("/reset_prefix_cache")
                     await ask(client, "An engine publishes what it has cleared with its next step.")
             await running.until(
-                "/workers", lambda seen: [w["kv_mode"] for w in seen["workers"]] == ["exact"] * 2
+                "/workers",
+                lambda listed: [w["kv_mode"] for w in listed["workers"]] == ["exact"] * 2,
             )
             url, cached = await ask(running.client, text)
             assert cached == 0
             await running.until(
-                "/status", lambda seen: seen["data_plane"]["policy"]["tokenize"]["texts"] == 1
+                "/status", lambda listed: listed["data_plane"]["policy"]["tokenize"]["texts"] == 1
             )
             (first,) = (engine for engine in engines if engine.url == url)
             (other,) = (engine for engine in engines if engine.url != url)
@@ -156,6 +159,6 @@ async def test_a_chat_goes_where_its_blocks_are_by_the_tokens_that_vllm_reports(
 
 
 async def matched_at(running, text):
-    answer = await running.client.post("/explain", json=chat(text) | {"model": "tiny"})
-    tokens = answer.json()["pick"].get("matched_tokens", {})
+    response = await running.client.post("/explain", json=chat(text) | {"model": "tiny"})
+    tokens = response.json()["pick"].get("matched_tokens", {})
     return {url for url, count in tokens.items() if count}

@@ -21,8 +21,8 @@ from tests.promises.fleet_program import (
 
 @pytest.fixture
 async def pair():
-    async with workers("one", "two") as made:
-        yield made
+    async with workers("one", "two") as fleet:
+        yield fleet
 
 
 @pytest.fixture
@@ -36,18 +36,18 @@ async def test_a_write_in_two_steps_never_empties_the_fleet(file, pair):
     async with program("--config", file) as running:
         await running.until_routable(one)
         text = toml([one, two])
-        torn = text.index("http://") + 3
+        cut = text.index("http://") + 3
         with file.open("w") as writer:
-            writer.write(text[:torn])
+            writer.write(text[:cut])
             writer.flush()
-            writer.write(text[torn:])
+            writer.write(text[cut:])
         await running.until_routable(one, two)
-        reported = (await running.get_json("/config"))["last_reload"]
-        assert reported["outcome"] == "applied"
-        assert reported["diff"]["workers"] == {"added": [two.url], "removed": [], "changed": {}}
+        reload = (await running.get_json("/config"))["last_reload"]
+        assert reload["outcome"] == "applied"
+        assert reload["diff"]["workers"] == {"added": [two.url], "removed": [], "changed": {}}
 
 
-async def test_an_atomic_rename_is_seen(file, pair):
+async def test_an_atomic_rename_is_detected(file, pair):
     one, two = pair
     put(file, toml([one]))
     async with program("--config", file) as running:
@@ -55,7 +55,7 @@ async def test_an_atomic_rename_is_seen(file, pair):
         await running.until("/workers", lambda body: urls(body) == [two.url])
 
 
-async def test_a_deleted_file_keeps_what_runs_until_it_is_there_again(file, pair):
+async def test_a_deleted_file_keeps_the_configuration_until_it_is_restored(file, pair):
     one, two = pair
     put(file, toml([one]))
     async with program("--config", file) as running:
@@ -69,7 +69,7 @@ async def test_a_deleted_file_keeps_what_runs_until_it_is_there_again(file, pair
         assert "error" not in (await running.get_json("/config"))["last_reload"]
 
 
-async def test_a_kubernetes_data_swap_is_seen(tmp_path, pair):
+async def test_a_kubernetes_data_swap_is_detected(tmp_path, pair):
     one, two = pair
     mount = tmp_path / "etc"
     mount.mkdir()
@@ -103,14 +103,15 @@ async def test_post_reload_applies_at_once_and_raises_the_revision(file, pair):
     async with program("--config", file) as running:
         before = (await running.client.get("/config")).headers["etag"]
         put(file, toml([one, two]))
-        answer = await running.client.post("/reload")
-        assert answer.status_code == 200
-        assert answer.json()["outcome"] in ("applied", "unchanged")  # the watcher may be first
-        assert answer.headers["etag"] != before
+        response = await running.client.post("/reload")
+        assert response.status_code == 200
+        # The file watcher may be faster.
+        assert response.json()["outcome"] in ("applied", "unchanged")
+        assert response.headers["etag"] != before
         assert urls(await running.get_json("/workers")) == [one.url, two.url]
 
 
-async def test_if_match_of_another_revision_is_refused_with_412(file, pair):
+async def test_an_if_match_of_another_revision_gets_412(file, pair):
     put(file, toml(pair))
     async with program("--config", file) as running:
         etag = (await running.client.get("/config")).headers["etag"]
@@ -121,7 +122,7 @@ async def test_if_match_of_another_revision_is_refused_with_412(file, pair):
         assert (fresh.status_code, fresh.json()["outcome"]) == (200, "unchanged")
 
 
-async def test_a_broken_file_keeps_what_runs_and_shows_its_error_until_the_next_success(file, pair):
+async def test_an_invalid_file_keeps_the_configuration_and_reports_its_error(file, pair):
     one, _ = pair
     put(file, toml([one]))
     async with program("--config", file) as running:
@@ -151,14 +152,20 @@ async def test_a_worker_that_stays_keeps_health_counts_and_connections(file, pai
         put(file, toml([two, one], more="request_timeout_secs = 900"))
         await running.until_routable(one, two)
         after = record(await running.get_json("/workers"), one)
-        kept = ("health_state", "since", "registered_at", "routed_requests", "successful_requests")
-        assert [after[key] for key in kept] == [before[key] for key in kept]
+        unchanged = (
+            "health_state",
+            "since",
+            "registered_at",
+            "routed_requests",
+            "successful_requests",
+        )
+        assert [after[key] for key in unchanged] == [before[key] for key in unchanged]
         while one.requests < 3:
             await running.ask()
         assert one.connections == 1
 
 
-async def test_a_removed_worker_gets_nothing_new_and_finishes_what_it_has(file, pair):
+async def test_a_removed_worker_gets_no_new_requests_and_finishes_its_own(file, pair):
     one, two = pair
     put(file, toml([one]))
     async with program("--config", file) as running:
@@ -166,21 +173,19 @@ async def test_a_removed_worker_gets_nothing_new_and_finishes_what_it_has(file, 
         one.gate = trio.Event()
         async with running.client.stream(
             "POST", "/v1/chat/completions", json=chat(stream=True)
-        ) as answer:
+        ) as response:
             await one.halfway.wait()
             put(file, toml([two]))
             await running.until_routable(two)
             for _ in range(4):
                 assert (await running.ask()).json() == {"worker": "two"}
             one.gate.set()
-            text = "".join([line async for line in answer.aiter_text()])
+            text = "".join([line async for line in response.aiter_text()])
         assert text == "data: one\n\ndata: rest\n\ndata: [DONE]\n\n"
         assert one.requests == 1
 
 
-async def test_a_changed_port_opens_before_the_old_one_closes_and_old_connections_finish(
-    file, pair
-):
+async def test_a_new_port_opens_before_the_old_one_closes_and_connections_finish(file, pair):
     one, _ = pair
     first, second = free_port(), free_port()
     put(file, toml([one], port=first))
@@ -189,7 +194,7 @@ async def test_a_changed_port_opens_before_the_old_one_closes_and_old_connection
         one.gate = trio.Event()
         async with running.client.stream(
             "POST", "/v1/chat/completions", json=chat(stream=True)
-        ) as answer:
+        ) as response:
             await one.halfway.wait()
             put(file, toml([one], port=second))
             await running.says(f"listening on http://127.0.0.1:{second}")
@@ -199,11 +204,11 @@ async def test_a_changed_port_opens_before_the_old_one_closes_and_old_connection
             with pytest.raises(OSError):
                 await trio.open_tcp_stream("127.0.0.1", first)
             one.gate.set()
-            text = "".join([line async for line in answer.aiter_text()])
+            text = "".join([line async for line in response.aiter_text()])
         assert text.endswith("data: [DONE]\n\n")
 
 
-async def test_a_change_to_a_port_in_use_is_refused_whole(file, pair):
+async def test_a_reload_with_a_port_in_use_changes_nothing(file, pair):
     one, two = pair
     put(file, toml([one]))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -218,7 +223,7 @@ async def test_a_change_to_a_port_in_use_is_refused_whole(file, pair):
             assert (await running.get_json("/config"))["config"]["server"]["port"] == 0
 
 
-async def test_a_file_that_cannot_be_read_at_a_reload_keeps_what_runs(file, pair):
+async def test_an_unreadable_file_keeps_the_configuration(file, pair):
     put(file, toml(pair))
     async with program("--config", file) as running:
         file.unlink()

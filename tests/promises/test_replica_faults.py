@@ -1,4 +1,4 @@
-"""What goes wrong in a replica ends one request, in its route's own words, and nothing else."""
+"""A failure in a replica ends one request, with an error in its route's format."""
 
 import io
 import json
@@ -26,7 +26,7 @@ SERVER_ERROR = {"type": "server_error", "param": None, "code": None}
 
 @pytest.fixture
 async def client(replica, client):
-    """Whatever came: it lives, it is the same one, and it answers."""
+    """Checks after each test that the same replica process is alive and responds."""
     yield client
     assert replica.process.poll() is None
     assert (await client.get("/health")).json()["request_states"] == {}
@@ -47,34 +47,37 @@ def events(text):
     return [line.removeprefix("data: ") for line in text.splitlines() if line]
 
 
-async def test_a_stage_that_raises_gives_each_route_its_own_error(client):
-    reported = "RuntimeError: our fault"
-    answer = await client.post(CHAT, json=USER | {"model": "broken"})
-    assert (answer.status_code, answer.json()) == (500, {"detail": reported})
-    answer = await client.post(CHAT, json=USER | {"model": "broken", "stream": True})
-    error = {"error": {"message": reported, "type": "server_error", "code": 500}}
-    first, done = events(answer.text)
-    assert (answer.status_code, json.loads(first), done) == (200, error, "[DONE]")
-    answer = await client.post("/generate", json={"prompt": "x", "model": "broken"})
-    assert (answer.status_code, answer.json()) == (500, {"detail": reported})
-    answer = await client.post("/v1/completions", json={"prompt": "x", "model": "broken"})
-    assert (answer.status_code, answer.json()) == (
+async def test_a_stage_that_raises_is_an_error_in_the_format_of_each_route(client):
+    message = "RuntimeError: our fault"
+    response = await client.post(CHAT, json=USER | {"model": "broken"})
+    assert (response.status_code, response.json()) == (500, {"detail": message})
+    response = await client.post(CHAT, json=USER | {"model": "broken", "stream": True})
+    error = {"error": {"message": message, "type": "server_error", "code": 500}}
+    first, done = events(response.text)
+    assert (response.status_code, json.loads(first), done) == (200, error, "[DONE]")
+    response = await client.post("/generate", json={"prompt": "x", "model": "broken"})
+    assert (response.status_code, response.json()) == (500, {"detail": message})
+    response = await client.post("/v1/completions", json={"prompt": "x", "model": "broken"})
+    assert (response.status_code, response.json()) == (
         500,
-        {"error": SERVER_ERROR | {"message": reported}},
+        {"error": SERVER_ERROR | {"message": message}},
     )
-    answer = await client.post(SPEECH, json={"input": "BROKEN"})
+    response = await client.post(SPEECH, json={"input": "BROKEN"})
     error = SERVER_ERROR | {"message": "RuntimeError: the voice broke"}
-    assert (answer.status_code, answer.json()) == (500, {"error": error})
-    answer = await client.post(TRANSCRIPTIONS, data={"prompt": "BROKEN"}, files=audio_file())
-    assert (answer.status_code, answer.json()) == (500, {"detail": "RuntimeError: the ear broke"})
+    assert (response.status_code, response.json()) == (500, {"error": error})
+    response = await client.post(TRANSCRIPTIONS, data={"prompt": "BROKEN"}, files=audio_file())
+    assert (response.status_code, response.json()) == (
+        500,
+        {"detail": "RuntimeError: the ear broke"},
+    )
 
 
-async def test_the_process_of_a_stage_may_be_killed(replica, client):
+async def test_a_killed_stage_process_fails_its_requests_and_is_restarted(replica, client):
     (before,) = replica.children()
-    answers = []
+    responses = []
 
     async def speak():
-        answers.append(await client.post(SPEECH, json={"input": "one. HELD"}))
+        responses.append(await client.post(SPEECH, json={"input": "one. HELD"}))
 
     async with trio.open_nursery() as nursery, dialled(replica, HELD) as text:
         nursery.start_soon(speak)
@@ -84,13 +87,13 @@ async def test_the_process_of_a_stage_may_be_killed(replica, client):
 
         await until(both_run)
         os.kill(before, signal.SIGKILL)
-        while not answers:
-            assert await text.receive_some()  # the other stages have not noticed
-    (answer,) = answers
-    reported = "stage speak ended: process sound was ended by SIGKILL"
-    assert (answer.status_code, answer.json()) == (
+        while not responses:
+            assert await text.receive_some()  # the other stages continue
+    (response,) = responses
+    message = "stage speak ended: process sound was ended by SIGKILL"
+    assert (response.status_code, response.json()) == (
         500,
-        {"error": SERVER_ERROR | {"message": reported}},
+        {"error": SERVER_ERROR | {"message": message}},
     )
     await healthy(client)
     assert (await client.post(SPEECH, json={"input": "one two"})).status_code == 200
@@ -112,35 +115,38 @@ async def test_a_full_queue_is_a_503_on_every_route(tmp_path):
                     (SPEECH, {"input": "one"}),
                     (SPEECH, {"input": "one", "stream": True}),
                 ):
-                    answer = await client.post(path, json=body)
-                    assert (answer.status_code, FULL in answer.text) == (503, True), path
-                answer = await client.post(TRANSCRIPTIONS, files=audio_file())
-                assert (answer.status_code, answer.json()) == (503, {"detail": FULL})
-                answer = await client.post(f"{SPEECH}/batch", json={"items": [{"input": "one"}]})
-                (item,) = answer.json()["results"]
+                    response = await client.post(path, json=body)
+                    assert (response.status_code, FULL in response.text) == (503, True), path
+                response = await client.post(TRANSCRIPTIONS, files=audio_file())
+                assert (response.status_code, response.json()) == (503, {"detail": FULL})
+                response = await client.post(f"{SPEECH}/batch", json={"items": [{"input": "one"}]})
+                (item,) = response.json()["results"]
                 assert (item["status"], item["error"]["message"]) == ("error", FULL)
-            await until(lambda: free(client))
+            await until(lambda: has_capacity(client))
 
 
-async def free(client):
+async def has_capacity(client):
     return (await client.post(CHAT, json=USER | {"max_tokens": 2})).status_code == 200
 
 
-async def test_an_id_that_is_taken_is_refused_and_then_free_again(replica, client):
+async def test_a_request_id_in_use_is_rejected_and_can_be_reused_later(replica, client):
     body = USER | {"request_id": "R", "max_tokens": 7000, "ignore_eos": True, "stream": True}
     async with dialled(replica, posted(CHAT, body)) as stream:
         await stream.receive_some()
-        answer = await client.post(CHAT, json=USER | {"request_id": "R"})
-        assert (answer.status_code, answer.json()) == (400, {"detail": "Request R already exists"})
+        response = await client.post(CHAT, json=USER | {"request_id": "R"})
+        assert (response.status_code, response.json()) == (
+            400,
+            {"detail": "Request R already exists"},
+        )
 
-    async def again():
+    async def id_is_free():
         fields = USER | {"request_id": "R", "max_tokens": 2}
         return (await client.post(CHAT, json=fields)).status_code == 200
 
-    await until(again)
+    await until(id_is_free)
 
 
-async def test_health_answers_while_a_long_prompt_is_read(replica, client):
+async def test_health_responds_while_a_long_prompt_is_parsed(replica, client):
     body = {"prompt": "a b c d " * 400, "max_tokens": 1}
     async with dialled(replica, posted("/v1/completions", body)):
         answered = 0
@@ -169,10 +175,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_a_hostile_request_is_the_callers_fault(replica, client, name):
-    answer = await client.post(CHAT, json=USER | HOSTILE[name])
-    assert answer.status_code in (400, 422)
-    assert len(answer.content) < 100_000
+async def test_a_hostile_request_is_a_client_error(replica, client, name):
+    response = await client.post(CHAT, json=USER | HOSTILE[name])
+    assert response.status_code in (400, 422)
+    assert len(response.content) < 100_000
     assert (await client.get("/health")).status_code == 200
 
 
@@ -189,54 +195,54 @@ async def test_a_hostile_request_is_the_callers_fault(replica, client, name):
     ],
     ids=["nothing", "cut", "NaN", "no UTF-8", "half a character", "deep", "deep objects"],
 )
-async def test_bytes_that_are_no_request_are_refused(replica, client, data):
+async def test_a_body_that_is_not_a_request_is_rejected(replica, client, data):
     assert (await client.post(CHAT, content=data)).status_code == 422
 
 
-async def test_a_body_of_a_hundred_megabytes_is_refused_before_it_is_read(replica, client):
+async def test_a_body_of_a_hundred_megabytes_is_rejected_before_it_is_read(replica, client):
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n"
     async with dialled(replica, head.encode() + b'{"a": "') as stream:
         assert b" 413 " in await stream.receive_some()
 
 
-async def test_a_body_that_grows_past_the_bound_is_refused(replica, client):
+async def test_a_chunked_body_over_the_limit_is_rejected(replica, client):
     piece = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     async with dialled(replica, head.encode()) as stream:
-        got = b""
+        received = b""
 
         async def receive():
-            nonlocal got
+            nonlocal received
             with suppress(trio.BrokenResourceError):
-                got = await stream.receive_some()
+                received = await stream.receive_some()
             nursery.cancel_scope.cancel()
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(receive)
-            # The answer may be lost: a server that does not read on can only reset.
+            # The response may be lost: a server that stops reading can only reset.
             with suppress(trio.BrokenResourceError):
                 while True:
                     await stream.send_all(piece)
             await trio.sleep_forever()
-    assert not got or b" 413 " in got
+    assert not received or b" 413 " in received
 
 
 @pytest.mark.parametrize(
     "path",
     ["/v1/audio/voices/..%2F..%2Fx", "/v1/audio/voices/.x", f"{SPEECH}/..%2F..%2Fetc%2Fpasswd"],
 )
-async def test_no_path_leads_out(replica, client, path):
+async def test_no_path_escapes_its_folder(replica, client, path):
     method = "GET" if path.startswith(SPEECH) else "DELETE"
     assert (await client.request(method, path)).status_code in (404, 405)
 
 
-async def test_a_form_of_a_thousand_parts_is_refused(replica, client):
+async def test_a_form_of_a_thousand_parts_is_rejected(replica, client):
     data = form({f"f{number}": "x" for number in range(1000)})
     async with dialled(replica, data) as stream:
         assert b" 413 " in await stream.receive_some()
 
 
-async def test_what_a_caller_spells_is_no_control_token(client):
+async def test_control_tokens_in_a_message_are_plain_text(client):
     async def tokens(content):
         fields = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
         return (await client.post(CHAT, json=fields)).json()["usage"]["prompt_tokens"]

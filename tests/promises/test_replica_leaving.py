@@ -1,4 +1,4 @@
-"""A client that leaves the replica ends what was made for it, on every route and in every phase."""
+"""A client that disconnects ends its request, on every route and in every phase."""
 
 import base64
 import json
@@ -73,18 +73,18 @@ async def dialled(replica, data):
         yield stream
 
 
-async def at_work(client):
-    async def holds():
+async def until_busy(client):
+    async def has_requests():
         states = (await client.get("/health")).json()["request_states"]
         return states.get("running") or states.get("pending")
 
-    await until(holds)
+    await until(has_requests)
 
 
-async def nothing_left(client, late=0):
-    """No request is known, the text stage's next step computes none, and no other stage does.
+async def assert_idle(client, late=0):
+    """Waits until no stage has a request.
 
-    `late`: of so many the server may hear only after it was asked whether it knows of any.
+    The server may receive up to `late` requests after it has reported that it has none.
     """
 
     async def forgotten():
@@ -97,11 +97,11 @@ async def nothing_left(client, late=0):
 
     for _ in range(late + 1):
         await until(forgotten)
-        # The stage answers this between two steps, after all that was sent to it before.
+        # The stage answers between two steps, after all messages that were sent to it before.
         (decode,) = [
-            each["data"]
-            for each in (await client.get("/model_info")).json()["results"]
-            if each["stage"] == "decode"
+            result["data"]
+            for result in (await client.get("/model_info")).json()["results"]
+            if result["stage"] == "decode"
         ]
         computed = decode["running_batch_size"], decode["waiting_queue_size"]
         if computed == (0, 0):
@@ -115,35 +115,35 @@ async def nothing_left(client, late=0):
 @pytest.mark.parametrize("name", WHOLE)
 async def test_a_disconnect_while_waiting_for_a_complete_response(replica, client, name):
     async with dialled(replica, WHOLE[name]):
-        await at_work(client)
-    await nothing_left(client)
+        await until_busy(client)
+    await assert_idle(client)
 
 
 @pytest.mark.parametrize("name", STREAMED)
 async def test_a_disconnect_while_reading_a_stream(replica, client, name):
     async with dialled(replica, STREAMED[name]) as stream:
-        got = b""
-        while len(got.partition(b"\r\n\r\n")[2]) < 50:
-            got += await stream.receive_some()
-        assert b" 200 " in got
-    await nothing_left(client)
+        received = b""
+        while len(received.partition(b"\r\n\r\n")[2]) < 50:
+            received += await stream.receive_some()
+        assert b" 200 " in received
+    await assert_idle(client)
 
 
 @pytest.mark.parametrize("cut", [0, 20, -1])
-async def test_a_disconnect_before_all_was_sent(replica, client, cut):
+async def test_a_disconnect_before_the_request_is_complete(replica, client, cut):
     async with dialled(replica, WHOLE["chat"][:cut]):
         pass
     async with dialled(replica, WHOLE["transcription"][:cut]):
         pass
-    await nothing_left(client, late=2)
+    await assert_idle(client, late=2)
 
 
 @pytest.mark.parametrize("name", ["chat", "transcription before its head"])
-async def test_a_disconnect_at_once(replica, client, name):
+async def test_a_disconnect_right_after_the_request(replica, client, name):
     for _ in range(5):
         async with dialled(replica, WHOLE[name]):
             pass
-    await nothing_left(client, late=5)
+    await assert_idle(client, late=5)
 
 
 async def test_a_disconnect_of_a_speech_session(replica, client):
@@ -154,12 +154,12 @@ async def test_a_disconnect_of_a_speech_session(replica, client):
         assert b" 101 " in await stream.receive_some()
         await stream.send_all(frame({"type": "session.config", "session": {}}))
         await stream.send_all(frame({"type": "input.text", "text": "One two. HELD. "}))
-        await at_work(client)
-    await nothing_left(client)
+        await until_busy(client)
+    await assert_idle(client)
 
 
 def frame(message):
-    """A text frame as a client sends it, masked with zeros."""
+    """Returns a client's text frame, masked with zeros."""
     data = json.dumps(message).encode()
     assert len(data) < 126
     return bytes([0x81, 0x80 | len(data), 0, 0, 0, 0]) + data

@@ -1,4 +1,4 @@
-"""The replica as a program: ready soon, an orderly end, and clear words where it cannot start."""
+"""The replica as a program: quick start, graceful shutdown, and clear errors if it cannot start."""
 
 import json
 import os
@@ -20,9 +20,9 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 
 @asynccontextmanager
-async def replica(*words, python=sys.executable):
+async def replica(*arguments, python=sys.executable):
     port = free_port()
-    argv = [python, "-m", "omni_proxy", "replica", "--port", str(port), *words]
+    argv = [python, "-m", "omni_proxy", "replica", "--port", str(port), *arguments]
     process = await trio.lowlevel.open_process(argv, stderr=subprocess.PIPE)
     try:
         async with httpx.AsyncClient(
@@ -36,28 +36,28 @@ async def replica(*words, python=sys.executable):
             await process.stderr.aclose()
 
 
-async def health_until(client, wanted):
-    """The states on the way there, each once; "refused" before it listens."""
-    seen = []
-    while not seen or seen[-1] != wanted:
+async def health_until(client, target):
+    """Returns the states until `target`, without repeats; "refused" before it listens."""
+    states = []
+    while not states or states[-1] != target:
         try:
             state = (await client.get("/health")).json()["status"]
         except httpx.TransportError:
             state = "refused"
-        if state not in seen:
-            seen.append(state)
+        if state not in states:
+            states.append(state)
         await trio.sleep(0.01)
-    return seen
+    return states
 
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
 
 
-async def test_it_listens_while_it_loads_answers_and_finishes_what_is_in_flight():
+async def test_a_replica_listens_while_it_loads_and_finishes_requests_at_shutdown():
     async with replica("--model", "tiny", "--max-in-flight", "1") as (process, client):
         assert await health_until(client, "healthy") == ["refused", "starting", "healthy"]
-        answer = await client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 8})
-        assert answer.json()["usage"]["completion_tokens"] == 8
+        response = await client.post("/v1/chat/completions", json=CHAT | {"max_tokens": 8})
+        assert response.json()["usage"]["completion_tokens"] == 8
         long = CHAT | {"max_tokens": 300, "stream": True}
         async with client.stream("POST", "/v1/chat/completions", json=long) as streamed:
             lines = streamed.aiter_lines()
@@ -74,14 +74,14 @@ async def test_it_listens_while_it_loads_answers_and_finishes_what_is_in_flight(
 
 @asynccontextmanager
 async def streaming(client):
-    """A chat without an end, read byte by byte; its head and first event have come."""
+    """Opens an endless chat and reads its head and first event."""
     body = json.dumps(CHAT | {"max_tokens": 8000, "stream": True}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
     async with await trio.open_tcp_stream("127.0.0.1", client.base_url.port) as stream:
         await stream.send_all(head.encode() + body)
-        got = b""
-        while b"data: " not in got:
-            got += await stream.receive_some()
+        received = b""
+        while b"data: " not in received:
+            received += await stream.receive_some()
         yield stream
 
 
@@ -93,9 +93,9 @@ async def until_refused(port):
             return
 
 
-async def test_a_second_signal_cuts():
-    words = ("--model", "tiny", "--drain-secs", "3600")
-    async with replica(*words, python=forking_interpreter()) as (process, client):
+async def test_a_second_signal_ends_the_drain():
+    arguments = ("--model", "tiny", "--drain-secs", "3600")
+    async with replica(*arguments, python=forking_interpreter()) as (process, client):
         await health_until(client, "healthy")
         async with streaming(client) as stream:
             process.send_signal(signal.SIGTERM)
@@ -116,16 +116,16 @@ terminal = true
 """
 
 
-async def test_a_stage_in_a_process_of_its_own_may_be_killed(tmp_path):
+async def test_a_killed_stage_process_fails_its_stream_and_is_restarted(tmp_path):
     (tmp_path / "p.toml").write_text(ENDLESS)
     async with replica("--pipeline", str(tmp_path / "p.toml")) as (process, client):
         await health_until(client, "healthy")
         async with streaming(client) as stream:
             (child,) = children_of(process.pid)
             os.kill(child, signal.SIGKILL)
-            got = b""
-            while b"SIGKILL" not in got:
-                got += await stream.receive_some()
+            received = b""
+            while b"SIGKILL" not in received:
+                received += await stream.receive_some()
             assert (await client.get("/health")).status_code == 503
         await health_until(client, "healthy")
         async with streaming(client):
@@ -133,15 +133,15 @@ async def test_a_stage_in_a_process_of_its_own_may_be_killed(tmp_path):
 
 
 def children_of(pid):
-    found = set()
+    children = set()
     for task in os.listdir(f"/proc/{pid}/task"):
         with open(f"/proc/{pid}/task/{task}/children") as file:
-            found |= set(map(int, file.read().split()))
-    return found
+            children |= set(map(int, file.read().split()))
+    return children
 
 
 @pytest.mark.parametrize(
-    ("text", "reported"),
+    ("pipeline", "message"),
     [
         ('name = "x"\n[[stages]]\nname = "a"\nfactroy = "a.b:c"\n', "unknown key; did you mean"),
         (
@@ -150,13 +150,13 @@ def children_of(pid):
         ),
     ],
 )
-async def test_what_keeps_it_from_starting_is_reported(tmp_path, text, reported):
-    (tmp_path / "p.toml").write_text(text)
-    words = ("--pipeline", str(tmp_path / "p.toml"))
-    async with replica(*words, python=forking_interpreter()) as (process, _):
-        output = b""
+async def test_an_error_in_the_pipeline_file_is_reported(tmp_path, pipeline, message):
+    (tmp_path / "p.toml").write_text(pipeline)
+    arguments = ("--pipeline", str(tmp_path / "p.toml"))
+    async with replica(*arguments, python=forking_interpreter()) as (process, _):
+        stderr = b""
         async for data in process.stderr:
-            output += data
-        assert reported in output.decode()
-        assert "Traceback" not in output.decode()
+            stderr += data
+        assert message in stderr.decode()
+        assert "Traceback" not in stderr.decode()
         assert await process.wait() in (1, 2)

@@ -1,4 +1,4 @@
-"""What a replica says of its routes holds: asked by schemathesis, of the real program."""
+"""Schemathesis checks the OpenAPI description of a replica against the running program."""
 
 import json
 import re
@@ -12,26 +12,26 @@ from tests.promises import replica_program
 from tests.promises.replica_program import PATIENCE_SECS, healthy, program
 
 CHECKS = "status_code_conformance,content_type_conformance,response_schema_conformance"
-# What waits for a trainer, or stops all others where it is asked to: groups, pauses, kept ones.
-LEFT_OUT = "group|prepare_|complete_|distributed|from_disk|/pause|/sleep|profile|transfer_engine"
+# Routes that wait for a trainer or stop other requests: groups, pauses, prepared updates.
+EXCLUDED = "group|prepare_|complete_|distributed|from_disk|/pause|/sleep|profile|transfer_engine"
 
 
-async def test_every_route_of_a_replica_answers_as_its_description_declares(tmp_path, monkeypatch):
-    # An answer without a bound of its own ends soon.
+async def test_every_route_of_a_replica_responds_as_its_description_declares(tmp_path, monkeypatch):
+    # Limits generations whose request has no limit.
     short = replica_program.PIPELINE.replace("threads = 1", "threads = 1, max_total_tokens = 256")
     monkeypatch.setattr(replica_program, "PIPELINE", short)
     with program(tmp_path) as running:
         async with running.client() as client:
             await healthy(client)
-            body = (await client.get("/openapi.json")).json()
-            described = tmp_path / "openapi.json"
-            described.write_text(json.dumps(body))
+            description = (await client.get("/openapi.json")).json()
+            path_of_description = tmp_path / "openapi.json"
+            path_of_description.write_text(json.dumps(description))
             command = [
-                sys.executable, "-m", "schemathesis.cli", "run", str(described),
+                sys.executable, "-m", "schemathesis.cli", "run", str(path_of_description),
                 "--url", running.url, "--checks", CHECKS, "--generation-deterministic",
                 "--phases", "fuzzing", "--max-examples", "8" if thorough() else "3", "--request-timeout", "20",
                 "--continue-on-failure", "--no-shrink", "--suppress-health-check", "all",
-                "--no-color", "--exclude-path-regex", LEFT_OUT,
+                "--no-color", "--exclude-path-regex", EXCLUDED,
             ]  # fmt: skip
             with trio.fail_after(PATIENCE_SECS):
                 done = await trio.run_process(
@@ -40,7 +40,7 @@ async def test_every_route_of_a_replica_answers_as_its_description_declares(tmp_
                 )  # fmt: skip
             output = done.stdout.decode()
             assert done.returncode == 0, output[-10000:]
-            paths = [path for path in body["paths"] if not re.search(LEFT_OUT, path)]
-            asked = int(re.search(r"Tested: (\d+)", output)[1])
-            assert asked == sum(len(body["paths"][path]) for path in paths) > 30
+            paths = [path for path in description["paths"] if not re.search(EXCLUDED, path)]
+            tested = int(re.search(r"Tested: (\d+)", output)[1])
+            assert tested == sum(len(description["paths"][path]) for path in paths) > 30
             assert (await client.get("/health")).status_code == 200

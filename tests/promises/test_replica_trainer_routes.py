@@ -1,4 +1,4 @@
-"""A trainer that speaks vLLM finds its calls at a replica, and they do what they say."""
+"""A replica implements vLLM's routes for trainers."""
 
 import json
 
@@ -24,15 +24,15 @@ def replica():
 
 
 @pytest.fixture(scope="module")
-def both():
+def sglang_replica():
     with started("--model", "tiny") as running:
         yield running
 
 
 @pytest.fixture
-async def ours(both):
+async def sglang_client(sglang_replica):
     with trio.fail_after(PATIENCE_SECS):
-        async with both.client() as client:
+        async with sglang_replica.client() as client:
             await healthy(client)
             yield client
 
@@ -51,9 +51,9 @@ def tokens(count, **more):
 
 
 async def generated(client, count=24):
-    answer = await client.post(GENERATE, json=tokens(count))
-    assert answer.status_code == 200, answer.text
-    return answer.json()["choices"][0]
+    response = await client.post(GENERATE, json=tokens(count))
+    assert response.status_code == 200, response.text
+    return response.json()["choices"][0]
 
 
 def versions_of(choice):
@@ -64,18 +64,18 @@ async def checksum(client):
     from omni_proxy.weight_sync.checksum import roll_up
 
     body = (await client.post("/weight_checker", json={"action": "checksum"})).json()
-    return roll_up({name.split(":")[-1]: found for name, found in body["checksums"].items()})
+    return roll_up({name.split(":")[-1]: value for name, value in body["checksums"].items()})
 
 
 async def version(client):
     return (await client.get("/weight_info")).json()["weight_version"]
 
 
-async def events(streamed):
-    async for line in streamed.aiter_lines():
+async def events(response):
+    async for line in response.aiter_lines():
         if line.startswith("data: "):
-            reported = line.removeprefix("data: ")
-            yield reported if reported == "[DONE]" else json.loads(reported)
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
 
 
 @pytest.mark.parametrize(
@@ -88,26 +88,24 @@ async def events(streamed):
     ],
     ids=str,
 )
-async def test_what_a_trainer_sends_is_what_the_replica_holds(client, trainer, replica, options):
+async def test_the_replica_has_the_weights_that_a_trainer_sends(client, trainer, replica, options):
     for seed in (1, 2):
         label = f"{options}-{seed}"
         done = await trainer.tell("transfer", url=replica.url, seed=seed, version=label, **options)
         assert done["why"] == "", done
         inits = [path for path, _ in done["calls"] if path == "/init_weight_transfer_engine"]
-        assert len(inits) == (seed == 1)  # one group for all
+        assert len(inits) == (seed == 1)  # all transfers share one group
         assert await checksum(client) == expected_checksum(seed)
         assert await version(client) == label
         assert (await client.get("/is_paused")).json() == {"is_paused": False}
 
 
-async def test_under_traffic_each_token_is_that_of_the_version_that_is_reported(
-    client, trainer, replica
-):
-    seen, ended = [], trio.Event()
+async def test_each_token_comes_from_the_weight_version_that_is_reported(client, trainer, replica):
+    choices, ended = [], trio.Event()
 
     async def ask():
         while not ended.is_set():
-            seen.append(await generated(client))
+            choices.append(await generated(client))
 
     async with trio.open_nursery() as nursery:
         for _ in range(4):
@@ -118,36 +116,40 @@ async def test_under_traffic_each_token_is_that_of_the_version_that_is_reported(
                 pause_mode="keep", chunks=3,
             )  # fmt: skip
             assert done["why"] == "", done
-            before = len(seen)
-            while not any(versions_of(each) == [f"t{number % 2}"] for each in seen[before:]):
+            before = len(choices)
+            while not any(versions_of(choice) == [f"t{number % 2}"] for choice in choices[before:]):
                 await trio.sleep(0.01)
         ended.set()
-    whole = {}
+    tokens_of_version = {}
     for seed, label in ((3, "t0"), (4, "t1")):
         done = await trainer.tell(
             "transfer", url=replica.url, seed=seed, version=label, pause_mode="keep", chunks=3
         )
         assert done["why"] == ""
-        whole[label] = (await generated(client))["token_ids"]
-    assert whole["t0"] != whole["t1"]
-    for each in seen:
-        spans = each["weight_versions"]
+        tokens_of_version[label] = (await generated(client))["token_ids"]
+    assert tokens_of_version["t0"] != tokens_of_version["t1"]
+    for choice in choices:
+        spans = choice["weight_versions"]
         assert [span["start"] for span in spans] == [0, *(span["end"] for span in spans[:-1])]
-        assert spans[-1]["end"] == len(each["token_ids"]) == 24
+        assert spans[-1]["end"] == len(choice["token_ids"]) == 24
         first = spans[0]
-        if first["version"] in whole:
-            assert each["token_ids"][: first["end"]] == whole[first["version"]][: first["end"]]
-    assert ["t0", "t1"] in map(versions_of, seen) or ["t1", "t0"] in map(versions_of, seen)
+        if first["version"] in tokens_of_version:
+            assert (
+                choice["token_ids"][: first["end"]]
+                == tokens_of_version[first["version"]][: first["end"]]
+            )
+    assert ["t0", "t1"] in map(versions_of, choices) or ["t1", "t0"] in map(versions_of, choices)
 
 
-async def test_a_trainer_that_dies_in_an_update_changes_nothing_and_the_next_one_succeeds(
+async def test_a_trainer_that_dies_changes_nothing_and_the_next_one_succeeds(
     client, trainers, trainer, replica
 ):
     await trainer.tell("transfer", url=replica.url, seed=5, version="five", pause_mode=None)
     dying = {"url": replica.url, "seed": 6, "version": "never", "chunks": 3, "dies": True}
     assert await trainers.one().tell("transfer", **dying) == {"gone": True}
     assert (await client.get("/is_paused")).json() == {"is_paused": True}
-    assert (await client.post("/start_weight_update")).status_code == 500  # one is open
+    # An update is open already.
+    assert (await client.post("/start_weight_update")).status_code == 500
     assert await checksum(client) == expected_checksum(5)
     assert await version(client) == "five"
     again = await trainers.one().tell(
@@ -157,57 +159,57 @@ async def test_a_trainer_that_dies_in_an_update_changes_nothing_and_the_next_one
     assert await checksum(client) == expected_checksum(6)
 
 
-async def test_a_trainer_of_bare_nccl_is_refused_at_once(client, trainers):
+async def test_a_trainer_with_a_bare_nccl_communicator_is_rejected_at_once(client, trainers):
     trainer = trainers.one()
     port = (await trainer.tell("bare_store", nccl=True))["port"]
     info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-    answer = await client.post("/init_weight_transfer_engine", json={"init_info": info})
+    response = await client.post("/init_weight_transfer_engine", json={"init_info": info})
     trainer.kill()
-    assert answer.status_code == 500
-    assert "a bare NCCL communicator" in answer.json()["error"]["message"]
+    assert response.status_code == 500
+    assert "a bare NCCL communicator" in response.json()["error"]["message"]
 
 
 async def test_keep_freezes_requests_and_resume_continues_them(client):
-    alone = await generated(client, 60)
+    uninterrupted = await generated(client, 60)
     async with client.stream("POST", GENERATE, json=tokens(60, stream=True)) as streamed:
-        coming = events(streamed)
-        first = await anext(coming)
+        stream_events = events(streamed)
+        first = await anext(stream_events)
         assert (await client.post("/pause?mode=keep")).json() == {"status": "paused"}
         assert (await client.get("/is_paused")).json() == {"is_paused": True}
         assert (await client.post("/resume")).json() == {"status": "resumed"}
-        rest = [event async for event in coming]
+        rest = [event async for event in stream_events]
     assert rest.pop() == "[DONE]"
     ids = [token for event in (first, *rest) for token in event["choices"][0]["token_ids"]]
-    assert ids == alone["token_ids"]
+    assert ids == uninterrupted["token_ids"]
 
 
 async def test_wait_finishes_running_requests_and_holds_new_ones(client):
-    reported = []
+    finished = []
 
     async def ask(name, count):
-        reported.append((name, (await generated(client, count))["finish_reason"]))
+        finished.append((name, (await generated(client, count))["finish_reason"]))
 
     async with trio.open_nursery() as nursery:
         async with client.stream("POST", GENERATE, json=tokens(80, stream=True)) as streamed:
-            coming = events(streamed)
-            await anext(coming)
+            stream_events = events(streamed)
+            await anext(stream_events)
             assert (await client.post("/pause?mode=wait")).status_code == 200
             nursery.start_soon(ask, "later", 4)
-            ends = [event async for event in coming][-2]["choices"][0]["finish_reason"]
-            assert ends == "length"
+            results = [event async for event in stream_events][-2]["choices"][0]["finish_reason"]
+            assert results == "length"
         while (await client.get("/load")).json() != {"server_load": 1}:
             await trio.sleep(0.01)
-        assert reported == []
+        assert finished == []
         await client.post("/resume")
-    assert reported == [("later", "length")]
+    assert finished == [("later", "length")]
 
 
-async def test_an_abort_ends_with_what_is_there_and_touches_nothing_else(client):
-    ends = {}
+async def test_an_abort_ends_one_request_with_its_tokens_so_far_and_no_other(client):
+    results = {}
 
     async def ask(name, count):
         body = tokens(count, request_id=name)
-        ends[name] = (await client.post(GENERATE, json=body)).json()["choices"][0]
+        results[name] = (await client.post(GENERATE, json=body)).json()["choices"][0]
 
     async with trio.open_nursery() as nursery:
         nursery.start_soon(ask, "one", 4000)
@@ -218,65 +220,67 @@ async def test_an_abort_ends_with_what_is_there_and_touches_nothing_else(client)
         assert (await client.post("/abort_requests", json=body)).json() == {
             "status": "aborted", "aborted": 1,
         }  # fmt: skip
-    assert ends["one"]["finish_reason"] == "abort"
-    assert len(ends["one"]["token_ids"]) < 4000
-    assert (ends["two"]["finish_reason"], len(ends["two"]["token_ids"])) == ("length", 200)
+    assert results["one"]["finish_reason"] == "abort"
+    assert len(results["one"]["token_ids"]) < 4000
+    assert (results["two"]["finish_reason"], len(results["two"]["token_ids"])) == ("length", 200)
 
 
-async def test_an_abort_by_pause_answers_everything_while_it_is_paused(client):
-    answers = []
+async def test_a_pause_with_abort_ends_all_requests_while_it_is_paused(client):
+    choices = []
 
     async def ask():
-        answers.append(await generated(client, 3000))
+        choices.append(await generated(client, 3000))
 
     async with trio.open_nursery() as nursery:
-        for _ in range(40):  # more than run at once
+        for _ in range(40):  # more than can run at the same time
             nursery.start_soon(ask)
         while (await client.get("/load")).json() != {"server_load": 40}:
             await trio.sleep(0.01)
         assert (await client.post("/pause")).json() == {"status": "paused"}
-    assert {each["finish_reason"] for each in answers} == {"abort"}
+    assert {choice["finish_reason"] for choice in choices} == {"abort"}
     assert (await client.get("/is_paused")).json() == {"is_paused": True}
     await client.post("/resume")
     assert (await generated(client, 3))["finish_reason"] == "length"
 
 
-async def test_sglangs_abort_takes_a_rid_a_prefix_and_all(ours):
-    ends = {}
+async def test_the_abort_route_of_sglang_takes_a_rid_or_a_prefix_or_all(sglang_client):
+    results = {}
 
     async def ask(rid):
         body = {
             "input_ids": [PROMPT], "rid": rid,
             "sampling_params": {"max_new_tokens": 4000, "temperature": 0, "ignore_eos": True},
         }  # fmt: skip
-        reported = (await ours.post("/generate", json=body)).json()[0]
-        ends[rid] = reported["meta_info"]["finish_reason"]["type"]
+        result = (await sglang_client.post("/generate", json=body)).json()[0]
+        results[rid] = result["meta_info"]["finish_reason"]["type"]
 
     async def until_live(count):
-        while (await ours.get("/health")).json()["pending_completions"] != count:
+        while (await sglang_client.get("/health")).json()["pending_completions"] != count:
             await trio.sleep(0.01)
 
     async with trio.open_nursery() as nursery:
         for rid in ("a::1", "a::2", "b::1", "c"):
             nursery.start_soon(ask, rid)
         await until_live(4)
-        assert (await ours.post("/abort_request", json={"rid": "c"})).status_code == 200
+        assert (await sglang_client.post("/abort_request", json={"rid": "c"})).status_code == 200
         await until_live(3)
-        while not ends:  # its answer is on its way
+        while not results:  # the response may not have arrived yet
             await trio.sleep(0.01)
-        assert ends == {"c": "abort"}
-        assert (await ours.post("/abort_request", json={"rid": "a"})).status_code == 200
-        assert (await ours.post("/abort_request", json={"rid": "a::", "prefix": True})).is_success
+        assert results == {"c": "abort"}
+        assert (await sglang_client.post("/abort_request", json={"rid": "a"})).status_code == 200
+        assert (
+            await sglang_client.post("/abort_request", json={"rid": "a::", "prefix": True})
+        ).is_success
         await until_live(1)
-        while len(ends) < 3:
+        while len(results) < 3:
             await trio.sleep(0.01)
-        assert ends == {"c": "abort", "a::1": "abort", "a::2": "abort"}
-        assert (await ours.post("/abort_request", json={"abort_all": True})).is_success
-    assert set(ends.values()) == {"abort"}
-    assert (await ours.post("/abort_request", json={})).status_code == 400
+        assert results == {"c": "abort", "a::1": "abort", "a::2": "abort"}
+        assert (await sglang_client.post("/abort_request", json={"abort_all": True})).is_success
+    assert set(results.values()) == {"abort"}
+    assert (await sglang_client.post("/abort_request", json={})).status_code == 400
 
 
-async def test_sleep_holds_requests_and_waking_lets_them_go(client):
+async def test_sleep_holds_requests_until_wake_up(client):
     asleep = await client.post("/sleep?level=1&mode=keep")
     assert asleep.json() == {"status": "sleeping", "level": 1}
     with trio.move_on_after(0.2) as held:
@@ -297,7 +301,7 @@ async def test_weights_are_reloaded_from_a_file_and_reset_at_random(client, tmp_
 
     file = tmp_path / "model.safetensors"
     named = dict(tiny.build(9).named_parameters())
-    save_file({name: each.detach().clone() for name, each in named.items()}, file)
+    save_file({name: tensor.detach().clone() for name, tensor in named.items()}, file)
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(file)}}
     assert (await client.post("/collective_rpc", json=reload)).json() == {"results": [None]}
     body = (await client.post("/weight_checker", json={"action": "checksum"})).json()
@@ -312,7 +316,7 @@ async def test_weights_are_reloaded_from_a_file_and_reset_at_random(client, tmp_
     assert alike == {"match": True, "mismatches": []}
 
 
-def test_sglangs_routes_are_not_there_where_only_vllms_are(replica):
+def test_a_replica_with_the_vllm_dialect_has_no_routes_of_sglang(replica):
     with httpx.Client(base_url=replica.url, verify=False) as client:
         for path in ("/model_info", "/server_info", "/pause_generation", "/generate"):
             assert client.get(path).status_code in (404, 405), path

@@ -1,4 +1,4 @@
-"""New weights for a serving fleet, a few workers at a time: nobody notices, and a failure is undone."""
+"""Rollouts update a serving fleet a few workers at a time; a failed rollout is rolled back."""
 
 import json
 from collections import defaultdict
@@ -26,9 +26,9 @@ def models():
 
 
 class Clients:
-    """They keep asking, every second one for a stream; what they got, by weight label.
+    """Clients that send requests in a loop, half of them for streams; keeps texts by weight label.
 
-    With a pause between their requests: without one they would only compete with the replicas.
+    They pause between requests, because they would compete with the replicas for CPU time.
     """
 
     def __init__(self, running, pause_secs=0.2):
@@ -38,15 +38,15 @@ class Clients:
         self.answers = 0
 
     @asynccontextmanager
-    async def asking(self, count=4):
-        self._over = trio.Event()
+    async def running(self, count=4):
+        self._stopped = trio.Event()
         async with trio.open_nursery() as nursery:
             for number in range(count):
                 nursery.start_soon(self._ask, bool(number % 2))
             await self.more(2 * count)
             yield self
             await self.more(2 * count)
-            self._over.set()
+            self._stopped.set()
 
     async def more(self, count=8):
         enough = self.answers + count
@@ -54,7 +54,7 @@ class Clients:
             await trio.sleep(0.01)
 
     async def _ask(self, streams):
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             try:
                 await (self._stream() if streams else self._whole())
             except httpx.HTTPError as error:
@@ -63,23 +63,23 @@ class Clients:
             await trio.sleep(self._pause_secs)
 
     async def _whole(self):
-        answer = await self._client.post("/v1/chat/completions", json=CHAT)
-        if answer.status_code == 200:
-            self._note(answer.headers, answer.json()["choices"][0]["message"]["content"])
+        response = await self._client.post("/v1/chat/completions", json=CHAT)
+        if response.status_code == 200:
+            self._note(response.headers, response.json()["choices"][0]["message"]["content"])
         else:
-            self.faults.append((answer.status_code, answer.text[:300]))
+            self.faults.append((response.status_code, response.text[:300]))
 
     async def _stream(self):
         body = {**CHAT, "stream": True}
-        async with self._client.stream("POST", "/v1/chat/completions", json=body) as answer:
-            if answer.status_code != 200:
-                self.faults.append((answer.status_code, (await answer.aread())[:300]))
+        async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                self.faults.append((response.status_code, (await response.aread())[:300]))
                 return
-            lines = [line async for line in answer.aiter_lines() if line.startswith("data:")]
+            lines = [line async for line in response.aiter_lines() if line.startswith("data:")]
         assert lines[-1] == "data: [DONE]"
         events = [json.loads(line.removeprefix("data:")) for line in lines[:-1]]
         deltas = [choice["delta"] for event in events for choice in event["choices"]]
-        self._note(answer.headers, "".join(delta.get("content") or "" for delta in deltas))
+        self._note(response.headers, "".join(delta.get("content") or "" for delta in deltas))
 
     def _note(self, headers, text):
         if "x-omni-weight-version-end" in headers:
@@ -87,32 +87,32 @@ class Clients:
         self.texts[headers["x-omni-weight-version"]].add(text)
 
 
-async def ended(running):
+async def until_ended(running):
     return await running.until(ROLLOUT, lambda body: body["state"] in ENDED)
 
 
-async def begin(running, **fields):
-    answer = await running.client.post(ROLLOUT, json=fields)
-    assert (answer.status_code, answer.headers["location"]) == (202, ROLLOUT), answer.text
-    return answer.json()["rollout"]
+async def start_rollout(running, **fields):
+    response = await running.client.post(ROLLOUT, json=fields)
+    assert (response.status_code, response.headers["location"]) == (202, ROLLOUT), response.text
+    return response.json()["rollout"]
 
 
-def states(reported):
-    return [row["state"] for row in reported["workers"]]
+def states(rollout):
+    return [row["state"] for row in rollout["workers"]]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-async def test_sixteen_clients_see_no_error_and_only_whole_versions(tmp_path, models, processes):
+async def test_sixteen_clients_get_no_error_and_no_mixed_versions(tmp_path, models, processes):
     file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
-    async with replicas(3) as three:
-        text = toml(three).replace("[server]\n", f"[server]\nprocesses = {processes}\n")
+    async with replicas(3) as fleet:
+        text = toml(fleet).replace("[server]\n", f"[server]\nprocesses = {processes}\n")
         file.write_text(text)
         async with program("--config", file) as running:
             await known(running, 3)
             clients = Clients(running, pause_secs=0.5)
-            async with clients.asking(CLIENTS):
-                await begin(running, model_path=new.path, weight_version="v2")
-                body = await ended(running)
+            async with clients.running(CLIENTS):
+                await start_rollout(running, model_path=new.path, weight_version="v2")
+                body = await until_ended(running)
             assert (body["state"], body["updated"]) == ("succeeded", 3), body
             assert clients.faults == []
             assert sorted(clients.texts) == ["default", "v2"]
@@ -125,23 +125,21 @@ async def test_sixteen_clients_see_no_error_and_only_whole_versions(tmp_path, mo
             assert json.dumps(sums).count(new.checksum) >= 3
 
 
-async def test_a_bad_checkpoint_stops_after_the_canary_and_everything_serves_the_old_one(
-    tmp_path, models
-):
+async def test_a_bad_checkpoint_stops_at_the_canary_and_the_old_version_stays(tmp_path, models):
     file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
     bad = tmp_path / "bad.safetensors"
     whole = (tmp_path / "new.safetensors").read_bytes()
     bad.write_bytes(whole[: len(whole) // 2])
-    async with replicas(3) as three:
-        file.write_text(toml(three))
+    async with replicas(3) as fleet:
+        file.write_text(toml(fleet))
         async with program("--config", file) as running:
             await known(running, 3)
             update = {"model_path": new.path, "weight_version": "v2"}
             assert (await running.client.post(UPDATE, json=update)).status_code == 200
             clients = Clients(running)
-            async with clients.asking():
-                await begin(running, model_path=str(bad), weight_version="v3")
-                body = await ended(running)
+            async with clients.running():
+                await start_rollout(running, model_path=str(bad), weight_version="v3")
+                body = await until_ended(running)
             assert (body["state"], states(body)) == ("failed", ["restored", "pending", "pending"])
             assert "is truncated" in body["cause"]
             assert (clients.faults, list(clients.texts)) == ([], ["v2"])
@@ -149,11 +147,11 @@ async def test_a_bad_checkpoint_stops_after_the_canary_and_everything_serves_the
 
 
 @pytest.mark.parametrize(("former", "epoch"), [("v2", 1), ("default", 0)])
-async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models, former, epoch):
+async def test_a_failure_after_the_canary_rolls_the_canary_back(tmp_path, models, former, epoch):
     file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
     newer = tmp_path / "newer.safetensors"
-    async with replicas(3) as three:
-        file.write_text(toml(three))
+    async with replicas(3) as fleet:
+        file.write_text(toml(fleet))
         async with program("--config", file) as running:
             await known(running, 3)
             if former != "default":
@@ -161,8 +159,8 @@ async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models
                 assert (await running.client.post(UPDATE, json=update)).status_code == 200
             save_tiny(9, newer)
             clients = Clients(running)
-            async with clients.asking():
-                await begin(
+            async with clients.running():
+                await start_rollout(
                     running, model_path=str(newer), weight_version="v3", pause_after_canary=True
                 )
                 await running.until(ROLLOUT, lambda body: body["state"] == "paused")
@@ -170,7 +168,7 @@ async def test_a_failure_after_the_canary_takes_the_canary_back(tmp_path, models
                 newer.unlink()
                 resumed = await running.client.post(f"{ROLLOUT}/resume")
                 assert resumed.status_code == 200
-                body = await ended(running)
+                body = await until_ended(running)
             assert (body["state"], states(body)) == ("failed", ["restored", "restored", "pending"])
             assert clients.faults == []
             assert sorted(clients.texts) == sorted([former, "v3"])
@@ -187,10 +185,10 @@ async def test_a_replica_restarted_afterwards_never_serves_its_first_weights(tmp
         file.write_text(toml([survivor, late]))
         async with program("--config", file) as running:
             await known(running, 2)
-            await begin(running, model_path=new.path, weight_version="v2")
-            assert (await ended(running))["state"] == "succeeded"
+            await start_rollout(running, model_path=new.path, weight_version="v2")
+            assert (await until_ended(running))["state"] == "succeeded"
             clients = Clients(running)
-            async with clients.asking(4):
+            async with clients.running(4):
                 await late.kill()
                 await running.until(
                     "/workers", lambda body: record(body, late)["weight_version"] is None
@@ -203,7 +201,7 @@ async def test_a_replica_restarted_afterwards_never_serves_its_first_weights(tmp
             assert len(clients.texts["v2"]) == 1
 
 
-async def test_engines_of_both_dialects_are_updated_and_taken_back(tmp_path, models):
+async def test_engines_of_both_dialects_are_updated_and_rolled_back(tmp_path, models):
     file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
     newer = tmp_path / "newer.safetensors"
     save_tiny(9, newer)
@@ -215,10 +213,10 @@ async def test_engines_of_both_dialects_are_updated_and_taken_back(tmp_path, mod
         async with program("--config", file) as running:
             await known(running, 2)
             clients = Clients(running)
-            async with clients.asking(4):
-                await begin(running, model_path=new.path, weight_version="v2")
-                assert (await ended(running))["state"] == "succeeded"
-                await begin(
+            async with clients.running(4):
+                await start_rollout(running, model_path=new.path, weight_version="v2")
+                assert (await until_ended(running))["state"] == "succeeded"
+                await start_rollout(
                     running, model_path=str(newer), weight_version="v3", pause_after_canary=True
                 )
                 await running.until(ROLLOUT, lambda body: body["state"] == "paused")
@@ -226,7 +224,7 @@ async def test_engines_of_both_dialects_are_updated_and_taken_back(tmp_path, mod
                     await trio.sleep(0.01)
                 newer.unlink()
                 await running.client.post(f"{ROLLOUT}/resume")
-                body = await ended(running)
+                body = await until_ended(running)
             assert (body["state"], states(body)) == ("failed", ["restored", "restored"]), body
             assert clients.faults == []
             assert sorted(clients.texts) == ["default", "v2", "v3"]
@@ -244,29 +242,33 @@ def save_tiny(seed, path):
     save_file({n: t.detach().clone() for n, t in tiny.build(seed).named_parameters()}, path)
 
 
-async def kill_at(running, moment):
-    """Resume the rollout, and kill the proxy when it says that a worker is at this step."""
+async def kill_at(running, step):
+    """Resumes the rollout, and kills the proxy when a worker is reported at this step."""
     async with running.client.stream("GET", f"{ROLLOUT}?follow=1") as events:
         await running.client.post(f"{ROLLOUT}/resume")
         with suppress(httpx.HTTPError):
             async for line in events.aiter_lines():
-                if f'"step":"{moment}"' in line:
+                if f'"step":"{step}"' in line:
                     running.process.kill()
-    running.process.kill()  # where it was too quick
+    running.process.kill()  # if the rollout ended before
     await running.process.wait()
 
 
-@pytest.mark.parametrize("moment", ["draining", "loading", "warming"])
-async def test_killed_in_the_middle_it_ends_whole_after_the_restart(tmp_path, models, moment):
-    """Which step it really dies in is a matter of luck: each must end well."""
+@pytest.mark.parametrize("step", ["draining", "loading", "warming"])
+async def test_a_rollout_whose_proxy_is_killed_is_completed_after_the_restart(
+    tmp_path, models, step
+):
+    """The step in which the proxy dies depends on timing; every step must be recoverable."""
     file, new = tmp_path / "proxy.toml", weights_in(tmp_path)
-    async with replicas(3) as three:
-        file.write_text(toml(three))
+    async with replicas(3) as fleet:
+        file.write_text(toml(fleet))
         async with program("--config", file) as running:
             await known(running, 3)
-            await begin(running, model_path=new.path, weight_version="v2", pause_after_canary=True)
+            await start_rollout(
+                running, model_path=new.path, weight_version="v2", pause_after_canary=True
+            )
             await running.until(ROLLOUT, lambda body: body["state"] == "paused")
-            await kill_at(running, moment)
+            await kill_at(running, step)
         async with program("--config", file) as running:
             await running.until(
                 "/weights",
@@ -278,55 +280,57 @@ async def test_killed_in_the_middle_it_ends_whole_after_the_restart(tmp_path, mo
             body = await running.until(ROLLOUT, lambda body: body["state"] in (*ENDED, "none"))
             assert body["state"] in ("succeeded", "none"), body
             clients = Clients(running)
-            async with clients.asking(3):
+            async with clients.running(3):
                 pass
             assert (clients.faults, list(clients.texts)) == ([], ["v2"])
             assert len(clients.texts["v2"]) == 1
         assert not (tmp_path / "proxy.weights" / "journal.json").exists()
 
 
-async def test_after_a_kill_the_worker_in_question_stays_out_until_it_is_done_again(tmp_path):
+async def test_after_a_kill_the_uncertain_worker_gets_no_requests_until_updated(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as (first, second):
         second.wait_at(UPDATE)
         file.write_text(engines_toml([first, second]))
         async with program("--config", file) as running:
             await running.until_routable(first, second)
-            rollout = await begin(running, model_path="/m", weight_version="v2")
+            rollout = await start_rollout(running, model_path="/m", weight_version="v2")
             await second.asked[UPDATE].wait()
             running.process.kill()
             await running.process.wait()
         second.asked[UPDATE] = trio.Event()
         async with program("--config", file) as running:
             with trio.fail_after(60):
-                await second.asked[UPDATE].wait()  # it is done again
+                await second.asked[UPDATE].wait()  # the update is repeated
             body = await running.until("/workers", lambda body: body["routable_workers"] == 1)
             assert "uncertain" in record(body, second)["held_by"]
             weights = await running.get_json("/weights")
             assert f"rollout {rollout['id'][:8]} to 'v2'" in weights["uncertain"][second.url]
             assert weights["rollout"]["id"] == rollout["id"]
             assert states(weights["rollout"]) == ["updated", "updating"]
-            answer = await running.ask()
-            assert answer.headers["x-omni-weight-version"] == "v2"
+            response = await running.ask()
+            assert response.headers["x-omni-weight-version"] == "v2"
             second.gates[UPDATE].set()
-            body = await ended(running)
+            body = await until_ended(running)
             assert (body["state"], body["updated"]) == ("succeeded", 2)
             await running.until_routable(first, second)
             assert (await running.get_json("/weights"))["uncertain"] == {}
 
 
-async def test_the_events_of_a_rollout_begin_with_its_plan_and_end_with_its_end(tmp_path):
+async def test_the_events_of_a_rollout_show_its_state_from_running_to_succeeded(tmp_path):
     file = tmp_path / "proxy.toml"
-    async with engines(2) as both:
-        file.write_text(engines_toml(both))
+    async with engines(2) as workers:
+        file.write_text(engines_toml(workers))
         async with program("--config", file) as running:
-            await running.until_routable(*both)
+            await running.until_routable(*workers)
             body = {"model_path": "/m", "weight_version": "v2"}
             headers = {"accept": "text/event-stream"}
-            async with running.client.stream("POST", ROLLOUT, json=body, headers=headers) as answer:
-                assert answer.status_code == 200
-                assert answer.headers["content-type"] == "text/event-stream"
-                lines = [line async for line in answer.aiter_lines() if line.startswith("data:")]
+            async with running.client.stream(
+                "POST", ROLLOUT, json=body, headers=headers
+            ) as response:
+                assert response.status_code == 200
+                assert response.headers["content-type"] == "text/event-stream"
+                lines = [line async for line in response.aiter_lines() if line.startswith("data:")]
             events = [json.loads(line.removeprefix("data:")) for line in lines]
             assert (events[0]["state"], events[-1]["state"]) == ("running", "succeeded")
             assert [event["updated"] for event in events] == sorted(e["updated"] for e in events)
@@ -358,11 +362,11 @@ async def test_a_bad_body_gets_a_clear_error_and_changes_nothing(tmp_path):
         async with program("--config", file) as running:
             await running.until_routable(one)
             for body, status, code, message in BAD:
-                answer = await running.client.post(ROLLOUT, content=body)
-                reported = answer.json()
-                assert (answer.status_code, reported["error"]["code"], reported["success"]) == (
+                response = await running.client.post(ROLLOUT, content=body)
+                result = response.json()
+                assert (response.status_code, result["error"]["code"], result["success"]) == (
                     status, code, False,
                 ), body  # fmt: skip
-                assert message in reported["message"], body
+                assert message in result["message"], body
                 assert one.paths(UPDATE) == [], body
                 assert (await running.get_json(ROLLOUT))["state"] == "none", body

@@ -13,7 +13,7 @@ FORM = (
     b'--b\r\ncontent-disposition: form-data; name="file"; filename="a.wav"\r\n\r\nRIFF\r\n'
     b'--b\r\ncontent-disposition: form-data; name="model"\r\n\r\nm\r\n--b--\r\n'
 )
-FORM_KIND = "content-type: multipart/form-data; boundary=b"
+FORM_TYPE = "content-type: multipart/form-data; boundary=b"
 GET = b"GET %b HTTP/1.1\r\nhost: proxy\r\n\r\n"
 REQUESTS = {
     "chat": (post(CHAT), {"chat"}),
@@ -40,12 +40,12 @@ REQUESTS = {
     "speech": (post(b'{"input": "a"}', path="/v1/audio/speech"), {"speech"}),
     "speech batch": (post(b'{"items": []}', path="/v1/audio/speech/batch"), {"speech"}),
     "transcription": (
-        post(FORM, path="/v1/audio/transcriptions", kind=FORM_KIND), {"audio_input"},
+        post(FORM, path="/v1/audio/transcriptions", kind=FORM_TYPE), {"audio_input"},
     ),
-    "translation": (post(FORM, path="/v1/audio/translations", kind=FORM_KIND), {"audio_input"}),
+    "translation": (post(FORM, path="/v1/audio/translations", kind=FORM_TYPE), {"audio_input"}),
     "voices": (GET % b"/v1/audio/voices", {"speech", "audio_input"}),
     "voice upload": (
-        post(FORM, path="/v1/audio/voices", kind=FORM_KIND), {"speech", "audio_input"},
+        post(FORM, path="/v1/audio/voices", kind=FORM_TYPE), {"speech", "audio_input"},
     ),
     "voice deletion": (
         post(b"", path="/v1/audio/voices/bob", method="DELETE"), {"speech", "audio_input"},
@@ -61,12 +61,12 @@ def entry(url, capabilities, more=""):
 
 @pytest.fixture
 async def pair():
-    async with fake_workers(*[answering(counted(b"{}"))] * 2) as made:
-        yield made
+    async with fake_workers(*[answering(counted(b"{}"))] * 2) as fleet:
+        yield fleet
 
 
 @pytest.mark.parametrize("name", REQUESTS)
-async def test_each_route_reaches_a_worker_that_can_do_it(name, pair):
+async def test_each_route_reaches_a_worker_with_its_capabilities(name, pair):
     request, needs = REQUESTS[name]
     able, other = pair
     for lacking in sorted(needs):
@@ -75,9 +75,9 @@ async def test_each_route_reaches_a_worker_that_can_do_it(name, pair):
         async with run_dataplane(config=config) as opened, opened.client() as client:
             for _ in range(2):
                 await client.send(request)
-                answer = await client.answer()
-                assert answer.status == 200
-                assert answer.one("x-sglang-omni-worker") == opened.fleet.workers[1].id
+                response = await client.answer()
+                assert response.status == 200
+                assert response.one("x-sglang-omni-worker") == opened.fleet.workers[1].id
         assert len(able.requests) == 2
         assert able.requests[0][0] == request.decode("latin-1").partition("\r\n")[0]
     assert other.requests == []
@@ -86,13 +86,13 @@ async def test_each_route_reaches_a_worker_that_can_do_it(name, pair):
 async def test_a_speech_outcome_is_requested_from_the_named_worker(pair):
     async with run_dataplane(*pair) as opened, opened.client() as client:
         for worker in (*opened.fleet.workers, *opened.fleet.workers):
-            named = f"x-sglang-omni-route-worker: {worker.id}"
-            await client.send(post(b"", named, path="/v1/audio/speech/r-1", method="GET"))
-            answer = await client.answer("GET")
-            assert answer.one("x-sglang-omni-worker") == worker.id
+            header = f"x-sglang-omni-route-worker: {worker.id}"
+            await client.send(post(b"", header, path="/v1/audio/speech/r-1", method="GET"))
+            response = await client.answer("GET")
+            assert response.one("x-sglang-omni-worker") == worker.id
         await client.send(GET % b"/v1/audio/speech/r-1")
         assert (await client.answer("GET")).status == 400
-        await client.send(post(b"", named[:-1], path="/v1/audio/speech/r-1", method="GET"))
+        await client.send(post(b"", header[:-1], path="/v1/audio/speech/r-1", method="GET"))
         assert (await client.answer("GET")).status == 404
 
 
@@ -106,12 +106,12 @@ async def test_a_speech_outcome_is_requested_from_the_named_worker(pair):
         ("POST", "/v1/audio/speech/r-1", "GET"),
     ],
 )
-async def test_a_wrong_method_is_405_and_names_the_right_ones(pair, method, path, allowed):
+async def test_a_wrong_method_gets_405_with_an_allow_header(pair, method, path, allowed):
     async with run_dataplane(*pair) as opened, opened.client() as client:
         await client.send(f"{method} {path} HTTP/1.1\r\nhost: proxy\r\n\r\n".encode(), post())
-        answer = await client.answer(method)
-        assert (answer.status, answer.one("allow")) == (405, allowed)
-        body = json.loads(answer.body)
+        response = await client.answer(method)
+        assert (response.status, response.one("allow")) == (405, allowed)
+        body = json.loads(response.body)
         assert body["detail"] == "Method Not Allowed"
         assert body["error"]["code"] == "method_not_allowed"
         assert (await client.answer()).status == 200
@@ -121,26 +121,26 @@ async def test_a_wrong_method_is_405_and_names_the_right_ones(pair, method, path
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b'"text"', b"no json", b'{"messages": [],}', b"\xff\xfe\xfd"]
 )
-async def test_a_body_that_is_no_json_object_never_reaches_a_worker(pair, body):
+async def test_a_body_that_is_not_a_json_object_never_reaches_a_worker(pair, body):
     path = "/v1/audio/speech" if not body else "/v1/chat/completions"
     async with run_dataplane(*pair) as opened, opened.client() as client:
         await client.send(post(body, path=path))
-        answer = await client.answer()
+        response = await client.answer()
         if body:
-            assert answer.status == 400
-            assert json.loads(answer.body)["error"]["type"] == "invalid_request_error"
+            assert response.status == 400
+            assert json.loads(response.body)["error"]["type"] == "invalid_request_error"
     assert not body or not any(worker.requests for worker in pair)
 
 
-async def reason(config, request):
+async def error_code(config, request):
     async with run_dataplane(config=config) as opened, opened.client() as client:
         await client.send(request)
-        answer = await client.answer()
-        assert (answer.status, answer.one("x-sglang-omni-worker")) == (503, None)
-        error = json.loads(answer.body)["error"]
+        response = await client.answer()
+        assert (response.status, response.one("x-sglang-omni-worker")) == (503, None)
+        error = json.loads(response.body)["error"]
         assert error["message"].startswith("no eligible upstream: ")
         assert error["type"] == "server_error"
-        assert answer.one("retry-after") == "1"
+        assert response.one("retry-after") == "1"
         return error["code"]
 
 
@@ -153,28 +153,28 @@ async def test_without_an_eligible_worker_the_error_has_the_reason(pair):
         "model_not_found": (entry(url, {"chat"}, 'model = "other"'), for_m),
         "all_disabled": (entry(url, {"chat"}, "disabled = true"), post()),
     }
-    assert {code: await reason(*case) for code, case in cases.items()} == {c: c for c in cases}
+    assert {code: await error_code(*case) for code, case in cases.items()} == {c: c for c in cases}
     assert pair[0].requests == []
 
 
-async def test_an_unhealthy_fleet_is_a_503(pair):
+async def test_an_unhealthy_fleet_gets_503(pair):
     config = "[health]\nsuccess_threshold = 1\nfailure_threshold = 1\n"
     async with run_dataplane(*pair, config=config) as opened, opened.client() as client:
         for worker in opened.fleet.workers:
             opened.fleet.mark_dead(worker, worker.registered_at)
         await client.send(post())
-        answer = await client.answer()
-        error = json.loads(answer.body)["error"]
-        assert (answer.status, error["code"]) == (503, "none_healthy")
+        response = await client.answer()
+        error = json.loads(response.body)["error"]
+        assert (response.status, error["code"]) == (503, "none_healthy")
         assert "dead" in error["message"]
 
 
 async def test_full_workers_and_a_full_fleet_have_distinct_errors():
-    asked, may = trio.Event(), trio.Event()
+    received, released = trio.Event(), trio.Event()
 
     async def script(call):
-        asked.set()
-        await may.wait()
+        received.set()
+        await released.wait()
         await call.send(counted(b"{}"))
 
     async with fake_workers(script) as (worker,):
@@ -182,16 +182,16 @@ async def test_full_workers_and_a_full_fleet_have_distinct_errors():
             (entry(worker.url, {"chat"}, "max_inflight = 1"), "all_full"),
             (f"[server]\nmax_inflight = 1\n{entry(worker.url, {'chat'})}", 503),
         ):
-            asked, may = trio.Event(), trio.Event()
+            received, released = trio.Event(), trio.Event()
             async with run_dataplane(config=config) as opened, opened.client() as client:
                 await client.send(post())
-                await asked.wait()
+                await received.wait()
                 async with opened.client() as other:
                     await other.send(post())
-                    answer = await other.answer()
-                    assert (answer.status, answer.one("retry-after")) == (503, "1")
-                    assert json.loads(answer.body)["error"]["code"] == code
-                may.set()
+                    response = await other.answer()
+                    assert (response.status, response.one("retry-after")) == (503, "1")
+                    assert json.loads(response.body)["error"]["code"] == code
+                released.set()
                 assert (await client.answer()).status == 200
                 await client.send(post())
                 assert (await client.answer()).status == 200
@@ -200,9 +200,9 @@ async def test_full_workers_and_a_full_fleet_have_distinct_errors():
 async def test_without_the_admin_api_control_routes_are_503_and_models_work(pair):
     async with run_dataplane(*pair) as opened, opened.client() as client:
         await client.send(GET % b"/health", post())
-        answer = await client.answer("GET")
-        assert answer.status == 503
-        assert json.loads(answer.body)["error"]["code"] == "front_unavailable"
+        response = await client.answer("GET")
+        assert response.status == 503
+        assert json.loads(response.body)["error"]["code"] == "front_unavailable"
         assert (await client.answer()).status == 200
 
 
@@ -219,18 +219,18 @@ async def test_an_unknown_path_is_a_json_404_and_reaches_no_worker(tmp_path, pai
         ):  # fmt: skip
             async with client_of(running.client.base_url.netloc.decode()) as client:
                 await client.send(post(CHAT, path=path, method=method))
-                answer = await client.answer(method)
-                assert answer.status in (404, 405), path
-                assert answer.one("content-type") == "application/json", path
-                body = json.loads(answer.body)
-                assert body["detail"] == ("Not Found" if answer.status == 404 else body["detail"])
+                response = await client.answer(method)
+                assert response.status in (404, 405), path
+                assert response.one("content-type") == "application/json", path
+                body = json.loads(response.body)
+                assert body["detail"] == ("Not Found" if response.status == 404 else body["detail"])
                 assert body["error"]["code"] in ("not_found", "method_not_allowed")
-        wrong = await running.client.delete("/health")
-        assert wrong.status_code == 405
-        assert "GET" in wrong.headers["allow"]
+        rejected = await running.client.delete("/health")
+        assert rejected.status_code == 405
+        assert "GET" in rejected.headers["allow"]
         assert (await running.client.head("/live")).content == b""
         assert (await running.ask()).status_code == 200
-    # Beside what the program itself asks a worker that has come up.
-    own = {"GET /model_info HTTP/1.1", "GET /server_info?config_format=json HTTP/1.1"}
-    asked = [line for worker in pair for line, _ in worker.requests if line not in own]
-    assert asked == ["POST /v1/chat/completions HTTP/1.1"]
+    # Without the proxy's own requests to a worker that has become healthy.
+    from_proxy = {"GET /model_info HTTP/1.1", "GET /server_info?config_format=json HTTP/1.1"}
+    forwarded = [line for worker in pair for line, _ in worker.requests if line not in from_proxy]
+    assert forwarded == ["POST /v1/chat/completions HTTP/1.1"]

@@ -1,4 +1,4 @@
-"""Several data-plane processes keep one account: of what is in flight, of holds, sessions and trials."""
+"""Data-plane processes share in-flight counts, limits, sessions and half-open trials."""
 
 import os
 import signal
@@ -26,25 +26,25 @@ from tests.promises.processes_fixture import (
 async def test_no_request_reaches_a_worker_after_it_was_disabled(tmp_path):
     async with run_processes(tmp_path, "a", "b") as running, trio.open_nursery() as nursery:
         a, _ = running.fleet
-        tally, stop = [0], trio.Event()
+        completed, stop = [0], trio.Event()
         for _ in range(6):
-            nursery.start_soon(send_requests, running, tally, stop)
+            nursery.start_soon(send_requests, running, completed, stop)
         for _ in range(3):
             while a.requests < 5:
                 await trio.sleep(0.01)
             worker_id = record(await running.get_json("/workers"), a)["id"]
-            answer = await running.client.put(f"/workers/{worker_id}", json={"disabled": True})
-            assert answer.status_code == 200
+            response = await running.client.put(f"/workers/{worker_id}", json={"disabled": True})
+            assert response.status_code == 200
             await running.until("/workers", lambda t: not record(t, a)["in_flight"])
-            a.requests, before = 0, tally[0]
-            while tally[0] < before + 60:
+            a.requests, before = 0, completed[0]
+            while completed[0] < before + 60:
                 await trio.sleep(0.01)
             assert a.requests == 0
             await running.client.put(f"/workers/{worker_id}", json={"disabled": False})
         stop.set()
 
 
-async def test_a_change_is_answered_after_the_slowest_process_has_applied_it(
+async def test_a_change_responds_after_the_slowest_process_has_applied_it(
     tmp_path, own_interpreters
 ):
     sock = tmp_path / "admin.sock"
@@ -57,21 +57,21 @@ async def test_a_change_is_answered_after_the_slowest_process_has_applied_it(
             running.client = httpx.AsyncClient(transport=transport, base_url="http://control")
             body = await running.until("/status", serving)
             worker_id = (await running.until_routable(*fleet))["workers"][0]["id"]
-            slow = body["data_plane"]["processes"][1]["pid"]
-            answers = []
+            slow_pid = body["data_plane"]["processes"][1]["pid"]
+            responses = []
 
             async def disable() -> None:
                 switch = {"disabled": True}
-                answers.append(await running.client.put(f"/workers/{worker_id}", json=switch))
+                responses.append(await running.client.put(f"/workers/{worker_id}", json=switch))
 
-            os.kill(slow, signal.SIGSTOP)
+            os.kill(slow_pid, signal.SIGSTOP)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(disable)
                 await running.until("/workers", lambda body: body["workers"][0]["disabled"])
                 await trio.sleep(0.2)
-                assert answers == []
-                os.kill(slow, signal.SIGCONT)
-            assert answers[0].status_code == 200
+                assert responses == []
+                os.kill(slow_pid, signal.SIGCONT)
+            assert responses[0].status_code == 200
 
 
 async def test_least_request_counts_in_flight_requests_of_all_processes(tmp_path):
@@ -84,37 +84,37 @@ async def test_least_request_counts_in_flight_requests_of_all_processes(tmp_path
         open_gates(running)
 
 
-async def test_limits_hold_over_all_processes_and_room_admits_waiters(tmp_path):
+async def test_limits_hold_over_all_processes_and_queued_requests_follow(tmp_path):
     more = "max_inflight = 4\nqueue_size = 8\nqueue_timeout_secs = 30"
     async with run_processes(tmp_path, "a", more=more) as running, held_streams(running, 4):
-        async with client_of(address(running)) as late, client_of(address(running)) as later:
-            await late.send(post())
-            await later.send(post())
+        async with client_of(address(running)) as first, client_of(address(running)) as second:
+            await first.send(post())
+            await second.send(post())
             body = await running.until("/health", lambda t: t["admission"]["waiting"] == 2)
             assert body["admission"]["inflight"] == 4
             open_gates(running)
-            assert (await late.answer()).status == 200
-            assert (await later.answer()).status == 200
+            assert (await first.answer()).status == 200
+            assert (await second.answer()).status == 200
         assert (await running.get_json("/health"))["admission"]["peak_inflight"] == 4
 
 
 async def test_a_session_has_the_same_worker_in_every_process(tmp_path):
     more = "[routing]\npolicy = 'random'\nsticky_sessions = true"
     async with run_processes(tmp_path, "a", "b", "c", more=more) as running:
-        homes: dict[str, set[bytes]] = {}
+        bodies_of: dict[str, set[bytes]] = {}
         for _ in range(8):
             for key in ("me", "you", "them"):
                 async with client_of(address(running)) as client:
                     await client.send(post(CHAT, f"x-session-id: {key}"))
-                    homes.setdefault(key, set()).add((await client.answer()).body)
-        assert [len(bodies) for bodies in homes.values()] == [1, 1, 1]
+                    bodies_of.setdefault(key, set()).add((await client.answer()).body)
+        assert [len(bodies) for bodies in bodies_of.values()] == [1, 1, 1]
         await running.until(
             "/status", lambda body: all(row["accepted"] for row in body["data_plane"]["processes"])
         )
 
 
-class Crowd:
-    """A worker that answers after a breath, and knows how many it had at a time at most."""
+class ConcurrencyRecorder:
+    """A worker that records its greatest number of concurrent requests."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -128,11 +128,11 @@ class Crowd:
         await call.send(counted(b"{}"))
 
 
-@pytest.mark.parametrize("bound", ["worker", "fleet"])
-async def test_no_limit_is_exceeded_when_all_processes_pick_at_once(tmp_path, bound):
-    crowd, file = Crowd(), tmp_path / "proxy.toml"
-    at_worker = "max_inflight = 2\n" if bound == "worker" else ""
-    at_fleet = "max_inflight = 2\n" if bound == "fleet" else ""
+@pytest.mark.parametrize("limited", ["worker", "fleet"])
+async def test_no_limit_is_exceeded_when_all_processes_pick_at_once(tmp_path, limited):
+    recorder, file = ConcurrencyRecorder(), tmp_path / "proxy.toml"
+    worker_limit = "max_inflight = 2\n" if limited == "worker" else ""
+    fleet_limit = "max_inflight = 2\n" if limited == "fleet" else ""
     statuses = Counter()
 
     async def ask(running) -> None:
@@ -141,9 +141,9 @@ async def test_no_limit_is_exceeded_when_all_processes_pick_at_once(tmp_path, bo
                 await client.send(post())
                 statuses[(await client.answer()).status] += 1
 
-    async with fake_workers(crowd) as fleet:
-        server = f"processes = 3\nqueue_size = 50\n{at_fleet}"
-        put(file, f"{toml([], more=server)}[[workers]]\nurl = '{fleet[0].url}'\n{at_worker}")
+    async with fake_workers(recorder) as fleet:
+        server = f"processes = 3\nqueue_size = 50\n{fleet_limit}"
+        put(file, f"{toml([], more=server)}[[workers]]\nurl = '{fleet[0].url}'\n{worker_limit}")
         async with program("--config", file) as running:
             await running.until_routable(*fleet)
             await running.until("/status", lambda body: serving(body, 3))
@@ -151,29 +151,29 @@ async def test_no_limit_is_exceeded_when_all_processes_pick_at_once(tmp_path, bo
                 for _ in range(12):
                     nursery.start_soon(ask, running)
     assert statuses == {200: 480}
-    assert crowd.most == 2
+    assert recorder.most == 2
 
 
 async def test_a_half_open_worker_gets_one_request_at_a_time_from_all_processes(tmp_path):
-    ill, file = ResetsUntilHealthy(), tmp_path / "proxy.toml"
-    async with fake_workers(ill, answering(counted(b"{}"))) as fleet:
+    resetting, file = ResetsUntilHealthy(), tmp_path / "proxy.toml"
+    async with fake_workers(resetting, answering(counted(b"{}"))) as fleet:
         put(file, toml(fleet, more="processes = 2"))
         async with program("--config", file) as running, trio.open_nursery() as nursery:
             await running.until_routable(*fleet)
             await running.until("/status", serving)
-            tally, stop = [0], trio.Event()
+            completed, stop = [0], trio.Event()
             for _ in range(6):
-                nursery.start_soon(send_requests, running, tally, stop)
+                nursery.start_soon(send_requests, running, completed, stop)
             await running.until("/workers", lambda t: record(t, fleet[0])["failed_requests"] >= 3)
             await running.until("/workers", lambda t: record(t, fleet[0])["trial"])
-            ill.well = True
-            while not ill.now:
+            resetting.well = True
+            while not resetting.now:
                 await trio.sleep(0.01)
-            before = tally[0]
-            while tally[0] < before + 60:
+            before = completed[0]
+            while completed[0] < before + 60:
                 await trio.sleep(0.01)
-            assert (ill.most, ill.served) == (1, 0)
-            ill.gate.set()
-            while ill.served < 10:
+            assert (resetting.most, resetting.served) == (1, 0)
+            resetting.gate.set()
+            while resetting.served < 10:
                 await trio.sleep(0.01)
             stop.set()

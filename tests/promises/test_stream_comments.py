@@ -16,66 +16,73 @@ from tests.promises.fakes import (
     silent,
 )
 
-OFTEN = "[server]\nsse_keepalive_secs = 0.05\n"
+FREQUENT_COMMENTS = "[server]\nsse_keepalive_secs = 0.05\n"
 COMMENT = b": keep-alive\n\n"
 EVENT = b"data: one\n\n"
 STREAM = chunk(EVENT) + chunk(b"data: [DONE]\n\n") + LAST_CHUNK
 SSE = "content-type: text/event-stream"
 
 
-def once(event, *late, before=()):
-    """A worker that sends `before`, and `late` once the event is set."""
+def sending_after(event, *data, before=()):
+    """Returns a worker that sends `before`, and `data` once the event is set."""
 
     async def script(call):
         if before:
             await call.send(*before)
         await event.wait()
-        await call.send(*late)
+        await call.send(*data)
 
     return script
 
 
 async def after_comments(client, event, count=2):
-    """Let it go on once the client has seen so many comments; the head that came before them."""
+    """Sets the event once the client has received `count` comments; returns the head."""
     await client.send(post(STREAMED))
-    seen = b""
+    received = b""
     for _ in range(count):
-        seen += await client.until(COMMENT)
+        received += await client.until(COMMENT)
     event.set()
-    client.rest = seen + client.rest
-    return seen.partition(b"\r\n\r\n")[0]
+    client.rest = received + client.rest
+    return received.partition(b"\r\n\r\n")[0]
 
 
-async def test_a_worker_silent_before_its_head_gets_comments_and_then_its_stream():
+async def test_comments_are_sent_before_the_head_of_a_slow_worker_and_its_stream():
     event = trio.Event()
-    async with dataplane_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (opened, client):
+    async with dataplane_before(
+        sending_after(event, SSE_HEAD, STREAM), config=FREQUENT_COMMENTS
+    ) as (
+        opened,
+        client,
+    ):
         head = await after_comments(client, event)
         assert head.startswith(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
-        answer = await client.answer()
-        assert answer.body.startswith(COMMENT * 2)
-        assert answer.body.replace(COMMENT, b"") == EVENT + b"data: [DONE]\n\n"
-        assert answer.one("x-sglang-omni-request-id") == opened.last["request_id"]
+        response = await client.answer()
+        assert response.body.startswith(COMMENT * 2)
+        assert response.body.replace(COMMENT, b"") == EVENT + b"data: [DONE]\n\n"
+        assert response.one("x-sglang-omni-request-id") == opened.last["request_id"]
         assert opened.last["outcome"] == "completed"
-        await client.send(post(STREAMED))  # and the connection is as good as ever
+        await client.send(post(STREAMED))  # the connection can be reused
         assert (await client.answer()).status == 200
 
 
-async def test_a_worker_silent_behind_its_head_keeps_it_and_gets_comments():
+async def test_comments_follow_the_head_of_a_worker_that_is_silent_after_it():
     event = trio.Event()
-    script = once(event, STREAM, before=[SSE_HEAD.replace(b"OK\r\n", b"OK\r\nx-a: b\r\n")])
-    async with dataplane_before(script, config=OFTEN) as (_, client):
+    script = sending_after(event, STREAM, before=[SSE_HEAD.replace(b"OK\r\n", b"OK\r\nx-a: b\r\n")])
+    async with dataplane_before(script, config=FREQUENT_COMMENTS) as (_, client):
         head = await after_comments(client, event)
         assert b"\r\nx-a: b\r\n" in head
-        answer = await client.answer()
-        assert answer.one("x-sglang-omni-worker")
-        assert answer.body.replace(COMMENT, b"") == EVENT + b"data: [DONE]\n\n"
+        response = await client.answer()
+        assert response.one("x-sglang-omni-worker")
+        assert response.body.replace(COMMENT, b"") == EVENT + b"data: [DONE]\n\n"
 
 
-async def test_a_stream_in_a_coding_is_not_changed():
-    """A worker may encode what nobody has asked it to."""
+async def test_no_comments_are_added_to_a_stream_with_a_content_coding():
+    """A worker may encode a stream although the request did not allow it."""
     event = trio.Event()
     encoded = SSE_HEAD.replace(b"OK\r\n", b"OK\r\ncontent-encoding: gzip\r\n")
-    async with dataplane_before(once(event, STREAM, before=[encoded]), config=OFTEN) as (_, client):
+    async with dataplane_before(
+        sending_after(event, STREAM, before=[encoded]), config=FREQUENT_COMMENTS
+    ) as (_, client):
         await client.send(post(STREAMED))
         head = await client.until(b"\r\n\r\n")
         await trio.sleep(0.3)
@@ -85,26 +92,31 @@ async def test_a_stream_in_a_coding_is_not_changed():
 
 
 @pytest.mark.parametrize(
-    "late",
+    "response",
     [counted(EVENT, SSE), f"HTTP/1.1 200 OK\r\n{SSE}\r\n\r\n".encode() + EVENT],
     ids=["counted", "closing"],
 )
-async def test_a_stream_in_another_framing_follows_in_chunks(late):
+async def test_a_stream_in_another_framing_is_sent_in_chunks_after_comments(response):
     event = trio.Event()
 
     async def script(call):
-        await once(event, late)(call)
+        await sending_after(event, response)(call)
         call.close()
 
-    async with dataplane_before(script, config=OFTEN) as (opened, client):
+    async with dataplane_before(script, config=FREQUENT_COMMENTS) as (opened, client):
         await after_comments(client, event)
         assert (await client.answer()).body.replace(COMMENT, b"") == EVENT
         assert opened.last["outcome"] == "completed"
 
 
-async def test_an_http_1_0_client_gets_its_comments_plain():
+async def test_an_http_1_0_client_gets_comments_without_chunks():
     event = trio.Event()
-    async with dataplane_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (_, client):
+    async with dataplane_before(
+        sending_after(event, SSE_HEAD, STREAM), config=FREQUENT_COMMENTS
+    ) as (
+        _,
+        client,
+    ):
         await client.send(post(STREAMED).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
         head = await client.until(COMMENT)
         assert b"transfer-encoding" not in head
@@ -113,14 +125,14 @@ async def test_an_http_1_0_client_gets_its_comments_plain():
         assert rest.replace(COMMENT, b"") == EVENT + b"data: [DONE]\n\n"
 
 
-def event_of(broken):
-    """The error event that a cut answer ended with."""
+def error_event_of(broken):
+    """Returns the error event at the end of a truncated response."""
     assert broken.value.answer.status == 200
     return json.loads(broken.value.answer.body.replace(COMMENT, b"").removeprefix(b"data: "))
 
 
 @pytest.mark.parametrize(
-    ("late", "message"),
+    ("response", "message"),
     [
         (counted(b'{"error": {"message": "no such model"}}', status="404 X"), "no such model"),
         (counted(b"oops", status="500 Internal"), "the worker answered 500: oops"),
@@ -132,29 +144,32 @@ def event_of(broken):
         (counted(EVENT, SSE, "content-encoding: gzip"), "the worker answered 200: data: one\n\n"),
     ],
 )
-async def test_an_answer_that_is_no_stream_becomes_an_error_event(late, message):
+async def test_a_response_that_is_not_a_stream_becomes_an_error_event(response, message):
     event = trio.Event()
-    async with dataplane_before(once(event, late), config=OFTEN) as (opened, client):
+    async with dataplane_before(sending_after(event, response), config=FREQUENT_COMMENTS) as (
+        opened,
+        client,
+    ):
         await after_comments(client, event)
         with pytest.raises(Truncated) as broken:
             await client.answer()
-        assert event_of(broken)["error"]["message"] == message
+        assert error_event_of(broken)["error"]["message"] == message
         assert opened.last["outcome"] == "stream_error"
 
 
-async def test_a_worker_that_dies_behind_comments_is_tried_elsewhere():
+async def test_a_worker_that_dies_after_comments_is_retried_elsewhere():
     event = trio.Event()
 
     async def dying(call):
         await event.wait()
         call.reset()
 
-    async def well(call):
+    async def healthy(call):
         await call.send(SSE_HEAD, STREAM)
 
     async with (
-        fake_workers(dying, well) as made,
-        run_dataplane(*made, config=OFTEN) as opened,
+        fake_workers(dying, healthy) as workers,
+        run_dataplane(*workers, config=FREQUENT_COMMENTS) as opened,
         opened.client() as client,
     ):
         await after_comments(client, event)
@@ -162,40 +177,40 @@ async def test_a_worker_that_dies_behind_comments_is_tried_elsewhere():
         assert opened.last["attempts"] == 2
 
 
-async def test_when_all_have_failed_the_client_is_reported_in_the_stream():
+async def test_when_all_attempts_fail_the_stream_ends_with_an_error_event():
     event = trio.Event()
 
     async def dying(call):
         await event.wait()
         call.reset()
 
-    config = OFTEN + "[routing]\nmax_total_retries = 1"
+    config = FREQUENT_COMMENTS + "[routing]\nmax_total_retries = 1"
     async with dataplane_before(dying, config=config) as (opened, client):
         await after_comments(client, event)
         with pytest.raises(Truncated) as broken:
             await client.answer()
-        assert event_of(broken)["error"]["code"] == "reset_before_response"
+        assert error_event_of(broken)["error"]["code"] == "reset_before_response"
         assert opened.failures() == [1]
 
 
-async def test_the_clocks_go_on_beside_comments():
-    times = "[server.timeouts]\nresponse_head_secs = 0.3"
-    async with dataplane_before(silent, config=OFTEN + times) as (opened, client):
+async def test_comments_do_not_extend_timeouts():
+    timeouts = "[server.timeouts]\nresponse_head_secs = 0.3"
+    async with dataplane_before(silent, config=FREQUENT_COMMENTS + timeouts) as (opened, client):
         await client.send(post(STREAMED))
         with pytest.raises(Truncated) as broken:
             await client.answer()
         assert COMMENT in broken.value.answer.body
-        assert event_of(broken)["error"]["code"] == "response_timeout"
+        assert error_event_of(broken)["error"]["code"] == "response_timeout"
         assert (opened.last["phase"], opened.failures()) == ("wait", [1])
 
 
-async def test_a_stream_that_breaks_behind_comments_ends_as_any_other():
+async def test_a_stream_that_breaks_after_comments_ends_with_an_error_event():
     async def script(call):
         await call.send(SSE_HEAD)
         await call.until_left()
 
-    times = "[server.timeouts]\nfirst_byte_secs = 0.3"
-    async with dataplane_before(script, config=OFTEN + times) as (_, client):
+    timeouts = "[server.timeouts]\nfirst_byte_secs = 0.3"
+    async with dataplane_before(script, config=FREQUENT_COMMENTS + timeouts) as (_, client):
         await client.send(post(STREAMED))
         with pytest.raises(Truncated) as broken:
             await client.answer()
@@ -204,14 +219,17 @@ async def test_a_stream_that_breaks_behind_comments_ends_as_any_other():
         assert b'data: {"error":{"message":"upstream stream failed' in body
 
 
-async def test_a_client_that_leaves_between_comments_ends_its_worker():
+async def test_a_client_that_disconnects_between_comments_ends_its_attempt():
     left = trio.Event()
 
     async def script(call):
         await call.until_left()
         left.set()
 
-    async with fake_workers(script) as made, run_dataplane(*made, config=OFTEN) as opened:
+    async with (
+        fake_workers(script) as workers,
+        run_dataplane(*workers, config=FREQUENT_COMMENTS) as opened,
+    ):
         async with opened.client() as client:
             await client.send(post(STREAMED))
             await client.until(COMMENT)
@@ -221,31 +239,44 @@ async def test_a_client_that_leaves_between_comments_ends_its_worker():
         assert opened.last["ended_by"] == "client"
 
 
-async def test_what_does_not_stream_gets_none():
+async def test_a_response_that_is_not_streamed_gets_no_comments():
     event = trio.Event()
-    async with dataplane_before(once(event, counted(b"{}")), config=OFTEN) as (_, client):
+    async with dataplane_before(sending_after(event, counted(b"{}")), config=FREQUENT_COMMENTS) as (
+        _,
+        client,
+    ):
         await client.send(post(CHAT))
         await trio.sleep(0.3)
         event.set()
         assert (await client.answer()).body == b"{}"
 
 
-async def test_speech_that_streams_gets_none_before_its_head():
-    """It may come as plain audio."""
+async def test_streamed_speech_gets_no_comments_before_its_head():
+    """Its stream may be plain audio."""
     event = trio.Event()
-    async with dataplane_before(once(event, counted(b"RIFF")), config=OFTEN) as (_, client):
+    async with dataplane_before(
+        sending_after(event, counted(b"RIFF")), config=FREQUENT_COMMENTS
+    ) as (
+        _,
+        client,
+    ):
         await client.send(post(b'{"stream": true}', path="/v1/audio/speech"))
         await trio.sleep(0.3)
         event.set()
         assert (await client.answer()).body == b"RIFF"
 
 
-async def test_no_content_coding_is_requested_where_comments_may_follow():
+async def test_accept_encoding_is_removed_where_comments_may_be_sent():
     event = trio.Event()
     event.set()
-    async with dataplane_before(once(event, SSE_HEAD, STREAM), config=OFTEN) as (opened, client):
-        for body, wanted in ((STREAMED, 0), (CHAT, 1)):
+    async with dataplane_before(
+        sending_after(event, SSE_HEAD, STREAM), config=FREQUENT_COMMENTS
+    ) as (
+        opened,
+        client,
+    ):
+        for body, count in ((STREAMED, 0), (CHAT, 1)):
             await client.send(post(body, "accept-encoding: gzip"))
             await client.answer()
             fields = opened.workers[0].calls[-1].fields
-            assert len([name for name, _ in fields if name == "accept-encoding"]) == wanted
+            assert len([name for name, _ in fields if name == "accept-encoding"]) == count

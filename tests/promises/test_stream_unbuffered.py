@@ -26,7 +26,7 @@ class Stepwise:
         self.confirm, self._confirmed = trio.open_memory_channel[None](0)
 
     async def __call__(self, call):
-        if call.line.startswith("GET "):  # the program asks what weights it has
+        if call.line.startswith("GET "):  # the proxy reads the weight version
             await call.send(counted(b"{}", status="404 Not Found"))
             return
         await call.send(self.head)
@@ -37,10 +37,10 @@ class Stepwise:
         call.close()
 
 
-async def read_stepwise(client, script, wanted):
+async def read_stepwise(client, script, pieces):
     await client.send(post(STREAMED))
     await client.until(b"\r\n\r\n")
-    for piece in wanted:
+    for piece in pieces:
         await script.confirm.send(None)
         await client.until(piece)
 
@@ -54,14 +54,14 @@ FRAMINGS = {
 
 
 @pytest.mark.parametrize("framing", FRAMINGS)
-async def test_a_piece_passes_in_the_moment_it_arrives(framing):
+async def test_each_piece_is_forwarded_when_it_arrives(framing):
     head, pieces = FRAMINGS[framing]
     script = Stepwise(head, *pieces)
     async with dataplane_before(script) as (_, client):
         await read_stepwise(client, script, PIECES)
 
 
-async def test_parts_of_a_chunk_pass_too():
+async def test_parts_of_a_chunk_are_forwarded_when_they_arrive():
     parts = [b"1f\r\ndata: one", b" two", b" three", b" and so on\n\n\r\n", LAST_CHUNK]
     script = Stepwise(SSE_HEAD, *parts)
     async with dataplane_before(script) as (_, client):
@@ -69,21 +69,21 @@ async def test_parts_of_a_chunk_pass_too():
 
 
 async def test_the_head_does_not_wait_for_the_body():
-    may = trio.Event()
+    released = trio.Event()
 
     async def script(call):
         await call.send(SSE_HEAD)
-        await may.wait()
+        await released.wait()
         await call.send(chunk(b"data: one\n\n"), LAST_CHUNK)
 
     async with dataplane_before(script) as (_, client):
         await client.send(post(STREAMED))
         assert b" 200 OK\r\n" in await client.until(b"\r\n\r\n")
-        may.set()
+        released.set()
         await client.until(LAST_CHUNK)
 
 
-async def test_the_whole_program_holds_nothing_back_either(tmp_path):
+async def test_the_whole_program_buffers_nothing(tmp_path):
     head, pieces = FRAMINGS["sse"]
     script = Stepwise(head, *pieces)
     file = tmp_path / "proxy.toml"

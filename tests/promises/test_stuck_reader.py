@@ -15,13 +15,13 @@ from tests.promises.fakes import (
     fake_workers,
 )
 
-# What the kernel may hold in four socket buffers, with room to spare; the worker offers more.
-MOST_IN_TRANSIT = 32 * 1024 * 1024
+# More than the kernel holds in four socket buffers; the worker sends twice as much.
+MAX_IN_TRANSIT = 32 * 1024 * 1024
 PIECE = chunk(bytes(65536))
 
 
 class Flood:
-    """A worker that sends for as long as anybody takes it."""
+    """A worker that sends as long as its peer reads, up to a limit."""
 
     def __init__(self, head: bytes) -> None:
         self.head = head
@@ -31,7 +31,7 @@ class Flood:
     async def __call__(self, call):
         await call.send(self.head)
         try:
-            while self.sent < 2 * MOST_IN_TRANSIT:
+            while self.sent < 2 * MAX_IN_TRANSIT:
                 await call.send(PIECE)
                 self.sent += len(PIECE)
         except trio.BrokenResourceError:
@@ -39,22 +39,22 @@ class Flood:
 
 
 @pytest.mark.parametrize("head", [CHUNKED_HEAD, SSE_HEAD], ids=["chunked", "sse"])
-async def test_a_client_that_never_reads_is_cut_and_never_fills_our_memory(head):
+async def test_a_client_that_never_reads_is_disconnected_and_memory_is_limited(head):
     flood = Flood(head)
-    impatient = "[server.timeouts]\nidle_secs = 0.3"
-    async with dataplane_before(flood, config=impatient) as (opened, client):
+    timeouts = "[server.timeouts]\nidle_secs = 0.3"
+    async with dataplane_before(flood, config=timeouts) as (opened, client):
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         await client.send(post(STREAMED))
         with trio.fail_after(PATIENCE_SECS):
             await flood.cut.wait()
-        assert flood.sent < MOST_IN_TRANSIT
+        assert flood.sent < MAX_IN_TRANSIT
         assert opened.wait_until_idle()
         assert (opened.last["outcome"], opened.last["ended_by"]) == ("client_stalled", "client")
-        assert opened.last["bytes_out"] < MOST_IN_TRANSIT
+        assert opened.last["bytes_out"] < MAX_IN_TRANSIT
         assert opened.failures() == [0]
 
 
-async def test_a_slow_reader_gets_every_byte_and_its_worker_waits_for_it():
+async def test_a_slow_reader_gets_every_byte():
     total = 8 * 1024 * 1024
     payload = bytes(range(256)) * (total // 256)
 
@@ -66,19 +66,19 @@ async def test_a_slow_reader_gets_every_byte_and_its_worker_waits_for_it():
         async with opened.client() as client:
             client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
             await client.send(post())
-            answer = await client.answer()
-            assert answer.body == payload
+            response = await client.answer()
+            assert response.body == payload
         assert opened.last["outcome"] == "completed"
 
 
 async def test_a_stuck_reader_blocks_no_other_client():
     flood = Flood(CHUNKED_HEAD)
-    stuck_until = trio.Event()
+    served = trio.Event()
 
-    async def second(call):
+    async def responsive(call):
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
 
-    async with fake_workers(flood, second) as made, run_dataplane(*made) as opened:
+    async with fake_workers(flood, responsive) as workers, run_dataplane(*workers) as opened:
         async with opened.client() as stuck:
             await stuck.send(post(STREAMED))
             await stuck.until(b"\r\n\r\n")
@@ -86,15 +86,15 @@ async def test_a_stuck_reader_blocks_no_other_client():
                 for _ in range(2):
                     await client.send(post())
                     if (await client.answer()).body == b"{}":
-                        stuck_until.set()
+                        served.set()
                         break
-        assert stuck_until.is_set()
+        assert served.is_set()
 
 
-async def test_a_slow_reader_is_held_to_the_time_of_the_whole_exchange():
+async def test_the_request_timeout_applies_to_a_slow_reader():
     flood = Flood(b"HTTP/1.1 200 OK\r\ncontent-length: 999999999\r\n\r\n")
-    short = "[server]\nrequest_timeout_secs = 0.3"
-    async with dataplane_before(flood, config=short) as (opened, client):
+    timeout = "[server]\nrequest_timeout_secs = 0.3"
+    async with dataplane_before(flood, config=timeout) as (opened, client):
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         await client.send(post())
         with trio.fail_after(PATIENCE_SECS):

@@ -17,7 +17,7 @@ from tests.promises.fleet_program import PATIENCE_SECS, chat, put, toml, workers
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
+def fast_restarts(monkeypatch):
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_SECS", 0.02)
     monkeypatch.setattr(server, "configure", lambda level, form: None)
     thresholds = gc.get_threshold()
@@ -28,18 +28,18 @@ def quick(monkeypatch):
 
 @asynccontextmanager
 async def running_server(tmp_path, fleet):
-    """The whole program, inside the test; yields a client of it."""
+    """Runs the whole program inside the test process; yields a client."""
     file = tmp_path / "proxy.toml"
     put(file, toml(fleet))
-    known = Fleet()
-    config_store = ConfigStore(Startup(file, {}, (), ""), known)
+    workers_registry = Fleet()
+    config_store = ConfigStore(Startup(file, {}, (), ""), workers_registry)
     async with trio.open_nursery() as nursery:
-        built = server.Server(config_store, known, tmp_path)
-        nursery.start_soon(built.run)
+        proxy = server.Server(config_store, workers_registry, tmp_path)
+        nursery.start_soon(proxy.run)
         with trio.fail_after(PATIENCE_SECS):
-            while not built.data_plane.addresses():
+            while not proxy.data_plane.addresses():
                 await trio.sleep(0.01)
-        base = f"http://{built.data_plane.addresses()[0]}"
+        base = f"http://{proxy.data_plane.addresses()[0]}"
         async with httpx.AsyncClient(
             base_url=base, trust_env=False, timeout=5, verify=False
         ) as client:
@@ -47,62 +47,62 @@ async def running_server(tmp_path, fleet):
         nursery.cancel_scope.cancel()
 
 
-async def until_shown(client, name, state) -> dict:
+async def until_listed(client, name, state) -> dict:
     with trio.fail_after(PATIENCE_SECS):
         while True:
-            answer = await client.get("/status")
-            rows = answer.json()["supervisors"] if answer.is_success else []
+            response = await client.get("/status")
+            rows = response.json()["supervisors"] if response.is_success else []
             for row in rows:
                 if (row["name"], row["state"]) == (name, state):
                     return row
             await trio.sleep(0.01)
 
 
-def failing(room, monkeypatch, until: trio.Event):
-    """`room.run` breaks until `until` is set."""
-    real = room.run
+def fail_until(service, monkeypatch, repaired: trio.Event):
+    """Makes `service.run` raise until the event is set."""
+    real = service.run
 
     async def run(self, task_status=trio.TASK_STATUS_IGNORED):
-        if not until.is_set():
+        if not repaired.is_set():
             raise RuntimeError("the disk is on fire")
         await real(self, task_status=task_status)
 
-    monkeypatch.setattr(room, "run", run)
+    monkeypatch.setattr(service, "run", run)
 
 
 @pytest.mark.parametrize(
-    ("name", "room"), [("prober", Prober), ("launcher", Launcher), ("reloader", Reloader)]
+    ("name", "service"), [("prober", Prober), ("launcher", Launcher), ("reloader", Reloader)]
 )
-async def test_a_failed_service_is_shown_restarted_and_never_stops_the_data_plane(
-    tmp_path, monkeypatch, name, room
+async def test_a_failed_service_is_restarted_and_never_stops_the_data_plane(
+    tmp_path, monkeypatch, name, service
 ):
-    mended = trio.Event()
+    repaired = trio.Event()
     async with workers("one") as fleet:
-        failing(room, monkeypatch, mended)
+        fail_until(service, monkeypatch, repaired)
         async with running_server(tmp_path, fleet) as client:
-            row = await until_shown(client, name, "backing_off")
+            row = await until_listed(client, name, "backing_off")
             assert row["restarts"] >= 1
             assert row["last_error"] == "RuntimeError: the disk is on fire"
-            answer = await client.post("/v1/chat/completions", json=chat())
-            assert answer.status_code in (200, 503)  # without a prober nobody is healthy
-            mended.set()
-            assert (await until_shown(client, name, "running"))["last_error"]
+            response = await client.post("/v1/chat/completions", json=chat())
+            assert response.status_code in (200, 503)  # without a prober no worker is healthy
+            repaired.set()
+            assert (await until_listed(client, name, "running"))["last_error"]
             with trio.fail_after(PATIENCE_SECS):
                 while (await client.get("/ready")).status_code != 200:
                     await trio.sleep(0.01)
-            answer = await client.post("/v1/chat/completions", json=chat())
-            assert answer.json() == {"worker": "one"}
+            response = await client.post("/v1/chat/completions", json=chat())
+            assert response.json() == {"worker": "one"}
 
 
 async def test_a_failed_admin_api_restarts_without_affecting_model_traffic(tmp_path, monkeypatch):
-    broken, mended, real = trio.Event(), trio.Event(), server.serve
+    broken, repaired, real = trio.Event(), trio.Event(), server.serve
 
     async def serve(app, path, *, task_status=trio.TASK_STATUS_IGNORED):
         async with trio.open_nursery() as nursery:
             await nursery.start(real, app, path)
             task_status.started()
             await broken.wait()
-            if not mended.is_set():
+            if not repaired.is_set():
                 raise RuntimeError("the front fell")
 
     monkeypatch.setattr(server, "serve", serve)
@@ -114,9 +114,9 @@ async def test_a_failed_admin_api_restarts_without_affecting_model_traffic(tmp_p
         with trio.fail_after(PATIENCE_SECS):
             while (await client.get("/live")).status_code != 503:
                 await trio.lowlevel.checkpoint()
-        answer = await client.post("/v1/chat/completions", json=chat())
-        assert answer.json() == {"worker": "one"}
-        mended.set()
-        row = await until_shown(client, "admin_api", "running")
+        response = await client.post("/v1/chat/completions", json=chat())
+        assert response.json() == {"worker": "one"}
+        repaired.set()
+        row = await until_listed(client, "admin_api", "running")
         assert row["restarts"] >= 1
         assert row["last_error"] == "RuntimeError: the front fell"

@@ -11,7 +11,7 @@ from tests.promises.sync_program import COMPLETE, DESTROY, INIT, PREPARE, init_b
 from tests.weight_sync.trainer_fixture import UPDATE, open_trainer_store
 
 # Each of these timeouts is shorter than the calls in these tests.
-SHORT = """\
+SHORT_TIMEOUTS = """\
 request_timeout_secs = 0.3
 queue_timeout_secs = 0.3
 [admin]
@@ -19,7 +19,7 @@ worker_timeout_secs = 0.3
 """
 LONG_SECS = 1.0
 READY = "/ready"
-PROBED = f'[health]\nendpoint = "{READY}"'
+PROBE_READY = f'[health]\nendpoint = "{READY}"'
 NAME_BYTES = 9_000
 
 
@@ -28,10 +28,10 @@ async def test_a_long_call_has_only_its_own_timeout_and_does_not_affect_health(
 ):
     file = tmp_path / "proxy.toml"
     with trio.fail_after(60):
-        async with engines(2) as both, open_trainer_store() as store:
-            file.write_text(toml(both, more=SHORT).replace("[health]", PROBED))
+        async with engines(2) as workers, open_trainer_store() as store:
+            file.write_text(toml(workers, more=SHORT_TIMEOUTS).replace("[health]", PROBE_READY))
             async with program("--config", file) as running:
-                await running.until_routable(*both)
+                await running.until_routable(*workers)
                 bucket = {"names": ["a"], "dtypes": ["uint8"], "shapes": [[1]]}
                 for path, body in (
                     (INIT, init_body(store.port, 3, "steps")),
@@ -39,46 +39,51 @@ async def test_a_long_call_has_only_its_own_timeout_and_does_not_affect_health(
                     (COMPLETE, {"weight_version": "v1"}),
                     (UPDATE, {**bucket, "weight_version": "v2"}),
                 ):
-                    response = await slowly(running, both, path, {"group_name": "steps", **body})
+                    response = await call_slowly(
+                        running, workers, path, {"group_name": "steps", **body}
+                    )
                     assert response["success"], response
                 response = await running.client.post(DESTROY, json={"group_name": "steps"})
                 assert response.status_code == 200, response.text
                 for path in (INIT, PREPARE, COMPLETE, UPDATE):
-                    assert {len(each.paths(path)) for each in both} == {1}, path
+                    assert {len(worker.paths(path)) for worker in workers} == {1}, path
                 assert (await running.get_json("/weights"))["weight_epoch"] == 2
 
 
-async def slowly(running, both, path, body):
-    """The responses of engines that are slow, and answer probes with 503."""
-    answers = []
+async def call_slowly(running, workers, path, body):
+    """Calls engines that are slow and answer probes with 503; returns the proxy's response."""
+    responses = []
 
     async def ask():
-        answers.append(await running.client.post(path, json=body))
+        responses.append(await running.client.post(path, json=body))
 
     async with trio.open_nursery() as nursery:
-        for each in both:
-            each.wait_at(path)
+        for worker in workers:
+            worker.wait_at(path)
         nursery.start_soon(ask)
-        for each in both:
-            await each.asked[path].wait()
-            each.says[READY] = (503, {"status": "busy"})
-        probed = [len(each.paths(READY)) for each in both]
+        for worker in workers:
+            await worker.asked[path].wait()
+            worker.says[READY] = (503, {"status": "busy"})
+        probes_before = [len(worker.paths(READY)) for worker in workers]
         await trio.sleep(LONG_SECS)
         with trio.fail_after(30):
-            while any(len(e.paths(READY)) < n + 4 for e, n in zip(both, probed, strict=True)):
+            while any(
+                len(worker.paths(READY)) < count + 4
+                for worker, count in zip(workers, probes_before, strict=True)
+            ):
                 await trio.sleep(0.02)
-        reported = await running.get_json("/workers")
-        for each in both:
-            assert record(reported, each)["health_state"] == "healthy", path
-            del each.says[READY]
-            each.gates.pop(path).set()
-    return answers[0].json()
+        listed = await running.get_json("/workers")
+        for worker in workers:
+            assert record(listed, worker)["health_state"] == "healthy", path
+            del worker.says[READY]
+            worker.gates.pop(path).set()
+    return responses[0].json()
 
 
 def prepare_body(count, **fields):
-    """The body for so many tensors with long names."""
+    """Returns the body for `count` tensors with long names."""
     bucket = {
-        "names": [f"{each}." + "x" * NAME_BYTES for each in range(count)],
+        "names": [f"{number}." + "x" * NAME_BYTES for number in range(count)],
         "dtypes": ["bfloat16"] * count,
         "shapes": [[1]] * count,
     }
@@ -94,7 +99,7 @@ async def test_a_prepare_of_many_megabytes_is_forwarded_unchanged(tmp_path):
                 await running.until_routable(engine)
                 response = await running.client.post(INIT, json=init_body(store.port, 2, "steps"))
                 assert response.status_code == 200, response.text
-                # Checked here, so that the fake engine need not parse it.
+                # The proxy rejects it, so that the fake engine need not parse it.
                 raw = json.dumps(prepare_body(7_300, num_buckets=2)).encode()
                 assert 62 << 20 < len(raw) < 64 << 20
                 response = await running.client.post(PREPARE, content=raw)
@@ -103,4 +108,4 @@ async def test_a_prepare_of_many_megabytes_is_forwarded_unchanged(tmp_path):
                 body = prepare_body(2_000)
                 response = await running.client.post(PREPARE, json=body)
                 assert response.status_code == 200, response.text[:1000]
-                assert [heard for path, heard in engine.calls if path == PREPARE] == [body]
+                assert [received for path, received in engine.calls if path == PREPARE] == [body]

@@ -1,6 +1,5 @@
 """Trainers and replicas that fail during a sync: it ends in time, no weights are mixed, and the
-next
-sync succeeds at once without a restart."""
+next sync succeeds at once without a restart."""
 
 import signal
 import socket
@@ -41,59 +40,59 @@ async def seen(seen, running, trainers):
     pids = running.processes()
     yield seen
     assert pids == running.processes()
-    assert all(each.process.poll() is None for each in running.replicas)
+    assert all(replica.process.poll() is None for replica in running.replicas)
     assert running.proxy.poll() is None
 
 
-async def test_one_replica_that_refuses_disarms_the_others_and_is_named(seen, trainers):
+async def test_a_replica_that_refuses_is_named_and_the_others_are_disarmed(seen, trainers):
     first, second = seen.fleet.replicas
-    begun = await ManualSync(seen, trainers.one()).join()
-    # Armed without the proxy, it can't be armed again.
-    body = await begun.announced()
+    sync = await ManualSync(seen, trainers.one()).join()
+    # A replica that was armed without the proxy can't be armed again.
+    body = await sync.announced()
     async with httpx.AsyncClient(
         base_url=second.url, timeout=20, trust_env=False, verify=False
-    ) as behind:
-        assert (await behind.post(PREPARE, json=body)).json()["success"]
-    status, reported = await seen.post(PREPARE, **body)
-    assert status in (400, 409, 502), reported
-    assert (reported["success"], reported["status"]) == (False, "error")
-    assert second.url in reported["message"]
-    assert first.url not in reported["message"]
-    await seen.post(DESTROY, group_name=begun.group)
+    ) as replica_client:
+        assert (await replica_client.post(PREPARE, json=body)).json()["success"]
+    status, result = await seen.post(PREPARE, **body)
+    assert status in (400, 409, 502), result
+    assert (result["success"], result["status"]) == (False, "error")
+    assert second.url in result["message"]
+    assert first.url not in result["message"]
+    await seen.post(DESTROY, group_name=sync.group)
     await wait_disarmed(seen)
-    begun.trainer.kill()
+    sync.trainer.kill()
     await run_sync(seen, trainers)
 
 
-async def test_a_trainer_that_dies_when_all_are_armed_is_replaced_by_the_next_one(seen, trainers):
-    begun = await ManualSync(seen, trainers.one()).arm()
-    begun.trainer.kill()
+async def test_a_trainer_that_dies_after_arming_is_replaced_by_the_next_one(seen, trainers):
+    sync = await ManualSync(seen, trainers.one()).arm()
+    sync.trainer.kill()
     await wait_disarmed(seen)
     await assert_all_hold(seen, seen.fleet.seed)
     await run_sync(seen, trainers)
 
 
 async def test_a_trainer_that_dies_within_a_bucket_leaves_the_old_weights_intact(seen, trainers):
-    begun = await ManualSync(seen, trainers.one()).arm()
-    await begun.send("half")
-    begun.trainer.kill()
-    assert await begun.refused()
+    sync = await ManualSync(seen, trainers.one()).arm()
+    await sync.send("half")
+    sync.trainer.kill()
+    assert await sync.refused()
     await wait_disarmed(seen)
     await seen.ready()
     await assert_all_hold(seen, seen.fleet.seed)
     await run_sync(seen, trainers)
 
 
-async def test_a_stopped_trainer_is_given_up_while_chats_continue(seen, trainers):
+async def test_a_stopped_trainer_times_out_while_chats_continue(seen, trainers):
     traffic, old = Traffic(seen), seen.fleet.seed
     async with seen.fleet.changed(seen, stall_timeout_secs=2):
-        begun = await ManualSync(seen, trainers.one()).arm()
-        await begun.send("half")
-        begun.trainer.signal(signal.SIGSTOP)
+        sync = await ManualSync(seen, trainers.one()).arm()
+        await sync.send("half")
+        sync.trainer.signal(signal.SIGSTOP)
         async with traffic.keep_asking():
-            assert await begun.refused()
+            assert await sync.refused()
             await wait_disarmed(seen)
-    begun.trainer.kill()
+    sync.trainer.kill()
     assert not traffic.failures()
     assert set(traffic.texts()) == {label_of(old)}
     await seen.ready()
@@ -102,16 +101,16 @@ async def test_a_stopped_trainer_is_given_up_while_chats_continue(seen, trainers
 
 
 @pytest.mark.parametrize("part", ["long", "short"])
-async def test_bytes_other_than_announced_are_refused_and_kill_no_replica(seen, trainers, part):
-    begun = await ManualSync(seen, trainers.one()).arm()
-    begun.trainer.order("send", seed=begun.seed, part=part)
-    assert await begun.refused()
-    begun.trainer.kill()
+async def test_a_bucket_of_the_wrong_length_is_rejected_and_kills_no_replica(seen, trainers, part):
+    sync = await ManualSync(seen, trainers.one()).arm()
+    sync.trainer.order("send", seed=sync.seed, part=part)
+    assert await sync.refused()
+    sync.trainer.kill()
     await assert_routable_only_with(seen, seen.fleet.seed)
     await run_sync(seen, trainers)
 
 
-async def test_a_silent_port_blocks_nothing_for_ever(seen, trainers):
+async def test_a_silent_port_times_out_and_leaves_no_process(seen, trainers):
     before = processes_below(seen)
     async with seen.fleet.changed(seen, init_timeout_secs=2):
         with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -155,7 +154,7 @@ async def test_after_every_fault_of_a_real_trainer_the_next_one_succeeds(
             done = await run_failing_sync(seen, trainers, fault, form=form, group_name="faulty")
             assert done == {"gone": True} if dies else done["why"], done
             if dies:
-                # As a trainer's supervisor does before the next one comes.
+                # A trainer's supervisor does so before it starts the next one.
                 await seen.post("/continue_generation")
     await assert_routable_only_with(seen, seen.fleet.seed)
     await run_sync(seen, trainers)

@@ -1,4 +1,4 @@
-"""A trainer's new weights reach every replica whole, in each form that trainers send them in."""
+"""All of a trainer's new weights reach every replica, in each form that trainers use."""
 
 import json
 
@@ -13,17 +13,17 @@ def running(fleets):
 
 
 async def test_a_version_is_published_only_when_every_replica_has_all_of_it(seen, trainers):
-    begun = ManualSync(seen, trainers.one())
+    sync = ManualSync(seen, trainers.one())
     epoch = await assert_all_hold(seen, seen.fleet.seed)
-    await begun.arm()
-    await begun.send()
+    await sync.arm()
+    await sync.send()
     assert await assert_all_hold(seen, seen.fleet.seed) == epoch
-    body = await begun.completed()
-    assert body["num_buckets_received"] == len((await begun.announced())["buckets"]) > 2
-    assert body["weight_version"] == label_of(begun.seed)
-    assert await assert_all_hold(seen, begun.seed) == epoch + 1
-    await begun.end()
-    assert await assert_all_hold(seen, begun.seed) == epoch + 1
+    body = await sync.completed()
+    assert body["num_buckets_received"] == len((await sync.announced())["buckets"]) > 2
+    assert body["weight_version"] == label_of(sync.seed)
+    assert await assert_all_hold(seen, sync.seed) == epoch + 1
+    await sync.end()
+    assert await assert_all_hold(seen, sync.seed) == epoch + 1
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ async def test_every_form_of_a_sync_gives_every_replica_the_trainers_bytes(seen,
     assert await assert_all_hold(seen, seen.fleet.seed) == epoch + 1
 
 
-async def test_a_file_with_a_wrong_shape_is_refused_with_an_error(seen, trainers):
+async def test_a_file_with_a_wrong_shape_is_rejected_with_an_error(seen, trainers):
     trainer = trainers.one()
-    words = ["--endpoint", seen.fleet.url, "--sync", "disk", "--rounds", "1", "--steps", "1"]
-    done = await trainer.tell("program", words=[*words, "--fault", "wrong-shape"])
+    arguments = ["--endpoint", seen.fleet.url, "--sync", "disk", "--rounds", "1", "--steps", "1"]
+    done = await trainer.tell("program", words=[*arguments, "--fault", "wrong-shape"])
     trainer.kill()  # its timeout would end it during another test
     assert done["status"] == 1, done
     assert "has the shape [513, 128]" in done["errors"]
@@ -60,18 +60,18 @@ async def test_a_file_with_a_wrong_shape_is_refused_with_an_error(seen, trainers
 
 
 async def test_the_documented_trainer_updates_all_replicas_and_exits_with_a_status(seen, trainers):
-    words = ["--endpoint", seen.fleet.url, "--json", "--bucket-mb", "1", "--steps", "2"]
+    arguments = ["--endpoint", seen.fleet.url, "--json", "--bucket-mb", "1", "--steps", "2"]
     trainer = trainers.one()
-    learnt = await trainer.tell("program", words=[*words, "--rounds", "2"])
-    assert learnt["status"] == 0, learnt
-    start, first, second = map(json.loads, learnt["out"].splitlines())
+    trained = await trainer.tell("program", words=[*arguments, "--rounds", "2"])
+    assert trained["status"] == 0, trained
+    start, first, second = map(json.loads, trained["out"].splitlines())
     assert second["loss"] < first["loss"]
     assert set(second["checksums"].values()) == {second["own_checksum"]}
     assert len(second["checksums"]) == 2
     assert (second["version"], second["good"]) == ("step-2", True)
-    assert len({each["answer"] for each in (start, first, second)}) == 3
+    assert len({line["answer"] for line in (start, first, second)}) == 3
     refused = await trainer.tell(
-        "program", words=[*words, "--rounds", "1", "--fault", "wrong-shape"]
+        "program", words=[*arguments, "--rounds", "1", "--fault", "wrong-shape"]
     )
     trainer.kill()  # its timeout would end it during another test
     assert refused["status"] == 1, refused

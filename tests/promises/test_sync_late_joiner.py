@@ -43,24 +43,24 @@ async def test_a_trainer_sends_once_and_every_worker_gets_the_version(seen, trai
 
 async def test_a_worker_added_during_a_sync_never_serves_older_weights(seen, trainers, fleets):
     late, old = fleets.replicas[FAR], seen.fleet.seed
-    begun = await ManualSync(seen, trainers.one(), world=WORLD).arm()
+    sync = await ManualSync(seen, trainers.one(), world=WORLD).arm()
     traffic = Traffic(seen)
     try:
         async with traffic.keep_asking():
             added = await seen.client.post("/workers", json={"url": late.url})
             assert added.status_code < 300, added.text
-            await begun.send()
-            await begun.completed()
-            await begun.end()
+            await sync.send()
+            await sync.completed()
+            await sync.end()
             body = await seen.ready(4)
-            assert await replica_digest(late.url) == expected_checksum(begun.seed)
+            assert await replica_digest(late.url) == expected_checksum(sync.seed)
             await traffic.wait_for_more(12)
         assert not traffic.failures()
-        assert set(traffic.texts()) == {label_of(old), label_of(begun.seed)}
-        # A response before it caught up would be a third text, or a second one for a label.
+        assert set(traffic.texts()) == {label_of(old), label_of(sync.seed)}
+        # A response from before the catch-up would add a third text, or a second one for a label.
         assert [len(texts) for texts in traffic.texts().values()] == [1, 1]
-        record = next(each for each in body["workers"] if each["url"] == late.url)
-        assert record["weight_version"] == label_of(begun.seed)
+        record = next(worker for worker in body["workers"] if worker["url"] == late.url)
+        assert record["weight_version"] == label_of(sync.seed)
     finally:
         with trio.CancelScope(shield=True), trio.move_on_after(60):
             await seen.client.delete(f"/workers/{quote(late.url, safe='')}")
@@ -73,11 +73,11 @@ async def test_a_version_is_rolled_back_if_a_worker_is_lost_and_the_worker_catch
     victim, old = seen.fleet.replicas[0], seen.fleet.seed
     epoch = await assert_all_hold(seen, old)
     async with seen.fleet.changed(seen, on_failure='"rollback"'):
-        begun = await ManualSync(seen, trainers.one(), world=WORLD).arm()
-        await begun.send()
+        sync = await ManualSync(seen, trainers.one(), world=WORLD).arm()
+        await sync.send()
         victim.kill()
-        assert victim.url in await begun.refused()
-        await begun.end()
+        assert victim.url in await sync.refused()
+        await sync.end()
     body = await seen.until("/workers", lambda body: body["routable_workers"] == 2)
     assert {w["weight_version"] for w in body["workers"] if w["routable"]} == {label_of(old)}
     victim.start()
@@ -94,8 +94,8 @@ async def test_a_stored_version_can_be_rolled_back_to(seen, trainers):
     old = seen.fleet.seed
     await run_sync(seen, trainers)
     body = await seen.get_json("/weights/versions")
-    kept = {each["version"] for each in body["versions"]}
-    assert {label_of(old), label_of(seen.fleet.seed)} <= kept, body
+    stored = {entry["version"] for entry in body["versions"]}
+    assert {label_of(old), label_of(seen.fleet.seed)} <= stored, body
     epoch = await assert_all_hold(seen, seen.fleet.seed)
     status, body = await seen.post("/weights/rollback", version=label_of(old))
     assert (status, body["success"]) == (200, True), body
@@ -110,28 +110,28 @@ async def test_a_stored_version_can_be_rolled_back_to(seen, trainers):
 async def test_a_trainer_that_dies_leaves_store_and_fleet_at_the_last_complete_version(
     seen, trainers
 ):
-    begun = await ManualSync(seen, trainers.one(), world=WORLD).arm()
-    await begun.send("half")
-    begun.trainer.kill()
-    assert await begun.refused()
+    sync = await ManualSync(seen, trainers.one(), world=WORLD).arm()
+    await sync.send("half")
+    sync.trainer.kill()
+    assert await sync.refused()
     await wait_disarmed(seen)
     await seen.ready()
     await assert_all_hold(seen, seen.fleet.seed)
     versions = (await seen.get_json("/weights/versions"))["versions"]
-    assert label_of(begun.seed) not in {each["version"] for each in versions}
+    assert label_of(sync.seed) not in {entry["version"] for entry in versions}
     await run_sync(seen, trainers)
 
 
 async def test_a_proxy_killed_during_a_sync_restarts_with_the_last_complete_version(seen, trainers):
-    begun = await ManualSync(seen, trainers.one(), world=WORLD).arm()
-    await begun.send("half")
+    sync = await ManualSync(seen, trainers.one(), world=WORLD).arm()
+    await sync.send("half")
     seen.fleet.kill_proxy()
     # A worker that has restarted meanwhile gets its weights from the store.
     victim = seen.fleet.replicas[2]
     victim.kill()
     victim.start()
     seen.fleet.start_proxy()
-    begun.trainer.kill()
+    sync.trainer.kill()
     await seen.ready()
     await assert_all_hold(seen, seen.fleet.seed)
     await run_sync(seen, trainers)

@@ -1,4 +1,4 @@
-"""One trainer, one endpoint, replicas of several ranks: the rank layout, and its refusals."""
+"""The layout of ranks over replicas with several ranks each, and errors in it."""
 
 import socket
 
@@ -19,37 +19,39 @@ async def test_the_endpoint_counts_the_ranks_of_all_its_replicas(seen):
 
 
 async def test_ranks_are_consecutive_over_the_replicas_and_the_response_lists_all(seen, trainers):
-    over_two, alone = seen.fleet.replicas
-    begun = await ManualSync(seen, trainers.one()).join()
-    offsets = {each["worker"]: data_of(each)["rank_offset"] for each in begun.joined["results"]}
-    assert offsets == {over_two.url: 1, alone.url: 3}
-    await begun.end()
+    with_two_ranks, with_one_rank = seen.fleet.replicas
+    sync = await ManualSync(seen, trainers.one()).join()
+    offsets = {
+        result["worker"]: data_of(result)["rank_offset"] for result in sync.joined["results"]
+    }
+    assert offsets == {with_two_ranks.url: 1, with_one_rank.url: 3}
+    await sync.end()
 
 
-async def test_numbers_may_be_text(seen, trainers):
-    begun = ManualSync(seen, trainers.one())
-    begun.trainer.order("open", world=4)
-    body = init_body((await begun.trainer.reply())["port"], 4)
-    texts = {key: str(body[key]) for key in ("master_port", "rank_offset", "world_size")}
-    status, reported = await seen.post(INIT, **body | texts)
-    assert (status, reported["success"]) == (200, True), reported
-    assert await begun.trainer.reply() == {"joined": True}
-    await begun.end()
+async def test_numbers_may_be_sent_as_strings(seen, trainers):
+    sync = ManualSync(seen, trainers.one())
+    sync.trainer.order("open", world=4)
+    body = init_body((await sync.trainer.reply())["port"], 4)
+    strings = {key: str(body[key]) for key in ("master_port", "rank_offset", "world_size")}
+    status, result = await seen.post(INIT, **body | strings)
+    assert (status, result["success"]) == (200, True), result
+    assert await sync.trainer.reply() == {"joined": True}
+    await sync.end()
 
 
 @pytest.mark.parametrize(
     ("offset", "world"), [(4, 4), (2, 4), (0, 4), (1, 3)], ids=["4", "2", "0", "a small world"]
 )
-async def test_ranks_that_do_not_fit_are_refused_before_any_call(seen, offset, world):
+async def test_ranks_that_do_not_fit_are_rejected_before_any_replica_is_called(seen, offset, world):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         body = init_body(port, world) | {"rank_offset": offset}
-        status, reported = await seen.post(INIT, **body)
-        assert (status, reported["success"]) == (400, False), reported
-        assert f"rank_offset {offset}" in reported["message"]
+        status, result = await seen.post(INIT, **body)
+        assert (status, result["success"]) == (400, False), result
+        assert f"rank_offset {offset}" in result["message"]
         if offset:
-            assert "3 ranks" in reported["message"]
-            assert f"world_size is {world}" in reported["message"]
+            assert "3 ranks" in result["message"]
+            assert f"world_size is {world}" in result["message"]
         # A replica that was called would be connecting by now.
         listener.setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -58,13 +60,13 @@ async def test_ranks_that_do_not_fit_are_refused_before_any_call(seen, offset, w
 
 
 def data_of(entry):
-    """The data of a replica's text stage, wherever the response has it."""
+    """Returns the data of a replica's text stage, at any depth of the response."""
     pending = [entry]
     while pending:
-        found = pending.pop()
-        if isinstance(found, dict):
-            if "rank_offset" in found:
-                return found
-            found = list(found.values())
-        pending.extend(found if isinstance(found, list) else [])
+        value = pending.pop()
+        if isinstance(value, dict):
+            if "rank_offset" in value:
+                return value
+            value = list(value.values())
+        pending.extend(value if isinstance(value, list) else [])
     raise AssertionError(entry)

@@ -15,24 +15,24 @@ PATIENCE_SECS = 60
 
 
 def receivers(running):
-    """Child processes of this program."""
-    found = []
+    """Returns the ids of the program's receiver processes."""
+    pids = []
     for pid in tree(running.process.pid):
         try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        except OSError:  # it has just ended
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:  # the process has just ended
             continue
-        found += [pid] * (b"receiver-process" in words)
-    return found
+        pids += [pid] * (b"receiver-process" in arguments)
+    return pids
 
 
 async def test_the_receiver_process_runs_only_in_modes_that_need_it(tmp_path):
     file = tmp_path / "proxy.toml"
 
-    async def runs_in(running, mode, *, receives):
+    async def switch_mode(running, mode, *, receives):
         put(file, toml([engine], more=f'[weight_sync]\nmode = "{mode}"\n'))
-        answer = await running.client.post("/reload")
-        assert answer.status_code == 200, answer.text
+        response = await running.client.post("/reload")
+        assert response.status_code == 200, response.text
         while bool(receivers(running)) is not receives:
             await trio.sleep(0.02)
 
@@ -42,5 +42,5 @@ async def test_the_receiver_process_runs_only_in_modes_that_need_it(tmp_path):
             async with program("--config", file) as running:
                 assert receivers(running) == []
                 for mode, receives in (("receive", True), ("off", False), ("both", True)):
-                    await runs_in(running, mode, receives=receives)
-                await runs_in(running, "coordinate", receives=False)
+                    await switch_mode(running, mode, receives=receives)
+                await switch_mode(running, "coordinate", receives=False)

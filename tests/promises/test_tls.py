@@ -1,4 +1,4 @@
-"""The listener speaks TLS: what a client of it may rely on."""
+"""TLS at the listener: handshakes, certificates, streams and shutdown."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ async def test_requests_of_one_connection_are_answered_in_turn():
         tls_dataplane(answering(counted(b"{}"))) as opened,
         secure_client(opened.address) as client,
     ):
-        assert client.secure.selected_alpn_protocol() is None  # it offered none
+        assert client.secure.selected_alpn_protocol() is None  # the client offered none
         for _ in range(3):
             await client.send(post())
             assert (await client.answer()).status == 200
@@ -51,11 +51,11 @@ async def test_requests_of_one_connection_are_answered_in_turn():
     assert [body for _, body in opened.workers[0].requests] == [CHAT] * 5
 
 
-async def test_requests_like_the_last_one_take_the_fast_path(monkeypatch):
-    done, finalize = [], fast_path.finalize
+async def test_requests_that_repeat_a_head_take_the_fast_path(monkeypatch):
+    statuses, finalize = [], fast_path.finalize
 
     def finalized(services, exchange, phase):
-        done.append(exchange.status)
+        statuses.append(exchange.status)
         finalize(services, exchange, phase)
 
     monkeypatch.setattr(fast_path, "finalize", finalized)
@@ -66,7 +66,7 @@ async def test_requests_like_the_last_one_take_the_fast_path(monkeypatch):
         for _ in range(6):
             await client.send(post())
             assert (await client.answer()).status == 200
-    assert done[-2:] == [200, 200]  # the first ones are learnt from
+    assert statuses[-2:] == [200, 200]  # the first requests fill the cache of the fast path
     assert [body for _, body in opened.workers[0].requests] == [CHAT] * 6
 
 
@@ -83,18 +83,18 @@ async def test_alpn_selects_http_1_1():
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 async def test_bytes_of_any_size_pass_unchanged_both_ways(version):
     body = b'{"messages": [], "x": "%b"}' % (bytes(range(35, 91)) * 20_000).replace(b"\\", b"")
-    answer = os.urandom(700_000)
+    reply = os.urandom(700_000)
     context = believing()
     context.maximum_version = version
     async with (
-        tls_dataplane(answering(counted(answer))) as opened,
+        tls_dataplane(answering(counted(reply))) as opened,
         secure_client(opened.address, context) as client,
     ):
         assert client.secure.version() == version.name.replace("v1_", "v1.")
         for _ in range(2):
             await client.send(post(body))
-            assert (await client.answer()).body == answer
-    assert [sent for _, sent in opened.workers[0].requests] == [body] * 2
+            assert (await client.answer()).body == reply
+    assert [received for _, received in opened.workers[0].requests] == [body] * 2
 
 
 async def test_events_of_a_stream_arrive_one_by_one():
@@ -103,7 +103,7 @@ async def test_events_of_a_stream_arrive_one_by_one():
         await events.heard_by(client)
 
 
-async def test_what_is_older_than_tls_1_2_is_refused():
+async def test_versions_before_tls_1_2_are_rejected():
     context = believing()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -117,18 +117,18 @@ async def test_what_is_older_than_tls_1_2_is_refused():
         await until(lambda: opened.dataplane.services.totals.failed_handshakes == 1)
 
 
-async def test_a_client_that_reads_slowly_gets_it_all():
-    answer = os.urandom(6_000_000)
+async def test_a_client_that_reads_slowly_gets_the_whole_response():
+    reply = os.urandom(6_000_000)
     async with (
-        tls_dataplane(answering(counted(answer))) as opened,
+        tls_dataplane(answering(counted(reply))) as opened,
         secure_client(opened.address) as client,
     ):
         await client.send(post())
         await until(lambda: any(t.phase == "client" for t in opened.dataplane.loop.tasks))
-        assert (await client.answer()).body == answer
+        assert (await client.answer()).body == reply
 
 
-async def test_a_client_that_stops_reading_is_cut():
+async def test_a_client_that_stops_reading_is_disconnected():
     async def endless(call):
         await call.send(CHUNKED_HEAD)
         while True:
@@ -145,7 +145,7 @@ async def test_a_client_that_stops_reading_is_cut():
             await client.answer()
 
 
-async def test_a_truncated_answer_does_not_end_like_a_whole_one():
+async def test_a_truncated_response_is_detected_by_the_client():
     async with (
         tls_dataplane(hanging_up_after(counted(b"x" * 10)[:-4])) as opened,
         secure_client(opened.address) as client,
@@ -166,19 +166,19 @@ async def test_the_end_of_a_connection_sends_close_notify():
         assert await client.receive() == b""
 
 
-@pytest.mark.parametrize("reported", [True, False])
-async def test_a_client_that_leaves_frees_its_worker(reported):
-    asked, left = trio.Event(), trio.Event()
+@pytest.mark.parametrize("close_notify", [True, False])
+async def test_a_client_that_disconnects_frees_its_worker(close_notify):
+    received, left = trio.Event(), trio.Event()
 
     async def script(call):
-        asked.set()
+        received.set()
         await call.until_left()
         left.set()
 
     async with tls_dataplane(script) as opened, secure_client(opened.address) as client:
         await client.send(post())
-        await asked.wait()
-        if reported:
+        await received.wait()
+        if close_notify:
             await client.secure.aclose()
         else:
             client.close()
@@ -186,11 +186,11 @@ async def test_a_client_that_leaves_frees_its_worker(reported):
         await until(lambda: opened.dataplane.services.totals.ended["client_disconnected"] == 1)
 
 
-async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allowed():
-    go_on = trio.Event()
+async def test_a_client_that_half_closes_is_served_if_the_configuration_allows_it():
+    released = trio.Event()
 
     async def later(call):
-        await go_on.wait()
+        await released.wait()
         await call.send(counted(b"{}"))
 
     config = listening(half_close="'answer'")
@@ -201,21 +201,21 @@ async def test_a_client_that_closes_its_side_early_is_served_where_that_is_allow
         await client.send(post())
         await until(lambda: opened.workers[0].calls)
         client.stop_sending()
-        go_on.set()
+        released.set()
         assert (await client.answer()).status == 200
 
 
 async def test_plain_http_on_the_tls_port_gets_a_hint():
     async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
-        answer = await client.answer()
-        assert (answer.status, answer.one("connection")) == (400, "close")
-        assert b"plain_http_on_tls_port" in answer.body
+        response = await client.answer()
+        assert (response.status, response.one("connection")) == (400, "close")
+        assert b"plain_http_on_tls_port" in response.body
         assert await client.until_closed() == b""
     assert opened.workers[0].requests == []
 
 
-async def test_a_disconnect_during_that_error_is_no_failure():
+async def test_a_disconnect_during_that_error_is_not_a_failure():
     async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
         await client.answer()
@@ -225,22 +225,22 @@ async def test_a_disconnect_during_that_error_is_no_failure():
 
 
 @pytest.mark.parametrize(
-    "sent", [b"\x16\x03\x01\x00\x05hello", b"\x00\x01\x02", b"\x80\x2e\x01\x00\x02" + bytes(60)]
+    "data", [b"\x16\x03\x01\x00\x05hello", b"\x00\x01\x02", b"\x80\x2e\x01\x00\x02" + bytes(60)]
 )
-async def test_what_is_neither_ends_the_connection(sent):
+async def test_bytes_that_are_neither_tls_nor_http_end_the_connection(data):
     async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
-        await client.send(sent)
-        await client.until_closed() if sent[0] == 0x16 else client.close()
+        await client.send(data)
+        await client.until_closed() if data[0] == 0x16 else client.close()
         await until(lambda: opened.dataplane.services.totals.failed_handshakes == 1)
         await until(lambda: not opened.dataplane.loop.tasks)
     assert opened.workers[0].requests == []
 
 
-@pytest.mark.parametrize("sent", [b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
-async def test_a_handshake_that_does_not_go_on_is_cut_by_client_head_secs(sent):
+@pytest.mark.parametrize("data", [b"", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"])
+async def test_an_incomplete_handshake_ends_after_client_head_secs(data):
     config = listening() + "[server.timeouts]\nclient_head_secs = 0.05\n"
     async with tls_dataplane(silent, config=config) as opened, client_of(opened.address) as client:
-        await client.send(sent)
+        await client.send(data)
         assert await client.until_closed() == b""
     assert opened.dataplane.services.totals.failed_handshakes == 1
 
@@ -248,34 +248,34 @@ async def test_a_handshake_that_does_not_go_on_is_cut_by_client_head_secs(sent):
 async def test_a_handshake_may_arrive_byte_by_byte():
     async with tls_dataplane(answering(counted(b"{}"))) as opened:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        shake = believing().wrap_bio(incoming, outgoing, server_hostname="localhost")
+        tls = believing().wrap_bio(incoming, outgoing, server_hostname="localhost")
         async with client_of(opened.address) as client:
-            opened_up = False
-            while not opened_up:
+            complete = False
+            while not complete:
                 try:
-                    shake.do_handshake()
-                    opened_up = True
+                    tls.do_handshake()
+                    complete = True
                 except ssl.SSLWantReadError:
                     pass
                 for byte in outgoing.read():
                     await client.send(bytes((byte,)))
-                if not opened_up:
+                if not complete:
                     incoming.write(await client.receive())
-            shake.write(post())
+            tls.write(post())
             for byte in outgoing.read():
                 await client.send(bytes((byte,)))
-            got = b""
-            while not got.endswith(b"{}"):
+            received = b""
+            while not received.endswith(b"{}"):
                 incoming.write(await client.receive())
                 try:
-                    got += shake.read(65536)
+                    received += tls.read(65536)
                 except ssl.SSLWantReadError:
                     continue
-    assert got.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert received.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
-async def cut_off(client):
-    """A refused certificate shows only after the client's own part of the handshake."""
+async def is_rejected(client):
+    """In TLS 1.3, a client learns that its certificate was rejected only after its handshake."""
     try:
         await client.send(post())
         await client.answer()
@@ -287,55 +287,55 @@ async def cut_off(client):
 async def test_a_client_without_the_required_certificate_is_refused():
     config = listening(tls_client_ca=f"'{FILES / 'authority.pem'}'")
     async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
-        for own in ("", "stranger"):
-            async with secure_client(opened.address, believing(own=own)) as client:
-                assert await cut_off(client)
+        for name in ("", "stranger"):
+            async with secure_client(opened.address, believing(own=name)) as client:
+                assert await is_rejected(client)
         async with secure_client(opened.address, believing(own="client")) as client:
             await client.send(post())
             assert (await client.answer()).status == 200
     assert opened.dataplane.services.totals.failed_handshakes == 2
 
 
-async def test_a_certificate_may_be_optional_and_a_wrong_one_is_refused_all_the_same():
+async def test_an_optional_certificate_may_be_missing_but_not_wrong():
     ca = f"'{FILES / 'authority.pem'}'"
     config = listening(tls_client_ca=ca, tls_client_require="false")
     async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
-        for own in ("", "client"):
-            async with secure_client(opened.address, believing(own=own)) as client:
+        for name in ("", "client"):
+            async with secure_client(opened.address, believing(own=name)) as client:
                 await client.send(post())
                 assert (await client.answer()).status == 200
         async with secure_client(opened.address, believing(own="stranger")) as client:
-            assert await cut_off(client)
+            assert await is_rejected(client)
 
 
-def copied(folder, name):
-    for end in ("", "-key"):
-        shutil.copyfile(FILES / f"{name}{end}.pem", folder / f"mine{end}.pem")
+def copy_certificate(folder, name):
+    for suffix in ("", "-key"):
+        shutil.copyfile(FILES / f"{name}{suffix}.pem", folder / f"mine{suffix}.pem")
 
 
-def shown_at(client):
+def server_certificate(client):
     return client.secure.getpeercert(binary_form=True)
 
 
-async def test_a_renewed_certificate_is_taken_and_a_broken_one_is_not(tmp_path, monkeypatch):
+async def test_a_renewed_certificate_is_loaded_and_an_invalid_one_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(tls_termination, "POLL_SECS", 0.02)
-    copied(tmp_path, "server")
+    copy_certificate(tmp_path, "server")
     config = f"[server]\ntls_cert = '{tmp_path}/mine.pem'\ntls_key = '{tmp_path}/mine-key.pem'\n"
     async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
-        held = opened.dataplane.listeners.certificates
+        certificates = opened.dataplane.listeners.certificates
         async with secure_client(opened.address) as before:
-            first = held.context
+            first = certificates.context
             (tmp_path / "mine.pem").write_text("nonsense")
-            await until(lambda: held.error)
-            assert "server.tls_cert" in held.error
-            assert held.context is first
+            await until(lambda: certificates.error)
+            assert "server.tls_cert" in certificates.error
+            assert certificates.context is first
             async with secure_client(opened.address) as client:
-                assert shown_at(client) == shown_at(before)
-            copied(tmp_path, "renewed")
-            await until(lambda: held.context is not first)
-            assert held.status()["error"] is None
+                assert server_certificate(client) == server_certificate(before)
+            copy_certificate(tmp_path, "renewed")
+            await until(lambda: certificates.context is not first)
+            assert certificates.status()["error"] is None
             async with secure_client(opened.address) as client:
-                assert shown_at(client) != shown_at(before)
+                assert server_certificate(client) != server_certificate(before)
             await before.send(post())
             assert (await before.answer()).status == 200
 
@@ -360,7 +360,7 @@ async def test_a_reload_turns_tls_on_and_off_on_the_same_port():
             assert (await client.answer()).status == 200
 
 
-async def test_a_pair_that_does_not_fit_changes_nothing():
+async def test_a_key_that_does_not_match_its_certificate_changes_nothing():
     async with tls_dataplane(answering(counted(b"{}"))) as opened:
         broken = listening().replace("server-key", "renewed-key")
         with pytest.raises(ConfigError, match=r"server\.tls_key: .* is not the key of"):
@@ -370,7 +370,7 @@ async def test_a_pair_that_does_not_fit_changes_nothing():
             assert (await client.answer()).status == 200
 
 
-async def test_a_drain_lets_a_handshake_end_and_then_closes():
+async def test_a_drain_completes_a_handshake_and_then_closes_the_connection():
     async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await until(lambda: any(t.phase == "handshake" for t in opened.dataplane.loop.tasks))
         opened.dataplane.begin_drain()

@@ -1,4 +1,4 @@
-"""The whole program with TLS on either side: start, reload, probes, commands and clients."""
+"""The whole program with TLS to clients and workers: start, reload, probes and commands."""
 
 import shutil
 import subprocess
@@ -22,9 +22,9 @@ FLAGS = ("--tls-cert-path", CERT, "--tls-key-path", KEY)
 
 
 @asynccontextmanager
-async def secure_program(*words):
-    """Asked by https from its first answer on."""
-    async with starting(*words) as running:
+async def secure_program(*arguments):
+    """Starts the program with a client that uses HTTPS."""
+    async with starting(*arguments) as running:
         url = (await running.says(r"listening on (https://[^\s\"]+)"))[1]
         await running.client.aclose()
         running.client = httpx.AsyncClient(
@@ -34,24 +34,24 @@ async def secure_program(*words):
         yield running
 
 
-async def command(*words):
-    """(exit status, what it said) of `omni-proxy` with these words."""
-    ended = await trio.run_process(
-        [forking_interpreter(), "-m", "omni_proxy", *map(str, words)],
+async def command(*arguments):
+    """Runs `omni-proxy` with these arguments; returns its exit status and output."""
+    process = await trio.run_process(
+        [forking_interpreter(), "-m", "omni_proxy", *map(str, arguments)],
         capture_stdout=True, stderr=subprocess.STDOUT, check=False, cwd=FILES.parents[2],
     )  # fmt: skip
-    assert b"Traceback" not in ended.stdout
-    return ended.returncode, ended.stdout.decode()
+    assert b"Traceback" not in process.stdout
+    return process.returncode, process.stdout.decode()
 
 
-async def test_flags_of_other_routers_turn_it_on_and_their_clients_work(tmp_path):
+async def test_flags_of_other_routers_enable_tls_and_their_clients_work(tmp_path):
     file = tmp_path / "proxy.toml"
     completion = (
         b'{"id":"c","object":"chat.completion","created":1,"model":"m","choices":[{"index":0,'
         b'"message":{"role":"assistant","content":"hello"},"finish_reason":"stop"}]}'
     )
-    kind = "content-type: application/json"
-    worker = SecureWorker(answering(counted(completion, kind)))
+    content_type = "content-type: application/json"
+    worker = SecureWorker(answering(counted(completion, content_type)))
     async with secure_workers(worker):
         entry = f"[[workers]]\nurl = '{worker.url}'\n"
         file.write_text(f"[server]\nport = 0\ntls_worker_ca = '{AUTHORITY}'\n{PROBES}{entry}")
@@ -66,12 +66,12 @@ async def test_flags_of_other_routers_turn_it_on_and_their_clients_work(tmp_path
                 ):
                     return client.chat.completions.create(model="m", messages=chat()["messages"])
 
-            reported = await trio.to_thread.run_sync(ask)
-            assert reported.choices[0].message.content == "hello"
+            completion_of_client = await trio.to_thread.run_sync(ask)
+            assert completion_of_client.choices[0].message.content == "hello"
             assert (await running.get_json("/status"))["listeners"] == [base.partition("://")[2]]
 
 
-async def test_a_worker_with_an_untrusted_certificate_stays_out_with_a_reason(tmp_path):
+async def test_a_worker_with_an_untrusted_certificate_gets_no_requests(tmp_path):
     file = tmp_path / "proxy.toml"
     worker = SecureWorker(answering(counted(b"{}")), "stranger")
     async with secure_workers(worker):
@@ -85,17 +85,17 @@ async def test_a_worker_with_an_untrusted_certificate_stays_out_with_a_reason(tm
             await running.until_routable(worker)
 
 
-async def test_commands_find_it_by_its_file(tmp_path):
+async def test_commands_find_a_program_with_tls_by_its_configuration_file(tmp_path):
     file = tmp_path / "proxy.toml"
-    place = tmp_path / "admin.sock"
+    socket_path = tmp_path / "admin.sock"
     async with workers("w") as fleet:
-        with_tls = toml(fleet, port=free_port(), more=TLS)
-        file.write_text(with_tls)
+        config = toml(fleet, port=free_port(), more=TLS)
+        file.write_text(config)
         async with secure_program("--config", file) as running:
             await running.until_routable(*fleet)
             status, body = await command("workers", "list", "--config", file)
             assert (status, fleet[0].url in body) == (0, True), body
-            put(file, f"{with_tls}[admin]\nlisten = 'unix:{place}'\n")
+            put(file, f"{config}[admin]\nlisten = 'unix:{socket_path}'\n")
             await running.says("for admin requests")
             status, body = await command("workers", "disable", fleet[0].url, "--config", file)
             assert status == 0, body
@@ -105,23 +105,23 @@ async def test_commands_find_it_by_its_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cert", "key", "words"),
+    ("cert", "key", "message"),
     [
         ("server", "renewed-key", "server.tls_key: "),
         ("nowhere", "server-key", "cannot be read"),
         ("server", "locked-key", "is encrypted"),
     ],
 )
-async def test_a_pair_that_can_not_be_used_is_reported_by_check_and_at_the_start(
-    tmp_path, cert, key, words
+async def test_an_unusable_key_or_certificate_is_reported_by_check_and_at_the_start(
+    tmp_path, cert, key, message
 ):
     file = tmp_path / "proxy.toml"
     names = f"tls_cert = '{FILES / cert}.pem'\ntls_key = '{FILES / key}.pem'\n"
     file.write_text(f"[server]\nport = 0\n{names}[[workers]]\nurl = 'http://127.0.0.1:1'\n")
-    for asked in (("check", file), ("--config", file)):
-        status, body = await command(*asked)
+    for arguments in (("check", file), ("--config", file)):
+        status, body = await command(*arguments)
         assert status == 2
-        assert words in body
+        assert message in body
         assert "server.tls_" in body
         assert "listening" not in body
 
@@ -141,8 +141,8 @@ async def test_a_reload_refuses_a_broken_pair_and_keeps_the_current_one(tmp_path
             assert (await running.client.post("/reload")).status_code == 422
             assert (await running.ask()).status_code == 200
             put(file, good)
-            key_file.write_text("nonsense")  # the renewal of a certificate went wrong
+            key_file.write_text("nonsense")  # a failed renewal of the certificate
             await running.says("certificate_reload_failed")
             assert (await running.ask()).status_code == 200
-            reported = (await running.get_json("/status"))["data_plane"]["tls"]
-            assert "mine-key.pem" in reported["error"]
+            tls = (await running.get_json("/status"))["data_plane"]["tls"]
+            assert "mine-key.pem" in tls["error"]

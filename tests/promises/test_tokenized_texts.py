@@ -1,4 +1,4 @@
-"""Texts go where their blocks are, by the tokens that a real replica tells of them."""
+"""Texts go to workers with their blocks, by the tokens that a real replica computes."""
 
 import httpx
 import pytest
@@ -32,48 +32,52 @@ def chat(text):
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
 
 
-def cached(answer):
+def cached_tokens(answer):
     assert answer.status_code == 200, answer.text
     return answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
 async def until_tokenized(running, texts):
-    def holds(seen):
-        return seen["data_plane"]["policy"]["tokenize"]["texts"] == texts
+    def has_tokenized(status):
+        return status["data_plane"]["policy"]["tokenize"]["texts"] == texts
 
-    return (await running.until("/status", holds))["data_plane"]["policy"]["tokenize"]
+    return (await running.until("/status", has_tokenized))["data_plane"]["policy"]["tokenize"]
 
 
 async def until_cached_at(running, body, url):
-    """Until the events have told that no other worker has it."""
+    """Waits until the events have shown that only this worker has the text."""
     with trio.fail_after(PATIENCE_SECS):
         while True:
-            answer = await running.client.post("/explain", json=body)
-            tokens = answer.json()["pick"].get("matched_tokens", {})
-            if {each for each, count in tokens.items() if count} == {url}:
+            response = await running.client.post("/explain", json=body)
+            tokens = response.json()["pick"].get("matched_tokens", {})
+            if {worker for worker, count in tokens.items() if count} == {url}:
                 return
             await trio.sleep(0.02)
 
 
-async def test_a_text_goes_where_its_blocks_are_now_and_not_where_it_was_sent(tmp_path):
+async def test_a_text_goes_to_its_present_blocks_and_not_where_it_was_sent_before(tmp_path):
     put(tmp_path / "proxy.toml", config(free_run(4)))
     async with program("--config", tmp_path / "proxy.toml") as running:
-        seen = await running.until(
-            "/workers", lambda seen: [each["kv_mode"] for each in seen["workers"]] == ["exact"] * 2
+        listed = await running.until(
+            "/workers",
+            lambda body: [worker["kv_mode"] for worker in body["workers"]] == ["exact"] * 2,
         )
-        urls = {each["url"] for each in seen["workers"]}
-        answer = await running.client.post("/v1/chat/completions", json=chat(TEXT))
-        assert cached(answer) == 0
-        first = answer.headers["x-sglang-omni-worker"].replace("%3A", ":").replace("%2F", "/")
+        urls = {worker["url"] for worker in listed["workers"]}
+        response = await running.client.post("/v1/chat/completions", json=chat(TEXT))
+        assert cached_tokens(response) == 0
+        first = response.headers["x-sglang-omni-worker"].replace("%3A", ":").replace("%2F", "/")
         (other,) = urls - {first}
         assert (await until_tokenized(running, 1))["calls"] == 1
-        # Not through the proxy: only the events tell of it.
+        # These requests bypass the proxy, so it knows of them only from events.
         async with httpx.AsyncClient(timeout=PATIENCE_SECS, trust_env=False) as client:
             assert (await client.post(f"{first}/flush_cache")).status_code == 200
-            assert cached(await client.post(f"{other}/v1/chat/completions", json=chat(TEXT))) == 0
+            assert (
+                cached_tokens(await client.post(f"{other}/v1/chat/completions", json=chat(TEXT)))
+                == 0
+            )
         longer = chat(TEXT + "And the last one of them?")
         await until_cached_at(running, longer, other)
-        answer = await running.client.post("/v1/chat/completions", json=longer)
-        assert answer.headers["x-sglang-omni-worker"].endswith(other.rpartition(":")[2])
-        assert cached(answer) > 100
+        response = await running.client.post("/v1/chat/completions", json=longer)
+        assert response.headers["x-sglang-omni-worker"].endswith(other.rpartition(":")[2])
+        assert cached_tokens(response) > 100
         assert (await until_tokenized(running, 1))["used"] == 1

@@ -1,4 +1,4 @@
-"""Traces: each request that is sampled has its spans, and the workers get the context."""
+"""Traces: each sampled request has spans, and workers get the trace context."""
 
 import json
 
@@ -36,32 +36,33 @@ class Spans(Lines):
         return [span for span in self.records[number] if span["name"] == name]
 
 
-def traced(opened):
+def record_spans(opened):
     opened.dataplane.recorders.spans = spans = Spans()
     return spans
 
 
-def sent(worker):
-    """The context of the newest request of each connection."""
-    found = [dict(call.fields).get("traceparent", "") for call in worker.calls]
-    return [parse_traceparent(value.encode()) for value in found]
+def contexts_at(worker):
+    """Returns the trace context of the latest request of each connection."""
+    values = [dict(call.fields).get("traceparent", "") for call in worker.calls]
+    return [parse_traceparent(value.encode()) for value in values]
 
 
-async def answered(client, request):
+async def ask(client, request):
     await client.send(request)
     return await client.answer()
 
 
-@pytest.mark.parametrize("repeats", [1, 4], ids=["first", "repeated"])  # the last on the fast path
+# The last of four requests takes the fast path.
+@pytest.mark.parametrize("repeats", [1, 4], ids=["first", "repeated"])
 async def test_a_request_has_a_span_and_its_attempt_another(repeats):
     async with dataplane_before(GOOD, config=OBSERVED) as (opened, client):
-        spans = traced(opened)
+        spans = record_spans(opened)
         opened.dataplane.recorders.meters = Metrics(
             opened.dataplane.fleet, RecentWindow(), lambda: 0.0
         )
         for _ in range(repeats):
-            assert (await answered(client, post(CHAT))).status == 200
-        (context,) = sent(opened.workers[0])
+            assert (await ask(client, post(CHAT))).status == 200
+        (context,) = contexts_at(opened.workers[0])
         assert len(spans.records) == repeats
         request, attempt = spans.records[-1]
         assert (request["name"], request["kind"]) == ("POST /v1/chat/completions", "server")
@@ -75,29 +76,31 @@ async def test_a_request_has_a_span_and_its_attempt_another(repeats):
         assert attempt["trace_id"] == request["trace_id"]
         assert request["started_ns"] <= attempt["started_ns"] <= attempt["ended_ns"]
         assert attempt["ended_ns"] <= request["ended_ns"]
-        about = request["attributes"]
-        assert about["gen_ai.operation.name"] == "chat"
-        assert about["gen_ai.request.model"] == "m"
-        assert about["gen_ai.usage.input_tokens"] == 11
-        assert about["gen_ai.usage.output_tokens"] == 7
-        assert about["http.response.status_code"] == 200
+        attributes = request["attributes"]
+        assert attributes["gen_ai.operation.name"] == "chat"
+        assert attributes["gen_ai.request.model"] == "m"
+        assert attributes["gen_ai.usage.input_tokens"] == 11
+        assert attributes["gen_ai.usage.output_tokens"] == 7
+        assert attributes["http.response.status_code"] == 200
         host, _, port = opened.urls[0].removeprefix("http://").partition(":")
         assert attempt["attributes"]["server.address"] == host
         assert attempt["attributes"]["server.port"] == int(port)
         assert "http.request.resend_count" not in attempt["attributes"]
         assert opened.last["trace_id"] == request["trace_id"]
-        # Of each bucket the newest; how long a request takes is not given.
-        noted = {each.trace_id for *_, each in opened.dataplane.recorders.meters.exemplars.rows()}
-        assert request["trace_id"] in noted
-        assert len(noted) <= repeats
+        # One exemplar per bucket, the latest; which buckets are used depends on timing.
+        trace_ids = {
+            exemplar.trace_id for *_, exemplar in opened.dataplane.recorders.meters.exemplars.rows()
+        }
+        assert request["trace_id"] in trace_ids
+        assert len(trace_ids) <= repeats
 
 
 async def test_a_clients_trace_is_continued_on_either_path():
     async with dataplane_before(GOOD, config=UNSAMPLED) as (opened, client):
-        spans = traced(opened)
+        spans = record_spans(opened)
         for number in range(4):
-            await answered(client, post(CHAT, parent(span=f"{number + 1:016x}")))
-            (context,) = sent(opened.workers[0])
+            await ask(client, post(CHAT, parent(span=f"{number + 1:016x}")))
+            (context,) = contexts_at(opened.workers[0])
             request, attempt = spans.records[-1]
             assert (request["trace_id"], request["parent_id"]) == (TRACE, f"{number + 1:016x}")
             assert (context.trace_id.decode(), context.span_id.decode()) == (
@@ -108,72 +111,75 @@ async def test_a_clients_trace_is_continued_on_either_path():
 
 @pytest.mark.parametrize("config", [OBSERVED, UNSAMPLED], ids=["sampled", "unsampled"])
 @pytest.mark.parametrize(
-    ("traceparent", "kept"), [("00-nonsense", ""), (None, ""), (parent()[13:], "a=b")]
+    ("traceparent", "forwarded"), [("00-nonsense", ""), (None, ""), (parent()[13:], "a=b")]
 )
-async def test_a_tracestate_goes_with_its_own_trace_only(config, traceparent, kept):
-    given = [] if traceparent is None else [f"traceparent: {traceparent}"]
+async def test_a_tracestate_is_forwarded_only_with_its_own_trace(config, traceparent, forwarded):
+    parent_fields = [] if traceparent is None else [f"traceparent: {traceparent}"]
     async with dataplane_before(GOOD, config=config) as (opened, client):
-        traced(opened)
-        for number in range(4):  # the last on the fast path
+        record_spans(opened)
+        for number in range(4):  # the last one takes the fast path
             state = f"tracestate: a=b{number}"
-            await answered(client, post(CHAT, *given, state, "x-other: 1"))
+            await ask(client, post(CHAT, *parent_fields, state, "x-other: 1"))
             (call,) = opened.workers[0].calls
             fields = dict(call.fields)
-            assert fields.get("tracestate", "") == (kept and f"{kept}{number}")
+            assert fields.get("tracestate", "") == (forwarded and f"{forwarded}{number}")
             assert fields["x-other"] == "1"
             assert parse_traceparent(fields["traceparent"].encode())
 
 
-async def test_a_request_that_is_not_sampled_leaves_no_span_and_the_worker_gets_the_flag():
+async def test_an_unsampled_request_has_no_span_and_the_worker_gets_the_flag():
     async with dataplane_before(GOOD, config=UNSAMPLED) as (opened, client):
-        spans = traced(opened)
+        spans = record_spans(opened)
         for _ in range(4):
-            await answered(client, post(CHAT))
-            (context,) = sent(opened.workers[0])
+            await ask(client, post(CHAT))
+            (context,) = contexts_at(opened.workers[0])
             assert context.sampled is False
         for _ in range(4):
-            await answered(client, post(CHAT, parent("00")))
-            (context,) = sent(opened.workers[0])
+            await ask(client, post(CHAT, parent("00")))
+            (context,) = contexts_at(opened.workers[0])
             assert (context.trace_id.decode(), context.span_id.decode()) == (TRACE, SPAN)
             assert context.sampled is False
         assert spans.records == []
         assert "trace_id" not in opened.last
 
 
-async def test_without_an_endpoint_headers_pass_as_they_came():
+async def test_without_an_endpoint_trace_headers_are_unchanged():
     async with dataplane_before(GOOD) as (opened, client):
-        await answered(client, post(CHAT, "traceparent: what it likes"))
-        assert dict(opened.workers[0].calls[0].fields)["traceparent"] == "what it likes"
-        await answered(client, post(CHAT))
+        await ask(client, post(CHAT, "traceparent: any value"))
+        assert dict(opened.workers[0].calls[0].fields)["traceparent"] == "any value"
+        await ask(client, post(CHAT))
         assert "traceparent" not in dict(opened.workers[0].calls[0].fields)
 
 
-async def test_a_retry_is_a_span_that_says_what_failed_before():
+async def test_a_retry_has_a_span_and_the_failed_attempt_has_its_error():
     async with dataplane_before(resetting, GOOD, config=OBSERVED) as (opened, client):
-        spans = traced(opened)
-        assert (await answered(client, post(CHAT))).status == 200
+        spans = record_spans(opened)
+        assert (await ask(client, post(CHAT))).status == 200
         request, failed, good = spans.records[-1]
         assert "error" not in request
         assert failed["error"] == failed["attributes"]["error.type"] == "reset_before_response"
         assert "http.response.status_code" not in failed["attributes"]
         assert good["attributes"]["http.request.resend_count"] == 1
         assert good["attributes"]["http.response.status_code"] == 200
-        contexts = [each for worker in opened.workers for each in sent(worker)]
-        assert [each.span_id.decode() for each in contexts] == [failed["span_id"], good["span_id"]]
+        contexts = [context for worker in opened.workers for context in contexts_at(worker)]
+        assert [context.span_id.decode() for context in contexts] == [
+            failed["span_id"],
+            good["span_id"],
+        ]
 
 
-async def test_a_response_of_500_and_above_is_an_error_and_one_below_is_none():
+async def test_a_server_error_marks_the_request_span_and_a_client_error_does_not():
     bad = answering(counted(b"{}", status="500 Oops"))
     for script, status in ((bad, 500), (answering(counted(b"{}", status="404 No")), 404)):
         async with dataplane_before(script, config=OBSERVED) as (opened, client):
-            spans = traced(opened)
-            assert (await answered(client, post(CHAT))).status == status
+            spans = record_spans(opened)
+            assert (await ask(client, post(CHAT))).status == status
             request, attempt = spans.records[-1]
             assert request.get("error") == ("500" if status == 500 else None)
             assert attempt["error"] == str(status)
 
 
-async def test_a_wait_in_the_queue_is_a_span_and_only_then():
+async def test_only_a_request_that_waits_in_the_queue_has_a_queue_span():
     config = "[server]\nmax_inflight = 1\nqueue_size = 4\nqueue_timeout_secs = 60\n" + OBSERVED
     gate, arrived = trio.Event(), trio.Event()
 
@@ -183,7 +189,7 @@ async def test_a_wait_in_the_queue_is_a_span_and_only_then():
         await call.send(counted(USAGE))
 
     async with dataplane_before(slow, config=config) as (opened, client):
-        spans = traced(opened)
+        spans = record_spans(opened)
         await client.send(post(CHAT))
         await arrived.wait()
         async with opened.client() as second:
@@ -194,18 +200,18 @@ async def test_a_wait_in_the_queue_is_a_span_and_only_then():
             gate.set()
             await client.answer()
             await second.answer()
-        assert [len(each) for each in (spans.named(n, "queue") for n in range(2))] == [0, 1]
-        request, waited, attempt = spans.records[1]
-        assert waited["parent_id"] == request["span_id"]
-        assert waited["started_ns"] < waited["ended_ns"] <= attempt["started_ns"]
+        assert [len(spans.named(number, "queue")) for number in range(2)] == [0, 1]
+        request, queue_span, attempt = spans.records[1]
+        assert queue_span["parent_id"] == request["span_id"]
+        assert queue_span["started_ns"] < queue_span["ended_ns"] <= attempt["started_ns"]
 
 
 @pytest.mark.parametrize("connector", ["sglang", "nixl", "mooncake"])
 async def test_both_legs_of_a_pair_have_spans_of_one_trace(connector):
     async with fleet_of(connector, config=OBSERVED) as (fleet, client):
-        spans = traced(fleet.before)
+        spans = record_spans(fleet.before)
         for _ in range(3):
-            assert (await answered(client, post(CHAT))).status == 200
+            assert (await ask(client, post(CHAT))).status == 200
         request, *legs = spans.records[-1]
         names = {leg["name"]: leg for leg in legs}
         assert names.keys() == {"prefill POST", "decode POST"}
@@ -215,20 +221,20 @@ async def test_both_legs_of_a_pair_have_spans_of_one_trace(connector):
             assert names[leg]["attributes"]["http.response.status_code"] == 200
 
 
-async def collected(collector, holds):
-    """All spans that came, once `holds` is true of them."""
+async def collected_spans(collector, is_complete):
+    """Returns all exported spans with their resources, once `is_complete` is true."""
     with trio.fail_after(PATIENCE_SECS):
         while True:
             messages = [ExportTraceServiceRequest.FromString(b) for _, b in collector.requests]
-            found = [
+            spans = [
                 (resource.resource, span)
                 for message in messages
                 for resource in message.resource_spans
                 for scope in resource.scope_spans
                 for span in scope.spans
             ]
-            if holds([span for _, span in found]):
-                return found
+            if is_complete([span for _, span in spans]):
+                return spans
             await trio.sleep(0.02)
 
 
@@ -244,27 +250,27 @@ async def test_two_processes_export_each_span_once_to_a_collector(tmp_path, capf
                 running.client.headers["connection"] = "close"
                 assert (await running.ask()).status_code == 200
             await running.client.post("/continue_generation", json={})
-            found = await collected(
+            exported = await collected_spans(
                 collector, lambda spans: sum(span.kind == 2 for span in spans) >= 6
             )
-            requests = [span for _, span in found if span.kind == 2]
+            requests = [span for _, span in exported if span.kind == 2]
             assert len({span.trace_id for span in requests}) == len(requests) == 6
             assert {line for line, _ in collector.requests} == {"POST /v1/traces HTTP/1.1"}
-            about = {each.key: each.value.string_value for each in found[0][0].attributes}
-            assert about["service.name"] == "omni-proxy"
-            operation = [span for _, span in found if span.name.startswith("weights ")]
+            resource = {field.key: field.value.string_value for field in exported[0][0].attributes}
+            assert resource["service.name"] == "omni-proxy"
+            operation = [span for _, span in exported if span.name.startswith("weights ")]
             assert [span.name for span in operation] == ["weights /continue_generation"]
             counts = (await running.client.get("/metrics")).text
             assert 'omni_proxy_spans_total{result="dropped"} 0.0' in counts
-        wanted = requests[0].trace_id.hex()
-        arguments = ["trace", wanted, "--config", str(file)]
+        trace_id = requests[0].trace_id.hex()
+        arguments = ["trace", trace_id, "--config", str(file)]
         assert await trio.to_thread.run_sync(main, arguments) == 0
-        shown = capfd.readouterr().out
-        assert f"trace_id                 {wanted}" in shown
-        assert fleet[0].url in shown
+        output = capfd.readouterr().out
+        assert f"trace_id                 {trace_id}" in output
+        assert fleet[0].url in output
 
 
-async def test_a_collector_that_is_away_costs_spans_and_no_request(tmp_path):
+async def test_an_unreachable_collector_affects_no_request(tmp_path):
     async with workers("a") as fleet:
         file = tmp_path / "proxy.toml"
         file.write_text(toml(fleet) + OBSERVED)

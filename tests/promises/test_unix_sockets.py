@@ -1,4 +1,4 @@
-"""Unix sockets: the proxy listens on one, and its workers may."""
+"""Unix sockets as the addresses of the proxy and of workers."""
 
 import socket
 
@@ -15,8 +15,8 @@ from tests.promises.test_tls_program import command
 pytestmark = pytest.mark.usefixtures("soon")
 
 
-class FileWorker(FakeWorker):
-    """Listens on a socket file."""
+class UnixWorker(FakeWorker):
+    """A worker that listens on a socket file."""
 
     async def serve_at(self, path, *, task_status=trio.TASK_STATUS_IGNORED):
         sock = trio.socket.socket(socket.AF_UNIX)
@@ -29,7 +29,7 @@ class FileWorker(FakeWorker):
 
 
 async def test_a_worker_may_listen_on_a_socket_file(tmp_path):
-    worker = FileWorker(answering(counted(b"{}")))
+    worker = UnixWorker(answering(counted(b"{}")))
     async with trio.open_nursery() as nursery:
         await nursery.start(worker.serve_at, tmp_path / "worker.sock")
         async with run_dataplane(worker) as opened, opened.client() as client:
@@ -41,7 +41,7 @@ async def test_a_worker_may_listen_on_a_socket_file(tmp_path):
     assert ("host", "localhost") in worker.calls[0].fields
 
 
-async def test_a_socket_file_is_served_and_replaced_and_removed(tmp_path):
+async def test_a_listener_replaces_a_stale_socket_file_and_removes_its_own(tmp_path):
     file, path = tmp_path / "proxy.toml", tmp_path / "proxy.sock"
     stale = trio.socket.socket(trio.socket.AF_UNIX)
     await stale.bind(str(path))

@@ -1,4 +1,4 @@
-"""Promises of an upgrade: nothing is cut or refused, state goes along, a failed one changes nothing."""
+"""Upgrades end no connection, refuse no request and keep state; a failed one changes nothing."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("soon")
 
 
 async def upgrade(running: Program, binary: str | None = None) -> UpgradeReport:
-    """The outcome."""
+    """Upgrades the program; returns the last report, which has the outcome."""
     reply = await status(running)
     path = Path(reply["upgrade"]["socket"])
     reports = await trio.to_thread.run_sync(lambda: list(request_upgrade(path, binary)))
@@ -29,7 +29,7 @@ async def upgrade(running: Program, binary: str | None = None) -> UpgradeReport:
 
 
 async def status(running: Program) -> dict:
-    """Of the program that accepts new connections."""
+    """Returns the status of the program that accepts new connections."""
     return (await running.client.get("/status", headers={"connection": "close"})).json()
 
 
@@ -44,7 +44,7 @@ async def until_gone(pid: int) -> None:
 
 @asynccontextmanager
 async def upgradable(tmp_path, more: str = "", names: tuple[str, ...] = ("w",)):
-    """The program and its workers; whatever serves at the end is ended."""
+    """Runs a program and its workers; ends the program that serves at the end."""
     file = tmp_path / "proxy.toml"
     async with workers(*names) as fleet:
         put(file, toml(fleet, more=more))
@@ -69,25 +69,25 @@ def address(running: Program) -> str:
     return running.client.base_url.netloc.decode()
 
 
-async def keep_asking(running: Program, tally: list[int], stop: trio.Event) -> None:
-    """On kept connections, and a new one where the proxy ends it with a response."""
+async def keep_asking(running: Program, completed: list[int], stop: trio.Event) -> None:
+    """Sends requests on one connection, and opens a new one when the proxy closes it."""
     while not stop.is_set():
         async with client_of(address(running)) as client:
             while not stop.is_set():
                 await client.send(post())
-                answer = await client.answer()
-                assert answer.status == 200, answer
-                tally[0] += 1
-                if answer.one("connection") == "close":
+                response = await client.answer()
+                assert response.status == 200, response
+                completed[0] += 1
+                if response.one("connection") == "close":
                     assert await client.until_closed() == b""
                     break
                 await trio.lowlevel.checkpoint()
 
 
 @pytest.mark.parametrize("more", ["", "processes = 2\n"], ids=["one", "processes"])
-async def test_two_upgrades_cut_no_stream_and_refuse_no_request(tmp_path, more):
+async def test_two_upgrades_end_no_stream_and_refuse_no_request(tmp_path, more):
     async with upgradable(tmp_path, more) as running, trio.open_nursery() as nursery:
-        (worker,), tally, stop = running.fleet, [0], trio.Event()
+        (worker,), completed, stop = running.fleet, [0], trio.Event()
         first = running.process.pid
         async with client_of(address(running)) as stream, client_of(address(running)) as idle:
             await idle.send(post())
@@ -98,21 +98,21 @@ async def test_two_upgrades_cut_no_stream_and_refuse_no_request(tmp_path, more):
             worker.gate, gate = trio.Event(), worker.gate
             worker.gate.set()
             for _ in range(3):
-                nursery.start_soon(keep_asking, running, tally, stop)
+                nursery.start_soon(keep_asking, running, completed, stop)
             reports = [await upgrade(running) for _ in range(2)]
             assert [report.outcome for report in reports] == ["done", "done"], reports
             pids = [report.pid for report in reports]
             assert len({first, *pids}) == 3
             reply = await status(running)
             assert (reply["pid"], reply["ready"]) == (pids[1], True)
-            await until_gone(pids[0])  # it had neither a stream nor an idle connection
-            before = tally[0]
-            while tally[0] == before:
+            await until_gone(pids[0])  # it has neither a stream nor an idle connection
+            before = completed[0]
+            while completed[0] == before:
                 await trio.sleep(0.01)
             stop.set()
             await idle.send(post())
-            answer = await idle.answer()
-            assert (answer.status, answer.one("connection")) == (200, "close")
+            response = await idle.answer()
+            assert (response.status, response.one("connection")) == (200, "close")
             assert running.process.returncode is None
             gate.set()
             assert (await stream.until(b"0\r\n\r\n")).endswith(b"0\r\n\r\n")
@@ -121,7 +121,7 @@ async def test_two_upgrades_cut_no_stream_and_refuse_no_request(tmp_path, more):
 
 @pytest.fixture
 def notified(tmp_path, monkeypatch):
-    """The socket of a service manager."""
+    """Yields the notification socket of a service manager."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
         sock.bind(str(tmp_path / "notify"))
         sock.setblocking(False)
@@ -129,7 +129,7 @@ def notified(tmp_path, monkeypatch):
         yield sock
 
 
-async def test_a_signal_upgrades_and_state_goes_along(tmp_path, notified):
+async def test_a_signal_upgrades_the_program_and_state_is_kept(tmp_path, notified):
     more = "[routing]\nsticky_sessions = true\n"
     async with upgradable(tmp_path, more, ("up", "off")) as running:
         for turn in range(3):
@@ -138,9 +138,9 @@ async def test_a_signal_upgrades_and_state_goes_along(tmp_path, notified):
             )
         off = running.fleet[1]
         worker_id = next(
-            each["worker_id"]
-            for each in (await running.get_json("/workers"))["workers"]
-            if each["url"] == off.url
+            worker["worker_id"]
+            for worker in (await running.get_json("/workers"))["workers"]
+            if worker["url"] == off.url
         )
         await running.client.put(f"/workers/{worker_id}", json={"disabled": True})
         assert (await running.ask()).status_code == 200
@@ -149,7 +149,7 @@ async def test_a_signal_upgrades_and_state_goes_along(tmp_path, notified):
         reply = await running.until("/status", lambda t: t["pid"] != running.process.pid)
         assert reply["ready"] is True
         rows = {row["url"]: row for row in (await running.get_json("/workers"))["workers"]}
-        assert [rows[w.url]["routable"] for w in running.fleet] == [True, False]
+        assert [rows[worker.url]["routable"] for worker in running.fleet] == [True, False]
         assert rows[off.url]["disabled"] is True
         assert reply["data_plane"]["policy"]["sticky"]["sessions"] == 3
         assert notified.recv(99) == b"READY=1"
@@ -161,14 +161,14 @@ PREFIX = "You answer in one word. " * 200
 
 
 async def chat(running: Program, prompt: str) -> str:
-    """The worker that has answered."""
+    """Sends a chat; returns the name of the worker that served it."""
     body = {"messages": [{"role": "user", "content": prompt}]}
-    answer = await running.client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200
-    return answer.json()["worker"]
+    response = await running.client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    return response.json()["worker"]
 
 
-async def test_what_workers_have_cached_goes_along(tmp_path):
+async def test_an_upgrade_keeps_what_workers_have_cached(tmp_path):
     more = '[routing]\npolicy = "cache_aware"\nsticky_sessions = true\n'
     async with upgradable(tmp_path, more, ("a", "b", "c")) as running:
         before = {}
@@ -185,33 +185,33 @@ async def test_what_workers_have_cached_goes_along(tmp_path):
         assert "prefix_tree_unreadable" not in running.log
 
 
-async def test_every_process_goes_on_with_what_workers_have_cached(tmp_path):
+async def test_an_upgrade_keeps_in_every_process_what_workers_have_cached(tmp_path):
     more = 'processes = 2\n[routing]\npolicy = "cache_aware"\n'
     async with upgradable(tmp_path, more, ("a", "b", "c")) as running:
-        running.client.headers["connection"] = "close"  # at any process, each time
-        others = (await running.get_json("/workers"))["workers"][1:]
-        for other in others:
-            await running.client.put(f"/workers/{other['worker_id']}", json={"disabled": True})
-        reported: dict = {}
-        while not all(tree_sizes(reported)):
-            await chat(running, PREFIX)  # until each process has had it
-            reported = await status(running)
-        for other in others:
-            await running.client.put(f"/workers/{other['worker_id']}", json={"disabled": False})
+        running.client.headers["connection"] = "close"  # any process may accept the next request
+        later_workers = (await running.get_json("/workers"))["workers"][1:]
+        for worker in later_workers:
+            await running.client.put(f"/workers/{worker['worker_id']}", json={"disabled": True})
+        shown_status: dict = {}
+        while not all(tree_sizes(shown_status)):
+            await chat(running, PREFIX)  # until each process has received the prompt
+            shown_status = await status(running)
+        for worker in later_workers:
+            await running.client.put(f"/workers/{worker['worker_id']}", json={"disabled": False})
         await running.until_routable(*running.fleet)
         assert (await upgrade(running)).outcome == "done"
         await running.until("/status", serving)
         assert {await chat(running, f"{PREFIX} And {n}?") for n in range(12)} == {"a"}
 
 
-def tree_sizes(reported: dict) -> list[int]:
-    """Of both processes."""
-    rows = reported.get("data_plane", {}).get("processes", [{}])
+def tree_sizes(body: dict) -> list[int]:
+    """Returns the sizes of the prefix trees of both processes."""
+    rows = body.get("data_plane", {}).get("processes", [{}])
     return [row.get("policy", {}).get("tree_size", 0) for row in rows]
 
 
 @pytest.mark.parametrize("processes", ["", "processes = 2\n"], ids=["one", "several"])
-async def test_sessions_and_owners_of_stored_responses_go_along(tmp_path, processes):
+async def test_an_upgrade_keeps_sessions_and_owners_of_stored_responses(tmp_path, processes):
     more = processes + "[routing]\nsticky_sessions = true\n"
     async with upgradable(tmp_path, more, ("a", "b", "c")) as running:
         for worker in running.fleet:
@@ -219,33 +219,33 @@ async def test_sessions_and_owners_of_stored_responses_go_along(tmp_path, proces
 
         bodies = [{"input": ""}] * 6 + [{"previous_response_id": f"resp_{n}"} for n in "abc"]
 
-        async def places(numbers) -> dict[int, str]:
-            """The workers of sessions, and from 6 on of responses, each on a connection."""
-            found = {}
+        async def workers_of(numbers) -> dict[int, str]:
+            """Returns the workers of sessions (0 to 5) and of stored responses (6 to 8)."""
+            names = {}
             for number in numbers:
                 headers = {"connection": "close"} | (
                     {"x-session-id": str(number)} if number < 6 else {}
                 )
-                answer = await running.client.post(
+                response = await running.client.post(
                     "/v1/responses", json=bodies[number], headers=headers
                 )
-                found[number] = answer.json()["worker"]
-            return found
+                names[number] = response.json()["worker"]
+            return names
 
-        before = await places(range(6))
-        owned = dict(zip(range(6, 9), "abc", strict=True))
+        before = await workers_of(range(6))
+        owners = dict(zip(range(6, 9), "abc", strict=True))
         assert set(before.values()) == set("abc")
-        assert (await places(owned)) == owned
+        assert (await workers_of(owners)) == owners
         assert (await upgrade(running)).outcome == "done"
         if processes:
             await running.until("/status", serving)
-        assert await places(range(8, -1, -1)) == before | owned
+        assert await workers_of(range(8, -1, -1)) == before | owners
         policy = (await status(running))["data_plane"]["policy"]
         assert policy["sticky"]["sessions"] == 6
 
 
 @pytest.mark.parametrize("processes", ["", "processes = 2\n"], ids=["one", "several"])
-async def test_what_callers_have_taken_of_their_rates_goes_along(tmp_path, processes):
+async def test_an_upgrade_keeps_the_used_rates_of_callers(tmp_path, processes):
     keys = f"""{processes}
         [[keys]]
         name = "team"
@@ -257,8 +257,8 @@ async def test_what_callers_have_taken_of_their_rates_goes_along(tmp_path, proce
 
         async def ask() -> int:
             body = {"messages": []}
-            answer = await running.client.post("/v1/chat/completions", json=body, headers=headers)
-            return answer.status_code
+            response = await running.client.post("/v1/chat/completions", json=body, headers=headers)
+            return response.status_code
 
         assert [await ask() for _ in range(3)] == [200, 200, 200]
         assert (await upgrade(running)).outcome == "done"
@@ -295,20 +295,20 @@ async def test_a_new_program_that_fails_leaves_the_old_one_serving(tmp_path):
 
 async def test_the_command_reports_progress_and_the_outcome(tmp_path, capsys):
     async with upgradable(tmp_path) as running:
-        words = ["--url", str(running.client.base_url)]
+        arguments = ["--url", str(running.client.base_url)]
         broken = script(tmp_path, "import sys; sys.exit('it can not start')")
-        failed = await trio.to_thread.run_sync(main, [*words, "--binary", broken])
+        failed = await trio.to_thread.run_sync(main, [*arguments, "--binary", broken])
         printed = capsys.readouterr()
         assert failed == 1
         assert "it can not start\nthe old program keeps running" in printed.err
-        assert await trio.to_thread.run_sync(main, words) == 0
+        assert await trio.to_thread.run_sync(main, arguments) == 0
         printed = capsys.readouterr()
         pid = (await status(running))["pid"]
         assert f"upgraded: the new program serves, process {pid}" in printed.out
         assert "accepts the configuration" in printed.out
 
 
-async def test_a_file_that_is_refused_is_named_and_the_old_program_goes_on(tmp_path):
+async def test_an_invalid_file_is_reported_and_the_old_program_continues(tmp_path):
     async with upgradable(tmp_path) as running:
         put(running.file, running.file.read_text() + "[routing]\npolicy = 'no_such'\n")
         failed = await upgrade(running)

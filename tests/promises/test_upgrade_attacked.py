@@ -1,5 +1,4 @@
-"""What comes between an upgrade's beginning and its end: another one, a shutdown, the end of the
-new program."""
+"""Interrupted upgrades: another upgrade, a shutdown, or the end of the new program."""
 
 import os
 import signal
@@ -19,22 +18,22 @@ from tests.promises.test_upgrade import address, script, status, until_gone, upg
 pytestmark = pytest.mark.usefixtures("soon")
 
 
-async def test_of_several_upgrades_at_the_same_time_one_is_done(tmp_path):
+async def test_of_several_simultaneous_upgrades_one_is_done(tmp_path):
     async with upgradable(tmp_path) as running:
         reports = []
 
-        async def one():
+        async def run_upgrade():
             reports.append(await upgrade(running))
 
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(one)
+                nursery.start_soon(run_upgrade)
     assert sorted(report.outcome for report in reports) == ["done", "failed", "failed"]
     assert "an upgrade is running already" in {report.text for report in reports}
 
 
 async def test_a_shutdown_during_an_upgrade_leaves_no_program(tmp_path):
-    """Though a request keeps the old one for a while."""
+    """A request keeps the old program alive for a while."""
     file = tmp_path / "proxy.toml"
     async with workers("w") as (worker,):
         put(file, toml([worker]))
@@ -43,14 +42,14 @@ async def test_a_shutdown_during_an_upgrade_leaves_no_program(tmp_path):
             worker.gate = trio.Event()
             reports = []
 
-            async def one():
+            async def run_upgrade():
                 reports.append(await upgrade(running))
 
             async with client_of(address(running)) as client:
                 await client.send(post())
                 await worker.halfway.wait()
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(one)
+                    nursery.start_soon(run_upgrade)
                     await running.says("upgrade_started")
                     running.process.send_signal(signal.SIGTERM)
                 worker.gate.set()
@@ -62,9 +61,9 @@ async def test_a_shutdown_during_an_upgrade_leaves_no_program(tmp_path):
                 await trio.open_tcp_stream("127.0.0.1", running.client.base_url.port)
 
 
-# Says that it accepts, and is gone when the running program answers: its child has stopped the
-# running program until then. Else a busy machine might let that one answer first.
-GONE = f"""
+# Reports that it is ready, and exits before the running program can answer. Its child stops the
+# running program until then, because that might answer first on a busy machine.
+EXITING = f"""
 import os, select, signal, socket, sys
 sys.path[:0] = {[str(Path(omni_proxy.__file__).parents[1]), *sys.path]!r}
 from omni_proxy.upgrade.channel import HandoverChannel
@@ -87,8 +86,8 @@ os._exit(0)
 """
 
 
-async def test_a_new_program_that_ends_before_it_takes_over_leaves_the_old_one_whole(tmp_path):
-    """Its services, its replicas and its reservations go on, and another upgrade is done."""
+async def test_a_new_program_that_exits_before_its_takeover_changes_nothing(tmp_path):
+    """The old program keeps its services, replicas and reservations, and can be upgraded later."""
     replica, file = tmp_path / "replica.py", tmp_path / "proxy.toml"
     replica.write_text(REPLICA)
     command = f'["{sys.executable}", "-S", "{replica}", "{{port}}"]'
@@ -97,7 +96,7 @@ async def test_a_new_program_that_ends_before_it_takes_over_leaves_the_old_one_w
         before = await until_ready(running)
         reserved = await running.client.post("/select_and_reserve", json={})
         assert reserved.status_code == 200, reserved.text
-        failed = await upgrade(running, script(tmp_path, GONE))
+        failed = await upgrade(running, script(tmp_path, EXITING))
         assert failed.outcome == "failed"
         assert "the new program failed" in failed.text
         body = await status(running)

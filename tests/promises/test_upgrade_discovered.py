@@ -1,4 +1,4 @@
-"""Upgrades of a program whose workers are found: nothing is taken over without them."""
+"""Upgrades of a program with discovered workers: no takeover before the new one has found them."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from tests.promises.test_upgrade import keep_asking, status, until_gone, upgrade
 pytestmark = pytest.mark.usefixtures("soon")
 
 
-async def test_no_request_meets_a_program_that_has_not_found_its_workers(tmp_path, nursery):
+async def test_no_request_reaches_a_program_that_has_not_found_its_workers(tmp_path, nursery):
     api = ApiServer()
     await nursery.start(api.serve)
     file = tmp_path / "proxy.toml"
@@ -26,18 +26,18 @@ async def test_no_request_meets_a_program_that_has_not_found_its_workers(tmp_pat
             await running.until_routable(worker)
             await running.until("/status", serving)
             api.faults.silent = True
-            tally, stop = [0], trio.Event()
-            async with trio.open_nursery() as asking:
-                asking.start_soon(keep_asking, running, tally, stop)
-                asking.start_soon(keep_asking, running, tally, stop)
+            completed, stop = [0], trio.Event()
+            async with trio.open_nursery() as clients:
+                clients.start_soon(keep_asking, running, completed, stop)
+                clients.start_soon(keep_asking, running, completed, stop)
                 failed = await upgrade(running)
                 assert failed.outcome == "failed"
                 assert "got no list from pods" in failed.text
                 api.faults.silent = False
                 done = await upgrade(running)
                 assert done.outcome == "done", done.text
-                before = tally[0]
-                while tally[0] < before + 2:
+                before = completed[0]
+                while completed[0] < before + 2:
                     await trio.sleep(0.01)
                 stop.set()
             assert (await status(running))["pid"] == done.pid

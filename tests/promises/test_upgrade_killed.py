@@ -1,4 +1,4 @@
-"""One of the two programs of an upgrade is killed, or stopped, at a step of it: the other serves."""
+"""One of the two programs of an upgrade is killed or stopped at some step: the other one serves."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from tests.promises.test_upgrade import script, status, until_gone, upgrade
 
 pytestmark = pytest.mark.usefixtures("soon")
 
-# Importing the program costs a second: it is a fork, as the first program is.
+# A fork, like the first program, because importing the program takes a second.
 STEPPING = """
 import os, sys
 program = ["{interpreter}", "-m", "tests.promises.stepping_program", *sys.argv]
@@ -27,8 +27,8 @@ STARTED, READY = "StartedMessage", "ReadyMessage"
 
 @asynccontextmanager
 async def upgrading(tmp_path, step, more=""):
-    """The program, its worker, and what `upgrade` reports of a new program that waits before this
-    message."""
+    """Runs an upgrade whose new program waits before the message `step`; yields the old program,
+    its workers and the reports of `upgrade`."""
     binary = script(tmp_path, STEPPING.format(interpreter=forking_interpreter()))
     file, reports = tmp_path / "proxy.toml", []
     async with workers("w") as fleet:
@@ -36,13 +36,13 @@ async def upgrading(tmp_path, step, more=""):
         async with program("--config", file) as running, trio.open_nursery() as nursery:
             await running.until_routable(*fleet)
 
-            async def one():
+            async def run_upgrade():
                 try:
                     reports.append(await upgrade(running, binary))
                 except ConnectionError:  # the old program was killed
                     reports.append(None)
 
-            nursery.start_soon(one)
+            nursery.start_soon(run_upgrade)
             if step == READY:
                 (tmp_path / f"{STARTED}.go").touch()
             while not (tmp_path / step).exists():
@@ -50,27 +50,27 @@ async def upgrading(tmp_path, step, more=""):
             yield running, fleet, reports
 
 
-def go_on(tmp_path):
+def release_new_program(tmp_path):
     for name in (STARTED, READY):
         (tmp_path / f"{name}.go").touch()
 
 
-async def new_connections(running) -> None:
-    """What the client had open was of the program that was killed."""
+async def renew_client(running) -> None:
+    """Replaces the client, whose connections belong to the killed program."""
     url = running.client.base_url
     await running.client.aclose()
     running.client = type(running.client)(base_url=url, timeout=60, trust_env=False)
 
 
-async def until_it_serves(running, fleet) -> int:
-    """The pid of another program than the first, once a request was answered by it."""
-    await new_connections(running)
+async def until_serving(running, fleet) -> int:
+    """Waits until a program serves requests; returns its process id."""
+    await renew_client(running)
     with trio.fail_after(60):
         while True:
             try:
                 pid = (await status(running))["pid"]
                 break
-            except httpx.TransportError:  # nobody listens yet
+            except httpx.TransportError:  # no program listens yet
                 await trio.sleep(0.05)
     await running.until_routable(*fleet)
     assert (await running.ask()).status_code == 200
@@ -84,24 +84,24 @@ async def end(pid: int) -> None:
 
 @pytest.mark.parametrize("more", ["", "processes = 2\n"], ids=["one", "processes"])
 @pytest.mark.parametrize(
-    ("step", "says"),
+    ("step", "message"),
     [(STARTED, "upgrade_predecessor_killed"), (READY, "upgrade_commit_missing")],
     ids=["with nothing handed over", "with the state handed over"],
 )
-async def test_the_new_program_serves_where_the_old_one_is_killed(tmp_path, step, says, more):
+async def test_the_new_program_serves_if_the_old_one_is_killed(tmp_path, step, message, more):
     async with upgrading(tmp_path, step, more) as (running, fleet, _):
         running.process.kill()
         await running.process.wait()
-        go_on(tmp_path)
-        await running.says(says)
-        pid = await until_it_serves(running, fleet)
+        release_new_program(tmp_path)
+        await running.says(message)
+        pid = await until_serving(running, fleet)
         assert pid != running.process.pid
         assert not (await status(running))["upgrade"]["last_error"]
         await end(pid)
 
 
 @pytest.mark.parametrize("step", [STARTED, READY])
-async def test_the_old_program_serves_where_the_new_one_is_killed(tmp_path, step):
+async def test_the_old_program_serves_if_the_new_one_is_killed(tmp_path, step):
     async with upgrading(tmp_path, step) as (running, fleet, reports):
         (pid,) = children_of(running.process.pid, str(tmp_path / "binary"))
         os.kill(pid, signal.SIGKILL)
@@ -112,35 +112,35 @@ async def test_the_old_program_serves_where_the_new_one_is_killed(tmp_path, step
         assert done.outcome == "done", done
         await running.client.aclose()
         assert await running.process.wait() == 0
-        await new_connections(running)
+        await renew_client(running)
         assert (await status(running))["pid"] == done.pid
         await running.until_routable(*fleet)
         await end(done.pid)
     assert [report.outcome for report in reports] == ["failed"]
 
 
-def children_of(pid: int, word: str) -> list[int]:
-    """The child processes with this word in their command line."""
-    found = []
+def children_of(pid: int, argument: str) -> list[int]:
+    """Returns the child processes with this argument in their command line."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (path / "cmdline").read_bytes().decode().split("\0")
+            arguments = (path / "cmdline").read_bytes().decode().split("\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if parent == pid and word in words:
-            found.append(int(path.name))
-    return found
+        if parent == pid and argument in arguments:
+            pids.append(int(path.name))
+    return pids
 
 
-async def test_the_new_program_serves_while_the_old_one_is_stopped_and_takes_over_after_it(
+async def test_the_new_program_serves_while_the_old_one_is_stopped(
     tmp_path,
 ):
     async with upgrading(tmp_path, READY) as (running, _, reports):
         first = running.process.pid
         running.process.send_signal(signal.SIGSTOP)
-        go_on(tmp_path)
-        await new_connections(running)
+        release_new_program(tmp_path)
+        await renew_client(running)
         assert (await running.ask()).status_code == 200
         assert (await status(running))["pid"] != first
         assert reports == []
@@ -148,7 +148,7 @@ async def test_the_new_program_serves_while_the_old_one_is_stopped_and_takes_ove
         await running.says("upgrade_taken_over")
         await running.client.aclose()
         assert await running.process.wait() == 0
-        await new_connections(running)
+        await renew_client(running)
         assert (await running.ask()).status_code == 200
         await end((await status(running))["pid"])
     assert [report.outcome for report in reports] == ["done"]

@@ -1,4 +1,4 @@
-"""Launched replicas outlive an upgrade, and belong to the new program."""
+"""Launched replicas survive an upgrade and belong to the new program."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from tests.promises.test_upgrade import status, until_gone, upgrade
 pytestmark = pytest.mark.usefixtures("soon")
 
 
-async def test_replicas_go_on_and_the_new_program_restarts_and_ends_them(tmp_path):
+async def test_replicas_survive_and_the_new_program_restarts_and_ends_them(tmp_path):
     script, file = tmp_path / "replica.py", tmp_path / "proxy.toml"
     script.write_text(REPLICA)
     command = f'["{sys.executable}", "-S", "{script}", "{{port}}"]'
@@ -45,14 +45,14 @@ async def test_replicas_go_on_and_the_new_program_restarts_and_ends_them(tmp_pat
             os.kill(pid, signal.SIGTERM)
             await until_gone(pid)
             with trio.fail_after(20):
-                for each in after:
-                    await until_gone(each)
-        finally:  # of a test that failed; its guard ends the replicas
+                for replica_pid in after:
+                    await until_gone(replica_pid)
+        finally:  # if the test failed; the parent-death guard ends the replicas
             with suppress(ProcessLookupError):
                 os.kill(done.pid, signal.SIGKILL)
 
 
-async def test_a_new_program_that_ends_at_once_ends_the_replicas(tmp_path):
+async def test_a_new_program_that_exits_at_once_ends_the_replicas(tmp_path):
     script, file = tmp_path / "replica.py", tmp_path / "proxy.toml"
     script.write_text(REPLICA)
     file.write_text(launch(f'["{sys.executable}", "-S", "{script}", "{{port}}"]', free_run(2)))
@@ -62,7 +62,7 @@ async def test_a_new_program_that_ends_at_once_ends_the_replicas(tmp_path):
         os.kill(done.pid, signal.SIGTERM)
         try:
             await until_gone(done.pid)
-            assert not any(map(alive, replicas))  # it ends after them
+            assert not any(map(alive, replicas))  # the program exits after its replicas
         finally:
             for pid in filter(alive, [done.pid, *replicas]):
                 os.kill(pid, signal.SIGKILL)

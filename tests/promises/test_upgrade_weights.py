@@ -1,4 +1,4 @@
-"""Upgrades and weight updates in turn, under traffic: each response names the weights it came from."""
+"""Alternating upgrades and weight updates under traffic: each response has its weight version."""
 
 import os
 import signal
@@ -36,8 +36,8 @@ async def test_an_update_right_after_an_upgrade_is_done_and_no_response_is_mixed
                         body = {"model_path": "m", "weight_version": f"v{number}"}
                         reply = await running.client.post(UPDATE, json=body)
                         assert (reply.status_code, reply.json()["weight_epoch"]) == (200, number)
-                        enough = traffic.answered + 20
-                        while traffic.answered < enough:
+                        target = traffic.answered + 20
+                        while traffic.answered < target:
                             await trio.sleep(0.01)
                     assert versions(await running.get_json("/workers")) == {f"v{ROUNDS}"}
                     nursery.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""vLLM's trainers find one engine where a fleet is: rounds in their words, with traffic running."""
+"""Trainers for vLLM use a fleet like one engine: rounds by vLLM's routes under traffic."""
 
 import httpx
 import pytest
@@ -13,7 +13,7 @@ for name in ("torch", "tiktoken", "safetensors.torch"):
     pytest.importorskip(name)
 
 ROUNDS = 20 if thorough() else 6
-FIRST = "default"  # what vLLM's engines call the weights that they come up with
+FIRST = "default"  # vLLM's label for the weights that an engine starts with
 OPTIONS = (
     {"pause_mode": None, "chunks": 3},
     {"pause_mode": "keep", "chunks": 2},
@@ -23,60 +23,60 @@ OPTIONS = (
 
 
 class VllmFleet:
-    """Two replicas that serve vLLM's routes alone, and a proxy."""
+    """Two replicas with the given dialects, and a proxy."""
 
     def __init__(self, folder, *dialects, **settings):
         self.replicas = [
             Replica(folder / f"{number}.log", "--dialect", dialect)
             for number, dialect in enumerate(dialects)
         ]
-        for each in self.replicas:
-            each.start()
+        for replica in self.replicas:
+            replica.start()
         self.fleet = Fleet(folder, self.replicas, (dialects, "coordinate", settings))
 
     def close(self):
         try:
             self.fleet.close()
         finally:
-            for each in self.replicas:
-                each.kill()
+            for replica in self.replicas:
+                replica.kill()
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory):
-    made = VllmFleet(tmp_path_factory.mktemp("vllm"), "vllm", "vllm", drain_secs=20)
-    yield made.fleet
-    made.close()
+    started = VllmFleet(tmp_path_factory.mktemp("vllm"), "vllm", "vllm", drain_secs=20)
+    yield started.fleet
+    started.close()
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory):
-    made = VllmFleet(tmp_path_factory.mktemp("mixed"), "vllm", "sglang", drain_secs=20)
-    yield made.fleet
-    made.close()
+    started = VllmFleet(tmp_path_factory.mktemp("mixed"), "vllm", "sglang", drain_secs=20)
+    yield started.fleet
+    started.close()
 
 
 @pytest.fixture
 async def seen(running):
-    async with running.client() as it:
+    async with running.client() as client:
         with trio.fail_after(2 * PATIENCE_SECS):
-            await it.ready()
-            yield it
+            await client.ready()
+            yield client
 
 
 async def digest_of(url):
-    """Over all tensors that the replica holds, from its own checker."""
+    """Returns the checksum over all tensors of the replica, computed by the replica."""
     from omni_proxy.weight_sync.checksum import roll_up
 
     async with httpx.AsyncClient(
         base_url=url, timeout=PATIENCE_SECS, trust_env=False, verify=False
     ) as client:
         body = (await client.post("/weight_checker", json={"action": "checksum"})).json()
-    return roll_up({name.split(":")[-1]: found for name, found in body["checksums"].items()})
+    return roll_up({name.split(":")[-1]: value for name, value in body["checksums"].items()})
 
 
-async def round_of(seen, trainer, seed, **options):
-    """A whole round, after which all workers hold and tell this version."""
+async def run_round(seen, trainer, seed, **options):
+    """Runs a whole round, after which all workers have this version."""
     done = await trainer.tell(
         "transfer", url=seen.fleet.url, seed=seed, version=f"v{seed}", **options
     )
@@ -85,18 +85,18 @@ async def round_of(seen, trainer, seed, **options):
 
 
 async def assert_all_hold(seen, seed):
-    reported = await seen.versions()
-    assert {label for label, _ in reported.values()} == {f"v{seed}"}, reported
-    for url in reported:
+    versions = await seen.versions()
+    assert {label for label, _ in versions.values()} == {f"v{seed}"}, versions
+    for url in versions:
         assert await digest_of(url) == expected_checksum(seed)
 
 
 def mixed_texts(traffic):
-    """Labels with more than one text: all requests are the same, and greedy."""
+    """Returns labels with more than one text: an error, as all requests are equal and greedy."""
     return {label: texts for label, texts in traffic.texts().items() if len(texts) > 1}
 
 
-async def test_rounds_under_traffic_mix_no_answer_and_fail_none(seen, trainers):
+async def test_under_traffic_rounds_mix_no_response_and_fail_no_request(seen, trainers):
     trainer, traffic = trainers.one(), Traffic(seen, clients=3)
     ranks = (await seen.get_json("/get_world_size"))["world_size"]
     assert ranks == 2
@@ -104,7 +104,7 @@ async def test_rounds_under_traffic_mix_no_answer_and_fail_none(seen, trainers):
     async with traffic.keep_asking():
         for seed in range(1, ROUNDS + 1):
             options = OPTIONS[seed * len(OPTIONS) // (ROUNDS + 1)]
-            await round_of(seen, trainer, seed, **options)
+            await run_round(seen, trainer, seed, **options)
             await assert_all_hold(seen, seed)
             body = await seen.get_json("/weights")
             epochs.append(body["weight_epoch"])
@@ -114,15 +114,14 @@ async def test_rounds_under_traffic_mix_no_answer_and_fail_none(seen, trainers):
     assert not traffic.failures()
     assert not traffic.spanning()
     assert not mixed_texts(traffic)
-    seen_labels = set(traffic.texts())
-    assert seen_labels >= {f"v{seed}" for seed in range(1, ROUNDS + 1)}
+    assert set(traffic.texts()) >= {f"v{seed}" for seed in range(1, ROUNDS + 1)}
     await trainer.tell("leave_engines")
     await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
 
 
-async def test_a_member_that_is_killed_in_the_middle_costs_that_round_alone(seen, trainers):
+async def test_a_replica_killed_during_a_round_fails_only_that_round(seen, trainers):
     trainer, traffic = trainers.one(), Traffic(seen, clients=2)
-    await round_of(seen, trainer, 30, chunks=40)
+    await run_round(seen, trainer, 30, chunks=40)
     victim = seen.fleet.replicas[1]
     async with traffic.keep_asking():
         trainer.order("transfer", url=seen.fleet.url, seed=31, version="v31", chunks=40)
@@ -131,13 +130,15 @@ async def test_a_member_that_is_killed_in_the_middle_costs_that_round_alone(seen
         done = await trainer.reply()
         assert victim.url in done["why"], done
         body = await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
-        assert not any(each["routable"] for each in body["workers"])
+        assert not any(worker["routable"] for worker in body["workers"])
         victim.start()
         await healthy(victim.url)
         await seen.until("/workers", lambda body: body["healthy_workers"] == 2)
-        assert not any(each["routable"] for each in (await seen.get_json("/workers"))["workers"])
+        assert not any(
+            worker["routable"] for worker in (await seen.get_json("/workers"))["workers"]
+        )
         # The next round of the trainer, in a new group, brings both back.
-        await round_of(seen, trainer, 32)
+        await run_round(seen, trainer, 32)
         await assert_all_hold(seen, 32)
         await seen.ready()
         await traffic.wait_for_more()
@@ -149,43 +150,43 @@ async def test_a_member_that_is_killed_in_the_middle_costs_that_round_alone(seen
 
 async def test_a_restarted_engine_with_its_first_weights_gets_no_request(seen, trainers):
     trainer, victim = trainers.one(), seen.fleet.replicas[0]
-    await round_of(seen, trainer, 35)
+    await run_round(seen, trainer, 35)
     await trainer.tell("leave_engines")
     victim.kill()
     victim.start()
     await healthy(victim.url)
     body = await seen.until("/weights", lambda body: victim.url in body["uncertain"])
     assert "missed the update to 'v35'" in body["uncertain"][victim.url]
-    answers = [await seen.chat() for _ in range(4)]
-    assert {a.headers["x-omni-weight-version"] for a in answers} == {"v35"}
-    await round_of(seen, trainer, 36)
+    responses = [await seen.chat() for _ in range(4)]
+    assert {response.headers["x-omni-weight-version"] for response in responses} == {"v35"}
+    await run_round(seen, trainer, 36)
     await assert_all_hold(seen, 36)
     await trainer.tell("leave_engines")
 
 
-async def test_a_trainer_that_dies_in_the_middle_leaves_the_fleet_to_the_next(seen, trainers):
+async def test_after_a_trainer_dies_during_a_round_the_next_one_succeeds(seen, trainers):
     one, other = trainers.two()
-    await round_of(seen, one, 40)
+    await run_round(seen, one, 40)
     done = await one.tell(
         "transfer", url=seen.fleet.url, seed=41, version="v41", chunks=3, dies=True,
         pause_mode=None,
     )  # fmt: skip
     assert done == {"gone": True}
     body = await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
-    assert set(body["uncertain"]) == {each.url for each in seen.fleet.replicas}
-    await round_of(seen, other, 42)
+    assert set(body["uncertain"]) == {replica.url for replica in seen.fleet.replicas}
+    await run_round(seen, other, 42)
     await seen.ready()
     await assert_all_hold(seen, 42)
     assert (await seen.get_json("/is_paused"))["is_paused"] is False
     await other.tell("leave_engines")
 
 
-async def test_a_fleet_of_both_kinds_is_paused_and_reported_in_the_words_of_each(mixed, trainers):
+async def test_a_fleet_of_both_dialects_is_paused_by_the_routes_of_each(mixed, trainers):
     async with mixed.client() as seen:
         await seen.ready()
         status, body = await seen.post("/pause?mode=keep")
         assert (status, body["status"] == "paused" or body["success"]) == (200, True)
-        assert {each.get("sent_to") for each in body["results"]} == {None, "/pause_generation"}
+        assert {result.get("sent_to") for result in body["results"]} == {None, "/pause_generation"}
         assert (await seen.get_json("/is_paused"))["is_paused"] is True
         assert (await seen.get_json("/get_world_size"))["world_size"] == 2
         status, body = await seen.post("/resume")

@@ -19,8 +19,8 @@ from tests.promises.fakes import (
 )
 
 EVENT = chunk(b"data: one\n\n")
-ONE_TRY = "[routing]\nmax_total_retries = 1"
-QUICK = ONE_TRY + "\n[server.timeouts]\nresponse_head_secs = 0.05\nidle_secs = 0.05"
+SINGLE_ATTEMPT = "[routing]\nmax_total_retries = 1"
+SHORT_TIMEOUTS = SINGLE_ATTEMPT + "\n[server.timeouts]\nresponse_head_secs = 0.05\nidle_secs = 0.05"
 
 
 async def ask(client, body=CHAT):
@@ -31,16 +31,16 @@ async def ask(client, body=CHAT):
 async def test_a_refused_connection_is_a_502_with_the_reason():
     async with (
         unreachable_url() as url,
-        run_dataplane(url, config=ONE_TRY) as opened,
+        run_dataplane(url, config=SINGLE_ATTEMPT) as opened,
         opened.client() as client,
     ):
-        for made in (1, 2):  # the connection stays good for more
-            answer = await ask(client)
-            assert answer.status == 502
-            assert b"Connection refused" in answer.body
-            assert b'"code":"connect_failure"' in answer.body
-            assert answer.one("x-sglang-omni-route-attempt") == "1"
-            assert opened.failures() == [made]
+        for failures in (1, 2):  # the connection can be reused
+            response = await ask(client)
+            assert response.status == 502
+            assert b"Connection refused" in response.body
+            assert b'"code":"connect_failure"' in response.body
+            assert response.one("x-sglang-omni-route-attempt") == "1"
+            assert opened.failures() == [failures]
 
 
 @pytest.mark.parametrize(
@@ -48,25 +48,25 @@ async def test_a_refused_connection_is_a_502_with_the_reason():
     [resetting, hanging_up_after(), hanging_up_after(b"HTTP/1.1 200 OK\r\ncontent-")],
     ids=["resets", "closes", "closes in its head"],
 )
-async def test_a_worker_that_dies_before_its_head_is_whole_is_a_502(script):
-    async with dataplane_before(script, config=ONE_TRY) as (opened, client):
-        answer = await ask(client)
-        assert answer.status == 502
-        assert b'"code":"reset_before_response"' in answer.body
+async def test_a_worker_that_dies_before_the_end_of_its_head_is_a_502(script):
+    async with dataplane_before(script, config=SINGLE_ATTEMPT) as (opened, client):
+        response = await ask(client)
+        assert response.status == 502
+        assert b'"code":"reset_before_response"' in response.body
         assert opened.failures() == [1]
 
 
-async def test_a_worker_that_stalls_is_a_504_and_is_left():
+async def test_a_worker_that_stalls_is_a_504_and_its_connection_is_closed():
     left = trio.Event()
 
     async def script(call):
         await call.until_left()
         left.set()
 
-    async with dataplane_before(script, config=QUICK) as (opened, client):
-        answer = await ask(client)
-        assert answer.status == 504
-        assert b'"code":"response_timeout"' in answer.body
+    async with dataplane_before(script, config=SHORT_TIMEOUTS) as (opened, client):
+        response = await ask(client)
+        assert response.status == 504
+        assert b'"code":"response_timeout"' in response.body
         assert opened.failures() == [1]
         with trio.fail_after(30):
             await left.wait()
@@ -77,18 +77,18 @@ async def test_a_worker_that_stalls_within_its_head_is_a_504():
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-le")
         await call.until_left()
 
-    async with dataplane_before(script, config=QUICK) as (_, client):
+    async with dataplane_before(script, config=SHORT_TIMEOUTS) as (_, client):
         assert (await ask(client)).status == 504
 
 
 async def test_a_stalled_worker_causes_no_retry():
     async with (
-        fake_workers(silent, answering(counted(b"{}"))) as made,
-        run_dataplane(*made, config=QUICK.replace("= 1\n", "= 6\n")) as opened,
+        fake_workers(silent, answering(counted(b"{}"))) as workers,
+        run_dataplane(*workers, config=SHORT_TIMEOUTS.replace("= 1\n", "= 6\n")) as opened,
         opened.client() as client,
     ):
-        assert (await ask(client)).status == 504  # it may be at work on it
-        assert [len(worker.requests) for worker in made] == [1, 0]
+        assert (await ask(client)).status == 504  # the worker may be processing the request
+        assert [len(worker.requests) for worker in workers] == [1, 0]
 
 
 GARBAGE = {
@@ -114,20 +114,20 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("name", GARBAGE)
-async def test_garbage_instead_of_an_answer_is_a_502_and_counts_for_health(name):
+async def test_a_malformed_response_is_a_502_and_counts_for_health(name):
     async def script(call):
         await call.send(GARBAGE[name])
         await call.until_left()
 
-    async with dataplane_before(script, config=ONE_TRY) as (opened, client):
-        answer = await ask(client)
-        assert answer.status == 502
-        assert b'"error":{"message":' in answer.body
-        assert answer.one("x-sglang-omni-worker")
+    async with dataplane_before(script, config=SINGLE_ATTEMPT) as (opened, client):
+        response = await ask(client)
+        assert response.status == 502
+        assert b'"error":{"message":' in response.body
+        assert response.one("x-sglang-omni-worker")
         assert opened.failures() == [1]
 
 
-TOO_FEW = {
+TRUNCATED = {
     "content-length": b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\nabc",
     "content-length, no byte": b"HTTP/1.1 200 OK\r\ncontent-length: 20\r\n\r\n",
     "chunked": CHUNKED_HEAD + chunk(b"abc"),
@@ -143,73 +143,73 @@ TOO_FEW = {
 }
 
 
-@pytest.mark.parametrize("how", ["closes", "resets"])
-@pytest.mark.parametrize("name", TOO_FEW)
-async def test_too_few_bytes_are_never_a_clean_end(name, how):
+@pytest.mark.parametrize("ending", ["closes", "resets"])
+@pytest.mark.parametrize("name", TRUNCATED)
+async def test_a_truncated_response_never_ends_cleanly(name, ending):
     async def script(call):
-        await call.send(TOO_FEW[name])
+        await call.send(TRUNCATED[name])
         await trio.testing.wait_all_tasks_blocked()
-        call.reset() if how == "resets" else call.close()
+        call.reset() if ending == "resets" else call.close()
 
-    async with fake_workers(script) as made, run_dataplane(*made) as opened:
+    async with fake_workers(script) as workers, run_dataplane(*workers) as opened:
         async with opened.client() as client:
-            with pytest.raises(Truncated) as broken:
+            with pytest.raises(Truncated) as truncated:
                 await ask(client)
-            assert broken.value.answer.status == 200
+            assert truncated.value.answer.status == 200
             assert opened.failures() == [1]
             assert opened.last["ended_by"] == "worker"
             assert opened.last["outcome"] in ("upstream_error", "stream_error")
-        assert len(made[0].requests) == 1
+        assert len(workers[0].requests) == 1
 
 
-async def test_a_broken_sse_stream_reports_its_reader_before_it_is_cut():
+async def test_a_broken_sse_stream_gets_an_error_event_before_it_is_truncated():
     async with dataplane_before(hanging_up_after(SSE_HEAD + EVENT)) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         events = broken.value.answer.body.decode().split("\n\n")
         assert events[0] == "data: one"
-        reported = next(event for event in events[1:] if event.strip())
-        assert reported.strip().startswith('data: {"error":{"message":"upstream stream failed')
+        error_event = next(event for event in events[1:] if event.strip())
+        assert error_event.strip().startswith('data: {"error":{"message":"upstream stream failed')
         assert opened.last["outcome"] == "stream_error"
 
 
-async def test_a_stream_that_falls_silent_is_reported_and_cut():
+async def test_a_silent_stream_gets_an_error_event_and_is_truncated():
     async def script(call):
         await call.send(SSE_HEAD, EVENT)
         await call.until_left()
 
-    async with dataplane_before(script, config=QUICK) as (opened, client):
+    async with dataplane_before(script, config=SHORT_TIMEOUTS) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         assert b'data: {"error":' in broken.value.answer.body
         assert opened.failures() == [1]
 
 
-async def test_a_worker_that_never_begins_its_body_is_cut_by_first_byte_secs():
+async def test_a_worker_that_never_starts_its_body_ends_after_first_byte_secs():
     async def script(call):
         await call.send(SSE_HEAD)
         await call.until_left()
 
-    first = "[server.timeouts]\nfirst_byte_secs = 0.05"
-    async with dataplane_before(script, config=first) as (opened, client):
+    timeout = "[server.timeouts]\nfirst_byte_secs = 0.05"
+    async with dataplane_before(script, config=timeout) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         assert broken.value.answer.status == 200
         assert opened.last["phase"] == "first"
 
 
-async def test_broken_chunks_within_an_answer_are_never_a_clean_end():
-    seen = trio.Event()
+async def test_invalid_chunks_in_a_response_never_end_cleanly():
+    received = trio.Event()
 
     async def script(call):
         await call.send(CHUNKED_HEAD, chunk(b"abc"))
-        await seen.wait()
+        await received.wait()
         await call.send(b"zz\r\n")
 
     async with dataplane_before(script) as (opened, client):
         await client.send(post())
         await client.until(chunk(b"abc"))
-        seen.set()
+        received.set()
         assert not (await client.until_closed()).endswith(LAST_CHUNK)
         assert opened.failures() == [1]
 
@@ -222,7 +222,7 @@ async def test_broken_chunks_within_an_answer_are_never_a_clean_end():
         (counted(b"ab"), counted(b"evil")),
         (CHUNKED_HEAD + chunk(b"ab") + LAST_CHUNK, b"HTTP/1.1 200 OK\r\n"),
     ],
-    ids=["a second answer", "a byte later", "a second answer later", "behind the last chunk"],
+    ids=["a second response", "a byte later", "a second response later", "after the last chunk"],
 )
 async def test_bytes_after_a_response_are_dropped_and_end_the_connection(pieces):
     all_sent = trio.Event()
@@ -234,34 +234,34 @@ async def test_bytes_after_a_response_are_dropped_and_end_the_connection(pieces)
         all_sent.set()
         await call.until_left()
 
-    async with fake_workers(script) as made, run_dataplane(*made) as opened:
+    async with fake_workers(script) as workers, run_dataplane(*workers) as opened:
         async with opened.client() as client:
             for _ in range(2):
-                answer = await ask(client)
-                assert answer.body == b"ab"
+                response = await ask(client)
+                assert response.body == b"ab"
                 await all_sent.wait()
                 assert client.rest == b""
-        assert len(made[0].calls) == 2
+        assert len(workers[0].calls) == 2
 
 
-async def test_bytes_joined_to_a_chunked_end_are_never_taken_for_an_answer():
+async def test_bytes_after_the_last_chunk_are_not_parsed_as_a_response():
     smuggled = CHUNKED_HEAD + chunk(b"ab") + LAST_CHUNK + counted(b"evil")
     async with dataplane_before(answering(smuggled)) as (_, client):
-        answer = await ask(client)
-        assert (answer.status, b"evil" in answer.body) == (502, False)
+        response = await ask(client)
+        assert (response.status, b"evil" in response.body) == (502, False)
         assert client.rest == b""
 
 
-async def test_an_answer_that_only_closing_ends_reaches_the_client_framed():
+async def test_a_response_that_ends_with_its_connection_is_sent_in_chunks():
     closing = b"HTTP/1.0 200 OK\r\ncontent-type: text/plain\r\n\r\nhello"
     async with dataplane_before(hanging_up_after(closing)) as (_, client):
         for _ in range(2):
-            answer = await ask(client)
-            assert (answer.status, answer.body) == (200, b"hello")
-            assert answer.one("transfer-encoding") == "chunked"
+            response = await ask(client)
+            assert (response.status, response.body) == (200, b"hello")
+            assert response.one("transfer-encoding") == "chunked"
 
 
-async def test_a_reset_of_an_answer_that_only_closing_ends_is_no_clean_end():
+async def test_a_reset_never_ends_a_response_without_framing_cleanly():
     async def script(call):
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\n\r\nhello")
         await trio.testing.wait_all_tasks_blocked()
@@ -280,36 +280,36 @@ async def test_a_reset_of_an_answer_that_only_closing_ends_is_no_clean_end():
 )
 async def test_bytes_after_a_response_without_a_body_are_dropped(head):
     async with (
-        fake_workers(answering(head + counted(b"evil"))) as made,
-        run_dataplane(*made) as opened,
+        fake_workers(answering(head + counted(b"evil"))) as workers,
+        run_dataplane(*workers) as opened,
     ):
         async with opened.client() as client:
             for _ in range(2):
-                answer = await ask(client)
-                assert (answer.status in (204, 304), answer.body) == (True, b"")
+                response = await ask(client)
+                assert (response.status in (204, 304), response.body) == (True, b"")
                 await trio.testing.wait_all_tasks_blocked()
                 assert client.rest == b""
-        assert len(made[0].calls) == 2
+        assert len(workers[0].calls) == 2
 
 
 async def test_a_worker_that_does_not_read_its_request_is_a_504():
-    async def listen(stream):
+    async def serve(stream):
         async with stream:
             await trio.sleep_forever()
 
     async with trio.open_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, listen, [listener])
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
         url = "http://{}:{}".format(*listener.socket.getsockname())
-        async with run_dataplane(url, config=QUICK) as opened, opened.client() as client:
-            answer = await ask(client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
-            assert answer.status == 504
+        async with run_dataplane(url, config=SHORT_TIMEOUTS) as opened, opened.client() as client:
+            response = await ask(client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
+            assert response.status == 504
             assert opened.last["phase"] == "send"
         nursery.cancel_scope.cancel()
 
 
 @pytest.mark.parametrize("head", [CHUNKED_HEAD, SSE_HEAD, b"HTTP/1.1 200 OK\r\n\r\n"])
-async def test_an_http_1_0_client_gets_no_clean_end_either(head):
+async def test_a_truncated_response_to_http_1_0_does_not_end_cleanly_either(head):
     async def script(call):
         await call.send(head, b"5\r\nhello\r\n")
         await trio.testing.wait_all_tasks_blocked()
@@ -321,15 +321,15 @@ async def test_an_http_1_0_client_gets_no_clean_end_either(head):
             await client.answer()
 
 
-async def test_an_exchange_that_takes_too_long_is_cut_and_its_busy_worker_not_blamed():
+async def test_a_request_timeout_does_not_count_as_a_failure_of_a_busy_worker():
     async def script(call):
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-length: 1000000\r\n\r\n")
         while True:
             await call.send(b"x")
             await trio.sleep(0.005)
 
-    short = "[server]\nrequest_timeout_secs = 0.1"
-    async with dataplane_before(script, config=short) as (opened, client):
+    timeout = "[server]\nrequest_timeout_secs = 0.1"
+    async with dataplane_before(script, config=timeout) as (opened, client):
         with pytest.raises(Truncated):
             await ask(client)
         assert (opened.last["outcome"], opened.last["ended_by"]) == ("timed_out", "proxy")
@@ -338,28 +338,28 @@ async def test_an_exchange_that_takes_too_long_is_cut_and_its_busy_worker_not_bl
 
 @pytest.mark.parametrize("status", [502, 504])
 async def test_502_and_504_of_a_worker_pass_unchanged_and_count_for_health(status):
-    theirs = counted(b"mine", status=f"{status} Oh No")
-    async with dataplane_before(answering(theirs)) as (opened, client):
-        answer = await ask(client)
-        assert (answer.status, answer.body) == (status, b"mine")
+    reply = counted(b"from worker", status=f"{status} Oh No")
+    async with dataplane_before(answering(reply)) as (opened, client):
+        response = await ask(client)
+        assert (response.status, response.body) == (status, b"from worker")
         assert opened.failures() == [1]
 
 
 @pytest.mark.parametrize("status", [400, 404, 429, 500, 501])
 async def test_other_errors_of_a_worker_pass_unchanged_without_affecting_health(status):
-    theirs = counted(b"mine", status=f"{status} Oh No")
-    async with fake_workers(answering(theirs)) as made, run_dataplane(*made) as opened:
+    reply = counted(b"from worker", status=f"{status} Oh No")
+    async with fake_workers(answering(reply)) as workers, run_dataplane(*workers) as opened:
         async with opened.client() as client:
-            answer = await ask(client)
-            assert (answer.status, answer.body) == (status, b"mine")
+            response = await ask(client)
+            assert (response.status, response.body) == (status, b"from worker")
             assert opened.failures() == [0]
-        assert len(made[0].requests) == 1
+        assert len(workers[0].requests) == 1
 
 
 async def test_a_response_before_the_end_of_the_body_is_relayed():
     refusal = counted(b"too much", "connection: close", status="413 Payload Too Large")
 
-    async def listen(stream):
+    async def serve(stream):
         async with stream:
             head = b""
             while b"\r\n\r\n" not in head:
@@ -370,9 +370,9 @@ async def test_a_response_before_the_end_of_the_body_is_relayed():
 
     async with trio.open_nursery() as nursery:
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-        nursery.start_soon(trio.serve_listeners, listen, [listener])
+        nursery.start_soon(trio.serve_listeners, serve, [listener])
         url = "http://{}:{}".format(*listener.socket.getsockname())
         async with run_dataplane(url) as opened, opened.client() as client:
-            answer = await ask(client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
-            assert (answer.status, answer.body) == (413, b"too much")
+            response = await ask(client, b'{"messages": "%b"}' % (b"x" * 30_000_000))
+            assert (response.status, response.body) == (413, b"too much")
         nursery.cancel_scope.cancel()
