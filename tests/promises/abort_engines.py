@@ -1,4 +1,4 @@
-"""Fake engines that generate until they are told to stop, in SGLang's words or in vLLM's."""
+"""Fake engines that generate until an abort, with the abort route of SGLang or of vLLM."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def event(value: object) -> bytes:
 
 
 class Engine(FakeWorker):
-    """`running`: the ids of what it generates. `aborts`: the bodies of the abort calls. `gate`: its
-    updates wait for it."""
+    """`running` has the ids of running requests, `aborts` the bodies of abort calls; updates wait
+    for `gate`."""
 
     def __init__(self, route: str = SGLANG) -> None:
         super().__init__(self._answer)
@@ -46,8 +46,8 @@ class Engine(FakeWorker):
 
     async def _generate(self, call: Call) -> None:
         body = json.loads(call.body)
-        named = _ID.search(call.head)
-        rid = body.get("rid") or (named[1].decode() if named else f"own-{len(self.requests)}")
+        id_field = _ID.search(call.head)
+        rid = body.get("rid") or (id_field[1].decode() if id_field else f"own-{len(self.requests)}")
         if not body.get("stream"):
             await call.send(counted(json.dumps({"id": rid}).encode()))
             return
@@ -66,13 +66,13 @@ class Engine(FakeWorker):
             return
         body = json.loads(call.body)
         self.aborts.append(body)
-        meant = [ended for rid, ended in self.running.items() if self._means(body, rid)]
-        for ended in meant:
+        matching = [ended for rid, ended in self.running.items() if self._matches(body, rid)]
+        for ended in matching:
             ended.set()
-        reported = {"status": "aborted", "aborted": len(meant)} if self.route == VLLM else ""
-        await call.send(counted(json.dumps(reported).encode()))
+        reply = {"status": "aborted", "aborted": len(matching)} if self.route == VLLM else ""
+        await call.send(counted(json.dumps(reply).encode()))
 
-    def _means(self, body: dict, rid: str) -> bool:
+    def _matches(self, body: dict, rid: str) -> bool:
         if self.route == VLLM:
             ids = body.get("request_ids")
             return ids is None or rid in ids

@@ -1,4 +1,4 @@
-"""A client of raw bytes, with h11 as the judge of what comes back."""
+"""A client that sends raw bytes and parses responses with h11."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Answer:
     interim: list[int] = field(default_factory=list)
 
     def all(self, name: str) -> list[str]:
-        return [value for found, value in self.fields if found == name]
+        return [value for field_name, value in self.fields if field_name == name]
 
     def one(self, name: str) -> str | None:
         values = self.all(name)
@@ -33,7 +33,7 @@ class Answer:
 
 
 class Truncated(Exception):
-    """The answer did not end as its framing promised. `answer` holds what came of it."""
+    """The response ended before the end of its framing. `answer` has the part that was received."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(repr(answer))
@@ -52,7 +52,7 @@ def post(
 
 
 class Client:
-    """One connection to the proxy; `rest` is what came and was not part of an answer yet."""
+    """One connection to the proxy; `rest` has the received bytes after the last response."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
@@ -67,13 +67,13 @@ class Client:
             return await self.stream.receive_some(65536)
 
     async def answer(self, method: str = "POST") -> Answer:
-        """The next one, whole. Raises Truncated."""
+        """Reads the next response. Raises Truncated."""
         parser = h11.Connection(h11.CLIENT)
         parser.send(h11.Request(method=method, target="/", headers=[("host", "proxy")]))
         parser.send(h11.EndOfMessage())
-        if self.rest:  # nothing would tell it that the connection has ended
+        if self.rest:  # empty data would mean the end of the connection
             parser.receive_data(self.rest)
-        got = Answer()
+        received = Answer()
         while True:
             try:
                 event = parser.next_event()
@@ -81,35 +81,35 @@ class Client:
                     parser.receive_data(await self.receive())
                     continue
             except (h11.RemoteProtocolError, trio.BrokenResourceError):
-                raise Truncated(got) from None
+                raise Truncated(received) from None
             match event:
                 case h11.InformationalResponse():
-                    got.interim.append(event.status_code)
+                    received.interim.append(event.status_code)
                 case h11.Response():
-                    got.status = event.status_code
-                    got.fields = [
+                    received.status = event.status_code
+                    received.fields = [
                         (name.decode(), value.decode("latin-1")) for name, value in event.headers
                     ]
                 case h11.Data():
-                    got.body += event.data
+                    received.body += event.data
                 case h11.EndOfMessage():
                     self.rest = parser.trailing_data[0]
-                    return got
+                    return received
                 case _:
-                    raise Truncated(got)
+                    raise Truncated(received)
 
     async def until(self, wanted: bytes) -> bytes:
-        """Everything up to and with `wanted`."""
+        """Reads up to and including `wanted`."""
         while wanted not in self.rest:
             piece = await self.receive()
             assert piece, f"closed before {wanted!r}, after {self.rest!r}"
             self.rest += piece
         end = self.rest.index(wanted) + len(wanted)
-        got, self.rest = self.rest[:end], self.rest[end:]
-        return got
+        received, self.rest = self.rest[:end], self.rest[end:]
+        return received
 
     async def until_closed(self) -> bytes:
-        """What still comes before the proxy closes; a reset is a close too."""
+        """Reads until the proxy closes or resets the connection."""
         try:
             while piece := await self.receive():
                 self.rest += piece
@@ -127,7 +127,7 @@ class Client:
 
 @asynccontextmanager
 async def client_of(address: str) -> AsyncIterator[Client]:
-    """`address` is HOST:PORT."""
+    """Connects to `address`, which is HOST:PORT."""
     host, _, port = address.rpartition(":")
     stream = await trio.open_tcp_stream(host, int(port))
     async with stream:

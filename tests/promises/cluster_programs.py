@@ -1,4 +1,4 @@
-"""Several programs of one cluster, with a store and workers of their own."""
+"""Several programs of one cluster, with a store and workers."""
 
 from contextlib import asynccontextmanager
 
@@ -16,7 +16,7 @@ async def cluster(
     tmp_path, *, count=2, more="", bound=0, table="", names=("a", "b"), probes="",
     routing="policy = 'least_request'", options=(),
 ):  # fmt: skip
-    """A store, workers, and programs that know each other. The first reaches it by `relay`."""
+    """Runs a store, workers and programs. The first one uses the store through `relay`."""
     async with redis_server(*options) as store, workers(*names) as fleet:
         programs = []
         store.relay = Relay(store.port)

@@ -16,65 +16,68 @@ from tools.screenshots.chromium import Browser, find_chromium
 
 @pytest.fixture(autouse=True)
 def quick_clocks(monkeypatch):
-    """A deadline of a data plane inside the test is noticed sooner than four times a second."""
+    """Checks deadlines of data planes inside the test more often than four times a second."""
     monkeypatch.setattr(timeouts, "SWEEP_SECS", 0.02)
     monkeypatch.setattr(engine_calls, "AGAIN_SECS", 0.05)
 
 
 @pytest.fixture(autouse=True)
 def own_state_folder(monkeypatch, tmp_path):
-    """Programs without a state file keep their journal of weights by their listen address, and all
-    of these listen on port 0: one would hold back workers whose ports another knows as uncertain."""
+    """Gives each test its own state folder.
+
+    Programs without a state file name their state journal by their listen address, which is port 0
+    in all tests: one program would read workers of another as uncertain.
+    """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 @pytest.fixture
 def own_interpreters(monkeypatch):
-    """What the program starts itself are processes as it starts them, not forks."""
+    """Child processes of the program are started by its own command lines instead of forks."""
     monkeypatch.setenv(OWN_INTERPRETERS, "1")
 
 
 @pytest.fixture
 async def soon():
-    """A deadline for a test that hangs, not a claim about speed."""
+    """A deadline for tests that hang, not a claim about speed."""
     with trio.fail_after(120):
         yield
 
 
 @pytest.fixture
 async def worker():
-    """One that answers everything with `{}`."""
-    async with fake_workers(answering(counted(b"{}"))) as (made,):
-        yield made
+    """A worker that answers every request with `{}`."""
+    async with fake_workers(answering(counted(b"{}"))) as (worker,):
+        yield worker
 
 
 @pytest.fixture
 async def taking(nursery):
-    """A worker that runs `script(taker)` for each request."""
+    """Starts a worker that runs `script(taker)` for each request."""
 
-    async def made(script):
+    async def start(script):
         worker = EarlyReaders(script)
         await nursery.start(worker.serve)
         return worker
 
-    return made
+    return start
 
 
-# What a stranger's name server can do to a browser.
+# Names that an attacker's name server resolves to the proxy.
 NAMES = "--host-resolver-rules=MAP evil.example 127.0.0.1, MAP rebound.example 127.0.0.1"
 
 
 @pytest.fixture(scope="session")
 def browser():
-    """For all modules: each test has a tab with a profile of its own."""
-    made = Browser(find_chromium(), NAMES)
-    yield made
-    made.close()
+    """One browser for all modules; each test has a tab with a separate profile."""
+    opened = Browser(find_chromium(), NAMES)
+    yield opened
+    opened.close()
 
 
 @pytest.fixture
 async def page(browser):
-    """A tab; at the end nothing on it has gone wrong."""
+    """A tab; checks at the end that its page reported no error."""
     async with browser.tab() as page:
         await page.resize(1400, 1000)
         yield page
@@ -83,9 +86,9 @@ async def page(browser):
 
 @pytest.fixture(scope="session")
 def trainers():
-    made = Trainers()
-    yield made
-    made.close()
+    started = Trainers()
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="session")
@@ -93,55 +96,55 @@ def fleets(tmp_path_factory):
     """Real replicas of the tiny model, for the syncs of all modules."""
     for name in ("torch", "tiktoken", "safetensors.torch"):
         pytest.importorskip(name)
-    made = Fleets(tmp_path_factory.mktemp("fleets"))
-    _FLEETS.append(made)
-    yield made
-    _FLEETS.remove(made)
-    made.close()
+    started = Fleets(tmp_path_factory.mktemp("fleets"))
+    _FLEETS.append(started)
+    yield started
+    _FLEETS.remove(started)
+    started.close()
 
 
 _FLEETS = []
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """Between modules that use them, the fleets end: five processes that are probed three times a
-    second take a tenth of a core. The next module that uses them starts them again."""
+    """Stops the fleets before tests that do not use them: five processes that are probed three
+    times a second take a tenth of a core. The next module that uses them starts them again."""
     if nextitem is None or "fleets" not in nextitem.fixturenames:
-        for each in _FLEETS:
-            each.close()
+        for fleets in _FLEETS:
+            fleets.close()
 
 
 @pytest.fixture
 def within_secs():
-    """A deadline for a test of a sync that hangs, not a claim about speed."""
+    """A deadline for tests of syncs that hang, not a claim about speed."""
     return 180
 
 
 @pytest.fixture
 async def seen(running, trainers, within_secs):
-    """The fleet of a module as a trainer finds it: `running` is a module's own fixture."""
-    async with running.client() as it:
-        await repaired_fleet(it, trainers)
+    """A client of the module's fleet `running`, which is repaired and waits for a trainer."""
+    async with running.client() as client:
+        await repaired_fleet(client, trainers)
         with trio.fail_after(within_secs):
-            yield it
+            yield client
 
 
 @pytest.fixture
 def new_weights(tmp_path):
-    """A file for replicas of the tiny model."""
+    """A weights file for replicas of the tiny model."""
     return weights_in(tmp_path)
 
 
 @pytest.fixture(scope="module")
 def replica(tmp_path_factory):
-    """One replica of text and sound, for a module."""
+    """One replica with text and audio stages for the module."""
     with program(tmp_path_factory.mktemp("replica")) as running:
         yield running
 
 
 @pytest.fixture
 async def client(replica):
-    """Asks the replica, which is ready."""
+    """An HTTP client of the replica, which is healthy."""
     with trio.fail_after(PATIENCE_SECS):
         async with replica.client() as client:
             await healthy(client)

@@ -1,4 +1,4 @@
-"""A browser, the real program before workers, and the dashboard that shows them."""
+"""The dashboard of a real program with workers, in a browser."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ no_chromium = pytest.mark.skipif(
 
 @asynccontextmanager
 async def dashboard(page, tmp_path, fleet, **settings):
-    """The program before `fleet`, and the page that shows it."""
+    """Runs a program with `fleet`, and opens its dashboard in `page`."""
     file = tmp_path / "proxy.toml"
     put(file, toml(fleet, **settings))
     async with program("--config", file) as running:
@@ -40,7 +40,7 @@ def address(worker):
 
 
 async def shows(page, selector, *texts):
-    """Until all of them can be read there."""
+    """Waits until the element contains all texts."""
     wanted = f"""(() => {{
         const text = document.querySelector({json.dumps(selector)})?.innerText ?? "";
         return {json.dumps(texts)}.every((each) => text.includes(each));
@@ -52,7 +52,7 @@ async def shows(page, selector, *texts):
 
 
 async def push(page, worker, word):
-    """Press a button of its row, once the list has stopped moving."""
+    """Clicks a button in the worker's row, once the list has stopped moving."""
     await page.until("performance.now() - movedAt > SETTLE_MS")
     await page.click(f"{row(worker)} .acts button:nth-child({word})")
 

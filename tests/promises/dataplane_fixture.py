@@ -1,6 +1,6 @@
-"""A real data plane on a real port inside the test, with workers that count as healthy from the start.
+"""A data plane on a real port inside the test, with workers that are healthy from the start.
 
-Without the front, the prober and the files around it: those are the whole program's.
+The admin API, the prober and files are missing; tests of those run the whole program.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class RunningDataPlane:
 
     @property
     def last(self) -> dict:
-        """The newest line of the access log."""
+        """The latest line of the access log."""
         return self.log.records[-1]
 
     def failures(self) -> list[int]:
-        """What health has counted against each worker."""
+        """Returns the consecutive failures of each worker."""
         return [worker.health.consecutive_failures for worker in self.fleet.workers]
 
     def wait_until_idle(self) -> bool:
@@ -78,20 +78,20 @@ def configured(text: str, urls: list[str]) -> Config:
 async def run_dataplane(
     *workers: FakeWorker | str, config: str = "", random_below: RandomBelow = lambda bound: 0
 ) -> AsyncIterator[RunningDataPlane]:
-    """Workers as fakes or URLs, beside what `config` says."""
+    """Runs a data plane with these fakes or URLs as workers, and with `config`."""
     urls = [worker if isinstance(worker, str) else worker.url for worker in workers]
-    made = configured(config, urls)
+    parsed = configured(config, urls)
     fleet = Fleet()
-    fleet.thresholds = thresholds_of(made)
+    fleet.thresholds = thresholds_of(parsed)
     now = datetime.now(UTC)
-    fleet.apply(desired_workers(made, (), SavedState()), now)
+    fleet.apply(desired_workers(parsed, (), SavedState()), now)
     for worker in fleet.workers:
         for _ in range(fleet.thresholds.rise):
             fleet.observe_probe(worker, status=200, error=None, at=now, epoch=worker.health.epoch)
     async with trio.open_nursery() as nursery:
-        dataplane = DataPlane(fleet, made, admin_socket="/nowhere", sources=Sources(random_below))
+        dataplane = DataPlane(fleet, parsed, admin_socket="/nowhere", sources=Sources(random_below))
         await nursery.start(dataplane.run)
-        dataplane.prepare(made)()
+        dataplane.prepare(parsed)()
         opened = RunningDataPlane(fleet, dataplane)
         opened.urls = urls
         yield opened
@@ -104,7 +104,7 @@ async def run_dataplane(
 async def dataplane_before(
     *scripts: Script, config: str = ""
 ) -> AsyncIterator[tuple[RunningDataPlane, Client]]:
-    """A data plane with a fake worker for each script, and a client that has connected to it."""
+    """Runs a data plane with a fake worker for each script, and connects a client to it."""
     async with (
         fake_workers(*scripts) as workers,
         run_dataplane(*workers, config=config) as opened,

@@ -1,10 +1,10 @@
-"""Scripted prefill and decode engines that wait for each other as the real ones do.
+"""Fake prefill and decode engines that wait for each other as the real ones do.
 
-SGLang: the prefill engine answers only once a decode engine has come to its bootstrap room, the
-decode engine generates only once the prompt's KV cache is there, and what waits stays in the queue
-of its engine until it is aborted by `rid`, whether its connection lives or not. vLLM with NIXL: the
-prefill engine answers with a reference to its blocks, which one decode engine may use once. vLLM
-with Mooncake: as SGLang, but by transfer id, and closing the connection frees what waits.
+SGLang: the prefill engine answers once a decode engine has joined its bootstrap room, and the
+decode engine generates once it has the KV of the prompt. A waiting request stays in the queue until
+it is aborted by `rid`, even if its connection is closed. vLLM with NIXL: the prefill engine answers
+with a handle, which one decode engine may use once. vLLM with Mooncake: like SGLang, but with
+transfer ids, and closing the connection frees a waiting request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.promises.fakes import (
 TOKENS = 3
 KV_ERROR = b'{"error": {"message": "KVTransferError: the session is not alive", "code": 500}}'
 
-# Runs at the beginning of a request; True: it has answered, or broken the connection.
+# Runs at the start of a request. Returns True if it has answered or broken the connection.
 Fault = Callable[[Call], Awaitable[bool]]
 
 
@@ -73,14 +73,14 @@ class Aborted(Exception):
 
 
 async def eventually(holds: Callable[[], object]) -> None:
-    """Let everything run until it does; the deadline is for tests that hang."""
+    """Runs other tasks until `holds()` is true; the deadline is for tests that hang."""
     with trio.fail_after(PATIENCE_SECS):
         while not holds():
             await trio.testing.wait_all_tasks_blocked(0.001)
 
 
 class Rooms:
-    """Where the legs of a request meet. Both sides of a room may come first."""
+    """The rooms in which the legs of a request meet. Either leg may arrive first."""
 
     def __init__(self) -> None:
         self._sides: dict[tuple[object, str], trio.Event] = {}
@@ -90,8 +90,8 @@ class Rooms:
 
 
 class LegEngine(FakeWorker):
-    """`held`: the ids of the requests that it has in its queue. `bodies`: of the requests for
-    generation, decoded. `begun`: each has got one event by the time it is sent to the engine."""
+    """`held` has the ids of queued requests, `bodies` the decoded bodies of generation requests.
+    `begun` is set when the first one arrives."""
 
     def __init__(self, rooms: Rooms) -> None:
         super().__init__(self._serve)
@@ -103,7 +103,7 @@ class LegEngine(FakeWorker):
         self.heads: list[dict[str, str]] = []
         self.raw: list[bytes] = []
         self.begun = trio.Event()
-        self.gate = trio.Event()  # tokens behind the first wait for it
+        self.gate = trio.Event()  # tokens after the first wait for it
         self.gate.set()
         self.info: dict[str, object] = {}
         self.usage: dict[str, object] = {}
@@ -120,7 +120,7 @@ class LegEngine(FakeWorker):
         self.begun.set()
         if self.fault is not None and await self.fault(call):
             return
-        await self.generate(call, body)  # others may have come meanwhile
+        await self.generate(call, body)  # others may have arrived meanwhile
 
     async def generate(self, call: Call, body: dict) -> None:
         raise NotImplementedError
@@ -134,7 +134,7 @@ class LegEngine(FakeWorker):
         await call.send(counted(b"{}"))
 
     async def meet(self, rid: str, event: trio.Event) -> None:
-        """Wait for the other leg in the queue. Raises Aborted."""
+        """Waits in the queue for the other leg. Raises Aborted."""
         aborted = self.held[rid] = trio.Event()
         try:
             async with trio.open_nursery() as nursery:
@@ -205,7 +205,7 @@ class SglangDecode(LegEngine):
 async def answer(
     call: Call, body: dict, steps: list[list[dict]], gate: trio.Event | None = None
 ) -> None:
-    """A list for each step of an item for each prompt."""
+    """Sends the response; each step has an item for each prompt."""
     if not body.get("stream"):
         last = steps[-1]
         batch = isinstance(body["bootstrap_room"], list)
@@ -221,7 +221,7 @@ async def answer(
 
 
 class NixlPrefill(LegEngine):
-    """`leases`: its references that no decode engine has used."""
+    """`leases` has the handles that no decode engine has used."""
 
     role, connector = "prefill", "nixl"
 
@@ -245,7 +245,7 @@ class NixlPrefill(LegEngine):
 
 
 class NixlDecode(LegEngine):
-    """`pulled`: the references that it has used; `computed`: how many prompts it computed itself."""
+    """`pulled` has the handles that it has used; `computed` counts prompts without a handle."""
 
     role, connector = "decode", "nixl"
 
@@ -288,8 +288,8 @@ async def openai_answer(
 
 
 class MooncakePrefill(LegEngine):
-    """`bootstrap`: its server for `GET /query`. `engine_id` changes when it restarts;
-    `engine_ids`: of its data-parallel ranks, if it has any."""
+    """`bootstrap` serves `GET /query`. `engine_id` changes when the engine restarts; `engine_ids`
+    has those of its data-parallel ranks, if it has any."""
 
     role, connector = "prefill", "mooncake"
 
@@ -303,8 +303,8 @@ class MooncakePrefill(LegEngine):
     async def _query(self, call: Call) -> None:
         self.queries += 1
         ids = {
-            str(n): {"engine_id": each}
-            for n, each in enumerate(self.engine_ids or [self.engine_id])
+            str(rank): {"engine_id": engine_id}
+            for rank, engine_id in enumerate(self.engine_ids or [self.engine_id])
         }
         await call.send(counted(json.dumps(ids).encode()))
 
@@ -352,7 +352,7 @@ ENGINES = {
 
 
 class Fleet:
-    """`before`: the proxy in front of them."""
+    """Prefill and decode engines; `before` is the proxy in front of them."""
 
     def __init__(self, prefills: list, decodes: list, before: RunningDataPlane) -> None:
         self.prefills = prefills
@@ -365,11 +365,11 @@ class Fleet:
 
     @property
     def held(self) -> list[str]:
-        """What waits in the queues of all engines."""
+        """The ids of requests in the queues of all engines."""
         return [rid for engine in self.engines for rid in engine.held]
 
     def failures(self) -> dict[str, int]:
-        """What health has counted, by URL, workers without any left out."""
+        """Returns the consecutive failures of workers that have any, by URL."""
         workers = self.before.fleet.workers
         counts = {worker.url: worker.health.consecutive_failures for worker in workers}
         return {url: count for url, count in counts.items() if count}
@@ -389,7 +389,7 @@ def worker_entry(engine: LegEngine, url: str = "") -> str:
 async def fleet_of(
     connector: str, prefills: int = 1, decodes: int = 1, *, config: str = "", more: str = ""
 ) -> AsyncIterator[tuple[Fleet, Client]]:
-    """Engines, the proxy, and a client. `more`: further worker entries."""
+    """Runs engines and a proxy, and connects a client. `more` has further worker entries."""
     rooms = Rooms()
     prefill_class, decode_class = ENGINES[connector]
     first = [prefill_class(rooms) for _ in range(prefills)]

@@ -1,4 +1,4 @@
-"""A worker that is told of a request before its body has come, and reads it when it wants to."""
+"""A worker whose script runs before the request body is received, and reads it when it likes."""
 
 import trio
 
@@ -27,12 +27,12 @@ def head(length, *fields, path=CHAT, kind="content-type: application/json"):
 
 
 class EarlyReader(Call):
-    """A worker's end that shows the head of a request before its body has come."""
+    """A worker's connection whose script starts once the head of a request is complete."""
 
     length = 0
 
     async def until(self, most: int) -> bytes:
-        """Body bytes as they are on the wire, as soon as there are so many."""
+        """Returns the raw body once at least `most` bytes are received."""
         while len(self.body) < most:
             piece = await self.receive()
             assert piece, f"closed after {len(self.body)} bytes of a body"
@@ -41,7 +41,7 @@ class EarlyReader(Call):
 
 
 class EarlyReaders:
-    """One worker; `script(taker)` runs for each connection, once a head is whole."""
+    """One worker; `script(taker)` runs for each connection once a head is complete."""
 
     def __init__(self, script) -> None:
         self.script = script
@@ -56,14 +56,14 @@ class EarlyReaders:
 
     async def _connection(self, stream):
         taker = EarlyReader(stream)
-        came = b""
+        received = b""
         try:
-            while b"\r\n\r\n" not in came:
+            while b"\r\n\r\n" not in received:
                 piece = await taker.receive()
                 if not piece:
                     return
-                came += piece
-            taker.head, taker.body = came.split(b"\r\n\r\n", 1)
+                received += piece
+            taker.head, taker.body = received.split(b"\r\n\r\n", 1)
             self.taker = taker
             self.connections += 1
             await self.script(taker)
@@ -72,7 +72,7 @@ class EarlyReaders:
 
 
 async def ended(opened, client):
-    """The client has gone; what the log says of its exchange."""
+    """Closes the client; returns the access-log line of its exchange."""
     client.close()
     with trio.fail_after(PATIENCE_SECS):
         await opened.dataplane.drained()

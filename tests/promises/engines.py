@@ -1,4 +1,4 @@
-"""Loopback engines that take admin calls, note them, and can be made to wait, refuse or die."""
+"""Fake engines that record admin calls, and can be made to wait, fail or die."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURNS = (
 
 
 class Engine:
-    """`says[path]` is (status, body); `gates[path]` keeps its answer back until set."""
+    """`says[path]` is the (status, body) of a reply; replies wait for `gates[path]`."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -65,9 +65,9 @@ class Engine:
         if path == self.dies_at:
             call.reset()
             return
-        status, output = self.says.get(path, (200, self.says_well(path, body)))
+        status, reply = self.says.get(path, (200, self.says_well(path, body)))
         reason = {200: "OK", 400: "Bad Request", 404: "Not Found"}.get(status, "Error")
-        payload = json.dumps(output).encode()
+        payload = json.dumps(reply).encode()
         await call.send(counted(payload, "content-type: application/json",
                                 status=f"{status} {reason}"))  # fmt: skip
 
@@ -84,8 +84,8 @@ class Engine:
 
 @asynccontextmanager
 async def engines(count: int) -> AsyncIterator[list[Engine]]:
-    made = [Engine() for _ in range(count)]
-    async with fake_workers(*(engine.script for engine in made)) as listening:
-        for engine, worker in zip(made, listening, strict=True):
+    started = [Engine() for _ in range(count)]
+    async with fake_workers(*(engine.script for engine in started)) as listening:
+        for engine, worker in zip(started, listening, strict=True):
             engine.url = worker.url
-        yield made
+        yield started

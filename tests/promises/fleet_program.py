@@ -1,4 +1,4 @@
-"""The real program as a process, and loopback workers that live in the test."""
+"""The real program as a process, and fake workers inside the test."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from omni_proxy.watchdog import STALL_EVENT
 from tests.program_forkserver import PROXY, Forked, forkserver
 from tools.http_requests import RequestReader
 
-KILLED_SECS = 5  # of grace, for a program whose test failed
+KILLED_SECS = 5  # grace period of a program whose test failed
 PATIENCE_SECS = 90  # a deadline for hung tests, not a claim about speed
-POLL_SECS = 0.05  # between two requests that wait for a state: each costs milliseconds of CPU time
+POLL_SECS = 0.05  # between requests that wait for a state, which cost milliseconds of CPU time
 PROBES = "[health]\ninterval_secs = 0.2\nsuccess_threshold = 1\non_threshold = 'unhealthy'\n"
 
 
 class Worker:
-    """Answers probes and model routes; a stream waits before its second half while `gate` is closed."""
+    """Answers probes and model requests; a stream waits for `gate` before its second half."""
 
     def __init__(self, name: str) -> None:
         self.name, self.url = name, ""
         self.requests = self.connections = 0
-        self.bodies: deque[dict] = deque(maxlen=8)  # of the newest requests
+        self.bodies: deque[dict] = deque(maxlen=8)  # of the latest requests
         self.gate = trio.Event()
         self.gate.set()
         self.halfway = trio.Event()
-        self.fields: dict[str, str] = {}  # of each answer
+        self.fields: dict[str, str] = {}  # added to each response
 
     async def serve(self, *, task_status=trio.TASK_STATUS_IGNORED):
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
@@ -42,7 +42,7 @@ class Worker:
         await trio.serve_listeners(self._connection, [listener], task_status=task_status)
 
     async def _connection(self, stream: trio.SocketStream) -> None:
-        requests, chatted = RequestReader(stream), False
+        requests, served = RequestReader(stream), False
         try:
             while received := await requests.read():
                 head, body = received
@@ -50,8 +50,8 @@ class Worker:
                     await stream.send_all(_counted(b'{"status": "ok"}'))
                     continue
                 self.requests += 1
-                self.connections += not chatted
-                chatted = True
+                self.connections += not served
+                served = True
                 self.bodies.append(json.loads(body))
                 await self._answer(stream, self.bodies[-1])
         except trio.BrokenResourceError:
@@ -87,11 +87,11 @@ def _event(text: str) -> bytes:
 
 @asynccontextmanager
 async def workers(*names: str) -> AsyncIterator[list[Worker]]:
-    made = [Worker(name) for name in names]
+    started = [Worker(name) for name in names]
     async with trio.open_nursery() as nursery:
-        for worker in made:
+        for worker in started:
             await nursery.start(worker.serve)
-        yield made
+        yield started
         nursery.cancel_scope.cancel()
 
 
@@ -105,7 +105,7 @@ def chat(text: str = "hi", **fields: object) -> dict:
 
 
 class Program:
-    """One run of `omni-proxy`; `log` is what it said on stderr so far."""
+    """A running `omni-proxy`; `log` has its stderr so far."""
 
     def __init__(self, process: trio.Process | Forked, stderr: trio.abc.ReceiveStream) -> None:
         self.process = process
@@ -136,21 +136,19 @@ class Program:
         return (await self.client.get(path)).json()
 
     async def until(self, path: str, holds: Callable[[dict], bool]) -> dict:
-        """Ask again until it is so; the answer in which it was."""
-        reported: dict = {}
+        """Repeats the GET until `holds(body)`; returns that body."""
+        body: dict = {}
         try:
             with trio.fail_after(PATIENCE_SECS):
-                while not holds(reported := await self.get_json(path)):
+                while not holds(body := await self.get_json(path)):
                     await trio.sleep(POLL_SECS)
         except trio.TooSlowError:
-            raise AssertionError(
-                f"{path} stays at {json.dumps(reported)[:2000]}\n{self.log}"
-            ) from None
-        return reported
+            raise AssertionError(f"{path} stays at {json.dumps(body)[:2000]}\n{self.log}") from None
+        return body
 
     async def until_routable(self, *fleet: Worker) -> dict:
-        wanted = {worker.url for worker in fleet}
-        return await self.until("/workers", lambda body: routable(body) == wanted)
+        expected = {worker.url for worker in fleet}
+        return await self.until("/workers", lambda body: routable(body) == expected)
 
     async def ask(self, **fields: object) -> httpx.Response:
         return await self.client.post("/v1/chat/completions", json=chat(**fields))
@@ -170,40 +168,40 @@ class Program:
             await self.process.wait()
 
 
-def urls(reported: dict) -> list[str]:
-    return [worker["url"] for worker in reported["workers"]]
+def urls(listed: dict) -> list[str]:
+    return [worker["url"] for worker in listed["workers"]]
 
 
-def routable(reported: dict) -> set[str]:
-    return {worker["url"] for worker in reported["workers"] if worker["routable"]}
+def routable(listed: dict) -> set[str]:
+    return {worker["url"] for worker in listed["workers"] if worker["routable"]}
 
 
-def record(reported: dict, worker: Worker) -> dict:
-    return next(found for found in reported["workers"] if found["url"] == worker.url)
+def record(listed: dict, worker: Worker) -> dict:
+    return next(entry for entry in listed["workers"] if entry["url"] == worker.url)
 
 
 def put(file: Path, text: str) -> None:
-    """As a careful editor does: written beside, renamed."""
-    aside = file.with_name(f"{file.name}.new")
-    aside.write_text(text)
-    aside.rename(file)
+    """Replaces a file atomically: writes another file and renames it."""
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(text)
+    written.rename(file)
 
 
 @asynccontextmanager
-async def program(*words: str | Path) -> AsyncIterator[Program]:
-    """Ready when its front answers; ended with SIGTERM, then killed if need be."""
-    async with starting(*words) as running:
+async def program(*arguments: str | Path) -> AsyncIterator[Program]:
+    """Starts the program and waits until it answers; ends it by SIGTERM, or kills it."""
+    async with starting(*arguments) as running:
         await running.arrive()
         yield running
 
 
 @asynccontextmanager
-async def starting(*words: str | Path) -> AsyncIterator[Program]:
-    """The same, from its first moment on."""
-    output, stderr = os.pipe()
-    async with trio.lowlevel.FdStream(output) as stream, trio.open_nursery() as nursery:
+async def starting(*arguments: str | Path) -> AsyncIterator[Program]:
+    """Starts the program without waiting for it; ends it like `program`."""
+    stderr_pipe, stderr = os.pipe()
+    async with trio.lowlevel.FdStream(stderr_pipe) as stream, trio.open_nursery() as nursery:
         try:
-            process = await forkserver(*PROXY).start(*map(str, words), stderr=stderr)
+            process = await forkserver(*PROXY).start(*map(str, arguments), stderr=stderr)
         finally:
             os.close(stderr)
         running = Program(process, stream)

@@ -1,4 +1,4 @@
-"""Clients, and a worker, that do what no proxy should suffer from; each ends by itself."""
+"""Clients and a worker that misbehave, which must not harm the proxy; each ends by itself."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ UPGRADE = (
     f"connection: upgrade\r\nsec-websocket-version: 13\r\nsec-websocket-key: {KEY}\r\n\r\n"
 ).encode()
 SESSION = b'{"type":"session.config","session":{"model":"m"}}'
-FLOOD_BYTES = 8 * MIB  # more than all sockets on its way hold
+FLOOD_BYTES = 8 * MIB  # more than all socket buffers on its way hold
 
 
 def wants(behaviour: str) -> bytes:
-    """A body that tells `worker` what to do."""
+    """Returns a body that makes `worker` behave in this way."""
     return b'{"messages": [], "user": "%b"}' % behaviour.encode()
 
 
 async def worker(call: Call) -> None:
-    """As the body wants; it keeps no connection, so that the proxy has none to keep either."""
+    """Behaves as the body requests; closes each connection, so that the proxy pools none."""
     if b"upgrade: websocket" in call.head.lower():
         await _speak(call)
     elif b"silent" in call.body:
@@ -69,25 +69,25 @@ async def _speak(call: Call) -> None:
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n"
         b"sec-websocket-accept: %b\r\n\r\n" % accepted.encode()
     )
-    reported = await call.receive()
-    if b"cut" not in _unmasked(reported):
+    message = await call.receive()
+    if b"cut" not in _unmasked(message):
         await call.until_left()
     call.close()
 
 
 def frame(text: bytes, opcode: int = 1) -> bytes:
-    """A client's, masked with zeros, of at most 125 bytes."""
+    """Returns a client's frame, masked with zeros, of at most 125 bytes."""
     return bytes([0x80 | opcode, 0x80 | len(text)]) + bytes(4) + text
 
 
 def _unmasked(piece: bytes) -> bytes:
-    """The payload of one frame of at most 125 bytes."""
+    """Returns the payload of one frame of at most 125 bytes."""
     mask, text = piece[2:6], piece[6:]
     return bytes(byte ^ mask[n % 4] for n, byte in enumerate(text))
 
 
 def sends(*pieces: bytes, cut: bool = False) -> Hostile:
-    """And leaves at once; `cut` is a reset."""
+    """Sends, and closes the connection at once; `cut` resets it."""
 
     async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
@@ -98,7 +98,7 @@ def sends(*pieces: bytes, cut: bool = False) -> Hostile:
 
 
 def stays(*pieces: bytes) -> Hostile:
-    """Until the proxy has had enough of it."""
+    """Sends, and waits until the proxy closes the connection."""
 
     async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
@@ -108,14 +108,14 @@ def stays(*pieces: bytes) -> Hostile:
 
 
 def leaves_at(awaited: bytes, *pieces: bytes, more: bytes = b"") -> Hostile:
-    """With a reset, once so much of an answer has come, and after `more`."""
+    """Sends, waits for part of a response, sends `more`, and resets the connection."""
 
     async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
         while awaited not in client.rest:
             piece = await client.receive()
             if not piece:
-                return  # the proxy has had enough before
+                return  # the proxy closed it earlier
             client.rest += piece
         await client.send(more)
         client.reset()
@@ -126,7 +126,7 @@ def leaves_at(awaited: bytes, *pieces: bytes, more: bytes = b"") -> Hostile:
 def half_closes(*pieces: bytes) -> Hostile:
     async def hostile(opened: RunningDataPlane, client: Client) -> None:
         await client.send(*pieces)
-        with contextlib.suppress(OSError):  # the proxy has cut it before
+        with contextlib.suppress(OSError):  # the proxy closed it earlier
             client.stream.socket.shutdown(socket.SHUT_WR)
         await client.until_closed()
 
@@ -134,7 +134,7 @@ def half_closes(*pieces: bytes) -> Hostile:
 
 
 async def never_reads(opened: RunningDataPlane, client: Client) -> None:
-    """Asks for more than fits on the way, and takes the first of it."""
+    """Requests more than the socket buffers hold, and reads only the first part."""
     client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     await client.send(post(wants("flood")))
     await client.receive()
@@ -144,7 +144,7 @@ async def never_reads(opened: RunningDataPlane, client: Client) -> None:
 
 
 def trickles(pieces: list[bytes]) -> Hostile:
-    """Each when the one before has been taken, then silence."""
+    """Sends the pieces one by one, and then nothing."""
 
     async def hostile(opened: RunningDataPlane, client: Client) -> None:
         for piece in pieces:
@@ -166,29 +166,29 @@ async def shakes_hands(
 
 
 def cut_below_tls(*pieces: bytes, awaited: bytes = b"") -> Hostile:
-    """Without a word of TLS, once so much of an answer has come."""
+    """Sends over TLS, waits for part of a response, and resets without a TLS alert."""
 
     async def hostile(opened: RunningDataPlane, client: Client) -> None:
         secure = await shakes_hands(opened, client)
         await secure.send_all(b"".join(pieces))
-        came = b""
-        while awaited not in came:
+        received = b""
+        while awaited not in received:
             piece = await secure.receive_some()
             if not piece:
                 return
-            came += piece
+            received += piece
         client.reset()
 
     return hostile
 
 
 def _hello() -> bytes:
-    """What a client of TLS says first."""
-    sent = ssl.MemoryBIO()
-    speaker = BELIEVING.wrap_bio(ssl.MemoryBIO(), sent, server_hostname="localhost")
+    """Returns the first bytes of a TLS client."""
+    outgoing = ssl.MemoryBIO()
+    tls = BELIEVING.wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost")
     with contextlib.suppress(ssl.SSLWantReadError):
-        speaker.do_handshake()
-    return sent.read()
+        tls.do_handshake()
+    return outgoing.read()
 
 
 BELIEVING = believing()
@@ -196,7 +196,7 @@ HELLO = _hello()
 CHUNKED = LINE + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 UPLOAD = head(3 * MIB, *HINTS)
 FORM_UPLOAD = head(3 * MIB, path=SPOKEN, kind=BOUNDARY) + FORM + FILE
-Family = dict[str, Hostile]  # each by what it does
+Family = dict[str, Hostile]  # by what the client does
 
 HEADS: Family = {
     "says nothing and leaves": sends(),

@@ -1,13 +1,13 @@
-"""A prefill or decode engine as a process of its own, for tests that kill it.
+"""A prefill or decode engine as a separate process, for tests that kill it.
 
 python leg_engine_program.py ROLE CONNECTOR PORT BOOTSTRAP_PORT
 
-The engines meet as the real ones do, by a connection between them: a decode engine joins its prefill
-engine at BOOTSTRAP_PORT and goes on when the KV cache has come, and answers with an error of the
-transfer where that connection breaks. A line on stdin names the moment of a request ("head",
-"prefilled", "streaming") at which the engine writes "held" to stdout and waits; an empty line lets
-all go on. A GET tells how many requests wait for a decode engine. Nothing but the standard library, since it is started dozens of times; a thread for each
-connection.
+The engines connect to each other as the real ones do: a decode engine connects to its prefill
+engine at BOOTSTRAP_PORT and continues once it has the KV, or answers with a transfer error if the
+connection breaks. A line on stdin names the step of a request ("head", "prefilled", "streaming") at
+which the engine writes "held" to stdout and waits; an empty line releases all requests. The reply
+to a GET has the number of requests that wait for a decode engine. The program uses only the
+standard library, because it is started dozens of times, and one thread for each connection.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Engine:
         self.engine_id = uuid4().hex
         self.released = threading.Event()
         self.turn = threading.Lock()
-        # By room: the decode engines' connections that have come, and what wakes who waits there.
+        # By room: connections of decode engines, and sockets that wake prefill requests.
         self.joined: dict[str, socket.socket] = {}
         self.waiting: dict[str, tuple[str, socket.socket]] = {}
 
@@ -48,8 +48,8 @@ class Engine:
                 self.released.set()
             say("ready")
 
-    def reach(self, moment: str) -> None:
-        if moment == self.hold:
+    def reach(self, step: str) -> None:
+        if step == self.hold:
             say("held")
             self.released.wait()
 
@@ -74,7 +74,7 @@ class Engine:
             return
         rid = body.get("rid", "")
         room = body.get("bootstrap_room") or body["kv_transfer_params"]["transfer_id"]
-        # A connection that closes frees what waits at vLLM's engines, not at SGLang's.
+        # A closed connection frees a waiting request in vLLM's engines, but not in SGLang's.
         decode = self.wait_for_decode(room, rid, None if rid else sock)
         if decode is None:
             answer(sock, KV_ERROR, "500 Aborted")
@@ -84,7 +84,7 @@ class Engine:
         answer(sock, b'{"choices": []}')
 
     def wait_for_decode(self, room: str, rid: str, client: socket.socket | None):
-        """The decode engine's connection; None if the request was aborted, or the client left."""
+        """Returns the decode engine's connection; None after an abort or if the client left."""
         woken, wakes = socket.socketpair()
         with self.turn:
             if str(room) in self.joined:
@@ -109,7 +109,7 @@ class Engine:
             return
         _, engine_id, room = line.decode().split()
         if engine_id not in ("any", self.engine_id):
-            return  # of an engine that was here before
+            return  # the request names an engine that ran here earlier
         if self.connector == "nixl":
             self.reach("prefilled")
             sock.sendall(b"kv\n")
@@ -118,7 +118,7 @@ class Engine:
             self.joined[room] = sock
             if room in self.waiting:
                 self.waiting[room][1].send(b"j")
-        file.readline()  # until it leaves
+        file.readline()  # until the decode engine disconnects
 
     def decode(self, sock: socket.socket, body: dict) -> None:
         if not self.has_kv(body):
@@ -141,7 +141,7 @@ class Engine:
         sock.sendall(b"".join((*lines[1:], chunk(DONE), chunk(b""))))
 
     def has_kv(self, body: dict) -> bool:
-        """Fetch it, where the prompt was computed by another engine."""
+        """Fetches the KV from the prefill engine; True also if there is none to fetch."""
         params = body.get("kv_transfer_params")
         if self.connector == "sglang":
             address, wanted = (body["bootstrap_host"], body["bootstrap_port"]), "any"

@@ -1,4 +1,4 @@
-"""The proxy with one real omni replica behind it, as processes, started once for many tests."""
+"""The proxy and one real omni replica as processes, which are started once for many tests."""
 
 from __future__ import annotations
 
@@ -38,25 +38,34 @@ capabilities = ["chat", "speech", "streaming", "audio_input", "audio_output"]
 
 
 def missing() -> str:
-    """Why the real models can't run here, "" where they can."""
+    """Returns why the real models can't run here, or "" if they can."""
     for module in NEEDED:
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed: pip install 'omni-proxy[replica]'"
     folder = cache_folder(os.environ)
     for name in (MODEL, "whisper-tiny"):
         if not (folder / MODELS[name].file).exists():
-            return f"{name} is not there: omni-proxy replica fetch {name}"
+            return f"{name} is missing: omni-proxy replica fetch {name}"
     return ""
 
 
 @contextmanager
 def omni(folder: Path, base_port: int) -> Iterator[str]:
-    """The base URL, once the replica is routable."""
+    """Yields the base URL once the replica is routable."""
     python = forking_interpreter()
-    words = [python, "-m", "omni_proxy", "replica", "--host", "{host}", "--port", "{port}"]
-    words += ["--model", MODEL, "--speech", "hibari", "--transcription", "whisper-tiny"]
+    replica_command = [
+        python,
+        "-m",
+        "omni_proxy",
+        "replica",
+        "--host",
+        "{host}",
+        "--port",
+        "{port}",
+    ]
+    replica_command += ["--model", MODEL, "--speech", "hibari", "--transcription", "whisper-tiny"]
     file = folder / "omni.toml"
-    command = ", ".join(json.dumps(word) for word in words)
+    command = ", ".join(json.dumps(word) for word in replica_command)
     file.write_text(CONFIG.format(command=command, base_port=base_port, model=MODEL))
     log = folder / "log"
     with log.open("w") as out:
@@ -74,18 +83,18 @@ def omni(folder: Path, base_port: int) -> Iterator[str]:
 
 
 def _until_ready(process: subprocess.Popen[bytes], log: Path) -> str:
-    give_up_at = time.monotonic() + READY_SECS
-    while time.monotonic() < give_up_at:
+    deadline = time.monotonic() + READY_SECS
+    while time.monotonic() < deadline:
         assert process.poll() is None, log.read_text()
-        output = re.search(r"listening on (http://\S+)", log.read_text())
-        if output:
-            with urllib.request.urlopen(f"{output[1]}/workers", timeout=5) as answer:
+        match = re.search(r"listening on (http://\S+)", log.read_text())
+        if match:
+            with urllib.request.urlopen(f"{match[1]}/workers", timeout=5) as answer:
                 if json.load(answer)["routable_workers"] == 1:
-                    return output[1]
+                    return match[1]
         _pause()
     raise AssertionError(log.read_text())
 
 
 def _pause() -> None:
-    # Another process can only be asked again and again.
+    # The state of another process can only be polled.
     time.sleep(0.1)  # noqa: TID251  no event loop runs here

@@ -14,34 +14,34 @@ class ProcessResources:
     memory."""
 
     def __init__(self, pids):
-        every = [pid for root in pids for pid in tree(root)]
-        self.children = len(every)
-        self.threads = sum(len(_listed(f"/proc/{pid}/task")) for pid in every)
-        self.kinds = Counter(kind for pid in every for kind in _files(pid))
+        all_pids = [pid for root in pids for pid in tree(root)]
+        self.children = len(all_pids)
+        self.threads = sum(len(_listed(f"/proc/{pid}/task")) for pid in all_pids)
+        self.kinds = Counter(kind for pid in all_pids for kind in _files(pid))
         self.sockets = self.kinds["socket:"]
         self.files = self.kinds.total() - self.sockets
-        self.mib = sum(_pss_mib(pid, "Pss_Anon") for pid in every)
-        self.shared_mib = sum(_pss_mib(pid, "Pss_Shmem") for pid in every)
+        self.mib = sum(_pss_mib(pid, "Pss_Anon") for pid in all_pids)
+        self.shared_mib = sum(_pss_mib(pid, "Pss_Shmem") for pid in all_pids)
 
     def __repr__(self):
         return repr(vars(self))
 
     def beyond(self, before, slack):
-        """What has grown by more than its slack: name, what it was, what it is."""
+        """Returns (name, before, now) of each resource that has grown by more than its slack."""
         rows = [(name, getattr(before, name), getattr(self, name)) for name in slack]
         return [(name, was, now) for name, was, now in rows if now > was + slack[name]]
 
 
 def tree(pid):
-    found = [pid]
-    for each in found:
-        for task in _listed(f"/proc/{each}/task"):
+    pids = [pid]
+    for parent in pids:
+        for task in _listed(f"/proc/{parent}/task"):
             try:
-                text = Path(f"/proc/{each}/task/{task}/children").read_text()
+                text = Path(f"/proc/{parent}/task/{task}/children").read_text()
             except OSError:
                 continue
-            found.extend(map(int, text.split()))
-    return found
+            pids.extend(map(int, text.split()))
+    return pids
 
 
 def _listed(folder):
@@ -52,8 +52,8 @@ def _listed(folder):
 
 
 def _files(pid):
-    """Without connections that their client has closed: a replica's server keeps its side of them
-    until their keep-alive has run out."""
+    """Yields open files, except connections that their client has closed: a replica's server keeps
+    its side of them until its keep-alive timeout."""
     closed = {
         f"socket:[{fields[9]}]"
         for fields in map(str.split, Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:])
@@ -71,5 +71,5 @@ def _pss_mib(pid, kind):
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
         return 0.0
-    found = re.search(rf"^{kind}: +(\d+) kB", text, re.MULTILINE)
-    return int(found[1]) / 1024 if found else 0.0
+    match = re.search(rf"^{kind}: +(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) / 1024 if match else 0.0

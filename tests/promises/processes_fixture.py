@@ -1,4 +1,4 @@
-"""A program of several data-plane processes, and what its tests see and do at each of them."""
+"""A program with several data-plane processes, and helpers of its tests."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.promises.fleet_program import program, put, record, toml, workers
 LAST = b"0\r\n\r\n"
 
 
-def serving(reported: dict, count: int = 2) -> bool:
-    states = [dataplane["state"] for dataplane in reported["data_plane"]["processes"]]
+def serving(status: dict, count: int = 2) -> bool:
+    states = [dataplane["state"] for dataplane in status["data_plane"]["processes"]]
     return states == ["serving"] * count
 
 
@@ -25,7 +25,9 @@ async def run_processes(tmp_path, *names: str, more: str = "", count: int = 2):
         put(file, toml(fleet, more=f"processes = {count}\n{more}"))
         async with program("--config", file) as running:
             running.file, running.fleet = file, fleet
-            running.client.headers["connection"] = "close"  # at any process, each time
+            running.client.headers["connection"] = (
+                "close"  # any process may accept the next request
+            )
             await running.until_routable(*fleet)
             if count > 1:
                 await running.until("/status", lambda body: serving(body, count))
@@ -47,9 +49,9 @@ async def in_flight(running) -> list[int]:
 
 @asynccontextmanager
 async def held_streams(running, count: int, *, everywhere: bool = False):
-    """Streams on a connection each, begun one after the other, all halfway.
+    """Opens streams one after another, each on its connection, which wait halfway.
 
-    `everywhere`: so many and as it takes until every process has one, for the kernel deals them out.
+    `everywhere`: opens more until every process has one, because the kernel chooses the process.
     """
     for worker in running.fleet:
         worker.gate = trio.Event()
@@ -74,7 +76,7 @@ async def held_streams(running, count: int, *, everywhere: bool = False):
 
 
 async def in_flight_by_process(running, count: int) -> list[int]:
-    """How many of so many requests each process has."""
+    """Waits until `count` requests are in flight, and returns how many each process has."""
     body = await running.until(
         "/status", lambda t: sum(row["in_flight"] for row in t["data_plane"]["processes"]) == count
     )
@@ -94,8 +96,8 @@ async def read_whole_stream(stream) -> bool:
 
 
 async def until_one_closed(streams) -> None:
-    """Of a process that was killed: the id that the program knows may be that of a process which
-    stands in for it and ends a moment earlier."""
+    """Waits until a killed process has closed a stream: the id in /status may belong to a stand-in
+    process, which ends a moment earlier."""
     async with trio.open_nursery() as nursery:
 
         async def watch(stream):
@@ -112,7 +114,7 @@ def open_gates(running) -> None:
 
 
 async def send_requests(running, tally: list[int], stop: trio.Event) -> None:
-    """A connection for each request; whatever is no 200 is a failure."""
+    """Sends requests on one connection each; any other status than 200 fails the test."""
     while not stop.is_set():
         async with client_of(address(running)) as client:
             await client.send(post())
@@ -122,7 +124,7 @@ async def send_requests(running, tally: list[int], stop: trio.Event) -> None:
 
 
 class ResetsUntilHealthy:
-    """Resets until it is `well`; then its first request takes as long as the test likes."""
+    """Resets connections until `well` is set; then its first request waits for `gate`."""
 
     def __init__(self) -> None:
         self.well = False
@@ -130,7 +132,7 @@ class ResetsUntilHealthy:
         self.gate = trio.Event()
 
     async def __call__(self, call) -> None:
-        if call.line.startswith("GET "):  # not of a client
+        if call.line.startswith("GET "):  # not a client's request
             await call.send(counted(b"{}"))
             return
         if not self.well:

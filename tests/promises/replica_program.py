@@ -1,5 +1,5 @@
-"""One replica as a process, started once for many tests: text by the tiny model, sound by stages
-that words steer (tests.replica.api.audio_stages), and a stage that always raises."""
+"""One replica as a process, started once for many tests: text by the tiny model, audio by stages
+that the input controls (tests.replica.api.audio_stages), and a stage that always raises."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ class Program:
         return httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_SECS, verify=False)
 
     def children(self) -> set[int]:
-        found = set()
+        pids = set()
         for task in os.listdir(f"/proc/{self.process.pid}/task"):
             with open(f"/proc/{self.process.pid}/task/{task}/children") as file:
-                found |= set(map(int, file.read().split()))
-        return found
+                pids |= set(map(int, file.read().split()))
+        return pids
 
 
 @contextmanager
 def program(folder, max_in_flight=0) -> Iterator[Program]:
-    """A replica that is starting; `healthy` waits for it."""
+    """Starts a replica; `healthy` waits until it is ready."""
     file = folder / "pipeline.toml"
     file.write_text(PIPELINE.format(max_in_flight=max_in_flight))
     with started("--pipeline", str(file)) as running:
@@ -88,7 +88,7 @@ def program(folder, max_in_flight=0) -> Iterator[Program]:
 
 @contextmanager
 def started(*words) -> Iterator[Program]:
-    """A replica with these arguments that is starting."""
+    """Starts a replica with these arguments."""
     port = free_port()
     process = forkserver(*REPLICA).popen(
         "replica", "--port", str(port), *words, "--log-level", "error"
@@ -104,14 +104,14 @@ def started(*words) -> Iterator[Program]:
 
 
 async def until(holds):
-    """Ask another process again and again: its answer, once it holds."""
+    """Polls another process until `holds()` is true; returns the result."""
     with trio.fail_after(PATIENCE_SECS):
         while True:
             try:
-                if reported := await holds():
-                    return reported
+                if result := await holds():
+                    return result
             except httpx.TransportError:
-                pass  # it does not listen yet
+                pass  # the process does not listen yet
             await trio.sleep(0.01)
 
 
@@ -123,7 +123,7 @@ async def healthy(client) -> None:
 
 
 async def gauges(client) -> dict[str, float]:
-    """What /metrics says, by name."""
+    """Returns the values of /metrics by name."""
     lines = (await client.get("/metrics")).text.splitlines()
     values = [line.rpartition(" ") for line in lines if not line.startswith("#")]
     return {name.partition("{")[0]: float(value) for name, _, value in values}

@@ -1,5 +1,5 @@
-"""The real program, which waits before each message of an upgrade: it makes the file NAME beside the
-path in its first argument, and goes on once there is NAME.go. The other arguments are its own."""
+"""The real program, which waits before each message of an upgrade: it creates the file NAME in the
+folder of its first argument, and continues once NAME.go exists. It gets the other arguments."""
 
 import sys
 import time

@@ -1,7 +1,7 @@
-"""A fleet under a trainer, as processes: real replicas of the tiny model, and a proxy.
+"""A fleet for trainers, as processes: real replicas of the tiny model, and a proxy.
 
-The replicas are started once for all tests, and reset to the same weights whenever another proxy is
-started; one proxy runs at a time. FleetClient reads labels and digests of a fleet.
+The replicas are started once for all tests, and reset to the same weights before each start of a
+proxy; one proxy runs at a time. FleetClient reads labels and digests of a fleet.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ success_threshold = 1
 {weight_sync}
 {workers}
 """
-# Healthy transfers of this size take tenths of a second. A test that waits for one of these
-# timeouts shortens it for a while (Fleet.changed).
+# Transfers of this size take tenths of a second. A test that waits for one of these timeouts
+# shortens it temporarily (Fleet.changed).
 PATIENT = {
     "init_timeout_secs": 90,
     "ready_timeout_secs": 60,
@@ -72,7 +72,7 @@ class Replica:
         return self.process.pid
 
     async def begin_anew(self, model):
-        """Reset it to the weights of that file, and to no group."""
+        """Resets the replica to the weights of that file, without a group."""
         if self.process.poll() is not None:
             self.start()
         await healthy(self.url)
@@ -86,8 +86,8 @@ class Replica:
                 await healthy(self.url)
             await client.post("/continue_generation", json={})
             body = {"model_path": str(model), "weight_version": BASE}
-            reported = (await client.post("/update_weights_from_disk", json=body)).json()
-            assert reported["success"], reported
+            result = (await client.post("/update_weights_from_disk", json=body)).json()
+            assert result["success"], result
 
 
 class Fleets:
@@ -95,27 +95,29 @@ class Fleets:
 
     def __init__(self, folder):
         self._folder = folder
-        elsewhere = folder / "elsewhere"
-        elsewhere.mkdir()
+        separate_folder = folder / "elsewhere"
+        separate_folder.mkdir()
         words = {
             "wide": ("--tp", "2"),
             "one": (),
             "other": (),
-            FAR: ("--weights-root", str(elsewhere)),
+            FAR: ("--weights-root", str(separate_folder)),
         }
         self.replicas = {
             name: Replica(folder / f"{name}.log", *each) for name, each in words.items()
         }
-        for each in self.replicas.values():
-            each.start()
-        self._model, self._unreached = (each / "model.safetensors" for each in (folder, elsewhere))
+        for replica in self.replicas.values():
+            replica.start()
+        self._model, self._unreached = (
+            each / "model.safetensors" for each in (folder, separate_folder)
+        )
         for file in (self._model, self._unreached):
             _write_model(file)
         self._running = None
         self._count = 0
 
     def of(self, *names, mode="coordinate", **settings):
-        """A proxy for these replicas: the running one if it has the same settings."""
+        """Returns a proxy for these replicas, the running one if it has the same settings."""
         wanted = (names, mode, settings)
         if self._running is None or self._running.wanted != wanted:
             self.stop()
@@ -127,7 +129,7 @@ class Fleets:
         return self._running
 
     def alone(self):
-        """The replicas without a proxy, once all of them answer."""
+        """Returns the replicas without a proxy, once all of them answer."""
         self.stop()
         trio.run(self._begin_anew)
         return self.replicas
@@ -139,13 +141,13 @@ class Fleets:
                 nursery.start_soon(each.begin_anew, model)
 
     def stop(self):
-        """Stop the proxy, if there is one."""
+        """Stops the proxy, if there is one."""
         if self._running is not None:
             running, self._running = self._running, None
             running.close()
 
     def close(self):
-        """`of` and `alone` start them again."""
+        """Stops the proxy and the replicas; `of` and `alone` start them again."""
         try:
             self.stop()
         finally:
@@ -154,13 +156,13 @@ class Fleets:
 
 
 class Fleet:
-    """The proxy at `url` with its replicas. `wanted`: its settings."""
+    """The proxy at `url` and its replicas. `wanted` has its settings."""
 
     def __init__(self, folder, replicas, wanted):
         self.folder = folder
         self.replicas = replicas
         self.wanted = wanted
-        self.seed = 0  # of the weights that are published
+        self.seed = 0  # the seed of the published weights
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = folder / "proxy.log"
@@ -197,7 +199,7 @@ class Fleet:
 
     @asynccontextmanager
     async def changed(self, seen, **settings):
-        """Change settings of [weight_sync] for a while."""
+        """Changes settings of [weight_sync] temporarily."""
         self._write(**settings)
         await seen.reloaded()
         try:
@@ -208,20 +210,20 @@ class Fleet:
                 await seen.reloaded()
 
     def processes(self):
-        """The proxy and the replicas."""
+        """Returns the ids of the processes of the proxy and the replicas."""
         return [self.proxy.pid, *(each.pid for each in self.replicas)]
 
     def _write(self, **more):
         _, mode, settings = self.wanted
-        reported = {"mode": f'"{mode}"', **PATIENT, **settings, **more}
+        weight_sync = {"mode": f'"{mode}"', **PATIENT, **settings, **more}
         text = FILE.format(
             port=self.port,
-            weight_sync="\n".join(f"{key} = {value}" for key, value in reported.items()),
+            weight_sync="\n".join(f"{key} = {value}" for key, value in weight_sync.items()),
             workers="".join(f'[[workers]]\nurl = "{each.url}"\n' for each in self.replicas),
         )
-        aside = self.folder / "new.toml"
-        aside.write_text(text)
-        aside.rename(self.folder / "proxy.toml")
+        written = self.folder / "new.toml"
+        written.write_text(text)
+        written.rename(self.folder / "proxy.toml")
 
 
 class FleetClient:
@@ -239,7 +241,7 @@ class FleetClient:
         return (await self.client.get(path)).json()
 
     async def until(self, path, holds):
-        """Repeat the GET until `holds(body)`; return that body."""
+        """Repeats the GET until `holds(body)`; returns that body."""
         body = None
         try:
             with trio.fail_after(PATIENCE_SECS):
@@ -255,48 +257,48 @@ class FleetClient:
             raise AssertionError(f"{path} stays at {body}\n{self.fleet.log()[-3000:]}") from None
 
     async def ready(self, count=None):
-        """Wait until so many workers are routable with a known version."""
+        """Waits until `count` workers, or all, are routable with a known version."""
         wanted = len(self.fleet.replicas) if count is None else count
 
-        def holds(reported):
-            named = [each for each in reported["workers"] if each["weight_version"]]
-            return reported["routable_workers"] == wanted <= len(named)
+        def holds(body):
+            labelled = [worker for worker in body["workers"] if worker["weight_version"]]
+            return body["routable_workers"] == wanted <= len(labelled)
 
         return await self.until("/workers", holds)
 
     async def whole(self):
-        """Wait until no sync runs, and all workers are in rotation."""
+        """Waits until no sync runs, and all workers are in rotation."""
         await self.until("/weights", _idle)
         await self.ready()
 
     async def reloaded(self):
-        """Wait until the configuration file is loaded."""
+        """Waits until the configuration file is loaded."""
         answer = await self.client.post("/reload")
         assert answer.status_code == 200, answer.text
 
     async def digests(self):
-        """Worker URL -> the digest over its whole tensors, read from the replicas themselves.
+        """Returns the digest over whole tensors by worker URL, read from the replicas.
 
-        Replicas of one layout with the same whole tensors must agree rank by rank.
+        Replicas with the same layout and tensors must have equal digests for each rank.
         """
-        found, ranks = {}, {}
+        digests, ranks = {}, {}
 
         async def ask(url):
-            found[url], own = await replica_digests(url)
-            ranks.setdefault((len(own), found[url]), set()).add(own)
+            digests[url], rank_digests = await replica_digests(url)
+            ranks.setdefault((len(rank_digests), digests[url]), set()).add(rank_digests)
 
         async with trio.open_nursery() as nursery:
             for each in self.fleet.replicas:
                 if each.process.poll() is None:
                     nursery.start_soon(ask, each.url)
         assert all(len(each) == 1 for each in ranks.values()), ranks
-        return found
+        return digests
 
     async def chat(self, **fields):
         return await self.client.post("/v1/chat/completions", json={**CHAT, **fields})
 
     async def versions(self):
-        """Worker URL -> (label, epoch), as /weights has them."""
+        """Returns (label, epoch) by worker URL, from /weights."""
         body = await self.get_json("/weights")
         return {
             each["worker"]: (each["weight_version"], each["weight_epoch"])
@@ -305,14 +307,14 @@ class FleetClient:
 
 
 async def replica_digest(url):
-    """Over its whole tensors."""
+    """Returns the replica's digest over whole tensors."""
     return (await replica_digests(url))[0]
 
 
 async def replica_digests(url):
-    """What a replica reports: the digest over whole tensors, and that of each rank.
+    """Returns a replica's digest over whole tensors, and that of each rank.
 
-    It can't be asked in the middle of an update: until that is over.
+    A replica refuses the call during an update, so it is repeated until the update ends.
     """
     async with httpx.AsyncClient(
         base_url=url, timeout=PATIENCE_SECS, trust_env=False, verify=False
@@ -324,13 +326,13 @@ async def replica_digests(url):
                 if answer.status_code == 200:
                     break
                 await trio.sleep(0.05)
-    (found,) = [stage["data"] for stage in body["results"] if not stage["data"].get("skipped")]
-    ranks = [each["data"] for each in found.get("rank_results", [])] or [found]
-    return found["full_checksum"], tuple(each["per_gpu_checksum"] for each in ranks)
+    (data,) = [stage["data"] for stage in body["results"] if not stage["data"].get("skipped")]
+    ranks = [each["data"] for each in data.get("rank_results", [])] or [data]
+    return data["full_checksum"], tuple(each["per_gpu_checksum"] for each in ranks)
 
 
 async def healthy(url):
-    """Wait until the replica is healthy; the proxy may not have noticed its restart yet."""
+    """Waits until the replica is healthy; the proxy may not have detected its restart yet."""
     with trio.fail_after(PATIENCE_SECS):
         async with httpx.AsyncClient(
             base_url=url, timeout=5, trust_env=False, verify=False
@@ -342,9 +344,9 @@ async def healthy(url):
                 await trio.sleep(0.05)
 
 
-def _idle(reported):
-    busy = reported["operation"] or reported["waiting"] or reported["sync"]["state"] != "idle"
-    return not busy and all(each["routable"] for each in reported["workers"])
+def _idle(weights):
+    busy = weights["operation"] or weights["waiting"] or weights["sync"]["state"] != "idle"
+    return not busy and all(each["routable"] for each in weights["workers"])
 
 
 def _write_model(file):
@@ -357,7 +359,7 @@ def _write_model(file):
 
 
 def init_body(port, world, group="steps"):
-    """What a trainer with rank 0 of `world` ranks sends."""
+    """Returns the init body of a trainer with rank 0 of `world` ranks."""
     return {
         "master_address": "127.0.0.1",
         "master_port": port,

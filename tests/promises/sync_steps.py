@@ -1,6 +1,6 @@
-"""Steps shared by tests of syncs: a whole sync, one step by step, and assertions afterwards.
+"""Steps shared by tests of syncs: a whole sync, single steps, and assertions afterwards.
 
-Each sync has a seed of its own, which names its label and every byte of its weights.
+Each sync has its own seed, which determines its label and its weights.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.promises.sync_program import (
 from tests.promises.sync_trainer import expected_checksum
 
 BUCKET_BYTES = 1 << 20
-# Much longer than it takes to notice a closed connection, much shorter than any timeout of FILE.
+# Much longer than the detection of a closed connection, and much shorter than the timeouts of FILE.
 NOTICED_SECS = 30
 MEND_SECS = 20
-# Between two looks at all tensors: each costs tens of milliseconds of CPU time, and a sync lasts a
-# few tenths of a second.
+# Between two checks of all tensors: each takes tens of milliseconds of CPU time, and a sync a few
+# tenths of a second.
 LOOK_SECS = 0.2
 _seeds = count(1)
 
@@ -38,7 +38,7 @@ def label_of(seed):
 
 
 async def run_sync(seen, trainers, **options):
-    """Run a trainer's whole sync, which succeeds at once; return its report."""
+    """Runs a trainer's whole sync, which must succeed; returns its report."""
     seed = next(_seeds)
     options = {"bucket_bytes": BUCKET_BYTES, **options}
     done = await trainers.one().tell(
@@ -52,7 +52,7 @@ async def run_sync(seen, trainers, **options):
 
 
 async def run_failing_sync(seen, trainers, fault, **options):
-    """Run a sync with that fault; no worker may ever have its weights."""
+    """Runs a sync with a fault; no worker may ever have its weights."""
     options = {"bucket_bytes": BUCKET_BYTES, "timeout_secs": 15.0, **options}
     return await trainers.one().tell(
         "sync", url=seen.fleet.url, seed=next(_seeds), version="never", fault=fault, **options
@@ -60,32 +60,32 @@ async def run_failing_sync(seen, trainers, fault, **options):
 
 
 async def assert_all_hold(seen, seed):
-    """All workers have and report the weights of this seed; return the epoch of a response."""
+    """Checks that all workers have and report this seed's weights; returns a response's epoch."""
     digests, versions = await seen.digests(), await seen.versions()
-    output = digests, versions, seen.fleet.log()[-3000:]
-    assert set(digests.values()) == {expected_checksum(seed)}, output
-    assert {version for version, _ in versions.values()} == {label_of(seed)}, output
+    state = digests, versions, seen.fleet.log()[-3000:]
+    assert set(digests.values()) == {expected_checksum(seed)}, state
+    assert {version for version, _ in versions.values()} == {label_of(seed)}, state
     assert len({epoch for _, epoch in versions.values()}) == 1
     answer = await seen.chat()
-    output = answer.status_code, answer.headers.get("x-omni-weight-version")
-    assert output == (200, label_of(seed)), answer.text
+    labelled = answer.status_code, answer.headers.get("x-omni-weight-version")
+    assert labelled == (200, label_of(seed)), answer.text
     return int(answer.headers.get("x-omni-weight-epoch", 0))
 
 
 async def assert_routable_only_with(seen, seed):
-    """Every worker with other weights than those of `seed`, the last published, is out of
+    """Checks that no worker with other weights than those of `seed`, the last published, is in
     rotation."""
     body = await seen.get_json("/workers")
     digests = await seen.digests()
-    for each in body["workers"]:
-        if each["routable"] or each["weight_version"] is not None:
-            assert each["weight_version"] == label_of(seed)
-            assert digests[each["url"]] == expected_checksum(seed)
+    for worker in body["workers"]:
+        if worker["routable"] or worker["weight_version"] is not None:
+            assert worker["weight_version"] == label_of(seed)
+            assert digests[worker["url"]] == expected_checksum(seed)
 
 
 @asynccontextmanager
 async def watch_for_early_changes(seen):
-    """Check repeatedly that only the previous weights are reported and routed to."""
+    """Checks repeatedly that only the previous weights are reported and routed to."""
     seed, looks, enough = seen.fleet.seed, 0, False
 
     async def look():
@@ -105,40 +105,42 @@ async def watch_for_early_changes(seen):
     async with trio.open_nursery() as nursery:
         nursery.start_soon(look)
         yield
-        already = looks
-        while looks < already + 2:
+        before = looks
+        while looks < before + 2:
             await trio.sleep(POLL_SECS)
-        enough = True  # a request that is cancelled leaves a generator of httpx to the collector
+        enough = (
+            True  # a cancelled request would leave a generator of httpx to the garbage collector
+        )
 
 
 async def repaired_fleet(seen, trainers):
-    """A fleet that waits for a trainer; repairs what a failed test left behind."""
+    """Repairs what a failed test left, until the fleet waits for a trainer."""
     await seen.until("/live", lambda body: True)
     with trio.move_on_after(MEND_SECS):
         await seen.whole()
         return
-    for each in seen.fleet.replicas:
-        if each.process.poll() is not None:
-            each.start()
+    for replica in seen.fleet.replicas:
+        if replica.process.poll() is not None:
+            replica.start()
     await seen.client.post("/continue_generation", json={})
     await run_sync(seen, trainers)
     await seen.whole()
 
 
 async def wait_disarmed(seen):
-    """Wait until the proxy has no sync, and no replica waits for bytes."""
+    """Waits until the proxy has no sync, and no replica waits for bytes."""
     with trio.fail_after(NOTICED_SECS):
         await seen.until("/weights", lambda body: body["sync"]["state"] == "idle")
-        for each in seen.fleet.replicas:
+        for replica in seen.fleet.replicas:
             async with httpx.AsyncClient(
-                base_url=each.url, trust_env=False, verify=False
+                base_url=replica.url, trust_env=False, verify=False
             ) as client:
                 while (await client.get("/server_info")).json()["weight_sync"]["groups"]:
                     await trio.sleep(POLL_SECS)
 
 
 class ManualSync:
-    """A sync step by step, driven by the test."""
+    """A sync whose steps the test runs."""
 
     def __init__(self, seen, trainer, *, world=4, group="steps"):
         self.seen, self.trainer = seen, trainer
@@ -147,7 +149,7 @@ class ManualSync:
         self.port = 0
 
     def next(self):
-        """Other weights, in the same group."""
+        """Switches to other weights in the same group."""
         self.seed = next(_seeds)
 
     async def ask_to_join(self, **more):
@@ -162,7 +164,7 @@ class ManualSync:
         return self
 
     async def announced(self):
-        """The body of its prepare."""
+        """Returns the body of the prepare call."""
         body = await self.trainer.tell("announce", seed=self.seed, bucket_bytes=BUCKET_BYTES)
         buckets = body["buckets"]
         return {"num_buckets": len(buckets), "buckets": buckets, "group_name": self.group}
@@ -177,10 +179,10 @@ class ManualSync:
         return self
 
     async def send(self, part="all"):
-        reported = await self.trainer.tell(
+        reply = await self.trainer.tell(
             "send", seed=self.seed, part=part, group=self.group, bucket_bytes=BUCKET_BYTES
         )
-        assert reported == {"sent": True}
+        assert reply == {"sent": True}
         return self
 
     @property
@@ -195,7 +197,7 @@ class ManualSync:
         return await self.seen.post(COMPLETE, **self.ending)
 
     async def refused(self):
-        """Complete, which is refused; return the message."""
+        """Completes the sync, which must fail; returns the message."""
         status, body = await self.complete()
         assert (status >= 400, body["success"], body["status"]) == (True, False, "error"), body
         return body["message"]
@@ -207,18 +209,18 @@ class ManualSync:
         return body
 
     async def end(self, *, good=True):
-        """`good`: no member has left the group already."""
+        """Ends the sync. `good`: no member has left the group yet."""
         status, body = await self.seen.post(DESTROY, group_name=self.group)
         assert status == 200 or not good, body
         await self.trainer.tell("leave", group=self.group)
 
 
 async def wait_received(seen, count):
-    """Wait until every replica has received all announced buckets."""
+    """Waits until every replica has received all announced buckets."""
     with trio.fail_after(PATIENCE_SECS):
-        for each in seen.fleet.replicas:
+        for replica in seen.fleet.replicas:
             async with httpx.AsyncClient(
-                base_url=each.url, trust_env=False, verify=False
+                base_url=replica.url, trust_env=False, verify=False
             ) as client:
                 while (await client.get("/server_info")).json()["weight_sync"][
                     "buckets_done"

@@ -9,11 +9,11 @@ import trio
 
 from tests.promises.sync_program import PATIENCE_SECS
 
-PAUSE_SECS = 0.1  # without one, clients only compete with the replicas
+PAUSE_SECS = 0.1  # without a pause, clients would compete with the replicas for CPU time
 
 
 class Traffic:
-    """Clients that keep sending requests; their responses by weight label."""
+    """Clients that send requests in a loop; keeps their responses."""
 
     def __init__(self, seen, clients=3):
         self._seen = seen
@@ -22,23 +22,23 @@ class Traffic:
 
     @asynccontextmanager
     async def keep_asking(self):
-        self._over = trio.Event()
+        self._stopped = trio.Event()
         async with trio.open_nursery() as nursery:
             for _ in range(self._clients):
                 nursery.start_soon(self._ask)
             await self.wait_for_more()
             yield self
             await self.wait_for_more()
-            self._over.set()
+            self._stopped.set()
 
     async def wait_for_more(self, count=4):
-        already = len(self.answers)
+        before = len(self.answers)
         with trio.fail_after(PATIENCE_SECS):
-            while len(self.answers) < already + count:
+            while len(self.answers) < before + count:
                 await trio.sleep(0.01)
 
     async def _ask(self):
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             self.answers.append(await self._seen.chat())
             await trio.sleep(PAUSE_SECS)
 
@@ -46,15 +46,15 @@ class Traffic:
         return [(a.status_code, a.text[:300]) for a in self.answers if a.status_code != 200]
 
     def texts(self):
-        """Label -> the different texts with it: one each, unless a response mixed two versions.
+        """Returns the texts by label: one for each, unless a response mixed two versions.
 
-        Without those that say themselves that the weights have changed under them.
+        Leaves out responses whose headers report a change of weights.
         """
         texts = defaultdict(set)
-        for each in self.answers:
-            if each.status_code == 200 and "x-omni-weight-version-end" not in each.headers:
-                label = each.headers["x-omni-weight-version"]
-                texts[label].add(each.json()["choices"][0]["message"]["content"])
+        for answer in self.answers:
+            if answer.status_code == 200 and "x-omni-weight-version-end" not in answer.headers:
+                label = answer.headers["x-omni-weight-version"]
+                texts[label].add(answer.json()["choices"][0]["message"]["content"])
         return texts
 
     def spanning(self):

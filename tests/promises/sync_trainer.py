@@ -1,6 +1,6 @@
-"""A trainer as a process, driven by JSON lines: tools.training, a whole sync or step by step.
+"""A trainer as a process, controlled by JSON lines: whole syncs or single steps of tools.training.
 
-Its weights are those of `tiny.build(seed)`, so that whoever names the seed knows every byte.
+Its weights are those of `tiny.build(seed)`, so a seed determines every byte.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tests.program_forkserver import CONNECTION, REPLICA, forkserver
 
 
 class Trainer:
-    """The child process. `tell` sends an order and waits for the reply, {"gone": True} if it
-    died."""
+    """The child process. `tell` sends an order and waits for the reply, which is {"gone": True} if
+    the process died."""
 
     def __init__(self):
         self.awaited = 0
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            self.process = forkserver(*REPLICA).over(theirs, __name__)
-            self._orders, self._replies = ours.makefile("w"), ours.makefile("r")
+        parent_end, child_end = socket.socketpair()
+        with parent_end, child_end:
+            self.process = forkserver(*REPLICA).over(child_end, __name__)
+            self._orders, self._replies = parent_end.makefile("w"), parent_end.makefile("r")
 
     async def tell(self, do, **order):
         self.order(do, **order)
@@ -42,7 +42,7 @@ class Trainer:
         line = await trio.to_thread.run_sync(self._line, abandon_on_cancel=True)
         self.awaited -= 1
         if not line:
-            self.process.wait()  # at its end a pipe closes before the process is seen to be dead
+            self.process.wait()  # its pipe closes shortly before the process can be reaped
             return {"gone": True}
         body = json.loads(line)
         assert "broken" not in body, body["broken"]
@@ -67,7 +67,7 @@ class Trainer:
     def close(self):
         self.kill()
         self._replies.close()
-        with suppress(BrokenPipeError):  # an order that it did not live to hear
+        with suppress(BrokenPipeError):  # the process died before it read an order
             self._orders.close()
 
 
@@ -85,15 +85,15 @@ class Trainers:
         return self._free(2)
 
     def _free(self, count):
-        free = [each for each in self._all if each.living() and not each.awaited]
+        free = [trainer for trainer in self._all if trainer.living() and not trainer.awaited]
         while len(free) < count:
             self._all.append(Trainer())
             free.append(self._all[-1])
         return free[:count]
 
     def close(self):
-        for each in self._all:
-            each.close()
+        for trainer in self._all:
+            trainer.close()
 
 
 class TrainerCommands:
@@ -105,7 +105,7 @@ class TrainerCommands:
         self._say = say
 
     def program(self, words):
-        """Run tools/trainer with these arguments; return its exit status and output."""
+        """Runs tools/trainer with these arguments; returns its exit status and output."""
         from tools.training.__main__ import main as program
 
         out, errors = io.StringIO(), io.StringIO()
@@ -114,18 +114,18 @@ class TrainerCommands:
         return {"status": status, "out": out.getvalue(), "errors": errors.getvalue()}
 
     def sync(self, url, seed, version, fault="none", **options):
-        """Run a whole sync with tools.training; `why` is "" on success."""
+        """Runs a whole sync with tools.training; `why` is "" on success."""
         from tools.training.endpoint import Endpoint
         from tools.training.faults import FAULTS
         from tools.training.sync import Sync, SyncOptions
 
         options = SyncOptions(**{"timeout_secs": 90.0, **options})
         endpoint = Endpoint(url, options.timeout_secs)
-        made = FAULTS[fault]()
-        done = Sync(endpoint, weights(seed), version, options, made).run()
+        fault_case = FAULTS[fault]()
+        done = Sync(endpoint, weights(seed), version, options, fault_case).run()
         endpoint.close()
         calls = [[each.path, each.status, each.body, each.secs] for each in done.calls]
-        rival = getattr(made, "answer", None)
+        rival = getattr(fault_case, "answer", None)
         return {
             "why": done.why,
             "secs": done.secs,
@@ -134,17 +134,19 @@ class TrainerCommands:
         }
 
     def transfer(self, url, seed, version, dies=False, **options):
-        """One sync in vLLM's way; the group is kept for the next one with the same wishes.
+        """Runs one sync by vLLM's routes; keeps the group for the next sync with the same options.
 
-        `dies`: this process ends before the last of its updates.
+        `dies`: this process is killed before the last of its updates.
         """
         from tools.training.endpoint import Endpoint
         from tools.training.transfer import Transfer, TransferOptions
 
         key = (url, *sorted(options.items()))
         if key not in self.transfers:
-            made = TransferOptions(**{"timeout_secs": 60.0, **options})
-            self.transfers[key] = Transfer(Endpoint(url, made.timeout_secs), made)
+            transfer_options = TransferOptions(**{"timeout_secs": 60.0, **options})
+            self.transfers[key] = Transfer(
+                Endpoint(url, transfer_options.timeout_secs), transfer_options
+            )
         transfer = self.transfers[key]
         midway = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if dies else lambda: None
         done = transfer.sync(weights(seed), version, midway)
@@ -153,7 +155,7 @@ class TrainerCommands:
         return {"why": done.why, "calls": [[each.path, each.status] for each in done.calls]}
 
     def leave_engines(self):
-        """Shut every transfer down, in order."""
+        """Closes all transfers."""
         for transfer in self.transfers.values():
             transfer.close()
             transfer.endpoint.close()
@@ -161,7 +163,7 @@ class TrainerCommands:
         return {"left": True}
 
     def bare_store(self, nccl=False):
-        """A store as a vLLM trainer opens it; `nccl`: with the id of a communicator in it."""
+        """Opens a store as a vLLM trainer does; `nccl` puts the id of a communicator into it."""
         from torch._C._distributed_c10d import TCPStore
 
         self.store = TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
@@ -170,13 +172,13 @@ class TrainerCommands:
         return {"port": self.store.port}
 
     def open(self, world, group="steps", timeout=30.0):
-        """Replies twice: the port once the store is there, then `joined` or `fault`."""
+        """Replies twice: with the port of the store, then with `joined` or `fault`."""
         from tools.training.group import Group, Meeting, SyncFailed
 
-        self.groups[group] = made = Group(Meeting(group, world, "gloo", timeout))
-        self._say(port=made.port)
+        self.groups[group] = joined_group = Group(Meeting(group, world, "gloo", timeout))
+        self._say(port=joined_group.port)
         try:
-            made.join(PresetInit())
+            joined_group.join(PresetInit())
         except SyncFailed as error:
             return {"fault": str(error)}
         return {"joined": True}
@@ -184,8 +186,8 @@ class TrainerCommands:
     def announce(self, seed, bucket_bytes=1 << 20):
         from tools.training.buckets import buckets_of
 
-        reported = [each.to_dict() for each in buckets_of(weights(seed), bucket_bytes)]
-        return {"buckets": reported}
+        buckets = [each.to_dict() for each in buckets_of(weights(seed), bucket_bytes)]
+        return {"buckets": buckets}
 
     def send(self, seed, group="steps", bucket_bytes=1 << 20, part="all"):
         """Broadcasts all messages, or the first `half` of each bucket's; `long` and `short` send
@@ -218,7 +220,7 @@ class TrainerCommands:
 
 
 class PresetInit:
-    """Replaces the init call, which the test makes itself."""
+    """Replaces the init call, which the test sends itself."""
 
     def refused(self):
         return ""
@@ -235,7 +237,7 @@ def weights(seed):
 
 @cache
 def expected_checksum(seed):
-    """The full_checksum of a replica with the weights of this seed."""
+    """Returns the full_checksum of a replica with the weights of this seed."""
     from tools.training.learner import checksum_of
 
     return checksum_of(weights(seed))
@@ -245,11 +247,11 @@ def main(orders, replies):
     def say(**reply):
         print(json.dumps(reply), file=replies, flush=True)
 
-    side = TrainerCommands(say)
+    commands = TrainerCommands(say)
     for line in orders:
         order = json.loads(line)
         try:
-            reply = getattr(side, order.pop("do"))(**order)
+            reply = getattr(commands, order.pop("do"))(**order)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             reply = {"broken": repr(error)}
         say(**reply)

@@ -1,4 +1,4 @@
-"""A terminal in a folder of its own: what is typed there runs, and ends with it."""
+"""A shell in a separate folder; closing it ends all programs that it has started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ENV = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "no_proxy": "*"}
 
 
 class Terminal:
-    """`omni-proxy` is this checkout's. `places`: what a page says, and what is said for it."""
+    """Runs commands with this checkout's `omni-proxy`. `places` maps examples to replacements."""
 
     def __init__(self, folder: Path, places: dict[str, str], python: str) -> None:
         self.folder = folder
@@ -31,23 +31,23 @@ class Terminal:
         command.chmod(0o755)
 
     async def type(self, line: str, status: int = 0) -> str:
-        """What it says, once it has ended with that status."""
-        process = await self._begin(self._ours(line), subprocess.PIPE)
+        """Runs a command, which must end with that status; returns its output."""
+        process = await self._begin(self._replaced(line), subprocess.PIPE)
         with trio.fail_after(PATIENCE_SECS):
             out = b"".join([piece async for piece in process.stdout])
-            got = await process.wait()
-        assert got == status, (line, got, out.decode())
+            returncode = await process.wait()
+        assert returncode == status, (line, returncode, out.decode())
         return out.decode()
 
     async def leave_running(self, line: str) -> None:
-        """With or without an & of its own, until the terminal is closed."""
-        script = f"trap 'wait; exit' TERM\n{self._ours(line)}\nwait"
+        """Runs a command, which may end with &, until the terminal is closed."""
+        script = f"trap 'wait; exit' TERM\n{self._replaced(line)}\nwait"
         with (self.folder / "said").open("ab") as output:
             self._left.append(await self._begin(script, output.fileno()))
 
     @property
     def output(self) -> str:
-        """What those told that were left running."""
+        """The output of commands that were left running."""
         output = self.folder / "said"
         return output.read_text() if output.exists() else ""
 
@@ -61,9 +61,9 @@ class Terminal:
                 os.killpg(process.pid, signal.SIGKILL)
                 await process.wait()
 
-    def _ours(self, line: str) -> str:
-        for example, ours in self.places.items():
-            line = line.replace(example, ours)
+    def _replaced(self, line: str) -> str:
+        for example, replacement in self.places.items():
+            line = line.replace(example, replacement)
         return line
 
     async def _begin(self, script: str, out: int) -> trio.Process:
@@ -77,7 +77,7 @@ class Terminal:
 
 @asynccontextmanager
 async def terminal(folder: Path, places: dict[str, str], python: str = sys.executable):
-    """`python`: what runs the commands of `omni-proxy`."""
+    """Opens a terminal; `python` is the interpreter of `omni-proxy`."""
     opened = Terminal(folder, places, python)
     try:
         yield opened

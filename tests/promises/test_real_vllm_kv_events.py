@@ -1,7 +1,7 @@
 """Prompts go to the real vLLM engine that has their blocks; the engine counts its cached tokens.
 
-Opt-in, like test_real_vllm.py. The engines get their first prompts directly, so the proxy knows
-only from their events where a prompt is cached.
+Opt-in, like test_real_vllm.py. The engines get their first prompts directly, so only their events
+show the proxy where a prompt is cached.
 """
 
 import faulthandler
@@ -82,7 +82,7 @@ def chat(text):
 
 @asynccontextmanager
 async def proxy_before(engines, folder):
-    """Runs the proxy until it knows where the engines publish."""
+    """Runs the proxy, and waits until it has found where the engines publish."""
     file = folder / "omni.toml"
     entries = "".join(
         f'[[workers]]\nurl = "{engine.url}"\nmodel = "tiny"\nkv_events = "auto"\n'
@@ -121,7 +121,7 @@ async def test_prompts_go_to_the_engine_that_reports_their_blocks_as_cached(tmp_
                     worker, cached = await complete(running.client, [*prompt, *tail])
                     assert worker == engine.url
                     assert cached >= KNOWN
-            # The proxy knows at once that a flush through it has cleared the blocks.
+            # A flush through the proxy clears its record of the blocks at once.
             assert (await running.client.post("/flush_cache")).status_code == 200
             _, cached = await complete(running.client, prompts[0])
             assert cached == 0

@@ -113,14 +113,14 @@ async def assert_idle(client, late=0):
 
 
 @pytest.mark.parametrize("name", WHOLE)
-async def test_a_disconnect_while_waiting_for_a_complete_response(replica, client, name):
+async def test_a_disconnect_before_a_complete_response_ends_the_request(replica, client, name):
     async with dialled(replica, WHOLE[name]):
         await until_busy(client)
     await assert_idle(client)
 
 
 @pytest.mark.parametrize("name", STREAMED)
-async def test_a_disconnect_while_reading_a_stream(replica, client, name):
+async def test_a_disconnect_during_a_stream_ends_the_request(replica, client, name):
     async with dialled(replica, STREAMED[name]) as stream:
         received = b""
         while len(received.partition(b"\r\n\r\n")[2]) < 50:
@@ -130,7 +130,7 @@ async def test_a_disconnect_while_reading_a_stream(replica, client, name):
 
 
 @pytest.mark.parametrize("cut", [0, 20, -1])
-async def test_a_disconnect_before_the_request_is_complete(replica, client, cut):
+async def test_a_disconnect_before_the_end_of_a_request_leaves_no_request(replica, client, cut):
     async with dialled(replica, WHOLE["chat"][:cut]):
         pass
     async with dialled(replica, WHOLE["transcription"][:cut]):
@@ -139,14 +139,14 @@ async def test_a_disconnect_before_the_request_is_complete(replica, client, cut)
 
 
 @pytest.mark.parametrize("name", ["chat", "transcription before its head"])
-async def test_a_disconnect_right_after_the_request(replica, client, name):
+async def test_a_disconnect_right_after_a_request_ends_it(replica, client, name):
     for _ in range(5):
         async with dialled(replica, WHOLE[name]):
             pass
     await assert_idle(client, late=5)
 
 
-async def test_a_disconnect_of_a_speech_session(replica, client):
+async def test_a_disconnect_ends_a_speech_session(replica, client):
     key = base64.b64encode(os.urandom(16)).decode()
     lines = ["GET /v1/audio/speech/stream HTTP/1.1", "host: x", "connection: upgrade"]
     lines += ["upgrade: websocket", "sec-websocket-version: 13", f"sec-websocket-key: {key}"]

@@ -95,7 +95,7 @@ async def test_a_tombstone_applies_until_its_entry_in_the_file_changes(file, sta
         assert "tombstones" not in state.read_text()
 
 
-async def test_a_deleted_worker_of_the_file_returns_by_post(file, three_workers):
+async def test_a_post_restores_a_deleted_worker_of_the_file(file, three_workers):
     one, *_ = three_workers
     put(file, toml([one]))
     async with program("--config", file) as running:
@@ -115,7 +115,7 @@ async def test_a_worker_added_and_deleted_over_http_leaves_no_state(file, state,
         assert (await running.client.post("/reload")).json()["outcome"] == "unchanged"
 
 
-async def test_a_deleted_flag_worker_stays_away_until_the_next_start(three_workers, tmp_path):
+async def test_a_deleted_worker_of_the_flags_returns_at_the_next_start(three_workers, tmp_path):
     one, two, _ = three_workers
     arguments = ("--worker-urls", one.url, two.url, "--port", "0")
     async with program(*arguments) as running:

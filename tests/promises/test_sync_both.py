@@ -45,9 +45,7 @@ async def sync_that_loses_a_replica(seen, trainers):
     return sync, last
 
 
-async def test_on_failure_forward_delivers_the_stored_version_to_a_worker_that_did_not_apply_it(
-    seen, trainers
-):
+async def test_on_failure_forward_delivers_the_stored_version_to_failed_workers(seen, trainers):
     epoch = await assert_all_hold(seen, seen.fleet.seed)
     async with seen.fleet.changed(seen, on_failure='"forward"'):
         sync, _ = await sync_that_loses_a_replica(seen, trainers)

@@ -215,7 +215,7 @@ async def test_plain_http_on_the_tls_port_gets_a_hint():
     assert opened.workers[0].requests == []
 
 
-async def test_a_disconnect_during_that_error_is_not_a_failure():
+async def test_a_disconnect_during_the_plain_http_error_is_not_a_failure():
     async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await client.send(post())
         await client.answer()

@@ -126,7 +126,7 @@ async def test_an_unusable_key_or_certificate_is_reported_by_check_and_at_the_st
         assert "listening" not in body
 
 
-async def test_a_reload_refuses_a_broken_pair_and_keeps_the_current_one(tmp_path):
+async def test_a_reload_rejects_an_invalid_key_and_keeps_the_current_one(tmp_path):
     file, key_file = tmp_path / "proxy.toml", tmp_path / "mine-key.pem"
     shutil.copyfile(KEY, key_file)
     async with workers("w") as fleet:

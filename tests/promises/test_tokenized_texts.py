@@ -68,7 +68,7 @@ async def test_a_text_goes_to_its_present_blocks_and_not_where_it_was_sent_befor
         first = response.headers["x-sglang-omni-worker"].replace("%3A", ":").replace("%2F", "/")
         (other,) = urls - {first}
         assert (await until_tokenized(running, 1))["calls"] == 1
-        # These requests bypass the proxy, so it knows of them only from events.
+        # These requests bypass the proxy, which learns of them only from events.
         async with httpx.AsyncClient(timeout=PATIENCE_SECS, trust_env=False) as client:
             assert (await client.post(f"{first}/flush_cache")).status_code == 200
             assert (

@@ -102,7 +102,7 @@ async def test_slime_starts_its_router_registers_its_engines_and_runs_rollouts(
         assert "Traceback" not in trainer.output
 
 
-async def test_nemo_rl_starts_it_in_a_new_interpreter_with_an_unknown_argument(
+async def test_nemo_rl_starts_the_router_in_a_new_interpreter_with_an_unknown_argument(
     tmp_path, new_weights
 ):
     async with trained("nemo_rl", tmp_path, new_weights) as trainer:
@@ -113,7 +113,7 @@ async def test_nemo_rl_starts_it_in_a_new_interpreter_with_an_unknown_argument(
         )
 
 
-async def test_skyrl_starts_it_before_its_servers_and_keeps_trajectories_together(
+async def test_skyrl_starts_the_router_before_its_servers_and_keeps_trajectories_together(
     tmp_path, new_weights
 ):
     async with trained("skyrl", tmp_path, new_weights, "--dialect", "vllm") as trainer:

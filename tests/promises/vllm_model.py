@@ -2,8 +2,8 @@
 
     python vllm_model.py FOLDER SEED
 
-No download: the tokenizer is trained on the texts of Python's own pydoc_data. The seed decides the
-weights alone, so two folders of different seeds are two checkpoints of one model.
+Nothing is downloaded: the tokenizer is trained on the texts of Python's pydoc_data. The seed
+affects only the weights, so folders with different seeds are checkpoints of one model.
 """
 
 import json
@@ -21,17 +21,17 @@ TEMPLATE = (
 def write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(pydoc_data.topics.topics.values(), trainer)
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.train_from_iterator(pydoc_data.topics.topics.values(), trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": "<s>",

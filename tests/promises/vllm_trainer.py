@@ -1,11 +1,11 @@
-"""A trainer that has vLLM: its own HTTP client for the calls, gloo for the bytes.
+"""A trainer with vLLM: vLLM's HTTP client for the calls, gloo for the tensors.
 
     python vllm_trainer.py URL VERSION=FOLDER[!dies|!name] …
 
-Run by vLLM's own Python. Each argument is a round: the weights of that folder, under that label, in
-two chunks that divide a layer which vLLM fuses. With `!dies` this process ends between them, with
-`!name` the second one begins with a tensor that the model does not have. One line of JSON per
-round: why it failed, or "".
+vLLM's Python runs it. Each argument is a round: the weights of that folder with that label, in two
+chunks whose boundary divides a layer that vLLM fuses. With `!dies` this process exits between them,
+with `!name` the second one starts with a tensor that the model does not have. Prints one line of
+JSON per round: why it failed, or "".
 """
 
 import json
@@ -19,7 +19,7 @@ PATIENCE = timedelta(seconds=60)
 
 
 def joined(client, url, get):
-    """The group of all ranks behind `url`, in which this process is rank 0."""
+    """Returns the group of all ranks behind `url`, in which this process is rank 0."""
     from torch._C._distributed_c10d import ProcessGroupGloo
     from torch.distributed import PrefixStore, TCPStore
 
@@ -40,7 +40,7 @@ def joined(client, url, get):
 
 
 class Calling(threading.Thread):
-    """A call of the client beside what this process does itself."""
+    """A call of the client in a thread."""
 
     def __init__(self, call, argument):
         super().__init__(daemon=True)
@@ -62,19 +62,19 @@ class Calling(threading.Thread):
 def send(client, group, tensors, version, fault):
     client.start_weight_update()
     names = list(tensors)
-    middle = 1 + next(at for at, name in enumerate(names) if name.endswith("k_proj.weight"))
+    middle = 1 + next(index for index, name in enumerate(names) if name.endswith("k_proj.weight"))
     for chunk in (names[:middle], names[middle:]):
-        reported = [tensors[name] for name in chunk]
+        chunk_tensors = [tensors[name] for name in chunk]
         if fault == "name" and chunk[0] != names[0]:
-            chunk, reported = ["bogus"], reported[:1]
+            chunk, chunk_tensors = ["bogus"], chunk_tensors[:1]
         info = {
             "names": chunk,
-            "dtype_names": [str(each.dtype).removeprefix("torch.") for each in reported],
-            "shapes": [list(each.shape) for each in reported],
+            "dtype_names": [str(tensor.dtype).removeprefix("torch.") for tensor in chunk_tensors],
+            "shapes": [list(tensor.shape) for tensor in chunk_tensors],
         }
         calling = Calling(client.update_weights, info)
-        for each in reported:
-            group.broadcast(each.contiguous(), 0).wait()
+        for tensor in chunk_tensors:
+            group.broadcast(tensor.contiguous(), 0).wait()
         calling.wait()
         if fault == "dies":
             os._exit(9)
@@ -89,8 +89,8 @@ def main():
     url, *rounds = sys.argv[1:]
     client = HTTPVLLMWeightSyncClient(url, timeout=120)
     group = store = None
-    for each in rounds:
-        version, _, rest = each.partition("=")
+    for argument in rounds:
+        version, _, rest = argument.partition("=")
         folder, _, fault = rest.partition("!")
         tensors = load_file(Path(folder) / "model.safetensors")
         why = ""

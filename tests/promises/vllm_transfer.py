@@ -1,9 +1,9 @@
-"""A weight transfer backend for vLLM that needs no GPU: "gloo", in place of "nccl".
+"""A weight transfer backend for vLLM that needs no GPU: "gloo" instead of "nccl".
 
-vLLM lets a plug-in register backends by name. This one does what vLLM's own dense one does, over
-torch's gloo: the trainer has rank 0 and the store, `init_info` says where it listens, each chunk is
-one broadcast per tensor. So a real engine takes real rounds on a machine without a GPU. It runs in
-vLLM's own Python; `install` makes the folder that goes onto its PYTHONPATH.
+A plug-in of vLLM can register backends by name. This one does the same as vLLM's dense backend, but
+over torch's gloo: the trainer has rank 0 and the store, `init_info` has its address, and each chunk
+is one broadcast per tensor. So a real engine can run rounds on a machine without a GPU. It runs in
+vLLM's Python; `install` creates the folder for its PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ JOIN_SECS = 60
 
 
 def install(folder: Path) -> None:
-    """Write this module as a plug-in of vLLM, with the entry point that makes vLLM load it."""
+    """Writes this module as a plug-in of vLLM, with the entry point by which vLLM loads it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{PLUGIN}.py").write_text(Path(__file__).read_text())
-    reported = folder / f"{PLUGIN}-0.dist-info"
-    reported.mkdir(exist_ok=True)
-    (reported / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-    (reported / "entry_points.txt").write_text(
+    metadata = folder / f"{PLUGIN}-0.dist-info"
+    metadata.mkdir(exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\n{PLUGIN} = {PLUGIN}:register\n"
     )
 
@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def joined(host: str, port: int, rank: int, world_size: int):
-    """The group of a trainer whose store listens there, with the keys of vLLM's stateless groups."""
+    """Joins the group of a trainer with a store there, with the keys of vLLM's stateless groups."""
     from datetime import timedelta
 
     from torch._C._distributed_c10d import ProcessGroupGloo
@@ -72,14 +72,14 @@ def _engine():
         update_info_cls = UpdateInfo
         supports_draft_weight_update = False
 
-        def __init__(self, *given, **named):
-            super().__init__(*given, **named)
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
             self.group = None
 
-        def init_transfer_engine(self, reported):
-            rank = reported.rank_offset + self.parallel_config.rank
+        def init_transfer_engine(self, init_info):
+            rank = init_info.rank_offset + self.parallel_config.rank
             self.group = joined(
-                reported.master_address, reported.master_port, rank, reported.world_size
+                init_info.master_address, init_info.master_port, rank, init_info.world_size
             )
 
         def start_weight_update(self):
@@ -91,11 +91,11 @@ def _engine():
         def update_weights(self, update_info):
             self.receive_weights(self.parse_update_info(update_info))
 
-        def receive_weights(self, reported):
+        def receive_weights(self, update_info):
             if self.group is None:
                 raise RuntimeError("weight transfer not initialized")
             for name, kind, shape in zip(
-                reported.names, reported.dtype_names, reported.shapes, strict=True
+                update_info.names, update_info.dtype_names, update_info.shapes, strict=True
             ):
                 weight = torch.empty(shape, dtype=getattr(torch, kind))
                 self.group.broadcast(weight, 0).wait()

@@ -1,15 +1,15 @@
-// Drives the API with openai-node as anybody would; prints one JSON line of what it got.
+// Uses the API with an unmodified openai-node; prints its results as one JSON line.
 import OpenAI, { toFile } from "openai";
 
 const [baseURL, model, question] = process.argv.slice(2);
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
-const asked = { model, temperature: 0, max_tokens: 12, messages: [{ role: "user", content: question }] };
+const request = { model, temperature: 0, max_tokens: 12, messages: [{ role: "user", content: question }] };
 
-const whole = await client.chat.completions.create(asked);
+const whole = await client.chat.completions.create(request);
 let streamed = "";
 let usage = null;
 const stream = await client.chat.completions.create({
-  ...asked, stream: true, stream_options: { include_usage: true },
+  ...request, stream: true, stream_options: { include_usage: true },
 });
 for await (const chunk of stream) {
   streamed += chunk.choices[0]?.delta?.content ?? "";
