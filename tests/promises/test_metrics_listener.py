@@ -69,8 +69,8 @@ async def test_an_address_in_use_is_reported_with_its_configuration_key(tmp_path
     async with workers("w", "taken") as (worker, taken):
         file.write_text(toml([worker]))
         async with program("--config", file) as running:
-            place = taken.url.removeprefix("http://")
-            file.write_text(toml([worker], more=f"[admin]\nmetrics_listen = '{place}'\n"))
+            address = taken.url.removeprefix("http://")
+            file.write_text(toml([worker], more=f"[admin]\nmetrics_listen = '{address}'\n"))
             response = await running.client.post("/reload")
             assert response.status_code == 422
             (problem,) = response.json()["refused"]["problems"]

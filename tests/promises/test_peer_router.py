@@ -33,7 +33,7 @@ def worker_that(answer):
 
 
 def answering_with(status, body=b"{}"):
-    return worker_that(answering(counted(body, status=f"{status} Status")))
+    return worker_that(answering(counted(body, status=f"{status} Said")))
 
 
 GOOD = answering_with(200, b'{"good": true}')

@@ -142,7 +142,7 @@ async def test_a_chat_goes_to_its_blocks_by_the_tokens_that_vllm_computes(tmp_pa
             url, cached = await ask(running.client, text)
             assert cached == 0
             await running.until(
-                "/status", lambda listed: listed["data_plane"]["policy"]["tokenize"]["texts"] == 1
+                "/status", lambda status: status["data_plane"]["policy"]["tokenize"]["texts"] == 1
             )
             (first,) = (engine for engine in engines if engine.url == url)
             (other,) = (engine for engine in engines if engine.url != url)

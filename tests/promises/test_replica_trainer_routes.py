@@ -195,8 +195,10 @@ async def test_wait_finishes_running_requests_and_holds_new_ones(client):
             await anext(stream_events)
             assert (await client.post("/pause?mode=wait")).status_code == 200
             nursery.start_soon(ask, "later", 4)
-            results = [event async for event in stream_events][-2]["choices"][0]["finish_reason"]
-            assert results == "length"
+            finish_reason = [event async for event in stream_events][-2]["choices"][0][
+                "finish_reason"
+            ]
+            assert finish_reason == "length"
         while (await client.get("/load")).json() != {"server_load": 1}:
             await trio.sleep(0.01)
         assert finished == []

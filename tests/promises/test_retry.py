@@ -153,7 +153,7 @@ async def test_every_attempt_is_counted_and_none_stays_in_flight():
         assert opened.wait_until_idle()
 
 
-BUSY = counted(b"busy", "Retry-After: 7", "x-engine: a", "x-engine: b", status="503 Over Full")
+BUSY = counted(b"busy", "Retry-After: 7", "x-mine: a", "x-mine: b", status="503 Over Full")
 
 
 def names(opened):
@@ -186,7 +186,7 @@ async def test_with_503_everywhere_the_last_one_is_relayed_unchanged():
         assert (response.status, response.body) == (503, b"first")
         response = await ask(client)  # round robin: the other worker is the last
         assert (response.status, response.body) == (503, b"busy")
-        assert (response.all("x-engine"), response.one("retry-after")) == (["a", "b"], "7")
+        assert (response.all("x-mine"), response.one("retry-after")) == (["a", "b"], "7")
         assert opened.failures() == [0, 0]
     assert sum(len(worker.requests) for worker in opened.workers) == 6
 
@@ -228,8 +228,8 @@ ALL = (
 )
 
 
-def answering_with(status, body=b"error of the engine"):
-    return answering(counted(body, "x-engine: a", status=f"{status} Status"))
+def answering_with(status, body=b"its own words"):
+    return answering(counted(body, "x-mine: a", status=f"{status} Said"))
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
@@ -268,8 +268,8 @@ async def test_a_request_that_fails_everywhere_counts_once_for_each_worker():
         client,
     ):
         response = await ask(client)
-        assert (response.status, response.one("x-engine")) == (500, "a")
-        assert response.body in (b"error of the engine", b"other")
+        assert (response.status, response.one("x-mine")) == (500, "a")
+        assert response.body in (b"its own words", b"other")
         assert response.one("x-sglang-omni-route-attempt") == "6"
         assert opened.failures() == [1, 1]
         assert all(worker.routable for worker in opened.fleet.workers)

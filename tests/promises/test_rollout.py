@@ -28,7 +28,7 @@ def models():
 class Clients:
     """Clients that send requests in a loop, half of them for streams; keeps texts by weight label.
 
-    They pause between requests, because they would compete with the replicas for CPU time.
+    They pause between requests; otherwise they would compete with the replicas for CPU time.
     """
 
     def __init__(self, running, pause_secs=0.2):

@@ -145,8 +145,8 @@ async def test_an_unsampled_request_has_no_span_and_the_worker_gets_the_flag():
 
 async def test_without_an_endpoint_trace_headers_are_unchanged():
     async with dataplane_before(GOOD) as (opened, client):
-        await ask(client, post(CHAT, "traceparent: any value"))
-        assert dict(opened.workers[0].calls[0].fields)["traceparent"] == "any value"
+        await ask(client, post(CHAT, "traceparent: what it likes"))
+        assert dict(opened.workers[0].calls[0].fields)["traceparent"] == "what it likes"
         await ask(client, post(CHAT))
         assert "traceparent" not in dict(opened.workers[0].calls[0].fields)
 
