@@ -9,7 +9,7 @@ import trio
 
 from omni_proxy.cluster_member.store_connection import StoreError, StoreRefused, connected
 from omni_proxy.config.tables.cluster import store_address
-from tests.promises.tls_helpers import FILES, believing
+from tests.promises.tls_helpers import FILES, client_context
 from tests.redis_server import needs_store, redis_server
 
 pytestmark = needs_store
@@ -103,7 +103,7 @@ async def test_over_tls_the_certificate_is_compared_with_the_address():
     async with redis_server("--requirepass", "right", tls=True) as server:
         address = store_address(server.url)._replace(password="right")
         assert address.tls
-        async with connected(address, ignore, believing(), TIMEOUT_SECS) as connection:
+        async with connected(address, ignore, client_context(), TIMEOUT_SECS) as connection:
             big = b"x" * 300_000  # more than one record of TLS
             assert await connection.call(("SET", "a", big), ("GET", "a")) == [b"OK", big]
         await assert_refused(
@@ -114,7 +114,7 @@ async def test_over_tls_the_certificate_is_compared_with_the_address():
     key = ("--tls-key-file", str(FILES / "elsewhere-key.pem"))
     async with redis_server(*certificate, *key, tls=True) as server:
         await assert_refused(
-            store_address(server.url), believing(), "certificate is not valid for '127.0.0.1'"
+            store_address(server.url), client_context(), "certificate is not valid for '127.0.0.1'"
         )
 
 

@@ -9,7 +9,7 @@ import trio
 from omni_proxy.config.parse import parse
 from omni_proxy.discovery_watch.api_connection import ApiError, ClusterAccess, get
 from tests.discovery_watch.api_server import ApiServer
-from tests.promises.tls_helpers import AUTHORITY, FILES, showing
+from tests.promises.tls_helpers import AUTHORITY, FILES, server_context
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ async def test_each_request_has_the_token_and_a_wrong_one_is_refused(nursery, tm
 
 
 async def test_the_certificate_of_the_server_is_verified(nursery):
-    server = await serving(nursery, showing())
+    server = await serving(nursery, server_context())
     assert (await request(server, f'ca_file = "{AUTHORITY}"'))[0] == 200
     for table in ("", f'ca_file = "{FILES}/stranger.pem"'):
         with pytest.raises(ApiError, match="certificate verify failed"):
@@ -107,13 +107,13 @@ async def test_the_certificate_of_the_server_is_verified(nursery):
 
 
 async def test_a_certificate_for_another_name_is_refused(nursery):
-    server = await serving(nursery, showing("elsewhere"))
+    server = await serving(nursery, server_context("elsewhere"))
     with pytest.raises(ApiError, match="certificate verify failed"):
         await request(server, f'ca_file = "{AUTHORITY}"')
 
 
 async def test_the_proxy_sends_its_client_certificate_if_it_has_one(nursery):
-    context = showing()
+    context = server_context()
     context.load_verify_locations(AUTHORITY)
     context.verify_mode = ssl.CERT_REQUIRED
     server = await serving(nursery, context)

@@ -64,7 +64,7 @@ class RunningDataPlane:
         """Returns the consecutive failures of each worker."""
         return [worker.health.consecutive_failures for worker in self.fleet.workers]
 
-    def wait_until_idle(self) -> bool:
+    def is_idle(self) -> bool:
         return not self.dataplane.in_flight and not any(w.in_flight for w in self.fleet.workers)
 
 
@@ -97,11 +97,11 @@ async def run_dataplane(
         yield opened
         nursery.cancel_scope.cancel()
     assert dataplane.loop.failures == 0, "a connection of the proxy broke on an unexpected error"
-    assert opened.wait_until_idle()
+    assert opened.is_idle()
 
 
 @asynccontextmanager
-async def dataplane_before(
+async def dataplane_and_client(
     *scripts: Script, config: str = ""
 ) -> AsyncIterator[tuple[RunningDataPlane, Client]]:
     """Runs a data plane with a fake worker for each script, and connects a client to it."""

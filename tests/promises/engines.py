@@ -20,14 +20,14 @@ TURNS = (
 
 
 class Engine:
-    """`says[path]` is the (status, body) of a reply; replies wait for `gates[path]`."""
+    """`responses[path]` is the (status, body) of a reply; replies wait for `gates[path]`."""
 
     def __init__(self) -> None:
         self.url = ""
         self.version = "default"
         self.calls: list[tuple[str, dict]] = []
         self.headers: list[dict[str, str]] = []
-        self.says: dict[str, tuple[int, object]] = {}
+        self.responses: dict[str, tuple[int, object]] = {}
         self.gates: dict[str, trio.Event] = {}
         self.asked: dict[str, trio.Event] = {}
         self.running: list[str] = []
@@ -65,13 +65,13 @@ class Engine:
         if path == self.dies_at:
             call.reset()
             return
-        status, reply = self.says.get(path, (200, self.says_well(path, body)))
+        status, reply = self.responses.get(path, (200, self.default_response(path, body)))
         reason = {200: "OK", 400: "Bad Request", 404: "Not Found"}.get(status, "Error")
         payload = json.dumps(reply).encode()
         await call.send(counted(payload, "content-type: application/json",
                                 status=f"{status} {reason}"))  # fmt: skip
 
-    def says_well(self, path: str, body: dict) -> dict:
+    def default_response(self, path: str, body: dict) -> dict:
         if path.startswith("/update_weights") and body.get("weight_version"):
             self.version = body["weight_version"]
         if path == "/model_info":

@@ -56,7 +56,7 @@ class Ports(SimpleNamespace):
     """The ports of one Envoy and its picker."""
 
 
-def beside(at: Ports) -> Ports:
+def ports_with_same_picker(at: Ports) -> Ports:
     """Returns ports for another Envoy with the same picker."""
     return Ports(envoy=free_port(), grpc=at.grpc, http=at.http)
 
@@ -139,7 +139,7 @@ async def picked(tmp_path, *, changes=(), more="", tables="", names=("a", "b"), 
 
 
 async def grpc_listens(picker: Program) -> None:
-    await picker.says(r"listening on \S+ for Envoy")
+    await picker.until_logged(r"listening on \S+ for Envoy")
 
 
 async def idle(picker: Program) -> None:

@@ -121,14 +121,14 @@ class Program:
             self._more = trio.Event()
         self._more.set()
 
-    async def says(self, pattern: str) -> re.Match[str]:
+    async def until_logged(self, pattern: str) -> re.Match[str]:
         with trio.fail_after(PATIENCE_SECS):
             while not (found := re.search(pattern, self.log)):
                 await self._more.wait()
             return found
 
     async def arrive(self) -> None:
-        url = (await self.says(r"listening on (http:[^\s\"]+)"))[1]
+        url = (await self.until_logged(r"listening on (http:[^\s\"]+)"))[1]
         self.client.base_url = httpx.URL(url)
         await self.until("/live", lambda body: body.get("status") == "alive")
 

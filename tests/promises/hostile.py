@@ -15,7 +15,7 @@ from tests.promises.clients import STREAMED, Client, post
 from tests.promises.dataplane_fixture import RunningDataPlane
 from tests.promises.early_readers import BOUNDARY, FILE, FORM, HINTS, MIB, SPOKEN, head
 from tests.promises.fakes import PATIENCE_SECS, SSE_HEAD, Call, chunk, counted
-from tests.promises.tls_helpers import believing
+from tests.promises.tls_helpers import client_context
 
 Hostile = Callable[[RunningDataPlane, Client], Awaitable[None]]
 
@@ -191,7 +191,7 @@ def _hello() -> bytes:
     return outgoing.read()
 
 
-BELIEVING = believing()
+BELIEVING = client_context()
 HELLO = _hello()
 CHUNKED = LINE + b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
 UPLOAD = head(3 * MIB, *HINTS)

@@ -103,7 +103,7 @@ async def test_admin_keys_have_roles_and_a_key_file_is_read_again(tmp_path, monk
             ]  # fmt: skip
 
             put(key_file, "deploy-2")
-            await running.says("keys_reread table=admin.keys")
+            await running.until_logged("keys_reread table=admin.keys")
             assert await status("POST", "/reload", "deploy-1") == 403
             assert await status("POST", "/reload", "deploy-2") == 200
             visible = json.dumps(await running.get_json("/openapi.json")) + running.log
@@ -118,7 +118,7 @@ async def test_a_key_that_cannot_be_read_prevents_the_start(tmp_path):
     async with starting("--config", file) as running:
         with trio.fail_after(PATIENCE_SECS):
             assert await running.process.wait() == 2
-        await running.says(r"admin\.keys\[0\]\.key_env: names an environment variable")
+        await running.until_logged(r"admin\.keys\[0\]\.key_env: names an environment variable")
         assert "listening" not in running.log
 
 
@@ -202,8 +202,8 @@ async def test_each_change_is_audited_across_disconnects_rotation_and_a_full_dis
             assert len(await until_lines(audit, 1)) == 1
 
             put(file, config("/dev/full"))
-            await running.says("revision=2")
+            await running.until_logged("revision=2")
             assert (await running.client.post("/reload", headers=key)).status_code == 200
-            await running.says("cannot write to /dev/full: .*No space left on device")
+            await running.until_logged("cannot write to /dev/full: .*No space left on device")
             metrics = (await running.client.get("/metrics", headers=key)).text
             assert 'lines_lost_total{log="audit_log",reason="unwritable"} 1.0' in metrics

@@ -46,7 +46,7 @@ async def client_at(address):
 
 
 async def admin_address(running):
-    match = await running.says(r"listening on (\S+) for admin requests")
+    match = await running.until_logged(r"listening on (\S+) for admin requests")
     return match[1].removeprefix("http://")
 
 
@@ -115,7 +115,7 @@ async def test_the_admin_listener_requires_the_key_unless_configured_otherwise(t
         assert (await running.client.post("/reload", headers=key)).status_code == 403
         without_listen_key = config([worker], key=KEY, listen_key=False)
         put(file, without_listen_key)
-        await running.says("revision=2")
+        await running.until_logged("revision=2")
         assert (await admin.post("/reload")).status_code == 200
         assert "workers" in (await admin.get("/health")).json()
         assert "workers" not in (await running.client.get("/health")).json()
@@ -151,5 +151,5 @@ async def test_an_address_in_use_is_refused_and_named(tmp_path):
                 taken = f"127.0.0.1:{other.getsockname()[1]}"
                 put(file, config(fleet, listen=taken))
                 message = rf"admin\.listen: cannot listen on {taken}: Address already in use"
-                await running.says(message)
+                await running.until_logged(message)
                 assert (await running.client.post("/reload")).status_code == 422

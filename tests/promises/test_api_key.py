@@ -49,7 +49,7 @@ async def test_only_requests_with_the_key_reach_a_worker():
             assert refused in metrics
             wrong = 'omni_proxy_key_refused_total{key="",reason="invalid_api_key"}'
             assert f"{wrong} {2 * len(REJECTED) + 1}.0\n" in metrics
-            await running.says("WARNING .*wrong_api_key requests=")
+            await running.until_logged("WARNING .*wrong_api_key requests=")
             # Without an admin key, control routes require this one; /health stays open.
             body = {"url": "http://127.0.0.1:1"}
             assert (await running.client.post("/workers", json=body)).status_code == 401

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -100,7 +100,7 @@ async def test_a_client_that_disconnects_within_its_body_reaches_no_worker(worke
             await client.send(BARE + b"content-length: 20\r\n\r\n{")
         with trio.fail_after(30):
             await opened.dataplane.drained()
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
         assert opened.last["outcome"] == "client_disconnected"
     assert worker.requests == []
 
@@ -137,7 +137,7 @@ async def test_the_request_body_is_released_while_the_response_is_relayed():
         await may_end.wait()
         await call.send(LAST_CHUNK)
 
-    async with dataplane_before(script) as (opened, client):
+    async with dataplane_and_client(script) as (opened, client):
         await client.send(post(b'{"messages": [], "prompt": "%b"}' % (b"x" * 200_000)))
         with trio.fail_after(30):
             while not opened.workers[0].requests:

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from tests.promises.clients import CHAT, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -24,7 +24,7 @@ async def forwarded(worker, request):
 
 
 async def response_to(script, request=None):
-    async with dataplane_before(script) as (_, client):
+    async with dataplane_and_client(script) as (_, client):
         await client.send(request or post())
         return await client.answer()
 
@@ -170,7 +170,7 @@ async def test_a_response_keeps_repeated_fields_and_loses_hop_by_hop_fields():
 
 async def test_a_chunked_response_keeps_its_chunks_extensions_and_trailers():
     wire = b"5;a=b\r\nhello\r\n" + chunk(b" world") + b"0\r\nx-digest: 1\r\n\r\n"
-    async with dataplane_before(answering(CHUNKED_HEAD, wire)) as (_, client):
+    async with dataplane_and_client(answering(CHUNKED_HEAD, wire)) as (_, client):
         await client.send(post())
         await client.until(b"\r\n\r\n")
         assert await client.until(wire) == wire
@@ -194,7 +194,7 @@ async def test_heads_that_differ_only_in_values_are_not_confused():
         )
         await call.send(counted(reply.encode(), f"x-len: {len(call.body)}"))
 
-    async with dataplane_before(script) as (_, client):
+    async with dataplane_and_client(script) as (_, client):
         for number in range(12):
             body = b'{"messages": [], "n": %b}' % (b"1" * (number + 1))
             user = f"authorization: Bearer u{number % 3}"

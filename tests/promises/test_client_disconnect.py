@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, STREAMED, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -54,7 +54,7 @@ async def test_a_disconnect_before_the_response_frees_the_worker_at_once(how):
             assert (opened.dataplane.in_flight, opened.fleet.workers[0].in_flight) == (1, 1)
             await leave(client, how)
             await until(script.left)
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
         assert opened.failures() == [0]
         assert opened.last["outcome"] == "client_disconnected"
         assert (opened.last["ended_by"], opened.last["phase"]) == ("client", "wait")
@@ -70,7 +70,7 @@ async def test_a_disconnect_within_a_stream_frees_the_worker_at_once(how):
             await client.until(b"data: one\n\n")
             await leave(client, how)
             await until(script.left)
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
         assert opened.failures() == [0]
         assert opened.last["outcome"] == "stream_cancelled"
         assert (opened.last["ended_by"], opened.last["phase"]) == ("client", "relay")
@@ -83,7 +83,7 @@ async def test_a_request_is_not_retried_after_its_client_disconnected():
             await client.send(post())
             await until(first.asked)
         await until(first.left)
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
     assert not second.asked.is_set()
 
 
@@ -94,7 +94,7 @@ async def test_a_disconnect_with_pipelined_requests_frees_the_worker():
             await client.send(post(), post())
             await until(script.asked)
         await until(script.left)
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
     assert len(worker.requests) == 1
 
 
@@ -142,7 +142,7 @@ async def test_a_half_closed_client_gets_its_response_if_configured(pieces):
 async def test_a_half_closed_client_gets_every_pipelined_response():
     script = Released(counted(b"{}"))
     script.may.set()
-    async with dataplane_before(script, config=ANSWER_HALF_CLOSED) as (_, client):
+    async with dataplane_and_client(script, config=ANSWER_HALF_CLOSED) as (_, client):
         await client.send(post(), post())
         await client.stream.send_eof()
         assert [(await client.answer()).body for _ in range(2)] == [b"{}", b"{}"]
@@ -160,7 +160,7 @@ async def test_a_reset_frees_the_worker_although_half_closed_clients_are_served(
             await until(script.asked)
             client.reset()
             await until(script.left)
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
 
 
 async def test_a_reset_within_a_stream_frees_the_worker_although_half_closed_is_served():
@@ -174,4 +174,4 @@ async def test_a_reset_within_a_stream_frees_the_worker_although_half_closed_is_
             await client.until(b"data: one\n\n")
             client.reset()
             await until(script.left)
-        assert opened.wait_until_idle()
+        assert opened.is_idle()

@@ -155,7 +155,7 @@ async def test_a_wrong_password_is_reported_and_never_shown(tmp_path):
         file = tmp_path / "proxy.toml"
         put(file, toml(fleet) + table)
         async with program("--config", file) as running:
-            await running.says("cluster_store_lost .*the password is wrong")
+            await running.until_logged("cluster_store_lost .*the password is wrong")
             await running.until_routable(*fleet)
             assert (await running.ask()).status_code == 200
             visible = (await running.client.get("/status")).text
@@ -175,9 +175,11 @@ async def test_the_store_can_require_tls_and_an_acl_user(tmp_path):
         table = f'[cluster]\nurl = "{url}"\npassword_file = "{secret}"\n'
         put(file, toml(fleet) + table)
         async with program("--config", file) as running:
-            await running.says("cluster_store_lost .*certificate")
+            await running.until_logged("cluster_store_lost .*certificate")
             put(file, toml(fleet, more=f"tls_worker_ca = '{AUTHORITY}'") + table + "name = 'other'")
-            await running.says("cluster_store_lost .*the store's user has no permission: NOPERM")
+            await running.until_logged(
+                "cluster_store_lost .*the store's user has no permission: NOPERM"
+            )
             put(file, toml(fleet, more=f"tls_worker_ca = '{AUTHORITY}'") + table)
             await running.until("/status", connected)
 

@@ -148,7 +148,7 @@ async def test_without_the_store_updates_are_refused_and_requests_are_served(tmp
         await first.until("/status", lambda reply: not reply["cluster"]["connected"])
         refused = await update(first, "v2")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "cluster_store_lost")
-        await second.says("cluster_lease_lost held=0")
+        await second.until_logged("cluster_lease_lost held=0")
         for running in (first, second):
             assert (await running.ask()).status_code == 200
             assert routable(await running.get_json("/workers")) == {worker.url for worker in fleet}
@@ -165,7 +165,7 @@ async def test_no_proxy_uses_an_updating_worker_while_the_store_is_lost(tmp_path
         async with trio.open_nursery() as nursery:
             replies = await begin_update(nursery, first, busy, "v1")
             store.kill()
-            await second.says("cluster_lease_lost|cluster_store_lost")
+            await second.until_logged("cluster_lease_lost|cluster_store_lost")
             assert "updating" in held(await second.get_json("/workers"), busy)
             busy.gate.set()
         assert replies[0].status_code == 200

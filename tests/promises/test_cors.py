@@ -42,7 +42,7 @@ async def test_cors_headers_follow_the_allowed_origins(tmp_path):
             assert (await running.client.options(MODELS)).status_code == 405
 
             put(file, toml(fleet, more="cors_allow_origins = ['https://other.example']\n"))
-            await running.says("revision=2")
+            await running.until_logged("revision=2")
             preflight = await running.client.options(MODELS, headers=PREFLIGHT)
             assert (preflight.status_code, ALLOW in preflight.headers) == (403, False)
             answer = await running.client.post(MODELS, json=chat(), headers=PAGE)
@@ -52,7 +52,7 @@ async def test_cors_headers_follow_the_allowed_origins(tmp_path):
             assert answer.json()["error"]["code"] == "origin_not_allowed"
 
             put(file, toml(fleet, more="cors_allow_origins = []\n"))
-            await running.says("revision=3")
+            await running.until_logged("revision=3")
             preflight = await running.client.options(MODELS, headers=PREFLIGHT)
             assert (preflight.status_code, ALLOW in preflight.headers) == (405, False)
 

@@ -76,7 +76,7 @@ async def test_at_the_limit_open_connections_are_served_and_new_ones_wait(tmp_pa
     async with limited_program(tmp_path) as (running, first), AsyncExitStack() as stack:
         before = open_descriptors(running)
         crowd = [await stack.enter_async_context(client_of(running.address)) for _ in range(CROWD)]
-        await running.says(PAUSED)
+        await running.until_logged(PAUSED)
         for _ in range(3):
             await served(first)
         assert open_descriptors(running) <= before + SPARE
@@ -115,7 +115,7 @@ async def test_workers_stay_healthy_at_the_limit(tmp_path):
     async with limited_program(tmp_path, PROBES) as (running, first), AsyncExitStack() as stack:
         for _ in range(CROWD):
             await stack.enter_async_context(client_of(running.address))
-        await running.says(PAUSED)
+        await running.until_logged(PAUSED)
         for _ in range(15):  # longer than several probe intervals
             await served(first)
             await trio.sleep(0.1)
@@ -131,7 +131,7 @@ async def test_a_process_that_exits_without_free_descriptors_is_replaced_later(t
             soft, hard = resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE)
             resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (3, hard))
             os.kill(body["data_plane"]["processes"][0]["pid"], signal.SIGKILL)
-            await running.says(
+            await running.until_logged(
                 'dataplane_process_exited process=1 reason="could not be started: Too many open files'
             )
             resource.prlimit(running.process.pid, resource.RLIMIT_NOFILE, (soft, hard))
@@ -155,7 +155,7 @@ async def test_a_process_without_free_descriptors_moves_to_a_new_port_later(tmp_
             put(file, toml(fleet, port=port, more="processes = 2").replace(PROBES, RARELY))
             running.process.send_signal(signal.SIGHUP)
             for number in (1, 2):
-                await running.says(
+                await running.until_logged(
                     f"dataplane_process_listen_failed process={number} .*Too many open files"
                 )
             for pid, limit in zip(pids, limits, strict=True):
@@ -163,7 +163,7 @@ async def test_a_process_without_free_descriptors_moves_to_a_new_port_later(tmp_
             async with client_of(f"127.0.0.1:{port}") as client:
                 await served(client)
             for number in (1, 2):
-                await running.says(f"dataplane_process_listen_recovered process={number}")
+                await running.until_logged(f"dataplane_process_listen_recovered process={number}")
             running.client.base_url = f"http://127.0.0.1:{port}"
             assert pids_of(await running.until("/status", serving)) == pids
 

@@ -59,7 +59,7 @@ async def test_after_an_sse_keep_alive_a_refusal_by_prefill_is_an_event(connecto
         await client.until(b": keep-alive\n\n")
         gate.set()
         assert b'data: {"error":{"code":7}}' in await client.until_closed()
-        await eventually(lambda: not fleet.held and fleet.before.wait_until_idle())
+        await eventually(lambda: not fleet.held and fleet.before.is_idle())
 
 
 async def test_a_response_that_breaks_before_it_is_rewritten_is_retried():

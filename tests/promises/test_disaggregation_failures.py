@@ -32,7 +32,7 @@ AT_ONCE = ["sglang", "mooncake"]  # both legs are sent at once
 
 async def all_freed(fleet):
     """Wait until no engine holds a request, and the proxy counts none."""
-    await eventually(lambda: not fleet.held and fleet.before.wait_until_idle())
+    await eventually(lambda: not fleet.held and fleet.before.is_idle())
 
 
 @pytest.mark.parametrize("connector", AT_ONCE)

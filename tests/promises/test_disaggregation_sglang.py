@@ -33,7 +33,7 @@ async def test_both_legs_are_sent_at_once_and_the_client_gets_the_decode_respons
         assert 0 <= prefill["bootstrap_room"] < 2**63
         assert len(prefill["rid"]) == 32
         await trio.testing.wait_all_tasks_blocked()
-        assert fleet.before.wait_until_idle()
+        assert fleet.before.is_idle()
 
 
 async def test_all_other_bytes_are_the_clients():

@@ -223,14 +223,14 @@ async def test_a_weight_version_that_could_not_be_read_is_read_later(api, file):
     """Even though no change of the worker's health triggers the second attempt."""
     async with labelled_engines(1) as (engine,):
         engine.name, engine.version = "one", "v7"
-        engine.says["/model_info"] = 503, {"error": "still loading"}
+        engine.responses["/model_info"] = 503, {"error": "still loading"}
         put(file, SERVER + PROBES + table(api))
         api.put(pod_of(engine))
         async with program("--config", file) as running:
             await running.until_routable(engine)
             while "/model_info" not in engine.paths():
                 await trio.sleep(0.01)
-            del engine.says["/model_info"]
+            del engine.responses["/model_info"]
             await running.until(
                 "/workers", lambda body: record(body, engine)["weight_version"] == "v7"
             )

@@ -126,7 +126,7 @@ async def test_the_drain_ends_at_its_timeout(tmp_path, script):
             with pytest.raises(Truncated):
                 await client.answer()
             assert await exit_status(running) == 0
-        await running.says("aborted_connections=1")
+        await running.until_logged("aborted_connections=1")
         script.may.set()
 
 
@@ -151,7 +151,7 @@ async def test_ready_fails_before_the_drain_begins(tmp_path, script):
     async with running_over(script, tmp_path, "ready_off_secs = 600") as running:
         assert (await running.client.get("/ready")).status_code == 200
         running.process.send_signal(signal.SIGTERM)
-        await running.says("shutdown_started")
+        await running.until_logged("shutdown_started")
         assert (await running.client.get("/ready")).status_code == 503
         assert (await running.client.get("/live")).status_code == 200
         script.may.set()
@@ -163,7 +163,7 @@ async def test_ready_fails_before_the_drain_begins(tmp_path, script):
 async def test_an_idle_program_exits_at_once(tmp_path, script):
     async with running_over(script, tmp_path) as running:
         assert await running.leave() == 0
-        await running.says("proxy_stopped")
+        await running.until_logged("proxy_stopped")
 
 
 async def test_a_port_in_use_prevents_the_start_with_a_message(tmp_path):

@@ -8,7 +8,7 @@ import trio
 from omni_proxy.admin_api.serializers.worker_records import worker_record
 from omni_proxy.fleet.health_state import Health
 from tests.promises.clients import CHAT, STREAMED, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     SSE_HEAD,
     answering,
@@ -63,7 +63,7 @@ class Switched:
 )
 async def test_three_failed_requests_in_a_row_eject_their_worker(eject_to, state):
     config = f'[routing]\nmax_total_retries = 1\neject = "{eject_to}"'
-    async with dataplane_before(resetting, config=config) as (opened, client):
+    async with dataplane_and_client(resetting, config=config) as (opened, client):
         (worker,) = opened.fleet.workers
         ejected = []
         opened.fleet.watch_ejected(ejected.append)
@@ -76,7 +76,7 @@ async def test_three_failed_requests_in_a_row_eject_their_worker(eject_to, state
 
 async def test_a_successful_request_resets_the_count_of_failures():
     script = Switched(resetting)
-    async with dataplane_before(script, config=ONCE) as (opened, client):
+    async with dataplane_and_client(script, config=ONCE) as (opened, client):
         (worker,) = opened.fleet.workers
         for _ in range(3):
             for answer in (resetting, resetting, GOOD):
@@ -87,7 +87,7 @@ async def test_a_successful_request_resets_the_count_of_failures():
 
 async def test_503_and_client_errors_never_eject():
     script = Switched(BUSY)
-    async with dataplane_before(script, config=ONCE) as (opened, client):
+    async with dataplane_and_client(script, config=ONCE) as (opened, client):
         for status in ("503 Busy", "500 Oh", "429 Slow", "404 No"):
             script.script = answering(counted(b"", status=status))
             for _ in range(4):
@@ -135,7 +135,7 @@ async def test_after_an_ejection_one_request_at_a_time_is_admitted():
 
 
 async def test_a_failed_trial_ejects_the_worker_at_once():
-    async with dataplane_before(resetting, GOOD) as (opened, client):
+    async with dataplane_and_client(resetting, GOOD) as (opened, client):
         worker = await eject(opened, client)
         heal(opened)
         while worker.health.is_half_open:
@@ -231,7 +231,7 @@ async def test_with_eject_remove_a_worker_stays_removed_until_its_entry_changes(
             assert [row["url"] for row in (await program.get_json("/workers"))["workers"]] == [
                 fakes[1].url
             ]
-            await program.says("worker_removed")
+            await program.until_logged("worker_removed")
             assert (await program.client.post("/reload")).json()["outcome"] == "unchanged"
             entry = f'[[workers]]\nurl = "{fakes[0].url}"\n'
             put(file, toml(fakes, more=more).replace(entry, entry + 'model = "new"\n'))

@@ -11,11 +11,11 @@ from tests.promises.envoy_program import (
     NO_BODY,
     OPEN,
     PATIENCE_SECS,
-    beside,
     envoy,
     idle,
     needs_envoy,
     picked,
+    ports_with_same_picker,
 )
 from tests.promises.fleet_program import chat, record
 
@@ -125,7 +125,7 @@ async def test_an_alias_is_replaced_by_its_target_through_envoy(tmp_path, mode):
 async def test_without_a_picker_envoy_fails_closed_or_open_as_configured(tmp_path):
     async with (
         picked(tmp_path) as here,
-        envoy(tmp_path, beside(here.at), here.fleet, OPEN) as open_client,
+        envoy(tmp_path, ports_with_same_picker(here.at), here.fleet, OPEN) as open_client,
     ):
         here.picker.process.kill()
         await here.picker.process.wait()
@@ -149,7 +149,7 @@ async def test_a_draining_picker_lets_streams_end(tmp_path):
             nursery.start_soon(ask)
             await here.picker.until("/workers", lambda body: in_flight(body) == 1)
             here.picker.process.send_signal(signal.SIGTERM)
-            await here.picker.says("drain_started")
+            await here.picker.until_logged("drain_started")
             for worker in here.fleet:
                 worker.gate.set()
         assert texts[0].endswith("data: [DONE]\n\n")

@@ -7,7 +7,6 @@ import trio
 
 from tests.promises.envoy_program import (
     OPEN,
-    beside,
     envoy,
     grpc_listens,
     idle,
@@ -15,6 +14,7 @@ from tests.promises.envoy_program import (
     picked,
     picker_config,
     ports,
+    ports_with_same_picker,
 )
 from tests.promises.fleet_program import chat, program, put, record, toml, workers
 from tests.redis_server import needs_store, redis_server
@@ -161,7 +161,7 @@ async def test_a_removed_worker_completes_its_requests(tmp_path):
 
 async def test_responses_after_the_picker_was_killed_follow_the_failure_mode(tmp_path):
     async with picked(tmp_path) as here:
-        at = beside(here.at)
+        at = ports_with_same_picker(here.at)
         async with envoy(tmp_path, at, here.fleet, OPEN) as open_client:
             endings = {}
             for worker in here.fleet:

@@ -9,12 +9,12 @@ import trio
 from tests.promises.envoy_program import (
     PATIENCE_SECS,
     Ports,
-    beside,
     envoy,
     idle,
     needs_envoy,
     picked,
     picker_config,
+    ports_with_same_picker,
 )
 from tests.promises.fleet_program import chat, put
 from tests.promises.tls_helpers import AUTHORITY, FILES
@@ -69,17 +69,17 @@ async def test_envoy_connects_by_tls_and_a_renewed_certificate_is_used(tmp_path)
         before = await certificate_at(here.at.grpc)
         cert.write_text("no certificate")
         assert await certificate_at(here.at.grpc) == before
-        await here.picker.says("certificate_reload_failed file=\\S+cert.pem")
+        await here.picker.until_logged("certificate_reload_failed file=\\S+cert.pem")
         shutil.copy(FILES / "renewed-key.pem", key)
         shutil.copy(FILES / "renewed.pem", cert)
         assert await certificate_at(here.at.grpc) != before
-        await here.picker.says("certificate_reloaded")
+        await here.picker.until_logged("certificate_reloaded")
         assert (await here.client.post("/v1/chat/completions", json=chat())).status_code == 200
         with socket.create_server(("127.0.0.1", 0)) as taken:
             other = Ports(envoy=0, grpc=taken.getsockname()[1], http=here.at.http)
             put(here.file, picker_config(other, here.fleet, tables=tables))
             await here.picker.client.post("/reload")
-            await here.picker.says("grpc_listen_refused .*Address already in use")
+            await here.picker.until_logged("grpc_listen_refused .*Address already in use")
         assert (await here.client.post("/v1/chat/completions", json=chat())).status_code == 200
         # TLS is turned off at the same address: new connections are plain, so Envoy's fail.
         put(here.file, picker_config(here.at, here.fleet))
@@ -96,8 +96,12 @@ async def test_envoy_needs_a_client_certificate_where_the_picker_requires_one(tm
     tables = tls_keys(FILES / "server.pem", FILES / "server-key.pem", more)
     async with (
         picked(tmp_path, changes=envoy_with("client"), tables=tables) as here,
-        envoy(tmp_path, beside(here.at), here.fleet, envoy_with("stranger")) as stranger,
-        envoy(tmp_path, beside(here.at), here.fleet, envoy_with(None)) as without_certificate,
+        envoy(
+            tmp_path, ports_with_same_picker(here.at), here.fleet, envoy_with("stranger")
+        ) as stranger,
+        envoy(
+            tmp_path, ports_with_same_picker(here.at), here.fleet, envoy_with(None)
+        ) as without_certificate,
     ):
         assert (await here.client.post("/v1/chat/completions", json=chat())).status_code == 200
         for client in (stranger, without_certificate):

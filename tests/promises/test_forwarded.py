@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import PATIENCE_SECS, answering, counted, fake_workers
 
 ANSWER = answering(counted(b"{}"))
@@ -47,7 +47,7 @@ FORWARDED_NAMES = ("x-forwarded-for", "x-forwarded-proto", "x-forwarded-host", "
 )  # fmt: skip
 async def test_a_worker_gets_forwarded_headers_as_configured(mode, expected):
     config = f"[server]\nforwarded = '{mode}'"
-    async with dataplane_before(ANSWER, config=config) as (opened, client):
+    async with dataplane_and_client(ANSWER, config=config) as (opened, client):
         for _ in range(3):  # the later ones with a cached head
             await client.send(post(CHAT, *SENT))
             assert (await client.answer()).status == 200
@@ -55,7 +55,7 @@ async def test_a_worker_gets_forwarded_headers_as_configured(mode, expected):
 
 
 async def test_a_reload_of_the_mode_applies_to_open_connections():
-    async with dataplane_before(ANSWER) as (opened, client):
+    async with dataplane_and_client(ANSWER) as (opened, client):
         for mode, count in (("off", 0), ("append", 1), ("off", 0)):
             opened.reload(f"[server]\nforwarded = '{mode}'")
             await client.send(post())
@@ -67,7 +67,7 @@ async def test_a_reload_of_the_mode_applies_to_open_connections():
 async def test_a_request_id_reaches_the_worker_the_client_and_the_log(sent):
     config = "[server]\nrequest_id_header = 'X-Trace'"
     script = answering(counted(b"{}", "x-trace: the worker's own"))
-    async with dataplane_before(script, config=config) as (opened, client):
+    async with dataplane_and_client(script, config=config) as (opened, client):
         for _ in range(2):
             await client.send(post(CHAT, *([f"x-trace: {sent}"] if sent else [])))
             answer = await client.answer()
@@ -80,7 +80,7 @@ async def test_a_request_id_reaches_the_worker_the_client_and_the_log(sent):
 
 async def test_local_replies_have_a_request_id_too():
     config = "[server]\nrequest_id_header = 'x-request-id'"
-    async with dataplane_before(ANSWER, config=config) as (_, client):
+    async with dataplane_and_client(ANSWER, config=config) as (_, client):
         await client.send(post(b"no json", "x-request-id: mine"))
         answer = await client.answer()
         assert (answer.status, answer.one("x-request-id")) == (400, "mine")
@@ -91,7 +91,7 @@ async def test_local_replies_have_a_request_id_too():
 
 @pytest.mark.parametrize("proxy_header", [V1, V2], ids=["v1", "v2"])
 async def test_the_client_address_is_that_of_the_proxy_protocol_header(proxy_header):
-    async with dataplane_before(ANSWER, config=BALANCED) as (opened, client):
+    async with dataplane_and_client(ANSWER, config=BALANCED) as (opened, client):
         await client.send(proxy_header + post())
         assert (await client.answer()).status == 200
         await client.send(post())  # once per connection
@@ -104,7 +104,7 @@ async def test_the_client_address_is_that_of_the_proxy_protocol_header(proxy_hea
 
 @pytest.mark.parametrize("proxy_header", [V1, V2], ids=["v1", "v2"])
 async def test_a_proxy_protocol_header_may_arrive_byte_by_byte(proxy_header):
-    async with dataplane_before(ANSWER, config=BALANCED) as (opened, client):
+    async with dataplane_and_client(ANSWER, config=BALANCED) as (opened, client):
         for byte in proxy_header + post():
             await client.send(bytes([byte]))
         assert (await client.answer()).status == 200
@@ -112,7 +112,7 @@ async def test_a_proxy_protocol_header_may_arrive_byte_by_byte(proxy_header):
 
 
 async def test_a_proxy_protocol_header_without_an_address_keeps_the_peers():
-    async with dataplane_before(ANSWER, config=BALANCED) as (opened, client):
+    async with dataplane_and_client(ANSWER, config=BALANCED) as (opened, client):
         await client.send(b"PROXY UNKNOWN\r\n" + post())
         assert (await client.answer()).status == 200
         assert opened.last["client"].startswith("127.0.0.1:")
@@ -123,7 +123,7 @@ async def test_a_proxy_protocol_header_without_an_address_keeps_the_peers():
 )
 async def test_a_connection_without_a_valid_proxy_protocol_header_is_closed_silently(sent):
     config = BALANCED + "[server.timeouts]\nclient_head_secs = 0.1"
-    async with dataplane_before(ANSWER, config=config) as (opened, client):
+    async with dataplane_and_client(ANSWER, config=config) as (opened, client):
         await client.send(sent)
         assert await client.until_closed() == b""
         assert not opened.log.records
@@ -140,6 +140,6 @@ async def test_a_disconnect_within_the_proxy_protocol_header_leaves_nothing():
 
 
 async def test_with_proxy_protocol_off_its_header_is_a_malformed_head():
-    async with dataplane_before(ANSWER) as (_, client):
+    async with dataplane_and_client(ANSWER) as (_, client):
         await client.send(V1 + post())
         assert (await client.answer()).status == 400

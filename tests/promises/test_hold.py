@@ -9,7 +9,7 @@ import trio
 from omni_proxy.admin_api.serializers.worker_records import worker_record
 from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import PATIENCE_SECS, FakeWorker, answering, counted, fake_workers
 from tests.promises.fleet_program import program, put, toml
 
@@ -50,7 +50,10 @@ async def send_many(opened, count, answers):
 async def test_requests_above_max_inflight_wait_and_all_are_answered():
     gate, answers = Gate(), []
     config = f"{QUEUED}max_inflight = 2"
-    async with dataplane_before(gate, config=config) as (opened, _), trio.open_nursery() as nursery:
+    async with (
+        dataplane_and_client(gate, config=config) as (opened, _),
+        trio.open_nursery() as nursery,
+    ):
         nursery.start_soon(send_many, opened, 20, answers)
         await until(lambda: opened.dataplane.queue.waiting == 18)
         status = opened.dataplane.status()
@@ -90,7 +93,7 @@ async def test_max_inflight_of_a_worker_is_never_exceeded(size):
 async def test_a_full_queue_refuses_at_once():
     gate, answers = Gate(), []
     config = "[server]\nqueue_size = 1\nmax_inflight = 1"
-    async with dataplane_before(gate, config=config) as (opened, client):
+    async with dataplane_and_client(gate, config=config) as (opened, client):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send_many, opened, 2, answers)
             await until(lambda: opened.dataplane.queue.waiting == 1)
@@ -152,7 +155,7 @@ async def test_an_upload_that_waits_in_the_queue_is_read_afterwards():
     gate = Gate()
     body = b'{"messages": [], "pad": "%b"}' % (b"x" * 300_000)
     config = f"{QUEUED}max_inflight = 1"
-    async with dataplane_before(gate, config=config) as (opened, client):
+    async with dataplane_and_client(gate, config=config) as (opened, client):
         async with opened.client() as holder, trio.open_nursery() as nursery:
             await holder.send(post(CHAT))
             await until(lambda: opened.dataplane.in_flight)
@@ -176,7 +179,7 @@ async def test_a_failed_request_waits_in_the_queue_until_a_worker_recovers():
             await call.send(counted(b"good"))
 
     config = f"{QUEUED}[routing]\nmax_worker_retries = 2"
-    async with dataplane_before(script, config=config) as (opened, client):
+    async with dataplane_and_client(script, config=config) as (opened, client):
         (worker,) = opened.fleet.workers
         async with trio.open_nursery() as nursery:
 
@@ -224,7 +227,7 @@ async def test_a_drain_still_serves_queued_requests(tmp_path):
                 nursery.start_soon(one)
             await running.until("/health", lambda body: body["admission"]["waiting"] == 2)
             running.process.terminate()
-            await running.says("drain_started")
+            await running.until_logged("drain_started")
             gate.open.set()
             with trio.fail_after(PATIENCE_SECS):
                 assert await running.process.wait() == 0

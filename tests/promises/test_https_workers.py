@@ -84,7 +84,7 @@ async def test_a_large_body_is_sent_at_once_over_an_idle_connection():
 async def test_events_arrive_one_by_one():
     events = TwoEvents()
     async with dataplane_to(SecureWorker(events)) as opened, opened.client() as client:
-        await events.heard_by(client)
+        await events.relayed_to(client)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import trio
 import trio.testing
 
 from tests.promises.clients import CHAT, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -52,7 +52,7 @@ async def test_successive_clients_share_the_workers_connection():
 
 async def test_pipelined_requests_are_answered_in_order():
     bodies = [b'{"messages": [], "n": %b}' % (b"1" * number) for number in range(1, 30)]
-    async with dataplane_before(echo, echo) as (opened, client):
+    async with dataplane_and_client(echo, echo) as (opened, client):
         await client.send(*map(post, bodies))
         assert [(await client.answer()).body for _ in bodies] == bodies
     assert sum(len(worker.requests) for worker in opened.workers) == len(bodies)
@@ -65,7 +65,7 @@ async def test_a_websocket_handshake_may_follow_a_request(body):
         b"connection: upgrade\r\nsec-websocket-version: 13\r\n"
         b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     )
-    async with dataplane_before(answering(counted(body))) as (_, client):
+    async with dataplane_and_client(answering(counted(body))) as (_, client):
         await client.send(post(), handshake)
         assert (await client.answer()).body == body
         assert (await client.until(b"\r\n\r\n")).startswith(b"HTTP/1.1 101 ")
@@ -80,7 +80,7 @@ async def test_a_pipelined_response_waits_for_the_one_before():
         await call.send(counted(call.body))
 
     first, second = b'{"id": "first"}', b'{"id": "second"}'
-    async with dataplane_before(script, script) as (opened, client):
+    async with dataplane_and_client(script, script) as (opened, client):
         await client.send(post(first), post(second))
         async with opened.client() as other:
             await other.send(post())
@@ -96,7 +96,7 @@ async def test_chunked_requests_may_be_pipelined_too():
     )
     bodies = [b"%d" % number for number in range(9)]
     sent = [head + chunk(body) + chunk(body) + LAST_CHUNK for body in bodies]
-    async with dataplane_before(echo) as (_, client):
+    async with dataplane_and_client(echo) as (_, client):
         await client.send(*sent)
         assert [(await client.answer()).body for _ in bodies] == [body * 2 for body in bodies]
 
@@ -114,7 +114,7 @@ async def test_a_request_may_be_split_anywhere():
 
 
 async def test_connection_close_is_honoured():
-    async with dataplane_before(echo) as (opened, client):
+    async with dataplane_and_client(echo) as (opened, client):
         await client.send(post(CHAT, "connection: close"), post())
         answer = await client.answer()
         assert (answer.body, answer.one("connection")) == (CHAT, "close")
@@ -151,7 +151,7 @@ async def test_an_http_1_0_client_gets_an_unchunked_response_and_the_close(scrip
 
 
 async def test_an_http_1_0_client_may_keep_its_connection():
-    async with dataplane_before(answering(counted(b"hello"))) as (_, client):
+    async with dataplane_and_client(answering(counted(b"hello"))) as (_, client):
         for _ in range(2):
             await client.send(post_http_1_0(CHAT, "connection: keep-alive"))
             answer = await client.answer()
@@ -159,20 +159,20 @@ async def test_an_http_1_0_client_may_keep_its_connection():
 
 
 async def test_a_chunked_response_to_an_http_1_0_keep_alive_client_ends_with_close():
-    async with dataplane_before(answering(CHUNKED)) as (_, client):
+    async with dataplane_and_client(answering(CHUNKED)) as (_, client):
         await client.send(post_http_1_0(CHAT, "connection: keep-alive"))
         answer = await client.answer()
         assert (answer.body, answer.one("connection")) == (b"hello", "close")
 
 
 async def test_an_http_1_0_client_without_a_host_is_served():
-    async with dataplane_before(echo) as (_, client):
+    async with dataplane_and_client(echo) as (_, client):
         await client.send(post_http_1_0().replace(b"host: proxy\r\n", b""))
         assert (await client.answer()).body == CHAT
 
 
 async def test_an_error_response_to_head_has_no_body_and_keeps_the_connection():
-    async with dataplane_before(echo) as (_, client):
+    async with dataplane_and_client(echo) as (_, client):
         await client.send(b"HEAD /v1/chat/completions HTTP/1.1\r\nhost: proxy\r\n\r\n", post())
         answer = await client.answer("HEAD")
         assert (answer.status, answer.body) == (405, b"")
@@ -183,7 +183,7 @@ async def test_an_error_response_to_head_has_no_body_and_keeps_the_connection():
 @pytest.mark.parametrize("status", ["204 No Content", "304 Not Modified"])
 async def test_responses_without_a_body_end_after_their_head(status):
     head = f"HTTP/1.1 {status}\r\nx-a: b\r\n\r\n".encode()
-    async with dataplane_before(answering(head)) as (opened, client):
+    async with dataplane_and_client(answering(head)) as (opened, client):
         for _ in range(2):
             await client.send(post())
             answer = await client.answer()
@@ -194,7 +194,7 @@ async def test_responses_without_a_body_end_after_their_head(status):
 
 async def test_interim_responses_of_a_worker_precede_the_final_one():
     hints = b"HTTP/1.1 103 Early Hints\r\nlink: </a>\r\n\r\nHTTP/1.1 100 Continue\r\n\r\n"
-    async with dataplane_before(answering(hints, counted(b"{}"))) as (_, client):
+    async with dataplane_and_client(answering(hints, counted(b"{}"))) as (_, client):
         for _ in range(2):
             await client.send(post())
             answer = await client.answer()
@@ -202,14 +202,14 @@ async def test_interim_responses_of_a_worker_precede_the_final_one():
 
 
 async def test_a_refused_request_with_a_complete_body_keeps_the_connection():
-    async with dataplane_before(echo) as (_, client):
+    async with dataplane_and_client(echo) as (_, client):
         await client.send(post(b"no json"), post())
         assert (await client.answer()).status == 400
         assert (await client.answer()).body == CHAT
 
 
 async def test_a_chunked_response_that_arrives_in_one_piece_keeps_its_framing():
-    async with dataplane_before(answering(CHUNKED)) as (_, client):
+    async with dataplane_and_client(answering(CHUNKED)) as (_, client):
         for _ in range(2):
             await client.send(post())
             answer = await client.answer()

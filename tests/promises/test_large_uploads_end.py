@@ -119,7 +119,7 @@ async def test_a_client_reset_within_an_upload_closes_the_upstream(taking):
         with trio.fail_after(PATIENCE_SECS):
             await left.wait()
             await opened.dataplane.drained()
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
         assert opened.last["outcome"] == "client_disconnected"
         assert opened.failures() == [0]
 

@@ -116,7 +116,7 @@ def replicas_of(file):
 @pytest.mark.parametrize("message", ["proxy_started", "listening on"])
 async def test_a_sigterm_during_the_start_leaves_no_replica_behind(file, message):
     async with starting("--config", file) as running:
-        await running.says(message)
+        await running.until_logged(message)
         assert await running.leave() in (0, -signal.SIGTERM)
         await until_gone(*replicas_of(file))
     assert not replicas_of(file)
@@ -158,17 +158,19 @@ def arguments(tmp_path, base_port):
 
 async def test_launch_opens_its_port_when_every_replica_is_ready(arguments, tmp_path, base_port):
     async with starting(*arguments) as running:
-        await running.says(r"starting 2 replicas\n")
+        await running.until_logged(r"starting 2 replicas\n")
         address = ("127.0.0.1", base_port + 2)
         (tmp_path / "1").touch()
-        await running.says(rf"replica 1 of 2 is ready after \d+\.\d s: \S+:{base_port + 1}\n")
+        await running.until_logged(
+            rf"replica 1 of 2 is ready after \d+\.\d s: \S+:{base_port + 1}\n"
+        )
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(address)
         with pytest.raises(OSError, match="in use"):
             open_socket(*address)
         (tmp_path / "0").touch()
-        await running.says(rf"replica 2 of 2 is ready after \d+\.\d s: \S+:{base_port}\n")
-        await running.says(rf"serving on http://127.0.0.1:{base_port + 2}\n")
+        await running.until_logged(rf"replica 2 of 2 is ready after \d+\.\d s: \S+:{base_port}\n")
+        await running.until_logged(rf"serving on http://127.0.0.1:{base_port + 2}\n")
         await running.arrive()
         assert (await running.ask()).status_code == 200
         assert len((await running.get_json("/status"))["launch"]) == 2
@@ -182,7 +184,9 @@ async def test_launch_reports_a_port_in_use_at_once(arguments, tmp_path, base_po
         other.bind(("127.0.0.1", base_port + 2))
         other.listen()
         async with starting(*arguments) as running:
-            await running.says(f"cannot listen on 127.0.0.1:{base_port + 2}: Address already in")
+            await running.until_logged(
+                f"cannot listen on 127.0.0.1:{base_port + 2}: Address already in"
+            )
             with trio.fail_after(30):
                 assert await running.process.wait() == 1
     assert "replica" not in running.log
@@ -191,7 +195,7 @@ async def test_launch_reports_a_port_in_use_at_once(arguments, tmp_path, base_po
 async def test_ctrl_c_while_launch_waits_stops_everything(arguments, tmp_path, base_port):
     (tmp_path / "0").touch()
     async with starting(*arguments) as running:
-        await running.says("replica 1 of 2 is ready")
+        await running.until_logged("replica 1 of 2 is ready")
         running.process.send_signal(signal.SIGINT)
         with trio.fail_after(30):
             assert await running.process.wait() == 0
@@ -205,11 +209,11 @@ async def test_a_replica_that_fails_is_reported_with_its_reason_and_restarted(ar
     script = "echo no such model >&2; exit 3"
     async with starting(*arguments[:-1], f"sh -c '{script}'") as running:
         for port in (base_port, base_port + 1):
-            await running.says(
+            await running.until_logged(
                 rf"replica \S+:{port} is not ready: process ended with exit status 3; "
                 r"last line: no such model; it is tried again\n"
             )
-        await running.says(r"(?s)(launch\[0\] no such model.*){2}")
+        await running.until_logged(r"(?s)(launch\[0\] no such model.*){2}")
         assert await running.leave() == 0
 
 
@@ -231,7 +235,7 @@ async def test_launch_exits_at_once_with_the_engines_error_if_a_restart_cannot_h
     async with starting(*arguments[:-1], command) as running:
         with trio.fail_after(30):
             assert await running.process.wait() == 1
-        await running.says(r"giving up: no replica can be started\n")
+        await running.until_logged(r"giving up: no replica can be started\n")
         assert message in running.log
         assert "; it is tried again" not in running.log
         assert "serving on" not in running.log
@@ -242,7 +246,7 @@ async def test_launch_exits_if_no_replica_is_ready_in_time(arguments, base_port)
     async with starting(*arguments, *more) as running:  # no file exists that makes a replica ready
         with trio.fail_after(30):
             assert await running.process.wait() == 1
-        await running.says("giving up: no replica was ready within 1 s")
+        await running.until_logged("giving up: no replica was ready within 1 s")
         assert "not ready after 1 s: GET /health answered 503" in running.log
         for port in (base_port, base_port + 1, base_port + 2):
             with pytest.raises(ConnectionRefusedError):

@@ -8,7 +8,7 @@ import pytest
 import trio
 
 from tests.promises.clients import STREAMED, Truncated, post
-from tests.promises.dataplane_fixture import Lines, dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import Lines, dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     LAST_CHUNK,
     PATIENCE_SECS,
@@ -150,7 +150,7 @@ class Written(list):
 
 async def test_a_client_cannot_inject_log_lines():
     model, written = "m\n127.0.0.1 GET /fake 200\x1b[2J\u2028", Written()
-    async with dataplane_before(GOOD_STREAM) as (opened, client):
+    async with dataplane_and_client(GOOD_STREAM) as (opened, client):
         opened.dataplane.recorders.access_log, opened.dataplane.settings.access_log_is_json = (
             written,
             False,

@@ -286,7 +286,7 @@ async def test_log_lines_lost_on_a_full_disk_are_counted(tmp_path):
                     lost = min(
                         lost_lines[f"{kind}_log", "unwritable"] for kind in ("access", "route")
                     )
-            await running.says("cannot write to /dev/full")
+            await running.until_logged("cannot write to /dev/full")
 
 
 async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):
@@ -324,4 +324,4 @@ async def test_a_drained_worker_finishes_its_stream_and_gets_no_other(tmp_path):
             deleted = await running.client.delete(f"/workers/{one.url}?drain=true")
             assert deleted.json()["drained"] is True
             assert not math.isnan((await scraped(running))["omni_proxy_ready"][()])
-            await running.says("worker_drained")
+            await running.until_logged("worker_drained")

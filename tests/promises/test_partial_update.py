@@ -44,7 +44,10 @@ async def test_an_update_that_all_workers_refuse_changes_nothing(tmp_path):
     file = tmp_path / "proxy.toml"
     async with engines(2) as workers:
         for engine in workers:
-            engine.says[UPDATE] = (400, {"detail": {"success": False, "message": "no such file"}})
+            engine.responses[UPDATE] = (
+                400,
+                {"detail": {"success": False, "message": "no such file"}},
+            )
         file.write_text(toml(workers))
         async with program("--config", file) as running:
             await running.until_routable(*workers)
@@ -59,12 +62,12 @@ async def test_a_checksum_mismatch_removes_a_worker_and_missing_checksums_do_not
     file = tmp_path / "proxy.toml"
     async with engines(4) as (one, two, different, unverified):
         checksums = {"per_gpu_checksum": "f" * 64}
-        different.says["/weights_checker"] = (
+        different.responses["/weights_checker"] = (
             200,
             {"success": True, "results": [{"data": checksums}]},
         )
         for path in ("/weights_checker", "/weight_checker"):  # SGLang's and vLLM's
-            unverified.says[path] = (404, {"detail": "Not Found"})
+            unverified.responses[path] = (404, {"detail": "Not Found"})
         file.write_text(toml([one, two, different, unverified]))
         async with program("--config", file) as running:
             await running.until_routable(one, two, different, unverified)

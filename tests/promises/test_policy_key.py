@@ -3,13 +3,13 @@
 import pytest
 
 from tests.promises.clients import post
-from tests.promises.dataplane_fixture import dataplane_before
+from tests.promises.dataplane_fixture import dataplane_and_client
 from tests.promises.fakes import answering, counted
 
 
 @pytest.mark.parametrize(("needed", "key"), [(True, "anna"), (False, "")])
 async def test_a_policy_gets_an_affinity_key_only_if_it_needs_one(needed, key):
-    async with dataplane_before(answering(counted(b"good"))) as (opened, client):
+    async with dataplane_and_client(answering(counted(b"good"))) as (opened, client):
         keys = []
 
         class Keyed(type(opened.dataplane.policy)):

@@ -134,7 +134,7 @@ async def test_a_missing_policy_is_rejected_before_anything_starts(tmp_path):
     async with starting("--config", file) as running:
         with trio.fail_after(PATIENCE_SECS):
             assert await running.process.wait() == 2
-        await running.says("put its folder on PYTHONPATH")
+        await running.until_logged("put its folder on PYTHONPATH")
         assert REFUSED in running.log
 
 

@@ -96,7 +96,7 @@ async def test_launched_prefill_and_decode_replicas_answer_as_one(connector):
     arguments += ["--port", str(port + 6), "--kv-connector", connector, "--model-path", "tiny"]
     async with starting("launch", "--prefill", "1", "--decode", "2", *arguments) as running:
         with started("--model", "tiny") as whole:
-            await running.says(r"serving on http://127.0.0.1:")
+            await running.until_logged(r"serving on http://127.0.0.1:")
             await running.arrive()
             stats = (await running.get_json("/workers"))["stats"]
             assert (stats["prefill_count"], stats["decode_count"]) == (1, 2)

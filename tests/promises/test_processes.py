@@ -105,7 +105,7 @@ async def test_a_killed_process_loses_only_its_own_connections_and_is_replaced(t
         assert [row["restarts"] for row in body["data_plane"]["processes"]] == [1, 0]
         await running.until("/workers", lambda t: not any(w["in_flight"] for w in t["workers"]))
         assert (await running.get_json("/status"))["data_plane"]["inflight"] == 0
-        await running.says("was ended by SIGKILL")
+        await running.until_logged("was ended by SIGKILL")
 
 
 async def test_a_reload_responds_after_every_process_has_applied_it(tmp_path):
@@ -167,7 +167,7 @@ async def test_a_drain_completes_the_requests_of_every_process(tmp_path):
         held_streams(running, 6, everywhere=True) as streams,
     ):
         running.process.send_signal(signal.SIGTERM)
-        await running.says("drain_started")
+        await running.until_logged("drain_started")
         await trio.sleep(0.1)
         open_gates(running)
         for stream in streams:

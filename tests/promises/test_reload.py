@@ -139,7 +139,7 @@ async def test_an_invalid_file_keeps_the_configuration_and_reports_its_error(fil
         assert (await running.client.post("/reload")).status_code == 200
         for path in ("/config", "/status"):
             assert "error" not in (await running.get_json(path))["last_reload"]
-        await running.says(r"server\.prot")
+        await running.until_logged(r"server\.prot")
 
 
 async def test_a_worker_that_stays_keeps_health_counts_and_connections(file, pair):
@@ -197,7 +197,7 @@ async def test_a_new_port_opens_before_the_old_one_closes_and_connections_finish
         ) as response:
             await one.halfway.wait()
             put(file, toml([one], port=second))
-            await running.says(f"listening on http://127.0.0.1:{second}")
+            await running.until_logged(f"listening on http://127.0.0.1:{second}")
             running.client.base_url = httpx.URL(f"http://127.0.0.1:{second}")
             body = await running.get_json("/status")
             assert body["listeners"] == [f"127.0.0.1:{second}"]

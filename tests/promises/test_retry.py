@@ -4,7 +4,7 @@ import trio.testing
 
 from omni_proxy.dataplane.upstream import retry
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.early_readers import HINTS
 from tests.promises.fakes import (
     CHUNKED_HEAD,
@@ -43,7 +43,7 @@ async def test_a_refused_connection_is_retried_on_another_worker():
 
 @pytest.mark.parametrize("bad", [resetting, hanging_up_after()], ids=["reset", "close"])
 async def test_a_worker_that_dies_before_responding_is_retried_elsewhere(bad):
-    async with dataplane_before(bad, GOOD) as (opened, client):
+    async with dataplane_and_client(bad, GOOD) as (opened, client):
         response = await ask(client)
         assert (response.status, response.body) == (200, b"good")
         assert response.one("x-sglang-omni-route-attempt") == "2"
@@ -71,7 +71,7 @@ async def test_a_request_is_not_retried_after_the_first_byte(first):
 @pytest.mark.parametrize(("allowed", "attempts"), [(0, 1), (1, 1), (2, 2), (4, 4)])
 async def test_attempts_end_at_max_total_retries(allowed, attempts):
     config = f"[routing]\nmax_total_retries = {allowed}"
-    async with dataplane_before(*[resetting] * 3, config=config) as (opened, client):
+    async with dataplane_and_client(*[resetting] * 3, config=config) as (opened, client):
         response = await ask(client)
         assert response.status == 502
         assert response.one("x-sglang-omni-route-attempt") == str(attempts)
@@ -83,7 +83,7 @@ async def test_attempts_end_at_max_total_retries(allowed, attempts):
 
 async def test_a_failure_that_is_not_in_retry_on_is_not_retried():
     config = '[routing]\nretry_on = ["connect_failure"]'
-    async with dataplane_before(resetting, GOOD, config=config) as (opened, client):
+    async with dataplane_and_client(resetting, GOOD, config=config) as (opened, client):
         assert (await ask(client)).status == 502
     assert [len(worker.requests) for worker in opened.workers] == [1, 0]
 
@@ -95,14 +95,14 @@ async def test_a_single_worker_is_retried():
         calls.append(call)
         await (resetting if len(calls) < 3 else GOOD)(call)
 
-    async with dataplane_before(script) as (_, client):
+    async with dataplane_and_client(script) as (_, client):
         assert (await ask(client)).status == 200
     assert len(calls) == 3
 
 
 async def test_a_retry_sends_the_same_body():
     body = b'{"messages": [], "pad": "%b"}' % (b"\xc3\xa4" * 400_000)
-    async with dataplane_before(resetting, GOOD) as (opened, client):
+    async with dataplane_and_client(resetting, GOOD) as (opened, client):
         assert (await ask(client, body)).status == 200
     assert opened.workers[0].requests == opened.workers[1].requests
     assert opened.workers[1].requests[0][1] == body
@@ -135,7 +135,7 @@ async def test_a_dead_keep_alive_connection_is_reopened_within_the_same_attempt(
         await (bad if len(calls) == 2 else GOOD)(call)
 
     config = "[routing]\nmax_total_retries = 1"
-    async with dataplane_before(script, config=config) as (opened, client):
+    async with dataplane_and_client(script, config=config) as (opened, client):
         for _ in range(2):
             response = await ask(client)
             assert (response.status, response.one("x-sglang-omni-route-attempt")) == (200, "1")
@@ -150,7 +150,7 @@ async def test_every_attempt_is_counted_and_none_stays_in_flight():
         bad, good = opened.fleet.workers
         assert (bad.routed["generation"], bad.failed["generation"]) == (1, 1)
         assert (good.routed["generation"], good.succeeded["generation"]) == (1, 1)
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
 
 
 BUSY = counted(b"busy", "Retry-After: 7", "x-mine: a", "x-mine: b", status="503 Over Full")
@@ -161,7 +161,7 @@ def names(opened):
 
 
 async def test_a_503_is_retried_elsewhere_and_does_not_affect_health():
-    async with dataplane_before(answering(BUSY), GOOD) as (opened, client):
+    async with dataplane_and_client(answering(BUSY), GOOD) as (opened, client):
         response = await ask(client)
         assert (response.status, response.body) == (200, b"good")
         busy, good = names(opened)
@@ -179,7 +179,7 @@ async def test_a_503_is_retried_elsewhere_and_does_not_affect_health():
 async def test_with_503_everywhere_the_last_one_is_relayed_unchanged():
     config = "[routing]\nmax_total_retries = 3"
     first = answering(counted(b"first", status="503 No"))
-    async with dataplane_before(first, answering(BUSY), config=config) as (opened, client):
+    async with dataplane_and_client(first, answering(BUSY), config=config) as (opened, client):
         response = await ask(client)
         one, other = names(opened)
         assert response.one("x-omni-attempts") == f"{one}=503, {other}=503, {one}=503"
@@ -193,7 +193,7 @@ async def test_with_503_everywhere_the_last_one_is_relayed_unchanged():
 
 async def test_a_503_that_may_not_be_retried_is_relayed_at_once():
     config = '[routing]\nretry_on = ["connect_failure"]'
-    async with dataplane_before(answering(BUSY), GOOD, config=config) as (opened, client):
+    async with dataplane_and_client(answering(BUSY), GOOD, config=config) as (opened, client):
         response = await ask(client)
         assert (response.status, response.one("x-omni-attempts")) == (503, None)
         assert opened.last["tried"] == [{"worker": opened.workers[0].url, "outcome": "503"}]
@@ -206,14 +206,14 @@ async def test_a_503_of_a_worker_that_left_rotation_is_relayed():
         opened.fleet.cordon(worker, "launch")
         await call.send(BUSY)
 
-    async with dataplane_before(script) as (opened, client):
+    async with dataplane_and_client(script) as (opened, client):
         response = await ask(client)
         assert (response.status, response.body) == (503, b"busy")
     assert len(opened.workers[0].requests) == 1
 
 
 async def test_a_client_error_is_never_retried():
-    async with dataplane_before(answering(counted(b"no", status="429 Slow")), GOOD) as (
+    async with dataplane_and_client(answering(counted(b"no", status="429 Slow")), GOOD) as (
         opened,
         client,
     ):
@@ -234,7 +234,7 @@ def answering_with(status, body=b"its own words"):
 
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 async def test_a_status_in_retry_on_is_retried_on_another_worker(status):
-    async with dataplane_before(answering_with(status), GOOD, config=ALL) as (opened, client):
+    async with dataplane_and_client(answering_with(status), GOOD, config=ALL) as (opened, client):
         for _ in range(8):
             response = await ask(client)
             assert (response.status, response.body) == (200, b"good")
@@ -246,7 +246,7 @@ async def test_a_status_in_retry_on_is_retried_on_another_worker(status):
 
 @pytest.mark.parametrize("status", [400, 401, 404, 413, 422, 501, 505])
 async def test_other_statuses_are_not_retried_and_do_not_affect_health(status):
-    async with dataplane_before(answering_with(status), GOOD, config=ALL) as (opened, client):
+    async with dataplane_and_client(answering_with(status), GOOD, config=ALL) as (opened, client):
         for _ in range(8):
             assert (await ask(client)).status in (status, 200)
         assert opened.failures() == [0, 0]
@@ -256,14 +256,19 @@ async def test_other_statuses_are_not_retried_and_do_not_affect_health(status):
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 async def test_with_a_single_attempt_the_status_reaches_the_client(status):
     config = ALL + "max_total_retries = 1\nmax_worker_retries = 0"
-    async with dataplane_before(answering_with(status), GOOD, config=config) as (opened, client):
+    async with dataplane_and_client(answering_with(status), GOOD, config=config) as (
+        opened,
+        client,
+    ):
         statuses = [(await ask(client)).status for _ in range(4)]
         assert statuses == [status, 200] * 2
         assert opened.failures()[0] == (2 if status in (500, 502, 504) else 0)
 
 
 async def test_a_request_that_fails_everywhere_counts_once_for_each_worker():
-    async with dataplane_before(answering_with(500), answering_with(500, b"other"), config=ALL) as (
+    async with dataplane_and_client(
+        answering_with(500), answering_with(500, b"other"), config=ALL
+    ) as (
         opened,
         client,
     ):
@@ -283,14 +288,14 @@ async def test_a_single_worker_that_fails_once_is_retried():
         calls.append(call)
         await (answering_with(500) if len(calls) < 3 else GOOD)(call)
 
-    async with dataplane_before(script, config=ALL) as (_, client):
+    async with dataplane_and_client(script, config=ALL) as (_, client):
         assert (await ask(client)).status == 200
     assert len(calls) == 3
 
 
 async def test_a_worker_with_permanent_500s_is_ejected():
     config = ALL + "max_total_retries = 1"
-    async with dataplane_before(answering_with(500), config=config) as (opened, client):
+    async with dataplane_and_client(answering_with(500), config=config) as (opened, client):
         statuses = [(await ask(client)).status for _ in range(4)]
         assert statuses == [500, 500, 500, 503]
         assert opened.fleet.workers[0].health.state == "unhealthy"
@@ -300,20 +305,20 @@ async def test_a_stream_that_fails_with_500_is_retried_on_another_worker():
     async def script(call):
         await call.send(SSE_HEAD + chunk(b"data: one\n\n") + b"0\r\n\r\n")
 
-    async with dataplane_before(answering_with(500), script, config=ALL) as (_, client):
+    async with dataplane_and_client(answering_with(500), script, config=ALL) as (_, client):
         response = await ask(client, STREAMED)
         assert (response.status, response.body) == (200, b"data: one\n\n")
 
 
 async def test_a_large_streamed_body_is_not_retried_after_a_500():
     body = b'{"messages": [], "pad": "%b"}' % (b"x" * 3_000_000)
-    async with dataplane_before(answering_with(500), GOOD, config=ALL) as (opened, client):
+    async with dataplane_and_client(answering_with(500), GOOD, config=ALL) as (opened, client):
         assert (await ask(client, body, *HINTS)).status == 500
     assert len(opened.workers[1].requests) == 0
 
 
 async def test_a_reload_applies_retry_on():
-    async with dataplane_before(answering_with(500), GOOD) as (opened, client):
+    async with dataplane_and_client(answering_with(500), GOOD) as (opened, client):
         assert (await ask(client)).status == 500
         opened.reload(ALL)
         assert [(await ask(client)).status for _ in range(4)] == [200] * 4
@@ -337,7 +342,7 @@ async def test_a_failed_request_reports_its_attempts():
 async def test_a_body_above_retry_body_bytes_is_not_retried_and_the_error_says_so():
     config = '[routing]\nretry_body_bytes = "1KiB"'
     body = b'{"messages": [], "pad": "%b"}' % (b"x" * 1024)
-    async with dataplane_before(resetting, answering(BUSY), config=config) as (opened, client):
+    async with dataplane_and_client(resetting, answering(BUSY), config=config) as (opened, client):
         response = await ask(client, body)
         assert response.status == 502
         assert b"larger than 1024 bytes" in response.body
@@ -351,7 +356,7 @@ async def test_the_backoff_grows_only_when_all_workers_were_tried(monkeypatch):
     monkeypatch.setattr(
         retry, "pause_secs", lambda attempts, chance: pauses.append(attempts) or 0.0
     )
-    async with dataplane_before(*[resetting] * 2) as (opened, client):
+    async with dataplane_and_client(*[resetting] * 2) as (opened, client):
         assert (await ask(client)).status == 502
         # Each was ejected at its third failure, so there is no pause after the last.
         assert opened.last["attempts"] == 6
@@ -374,7 +379,7 @@ async def test_a_client_that_disconnects_during_a_backoff_ends_it_at_once(monkey
 async def test_a_backoff_ends_at_the_timeout_of_the_request(monkeypatch):
     monkeypatch.setattr(retry, "pause_secs", lambda attempts, chance: 3600.0)
     config = "[server]\nrequest_timeout_secs = 0.05"
-    async with dataplane_before(resetting, config=config) as (opened, client):
+    async with dataplane_and_client(resetting, config=config) as (opened, client):
         response = await ask(client)
         assert (response.status, b"in phase backoff" in response.body) == (504, True)
         assert response.one("x-omni-attempts") == f"{names(opened)[0]}=reset_before_response"

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -48,7 +48,7 @@ async def after_comments(client, event, count=2):
 
 async def test_comments_are_sent_before_the_head_of_a_slow_worker_and_its_stream():
     event = trio.Event()
-    async with dataplane_before(
+    async with dataplane_and_client(
         sending_after(event, SSE_HEAD, STREAM), config=FREQUENT_COMMENTS
     ) as (
         opened,
@@ -68,7 +68,7 @@ async def test_comments_are_sent_before_the_head_of_a_slow_worker_and_its_stream
 async def test_comments_follow_the_head_of_a_worker_that_is_silent_after_it():
     event = trio.Event()
     script = sending_after(event, STREAM, before=[SSE_HEAD.replace(b"OK\r\n", b"OK\r\nx-a: b\r\n")])
-    async with dataplane_before(script, config=FREQUENT_COMMENTS) as (_, client):
+    async with dataplane_and_client(script, config=FREQUENT_COMMENTS) as (_, client):
         head = await after_comments(client, event)
         assert b"\r\nx-a: b\r\n" in head
         response = await client.answer()
@@ -80,7 +80,7 @@ async def test_no_comments_are_added_to_a_stream_with_a_content_coding():
     """A worker may encode a stream although the request did not allow it."""
     event = trio.Event()
     encoded = SSE_HEAD.replace(b"OK\r\n", b"OK\r\ncontent-encoding: gzip\r\n")
-    async with dataplane_before(
+    async with dataplane_and_client(
         sending_after(event, STREAM, before=[encoded]), config=FREQUENT_COMMENTS
     ) as (_, client):
         await client.send(post(STREAMED))
@@ -103,7 +103,7 @@ async def test_a_stream_in_another_framing_is_sent_in_chunks_after_comments(resp
         await sending_after(event, response)(call)
         call.close()
 
-    async with dataplane_before(script, config=FREQUENT_COMMENTS) as (opened, client):
+    async with dataplane_and_client(script, config=FREQUENT_COMMENTS) as (opened, client):
         await after_comments(client, event)
         assert (await client.answer()).body.replace(COMMENT, b"") == EVENT
         assert opened.last["outcome"] == "completed"
@@ -111,7 +111,7 @@ async def test_a_stream_in_another_framing_is_sent_in_chunks_after_comments(resp
 
 async def test_an_http_1_0_client_gets_comments_without_chunks():
     event = trio.Event()
-    async with dataplane_before(
+    async with dataplane_and_client(
         sending_after(event, SSE_HEAD, STREAM), config=FREQUENT_COMMENTS
     ) as (
         _,
@@ -146,7 +146,7 @@ def error_event_of(broken):
 )
 async def test_a_response_that_is_not_a_stream_becomes_an_error_event(response, message):
     event = trio.Event()
-    async with dataplane_before(sending_after(event, response), config=FREQUENT_COMMENTS) as (
+    async with dataplane_and_client(sending_after(event, response), config=FREQUENT_COMMENTS) as (
         opened,
         client,
     ):
@@ -185,7 +185,7 @@ async def test_when_all_attempts_fail_the_stream_ends_with_an_error_event():
         call.reset()
 
     config = FREQUENT_COMMENTS + "[routing]\nmax_total_retries = 1"
-    async with dataplane_before(dying, config=config) as (opened, client):
+    async with dataplane_and_client(dying, config=config) as (opened, client):
         await after_comments(client, event)
         with pytest.raises(Truncated) as broken:
             await client.answer()
@@ -195,7 +195,10 @@ async def test_when_all_attempts_fail_the_stream_ends_with_an_error_event():
 
 async def test_comments_do_not_extend_timeouts():
     timeouts = "[server.timeouts]\nresponse_head_secs = 0.3"
-    async with dataplane_before(silent, config=FREQUENT_COMMENTS + timeouts) as (opened, client):
+    async with dataplane_and_client(silent, config=FREQUENT_COMMENTS + timeouts) as (
+        opened,
+        client,
+    ):
         await client.send(post(STREAMED))
         with pytest.raises(Truncated) as broken:
             await client.answer()
@@ -210,7 +213,7 @@ async def test_a_stream_that_breaks_after_comments_ends_with_an_error_event():
         await call.until_left()
 
     timeouts = "[server.timeouts]\nfirst_byte_secs = 0.3"
-    async with dataplane_before(script, config=FREQUENT_COMMENTS + timeouts) as (_, client):
+    async with dataplane_and_client(script, config=FREQUENT_COMMENTS + timeouts) as (_, client):
         await client.send(post(STREAMED))
         with pytest.raises(Truncated) as broken:
             await client.answer()
@@ -241,7 +244,9 @@ async def test_a_client_that_disconnects_between_comments_ends_its_attempt():
 
 async def test_a_response_that_is_not_streamed_gets_no_comments():
     event = trio.Event()
-    async with dataplane_before(sending_after(event, counted(b"{}")), config=FREQUENT_COMMENTS) as (
+    async with dataplane_and_client(
+        sending_after(event, counted(b"{}")), config=FREQUENT_COMMENTS
+    ) as (
         _,
         client,
     ):
@@ -254,7 +259,7 @@ async def test_a_response_that_is_not_streamed_gets_no_comments():
 async def test_streamed_speech_gets_no_comments_before_its_head():
     """Its stream may be plain audio."""
     event = trio.Event()
-    async with dataplane_before(
+    async with dataplane_and_client(
         sending_after(event, counted(b"RIFF")), config=FREQUENT_COMMENTS
     ) as (
         _,
@@ -269,7 +274,7 @@ async def test_streamed_speech_gets_no_comments_before_its_head():
 async def test_accept_encoding_is_removed_where_comments_may_be_sent():
     event = trio.Event()
     event.set()
-    async with dataplane_before(
+    async with dataplane_and_client(
         sending_after(event, SSE_HEAD, STREAM), config=FREQUENT_COMMENTS
     ) as (
         opened,

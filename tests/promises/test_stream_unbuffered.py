@@ -2,7 +2,7 @@ import pytest
 import trio
 
 from tests.promises.clients import STREAMED, client_of, post
-from tests.promises.dataplane_fixture import dataplane_before
+from tests.promises.dataplane_fixture import dataplane_and_client
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -57,14 +57,14 @@ FRAMINGS = {
 async def test_each_piece_is_forwarded_when_it_arrives(framing):
     head, pieces = FRAMINGS[framing]
     script = Stepwise(head, *pieces)
-    async with dataplane_before(script) as (_, client):
+    async with dataplane_and_client(script) as (_, client):
         await read_stepwise(client, script, PIECES)
 
 
 async def test_parts_of_a_chunk_are_forwarded_when_they_arrive():
     parts = [b"1f\r\ndata: one", b" two", b" three", b" and so on\n\n\r\n", LAST_CHUNK]
     script = Stepwise(SSE_HEAD, *parts)
-    async with dataplane_before(script) as (_, client):
+    async with dataplane_and_client(script) as (_, client):
         await read_stepwise(client, script, parts)
 
 
@@ -76,7 +76,7 @@ async def test_the_head_does_not_wait_for_the_body():
         await released.wait()
         await call.send(chunk(b"data: one\n\n"), LAST_CHUNK)
 
-    async with dataplane_before(script) as (_, client):
+    async with dataplane_and_client(script) as (_, client):
         await client.send(post(STREAMED))
         assert b" 200 OK\r\n" in await client.until(b"\r\n\r\n")
         released.set()

@@ -5,7 +5,7 @@ import trio
 
 from tests.dataplane.loop_script import until
 from tests.promises.clients import STREAMED, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     PATIENCE_SECS,
@@ -42,13 +42,13 @@ class Flood:
 async def test_a_client_that_never_reads_is_disconnected_and_memory_is_limited(head):
     flood = Flood(head)
     timeouts = "[server.timeouts]\nidle_secs = 0.3"
-    async with dataplane_before(flood, config=timeouts) as (opened, client):
+    async with dataplane_and_client(flood, config=timeouts) as (opened, client):
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         await client.send(post(STREAMED))
         with trio.fail_after(PATIENCE_SECS):
             await flood.cut.wait()
         assert flood.sent < MAX_IN_TRANSIT
-        assert opened.wait_until_idle()
+        assert opened.is_idle()
         assert (opened.last["outcome"], opened.last["ended_by"]) == ("client_stalled", "client")
         assert opened.last["bytes_out"] < MAX_IN_TRANSIT
         assert opened.failures() == [0]
@@ -94,7 +94,7 @@ async def test_a_stuck_reader_blocks_no_other_client():
 async def test_the_request_timeout_applies_to_a_slow_reader():
     flood = Flood(b"HTTP/1.1 200 OK\r\ncontent-length: 999999999\r\n\r\n")
     timeout = "[server]\nrequest_timeout_secs = 0.3"
-    async with dataplane_before(flood, config=timeout) as (opened, client):
+    async with dataplane_and_client(flood, config=timeout) as (opened, client):
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         await client.send(post())
         with trio.fail_after(PATIENCE_SECS):
@@ -114,7 +114,7 @@ async def test_a_late_pipelining_reader_gets_all_responses_in_order():
     def stuck() -> bool:
         return any(task.phase == "client" for task in opened.dataplane.loop.tasks)
 
-    async with dataplane_before(echo) as (opened, client), trio.open_nursery() as nursery:
+    async with dataplane_and_client(echo) as (opened, client), trio.open_nursery() as nursery:
         client.stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         nursery.start_soon(client.send, *map(post, bodies))
         await until(stuck)

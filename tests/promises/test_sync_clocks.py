@@ -63,7 +63,7 @@ async def call_slowly(running, workers, path, body):
         nursery.start_soon(ask)
         for worker in workers:
             await worker.asked[path].wait()
-            worker.says[READY] = (503, {"status": "busy"})
+            worker.responses[READY] = (503, {"status": "busy"})
         probes_before = [len(worker.paths(READY)) for worker in workers]
         await trio.sleep(LONG_SECS)
         with trio.fail_after(30):
@@ -75,7 +75,7 @@ async def call_slowly(running, workers, path, body):
         listed = await running.get_json("/workers")
         for worker in workers:
             assert record(listed, worker)["health_state"] == "healthy", path
-            del worker.says[READY]
+            del worker.responses[READY]
             worker.gates.pop(path).set()
     return responses[0].json()
 

@@ -24,7 +24,7 @@ from tests.promises.fakes import (
     hanging_up_after,
     silent,
 )
-from tests.promises.tls_helpers import FILES, TwoEvents, believing, listening, secure_client
+from tests.promises.tls_helpers import FILES, TwoEvents, client_context, listening, secure_client
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ async def test_requests_that_repeat_a_head_take_the_fast_path(monkeypatch):
 
 
 async def test_alpn_selects_http_1_1():
-    context = believing()
+    context = client_context()
     context.set_alpn_protocols(["h2", "http/1.1"])
     async with (
         tls_dataplane(answering(counted(b"{}"))) as opened,
@@ -84,7 +84,7 @@ async def test_alpn_selects_http_1_1():
 async def test_bytes_of_any_size_pass_unchanged_both_ways(version):
     body = b'{"messages": [], "x": "%b"}' % (bytes(range(35, 91)) * 20_000).replace(b"\\", b"")
     reply = os.urandom(700_000)
-    context = believing()
+    context = client_context()
     context.maximum_version = version
     async with (
         tls_dataplane(answering(counted(reply))) as opened,
@@ -100,11 +100,11 @@ async def test_bytes_of_any_size_pass_unchanged_both_ways(version):
 async def test_events_of_a_stream_arrive_one_by_one():
     events = TwoEvents()
     async with tls_dataplane(events) as opened, secure_client(opened.address) as client:
-        await events.heard_by(client)
+        await events.relayed_to(client)
 
 
 async def test_versions_before_tls_1_2_are_rejected():
-    context = believing()
+    context = client_context()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         context.minimum_version = ssl.TLSVersion.TLSv1
@@ -248,7 +248,7 @@ async def test_an_incomplete_handshake_ends_after_client_head_secs(data):
 async def test_a_handshake_may_arrive_byte_by_byte():
     async with tls_dataplane(answering(counted(b"{}"))) as opened:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        tls = believing().wrap_bio(incoming, outgoing, server_hostname="localhost")
+        tls = client_context().wrap_bio(incoming, outgoing, server_hostname="localhost")
         async with client_of(opened.address) as client:
             complete = False
             while not complete:
@@ -288,9 +288,9 @@ async def test_a_client_without_the_required_certificate_is_refused():
     config = listening(tls_client_ca=f"'{FILES / 'authority.pem'}'")
     async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
         for name in ("", "stranger"):
-            async with secure_client(opened.address, believing(own=name)) as client:
+            async with secure_client(opened.address, client_context(own=name)) as client:
                 assert await is_rejected(client)
-        async with secure_client(opened.address, believing(own="client")) as client:
+        async with secure_client(opened.address, client_context(own="client")) as client:
             await client.send(post())
             assert (await client.answer()).status == 200
     assert opened.dataplane.services.totals.failed_handshakes == 2
@@ -301,10 +301,10 @@ async def test_an_optional_certificate_may_be_missing_but_not_wrong():
     config = listening(tls_client_ca=ca, tls_client_require="false")
     async with tls_dataplane(answering(counted(b"{}")), config=config) as opened:
         for name in ("", "client"):
-            async with secure_client(opened.address, believing(own=name)) as client:
+            async with secure_client(opened.address, client_context(own=name)) as client:
                 await client.send(post())
                 assert (await client.answer()).status == 200
-        async with secure_client(opened.address, believing(own="stranger")) as client:
+        async with secure_client(opened.address, client_context(own="stranger")) as client:
             assert await is_rejected(client)
 
 
@@ -374,6 +374,6 @@ async def test_a_drain_completes_a_handshake_and_then_closes_the_connection():
     async with tls_dataplane(silent) as opened, client_of(opened.address) as client:
         await until(lambda: any(t.phase == "handshake" for t in opened.dataplane.loop.tasks))
         opened.dataplane.begin_drain()
-        secure = trio.SSLStream(client.stream, believing(), server_hostname="localhost")
+        secure = trio.SSLStream(client.stream, client_context(), server_hostname="localhost")
         assert await secure.receive_some(1) == b""
         await opened.dataplane.drained()

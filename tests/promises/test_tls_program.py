@@ -13,7 +13,13 @@ from tests.ports import free_port
 from tests.program_forkserver import forking_interpreter
 from tests.promises.fakes import answering, counted
 from tests.promises.fleet_program import PATIENCE_SECS, PROBES, chat, put, starting, toml, workers
-from tests.promises.tls_helpers import AUTHORITY, FILES, SecureWorker, believing, secure_workers
+from tests.promises.tls_helpers import (
+    AUTHORITY,
+    FILES,
+    SecureWorker,
+    client_context,
+    secure_workers,
+)
 
 pytestmark = pytest.mark.usefixtures("soon")
 CERT, KEY = FILES / "server.pem", FILES / "server-key.pem"
@@ -25,10 +31,10 @@ FLAGS = ("--tls-cert-path", CERT, "--tls-key-path", KEY)
 async def secure_program(*arguments):
     """Starts the program with a client that uses HTTPS."""
     async with starting(*arguments) as running:
-        url = (await running.says(r"listening on (https://[^\s\"]+)"))[1]
+        url = (await running.until_logged(r"listening on (https://[^\s\"]+)"))[1]
         await running.client.aclose()
         running.client = httpx.AsyncClient(
-            base_url=url, verify=believing(), timeout=PATIENCE_SECS, trust_env=False
+            base_url=url, verify=client_context(), timeout=PATIENCE_SECS, trust_env=False
         )
         await running.until("/live", lambda body: body.get("status") == "alive")
         yield running
@@ -61,7 +67,7 @@ async def test_flags_of_other_routers_enable_tls_and_their_clients_work(tmp_path
 
             def ask():
                 with (
-                    httpx.Client(verify=believing(), trust_env=False) as http,
+                    httpx.Client(verify=client_context(), trust_env=False) as http,
                     openai.OpenAI(base_url=f"{base}/v1", api_key="k", http_client=http) as client,
                 ):
                     return client.chat.completions.create(model="m", messages=chat()["messages"])
@@ -96,7 +102,7 @@ async def test_commands_find_a_program_with_tls_by_its_configuration_file(tmp_pa
             status, body = await command("workers", "list", "--config", file)
             assert (status, fleet[0].url in body) == (0, True), body
             put(file, f"{config}[admin]\nlisten = 'unix:{socket_path}'\n")
-            await running.says("for admin requests")
+            await running.until_logged("for admin requests")
             status, body = await command("workers", "disable", fleet[0].url, "--config", file)
             assert status == 0, body
             status, body = await command("status", "--url", str(running.client.base_url))
@@ -135,14 +141,14 @@ async def test_a_reload_rejects_an_invalid_key_and_keeps_the_current_one(tmp_pat
         async with secure_program("--config", file) as running:
             await running.until_routable(*fleet)
             put(file, good.replace(str(key_file), str(FILES / "renewed-key.pem")))
-            await running.says(
+            await running.until_logged(
                 r"config_refused source=[a-z]+: the current configuration stays\n.*server\.tls_key: .*not the key"
             )
             assert (await running.client.post("/reload")).status_code == 422
             assert (await running.ask()).status_code == 200
             put(file, good)
             key_file.write_text("nonsense")  # a failed renewal of the certificate
-            await running.says("certificate_reload_failed")
+            await running.until_logged("certificate_reload_failed")
             assert (await running.ask()).status_code == 200
             tls = (await running.get_json("/status"))["data_plane"]["tls"]
             assert "mine-key.pem" in tls["error"]

@@ -11,7 +11,7 @@ from omni_proxy.dataplane.request_trace import parse_traceparent
 from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 from tests.promises.clients import post
-from tests.promises.dataplane_fixture import Lines, dataplane_before
+from tests.promises.dataplane_fixture import Lines, dataplane_and_client
 from tests.promises.disaggregated_engines import fleet_of
 from tests.promises.fakes import answering, counted, fake_workers, resetting
 from tests.promises.fleet_program import PATIENCE_SECS, program, toml, workers
@@ -55,7 +55,7 @@ async def ask(client, request):
 # The last of four requests takes the fast path.
 @pytest.mark.parametrize("repeats", [1, 4], ids=["first", "repeated"])
 async def test_a_request_has_a_span_and_its_attempt_another(repeats):
-    async with dataplane_before(GOOD, config=OBSERVED) as (opened, client):
+    async with dataplane_and_client(GOOD, config=OBSERVED) as (opened, client):
         spans = record_spans(opened)
         opened.dataplane.recorders.meters = Metrics(
             opened.dataplane.fleet, RecentWindow(), lambda: 0.0
@@ -96,7 +96,7 @@ async def test_a_request_has_a_span_and_its_attempt_another(repeats):
 
 
 async def test_a_clients_trace_is_continued_on_either_path():
-    async with dataplane_before(GOOD, config=UNSAMPLED) as (opened, client):
+    async with dataplane_and_client(GOOD, config=UNSAMPLED) as (opened, client):
         spans = record_spans(opened)
         for number in range(4):
             await ask(client, post(CHAT, parent(span=f"{number + 1:016x}")))
@@ -115,7 +115,7 @@ async def test_a_clients_trace_is_continued_on_either_path():
 )
 async def test_a_tracestate_is_forwarded_only_with_its_own_trace(config, traceparent, forwarded):
     parent_fields = [] if traceparent is None else [f"traceparent: {traceparent}"]
-    async with dataplane_before(GOOD, config=config) as (opened, client):
+    async with dataplane_and_client(GOOD, config=config) as (opened, client):
         record_spans(opened)
         for number in range(4):  # the last one takes the fast path
             state = f"tracestate: a=b{number}"
@@ -128,7 +128,7 @@ async def test_a_tracestate_is_forwarded_only_with_its_own_trace(config, tracepa
 
 
 async def test_an_unsampled_request_has_no_span_and_the_worker_gets_the_flag():
-    async with dataplane_before(GOOD, config=UNSAMPLED) as (opened, client):
+    async with dataplane_and_client(GOOD, config=UNSAMPLED) as (opened, client):
         spans = record_spans(opened)
         for _ in range(4):
             await ask(client, post(CHAT))
@@ -144,7 +144,7 @@ async def test_an_unsampled_request_has_no_span_and_the_worker_gets_the_flag():
 
 
 async def test_without_an_endpoint_trace_headers_are_unchanged():
-    async with dataplane_before(GOOD) as (opened, client):
+    async with dataplane_and_client(GOOD) as (opened, client):
         await ask(client, post(CHAT, "traceparent: what it likes"))
         assert dict(opened.workers[0].calls[0].fields)["traceparent"] == "what it likes"
         await ask(client, post(CHAT))
@@ -152,7 +152,7 @@ async def test_without_an_endpoint_trace_headers_are_unchanged():
 
 
 async def test_a_retry_has_a_span_and_the_failed_attempt_has_its_error():
-    async with dataplane_before(resetting, GOOD, config=OBSERVED) as (opened, client):
+    async with dataplane_and_client(resetting, GOOD, config=OBSERVED) as (opened, client):
         spans = record_spans(opened)
         assert (await ask(client, post(CHAT))).status == 200
         request, failed, good = spans.records[-1]
@@ -171,7 +171,7 @@ async def test_a_retry_has_a_span_and_the_failed_attempt_has_its_error():
 async def test_a_server_error_marks_the_request_span_and_a_client_error_does_not():
     bad = answering(counted(b"{}", status="500 Oops"))
     for script, status in ((bad, 500), (answering(counted(b"{}", status="404 No")), 404)):
-        async with dataplane_before(script, config=OBSERVED) as (opened, client):
+        async with dataplane_and_client(script, config=OBSERVED) as (opened, client):
             spans = record_spans(opened)
             assert (await ask(client, post(CHAT))).status == status
             request, attempt = spans.records[-1]
@@ -188,7 +188,7 @@ async def test_only_a_request_that_waits_in_the_queue_has_a_queue_span():
         await gate.wait()
         await call.send(counted(USAGE))
 
-    async with dataplane_before(slow, config=config) as (opened, client):
+    async with dataplane_and_client(slow, config=config) as (opened, client):
         spans = record_spans(opened)
         await client.send(post(CHAT))
         await arrived.wait()

@@ -8,7 +8,7 @@ import trio
 
 from tests.dataplane.loop_script import until
 from tests.promises.clients import client_of, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     LAST_CHUNK,
     SSE_HEAD,
@@ -34,7 +34,7 @@ BODY = b'{"model" : "m", "odd":  [1.50, null], "token_ids": [1,2], "x": "\\u00e9
 
 @pytest.mark.parametrize("path", ROUTES)
 async def test_each_route_is_relayed_byte_for_byte(path):
-    async with dataplane_before(answering(counted(b'{"a":  1}'))) as (opened, client):
+    async with dataplane_and_client(answering(counted(b'{"a":  1}'))) as (opened, client):
         await client.send(post(BODY, path=f"{path}?beta=true"))
         response = await client.answer()
         assert (response.status, response.body) == (200, b'{"a":  1}')
@@ -43,7 +43,7 @@ async def test_each_route_is_relayed_byte_for_byte(path):
 
 @pytest.mark.parametrize("path", ["/tokenizer", "/v1/messages/x", "/inference/v1/other", "/own"])
 async def test_an_unknown_path_reaches_no_worker(path):
-    async with dataplane_before(answering(counted(b"{}"))) as (opened, client):
+    async with dataplane_and_client(answering(counted(b"{}"))) as (opened, client):
         await client.send(post(BODY, path=path))
         assert (await client.answer()).status == 503  # there is no admin API in this test
         assert not opened.workers[0].requests
@@ -222,7 +222,7 @@ async def test_a_file_that_redefines_a_built_in_route_is_rejected(tmp_path, soon
     put(file, "[server]\nport = 0\n")
     async with program("--config", file) as running:
         put(file, '[server]\nport = 0\n[[routes]]\npath = "/workers"\n')
-        await running.says("routes\\[0\\].path.*built-in control route")
+        await running.until_logged("routes\\[0\\].path.*built-in control route")
         assert (await running.get_json("/workers"))["workers"] == []
 
 
@@ -243,7 +243,7 @@ async def test_the_text_of_a_configured_route_is_read_from_its_keys(text):
             prefix = str([family] * 60)[:-1].encode()
             holders = [w for w in workers if any(prefix in body for _, body in w.requests)]
             assert len(holders) == 1
-        await until(lambda: opened.wait_until_idle())
+        await until(lambda: opened.is_idle())
 
 
 CONTROL_ROUTES = """

@@ -125,7 +125,7 @@ async def test_a_failed_init_disables_its_worker_until_it_is_enabled(tmp_path):
     file = tmp_path / "proxy.toml"
     init = "/init_weights_update_group"
     async with engines(1) as (engine,):
-        engine.says[init] = (400, {"detail": {"success": False, "message": "no trainer"}})
+        engine.responses[init] = (400, {"detail": {"success": False, "message": "no trainer"}})
         file.write_text(toml([engine], more=SYNC_OFF))
         async with program("--config", file) as running:
             await running.until_routable(engine)

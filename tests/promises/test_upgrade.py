@@ -145,7 +145,7 @@ async def test_a_signal_upgrades_the_program_and_state_is_kept(tmp_path, notifie
         await running.client.put(f"/workers/{worker_id}", json={"disabled": True})
         assert (await running.ask()).status_code == 200
         running.process.send_signal(signal.SIGUSR2)
-        await running.says("upgrade_taken_over")
+        await running.until_logged("upgrade_taken_over")
         reply = await running.until("/status", lambda t: t["pid"] != running.process.pid)
         assert reply["ready"] is True
         rows = {row["url"]: row for row in (await running.get_json("/workers"))["workers"]}

@@ -50,7 +50,7 @@ async def test_a_shutdown_during_an_upgrade_leaves_no_program(tmp_path):
                 await worker.halfway.wait()
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(run_upgrade)
-                    await running.says("upgrade_started")
+                    await running.until_logged("upgrade_started")
                     running.process.send_signal(signal.SIGTERM)
                 worker.gate.set()
                 assert (await client.answer()).status == 200
@@ -107,7 +107,7 @@ async def test_a_new_program_that_exits_before_its_takeover_changes_nothing(tmp_
         assert (await running.client.delete(f"/reservations/{name}")).status_code == 200
         assert (await running.client.post("/reload")).status_code == 200
         os.kill(before[0]["pid"], signal.SIGKILL)
-        await running.says(r"replica_failed replica=local\[0\]")
+        await running.until_logged(r"replica_failed replica=local\[0\]")
         replicas = [row["pid"] for row in await until_ready(running)]
         done = await upgrade(running)
         assert done.outcome == "done", done

@@ -93,7 +93,7 @@ async def test_the_new_program_serves_if_the_old_one_is_killed(tmp_path, step, m
         running.process.kill()
         await running.process.wait()
         release_new_program(tmp_path)
-        await running.says(message)
+        await running.until_logged(message)
         pid = await until_serving(running, fleet)
         assert pid != running.process.pid
         assert not (await status(running))["upgrade"]["last_error"]
@@ -105,7 +105,7 @@ async def test_the_old_program_serves_if_the_new_one_is_killed(tmp_path, step):
     async with upgrading(tmp_path, step) as (running, fleet, reports):
         (pid,) = children_of(running.process.pid, str(tmp_path / "binary"))
         os.kill(pid, signal.SIGKILL)
-        await running.says("upgrade_failed.*SIGKILL")
+        await running.until_logged("upgrade_failed.*SIGKILL")
         assert (await status(running))["pid"] == running.process.pid
         assert (await running.ask()).status_code == 200
         done = await upgrade(running)
@@ -145,7 +145,7 @@ async def test_the_new_program_serves_while_the_old_one_is_stopped(
         assert (await status(running))["pid"] != first
         assert reports == []
         running.process.send_signal(signal.SIGCONT)
-        await running.says("upgrade_taken_over")
+        await running.until_logged("upgrade_taken_over")
         await running.client.aclose()
         assert await running.process.wait() == 0
         await renew_client(running)

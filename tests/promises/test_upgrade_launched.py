@@ -35,7 +35,7 @@ async def test_replicas_survive_and_the_new_program_restarts_and_ends_them(tmp_p
             assert [row["pid"] for row in await until_ready(running)] == before
             assert all(map(alive, before))
             os.kill(before[0], signal.SIGKILL)
-            await running.says(r"replica_failed replica=local\[0\]")
+            await running.until_logged(r"replica_failed replica=local\[0\]")
             rows = await until_ready(running)
             after = [row["pid"] for row in rows]
             assert after[0] != before[0]

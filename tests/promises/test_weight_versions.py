@@ -7,7 +7,7 @@ import trio
 
 from tests.dataplane.loop_script import until
 from tests.promises.clients import CHAT, STREAMED, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.engines import engines
 from tests.promises.fakes import (
     LAST_CHUNK,
@@ -48,7 +48,7 @@ class Stepwise:
 
 
 async def test_a_response_has_the_weight_version_of_its_worker_if_it_is_known():
-    async with dataplane_before(GOOD) as (opened, client):
+    async with dataplane_and_client(GOOD) as (opened, client):
         (worker,) = opened.fleet.workers
         response = await ask(client)
         assert not [name for name, _ in response.fields if name.startswith("x-omni-weight")]
@@ -67,7 +67,7 @@ async def test_a_response_has_the_weight_version_of_its_worker_if_it_is_known():
 
 
 async def test_a_local_reply_has_no_weight_version():
-    async with dataplane_before(resetting, config="[routing]\nmax_total_retries = 1") as (
+    async with dataplane_and_client(resetting, config="[routing]\nmax_total_retries = 1") as (
         opened,
         client,
     ):
@@ -83,7 +83,7 @@ async def test_a_local_reply_has_no_weight_version():
 )
 async def test_a_response_that_spans_an_update_has_both_versions(label, epoch, end_label):
     worker = Stepwise(b"", counted(b"good"))
-    async with dataplane_before(worker) as (opened, client):
+    async with dataplane_and_client(worker) as (opened, client):
         (target,) = opened.fleet.workers
         opened.fleet.set_version(target, "v1", 1)
         await client.send(post(CHAT))
@@ -103,7 +103,7 @@ async def test_a_response_that_spans_an_update_has_both_versions(label, epoch, e
 
 async def test_a_stream_that_spans_an_update_is_logged_and_counted():
     worker = Stepwise(SSE_HEAD + chunk(b"data: a\n\n"), chunk(b"data: [DONE]\n\n") + LAST_CHUNK)
-    async with dataplane_before(worker) as (opened, client):
+    async with dataplane_and_client(worker) as (opened, client):
         (target,) = opened.fleet.workers
         opened.fleet.set_version(target, "v1", 1)
         await client.send(post(STREAMED))
@@ -125,7 +125,7 @@ async def test_a_stream_that_spans_an_update_is_logged_and_counted():
 
 
 async def test_a_retry_has_the_weight_version_of_the_worker_that_responded():
-    async with dataplane_before(resetting, GOOD) as (opened, client):
+    async with dataplane_and_client(resetting, GOOD) as (opened, client):
         for number, worker in enumerate(opened.fleet.workers, 1):
             opened.fleet.set_version(worker, f"v{number}", number)
         response = await ask(client)
@@ -134,7 +134,7 @@ async def test_a_retry_has_the_weight_version_of_the_worker_that_responded():
 
 
 async def test_version_constraints_limit_the_choice_and_are_not_forwarded():
-    async with dataplane_before(GOOD, GOOD, GOOD) as (opened, client):
+    async with dataplane_and_client(GOOD, GOOD, GOOD) as (opened, client):
         for number, worker in enumerate(opened.fleet.workers, 1):
             opened.fleet.set_version(worker, f"v{number}", number)
         for _ in range(3):
@@ -163,13 +163,13 @@ async def test_version_constraints_limit_the_choice_and_are_not_forwarded():
     ],
 )
 async def test_an_invalid_version_constraint_is_rejected(field):
-    async with dataplane_before(GOOD) as (opened, client):
+    async with dataplane_and_client(GOOD) as (opened, client):
         assert (await ask(client, field)).status == 400
         assert not opened.workers[0].requests
 
 
 async def test_without_a_queue_no_request_waits_for_weights():
-    async with dataplane_before(GOOD) as (_, client):
+    async with dataplane_and_client(GOOD) as (_, client):
         response = await ask(client, f"{VERSION}: =v2")
         assert (response.status, response.one("retry-after")) == (503, "1")
         error = json.loads(response.body)["error"]
@@ -178,7 +178,7 @@ async def test_without_a_queue_no_request_waits_for_weights():
 
 
 async def test_with_a_queue_a_request_waits_until_a_worker_has_the_weights():
-    async with dataplane_before(GOOD, config=QUEUED) as (opened, client):
+    async with dataplane_and_client(GOOD, config=QUEUED) as (opened, client):
         (worker,) = opened.fleet.workers
         await client.send(post(CHAT, "x-omni-min-weight-epoch: 3"))
         await until(lambda: opened.dataplane.queue.waiting)
@@ -191,7 +191,7 @@ async def test_with_a_queue_a_request_waits_until_a_worker_has_the_weights():
 
 async def test_the_error_of_a_request_that_waited_too_long_names_missing_weights():
     config = f"{QUEUED}queue_timeout_secs = 0.05"
-    async with dataplane_before(GOOD, config=config) as (_, client):
+    async with dataplane_and_client(GOOD, config=config) as (_, client):
         response = await ask(client, f"{VERSION}: =v2")
         error = json.loads(response.body)["error"]
         assert (response.status, response.one("retry-after")) == (503, "1")
@@ -207,7 +207,7 @@ async def test_the_error_of_a_request_that_waited_too_long_names_missing_weights
     ],
 )
 async def test_shed_rejects_requests_at_once_although_there_is_a_queue(reason, rules, code):
-    async with dataplane_before(GOOD, config=QUEUED + rules) as (opened, client):
+    async with dataplane_and_client(GOOD, config=QUEUED + rules) as (opened, client):
         (worker,) = opened.fleet.workers
         opened.fleet.cordon(worker, reason)
         response = await ask(client)

@@ -3,7 +3,7 @@ import trio
 import trio.testing
 
 from tests.promises.clients import CHAT, STREAMED, Truncated, post
-from tests.promises.dataplane_fixture import dataplane_before, run_dataplane
+from tests.promises.dataplane_fixture import dataplane_and_client, run_dataplane
 from tests.promises.fakes import (
     CHUNKED_HEAD,
     LAST_CHUNK,
@@ -49,7 +49,7 @@ async def test_a_refused_connection_is_a_502_with_the_reason():
     ids=["resets", "closes", "closes in its head"],
 )
 async def test_a_worker_that_dies_before_the_end_of_its_head_is_a_502(script):
-    async with dataplane_before(script, config=SINGLE_ATTEMPT) as (opened, client):
+    async with dataplane_and_client(script, config=SINGLE_ATTEMPT) as (opened, client):
         response = await ask(client)
         assert response.status == 502
         assert b'"code":"reset_before_response"' in response.body
@@ -63,7 +63,7 @@ async def test_a_worker_that_stalls_is_a_504_and_its_connection_is_closed():
         await call.until_left()
         left.set()
 
-    async with dataplane_before(script, config=SHORT_TIMEOUTS) as (opened, client):
+    async with dataplane_and_client(script, config=SHORT_TIMEOUTS) as (opened, client):
         response = await ask(client)
         assert response.status == 504
         assert b'"code":"response_timeout"' in response.body
@@ -77,7 +77,7 @@ async def test_a_worker_that_stalls_within_its_head_is_a_504():
         await call.send(b"HTTP/1.1 200 OK\r\ncontent-le")
         await call.until_left()
 
-    async with dataplane_before(script, config=SHORT_TIMEOUTS) as (_, client):
+    async with dataplane_and_client(script, config=SHORT_TIMEOUTS) as (_, client):
         assert (await ask(client)).status == 504
 
 
@@ -119,7 +119,7 @@ async def test_a_malformed_response_is_a_502_and_counts_for_health(name):
         await call.send(GARBAGE[name])
         await call.until_left()
 
-    async with dataplane_before(script, config=SINGLE_ATTEMPT) as (opened, client):
+    async with dataplane_and_client(script, config=SINGLE_ATTEMPT) as (opened, client):
         response = await ask(client)
         assert response.status == 502
         assert b'"error":{"message":' in response.body
@@ -163,7 +163,7 @@ async def test_a_truncated_response_never_ends_cleanly(name, ending):
 
 
 async def test_a_broken_sse_stream_gets_an_error_event_before_it_is_truncated():
-    async with dataplane_before(hanging_up_after(SSE_HEAD + EVENT)) as (opened, client):
+    async with dataplane_and_client(hanging_up_after(SSE_HEAD + EVENT)) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         events = broken.value.answer.body.decode().split("\n\n")
@@ -178,7 +178,7 @@ async def test_a_silent_stream_gets_an_error_event_and_is_truncated():
         await call.send(SSE_HEAD, EVENT)
         await call.until_left()
 
-    async with dataplane_before(script, config=SHORT_TIMEOUTS) as (opened, client):
+    async with dataplane_and_client(script, config=SHORT_TIMEOUTS) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         assert b'data: {"error":' in broken.value.answer.body
@@ -191,7 +191,7 @@ async def test_a_worker_that_never_starts_its_body_ends_after_first_byte_secs():
         await call.until_left()
 
     timeout = "[server.timeouts]\nfirst_byte_secs = 0.05"
-    async with dataplane_before(script, config=timeout) as (opened, client):
+    async with dataplane_and_client(script, config=timeout) as (opened, client):
         with pytest.raises(Truncated) as broken:
             await ask(client, STREAMED)
         assert broken.value.answer.status == 200
@@ -206,7 +206,7 @@ async def test_invalid_chunks_in_a_response_never_end_cleanly():
         await received.wait()
         await call.send(b"zz\r\n")
 
-    async with dataplane_before(script) as (opened, client):
+    async with dataplane_and_client(script) as (opened, client):
         await client.send(post())
         await client.until(chunk(b"abc"))
         received.set()
@@ -246,7 +246,7 @@ async def test_bytes_after_a_response_are_dropped_and_end_the_connection(pieces)
 
 async def test_bytes_after_the_last_chunk_are_not_parsed_as_a_response():
     smuggled = CHUNKED_HEAD + chunk(b"ab") + LAST_CHUNK + counted(b"evil")
-    async with dataplane_before(answering(smuggled)) as (_, client):
+    async with dataplane_and_client(answering(smuggled)) as (_, client):
         response = await ask(client)
         assert (response.status, b"evil" in response.body) == (502, False)
         assert client.rest == b""
@@ -254,7 +254,7 @@ async def test_bytes_after_the_last_chunk_are_not_parsed_as_a_response():
 
 async def test_a_response_that_ends_with_its_connection_is_sent_in_chunks():
     closing = b"HTTP/1.0 200 OK\r\ncontent-type: text/plain\r\n\r\nhello"
-    async with dataplane_before(hanging_up_after(closing)) as (_, client):
+    async with dataplane_and_client(hanging_up_after(closing)) as (_, client):
         for _ in range(2):
             response = await ask(client)
             assert (response.status, response.body) == (200, b"hello")
@@ -267,7 +267,7 @@ async def test_a_reset_never_ends_a_response_without_framing_cleanly():
         await trio.testing.wait_all_tasks_blocked()
         call.reset()
 
-    async with dataplane_before(script) as (opened, client):
+    async with dataplane_and_client(script) as (opened, client):
         with pytest.raises(Truncated):
             await ask(client)
         assert opened.failures() == [1]
@@ -315,7 +315,7 @@ async def test_a_truncated_response_to_http_1_0_does_not_end_cleanly_either(head
         await trio.testing.wait_all_tasks_blocked()
         call.reset()
 
-    async with dataplane_before(script) as (_, client):
+    async with dataplane_and_client(script) as (_, client):
         await client.send(post().replace(b"HTTP/1.1", b"HTTP/1.0", 1))
         with pytest.raises(Truncated):
             await client.answer()
@@ -329,7 +329,7 @@ async def test_a_request_timeout_does_not_count_as_a_failure_of_a_busy_worker():
             await trio.sleep(0.005)
 
     timeout = "[server]\nrequest_timeout_secs = 0.1"
-    async with dataplane_before(script, config=timeout) as (opened, client):
+    async with dataplane_and_client(script, config=timeout) as (opened, client):
         with pytest.raises(Truncated):
             await ask(client)
         assert (opened.last["outcome"], opened.last["ended_by"]) == ("timed_out", "proxy")
@@ -339,7 +339,7 @@ async def test_a_request_timeout_does_not_count_as_a_failure_of_a_busy_worker():
 @pytest.mark.parametrize("status", [502, 504])
 async def test_502_and_504_of_a_worker_pass_unchanged_and_count_for_health(status):
     reply = counted(b"mine", status=f"{status} Oh No")
-    async with dataplane_before(answering(reply)) as (opened, client):
+    async with dataplane_and_client(answering(reply)) as (opened, client):
         response = await ask(client)
         assert (response.status, response.body) == (status, b"mine")
         assert opened.failures() == [1]

@@ -23,7 +23,7 @@ def listening(name: str = "server", **others: str) -> str:
     return f"[server]\ntls_cert = '{FILES / name}.pem'\ntls_key = '{FILES / name}-key.pem'\n{lines}"
 
 
-def believing(name: str = "authority", own: str = "") -> ssl.SSLContext:
+def client_context(name: str = "authority", own: str = "") -> ssl.SSLContext:
     """Returns a client context with a trusted certificate, and optionally a client certificate."""
     context = ssl.create_default_context(cafile=FILES / f"{name}.pem")
     context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
@@ -32,7 +32,7 @@ def believing(name: str = "authority", own: str = "") -> ssl.SSLContext:
     return context
 
 
-def showing(name: str = "server") -> ssl.SSLContext:
+def server_context(name: str = "server") -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.options &= ~ssl.OP_IGNORE_UNEXPECTED_EOF
     context.load_cert_chain(FILES / f"{name}.pem", FILES / f"{name}-key.pem")
@@ -64,7 +64,7 @@ async def secure_client(
     raw = await trio.open_tcp_stream(host, int(port))
     async with raw:
         secure = trio.SSLStream(
-            raw, context or believing(), server_hostname=name, https_compatible=True
+            raw, context or client_context(), server_hostname=name, https_compatible=True
         )
         with trio.fail_after(30):
             await secure.do_handshake()
@@ -76,7 +76,7 @@ class SecureWorker(FakeWorker):
 
     def __init__(self, script: Script, name: str = "server", host: str = "127.0.0.1") -> None:
         super().__init__(script)
-        self.context = showing(name)
+        self.context = server_context(name)
         self.host = host
         self.resumed: list[bool] = []
         self.names: list[str | None] = []
@@ -118,7 +118,7 @@ class TwoEvents:
         await self._received.wait()
         await call.send(chunk(b"data: 2\n\n"), LAST_CHUNK)
 
-    async def heard_by(self, client: Client) -> None:
+    async def relayed_to(self, client: Client) -> None:
         await client.send(post(STREAMED))
         await client.until(b"data: 1\n\n")
         self._received.set()

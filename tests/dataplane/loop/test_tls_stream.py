@@ -20,7 +20,7 @@ from omni_proxy.dataplane.loop.tls_stream import (
     TlsStream,
 )
 from tests.example_counts import examples
-from tests.promises.tls_helpers import believing, showing
+from tests.promises.tls_helpers import client_context, server_context
 
 
 class TlsPeer:
@@ -29,7 +29,9 @@ class TlsPeer:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.incoming, self.outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self.tls = believing().wrap_bio(self.incoming, self.outgoing, server_hostname="localhost")
+        self.tls = client_context().wrap_bio(
+            self.incoming, self.outgoing, server_hostname="localhost"
+        )
 
     def do_handshake(self) -> bool:
         try:
@@ -74,7 +76,7 @@ class TlsPair:
             near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         plain = Stream(self.loop, near, None)
         self.peer = TlsPeer(peer)
-        handshake = TlsHandshake(showing())
+        handshake = TlsHandshake(server_context())
         peer_done = stream_done = False
         while not (peer_done and stream_done):
             peer_done = self.peer.do_handshake()

@@ -14,7 +14,7 @@ from tests.dataplane.speech_fixture import (
     run_proxy,
     serve_speech,
 )
-from tests.promises.tls_helpers import AUTHORITY, believing, listening, showing
+from tests.promises.tls_helpers import AUTHORITY, client_context, listening, server_context
 
 TLS = listening().removeprefix("[server]\n")
 TRUSTED = [{"tls_ca": str(AUTHORITY)}]
@@ -28,7 +28,7 @@ class SecureWorker(Worker):
         self.url = self.url.replace("http:", "https:")
 
     async def _serve(self, stream):
-        secure = trio.SSLStream(stream, showing(), server_side=True, https_compatible=True)
+        secure = trio.SSLStream(stream, server_context(), server_side=True, https_compatible=True)
         await super()._serve(secure)
 
 
@@ -37,7 +37,9 @@ def over_tls(proxy):
 
     async def open_tls_stream():
         raw = await trio.open_tcp_stream(*proxy.address)
-        return trio.SSLStream(raw, believing(), server_hostname="localhost", https_compatible=True)
+        return trio.SSLStream(
+            raw, client_context(), server_hostname="localhost", https_compatible=True
+        )
 
     proxy.open_stream = open_tls_stream
     return proxy
