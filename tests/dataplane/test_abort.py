@@ -44,7 +44,7 @@ async def test_the_worker_of_a_request_is_known_while_it_runs(script):
             assert (
                 await proxy.dataplane.abort(ALL)
             ).running == {}  # aborting everything needs no list of workers
-        await until(proxy.wait_until_idle)
+        await until(proxy.is_idle)
         assert (await proxy.dataplane.abort(by_id("r1"))).known == ()
 
 
@@ -116,7 +116,7 @@ async def test_a_request_waiting_for_a_slot_can_be_aborted_before_its_body_arriv
             last_response = await sender.answer()
             assert (last_response.status, last_response.one("connection")) == (200, "close")
             assert proxy.dataplane.queue.waiting == 0
-        await until(proxy.wait_until_idle)
+        await until(proxy.is_idle)
         assert len(workers[0].requests) == 1
 
 
@@ -169,7 +169,7 @@ async def test_a_request_aborted_between_attempts_is_not_retried():
             assert (await proxy.dataplane.abort(by_id("r1"))).waiting == 1
             response = await client.answer()
             assert json.loads(response.body)["meta_info"]["finish_reason"]["type"] == "abort"
-        await until(proxy.wait_until_idle)
+        await until(proxy.is_idle)
 
 
 async def test_an_aborted_stream_with_keep_alives_ends_with_a_last_chunk():

@@ -41,7 +41,7 @@ async def test_sse_keep_alives_keep_the_stream_open_while_prefill_computes(conne
         await client.until(b": keep-alive\n\n")
         gate.set()
         assert (await client.until(b"[DONE]")).count(b'"text"') == 3
-        await eventually(fleet.before.wait_until_idle)
+        await eventually(fleet.before.is_idle)
 
 
 @pytest.mark.parametrize("connector", CONNECTORS)
@@ -131,7 +131,7 @@ async def test_prefill_is_released_when_decode_answers_without_joining_it(stream
         await client.send(STREAMED if stream else post(b'{"messages": []}'))
         assert (await client.answer()).status == 200
         await eventually(lambda: fleet.prefills[0].bodies and not fleet.held)
-        await eventually(fleet.before.wait_until_idle)
+        await eventually(fleet.before.is_idle)
         assert set(fleet.prefills[0].aborts) == {fleet.prefills[0].bodies[0]["rid"]}
         assert fleet.failures() == {}
 
@@ -193,7 +193,7 @@ async def test_nothing_leaks_under_load_with_failures(connector, seed):
         async with trio.open_nursery() as nursery:
             for number in range(60):
                 nursery.start_soon(one, number)
-        await eventually(fleet.before.wait_until_idle)
+        await eventually(fleet.before.is_idle)
         assert fleet.before.dataplane.inflight.held_bytes == 0
         assert statuses.count(200) > len(statuses) / 2
         await eventually(lambda: not fleet.before.dataplane.loop.side_tasks)

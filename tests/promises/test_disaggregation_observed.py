@@ -104,7 +104,7 @@ async def test_a_prefill_leg_counts_for_its_worker_and_not_as_a_request_of_the_f
         for _ in range(3):
             await client.send(CHAT)
             await client.answer()
-        await eventually(fleet.before.wait_until_idle)
+        await eventually(fleet.before.is_idle)
         for worker in fleet.before.fleet.workers:
             stats = window.worker_window(worker, 1.0)
             assert (stats.rate, stats.answers, stats.errors) == (3.0, 3, 0)

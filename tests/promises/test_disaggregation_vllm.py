@@ -156,5 +156,5 @@ async def test_a_body_of_many_megabytes_takes_two_legs_too(connector):
             answer = await client.answer()
         assert answer.status == 200
         assert [engine.bodies[0]["messages"] for engine in fleet.engines] == [body["messages"]] * 2
-        await eventually(fleet.before.wait_until_idle)
+        await eventually(fleet.before.is_idle)
         assert fleet.before.dataplane.inflight.held_bytes == 0
