@@ -39,7 +39,6 @@ def test_a_trainer_that_sends_too_little_is_detected(receiver, trainer, pool):
 
 @pytest.mark.parametrize("isolation", ["process"], indirect=True)
 def test_a_trainer_that_sends_too_much_ends_only_its_group(receiver, pool):
-    own_pid = os.getpid()
     trainer = pool.trainer()
     join_group(receiver, trainer)
     transfer = arm(receiver, [("float32", [8], 1)])
@@ -48,7 +47,6 @@ def test_a_trainer_that_sends_too_much_ends_only_its_group(receiver, pool):
         transfer.wait(20)
     assert failure.value.group_dropped
     assert str(transfer.fault()) == str(failure.value)
-    assert os.getpid() == own_pid
     trainer.kill()
     assert recovers(receiver, pool)
 

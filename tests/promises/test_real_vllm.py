@@ -247,7 +247,7 @@ async def test_weights_from_disk_reach_vllm_by_its_own_routes(running, vllm):
     assert await text_of(running) != before
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(vllm.models[0])}}
     assert (await post(running, "/collective_rpc", body))[0] == 200
-    assert await post(running, "/reset_prefix_cache")
+    assert (await post(running, "/reset_prefix_cache"))[0] == 200
     assert await text_of(running) == before
 
 

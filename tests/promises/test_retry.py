@@ -281,7 +281,7 @@ async def test_a_request_that_fails_everywhere_counts_once_for_each_worker():
     assert [len(worker.requests) for worker in opened.workers] == [3, 3]
 
 
-async def test_a_single_worker_that_fails_once_is_retried():
+async def test_a_single_worker_that_fails_twice_is_retried():
     calls = []
 
     async def script(call):

@@ -40,11 +40,12 @@ async def until_idle(api):
     await until(lambda: not api.client.health()["total_requests"])
 
 
+@pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_a_disconnect_aborts_the_request(api, stream):
+async def test_a_disconnect_aborts_all_choices_of_the_request(api, stream, choices):
     async with listening(api.app) as port:
         async with await trio.open_tcp_stream("127.0.0.1", port) as connection:
-            await connection.send_all(request_bytes(stream))
+            await connection.send_all(request_bytes(stream, n=choices))
             if stream:
                 with trio.fail_after(TIMEOUT_SECS):
                     received = b""
