@@ -19,6 +19,7 @@ cdef class EventLoop:
     cdef public list _closing
     cdef public list pending_writers
     cdef public Py_ssize_t max_pending_writers
+    cdef public bint _ended_early
     cdef public list _unhandled
     cdef public list _ready
     cdef public double _host_checked_at
@@ -36,4 +37,6 @@ cdef class EventLoop:
     cpdef _run_batch(self, list events)
     @cython.locals(handler=IoHandler, handlers=list, fd=Py_ssize_t, mask=int, events=list)
     cpdef _continue_batch(self, list rest)
+    @cython.locals(until=double, count=Py_ssize_t)
+    cpdef _step_many(self, list ready)
     cpdef bint _yield_due(self, host)

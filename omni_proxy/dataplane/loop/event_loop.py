@@ -30,11 +30,10 @@ BUSY_POLL_SECS: Final = 0.004  # under load, waiting in epoll is cheaper than wa
 HOST_CHECK_SECS: Final = 0.001  # interval of checks whether trio has ready I/O
 # Per iteration. With fewer, clients and workers wait for more iterations, which costs CPU time.
 MAX_EVENTS: Final = 64
-# Events between two reads of the clock. Each may take 20 ms, for a large body; most need 20 us, and
-# every further read adds a part of that to each event.
+# Events between two reads of the clock; more woken tasks than this read it each. An event may take
+# 20 ms, for a large body; most need 20 us, and every further read adds a part of that.
 CHECK_EVENTS: Final = 16
 MAX_BATCH_SECS: Final = 0.02  # then trio gets a turn before the other events
-MAX_READY: Final = 64  # tasks stepped per iteration; all may have waited for the same change
 
 
 class IoHandler:
@@ -94,6 +93,7 @@ class EventLoop:
         self._closing: list[socket.socket] = []
         self.pending_writers: list[PendingWriter] = []  # flushed at the end of this iteration
         self.max_pending_writers = MAX_PENDING_WRITERS
+        self._ended_early = False  # the last iteration has left events or tasks to the next one
         self._unhandled: list[tuple[int, int]] = []  # events of an iteration that ended early
         self._ready: list[Steppable] = []  # stepped in the next iterations, even without an event
         self._host_checked_at = self.now
@@ -103,7 +103,6 @@ class EventLoop:
         self._handlers: list[IoHandler | None] = []  # indexed by descriptor
 
     def register(self, fd: int, handler: IoHandler) -> None:
-        self._drop_unhandled(fd)  # of a closed socket that had the same descriptor
         self._make_room(fd)
         self._epoll.register(fd, ALL_EVENTS)
         self._handlers[fd] = handler
@@ -134,6 +133,7 @@ class EventLoop:
     def unregister(self, fd: int, sock: socket.socket) -> None:
         if fd < len(self._handlers) and self._handlers[fd] is not None:
             self._handlers[fd] = None
+            self._drop_unhandled(fd)  # another socket may get the descriptor
             with contextlib.suppress(OSError, ValueError):  # ValueError: the loop has ended
                 self._epoll.unregister(fd)
         self._closing.append(sock)
@@ -202,7 +202,8 @@ class EventLoop:
                     host.refresh()
                     continue
                 self._run_batch(events)
-                if self._unhandled or self._yield_due(host):
+                if self._ended_early or self._yield_due(host):
+                    self._ended_early = False
                     await trio.lowlevel.checkpoint()
                     host.refresh()
         finally:
@@ -232,10 +233,13 @@ class EventLoop:
                 handler.on_event(mask)
         if rest is not None:
             self._continue_batch(rest)
-        if self._ready:
-            ready, self._ready = self._ready[:MAX_READY], self._ready[MAX_READY:]
-            for task in ready:
-                task.step()
+        if self._ready and not self._unhandled:  # `call_soon`: after the events
+            ready, self._ready = self._ready, []
+            if len(ready) > CHECK_EVENTS:
+                self._step_many(ready)
+            else:
+                for task in ready:
+                    task.step()
         if self.pending_writers:
             self.flush_writes()
         if self._closing:
@@ -246,13 +250,26 @@ class EventLoop:
         handlers = self._handlers
         while rest:
             if self.clock() - self.now > MAX_BATCH_SECS:
-                self._unhandled = rest
+                # Without those of sockets that this batch has unregistered.
+                self._unhandled = [event for event in rest if handlers[event[0]] is not None]
+                self._ended_early = True
                 return
             events, rest = rest[:CHECK_EVENTS], rest[CHECK_EVENTS:]
             for fd, mask in events:
                 handler = handlers[fd]
                 if handler is not None:
                     handler.on_event(mask)
+
+    def _step_many(self, ready: list[Steppable]) -> None:
+        """Step these tasks until the batch has taken `MAX_BATCH_SECS`; the others come first in the
+        next iteration."""
+        clock, until = self.clock, self.now + MAX_BATCH_SECS
+        for count, task in enumerate(ready, 1):
+            task.step()
+            if clock() > until and count < len(ready):
+                self._ready[:0] = ready[count:]
+                self._ended_early = True
+                return
 
     def _yield_due(self, host: HostLoop) -> bool:
         now = self.now

@@ -187,3 +187,11 @@ def test_previews_agree_with_picks(name):
         assert reason
         assert policy.preview_pick(fleet, need)[0] is chosen
         assert policy.pick(fleet, need) is chosen
+
+
+def test_a_pick_succeeds_while_smoothed_loads_are_negative():
+    """Processes get the counts of a cluster a moment after their smoothing."""
+    policy, fleet = build("prefix_hash"), workers(*[0] * 4)
+    for worker, offset in zip(fleet, (-60.0, -59.0, -61.0, -60.0), strict=True):
+        worker.load_offset = offset
+    assert policy.pick(fleet, chat("a" * 400)) is fleet[2]
