@@ -109,7 +109,7 @@ async def test_the_server_stops_with_idle_connections_open(nursery, tmp_path):
             await ended.wait()
 
 
-async def test_a_worker_id_with_encoded_slashes_is_routed(socket_path):
+async def test_a_worker_url_in_a_path_is_routed_encoded_or_not(socket_path):
     async with await trio.open_unix_socket(str(socket_path)) as stream:
         for name in (b"http%3A%2F%2F127.0.0.1%3A8011", b"http://127.0.0.1:8011"):
             request = b"GET /workers/%s HTTP/1.1\r\nhost: x\r\n\r\n" % name

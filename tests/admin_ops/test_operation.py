@@ -27,7 +27,7 @@ def results_of(kinds):
     ]
 
 
-def naive(route, kinds):
+def expected_outcomes(route, kinds):
     """The expected outcomes, written a second time from the documentation."""
     outcomes = []
     for kind in kinds:
@@ -46,7 +46,7 @@ def naive(route, kinds):
 @given(st.sampled_from(ROUTES), st.lists(KINDS, min_size=1, max_size=4))
 def test_the_outcome_of_each_worker_follows_from_its_result(route, kinds):
     outcomes = worker_outcomes(route, results_of(kinds))
-    assert [worker.outcome for worker in outcomes.values()] == naive(route, kinds)
+    assert [worker.outcome for worker in outcomes.values()] == expected_outcomes(route, kinds)
     assert all(
         bool(worker.reason) == (worker.outcome is not WorkerOutcome.RESTORED)
         for worker in outcomes.values()
@@ -81,7 +81,7 @@ def test_only_routes_that_change_workers_take_the_lock_and_hold_workers():
 
 
 class Steps(RuleBasedStateMachine):
-    """Compares an operation with a list of its steps: they only advance, and the texts follow."""
+    """Compares an operation with the list of steps that it entered: steps only advance."""
 
     def __init__(self):
         super().__init__()

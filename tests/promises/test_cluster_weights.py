@@ -16,7 +16,7 @@ SYNC = "[weight_sync]\nmode = 'off'\nverify = 'off'\ndrain_secs = 5\n"
 
 @asynccontextmanager
 async def cluster(tmp_path, *, lease_secs=1.0, count=2):
-    """A store, two engines and `count` proxies; the first reaches the store by a relay."""
+    """A store, two engines and `count` proxies; the first reaches the store through a relay."""
     async with redis_server() as store, workers(2) as fleet, trio.open_nursery() as nursery:
         done, programs = trio.Event(), []
         store.relay = Relay(store.port)

@@ -94,7 +94,7 @@ async def test_a_rollout_is_shown_until_it_ends(page, tmp_path):
         await shows(page, "#weights-says", "published: v2, epoch 1")
 
 
-async def test_a_disabled_worker_shows_since_when_it_is_disabled(page, tmp_path):
+async def test_a_disabled_worker_shows_how_long_it_has_been_disabled(page, tmp_path):
     async with workers("one", "two") as fleet, dashboard(page, tmp_path, fleet):
         disabled_after_healthy = "seconds(last.fleet[0].state_since) > seconds(last.fleet[0].since)"
         # Otherwise a redraw may move the button during the click.

@@ -17,7 +17,7 @@ from tests.promises.dashboard_page import (
 from tests.promises.fleet_program import Worker, record
 
 pytestmark = no_chromium
-REMOVE = 4
+REMOVE = 4  # the position of the button in the row of a worker
 
 
 class ChatWorker(Worker):

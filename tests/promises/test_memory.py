@@ -1,4 +1,4 @@
-"""Waiting requests use at most four times the memory of their bytes, within the limit."""
+"""Each waiting request uses at most four times its size in bytes of memory."""
 
 import json
 import re
@@ -15,7 +15,7 @@ from tests.promises.fleet_program import program
 
 MIB = 1024 * 1024
 TIMES = 4
-# Each is a megabyte: memory that the proxy does not count exceeds ALLOWED_BYTES after a few.
+# Each request is a megabyte: memory that the proxy does not count exceeds ALLOWED_BYTES after a few.
 MANY = 40 if thorough() else 12
 MANY_SMALL = 1000 if thorough() else 400
 AT_ONCE_BYTES = MIB // 4  # read in one iteration of the event loop, which must not stall

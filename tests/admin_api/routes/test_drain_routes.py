@@ -45,7 +45,7 @@ async def test_an_idle_worker_is_drained_at_once(running):
     assert (status, body["status"]) == (200, "drained")
 
 
-async def test_a_timeout_of_zero_is_no_deadline_and_none_the_configured_one(running):
+async def test_zero_means_no_deadline_and_no_timeout_means_the_configured_one(running):
     await drain(running, timeout_secs=0)
     assert (await draining(running))["deadline"] is None
     await drain(running)

@@ -47,7 +47,7 @@ async def test_a_path_that_is_not_a_model_route_is_refused(api, path):
     assert (await response.get_json())["error"]["code"] == "unknown_path"
 
 
-async def test_a_body_that_no_worker_would_get_is_refused_in_the_same_way(api):
+async def test_a_body_that_no_worker_would_get_is_refused_as_by_the_model_routes(api):
     response = await api.client().post("/explain", data=b"{not json")
     assert response.status_code == 400
     assert "invalid JSON body" in (await response.get_json())["error"]["message"]

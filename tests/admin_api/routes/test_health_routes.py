@@ -39,7 +39,7 @@ async def statuses(api):
 
 
 @pytest.mark.parametrize(("dialect", "status"), [("sglang", 200), ("omni", 503)])
-async def test_a_router_without_workers_so_far_is_healthy_but_not_ready(dialect, status):
+async def test_without_workers_so_far_only_the_sglang_dialect_is_healthy(dialect, status):
     api = build_api(services={"dialect": dialect})
     assert await statuses(api) == [status, 503, 503]
     await api.client().post("/workers", json={"url": A})
@@ -75,7 +75,7 @@ async def test_the_wait_for_a_given_worker_is_at_most_the_time_of_a_probe():
 
 
 @pytest.mark.parametrize("services", [{"given": (A, B)}, {"dialect": "sglang", "given": (A,)}])
-async def test_one_healthy_worker_is_enough_if_no_other_was_given_to_a_router(services):
+async def test_one_healthy_worker_is_enough_unless_a_router_was_given_others(services):
     api = build_api(entry(A), entry(B), services=services)
     api.healthy(A)
     assert await statuses(api) == [200] * 3
@@ -115,7 +115,7 @@ async def test_any_other_hold_affects_health_too():
     assert (await api.client().get("/health")).status_code == 503
 
 
-async def test_with_disabled_workers_only_the_proxy_is_unhealthy():
+async def test_a_proxy_whose_workers_are_all_disabled_is_unhealthy():
     api = build_api(entry(A, disabled=True))
     api.healthy(A)
     assert (await api.client().get("/health")).status_code == 503

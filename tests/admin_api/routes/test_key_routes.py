@@ -34,7 +34,7 @@ async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
     assert digest not in str(body) + metrics
 
 
-async def test_callers_are_shown_with_the_admin_key_only():
+async def test_callers_are_not_shown_without_the_admin_key():
     api = build_api(entry(A), key="s3cret")
     assert (await api.client().get("/keys")).status_code == 401
 

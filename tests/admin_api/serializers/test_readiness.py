@@ -57,7 +57,7 @@ async def test_one_resumed_worker_makes_the_proxy_ready(paused):
     assert [row["paused"] for row in feed["fleet"]] == [None, PAUSED]
 
 
-async def test_workers_that_are_held_for_the_pause_are_reported_in_the_same_way():
+async def test_workers_that_are_held_for_the_pause_make_the_proxy_not_ready_as_paused():
     api = build_api(entry(A), routing=RoutingConfig(while_paused="hold"))
     api.healthy(A)
     api.operations.journal.record_pause(A, PAUSE)

@@ -62,7 +62,7 @@ def test_the_admin_listener_is_the_target_if_one_is_configured(target_of, file, 
     assert target_of("--config", file).url == url
 
 
-def test_a_proxy_with_tls_is_verified_by_the_certificate_of_its_file(target_of, file):
+def test_a_proxy_with_tls_is_verified_against_the_certificate_in_its_configuration(target_of, file):
     file.write_text("[server]\ntls_cert = 'c.pem'\ntls_key = 'k.pem'\n")
     target = target_of("--config", file)
     assert (target.url, target.certificate) == ("https://127.0.0.1:30000", "c.pem")

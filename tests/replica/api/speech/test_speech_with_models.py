@@ -15,7 +15,9 @@ pytest.importorskip("hibari", reason="speech needs omni-proxy[replica]")
 WHISPER = cache_folder(os.environ) / MODELS["whisper-tiny"].file
 pytestmark = [
     pytest.mark.replica,
-    pytest.mark.skipif(not WHISPER.exists(), reason="omni-proxy replica fetch whisper-tiny"),
+    pytest.mark.skipif(
+        not WHISPER.exists(), reason="needs the model: omni-proxy replica fetch whisper-tiny"
+    ),
 ]
 TEXT = "The capital of France is Paris. It is a large city."
 STAGES = "omni_proxy.replica.stages"
