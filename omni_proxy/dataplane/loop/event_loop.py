@@ -145,7 +145,8 @@ class EventLoop:
             writer.flush()
 
     def call_soon(self, task: Steppable) -> None:
-        """Step the task in the next iteration, after the events of that iteration."""
+        """Step the task after the events of the next iteration, later if that ends early. Tasks are
+        stepped in the order of the calls."""
         task.waiting_on = None
         self._ready.append(task)
 
@@ -246,7 +247,8 @@ class EventLoop:
             self.flush()
 
     def _continue_batch(self, rest: list[tuple[int, int]]) -> None:
-        """Handle these events of the batch too, until it has taken `MAX_BATCH_SECS`."""
+        """Handle these events of the batch too, until it has taken `MAX_BATCH_SECS`. The loop of
+        `_run_batch` is repeated here, because a call for each batch would cost every event."""
         handlers = self._handlers
         while rest:
             if self.clock() - self.now > MAX_BATCH_SECS:

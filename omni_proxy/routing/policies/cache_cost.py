@@ -20,6 +20,7 @@ from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cache_prediction import CacheReports
 from omni_proxy.routing.inspect.prefix_text import LIMIT, prompt_bytes
 from omni_proxy.routing.inspect.requirements import Requirements
+from omni_proxy.routing.policies.least_request import load_of
 
 EXACT: Final = 64
 BYTES_PER_TOKEN: Final = 4  # mean of UTF-8 text, for English and code
@@ -53,9 +54,7 @@ class PromptCost:
         return {
             "uncached_tokens": self.uncached(worker),
             "backlog_tokens": reports.backlog if reports is not None else 0,
-            "in_flight_tokens": round(
-                self.rules.request_cost_tokens * (worker.in_flight + worker.load_offset)
-            ),
+            "in_flight_tokens": round(self.rules.request_cost_tokens * load_of(worker)),
         }
 
     def uncached(self, worker: Worker) -> int:
@@ -68,7 +67,9 @@ class PromptCost:
         costs: list[float] = []
         for worker in workers:
             uncached = uncached_tokens(tokens, held[worker]) if worker in held else tokens
-            cost = factor * uncached + each * (worker.in_flight + worker.load_offset)
+            cost = factor * uncached + each * (
+                worker.in_flight + worker.load_offset
+            )  # `load_of`, inlined
             known = reports.get(worker)
             if known is not None:
                 cost += known.backlog

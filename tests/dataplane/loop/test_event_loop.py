@@ -8,9 +8,6 @@ import trio.lowlevel
 import trio.testing
 
 from omni_proxy.dataplane.loop.event_loop import (
-    CHECK_EVENTS,
-    MAX_BATCH_SECS,
-    MAX_EVENTS,
     EventLoop,
     IoHandler,
 )
@@ -24,7 +21,6 @@ from omni_proxy.dataplane.loop.task import (
     pause,
 )
 from tests.dataplane.loop_script import Scripted, Wires, until
-from tests.dataplane.manual_clock import ManualClock
 
 
 async def test_a_task_is_stepped_when_its_stream_has_bytes(loop, wires):
@@ -44,173 +40,6 @@ async def test_a_task_is_stepped_when_its_stream_has_bytes(loop, wires):
     peer.send(b"hello")
     await task.ended.wait()
     assert (received, task in loop.tasks, stream.closed) == ([b"hello"], False, True)
-
-
-async def test_trio_gets_a_turn_when_more_streams_are_ready_than_fit_in_an_iteration(loop, wires):
-    stepped, started = [], trio.Event()
-
-    async def script(task):
-        await task.wait_for(task.ends[0])
-        stepped.append(task)
-        started.set()
-
-    tasks = [Scripted(loop, script) for _ in range(4 * MAX_EVENTS)]
-    for task in tasks:
-        task.ends = wires.stream(task)
-        task.start()
-    await trio.testing.wait_all_tasks_blocked(0.01)
-    for task in tasks:
-        task.ends[1].send(b"x")
-    await started.wait()
-    assert len(stepped) <= 2 * MAX_EVENTS
-    for task in tasks:
-        await task.ended.wait()
-
-
-class Timed(IoHandler):
-    """Counts its events; each takes `secs` by the clock of the loop."""
-
-    def __init__(self, loop, secs):
-        self.loop, self.secs, self.events = loop, secs, 0
-        self.then = None
-        self.near, self.peer = socket.socketpair()
-        # A new socket is writable, which is its first event.
-        loop.register(self.near.fileno(), self)
-
-    def on_event(self, mask):
-        self.loop.clock.now += self.secs
-        self.events += 1
-        if self.then is not None:
-            self.then()
-
-    def close(self):
-        self.peer.close()
-        if self.near.fileno() >= 0:
-            self.loop.unregister(self.near.fileno(), self.near)
-
-
-@pytest.fixture
-async def timed(nursery):
-    """`timed(secs)` creates a handler in a loop whose clock only handlers advance."""
-    loop, handlers = EventLoop(ManualClock()), []
-
-    def make(secs):
-        handlers.append(Timed(loop, secs))
-        return handlers[-1]
-
-    make.loop = loop
-    await nursery.start(loop.run)
-    yield make
-    for handler in handlers:
-        handler.close()
-    loop.flush()
-
-
-@pytest.mark.parametrize("secs", [MAX_BATCH_SECS / 2, 0.0])
-async def test_a_long_iteration_ends_before_all_its_events_are_handled(timed, secs):
-    handlers = [timed(secs) for _ in range(4 * CHECK_EVENTS)]
-    steps, before = [], 0
-    while before < len(handlers):
-        await trio.lowlevel.checkpoint()
-        handled = sum(handler.events for handler in handlers)
-        steps.append(handled - before)
-        before = handled
-    if secs:  # trio runs tasks in random order, so two iterations may follow each other
-        assert max(steps) <= 2 * CHECK_EVENTS
-    else:
-        assert max(steps) == len(handlers)
-    assert {handler.events for handler in handlers} == {1}
-
-
-@pytest.mark.parametrize("how", ["its descriptor is another socket's", "it is suspended"])
-async def test_an_unhandled_event_is_dropped_with_its_socket(timed, how):
-    handlers = [timed(MAX_BATCH_SECS) for _ in range(4 * CHECK_EVENTS)]
-    while not any(handler.events for handler in handlers):
-        await trio.lowlevel.checkpoint()
-    waiting = next(handler for handler in handlers if not handler.events)
-    fd = waiting.near.fileno()
-    if how == "it is suspended":
-        timed.loop.suspend(fd)
-        after = waiting
-    else:
-        waiting.close()
-        timed.loop.flush()
-        after = timed(0.0)
-        assert after.near.fileno() == fd
-    await trio.testing.wait_all_tasks_blocked(0.01)
-    assert waiting.events == 0
-    assert after.events == (after is not waiting)
-    assert sum(handler.events for handler in handlers) == len(handlers) - 1
-
-
-def run_batches(loop, events):
-    """Run a batch, and further ones while it has left events or tasks."""
-    loop._run_batch(events)
-    while loop._unhandled or loop._ready:
-        events, loop._unhandled = loop._unhandled, []
-        loop._run_batch(events)
-
-
-@pytest.fixture
-def batch():
-    """Handlers of a loop that the test runs, more than are handled in one iteration."""
-    loop = EventLoop(ManualClock())
-    handlers = [Timed(loop, MAX_BATCH_SECS) for _ in range(2 * CHECK_EVENTS)]
-    yield loop, handlers, [(handler.near.fileno(), EPOLLOUT) for handler in handlers]
-    for handler in handlers:
-        handler.close()
-    loop.flush()
-    loop._epoll.close()
-
-
-def test_a_socket_that_reuses_a_descriptor_gets_no_event_of_the_closed_one(batch):
-    """One handler closes a socket whose event is left for the next iteration, in which another
-    handler opens a socket."""
-    loop, handlers, events = batch
-    closed, opened = handlers[-1], []
-    fd = closed.near.fileno()
-    handlers[0].then = closed.close
-    handlers[-2].then = lambda: opened.append(Timed(loop, 0.0))
-    run_batches(loop, events)
-    handlers += opened
-    assert opened[0].near.fileno() == fd
-    assert (closed.events, opened[0].events) == (0, 0)
-
-
-class Woken:
-    """A task that takes `secs`, and calls `then`."""
-
-    waiting_on = None
-
-    def __init__(self, loop, secs, then):
-        self.loop, self.secs, self.then = loop, secs, then
-
-    def step(self):
-        self.loop.clock.now += self.secs
-        self.then(self)
-
-
-def test_a_woken_task_runs_after_all_events_of_its_iteration(batch):
-    loop, handlers, events = batch
-    handled = []
-    task = Woken(loop, 0.0, lambda _: handled.append(sum(each.events for each in handlers)))
-    handlers[0].then = lambda: loop.call_soon(task)
-    run_batches(loop, events)
-    assert handled == [len(handlers)]
-
-
-def test_tasks_that_take_long_are_left_to_the_next_iteration_in_their_order(batch):
-    loop, _, _ = batch
-    stepped, counts = [], []
-    tasks = [Woken(loop, MAX_BATCH_SECS / 4, stepped.append) for _ in range(3 * CHECK_EVENTS)]
-    for task in tasks:
-        loop.call_soon(task)
-    while loop._ready:
-        loop._run_batch([])
-        counts.append(len(stepped))
-    assert counts[0] == 5
-    assert loop._ended_early
-    assert stepped == tasks
 
 
 async def test_an_event_of_another_stream_is_recorded_and_does_not_step_the_task(loop, wires):
