@@ -67,9 +67,8 @@ class PromptCost:
         costs: list[float] = []
         for worker in workers:
             uncached = uncached_tokens(tokens, held[worker]) if worker in held else tokens
-            cost = factor * uncached + each * (
-                worker.in_flight + worker.load_offset
-            )  # `load_of`, inlined
+            # `load_of`, inlined.
+            cost = factor * uncached + each * (worker.in_flight + worker.load_offset)
             known = reports.get(worker)
             if known is not None:
                 cost += known.backlog
