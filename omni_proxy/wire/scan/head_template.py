@@ -42,14 +42,17 @@ class HeadTemplate:
         not plainly well-formed.
         """
         parts = [self.first]
-        for same, size, forbidden, after in self.steps:
-            if not head.startswith(same):
+        for same, _, forbidden, after in self.steps:
+            rest = head.removeprefix(same)  # `same` is never empty
+            if len(rest) == len(head):
                 return None
-            value, _, head = head[size:].partition(_CRLF)
+            value, _, head = rest.partition(_CRLF)
             if not forbidden:
                 if value != length:
                     return None
-            elif not value or value.translate(None, forbidden) != value:
+            elif not value.replace(b"-", b"").isalnum() and (  # most ids pass this faster check
+                not value or value.translate(None, forbidden) != value
+            ):
                 return None
             elif after is not None:
                 parts += value, after
