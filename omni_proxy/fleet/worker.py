@@ -158,7 +158,7 @@ class Worker(_RequestFields):
         self.registered_at = now
         self.disabled_changed_at = now  # the last change of `disabled`
         self.in_flight = self.in_flight_elsewhere = 0
-        self.load_offset = 0.0
+        self.load_offset = 0  # CPython adds ints faster
         self.peak_in_flight = 0
         self.cordon_reasons: set[str] = set()
         self.health_body: object = None
