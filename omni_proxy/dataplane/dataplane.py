@@ -161,7 +161,7 @@ class DataPlane:
         self.balancer.affinity_keys = affinity_keys_of(config)
         self.balancer.configure_aliases(config)
         self.cluster_hints.configure(config)
-        self.balancer.policy = self.build_policy(config.routing)
+        self.balancer.use_policy(self.build_policy(config.routing))
         self.balancer.pools.configure(config.routing)
         held = reasons_to_hold_sessions(config)
         if isinstance(self.policy, Sticky):

@@ -45,7 +45,7 @@ async def test_the_policy_is_notified_of_removals_maintained_and_in_the_status(t
         def stats(self):
             return {"picks": 7}
 
-    dataplane.balancer.policy = RecordingPolicy()
+    dataplane.balancer.use_policy(RecordingPolicy())
     fleet.cache_cleared(fleet.workers[1])
     fleet.apply([entry("b")], NOW)
     dataplane._sweep()

@@ -19,7 +19,7 @@ async def test_a_policy_gets_an_affinity_key_only_if_it_needs_one(needed, key):
                 keys.append(need.affinity_key)
                 return super().pick(candidates, need)
 
-        opened.dataplane.balancer.policy = Keyed()
+        opened.dataplane.balancer.use_policy(Keyed())
         await client.send(post(b'{"messages": []}', "X-Session-Id: anna"))
         assert (await client.answer()).status == 200
         assert keys == [key]

@@ -274,8 +274,6 @@ def set_requirements(
     is_special = False
     if balancer.always_special or need.alias is not None:
         is_special = _set_special(io, exchange, need, lines, body)
-    elif balancer.policy.needs_affinity_key:
-        need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
     if not need.stream:
         io.deadline = io.loop.now + io.settings.limits.total
     return is_special
@@ -288,7 +286,8 @@ def _set_special(
     lines: Sequence[bytes],
     body: bytes,
 ) -> bool:
-    """Complete `need` for fleets with roles, adapters or aliases; also sets its affinity key."""
+    """Complete `need` for fleets with roles, adapters or aliases, and for policies that need an
+    affinity key. Returns whether the request may have an alias or two legs."""
     services = io.services
     balancer, fleet = services.balancer, services.fleet
     wants_key = balancer.policy.needs_affinity_key  # `Balancer.needs_affinity_key`, inlined

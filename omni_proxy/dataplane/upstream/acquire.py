@@ -69,13 +69,13 @@ class Balancer:
         voices: VoiceRegistry,
         recorders: Recorders,
     ) -> None:
-        self.policy = policy  # of regular workers
+        self.policy = policy  # of regular workers; set by `use_policy`
         self.pools = pools
         self.affinity_keys = AffinityKeyReader(())
         self.aliases: ModelAliases | None = None  # None: none are configured
-        # Roles or adapters affect the requirements of every request; aliases only those of requests
-        # that name one; ranks affect none. The fleet may have workers before its first change.
-        self.always_special = fleet.has_pools or fleet.has_adapters
+        # Roles, adapters or affinity keys affect the requirements of every request; aliases only
+        # those of requests that name one; ranks affect none.
+        self.always_special = False
         self.voices = voices
         self.response_owners: ResponseOwners = own_response_owners()
         # The first request after this time of the event loop's clock has its candidates recorded.
@@ -84,6 +84,12 @@ class Balancer:
         self._pairing = Pairing(fleet)
         self._policies = Policies(policy, pools)
         self._recorders = recorders
+        self.follow_fleet()  # it may have workers before its first change
+
+    def use_policy(self, policy: Policy) -> None:
+        """Replace the policy of regular workers."""
+        self.policy = policy
+        self.follow_fleet()
 
     def configure_aliases(self, config: Config) -> None:
         """Apply the aliases of `config`; unchanged ones keep their state."""
@@ -93,7 +99,9 @@ class Balancer:
     def follow_fleet(self) -> None:
         """Call it after each change of the fleet."""
         fleet = self._fleet
-        self.always_special = fleet.has_pools or fleet.has_adapters
+        self.always_special = (
+            fleet.has_pools or fleet.has_adapters or self.policy.needs_affinity_key
+        )
 
     def uses_pools(self, need: Requirements) -> bool:
         """Whether prefill and decode workers may take the request."""
