@@ -304,23 +304,23 @@ class Metrics:
             cell = self._series[route.path][worker]
         except KeyError:
             cell = self.series_for(route.path, worker)
-        ended, started, need = exchange.ended_at, exchange.started_at, exchange.requirements
+        ended, need = exchange.ended_at, exchange.requirements
         if (
-            not (exchange.single_chunk or _was_single_chunk(exchange))
-            or exchange.status != 200
+            exchange.status != 200
             or exchange.last_chunk
             or need is None
+            or not (exchange.single_chunk or _was_single_chunk(exchange))
             or (need.model != cell.model_key and not self._counts_for(cell, need.model))
         ):
             self._count_any(exchange, worker, cell)
             return
-        secs = ended - started
-        if not exchange.single_chunk and exchange.response_head_at != ended:
-            phases = cell.phases
-            phases.head.counts[bucket_of(FINE, secs)] -= 1
-            phases.head.sum -= secs
-            phases.heads.append(exchange.response_head_at - started)
+        secs = ended - exchange.started_at
         index = bucket_of(FINE, secs)
+        if exchange.response_head_at != ended:  # never with `single_chunk`
+            phases = cell.phases
+            phases.head.counts[index] -= 1
+            phases.head.sum -= secs
+            phases.heads.append(exchange.response_head_at - exchange.started_at)
         cell.single_chunk_counts[index] += 1
         cell.single_chunk_secs += secs
         cell.bytes_in += exchange.bytes_in
