@@ -36,18 +36,26 @@ class InFlight:
         limits, held_bytes = self._settings.limits, self.held_bytes + held
         if held and held_bytes > limits.held:
             return False
-        bound, before = limits.in_flight, self.in_flight
-        if bound and before + self.elsewhere >= bound:
-            return False
-        self.in_flight = before + 1
-        if bound and self.is_over_limit():
-            self.in_flight -= 1
+        before = self.in_flight
+        if not limits.in_flight:
+            self.in_flight = before + 1
+        elif not self._take_slot():
             return False
         exchange.admitted = True
         exchange.held_bytes += held
         self.held_bytes = held_bytes
         if before >= self.peak_in_flight:
             self.peak_in_flight = before + 1
+        return True
+
+    def _take_slot(self) -> bool:
+        """Count one more in flight, if the bound allows it."""
+        if self.in_flight + self.elsewhere >= self._settings.limits.in_flight:
+            return False
+        self.in_flight += 1
+        if self.is_over_limit():
+            self.in_flight -= 1
+            return False
         return True
 
     def is_over_limit(self) -> bool:

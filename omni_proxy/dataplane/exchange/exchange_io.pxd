@@ -19,4 +19,4 @@ cdef class ExchangeIO(AttemptIO):
 
     cpdef await_next_request(self)
 
-cpdef finalize(ExchangeServices services, Exchange exchange, phase)
+cpdef finalize(ExchangeServices services, Exchange exchange, phase, bint has_extras=*)

@@ -154,9 +154,11 @@ class ExchangeIO(AttemptIO):
         self.phase_deadline = self.loop.now + self.settings.limits.client_idle
 
 
-def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None:
+def finalize(
+    services: ExchangeServices, exchange: Exchange, phase: str, has_extras: bool = True
+) -> None:
     """Release the resources of the exchange, count it and log it. `phase`: of the connection when
-    it ended."""
+    it ended. `has_extras`: it may have a part that `_settle_extras` ends."""
     worker, outcome = exchange.worker, exchange.outcome or "cut_by_proxy"
     exchange.phase = exchange.phase or phase
     exchange.ended_at = services.loop.now
@@ -167,15 +169,8 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         services.balancer.release(exchange, worker, result)
     else:
         worker = exchange.last_worker
-    need = exchange.requirements
-    if (
-        (exchange.legs is not None and not exchange.legs.begun)
-        or exchange.last_chunk
-        or exchange.reserved >= 0
-        or (exchange.trace is not None and exchange.trace.sampled)
-        or (need is not None and need.prediction is not None)
-    ):
-        _settle_rarer(services, exchange, worker)
+    if has_extras:
+        _settle_extras(services, exchange, worker)
     totals, recorders = services.totals, services.recorders
     if worker is not None and worker.version is not exchange.version:
         totals.across_versions += exchange.spans_versions(worker)
@@ -195,7 +190,7 @@ def finalize(services: ExchangeServices, exchange: Exchange, phase: str) -> None
         write_logs(recorders, exchange, worker, as_json=services.settings.access_log_is_json)
 
 
-def _settle_rarer(services: ExchangeServices, exchange: Exchange, worker: Worker | None) -> None:
+def _settle_extras(services: ExchangeServices, exchange: Exchange, worker: Worker | None) -> None:
     """End the parts that only some exchanges have: another leg, a trace, a caller, and a policy or
     metrics that read the response."""
     if exchange.legs is not None:
