@@ -49,8 +49,8 @@ from omni_proxy.dataplane.upstream.attempt import (
     LENGTHS,
     encode_request,
     length_lines,
+    read_complete_response,
     start_waiting,
-    usual_body,
 )
 from omni_proxy.dataplane.upstream.outgoing_body import parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
@@ -93,7 +93,7 @@ _DECODE_CHAT: Final = {
     decode_body: decode_chat,
     decode_unless_ranked: _decode_chat_unless_ranked,
 }
-_CRLF: Final = b"\r\n"
+_BLANK: Final = b"\r\n\r\n"
 _Bodies: TypeAlias = tuple[bytes, bytes | None]
 
 
@@ -342,10 +342,10 @@ class FastPairPath(FastPath):
             pool.response_template = NOT_CACHED  # the next step sets it for this response
         if self._with_rid is not None:
             services = self._io.services
-            body = usual_body(pool, chunk, services.response_heads, services.fleet)
+            body = read_complete_response(pool, chunk, services.response_heads, services.fleet)
             if body is None:
                 return False
-            chunk = _with_own_id(self._with_rid, pool, chunk, body)
+            chunk = _with_own_id(self._with_rid, pool, body)
         at_once = exchange.sent_at == exchange.started_at
         self._leg = None
         if not super()._relay(exchange, upstream, chunk, at_once):
@@ -373,14 +373,11 @@ class FastPairPath(FastPath):
                 self._spare.spare_leg = leg.exchange
 
 
-def _with_own_id(made: SglangLegs, pool: UpstreamPool, chunk: bytes, body: bytes) -> bytes:
-    """A complete response with the client's id. `body`: the body in `chunk`, whose head matches
-    the pool's template."""
-    name = pool.response_template.name
-    before, _, after = chunk[: len(chunk) - len(body)].partition(name)
-    _, end, after = after.partition(_CRLF)
-    body = ClientIds(made.rid, made.client_rid).restore(body)
-    return b"".join((before, name, length_lines(len(body))[0], end, after, body))
+def _with_own_id(made: SglangLegs, pool: UpstreamPool, body: bytes) -> bytes:
+    """A complete response with the client's id, and with the head of the pool's template. `body`:
+    its body with the proxy's id."""
+    template, body = pool.response_template, ClientIds(made.rid, made.client_rid).restore(body)
+    return b"".join((template.start, length_lines(len(body))[0], template.end, _BLANK, body))
 
 
 class _AfterPrefill:

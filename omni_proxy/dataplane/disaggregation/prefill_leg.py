@@ -26,8 +26,8 @@ from omni_proxy.dataplane.upstream.attempt import (
     AttemptFailed,
     SentRequest,
     encode_request,
+    read_complete_response,
     run_attempt,
-    usual_body,
 )
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.response_reports import learn_from, prediction_of_leg
@@ -203,7 +203,9 @@ class PrefillLeg(SideTask):
     def _take(self, pool: UpstreamPool, stream: Stream, chunk: bytes) -> bool:
         """End the leg if this is a complete response like the worker's last one. Returns whether it
         is."""
-        body = usual_body(pool, chunk, self.services.response_heads, self.services.fleet)
+        body = read_complete_response(
+            pool, chunk, self.services.response_heads, self.services.fleet
+        )
         status = pool.response_template.status
         if body is None or status >= 400:
             return False

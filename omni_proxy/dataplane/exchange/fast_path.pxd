@@ -9,7 +9,9 @@ from omni_proxy.dataplane.loop.stream cimport Stream
 from omni_proxy.dataplane.loop.task cimport EventHandler
 from omni_proxy.dataplane.services cimport ExchangeServices
 from omni_proxy.dataplane.upstream.acquire cimport Balancer
-from omni_proxy.dataplane.upstream.attempt cimport encode_request, length_lines, start_waiting
+from omni_proxy.dataplane.upstream.attempt cimport (
+    encode_request, length_lines, read_complete_response, start_waiting,
+)
 from omni_proxy.dataplane.upstream.pool cimport UpstreamPool
 from omni_proxy.wire.head_caching.response_heads cimport CachedResponseHead
 from omni_proxy.routing.inspect.requirements cimport Requirements
@@ -33,8 +35,8 @@ cdef class FastPath(EventHandler):
                    balancer=Balancer, need=Requirements, services=ExchangeServices)
     cpdef bint _send(self, bytes chunk) except -1
     cpdef bint _send_legs(self, Exchange exchange, list lines, bytes body) except -1
-    @cython.locals(template=CachedResponseHead, head=bytes, before=bytes, after=bytes, length=bytes,
-                   body=bytes, digits=bytes, length_line=bytes, size=Py_ssize_t, client=Stream)
+    @cython.locals(template=CachedResponseHead, body=bytes, length_line=bytes, size=Py_ssize_t,
+                   client=Stream, services=ExchangeServices)
     cpdef bint _relay(
         self, Exchange exchange, Stream upstream, bytes chunk, bint sent_at_once=*
     ) except -1

@@ -43,11 +43,11 @@ from omni_proxy.dataplane.upstream.attempt import (
     SentRequest,
     encode_request,
     length_lines,
+    read_complete_response,
     start_waiting,
 )
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans, parts_for_target
 from omni_proxy.dataplane.upstream.pool import UpstreamPool, with_key
-from omni_proxy.dataplane.upstream.response_reports import take_load
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.inspect.plain_body import read_usual
 from omni_proxy.routing.inspect.requirements import Requirements, requirements_of_fields
@@ -56,7 +56,6 @@ from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import RequestHead
 
 _BLANK: Final = b"\r\n\r\n"
-_CRLF: Final = b"\r\n"
 
 
 class FastPath(EventHandler):
@@ -259,18 +258,10 @@ class FastPath(EventHandler):
         io, client, worker, pool = self._io, self.client, exchange.worker, self._pool
         assert worker is not None
         assert pool is not None
-        template = pool.response_template
-        head, _, body = chunk.partition(_BLANK)
-        head = take_load(io.services.fleet, pool, head) if pool.asks_for_load else head
-        before, _, after = head.partition(template.name)
-        length, _, after = after.partition(_CRLF)
-        if before != template.before or after != template.after:
-            return self._learn(pool, head)
-        size = len(body)
-        digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
+        services = io.services
+        body = read_complete_response(pool, chunk, services.response_heads, services.fleet)
         if (
-            length != digits
-            or not body
+            body is None
             or upstream.pending
             or client.pending
             or io.close_after_response
@@ -279,6 +270,8 @@ class FastPath(EventHandler):
             or worker.health.failed_requests
         ):
             return False
+        template, size = pool.response_template, len(body)
+        length_line = LENGTHS[size][1] if size < CACHED_LENGTHS else length_lines(size)[1]
         exchange.response_head_at = exchange.first_at = io.loop.now
         client.write_soon(b"".join([
             template.lines, *diagnostic_fields(exchange), exchange.version.lines, length_line, body,
@@ -306,7 +299,7 @@ class FastPath(EventHandler):
             pool.release(upstream)
             io.upstream = None
         finally:
-            finalize(io.services, exchange, "relay", has_extras or exchange.legs is not None)
+            finalize(services, exchange, "relay", has_extras or exchange.legs is not None)
         exchange.requirements = exchange.last_worker = exchange.last_rank = None  # free them now
         exchange.last_chunk = b""
         self._spare = exchange
@@ -314,11 +307,3 @@ class FastPath(EventHandler):
         if client.readable:  # more bytes, or the client's close
             io.step()
         return True
-
-    def _learn(self, pool: UpstreamPool, head: bytes) -> bool:
-        """Remember the head as the template for the next response. Returns False: the coroutine
-        must relay this one."""
-        known = self._io.services.response_heads.usual(head)
-        if known.plain:
-            pool.response_template = known
-        return False

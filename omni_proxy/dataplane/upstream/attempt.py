@@ -35,7 +35,6 @@ CACHED_LENGTHS: Final = 4096
 STALE_CONNECTION: Final = "stale_connection"
 _Parts = Sequence[bytes | memoryview]
 _BLANK: Final = b"\r\n\r\n"
-_CRLF: Final = b"\r\n"
 RANK_FIELD: Final = frozenset((b"x-data-parallel-rank",))
 
 
@@ -98,23 +97,23 @@ def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
     io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
 
 
-def usual_body(
+def read_complete_response(
     pool: UpstreamPool, chunk: bytes, heads: ResponseHeadCache, fleet: Fleet
 ) -> bytes | None:
-    """The body of a complete response whose head is like the worker's last one; None for any other.
-    `FastPath._relay` has an inlined copy."""
+    """The body of a complete response whose head is like the worker's last one; None for any
+    other."""
     template = pool.response_template
     head, _, body = chunk.partition(_BLANK)
     if pool.asks_for_load:
         head = take_load(fleet, pool, head)
-    before, _, after = head.partition(template.name)
-    length, _, after = after.partition(_CRLF)
-    if before != template.before or after != template.after:
-        known = heads.usual(head)
-        if known.plain:
-            pool.response_template = known  # for the next one
-        return None
-    return body if body and length == length_lines(len(body))[0] else None
+    size = len(body)
+    digits = LENGTHS[size][0] if size < CACHED_LENGTHS else length_lines(size)[0]
+    if head == b"".join((template.start, digits, template.end)):
+        return body or None
+    cached = heads.find(head)
+    if cached.plain:
+        pool.response_template = cached  # for the next one
+    return None
 
 
 async def run_attempt(

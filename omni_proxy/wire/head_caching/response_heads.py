@@ -26,13 +26,12 @@ _AS_OTHERS: Final = b"\r\nContent-Length: "
 class CachedResponseHead:
     """The constant parts of a worker's response heads.
 
-    `name`: the content-length as the worker spells it, between `before` and `after`. `lines` don't
-    include it.
+    `start`: up to the value of the content-length. `end`: from the end of its line, without the
+    blank line. `lines` don't include it.
     """
 
-    before: bytes
-    name: bytes
-    after: bytes  # without the blank line
+    start: bytes
+    end: bytes
     status: int
     lines: bytes
     keep_alive: bool
@@ -40,7 +39,7 @@ class CachedResponseHead:
     plain: bool = False  # keep-alive, with a body, no event stream, no status that may be retried
 
 
-NOT_CACHED: Final = CachedResponseHead(b"", _AS_UVICORN, b"", 0, b"", keep_alive=False, sse=False)
+NOT_CACHED: Final = CachedResponseHead(b"", b"", 0, b"", keep_alive=False, sse=False)
 
 
 def _parted(head: bytes) -> tuple[bytes, bytes, bytes, bytes]:
@@ -62,7 +61,7 @@ class ResponseHeadCache:
         self._known: LruCache[tuple[bytes, bytes], CachedResponseHead] = LruCache(MAX_ENTRIES)
         self._seen_once = Doorkeeper(MAX_ENTRIES)
 
-    def usual(self, head: bytes) -> CachedResponseHead:
+    def find(self, head: bytes) -> CachedResponseHead:
         """The entry of a head without its blank line, or NOT_CACHED."""
         top, name, _, rest = _parted(head + b"\r\n\r\n")
         return (self._known.get((top, rest)) or NOT_CACHED) if name else NOT_CACHED
@@ -96,10 +95,10 @@ class ResponseHeadCache:
             return
         lines = _LENGTH_FIELD.sub(b"", response.lines, count=1)
         before, rest = key
-        usual = CachedResponseHead(
-            before, name, rest.removesuffix(b"\r\n").removesuffix(b"\r\n"),
-            response.status, lines, response.keep_alive, response.sse,
+        end = b"\r\n" + rest.removesuffix(b"\r\n\r\n") if rest != b"\r\n" else b""
+        cached = CachedResponseHead(
+            before + name, end, response.status, lines, response.keep_alive, response.sse,
             response.keep_alive and not response.sse and 200 <= response.status < 500
             and response.status not in (408, 429),
         )  # fmt: skip
-        self._known.put(key, usual)
+        self._known.put(key, cached)

@@ -29,6 +29,8 @@ class HeadTemplate:
     def __init__(
         self, first: bytes, steps: tuple[Step, ...], last: bytes, *, counted: bool, id_index: int
     ) -> None:
+        if not all(same for same, *_ in steps):
+            raise ValueError("a step without the text before its value")
         self.first = first  # the forwarded lines up to their first varying value
         self.steps = steps
         self.last = last
@@ -43,7 +45,7 @@ class HeadTemplate:
         """
         parts = [self.first]
         for same, _, forbidden, after in self.steps:
-            rest = head.removeprefix(same)  # `same` is never empty
+            rest = head.removeprefix(same)
             if len(rest) == len(head):
                 return None
             value, _, head = rest.partition(_CRLF)

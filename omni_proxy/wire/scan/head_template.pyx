@@ -28,7 +28,7 @@ cdef class HeadTemplate:
     def __init__(self, bytes first not None, tuple steps not None, bytes last not None,
                  *, counted, id_index):
         for same, size, forbidden, after in steps:
-            if len(same) != size or forbidden.strip(bytes(range(0x21)) + b"\x7f"):
+            if not same or len(same) != size or forbidden.strip(bytes(range(0x21)) + b"\x7f"):
                 raise ValueError("not the step of a template")
         self.first = first
         self.steps = steps

@@ -2,6 +2,7 @@
 
 from importlib.util import module_from_spec, spec_from_file_location
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,7 @@ TEXTS = st.lists(
     max_size=4,
 ).map(b"".join)  # fmt: skip
 FORBIDDEN = st.sampled_from([CONTROLS, CONTROLS_AND_SPACES, COUNT])
-STEPS = st.lists(st.tuples(TEXTS, FORBIDDEN, st.none() | TEXTS), max_size=3)
+STEPS = st.lists(st.tuples(TEXTS.filter(bool), FORBIDDEN, st.none() | TEXTS), max_size=3)
 
 
 @given(
@@ -40,3 +41,9 @@ def test_both_implementations_match_the_same_heads(first, steps, last, values, n
     )
     for head in (written + last, written[:-2] + last, written + last + noise, noise, b""):
         assert current.match(head, length) == plain.match(head, length)
+
+
+@pytest.mark.parametrize("template", [HeadTemplate, PLAIN.HeadTemplate])
+def test_a_step_without_a_text_is_refused(template):
+    with pytest.raises(ValueError, match="step"):
+        template(b"", ((b"", 0, CONTROLS, None),), b"", counted=True, id_index=-1)
