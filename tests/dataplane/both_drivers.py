@@ -18,6 +18,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.downstream.connection import Connection
 from omni_proxy.dataplane.exchange import exchange
 from omni_proxy.dataplane.exchange.fast_path_cache import FastPathCache
+from omni_proxy.dataplane.loop import event_loop
 from omni_proxy.dataplane.loop.task import pause
 from omni_proxy.dataplane.status import connection_record
 from omni_proxy.fleet.weight_version import UNKNOWN_VERSION
@@ -71,6 +72,12 @@ def exchange_once(world, client):
 def send_request(world, client, request=None):
     world.client_sends(client, request or chat_request())
     assert world.dataplane.in_flight == 1
+
+
+def flush_after_each_event(patch):
+    """Let an iteration send after each of its events, not only at its end."""
+    patch.setattr(event_loop, "MAX_PENDING_WRITERS", 1)
+    patch.setattr(event_loop, "CHECK_EVENTS", 1)
 
 
 class WorkerConnection:

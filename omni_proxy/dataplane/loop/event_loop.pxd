@@ -18,7 +18,6 @@ cdef class EventLoop:
     cdef public object _epoll
     cdef public list _closing
     cdef public list pending_writers
-    cdef public Py_ssize_t max_pending_writers
     cdef public bint _ended_early
     cdef public list _unhandled
     cdef public list _ready

@@ -23,16 +23,17 @@ import trio
 from omni_proxy.dataplane.loop.trio_scheduling import HostLoop
 
 ALL_EVENTS: Final = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET
-# At this number all are flushed immediately, which bounds the delay of the first one. Not Final:
-# tests set it.
+# A long iteration flushes all at this number, which bounds the delay of the first one. Not Final:
+# tests set it, and CHECK_EVENTS.
 MAX_PENDING_WRITERS = 32
 BUSY_POLL_SECS: Final = 0.004  # under load, waiting in epoll is cheaper than waiting in trio
 HOST_CHECK_SECS: Final = 0.001  # interval of checks whether trio has ready I/O
 # Per iteration. With fewer, clients and workers wait for more iterations, which costs CPU time.
 MAX_EVENTS: Final = 64
-# Events between two reads of the clock; more woken tasks than this read it each. An event may take
-# 20 ms, for a large body; most need 20 us, and every further read adds a part of that.
-CHECK_EVENTS: Final = 16
+# Events between two reads of the clock, and between two flushes; more woken tasks than this read it
+# each. An event with a large body takes a thousand times as long as most, which a further read for
+# each would slow down.
+CHECK_EVENTS = 16
 MAX_BATCH_SECS: Final = 0.02  # then trio gets a turn before the other events
 
 
@@ -92,7 +93,6 @@ class EventLoop:
         self._epoll = epoll()
         self._closing: list[socket.socket] = []
         self.pending_writers: list[PendingWriter] = []  # flushed at the end of this iteration
-        self.max_pending_writers = MAX_PENDING_WRITERS
         self._ended_early = False  # the last iteration has left events or tasks to the next one
         self._unhandled: list[tuple[int, int]] = []  # events of an iteration that ended early
         self._ready: list[Steppable] = []  # stepped in the next iterations, even without an event
@@ -251,6 +251,8 @@ class EventLoop:
         `_run_batch` is repeated here, because a call for each batch would cost every event."""
         handlers = self._handlers
         while rest:
+            if len(self.pending_writers) >= MAX_PENDING_WRITERS:
+                self.flush_writes()
             if self.clock() - self.now > MAX_BATCH_SECS:
                 # Without those of sockets that this batch has unregistered.
                 self._unhandled = [event for event in rest if handlers[event[0]] is not None]
@@ -268,6 +270,8 @@ class EventLoop:
         clock, until = self.clock, self.now + MAX_BATCH_SECS
         for count, task in enumerate(ready, 1):
             task.step()
+            if len(self.pending_writers) >= MAX_PENDING_WRITERS:
+                self.flush_writes()
             if clock() > until and count < len(ready):
                 self._ready[:0] = ready[count:]
                 self._ended_early = True

@@ -91,11 +91,7 @@ class Stream(PendingWriter):
             self.pending += chunk
             return
         self.pending = chunk
-        loop = self.loop
-        waiting = loop.pending_writers
-        waiting.append(self)
-        if len(waiting) >= loop.max_pending_writers:
-            loop.flush_writes()
+        self.loop.pending_writers.append(self)
 
     def flush(self) -> None:
         """Send as much of `pending` as the socket accepts. The next read reports an error."""

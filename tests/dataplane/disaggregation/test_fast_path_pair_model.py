@@ -6,8 +6,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.dataplane.loop import event_loop
-from tests.dataplane.both_drivers import worker_sockets
+from tests.dataplane.both_drivers import flush_after_each_event, worker_sockets
 from tests.dataplane.disaggregation.pair_world import NAMES, PREFILL, response_with, world_of
 from tests.dataplane.exchange.test_fast_path_model import (
     MEANWHILE,
@@ -101,7 +100,8 @@ def listeners(tmp_path):
 def run_course(listeners, case, *, use_fast_path):
     kind, (server, routing), at_once, ids, steps = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_loop, "MAX_PENDING_WRITERS", 1 if at_once else 32)
+        if at_once:
+            flush_after_each_event(patch)
         patch.setenv("KEY_OF_A_WORKER", "secret")
         unpatched = world_of(*kind)(
             listeners, configured(server, routing), use_fast_path=use_fast_path

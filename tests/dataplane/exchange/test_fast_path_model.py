@@ -9,8 +9,13 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from omni_proxy.config.parse import parse
-from omni_proxy.dataplane.loop import event_loop
-from tests.dataplane.both_drivers import OK_RESPONSE, World, chat_request, worker_sockets
+from tests.dataplane.both_drivers import (
+    OK_RESPONSE,
+    World,
+    chat_request,
+    flush_after_each_event,
+    worker_sockets,
+)
 from tests.example_counts import examples
 from tests.weighted_choice import weighted
 
@@ -271,7 +276,8 @@ def listeners(tmp_path):
 def run_course(listeners, case, *, use_fast_path):
     (server, routing), (slow, at_once, ids, traced), steps = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(event_loop, "MAX_PENDING_WRITERS", 1 if at_once else 32)
+        if at_once:
+            flush_after_each_event(patch)
         patch.setenv("KEY_OF_A_WORKER", "secret")
         unpatched = World(listeners, configured(server, routing), use_fast_path=use_fast_path)
         with unpatched.patched() as world:

@@ -12,9 +12,11 @@ from omni_proxy.dataplane.loop.event_loop import (
     CHECK_EVENTS,
     MAX_BATCH_SECS,
     MAX_EVENTS,
+    MAX_PENDING_WRITERS,
     EventLoop,
     IoHandler,
 )
+from omni_proxy.dataplane.loop.stream import Stream
 from tests.dataplane.loop_script import Scripted
 from tests.dataplane.manual_clock import ManualClock
 
@@ -93,6 +95,49 @@ async def test_a_long_iteration_ends_before_all_its_events_are_handled(timed, se
     else:
         assert max(steps) == len(handlers)
     assert {handler.events for handler in handlers} == {1}
+
+
+@pytest.mark.parametrize("by", ["events", "tasks"])
+def test_a_long_iteration_sends_before_its_end(by):
+    loop = EventLoop(ManualClock())
+    count = 2 * MAX_PENDING_WRITERS
+    pairs, sent_before = [socket.socketpair() for _ in range(count)], []
+
+    class Writer(IoHandler):
+        waiting_on = None
+
+        def __init__(self, sock):
+            self.stream = Stream(loop, sock, None)
+
+        def step(self):
+            earlier = writers[: len(sent_before)]
+            sent_before.append(sum(not writer.stream.pending for writer in earlier))
+            self.stream.write_soon(b"x")
+
+        def on_event(self, mask):
+            self.step()
+
+    for near, _ in pairs:
+        near.setblocking(False)
+    writers = [Writer(near) for near, _ in pairs]
+    try:
+        if by == "events":
+            for writer in writers:
+                loop._handlers[writer.stream.sock.fileno()] = writer
+            loop._run_batch([(near.fileno(), EPOLLOUT) for near, _ in pairs])
+        else:
+            for writer in writers:
+                loop.call_soon(writer)
+            loop._run_batch([])
+        assert len(sent_before) == count
+        at = [index for index, sent in enumerate(sent_before) if sent]
+        assert MAX_PENDING_WRITERS <= at[0] <= MAX_PENDING_WRITERS + CHECK_EVENTS
+        assert [peer.recv(2) for _, peer in pairs] == [b"x"] * count
+    finally:
+        for near, peer in pairs:
+            near.close()
+            peer.close()
+        loop.flush()
 
 
 @pytest.mark.parametrize("how", ["its descriptor is another socket's", "it is suspended"])
