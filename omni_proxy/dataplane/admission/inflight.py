@@ -2,8 +2,8 @@
 
 Invariant: `in_flight` is never above `[server] max_inflight`, if that is set, and `held_bytes`
 grows only up to `[server] max_held_bytes`. An exchange is counted once: its share of the counts is
-in its `admitted` and `held_bytes`, which only this file and `exchange_io.finalize` write;
-`finalize` releases both.
+in its `admitted` and `held_bytes`, which only this file writes; `exchange_io.finalize` has
+both released.
 """
 
 from __future__ import annotations
@@ -62,11 +62,14 @@ class InFlight:
         """Whether another process took the last slot. Never with one process."""
         return False
 
-    def dismiss(self, exchange: Exchange) -> None:
-        """Stop counting the exchange as in flight."""
+    def dismiss(self, exchange: Exchange, *, holds_bytes: bool = False) -> None:
+        """Stop counting the exchange as in flight, and the bytes of its request unless it still
+        holds them."""
         if exchange.admitted:
             exchange.admitted = False
             self.in_flight -= 1
+        if exchange.held_bytes and not holds_bytes:
+            self.release_bytes(exchange)
 
     def hold(self, exchange: Exchange, size: int) -> None:
         """Count `size` more bytes of its request as held in memory. Raises HttpError 503."""

@@ -159,7 +159,7 @@ class Queue:
             if error.code == "all_full":
                 error.status = server.overload_status
             raise error
-        self._inflight.dismiss(exchange)
+        self._inflight.dismiss(exchange, holds_bytes=True)
         self.serve()
         waiter = _Waiter(io, exchange, exchange.requirements)
         waiter.tried = tried
@@ -238,7 +238,7 @@ class Queue:
             if need is not None:
                 self._balancer.acquire(exchange, waiter.tried)
         except HttpError:  # its worker was removed, or another process was faster
-            self._inflight.dismiss(exchange)
+            self._inflight.dismiss(exchange, holds_bytes=True)
             return False
         self._remove(waiter)
         waiter.admitted = True

@@ -210,9 +210,7 @@ class FastPairPath(FastPath):
         if for_decode is None:
             self._body = body
             leg.on_end = self._prefill_ended
-            # `set_timeout`, inlined.
-            io.phase, due = "prefill", io.loop.now + io.settings.limits.total
-            io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
+            io.set_timeout("prefill", io.settings.limits.total)
             self.waiting_on, self._after_prefill.waiting_on = None, leg
             return True
         if self._has_failed(leg):
@@ -352,10 +350,8 @@ class FastPairPath(FastPath):
             self._leg = leg
             return False
         exchange.legs, self._body = None, b""
-        if leg.ended_directly:  # as in `_keep`
-            self._spare_leg = leg
-            if self._spare is not None:
-                self._spare.spare_leg = leg.exchange
+        if leg.ended_directly:
+            self._keep(leg)
         elif not leg.readable:
             leg.on_end = partial(self._late_leg_ended, legs.rid)
         return True

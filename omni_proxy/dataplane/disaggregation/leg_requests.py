@@ -166,7 +166,7 @@ class EngineLines:
     def with_id(self, parts: list[bytes], request_id: bytes) -> bytes:
         """The lines for both legs."""
         if not self._has_id:
-            parts.append(b"x-request-id: %b\r\n" % request_id)  # as `_id_line`
+            parts.append(_id_line(request_id))
         return b"".join(parts)
 
     def of_read(self, parts: list[bytes], lines: bytes) -> bytes:

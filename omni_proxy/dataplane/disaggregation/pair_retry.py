@@ -14,8 +14,8 @@ from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import STALE_CONNECTION
 from omni_proxy.dataplane.upstream.retry import (
     FailedStatuses,
+    RetryPauses,
     allowed_attempts,
-    back_off,
     may_retry,
     queue_for_retry,
 )
@@ -39,7 +39,7 @@ class PairRetry:
         self._tried: set[Worker] = set()
         self.statuses = FailedStatuses()  # of both legs
         self._reported: set[Worker] = set()  # decode workers with another failure; once for each
-        self._pauses = 0
+        self._pauses = RetryPauses(io, exchange)
         self._transfers = 0  # failed KV transfers
 
     async def after(self, failed: PairFailed) -> HeldResponse | None:
@@ -60,7 +60,7 @@ class PairRetry:
         if is_stale:
             self._exchange.attempts -= 1  # not counted, like the redial of a plain request
         else:
-            await self._pause()
+            await self._pauses.pause(self._tried)
         try:
             balancer.acquire(self._exchange, self._tried)
         except HttpError as no_pair:
@@ -72,18 +72,10 @@ class PairRetry:
         self._keep_counts("" if is_stale else failed.kind)
         return None
 
-    async def _pause(self) -> None:
-        if await back_off(self._io, self._exchange, self._tried, self._pauses):
-            self._pauses += 1
-
     def _note(self, failed: PairFailed) -> None:
         """Record the failure, and report it to outlier ejection if the decode worker caused it."""
         exchange, services = self._exchange, self._io.services
-        if exchange.trace is not None:
-            exchange.trace.end_attempt(failed.worker, self._io.loop.now, failed.kind)
-        exchange.failed_attempts = [
-            *(exchange.failed_attempts or ()), (failed.worker, failed.kind),
-        ]  # fmt: skip
+        exchange.add_failed_attempt(failed.worker, failed.kind, self._io.loop.now)
         if failed.is_transfer:
             if failed.kind != "weights_changed":
                 self._transfers += 1

@@ -173,9 +173,8 @@ class PrefillLeg(SideTask):
         loop.side_tasks += 1
         loop.tasks.add(self)
         # As `start_waiting`, but the proxy's own time is counted only for the decode leg.
-        exchange.sent_at = now = loop.now
-        self.phase, due = "wait", now + self.settings.limits.prefill_head
-        self.phase_deadline = due if due < self.deadline else self.deadline  # noqa: FURB136
+        exchange.sent_at = loop.now
+        self.set_timeout("wait", self.settings.limits.prefill_head)
         stream.write_soon(encode_request(pool.host_line, [lines], length_line, body))
 
     def step(self, error: BaseException | None = None) -> None:

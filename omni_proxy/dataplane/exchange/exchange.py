@@ -117,6 +117,12 @@ class Exchange:
         if not self.outcome:
             self.outcome, self.ended_by, self.error, self.phase = outcome, by, error, phase
 
+    def add_failed_attempt(self, target: Worker, result: str, at: float) -> None:
+        """Record an attempt at a worker or rank. `result`: a status, or a name as in `retry_on`."""
+        self.failed_attempts = [*(self.failed_attempts or ()), (target, result)]
+        if self.trace is not None:
+            self.trace.end_attempt(target, at, result)
+
     def attempt_results(self) -> list[tuple[Worker, str]]:
         """Each attempt's result, in order: the failed ones, then the worker's response."""
         results = list(self.failed_attempts or ())

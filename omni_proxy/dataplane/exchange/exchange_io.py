@@ -174,13 +174,7 @@ def finalize(
     totals, recorders = services.totals, services.recorders
     if worker is not None and worker.version is not exchange.version:
         totals.across_versions += exchange.spans_versions(worker)
-    inflight = services.inflight  # `dismiss` and `release_bytes`, inlined
-    if exchange.admitted:
-        exchange.admitted = False
-        inflight.in_flight -= 1
-    if exchange.held_bytes:
-        inflight.held_bytes -= exchange.held_bytes
-        exchange.held_bytes = 0
+    services.inflight.dismiss(exchange)
     if services.queue.waiting:
         services.queue.serve()
     totals.ended[outcome] += 1

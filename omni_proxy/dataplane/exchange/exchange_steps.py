@@ -290,11 +290,9 @@ def _set_special(
     affinity key. Returns whether the request may have an alias or two legs."""
     services = io.services
     balancer, fleet = services.balancer, services.fleet
-    wants_key = balancer.policy.needs_affinity_key  # `Balancer.needs_affinity_key`, inlined
     if fleet.has_pools and exchange.route is not None:
         need.legs = exchange.route.legs
-        wants_key = wants_key or balancer.pools.needs_affinity_key
-    if wants_key:
+    if balancer.needs_affinity_key:
         need.affinity_key = balancer.affinity_keys.read(b"".join(lines), body)
     if fleet.has_adapters:
         name_adapter(need, balancer.aliases, body)

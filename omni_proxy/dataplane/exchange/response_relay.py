@@ -304,9 +304,7 @@ def diagnostic_fields(exchange: Exchange) -> tuple[bytes, ...]:
     if exchange.failed_attempts is None:
         if exchange.caller is None or not exchange.caller.has_rates:
             return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT
-        # `rate_lines`, inlined.
-        now = exchange.response_head_at or exchange.sent_at or exchange.head_at
-        rates = exchange.caller.rate_lines(now)
+        rates = rate_lines(exchange)
         return worker_line, REQUEST_ID_NAME, exchange.request_id, _FIRST_ATTEMPT, rates
     return _fields_of_attempts(exchange, worker_line)
 

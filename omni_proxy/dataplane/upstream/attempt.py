@@ -93,8 +93,7 @@ def start_waiting(io: AttemptIO, exchange: Exchange, secs: float) -> None:
     exchange.sent_at = now = loop.now
     # The time since the start of the iteration was spent in the proxy.
     exchange.own_secs += clock() - now
-    io.phase, due = "wait", now + secs
-    io.phase_deadline = due if due < io.deadline else io.deadline  # noqa: FURB136
+    io.set_timeout("wait", secs)
 
 
 def read_complete_response(

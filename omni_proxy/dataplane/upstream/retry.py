@@ -59,7 +59,7 @@ class RetryState:
         self._body_bytes = body_bytes
         self._tried: set[Worker] = set()
         self._statuses = FailedStatuses()
-        self._pauses = 0
+        self._pauses = RetryPauses(io, exchange)
 
     def report_status(self, worker: Worker, status: int) -> None:
         """A response of `worker` had this status; it may be one that counts as a failure."""
@@ -70,7 +70,8 @@ class RetryState:
         PhaseTimeout."""
         worker = self._exchange.worker
         assert worker is not None
-        self._note(self._exchange.rank or worker, failure)
+        target = self._exchange.rank or worker
+        self._exchange.add_failed_attempt(target, failure, self._io.loop.now)
         if not self._is_allowed(failure):
             raise error
         body_stream = self._io.body_stream
@@ -82,7 +83,7 @@ class RetryState:
             error.message += f"; not retried: its body is larger than {most} bytes"
             raise error
         self._release(worker)
-        await self._pause()
+        await self._pauses.pause(self._tried)
         try:
             return self._acquire()
         except HttpError as no_worker:
@@ -99,12 +100,12 @@ class RetryState:
             return None
         target = exchange.rank or worker
         self._release(worker)
-        await self._pause()
+        await self._pauses.pause(self._tried)
         try:
             another = self._acquire()
         except HttpError:
             return None
-        self._note(target, failure)
+        exchange.add_failed_attempt(target, failure, io.loop.now)
         io.upstream = None
         start.release()
         return another
@@ -125,12 +126,6 @@ class RetryState:
     def _is_too_large(self) -> bool:
         return self._body_bytes > self._io.settings.config.routing.retry_body_bytes
 
-    def _note(self, worker: Worker, result: str) -> None:
-        exchange = self._exchange
-        exchange.failed_attempts = [*(exchange.failed_attempts or ()), (worker, result)]
-        if exchange.trace is not None:
-            exchange.trace.end_attempt(worker, self._io.loop.now, result)
-
     def _release(self, worker: Worker) -> None:
         self._tried.add(worker)
         if self._exchange.rank is not None:
@@ -138,25 +133,30 @@ class RetryState:
         self._io.services.balancer.release(self._exchange, worker, FAILED)
         self._io.services.queue.serve()
 
-    async def _pause(self) -> None:
-        if await back_off(self._io, self._exchange, self._tried, self._pauses):
-            self._pauses += 1
 
+class RetryPauses:
+    """The pauses between the attempts of one request."""
 
-async def back_off(
-    io: ExchangeIO, exchange: Exchange, tried: Collection[Worker], made: int
-) -> bool:
-    """Pause if every worker that could take the request has been tried, and return whether it did.
-    `made`: earlier pauses of this request. Raises ClientDisconnected, PhaseTimeout."""
-    services, need = io.services, exchange.requirements
-    assert need is not None
-    if not services.balancer.all_tried(need, tried):
-        return False
-    io.check_client(half_close_aborts=io.settings.half_close_aborts)
-    io.phase, io.phase_deadline = "backoff", io.deadline
-    secs = pause_secs(made, services.random_below(CHANCES) / CHANCES)
-    await services.timers.sleep(io, secs)
-    return True
+    __slots__ = ("_exchange", "_io", "_made")
+
+    def __init__(self, io: ExchangeIO, exchange: Exchange) -> None:
+        self._io = io
+        self._exchange = exchange
+        self._made = 0
+
+    async def pause(self, tried: Collection[Worker]) -> None:
+        """Pause if every worker that could take the request has been tried. Raises
+        ClientDisconnected, PhaseTimeout."""
+        io, need = self._io, self._exchange.requirements
+        services = io.services
+        assert need is not None
+        if not services.balancer.all_tried(need, tried):
+            return
+        io.check_client(half_close_aborts=io.settings.half_close_aborts)
+        io.phase, io.phase_deadline = "backoff", io.deadline
+        secs = pause_secs(self._made, services.random_below(CHANCES) / CHANCES)
+        self._made += 1
+        await services.timers.sleep(io, secs)
 
 
 async def queue_for_retry(
