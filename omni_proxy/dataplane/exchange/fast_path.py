@@ -171,8 +171,11 @@ class FastPath(EventHandler):
         """Send the request to a worker. False if the coroutine must continue; then `io.exchange` is
         set if the exchange has begun."""
         cached, io = self.cached, self._io
-        # CPython calls a local faster than an attribute that is no method.
-        template, decode, services = cached.template, cached.decode, io.services
+        template, decode, services = (
+            cached.template,
+            cached.decode,
+            io.services,
+        )  # see `Stream.read`
         head, blank, body = chunk.partition(_BLANK)
         size = len(body)
         digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
