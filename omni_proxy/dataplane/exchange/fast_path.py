@@ -35,6 +35,7 @@ from omni_proxy.dataplane.request_trace import (
     DRAW_BITS,
     UNSAMPLED,
     UNSAMPLED_LINE,
+    Tracing,
     trace_parts,
 )
 from omni_proxy.dataplane.upstream.attempt import (
@@ -171,11 +172,8 @@ class FastPath(EventHandler):
         """Send the request to a worker. False if the coroutine must continue; then `io.exchange` is
         set if the exchange has begun."""
         cached, io = self.cached, self._io
-        template, decode, services = (
-            cached.template,
-            cached.decode,
-            io.services,
-        )  # see `Stream.read`
+        template, services = cached.template, io.services
+        decode = cached.decode  # a local, as in `Stream.read`
         head, blank, body = chunk.partition(_BLANK)
         size = len(body)
         digits, length_line = LENGTHS[size] if size < CACHED_LENGTHS else length_lines(size)
@@ -204,12 +202,9 @@ class FastPath(EventHandler):
             head_id = lines[template.id_index] if template.id_index > 0 else cached.head.request_id
             exchange.request_id = head_id or id_from_body(need)
             is_special = set_requirements(io, exchange, need, lines, body)
-            exchange.trace, tracing = None, cached.tracing
-            if tracing is not None:
-                if (draw := getrandbits(DRAW_BITS)) >= cached.sampled_below:
-                    lines.append(UNSAMPLED_LINE % draw)
-                else:
-                    exchange.trace = tracing.begin_from_parts(lines, cached.trace_index)
+            exchange.trace = None
+            if cached.tracing is not None:
+                self._begin_trace(exchange, lines, cached.tracing)
             exchange.policy = balancer.policy.name
             target = worker = balancer.acquire(exchange)
             if is_special or exchange.rank is not None:
@@ -231,6 +226,14 @@ class FastPath(EventHandler):
         start_waiting(io, exchange, io.settings.limits.response_head)
         upstream.write_soon(request)
         return not upstream.readable
+
+    def _begin_trace(self, exchange: Exchange, lines: list[bytes], tracing: Tracing) -> None:
+        """Begin the trace of the request; an unsampled one only adds a line to the head."""
+        cached = self.cached
+        if (draw := getrandbits(DRAW_BITS)) >= cached.sampled_below:
+            lines.append(UNSAMPLED_LINE % draw)
+        else:
+            exchange.trace = tracing.begin_from_parts(lines, cached.trace_index)
 
     def _lines_for(self, exchange: Exchange, target: Worker, lines: list[bytes]) -> list[bytes]:
         """Add the trace's context and the worker's own key to the head."""
