@@ -31,7 +31,7 @@ from omni_proxy.cli.serve import routed, router_startup, start
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.parse import ConfigError
 from omni_proxy.config.schema import LaunchEntry
-from omni_proxy.launch.replica_process import visible_gpus
+from omni_proxy.launch.gpu_allocator import visible_gpus
 
 LAST_PORT: Final = 65535
 Role: TypeAlias = Literal["", "prefill", "decode"]

@@ -20,12 +20,8 @@ from omni_proxy.config.schema import LaunchEntry
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.health.prober import Prober
 from omni_proxy.launch.child_process import HandedReplica, ParentDeathGuard
-from omni_proxy.launch.replica_process import (
-    GpuAllocator,
-    ReplicaProcess,
-    ReplicaState,
-    visible_gpus,
-)
+from omni_proxy.launch.gpu_allocator import GpuAllocator, visible_gpus
+from omni_proxy.launch.replica_process import ReplicaProcess, ReplicaState
 from omni_proxy.launch.worker_link import LaunchedWorkerLink
 from omni_proxy.runtime_config.config_store import ConfigStore
 

@@ -6,8 +6,7 @@
 Every exit that was not requested is a failure, also with exit status 0.
 Invariant: the process has ended when `run` returns, also when `run` is cancelled.
 
-Also builds the argv and the environment of a launched process from its [[launch]] entry, and
-allocates the GPUs of this machine. Invariant: no GPU belongs to two replicas.
+Also builds the argv and the environment of a launched process from its [[launch]] entry.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from enum import StrEnum
-from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -35,46 +33,9 @@ from omni_proxy.launch.child_process import (
     ParentDeathGuard,
     ReplicaRecord,
 )
+from omni_proxy.launch.gpu_allocator import GpuAllocator, TooFewGpus
 from omni_proxy.launch.worker_link import LaunchedWorkerLink
 from omni_proxy.self_exec import program_argv
-
-
-class TooFewGpus(Exception):
-    """More GPUs were requested than are free."""
-
-
-class GpuAllocator:
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = list(names)
-        self._allocated: set[str] = set()
-
-    def allocate(self, count: int) -> tuple[str, ...]:
-        """The names of `count` free GPUs. Raises TooFewGpus."""
-        free = [name for name in self._names if name not in self._allocated]
-        if len(free) < count:
-            raise TooFewGpus(
-                f"it needs {count} GPUs and {len(free)} of {len(self._names)} are free: lower "
-                "gpus_per_replica or replicas, or widen CUDA_VISIBLE_DEVICES"
-            )
-        names = tuple(free[:count])
-        self._allocated.update(names)
-        return names
-
-    def adopt(self, names: Iterable[str]) -> None:
-        """Mark GPUs as allocated to a replica that was handed over."""
-        self._allocated.update(names)
-
-    def release(self, names: Iterable[str]) -> None:
-        self._allocated.difference_update(names)
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """The names in CUDA_VISIBLE_DEVICES; without it, the numbers of the NVIDIA devices."""
-    names = environ.get("CUDA_VISIBLE_DEVICES")
-    if names is not None:
-        return [name.strip() for name in names.split(",") if name.strip()]
-    return [str(number) for number, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
-
 
 OWN_COMMAND: Final = "omni-proxy"
 _NEXT_PORT: Final = re.compile(r"\{([0-9]+)\+index\}")  # {5557+index}: 5557 for the first replica

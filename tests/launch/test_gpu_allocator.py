@@ -1,6 +1,6 @@
 import pytest
 
-from omni_proxy.launch.replica_process import GpuAllocator, TooFewGpus, visible_gpus
+from omni_proxy.launch.gpu_allocator import GpuAllocator, TooFewGpus, visible_gpus
 
 
 def test_no_gpu_is_allocated_twice():
