@@ -20,7 +20,7 @@ import trio
 
 from omni_proxy import __version__
 from omni_proxy.upstream_http.client import CallResult
-from omni_proxy.weight_sync.protocol.requests import count_ranks
+from omni_proxy.weight_sync.protocol.rank_layout import count_ranks
 from omni_proxy.wire.log_text import MASK
 
 _COUNTS = (

@@ -3,9 +3,8 @@
 Group calls (weight-sync.md 3.1): unknown keys are ignored; numbers may be strings. vLLM's weight
 transfer (features.md 3.2): `init_info` and `update_info` belong to the engines' backend (nccl, ipc,
 m2n and others). They are opaque except for the ranks: each worker gets its own `rank_offset`, and
-its own part of a list with an entry for each rank. Rank ranges are consecutive from the given
-offset. Invariant: a body that parses here, and a layout that is returned, can't make a member wait
-until the group's timeout. Errors are GroupError, with a message for the trainer.
+its own part of a list with an entry for each rank. Invariant: a body that parses here can't make a
+member wait until the group's timeout. Errors are GroupError, with a message for the trainer.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import msgspec
 
 from omni_proxy.process_group.rendezvous import NCCL, Rendezvous, validated_address
 from omni_proxy.process_group.tensor_plan import ITEM_BYTES, GroupError, parse_plans
+from omni_proxy.weight_sync.protocol.rank_layout import RankRange
 
 GROUP_NAME: Final = "weight_update_group"
 LARGE_BYTES: Final = 256 * 1024  # parsing more than this would block the event loop for too long
@@ -158,53 +158,6 @@ def _text(value: object) -> str:
 
 def _port(value: object) -> int | str:
     return value if isinstance(value, int | str) and not isinstance(value, bool) else 0
-
-
-def count_ranks(info: object) -> int:
-    """The number of ranks of a worker, from its /server_info; 1 if it reports none."""
-    size = info.get("tp_size") if isinstance(info, Mapping) else None
-    return size if isinstance(size, int) and not isinstance(size, bool) and size > 0 else 1
-
-
-class RankLayoutError(ValueError):
-    """The ranks don't fit into the group; the message is for the caller that sent the numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankRange:
-    """The ranks of one member: `ranks` consecutive ones, starting at `offset`."""
-
-    name: str
-    ranks: int
-    offset: int
-
-
-def assign_ranks(
-    rank_offset: int, world_size: int, ranks: Mapping[str, int]
-) -> tuple[RankRange, ...]:
-    """Assign ranges in the order of `ranks` (member to rank count). Raises RankLayoutError."""
-    total = sum(ranks.values())
-    listing = ", ".join(f"{name}: {count}" for name, count in ranks.items())
-    if not ranks or min(ranks.values()) < 1:
-        raise RankLayoutError(
-            f"there must be a member, and each needs at least one rank: {listing}"
-        )
-    if rank_offset < 1:
-        raise RankLayoutError(
-            f"rank_offset {rank_offset}: rank 0 is the trainer's, so it must be 1 or higher"
-        )
-    end = rank_offset + total
-    if end > world_size:
-        raise RankLayoutError(
-            f"rank_offset {rank_offset} + {total} ranks behind this endpoint ({listing}) = {end}, "
-            f"but world_size is {world_size}: a group with them needs at least {end}. The tp_size "
-            "of this endpoint's /server_info is the number of its ranks"
-        )
-    ranges, offset = [], rank_offset
-    for name, count in ranks.items():
-        ranges.append(RankRange(name, count, offset))
-        offset += count
-    return tuple(ranges)
 
 
 # vLLM's groups have no names on the wire; the proxy uses this name for them.

@@ -33,7 +33,8 @@ from omni_proxy.weight_sync.protocol.member_reports import (
     ReceiveProgress,
     parse_progress,
 )
-from omni_proxy.weight_sync.protocol.requests import RankRange, TransferInit, TransferUpdate
+from omni_proxy.weight_sync.protocol.rank_layout import RankRange
+from omni_proxy.weight_sync.protocol.requests import TransferInit, TransferUpdate
 from omni_proxy.weight_sync.worker_calls import post_json
 
 INIT_PATH: Final = "/init_weights_update_group"
