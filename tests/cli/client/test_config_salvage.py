@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from omni_proxy.cli import main
-from omni_proxy.cli.client.admin_client import AdminClientError, salvage_config
+from omni_proxy.cli.client.admin_client import AdminClientError
+from omni_proxy.cli.client.config_salvage import salvage_config
 from omni_proxy.config.parse import ConfigError, parse
 from tests.cli.feeds import feed, row
 
