@@ -18,7 +18,7 @@ INTERRUPTED: Final = 130  # 128 + SIGINT
 COMMANDS: Final = {
     "bench": "omni_proxy.cli.bench.command",
     "check": "omni_proxy.cli.check",
-    "completion": "omni_proxy.cli.completion",
+    "completion": "omni_proxy.cli.completion.command",
     "explain": "omni_proxy.cli.explain",
     "init": "omni_proxy.cli.config_file.init",
     "keys": "omni_proxy.cli.config_file.keys",
@@ -33,7 +33,7 @@ COMMANDS: Final = {
     "status": "omni_proxy.cli.status",
     "top": "omni_proxy.cli.top.command",
     "trace": "omni_proxy.cli.logs.trace",
-    "upgrade": "omni_proxy.cli.client.upgrade",
+    "upgrade": "omni_proxy.cli.upgrade",
     "weights": "omni_proxy.cli.weights",
     "workers": "omni_proxy.cli.workers",
 }
@@ -41,7 +41,7 @@ COMMANDS: Final = {
 STREAMS: Final = {"stdin": "r", "stdout": "w", "stderr": "w"}  # in the order of their descriptors
 # Internal commands: started by the program itself and by completion scripts.
 INNER: Final = {
-    "__complete": "omni_proxy.cli.complete",
+    "__complete": "omni_proxy.cli.completion.worker_names",
     "data-plane-process": "omni_proxy.multiprocess.dataplane_process",
     "kv-events-process": "omni_proxy.kv_events.subscriber_process",
     "receiver-process": "omni_proxy.process_group.fork.receiver_process",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import trio
 
-from omni_proxy.cli.client.upgrade import main
+from omni_proxy.cli.upgrade import main
 from omni_proxy.upgrade.control_socket import UpgradeReport, request_upgrade
 from tests.promises.clients import STREAMED, client_of, post
 from tests.promises.fleet_program import Program, program, put, toml, workers

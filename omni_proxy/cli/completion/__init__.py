@@ -1,0 +1,1 @@
+"""Shell completion: the scripts, and the worker names that they ask for."""
