@@ -21,7 +21,7 @@ SHARED = (
 )  # by the proxy and the replica
 # From the bottom to the top: a package imports only from packages before it.
 LAYERS = (
-    *SHARED, "wire", "config", "api_keys", "cluster", "process_group", "fleet", "system", "routing", "admin_ops", "discovery",
+    *SHARED, "wire", "config", "api_keys", "cluster", "system", "process_group", "fleet", "routing", "admin_ops", "discovery",
     "upstream_http", "runtime_config", "dataplane", "telemetry", "health", "launch", "discovery_watch",
     "weight_sync", "multiprocess", "kv_events", "cluster_member", "picker", "admin_api", "supervisor", "upgrade", "signals", "server", "replica", "simulate",
     "cli", "compat", "__main__",

@@ -1,4 +1,4 @@
-"""Files mapped as tensors: location of buckets, size checks, prefaulted pages, free memory.
+"""Files mapped as tensors: location of buckets, size checks, prefaulted pages.
 
 Invariant: a file is mapped for writing only after all blocks under the buckets are allocated,
 because a write through a mapping to a full disk would end the process (SIGBUS). Prefaulting never
@@ -19,32 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from omni_proxy.process_group.tensor_plan import GroupError, TensorPlan
+from omni_proxy.system.memory import free_bytes, is_memory_device
 
 if TYPE_CHECKING:
     import torch
-
-MEMINFO: Final = Path("/proc/meminfo")
-CGROUP: Final = Path("/sys/fs/cgroup")
-MOUNTINFO: Final = Path("/proc/self/mountinfo")
-MEMORY_FILE_SYSTEMS: Final = ("tmpfs", "ramfs")
-
-
-def free_bytes() -> int:
-    """Available memory of the machine, or of the container if its limit is lower."""
-    meminfo = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines() if ":" in line)
-    free = int(meminfo["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = (CGROUP / "memory.max").read_text().strip()
-        used = int((CGROUP / "memory.current").read_text())
-        statistics = dict(
-            line.split(" ", 1) for line in (CGROUP / "memory.stat").read_text().splitlines()
-        )
-    except OSError:
-        return free
-    if limit == "max":
-        return free
-    # The page cache counts as used, but the kernel reclaims it first.
-    return min(free, int(limit) - used + int(statistics.get("inactive_file", 0)))
 
 
 def out_of_memory_error(needed: int, free: int) -> GroupError:
@@ -52,16 +30,6 @@ def out_of_memory_error(needed: int, free: int) -> GroupError:
         f"the announced tensors need {needed} bytes, but only {max(free, 0)} bytes of memory are "
         "free: send them in smaller buckets"
     )
-
-
-def is_memory_device(device: int) -> bool:
-    """Whether files on this device (`st_dev`) are in memory: tmpfs or ramfs."""
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in MOUNTINFO.read_text(encoding="utf-8", errors="replace").splitlines():
-        fields, _, rest = line.partition(" - ")
-        if fields.split()[2] == number:
-            return rest.split()[0] in MEMORY_FILE_SYSTEMS
-    return False
 
 
 PAGE_BYTES: Final = 4096

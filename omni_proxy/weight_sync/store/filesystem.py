@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from omni_proxy.process_group.broadcast.mapped_file import free_bytes, is_memory_device
+from omni_proxy.system.memory import free_bytes, is_memory_device
 
 SHARED_MEMORY: Final = Path("/dev/shm")
 _COPY_BYTES: Final = 8 << 20

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from omni_proxy.process_group.broadcast.buffers import BufferPool, SharedBlockPool, free_bytes
+from omni_proxy.process_group.broadcast.buffers import BufferPool, SharedBlockPool
 from omni_proxy.process_group.tensor_plan import GroupError
 
 
@@ -80,10 +80,6 @@ def test_unused_blocks_are_freed_before_a_request_is_refused():
     buffers.take(5_000)
     assert buffers.take(10_050).shape == (10_050,)
     assert buffers.kept_bytes() == 10_050
-
-
-def test_the_free_memory_is_plausible():
-    assert 1 << 20 < free_bytes() < 1 << 50
 
 
 def shared_pool(keep_bytes=1 << 20, free=lambda: 1 << 30):
