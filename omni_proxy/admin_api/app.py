@@ -12,8 +12,9 @@ from msgspec.structs import replace
 from quart import Response, has_request_context, request
 from quart_trio import QuartTrio
 
-from omni_proxy.admin_api.access import KeyCheck, OpenReads
-from omni_proxy.admin_api.audit_log import AuditLog
+from omni_proxy.admin_api.access.audit_log import AuditLog
+from omni_proxy.admin_api.access.cors import OpenReads
+from omni_proxy.admin_api.access.key_check import KeyCheck
 from omni_proxy.admin_api.openapi_document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
 from omni_proxy.admin_api.routes.abort_routes import FleetAbortRoutes

@@ -16,7 +16,7 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 from werkzeug.routing import PathConverter, ValidationError
 
-from omni_proxy.admin_api.access import named_key
+from omni_proxy.admin_api.access.key_check import named_key
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver

@@ -23,7 +23,8 @@ import trio
 from quart import Quart, Response, request
 from quart.wrappers.response import ResponseBody
 
-from omni_proxy.admin_api.access import ALL, KeyCheck
+from omni_proxy.admin_api.access.key_check import KeyCheck
+from omni_proxy.admin_api.access.roles import ALL
 from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
 from omni_proxy.admin_api.services import Services
 from omni_proxy.wire.errors import HttpError

@@ -14,7 +14,7 @@ from functools import partial
 from quart import Quart, Response
 
 from omni_proxy import __version__, native
-from omni_proxy.admin_api.access import KeyCheck
+from omni_proxy.admin_api.access.key_check import KeyCheck
 from omni_proxy.admin_api.fleet_changes import FleetChanges
 from omni_proxy.admin_api.responses import (
     bad_request,

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.access import named_key
+from omni_proxy.admin_api.access.key_check import named_key
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.serializers.model_cards import with_own_cards
 from omni_proxy.admin_api.services import Services

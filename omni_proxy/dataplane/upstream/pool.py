@@ -30,7 +30,7 @@ from omni_proxy.wire.response import UpstreamResponse
 
 IDLE_SECS: Final = 30.0  # shorter than the keep-alive of any known server, the admin API's included
 # Host fields that mark requests of the [admin] listener and the metrics listener, see
-# admin_api.access.
+# admin_api.access.key_check.
 ADMIN_HOST: Final = "admin"
 METRICS_HOST: Final = "metrics"
 

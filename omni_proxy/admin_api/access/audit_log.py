@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 from quart import Quart, Response, g, request
 
-from omni_proxy.admin_api.browser_checks import received_via
+from omni_proxy.admin_api.access.browser_checks import received_via
 from omni_proxy.wire.log_text import ascii_json, mask_secrets
 from omni_proxy.wire.proxy_protocol import FIELD
 
