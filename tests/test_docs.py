@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from omni_proxy.admin_api.routes.broadcast_routes import CONFIGURED
+from omni_proxy.admin_api.routes.operations.broadcast_routes import CONFIGURED
 from omni_proxy.cli import COMMANDS
 from omni_proxy.cli.flags.arguments import (
     check_parser,

@@ -22,8 +22,8 @@ ONLY_NAMES = {
 }  # fmt: skip
 ORDINARY_IN_TESTS = {"mine"}  # as a request id
 OLD_NAMES = {
-    "tests.admin_api.routes.test_health_routes": {"door"},
-    "tests.admin_api.routes.test_metrics_routes": {"door"},
+    "tests.admin_api.routes.test_status_routes": {"door"},
+    "tests.admin_api.routes.monitoring.test_metrics_routes": {"door"},
     "tests.telemetry.lint": {"door"},
     "tests.test_supervisor": {"pulse"},
 }

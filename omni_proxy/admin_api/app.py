@@ -17,22 +17,30 @@ from omni_proxy.admin_api.access.cors import OpenReads
 from omni_proxy.admin_api.access.key_check import KeyCheck
 from omni_proxy.admin_api.openapi_document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
-from omni_proxy.admin_api.routes.abort_routes import FleetAbortRoutes
-from omni_proxy.admin_api.routes.broadcast_routes import BroadcastRoutes
-from omni_proxy.admin_api.routes.dashboard_routes import DashboardRoutes, FeedRoutes
-from omni_proxy.admin_api.routes.engine_routes import EngineRoutes
-from omni_proxy.admin_api.routes.health_routes import ConfigRoutes, FleetHealthRoutes, KeyRoutes
-from omni_proxy.admin_api.routes.metrics_routes import HistoryRoutes, MetricsRoutes
-from omni_proxy.admin_api.routes.models_routes import ExplainRoutes, MergedModelRoutes
-from omni_proxy.admin_api.routes.picker_routes import PickerRoutes
-from omni_proxy.admin_api.routes.rl_routes import RlRoutes
-from omni_proxy.admin_api.routes.sglang_routes import SessionRoutes, SglangRoutes
-from omni_proxy.admin_api.routes.weight_routes import (
-    RolloutRoutes,
+from omni_proxy.admin_api.routes.config_routes import ConfigRoutes
+from omni_proxy.admin_api.routes.explain_routes import ExplainRoutes
+from omni_proxy.admin_api.routes.health_routes import FleetHealthRoutes
+from omni_proxy.admin_api.routes.key_routes import KeyRoutes
+from omni_proxy.admin_api.routes.models_routes import MergedModelRoutes
+from omni_proxy.admin_api.routes.monitoring.dashboard_routes import DashboardRoutes
+from omni_proxy.admin_api.routes.monitoring.feed_routes import FeedRoutes
+from omni_proxy.admin_api.routes.monitoring.history_routes import HistoryRoutes
+from omni_proxy.admin_api.routes.monitoring.metrics_routes import MetricsRoutes
+from omni_proxy.admin_api.routes.operations.abort_routes import FleetAbortRoutes
+from omni_proxy.admin_api.routes.operations.broadcast_routes import BroadcastRoutes
+from omni_proxy.admin_api.routes.operations.engine_routes import EngineRoutes
+from omni_proxy.admin_api.routes.operations.rl_routes import RlRoutes
+from omni_proxy.admin_api.routes.operations.rollout_routes import RolloutRoutes
+from omni_proxy.admin_api.routes.operations.weight_routes import (
     WeightOperationRoutes,
     WeightVersionRoutes,
 )
-from omni_proxy.admin_api.routes.worker_routes import DrainRoutes, WorkerRoutes
+from omni_proxy.admin_api.routes.picker_routes import PickerRoutes
+from omni_proxy.admin_api.routes.session_routes import SessionRoutes
+from omni_proxy.admin_api.routes.status_routes import StatusRoutes
+from omni_proxy.admin_api.routes.workers.drain_routes import DrainRoutes
+from omni_proxy.admin_api.routes.workers.sglang_worker_routes import SglangWorkerRoutes
+from omni_proxy.admin_api.routes.workers.worker_routes import WorkerRoutes
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords, reasons
 from omni_proxy.admin_api.services import Services
@@ -65,6 +73,7 @@ def create_app(services: Services) -> QuartTrio:
     add_json_errors(app)
     for routes in (
         FleetHealthRoutes(services, keys, records),
+        StatusRoutes(services),
         WorkerRoutes(services, records, notes, drains := DrainRoutes(services, records)),
         drains,
         FeedRoutes(services, keys),
@@ -73,7 +82,7 @@ def create_app(services: Services) -> QuartTrio:
         HistoryRoutes(services),
         ConfigRoutes(services.config_store),
         MergedModelRoutes(services),
-        SglangRoutes(services),
+        SglangWorkerRoutes(services),
         EngineRoutes(services, selectors),
         ExplainRoutes(services),
         PickerRoutes(services),

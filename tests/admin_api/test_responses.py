@@ -36,3 +36,37 @@ async def test_a_404_suggests_a_similar_path():
     assert (body["error"]["code"], body["detail"]) == ("not_found", "Not Found")
     body = await (await client.get("/favicon.ico")).get_json()
     assert body["error"]["message"] == "Not Found: GET /favicon.ico"
+
+
+async def test_the_404_of_a_similar_path_names_the_path_as_sent():
+    body = await (await build_api().client().post("//v1/chat/completions")).get_json()
+    assert body["error"]["message"] == (
+        "Not Found: POST //v1/chat/completions; did you mean /v1/chat/completions?"
+    )
+
+
+async def test_an_unknown_path_gets_a_json_404_with_detail(api):
+    response = await api.client().get("/nowhere")
+    body = await response.get_json()
+    assert (response.status_code, body["detail"]) == (404, "Not Found")
+    assert set(body["error"]) == {"message", "type", "code"}
+
+
+async def test_a_wrong_method_gets_a_json_405_with_the_allowed_methods(api):
+    response = await api.client().delete("/live")
+    body = await response.get_json()
+    assert (response.status_code, body["detail"]) == (405, "Method Not Allowed")
+    assert "GET" in response.headers["Allow"]
+    assert "error" in body
+
+
+async def test_an_internal_error_gets_a_json_500(api, monkeypatch):
+    def broken() -> None:
+        raise RuntimeError("secret detail")
+
+    monkeypatch.setattr(api.data_plane, "admission", broken)
+    response = await api.client().get("/health")
+    body = await response.get_json()
+    assert response.status_code == 500
+    assert body["error"]["code"] == "internal_server_error"
+    assert "secret" not in str(body)

@@ -3,7 +3,7 @@ import json
 import pytest
 import trio
 
-from omni_proxy.admin_api.routes.models_routes import top_of
+from omni_proxy.admin_api.routes.explain_routes import top_of
 from omni_proxy.config.parse import parse
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.routing.disaggregation.pick_record import Candidate, PickRecord

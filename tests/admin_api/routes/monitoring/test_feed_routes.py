@@ -6,7 +6,7 @@ import pytest
 import trio
 from msgspec import structs
 
-from omni_proxy.admin_api.routes import dashboard_routes
+from omni_proxy.admin_api.routes.monitoring import feed_routes
 from omni_proxy.admin_api.serializers.worker_records import reasons
 from tests.admin_api.api_fixture import NOW, SCOPE, A, B, build_api, entry
 from tests.telemetry.ends import ended
@@ -179,7 +179,7 @@ async def test_a_reader_gets_the_whole_history_once_then_only_new_points(api):
 
 
 async def test_a_reader_that_disconnects_frees_its_place(monkeypatch):
-    monkeypatch.setattr(dashboard_routes, "READERS", 1)
+    monkeypatch.setattr(feed_routes, "READERS", 1)
     api = build_api(entry(A))
     for _ in range(2):
         async with reading(api) as reader:

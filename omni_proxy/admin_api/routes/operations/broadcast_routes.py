@@ -16,9 +16,9 @@ from quart import Quart, Response, request
 from werkzeug.exceptions import MethodNotAllowed, NotFound
 from werkzeug.routing import PathConverter, ValidationError
 
-from omni_proxy.admin_api.access.key_check import named_key
+from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
-from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops import results
@@ -35,10 +35,7 @@ from omni_proxy.admin_ops.routes import (
 )
 from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.weight_sync.worker_calls import AdminCall
-from omni_proxy.wire.proxy_protocol import FIELD, peer_host
 
-PEER = FIELD.decode()
-PROGRAM_CHARS = 120
 NO_TENSORS = {
     "error": {
         "message": "This weight update path is not yet implemented. Use /update_weights_from_disk "
@@ -185,37 +182,3 @@ def refuse_lengths(value: dict[str, object]) -> None:
         raise bad_request(
             "names, dtypes and shapes must be lists of the same length, and not empty"
         )
-
-
-def target_of(path: str) -> str:
-    """The path with the request's query as received, without the proxy's own parameters."""
-    query = request.query_string.decode("ascii", "ignore")
-    parts = [part for part in query.split("&") if part and part.partition("=")[0] != "selector"]
-    return f"{path}?{'&'.join(parts)}" if parts else path
-
-
-def worker_headers(body: bytes) -> dict[str, str]:
-    headers = passed_on(request.headers)
-    if body:
-        headers["content-type"] = request.headers.get("Content-Type", "application/json")
-    return headers
-
-
-def caller() -> str:
-    """The caller for logs and records: its program, its address, and the name of its key."""
-    agent = _program()
-    addresses = request.headers.getlist(PEER)
-    text = f"{agent} from {peer_host(addresses[-1])}".strip() if addresses else agent
-    return f"{key} ({text})" if (key := named_key()) else text
-
-
-def _program() -> str:
-    """`dashboard` for a page of this proxy, `browser` for other requests of a browser, else the
-    first product of the User-Agent (RFC 9110, 10.1.5); "" without one."""
-    agent = request.headers.get("User-Agent", "").split()
-    if not agent or not agent[0].startswith("Mozilla/"):
-        return agent[0][:PROGRAM_CHARS] if agent else ""
-    # Control routes refuse pages of other origins. Over plain HTTP to another machine a browser
-    # sends only Origin.
-    own_page = request.headers.get("Sec-Fetch-Site") == "same-origin" or "Origin" in request.headers
-    return "dashboard" if own_page else "browser"

@@ -3,8 +3,6 @@
 Contract: clients compare the texts character by character (routers.md 5). A worker is added only
 after it answered its health check; until then nothing has changed. A request that names the worker
 in a JSON body, as miles does, gets a JSON response, and may be repeated.
-
-POST /finish_session of vllm-router ends a sticky session; it is idempotent.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from urllib.parse import parse_qs
 
 from quart import Quart, Response, request
 
@@ -28,13 +25,12 @@ from omni_proxy.admin_api.fleet_changes import (
 from omni_proxy.admin_api.responses import bad_request, json_object, json_response, text_response
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.affinity_key import session_key
 from omni_proxy.wire.errors import HttpError
 
 log = logging.getLogger(__name__)
 
 
-class SglangRoutes:
+class SglangWorkerRoutes:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._changes = FleetChanges(services)
@@ -135,26 +131,3 @@ def _wait_secs() -> float:
     if not 0 < secs <= MAX_WAIT_SECS:
         raise bad_request(f"timeout_secs must be a number above 0, up to {MAX_WAIT_SECS:g}")
     return secs
-
-
-class SessionRoutes:
-    """Ends a sticky session, which then no longer counts as load (features.md 6).
-
-    Answers immediately, without a lock and without waiting for a worker. It needs no key: a client
-    that has a session's id can also send requests of that session.
-    """
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    def mount(self, app: Quart) -> None:
-        app.add_url_rule("/finish_session", "finish_session", self.finish, methods=["POST"])
-
-    async def finish(self) -> Response:
-        # The raw bytes: they give the same key as the same bytes in a header.
-        query = parse_qs(request.query_string.decode("latin-1"), encoding="latin-1")
-        value = query.get("session_id", [""])[0].strip(" \t").encode("latin-1")
-        if not value:
-            raise bad_request("name the session: POST /finish_session?session_id=ID")
-        finished = self._services.data_plane.finish_session(session_key(value))
-        return json_response({"session_id": value.decode("utf-8", "replace"), "finished": finished})

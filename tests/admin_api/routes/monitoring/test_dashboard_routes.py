@@ -3,7 +3,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from omni_proxy.admin_api.routes.dashboard_routes import (
+from omni_proxy.admin_api.routes.monitoring.dashboard_routes import (
     SCRIPTS,
     STYLES,
     content_security_policy,

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import trio
 from quart import Quart, Response, request
 
+from omni_proxy.admin_api.forwarded_request import passed_on
 from omni_proxy.admin_api.responses import json_response
-from omni_proxy.admin_api.routes.models_routes import passed_on
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.load_report import loads_answer, merge_server_info
 from omni_proxy.admin_api.serializers.metrics_text import CONTENT_TYPE, merge_metrics

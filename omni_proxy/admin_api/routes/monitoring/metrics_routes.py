@@ -1,5 +1,5 @@
-"""`GET /metrics`: the metrics of the proxy, in the Prometheus text format, or in OpenMetrics for
-scrapers that prefer it; and `GET /history`.
+"""GET /metrics: the metrics of the proxy, in the Prometheus text format, or in OpenMetrics for
+scrapers that prefer it.
 
 Invariant: the text is generated in slices, between which the data plane runs; requests that arrive
 meanwhile share the next text. A scraper that does not read occupies that text, and one of a bounded
@@ -8,7 +8,6 @@ number of slots, for at most `SEND_SECS`.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
@@ -19,9 +18,6 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.fleet_changes import FleetChanges
-from omni_proxy.admin_api.responses import bad_request, json_response
-from omni_proxy.admin_api.routes.dashboard_routes import Body, Places
 from omni_proxy.admin_api.serializers.metrics_text import (
     CONTENT_TYPE,
     OPENMETRICS_TYPE,
@@ -29,7 +25,7 @@ from omni_proxy.admin_api.serializers.metrics_text import (
     prefers_openmetrics,
 )
 from omni_proxy.admin_api.services import Services
-from omni_proxy.telemetry.history import SERIES, STEPS, Track, start_of
+from omni_proxy.admin_api.streamed_body import Body, Places
 from omni_proxy.telemetry.prometheus import fleet_families, request_families
 
 SCRAPES: Final = 16
@@ -133,69 +129,3 @@ class MetricsRoutes:
         yield from of_program(self._services)
         yield from fleet_families(self._services.fleet)
         yield from request_families(self._services.instruments.metrics)
-
-
-HISTORY_SECS: Final = tuple(sorted(STEPS))
-
-
-class HistoryRoutes:
-    """Series of the last hours as JSON, for charts."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._changes = FleetChanges(services)
-
-    def mount(self, app: Quart) -> None:
-        app.add_url_rule("/history", "history", self.show)
-
-    async def show(self) -> Response:
-        secs = _range(request.args.get("secs", str(HISTORY_SECS[0])))
-        names = _series(request.args.get("series"))
-        history, at = self._services.instruments.history, time.time()
-        found: dict[str, object] = {
-            "secs": secs,
-            "step_secs": STEPS[secs],
-            "from": start_of(secs, at),
-            "metrics": self._services.config_store.config.server.metrics,
-        }
-        if request.args.get("by") == "worker":
-            rows: list[dict[str, object]] = []
-            for worker in self._services.fleet.workers:
-                if (of_worker := history.workers.get(worker)) is not None:
-                    row = {name: of_worker.read(secs, name, at) for name in names}
-                    rows.append({"id": worker.id, "url": worker.url, "series": row})
-                await trio.lowlevel.checkpoint()
-            return json_response({**found, "workers": rows})
-        if "by" in request.args:
-            raise bad_request("by must be worker")
-        track = history.fleet
-        if (of := request.args.get("of")) is not None:
-            if of != "cluster":
-                raise bad_request("of must be cluster")
-            if history.cluster is None:
-                raise bad_request("this proxy is not a member of a cluster")
-            track = history.cluster
-        if name := request.args.get("worker"):
-            worker = self._changes.find(name)
-            track = history.workers.get(worker) or Track()
-            found["worker"] = worker.url
-        found["series"] = {name: track.read(secs, name, at) for name in names}
-        return json_response(found)
-
-
-def _range(text: str) -> int:
-    """Raises HttpError 400."""
-    if text not in map(str, HISTORY_SECS):
-        raise bad_request(f"secs must be one of {', '.join(map(str, HISTORY_SECS))}")
-    return int(text)
-
-
-def _series(text: str | None) -> tuple[str, ...]:
-    """The named series; all without a text. Raises HttpError 400."""
-    if text is None:
-        return SERIES
-    names = tuple(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in SERIES]
-    if unknown:
-        raise bad_request(f"unknown series {unknown[0]!r}; known are {', '.join(SERIES)}")
-    return names

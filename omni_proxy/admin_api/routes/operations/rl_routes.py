@@ -11,15 +11,11 @@ from urllib.parse import quote
 
 from quart import Quart, Response, request
 
+from omni_proxy.admin_api.access.caller_name import caller
 from omni_proxy.admin_api.fleet_changes import FleetChanges
+from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_response
-from omni_proxy.admin_api.routes.broadcast_routes import (
-    caller,
-    refuse_no_object,
-    shown,
-    target_of,
-    worker_headers,
-)
+from omni_proxy.admin_api.routes.operations.broadcast_routes import refuse_no_object, shown
 from omni_proxy.admin_api.selector_resolution import Facts, SelectorResolver
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services

@@ -1,8 +1,8 @@
-"""Weight routes: state, resolve, stored versions, rollback, and rollouts with their progress.
+"""Rollouts of weights: begin, pause, resume, cancel, and their progress.
 
-Invariant: an unverified worker returns only if an operator confirms its weights. GET waits for
-nothing and changes nothing. Readers of a rollout's events do not affect it, and may disconnect at
-any time; their number is bounded, and none delays a shutdown. All routes need the admin key.
+Invariant: GET waits for nothing and changes nothing. Readers of a rollout's events do not affect
+it, and may disconnect at any time; their number is bounded, and none delays a shutdown. All routes
+need the admin key.
 """
 
 from __future__ import annotations
@@ -12,81 +12,18 @@ from typing import Final
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
-from omni_proxy.admin_api.routes.broadcast_routes import (
-    caller,
-    refuse_no_object,
-    shown,
-    worker_headers,
-)
-from omni_proxy.admin_api.routes.dashboard_routes import RETRY, Body, Places
-from omni_proxy.admin_api.routes.models_routes import passed_on
+from omni_proxy.admin_api.access.caller_name import caller
+from omni_proxy.admin_api.forwarded_request import passed_on
+from omni_proxy.admin_api.responses import json_object, json_response
+from omni_proxy.admin_api.routes.operations.broadcast_routes import shown
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_ops.routes import ABORT_SYNC, RESOLVES, ROLLBACK, ROLLOUT
+from omni_proxy.admin_api.streamed_body import RETRY, Body, Places
+from omni_proxy.admin_ops.routes import ROLLOUT
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
-from omni_proxy.weight_sync.worker_calls import AdminCall
-from omni_proxy.wire.errors import HttpError, to_json
-
-
-class WeightOperationRoutes:
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    def mount(self, app: Quart) -> None:
-        app.add_url_rule("/weights", "weights", self.show)
-        for path in RESOLVES:
-            name = path[1:].replace("/", "_")
-            app.add_url_rule(path, name, self.resolve, methods=["POST"])
-        app.add_url_rule(ABORT_SYNC, "abort_sync", self.abort_sync, methods=["POST"])
-
-    async def show(self) -> Response:
-        return json_response(self._services.weight_operations.status())
-
-    async def abort_sync(self) -> Response:
-        return shown(await self._services.weight_operations.sync.abort(caller()))
-
-    async def resolve(self) -> Response:
-        body = await json_object()
-        if body.get("acknowledge") is not True:
-            message = (
-                "uncertain workers may have old, new or mixed weights: verify them, then send "
-                '{"acknowledge": true}'
-            )
-            raise HttpError(422, message, "not_acknowledged", detail=message)
-        headers = {"content-type": "application/json", **passed_on(request.headers)}
-        return shown(await self._services.weight_operations.resolve(headers, caller()))
-
-
-class WeightVersionRoutes:
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    def mount(self, app: Quart) -> None:
-        app.add_url_rule("/weights/versions", "weight_versions", self.all)
-        app.add_url_rule(ROLLBACK.path, "weights_rollback", self.roll_back, methods=["POST"])
-
-    async def all(self) -> Response:
-        """The newest first."""
-        holding = self._services.weight_operations.version_service
-        current = holding.store_service.current
-        versions = holding.store_service.versions()
-        number = current.number if current is not None else None
-        records = [version.to_dict(current=version.number == number) for version in versions]
-        return json_response({**holding.status(), "current": number, "versions": records})
-
-    async def roll_back(self) -> Response:
-        """`{"version": number or label}`, by default the one before the current."""
-        body = await body_bytes()
-        await refuse_no_object(ROLLBACK, body)
-        headers = worker_headers(body)
-        call = AdminCall(ROLLBACK, "POST", ROLLBACK.path, body, headers, None, caller())
-        # Checked before the operation is queued, so that a missing version fails immediately.
-        await self._services.weight_operations.rollback_source.find_version(call)
-        return shown(await self._services.weight_operations.submit(call))
-
+from omni_proxy.wire.errors import to_json
 
 READERS: Final = 32
 POLL_SECS: Final = 1.0  # longest delay until a reader's stream ends at a shutdown

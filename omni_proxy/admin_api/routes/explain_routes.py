@@ -1,0 +1,155 @@
+"""POST /explain: where a model request would be routed and why; nothing is sent. GET /explain: the
+candidates of a request that has ended.
+
+Invariant: a large JSON body is parsed in slices, as in the data plane, so that it blocks no other
+task.
+"""
+
+from __future__ import annotations
+
+import time
+
+import trio
+from quart import Quart, Response, request
+
+from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
+from omni_proxy.admin_api.serializers.explanation import (
+    alias_record,
+    explanation_record,
+    past_record,
+)
+from omni_proxy.admin_api.services import Services
+from omni_proxy.routing.disaggregation.explanation import explain_placement
+from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
+from omni_proxy.routing.inspect.keyed_text import keyed_fields
+from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES, LargeJsonFields, walk_large_json
+from omni_proxy.routing.inspect.requirements import (
+    RequestFacts,
+    Requirements,
+    has_json_body,
+    inspect_request,
+    requirements_of_large_json,
+)
+from omni_proxy.routing.inspect.requirements import settle_unread as settle_large
+from omni_proxy.routing.model_aliases import explain_target, name_adapter
+from omni_proxy.routing.pinning import (
+    named_response,
+    pin_to_rank,
+    pin_to_response_owner,
+    pin_to_voice_owner,
+)
+from omni_proxy.routing.routes import (
+    RESPONSE_OWNER,
+    MethodNotAllowed,
+    Route,
+    configured_routes,
+    match_configured,
+    match_route,
+)
+from omni_proxy.wire.errors import HttpError
+from omni_proxy.wire.request import HINTED_FIELDS
+
+DEFAULT_PATH = "/v1/chat/completions"
+
+
+class ExplainRoutes:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    def mount(self, app: Quart) -> None:
+        app.add_url_rule("/explain", "explain", self.show, methods=["POST"])
+        app.add_url_rule("/explain", "explain_past", self.show_past, methods=["GET"])
+
+    async def show_past(self) -> Response:
+        """The candidates of a request that has ended."""
+        request_id = request.args.get("request_id", "")
+        if not request_id:
+            raise bad_request("request_id is missing: the id of a request of GET /feed")
+        for end in self._services.instruments.recent.ends():
+            record = end.steps.candidates
+            if record is not None and end.request_id == request_id:
+                return json_response(past_record(record, end))
+        message = (
+            "no candidates of such a request are kept: they are kept for two requests per second, "
+            "among the last ones in GET /feed"
+        )
+        raise HttpError(404, message, "unknown_request")
+
+    async def show(self) -> Response:
+        path = request.args.get("path", DEFAULT_PATH)
+        try:
+            configured = configured_routes(self._services.config_store.config.routes)
+            route = match_route("POST", path) or match_configured(configured, "POST", path)
+        except MethodNotAllowed:
+            route = None
+        if route is None:
+            raise bad_request(
+                f"path {path} is not a model route; try {DEFAULT_PATH}", "unknown_path"
+            )
+        body = await body_bytes()
+        requirements = await _need_of(route, body, _facts())
+        if requirements.large_body_class:
+            settle_large(self._services.fleet, requirements)
+        if self._services.fleet.has_ranks:
+            pin_to_rank(requirements, _facts().hints, body)
+        data_plane = self._services.data_plane
+        pin_to_voice_owner(data_plane.voices, route.traffic, requirements)
+        if route.text and not requirements.large_body_class:
+            requirements.body_fields = keyed_fields(body, route.text)
+        if route.pinning is RESPONSE_OWNER:
+            named_id = named_response(path, b"" if requirements.large_body_class else body)
+            owners, now = data_plane.response_owners, time.monotonic()
+            pin_to_response_owner(requirements, named_id, owners, now)
+        requirements.legs = route.legs
+        if data_plane.needs_affinity_key:
+            keys = affinity_keys_of(self._services.config_store.config)
+            requirements.affinity_key = keys.read(_lines(), body)
+        if self._services.fleet.has_adapters:
+            name_adapter(requirements, data_plane.aliases, body)
+        if data_plane.aliases is not None:
+            data_plane.aliases.resolve(requirements, _lines(), body)
+        target = explain_target(requirements, data_plane.target_checks)
+        explained = explain_placement(
+            self._services.fleet, requirements, data_plane.policy, data_plane.pool_policies,
+            data_plane.voices.owner,
+        )  # fmt: skip
+        record = explanation_record(explained, requirements)
+        return json_response({**record, "alias": target and alias_record(target)})
+
+
+async def _need_of(route: Route, body: bytes, request_facts: RequestFacts) -> Requirements:
+    """The requirements of a model request with this body. Raises HttpError 400 if that would."""
+    if len(body) > ONE_PASS_BYTES and has_json_body(route, request_facts):
+        return requirements_of_large_json(route, await top_of(body), request_facts)
+    return inspect_request(route, body, request_facts)
+
+
+async def top_of(body: bytes) -> LargeJsonFields:
+    """Parse the body in slices, with a checkpoint after each. Raises HttpError 400."""
+    walk = walk_large_json(body)
+    while True:
+        try:
+            next(walk)
+        except StopIteration as stop:
+            top: LargeJsonFields = stop.value
+            return top
+        await trio.lowlevel.checkpoint()
+
+
+def _lines() -> bytes:
+    """The request's header lines in the form that the data plane has for a model request."""
+    fields = (f"{name}: {value}\r\n" for name, value in request.headers)
+    return "".join(fields).encode("latin-1", "replace")
+
+
+def _facts() -> RequestFacts:
+    """The facts of the request. A body of unknown type is read as JSON, which users paste here."""
+    content_type = request.headers.get("Content-Type", "application/json")
+    if content_type == "application/x-www-form-urlencoded":  # curl -d sends it for any body
+        content_type = "application/json"
+    hints = {
+        HINTED_FIELDS[field]: value.encode("latin-1", "replace")
+        for name, value in request.headers
+        if (field := name.lower().encode("latin-1", "replace")) in HINTED_FIELDS
+    }
+    return RequestFacts(content_type.encode("latin-1", "replace"), hints)

@@ -1,0 +1,1 @@
+"""Routes that dashboards, charts and scrapers of metrics read."""

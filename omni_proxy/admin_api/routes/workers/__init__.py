@@ -1,0 +1,1 @@
+"""Routes that list, add, change, drain and remove workers."""

@@ -1,0 +1,56 @@
+"""Bodies of responses that are sent for a long time, and the bound on their number."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from types import TracebackType
+from typing import Self
+
+from quart.wrappers.response import ResponseBody
+
+from omni_proxy.wire.errors import HttpError
+
+RETRY = b"retry: 2000\n"  # ms until a disconnected browser reconnects
+
+
+class Places:
+    """Counts the readers and bounds their number."""
+
+    def __init__(self, most: int, code: str) -> None:
+        self.taken = 0
+        self._most = most
+        self._code = code
+
+    def refuse_past_bound(self) -> None:
+        if self.taken >= self._most:
+            message = f"{self.taken} readers are served already"
+            refusal = HttpError(503, message, self._code)
+            raise refusal.with_headers(("retry-after", "2"))
+
+
+class Body(ResponseBody):
+    """A body that occupies a stream slot while it is sent.
+
+    Not a generator: an abandoned generator is closed at an undefined time.
+    """
+
+    def __init__(self, stream_slots: Places) -> None:
+        self._places = stream_slots
+
+    async def __aenter__(self) -> Self:
+        self._places.taken += 1
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._places.taken -= 1
+
+    def __aiter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    async def __anext__(self) -> bytes: ...
