@@ -23,7 +23,14 @@ from quart_trio import QuartTrio
 from omni_proxy import __version__
 from omni_proxy.admin_api.app import create_app
 from omni_proxy.admin_api.hypercorn_server import serve
-from omni_proxy.admin_api.services import KvEventFacts, Services
+from omni_proxy.admin_api.services import (
+    KeyServices,
+    KvEventFacts,
+    ProcessFacts,
+    Services,
+    TelemetryServices,
+    WorkerServices,
+)
 from omni_proxy.admin_ops.operation import Operation
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.cluster_member.member import ClusterMember
@@ -234,32 +241,36 @@ class Server:
         if self._incoming is not None:
             self.picker.take_over()
         return Services(
-            fleet=self.data_plane.fleet,
+            workers=WorkerServices(
+                fleet=self.data_plane.fleet,
+                prober=self.prober,
+                drains=self.drains,
+                launcher=self.launcher,
+                discovery=self.discovery,
+                refresh_adapters=lambda: self.engine_pages.refresh(self.adapter_list),
+            ),
             config_store=config_store,
-            prober=self.prober,
-            refresh_adapters=lambda: self.engine_pages.refresh(self.adapter_list),
             data_plane=self.view,
             weight_operations=self.weight_operations,
-            launcher=self.launcher,
-            instruments=self.instruments,
-            kv_events=KvEventFacts(self.event_follower.counts, self.data_plane.kv_blocks),
-            drains=self.drains,
-            discovery=self.discovery,
+            keys=KeyServices(
+                find_admin_key=lambda key: self.admin_keys.table.find(key),
+                find_caller=lambda key: self.caller_keys.table.find(key),
+                usage=self.process_manager.key_usage,
+                error=lambda: self.caller_keys.error,
+            ),
+            telemetry=TelemetryServices(
+                instruments=self.instruments,
+                kv_events=KvEventFacts(self.event_follower.counts, self.data_plane.kv_blocks),
+                write_audit=self.logs["audit_log"].write,
+            ),
+            process=ProcessFacts(
+                supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
+                leaving=lambda: self.signals.leaving,
+                upgrade=self.upgrades.status,
+                proxy_id=proxy_id,
+            ),
             cluster=self.cluster,
             picker=self.picker,
-            relays=not config_store.startup.picker,
-            supervisors=lambda: [row for service in self.supervisors for row in service.rows()],
-            leaving=lambda: self.signals.leaving,
-            find_admin_key=lambda key: self.admin_keys.table.find(key),
-            find_caller=lambda key: self.caller_keys.table.find(key),
-            key_usage=self.process_manager.key_usage,
-            keys_error=lambda: self.caller_keys.error,
-            write_audit=self.logs["audit_log"].write,
-            dialect=config_store.startup.dialect,
-            kv_connector=config_store.startup.kv_connector,
-            given=config_store.startup.given_urls,
-            proxy_id=proxy_id,
-            upgrade=self.upgrades.status,
         )
 
     def _build_engine_pages(self, fleet: Fleet) -> EnginePages:

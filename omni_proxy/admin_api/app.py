@@ -5,16 +5,17 @@ Must not hold state that outlives it: a restart of the service makes a new appli
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import partial
+from typing import Protocol
 
-from msgspec.structs import replace
-from quart import Response, has_request_context, request
+from quart import Quart, Response, request
 from quart_trio import QuartTrio
 
 from omni_proxy.admin_api.access.audit_log import AuditLog
 from omni_proxy.admin_api.access.cors import OpenReads
 from omni_proxy.admin_api.access.key_check import KeyCheck
+from omni_proxy.admin_api.fleet_changes import FleetChanges
 from omni_proxy.admin_api.openapi_document import OpenApiRoutes
 from omni_proxy.admin_api.responses import add_json_errors
 from omni_proxy.admin_api.routes.config_routes import ConfigRoutes
@@ -42,13 +43,14 @@ from omni_proxy.admin_api.routes.workers.drain_routes import DrainRoutes
 from omni_proxy.admin_api.routes.workers.sglang_worker_routes import SglangWorkerRoutes
 from omni_proxy.admin_api.routes.workers.worker_routes import WorkerRoutes
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
-from omni_proxy.admin_api.serializers.worker_records import WorkerRecords, reasons
+from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
+from omni_proxy.admin_api.serializers.operator_state import visible_operator_state
+from omni_proxy.admin_api.serializers.readiness import Readiness
+from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.worker_requests import WorkerNotes
-from omni_proxy.config.state import DisabledBy
 from omni_proxy.upstream_http.client import incoming_hops
 from omni_proxy.url_rules import match_only
-from omni_proxy.weight_sync.protocol.journal import PauseRecord
 from omni_proxy.wire.forwarded import HOP_FIELD, PROXY_FIELD
 
 
@@ -58,62 +60,92 @@ def create_app(services: Services) -> QuartTrio:
     app.config["RESPONSE_TIMEOUT"] = None  # Quart's default of 60 s would cut a long response
     app.config["MAX_CONTENT_LENGTH"] = None  # the data plane limits the body
     app.url_map.merge_slashes = False  # a worker id has "//", and a redirect would lose the body
-    keys = KeyCheck(services.config_store, services.find_admin_key, relays=services.relays)
-    pauses = partial(_visible_pauses, services, keys)
-    notes = WorkerNotes(services.fleet, gateway_ids=services.dialect == "sglang")
-    disabled_by = partial(_visible_disablers, services, keys)
-    records = WorkerRecords(
-        services, notes, lambda: reasons(services, pauses(), disabled_by()), pauses, disabled_by
-    )
-    selectors = SelectorResolver(services, records)
-    AuditLog(services.write_audit, keys.changes_something, keys.holder_name).mount(app)
+    config_store = services.config_store
+    relays = not config_store.startup.picker
+    keys = KeyCheck(config_store, services.keys.find_admin_key, relays=relays)
+    write_audit = services.telemetry.write_audit
+    AuditLog(write_audit, keys.changes_something, keys.holder_name).mount(app)
     app.before_request(keys.before_request)
-    OpenReads(services.config_store).mount(app)
-    _forward_hops(app, services.proxy_id)
+    OpenReads(config_store).mount(app)
+    _forward_hops(app, services.process.proxy_id)
     add_json_errors(app)
+    records = _worker_records(services, keys)
     for routes in (
-        FleetHealthRoutes(services, keys, records),
-        StatusRoutes(services),
-        WorkerRoutes(services, records, notes, drains := DrainRoutes(services, records)),
-        drains,
-        FeedRoutes(services, keys),
-        KeyRoutes(services),
-        MetricsRoutes(services),
-        HistoryRoutes(services),
-        ConfigRoutes(services.config_store),
-        MergedModelRoutes(services),
-        SglangWorkerRoutes(services),
-        EngineRoutes(services, selectors),
-        ExplainRoutes(services),
-        PickerRoutes(services),
-        SessionRoutes(services),
-        DashboardRoutes(),
-        OpenApiRoutes(),
-        BroadcastRoutes(services, selectors),
-        FleetAbortRoutes(services),
-        WeightOperationRoutes(services),
-        WeightVersionRoutes(services),
-        RolloutRoutes(services, selectors),
-        RlRoutes(services, records, selectors),
+        *_monitoring_routes(services, keys, records),
+        *_worker_routes(services, records),
+        *_operation_routes(services, records),
+        *_other_routes(services),
     ):
         routes.mount(app)
     return app
 
 
-def _visible_pauses(services: Services, keys: KeyCheck) -> dict[str, PauseRecord]:
-    """The pauses by worker URL; without the admin key, without their callers."""
-    pauses = services.weight_operations.journal.pauses()
-    if not pauses or (has_request_context() and keys.presented()):
-        return pauses
-    return {url: replace(pause, by="") for url, pause in pauses.items()}
+class Routes(Protocol):
+    def mount(self, app: Quart) -> None: ...
 
 
-def _visible_disablers(services: Services, keys: KeyCheck) -> Mapping[str, DisabledBy]:
-    """Like `_visible_pauses`, for the callers that disabled workers."""
-    records = services.config_store.state.disabled_by
-    if not records or (has_request_context() and keys.presented()):
-        return records
-    return {url: DisabledBy(at=record.at) for url, record in records.items()}
+def _worker_records(services: Services, keys: KeyCheck) -> WorkerRecords:
+    workers, config_store = services.workers, services.config_store
+    gateway_ids = config_store.startup.dialect == "sglang"
+    journal = services.weight_operations.journal
+    return WorkerRecords(
+        workers,
+        services.data_plane,
+        services.telemetry.instruments.metrics,
+        WorkerNotes(workers.fleet, gateway_ids=gateway_ids),
+        partial(visible_operator_state, journal, config_store, keys.presented),
+    )
+
+
+def _monitoring_routes(
+    services: Services, keys: KeyCheck, records: WorkerRecords
+) -> Iterator[Routes]:
+    fleet, data_plane = services.workers.fleet, services.data_plane
+    history = services.telemetry.instruments.history
+    readiness = Readiness(services)
+    yield FleetHealthRoutes(readiness, records, keys, fleet, data_plane)
+    yield StatusRoutes(services, readiness)
+    yield FeedRoutes(Snapshots(services, readiness), data_plane, keys)
+    yield MetricsRoutes(services, readiness)
+    yield HistoryRoutes(fleet, services.config_store, history)
+    yield DashboardRoutes()
+
+
+def _worker_routes(services: Services, records: WorkerRecords) -> Iterator[Routes]:
+    workers, config_store = services.workers, services.config_store
+    changes = FleetChanges(workers.fleet, config_store, services.data_plane)
+    drains = DrainRoutes(workers, config_store, records)
+    yield drains
+    yield WorkerRoutes(workers, config_store, records, changes, drains)
+    yield SglangWorkerRoutes(workers, config_store, changes)
+
+
+def _operation_routes(services: Services, records: WorkerRecords) -> Iterator[Routes]:
+    fleet, config_store = services.workers.fleet, services.config_store
+    operations, data_plane = services.weight_operations, services.data_plane
+    selectors = SelectorResolver(fleet, config_store, records)
+    refresh_adapters = services.workers.refresh_adapters
+    yield EngineRoutes(fleet, config_store, operations, selectors)
+    yield BroadcastRoutes(operations, config_store, selectors, refresh_adapters)
+    yield FleetAbortRoutes(fleet, config_store, data_plane)
+    yield WeightOperationRoutes(operations)
+    yield WeightVersionRoutes(operations)
+    yield RolloutRoutes(operations, data_plane, selectors)
+    yield RlRoutes(fleet, operations, records, selectors)
+
+
+def _other_routes(services: Services) -> Iterator[Routes]:
+    fleet, config_store = services.workers.fleet, services.config_store
+    data_plane, keys = services.data_plane, services.keys
+    recent = services.telemetry.instruments.recent
+    started_at = services.process.started_at
+    yield ConfigRoutes(config_store)
+    yield KeyRoutes(keys, config_store)
+    yield MergedModelRoutes(fleet, config_store, data_plane, keys.find_caller, started_at)
+    yield ExplainRoutes(fleet, config_store, data_plane, recent)
+    yield PickerRoutes(services.picker)
+    yield SessionRoutes(data_plane)
+    yield OpenApiRoutes()
 
 
 def _forward_hops(app: QuartTrio, proxy_id: str) -> None:

@@ -19,7 +19,7 @@ import trio
 from quart import request
 
 from omni_proxy.admin_api.responses import bad_request, if_match, raise_on_mismatch, warn
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DataPlaneView, WorkerServices
 from omni_proxy.config.fields import KvConnector
 from omni_proxy.config.overlay import (
     SavedState,
@@ -34,7 +34,9 @@ from omni_proxy.config.schema import Config
 from omni_proxy.config.url import dial_address, normalize_url, split_rank
 from omni_proxy.fleet.cordon_reasons import PAUSED, UNCERTAIN
 from omni_proxy.fleet.health_state import Health
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import Call, call_worker
 from omni_proxy.upstream_http.resolver import (
     REASON,
@@ -48,29 +50,30 @@ from omni_proxy.upstream_http.resolver import (
 from omni_proxy.wire.errors import HttpError
 
 Edit = Callable[[SavedState, Config], SavedState]
-
-
 UUID_CHARS: Final = 36
 _NO_SETTINGS: Final[Mapping[str, object]] = {}
 
 
+async def change_state(config_store: ConfigStore, edit: Edit, *, at_once: bool = False) -> None:
+    """Raises HttpError: 412 for If-Match, 400 for a change that the configuration refuses.
+
+    Waits for a running operation on the workers to end, unless `at_once`.
+    """
+    changed = await config_store.change(edit, if_match(), at_once=at_once)
+    raise_on_mismatch(changed)
+    if changed.outcome == "refused":
+        raise bad_request(str(changed.error), "change_refused")
+    if error := config_store.state_error:
+        warn(f"the change is active but not saved, a restart will lose it: {error}")
+
+
 class FleetChanges:
-    """Changes through the configuration store, with HTTP errors."""
+    """Adds and removes workers through the configuration store, with HTTP errors."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def change(self, edit: Edit, *, at_once: bool = False) -> None:
-        """Raises HttpError: 412 for If-Match, 400 for a change that the configuration refuses.
-
-        Waits for a running operation on the workers to end, unless `at_once`.
-        """
-        changed = await self._services.config_store.change(edit, if_match(), at_once=at_once)
-        raise_on_mismatch(changed)
-        if changed.outcome == "refused":
-            raise bad_request(str(changed.error), "change_refused")
-        if error := self._services.config_store.state_error:
-            warn(f"the change is active but not saved, a restart will lose it: {error}")
+    def __init__(self, fleet: Fleet, config_store: ConfigStore, data_plane: DataPlaneView) -> None:
+        self._fleet = fleet
+        self._config_store = config_store
+        self._data_plane = data_plane
 
     async def add(self, entry: WorkerSpec) -> Worker:
         """Raises HttpError 409 if it is registered already."""
@@ -80,53 +83,28 @@ class FleetChanges:
             self.refuse_known(entry.url)
             return with_added(state, entry)
 
-        await self.change(edit)
-        return self.find(entry.url)
+        await change_state(self._config_store, edit)
+        return find_worker(self._fleet, entry.url)
 
     def refuse_known(self, url: str) -> None:
         """Raises HttpError 409 if it is registered already."""
-        if self._services.fleet.find(url):
+        if self._fleet.find(url):
             raise _error(409, "worker already registered", "worker_already_exists")
 
     async def remove(self, worker: Worker) -> None:
         """Raises HttpError 404 if another request removed it first."""
 
         def edit(state: SavedState, config: Config) -> SavedState:
-            self.find(worker.url)
+            find_worker(self._fleet, worker.url)
             return with_deleted(state, config, worker.url)
 
-        await self.change(edit)
-
-    def lookup(self, name: str) -> Worker | None:
-        """The worker with this URL or id, of either kind; a URL is normalized as in `add`."""
-        fleet = self._services.fleet
-        try:
-            spelled = normalize_url(unquote(name), allow_unix=True)
-        except ValueError:
-            spelled = name
-        return fleet.get(name) or fleet.find(spelled) or self._by_gateway_id(name)
-
-    def _by_gateway_id(self, name: str) -> Worker | None:
-        if len(name) != UUID_CHARS:
-            return None
-        workers = self._services.fleet.workers
-        return next((each for each in workers if gateway_id(each.url) == name.lower()), None)
-
-    def find(self, name: str) -> Worker:
-        """Like `lookup`. Raises HttpError 404, or 400 for the URL of a data-parallel rank."""
-        worker = self.lookup(name)
-        bare, rank = split_rank(unquote(name))
-        if worker is None and rank is not None and (of := self.lookup(bare)) is not None:
-            raise _one_rank(of.url)
-        if worker is None:
-            raise _error(404, "worker not found", "worker_not_found")
-        return worker
+        await change_state(self._config_store, edit)
 
     async def check_address(self, url: str) -> None:
         """Raises HttpError 400 for a refused address. A name that does not resolve is not an error:
         its worker is just not healthy yet."""
         address = dial_address(url)
-        with trio.move_on_after(self._services.config_store.config.health.timeout_secs):
+        with trio.move_on_after(self._config_store.config.health.timeout_secs):
             try:
                 if not isinstance(address, str):
                     self._refuse_own_address(await addresses(*address))
@@ -137,9 +115,35 @@ class FleetChanges:
 
     def _refuse_own_address(self, addresses: Iterable[Address]) -> None:
         """Raises HttpError 400 for an address that the proxy itself listens on."""
-        listeners = parse_listeners(self._services.data_plane.addresses())
+        listeners = parse_listeners(self._data_plane.addresses())
         if any(is_own_address(address, listeners) for address in addresses):
             raise _error(400, f"url {REASON}", "worker_url_refused")
+
+
+def lookup_worker(fleet: Fleet, name: str) -> Worker | None:
+    """The worker with this URL or id, of either kind; a URL is normalized as when it is added."""
+    try:
+        spelled = normalize_url(unquote(name), allow_unix=True)
+    except ValueError:
+        spelled = name
+    return fleet.get(name) or fleet.find(spelled) or _by_gateway_id(fleet, name)
+
+
+def _by_gateway_id(fleet: Fleet, name: str) -> Worker | None:
+    if len(name) != UUID_CHARS:
+        return None
+    return next((each for each in fleet.workers if gateway_id(each.url) == name.lower()), None)
+
+
+def find_worker(fleet: Fleet, name: str) -> Worker:
+    """Like `lookup_worker`. Raises HttpError 404, or 400 for the URL of a data-parallel rank."""
+    worker = lookup_worker(fleet, name)
+    bare, rank = split_rank(unquote(name))
+    if worker is None and rank is not None and (of := lookup_worker(fleet, bare)) is not None:
+        raise _one_rank(of.url)
+    if worker is None:
+        raise _error(404, "worker not found", "worker_not_found")
+    return worker
 
 
 @lru_cache(maxsize=4096)
@@ -215,8 +219,11 @@ ROUTABLE_SECS = 5.0  # longest wait from registered to routable; the worker stay
 
 
 class WorkerArrivals:
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    """Waits until a worker that is added is healthy, or takes requests."""
+
+    def __init__(self, workers: WorkerServices, config_store: ConfigStore) -> None:
+        self._workers = workers
+        self._config_store = config_store
 
     async def until_routable(self, worker: Worker) -> None:
         """Probe the worker until it is routable, for at most ROUTABLE_SECS. Returns early if it is
@@ -228,11 +235,11 @@ class WorkerArrivals:
                 and self._is_probed(worker)
                 and worker.cordon_reasons.isdisjoint(NO_PROBE_ENDS)
             ):
-                await self._services.prober.probe_once(worker)
+                await self._workers.prober.probe_once(worker)
                 await trio.sleep(PROBE_PAUSE_SECS)
 
     def _is_probed(self, worker: Worker) -> bool:
-        here = self._services.fleet.find(worker.url) is worker
+        here = self._workers.fleet.find(worker.url) is worker
         return here and worker.health.state is not Health.DEAD
 
     async def until_healthy(self, entry: WorkerSpec, wait_secs: float) -> None:
@@ -253,8 +260,8 @@ class WorkerArrivals:
 
     async def _illness(self, entry: WorkerSpec) -> str:
         """The reason why the worker is not healthy now; "" if it is."""
-        health = self._services.config_store.config.health
-        worker = Worker(with_defaults(entry, self._services.config_store.config), datetime.now(UTC))
+        health = self._config_store.config.health
+        worker = Worker(with_defaults(entry, self._config_store.config), datetime.now(UTC))
         place = dial_address(entry.url)
         try:
             if not isinstance(place, str):

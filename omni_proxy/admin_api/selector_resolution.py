@@ -11,10 +11,11 @@ from collections.abc import Mapping
 import trio
 
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
-from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.selector import Selector, SelectorError, parse_selector
 from omni_proxy.fleet.health_state import Health
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import Call, broadcast
 from omni_proxy.wire.errors import HttpError
 
@@ -31,8 +32,9 @@ Facts = dict[str, str]
 
 
 class SelectorResolver:
-    def __init__(self, services: Services, records: WorkerRecords) -> None:
-        self._services = services
+    def __init__(self, fleet: Fleet, config_store: ConfigStore, records: WorkerRecords) -> None:
+        self._fleet = fleet
+        self._config_store = config_store
         self._records = records
 
     async def urls(self, text: str | None) -> frozenset[str] | None:
@@ -46,7 +48,7 @@ class SelectorResolver:
             raise HttpError(
                 400, f"selector: {error}", "invalid_selector", offset=error.offset
             ) from None
-        workers = self._services.fleet.workers
+        workers = self._fleet.workers
         reported = await self.engine_facts(workers) if _asks_engines(selector) else {}
         return frozenset(
             worker.url
@@ -57,7 +59,7 @@ class SelectorResolver:
     async def engine_facts(self, workers: list[Worker]) -> dict[str, Facts]:
         """The facts that engines report, by worker URL; without engines that do not answer."""
         alive = [worker for worker in workers if worker.health.state is not Health.DEAD]
-        secs = self._services.config_store.config.health.timeout_secs
+        secs = self._config_store.config.health.timeout_secs
         results = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
         reported = {}
         for outcome in results:

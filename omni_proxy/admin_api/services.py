@@ -16,8 +16,6 @@ import trio
 from omni_proxy.admin_ops.abort_requests import AbortFindings, AbortTarget
 from omni_proxy.cluster.proxy_figures import WorkerFigures
 from omni_proxy.config.api_keys import CallerKey
-from omni_proxy.config.fields import KvConnector
-from omni_proxy.config.flags import Dialect
 from omni_proxy.config.schema import AdminKey
 from omni_proxy.discovery.members import SourceReport
 from omni_proxy.fleet.registry import Fleet
@@ -133,38 +131,62 @@ class _NoDiscovery:
 
 
 @dataclass(frozen=True, slots=True)
-class Services:
-    """`leaving` is true from the start of a shutdown, while the data plane still accepts."""
+class WorkerServices:
+    """The fleet, and what acts on its workers."""
 
     fleet: Fleet
-    config_store: ConfigStore
     prober: Prober
-    data_plane: DataPlaneView
-    weight_operations: WeightOperations
-    launcher: LauncherView | None
-    supervisors: Callable[[], list[dict[str, object]]]
-    instruments: Instruments
     drains: WorkerDrains
-    kv_events: KvEventFacts = field(default_factory=lambda: KvEventFacts({}, BlockIndex()))
+    launcher: LauncherView | None = None
     discovery: DiscoveryView = field(default_factory=_NoDiscovery)
-    cluster: ClusterView | None = None
-    picker: PickerView | None = None
-    relays: bool = True  # whether it relays model requests; `omni-proxy picker` does not
-    leaving: Callable[[], bool] = lambda: False
-    find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None  # of [[admin.keys]]
-    find_caller: Callable[[bytes], CallerKey | None] = lambda _: None  # of [[keys]]
-    # The usage of each caller, by its name; see `multiprocess.shared_memory.key_counters`.
-    key_usage: Callable[[], dict[str, dict[str, int]]] = dict
-    keys_error: Callable[[], str] = str  # why the newest key files are not in use
-    write_audit: Callable[[bytes], None] = lambda _: None  # takes a line of the audit log
     # Reads the workers' adapters again.
     refresh_adapters: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class KeyServices:
+    """The keys of [[admin.keys]], and those of [[keys]], which callers of model routes have."""
+
+    find_admin_key: Callable[[bytes], AdminKey | None] = lambda _: None
+    find_caller: Callable[[bytes], CallerKey | None] = lambda _: None
+    # The usage of each caller, by its name; see `multiprocess.shared_memory.key_counters`.
+    usage: Callable[[], dict[str, dict[str, int]]] = dict
+    error: Callable[[], str] = str  # why the newest key files are not in use
+
+
+@dataclass(frozen=True, slots=True)
+class TelemetryServices:
+    """`write_audit` takes a line of the audit log."""
+
+    instruments: Instruments
+    kv_events: KvEventFacts = field(default_factory=lambda: KvEventFacts({}, BlockIndex()))
+    write_audit: Callable[[bytes], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFacts:
+    """`leaving` is true from the start of a shutdown, while the data plane still accepts."""
+
+    supervisors: Callable[[], list[dict[str, object]]]
+    leaving: Callable[[], bool] = lambda: False
     upgrade: Callable[[], dict[str, object]] = dict  # for GET /status
-    dialect: Dialect = "omni"
-    kv_connector: KvConnector = "sglang"  # default for workers added over HTTP
-    # URLs of the workers on the command line.
-    given: tuple[str, ...] = ()
     proxy_id: str = ""  # see `wire.forwarded`
     # Start of the process: the admin API may be restarted later.
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """All of them, for `create_app` and for what reports the whole state. Anything else gets only
+    those that it uses."""
+
+    workers: WorkerServices
+    config_store: ConfigStore
+    data_plane: DataPlaneView
+    weight_operations: WeightOperations
+    keys: KeyServices
+    telemetry: TelemetryServices
+    process: ProcessFacts
+    cluster: ClusterView | None = None
+    picker: PickerView | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +14,16 @@ from urllib.parse import quote
 import trio
 
 from omni_proxy.admin_api.app import create_app
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import (
+    KeyServices,
+    ProcessFacts,
+    Services,
+    TelemetryServices,
+    WorkerServices,
+)
 from omni_proxy.admin_ops.abort_requests import AbortFindings
 from omni_proxy.config.fields import CAPABILITIES
+from omni_proxy.config.flags import Startup
 from omni_proxy.config.overlay import desired_workers
 from omni_proxy.config.schema import AdminConfig, Config, RoutingConfig, WorkerEntry
 from omni_proxy.config.state import SavedState, with_saved_keys
@@ -39,6 +46,8 @@ C = "http://127.0.0.1:8013"  # not one of its workers
 ID_A = quote(A, safe="")
 NO_FOLDER = Path(tempfile.gettempdir(), "omni-proxy-tests", "there-is-no-such-folder")
 
+NO_FLAGS = Startup(config_path=None, overrides={}, flag_urls=(), admin_key="")
+
 # A request's scope as the server passes it.
 SCOPE = {
     "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
@@ -59,8 +68,9 @@ class Outcome:
 class FakeConfigStore:
     """Applies edits to a fleet like the configuration store, in memory."""
 
-    def __init__(self, fleet, config):
+    def __init__(self, fleet, config, startup=None):
         self.fleet, self.config, self.state = fleet, config, SavedState()
+        self.startup = startup or NO_FLAGS
         self.revision, self.last_reload = 1, {"outcome": "applied"}
         self.reloads = Counter()
         self.file = self.state_file = None
@@ -197,12 +207,12 @@ def entry(url, **fields):
     return WorkerEntry(url=url, capabilities=fields.pop("capabilities", CAPABILITIES), **fields)
 
 
-def build_api(*entries, key="", folder=NO_FOLDER, services=None, **tables):
-    """If its `operations` run, they need a `folder` to write to; `services` has further fields of
-    Services."""
+def build_api(*entries, key="", folder=NO_FOLDER, startup=None, services=None, **tables):
+    """If its `operations` run, they need a `folder` to write to; `startup` has fields of Startup,
+    and `services` further fields of Services and of the records in it."""
     fleet = Fleet()
     config = Config(workers=entries, **{"admin": AdminConfig(api_key=key), **tables})
-    config_store = FakeConfigStore(fleet, config)
+    config_store = FakeConfigStore(fleet, config, replace(NO_FLAGS, **(startup or {})))
     api = ApiFixture(
         fleet=fleet,
         config_store=config_store,
@@ -213,19 +223,27 @@ def build_api(*entries, key="", folder=NO_FOLDER, services=None, **tables):
         instruments=Instruments(fleet, lambda: (0, 0), {}),
         leaving=False,
     )
-    api.services = Services(
-        fleet=fleet,
+    further = dict(services or {})
+
+    def filled(record, **values):
+        names = {each.name for each in fields(record)} & further.keys()
+        return record(**values, **{name: further.pop(name) for name in names})
+
+    api.services = filled(
+        Services,
+        workers=filled(WorkerServices, fleet=fleet, prober=api.prober, drains=api.drains),
         config_store=api.config_store,
-        prober=api.prober,
         data_plane=api.data_plane,
         weight_operations=api.operations,
-        launcher=None,
-        instruments=api.instruments,
-        drains=api.drains,
-        supervisors=lambda: [{"name": "data_plane", "state": "running"}],
-        leaving=lambda: api.leaving,
-        **(services or {}),
+        keys=filled(KeyServices),
+        telemetry=filled(TelemetryServices, instruments=api.instruments),
+        process=filled(
+            ProcessFacts,
+            supervisors=lambda: [{"name": "data_plane", "state": "running"}],
+            leaving=lambda: api.leaving,
+        ),
     )
+    assert further == {}
     api.app = create_app(api.services)
     return api
 

@@ -18,7 +18,8 @@ from omni_proxy.admin_api.serializers.explanation import (
     explanation_record,
     past_record,
 )
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DataPlaneView
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.routing.disaggregation.explanation import explain_placement
 from omni_proxy.routing.inspect.affinity_key import affinity_keys_of
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
@@ -46,6 +47,8 @@ from omni_proxy.routing.routes import (
     match_configured,
     match_route,
 )
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.telemetry.recent_window import RecentWindow
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.request import HINTED_FIELDS
 
@@ -53,8 +56,19 @@ DEFAULT_PATH = "/v1/chat/completions"
 
 
 class ExplainRoutes:
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    """`recent`: has the candidates of requests that have ended."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config_store: ConfigStore,
+        data_plane: DataPlaneView,
+        recent: RecentWindow,
+    ) -> None:
+        self._fleet = fleet
+        self._config_store = config_store
+        self._data_plane = data_plane
+        self._recent = recent
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/explain", "explain", self.show, methods=["POST"])
@@ -65,7 +79,7 @@ class ExplainRoutes:
         request_id = request.args.get("request_id", "")
         if not request_id:
             raise bad_request("request_id is missing: the id of a request of GET /feed")
-        for end in self._services.instruments.recent.ends():
+        for end in self._recent.ends():
             record = end.steps.candidates
             if record is not None and end.request_id == request_id:
                 return json_response(past_record(record, end))
@@ -78,7 +92,7 @@ class ExplainRoutes:
     async def show(self) -> Response:
         path = request.args.get("path", DEFAULT_PATH)
         try:
-            configured = configured_routes(self._services.config_store.config.routes)
+            configured = configured_routes(self._config_store.config.routes)
             route = match_route("POST", path) or match_configured(configured, "POST", path)
         except MethodNotAllowed:
             route = None
@@ -89,10 +103,10 @@ class ExplainRoutes:
         body = await body_bytes()
         requirements = await _need_of(route, body, _facts())
         if requirements.large_body_class:
-            settle_large(self._services.fleet, requirements)
-        if self._services.fleet.has_ranks:
+            settle_large(self._fleet, requirements)
+        if self._fleet.has_ranks:
             pin_to_rank(requirements, _facts().hints, body)
-        data_plane = self._services.data_plane
+        data_plane = self._data_plane
         pin_to_voice_owner(data_plane.voices, route.traffic, requirements)
         if route.text and not requirements.large_body_class:
             requirements.body_fields = keyed_fields(body, route.text)
@@ -102,15 +116,15 @@ class ExplainRoutes:
             pin_to_response_owner(requirements, named_id, owners, now)
         requirements.legs = route.legs
         if data_plane.needs_affinity_key:
-            keys = affinity_keys_of(self._services.config_store.config)
+            keys = affinity_keys_of(self._config_store.config)
             requirements.affinity_key = keys.read(_lines(), body)
-        if self._services.fleet.has_adapters:
+        if self._fleet.has_adapters:
             name_adapter(requirements, data_plane.aliases, body)
         if data_plane.aliases is not None:
             data_plane.aliases.resolve(requirements, _lines(), body)
         target = explain_target(requirements, data_plane.target_checks)
         explained = explain_placement(
-            self._services.fleet, requirements, data_plane.policy, data_plane.pool_policies,
+            self._fleet, requirements, data_plane.policy, data_plane.pool_policies,
             data_plane.voices.owner,
         )  # fmt: skip
         record = explanation_record(explained, requirements)

@@ -7,10 +7,10 @@ from functools import partial
 
 from quart import Quart, Response
 
-from omni_proxy.admin_api.fleet_changes import FleetChanges
+from omni_proxy.admin_api.fleet_changes import change_state
 from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_response
 from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import KeyServices
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import (
     KeyKnown,
@@ -20,6 +20,7 @@ from omni_proxy.config.state import (
     with_key,
     without_key,
 )
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
 
 _log = logging.getLogger(__name__)
@@ -29,9 +30,9 @@ class KeyRoutes:
     """The callers of model routes: their limits and usage, and adding and removing keys. Clients
     send only the hash of a key, and responses contain neither; entries of FILE are only shown."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._changes = FleetChanges(services)
+    def __init__(self, keys: KeyServices, config_store: ConfigStore) -> None:
+        self._keys = keys
+        self._config_store = config_store
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/keys", "keys", self.show)
@@ -39,12 +40,11 @@ class KeyRoutes:
         app.add_url_rule("/keys/<path:caller>", "remove_key", self.remove, methods=["DELETE"])
 
     async def show(self) -> Response:
-        services = self._services
         return json_response(
             {
-                "keys": key_records(services),
-                **key_refusals(services),
-                "error": services.keys_error() or None,
+                "keys": key_records(self._keys, self._config_store.config),
+                **key_refusals(self._keys),
+                "error": self._keys.error() or None,
             }
         )
 
@@ -52,7 +52,7 @@ class KeyRoutes:
         """Add a key. It is valid in all processes when the response is sent."""
         try:
             key = read_saved_key(await json_object())
-            await self._changes.change(partial(with_key, key), at_once=True)
+            await change_state(self._config_store, partial(with_key, key), at_once=True)
         except KeyRefused as refused:
             raise bad_request(str(refused)) from None
         except KeyKnown as known:
@@ -69,12 +69,12 @@ class KeyRoutes:
             except KeyError:
                 raise _not_here(caller, config) from None
 
-        await self._changes.change(edit, at_once=True)
+        await change_state(self._config_store, edit, at_once=True)
         _log.info("caller_key_removed name=%s", caller)
         return self._done(caller)
 
     def _done(self, name: str) -> Response:
-        store = self._services.config_store
+        store = self._config_store
         body = {"status": "ok", "name": name, "key_required": _key_required(store.config)}
         return json_response(body, headers=etag(store.revision))
 

@@ -7,7 +7,8 @@ no health state, no counter and no in-flight count.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
 
 import trio
 from quart import Quart, Response, request
@@ -15,9 +16,12 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.forwarded_request import passed_on
 from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.serializers.model_cards import with_own_cards
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.api_keys.callers import KEY_FIELDS
 from omni_proxy.api_keys.key_table import presented_key
+from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import Call, CallResult, broadcast
 from omni_proxy.wire.bounded_json import TooManyValues, read_json
 from omni_proxy.wire.errors import HttpError
@@ -32,8 +36,21 @@ Cards = list[dict[str, object]]
 
 
 class MergedModelRoutes:
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    """`started_at`: the creation time of models that only the proxy has."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config_store: ConfigStore,
+        data_plane: DataPlaneView,
+        find_caller: Callable[[bytes], CallerKey | None],
+        started_at: datetime,
+    ) -> None:
+        self._fleet = fleet
+        self._config_store = config_store
+        self._data_plane = data_plane
+        self._find_caller = find_caller
+        self._created = int(started_at.timestamp())
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/v1/models", "models", self.all)
@@ -62,7 +79,7 @@ class MergedModelRoutes:
             headers.get("Authorization", "").encode("latin-1", "replace"),
             headers.get("X-Api-Key", "").encode("latin-1", "replace"),
         )
-        caller = self._services.find_caller(key) if key else None
+        caller = self._find_caller(key) if key else None
         if caller is None or not caller.models:
             return cards
         return [card for card in cards if card.get("id") in caller.models]
@@ -70,29 +87,28 @@ class MergedModelRoutes:
     def _headers(self) -> dict[str, str]:
         """The request's headers for workers, without a caller's key, which is the proxy's own."""
         headers = passed_on(request.headers)
-        if self._services.config_store.config.keys:
+        if self._config_store.config.keys:
             headers = {name: headers[name] for name in headers if name.encode() not in KEY_FIELDS}
         return headers
 
     async def _merged(self) -> tuple[Cards, dict[str, str]]:
         """The cards of all routable workers, and the reasons of those without one."""
-        workers = [worker for worker in self._services.fleet.workers if worker.routable]
+        workers = [worker for worker in self._fleet.workers if worker.routable]
         if not workers:
             raise HttpError(503, "no routable upstream", "no_routable_worker")
         call = Call(
             "GET",
             _target(request.query_string),
             headers=self._headers(),
-            timeout_secs=max(LIST_SECS, self._services.config_store.config.health.timeout_secs),
+            timeout_secs=max(LIST_SECS, self._config_store.config.health.timeout_secs),
             max_bytes=LIST_BYTES,
         )
         cards, reasons = await merge(await broadcast(workers, call))
         if not cards:
             return cards, reasons
-        aliases = self._services.data_plane.aliases
+        aliases = self._data_plane.aliases
         splits = aliases.splits if aliases is not None else {}
-        created = int(self._services.started_at.timestamp())
-        return with_own_cards(cards, workers, splits, created), reasons
+        return with_own_cards(cards, workers, splits, self._created), reasons
 
 
 async def merge(outcomes: Iterable[CallResult]) -> tuple[Cards, dict[str, str]]:

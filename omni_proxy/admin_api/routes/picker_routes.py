@@ -14,7 +14,7 @@ import httpx
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import body_bytes, json_response
-from omni_proxy.admin_api.services import PickerView, Services, WorkerChoice
+from omni_proxy.admin_api.services import PickerView, WorkerChoice
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.picker.picker import read_selection
 from omni_proxy.wire.errors import HttpError
@@ -23,8 +23,10 @@ SUCCESSOR_SECS: Final = 10.0
 
 
 class PickerRoutes:
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    """`picker`: None while it does not run."""
+
+    def __init__(self, picker: PickerView | None) -> None:
+        self._picker_view = picker
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/select", "select", self.select, methods=["POST"])
@@ -52,10 +54,9 @@ class PickerRoutes:
         return json_response({"reservation_id": reservation_id, "released": True})
 
     def _picker(self) -> PickerView:
-        picker = self._services.picker
-        if picker is None:
+        if self._picker_view is None:
             raise HttpError(503, "the picker is not running", "picker_unavailable")
-        return picker
+        return self._picker_view
 
 
 async def _answer_of(admin_socket: str, target: str, body: bytes = b"") -> Response:

@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.responses import bad_request, json_response
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.routing.inspect.affinity_key import session_key
 
 
@@ -18,8 +18,8 @@ class SessionRoutes:
     that has a session's id can also send requests of that session.
     """
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, data_plane: DataPlaneView) -> None:
+        self._data_plane = data_plane
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/finish_session", "finish_session", self.finish, methods=["POST"])
@@ -30,5 +30,5 @@ class SessionRoutes:
         value = query.get("session_id", [""])[0].strip(" \t").encode("latin-1")
         if not value:
             raise bad_request("name the session: POST /finish_session?session_id=ID")
-        finished = self._services.data_plane.finish_session(session_key(value))
+        finished = self._data_plane.finish_session(session_key(value))
         return json_response({"session_id": value.decode("utf-8", "replace"), "finished": finished})

@@ -11,7 +11,7 @@ from typing import Final
 
 from prometheus_client import Metric
 
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DiscoveryView
 from omni_proxy.discovery.members import SourceReport
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.telemetry.prometheus import counters, gauges
@@ -19,12 +19,12 @@ from omni_proxy.telemetry.prometheus import counters, gauges
 MAX_PROBLEMS: Final = 20  # most unusable pods that are shown
 
 
-def discovery_rows(services: Services) -> list[dict[str, object]]:
+def discovery_rows(discovery: DiscoveryView) -> list[dict[str, object]]:
     """`state`: starting (no answer yet), synced, failing (no answer so far), or stale (it fails,
     and the workers are those of the last list). `ignored`: unusable endpoints, with the reason.
     """
     now = datetime.now(UTC)
-    return [_row(report, now) for report in services.discovery.reports()]
+    return [_row(report, now) for report in discovery.reports()]
 
 
 def _row(report: SourceReport, now: datetime) -> dict[str, object]:
@@ -60,9 +60,9 @@ def discovered_record(worker: Worker) -> dict[str, object] | None:
     }
 
 
-def discovery_metrics(services: Services) -> Iterator[Metric]:
+def discovery_metrics(discovery: DiscoveryView) -> Iterator[Metric]:
     """No sample without [[discover]]."""
-    reports = services.discovery.reports()
+    reports = discovery.reports()
     now = datetime.now(UTC)
     source = ("source",)
 

@@ -16,7 +16,8 @@ import trio
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.discovery_report import discovery_rows
 from omni_proxy.admin_api.serializers.key_records import key_records, key_refusals
-from omni_proxy.admin_api.serializers.readiness import unready
+from omni_proxy.admin_api.serializers.operator_state import operator_state
+from omni_proxy.admin_api.serializers.readiness import Readiness
 from omni_proxy.admin_api.serializers.slow_workers import slow_workers
 from omni_proxy.admin_api.serializers.worker_records import (
     Why,
@@ -37,8 +38,9 @@ _NO_READER: Final[Mapping[str, object]] = {}
 
 
 class Snapshots:
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, readiness: Readiness) -> None:
         self._services = services
+        self._readiness = readiness
         self._made_at = float("-inf")
         self._made = b""
 
@@ -55,7 +57,7 @@ class Snapshots:
 
         `reader`: keys for this reader only.
         """
-        points = list(self._services.instruments.recent.since(after))
+        points = list(self._services.telemetry.instruments.recent.since(after))
         own = {**reader, "history": [_point(point) for point in points]}
         head = to_json(own)[:-1] + b","
         return head + self._whole()[1:], points[-1].at if points else after
@@ -68,13 +70,12 @@ class Snapshots:
 
     def _now(self) -> dict[str, object]:
         services, config_store = self._services, self._services.config_store
-        plane, instruments = services.data_plane, services.instruments
-        leaving = plane.draining or services.leaving()
-        reason = unready(services)
-        pauses = services.weight_operations.journal.pauses()
-        disabled_by = config_store.state.disabled_by
-        reason_of = reasons(services, pauses, disabled_by)
-        launch = services.launcher.status() if services.launcher else []
+        plane, instruments = services.data_plane, services.telemetry.instruments
+        workers, keys, process = services.workers, services.keys, services.process
+        reason = self._readiness.reason()
+        state = operator_state(services.weight_operations.journal, config_store)
+        reason_of = reasons(workers, state)
+        launch = workers.launcher.status() if workers.launcher else []
         launches = {row["url"]: row for row in launch}
         server = config_store.config.server
         loop_lag_ms = round(instruments.ticker.worst_secs * 1000, 2)
@@ -84,26 +85,28 @@ class Snapshots:
             {
                 **self._row(worker, now, reason_of),
                 "launch": launches.get(worker.url),
-                "disabled_by": disabled_by_record(worker, disabled_by),
-                "paused": pauses[worker.url].to_dict() if worker.url in pauses else None,
+                "disabled_by": disabled_by_record(worker, state.disabled_by),
+                "paused": state.pauses[worker.url].to_dict()
+                if worker.url in state.pauses
+                else None,
             }
-            for worker in services.fleet.workers
+            for worker in workers.fleet.workers
         ]
         return {
             "at": _iso(now),
             "version": __version__,
             "pid": os.getpid(),
-            "started_at": services.started_at.isoformat(),
-            "uptime_secs": round(time.monotonic() - services.started, 3),
+            "started_at": process.started_at.isoformat(),
+            "uptime_secs": round(time.monotonic() - process.started, 3),
             "revision": config_store.revision,
-            "keys": key_records(services),
-            **key_refusals(services),
+            "keys": key_records(keys, config_store.config),
+            **key_refusals(keys),
             # With [admin] listen the feed is read there, where no model routes are served.
             "models_at": plane.served_at()[0] if config_store.config.admin.listen else None,
             "key_required": bool(server.api_key or config_store.config.keys),
             "ready": not reason,
             "reason": reason or None,
-            "leaving": leaving,
+            "leaving": plane.draining or process.leaving(),
             "metrics": server.metrics,
             "usage_metrics": server.metrics and server.usage_metrics,
             "config_file": str(config_store.file) if config_store.file else None,
@@ -118,17 +121,17 @@ class Snapshots:
             "recent_ends": _ends(instruments.recent.ends(), now - time.monotonic()),
             "last_reload": config_store.last_reload,
             "launch": launch,
-            "supervisors": services.supervisors(),
+            "supervisors": process.supervisors(),
             "watchdog": plane.watchdog(),
             "weights": services.weight_operations.status(),
-            "discovery": discovery_rows(services),
+            "discovery": discovery_rows(workers.discovery),
             "cluster": services.cluster.status() if services.cluster else None,
         }
 
     def _row(self, worker: Worker, now: float, reason_of: Why) -> dict[str, object]:
-        machine, instruments = worker.health, self._services.instruments
+        machine, instruments = worker.health, self._services.telemetry.instruments
         disabled_by = self._services.config_store.state.disabled_by.get(worker.url)
-        state_since = _state_since(worker, self._services.drains, disabled_by)
+        state_since = _state_since(worker, self._services.workers.drains, disabled_by)
         if state_since is None and (holds := instruments.holds.of(worker)):
             state_since = _iso(min(holds.values()))
         counted = self._services.config_store.config.server.metrics
@@ -147,7 +150,7 @@ class Snapshots:
             "held_by": sorted(worker.cordon_reasons),
             "held_since": {name: _iso(at) for name, at in instruments.holds.of(worker).items()},
             "why": reason_of(worker),
-            "overloaded": self._services.fleet.loads.reason(worker) or None,
+            "overloaded": self._services.workers.fleet.loads.reason(worker) or None,
             "since": machine.since.isoformat(),
             "state_since": state_since,
             "last_error": machine.last_error,
@@ -160,7 +163,7 @@ class Snapshots:
             **instruments.recent.worker_window(worker, now)._asdict(),
             "minute": instruments.history.minute_of(worker, now),
             "elsewhere": self._elsewhere(worker),
-            "engine_load": engine_load_record(self._services.fleet.loads, worker),
+            "engine_load": engine_load_record(self._services.workers.fleet.loads, worker),
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),
             "failed": sum(worker.failed.values()),
@@ -168,7 +171,7 @@ class Snapshots:
             "weight_epoch": worker.weight_epoch,
             "origin": worker.origin,
             "weight": worker.weight,
-            "drain": self._services.drains.get_record(worker),
+            "drain": self._services.workers.drains.get_record(worker),
         }
 
     def _elsewhere(self, worker: Worker) -> dict[str, object] | None:

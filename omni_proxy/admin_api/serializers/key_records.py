@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 from prometheus_client import Metric
 
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import KeyServices
 from omni_proxy.api_keys.caller import REASONS
 from omni_proxy.config.api_keys import SavedKey
+from omni_proxy.config.schema import Config
 from omni_proxy.telemetry.prometheus import counters, gauges
 
 UNKNOWN = ""  # the name for requests without a valid key
@@ -20,8 +21,8 @@ _UNKNOWN_CELL = f"refused_{REASONS[0]}"
 _TOKENS = {"input": "input_tokens", "output": "output_tokens"}
 
 
-def key_records(services: Services) -> list[dict[str, object]]:
-    usage = services.key_usage()
+def key_records(keys: KeyServices, config: Config) -> list[dict[str, object]]:
+    usage = keys.usage()
     return [
         {
             "name": entry.name,
@@ -33,17 +34,17 @@ def key_records(services: Services) -> list[dict[str, object]]:
             "origin": "api" if isinstance(entry, SavedKey) else "file",
             **_usage(usage.get(entry.name, {})),
         }
-        for entry in services.config_store.config.keys
+        for entry in config.keys
     ]
 
 
-def refused_without_key(services: Services) -> int:
-    return services.key_usage().get(UNKNOWN, {}).get(_UNKNOWN_CELL, 0)
+def refused_without_key(keys: KeyServices) -> int:
+    return keys.usage().get(UNKNOWN, {}).get(_UNKNOWN_CELL, 0)
 
 
-def key_refusals(services: Services) -> dict[str, int]:
+def key_refusals(keys: KeyServices) -> dict[str, int]:
     """Requests without a valid key, since the start and in the last minute."""
-    counts = services.key_usage().get(UNKNOWN, {})
+    counts = keys.usage().get(UNKNOWN, {})
     return {
         "refused_without_key": counts.get(_UNKNOWN_CELL, 0),
         "refused_without_key_last_minute": counts.get("refused_last_minute", 0),
@@ -59,9 +60,9 @@ def _usage(counts: dict[str, int]) -> dict[str, object]:
     return used
 
 
-def key_metrics(services: Services) -> Iterator[Metric]:
-    names = [entry.name for entry in services.config_store.config.keys]
-    usage = services.key_usage()
+def key_metrics(keys: KeyServices, config: Config) -> Iterator[Metric]:
+    names = [entry.name for entry in config.keys]
+    usage = keys.usage()
     counts = [(name, usage.get(name, {})) for name in names]
 
     def of(what: str) -> list[tuple[tuple[str], float]]:
@@ -81,6 +82,6 @@ def key_metrics(services: Services) -> Iterator[Metric]:
         for name, each in counts
         for reason in REASONS
     ]
-    refused.append(((UNKNOWN, UNKNOWN_REASON), refused_without_key(services)))
+    refused.append(((UNKNOWN, UNKNOWN_REASON), refused_without_key(keys)))
     text = "Refused requests of a caller; the caller is empty for requests without a valid key"
     yield from counters("key_refused", text, ("key", "reason"), refused)

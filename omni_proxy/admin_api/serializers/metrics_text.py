@@ -24,7 +24,7 @@ from prometheus_client.samples import Sample
 from omni_proxy import __version__
 from omni_proxy.admin_api.serializers.discovery_report import discovery_metrics
 from omni_proxy.admin_api.serializers.key_records import key_metrics
-from omni_proxy.admin_api.serializers.readiness import unready
+from omni_proxy.admin_api.serializers.readiness import Readiness
 from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.worker import KV_MODES
 from omni_proxy.telemetry.metrics import SyncMetrics
@@ -33,10 +33,10 @@ from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.weight_sync.protocol.trainer_group import SyncState
 
 
-def of_program(services: Services) -> Iterator[Metric]:
+def of_program(services: Services, readiness: Readiness) -> Iterator[Metric]:
     yield from gauges("build_info", "The version; always 1", ("version",), [((__version__,), 1)])
-    leaving = services.data_plane.draining or services.leaving()
-    yield one("ready", "1 while /ready answers 200", not unready(services))
+    leaving = services.data_plane.draining or services.process.leaving()
+    yield one("ready", "1 while /ready answers 200", not readiness.reason())
     yield one("leaving", "1 from the start of a shutdown", leaving)
     yield from _data_plane(services)
     yield from _config(services)
@@ -44,8 +44,8 @@ def of_program(services: Services) -> Iterator[Metric]:
     yield from _pool_policies(services.data_plane.pool_stats())
     yield from _sessions(services)
     yield from _kv_events(services)
-    yield from discovery_metrics(services)
-    yield from key_metrics(services)
+    yield from discovery_metrics(services.workers.discovery)
+    yield from key_metrics(services.keys, services.config_store.config)
     yield from _cluster(services.cluster.status() if services.cluster else None)
     yield from _weights(services)
     yield from _itself(services)
@@ -158,17 +158,17 @@ def _sessions(services: Services) -> Iterator[Metric]:
     """No sample while sessions are not sticky."""
     if services.config_store.config.routing.sticky_sessions:
         count = services.data_plane.session_count
-        counts = [((worker.url,), count(worker)) for worker in services.fleet.workers]
+        counts = [((worker.url,), count(worker)) for worker in services.workers.fleet.workers]
         text = "Sticky sessions of a worker"
         yield from gauges("worker_sessions", text, ("worker",), counts)
 
 
 def _kv_events(services: Services) -> Iterator[Metric]:
     """Series of workers only for those whose events are followed."""
-    counts, blocks = services.kv_events
+    counts, blocks = services.telemetry.kv_events
     yield one("kv_index_blocks", "Blocks that engines report as cached", blocks.blocks)
     yield one("kv_index_bytes", "Memory of that index, in each process", blocks.bytes)
-    workers = [worker for worker in services.fleet.workers if worker.kv_mode != "off"]
+    workers = [worker for worker in services.workers.fleet.workers if worker.kv_mode != "off"]
     modes = [
         ((worker.url, mode), worker.kv_mode == mode) for worker in workers for mode in KV_MODES
     ]
@@ -240,7 +240,7 @@ def _syncs(now: SyncState, meters: SyncMetrics) -> Iterator[Metric]:
 
 
 def _itself(services: Services) -> Iterator[Metric]:
-    ticker = services.instruments.ticker
+    ticker = services.telemetry.instruments.ticker
     text = "How late the event loop wakes a task"
     yield from histograms("event_loop_lag_seconds", text, (), [((), ticker.lag)])
     watchdog = services.data_plane.watchdog()
@@ -250,16 +250,18 @@ def _itself(services: Services) -> Iterator[Metric]:
     yield one("event_loop_longest_turn_seconds", text, _number(watchdog, "longest_turn_ms") / 1000)
     lost = [
         ((name, reason), count)
-        for name, log in services.instruments.logs.items()
+        for name, log in services.telemetry.instruments.logs.items()
         for reason, count in (("too_fast", log.dropped), ("unwritable", log.failed))
     ]
     text = "Lines of a log that were not written"
     yield from counters("log_lines_lost", text, ("log", "reason"), lost)
-    spans = services.instruments.spans
+    spans = services.telemetry.instruments.spans
     counts = [("exported", spans.exported), ("failed", spans.failed), ("dropped", spans.dropped)]
     text = "Spans for the trace collector"
     yield from counters("spans", text, ("result",), [((name,), count) for name, count in counts])
-    restarts = [((str(row["name"]),), _number(row, "restarts")) for row in services.supervisors()]
+    restarts = [
+        ((str(row["name"]),), _number(row, "restarts")) for row in services.process.supervisors()
+    ]
     yield from counters(
         "task_restarts", "Restarts of a service other than the data plane", ("task",), restarts
     )

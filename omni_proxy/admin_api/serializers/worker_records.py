@@ -10,35 +10,28 @@ that an operator has to fix first, with the command that does so if there is one
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Final
 
 from omni_proxy.admin_api.serializers.discovery_report import discovered_record
+from omni_proxy.admin_api.serializers.operator_state import OperatorState
 from omni_proxy.admin_api.serializers.readiness import HOW_TO_CONTINUE
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DataPlaneView, WorkerServices
 from omni_proxy.admin_api.worker_requests import WorkerNotes
 from omni_proxy.config.state import DisabledBy
 from omni_proxy.fleet.cordon_reasons import LAUNCH_CORDON, PAUSED, UNCERTAIN
 from omni_proxy.fleet.engine_load import EngineLoads
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.worker import Worker, capability_names, shown_adapters
+from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
 
 RESOLVE = "`omni-proxy weights resolve` brings it back once its weights are verified"
 Why = Callable[[Worker], str | None]
-_NOBODY: Final[Mapping[str, DisabledBy]] = {}
 UNUSED_CACHE_TOKENS = 4096  # predicted tokens after which a report of 0 gets a note
 
 
-def reasons(
-    services: Services,
-    pauses: Mapping[str, PauseRecord],
-    disabled_by: Mapping[str, DisabledBy] = _NOBODY,
-) -> Why:
-    """A function that returns the reason of a worker, from the current state.
-
-    `pauses`, `disabled_by`: with only what the caller may see.
-    """
-    launch = services.launcher.status() if services.launcher else []
+def reasons(workers: WorkerServices, state: OperatorState) -> Why:
+    """A function that returns the reason of a worker, from the current state."""
+    launch = workers.launcher.status() if workers.launcher else []
     launches = {str(launch_row["url"]): launch_row for launch_row in launch}
 
     def why(worker: Worker) -> str | None:
@@ -47,15 +40,15 @@ def reasons(
         launch_row = launches.get(worker.url)
         return (
             _declared_dead(worker)
-            or _disabled(worker, services.drains.secs_left, disabled_by)
+            or _disabled(worker, workers.drains.secs_left, state.disabled_by)
             or (
                 launch_row is not None
                 and LAUNCH_CORDON in worker.cordon_reasons
                 and _launching(launch_row)
             )
-            or services.discovery.reason(worker)
+            or workers.discovery.reason(worker)
             or _unhealthy(worker)
-            or _cordoned(worker, services.weight_operations.journal.uncertain, pauses)
+            or _cordoned(worker, state.uncertain, state.pauses)
             or "half-open: one request at a time until one succeeds"
         )
 
@@ -110,8 +103,6 @@ def _cordoned(
     return f"held: {', '.join(sorted(worker.cordon_reasons))}" if worker.cordon_reasons else ""
 
 
-Pauses = Callable[[], Mapping[str, PauseRecord]]  # by worker URL
-Disablers = Callable[[], Mapping[str, DisabledBy]]  # the same
 GATEWAY_STATUS = {
     Health.UNKNOWN: "pending",
     Health.HEALTHY: "ready",
@@ -223,48 +214,48 @@ def engine_load_record(loads: EngineLoads, target: Worker) -> dict[str, object] 
 
 
 class WorkerRecords:
+    """`state`: returns what the caller of the current request may see of it."""
+
     def __init__(
         self,
-        services: Services,
+        workers: WorkerServices,
+        data_plane: DataPlaneView,
+        metrics: Metrics,
         notes: WorkerNotes,
-        reasons: Callable[[], Why],
-        pauses: Pauses,
-        disabled_by: Disablers,
+        state: Callable[[], OperatorState],
     ) -> None:
-        self._fleet = services.fleet
-        self._disabled_by = disabled_by
-        self._drains = services.drains
-        self._data_plane = services.data_plane
-        self._metrics = services.instruments.metrics
-        self._notes = notes
-        self._reasons = reasons
-        self._pauses = pauses
+        self._workers = workers
+        self._fleet = workers.fleet
+        self._data_plane = data_plane
+        self._metrics = metrics
+        self.notes = notes
+        self._state = state
 
     def record(self, worker: Worker) -> dict[str, object]:
-        return self._record(worker, self._reasons(), self._pauses())
+        state = self._state()
+        return self._record(worker, reasons(self._workers, state), state)
 
     def pool(self, status: str, model: str | None = None) -> dict[str, object]:
         """The pool summary of omni-router.md 4; `model` narrows the records, not the counts."""
         workers = [w for w in self._fleet.workers if model is None or w.serves(model)]
-        reason, pauses = self._reasons(), self._pauses()
+        state = self._state()
+        why = reasons(self._workers, state)
         return {
             "status": status,
             **self._fleet.count_by_state(),
-            "workers": [self._record(worker, reason, pauses) for worker in workers],
+            "workers": [self._record(worker, why, state) for worker in workers],
         }
 
-    def _record(
-        self, worker: Worker, reason: Why, pauses: Mapping[str, PauseRecord]
-    ) -> dict[str, object]:
-        pause = pauses.get(worker.url)
-        note = self._notes.get(worker)
+    def _record(self, worker: Worker, why: Why, state: OperatorState) -> dict[str, object]:
+        pause = state.pauses.get(worker.url)
+        note = self.notes.get(worker)
         return {
             **worker_record(worker),
-            "id": self._notes.public_id(worker),
-            "why": reason(worker),
+            "id": self.notes.public_id(worker),
+            "why": why(worker),
             "paused": pause.to_dict() if pause is not None else None,
-            "disabled_by": disabled_by_record(worker, self._disabled_by()),
-            "draining": self._drains.get_record(worker),
+            "disabled_by": disabled_by_record(worker, state.disabled_by),
+            "draining": self._workers.drains.get_record(worker),
             "model_id": worker.model,
             "worker_type": worker.role,
             "connection_mode": "http",

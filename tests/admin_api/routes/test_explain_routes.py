@@ -223,7 +223,7 @@ async def test_a_past_request_is_explained_with_the_candidates_of_its_time(api):
         Candidate(A, None, 3, "", {"matched_bytes": 5}),
         Candidate(B, None, 0, "disabled", {}),
     )
-    recent = api.services.instruments.recent
+    recent = api.instruments.recent
     exchange = ended(api.worker(), candidates=PickRecord("cache_aware", A, "most of it", rows, 7))
     recent.note_completed(exchange, api.worker())
     recent.note_completed(ended(api.worker(), request_id=b"other"), api.worker())
@@ -250,6 +250,6 @@ async def test_a_past_request_is_explained_with_the_candidates_of_its_time(api):
 async def test_the_reason_is_left_out_if_another_worker_served_the_request(api):
     record = PickRecord("random", B, "drawn at random", (), 2)
     exchange = ended(api.worker(), candidates=record)
-    api.services.instruments.recent.note_completed(exchange, api.worker())
+    api.instruments.recent.note_completed(exchange, api.worker())
     body = await (await api.client().get("/explain?request_id=r")).get_json()
     assert (body["worker"], body["reason"]) == (A, None)

@@ -40,7 +40,7 @@ async def statuses(api):
 
 @pytest.mark.parametrize(("dialect", "status"), [("sglang", 200), ("omni", 503)])
 async def test_without_workers_so_far_only_the_sglang_dialect_is_healthy(dialect, status):
-    api = build_api(services={"dialect": dialect})
+    api = build_api(startup={"dialect": dialect})
     assert await statuses(api) == [status, 503, 503]
     await api.client().post("/workers", json={"url": A})
     api.fleet.apply([], NOW)
@@ -48,7 +48,7 @@ async def test_without_workers_so_far_only_the_sglang_dialect_is_healthy(dialect
 
 
 async def test_a_router_is_unhealthy_until_each_given_worker_was_probed():
-    api = build_api(entry(A), entry(B), services={"dialect": "sglang", "given": (A, B)})
+    api = build_api(entry(A), entry(B), startup={"dialect": "sglang", "flag_urls": (A, B)})
     api.healthy(A)
     assert await statuses(api) == [503] * 3
     body = await (await api.client().get("/ready")).get_json()
@@ -61,22 +61,25 @@ async def test_a_router_is_unhealthy_until_each_given_worker_was_probed():
 
 
 async def test_a_given_worker_with_a_failed_first_probe_delays_no_readiness():
-    api = build_api(entry(A), entry(B), services={"dialect": "sglang", "given": (A, B)})
+    api = build_api(entry(A), entry(B), startup={"dialect": "sglang", "flag_urls": (A, B)})
     api.healthy(A)
     api.fleet.observe_probe(api.worker(B), status=None, error="refused", at=NOW, epoch=0)
     assert await statuses(api) == [200] * 3
 
 
 async def test_the_wait_for_a_given_worker_is_at_most_the_time_of_a_probe():
-    services = {"dialect": "sglang", "given": (A, B), "started": time.monotonic() - 6}
-    api = build_api(entry(A), entry(B), services=services)
+    startup = {"dialect": "sglang", "flag_urls": (A, B)}
+    earlier = {"started": time.monotonic() - 6}
+    api = build_api(entry(A), entry(B), startup=startup, services=earlier)
     api.healthy(A)
     assert await statuses(api) == [200] * 3
 
 
-@pytest.mark.parametrize("services", [{"given": (A, B)}, {"dialect": "sglang", "given": (A,)}])
-async def test_one_healthy_worker_is_enough_unless_a_router_was_given_others(services):
-    api = build_api(entry(A), entry(B), services=services)
+@pytest.mark.parametrize(
+    "startup", [{"flag_urls": (A, B)}, {"dialect": "sglang", "flag_urls": (A,)}]
+)
+async def test_one_healthy_worker_is_enough_unless_a_router_was_given_others(startup):
+    api = build_api(entry(A), entry(B), startup=startup)
     api.healthy(A)
     assert await statuses(api) == [200] * 3
 

@@ -15,7 +15,7 @@ async def test_callers_are_shown_with_limits_and_usage_but_no_hash():
         "team-a": USED,
         "": dict.fromkeys(USED, 0) | {"refused_max_inflight": 4, "refused_last_minute": 2},
     }
-    api = build_api(entry(A), keys=(caller,), services={"key_usage": lambda: usage})
+    api = build_api(entry(A), keys=(caller,), services={"usage": lambda: usage})
     response = await api.client().get("/keys")
     body = await response.get_json()
     (shown,) = body["keys"]

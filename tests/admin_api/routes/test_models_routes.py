@@ -243,7 +243,7 @@ async def test_aliases_and_adapters_are_listed_with_the_workers_models(replies):
     expected = {"object": "model", "owned_by": "omni-proxy", "root": "m2", "parent": None}
     assert by_id["alias"] == expected | {
         "id": "alias",
-        "created": int(api.services.started_at.timestamp()),
+        "created": int(api.services.process.started_at.timestamp()),
         "max_model_len": 4096,
     }
     assert (by_id["shadowed"]["root"], by_id["shadowed"]["parent"]) == ("m2", None)

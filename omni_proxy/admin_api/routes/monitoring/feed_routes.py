@@ -14,7 +14,7 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.access.key_check import KeyCheck
 from omni_proxy.admin_api.access.roles import ALL
 from omni_proxy.admin_api.serializers.feed_snapshot import Snapshots
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.admin_api.streamed_body import RETRY, Body, Places
 
 READERS = 32
@@ -25,13 +25,13 @@ class _Events(Body):
     def __init__(
         self,
         stream_slots: Places,
-        services: Services,
+        data_plane: DataPlaneView,
         snapshots: Snapshots,
         reader: Mapping[str, object],
     ) -> None:
         super().__init__(stream_slots)
         self._reader = reader
-        self._services = services
+        self._data_plane = data_plane
         self._snapshots = snapshots
         self._seen = 0  # the newest second that was sent to this reader
         self._due = 0.0
@@ -40,7 +40,7 @@ class _Events(Body):
         begins = not self._due
         if not begins:
             await trio.sleep_until(self._due)
-            if self._services.data_plane.draining:
+            if self._data_plane.draining:
                 raise StopAsyncIteration
         self._due = trio.current_time() + PERIOD_SECS
         snapshot, self._seen = self._snapshots.with_history(self._seen, self._reader)
@@ -48,10 +48,10 @@ class _Events(Body):
 
 
 class FeedRoutes:
-    def __init__(self, services: Services, keys: KeyCheck) -> None:
-        self._services = services
+    def __init__(self, snapshots: Snapshots, data_plane: DataPlaneView, keys: KeyCheck) -> None:
+        self._snapshots = snapshots
+        self._data_plane = data_plane
         self._keys = keys
-        self._snapshots = Snapshots(services)
         self._places = Places(READERS, "too_many_readers")
 
     def mount(self, app: Quart) -> None:
@@ -68,5 +68,5 @@ class FeedRoutes:
         response = Response(b"", content_type="text/event-stream")
         response.headers.remove("Content-Length")
         response.headers["Cache-Control"] = "no-store"
-        response.response = _Events(self._places, self._services, self._snapshots, reader)
+        response.response = _Events(self._places, self._data_plane, self._snapshots, reader)
         return response

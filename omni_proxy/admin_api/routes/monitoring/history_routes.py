@@ -8,10 +8,11 @@ from typing import Final
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.fleet_changes import FleetChanges
+from omni_proxy.admin_api.fleet_changes import find_worker
 from omni_proxy.admin_api.responses import bad_request, json_response
-from omni_proxy.admin_api.services import Services
-from omni_proxy.telemetry.history import SERIES, STEPS, Track, start_of
+from omni_proxy.fleet.registry import Fleet
+from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.telemetry.history import SERIES, STEPS, History, Track, start_of
 
 HISTORY_SECS: Final = tuple(sorted(STEPS))
 
@@ -19,9 +20,10 @@ HISTORY_SECS: Final = tuple(sorted(STEPS))
 class HistoryRoutes:
     """Series of the last hours as JSON, for charts."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._changes = FleetChanges(services)
+    def __init__(self, fleet: Fleet, config_store: ConfigStore, history: History) -> None:
+        self._fleet = fleet
+        self._config_store = config_store
+        self._history = history
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/history", "history", self.show)
@@ -29,16 +31,16 @@ class HistoryRoutes:
     async def show(self) -> Response:
         secs = _range(request.args.get("secs", str(HISTORY_SECS[0])))
         names = _series(request.args.get("series"))
-        history, at = self._services.instruments.history, time.time()
+        history, at = self._history, time.time()
         found: dict[str, object] = {
             "secs": secs,
             "step_secs": STEPS[secs],
             "from": start_of(secs, at),
-            "metrics": self._services.config_store.config.server.metrics,
+            "metrics": self._config_store.config.server.metrics,
         }
         if request.args.get("by") == "worker":
             rows: list[dict[str, object]] = []
-            for worker in self._services.fleet.workers:
+            for worker in self._fleet.workers:
                 if (of_worker := history.workers.get(worker)) is not None:
                     row = {name: of_worker.read(secs, name, at) for name in names}
                     rows.append({"id": worker.id, "url": worker.url, "series": row})
@@ -54,7 +56,7 @@ class HistoryRoutes:
                 raise bad_request("this proxy is not a member of a cluster")
             track = history.cluster
         if name := request.args.get("worker"):
-            worker = self._changes.find(name)
+            worker = find_worker(self._fleet, name)
             track = history.workers.get(worker) or Track()
             found["worker"] = worker.url
         found["series"] = {name: track.read(secs, name, at) for name in names}

@@ -24,6 +24,7 @@ from omni_proxy.admin_api.serializers.metrics_text import (
     of_program,
     prefers_openmetrics,
 )
+from omni_proxy.admin_api.serializers.readiness import Readiness
 from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_api.streamed_body import Body, Places
 from omni_proxy.telemetry.prometheus import fleet_families, request_families
@@ -77,8 +78,11 @@ class _Text(Body):
 
 
 class MetricsRoutes:
-    def __init__(self, services: Services) -> None:
+    def __init__(self, services: Services, readiness: Readiness) -> None:
         self._services = services
+        self._readiness = readiness
+        self._fleet = services.workers.fleet
+        self._metrics = services.telemetry.instruments.metrics
         self._places = Places(SCRAPES, "too_many_scrapes")
         self._making = trio.Lock()
         # The newest text of each content type, and the time at which it was begun.
@@ -119,13 +123,12 @@ class MetricsRoutes:
 
     async def _gather(self) -> None:
         """Collect the workers' samples with checkpoints; reading the metrics has none."""
-        meters = self._services.instruments.metrics
-        for number, worker in enumerate(self._services.fleet.workers, start=1):
-            meters.gather(worker)
+        for number, worker in enumerate(self._fleet.workers, start=1):
+            self._metrics.gather(worker)
             if number % WORKERS_AT_ONCE == 0:
                 await trio.lowlevel.checkpoint()
 
     def _families(self) -> Iterator[Metric]:
-        yield from of_program(self._services)
-        yield from fleet_families(self._services.fleet)
-        yield from request_families(self._services.instruments.metrics)
+        yield from of_program(self._services, self._readiness)
+        yield from fleet_families(self._fleet)
+        yield from request_families(self._metrics)

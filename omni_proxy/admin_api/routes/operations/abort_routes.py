@@ -18,7 +18,7 @@ from quart import Quart, Response
 from omni_proxy.admin_api.access.caller_name import caller
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_response
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.admin_ops.abort_requests import (
     AbortDialect,
     AbortFindings,
@@ -30,7 +30,9 @@ from omni_proxy.admin_ops.abort_requests import (
 )
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.fleet.health_state import Health
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import MAX_PARALLEL_CALLS, ROUTE_ABSENT, Call
 from omni_proxy.weight_sync.worker_calls import limit_secs, request_worker
 
@@ -66,8 +68,10 @@ class _Abort:
 class FleetAbortRoutes:
     """`_dialects`: the dialect of workers that lack the caller's route, by URL."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, fleet: Fleet, config_store: ConfigStore, data_plane: DataPlaneView) -> None:
+        self._fleet = fleet
+        self._config_store = config_store
+        self._data_plane = data_plane
         self._dialects: dict[str, AbortDialect] = {}
 
     def mount(self, app: Quart) -> None:
@@ -86,9 +90,9 @@ class FleetAbortRoutes:
 
     async def _abort(self, dialect: AbortDialect) -> Response:
         """Raises HttpError 400."""
-        configured = limit_secs(self._services.config_store.config.admin.worker_timeout_secs)
+        configured = limit_secs(self._config_store.config.admin.worker_timeout_secs)
         abort = _Abort(dialect, await body_bytes(), min(ABORT_SECS, configured))
-        abort.findings = await self._services.data_plane.abort(abort.target)
+        abort.findings = await self._data_plane.abort(abort.target)
         workers = self._to_call(urls_to_call(abort.target, abort.findings))
         results = await self._ask(workers, abort)
         sent_ids = len(abort.target.ids)
@@ -102,7 +106,7 @@ class FleetAbortRoutes:
     def _to_call(self, urls: Collection[str] | None) -> list[Worker]:
         """All workers that are not dead, or those at `urls`, dead or not: a failure to reach one of
         these must show in the response."""
-        workers = self._services.fleet.workers
+        workers = self._fleet.workers
         self._dialects = {w.url: self._dialects[w.url] for w in workers if w.url in self._dialects}
         if urls is not None:
             return [worker for worker in workers if worker.url in urls]

@@ -20,7 +20,6 @@ from omni_proxy.admin_api.access.caller_name import caller
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import bad_request, body_bytes, json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
-from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops import results
 from omni_proxy.admin_ops.engine_dialects import with_defaults
 from omni_proxy.admin_ops.results import AdminResponse
@@ -34,6 +33,7 @@ from omni_proxy.admin_ops.routes import (
     control_route,
 )
 from omni_proxy.runtime_config.config_store import ConfigStore
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
 
 NO_TENSORS = {
@@ -55,9 +55,19 @@ View = Callable[[], Awaitable[Response]]
 
 
 class BroadcastRoutes:
-    def __init__(self, services: Services, selectors: SelectorResolver) -> None:
-        self._services = services
+    """`refresh_adapters`: called after an adapter has been loaded or unloaded."""
+
+    def __init__(
+        self,
+        weight_operations: WeightOperations,
+        config_store: ConfigStore,
+        selectors: SelectorResolver,
+        refresh_adapters: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._weight_operations = weight_operations
+        self._config_store = config_store
         self._selectors = selectors
+        self._refresh_adapters = refresh_adapters
 
     def mount(self, app: Quart) -> None:
         app.after_request(self.with_top_keys)
@@ -65,18 +75,18 @@ class BroadcastRoutes:
             if route.path not in ELSEWHERE:
                 view = self._view(route)
                 app.add_url_rule(route.path, route.name, view, methods=list(route.methods))
-        app.url_map.converters["control_route"] = _converter(self._services.config_store)
+        app.url_map.converters["control_route"] = _converter(self._config_store)
         methods = list(READ_METHODS)
         app.add_url_rule(CONFIGURED, "control_route", self.configured, methods=methods)
 
     async def configured(self, path: str) -> Response:
         """A route of [[control_routes]]."""
-        route = control_route(self._services.config_store.config, f"/{path}")
+        route = control_route(self._config_store.config, f"/{path}")
         if route is None:
             raise NotFound
         if request.method not in route.methods:
             raise MethodNotAllowed(route.methods)
-        return shown(await self._services.weight_operations.submit(await self.call(route)))
+        return shown(await self._weight_operations.submit(await self.call(route)))
 
     async def with_top_keys(self, response: Response) -> Response:
         """Add the top-level keys to all refusals of these routes."""
@@ -96,9 +106,9 @@ class BroadcastRoutes:
         async def operate() -> Response:
             if route.path == FROM_TENSOR:
                 return json_response(NO_TENSORS, 501)
-            reply = await self._services.weight_operations.submit(await self.call(route))
+            reply = await self._weight_operations.submit(await self.call(route))
             if route.path in ADAPTER_ROUTES:
-                await self._services.refresh_adapters()
+                await self._refresh_adapters()
             if route.path == results.WEIGHTS_BY_NAME:
                 return json_response(*results.merge_weights_by_name(reply), dict(reply.headers))
             return shown(reply)

@@ -17,9 +17,10 @@ from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.load_report import loads_answer, merge_server_info
 from omni_proxy.admin_api.serializers.metrics_text import CONTENT_TYPE, merge_metrics
-from omni_proxy.admin_api.services import Services
 from omni_proxy.fleet.health_state import Health
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.upstream_http.client import (
     MAX_PARALLEL_CALLS,
     ROUTE_ABSENT,
@@ -29,6 +30,7 @@ from omni_proxy.upstream_http.client import (
     call_worker,
 )
 from omni_proxy.upstream_http.engine_calls import flush_cache, generate_token
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.wire.errors import HttpError
 
 GENERATE_SECS = 20.0  # the token of the health check waits for running requests
@@ -37,8 +39,16 @@ INFO_SECS = 15.0  # server info may be slower than a probe
 
 
 class EngineRoutes:
-    def __init__(self, services: Services, selectors: SelectorResolver) -> None:
-        self._services = services
+    def __init__(
+        self,
+        fleet: Fleet,
+        config_store: ConfigStore,
+        weight_operations: WeightOperations,
+        selectors: SelectorResolver,
+    ) -> None:
+        self._fleet = fleet
+        self._config_store = config_store
+        self._weight_operations = weight_operations
         self._selectors = selectors
 
     def mount(self, app: Quart) -> None:
@@ -80,14 +90,14 @@ class EngineRoutes:
         raise _nothing("model_info", reasons)
 
     async def server_info(self) -> Response:
-        mode = self._services.config_store.config.weight_sync.mode
+        mode = self._config_store.config.weight_sync.mode
         # A trainer's group has the ranks of every worker that is alive, routable or not.
         workers = self._routable() if mode == "off" else self._alive()
         results = await broadcast(workers, self._get("/server_info"))
         old = [outcome.worker for outcome in results if outcome.status in ROUTE_ABSENT]
         retried = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
         results = [retried.get(outcome.worker, outcome) for outcome in results]
-        holding = self._services.weight_operations.version_service
+        holding = self._weight_operations.version_service
         merged = await merge_server_info(results, holding.store_service.has_path)
         if merged is None:
             raise _nothing("server_info", {o.worker.url: o.failure for o in results})
@@ -108,7 +118,7 @@ class EngineRoutes:
         results = await self._flushed(alive)
         flushed = [outcome for outcome in results if outcome.ok]
         for outcome in flushed:
-            self._services.fleet.cache_cleared(outcome.worker)
+            self._fleet.cache_cleared(outcome.worker)
         all_did = len(flushed) == len(results)
         response = {
             "status": "success" if all_did else "partial" if flushed else "failed",
@@ -117,7 +127,7 @@ class EngineRoutes:
             "total_http_workers": len(results),
             "total_grpc_workers": 0,
             "total_zmq_workers_skipped": 0,
-            "total_workers": len(self._services.fleet.workers),
+            "total_workers": len(self._fleet.workers),
             "failed": {o.worker.url: o.failure for o in results if not o.ok},
         }
         return json_response(response, 200 if all_did else 502)
@@ -146,17 +156,17 @@ class EngineRoutes:
     @property
     def _secs(self) -> float:
         """Time limit of a call; an engine's first answer may take longer than a probe."""
-        return max(INFO_SECS, self._services.config_store.config.health.timeout_secs)
+        return max(INFO_SECS, self._config_store.config.health.timeout_secs)
 
     def _routable(self) -> list[Worker]:
         """The routable workers. Raises HttpError 503 if there is none."""
-        workers = [worker for worker in self._services.fleet.workers if worker.routable]
+        workers = [worker for worker in self._fleet.workers if worker.routable]
         if not workers:
             raise HttpError(503, "no routable upstream", "no_routable_worker")
         return workers
 
     def _alive(self) -> list[Worker]:
-        return [w for w in self._services.fleet.workers if w.health.state is not Health.DEAD]
+        return [w for w in self._fleet.workers if w.health.state is not Health.DEAD]
 
     def _get(self, target: str) -> Call:
         return Call("GET", target, timeout_secs=self._secs, headers=_credentials())

@@ -12,17 +12,18 @@ from urllib.parse import quote
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.access.caller_name import caller
-from omni_proxy.admin_api.fleet_changes import FleetChanges
+from omni_proxy.admin_api.fleet_changes import lookup_worker
 from omni_proxy.admin_api.forwarded_request import target_of, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_response
 from omni_proxy.admin_api.routes.operations.broadcast_routes import refuse_no_object, shown
 from omni_proxy.admin_api.selector_resolution import Facts, SelectorResolver
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
-from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.engine_dialects import with_defaults
 from omni_proxy.admin_ops.results import AdminResponse
 from omni_proxy.admin_ops.routes import BY_PATH, AdminRoute, Kind
+from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
@@ -42,11 +43,15 @@ ENGINE = "/engine/"
 
 class RlRoutes:
     def __init__(
-        self, services: Services, records: WorkerRecords, selectors: SelectorResolver
+        self,
+        fleet: Fleet,
+        weight_operations: WeightOperations,
+        records: WorkerRecords,
+        selectors: SelectorResolver,
     ) -> None:
-        self._services = services
+        self._fleet = fleet
+        self._weight_operations = weight_operations
         self._records = records
-        self._changes = FleetChanges(services)
         self._selectors = selectors
 
     def mount(self, app: Quart) -> None:
@@ -58,7 +63,7 @@ class RlRoutes:
         rule("/v1/rl/engine/<path:path>", "rl_engine", self.engine, methods=list(METHODS))
 
     async def all(self) -> Response:
-        workers = self._services.fleet.workers
+        workers = self._fleet.workers
         reported = await self._selectors.engine_facts(workers)
         records = [self._record(worker, reported.get(worker.url, {})) for worker in workers]
         return json_response({"protocol_version": PROTOCOL_VERSION, "workers": records})
@@ -118,10 +123,10 @@ class RlRoutes:
             body = with_defaults(admin_route.path, body)
         headers = worker_headers(body)
         call = AdminCall(route, request.method, target_of(target), body, headers, urls, caller())
-        return await self._services.weight_operations.submit(call)
+        return await self._weight_operations.submit(call)
 
     def _find(self, name: str) -> Worker:
-        worker = self._changes.lookup(name)
+        worker = lookup_worker(self._fleet, name)
         if worker is None:
             raise HttpError(404, "worker not found", "worker_not_found")
         return worker
@@ -148,7 +153,7 @@ class RlRoutes:
         }
 
     def _id(self, entry: Mapping[str, object]) -> str:
-        worker = self._services.fleet.find(str(entry["worker"]))
+        worker = self._fleet.find(str(entry["worker"]))
         return worker.id if worker else str(entry["worker"])
 
     def _result(self, entry: Mapping[str, object]) -> dict[str, object]:

@@ -17,9 +17,10 @@ from omni_proxy.admin_api.forwarded_request import passed_on
 from omni_proxy.admin_api.responses import json_object, json_response
 from omni_proxy.admin_api.routes.operations.broadcast_routes import shown
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import DataPlaneView
 from omni_proxy.admin_api.streamed_body import RETRY, Body, Places
 from omni_proxy.admin_ops.routes import ROLLOUT
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.rollout.progress import RolloutProgress
 from omni_proxy.weight_sync.rollout.request import parse_rollout
 from omni_proxy.weight_sync.rollout.service import RolloutCall
@@ -36,9 +37,11 @@ class _RolloutEvents(Body):
     """Events with the rollout's state: the first immediately, then one after each change until the
     rollout has ended."""
 
-    def __init__(self, stream_slots: Places, services: Services, progress: RolloutProgress) -> None:
+    def __init__(
+        self, stream_slots: Places, data_plane: DataPlaneView, progress: RolloutProgress
+    ) -> None:
         super().__init__(stream_slots)
-        self._services, self._progress = services, progress
+        self._data_plane, self._progress = data_plane, progress
         self._seen: int | None = None
         self._sent_at = 0.0
         self._ended = False
@@ -52,7 +55,7 @@ class _RolloutEvents(Body):
         while self._seen == self._progress.revision:
             with trio.move_on_after(POLL_SECS):
                 await self._progress.changed.wait()
-            if self._services.data_plane.draining:
+            if self._data_plane.draining:
                 raise StopAsyncIteration
             if trio.current_time() - self._sent_at >= KEEP_ALIVE_SECS:
                 self._sent_at = trio.current_time()
@@ -66,8 +69,15 @@ class _RolloutEvents(Body):
 
 
 class RolloutRoutes:
-    def __init__(self, services: Services, selectors: SelectorResolver) -> None:
-        self._services, self._selectors = services, selectors
+    def __init__(
+        self,
+        weight_operations: WeightOperations,
+        data_plane: DataPlaneView,
+        selectors: SelectorResolver,
+    ) -> None:
+        self._weight_operations = weight_operations
+        self._data_plane = data_plane
+        self._selectors = selectors
         self._places = Places(READERS, "too_many_readers")
 
     def mount(self, app: Quart) -> None:
@@ -83,7 +93,7 @@ class RolloutRoutes:
         outcome."""
         parsed = parse_rollout(await json_object())
         key = passed_on(request.headers).get("authorization")
-        reply = await self._services.weight_operations.start_rollout(
+        reply = await self._weight_operations.start_rollout(
             RolloutCall(
                 parsed,
                 await self._selectors.urls(request.args.get("selector")),
@@ -100,25 +110,25 @@ class RolloutRoutes:
 
     async def show(self) -> Response:
         """The current rollout, or the last one since the proxy started."""
-        progress = self._services.weight_operations.rollouts.progress
+        progress = self._weight_operations.rollouts.progress
         return self._events() if _wants_events() else json_response(progress.shown())
 
     async def pause(self) -> Response:
-        return shown(await self._services.weight_operations.rollouts.pause())
+        return shown(await self._weight_operations.rollouts.pause())
 
     async def resume(self) -> Response:
-        return shown(await self._services.weight_operations.rollouts.resume())
+        return shown(await self._weight_operations.rollouts.resume())
 
     async def cancel(self) -> Response:
-        return shown(await self._services.weight_operations.rollouts.cancel(caller()))
+        return shown(await self._weight_operations.rollouts.cancel(caller()))
 
     def _events(self) -> Response:
         self._places.refuse_past_bound()
-        progress = self._services.weight_operations.rollouts.progress
+        progress = self._weight_operations.rollouts.progress
         response = Response(b"", content_type=EVENTS)
         response.headers.remove("Content-Length")
         response.headers["Cache-Control"] = "no-store"
-        response.response = _RolloutEvents(self._places, self._services, progress)
+        response.response = _RolloutEvents(self._places, self._data_plane, progress)
         return response
 
 

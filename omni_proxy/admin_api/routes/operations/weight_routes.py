@@ -12,15 +12,15 @@ from omni_proxy.admin_api.access.caller_name import caller
 from omni_proxy.admin_api.forwarded_request import passed_on, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
 from omni_proxy.admin_api.routes.operations.broadcast_routes import refuse_no_object, shown
-from omni_proxy.admin_api.services import Services
 from omni_proxy.admin_ops.routes import ABORT_SYNC, RESOLVES, ROLLBACK
+from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 from omni_proxy.weight_sync.worker_calls import AdminCall
 from omni_proxy.wire.errors import HttpError
 
 
 class WeightOperationRoutes:
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, weight_operations: WeightOperations) -> None:
+        self._weight_operations = weight_operations
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/weights", "weights", self.show)
@@ -30,10 +30,10 @@ class WeightOperationRoutes:
         app.add_url_rule(ABORT_SYNC, "abort_sync", self.abort_sync, methods=["POST"])
 
     async def show(self) -> Response:
-        return json_response(self._services.weight_operations.status())
+        return json_response(self._weight_operations.status())
 
     async def abort_sync(self) -> Response:
-        return shown(await self._services.weight_operations.sync.abort(caller()))
+        return shown(await self._weight_operations.sync.abort(caller()))
 
     async def resolve(self) -> Response:
         body = await json_object()
@@ -44,12 +44,12 @@ class WeightOperationRoutes:
             )
             raise HttpError(422, message, "not_acknowledged", detail=message)
         headers = {"content-type": "application/json", **passed_on(request.headers)}
-        return shown(await self._services.weight_operations.resolve(headers, caller()))
+        return shown(await self._weight_operations.resolve(headers, caller()))
 
 
 class WeightVersionRoutes:
-    def __init__(self, services: Services) -> None:
-        self._services = services
+    def __init__(self, weight_operations: WeightOperations) -> None:
+        self._weight_operations = weight_operations
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/weights/versions", "weight_versions", self.all)
@@ -57,7 +57,7 @@ class WeightVersionRoutes:
 
     async def all(self) -> Response:
         """The newest first."""
-        holding = self._services.weight_operations.version_service
+        holding = self._weight_operations.version_service
         current = holding.store_service.current
         versions = holding.store_service.versions()
         number = current.number if current is not None else None
@@ -71,5 +71,5 @@ class WeightVersionRoutes:
         headers = worker_headers(body)
         call = AdminCall(ROLLBACK, "POST", ROLLBACK.path, body, headers, None, caller())
         # Checked before the operation is queued, so that a missing version fails immediately.
-        await self._services.weight_operations.rollback_source.find_version(call)
-        return shown(await self._services.weight_operations.submit(call))
+        await self._weight_operations.rollback_source.find_version(call)
+        return shown(await self._weight_operations.submit(call))

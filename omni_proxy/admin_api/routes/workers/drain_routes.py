@@ -12,10 +12,10 @@ from math import isfinite
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.access.caller_name import caller
-from omni_proxy.admin_api.fleet_changes import FleetChanges
+from omni_proxy.admin_api.fleet_changes import change_state, find_worker
 from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_response
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import WorkerServices
 from omni_proxy.config.overlay import (
     DisabledBy,
     SavedState,
@@ -25,6 +25,7 @@ from omni_proxy.config.overlay import (
 )
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import DRAINED, DRAINING, WorkerDrain
 from omni_proxy.wire.errors import HttpError
 
@@ -33,10 +34,12 @@ SWITCH = {"true": True, "1": True, "yes": True, "": False, "false": False, "0": 
 
 
 class DrainRoutes:
-    def __init__(self, services: Services, records: WorkerRecords) -> None:
-        self._services = services
+    def __init__(
+        self, workers: WorkerServices, config_store: ConfigStore, records: WorkerRecords
+    ) -> None:
+        self._workers = workers
+        self._config_store = config_store
         self._records = records
-        self._changes = FleetChanges(services)
 
     def mount(self, app: Quart) -> None:
         rule = "/workers/<path:name>/drain"
@@ -46,13 +49,13 @@ class DrainRoutes:
         """Start a drain and answer immediately; GET /workers/{worker_id} has the progress."""
         body = await json_object()
         secs = self._secs(body.get("timeout_secs", request.args.get("timeout_secs")))
-        worker = self._changes.find(name)
+        worker = find_worker(self._workers.fleet, name)
         drain = await self._begin(worker, secs, remove=False)
         payload = {"status": DRAINING if drain.state == DRAINING else DRAINED}
         record = self._records.record(worker)
         headers = {
             "Location": f"/workers/{worker.id}",
-            **etag(self._services.config_store.revision),
+            **etag(self._config_store.revision),
         }
         return json_response(
             {**payload, "worker": record}, 202 if drain.state == DRAINING else 200, headers
@@ -65,7 +68,7 @@ class DrainRoutes:
         await drain.over.wait()
         if drain.refused:
             raise bad_request(drain.refused, "change_refused")
-        if self._services.fleet.find(worker.url) is worker:
+        if self._workers.fleet.find(worker.url) is worker:
             message = "the worker was enabled in the meantime; it was not removed"
             raise HttpError(409, message, "drain_cancelled", detail=message)
         return drain.in_time
@@ -78,19 +81,19 @@ class DrainRoutes:
         record = who_disables()
 
         def edit(state: SavedState, _: Config) -> SavedState:
-            self._changes.find(worker.url)
+            find_worker(self._workers.fleet, worker.url)
             state = with_disabled_by(state, worker.url, record)
             if remove:
                 return with_pending_delete(state, worker.url)
             return with_override(state, worker.url, disabled=True)
 
-        await self._changes.change(edit, at_once=True)
-        return self._services.drains.start(worker, secs, remove=remove)
+        await change_state(self._config_store, edit, at_once=True)
+        return self._workers.drains.start(worker, secs, remove=remove)
 
     def _secs(self, value: object) -> float:
         """Raises HttpError 400."""
         if value is None:
-            return self._services.config_store.config.server.drain_timeout_secs
+            return self._config_store.config.server.drain_timeout_secs
         try:
             secs = float(value) if isinstance(value, str | int | float) else -1.0
         except (ValueError, OverflowError):

@@ -23,18 +23,22 @@ from omni_proxy.admin_api.fleet_changes import (
     parse_worker_url,
 )
 from omni_proxy.admin_api.responses import bad_request, json_object, json_response, text_response
-from omni_proxy.admin_api.services import Services
+from omni_proxy.admin_api.services import WorkerServices
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
 
 log = logging.getLogger(__name__)
 
 
 class SglangWorkerRoutes:
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._changes = FleetChanges(services)
-        self._arrivals = WorkerArrivals(services)
+    def __init__(
+        self, workers: WorkerServices, config_store: ConfigStore, changes: FleetChanges
+    ) -> None:
+        self._fleet = workers.fleet
+        self._kv_connector = config_store.startup.kv_connector
+        self._changes = changes
+        self._arrivals = WorkerArrivals(workers, config_store)
 
     def mount(self, app: Quart) -> None:
         app.add_url_rule("/add_worker", "scale_up", self.add, methods=["POST"])
@@ -49,7 +53,7 @@ class SglangWorkerRoutes:
                 "it as api_key_env in the configuration file"
             )
         url, ranks = parse_ranked_url(url_text)
-        if as_json and self._services.fleet.find(url):
+        if as_json and self._fleet.find(url):
             return self._counts()
         await self._add(url, ranks)
         return (
@@ -57,11 +61,11 @@ class SglangWorkerRoutes:
         )
 
     async def _add(self, url: str, ranks: Mapping[str, object]) -> None:
-        if self._services.fleet.find(url):
+        if self._fleet.find(url):
             raise _known_already()
         await self._changes.check_address(url)
         settings = {"model": request.args.get("model", ""), **ranks}
-        entry = api_worker_spec(url, settings, self._services.kv_connector)
+        entry = api_worker_spec(url, settings, self._kv_connector)
         await self._arrivals.until_healthy(entry, _wait_secs())
         try:
             worker = await self._changes.add(entry)
@@ -73,15 +77,13 @@ class SglangWorkerRoutes:
 
     def _counts(self) -> Response:
         """The requests in flight at each worker, in the form of miles' router."""
-        in_flight = {worker.url: worker.in_flight for worker in self._services.fleet.workers}
+        in_flight = {worker.url: worker.in_flight for worker in self._fleet.workers}
         return json_response({"status": "success", "worker_urls": in_flight})
 
     async def remove(self) -> Response:
         """Remove a worker. An unknown worker is a success, because scripts repeat requests."""
         url_text, as_json = await _named_url()
-        worker = self._services.fleet.get(url_text) or self._services.fleet.find(
-            parse_worker_url(url_text)
-        )
+        worker = self._fleet.get(url_text) or self._fleet.find(parse_worker_url(url_text))
         if worker is not None and await self._removed(worker):
             log.info("worker_deleted worker=%s url=%s", worker.display_id, worker.url)
         if as_json:
@@ -99,7 +101,7 @@ class SglangWorkerRoutes:
         return True
 
     async def urls(self) -> Response:
-        return json_response({"urls": [worker.url for worker in self._services.fleet.workers]})
+        return json_response({"urls": [worker.url for worker in self._fleet.workers]})
 
 
 def _known_already() -> HttpError:

@@ -22,6 +22,9 @@ from omni_proxy.admin_api.fleet_changes import (
     FleetChanges,
     WorkerArrivals,
     api_worker_spec,
+    change_state,
+    find_worker,
+    lookup_worker,
     requested_url,
     with_gateway_code,
 )
@@ -32,17 +35,12 @@ from omni_proxy.admin_api.routes.workers.drain_routes import (
     who_disables,
 )
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
-from omni_proxy.admin_api.services import Services
-from omni_proxy.admin_api.worker_requests import (
-    WorkerBody,
-    WorkerNotes,
-    parse_add,
-    parse_patch,
-    parse_put,
-)
+from omni_proxy.admin_api.services import WorkerServices
+from omni_proxy.admin_api.worker_requests import WorkerBody, parse_add, parse_patch, parse_put
 from omni_proxy.config.overlay import SavedState, WorkerSpec, with_disabled_by, with_override
 from omni_proxy.config.schema import Config
 from omni_proxy.fleet.worker import Worker
+from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.wire.errors import HttpError
 
 log = logging.getLogger(__name__)
@@ -52,14 +50,21 @@ View = Callable[Given, Awaitable[Response]]
 
 class WorkerRoutes:
     def __init__(
-        self, services: Services, records: WorkerRecords, notes: WorkerNotes, drains: DrainRoutes
+        self,
+        workers: WorkerServices,
+        config_store: ConfigStore,
+        records: WorkerRecords,
+        changes: FleetChanges,
+        drains: DrainRoutes,
     ) -> None:
-        self._notes = notes
-        self._services = services
+        self._workers = workers
+        self._fleet = workers.fleet
+        self._config_store = config_store
         self._records = records
+        self._changes = changes
+        self._notes = records.notes
         self._drains = drains
-        self._changes = FleetChanges(services)
-        self._arrivals = WorkerArrivals(services)
+        self._arrivals = WorkerArrivals(workers, config_store)
 
     def mount(self, app: Quart) -> None:
         # A path converter, because Werkzeug has already decoded the %2F of a worker id.
@@ -73,14 +78,14 @@ class WorkerRoutes:
 
     async def all(self) -> Response:
         pool = self._records.pool("ok", request.args.get("model"))
-        roles = [worker.role for worker in self._services.fleet.workers]
+        roles = [worker.role for worker in self._fleet.workers]
         total = len(roles)
         stats = {f"{role}_count": roles.count(role) for role in ("prefill", "decode", "regular")}
         return json_response({**pool, "total": total, "stats": stats})
 
     async def one(self, name: str) -> Response:
-        worker = self._changes.find(name)
-        limit = self._services.config_store.config.health.startup_timeout_secs
+        worker = find_worker(self._fleet, name)
+        limit = self._config_store.config.health.startup_timeout_secs
         job = self._notes.job_status(worker, datetime.now(UTC), limit)
         return json_response({**self._records.record(worker), **job})
 
@@ -89,7 +94,9 @@ class WorkerRoutes:
         parsed = parse_add(body, prefers_async=self._is_async())
         url, ranks = requested_url(body)
         await self._changes.check_address(url)
-        entry = api_worker_spec(url, ranks | parsed.settings, self._services.kv_connector)
+        entry = api_worker_spec(
+            url, ranks | parsed.settings, self._config_store.startup.kv_connector
+        )
         wait_secs = self._wait_secs()
         if wait_secs is not None:
             return await self._add_when_healthy(entry, parsed, wait_secs)
@@ -102,7 +109,7 @@ class WorkerRoutes:
                 worker, "worker added; its first probe is running", parsed.ignored
             )
         if worker.health.last_checked_at is None:
-            await self._services.prober.probe_once(worker)
+            await self._workers.prober.probe_once(worker)
         return self._done(worker)
 
     async def _add_when_healthy(
@@ -125,10 +132,10 @@ class WorkerRoutes:
         """How long the response waits for the worker to be healthy; None: it does not wait. Without
         `Prefer` only vllm-router's dialect waits. Raises HttpError 400."""
         preferences = _preferences()
-        waits = "wait" in preferences or self._services.dialect == "vllm"
+        waits = "wait" in preferences or self._config_store.startup.dialect == "vllm"
         if not waits or "respond-async" in preferences:
             return None
-        limit = self._services.config_store.config.health.startup_timeout_secs or WAIT_SECS
+        limit = self._config_store.config.health.startup_timeout_secs or WAIT_SECS
         extra = preferences.get("wait", "")
         if not extra:
             return limit
@@ -138,35 +145,39 @@ class WorkerRoutes:
 
     async def switch(self, name: str) -> Response:
         body = await json_object()
-        registered = self._changes.lookup(name)
+        registered = lookup_worker(self._fleet, name)
         parsed = parse_put(
             body, registered.url if registered else None, prefers_async=self._is_async()
         )
-        worker = self._changes.find(name)
+        worker = find_worker(self._fleet, name)
         # Disabling and enabling must not wait for an update that hangs.
         at_once = parsed.settings.keys() <= {"disabled"}
-        await self._changes.change(self._switching(worker, parsed.settings), at_once=at_once)
+        await change_state(
+            self._config_store, self._switching(worker, parsed.settings), at_once=at_once
+        )
         log.info("worker_updated worker=%s url=%s", worker.display_id, worker.url)
         self._notes.update(worker, parsed.note_fields)
         if parsed.is_dead:
-            self._services.fleet.mark_dead(worker, datetime.now(UTC), declared=True)
+            self._fleet.mark_dead(worker, datetime.now(UTC), declared=True)
         elif parsed.is_dead is False:
-            self._services.fleet.revive(worker, datetime.now(UTC))
+            self._fleet.revive(worker, datetime.now(UTC))
             if not parsed.in_background:
-                await self._services.prober.probe_once(worker)
+                await self._workers.prober.probe_once(worker)
         if parsed.in_background:
             return self._accepted(worker, "worker updated", parsed.ignored)
         return self._done(worker)
 
     async def patch(self, name: str) -> Response:
         parsed = parse_patch(await json_object())
-        worker = self._changes.find(name)
-        await self._changes.change(self._switching(worker, parsed.settings), at_once=True)
+        worker = find_worker(self._fleet, name)
+        await change_state(
+            self._config_store, self._switching(worker, parsed.settings), at_once=True
+        )
         self._notes.update(worker, parsed.note_fields)
         return self._accepted(worker, "worker updated", parsed.ignored)
 
     async def delete(self, name: str) -> Response:
-        worker = self._changes.find(name)
+        worker = find_worker(self._fleet, name)
         payload: dict[str, object] = {"status": "ok", "worker_id": self._notes.public_id(worker)}
         if asked_to_drain():
             if self._is_async():
@@ -180,7 +191,7 @@ class WorkerRoutes:
             payload["process"] = "stops"
         if self._is_async():
             return self._accepted(worker, "worker removed")
-        return json_response(payload, headers=etag(self._services.config_store.revision))
+        return json_response(payload, headers=etag(self._config_store.revision))
 
     def _is_async(self) -> bool:
         """Whether to answer before the change is done; by default in the dialects of sglang-router
@@ -188,13 +199,13 @@ class WorkerRoutes:
         preferences = _preferences()
         if "respond-async" in preferences:
             return True
-        return self._services.dialect == "sglang" and "wait" not in preferences
+        return self._config_store.startup.dialect == "sglang" and "wait" not in preferences
 
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
         record = who_disables()
 
         def edit(state: SavedState, _: Config) -> SavedState:
-            self._changes.find(worker.url)
+            find_worker(self._fleet, worker.url)
             if switches.get("disabled"):
                 state = with_disabled_by(state, worker.url, record)
             return with_override(state, worker.url, **switches) if switches else state
@@ -202,7 +213,7 @@ class WorkerRoutes:
         return edit
 
     def _done(self, worker: Worker, **extra: object) -> Response:
-        headers = etag(self._services.config_store.revision)
+        headers = etag(self._config_store.revision)
         record = self._records.record(worker)
         return json_response(
             {"status": "ok", **extra, **self._naming(worker), "worker": record}, headers=headers
@@ -218,7 +229,7 @@ class WorkerRoutes:
         if ignored:
             response["ignored"] = ignored
         location = str(response["location"])
-        headers = {"Location": location, **etag(self._services.config_store.revision)}
+        headers = {"Location": location, **etag(self._config_store.revision)}
         return json_response(response, 202, headers)
 
     def _naming(self, worker: Worker) -> dict[str, object]:

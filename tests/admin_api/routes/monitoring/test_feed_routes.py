@@ -7,6 +7,7 @@ import trio
 from msgspec import structs
 
 from omni_proxy.admin_api.routes.monitoring import feed_routes
+from omni_proxy.admin_api.serializers.operator_state import operator_state
 from omni_proxy.admin_api.serializers.worker_records import reasons
 from tests.admin_api.api_fixture import NOW, SCOPE, A, B, build_api, entry
 from tests.telemetry.ends import ended
@@ -200,7 +201,8 @@ async def test_readers_are_disconnected_during_a_drain(api):
 
 
 def why(api, url=A):
-    return reasons(api.services, api.operations.journal.pauses())(api.worker(url))
+    state = operator_state(api.operations.journal, api.config_store)
+    return reasons(api.services.workers, state)(api.worker(url))
 
 
 def test_one_sentence_explains_why_a_worker_gets_no_requests(api):

@@ -293,7 +293,7 @@ async def test_concurrent_scrapes_share_one_text(api, monkeypatch):
     collections = []
     families = metrics_routes.of_program
     monkeypatch.setattr(
-        metrics_routes, "of_program", lambda services: collections.append(1) or families(services)
+        metrics_routes, "of_program", lambda *args: collections.append(1) or families(*args)
     )
     async with trio.open_nursery() as nursery:
         for _ in range(5):

@@ -64,7 +64,7 @@ async def test_a_put_with_another_url_is_refused_in_both_dialects(api):
 
 
 async def test_in_sglangs_dialect_the_reply_is_immediate_unless_the_client_waits():
-    api = build_api(entry(A), services={"dialect": "sglang"})
+    api = build_api(entry(A), startup={"dialect": "sglang"})
     status, body, headers = await call(api, "POST", "/workers", {"url": C})
     assert (status, body["status"], body["url"]) == (202, "accepted", C)
     assert headers["Location"] == body["location"]
@@ -86,7 +86,7 @@ async def test_a_200_after_waiting_means_registered_and_routable(
     engines, autojump_clock, dialect, headers
 ):
     engines.replies[C, "/health"] = [(503, b"loading"), (200, b"{}")]
-    api = build_api(entry(A), services={"dialect": dialect})
+    api = build_api(entry(A), startup={"dialect": dialect})
     body = {"url": C, "worker_type": "regular", "bootstrap_host": "x"}
     status, content, _ = await call(api, "POST", "/workers", body, **headers)
     assert (status, content["status"], content["success"], content["url"]) == (
@@ -102,7 +102,7 @@ async def test_a_200_after_waiting_means_registered_and_routable(
 
 
 async def test_without_waiting_the_reply_is_immediate_in_every_dialect():
-    api = build_api(entry(A), services={"dialect": "vllm"})
+    api = build_api(entry(A), startup={"dialect": "vllm"})
     respond_async = {"Prefer": "respond-async"}
     assert (await call(api, "POST", "/workers", {"url": C}, **respond_async))[0] == 202
 
@@ -200,7 +200,7 @@ async def test_an_addition_that_takes_too_long_fails_until_the_worker_is_healthy
 
 async def test_clients_of_sglang_router_get_uuids_as_ids():
     """miles parses each id as a UUID, and expects the location to contain it."""
-    api = build_api(entry(A), services={"dialect": "sglang"})
+    api = build_api(entry(A), startup={"dialect": "sglang"})
     status, body, headers = await call(api, "POST", "/workers", {"url": C})
     name = body["worker_id"]
     assert (status, body["url"]) == (202, C)

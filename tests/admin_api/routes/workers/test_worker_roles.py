@@ -19,7 +19,7 @@ async def test_a_prefill_worker_is_registered_with_the_fields_of_sglang_router(a
 
 
 async def test_the_default_connector_is_that_of_the_command_line():
-    api = build_api(entry(A), services={"kv_connector": "nixl"})
+    api = build_api(entry(A), startup={"kv_connector": "nixl"})
     response = await api.client().post("/workers", json={"url": C, "role": "decode"})
     assert (await response.get_json())["worker"]["kv_connector"] == "nixl"
 
