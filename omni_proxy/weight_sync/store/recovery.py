@@ -131,26 +131,31 @@ LOCK_SECS: Final = 5.0
 RETRY_SECS: Final = 0.01
 
 
-def claim(memory: Path, disk: Path) -> int | None:
+def claim(memory: Path, disk: Path, *, wait: bool = True) -> int | None:
     """Locks the folder against removal while the returned descriptor is open. Raises OSError.
 
-    None if another program keeps the lock; the folder is then used without a lock.
+    None if another program keeps the lock; then that program may remove the folder.
     """
-    pause, deadline = threading.Event(), time.monotonic() + LOCK_SECS
+    pause, deadline = threading.Event(), time.monotonic() + (LOCK_SECS if wait else 0.0)
     while (descriptor := _create_and_lock(memory)) is None:
         if time.monotonic() >= deadline:
             return None
         pause.wait(RETRY_SECS)
     link = memory / STORE_LINK
-    link.unlink(missing_ok=True)
-    link.symlink_to(disk.resolve())
+    try:
+        link.unlink(missing_ok=True)
+        link.symlink_to(disk.resolve())
+    except OSError:
+        os.close(descriptor)  # else no later attempt could get the lock
+        raise
     return descriptor
 
 
 def remove_empty(memory: Path) -> None:
     """Removes a folder without versions. Raises OSError if it is not empty."""
     (memory / STORE_LINK).unlink(missing_ok=True)
-    memory.rmdir()
+    with suppress(FileNotFoundError):  # removed by another program
+        memory.rmdir()
 
 
 def remove_stale_folders() -> list[Path]:

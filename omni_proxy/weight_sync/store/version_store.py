@@ -4,8 +4,9 @@
                 │                │                               └─publish again (rollback)
                 └──── discard ───┴─> removed
 
-A version is received into memory if it fits, otherwise directly onto the disk. `persist` writes it
-to the disk later; after that only the current version stays in memory. Methods may be called from
+A version is received into memory if it fits and the folder there is locked against removal,
+otherwise directly onto the disk. `persist` writes it to the disk later; after that only the current
+version stays in memory. Methods may be called from
 any thread, and block. Invariant: a leased version is not removed from the folder of its lease.
 """
 
@@ -342,13 +343,14 @@ class VersionStore:
             raise self._space_error(nbytes, f"{self._disk} has {on_disk} free")
         if self._memory is None:
             return False
-        in_memory = filesystem.free_space(self._memory)
-        if nbytes > in_memory:
+        in_memory, locked = filesystem.free_space(self._memory), self._memory_lock is not None
+        fits = locked and nbytes <= in_memory
+        if not fits:
             _log.warning(
-                "version_received_onto_disk bytes=%d memory_folder=%s free=%d",
-                nbytes, self._memory, in_memory,
+                "version_received_onto_disk bytes=%d memory_folder=%s free=%d locked=%s",
+                nbytes, self._memory, in_memory, locked,
             )  # fmt: skip
-        return nbytes <= in_memory
+        return fits
 
     def _space_error(self, nbytes: int, free: str) -> InsufficientSpace:
         return InsufficientSpace(
@@ -382,11 +384,16 @@ class VersionStore:
         self._update_current_link()
 
     def _create_roots(self) -> None:
-        """Creates the folders again if they were deleted by others. Raises OSError."""
+        """Creates the folders again if they were deleted by others, and locks the one in memory
+        unless another program has its lock. Raises OSError."""
         for root in self.roots:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
         memory, lock = self._memory, self._memory_lock
-        if memory is not None and lock is not None and not filesystem.is_open_as(lock, memory):
+        if memory is None or self._disk_lock is None:  # None: the store is closed
+            return
+        if lock is None:  # another program had the lock for long: it was waited for once
+            self._memory_lock = recovery.claim(memory, self._disk, wait=False)
+        elif not filesystem.is_open_as(lock, memory):
             # Else other programs would remove it as stale while it is empty.
             self._memory_lock = recovery.claim(memory, self._disk)
             os.close(lock)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,66 @@ def test_a_lock_on_a_folder_that_was_swept_in_between_is_taken_again(shared, tmp
     assert swept == [memory]
     assert (remove_stale_folders(), memory.exists()) == ([], True)
     store.close()
+
+
+@pytest.fixture
+def locked_by_other(shared, tmp_path, monkeypatch):
+    """The folder of an earlier run in shared memory, and the function that ends another program's
+    lock on it."""
+    monkeypatch.setattr(recovery, "LOCK_SECS", 0.0)
+    memory = shared / f"{filesystem.shared_memory_prefix()}one"
+    memory.mkdir()
+    (memory / STORE_LINK).symlink_to(tmp_path / "one")
+    descriptor = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        yield memory, stack.close
+
+
+def test_a_lock_that_another_program_had_for_long_is_taken_for_the_next_version(
+    locked_by_other, tmp_path
+):
+    memory, unlock = locked_by_other
+    store = VersionStore(tmp_path / "one", memory=memory)
+    unlock()
+    draft = store.begin(0)
+    assert (draft.in_memory, remove_stale_folders(), draft.folder.exists()) == (True, [], True)
+    store.close()
+
+
+def test_a_version_is_received_onto_the_disk_while_another_program_has_the_lock(
+    locked_by_other, tmp_path
+):
+    memory, unlock = locked_by_other
+    store = VersionStore(tmp_path / "one", memory=memory)
+    draft = store.begin(0)
+    unlock()
+    assert remove_stale_folders() == [memory]
+    assert draft.folder.exists()
+    store.leave()
+
+
+def test_a_closed_store_takes_no_lock(shared, tmp_path):
+    memory = shared / f"{filesystem.shared_memory_prefix()}one"
+    store = VersionStore(tmp_path / "one", memory=memory)
+    version = store_version(store)
+    store.close()
+    store.publish(version, None, 1)
+    VersionStore(tmp_path / "one", memory=memory).close()
+    descriptor = os.open(memory, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
+def test_a_lock_is_given_back_if_the_link_to_the_store_cannot_be_written(shared, tmp_path):
+    memory = shared / f"{filesystem.shared_memory_prefix()}one"
+    (memory / STORE_LINK).mkdir(parents=True)  # can't be replaced by a link
+    with pytest.raises(OSError, match=STORE_LINK):
+        VersionStore(tmp_path / "one", memory=memory)
+    (memory / STORE_LINK).rmdir()
+    VersionStore(tmp_path / "one", memory=memory).close()
+    assert remove_stale_folders() == [memory]
 
 
 def test_a_store_is_busy_until_its_folder_is_removed(shared, tmp_path, monkeypatch):
