@@ -127,6 +127,9 @@ class ClusterMember:
         self._error = ""
         self._is_logged = False
         config_store.subscribe(self._follow_config)
+        # First, so that a waiting request is not sent to a new worker as if it were idle.
+        fleet.watch_members(self._follow_fleet, first=True)
+        fleet.watch_worker(self._follow_worker, first=True)
 
     @property
     def enabled(self) -> bool:
@@ -216,6 +219,14 @@ class ClusterMember:
         if new.cluster != old.cluster:
             self._changed.set()
             self._changed = trio.Event()
+
+    def _follow_fleet(self) -> None:
+        if self._load is not None:
+            self._load.follow_fleet()
+
+    def _follow_worker(self, worker: Worker) -> None:
+        if self._load is not None:
+            self._load.follow_worker(worker)
 
     async def _run_membership(self) -> None:
         """Run a membership with the current [cluster], until cancelled."""

@@ -70,14 +70,12 @@ class SharedLoad:
         self._targets: dict[int, Worker] = {}
         self._smooth: dict[int, float] = {}  # smoothed counts above 0 of other proxies
         self._waited_at = self._waits_since = float("-inf")
-        self._revision = -1
         self._waiting_peers: list[tuple[int, Peer]] = []  # rank and peer
         self._sharing: Sharing | None = None  # None: this proxy may use whole bounds
-        self._follow_fleet()
+        self.follow_fleet()
 
     def own_message(self, now: float, *, whole: bool) -> CountsMessage | None:
         """The next message of this proxy's counts; None if nothing has changed."""
-        self._follow_fleet()
         self._view.recount()
         own = {}
         for key, target in self._targets.items():
@@ -90,6 +88,25 @@ class SharedLoad:
                 self._waits_since = now
             self._waited_at = now
         return self._own.message(own, total, waits=self._waits(now), whole=whole)
+
+    def follow_fleet(self) -> None:
+        """Call it after a change of many workers, before any request is sent to one of them."""
+        targets = {target_key(target.url): target for target in self._fleet.targets()}
+        for key, target in self._targets.items():
+            if targets.get(key) is not target:
+                self._fleet.set_elsewhere(target, 0)
+        self._targets = targets
+        for key, target in targets.items():
+            self._apply(key, target)
+
+    def follow_worker(self, worker: Worker) -> None:
+        """As `follow_fleet`, after a change of one worker: it may have new ranks."""
+        if self._fleet.find(worker.url) is not worker:
+            return
+        for target in (worker, *self._fleet.known_ranks(worker)):
+            key = target_key(target.url)
+            self._targets[key] = target
+            self._apply(key, target)
 
     def take(self, message: CountsMessage, now: float) -> None:
         if message.member not in self.counts.peers and message.member != self.counts.member:
@@ -198,32 +215,24 @@ class SharedLoad:
         return now - self._waited_at < WAITS_SECS
 
     def _count(self, keys: Iterable[int]) -> None:
-        totals, made_room = self.counts.totals, False
+        made_room = False
         for key in keys:
             target = self._targets.get(key)
-            if target is None:
-                continue
-            before, elsewhere = target.in_flight_elsewhere, totals.get(key, 0)
-            self._fleet.set_elsewhere(target, elsewhere)
-            smooth = self._smooth[key] = first_seen(self._smooth.get(key, 0.0), elsewhere)
-            target.load_offset = smooth - elsewhere  # policies get the change gradually
-            self._view.share(target)
-            self._share_bound(key, target)
-            made_room |= elsewhere < before
+            if target is not None:
+                before = target.in_flight_elsewhere
+                self._apply(key, target)
+                made_room |= target.in_flight_elsewhere < before
         self._view.set_elsewhere(sum(peer.total for peer in self.counts.peers.values()))
         if made_room:
             self._view.room_made()
 
-    def _follow_fleet(self) -> None:
-        if self._fleet.revision == self._revision:
-            return
-        self._revision = self._fleet.revision
-        targets = {target_key(target.url): target for target in self._fleet.targets()}
-        for key, target in self._targets.items():
-            if targets.get(key) is not target:
-                self._fleet.set_elsewhere(target, 0)
-        self._targets = targets
-        totals = self.counts.totals
-        for key, target in targets.items():
-            if target.in_flight_elsewhere != totals.get(key, 0):
-                self._fleet.set_elsewhere(target, totals.get(key, 0))
+    def _apply(self, key: int, target: Worker) -> None:
+        """Apply the known load of other proxies, and the own share of the bound, to a target."""
+        elsewhere = self.counts.totals.get(key, 0)
+        self._fleet.set_elsewhere(target, elsewhere)
+        smooth = first_seen(self._smooth.get(key, 0.0), elsewhere)
+        if smooth:
+            self._smooth[key] = smooth
+        target.load_offset = smooth - elsewhere  # policies get the change gradually
+        self._share_bound(key, target)
+        self._view.share(target)

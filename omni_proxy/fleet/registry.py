@@ -104,13 +104,15 @@ class Fleet:
         """
         self._watchers.append(callback)
 
-    def watch_members(self, callback: Callable[[], None]) -> None:
-        """`callback()` after a change of membership, of settings, or of many workers."""
-        self._member_watchers.append(callback)
+    def watch_members(self, callback: Callable[[], None], *, first: bool = False) -> None:
+        """`callback()` after a change of membership, of settings, or of many workers. `first`:
+        before the callbacks that send waiting requests to workers."""
+        self._member_watchers.insert(0 if first else len(self._member_watchers), callback)
 
-    def watch_worker(self, callback: Callable[[Worker], None]) -> None:
-        """`callback(worker)` after a change of one worker, which may have been removed since."""
-        self._worker_watchers.append(callback)
+    def watch_worker(self, callback: Callable[[Worker], None], *, first: bool = False) -> None:
+        """`callback(worker)` after a change of one worker, which may have been removed since.
+        `first`: as in `watch_members`."""
+        self._worker_watchers.insert(0 if first else len(self._worker_watchers), callback)
 
     def names(self, model: str) -> bool:
         """Whether some worker has this model."""

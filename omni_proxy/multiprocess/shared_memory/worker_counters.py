@@ -49,11 +49,14 @@ def fence() -> None:
 
 OFFSET_STEPS: Final = 1024  # in one request
 _NO_OFFSET: Final = 1 << 31
+_HIGHEST: Final = (1 << 8 * CELL_BYTES) - 1
 
 
 def packed_offset(offset: float) -> int:
-    """The offset as a cell's value; 0 for 0."""
-    return int(offset * OFFSET_STEPS) + _NO_OFFSET if offset else 0
+    """The offset as a cell's value, limited to what fits; 0 for 0."""
+    if not offset:
+        return 0
+    return min(max(int(offset * OFFSET_STEPS) + _NO_OFFSET, 1), _HIGHEST)
 
 
 def unpacked_offset(cell: int) -> float:
@@ -142,6 +145,8 @@ class WorkerIds:
         """Created with the first data-plane process. Raises OSError."""
         if self._counters is None:
             self._counters = SharedCounters.create()
+            for target in self._ids:
+                self.share_cluster_state(target)
         return self._counters
 
     @property
@@ -181,6 +186,9 @@ class WorkerIds:
             self._last_serial += 1
             ids = self._ids[worker] = self._last_serial, self._cells.acquire(self._in_use)
             self._workers[self._last_serial] = worker
+            if self._counters is not None:
+                self._counters.row(0)[ids[1]] = worker.in_flight
+                self.share_cluster_state(worker)
         return ids
 
     def _in_use(self, cell: int) -> bool:
@@ -228,7 +236,7 @@ class WorkerIds:
         ids = self._ids.get(target)
         if self._counters is not None and ids is not None:
             limited = target.inflight_bound != target.max_inflight
-            bound = target.inflight_bound + 1 if limited else 0
+            bound = min(target.inflight_bound + 1, _HIGHEST) if limited else 0
             self._counters.row(BOUNDS_ROW)[ids[1]] = bound
             self._counters.row(OFFSETS_ROW)[ids[1]] = packed_offset(target.load_offset)
 

@@ -6,13 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni_proxy.cluster.peer_counts import MOST_IN_FLIGHT
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
 from omni_proxy.multiprocess.shared_memory.worker_counters import (
+    BOUNDS_ROW,
+    OFFSETS_ROW,
     FreeSlots,
     SharedCounters,
     WorkerIds,
+    unpacked_offset,
 )
 from tests.example_counts import examples
 from tests.fleet.entries import NOW, entry, fleet_of
@@ -131,3 +135,35 @@ def test_a_worker_keeps_its_count_while_thousands_of_others_change(worker_ids):
         assert worker_ids.rows()[1].cell not in own
         dataplane.find(f"http://w{number}:1").in_flight -= 1
         worker_ids.recount()
+
+
+@pytest.mark.parametrize("known_before", [True, False], ids=["a process starts", "a worker joins"])
+def test_processes_see_the_cluster_state_of_every_worker_at_once(worker_ids, known_before):
+    if known_before:
+        worker_ids.rows()
+    else:
+        _ = worker_ids.counters
+    (worker,) = worker_ids._fleet.workers
+    worker_ids._fleet.set_elsewhere(worker, 20)
+    worker.load_offset, worker.inflight_bound = -19.5, 7
+    worker_ids.share_cluster_state(worker)
+    process = process_fleet(worker_ids.counters, 1)
+    worker_ids.follow_cluster(member=True)
+    process.reach(1)
+    process.follow(worker_ids.rows(), NOW)
+    process.recount()
+    (replica,) = process.workers
+    assert (replica.load_offset, replica.inflight_bound) == (-19.5, 7)
+    if not known_before:  # else from the next count on, as all counts
+        assert replica.in_flight == 20
+
+
+def test_counts_that_no_proxy_can_have_do_not_stop_the_others(worker_ids):
+    (worker,) = worker_ids._fleet.workers
+    offsets, bounds = (worker_ids.counters.row(row) for row in (OFFSETS_ROW, BOUNDS_ROW))
+    cell = worker_ids.rows()[0].cell
+    for offset, bound in ((-3.0 * MOST_IN_FLIGHT, 2**53), (3.0 * MOST_IN_FLIGHT, 2**53)):
+        worker.load_offset, worker.inflight_bound = offset, bound
+        worker_ids.share_cluster_state(worker)
+        assert unpacked_offset(offsets[cell]) / offset > 0.6
+        assert bounds[cell] == 2**32 - 1
