@@ -1,13 +1,12 @@
 """Upstream pools: connections to each worker and to the admin API, idle ones reused.
 
-Invariant: an idle connection stays in the epoll set and is dropped on any event except "writable",
-so reusing one needs no probe. A connection that broke, was aborted, or has unread bytes never
-returns to its pool.
+Invariant: an idle connection stays in the epoll set and is dropped when bytes arrive or its peer
+closes, so reusing one needs no probe. A connection that broke, was aborted, or has unread bytes
+never returns to its pool.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import ssl
 from collections.abc import Collection
@@ -96,6 +95,10 @@ class UpstreamPool:
         self.idle.append(stream)
 
     def _drop(self, stream: Stream) -> None:
+        """Drop an idle connection, unless there is nothing to read: the event may be from before
+        its release, or only TLS messages arrived, as servers send session tickets at any time."""
+        if not stream.peer_closed and _is_empty(stream):
+            return
         self.idle.remove(stream)
         stream.close()
 
@@ -117,7 +120,7 @@ class UpstreamPool:
 
 
 def _is_empty(stream: Stream) -> bool:
-    """Whether nothing is left to read after a response that filled the last read exactly."""
+    """Whether nothing is left to read: the last read may have been filled exactly."""
     try:
         return stream.read(1) is None
     except OSError:
@@ -174,14 +177,6 @@ class TlsUpstreamPool(UpstreamPool):
             if session is not None and stream.context is self._context:
                 self._session = session
         UpstreamPool.release(self, stream)  # compiled methods have no `super()`
-
-    def _drop(self, stream: Stream) -> None:
-        """Drop the connection, unless only TLS messages arrived: servers send session tickets at
-        any time."""
-        with contextlib.suppress(OSError):
-            if not stream.peer_closed and stream.read(1) is None:
-                return
-        super()._drop(stream)
 
 
 class RankPool(UpstreamPool):

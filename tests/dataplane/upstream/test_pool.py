@@ -1,3 +1,5 @@
+from select import EPOLLIN, EPOLLOUT
+
 import pytest
 
 from omni_proxy.dataplane.upstream.pool import IDLE_SECS, UpstreamPool, UpstreamPools
@@ -42,6 +44,20 @@ async def test_an_idle_connection_that_receives_bytes_is_closed(wires, pool, tas
     peer.send(b"HTTP/1.1 408 Request Timeout\r\n\r\n")
     await until(lambda: stream.closed)
     assert pool.reuse(task) is None
+
+
+async def test_an_event_from_before_the_release_closes_no_idle_connection(wires, pool, task):
+    """An event of a batch whose bytes another event's handler has read and released."""
+    stream, peer = wires.stream(task)
+    peer.send(b"whole")
+    await until(lambda: stream.readable)
+    assert stream.read(100) == b"whole"
+    pool.release(stream)
+    stream.on_event(EPOLLIN | EPOLLOUT)
+    assert (pool.idle, stream.closed, stream.readable) == ([stream], False, False)
+    peer.send(b"more")
+    await until(lambda: stream.closed)
+    assert pool.idle == []
 
 
 async def test_a_released_connection_is_closed_if_it_has_ended_or_unread_bytes(wires, pool, task):
