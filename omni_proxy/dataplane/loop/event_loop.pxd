@@ -38,4 +38,3 @@ cdef class EventLoop:
     cpdef _continue_batch(self, list rest)
     @cython.locals(until=double, count=Py_ssize_t)
     cpdef _step_many(self, list ready)
-    cpdef bint _yield_due(self, host)

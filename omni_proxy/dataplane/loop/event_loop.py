@@ -203,10 +203,16 @@ class EventLoop:
                     host.refresh()
                     continue
                 self._run_batch(events)
-                if self._ended_early or self._yield_due(host):
-                    self._ended_early = False
-                    await trio.lowlevel.checkpoint()
-                    host.refresh()
+                now = self.clock()  # `self.now` is from before the events, which may take long
+                if not (self._ended_early or host.waiting or now >= host.next_deadline):
+                    if now - self._host_checked_at < HOST_CHECK_SECS:
+                        continue
+                    self._host_checked_at = now
+                    if not host.has_events():
+                        continue
+                self._ended_early = False
+                await trio.lowlevel.checkpoint()
+                host.refresh()
         finally:
             trio.lowlevel.remove_instrument(host)
             self.ended = True
@@ -276,12 +282,3 @@ class EventLoop:
                 self._ready[:0] = ready[count:]
                 self._ended_early = True
                 return
-
-    def _yield_due(self, host: HostLoop) -> bool:
-        now = self.now
-        if host.waiting or now >= host.next_deadline:
-            return True
-        if now - self._host_checked_at < HOST_CHECK_SECS:
-            return False
-        self._host_checked_at = now
-        return host.has_events()

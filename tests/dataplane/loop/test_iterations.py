@@ -161,6 +161,40 @@ async def test_an_unhandled_event_is_dropped_with_its_socket(timed, how):
     assert sum(handler.events for handler in handlers) == len(handlers) - 1
 
 
+class Steps(trio.abc.Instrument):
+    """Counts the steps of trio's tasks."""
+
+    def __init__(self):
+        self.count = 0
+
+    def before_task_step(self, task):
+        self.count += 1
+
+
+async def test_trio_gets_a_turn_after_one_iteration_that_took_long(timed):
+    handler, ended, slow_in, next_in = timed(0.0), trio.Event(), [], []
+    steps = Steps()
+
+    def handle():
+        if slow_in:
+            next_in.append(steps.count)
+            handler.then = None
+            ended.set()
+            return
+        if not timed.loop._host.waiting:  # trio had its turns: only the time is a reason to yield
+            slow_in.append(steps.count)
+            timed.loop.clock.now += MAX_BATCH_SECS * 10
+        handler.peer.send(b"x")  # an event for the next iteration
+
+    await trio.testing.wait_all_tasks_blocked(0.01)
+    trio.lowlevel.add_instrument(steps)
+    handler.then = handle
+    handler.peer.send(b"x")
+    await ended.wait()
+    trio.lowlevel.remove_instrument(steps)
+    assert slow_in != next_in
+
+
 def run_batches(loop, events):
     """Run a batch, and further ones while it has left events or tasks."""
     loop._run_batch(events)
