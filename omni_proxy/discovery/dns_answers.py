@@ -22,6 +22,11 @@ EMPTY_ANSWERS: Final = 3
 LEAST_TTL_SECS: Final = 1.0  # a TTL of 0 must not become a busy loop
 MAX_WEIGHT: Final = 1_000_000
 ABSENT: Final = "its address is no longer in DNS"
+NO_TTL: Final = float("inf")
+
+
+class DnsFailure(Exception):
+    """A query got no answer, so it is unknown whether the name exists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,7 @@
 """Follows the addresses of one `[[discover]]` of kind dns.
 
 Invariant: an answer is valid until the next complete one; a failure (SERVFAIL, REFUSED, timeout)
-changes nothing. The query is repeated after `refresh_secs` or the TTL, whichever is shorter. A host
-with IPv4 addresses is not queried for IPv6: these would be the same servers, counted twice.
+changes nothing. The query is repeated after `refresh_secs` or the TTL, whichever is shorter.
 """
 
 from __future__ import annotations
@@ -10,33 +9,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Final
+from typing import TYPE_CHECKING
 
-import dns.asyncresolver
-import dns.exception
-import dns.name
-import dns.rdatatype
-import dns.resolver
 import trio
-from dns.rdtypes.IN.A import A
-from dns.rdtypes.IN.AAAA import AAAA
-from dns.rdtypes.IN.SRV import SRV
 
 from omni_proxy.config.tables.discover import DiscoverEntry
-from omni_proxy.discovery.dns_answers import DnsAddress, DnsState, SrvRecord, preferred
+from omni_proxy.discovery.dns_answers import NO_TTL, DnsFailure, DnsState
 from omni_proxy.discovery.members import SourceMember, SourceStatus
-from omni_proxy.upstream_http.resolver import parse_listeners
+
+if TYPE_CHECKING:
+    from omni_proxy.discovery_watch.dns_queries import DnsQueries
 
 _log = logging.getLogger(__name__)
-
-TRY_SECS: Final = 2.0
-ANSWER_SECS: Final = 5.0
-MAX_PARALLEL: Final = 16
-NO_TTL: Final = float("inf")
-
-
-class DnsFailure(Exception):
-    """A query got no answer, so it is unknown whether the name exists."""
 
 
 class DnsWatcher:
@@ -49,13 +33,14 @@ class DnsWatcher:
         self.status = SourceStatus(entry.name, entry.kind)
         self._entry = entry
         self._on_change = on_change
-        self._targets: dict[str, tuple[str, ...]] = {}  # last addresses of SRV targets
 
     async def run(self) -> None:
+        # In a thread, because the first import takes the time of hundreds of requests.
+        queries = await trio.to_thread.run_sync(_import_queries, self._entry)
         while True:
             ttl_secs = NO_TTL
             try:
-                addresses, ttl_secs = await self._ask()
+                addresses, ttl_secs = await queries.ask()
             except DnsFailure as error:
                 if self.status.failed(str(error), datetime.now(UTC)):
                     _log.warning(
@@ -67,112 +52,9 @@ class DnsWatcher:
                 self._on_change(self.state.answered(addresses, trio.current_time()))
             await trio.sleep(self.state.delay_secs(ttl_secs))
 
-    async def _ask(self) -> tuple[list[DnsAddress], float]:
-        """Query; return the addresses and their TTL in seconds. Raises DnsFailure."""
-        resolver = await self._resolver()
-        if self._entry.is_srv:
-            return await self._ask_srv(resolver)
-        ips, ttl_secs = await _host_addresses(resolver, self._entry.dns_name)
-        assert isinstance(self._entry.port, int)
-        return [DnsAddress(ip, self._entry.port) for ip in ips], ttl_secs
 
-    async def _ask_srv(
-        self, resolver: dns.asyncresolver.Resolver
-    ) -> tuple[list[DnsAddress], float]:
-        answer = await _ask(resolver, self._entry.dns_name, dns.rdatatype.SRV)
-        if answer is None:
-            return [], NO_TTL
-        records = preferred(
-            SrvRecord(each.priority, each.weight, each.port, each.target.to_text())
-            for each in answer
-            if isinstance(each, SRV)
-        )
-        known, ttls = _additional(answer)
-        ttls.append(float(answer.chaining_result.minimum_ttl))
-        targets = list(dict.fromkeys(record.target for record in records))
-        resolved = {target: known[target] for target in targets if target in known}
-        limiter = trio.CapacityLimiter(MAX_PARALLEL)
+def _import_queries(entry: DiscoverEntry) -> DnsQueries:
+    """Imports the DNS library, which few programs need. Blocking."""
+    from omni_proxy.discovery_watch.dns_queries import DnsQueries
 
-        async def resolve(target: str) -> None:
-            async with limiter:
-                try:
-                    resolved[target], ttl = await _host_addresses(resolver, target)
-                    ttls.append(ttl)
-                except DnsFailure:
-                    if target not in self._targets:
-                        raise
-                    resolved[target] = self._targets[target]
-
-        try:
-            async with trio.open_nursery() as nursery:
-                for target in targets:
-                    if target not in resolved:
-                        nursery.start_soon(resolve, target)
-        except* DnsFailure as group:
-            raise DnsFailure(str(group.exceptions[0])) from None
-        self._targets = resolved
-        addresses = [
-            DnsAddress(ip, record.port, record.weight)
-            for record in records
-            for ip in resolved[record.target]
-        ]
-        return addresses, min(ttls)
-
-    async def _resolver(self) -> dns.asyncresolver.Resolver:
-        """A resolver for one query, because resolv.conf may change. Raises DnsFailure."""
-        given = self._entry.dns_server
-        try:
-            if not given:
-                resolver = await trio.to_thread.run_sync(dns.asyncresolver.Resolver)
-            else:
-                resolver = dns.asyncresolver.Resolver(configure=False)
-                ((host, port),) = parse_listeners([given])
-                found = await trio.socket.getaddrinfo(host, port, type=trio.socket.SOCK_DGRAM)
-                resolver.nameservers = [str(found[0][4][0])]
-                resolver.port = port
-        except (dns.exception.DNSException, OSError) as error:
-            raise DnsFailure(f"no DNS server: {error}") from None
-        resolver.timeout, resolver.lifetime = TRY_SECS, ANSWER_SECS
-        return resolver
-
-
-async def _host_addresses(
-    resolver: dns.asyncresolver.Resolver, name: str
-) -> tuple[tuple[str, ...], float]:
-    """IPv4 addresses, or IPv6 ones if there are none, and their TTL in seconds.
-
-    Raises DnsFailure.
-    """
-    for kind in (dns.rdatatype.A, dns.rdatatype.AAAA):
-        answer = await _ask(resolver, name, kind)
-        if answer is not None:
-            ips = sorted(each.address for each in answer if isinstance(each, A | AAAA))
-            return tuple(ips), float(answer.chaining_result.minimum_ttl)
-    return (), NO_TTL
-
-
-async def _ask(
-    resolver: dns.asyncresolver.Resolver, name: str, kind: dns.rdatatype.RdataType
-) -> dns.resolver.Answer | None:
-    """Query; None if the name or records of this kind don't exist. Raises DnsFailure."""
-    try:
-        return await resolver.resolve(name, kind, search=bool(resolver.search))
-    except (dns.resolver.NXDOMAIN, dns.resolver.NoAnswer):
-        return None
-    except (dns.exception.DNSException, OSError) as error:
-        raise DnsFailure(f"{name} {kind.name}: {str(error) or type(error).__name__}") from None
-
-
-def _additional(answer: dns.resolver.Answer) -> tuple[dict[str, tuple[str, ...]], list[float]]:
-    """IPv4 addresses by name from the additional section, and their TTLs in seconds.
-
-    These names need no further query.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    ttls: list[float] = []
-    for rrset in answer.response.additional:
-        if rrset.rdtype == dns.rdatatype.A:
-            ips = tuple(sorted(each.address for each in rrset if isinstance(each, A)))
-            found[rrset.name.to_text()] = ips
-            ttls.append(float(rrset.ttl))
-    return found, ttls
+    return DnsQueries(entry)

@@ -1,9 +1,13 @@
+import sys
+import threading
+
 import dns.rcode
 import pytest
 import trio
 
 from omni_proxy.config.parse import parse
-from omni_proxy.discovery_watch import dns_watcher
+from omni_proxy.discovery_watch import dns_queries
+from omni_proxy.discovery_watch.dns_queries import DnsQueries
 from omni_proxy.discovery_watch.dns_watcher import DnsWatcher
 from tests.discovery_watch.dns_server import DnsServer
 
@@ -22,8 +26,8 @@ class Watched:
 
     def __init__(self, server, name, more=""):
         text = f'[[discover]]\nkind = "dns"\ndns_name = "{name}"\nrefresh_secs = 0.05\n'
-        entry = parse(f'{text}dns_server = "{server.address}"\n{more}').discover[0]
-        self.watcher = DnsWatcher(entry, lambda changed: None)
+        self.entry = parse(f'{text}dns_server = "{server.address}"\n{more}').discover[0]
+        self.watcher = DnsWatcher(self.entry, lambda changed: None)
         self.server = server
 
     def found(self):
@@ -134,8 +138,8 @@ async def test_a_truncated_answer_is_requested_over_tcp(server, watching):
 
 
 async def test_a_silent_server_is_a_failure_until_it_answers(server, watching, monkeypatch):
-    monkeypatch.setattr(dns_watcher, "TRY_SECS", 0.05)
-    monkeypatch.setattr(dns_watcher, "ANSWER_SECS", 0.1)
+    monkeypatch.setattr(dns_queries, "TRY_SECS", 0.05)
+    monkeypatch.setattr(dns_queries, "ANSWER_SECS", 0.1)
     server.put("engines.test", "A", "10.0.0.1")
     watched = watching("engines.test")
     await watched.until({"10.0.0.1:30000": "open"})
@@ -182,11 +186,10 @@ async def test_another_port_of_an_srv_record_is_another_worker(server, watching)
     await watched.until({"10.0.0.1:8001": "leaving", "10.0.0.1:8002": "open"})
 
 
-async def test_the_shortest_ttl_of_a_chain_counts(server, watching):
+async def test_the_shortest_ttl_of_a_chain_counts(server):
     server.put("engines.test", "CNAME", "pool.test.", ttl=0)
     server.put("pool.test", "A", "10.0.0.1", ttl=300)
-    watched = watching("engines.test")
-    _, ttl_secs = await watched.watcher._ask()
+    _, ttl_secs = await DnsQueries(Watched(server, "engines.test").entry).ask()
     assert ttl_secs == 0
 
 
@@ -201,3 +204,23 @@ async def test_a_server_that_cannot_be_resolved_is_a_failure(server, watching):
             nursery.cancel_scope.cancel()
     assert not scope.cancelled_caught
     assert watcher.status.state == "failing"
+
+
+class ImportThreads:
+    """A finder that finds nothing; `of`: the thread of the first import of each module."""
+
+    def __init__(self):
+        self.of = {}
+
+    def find_spec(self, name, path=None, target=None):
+        self.of.setdefault(name, threading.current_thread())
+
+
+async def test_the_dns_library_is_imported_in_a_thread(server, watching, monkeypatch):
+    """A reload that adds the first source of this kind must not stop the event loop."""
+    finder = ImportThreads()
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    monkeypatch.delitem(sys.modules, dns_queries.__name__)
+    server.put("engines.test", "A", "10.0.0.1")
+    await watching("engines.test").until({"10.0.0.1:30000": "open"})
+    assert finder.of[dns_queries.__name__] is not threading.main_thread()
