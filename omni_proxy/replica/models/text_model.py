@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -248,8 +248,14 @@ class ModelWorker:
         return vector
 
     def whole(self, name: str, tensor: Tensor) -> Tensor | None:
-        """Return the complete tensor of which `tensor` is the local shard; None at ranks above 0.
+        """As `whole_tensors`, for one tensor; None at ranks above 0."""
+        (found,) = self.whole_tensors([(name, tensor)])
+        return found.get(name)
+
+    def whole_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+        """Yield the complete tensors of which `tensors` are the local shards, in groups that take
+        little memory. The groups are empty at ranks above 0.
 
         All ranks must call it for the same names in the same order, one thread at a time.
         """
-        return tensor
+        yield dict(tensors)

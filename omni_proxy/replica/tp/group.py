@@ -11,8 +11,9 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 import torch
@@ -27,6 +28,7 @@ STEP_SECS = 60.0  # for one collective operation, if a peer runs but does not an
 RENDEZVOUS_SECS = 60.0  # for all ranks to connect to the store
 WATCH_SECS = 0.5
 CLOSE_SECS = 2.0
+ALIGNMENT = 16  # of gathered tensors, in bytes: a multiple of each dtype's size
 
 
 class RankLost(Exception):
@@ -86,18 +88,35 @@ class RankGroup:
         self._finish(lambda: self._group.allreduce([tensor]))
         return tensor
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Return all ranks' tensors in the order of the ranks; an empty list at ranks above 0.
+    def gather(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """For each of the tensors, all ranks' in the order of the ranks; an empty list at ranks
+        above 0.
 
-        The tensors must have the same shape and dtype. Raises RankLost.
+        The ranks' tensors must have the same shapes and dtypes. Several are copied, so that one
+        operation sends them all. Raises RankLost.
         """
-        sent = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        parts = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in tensors]
+        starts = [0, *accumulate(-(-part.numel() // ALIGNMENT) * ALIGNMENT for part in parts)]
+        spans = [
+            slice(start, start + part.numel()) for start, part in zip(starts, parts, strict=False)
+        ]
+        if len(parts) == 1:
+            (sent,) = parts
+        else:
+            sent = torch.empty(starts[-1], dtype=torch.uint8)
+            for span, part in zip(spans, parts, strict=True):
+                sent[span] = part
         is_root = self.rank == 0
         received = [torch.empty_like(sent) for _ in range(self.size)] if is_root else []
         options = GatherOptions()
         options.rootRank = 0
         self._finish(lambda: self._group.gather([received] if is_root else [], [sent], options))
-        return [each.view(tensor.dtype).view(tensor.shape) for each in received]
+        if not is_root:
+            return []
+        return [
+            [each[span].view(tensor.dtype).view(tensor.shape) for each in received]
+            for span, tensor in zip(spans, tensors, strict=True)
+        ]
 
     def _finish(self, begin: Callable[[], Any]) -> None:
         if self._group is None:

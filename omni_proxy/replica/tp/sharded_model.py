@@ -11,7 +11,7 @@ leader holds has the same length at every rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, cast
@@ -37,6 +37,10 @@ from omni_proxy.replica.tp.group import RankGroup
 # Makes the tensor the sum of the ranks' tensors, in place at every rank, and returns it.
 Sum = Callable[[Tensor], Tensor]
 
+NamedTensor = tuple[str, Tensor]
+
+# Slices of one rank that are gathered by one operation: each takes some 0.2 ms besides the copying.
+GATHER_BYTES = 1 << 20
 ROWS, COLUMNS = 0, 1  # of a weight [out, in]
 FORK, TRUNCATE, FREE = "fork", "truncate", "free"
 Entry = Sequence[Any]  # one of the three operations, then the number of the KV
@@ -234,13 +238,33 @@ class RankWorker(ModelWorker):
     def model(self) -> ShardedLlama:
         return cast("ShardedLlama", self.text.model)
 
-    def whole(self, name: str, tensor: Tensor) -> Tensor | None:
-        """The whole tensor at rank 0, else None; raises RankLost."""
+    def whole_tensors(self, tensors: Iterable[NamedTensor]) -> Iterator[dict[str, Tensor]]:
+        """As `ModelWorker.whole_tensors`; raises RankLost."""
+        for group in self._groups(tensors):
+            yield self._gathered(group)
+
+    def _groups(self, tensors: Iterable[NamedTensor]) -> Iterator[list[NamedTensor]]:
+        """The tensors in groups; the slices of a group have about GATHER_BYTES."""
+        group: list[NamedTensor] = []
+        nbytes = 0
+        for name, tensor in tensors:
+            size = tensor.nbytes if self.model.shard.cut(name) is not None else 0
+            if nbytes and nbytes + size > GATHER_BYTES:
+                yield group
+                group, nbytes = [], 0
+            group.append((name, tensor))
+            nbytes += size
+        yield group
+
+    def _gathered(self, group: Sequence[NamedTensor]) -> dict[str, Tensor]:
+        """The whole tensors at rank 0, else none; raises RankLost."""
         shard = self.model.shard
-        if shard.cut(name) is None:
-            return tensor if self.tp_rank == 0 else None
-        parts = self.group.gather(tensor)
-        return shard.gather(name, parts) if parts else None
+        slices = {name: tensor for name, tensor in group if shard.cut(name) is not None}
+        parts = self.group.gather(list(slices.values())) if slices else []
+        if self.tp_rank:
+            return {}
+        found = zip(slices, parts, strict=True)
+        return dict(group) | {name: shard.gather(name, each) for name, each in found}
 
 
 class KVJournal:

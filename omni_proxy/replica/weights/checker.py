@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,28 +49,31 @@ def metadata_of(target: LiveTensors) -> Metadata:
     }
 
 
-def identity(name: str, tensor: Tensor) -> Tensor:
-    return tensor
+Tensors = Iterable[tuple[str, Tensor]]
+
+
+def one_group(tensors: Tensors) -> Iterator[dict[str, Tensor]]:
+    yield dict(tensors)
 
 
 class WeightsChecker:
     """Runs the actions of the route `weights_checker` on one rank.
 
     `layout` is part of every result: it describes the part of each tensor that this rank holds.
-    `whole` returns the whole tensor at rank 0 and None at other ranks, which report no
-    `full_checksum`.
+    `whole_tensors` yields the whole tensors, in groups, at rank 0; other ranks report no
+    `full_checksum`. See `ModelWorker.whole_tensors`.
     """
 
     def __init__(
         self,
         target: LiveTensors,
         layout: dict[str, int],
-        whole: Callable[[str, Tensor], Tensor | None] = identity,
+        whole_tensors: Callable[[Tensors], Iterator[dict[str, Tensor]]] = one_group,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._target = target
         self._layout = layout
-        self._whole = whole
+        self._whole_tensors = whole_tensors
         self._clock = clock
         self._snapshot: Metadata | None = None
 
@@ -107,12 +110,12 @@ class WeightsChecker:
         return data | {"elapsed_s": self._clock() - started_s}
 
     def _full_checksum(self, checksums: dict[str, str]) -> str | None:
-        """The digest over whole tensors, gathered one at a time to bound memory."""
-        full = {}
-        for name, tensor in self._target:
-            whole = self._whole(name, tensor)
-            if whole is not None:
-                full[name] = checksums[name] if whole is tensor else digest_of(name, whole)
+        """The digest over whole tensors."""
+        local, full = dict(self._target), {}
+        for group in self._whole_tensors(self._target):
+            for name, whole in group.items():
+                is_local = whole is local[name]
+                full[name] = checksums[name] if is_local else digest_of(name, whole)
         return None if self._layout["rank"] else roll_up(full)
 
 

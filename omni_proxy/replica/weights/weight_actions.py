@@ -77,7 +77,7 @@ class WeightActions:
         self._rank = rank
         self._target = LiveTensors(scheduler.worker.text.model)
         self._folder = WeightsFolder(weights_root)
-        self._checker = WeightsChecker(self._target, rank.layout, scheduler.worker.whole)
+        self._checker = WeightsChecker(self._target, rank.layout, scheduler.worker.whole_tensors)
         self._lifecycle = Lifecycle(scheduler, self._target)
         self._sync = TrainerGroups(f"weights-rank-{rank.rank}", self._target, terms, size=rank.size)
         # If a bucket is lost, the version of the buckets before it stays incomplete.

@@ -1,13 +1,15 @@
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from omni_proxy.replica.models import tiny
 from omni_proxy.replica.tp import group as module
+from omni_proxy.replica.tp import sharded_model
 from omni_proxy.replica.tp.group import RankGroup, RankLost, join_store, open_store
-from omni_proxy.replica.tp.sharded_model import Shard, ShardedLlama
+from omni_proxy.replica.tp.sharded_model import RankWorker, Shard, ShardedLlama
 
 
 class Ranks:
@@ -46,15 +48,20 @@ def test_a_sum_is_the_same_at_every_rank(two_ranks):
         assert total.tolist() == [1.5, 42.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
-def test_tensors_of_any_dtype_are_gathered_at_rank_0(two_ranks, dtype):
-    sent = [torch.full((3, 2), rank + 1.0).to(dtype).t() for rank in range(2)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64]
+TENSORS = [torch.arange(1.0, 7.0).view(3, 2).t().to(dtype) for dtype in DTYPES]
+ODD = [torch.tensor(3.0), torch.ones(3, dtype=torch.bool), torch.empty(0, 3), *TENSORS]
+
+
+@pytest.mark.parametrize("tensors", [*([each] for each in TENSORS), ODD])
+def test_tensors_of_any_dtype_and_shape_are_gathered_at_rank_0(two_ranks, tensors):
+    sent = [tensors, [torch.zeros_like(each) for each in tensors]]
     first, second = two_ranks.run(lambda rank: two_ranks.groups[rank].gather(sent[rank]))
     assert second == []
-    assert [tensor.float().tolist() for tensor in first] == [
-        tensor.float().tolist() for tensor in sent
-    ]
-    assert {tensor.dtype for tensor in first} == {dtype}
+    for parts, expected in zip(first, zip(*sent, strict=True), strict=True):
+        for part, tensor in zip(parts, expected, strict=True):
+            assert (part.dtype, part.float().tolist()) == (tensor.dtype, tensor.float().tolist())
+            assert part.shape == tensor.shape
 
 
 def test_the_store_listens_on_loopback_only():
@@ -120,3 +127,34 @@ def test_the_shards_together_compute_what_the_whole_model_computes(size):
         expected = whole([(tail or prompt, kv) for prompt, kv in zip(prompts, kvs, strict=True)])
         assert torch.allclose(results[0][1][index], expected, rtol=1e-3, atol=1e-3)
     assert {tuple(lengths) for lengths, _ in results} == {tuple(kv.length for kv in kvs)}
+
+
+@pytest.mark.parametrize(("limit", "gathers"), [(1, 28), (100_000, 16), (1 << 20, 2), (4 << 20, 1)])
+def test_whole_tensors_are_gathered_in_groups_of_limited_size(
+    two_ranks, monkeypatch, limit, gathers
+):
+    monkeypatch.setattr(sharded_model, "GATHER_BYTES", limit)
+    whole, sizes = tiny.build(3), []
+    gather = RankGroup.gather
+
+    def record(group, tensors):
+        if group.rank == 0:
+            sizes.append([tensor.nbytes for tensor in tensors])
+        return gather(group, tensors)
+
+    monkeypatch.setattr(RankGroup, "gather", record)
+
+    def collect(rank):
+        group = two_ranks.groups[rank]
+        model = ShardedLlama(whole, Shard(tiny.CONFIG, rank, 2), group.add_up)
+        worker = RankWorker(SimpleNamespace(model=model), group)
+        return [*worker.whole_tensors(model.named_parameters())]
+
+    first, second = two_ranks.run(collect)
+    found = {name: tensor for group in first for name, tensor in group.items()}
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        name: tensor.tolist() for name, tensor in whole.named_parameters()
+    }
+    assert second == [{}] * len(first)
+    assert len(sizes) == gathers
+    assert all(len(each) == 1 or sum(each) <= limit for each in sizes)
