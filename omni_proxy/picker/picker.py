@@ -312,6 +312,10 @@ class Picker:
         except HttpError as error:
             raise _as_answer(error) from None
 
+    def release_body(self, exchange: Exchange) -> None:
+        """Release the body, which only the choice of a worker needs."""
+        self._services.inflight.release_body(exchange)
+
     def acquire(self, exchange: Exchange, outside: Collection[Worker] = ()) -> Worker:
         """Count the exchange at the worker or rank that the policy chooses, except `outside`.
 

@@ -145,7 +145,7 @@ class PickerService:
         reservation_id = selection.selection_id or token_hex(16)
         self._refuse_unless_new(reservation_id)
         target = self._picker.acquire(exchange)
-        exchange.body = b""  # only the policy needed it
+        self._picker.release_body(exchange)
         lease = selection.lease_secs or self._config().picker.lease_secs
         before = self._reservations.next_end()
         self._reservations.add(reservation_id, exchange, self._picker.now + lease)

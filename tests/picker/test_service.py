@@ -50,6 +50,12 @@ async def test_an_id_of_the_caller_names_one_reservation_at_a_time(fixture):
     await reserve(fixture, b'{"selection_id": "mine"}')
 
 
+async def test_a_reservation_keeps_nothing_of_its_body(fixture):
+    choice = await reserve(fixture, b'{"request": {"messages": [], "prompt": "kept"}}')
+    exchange = fixture.service._reservations.get(choice.reservation_id)
+    assert (exchange.body, exchange.requirements.body_fields) == (b"", None)
+
+
 async def test_a_selection_reserves_nothing(fixture):
     choice = await fixture.service.select(read_selection(b"{}"))
     assert (choice.reservation_id, fixture.counts) == (None, [0, 0])

@@ -77,6 +77,14 @@ class InFlight:
         exchange.held_bytes += size
         self.held_bytes += size
 
+    def release_body(self, exchange: Exchange) -> None:
+        """Release the body of its request, which is not sent again."""
+        exchange.body = b""
+        if exchange.requirements is not None:
+            exchange.requirements.body_fields = None  # it refers to the body
+        if exchange.held_bytes:
+            self.release_bytes(exchange)
+
     def release_bytes(self, exchange: Exchange) -> None:
         """Stop counting the bytes of its request."""
         self.held_bytes -= exchange.held_bytes

@@ -41,7 +41,7 @@ from omni_proxy.dataplane.upstream.attempt import (
     SentRequest,
     run_attempt,
 )
-from omni_proxy.dataplane.upstream.outcome import release_body, report_end
+from omni_proxy.dataplane.upstream.outcome import report_end
 from omni_proxy.dataplane.upstream.pool import ResponseStart
 from omni_proxy.dataplane.upstream.side_task import (
     AnswerCut,
@@ -84,7 +84,7 @@ async def respond_in_two_legs(
         start = await driver.first_response()
         if start is None:
             return await respond_alone(io, exchange, head)
-        release_body(io, exchange)
+        io.services.inflight.release_body(exchange)
         driver.drop_body()
         worker = exchange.worker
         keep = await relay(io, exchange, head, start)

@@ -37,7 +37,7 @@ from omni_proxy.dataplane.exchange.stored_responses import read_keys
 from omni_proxy.dataplane.loop.task import pause
 from omni_proxy.dataplane.upstream.acquire import report_failure
 from omni_proxy.dataplane.upstream.attempt import AttemptFailed, SentRequest, run_attempt
-from omni_proxy.dataplane.upstream.outcome import release_body, report_end
+from omni_proxy.dataplane.upstream.outcome import report_end
 from omni_proxy.dataplane.upstream.outgoing_body import find_spans
 from omni_proxy.dataplane.upstream.retry import RetryState
 from omni_proxy.dataplane.websocket import relay as websocket_relay
@@ -335,7 +335,7 @@ async def respond_by_worker(
         if another is None:
             break
         sent, worker = None, another
-    release_body(io, exchange)
+    io.services.inflight.release_body(exchange)
     keep = await relay(io, exchange, head, start)
     report_end(io.services, exchange, worker)
     return keep
@@ -368,7 +368,7 @@ async def _respond_by_admin_api(io: ExchangeIO, exchange: Exchange, head: Reques
         if io.role.metrics_only:
             pool = pools.metrics_listener
         start = await run_attempt(io, exchange, head, pool)
-        release_body(io, exchange)
+        io.services.inflight.release_body(exchange)
         if start.response.sse:  # at an event per second, the loop may wait in its own epoll
             io.loop.admin_exchanges -= 1
             counted = False

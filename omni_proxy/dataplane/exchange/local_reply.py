@@ -47,10 +47,9 @@ async def reply_with_error(
     exchange.end(outcome, _ended_by(error, exchange), str(error.code), phase=io.phase)
     if exchange.relayed:
         return False
-    exchange.body = b""
     if exchange.held_bytes:
         cause.__traceback__ = cause.__context__ = None  # their frames refer to the body
-        io.services.inflight.release_bytes(exchange)
+    io.services.inflight.release_body(exchange)
     unread = io.body_stream is not None and not io.body_stream.whole
     keep = not error.close and not unread and not io.close_after_response
     io.body_stream = None

@@ -1,4 +1,4 @@
-"""After the last attempt: releases the body, and reports the result to outlier ejection.
+"""After the last attempt: reports the result to outlier ejection.
 
 Contract: outlier ejection gets broken bodies and successful responses; never a disconnect of the
 client.
@@ -7,20 +7,10 @@ client.
 from __future__ import annotations
 
 from omni_proxy.dataplane.exchange.exchange import Exchange
-from omni_proxy.dataplane.exchange.exchange_io import ExchangeIO
 from omni_proxy.dataplane.services import ExchangeServices
 from omni_proxy.dataplane.upstream.acquire import report_failure, report_success
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.routes import VOICE_OWNER
-
-
-def release_body(io: ExchangeIO, exchange: Exchange) -> None:
-    """Release the request body: the request is not sent again."""
-    exchange.body = b""
-    if exchange.requirements is not None:
-        exchange.requirements.body_fields = None  # it refers to the body
-    if exchange.held_bytes:
-        io.services.inflight.release_bytes(exchange)
 
 
 def report_end(services: ExchangeServices, exchange: Exchange, worker: Worker) -> None:

@@ -125,8 +125,7 @@ class _Session:
                 need.alias.spans = session_spans(first)
         io.services.inflight.hold(exchange, len(first))
         worker, chunk = await connect_worker(io, exchange, head)
-        io.services.inflight.release_bytes(exchange)
-        need.body_fields = None
+        io.services.inflight.release_body(exchange)
         self.up.send(_for_target(first, need))
         self.up.feed(chunk)
         try:

@@ -241,9 +241,7 @@ class EnvoyPicks:
             for endpoints in found
         )
         to = self._destination(exchange, targets[0], endpoint, prefill)
-        exchange.body = b""
-        if exchange.requirements is not None:
-            exchange.requirements.body_fields = None  # it refers to the body, too
+        self._services.inflight.release_body(exchange)
         answer(to)
 
     def _destination(

@@ -6,6 +6,7 @@ import pytest
 
 from omni_proxy.dataplane.upstream.pool import AdminApiPool
 from tests.dataplane.manual_loop import chat, read_available
+from tests.fleet.entries import NOW
 
 NOT_FOUND = b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\n{}"
 LONG_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: 15000\r\n\r\n" + bytes(15000)
@@ -40,6 +41,26 @@ def test_the_body_of_an_admin_request_is_released_after_it(manual_loop, admin_ap
     assert read_available(client)[0].startswith(NOT_FOUND[:12])
     assert (proxy.phases, proxy.dataplane.inflight.held_bytes) == (["idle"], 0)
     proxy.dataplane.pools.admin_api.close()
+
+
+class KeepsBodies:
+    """In place of the metrics: what each exchange still has of its body when it ends."""
+
+    def __init__(self):
+        self.kept = []
+
+    def record(self, exchange, worker):
+        self.kept.append((exchange.body, exchange.requirements.body_fields))
+
+
+def test_the_body_of_a_refused_request_is_released_before_the_reply(manual_loop):
+    """A client may take long to read the reply."""
+    proxy = manual_loop()
+    proxy.dataplane.recorders.meters = meters = KeepsBodies()
+    proxy.fleet.mark_dead(proxy.fleet.workers[0], NOW)
+    client = proxy.client(chat(b'{"messages": [], "prompt": "kept"}'))
+    assert read_available(client)[0].startswith(b"HTTP/1.1 503 ")
+    assert meters.kept == [(b"", None)]
 
 
 def test_a_queued_client_that_does_not_read_its_100_loses_its_slot(manual_loop):
