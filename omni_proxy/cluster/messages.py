@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
 from omni_proxy.cluster.proxy_figures import ProxyFigures
 
+# A number that the store or a member increases by one. Higher ones are invalid: the store can't
+# increase them, and every later one would be taken for an older one.
+Ordinal = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 MAX_TARGETS: Final = 1 << 17  # workers and ranks: twice the number of cells in shared counters
 
 
@@ -27,7 +30,7 @@ class CountsMessage(Struct, frozen=True, array_like=True, tag="counts"):
     """
 
     member: str
-    number: int
+    number: Ordinal
     whole: bool
     total: int
     waits: bool
@@ -63,8 +66,8 @@ class AckMessage(Struct, frozen=True, array_like=True, tag="ack"):
     """
 
     member: str
-    token: int
-    number: int
+    token: Ordinal
+    number: Ordinal
 
 
 class ResumedMessage(Struct, frozen=True, array_like=True, tag="resumed"):
@@ -78,7 +81,7 @@ class WorkerMessage(Struct, frozen=True, array_like=True, tag="worker"):
     """A worker was changed over HTTP: see `cluster.worker_changes`."""
 
     member: str
-    revision: int
+    revision: Ordinal
     change: bytes
 
 

@@ -35,20 +35,21 @@ if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('PEXPIRE', KEYS[1], ARGV[2])
 """
 # KEYS: token, state. ARGV: token and number of the state, the state. For a store that has lost its
-# data. Returns 1 if the state was written.
+# data. Tokens above `messages.Ordinal` are invalid. Returns 1 if the state was written.
 RESTORE: Final = """
 local stored = redis.call('GET', KEYS[2])
 local token, number = tonumber(ARGV[1]), tonumber(ARGV[2])
 if stored then
   local is_read, known = pcall(cmsgpack.unpack, stored)
   local held = is_read and type(known) == 'table' and tonumber(known.token)
-  if held and (held > token or (held == token and (tonumber(known.number) or 0) >= number)) then
-    return 0
+  if held and held <= 2^62 then
+    local same = held == token and (tonumber(known.number) or 0) >= number
+    if same or held > token then return 0 end
   end
 end
 redis.call('SET', KEYS[2], ARGV[3])
 local used = tonumber(redis.call('GET', KEYS[1]) or '0') or 0
-if used < token then redis.call('SET', KEYS[1], ARGV[1]) end
+if used < token or used > 2^62 then redis.call('SET', KEYS[1], ARGV[1]) end
 return 1
 """
 # KEYS: lease. ARGV: milliseconds. Returns the lease's value. The time to live is limited to the
@@ -96,7 +97,8 @@ class Acknowledgements:
 def token_of(value: bytes | None) -> int:
     """The token in a lease's value; 0 for None, and for a value that no proxy has written."""
     digits = (value or b"").partition(b":")[0]
-    return int(digits) if digits.isdigit() and len(digits) < 20 else 0
+    token = int(digits) if digits.isdigit() and len(digits) < 20 else 0
+    return token if token <= 2**62 else 0
 
 
 class MemberLease:

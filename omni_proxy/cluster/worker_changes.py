@@ -34,7 +34,7 @@ Value = TypeVar("Value")
 PUT: Final = """
 local known = redis.call('HGET', KEYS[1], ARGV[1])
 local newest = known and string.match(known, '^(%d+):')
-if newest and tonumber(newest) >= tonumber(ARGV[2]) then return 0 end
+if newest and #newest <= 18 and tonumber(newest) >= tonumber(ARGV[2]) then return 0 end
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ':' .. ARGV[3])
 redis.call('PUBLISH', ARGV[4], ARGV[5])
 return 1

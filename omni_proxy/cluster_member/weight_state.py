@@ -13,11 +13,12 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from omni_proxy.cluster.messages import Ordinal
 from omni_proxy.fleet.cordon_reasons import CHANGING_CORDONS, ROLLOUT_BATCH, UPDATING
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.weight_sync.protocol.journal import PauseRecord
-from omni_proxy.weight_sync.protocol.published_version import PublishedVersion
+from omni_proxy.weight_sync.protocol.published_version import Epoch, PublishedVersion
 from omni_proxy.weight_sync.state_journal import StateJournal
 
 
@@ -27,12 +28,12 @@ class WeightState(Struct, frozen=True, kw_only=True):
     `held`: URLs of cordoned workers to cordon reasons. `versions`: label and epoch of all workers.
     """
 
-    token: int = 0
-    number: int = 0
+    token: Ordinal = 0
+    number: Ordinal = 0
     holder: str = ""
     busy: bool = False
     held: dict[str, tuple[str, ...]] = {}
-    versions: dict[str, tuple[str | None, int]] = {}
+    versions: dict[str, tuple[str | None, Epoch]] = {}
     published: PublishedVersion = PublishedVersion(0, None)
     uncertain: dict[str, str] = {}
     pauses: dict[str, PauseRecord] = {}

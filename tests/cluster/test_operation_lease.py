@@ -30,5 +30,6 @@ def test_a_lease_counts_from_the_time_its_command_was_sent():
 
 def test_an_invalid_lease_has_no_token():
     assert token_of(b"12:one") == 12
-    for value in (None, b"", b"abc", b"-1:one", b"1" * 5000, "\u0661:one".encode()):
+    too_high = b"%d:one" % (2**62 + 1)
+    for value in (None, b"", b"abc", b"-1:one", b"1" * 5000, too_high, "\u0661:one".encode()):
         assert token_of(value) == 0

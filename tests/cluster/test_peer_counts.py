@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from omni_proxy.cluster.messages import CountsMessage, decode, encode, target_key
+from omni_proxy.cluster.messages import (
+    AckMessage,
+    CountsMessage,
+    WorkerMessage,
+    decode,
+    encode,
+    target_key,
+)
 from omni_proxy.cluster.peer_counts import (
     MOST_IN_FLIGHT,
     OwnCounts,
@@ -115,6 +122,18 @@ def test_an_invalid_message_is_none():
     assert decode(encode(message)) == message
     assert decode(b"\x93\xa5other\x01\x02") is None
     assert decode(encode(message)[:-3]) is None
+
+
+@pytest.mark.parametrize("number", [-1, 2**62 + 1])
+def test_a_message_with_a_number_that_no_proxy_reaches_is_invalid(number):
+    """Each later one would count as an older one."""
+    for message in (
+        CountsMessage("a", number, True, 0, False, {}),
+        AckMessage("a", number, 1),
+        AckMessage("a", 1, number),
+        WorkerMessage("a", number, b""),
+    ):
+        assert decode(encode(message)) is None
 
 
 SHARE = 0.05

@@ -16,13 +16,15 @@ async def test_an_invalid_value_is_overwritten():
     async with redis_server() as server:
         address = store_address(server.url)
         async with connected(address, lambda *_: None, None, 10.0) as connection:
-            for poison in (b"\xc1", b"\x80", b"\x01", b"x", b"\x81\xa5token\xa1x"):
-                await connection.call(("SET", "state", poison), ("SET", "token", "abc"))
+            too_high = encode_state(WeightState(token=2**64 - 1))
+            for poison in (b"\xc1", b"\x80", b"\x01", b"x", b"\x81\xa5token\xa1x", too_high):
+                token = 2**64 - 1 if poison is too_high else "abc"
+                await connection.call(("SET", "state", poison), ("SET", "token", token))
                 assert await connection.call(restore) == [1]
                 stored, token = await connection.call(("GET", "state"), ("GET", "token"))
                 assert decode_state(stored) == state
                 assert token == b"5"
-            for poison in (b"abc", b"", b"12", b":x"):
+            for poison in (b"abc", b"", b"12", b":x", b"%d:x" % (2**64 - 1)):
                 await connection.call(("HSET", "workers", "http://a:1", poison))
                 put = ("EVAL", PUT, 1, "workers", "http://a:1", 3, "new", "channel", "message")
                 assert await connection.call(put) == [1]

@@ -14,7 +14,7 @@ from omni_proxy.cluster_member.weight_state import (
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.fleet.registry import Fleet
-from omni_proxy.weight_sync.protocol.published_version import PublishedVersion
+from omni_proxy.weight_sync.protocol.published_version import PublishedVersion, TargetVersion
 from omni_proxy.weight_sync.state_journal import JournalFile, StateJournal
 
 A, B = "http://a:1", "http://b:1"
@@ -120,3 +120,23 @@ def test_a_state_survives_its_encoding(proxies):
     state = holder.state(3, 4)
     assert decode_state(encode_state(state)) == state
     assert decode_state(b"\x01") is None
+
+
+TOO_HIGH = 2**62 + 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"token": TOO_HIGH},
+        {"number": TOO_HIGH},
+        {"number": -1},
+        {"versions": {A: ("v1", TOO_HIGH)}},
+        {"published": PublishedVersion(TOO_HIGH, None)},
+        {"published": PublishedVersion(1, None, highest=TOO_HIGH)},
+        {"published": PublishedVersion(1, None, {A: TargetVersion(label=None, epoch=TOO_HIGH)})},
+    ],
+)
+def test_a_state_with_numbers_that_no_proxy_reaches_is_invalid(fields):
+    """Each later state would count as an older one, or could not be encoded."""
+    assert decode_state(encode_state(WeightState(**fields))) is None

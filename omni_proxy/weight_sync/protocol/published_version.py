@@ -8,12 +8,15 @@ reports neither counts neither as having the weights nor as having missed them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Annotated, Final
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 from msgspec.structs import replace
 
 ALL_WORKERS: Final = "*"  # in place of a URL: the row for workers that have no row of their own
+
+
+Epoch = Annotated[int, Meta(ge=0, le=2**62)]  # far below the first number that can't be encoded
 
 
 class TargetVersion(Struct, frozen=True, kw_only=True):
@@ -25,7 +28,7 @@ class TargetVersion(Struct, frozen=True, kw_only=True):
     """
 
     label: str | None
-    epoch: int = 0
+    epoch: Epoch = 0
     named: bool = False
     digest: str = ""
     models: tuple[str | None, ...] = ()
@@ -52,10 +55,10 @@ class PublishedVersion(Struct, frozen=True, omit_defaults=True):
     a higher one was withdrawn, otherwise 0; no epoch is used twice.
     """
 
-    epoch: int
+    epoch: Epoch
     label: str | None
     targets: dict[str, TargetVersion] = field(default_factory=dict, name="due")
-    highest: int = 0
+    highest: Epoch = 0
 
     def target_for(self, url: str, model: str | None) -> TargetVersion | None:
         target = self.targets.get(url)
