@@ -2,10 +2,10 @@
 
 Cached tokens are `cached_tokens` of `usage` (OpenAI's APIs) or of `meta_info` (SGLang), and
 `cache_read_input_tokens` (Anthropic), which is not included in `input_tokens`. Invariant: time is
-linear in the bytes; a count that is null, absent or not an integer counts as missing. Cached tokens
-are found without decoding: quotes inside JSON strings are escaped, so a model's text can't contain
-a key. `usage` is decoded without the text before it: the end of a body, from a member of its
-outermost object on, is a JSON object again if a brace is put before it.
+linear in the bytes; a count that is null, absent, no integer or too large counts as missing. Cached
+tokens are found without decoding: quotes inside JSON strings are escaped, so a model's text can't
+contain a key. `usage` is decoded without the text before it: the end of a body, from a member of
+its outermost object on, is a JSON object again if a brace is put before it.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import msgspec
 
 TAIL_BYTES: Final = 8192  # searched at the end of the body: the counts come after the text
 SHORT: Final = 512  # a body of up to this many bytes is decoded whole, which is faster
-_COUNT: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,15})(?![0-9.eE])")
+_COUNT: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,10})(?![0-9.eE])")
 # The counts as vLLM and OpenAI write them, not followed by another count.
 _USUAL: Final = re.compile(
-    rb'"prompt_tokens":[ ]?([0-9]{1,15}),[^{}]*"prompt_tokens_details":[ ]?'
-    rb'\{[^{}]*"cached_tokens":[ ]?([0-9]{1,15})[,}][^c]*\Z'
+    rb'"prompt_tokens":[ ]?([0-9]{1,10}),[^{}]*"prompt_tokens_details":[ ]?'
+    rb'\{[^{}]*"cached_tokens":[ ]?([0-9]{1,10})[,}][^c]*\Z'
 )
 _CACHED: Final = b'"cached_tokens"'
 _READ: Final = b'"cache_read_input_tokens"'
@@ -34,7 +34,9 @@ NAMES: Final = {
     "input": ("prompt_tokens", "input_tokens"),
     "output": ("completion_tokens", "output_tokens"),
 }
-_LARGEST: Final = 2**53
+# Ten digits. A sum of 900 million such counts fits the 64 bits of counters, so that no response can
+# make them overflow.
+_LARGEST: Final = 10**10 - 1
 USAGE: Final = b'"usage"'
 OPENED_USAGE: Final = b"{" + USAGE
 _decoder = json.JSONDecoder()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from omni_proxy.api_keys.caller import IN_FLIGHT, REQUESTS, ApiCaller
 from omni_proxy.api_keys.callers import UNKNOWN_SLOT
 from omni_proxy.config.api_keys import CallerKey
+from omni_proxy.dataplane.admission.token_usage import count_tokens
 from omni_proxy.multiprocess.shared_memory.key_counters import (
     PAUSE_SECS,
     KeyCounters,
@@ -45,6 +46,19 @@ def test_processes_share_the_limits_of_a_caller(counters):
     assert callers[2].begin(NOW) is None
     totals = counters[0].totals(1)
     assert (totals["requests"], totals["input_tokens"], totals["in_flight"]) == (1, 3, 2)
+
+
+@pytest.mark.parametrize("count", [10**10 - 1, 10**10, 2**53])
+def test_no_count_of_a_response_makes_the_counters_overflow(counters, count):
+    """A count of more than ten digits counts as missing."""
+    caller = ApiCaller(OPEN, 1, counters[0], count_tokens)
+    response = b'{"usage": {"prompt_tokens": %d, "completion_tokens": 1}}' % count
+    for _ in range(2000):
+        assert caller.begin(NOW) is None
+        caller.unsorted.append((response, 16, 200))
+        caller.publish()
+    total = counters[0].totals(1)["input_tokens"]
+    assert total == 2000 * (count if count < 10**10 else 0)
 
 
 def test_counts_without_a_limit_are_shared_when_they_are_published(counters):

@@ -61,6 +61,9 @@ def test_cached_tokens_are_read_in_the_formats_of_all_engines(response, counts):
         body({"usage": {"prompt_tokens": 40, "details": {"cached_tokens": -1}}}),
         body({"usage": {"prompt_tokens": 40, "details": {"cached_tokens": 1.5}}}),
         body({"usage": {"prompt_tokens": 40, "details": {"cached_tokens": "1"}}}),
+        body({"usage": {"prompt_tokens": 40, "details": {"cached_tokens": 10**10}}}),
+        body({"usage": {"prompt_tokens": 10**10, "details": {"cached_tokens": 1}}}),
+        body({"usage": {"prompt_tokens": 10**10, "prompt_tokens_details": {"cached_tokens": 1}}}),
         body({"usage": {"prompt_tokens": 0, "details": {"cached_tokens": 0}}}),
         body({"usage": {"details": {"cached_tokens": 3}}}),
         body({"usage": {"cache_read_input_tokens": 3}}),
@@ -120,7 +123,7 @@ def naive_counts(usage):
 
     def first(*names):
         counts = [usage.get(name) for name in names]
-        return next((n for n in counts if type(n) is int and 0 <= n <= 2**53), None)
+        return next((n for n in counts if type(n) is int and 0 <= n < 10**10), None)
 
     return first("prompt_tokens", "input_tokens"), first("completion_tokens", "output_tokens")
 
