@@ -138,7 +138,7 @@ class SharedLoad:
                 self._smooth.pop(key, None)
             target = self._targets.get(key)
             if target is not None and target.load_offset != value - total:
-                target.load_offset = value - total
+                target.load_offset = _offset(value, total)
                 self._view.share(target)
 
     def share_bounds(self, now: float, store_now: float, table: ClusterConfig) -> None:
@@ -163,7 +163,7 @@ class SharedLoad:
             self._count(self.counts.leave(name))
         self._smooth.clear()
         for key, target in self._targets.items():
-            target.load_offset = 0.0
+            target.load_offset = 0
             self._share_bound(key, target)
             self._view.share(target)
         self._view.follow_cluster(member=False)
@@ -233,6 +233,11 @@ class SharedLoad:
         smooth = first_seen(self._smooth.get(key, 0.0), elsewhere)
         if smooth:
             self._smooth[key] = smooth
-        target.load_offset = smooth - elsewhere  # policies get the change gradually
+        target.load_offset = _offset(smooth, elsewhere)  # policies get the change gradually
         self._share_bound(key, target)
         self._view.share(target)
+
+
+def _offset(smooth: float, total: int) -> float:
+    """The difference; the integer 0 if there is none, which CPython adds faster to an integer."""
+    return smooth - total or 0

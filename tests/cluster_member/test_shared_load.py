@@ -10,6 +10,7 @@ from omni_proxy.cluster_member.member import ClusterMember
 from omni_proxy.cluster_member.shared_load import SharedLoad
 from omni_proxy.config.flags import Startup
 from omni_proxy.config.tables.cluster import ClusterConfig
+from omni_proxy.multiprocess.shared_memory.worker_counters import packed_offset, unpacked_offset
 from omni_proxy.runtime_config.config_store import ConfigStore
 from tests.fleet.entries import NOW, entry, fleet_of
 
@@ -91,6 +92,20 @@ def test_a_new_worker_is_as_loaded_for_policies_as_after_the_next_message(load, 
     assert view.shared[b.url] == (0, b.load_offset)
     load.smooth(TABLE)
     assert picked_load(a) == picked_load(b)
+
+
+def test_without_a_difference_the_offset_is_an_integer(load, fleet):
+    """CPython adds two integers faster than an integer and a float."""
+    (worker,) = fleet.workers
+    offsets = [worker.load_offset]
+    load.take(counts(a=2), 0.0)
+    assert worker.load_offset < 0
+    for _ in range(200):
+        load.smooth(TABLE)
+    offsets.append(worker.load_offset)
+    load.forget()
+    offsets += [worker.load_offset, unpacked_offset(packed_offset(0))]
+    assert (offsets, set(map(type, offsets))) == ([0] * 4, {int})
 
 
 def test_new_ranks_of_a_worker_have_the_known_load_at_once():
