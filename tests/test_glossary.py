@@ -24,6 +24,7 @@ ORDINARY_IN_TESTS = {"mine"}  # as a request id
 OLD_NAMES = {
     "tests.admin_api.routes.test_status_routes": {"door"},
     "tests.admin_api.routes.monitoring.test_metrics_routes": {"door"},
+    "tests.promises.test_forwarded": {"introductions"},
     "tests.telemetry.lint": {"door"},
     "tests.test_supervisor": {"pulse"},
 }

@@ -66,8 +66,8 @@ def read_chunks(data: bytes) -> None:
     _same(*reported)
 
 
-def read_answer(data: bytes) -> None:
-    """A worker's answer: bytes after its end are never forwarded as part of it."""
+def read_response(data: bytes) -> None:
+    """A worker's response: bytes after its end are never forwarded as part of it."""
     from omni_proxy.wire.response import (
         Framing,
         UpstreamProtocolError,
@@ -81,20 +81,20 @@ def read_answer(data: bytes) -> None:
         end = find_response_head_end(raw)
         if not end:
             return
-        answer = UpstreamResponse()
-        answer.read_head(raw[:end], to_head=False)
+        response = UpstreamResponse()
+        response.read_head(raw[:end], to_head=False)
         rest = raw[end:]
         for piece in (rest[:cut], rest[cut:]):
-            if piece and not answer.whole:
-                passed = answer.feed(piece)
+            if piece and not response.whole:
+                passed = response.feed(piece)
                 _same(piece.startswith(passed), True)
-        if answer.framing is Framing.LENGTH and answer.remaining < 0:
-            _same(answer.whole, True)
+        if response.framing is Framing.LENGTH and response.remaining < 0:
+            _same(response.whole, True)
     except UpstreamProtocolError:
         return
 
 
-def read_introduction(data: bytes) -> None:
+def read_proxy_header(data: bytes) -> None:
     """The PROXY protocol: incomplete and complete headers give the same result."""
     from omni_proxy.wire.proxy_protocol import ProxyHeaderError, parse_proxy_header
 
@@ -117,8 +117,8 @@ def read_form(data: bytes) -> None:
 TARGETS: Final[dict[str, Callable[[bytes], None]]] = {
     "head": read_head,
     "chunks": read_chunks,
-    "answer": read_answer,
-    "introduction": read_introduction,
+    "response": read_response,
+    "proxy_header": read_proxy_header,
     "form": read_form,
 }
 

@@ -7,7 +7,7 @@ from omni_proxy.dataplane.upstream.pool cimport UpstreamPools
 from omni_proxy.fleet.registry cimport Fleet
 
 cdef class Totals:
-    cdef public Py_ssize_t accepted, failed_handshakes, failed_introductions, across_versions
+    cdef public Py_ssize_t accepted, failed_handshakes, failed_proxy_headers, across_versions
     cdef public object ended
 
 cdef class ExchangeServices:

@@ -31,7 +31,7 @@ class Totals:
     def __init__(self) -> None:
         self.accepted = 0
         self.failed_handshakes = 0  # of TLS
-        self.failed_introductions = 0  # connections without a valid PROXY header
+        self.failed_proxy_headers = 0  # connections without a valid PROXY header
         self.ended: defaultdict[str, int] = defaultdict(int)  # exchanges, by outcome
         self.across_versions = 0  # responses during which the worker's weights changed
 

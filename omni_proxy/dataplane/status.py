@@ -36,7 +36,8 @@ def totals_record(services: ExchangeServices) -> dict[str, object]:
         "ended": dict(totals.ended),
         "failures": loop.failures,
         "failed_tls_handshakes": totals.failed_handshakes,
-        "failed_proxy_introductions": totals.failed_introductions,
+        "failed_proxy_headers": totals.failed_proxy_headers,
+        "failed_proxy_introductions": totals.failed_proxy_headers,  # the old name, for one release
         "answers_across_versions": totals.across_versions,
     }
 

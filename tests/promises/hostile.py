@@ -262,12 +262,12 @@ SECURE: Family = {
     "a stream cut below TLS": cut_below_tls(post(STREAMED), awaited=b"one\n\n"),
     "an upload cut below TLS": cut_below_tls(UPLOAD, bytes(65536)),
 }
-INTRODUCED: Family = {
-    "no introduction": stays(post()),
-    "half an introduction and leaves": sends(b"PROXY TCP4 "),
-    "half an introduction and stays": stays(b"PROXY TCP4 "),
-    "an introduction of nonsense": stays(b"PROXY TCP4 nonsense\r\n"),
-    "an introduction and a reset": sends(b"PROXY UNKNOWN\r\n" + post(wants("silent")), cut=True),
+PROXY_HEADERS: Family = {
+    "no header": stays(post()),
+    "half a header and leaves": sends(b"PROXY TCP4 "),
+    "half a header and stays": stays(b"PROXY TCP4 "),
+    "an invalid header": stays(b"PROXY TCP4 nonsense\r\n"),
+    "a header and a reset": sends(b"PROXY UNKNOWN\r\n" + post(wants("silent")), cut=True),
 }
 QUEUED: Family = {
     "waits for its turn": stays(post(wants("silent"), LAST)),

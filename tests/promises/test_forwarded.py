@@ -130,6 +130,20 @@ async def test_a_connection_without_a_valid_proxy_protocol_header_is_closed_sile
         assert opened.workers[0].requests == []
 
 
+async def test_status_counts_connections_with_an_invalid_proxy_protocol_header():
+    async with fake_workers(ANSWER) as fakes, run_dataplane(*fakes, config=BALANCED) as opened:
+        for sent in (b"PROXY TCP4 nonsense\r\n", V1 + post(), post()):
+            async with opened.client() as client:
+                await client.send(sent)
+                if sent.startswith(V1):
+                    assert (await client.answer()).status == 200
+                else:
+                    assert await client.until_closed() == b""
+        status = opened.dataplane.status()
+        assert status["failed_proxy_headers"] == 2
+        assert status["failed_proxy_introductions"] == 2  # the old name, for one release
+
+
 async def test_a_disconnect_within_the_proxy_protocol_header_leaves_nothing():
     async with fake_workers(ANSWER) as fakes, run_dataplane(*fakes, config=BALANCED) as opened:
         async with opened.client() as client:

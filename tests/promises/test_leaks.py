@@ -22,7 +22,7 @@ from tests.promises.hostile import (
     ANSWERS,
     BODIES,
     HEADS,
-    INTRODUCED,
+    PROXY_HEADERS,
     QUEUED,
     SECURE,
     WEBSOCKETS,
@@ -60,7 +60,7 @@ FAMILIES = {
     "workers": (WORKERS, TIMEOUTS),
     "websockets": (WEBSOCKETS, TIMEOUTS),
     "TLS": (SECURE, listening() + TIMEOUTS),
-    "introductions": (INTRODUCED, BALANCED + TIMEOUTS),
+    "PROXY headers": (PROXY_HEADERS, BALANCED + TIMEOUTS),
     "the queue": (QUEUED, NARROW + TIMEOUTS),
 }
 

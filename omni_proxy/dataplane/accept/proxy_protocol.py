@@ -46,7 +46,7 @@ def _parse(io: ExchangeIO, data: bytes) -> ProxyHeader | None:
     try:
         return parse_proxy_header(data)
     except ProxyHeaderError as error:
-        totals.failed_introductions += 1
-        level = logging.WARNING if totals.failed_introductions == 1 else logging.DEBUG
+        totals.failed_proxy_headers += 1
+        level = logging.WARNING if totals.failed_proxy_headers == 1 else logging.DEBUG
         _log.log(level, 'proxy_header_invalid peer=%s error="%s"', io.peer, error)
         raise ClientDisconnected from None
