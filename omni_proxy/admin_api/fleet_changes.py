@@ -271,7 +271,7 @@ class WorkerArrivals:
         except OSError as error:
             return str(error)
         target = quote(health.endpoint, safe="/%:@!$&'()*+,;=~?")
-        outcome = await call_worker(worker, Call("GET", target, timeout_secs=health.timeout_secs))
-        if outcome.ok:
+        result = await call_worker(worker, Call("GET", target, timeout_secs=health.timeout_secs))
+        if result.ok:
             return ""
-        return f"{outcome.failure}: {outcome.detail}" if outcome.detail else outcome.failure
+        return f"{result.failure}: {result.detail}" if result.detail else result.failure

@@ -62,11 +62,11 @@ class SelectorResolver:
         secs = self._config_store.config.health.timeout_secs
         results = await broadcast(alive, Call("GET", "/server_info", timeout_secs=secs))
         reported = {}
-        for outcome in results:
+        for result in results:
             await trio.lowlevel.checkpoint()  # a response may take milliseconds to parse
-            info = outcome.json() if outcome.ok else None
+            info = result.json() if result.ok else None
             if isinstance(info, dict):
-                reported[outcome.worker.url] = _engine_facts(info)
+                reported[result.worker.url] = _engine_facts(info)
         return reported
 
     def _facts(self, worker: Worker) -> Facts:

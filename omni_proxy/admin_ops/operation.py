@@ -5,7 +5,7 @@
 
 Afterwards a worker is `restored` (to its state before), `uncertain` (its weights are unknown: out
 of rotation until it is resolved or fully updated) or `disabled` (until an operator acts); see
-`worker_outcomes`. Invariant: a worker that succeeded is never in a worse state than before.
+`worker_dispositions`. Invariant: a worker that succeeded is never in a worse state than before.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Disposition:
 RESTORED: Final = Disposition(WorkerOutcome.RESTORED)
 
 
-def worker_outcomes(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[str, Disposition]:
+def worker_dispositions(
+    route: AdminRoute, results: Sequence[WorkerResult]
+) -> dict[str, Disposition]:
     """The disposition of each worker, by URL.
 
     | route | failure | outcome for failed workers |
@@ -66,26 +68,26 @@ def worker_outcomes(route: AdminRoute, answers: Sequence[WorkerResult]) -> dict[
 
     If the route discards weights, workers that discarded them, or may have, are uncertain, too.
     """
-    failed = {result.worker: result for result in answers if not result.success}
-    outcomes = {result.worker: RESTORED for result in answers}
+    failed = {result.worker: result for result in results if not result.success}
+    dispositions = {result.worker: RESTORED for result in results}
     if route.path == INIT:
         reason = "the group could not be joined: "
-        return outcomes | {
+        return dispositions | {
             url: Disposition(WorkerOutcome.DISABLED, reason + result.reason)
             for url, result in failed.items()
         }
     if route.discards:
         reason = f"{route.name} discarded its weights"
-        return outcomes | {
+        return dispositions | {
             result.worker: Disposition(WorkerOutcome.UNCERTAIN, reason)
-            for result in answers
+            for result in results
             if not result.unchanged
         }
     untouched = route.kind is not Kind.UPDATE or route.labels
-    if untouched or (route.whole and all(result.unchanged for result in answers)):
-        return outcomes
+    if untouched or (route.whole and all(result.unchanged for result in results)):
+        return dispositions
     reason = f"{route.name} failed: "
-    return outcomes | {
+    return dispositions | {
         url: Disposition(WorkerOutcome.UNCERTAIN, reason + result.reason)
         for url, result in failed.items()
     }
@@ -106,7 +108,7 @@ class Operation:
     since: float = 0.0
     targets: tuple[str, ...] = ()
     was: dict[str, frozenset[str]] = field(default_factory=dict)
-    answers: dict[str, WorkerResult] = field(default_factory=dict)
+    results: dict[str, WorkerResult] = field(default_factory=dict)
     trace_parent: str = ""  # the traceparent of its request, as received
 
     def enter(self, step: Step, at: float) -> None:
@@ -122,7 +124,7 @@ class Operation:
         self.was = dict(holds)
 
     def on_result(self, result: WorkerResult) -> None:
-        self.answers[result.worker] = result
+        self.results[result.worker] = result
 
     def progress(self) -> list[dict[str, object]]:
         """A row for each target: waiting, called, or its result."""
@@ -144,11 +146,11 @@ class Operation:
         by = f" of {self.caller}" if self.caller else ""
         text = f"{self.route.name}{by} began {at - self.requested_at:.1f} s ago, step {self.step}"
         if self.step is Step.CALLING:
-            text += f", {len(self.answers)} of {len(self.targets)} workers have answered"
+            text += f", {len(self.results)} of {len(self.targets)} workers have answered"
         return text
 
     def _row(self, url: str) -> dict[str, object]:
-        result = self.answers.get(url)
+        result = self.results.get(url)
         if result is None:
             called = _ORDER.index(self.step) >= _ORDER.index(Step.CALLING)
             return {"worker": url, "progress": "asked" if called else "waiting"}

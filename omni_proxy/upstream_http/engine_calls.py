@@ -44,9 +44,9 @@ async def generate_token(
 async def _first_of(worker: Worker, calls: list[Call]) -> CallResult:
     """The response of the first route that the worker has, else of the last route."""
     for call in calls[:-1]:
-        outcome = await call_worker(worker, call)
-        if outcome.status not in ROUTE_ABSENT:
-            return outcome
+        result = await call_worker(worker, call)
+        if result.status not in ROUTE_ABSENT:
+            return result
     return await call_worker(worker, calls[-1])
 
 

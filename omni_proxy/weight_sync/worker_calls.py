@@ -112,13 +112,13 @@ async def request_worker(worker: Worker, call: Call) -> WorkerResult:
 
 async def call_once(worker: Worker, call: Call) -> WorkerResult:
     """Like `request_worker`, but only in this dialect."""
-    outcome = await call_worker(worker, call)
-    if len(outcome.body) < LARGE_BYTES:
-        body = parsed(outcome.body)
+    result = await call_worker(worker, call)
+    if len(result.body) < LARGE_BYTES:
+        body = parsed(result.body)
     else:
         async with _parsing_large:
-            body = parsed(outcome.body)
-    return WorkerResult(worker.url, outcome.status, body, outcome.error, outcome.secs)
+            body = parsed(result.body)
+    return WorkerResult(worker.url, result.status, body, result.error, result.secs)
 
 
 async def post_json(
@@ -223,8 +223,8 @@ async def continue_generation(
 
 async def flush_worker_cache(worker: Worker) -> bool:
     """Flush the cache; return whether it is empty. A worker without the route has no cache."""
-    outcome = await flush_cache(worker, {}, RECOVERY_SECS)
-    return outcome.ok or outcome.status in ROUTE_ABSENT
+    result = await flush_cache(worker, {}, RECOVERY_SECS)
+    return result.ok or result.status in ROUTE_ABSENT
 
 
 # Reachability. Each check sends a request: an idle connection may stay open after its server is
@@ -245,6 +245,6 @@ async def wait_until_refused(worker: Worker, endpoint: str) -> str:
     refused = 0
     while refused < REFUSALS_IN_A_ROW:
         await trio.sleep(REACH_INTERVAL_SECS)
-        outcome = await call_worker(worker, Call("GET", endpoint, timeout_secs=REACH_TIMEOUT_SECS))
-        refused = refused + 1 if outcome.error == REFUSED else 0
+        result = await call_worker(worker, Call("GET", endpoint, timeout_secs=REACH_TIMEOUT_SECS))
+        refused = refused + 1 if result.error == REFUSED else 0
     return "nothing listens at its address any more"

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from omni_proxy.admin_ops.operation import Operation, Step, WorkerOutcome, worker_outcomes
+from omni_proxy.admin_ops.operation import Operation, Step, WorkerOutcome, worker_dispositions
 from omni_proxy.admin_ops.results import WorkerResult
 from omni_proxy.admin_ops.routes import BY_PATH, INIT, ROUTES, Kind
 
@@ -45,27 +45,27 @@ def expected_outcomes(route, kinds):
 
 @given(st.sampled_from(ROUTES), st.lists(KINDS, min_size=1, max_size=4))
 def test_the_outcome_of_each_worker_follows_from_its_result(route, kinds):
-    outcomes = worker_outcomes(route, results_of(kinds))
-    assert [worker.outcome for worker in outcomes.values()] == expected_outcomes(route, kinds)
+    dispositions = worker_dispositions(route, results_of(kinds))
+    assert [each.outcome for each in dispositions.values()] == expected_outcomes(route, kinds)
     assert all(
         bool(worker.reason) == (worker.outcome is not WorkerOutcome.RESTORED)
-        for worker in outcomes.values()
+        for worker in dispositions.values()
     )
 
 
 def test_discarding_weights_makes_all_workers_uncertain_except_after_a_4xx():
     route = replace(BY_PATH["/sleep"], discards=True)
-    outcomes = worker_outcomes(route, results_of(["ok", "4xx", "5xx", "lost"]))
-    assert [worker.outcome.value for worker in outcomes.values()] == [
+    dispositions = worker_dispositions(route, results_of(["ok", "4xx", "5xx", "lost"]))
+    assert [worker.outcome.value for worker in dispositions.values()] == [
         "uncertain", "restored", "uncertain", "uncertain"
     ]  # fmt: skip
 
 
 def test_the_reason_names_the_route_and_the_workers_error():
-    outcomes = worker_outcomes(
+    dispositions = worker_dispositions(
         BY_PATH["/update_weights_from_distributed"], results_of(["4xx", "lost"])
     )
-    assert [worker.reason for worker in outcomes.values()] == [
+    assert [worker.reason for worker in dispositions.values()] == [
         "update_weights_from_distributed failed: status 400: no",
         "update_weights_from_distributed failed: ReadError",
     ]

@@ -111,19 +111,19 @@ class MergedModelRoutes:
         return with_own_cards(cards, workers, splits, self._created), reasons
 
 
-async def merge(outcomes: Iterable[CallResult]) -> tuple[Cards, dict[str, str]]:
+async def merge(results: Iterable[CallResult]) -> tuple[Cards, dict[str, str]]:
     """One card per model, from the first worker that has it, and by URL the reasons of workers
     without cards. There is a checkpoint after each worker.
     """
     cards: dict[str, dict[str, object]] = {}
     reasons: dict[str, str] = {}
     bytes_left = ALL_LISTS_BYTES
-    for outcome in outcomes:
+    for result in results:
         await trio.lowlevel.checkpoint()
-        bytes_left -= len(outcome.body)
-        stop = _cards_of(outcome) if bytes_left >= 0 else "the other workers' lists are too long"
+        bytes_left -= len(result.body)
+        stop = _cards_of(result) if bytes_left >= 0 else "the other workers' lists are too long"
         if isinstance(stop, str):
-            reasons[outcome.worker.url] = stop
+            reasons[result.worker.url] = stop
             continue
         for card in stop:
             cards.setdefault(_key(card), card)
@@ -138,13 +138,13 @@ def _key(card: Mapping[str, object]) -> str:
     return json.dumps(card, sort_keys=True)
 
 
-def _cards_of(outcome: CallResult) -> Cards | str:
+def _cards_of(result: CallResult) -> Cards | str:
     """The worker's cards, or the reason why there are none."""
-    if outcome.status is None:
-        return outcome.error
-    if outcome.status != 200:
-        return f"status={outcome.status}"
-    return _cards(None if outcome.error else outcome.body)
+    if result.status is None:
+        return result.error
+    if result.status != 200:
+        return f"status={result.status}"
+    return _cards(None if result.error else result.body)
 
 
 def _cards(body: bytes | None) -> Cards | str:

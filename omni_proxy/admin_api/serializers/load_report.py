@@ -12,7 +12,7 @@ differ is null; a flag that promises a feature is true only if all workers have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
@@ -33,13 +33,12 @@ LARGEST = 1e300
 _RATES = ("token_usage", "gen_throughput", "cache_hit_rate", "utilization")
 
 
-async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
+async def loads_response(results: Sequence[CallResult]) -> dict[str, object]:
     """The response of the load routes. There is a checkpoint after each worker."""
-    results = list(outcomes)
     records: list[dict[str, object]] = []
-    for outcome in results:
+    for result in results:
         await trio.lowlevel.checkpoint()
-        records += _records(outcome, MAX_RECORDS - len(records))
+        records += _records(result, MAX_RECORDS - len(records))
     return {
         "timestamp": datetime.now(UTC).isoformat(),
         "version": f"omni-proxy-{__version__}",
@@ -47,31 +46,34 @@ async def loads_answer(outcomes: Iterable[CallResult]) -> dict[str, object]:
         "loads": records,
         "aggregate": _aggregate(records),
         "workers": [
-            {"worker": o.worker.url, "load": o.worker.in_flight if o.status is not None else -1}
-            for o in results
+            {
+                "worker": result.worker.url,
+                "load": result.worker.in_flight if result.status is not None else -1,
+            }
+            for result in results
         ],
     }
 
 
-def _records(outcome: CallResult, free_records: int) -> list[dict[str, object]]:
+def _records(result: CallResult, free_records: int) -> list[dict[str, object]]:
     """One record per data-parallel rank of the engine. A single one with the proxy's count if it
     reports none, or more ranks than `free_records` allows."""
-    report = outcome.json() if outcome.ok else None
+    report = result.json() if result.ok else None
     ranks = report.get("loads") if isinstance(report, dict) else None
     if not isinstance(ranks, list) or len(ranks) > min(MAX_RANKS, free_records):
         ranks = []
     records = [rank for rank in ranks if isinstance(rank, dict)]
-    return [_record(outcome, rank, index) for index, rank in enumerate(records or [{}])]
+    return [_record(result, rank, index) for index, rank in enumerate(records or [{}])]
 
 
-def _record(outcome: CallResult, report: Mapping[str, object], index: int) -> dict[str, object]:
-    running = outcome.worker.in_flight
+def _record(result: CallResult, report: Mapping[str, object], index: int) -> dict[str, object]:
+    running = result.worker.in_flight
     counted: dict[str, object] = {
         "num_running_reqs": running, "num_total_reqs": running,
     }  # fmt: skip
     record: dict[str, object] = {
-        "worker": outcome.worker.url,
-        "worker_type": outcome.worker.role,
+        "worker": result.worker.url,
+        "worker_type": result.worker.role,
         "dp_rank": rank if isinstance(rank := report.get("dp_rank"), int) else index,
         "source": "engine" if report else "proxy",
     }
@@ -121,14 +123,13 @@ OWN = ("host", "port", "instance", "instance_id", "start_time", "started_at", "i
 
 
 async def merge_server_info(
-    outcomes: Iterable[CallResult], is_ours: Callable[[str], bool] = lambda _: False
+    results: Sequence[CallResult], is_ours: Callable[[str], bool] = lambda _: False
 ) -> dict[str, Any] | None:
     """The merged info, whose `workers` has each worker's own reply; None if no worker replied.
 
     There is a checkpoint before each field. `is_ours(path)`: whether it is the path of a stored
     version, which is replaced by the model's name.
     """
-    results = list(outcomes)
     infos_by_url = await _reported_infos(results)
     if not infos_by_url:
         return None
@@ -144,23 +145,23 @@ async def merge_server_info(
     merged["internal_states"] = [state for info in infos for state in _states(info)]
     merged["workers"] = [
         {
-            "url": o.worker.url,
-            "info": infos_by_url.get(o.worker.url),
-            "error": None if o.ok else o.failure,
+            "url": result.worker.url,
+            "info": infos_by_url.get(result.worker.url),
+            "error": None if result.ok else result.failure,
         }
-        for o in results
+        for result in results
     ]
     return merged
 
 
-async def _reported_infos(results: Iterable[CallResult]) -> dict[str, dict[str, Any]]:
+async def _reported_infos(results: Sequence[CallResult]) -> dict[str, dict[str, Any]]:
     """The replies that are within the size limit, by worker URL."""
     infos_by_url = {}
-    for outcome in results:
+    for result in results:
         await trio.lowlevel.checkpoint()
-        info = outcome.json() if outcome.ok else None
+        info = result.json() if result.ok else None
         if isinstance(info, dict) and len(info) <= MAX_FIELDS:
-            infos_by_url[outcome.worker.url] = _without_secrets(info)
+            infos_by_url[result.worker.url] = _without_secrets(info)
     return infos_by_url
 
 

@@ -313,19 +313,19 @@ def prefers_openmetrics(accept: str) -> bool:
     return best["openmetrics"] > 0 and best["openmetrics"] >= best["text"]
 
 
-async def merge_metrics(outcomes: Sequence[CallResult]) -> bytes:
-    return await trio.to_thread.run_sync(_merged, outcomes)
+async def merge_metrics(results: Sequence[CallResult]) -> bytes:
+    return await trio.to_thread.run_sync(_merged, results)
 
 
-def _merged(outcomes: Sequence[CallResult]) -> bytes:
+def _merged(results: Sequence[CallResult]) -> bytes:
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_Families(outcomes))
+    registry.register(_Families(results))
     return generate_latest(registry)
 
 
 class _Families(Collector):
-    def __init__(self, outcomes: Sequence[CallResult]) -> None:
-        self._outcomes = outcomes
+    def __init__(self, results: Sequence[CallResult]) -> None:
+        self._results = results
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
@@ -334,9 +334,9 @@ class _Families(Collector):
             "1 if the worker's own metrics could be read",
             labels=["worker"],
         )
-        for outcome in self._outcomes:
-            parsed = _families(outcome)
-            up.add_metric([outcome.worker.url], 0 if parsed is None else 1)
+        for result in self._results:
+            parsed = _families(result)
+            up.add_metric([result.worker.url], 0 if parsed is None else 1)
             for family in parsed or ():
                 name = family.name + TOTAL * (family.type == "counter")
                 if name == UP:
@@ -346,17 +346,17 @@ class _Families(Collector):
                 )
                 if family_so_far.type != family.type:  # as between two versions of an engine
                     family_so_far.name, family_so_far.type = name, "unknown"
-                family_so_far.samples += _labelled(family, outcome.worker.url)
+                family_so_far.samples += _labelled(family, result.worker.url)
         yield up
         yield from families.values()
 
 
-def _families(outcome: CallResult) -> list[Metric] | None:
+def _families(result: CallResult) -> list[Metric] | None:
     """None for an unreadable reply."""
-    if not outcome.ok:
+    if not result.ok:
         return None
     try:
-        parsed = _read(outcome.body.decode())
+        parsed = _read(result.body.decode())
     except (ValueError, KeyError, IndexError, TypeError):  # raised by the parser for invalid text
         return None
     for family in parsed:

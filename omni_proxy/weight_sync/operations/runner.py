@@ -18,7 +18,7 @@ from omni_proxy.admin_ops.operation import (
     Operation,
     Step,
     WorkerOutcome,
-    worker_outcomes,
+    worker_dispositions,
 )
 from omni_proxy.admin_ops.results import AdminResponse, WorkerResult, aggregate, as_one
 from omni_proxy.admin_ops.routes import PAUSE, SLEEP, Kind
@@ -74,18 +74,18 @@ class OperationRunner:
         self._enter(Step.CALLING)
         self._clear_versions(workers)
         results = await self._call_workers(workers)
-        outcomes = worker_outcomes(self._route, results)
+        dispositions = worker_dispositions(self._route, results)
         succeeded = [w for w, result in zip(workers, results, strict=True) if result.success]
         more: dict[str, object] = {}
         if self._route.kind is Kind.UPDATE and succeeded and not self._route.discards:
-            more, outcomes = await self._verify(succeeded, outcomes)
+            more, dispositions = await self._verify(succeeded, dispositions)
         self._enter(Step.RESTORING)
-        self._restore_versions(results, outcomes)
+        self._restore_versions(results, dispositions)
         self._record_pauses(results)
-        await self._apply_outcomes(results, outcomes)
+        await self._apply_dispositions(results, dispositions)
         self._uncordon(workers)
         self._enter(Step.OVER)
-        return self._response(results, outcomes, more)
+        return self._response(results, dispositions, more)
 
     async def _call_workers(self, workers: Sequence[Worker]) -> list[WorkerResult]:
         """Send the call to all workers. Results are in the order of the workers."""
@@ -142,30 +142,30 @@ class OperationRunner:
                 self._fleet.set_version(worker, None, 0)
 
     def _restore_versions(
-        self, results: Sequence[WorkerResult], outcomes: Mapping[str, Disposition]
+        self, results: Sequence[WorkerResult], dispositions: Mapping[str, Disposition]
     ) -> None:
         """Restore the version of each worker that refused the call and is not uncertain."""
         refused = {
             result.worker
             for result in results
-            if result.refused and outcomes[result.worker].outcome is WorkerOutcome.RESTORED
+            if result.refused and dispositions[result.worker].outcome is WorkerOutcome.RESTORED
         }
         for worker, version in self._before.items():
             if worker.url in refused:
                 self._fleet.set_version(worker, version.label, version.epoch)
 
     async def _verify(
-        self, succeeded: Sequence[Worker], outcomes: Mapping[str, Disposition]
+        self, succeeded: Sequence[Worker], dispositions: Mapping[str, Disposition]
     ) -> tuple[dict[str, object], dict[str, Disposition]]:
-        """Read the labels, compare checksums, publish. Returns response keys and outcomes."""
-        call, outcomes = self._call, dict(outcomes)
+        """Read the labels, compare checksums, publish. Returns response keys and dispositions."""
+        call, dispositions = self._call, dict(dispositions)
         self._enter(Step.READING)
         labels = await read_labels(succeeded, call.credentials)
         verdict = await self._compare(succeeded)
-        outcomes |= dict.fromkeys(verdict.mismatched, MISMATCHED)
+        dispositions |= dict.fromkeys(verdict.mismatched, MISMATCHED)
         published = await self._publish(labels, verdict)
         for worker, label in labels.items():
-            if outcomes[worker.url] is not MISMATCHED:
+            if dispositions[worker.url] is not MISMATCHED:
                 self._fleet.set_version(worker, label, published.epoch)
             if call.body_field("flush_cache") is not False:
                 self._fleet.cache_cleared(worker)
@@ -173,7 +173,7 @@ class OperationRunner:
             "weight_epoch": published.epoch,
             "weight_versions": {worker.url: label for worker, label in labels.items()},
             "verification": verdict.to_dict(),
-        }, outcomes
+        }, dispositions
 
     async def _publish(
         self, labels: Mapping[Worker, str | None], verdict: Verdict
@@ -201,17 +201,17 @@ class OperationRunner:
         secs = limit_secs(self._config.admin.worker_timeout_secs)
         return await compare_checksums(succeeded, self._call.credentials, secs)
 
-    async def _apply_outcomes(
-        self, results: Sequence[WorkerResult], outcomes: Mapping[str, Disposition]
+    async def _apply_dispositions(
+        self, results: Sequence[WorkerResult], dispositions: Mapping[str, Disposition]
     ) -> None:
         """Disable workers and mark them uncertain before the journal's record is cleared."""
-        for url, outcome in outcomes.items():
-            if outcome.outcome is WorkerOutcome.DISABLED:
-                await self._disable(url, outcome.reason)
+        for url, disposition in dispositions.items():
+            if disposition.outcome is WorkerOutcome.DISABLED:
+                await self._disable(url, disposition.reason)
         uncertain = {
-            url: outcome.reason
-            for url, outcome in outcomes.items()
-            if outcome.outcome is WorkerOutcome.UNCERTAIN
+            url: disposition.reason
+            for url, disposition in dispositions.items()
+            if disposition.outcome is WorkerOutcome.UNCERTAIN
         }
         self._journal.mark_uncertain(uncertain)
         if self._route.whole:
@@ -278,20 +278,20 @@ class OperationRunner:
     def _response(
         self,
         results: Sequence[WorkerResult],
-        outcomes: Mapping[str, Disposition],
+        dispositions: Mapping[str, Disposition],
         more: Mapping[str, object],
     ) -> AdminResponse:
         rows: dict[str, dict[str, object]] = {}
-        for url, outcome in outcomes.items():
-            reason = {"reason": outcome.reason} if outcome.reason else {}
-            rows[url] = {"standing": outcome.outcome.value, **reason}
+        for url, disposition in dispositions.items():
+            reason = {"reason": disposition.reason} if disposition.reason else {}
+            rows[url] = {"standing": disposition.outcome.value, **reason}
         response = aggregate(self._route.path, results, rows)
         if self._route.one_engine:
             response = as_one(self._route.path, response, results)
         body = {**response.body, **more}
         if self._journal.error:
             body["journal_error"] = self._journal.error
-        if response.ok and any(outcome is MISMATCHED for outcome in outcomes.values()):
+        if response.ok and any(disposition is MISMATCHED for disposition in dispositions.values()):
             message = "the workers took the update, but their checksums differ"
             return AdminResponse(
                 502, {**body, "success": False, "status": "error", "message": message}

@@ -162,11 +162,11 @@ async def warm_up(worker: Worker, settings: UpdateSettings) -> str:
 
     A 4xx is not a failure: an engine that generates no text refuses the request.
     """
-    outcome = await generate_token(worker, settings.headers, settings.secs)
-    if outcome.ok or (outcome.status is not None and 400 <= outcome.status < 500):
+    result = await generate_token(worker, settings.headers, settings.secs)
+    if result.ok or (result.status is not None and 400 <= result.status < 500):
         return ""
-    response_text = outcome.detail or outcome.body[:200].decode("utf-8", "replace")
-    return f"the probe request failed: {outcome.failure}" + (
+    response_text = result.detail or result.body[:200].decode("utf-8", "replace")
+    return f"the probe request failed: {result.failure}" + (
         f": {response_text}" if response_text else ""
     )
 

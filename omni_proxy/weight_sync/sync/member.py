@@ -105,8 +105,8 @@ class WorkerMember:
 
     async def read_progress(self) -> ReceiveProgress | None:
         call = Call("GET", "/server_info", headers=self.headers, timeout_secs=PROGRESS_TIMEOUT_SECS)
-        outcome = await call_worker(self.worker, call)
-        return parse_progress(outcome.json()) if outcome.ok else None
+        result = await call_worker(self.worker, call)
+        return parse_progress(result.json()) if result.ok else None
 
 
 LATE_SECS: Final = 2.0

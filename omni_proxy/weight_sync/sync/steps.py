@@ -282,12 +282,12 @@ class SyncSteps:
         remaining = list(workers)
         for path in ("/server_info", "/get_server_info"):
             call = Call("GET", path, headers=headers, timeout_secs=secs)
-            outcomes = await broadcast(remaining, call)
-            for outcome in outcomes:
-                if outcome.ok:
-                    ranks[outcome.worker] = count_ranks(outcome.json())
-                elif outcome.status not in ROUTE_ABSENT:
-                    message = f"{outcome.worker.url} does not report its ranks: {outcome.failure}"
+            results = await broadcast(remaining, call)
+            for result in results:
+                if result.ok:
+                    ranks[result.worker] = count_ranks(result.json())
+                elif result.status not in ROUTE_ABSENT:
+                    message = f"{result.worker.url} does not report its ranks: {result.failure}"
                     raise HttpError(502, f"nothing was forwarded: {message}", "ranks_unknown")
             remaining = [worker for worker in remaining if worker not in ranks]
         members: list[Member] = []

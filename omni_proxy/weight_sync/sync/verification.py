@@ -200,8 +200,10 @@ async def read_instances(
 ) -> dict[Worker, str]:
     """The process instance that each worker reports; "" if it reports none."""
     call = Call("GET", "/server_info", headers=headers, timeout_secs=INSTANCE_TIMEOUT_SECS)
-    outcomes = await broadcast(workers, call)
-    return {o.worker: _parse_instance(o.json()) if o.ok else "" for o in outcomes}
+    results = await broadcast(workers, call)
+    return {
+        result.worker: _parse_instance(result.json()) if result.ok else "" for result in results
+    }
 
 
 def _parse_instance(info: object) -> str:

@@ -10,8 +10,8 @@ from tests.admin_api.api_fixture import A, B, build_api, entry
 async def merged(*infos, **fields):
     workers = build_api(entry(A), entry(B)).fleet.workers
     pairs = zip(workers, infos, strict=True)
-    outcomes = [CallResult(w, 200, json.dumps(info).encode(), "", 0.0) for w, info in pairs]
-    return await merge_server_info(outcomes, **fields)
+    results = [CallResult(w, 200, json.dumps(info).encode(), "", 0.0) for w, info in pairs]
+    return await merge_server_info(results, **fields)
 
 
 async def test_ranks_are_added_and_fields_that_differ_are_not_reported():

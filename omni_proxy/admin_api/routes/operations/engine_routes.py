@@ -15,7 +15,7 @@ from quart import Quart, Response, request
 from omni_proxy.admin_api.forwarded_request import passed_on
 from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
-from omni_proxy.admin_api.serializers.load_report import loads_answer, merge_server_info
+from omni_proxy.admin_api.serializers.load_report import loads_response, merge_server_info
 from omni_proxy.admin_api.serializers.metrics_text import CONTENT_TYPE, merge_metrics
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
@@ -94,19 +94,21 @@ class EngineRoutes:
         # A trainer's group has the ranks of every worker that is alive, routable or not.
         workers = self._routable() if mode == "off" else self._alive()
         results = await broadcast(workers, self._get("/server_info"))
-        old = [outcome.worker for outcome in results if outcome.status in ROUTE_ABSENT]
-        retried = {o.worker: o for o in await broadcast(old, self._get("/get_server_info"))}
-        results = [retried.get(outcome.worker, outcome) for outcome in results]
+        old = [result.worker for result in results if result.status in ROUTE_ABSENT]
+        retried = {
+            result.worker: result for result in await broadcast(old, self._get("/get_server_info"))
+        }
+        results = [retried.get(result.worker, result) for result in results]
         holding = self._weight_operations.version_service
         merged = await merge_server_info(results, holding.store_service.has_path)
         if merged is None:
-            raise _nothing("server_info", {o.worker.url: o.failure for o in results})
+            raise _nothing("server_info", {result.worker.url: result.failure for result in results})
         merged["tp_size"] = holding.rank_count(merged["tp_size"])
         return json_response(merged)
 
     async def loads(self) -> Response:
         results = await broadcast(self._alive(), self._get("/v1/loads"))
-        return json_response(await loads_answer(results))
+        return json_response(await loads_response(results))
 
     async def flush_cache(self) -> Response:
         """200 if all targets flushed, 502 if one did not; the proxy drops its records of their
@@ -116,9 +118,9 @@ class EngineRoutes:
         if urls is not None and not alive:
             raise HttpError(404, "the selector matches no live worker", "no_workers_match")
         results = await self._flushed(alive)
-        flushed = [outcome for outcome in results if outcome.ok]
-        for outcome in flushed:
-            self._fleet.cache_cleared(outcome.worker)
+        flushed = [result for result in results if result.ok]
+        for result in flushed:
+            self._fleet.cache_cleared(result.worker)
         all_did = len(flushed) == len(results)
         response = {
             "status": "success" if all_did else "partial" if flushed else "failed",
@@ -128,7 +130,7 @@ class EngineRoutes:
             "total_grpc_workers": 0,
             "total_zmq_workers_skipped": 0,
             "total_workers": len(self._fleet.workers),
-            "failed": {o.worker.url: o.failure for o in results if not o.ok},
+            "failed": {result.worker.url: result.failure for result in results if not result.ok},
         }
         return json_response(response, 200 if all_did else 502)
 

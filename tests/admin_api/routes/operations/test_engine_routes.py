@@ -5,7 +5,7 @@ import httpx
 import pytest
 
 from omni_proxy.admin_api.serializers import metrics_text
-from omni_proxy.admin_api.serializers.load_report import MAX_RANKS, MAX_RECORDS, loads_answer
+from omni_proxy.admin_api.serializers.load_report import MAX_RANKS, MAX_RECORDS, loads_response
 from omni_proxy.config.schema import WeightSyncConfig
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.bounded_json import MAX_VALUES
@@ -135,7 +135,7 @@ async def test_loads_with_too_many_ranks_are_replaced_by_our_own_count(api, engi
 async def test_the_loads_of_all_engines_together_are_bounded(api):
     engines = 2 * MAX_RECORDS // MAX_RANKS
     results = [CallResult(api.worker(), 200, RANKS, "", 0.0)] * engines
-    response = await loads_answer(results)
+    response = await loads_response(results)
     assert len(response["loads"]) == MAX_RECORDS + engines // 2
 
 
