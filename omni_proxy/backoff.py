@@ -12,10 +12,10 @@ from typing import Final
 _MAX_DOUBLINGS: Final = 64  # keeps the power finite
 
 
-def exponential_delay(failures: int, first_secs: float, longest_secs: float) -> float:
+def exponential_delay(failures: int, first_secs: float, max_secs: float) -> float:
     """The delay after `failures` earlier delays: `first_secs`, doubled each time, at most
-    `longest_secs`."""
-    return min(longest_secs, first_secs * 2.0 ** min(failures, _MAX_DOUBLINGS))
+    `max_secs`."""
+    return min(max_secs, first_secs * 2.0 ** min(failures, _MAX_DOUBLINGS))
 
 
 class Backoff:
@@ -25,10 +25,10 @@ class Backoff:
     """
 
     def __init__(
-        self, first_secs: float, longest_secs: float, reset_after_secs: float = math.inf
+        self, first_secs: float, max_secs: float, reset_after_secs: float = math.inf
     ) -> None:
         self._first_secs = first_secs
-        self._longest_secs = longest_secs
+        self._max_secs = max_secs
         self._reset_after_secs = reset_after_secs
         self._failures = 0
 
@@ -39,6 +39,6 @@ class Backoff:
         """The delay in seconds after a run of `ran_secs` that failed."""
         if ran_secs >= self._reset_after_secs:
             self.reset()
-        delay_secs = exponential_delay(self._failures, self._first_secs, self._longest_secs)
+        delay_secs = exponential_delay(self._failures, self._first_secs, self._max_secs)
         self._failures += 1
         return delay_secs

@@ -18,7 +18,7 @@ from omni_proxy.backoff import Backoff
 _log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECS: Final = 0.5
-LONGEST_PAUSE_SECS: Final = 30.0
+MAX_PAUSE_SECS: Final = 30.0
 RESET_SECS: Final = 60.0  # a run of at least this time resets the back-off
 
 
@@ -91,7 +91,7 @@ class Supervisor:
             self._over.set()
 
     async def _run_again_and_again(self, started: _StartedOnce) -> None:
-        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, RESET_SECS)
+        backoff = Backoff(FIRST_PAUSE_SECS, MAX_PAUSE_SECS, RESET_SECS)
         while True:
             started_at = trio.current_time()
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-FEWEST = 5
+MIN_EXAMPLES = 5
 SHARES = {"thorough": 1.0, "patient": 0.25, "fast": 0.1}
 
 
@@ -16,4 +16,4 @@ def thorough() -> bool:
 def examples(count: int) -> int:
     """The share of `count` that the profile of this run tries."""
     share = SHARES.get(settings.get_current_profile_name(), 1.0)
-    return max(round(count * share), FEWEST)
+    return max(round(count * share), MIN_EXAMPLES)

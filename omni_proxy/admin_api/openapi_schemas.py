@@ -63,10 +63,10 @@ def shape(optional: Iterable[str] = (), /, **properties: Schema) -> Schema:
     return {**schema, "required": required} if required else schema
 
 
-def body(least: int = 0, /, **properties: Schema) -> Schema:
+def body(min_properties: int = 0, /, **properties: Schema) -> Schema:
     """A request's object: every key is optional, and no other is accepted."""
     schema = {**shape(properties, **properties), "additionalProperties": False}
-    return {**schema, "minProperties": least} if least else schema
+    return {**schema, "minProperties": min_properties} if min_properties else schema
 
 
 ROLE: Final[Schema] = {"type": "string", "enum": list(get_args(Role))}

@@ -16,13 +16,13 @@ RETRY = b"retry: 2000\n"  # ms until a disconnected browser reconnects
 class Places:
     """Counts the readers and bounds their number."""
 
-    def __init__(self, most: int, code: str) -> None:
+    def __init__(self, limit: int, code: str) -> None:
         self.taken = 0
-        self._most = most
+        self._limit = limit
         self._code = code
 
     def refuse_past_bound(self) -> None:
-        if self.taken >= self._most:
+        if self.taken >= self._limit:
             message = f"{self.taken} readers are served already"
             refusal = HttpError(503, message, self._code)
             raise refusal.with_headers(("retry-after", "2"))

@@ -181,10 +181,10 @@ def _role_settings(body: Mapping[str, object]) -> dict[str, object]:
 
 
 def _balance_settings(body: Mapping[str, object]) -> dict[str, object]:
-    for name, least, most in (("weight", 1, MAX_WEIGHT), ("max_inflight", 0, MAX_COUNT)):
-        value = body.get(name, least)
-        if not _is_count(value) or not isinstance(value, int) or not least <= value <= most:
-            raise bad_request(f"{name} must be a whole number, {least} to {most}")
+    for name, minimum, maximum in (("weight", 1, MAX_WEIGHT), ("max_inflight", 0, MAX_COUNT)):
+        value = body.get(name, minimum)
+        if not _is_count(value) or not isinstance(value, int) or not minimum <= value <= maximum:
+            raise bad_request(f"{name} must be a whole number, {minimum} to {maximum}")
     return {name: body[name] for name in BALANCE_KEYS if name in body}
 
 

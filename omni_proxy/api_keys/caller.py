@@ -94,10 +94,10 @@ class ApiCaller:
 
     __slots__ = (
         "_cells", "_count_tokens", "_fence", "_is_shared", "_limit", "_lines", "_looked_at",
-        "_most", "_others", "_over", "_published", "_rate", "_tokens_seen", "_tries", "begun",
-        "bound", "counts_at_once", "counts_later", "ended", "entry", "has_rates", "input_tokens",
-        "look_at", "models", "name", "output_tokens", "priority", "requests", "settled", "slot",
-        "token_rate", "tokens", "tokens_left", "unsorted", "until",
+        "_max_inflight", "_others", "_over", "_published", "_rate", "_tokens_seen", "_tries",
+        "begun", "bound", "counts_at_once", "counts_later", "ended", "entry", "has_rates",
+        "input_tokens", "look_at", "models", "name", "output_tokens", "priority", "requests",
+        "settled", "slot", "token_rate", "tokens", "tokens_left", "unsorted", "until",
     )  # fmt: skip
 
     def __init__(
@@ -128,16 +128,16 @@ class ApiCaller:
         self.models = frozenset(entry.models)  # empty: all
         self.priority = entry.priority
         # Limits of `entry`; 0: no limit.
-        self._most, self._rate = entry.max_inflight, entry.requests_per_minute
+        self._max_inflight, self._rate = entry.max_inflight, entry.requests_per_minute
         self.token_rate = entry.tokens_per_minute
         self.has_rates = bool(self._rate or self.token_rate)
         self._others = rows.others(self.slot)
         self._fence, self._tries = rows.fence, rows.tries
         for window in (self.requests, self.tokens):
             window.share_with(self._others, rows.fence, rows.tries)
-        self.counts_at_once = bool(self._most and self._others)
+        self.counts_at_once = bool(self._max_inflight and self._others)
         # The counts of other processes have to be read for each request.
-        self._is_shared = bool(self._others and (self._most or self.has_rates))
+        self._is_shared = bool(self._others and (self._max_inflight or self.has_rates))
         # The end of a request and its tokens affect no decision before the next look.
         self.counts_later = not (self.counts_at_once or self.token_rate)
         self._lines, self.look_at, self.until = b"", 0, -inf
@@ -196,8 +196,8 @@ class ApiCaller:
             self._sort()
         self._count_taken()
         room = 0 if self._is_shared else MAX_UNSORTED
-        if self._most:
-            room = min(room, self._most - self.in_flight)
+        if self._max_inflight:
+            room = min(room, self._max_inflight - self.in_flight)
         until = inf
         if self.has_rates:
             taken = self.requests.used(now)
@@ -224,15 +224,15 @@ class ApiCaller:
                 return self._begin_beside_others(now)
             self._look(now)
             if self.begun >= self.look_at:
-                if self._most and self.in_flight >= self._most:
+                if self._max_inflight and self.in_flight >= self._max_inflight:
                     return "max_inflight"
                 return "requests_per_minute"
         self.begun += 1
         return None
 
     def _begin_beside_others(self, now: float) -> Reason | None:
-        if self._most:
-            if not self._enter(self._most):
+        if self._max_inflight:
+            if not self._enter(self._max_inflight):
                 return "max_inflight"
         else:
             self.begun += 1
@@ -241,15 +241,15 @@ class ApiCaller:
             return "requests_per_minute"
         return None
 
-    def _enter(self, most: int) -> bool:
+    def _enter(self, limit: int) -> bool:
         """Count a request as in flight if the limit over all processes permits."""
         for _ in range(self._tries):
-            if self.in_flight >= most:
+            if self.in_flight >= limit:
                 return False
             self.begun += 1
             self.publish()
             self._fence()
-            if self.in_flight <= most:
+            if self.in_flight <= limit:
                 return True
             self._leave()
         return False

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from omni_proxy.cluster.messages import CountsMessage
 
-MOST_IN_FLIGHT: Final = 1 << 20  # at one target, of one peer: higher counts are invalid
+MAX_IN_FLIGHT: Final = 1 << 20  # at one target, of one peer: higher counts are invalid
 _NOTHING: Final[frozenset[int]] = frozenset()
 
 
@@ -99,7 +99,7 @@ class PeerCounts:
 
 
 def _bounded(count: int) -> int:
-    return min(max(count, 0), MOST_IN_FLIGHT)
+    return min(max(count, 0), MAX_IN_FLIGHT)
 
 
 class OwnCounts:

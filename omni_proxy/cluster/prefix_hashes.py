@@ -20,12 +20,12 @@ from typing import Final
 from xxhash import xxh3_64_intdigest
 
 HASH_BYTES: Final = 8
-LONGEST: Final = 64 * 1024  # bytes of text
+MAX_TEXT_BYTES: Final = 64 * 1024  # bytes of text
 REPEAT_SECS: Final = 60.0
-MOST_PUBLISHED: Final = 1 << 15  # entries of the table of published hashes: some 4 MB
-MOST_PENDING: Final = 1 << 13  # hashes that wait to be published: some 1 MB
-MOST_HEARD: Final = 1 << 17  # hashes received from other proxies: some 25 MB
-MOST_HOLDERS: Final = 8  # targets of one beginning
+MAX_PUBLISHED: Final = 1 << 15  # entries of the table of published hashes: some 4 MB
+MAX_PENDING: Final = 1 << 13  # hashes that wait to be published: some 1 MB
+MAX_RECEIVED: Final = 1 << 17  # hashes received from other proxies: some 25 MB
+MAX_HOLDERS: Final = 8  # targets of one beginning
 REPEATED: Final = 4096  # beginnings that are published again for a proxy that joins
 FORGOTTEN: Final = 64  # entries evicted together if a table is full
 
@@ -33,7 +33,7 @@ FORGOTTEN: Final = 64  # entries evicted together if a table is full
 def _ends() -> list[int]:
     """The lengths: each is at most 1.5 times the previous one, and at most 4 KB longer."""
     ends = [256]
-    while ends[-1] < LONGEST:
+    while ends[-1] < MAX_TEXT_BYTES:
         power = 1 << (ends[-1].bit_length() - 1)
         ends.append(ends[-1] + min(4096, power // 2))
     return ends
@@ -121,18 +121,18 @@ class PrefixNotes:
         self._count -= len(self._published.pop(target, ()))
         self.pending -= len(self._pending.pop(target, ()))
 
-    def take(self, most: int) -> dict[int, bytes]:
-        """Remove and return up to `most` pending hashes, packed, by target."""
+    def take(self, limit: int) -> dict[int, bytes]:
+        """Remove and return up to `limit` pending hashes, packed, by target."""
         found: dict[int, bytes] = {}
-        while most > 0 and self._pending:
+        while limit > 0 and self._pending:
             target = next(iter(self._pending))
             hashes = self._pending.pop(target)
-            if len(hashes) > most:
-                self._pending[target] = hashes[most:]
-                del hashes[most:]
+            if len(hashes) > limit:
+                self._pending[target] = hashes[limit:]
+                del hashes[limit:]
             found[target] = pack_hashes(hashes)
             self.pending -= len(hashes)
-            most -= len(hashes)
+            limit -= len(hashes)
         return found
 
     def repeat(self) -> None:
@@ -148,14 +148,14 @@ class PrefixNotes:
         self._count += len(new)
         self.pending += len(new)
         self._pending.setdefault(target, []).extend(new)
-        if self._count > MOST_PUBLISHED:
+        if self._count > MAX_PUBLISHED:
             largest = max(self._published, key=lambda each: len(self._published[each]))
             oldest = self._published[largest]
             for each in list(islice(oldest, FORGOTTEN)):
                 del oldest[each]
                 self._count -= 1
-        if self.pending > MOST_PENDING:
-            self._drop(self.pending - MOST_PENDING)
+        if self.pending > MAX_PENDING:
+            self._drop(self.pending - MAX_PENDING)
 
     def _drop(self, count: int) -> None:
         """Drop pending hashes; they are noted again when they are used again."""
@@ -177,8 +177,8 @@ class PrefixNotes:
 class PrefixHints:
     """Hints of other proxies: the targets that each beginning was sent to."""
 
-    def __init__(self, most: int = MOST_HEARD) -> None:
-        self._most = most
+    def __init__(self, max_entries: int = MAX_RECEIVED) -> None:
+        self._max_entries = max_entries
         # By hash: numbers of its targets, the newest last. A target gets a new number when its
         # cache is cleared.
         self._holders: dict[int, tuple[int, ...]] = {}
@@ -197,9 +197,11 @@ class PrefixHints:
                 before = holders.pop(each, ())
                 if number in before:
                     before = tuple(known for known in before if known != number)
-                holders[each] = (*before[1 - MOST_HOLDERS :], number)
-                if len(holders) > self._most:
-                    for oldest in list(islice(holders, min(FORGOTTEN, self._most // 4 or 1))):
+                holders[each] = (*before[1 - MAX_HOLDERS :], number)
+                if len(holders) > self._max_entries:
+                    for oldest in list(
+                        islice(holders, min(FORGOTTEN, self._max_entries // 4 or 1))
+                    ):
                         del holders[oldest]
 
     def forget(self, target: int) -> None:

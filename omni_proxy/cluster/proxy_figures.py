@@ -1,7 +1,7 @@
 """Figures of a cluster's proxies for dashboards and charts, as members publish them. No I/O.
 
 Invariant: memory is bounded: a message has the figures of a part of the workers, of at most
-`MOST_WORKERS` in all, and a member's figures are dropped with the member. Counts are since the
+`MAX_WORKERS` in all, and a member's figures are dropped with the member. Counts are since the
 member's last message, so a lost message leaves a gap in charts; nothing else depends on it.
 """
 
@@ -15,7 +15,7 @@ from msgspec import Struct
 
 FIGURES_SECS: Final = 1.0
 PARTS: Final = 5  # workers are divided by key; each message has one part, so all take five seconds
-MOST_WORKERS: Final = 512
+MAX_WORKERS: Final = 512
 
 
 class WorkerFigures(NamedTuple):
@@ -78,7 +78,7 @@ class PeerFigures:
     def take(self, member: str, figures: ProxyFigures) -> None:
         known = self._members.setdefault(member, _Member(figures))
         known.figures = figures
-        if 0 <= figures.part < PARTS and len(figures.workers) <= MOST_WORKERS:
+        if 0 <= figures.part < PARTS and len(figures.workers) <= MAX_WORKERS:
             known.parts[figures.part] = figures.workers
 
     def keep(self, members: Iterable[str]) -> None:

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 DIGEST_BYTES: Final = 16
 STAMP_BYTES: Final = 8
 ROW_BYTES: Final = DIGEST_BYTES + STAMP_BYTES
-MOST_PENDING: Final = 1 << 13
-MOST_PLACED: Final = 1 << 16  # some 20 MB
+MAX_PENDING: Final = 1 << 13
+MAX_PLACED: Final = 1 << 16  # some 20 MB
 REPEATED: Final = 4096  # sessions that are published again for a proxy that joins
 FINISHED: Final = 0  # the target key of a session that has ended
 
@@ -38,12 +38,12 @@ class SessionNotes:
     def note(self, digest: bytes, target: int) -> None:
         """Note that a session is at this target from now on, or FINISHED."""
         self._pending[digest] = target
-        if len(self._pending) > MOST_PENDING:
+        if len(self._pending) > MAX_PENDING:
             self._pending.popitem(last=False)
             self.dropped += 1
 
-    def take(self, most: int) -> dict[bytes, int]:
-        count = min(most, len(self._pending))
+    def take(self, limit: int) -> dict[bytes, int]:
+        count = min(limit, len(self._pending))
         return dict(self._pending.popitem(last=False) for _ in range(count))
 
     @property
@@ -59,8 +59,8 @@ class SessionPlace(NamedTuple):
 class PlacedSessions:
     """Known placements. `most`: size of the table; placements of unknown sessions are accepted."""
 
-    def __init__(self, most: int = MOST_PLACED) -> None:
-        self._most = most
+    def __init__(self, max_entries: int = MAX_PLACED) -> None:
+        self._max_entries = max_entries
         self._known: OrderedDict[bytes, SessionPlace] = OrderedDict()
 
     def __len__(self) -> int:
@@ -100,7 +100,7 @@ class PlacedSessions:
     def _set(self, digest: bytes, placement: SessionPlace) -> SessionPlace:
         self._known[digest] = placement
         self._known.move_to_end(digest)
-        if len(self._known) > self._most:
+        if len(self._known) > self._max_entries:
             self._known.popitem(last=False)
         return placement
 

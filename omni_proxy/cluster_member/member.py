@@ -67,9 +67,9 @@ from omni_proxy.weight_sync.worker_calls import read_labels
 _log = logging.getLogger(__name__)
 
 FIRST_PAUSE_SECS: Final = 0.05
-LONGEST_PAUSE_SECS: Final = 1.0
+MAX_PAUSE_SECS: Final = 1.0
 HEARTBEATS: Final = 4  # heartbeats during a lease
-SHORTEST_PATIENCE_SECS: Final = 0.5  # shortest timeout of a reply
+MIN_REPLY_SECS: Final = 0.5  # shortest timeout of a reply
 BYE_SECS: Final = 0.2
 CALLED_SECS: Final = 2.0
 WRONG_PASSWORD: Final = ("WRONGPASS", "NOAUTH")
@@ -256,7 +256,7 @@ class ClusterMember:
             self._listens_at = ""
 
     async def _stay_connected(self, load: SharedLoad) -> None:
-        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS)
+        backoff = Backoff(FIRST_PAUSE_SECS, MAX_PAUSE_SECS)
         while True:
             try:
                 await self._connect(load, backoff)
@@ -443,7 +443,7 @@ class ClusterMember:
 
     @property
     def _patience_secs(self) -> float:
-        return max(SHORTEST_PATIENCE_SECS, self.table.lease_secs / 2)
+        return max(MIN_REPLY_SECS, self.table.lease_secs / 2)
 
     def _note_connected(self) -> None:
         self._connected_at = trio.current_time()

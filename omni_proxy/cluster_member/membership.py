@@ -34,9 +34,9 @@ CALL_SECS: Final = 1.0
 POLL_SECS: Final = 0.1  # interval of calls to a member while weights change
 LOOK_SECS: Final = 1.0  # interval of refreshes of the member list otherwise
 FORGET_SECS: Final = 300.0  # a member that is silent for longer is removed
-MOST_KNOWN: Final = 256  # known addresses
-MOST_CALLS: Final = 16  # calls that are answered concurrently
-MOST_BYTES: Final = 8 << 20  # size of one message
+MAX_KNOWN: Final = 256  # known addresses
+MAX_CALLS: Final = 16  # calls that are answered concurrently
+MAX_BYTES: Final = 8 << 20  # size of one message
 MAC_BYTES: Final = 32
 LENGTH_BYTES: Final = 4
 _ADDRESS: Final = re.compile(r"\S+ ([0-9]{1,5})\Z")
@@ -138,7 +138,7 @@ class Members:
             name, address = _text(key), _text(value)
             if name and name != own and _is_address(address):
                 self._addresses[name] = address
-        while len(self._addresses) > MOST_KNOWN:
+        while len(self._addresses) > MAX_KNOWN:
             self._addresses.popitem(last=False)
         others = sorted({name for key in found if (name := _text(key))} - {own})
         if not others:
@@ -195,7 +195,7 @@ class Members:
         port = listeners[0].socket.getsockname()[1]
         self._address = f"{host} {port}"
         task_status.started()
-        limit = trio.CapacityLimiter(MOST_CALLS)
+        limit = trio.CapacityLimiter(MAX_CALLS)
 
         async def answer(stream: trio.SocketStream) -> None:
             with suppress(trio.WouldBlock, CallError, *_BROKEN):
@@ -293,7 +293,7 @@ async def read_message(
             raise CallError("it is incomplete")
         data += piece
         length = int.from_bytes(data[:LENGTH_BYTES], "big") if len(data) >= LENGTH_BYTES else 0
-        if length > MOST_BYTES:
+        if length > MAX_BYTES:
             raise CallError("it is too long")
     mac, payload = bytes(data[LENGTH_BYTES:head]), bytes(data[head : head + length])
     if not hmac.compare_digest(mac, hmac.digest(key, before + payload, sha256)):

@@ -15,7 +15,7 @@ from itertools import islice
 from omni_proxy import __version__
 from omni_proxy.cluster.messages import target_key
 from omni_proxy.cluster.proxy_figures import (
-    MOST_WORKERS,
+    MAX_WORKERS,
     PARTS,
     CountedFigures,
     ProxyFigures,
@@ -72,7 +72,7 @@ class OwnFigures:
 
     def _of_workers(self, part: int, at: float) -> dict[int, WorkerFigures]:
         keyed = ((target_key(worker.url), worker) for worker in self._fleet.workers)
-        due = islice((pair for pair in keyed if pair[0] % PARTS == part), MOST_WORKERS // PARTS)
+        due = islice((pair for pair in keyed if pair[0] % PARTS == part), MAX_WORKERS // PARTS)
         found = {key: self._of_worker(worker, at) for key, worker in due}
         return {key: figures for key, figures in found.items() if any(figures)}
 

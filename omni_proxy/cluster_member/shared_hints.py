@@ -24,8 +24,8 @@ from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.cluster_hints import ClusterHints
 
-MOST_HASHES: Final = 512  # hashes in one message: 4 KB
-MOST_SESSIONS: Final = 256  # sessions in one message: 6 KB
+MAX_HASHES: Final = 512  # hashes in one message: 4 KB
+MAX_SESSIONS: Final = 256  # sessions in one message: 6 KB
 
 
 class HintsView(Protocol):
@@ -65,7 +65,7 @@ class SharedHints:
         if self._forgotten:
             urls, self._forgotten = tuple(self._forgotten), {}
             messages.append(ForgottenMessage(member, urls))
-        hashes = self._view.hints.prefix_notes.take(MOST_HASHES)
+        hashes = self._view.hints.prefix_notes.take(MAX_HASHES)
         if hashes:
             self._view.spread_prefixes(hashes)
             messages.append(PrefixesMessage(member, hashes))
@@ -99,7 +99,7 @@ class SharedHints:
 
     def _stamp(self) -> None:
         """Give stamps to sessions that were placed here."""
-        sessions = self._view.hints.session_notes.take(MOST_SESSIONS)
+        sessions = self._view.hints.session_notes.take(MAX_SESSIONS)
         if sessions:
             stamp = int(1000 * self._store_now())
             self._outgoing.append(self._placed.place(sessions, stamp))

@@ -19,7 +19,7 @@ from omni_proxy.config.url import normalize_url
 from omni_proxy.discovery.members import SourceEndpoint, SourceMember, SourceMembers
 
 EMPTY_ANSWERS: Final = 3
-LEAST_TTL_SECS: Final = 1.0  # a TTL of 0 must not become a busy loop
+MIN_TTL_SECS: Final = 1.0  # a TTL of 0 must not become a busy loop
 MAX_WEIGHT: Final = 1_000_000
 ABSENT: Final = "its address is no longer in DNS"
 NO_TTL: Final = float("inf")
@@ -82,7 +82,7 @@ class DnsState:
     def delay_secs(self, ttl_secs: float) -> float:
         """Seconds until the next query."""
         refresh = self._entry.refresh_secs
-        return min(refresh, max(ttl_secs, LEAST_TTL_SECS))
+        return min(refresh, max(ttl_secs, MIN_TTL_SECS))
 
     def _found(self, address: DnsAddress) -> FoundWorker | None:
         entry = self._entry

@@ -44,10 +44,10 @@ LIST_SILENCE_SECS: Final = 10.0
 WATCH_SILENCE_SECS: Final = 30.0
 WATCH_SECS: Final = 300  # the server ends a watch after this time, up to twice that with jitter
 FIRST_PAUSE_SECS: Final = 0.2
-LONGEST_PAUSE_SECS: Final = 30.0
+MAX_PAUSE_SECS: Final = 30.0
 # A watch that lasted this long resets the back-off.
 RESET_SECS: Final = 5.0
-LEAST_WATCH_SECS: Final = 1.0
+MIN_WATCH_SECS: Final = 1.0
 SLICE_SECS: Final = 0.002
 GONE: Final = 410
 
@@ -75,7 +75,7 @@ class PodWatcher:
         self._access = access
         self._on_change = on_change
         self._jitter = jitter
-        self._backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS, RESET_SECS)
+        self._backoff = Backoff(FIRST_PAUSE_SECS, MAX_PAUSE_SECS, RESET_SECS)
         self._version = ""  # resource version to watch from; "" if a list is needed
 
     async def run(self) -> None:
@@ -85,7 +85,7 @@ class PodWatcher:
                 if not self._version:
                     await self._list()
                 begun_at = trio.current_time()
-                if await self._watch() or trio.current_time() - begun_at >= LEAST_WATCH_SECS:
+                if await self._watch() or trio.current_time() - begun_at >= MIN_WATCH_SECS:
                     continue
                 # Pause if the server ended the watch immediately, to avoid a busy loop.
                 await trio.sleep(self._pause_secs())

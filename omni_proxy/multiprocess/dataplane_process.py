@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 
 SEND_LINES_SECS: Final = 0.1
 SEND_HINTS_SECS: Final = 0.05
-MOST_HINTS: Final = 512  # of prompts, and of sessions, in one message
+MAX_HINTS: Final = 512  # of prompts, and of sessions, in one message
 SEND_METRICS_SECS: Final = 0.25
 SEND_STATS_SECS: Final = 1.0
 QUEUE_POLL_SECS: Final = 0.005  # between two checks for capacity that another process has freed
@@ -316,7 +316,7 @@ class DataPlaneProcess:
         while True:
             await trio.sleep(SEND_HINTS_SECS if hints.shares_any else SEND_STATS_SECS)
             if self._channel.waiting_bytes < MAX_UNSENT_BYTES:
-                prefixes, sessions = hints.take_notes(MOST_HINTS)
+                prefixes, sessions = hints.take_notes(MAX_HINTS)
                 if prefixes or sessions:
                     self._channel.send(ClusterHintsEvent(prefixes, sessions))
 

@@ -27,7 +27,7 @@ from omni_proxy.wire.errors import HttpError
 _log = logging.getLogger(__name__)
 
 MAX_RESERVATIONS: Final = 100_000
-LONGEST_SLEEP_SECS: Final = 3600.0
+MAX_SLEEP_SECS: Final = 3600.0
 
 
 class EnvoyRun(Protocol):
@@ -191,7 +191,7 @@ class PickerService:
                 self._expire()
                 self._changed = trio.Event()
                 secs = self._reservations.next_end() - self._picker.now
-                with trio.move_on_after(min(max(secs, 0.0), LONGEST_SLEEP_SECS)):
+                with trio.move_on_after(min(max(secs, 0.0), MAX_SLEEP_SECS)):
                     await self._changed.wait()
         finally:
             self._release_all()

@@ -28,7 +28,7 @@ from omni_proxy.process_group.broadcast.mapped_file import (
     read_ahead,
     region_span,
 )
-from omni_proxy.process_group.broadcast.receive import SLOWEST_BYTES_PER_SEC, ProgressCallback
+from omni_proxy.process_group.broadcast.receive import MIN_BYTES_PER_SEC, ProgressCallback
 from omni_proxy.process_group.broadcast.transfer import (
     Progress,
     ReceiveOrder,
@@ -259,7 +259,7 @@ class _SendMonitor:
         if self._done == len(self._messages):
             return None
         message = self._messages[self._done]
-        limit_secs = self._stall_secs + message.nbytes / SLOWEST_BYTES_PER_SEC
+        limit_secs = self._stall_secs + message.nbytes / MIN_BYTES_PER_SEC
         if time.monotonic() - self._changed_at < limit_secs:
             return None
         return f"{message.what} was not taken within {limit_secs:.0f} s"

@@ -55,7 +55,7 @@ def resample(samples: Samples, from_rate: float, to_rate: float) -> Samples:
 
 
 PCM, IEEE_FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
-LOWEST_RATE, HIGHEST_RATE = 4_000, 384_000
+MIN_RATE, MAX_RATE = 4_000, 384_000
 
 
 class AudioError(ValueError):
@@ -159,10 +159,8 @@ def _read_format(held: bytes) -> _Format:
         raise AudioError(f"the WAV file has {bits} bit {kind} samples; {SUPPORTED}")
     if not 1 <= channels <= MAX_CHANNELS:
         raise AudioError(f"the WAV file declares {channels} channels; {SUPPORTED}")
-    if not LOWEST_RATE <= rate <= HIGHEST_RATE:
-        raise AudioError(
-            f"the WAV file has {rate} samples/s, outside {LOWEST_RATE} to {HIGHEST_RATE}"
-        )
+    if not MIN_RATE <= rate <= MAX_RATE:
+        raise AudioError(f"the WAV file has {rate} samples/s, outside {MIN_RATE} to {MAX_RATE}")
     if block_bytes != channels * bits // 8:
         raise AudioError(
             f"the WAV file is inconsistent: {channels} channels of {bits} bits in "

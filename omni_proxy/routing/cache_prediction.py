@@ -15,7 +15,7 @@ from msgspec import Struct
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.routing.prefix_tree import InsertedText
 
-MOST_UNANSWERED: Final = 4096  # per worker; above it, the oldest ones count as answered
+MAX_UNANSWERED: Final = 4096  # per worker; above it, the oldest ones count as answered
 # After AGREED responses of a worker in a row were as predicted, one in AGREED_SHARE is compared.
 AGREED: Final = 32
 AGREED_SHARE: Final = 16
@@ -117,7 +117,7 @@ class CacheReports:
     def oldest_unanswered(self, number: int) -> int:
         """Number of the oldest prompt without a first response byte; without any, `number`."""
         waiting = self.unanswered
-        while waiting and (waiting[0].answered or len(waiting) > MOST_UNANSWERED):
+        while waiting and (waiting[0].answered or len(waiting) > MAX_UNANSWERED):
             waiting.popleft()
         return waiting[0].number if waiting else number
 

@@ -95,9 +95,9 @@ class ClusterHints:
             self.prefixes.forget(key)
             self.prefix_notes.forget(key)
 
-    def take_notes(self, most: int) -> tuple[dict[int, bytes], dict[bytes, int]]:
-        """Packed hashes by target, and targets by session digest: at most `most` of each."""
-        return self.prefix_notes.take(most), self.session_notes.take(most)
+    def take_notes(self, limit: int) -> tuple[dict[int, bytes], dict[bytes, int]]:
+        """Packed hashes by target, and targets by session digest: at most `limit` of each."""
+        return self.prefix_notes.take(limit), self.session_notes.take(limit)
 
     def add_notes(self, prefixes: dict[int, bytes], sessions: Mapping[bytes, int]) -> None:
         """Add the notes of another process of this proxy."""

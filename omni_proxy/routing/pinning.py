@@ -58,8 +58,8 @@ _WIDE_MARKS: Final = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE  # UTF-32: the sam
 # SGLang ignores the header on these routes.
 BODY_ONLY_PATHS: Final = frozenset(("/generate",))
 _KEYS: Final = (BODY_KEY, OLD_BODY_KEY)
-_HIGHEST: Final = 1 << 31
-_MAX_DIGITS: Final = len(str(_HIGHEST))
+_MAX_RANK: Final = 1 << 31
+_MAX_DIGITS: Final = len(str(_MAX_RANK))
 # Stands for the members of a large body, for `splice_parts`: the body is an object and not empty.
 _SOME_MEMBER: Final = (JsonMember(b"", 0, 0, 0),)
 
@@ -127,8 +127,8 @@ def _start(body: bytes) -> int:
 def _rank(where: str, value: bytes) -> int:
     """Raises HttpError 400."""
     text = value.strip()
-    rank = int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else _HIGHEST
-    if rank >= _HIGHEST:
+    rank = int(text) if text.isdigit() and len(text) <= _MAX_DIGITS else _MAX_RANK
+    if rank >= _MAX_RANK:
         shown = text[:40].decode("latin-1")
         raise _bad(f"{where}: {shown!r} is not a data-parallel rank; use a number, 0 or more")
     return rank

@@ -28,7 +28,7 @@ DROPPED_PER_SLICE = 16
 PRUNED_PER_SLICE = 64  # nodes; finding their children is slow
 PRUNED_PER_REPORT = 8
 PRUNED_PER_INSERT = 1
-MOST_TO_PRUNE: Final = 4096
+MAX_TO_PRUNE: Final = 4096
 MASKS_KNOWN: Final = 256  # masks with cached holders: the same few masks are matched again
 _WRAP: Final = 0xFFFFFFFF
 # A node takes up to 200 bytes in addition to its label: texts that differ in one byte would fill
@@ -255,7 +255,7 @@ class PrefixTree(Generic[Holder]):
         while start > length and node != ROOT:
             node = self._parents[node]
             start -= len(self._labels[node])
-        if node != ROOT and len(self._lost) < MOST_TO_PRUNE:
+        if node != ROOT and len(self._lost) < MAX_TO_PRUNE:
             self._lost.append((node, generations[node], holder, before))
             self._prune(PRUNED_PER_REPORT)
 

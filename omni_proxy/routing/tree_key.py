@@ -20,16 +20,16 @@ from xxhash import xxh3_64_digest
 
 PLAIN: Final = 1024
 HASH_BYTES: Final = 8
-MOST_BLOCK: Final = 512
-_LONGEST: Final = 128 * 1024  # bytes after it are not in the key
+MAX_BLOCK: Final = 512
+_MAX_BYTES: Final = 128 * 1024  # bytes after it are not in the key
 _FINENESS: Final = 16  # a block is at most 1/16 of the text before it
 
 
 def _block_ends() -> list[int]:
     ends = [PLAIN]
-    while ends[-1] < _LONGEST:
+    while ends[-1] < _MAX_BYTES:
         before = 1 << (ends[-1].bit_length() - 1)
-        ends.append(ends[-1] + min(MOST_BLOCK, before // _FINENESS))
+        ends.append(ends[-1] + min(MAX_BLOCK, before // _FINENESS))
     return ends
 
 

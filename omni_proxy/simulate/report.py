@@ -18,7 +18,7 @@ from omni_proxy.simulate.simulation import Simulation
 from omni_proxy.simulate.workload import Facts
 
 PERCENTILES: Final = (50, 90, 99)
-MOST_FAILURES: Final = 5  # reasons that are shown
+MAX_FAILURES: Final = 5  # reasons that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
     failures: Counter[str] = Counter()
     for run in runs:
         failures.update(run.failures)
-    lines = [f"failed: {count} {why}" for why, count in failures.most_common(MOST_FAILURES)]
+    lines = [f"failed: {count} {why}" for why, count in failures.most_common(MAX_FAILURES)]
     for key in runs[0].settings if runs else ():
         figures: dict[str, set[str]] = {}
         for run in runs:

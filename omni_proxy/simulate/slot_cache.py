@@ -51,7 +51,7 @@ class SlotCache:
     def __init__(self, slots: int, stored_tokens: int) -> None:
         self._slots = [_Slot(_Text()) for _ in range(slots)]
         self._stored: list[_Text] = []  # the oldest first
-        self._most = stored_tokens or inf
+        self._max_tokens = stored_tokens or inf
         self._requests = 0
 
     @property
@@ -120,7 +120,9 @@ class SlotCache:
             return
         self._stored = [other for other in self._stored if not _begins(other, text)]
         self._stored.append(text)
-        while len(self._stored) > 1 and sum(each.tokens for each in self._stored) > self._most:
+        while (
+            len(self._stored) > 1 and sum(each.tokens for each in self._stored) > self._max_tokens
+        ):
             self._stored.pop(0)
 
     def _take(self, held: _Text, request: Request) -> _Text:

@@ -1,7 +1,7 @@
 """Time series of the last 15 minutes, hour and six hours, of the fleet and of each worker.
 
 `HistorySampler` reads the fleet's counters into them, from the ticker. Invariants: memory is
-bounded: POINTS points of each range for the fleet and for MOST_WORKERS workers. A point without a
+bounded: POINTS points of each range for the fleet and for MAX_WORKERS workers. A point without a
 sample has no value (None), never a zero. An event counts in the point in which the counters were
 read. Requests pay nothing: each worker is read once per shortest point, a few in each step of the
 ticker, so that the event loop is not blocked. Pure: the time is an argument, in Unix seconds.
@@ -27,7 +27,7 @@ from omni_proxy.telemetry.recent_window import RecentWindow, WindowCounts
 POINTS: Final = 180
 # Seconds per point, by the seconds of the whole range.
 STEPS: Final = {900: 5, 3600: 20, 21600: 120}
-MOST_WORKERS: Final = 512  # about 24 KiB each
+MAX_WORKERS: Final = 512  # about 24 KiB each
 SERIES: Final = (
     "requests_per_sec", "errors_per_sec", "in_flight", "waiting", "input_tokens_per_sec",
     "output_tokens_per_sec", "first_p50_ms", "first_p95_ms", "between_p50_ms", "between_p95_ms",
@@ -267,7 +267,7 @@ class History:
     ) -> None:
         track = self.workers.get(worker)
         if track is None:
-            if len(self.workers) >= MOST_WORKERS:
+            if len(self.workers) >= MAX_WORKERS:
                 return
             track = self.workers[worker] = Track()
         counts = track.sample(at, totals, worker.in_flight, waiting)

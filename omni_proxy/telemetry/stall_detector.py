@@ -17,7 +17,7 @@ from omni_proxy.telemetry.metrics import Metrics
 from omni_proxy.telemetry.recent_window import RecentWindow
 
 PARTS: Final = 5  # each tick checks one part, so each worker is checked every five seconds
-LEAST_SECS: Final = 15.0
+MIN_SECS: Final = 15.0
 USUAL_TIMES: Final = 3.0  # factor over the worker's usual time to the first chunk
 MOST: Final = 0.95  # quantile that counts as usual: earlier stalls must not raise it
 UNKNOWN_SECS: Final = 60.0  # for a worker that has sent no response so far
@@ -58,7 +58,7 @@ class EngineStallDetector:
             return None
         progress, since = self._progress[worker]
         secs = at - since
-        if secs < LEAST_SECS or progress != self._count_progress(worker):
+        if secs < MIN_SECS or progress != self._count_progress(worker):
             return None
         return round(secs, 1) if secs >= self._usual(worker) else None
 

@@ -13,7 +13,7 @@ from omni_proxy.cluster.messages import (
     target_key,
 )
 from omni_proxy.cluster.peer_counts import (
-    MOST_IN_FLIGHT,
+    MAX_IN_FLIGHT,
     OwnCounts,
     PeerCounts,
     Sharing,
@@ -108,7 +108,7 @@ def test_a_proxy_does_not_count_its_own_messages():
 
 
 @pytest.mark.parametrize(
-    ("published", "count"), [(-5, 0), (-(2**63), 0), (2**64 - 1, MOST_IN_FLIGHT)]
+    ("published", "count"), [(-5, 0), (-(2**63), 0), (2**64 - 1, MAX_IN_FLIGHT)]
 )
 def test_published_counts_are_bounded(published, count):
     counts = PeerCounts("own")

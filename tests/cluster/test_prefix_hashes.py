@@ -74,7 +74,7 @@ def test_published_beginnings_are_repeated_for_a_joining_proxy():
 
 
 def test_notes_are_bounded_and_dropped_beginnings_are_published_at_the_next_use(monkeypatch):
-    monkeypatch.setattr(prefix_hashes, "MOST_PENDING", 4)
+    monkeypatch.setattr(prefix_hashes, "MAX_PENDING", 4)
     notes = PrefixNotes()
     notes.note([1, 2, 3, 4, 5, 6], A, 100.0)
     assert (notes.pending, notes.dropped) == (4, 2)
@@ -105,11 +105,11 @@ def test_hints_list_the_targets_of_the_longest_beginning_first():
 
 
 def test_hints_are_bounded_and_the_least_recently_received_are_dropped():
-    hints = PrefixHints(most=3)
+    hints = PrefixHints(max_entries=3)
     hints.add({A: pack_hashes([1, 2, 3])})
     hints.add({A: pack_hashes([1, 4])})
     assert len(hints) == 3
     assert [bool(hints.depths([number])) for number in (1, 2, 3, 4)] == [True, False, True, True]
     for target in range(100):
         hints.add({target + 1: pack_hashes([9])})
-    assert len(hints.depths([9])) == prefix_hashes.MOST_HOLDERS
+    assert len(hints.depths([9])) == prefix_hashes.MAX_HOLDERS

@@ -1,6 +1,6 @@
 from omni_proxy.cluster.messages import FiguresMessage, decode, encode
 from omni_proxy.cluster.proxy_figures import (
-    MOST_WORKERS,
+    MAX_WORKERS,
     PARTS,
     CountedFigures,
     PeerFigures,
@@ -40,7 +40,7 @@ def test_a_message_with_a_part_of_the_workers_replaces_that_part_only():
 
 def test_too_many_workers_are_ignored_and_members_that_left_are_dropped():
     peers = PeerFigures()
-    many = {at * PARTS: WorkerFigures(1.0) for at in range(MOST_WORKERS + 1)}
+    many = {at * PARTS: WorkerFigures(1.0) for at in range(MAX_WORKERS + 1)}
     peers.take("a", figures(0, many))
     peers.take("a", figures(PARTS, {PARTS: WorkerFigures(1.0)}))
     assert peers.elsewhere(PARTS) == WorkerFigures()

@@ -47,8 +47,8 @@ def test_a_joining_proxy_gets_all_unfinished_sessions():
 
 
 def test_tables_are_bounded(monkeypatch):
-    monkeypatch.setattr(session_places, "MOST_PENDING", 3)
-    notes, placed = SessionNotes(), PlacedSessions(most=4)
+    monkeypatch.setattr(session_places, "MAX_PENDING", 3)
+    notes, placed = SessionNotes(), PlacedSessions(max_entries=4)
     for number in range(6):
         notes.note(session_digest(str(number)), 1)
     assert (notes.pending, notes.dropped) == (3, 3)

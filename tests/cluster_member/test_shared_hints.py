@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from omni_proxy.cluster.messages import decode
-from omni_proxy.cluster_member.shared_hints import MOST_HASHES, SharedHints
+from omni_proxy.cluster_member.shared_hints import MAX_HASHES, SharedHints
 from omni_proxy.config.fields import CAPABILITIES
 from omni_proxy.config.overlay import WorkerSpec
 from omni_proxy.config.schema import Config, RoutingConfig
@@ -178,5 +178,5 @@ async def test_a_publication_is_bounded_and_the_rest_follows_later():
         first.pick(text)
     waiting = first.hints.stats()["unpublished"]
     await first.shared.tick(first, "first")
-    assert first.hints.stats()["unpublished"] == waiting - MOST_HASHES
-    assert sum(map(len, first.sent)) < 9 * MOST_HASHES
+    assert first.hints.stats()["unpublished"] == waiting - MAX_HASHES
+    assert sum(map(len, first.sent)) < 9 * MAX_HASHES

@@ -128,7 +128,7 @@ class ResetsUntilHealthy:
 
     def __init__(self) -> None:
         self.well = False
-        self.now = self.most = self.served = 0
+        self.now = self.peak = self.served = 0
         self.gate = trio.Event()
 
     async def __call__(self, call) -> None:
@@ -139,7 +139,7 @@ class ResetsUntilHealthy:
             call.reset()
             return
         self.now += 1
-        self.most = max(self.most, self.now)
+        self.peak = max(self.peak, self.now)
         try:
             await self.gate.wait()
             await call.send(counted(b"{}"))

@@ -36,7 +36,7 @@ FIRST = 5  # clients per kind: fill what the proxy keeps permanently, such as te
 CROWD = 50  # clients per kind
 AT_ONCE = 50
 # A connection that leaks would keep some 2,700 bytes; templates are bounded.
-MOST_LEFT_BYTES = CROWD * 1000
+MAX_LEFT_BYTES = CROWD * 1000
 PATIENCE_SECS = 60
 TIMEOUTS = """
 [server.timeouts]
@@ -172,7 +172,7 @@ async def test_a_crowd_of_hostile_clients_leaks_nothing(family):
         finally:
             tracemalloc.stop()
         proxy_memory = kept.filter_traces([tracemalloc.Filter(True, "*/omni_proxy/*")])
-        assert sum(entry.size for entry in proxy_memory.statistics("filename")) < MOST_LEFT_BYTES
+        assert sum(entry.size for entry in proxy_memory.statistics("filename")) < MAX_LEFT_BYTES
 
 
 async def test_good_clients_are_served_among_hostile_ones():

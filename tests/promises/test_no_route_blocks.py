@@ -22,7 +22,7 @@ from tests.example_counts import thorough
 from tests.promises.fakes import Call, counted
 from tests.promises.fleet_program import PATIENCE_SECS, program
 
-MOST_TURN_MS = 100
+MAX_TURN_MS = 100
 REQUEST_SECS = 30.0
 HANGING_REQUEST_SECS = 4.0  # requests that wait for a hanging worker are cancelled then
 AT_ONCE = 6
@@ -207,7 +207,7 @@ async def test_no_route_blocks_the_others_whatever_its_workers_do(tmp_path, nurs
             assert [route for route, status in statuses.items() if status is None] == []
         watchdog = (await running.get_json("/status"))["watchdog"]
         assert watchdog["stalls"] == 0
-        assert watchdog["longest_turn_ms"] < MOST_TURN_MS, f"{watchdog}\n{statuses}"
+        assert watchdog["longest_turn_ms"] < MAX_TURN_MS, f"{watchdog}\n{statuses}"
 
 
 async def statuses_of_all(

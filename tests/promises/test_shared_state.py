@@ -117,12 +117,12 @@ class ConcurrencyRecorder:
     """A worker that records its greatest number of concurrent requests."""
 
     def __init__(self) -> None:
-        self.now = self.most = 0
+        self.now = self.peak = 0
 
     async def __call__(self, call) -> None:
         if call.line.startswith("POST "):
             self.now += 1
-            self.most = max(self.most, self.now)
+            self.peak = max(self.peak, self.now)
             await trio.lowlevel.checkpoint()
             self.now -= 1
         await call.send(counted(b"{}"))
@@ -151,7 +151,7 @@ async def test_no_limit_is_exceeded_when_all_processes_pick_at_once(tmp_path, li
                 for _ in range(12):
                     nursery.start_soon(ask, running)
     assert statuses == {200: 480}
-    assert recorder.most == 2
+    assert recorder.peak == 2
 
 
 async def test_a_half_open_worker_gets_one_request_at_a_time_from_all_processes(tmp_path):
@@ -172,7 +172,7 @@ async def test_a_half_open_worker_gets_one_request_at_a_time_from_all_processes(
             before = completed[0]
             while completed[0] < before + 60:
                 await trio.sleep(0.01)
-            assert (resetting.most, resetting.served) == (1, 0)
+            assert (resetting.peak, resetting.served) == (1, 0)
             resetting.gate.set()
             while resetting.served < 10:
                 await trio.sleep(0.01)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from omni_proxy.routing.prefix_tree import PrefixTree
 from omni_proxy.routing.tree_key import (
     HASH_BYTES,
-    MOST_BLOCK,
+    MAX_BLOCK,
     PLAIN,
     hash_with,
     key_length,
@@ -32,7 +32,7 @@ def test_keys_share_the_whole_blocks_that_their_texts_share(same, more, other):
     known = text_length(common(one, two))
     limit = same if more and other else min(same + more, same + other)
     assert known <= limit
-    assert limit - known < max(1, min(MOST_BLOCK, limit // 16 + 1))
+    assert limit - known < max(1, min(MAX_BLOCK, limit // 16 + 1))
     assert known == text_length(key_length(limit))
 
 
@@ -41,7 +41,7 @@ def test_a_longer_text_only_extends_the_key(length):
     key = tree_key(LONG[:length])
     assert tree_key(LONG[: length + 5000]).startswith(key)
     assert len(key) == key_length(length)
-    assert length - MOST_BLOCK < text_length(len(key)) <= length
+    assert length - MAX_BLOCK < text_length(len(key)) <= length
 
 
 def test_a_short_text_is_its_own_key_and_a_long_one_is_shortened():

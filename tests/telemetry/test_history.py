@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from omni_proxy.telemetry import history as series
 from omni_proxy.telemetry.histogram import BETWEEN_CHUNKS, FINE
 from omni_proxy.telemetry.history import (
-    MOST_WORKERS,
+    MAX_WORKERS,
     POINTS,
     STEPS,
     Bin,
@@ -152,7 +152,7 @@ def test_the_last_minute_of_a_worker_is_the_mean_of_its_complete_points():
 
 
 def test_the_number_of_workers_is_bounded_and_removed_ones_are_dropped(monkeypatch):
-    monkeypatch.setattr(series, "MOST_WORKERS", 2)
+    monkeypatch.setattr(series, "MAX_WORKERS", 2)
     a, b, c = fleet_of(*map(entry, "abc")).workers
     history = History()
     for worker in (a, b, c):
@@ -161,7 +161,7 @@ def test_the_number_of_workers_is_bounded_and_removed_ones_are_dropped(monkeypat
     history.keep({b, c})
     history.sample_worker(START, c, WorkerTotals(), None)
     assert set(history.workers) == {b, c}
-    assert MOST_WORKERS * 24 * 1024 < 16 * 1024 * 1024
+    assert MAX_WORKERS * 24 * 1024 < 16 * 1024 * 1024
 
 
 @given(st.lists(st.tuples(st.integers(0, 400), st.integers(0, 50)), max_size=30))

@@ -2,7 +2,7 @@ import pytest
 
 from omni_proxy.routing.routes import match_route
 from omni_proxy.telemetry.stall_detector import (
-    LEAST_SECS,
+    MIN_SECS,
     PARTS,
     SESSIONS,
     UNKNOWN_SECS,
@@ -49,7 +49,7 @@ def test_a_silent_worker_with_requests_is_reported_after_some_seconds(
     silent_secs = stall_detector.silent_secs(stuck, 60.0)
     assert silent_secs is not None
     assert 60 - PARTS <= silent_secs <= 60
-    assert stall_detector.silent_secs(stuck, LEAST_SECS - 1) is None
+    assert stall_detector.silent_secs(stuck, MIN_SECS - 1) is None
     assert all(
         stall_detector.silent_secs(worker, 60.0) is None
         for worker in fleet.workers

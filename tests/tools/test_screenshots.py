@@ -9,7 +9,7 @@ from tests.tree import ROOT
 from tools.screenshots.png import SIGNATURE, _chunk, _chunks, _lines, smaller
 
 WIDTH = 5
-MOST_BYTES = 200_000
+MAX_BYTES = 200_000
 
 
 def filtered(rows, kinds):
@@ -54,4 +54,4 @@ def test_a_picture_that_is_not_rgb_is_refused():
 def test_the_pictures_of_the_documentation_are_small(name):
     picture = (ROOT / "docs" / "pictures" / f"{name}.png").read_bytes()
     assert picture.startswith(SIGNATURE)
-    assert len(picture) < MOST_BYTES
+    assert len(picture) < MAX_BYTES

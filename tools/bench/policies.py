@@ -32,7 +32,7 @@ def side(policy: str, workers: int, *, metrics: bool = True, rules: str = "") ->
         return text.replace("[[workers]]", f"[routing.cache_aware]\n{rules}\n[[workers]]", 1)
 
     inner = reconfigured(proxy(OMNI_PROXY, name), name, changed)
-    return replace(inner, most=workers)
+    return replace(inner, max_workers=workers)
 
 
 Pair = tuple[str, Side, Side]

@@ -37,20 +37,20 @@ class Slowness(NamedTuple):
 
 def slow_workers(rows: Sequence[Row], at: float) -> dict[str, Slowness]:
     """The slow workers by id, also those out of rotation. `at`: Unix time of the rows."""
-    firsts = _usual_ms(rows, lambda row: (row.get("model"), row.get("first_p50_ms")))
+    firsts = _others_median_ms(rows, lambda row: (row.get("model"), row.get("first_p50_ms")))
     # A prefill worker streams nothing to clients: its legs are not comparable with others.
-    gaps = _usual_ms(rows, lambda row: ((row.get("model"), row.get("role")), _gap(row)))
+    gaps = _others_median_ms(rows, lambda row: ((row.get("model"), row.get("role")), _gap(row)))
     found = {}
     for row in rows:
         name, reasons, times = row["id"], [], 0.0
-        own, usual = row.get("first_p50_ms") or 0.0, firsts.get(name)
-        if usual is not None and _is_slow(own, usual, SLOW_FACTOR, SLOW_MS):
-            times = own / max(usual, 0.1)
-            reasons.append(f"first chunk after {_millis(own)}, the others' after {_millis(usual)}")
-        own, usual = _gap(row) or 0.0, gaps.get(name)
-        if usual is not None and _is_slow(own, usual, SLOW_GAP_FACTOR, SLOW_GAP_MS):
-            times = max(times, own / max(usual, 0.1))
-            reasons.append(f"{_millis(own)} between two chunks, the others' {_millis(usual)}")
+        own, median = row.get("first_p50_ms") or 0.0, firsts.get(name)
+        if median is not None and _is_slow(own, median, SLOW_FACTOR, SLOW_MS):
+            times = own / max(median, 0.1)
+            reasons.append(f"first chunk after {_millis(own)}, the others' after {_millis(median)}")
+        own, median = _gap(row) or 0.0, gaps.get(name)
+        if median is not None and _is_slow(own, median, SLOW_GAP_FACTOR, SLOW_GAP_MS):
+            times = max(times, own / max(median, 0.1))
+            reasons.append(f"{_millis(own)} between two chunks, the others' {_millis(median)}")
         if reasons:
             text = "; ".join((*reasons, *_causes(row, rows, at)))
             found[name] = Slowness(round(times, 1), text)
@@ -61,7 +61,7 @@ def _gap(row: Row) -> Any:
     return (row.get("minute") or {}).get("between_p50_ms")
 
 
-def _usual_ms(
+def _others_median_ms(
     rows: Sequence[Row], measure: Callable[[Row], tuple[object, float | None]]
 ) -> dict[str, float]:
     """The median time of the other workers of its group, by worker id. `measure`: a row's group and
@@ -71,14 +71,14 @@ def _usual_ms(
         group, millis = measure(row)
         if millis is not None and row.get("answers", 0) >= SLOW_ANSWERS:
             measured[group].append((row["id"], millis))
-    usual = {}
+    median = {}
     for members in measured.values():
         if len(members) < 2:
             continue
         times = sorted(millis for _, millis in members)
         for worker_id, millis in members:
-            usual[worker_id] = _median_without(times, bisect_left(times, millis))
-    return usual
+            median[worker_id] = _median_without(times, bisect_left(times, millis))
+    return median
 
 
 def _median_without(ordered: Sequence[float], index: int) -> float:
@@ -94,8 +94,8 @@ def _median(values: Iterable[float]) -> float:
     return _median_without(ordered + ordered[-1:], len(ordered))
 
 
-def _is_slow(own: float, usual: float, factor: float, least: float) -> bool:
-    return own >= factor * usual and own - usual >= least
+def _is_slow(own: float, median: float, factor: float, min_difference: float) -> bool:
+    return own >= factor * median and own - median >= min_difference
 
 
 def _causes(row: Row, rows: Sequence[Row], at: float) -> Iterator[str]:
@@ -118,10 +118,10 @@ def _causes(row: Row, rows: Sequence[Row], at: float) -> Iterator[str]:
         yield f"its KV cache is {load['kv_usage']:.0%} full"
     present = _present_secs(row, at)
     beside = [each for each in others if abs(_present_secs(each, at) - present) <= SAME_SECS]
-    usual = _median(_rate(each) for each in beside) * row.get("weight", 1) if beside else 0.0
-    if beside and _rate(row) * row.get("weight", 1) > MORE_REQUESTS * usual:
+    median = _median(_rate(each) for each in beside) * row.get("weight", 1) if beside else 0.0
+    if beside and _rate(row) * row.get("weight", 1) > MORE_REQUESTS * median:
         found = True
-        yield f"it gets {_all(row):.1f} requests/s, the others {usual:.1f}"
+        yield f"it gets {_all(row):.1f} requests/s, the others {median:.1f}"
     own = _cached(row)
     cached = [share for each in others if (share := _cached(each)) is not None]
     if own is not None and cached and own < _median(cached) - FEWER_CACHED:

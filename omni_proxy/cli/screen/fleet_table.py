@@ -32,7 +32,7 @@ _SPARE: Final = ("WEIGHTS", "P50", "REQ/S", "SESS", "BUSY", "P99", "ROLE")
 _SESSIONS: Final = "SESS"  # dropped while there are none
 _ROLE: Final = "ROLE"  # dropped while all workers are regular
 _WEIGHTS_WIDTH: Final = 16
-_LEAST_NAME: Final = 12
+_MIN_NAME_WIDTH: Final = 12
 
 
 def fleet_table(
@@ -77,11 +77,11 @@ def fleet_table(
                 )
             )
         )
-        if name_width >= _LEAST_NAME or not spare:
+        if name_width >= _MIN_NAME_WIDTH or not spare:
             break
         _drop(spare.pop(0), titles, cells)
     for row in cells:
-        row[0] = truncate_middle(row[0], max(_LEAST_NAME, name_width))
+        row[0] = truncate_middle(row[0], max(_MIN_NAME_WIDTH, name_width))
     return render_table(head, cells, right_aligned)
 
 

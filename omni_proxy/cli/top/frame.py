@@ -64,7 +64,7 @@ HELP: Final = (
 )
 UNCUT: Final = 1 << 16  # columns; no line is wider
 _WHY_WIDTH: Final = 30  # columns that a wide table leaves for the WHY column
-_LEAST_WHY: Final = 12  # columns; a shorter reason is useless
+_MIN_WHY_WIDTH: Final = 12  # columns; a shorter reason is useless
 FEW_ROWS: Final = 4  # rows that have priority over the lines below the table
 _ABOUT_LINES: Final = 4  # the selected worker, the message, the keys
 _BARS: Final = "▁▂▃▄▅▆▇█"
@@ -224,7 +224,7 @@ def _body(view: TopView, width: int) -> Iterator[Line]:
 def _with_reasons(table: list[str], verdicts: Sequence[Diagnosis], width: int) -> list[str]:
     """The table with each row's problem appended, if there is enough width."""
     edge = max(map(display_width, table)) + 2
-    if width - edge < _LEAST_WHY or not any(verdict.problem for verdict in verdicts):
+    if width - edge < _MIN_WHY_WIDTH or not any(verdict.problem for verdict in verdicts):
         return table
     reasons = ["WHY", *(_reason(verdict) for verdict in verdicts)]
     return [

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 Holder = TypeVar("Holder", bound=Hashable)
 
 SLICE: Final = 4096  # nodes in a piece of bytes, so that no piece takes long
-MOST_BYTES: Final = 256 << 20  # of a file
+MAX_BYTES: Final = 256 << 20  # of a file
 RESTORE_SECS: Final = 4.0  # after it the least recently used nodes are left out
 _NUMBER: Final = array("I").itemsize
 _LENGTH: Final = 4  # bytes
@@ -86,13 +86,13 @@ async def load_trees(data_plane: DataPlane, descriptor: int) -> None:
 
 
 def write_trees(descriptor: int, trees: Mapping[Role, TreeColumns[Worker]]) -> None:
-    """Blocks. A tree that would make the file larger than MOST_BYTES is left out."""
+    """Blocks. A tree that would make the file larger than MAX_BYTES is left out."""
     records: list[TreeRecord] = []
     total = 0
     with open(descriptor, "wb", closefd=False) as file:
         for role, columns in trees.items():
             size = _encoded_size(columns)
-            if total + size > MOST_BYTES:
+            if total + size > MAX_BYTES:
                 _log.warning("prefix_tree_too_large pool=%s bytes=%d", role, size)
                 continue
             file.writelines(encode_tree(columns))
@@ -125,7 +125,7 @@ def read_trees(
     for record in records:
         names = [holders.get(url) for url in record.holders]
         columns = decode_tree(data[at : at + record.size], record.nodes, names)
-        tree = trees[record.role] = PrefixTree(MOST_BYTES)
+        tree = trees[record.role] = PrefixTree(MAX_BYTES)
         restore_tree(tree, columns, go_on)
         at += record.size
     return trees

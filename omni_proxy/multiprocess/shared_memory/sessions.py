@@ -98,8 +98,8 @@ class SharedSessions:
         """`prefix` is not used: the keys already contain it."""
         self._notes = notes
 
-    def tune(self, most: int, idle_secs: float) -> None:
-        buckets = max(1, most // WAYS)
+    def tune(self, max_sessions: int, idle_secs: float) -> None:
+        buckets = max(1, max_sessions // WAYS)
         if self._recounts and self._buckets and buckets != self._buckets:
             self._memory.madvise(mmap.MADV_REMOVE, 0, COUNTS_AT)
             self._recount = _Recount()
@@ -158,8 +158,8 @@ class SharedSessions:
         elif (ids := self._workers.ids(worker)) is not None:
             self._put(digest, ids, now)
 
-    def rows(self, most: int) -> SharedRows:
-        """The `most` sessions that were used last. Reads the whole table: may run in a thread."""
+    def rows(self, limit: int) -> SharedRows:
+        """The `limit` sessions that were used last. Reads the whole table: may run in a thread."""
         end = self._buckets * WAYS * SESSION_BYTES
         rows: list[tuple[int, int, str]] = []
         for at in self._written(end):
@@ -171,7 +171,7 @@ class SharedSessions:
                     bucket = (at // SESSION_BYTES + place // 2) // WAYS
                     digest = bucket << 40 | word >> SERIAL_BITS
                     rows.append((words[place + 1], digest, worker.url))
-        return SharedRows(self._buckets, tuple(nlargest(most, rows)))
+        return SharedRows(self._buckets, tuple(nlargest(limit, rows)))
 
     def _written(self, end: int) -> Iterator[int]:
         """Offsets of the slices of the table that have data."""

@@ -70,8 +70,8 @@ logging.getLogger("grpc._cython.cygrpc").setLevel(logging.ERROR)
 
 SERVICE: Final = "envoy.service.ext_proc.v3.ExternalProcessor"
 MESSAGE_OVERHEAD_BYTES: Final = 1024 * 1024  # for headers, in addition to the largest body
-LEAST_MESSAGE_BYTES: Final = 128 * 1024 * 1024  # lower limit for gRPC, so that we can answer 413
-MOST_BYTES: Final = 2**31 - 1  # largest message of gRPC
+MIN_MESSAGE_BYTES: Final = 128 * 1024 * 1024  # lower limit for gRPC, so that we can answer 413
+MAX_BYTES: Final = 2**31 - 1  # largest message of gRPC
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +151,9 @@ class GrpcServer:
 
     async def _serve(self, listens: Callable[[], None]) -> None:
         stop, cut = asyncio.Event(), asyncio.Event()
-        most = max(LEAST_MESSAGE_BYTES, self._limits.body + MESSAGE_OVERHEAD_BYTES)
+        most = max(MIN_MESSAGE_BYTES, self._limits.body + MESSAGE_OVERHEAD_BYTES)
         server = grpc.aio.server(
-            options=[("grpc.max_receive_message_length", min(MOST_BYTES, most))]
+            options=[("grpc.max_receive_message_length", min(MAX_BYTES, most))]
         )
         handler = grpc.stream_stream_rpc_method_handler(
             self._process,

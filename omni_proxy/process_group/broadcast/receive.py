@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 ProgressCallback = Callable[[int, int], None]
 
 # Slowest link speed that does not count as a stall while a message's bytes can't be observed.
-SLOWEST_BYTES_PER_SEC: Final = 10e6
+MIN_BYTES_PER_SEC: Final = 10e6
 # Slower than any usable link: bounds how long an abandoned thread stays in the backend.
 CRAWLING_BYTES_PER_SEC: Final = 1e6
 SENTINEL_BYTES: Final = 8
 # Shorter messages are not checked: their data may equal the sentinel by chance (1 in 4 billion at
 # this length).
-SHORTEST_CHECKED_BYTES: Final = 4
+MIN_CHECKED_BYTES: Final = 4
 SENTINEL_EVERY_BYTES: Final = 4 << 20
 # The last bytes of a trainer that sends and exits may arrive after the end of its store connection.
 # Also, the backend has to time out after the monitor, whose error has the cause.
@@ -81,7 +81,7 @@ class Sentinels:
     def first_incomplete(self) -> BroadcastMessage | None:
         """The first message whose end did not arrive; valid only after all messages completed."""
         for message in self._messages:
-            long_enough = message.nbytes >= SHORTEST_CHECKED_BYTES
+            long_enough = message.nbytes >= MIN_CHECKED_BYTES
             if long_enough and self.is_intact(message, message.nbytes):
                 return message
         return None
@@ -317,7 +317,7 @@ class _EndConditions:
         context, monitor = self._context, self._monitor
         started = monitor.messages_done or monitor.bytes_received
         secs = context.stall_secs if started else context.first_byte_secs
-        return secs + monitor.unobservable_bytes() / SLOWEST_BYTES_PER_SEC
+        return secs + monitor.unobservable_bytes() / MIN_BYTES_PER_SEC
 
 
 def _start_receive(

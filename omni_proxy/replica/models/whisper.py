@@ -104,16 +104,16 @@ class Whisper:
         samples_16k: Samples,
         on_text: OnText = lambda _text: None,
         aborted: Aborted = lambda: False,
-        most_tokens: int | None = None,
+        max_tokens: int | None = None,
     ) -> Transcript:
         """Transcribe float32 samples at 16 kHz; `on_text` gets each new chunk of the text.
 
-        `aborted` is called before each window and each token; `most_tokens` bounds all windows
+        `aborted` is called before each window and each token; `max_tokens` bounds all windows
         together.
         """
         segments = []
         pieces = _TextJoiner(on_text)
-        budget = _TokenBudget(most_tokens)
+        budget = _TokenBudget(max_tokens)
         for start, end in windows(samples_16k):
             if aborted() or budget.spent:
                 break

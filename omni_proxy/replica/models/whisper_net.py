@@ -192,7 +192,7 @@ class WhisperNet:
         return len(self._embedding)
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Maximum number of tokens of one window, including its prompt."""
         return len(self._places)
 

@@ -31,7 +31,7 @@ VOICE_ALIASES = (
     *("default", "alloy", "ash", "ballad", "cedar", "coral", "echo", "fable"),
     *("marin", "nova", "onyx", "sage", "shimmer", "verse"),
 )
-SLOWEST, FASTEST = 0.25, 4.0
+MIN_SPEED, MAX_SPEED = 0.25, 4.0
 MODEL_SLOWEST, MODEL_FASTEST = 0.5, 2.0
 # The package splits long sentences only at clauses; long runs without clauses are slow.
 MAX_PHONEMES = 400
@@ -60,8 +60,8 @@ def check_voice(name: str) -> str:
 
 def check_speed(speed: float) -> float:
     """Return `speed`; raises VoiceError outside 0.25 to 4."""
-    if not SLOWEST <= speed <= FASTEST:
-        raise VoiceError(f"speed {speed} is not within {SLOWEST} and {FASTEST}")
+    if not MIN_SPEED <= speed <= MAX_SPEED:
+        raise VoiceError(f"speed {speed} is not within {MIN_SPEED} and {MAX_SPEED}")
     return speed
 
 

@@ -45,7 +45,7 @@ class TranscriptionModel(Protocol):
         samples_16k: Samples,
         on_text: OnText = ...,
         aborted: Aborted = ...,
-        most_tokens: int | None = ...,
+        max_tokens: int | None = ...,
     ) -> Transcript: ...
 
 

@@ -1,6 +1,6 @@
 """Records of the candidates when a worker was picked, made for a few requests per second.
 
-Invariant: costs are bounded for any fleet: a record has at most `MOST_CANDIDATES` rows, and the
+Invariant: costs are bounded for any fleet: a record has at most `MAX_CANDIDATES` rows, and the
 interval between two records grows with the fleet, so that they take at most a constant share of
 the time. A record is made by `explain_placement` just before the pick and changes no state. Pure.
 """
@@ -18,7 +18,7 @@ from omni_proxy.routing.disaggregation.pool_policies import PoolPolicies
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.policies import Policy
 
-MOST_CANDIDATES: Final = 16
+MAX_CANDIDATES: Final = 16
 INTERVAL_SECS: Final = 0.5
 BURST: Final = 10
 BURST_WORKERS: Final = 1000  # of all records of a burst, which may all be made in one loop turn
@@ -81,7 +81,7 @@ def record_pick(
                 "; ".join(reasons)[:TEXT_CHARS],
                 _facts_of(target, explanation.details),
             )
-            for target, reasons in ordered[:MOST_CANDIDATES]
+            for target, reasons in ordered[:MAX_CANDIDATES]
         ),
         len(ordered),
     )

@@ -36,12 +36,12 @@ NAMES: Final = {
 }
 # Ten digits. A sum of 900 million such counts fits the 64 bits of counters, so that no response can
 # make them overflow.
-_LARGEST: Final = 10**10 - 1
+_MAX_COUNT: Final = 10**10 - 1
 USAGE: Final = b'"usage"'
 OPENED_USAGE: Final = b"{" + USAGE
 _decoder = json.JSONDecoder()
 
-Count = Annotated[int, msgspec.Meta(ge=0, le=_LARGEST)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 
 
 class _Counts(msgspec.Struct, gc=False):
@@ -121,7 +121,7 @@ def tokens_in(body: bytes) -> dict[str, int]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_COUNT
 
 
 def read_cached_tokens(body: bytes) -> tuple[int, int] | None:

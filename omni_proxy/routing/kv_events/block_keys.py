@@ -26,13 +26,13 @@ from omni_proxy.routing.kv_events.token_id_text import COMMA, SpelledIds
 _TAIL_BITS: Final = 20
 _TAIL_MASK: Final = (1 << _TAIL_BITS) - 1
 _LENGTH_MASK: Final = (1 << 32) - 1 - _TAIL_MASK
-_MOST_TAIL: Final = 32
+_MAX_TAIL: Final = 32
 _encode = msgspec.json.Encoder().encode
 
 
 def tail_bytes(block_size: int) -> int:
     """The number of bytes at a block's end that its key covers: any block has at least as many."""
-    return min(2 * block_size, _MOST_TAIL)
+    return min(2 * block_size, _MAX_TAIL)
 
 
 def root_key(block_size: int) -> int:
@@ -73,7 +73,7 @@ _STATE_BYTES: Final = 200
 
 
 class PromptBlocks:
-    """The blocks of a prompt, of one size in tokens. `most`: only this many tokens count.
+    """The blocks of a prompt, of one size in tokens. `limit`: only this many tokens count.
 
     A block's key covers all tokens before it, so a match computes the keys of only a few blocks,
     with one checksum of the bytes between them. Invariant: `key(n)` is the same as by `block_keys`
@@ -84,11 +84,11 @@ class PromptBlocks:
         "_end_of", "_spelled", "_states", "_tail", "_view", "asked", "count", "size", "tokens",
     )  # fmt: skip
 
-    def __init__(self, ids: SpelledIds, size: int, most: int | None = None) -> None:
+    def __init__(self, ids: SpelledIds, size: int, limit: int | None = None) -> None:
         tokens = ids.tokens
         self.size = size
         self.tokens = tokens
-        self.count = (tokens if most is None else min(most, tokens)) // size  # of whole blocks
+        self.count = (tokens if limit is None else min(limit, tokens)) // size  # of whole blocks
         self.asked: set[int] = set()  # keys that were computed
         self._spelled, self._view, self._end_of = ids.spelled, ids.view, ids.end_of
         self._tail = tail_bytes(size)

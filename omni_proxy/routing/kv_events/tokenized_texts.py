@@ -22,9 +22,9 @@ from omni_proxy.routing.tree_key import text_length
 # Length of texts to tokenize: at least about a thousand tokens, and not cut.
 MIN_BYTES: Final = 4096
 MAX_BYTES: Final = LIMIT - 2
-MOST_TEXTS: Final = 256
-MOST_TOKENS: Final = 1 << 20  # of all texts
-MOST_QUESTIONS: Final = 16  # in the queue; older ones are dropped
+MAX_TEXTS: Final = 256
+MAX_TOKENS: Final = 1 << 20  # of all texts
+MAX_QUESTIONS: Final = 16  # in the queue; older ones are dropped
 ANSWERED_SHARE: Final = 0.75  # a text with at least this share known is not tokenized
 # A budget of questions: FREE_QUESTIONS at first, one more each FREE_SECS and QUESTIONS_PER_USE more
 # for each use of an answer.
@@ -76,7 +76,7 @@ class KnownTexts:
         self._tree: PrefixTree[int] = PrefixTree(1 << 24)
         self._texts: dict[int, KnownText] = {}  # by number, the oldest first
         self._number = self._tokens = 0
-        self._questions: deque[TextQuestion] = deque(maxlen=MOST_QUESTIONS)
+        self._questions: deque[TextQuestion] = deque(maxlen=MAX_QUESTIONS)
         self._silent: dict[str, float] = {}
         self._free = float(FREE_QUESTIONS)
         self._now: float | None = None
@@ -126,7 +126,7 @@ class KnownTexts:
         self._texts[self._number] = KnownText(question.length, tokens)
         self._tokens += len(tokens)
         self._tree.insert(question.key, self._number)
-        while len(self._texts) > MOST_TEXTS or self._tokens > MOST_TOKENS:
+        while len(self._texts) > MAX_TEXTS or self._tokens > MAX_TOKENS:
             oldest = next(iter(self._texts))
             self._tokens -= self._texts.pop(oldest).tokens
             self._tree.forget(oldest)
@@ -140,7 +140,7 @@ class KnownTexts:
         before, self._now = self._now, now
         if before is not None:
             self._free = min(FREE_QUESTIONS, self._free + (now - before) / FREE_SECS)
-        if len(self._silent) > MOST_TEXTS:
+        if len(self._silent) > MAX_TEXTS:
             self._silent = {url: until for url, until in self._silent.items() if until > now}
         self._tree.maintain(evict=False)
 

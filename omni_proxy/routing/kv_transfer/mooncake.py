@@ -23,7 +23,7 @@ QUERY: Final = "/query"
 MAX_ENGINES: Final = 4096  # whose ids are kept
 MAX_QUERY_BYTES: Final = 1024 * 1024
 # 2**128 - 1 instead of 2**128: for a bound one bit longer, half of the draws would be rejected.
-_MOST_DRAWN: Final = 2**128 - 1
+_MAX_DRAWN: Final = 2**128 - 1
 _REMOTE_DECODE: Final = b'{"do_remote_decode":true,"do_remote_prefill":false,'
 
 
@@ -45,7 +45,7 @@ def mooncake_legs(
 
 def transfer_params(address: str, engine_id: str, random_below: RandomBelow) -> tuple[bytes, bytes]:
     """`kv_transfer_params` of the prefill and the decode leg; arguments as for `mooncake_legs`."""
-    text = b"%032x" % random_below(_MOST_DRAWN)
+    text = b"%032x" % random_below(_MAX_DRAWN)
     uuid = text[:8], text[8:12], text[12:16], text[16:20], text[20:]  # groups of a UUID
     transfer_id = b'"transfer_id":"xfer-%b-%b-%b-%b-%b"}' % uuid
     return _REMOTE_DECODE + transfer_id, _remote_prefill(address, engine_id) + transfer_id

@@ -17,7 +17,7 @@ import msgspec
 from omni_proxy.routing.inspect.body_fields import ABSENT, MALFORMED, BodyFields, decode_body
 from omni_proxy.routing.inspect.json_splice import ESCAPED_LETTER
 from omni_proxy.routing.kv_transfer.sglang import (
-    MOST_DRAWN,
+    MAX_DRAWN,
     RID_CHARS,
     ROOM_BITS,
     ROOMS,
@@ -94,7 +94,7 @@ def sglang_chat(
         or body.find(b'"bootstrap_') >= 0
     ):
         return None
-    number = random_below(MOST_DRAWN)
+    number = random_below(MAX_DRAWN)
     rid = f"{number >> ROOM_BITS:0{RID_CHARS}x}"
     beginning, rest = _beginning(prefill_url, port), body[1:]
     keys = f'{number & _ROOM_MASK},"rid":"{rid}",'.encode()

@@ -38,7 +38,7 @@ RID_CHARS: Final = RID_BITS // 4
 ROOM_BITS: Final = 63
 _ROOM_MASK: Final = ROOMS - 1
 # 2**n - 1 instead of 2**n: for a bound one bit longer, half of the draws would be rejected.
-MOST_DRAWN: Final = 2 ** (RID_BITS + ROOM_BITS) - 1
+MAX_DRAWN: Final = 2 ** (RID_BITS + ROOM_BITS) - 1
 _KEYS: Final = b'"bootstrap_host":%b,"bootstrap_port":%b,"bootstrap_room":%b,"rid":%b'
 # By path, the keys that make a batch if their value is a list of prompts; a list of numbers is one
 # prompt.
@@ -103,7 +103,7 @@ def sglang_legs(
     """`port`: of the prefill engine's bootstrap server, None if unknown. Raises HttpError 400 for a
     duplicate key, and like `batch_size`."""
     size = batch_size(path, body)
-    number = random_below(MOST_DRAWN)  # one draw for both is faster
+    number = random_below(MAX_DRAWN)  # one draw for both is faster
     host, rid = bootstrap_host(prefill_url), f"{number >> ROOM_BITS:0{RID_CHARS}x}"
     hosts, ports = json_text(host), port_text(port)
     rids = b'"%b"' % rid.encode()

@@ -31,7 +31,7 @@ from omni_proxy.routing.kv_events.token_id_text import SpelledIds
 from omni_proxy.routing.kv_events.tokenized_texts import MIN_BYTES, TextQuestion
 from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice, prompt_text
 from omni_proxy.routing.policies.cache_feedback import PromptText
-from omni_proxy.routing.tree_key import MOST_BLOCK, tree_key
+from omni_proxy.routing.tree_key import MAX_BLOCK, tree_key
 
 RECENT: Final = 64  # prompts
 
@@ -201,7 +201,7 @@ class EventAware(CacheAware):
         blocks, text = self._blocks, prompt_text(candidates, requirements)
         assert blocks is not None
         found = blocks.texts.find(_marked(text, requirements), text.length)
-        if found is None or self._inferred(text, candidates) > found.shared + MOST_BLOCK:
+        if found is None or self._inferred(text, candidates) > found.shared + MAX_BLOCK:
             return None
         by_size = {size: found.known.blocks(size, found.tokens) for size in known.sizes}
         if not any(

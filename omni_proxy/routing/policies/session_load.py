@@ -30,7 +30,7 @@ SessionRow: TypeAlias = tuple[str, str, float]  # its key, the URL of its worker
 class Sessions(Protocol):
     """A table of sessions. `now` is monotonic seconds."""
 
-    def tune(self, most: int, idle_secs: float) -> None:
+    def tune(self, max_sessions: int, idle_secs: float) -> None:
         """Set `sticky_max` and `sticky_idle_secs`."""
 
     def find(self, key: str, now: float) -> Worker | None: ...
@@ -74,8 +74,8 @@ class OwnSessions:
         self._max = 1
         self._idle_secs = 0.0
 
-    def tune(self, most: int, idle_secs: float) -> None:
-        self._max, self._idle_secs = most, idle_secs
+    def tune(self, max_sessions: int, idle_secs: float) -> None:
+        self._max, self._idle_secs = max_sessions, idle_secs
         self._repeat_secs = repeat_secs(idle_secs)
 
     def share(self, notes: SessionNotes, prefix: str) -> None:
@@ -142,9 +142,9 @@ class OwnSessions:
                 break
             self._drop_received(digest)
 
-    def rows(self, most: int) -> list[SessionRow]:
-        """The `most` most recently used sessions, oldest first."""
-        first = max(0, len(self._sessions) - most)
+    def rows(self, limit: int) -> list[SessionRow]:
+        """The `limit` most recently used sessions, oldest first."""
+        first = max(0, len(self._sessions) - limit)
         return [
             (key, worker.url, used)
             for key, (worker, used) in islice(self._sessions.items(), first, None)
@@ -207,8 +207,8 @@ class PrefixedSessions:
         self._sessions = sessions
         self._prefix = prefix
 
-    def tune(self, most: int, idle_secs: float) -> None:
-        self._sessions.tune(most, idle_secs)
+    def tune(self, max_sessions: int, idle_secs: float) -> None:
+        self._sessions.tune(max_sessions, idle_secs)
 
     def find(self, key: str, now: float) -> Worker | None:
         return self._sessions.find(self._prefix + key, now)

@@ -195,9 +195,9 @@ class Sticky(Policy):
     def adopt_tree(self, tree: PrefixTree[Worker]) -> None:
         self.inner.adopt_tree(tree)
 
-    def session_rows(self, most: int) -> list[SessionRow]:
+    def session_rows(self, limit: int) -> list[SessionRow]:
         """Sessions for a new program in an upgrade; [] if they are shared with other processes."""
-        return self._sessions.rows(most) if isinstance(self._sessions, OwnSessions) else []
+        return self._sessions.rows(limit) if isinstance(self._sessions, OwnSessions) else []
 
     def restore_sessions(
         self, rows: Sequence[SessionRow], find: Callable[[str], Worker | None]

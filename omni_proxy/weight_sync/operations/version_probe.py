@@ -31,7 +31,7 @@ from omni_proxy.weight_sync.worker_calls import (
 
 RETRY_SECS = 5.0  # for an engine that reports no label although an update set one
 FIRST_PAUSE_SECS: Final = 1.0  # after the first failed read; doubles with each further one
-LONGEST_PAUSE_SECS: Final = 30.0
+MAX_PAUSE_SECS: Final = 30.0
 CHECKSUM_SECS = 300.0
 MAX_CONCURRENT: Final = 64  # concurrent probes when a whole fleet starts
 TURNS_EACH: Final = 4  # event loop turns per probe: health probes are more urgent than labels
@@ -121,7 +121,7 @@ class VersionProbe:
         return self._journal.published.target_for(worker.url, worker.model)
 
     async def _probe(self, worker: Worker, token: object, returned: bool) -> None:
-        backoff = Backoff(FIRST_PAUSE_SECS, LONGEST_PAUSE_SECS)
+        backoff = Backoff(FIRST_PAUSE_SECS, MAX_PAUSE_SECS)
         try:
             while self._is_healthy(worker) and self._latest.get(worker) is token:
                 async with self._slots:

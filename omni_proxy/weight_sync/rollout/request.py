@@ -135,12 +135,12 @@ def _share(body: Mapping[str, Any], key: str) -> Share:
     return Share(_count(body, key, 1))
 
 
-def _count(body: Mapping[str, Any], key: str, least: int) -> int:
+def _count(body: Mapping[str, Any], key: str, minimum: int) -> int:
     value = body.get(key)
     if value is None:
         return 1
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_COUNT:
-        raise invalid(f"{key} must be a whole number of workers, at least {least}{_not(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_COUNT:
+        raise invalid(f"{key} must be a whole number of workers, at least {minimum}{_not(value)}")
     return value
 
 

@@ -16,11 +16,11 @@ V = TypeVar("V")
 class LruCache(Generic[K, V]):
     """At most `most` entries; the least recently used one is evicted first."""
 
-    __slots__ = ("_entries", "_most")
+    __slots__ = ("_entries", "_max_entries")
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_entries: int) -> None:
         self._entries: OrderedDict[K, V] = OrderedDict()
-        self._most = most
+        self._max_entries = max_entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -35,7 +35,7 @@ class LruCache(Generic[K, V]):
     def put(self, key: K, value: V) -> None:
         self._entries[key] = value
         self._entries.move_to_end(key)
-        if len(self._entries) > self._most:
+        if len(self._entries) > self._max_entries:
             self._entries.popitem(last=False)
 
 
@@ -45,11 +45,11 @@ class Doorkeeper:
     It stores only hashes: a collision admits one key too early, and has no other effect.
     """
 
-    __slots__ = ("_most", "_seen")
+    __slots__ = ("_max_entries", "_seen")
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_entries: int) -> None:
         self._seen: OrderedDict[int, None] = OrderedDict()
-        self._most = most
+        self._max_entries = max_entries
 
     def admits(self, key: Hashable) -> bool:
         """False the first time, True the second time, which also removes the key."""
@@ -57,7 +57,7 @@ class Doorkeeper:
         if hashed in self._seen:
             del self._seen[hashed]
             return True
-        if len(self._seen) >= self._most:
+        if len(self._seen) >= self._max_entries:
             self._seen.popitem(last=False)
         self._seen[hashed] = None
         return False

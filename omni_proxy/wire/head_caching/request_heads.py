@@ -132,7 +132,7 @@ TEMPLATES: Final = 1024
 # Larger heads, and heads with more varying values, are parsed: comparing them would cost as much.
 TEMPLATE_BYTES: Final = 8192
 TEMPLATE_FIELDS: Final = 64
-MOST_VARYING: Final = 16
+MAX_VARYING: Final = 16
 
 _LENGTH: Final = re.compile(rb"\r\n(?i:content-length): ?([0-9]{1,15})\r\n")
 # Fields that the proxy reads, but whose values are not in the key: any non-empty value matches.
@@ -289,7 +289,7 @@ class _Template:
     ) -> None:
         """Build the template; it is used only if it returns `parsed` for the sample."""
         self.template = None
-        if len(self._varying) > MOST_VARYING:
+        if len(self._varying) > MAX_VARYING:
             return
         made = learn_template(self._sample, self._varying, ids, parse_request_head)
         if made is None:

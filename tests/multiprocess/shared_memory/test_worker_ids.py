@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from omni_proxy.cluster.peer_counts import MOST_IN_FLIGHT
+from omni_proxy.cluster.peer_counts import MAX_IN_FLIGHT
 from omni_proxy.config.parse import parse
 from omni_proxy.dataplane.dataplane import DataPlane, Sources
 from omni_proxy.multiprocess.replicated_fleet import ReplicatedFleet
@@ -162,7 +162,7 @@ def test_counts_that_no_proxy_can_have_do_not_stop_the_others(worker_ids):
     (worker,) = worker_ids._fleet.workers
     offsets, bounds = (worker_ids.counters.row(row) for row in (OFFSETS_ROW, BOUNDS_ROW))
     cell = worker_ids.rows()[0].cell
-    for offset, bound in ((-3.0 * MOST_IN_FLIGHT, 2**53), (3.0 * MOST_IN_FLIGHT, 2**53)):
+    for offset, bound in ((-3.0 * MAX_IN_FLIGHT, 2**53), (3.0 * MAX_IN_FLIGHT, 2**53)):
         worker.load_offset, worker.inflight_bound = offset, bound
         worker_ids.share_cluster_state(worker)
         assert unpacked_offset(offsets[cell]) / offset > 0.6

@@ -256,13 +256,13 @@ def test_a_transcription_can_be_aborted_after_any_token(small):
 def test_the_token_limit_counts_the_tokens_of_all_windows(small):
     complete = small.transcribe(NOISE[: 40 * RATE])
     first, last = (len(segment.text.split()) for segment in complete.segments)
-    limited = small.transcribe(NOISE[: 40 * RATE], most_tokens=first + 1)
+    limited = small.transcribe(NOISE[: 40 * RATE], max_tokens=first + 1)
     assert limited.text.split() == complete.text.split()[: first + 1]
     assert limited.cut
-    exact = small.transcribe(NOISE[: 40 * RATE], most_tokens=first + last)
+    exact = small.transcribe(NOISE[: 40 * RATE], max_tokens=first + last)
     assert exact == complete
     assert not complete.cut
-    assert small.transcribe(NOISE[:RATE], most_tokens=0).text == ""
+    assert small.transcribe(NOISE[:RATE], max_tokens=0).text == ""
 
 
 @given(pieces_of_windows)

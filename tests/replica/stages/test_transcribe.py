@@ -121,7 +121,7 @@ class SlowWhisper:
         self.may_continue = threading.Event()
         self.abort_checks = []
 
-    def transcribe(self, samples, on_text, aborted, most_tokens):
+    def transcribe(self, samples, on_text, aborted, max_tokens):
         def blocking_on_text(text):
             on_text(text)
             assert self.may_continue.wait(30)
@@ -130,7 +130,7 @@ class SlowWhisper:
             self.abort_checks.append(aborted())
             return self.abort_checks[-1]
 
-        return self._whisper.transcribe(samples, blocking_on_text, recorded_aborted, most_tokens)
+        return self._whisper.transcribe(samples, blocking_on_text, recorded_aborted, max_tokens)
 
 
 def test_an_aborted_transcription_stops_and_the_next_one_runs(whisper):

@@ -4,7 +4,7 @@ from omni_proxy.routing.disaggregation.pick_record import (
     BURST,
     BURST_WORKERS,
     INTERVAL_SECS,
-    MOST_CANDIDATES,
+    MAX_CANDIDATES,
     next_record,
     record_pick,
 )
@@ -37,7 +37,7 @@ def test_the_picked_worker_is_first_then_the_eligible_then_the_others():
 def test_a_large_fleet_has_shorter_and_fewer_records():
     fleet = fleet_of(*(entry(f"w{at}") for at in range(200)))
     record = recorded(fleet)
-    assert (len(record.candidates), record.total) == (MOST_CANDIDATES, 200)
+    assert (len(record.candidates), record.total) == (MAX_CANDIDATES, 200)
     assert next_record(50.0, 50.0, fleet) == 50 + INTERVAL_SECS + 1
     at_once = BURST_WORKERS // 200
     assert at_once < BURST

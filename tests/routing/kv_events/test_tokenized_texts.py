@@ -8,8 +8,8 @@ from omni_proxy.routing.kv_events.tokenized_texts import (
     FREE_QUESTIONS,
     FREE_SECS,
     MAX_BYTES,
+    MAX_QUESTIONS,
     MIN_BYTES,
-    MOST_QUESTIONS,
     SILENT_SECS,
     KnownTexts,
     TextQuestion,
@@ -50,12 +50,12 @@ def test_a_text_with_a_known_beginning_has_the_tokens_of_that_beginning():
 
 
 def test_the_oldest_texts_are_dropped_first(monkeypatch):
-    monkeypatch.setattr(tested, "MOST_TEXTS", 3)
+    monkeypatch.setattr(tested, "MAX_TEXTS", 3)
     texts = [bytes([mark]) * 5000 for mark in b"abcde"]
     known = known_texts(*texts)
     assert len(known) == 3
     assert [find(known, text) is not None for text in texts] == [False, False, True, True, True]
-    monkeypatch.setattr(tested, "MOST_TOKENS", 2500)
+    monkeypatch.setattr(tested, "MAX_TOKENS", 2500)
     known.learn(question(b"f" * 5000), range(1250))
     assert [find(known, text) is not None for text in texts] == [False] * 4 + [True]
 
@@ -95,7 +95,7 @@ def test_questions_without_use_stop_and_resume_slowly():
     waiting = 0
     while known.take_question() is not None:
         waiting += 1
-    assert waiting == MOST_QUESTIONS
+    assert waiting == MAX_QUESTIONS
 
 
 def test_an_engine_that_does_not_answer_is_not_asked_for_a_while():

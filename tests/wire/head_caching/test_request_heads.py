@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from omni_proxy.wire.errors import HttpError
 from omni_proxy.wire.forwarded import ForwardedHeaders
 from omni_proxy.wire.head_caching.request_heads import (
-    MOST_VARYING,
+    MAX_VARYING,
     TEMPLATE_BYTES,
     TEMPLATE_FIELDS,
     TEMPLATES,
@@ -257,7 +257,7 @@ def test_heads_that_are_too_large_are_not_cached(monkeypatch, head):
 
 def test_a_head_with_too_many_varying_fields_is_parsed_once_each_time(monkeypatch):
     cache = RequestHeadCache()
-    names = [f"x-{n}" for n in range(MOST_VARYING + 1)]
+    names = [f"x-{n}" for n in range(MAX_VARYING + 1)]
     heads = [request([(name, ": ", f"{n}") for name in names]) for n in range(8)]
     assert parse_counts(monkeypatch, cache, heads)[3:] == [1] * 5
 

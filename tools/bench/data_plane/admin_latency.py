@@ -16,7 +16,7 @@ from tools.bench.harness.proxies import Side
 
 PATH = "/workers"
 PACE_SECS = 0.01
-FEWEST = 50  # answers; fewer have no meaningful 99th percentile
+MIN_ANSWERS = 50  # answers; fewer have no meaningful 99th percentile
 BESIDE = Load("unary c=32", "unary", 32)
 
 
@@ -43,7 +43,7 @@ def admin_waits(side: Side, secs: float) -> Waits:
 
 
 def _quantiles(secs: list[float]) -> tuple[float, float]:
-    if len(secs) < FEWEST:
+    if len(secs) < MIN_ANSWERS:
         raise LegError(f"only {len(secs)} answers to GET {PATH}: measure longer (--secs)")
     cuts = quantiles(secs, n=100, method="inclusive")
     return 1000 * cuts[49], 1000 * cuts[98]

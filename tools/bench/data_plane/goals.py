@@ -221,14 +221,14 @@ def _many_workers(how: Measuring, found: Found) -> None:
 def _memory(how: Measuring, found: Found) -> None:
     ours, peer = how.ours(), PEERS["haproxy"]()
     sides = [side for side in (peer, ours) if side is not None]
-    for kind, most_kib in ((connection_memory.IDLE, 4), (connection_memory.SLOW, 6)):
+    for kind, max_kib in ((connection_memory.IDLE, 4), (connection_memory.SLOW, 6)):
         ones = connection_memory.crowds(sides, [kind])
         own = ones[-1]
         what = f"memory per {kind.name}, of {own.count:,}"
         beside = ", ".join(f"{one.side} {one.each_bytes / KIB:.2f} KiB" for one in ones[:-1])
-        met = own.each_bytes <= most_kib * KIB
+        met = own.each_bytes <= max_kib * KIB
         figure = f"{own.each_bytes / KIB:.2f} KiB"
-        found.rows.append(Row(what, figure, f"<= {most_kib} KiB", "", met, beside))
+        found.rows.append(Row(what, figure, f"<= {max_kib} KiB", "", met, beside))
         found.facts[what] = {one.side: one.each_bytes for one in ones}
         bars = [Bar(one.side, one.each_bytes / KIB, ours=one is own) for one in ones]
         found.groups.append(Group(what.capitalize(), "KiB", tuple(bars)))

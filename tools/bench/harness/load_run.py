@@ -89,7 +89,7 @@ def fake_worker(count: int = WORKERS) -> Iterator[list[int]]:
 @contextmanager
 def started(side: Side, workers: list[int]) -> Iterator[tuple[int, int | None]]:
     """Start a side; yields its port and, if it is a proxy, its process id when it answers."""
-    workers = workers[: side.most]
+    workers = workers[: side.max_workers]
     if side.command is None:
         yield workers[0], None
         return

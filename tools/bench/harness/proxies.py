@@ -22,11 +22,11 @@ ROUTER_WORDS = ("--policy", "power_of_two", "--log-level", "warn")
 # that sends a twentieth of the segments.
 # strict-limits would refuse to start if there are fewer descriptors than twice maxconn, although
 # idle clients need only one each.
-HAPROXY_MOST = 17000
+HAPROXY_MAX_CONNECTIONS = 17000
 HAPROXY_CONFIG = """\
 global
     nbthread 1
-    maxconn {most}
+    maxconn {max_connections}
     no strict-limits
 defaults
     mode http
@@ -73,7 +73,7 @@ class Side:
     name: str
     command: Callable[[Place], list[str]] | None  # None: the load goes directly to the worker
     secure: bool = False  # listens with TLS
-    most: int | None = None  # the number of workers to use; None for all
+    max_workers: int | None = None  # None for all
 
 
 NOTHING = Side("worker alone", None)
@@ -95,7 +95,10 @@ def haproxy(*, secure: bool = False) -> Side | None:
             both.write_bytes(b"".join(file.read_bytes() for file in make_pair(place.folder)))
             tls = f" ssl crt {both}"
         text = HAPROXY_CONFIG.format(
-            port=place.port, servers="\n".join(servers), tls=tls, most=HAPROXY_MOST
+            port=place.port,
+            servers="\n".join(servers),
+            tls=tls,
+            max_connections=HAPROXY_MAX_CONNECTIONS,
         )
         config.write_text(text)
         return [program, "-db", "-f", str(config)]

@@ -29,7 +29,7 @@ from omni_proxy.runtime_config.config_store import ConfigStore
 from omni_proxy.runtime_config.worker_drain import DRAINED, DRAINING, WorkerDrain
 from omni_proxy.wire.errors import HttpError
 
-LONGEST_SECS = 1_000_000_000
+MAX_SECS = 1_000_000_000
 SWITCH = {"true": True, "1": True, "yes": True, "": False, "false": False, "0": False, "no": False}
 
 
@@ -98,7 +98,7 @@ class DrainRoutes:
             secs = float(value) if isinstance(value, str | int | float) else -1.0
         except (ValueError, OverflowError):
             secs = -1.0
-        if isinstance(value, bool) or not isfinite(secs) or not 0 <= secs <= LONGEST_SECS:
+        if isinstance(value, bool) or not isfinite(secs) or not 0 <= secs <= MAX_SECS:
             raise bad_request("timeout_secs must be a number of seconds, 0 for no deadline")
         return secs
 

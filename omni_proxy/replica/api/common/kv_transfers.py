@@ -19,7 +19,7 @@ from omni_proxy.replica.pipeline.requests import CompletionResult, GenerateReque
 if TYPE_CHECKING:
     from omni_proxy.replica.api.route_context import RouteContext
 
-LEAST_FIELDS = ("min_tokens", "min_completion_tokens")
+MIN_FIELDS = ("min_tokens", "min_completion_tokens")
 RELEASE_SECS = 10.0
 REQUEST_ID_HEADER = "X-Request-Id"
 
@@ -52,7 +52,7 @@ def leg_fields(context: RouteContext, given: dict[str, Any]) -> dict[str, Any]:
     """
     if context.transfer.role != "prefill":
         return given
-    return {name: value for name, value in given.items() if name not in LEAST_FIELDS}
+    return {name: value for name, value in given.items() if name not in MIN_FIELDS}
 
 
 def transfer_answer(results: Iterable[CompletionResult]) -> dict[str, Any]:

@@ -78,11 +78,11 @@ class _Target:
 class _Response:
     """A response being received; the parser calls the `on_` methods."""
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self.location = ""
         self.body = bytearray()
         self.complete = False
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._head_bytes = 0
         self._framed = False
         self._parser = httptools.HttpResponseParser(self)
@@ -106,8 +106,8 @@ class _Response:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
             raise FetchError("the URL could not be fetched: the response is not HTTP") from None
-        if len(self.body) > self._most_bytes:
-            raise FetchError(f"the reference is larger than {self._most_bytes} bytes")
+        if len(self.body) > self._max_bytes:
+            raise FetchError(f"the reference is larger than {self._max_bytes} bytes")
         if self._head_bytes > MAX_HEAD_BYTES:
             raise FetchError("the URL could not be fetched: the response's head is too large")
 
@@ -127,18 +127,18 @@ class _Response:
 async def fetch_url(
     url: str,
     allowed_domains: tuple[str, ...],
-    most_bytes: int,
+    max_bytes: int,
     allow_private: bool = False,
     kind: str = "audio",
 ) -> bytes:
-    """Return the body of `url`, at most `most_bytes`; `kind` is the media type to accept.
+    """Return the body of `url`, at most `max_bytes`; `kind` is the media type to accept.
 
     Raises FetchError.
     """
     with trio.move_on_after(FETCH_TIMEOUT_SECS):
         for _ in range(MAX_REDIRECTS + 1):
             target = await _resolve(url, allowed_domains, allow_private, kind)
-            response = await _get(target, most_bytes)
+            response = await _get(target, max_bytes)
             if response.status == 200:
                 return bytes(response.body)
             if response.status not in REDIRECT_STATUSES:
@@ -176,9 +176,9 @@ def _is_public(address: str) -> bool:
     return at.is_global and not at.is_multicast
 
 
-async def _get(target: _Target, most_bytes: int) -> _Response:
+async def _get(target: _Target, max_bytes: int) -> _Response:
     """Return the complete response of one hop."""
-    response = _Response(most_bytes)
+    response = _Response(max_bytes)
     stream: trio.abc.Stream
     try:
         stream = await trio.open_tcp_stream(target.address, target.port)
@@ -213,7 +213,7 @@ class MediaRules:
     allowed_domains: tuple[str, ...] = ()
     allowed_folder: Path | None = None
     allow_private: bool = False
-    most_bytes: int = MAX_MEDIA_BYTES
+    max_bytes: int = MAX_MEDIA_BYTES
     kind: str = "audio"
 
 
@@ -228,7 +228,7 @@ async def read_media(source: str, rules: MediaRules) -> bytes:
     if scheme in ("http", "https"):
         try:
             return await fetch_url(
-                source, rules.allowed_domains, rules.most_bytes, rules.allow_private, rules.kind
+                source, rules.allowed_domains, rules.max_bytes, rules.allow_private, rules.kind
             )
         except FetchError as error:
             raise MediaError(str(error)) from None
@@ -238,10 +238,10 @@ async def read_media(source: str, rules: MediaRules) -> bytes:
     return await trio.to_thread.run_sync(_read_file, path, rules)
 
 
-def decode_base64(text: str, most_bytes: int = MAX_MEDIA_BYTES) -> bytes:
+def decode_base64(text: str, max_bytes: int = MAX_MEDIA_BYTES) -> bytes:
     """Return the decoded bytes. Raises MediaError; a result too large is refused undecoded."""
-    if len(text) > most_bytes * 4 // 3 + 4:
-        raise MediaError(f"the reference is larger than {most_bytes} bytes")
+    if len(text) > max_bytes * 4 // 3 + 4:
+        raise MediaError(f"the reference is larger than {max_bytes} bytes")
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
@@ -275,7 +275,7 @@ def _data_url(source: str, rules: MediaRules) -> bytes:
     kind, *marks = head[5:].lower().split(";")
     if not comma or not kind.strip().startswith(f"{rules.kind}/") or "base64" not in marks:
         raise MediaError(f"a data URL must have the form data:{rules.kind}/<type>;base64,<data>")
-    return decode_base64(payload.strip(), rules.most_bytes)
+    return decode_base64(payload.strip(), rules.max_bytes)
 
 
 def _file_url(source: str) -> str:
@@ -295,15 +295,15 @@ def _read_file(path: str, rules: MediaRules) -> bytes:
         inside = os.path.commonpath((folder, resolved)) == folder and os.path.isfile(resolved)
         if inside:
             with open(resolved, "rb") as file:
-                data = file.read(rules.most_bytes + 1)
+                data = file.read(rules.max_bytes + 1)
         else:
             data = b""
     except (OSError, ValueError):
         inside, data = False, b""
     if not inside:
         raise MediaError(f"there is no such file in the folder for {rules.kind} files")
-    if len(data) > rules.most_bytes:
-        raise MediaError(f"the reference is larger than {rules.most_bytes} bytes")
+    if len(data) > rules.max_bytes:
+        raise MediaError(f"the reference is larger than {rules.max_bytes} bytes")
     return data
 
 
@@ -333,29 +333,29 @@ class MultipartForm:
     files: dict[str, UploadedFile] = field(default_factory=dict)
 
 
-async def read_form(request: Request, most_bytes: int) -> MultipartForm:
-    """Read the request's multipart body of up to `most_bytes`.
+async def read_form(request: Request, max_bytes: int) -> MultipartForm:
+    """Read the request's multipart body of up to `max_bytes`.
 
     A Content-Length above that is refused before anything is read. Raises MultipartError.
     """
     boundary = request.mimetype_params.get("boundary", "")
     if request.mimetype != "multipart/form-data" or not boundary:
         raise MultipartError("the body must be multipart/form-data with a boundary")
-    if request.content_length is not None and request.content_length > most_bytes:
-        raise MultipartError(_beyond(most_bytes), 413)
+    if request.content_length is not None and request.content_length > max_bytes:
+        raise MultipartError(_beyond(max_bytes), 413)
     body = bytearray()
     with trio.move_on_after(UPLOAD_TIMEOUT_SECS):
         async for chunk in request.body:
             body += chunk
-            if len(body) > most_bytes:
-                raise MultipartError(_beyond(most_bytes), 413)
+            if len(body) > max_bytes:
+                raise MultipartError(_beyond(max_bytes), 413)
         # Parsing megabytes on the event loop would block every other connection.
         return await trio.to_thread.run_sync(parse_form, bytes(body), boundary)
     raise MultipartError(f"the upload took longer than {UPLOAD_TIMEOUT_SECS:g} seconds", 408)
 
 
-def _beyond(most_bytes: int) -> str:
-    return f"the upload is larger than {most_bytes} bytes"
+def _beyond(max_bytes: int) -> str:
+    return f"the upload is larger than {max_bytes} bytes"
 
 
 def parse_form(body: bytes, boundary: str) -> MultipartForm:

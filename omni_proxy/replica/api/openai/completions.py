@@ -42,8 +42,8 @@ from omni_proxy.replica.api.openai.multi_generation import (
     requests_for_choices,
     total_usage,
 )
-from omni_proxy.replica.api.openai.to_generate_request import MAX_PROMPTS as MOST_PROMPTS
 from omni_proxy.replica.api.openai.to_generate_request import (
+    MAX_PROMPTS,
     CommonFields,
     Int64,
     Prompt,
@@ -92,8 +92,8 @@ class CompletionRoutes:
     ) -> Response:
         context = self._context
         count = parse_choice_count(body.n)
-        if count * len(prompts) > MOST_PROMPTS:
-            message = f"n times the prompts is {count * len(prompts)}; the limit is {MOST_PROMPTS}"
+        if count * len(prompts) > MAX_PROMPTS:
+            message = f"n times the prompts is {count * len(prompts)}; the limit is {MAX_PROMPTS}"
             raise DetailError(400, message)
         request_id = new_request_id(given_id(context, body.request_id, body.rid))
         per_prompt = [_to_generate_request(body, prompt, schema) for prompt in prompts]

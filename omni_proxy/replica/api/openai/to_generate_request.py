@@ -268,7 +268,7 @@ class MediaReader:
             kind: MediaRules(
                 allowed_domains=context.allowed_media_domains,
                 allowed_folder=Path(folder) if folder is not None else None,
-                most_bytes=context.max_media_bytes,
+                max_bytes=context.max_media_bytes,
                 kind=kind,
             )
             for kind in ("audio", "image")
@@ -346,7 +346,7 @@ class MediaReader:
     async def _bytes(self, source: str, rules: MediaRules) -> bytes:
         if _is_reference(source):
             return await read_media(source, rules)
-        return decode_base64(source, rules.most_bytes)
+        return decode_base64(source, rules.max_bytes)
 
 
 def _message(role: str, parts: list[dict[str, Any]]) -> PromptMessage:

@@ -213,13 +213,13 @@ def parse_speech_request(body: Mapping[str, Any], *, default_format: str = "wav"
     )
 
 
-def check_input(request: SpeechRequest, most_chars: int = MAX_INPUT_CHARS) -> None:
+def check_input(request: SpeechRequest, max_chars: int = MAX_INPUT_CHARS) -> None:
     """Refuse a request without text, or with too much text."""
     if not request.input.strip():
         raise SpeechError("input must be a non-empty string", "input")
-    if len(request.input) > most_chars:
+    if len(request.input) > max_chars:
         raise SpeechError(
-            f"input has {len(request.input)} characters; at most {most_chars} are allowed",
+            f"input has {len(request.input)} characters; at most {max_chars} are allowed",
             "input",
         )
 

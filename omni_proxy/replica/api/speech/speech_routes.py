@@ -55,8 +55,8 @@ MAX_OUTCOMES: Final = 1024
 class OutcomeHistory:
     """Outcomes of the last requests; the oldest is dropped first."""
 
-    def __init__(self, most: int = MAX_OUTCOMES) -> None:
-        self._limit = most
+    def __init__(self, limit: int = MAX_OUTCOMES) -> None:
+        self._limit = limit
         self._outcomes: dict[str, SpeechOutcome] = {}
 
     def add(self, request_id: str, outcome: SpeechOutcome) -> None:
@@ -158,7 +158,7 @@ def register_speech_errors(app: QuartTrio) -> None:
 
 class _BatchRoutes:
     def __init__(self, context: RouteContext) -> None:
-        self._most_items = context.tts_batch_max_items
+        self._max_items = context.tts_batch_max_items
         self._service = SpeechService(context)
 
     async def create(self) -> Response:
@@ -188,9 +188,9 @@ class _BatchRoutes:
         items = body.pop("items", None)
         if not isinstance(items, list) or not items:
             raise SpeechError("items must be a list of one speech request or more", "items")
-        if len(items) > self._most_items:
+        if len(items) > self._max_items:
             raise SpeechError(
-                f"items has {len(items)} requests; the limit is {self._most_items}", "items"
+                f"items has {len(items)} requests; the limit is {self._max_items}", "items"
             )
         _refuse_stream(body)
         item_fields = []

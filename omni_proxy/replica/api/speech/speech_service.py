@@ -80,7 +80,7 @@ class SpeechService:
         self._rules = MediaRules(
             allowed_domains=tuple(context.allowed_media_domains),
             allowed_folder=Path(local) if local is not None else None,
-            most_bytes=context.max_media_bytes,
+            max_bytes=context.max_media_bytes,
         )
         capabilities = context.capabilities
         self._can_clone = capabilities is not None and VOICE_CLONING in capabilities
@@ -138,7 +138,7 @@ class SpeechService:
             return fields | {"vq_codes": reference.vq_codes}
         try:
             if reference.path.endswith(".data") and not reference.source.startswith("data:"):
-                data = decode_base64(reference.source, self._rules.most_bytes)
+                data = decode_base64(reference.source, self._rules.max_bytes)
             else:
                 data = await read_media(reference.source, self._rules)
             samples, rate = await trio.to_thread.run_sync(decode_audio_samples, data)

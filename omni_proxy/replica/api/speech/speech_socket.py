@@ -70,11 +70,11 @@ class SessionConfig:
     split_granularity: str = "sentence"
 
 
-def parse_message(frame: Frame, most_bytes: int) -> dict[str, Any]:
+def parse_message(frame: Frame, max_bytes: int) -> dict[str, Any]:
     """Return the JSON object in a text frame. Raises NotTextFrame, FrameTooLong, SpeechError."""
     if not isinstance(frame, str):
         raise NotTextFrame
-    if len(frame) > most_bytes or len(data := frame.encode()) > most_bytes:
+    if len(frame) > max_bytes or len(data := frame.encode()) > max_bytes:
         raise FrameTooLong
     return parse_object(data, "a message")
 
@@ -358,14 +358,14 @@ class _SentenceEvents:
             await self._socket_events.send_event(self._start | {"sample_rate": sample_rate})
 
 
-def _message(frame: Frame, most_bytes: int) -> dict[str, Any]:
+def _message(frame: Frame, max_bytes: int) -> dict[str, Any]:
     """Return a frame's JSON object. Raises SpeechError, or _SessionEnd for an invalid frame."""
     try:
-        return parse_message(frame, most_bytes)
+        return parse_message(frame, max_bytes)
     except NotTextFrame:
         raise _SessionEnd(UNSUPPORTED, "messages must be text frames, not binary ones") from None
     except FrameTooLong:
-        raise _SessionEnd(TOO_BIG, f"a message is larger than {most_bytes} bytes") from None
+        raise _SessionEnd(TOO_BIG, f"a message is larger than {max_bytes} bytes") from None
 
 
 def mount(app: QuartTrio, context: RouteContext) -> None:

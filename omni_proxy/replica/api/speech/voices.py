@@ -38,10 +38,10 @@ VOICE_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 RESERVED_NAMES: Final = ("default",)
 FOLDER_VARIABLE: Final = "SPEAKER_SAMPLES_DIR"
 MAX_VOICES_VARIABLE: Final = "SPEAKER_MAX_UPLOADED"
-MOST_SAMPLE_BYTES: Final = 10 * MIB
-MOST_BODY_BYTES: Final = MOST_SAMPLE_BYTES + 64 * 1024
-MOST_TEXT_CHARS: Final = 4096
-SHORTEST_SECS, LONGEST_SECS = 1.0, 30.0
+MAX_SAMPLE_BYTES: Final = 10 * MIB
+MAX_BODY_BYTES: Final = MAX_SAMPLE_BYTES + 64 * 1024
+MAX_TEXT_CHARS: Final = 4096
+MIN_SECS, MAX_SECS = 1.0, 30.0
 SILENCE_PEAK: Final = 1e-3  # -60 dB
 WAV_TYPES: Final = ("audio/wav", "audio/x-wav", "audio/wave", "audio/vnd.wave")
 # No decoded sample is cached, so every value of the cache statistics is 0.
@@ -180,7 +180,7 @@ class _Routes:
     async def upload(self) -> Response:
         """POST /v1/audio/voices."""
         try:
-            form = await read_form(request, MOST_BODY_BYTES)
+            form = await read_form(request, MAX_BODY_BYTES)
         except MultipartError as error:
             if error.status == 413:
                 raise upload_too_large(error.message, "audio_sample") from None
@@ -217,8 +217,8 @@ def _voice_of(form: MultipartForm, sample: UploadedFile) -> StoredVoice:
     texts = {}
     for field in ("consent", "ref_text", "speaker_description"):
         text = form.fields.get(field, "").strip()
-        if len(text) > MOST_TEXT_CHARS:
-            raise SpeechError(f"{field} has more than {MOST_TEXT_CHARS} characters", field)
+        if len(text) > MAX_TEXT_CHARS:
+            raise SpeechError(f"{field} has more than {MAX_TEXT_CHARS} characters", field)
         texts[field] = text
     if not texts["consent"]:
         raise SpeechError("consent must be a non-empty string", "consent")
@@ -241,19 +241,18 @@ def _voice_of(form: MultipartForm, sample: UploadedFile) -> StoredVoice:
 
 def _check_sample(sample: UploadedFile) -> None:
     """Raise SpeechError for a sample that is too long, too short, silent, or not audio."""
-    if len(sample.data) > MOST_SAMPLE_BYTES:
+    if len(sample.data) > MAX_SAMPLE_BYTES:
         raise upload_too_large(
-            f"audio_sample is larger than {MOST_SAMPLE_BYTES} bytes", "audio_sample"
+            f"audio_sample is larger than {MAX_SAMPLE_BYTES} bytes", "audio_sample"
         )
     try:
         samples, rate = decode_audio_samples(sample.data)
     except ValueError as error:
         raise SpeechError(f"audio_sample: {error}", "audio_sample") from None
     seconds = len(samples) / rate
-    if not SHORTEST_SECS <= seconds <= LONGEST_SECS:
+    if not MIN_SECS <= seconds <= MAX_SECS:
         raise SpeechError(
-            f"audio_sample lasts {seconds:.2f} seconds; it must last "
-            f"{SHORTEST_SECS:g} to {LONGEST_SECS:g}",
+            f"audio_sample lasts {seconds:.2f} seconds; it must last {MIN_SECS:g} to {MAX_SECS:g}",
             "audio_sample",
         )
     if float(abs(samples).max()) < SILENCE_PEAK:

@@ -61,7 +61,7 @@ async def test_the_default_rules_allow_no_other_source(source):
 
 
 async def test_media_over_the_size_limit_is_refused(tmp_path):
-    rules = MediaRules(allowed_folder=tmp_path, most_bytes=5)
+    rules = MediaRules(allowed_folder=tmp_path, max_bytes=5)
     (tmp_path / "five").write_bytes(b"12345")
     (tmp_path / "six").write_bytes(b"123456")
     assert await read_media("five", rules) == b"12345"
@@ -216,14 +216,14 @@ async def test_a_body_without_length_ends_with_the_connection():
         )
 
 
-async def read_as_route(body, content_type=CONTENT_TYPE, most_bytes=10_000, step=None):
+async def read_as_route(body, content_type=CONTENT_TYPE, max_bytes=10_000, step=None):
     """Read a form in a route of an app; the body arrives in chunks of `step` bytes."""
     app = QuartTrio(__name__, static_folder=None)
     results = []
 
     async def route():
         try:
-            results.append(await read_form(request, most_bytes))
+            results.append(await read_form(request, max_bytes))
         except MultipartError as error:
             results.append(error)
         return ""
@@ -285,6 +285,6 @@ async def test_an_invalid_or_too_large_form_is_refused(body, content_type, statu
 
 
 async def test_a_text_field_is_limited_and_must_be_utf_8():
-    assert (await read_as_route(form({"a": "x" * 65_537}), most_bytes=10**6)).status == 413
+    assert (await read_as_route(form({"a": "x" * 65_537}), max_bytes=10**6)).status == 413
     latin = form({"a": "?"}).replace(b"?", b"\xff")
     assert (await read_as_route(latin)).status == 400

@@ -326,7 +326,7 @@ async def test_only_a_synthesis_that_succeeded_has_an_outcome():
 
 
 def test_the_oldest_outcome_is_forgotten_first():
-    outcomes = OutcomeHistory(most=2)
+    outcomes = OutcomeHistory(limit=2)
     for name in "abc":
         outcomes.add(name, SpeechOutcome(name))
     assert [outcomes.get(name) for name in "abc"] == [None, SpeechOutcome("b"), SpeechOutcome("c")]
