@@ -62,7 +62,7 @@ from omni_proxy.runtime_config.worker_drain import WorkerDrains
 from omni_proxy.signals import SignalHandler
 from omni_proxy.supervisor import Supervisor
 from omni_proxy.system.fd_limit import raise_fd_limit
-from omni_proxy.system.garbage import collect_before_serving, keep_what_there_is
+from omni_proxy.system.garbage import collect_before_serving, exempt_objects
 from omni_proxy.system.runtime_dir import private_runtime_dir
 from omni_proxy.system.service_manager import ServiceManager
 from omni_proxy.telemetry.instruments import Instruments
@@ -204,7 +204,7 @@ class Server:
             service_manager=self.service_manager,
             supervisors=lambda: self.supervisors,
             leave=self._handed_over.set,
-            unheard=self.discovery.unheard,
+            unlisted_sources=self.discovery.unlisted_sources,
             picker=lambda: self.picker,
         )
 
@@ -377,7 +377,7 @@ class Server:
                 root.cancel_scope.cancel()
                 _print(str(error))
                 return NOT_TAKEN_OVER
-            keep_what_there_is()
+            exempt_objects()
             self.watchdog.end_startup()
             if self.data_plane.listeners.held and (status := await self._open_when_ready()):
                 root.cancel_scope.cancel()

@@ -79,7 +79,7 @@ class Supervisor:
         try:
             while True:
                 with self._scope:
-                    await self._run_again_and_again(started)
+                    await self._run_with_restarts(started)
                 if not self._scope.cancelled_caught:
                     return
                 self._enter("ended")
@@ -90,7 +90,7 @@ class Supervisor:
         finally:
             self._over.set()
 
-    async def _run_again_and_again(self, started: _StartedOnce) -> None:
+    async def _run_with_restarts(self, started: _StartedOnce) -> None:
         backoff = Backoff(FIRST_PAUSE_SECS, MAX_PAUSE_SECS, RESET_SECS)
         while True:
             started_at = trio.current_time()

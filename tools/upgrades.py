@@ -130,7 +130,7 @@ async def read_until(stream: trio.SocketStream, end: bytes) -> bytes:
     return data
 
 
-async def ask_again_and_again(port: int, tally: Tally, stop: trio.Event) -> None:
+async def send_requests(port: int, tally: Tally, stop: trio.Event) -> None:
     while not stop.is_set():
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         async with stream:
@@ -150,7 +150,7 @@ async def ask_again_and_again(port: int, tally: Tally, stop: trio.Event) -> None
                 await trio.sleep(PAUSE_SECS)
 
 
-async def stream_again_and_again(port: int, tally: Tally, stop: trio.Event) -> None:
+async def open_streams(port: int, tally: Tally, stop: trio.Event) -> None:
     while not stop.is_set():
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         async with stream:
@@ -165,19 +165,19 @@ async def stream_again_and_again(port: int, tally: Tally, stop: trio.Event) -> N
                 tally.failed.append(f"stream of {data.count(b'data: ')} events")
 
 
-async def talk_again_and_again(port: int, tally: Tally, stop: trio.Event) -> None:
+async def run_websocket_sessions(port: int, tally: Tally, stop: trio.Event) -> None:
     while not stop.is_set():
         stream = await trio.open_tcp_stream("127.0.0.1", port)
         async with stream:
             try:
-                await talk(WebSocket(stream, ConnectionType.CLIENT))
+                await run_session(WebSocket(stream, ConnectionType.CLIENT))
             except (EOFError, trio.BrokenResourceError) as error:
                 tally.failed.append(f"session: {error}")
                 continue
             tally.sessions += 1
 
 
-async def talk(websocket: WebSocket) -> None:
+async def run_session(websocket: WebSocket) -> None:
     """Run a complete session. Raises EOFError, BrokenResourceError."""
     await websocket.send(Request(host="x", target="/v1/audio/speech/stream"))
     await expect(websocket, AcceptConnection)
@@ -197,7 +197,7 @@ async def expect(websocket: WebSocket, kind: type[Event]) -> None:
 
 
 CLIENTS: Final = (
-    ask_again_and_again, stream_again_and_again, ask_again_and_again, talk_again_and_again,
+    send_requests, open_streams, send_requests, run_websocket_sessions,
 )  # fmt: skip
 
 

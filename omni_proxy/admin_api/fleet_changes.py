@@ -247,7 +247,7 @@ class WorkerArrivals:
         reason = "it has not answered"
         with trio.move_on_after(wait_secs):
             while True:
-                reason = await self._illness(entry)
+                reason = await self._health_problem(entry)
                 if not reason:
                     return
                 await trio.sleep(PAUSE_SECS)
@@ -258,7 +258,7 @@ class WorkerArrivals:
             "worker_not_healthy",
         )
 
-    async def _illness(self, entry: WorkerSpec) -> str:
+    async def _health_problem(self, entry: WorkerSpec) -> str:
         """The reason why the worker is not healthy now; "" if it is."""
         health = self._config_store.config.health
         worker = Worker(with_defaults(entry, self._config_store.config), datetime.now(UTC))

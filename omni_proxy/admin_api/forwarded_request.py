@@ -9,7 +9,7 @@ from quart import request
 from omni_proxy.admin_api.access.key_check import named_key
 
 # Set for each worker, or not forwarded (omni-router.md 10).
-NOT_PASSED_ON = frozenset(
+NOT_FORWARDED = frozenset(
     (
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection",
         "te", "trailer", "trailers", "transfer-encoding", "upgrade", "host", "content-length",
@@ -30,13 +30,13 @@ def target_of(path: str) -> str:
 
 
 def worker_headers(body: bytes) -> dict[str, str]:
-    headers = passed_on(request.headers)
+    headers = forwarded_headers(request.headers)
     if body:
         headers["content-type"] = request.headers.get("Content-Type", "application/json")
     return headers
 
 
-def passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+def forwarded_headers(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     """The header fields of the current request that are forwarded to workers. They include the
     caller's Authorization, because workers may have the proxy's key, but no key of
     [[admin.keys]]."""
@@ -44,7 +44,7 @@ def passed_on(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     return {
         name: value
         for name, value in lowered
-        if name not in NOT_PASSED_ON
+        if name not in NOT_FORWARDED
         and not name.startswith(HINT_PREFIX)
         and not (name == "authorization" and named_key())
     }

@@ -193,8 +193,8 @@ def describe_source(source: DiscoverySource) -> str:
     found = ", ".join(counts) or "no workers"
     state = printable(source.state)
     if source.error:
-        heard = f" {format_age(source.age_secs)}" if source.age_secs is not None else ""
-        state = f"{state.upper()}{heard} ({printable(source.error)})"
+        age = f" {format_age(source.age_secs)}" if source.age_secs is not None else ""
+        state = f"{state.upper()}{age} ({printable(source.error)})"
     ignored = f"; {len(source.ignored)} ignored" if source.ignored else ""
     return f"{printable(source.name)} {state}: {found.replace('_', ' ')}{ignored}"
 
@@ -257,13 +257,15 @@ def describe_fleet(fleet: Sequence[FleetRow]) -> str:
     out: Counter[str] = Counter()
     for row in fleet:
         if not row.routable or row.paused is not None:
-            out["disabled" if row.disabled and row.drain is None else _why_out(row)] += 1
+            out[
+                "disabled" if row.disabled and row.drain is None else _out_of_rotation_reason(row)
+            ] += 1
     taking = len(fleet) - out.total()
     parts = [f"{taking} of {len(fleet)} take requests"]
     return "; ".join([*parts, *(f"{count} {state}" for state, count in sorted(out.items()))])
 
 
-def _why_out(row: FleetRow) -> str:
+def _out_of_rotation_reason(row: FleetRow) -> str:
     if row.drain is not None:
         return printable(row.drain.state)
     if row.paused is not None:

@@ -25,10 +25,10 @@ _NOTHING: Final[frozenset[int]] = frozenset()
 class Peer:
     """Another proxy. `is_whole`: no message is missing since it last published all its counts."""
 
-    __slots__ = ("heard_at", "in_flight", "is_whole", "number", "total", "waits")
+    __slots__ = ("in_flight", "is_whole", "last_message_at", "number", "total", "waits")
 
     def __init__(self, now: float) -> None:
-        self.heard_at = now
+        self.last_message_at = now
         self.in_flight: dict[int, int] = {}
         self.is_whole = False
         self.number = 0
@@ -54,7 +54,7 @@ class PeerCounts:
         elif message.number <= peer.number:
             return _NOTHING
         follows = peer.is_whole and message.number == peer.number + 1
-        peer.heard_at = now
+        peer.last_message_at = now
         peer.number = message.number
         peer.total, peer.waits = _bounded(message.total), message.waits
         peer.is_whole = message.whole or follows
@@ -82,7 +82,9 @@ class PeerCounts:
 
         Returns the targets whose total has changed, by peer name.
         """
-        silent = [name for name, peer in self.peers.items() if now - peer.heard_at > lease_secs]
+        silent = [
+            name for name, peer in self.peers.items() if now - peer.last_message_at > lease_secs
+        ]
         return {name: self.leave(name) for name in silent}
 
     def _set(self, peer: Peer, target: int, count: int) -> None:

@@ -78,9 +78,9 @@ class PlacedSessions:
         found = {}
         for target, packed in rows.items():
             for digest, stamp in _unpacked(packed):
-                known, heard = self._known.get(digest), SessionPlace(stamp, target)
-                if known is None or heard >= known:
-                    self._set(digest, heard)
+                before, place = self._known.get(digest), SessionPlace(stamp, target)
+                if before is None or place >= before:
+                    self._set(digest, place)
                     found[digest] = target
         return found
 

@@ -119,7 +119,7 @@ class ClusterMember:
         self._applied = trio.Event()  # set if a state of another proxy has to be acknowledged
         self._nursery: trio.Nursery | None = None
         self._listening, self._listens_at = trio.CancelScope(), ""
-        self._hello_heard = False
+        self._hello_received = False
         self._heartbeat_at = float("-inf")
         self._clock_ahead = 0.0  # seconds that the store's clock is ahead of ours
         self._connected_at: float | None = None
@@ -169,7 +169,7 @@ class ClusterMember:
             "peers": [
                 {
                     "member": name,
-                    "age_secs": round(now - peer.heard_at, 3),
+                    "age_secs": round(now - peer.last_message_at, 3),
                     "in_flight": peer.total,
                     "waits": peer.waits,
                     **self._figures.record_of(name),
@@ -321,7 +321,7 @@ class ClusterMember:
         """Send changed counts, and a heartbeat if it is due. Raises StoreError."""
         now, table = trio.current_time(), self.table
         beats = now - self._heartbeat_at >= table.lease_secs / HEARTBEATS
-        whole, self._hello_heard = beats or self._hello_heard, False
+        whole, self._hello_received = beats or self._hello_received, False
         message = load.own_message(now, whole=whole)
         batch: list[Command] = []
         if message is not None:
@@ -405,7 +405,7 @@ class ClusterMember:
             case CountsMessage():
                 load.take(message, trio.current_time())
             case HelloMessage():
-                self._hello_heard = True
+                self._hello_received = True
                 self._hints.repeat()
             case ByeMessage():
                 load.leave(message.member)

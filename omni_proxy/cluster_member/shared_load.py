@@ -122,7 +122,7 @@ class SharedLoad:
     def expire(self, now: float, secs: float) -> None:
         """Remove peers that sent nothing for `secs`."""
         for name, changed in self.counts.expire(now, secs).items():
-            _log.warning("cluster_peer_gone peer=%s: nothing heard for %gs", name, secs)
+            _log.warning("cluster_peer_gone peer=%s: no message for %gs", name, secs)
             self._count(changed)
 
     def smooth(self, table: ClusterConfig) -> None:

@@ -178,7 +178,7 @@ class SharedHealth:
         for url, healthy in message.healthy.items() if self._shares else ():
             worker = self._fleet.find(url)
             if worker is not None and (worker.health.state is Health.HEALTHY) != healthy:
-                self._prober.hasten(worker)
+                self._prober.probe_now(worker)
 
     def _note(self, worker: Worker, before: Health) -> None:
         now = worker.health.state

@@ -125,7 +125,7 @@ def desired_workers(
     named: set[str] = set()
     for entry, origin, fingerprint in _named(config, flag_workers):
         named.add(entry.url)
-        if entry.url not in workers and not _buried(state, entry.url, fingerprint):
+        if entry.url not in workers and not _has_tombstone(state, entry.url, fingerprint):
             switched = _switched(entry, _switch_of(state, entry.url, None))
             workers[entry.url] = _desired(switched, origin, entry)
     for added in state.workers:
@@ -350,7 +350,7 @@ def _fingerprint(entry: WorkerEntry | LaunchEntry) -> str:
     return hashlib.sha256(msgspec.json.encode(values, order="sorted")).hexdigest()[:16]
 
 
-def _buried(state: SavedState, url: str, fingerprint: str) -> bool:
+def _has_tombstone(state: SavedState, url: str, fingerprint: str) -> bool:
     """A tombstone of FILE's entry also applies to a flag with the same URL."""
     digest = state.tombstones.get(url)
     return digest is not None and fingerprint in {digest, FLAG_FINGERPRINT}

@@ -168,7 +168,7 @@ class SourceStatus:
     name: str
     kind: str
     listed_at: datetime | None = None  # of its last complete list or answer
-    heard_at: datetime | None = None  # the same, or of the last event
+    last_event_at: datetime | None = None  # the same, or of the last event
     error: str = ""
     failing_since: datetime | None = None
     failures: int = 0
@@ -178,11 +178,11 @@ class SourceStatus:
     def listed(self, now: datetime) -> None:
         self.lists += 1
         self.listed_at = now
-        self.heard(now)
+        self.received(now)
 
-    def heard(self, now: datetime, event: str = "") -> None:
+    def received(self, now: datetime, event: str = "") -> None:
         """A list, an answer or an event was received. `event`: its type, or ""."""
-        self.heard_at = now
+        self.last_event_at = now
         self.error, self.failing_since = "", None
         if event:
             self.events[event] += 1

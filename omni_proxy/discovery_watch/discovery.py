@@ -100,7 +100,7 @@ class Discovery:
             for source in self._sources.values()
         ]
 
-    def unheard(self) -> list[str]:
+    def unlisted_sources(self) -> list[str]:
         """The sources that have provided no list so far, each with the reason if it is known."""
         found = (source.watcher.status for source in self._sources.values())
         return [

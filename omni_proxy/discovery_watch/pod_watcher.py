@@ -197,11 +197,11 @@ class PodWatcher:
             "timeoutSeconds": f"{secs:.0f}",
         }
         response = await self._open(endpoint, query)
-        self.status.heard(datetime.now(UTC))
-        lines, heard = LineBuffer(MAX_EVENT_BYTES), False
+        self.status.received(datetime.now(UTC))
+        lines, received = LineBuffer(MAX_EVENT_BYTES), False
         try:
             while piece := await response.read(self.silence_secs):
-                heard = True
+                received = True
                 await trio.lowlevel.checkpoint()
                 begun = time.perf_counter()
                 for line in lines.feed(piece):
@@ -216,7 +216,7 @@ class PodWatcher:
             raise ApiError(f"an event can't be read: {error}") from None
         finally:
             await response.close()
-        return heard
+        return received
 
     def _read_event(self, line: bytes) -> None:
         """Process one event. Raises ApiError, _VersionGone, ValueError if it is not an event."""
@@ -237,7 +237,7 @@ class PodWatcher:
         version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
         self._version = version if isinstance(version, str) and version else self._version
         self._backoff.reset()
-        self.status.heard(datetime.now(UTC), str(kind))
+        self.status.received(datetime.now(UTC), str(kind))
         if kind in get_args(EventType):
             changed = self.state.apply(cast("EventType", kind), thing, trio.current_time())
             if changed:

@@ -103,7 +103,7 @@ class Prober:
         fleet.watch_members(self._follow_fleet)
         fleet.watch_worker(self._follow_worker)
         # A worker that was ejected for failed requests may recover soon.
-        fleet.watch_ejected(self.hasten)
+        fleet.watch_ejected(self.probe_now)
         config_store.subscribe(self._follow_config)
         fleet.watch_health(self._resume_probes)
 
@@ -154,7 +154,7 @@ class Prober:
             loop = self._loops[worker] = _ProbeLoop()
             self._nursery.start_soon(self._run_loop, worker, loop)
 
-    def hasten(self, worker: Worker) -> None:
+    def probe_now(self, worker: Worker) -> None:
         """Probe the worker now."""
         loop = self._loops.get(worker)
         if loop is not None:

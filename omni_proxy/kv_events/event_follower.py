@@ -396,13 +396,13 @@ class EventFollower:
         targets = worker.dp_ranks or (worker,)
         followed = [self._followed[target] for target in targets if target in self._followed]
         if len(followed) < len(targets):
-            _set_mode(worker, "inferred", self._why_not_followed(worker, len(targets)))
+            _set_mode(worker, "inferred", self._not_followed_reason(worker, len(targets)))
             return
         worst = max(followed, key=lambda each: _MODES.index(each.mode))
         rank = f"rank {targets.index(worst.target)}: " if worker.dp_ranks else ""
         _set_mode(worker, worst.mode, rank + worst.reason)
 
-    def _why_not_followed(self, worker: Worker, targets: int) -> str:
+    def _not_followed_reason(self, worker: Worker, targets: int) -> str:
         reported = self._reported.get(worker)
         if worker.kv_events != "auto":
             return "the subscriber process starts"

@@ -109,7 +109,7 @@ class RecentDelta(RecentWindow):
 
     def end_deltas(self) -> list[RecentEndDelta]:
         well = [RecentEndDelta(False, end) for end in self._ends]
-        return well + [RecentEndDelta(True, end) for end in self._troubles]
+        return well + [RecentEndDelta(True, end) for end in self._failures]
 
 
 def merge_metrics(

@@ -62,7 +62,7 @@ class ClusterHints:
             self._targets = {target_key(each.url): each for each in self._fleet.targets()}
         return self._targets.get(key)
 
-    def heard_of(
+    def hinted_lengths(
         self, text: bytes, known: int, candidates: Collection[Worker]
     ) -> dict[Worker, int]:
         """Bytes of the text that other proxies sent to each candidate, if more than `known`: the

@@ -9,16 +9,16 @@ cdef class PrefixTree:
     cdef public dict _sizes
     cdef public object _live, _dead, _sweeping
     cdef public Py_ssize_t _cursor
-    cdef public list _waste
+    cdef public list _discarded
     cdef public tuple _named
     cdef public Py_ssize_t _generation
     cdef public list _lost
     cdef public list _labels, _masks, _edges
-    cdef public object _parents, _kids, _used, _generations, _older, _newer, _free
+    cdef public object _parents, _child_counts, _used, _generations, _older, _newer, _free
 
     @cython.locals(edges=list, labels=list, masks=list, node=Py_ssize_t, at=Py_ssize_t, end=Py_ssize_t, label=bytes)
     cpdef match(self, bytes text, among=*)
     @cython.locals(edges=list, labels=list, masks=list, node=Py_ssize_t, at=Py_ssize_t, end=Py_ssize_t, label=bytes, held=Py_ssize_t, grown=Py_ssize_t, path=list)
     cpdef insert(self, bytes text, holder, Py_ssize_t number=*)
-    cpdef _keep_up(self)
+    cpdef _maintain(self)
     cpdef _use(self, list path, number)

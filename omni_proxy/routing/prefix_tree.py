@@ -94,19 +94,19 @@ class PrefixTree(Generic[Holder]):
         self._dead = 0  # removed holders that are still on nodes
         self._sweeping = 0  # the part of `_dead` that the present pass removes
         self._cursor = 1
-        self._waste: list[object] = []
+        self._discarded: list[object] = []
         self._named: tuple[int, dict[int, tuple[Holder, ...]]] = (0, {})  # (membership, cache)
         self._generation = 0
         # Subtrees that a holder has lost, except for texts used at `number` or later:
         # (node, generation, holder, number).
         self._lost: list[tuple[int, int, Holder, int]] = []
-        self._plant()
+        self._init_columns()
 
-    def _plant(self) -> None:
+    def _init_columns(self) -> None:
         self._labels: list[bytes] = [b""]
         self._masks: list[int] = [0]
         self._parents = array("I", [ROOT])
-        self._kids = array("H", [0])
+        self._child_counts = array("H", [0])
         self._used = array("Q", [0])  # `number` of the latest `insert`
         self._generations = array("I", [0])  # changes whenever a node number is vacated
         # A ring by last use, through the root: newer[ROOT] is the oldest, older[ROOT] the newest.
@@ -116,13 +116,13 @@ class PrefixTree(Generic[Holder]):
         self._edges: list[dict[int, int]] = [{} for _ in range(256)]
         self._free = array("I")
 
-    def _replant(self) -> None:
+    def _reset(self) -> None:
         """The memory of the columns is freed in steps, because freeing it in one takes too long."""
-        columns = (self._labels, self._masks, self._parents, self._kids, self._older, self._newer)
-        more = (self._used, self._generations, self._free)
-        self._waste += [*columns, *more, *self._edges]
+        columns = (self._labels, self._masks, self._parents, self._child_counts, self._older)
+        more = (self._newer, self._used, self._generations, self._free)
+        self._discarded += [*columns, *more, *self._edges]
         self._generation = (self._generation + 1) & _WRAP
-        self._plant()
+        self._init_columns()
 
     @property
     def max_nodes(self) -> int:
@@ -209,7 +209,7 @@ class PrefixTree(Generic[Holder]):
     def insert(self, text: bytes, holder: Holder, number: int = 0) -> InsertedText | None:
         """Add `holder` to the text, which counts as a use. `number`: sequence number of this use
         that never decreases, or 0: then None is returned, so `forget_below` can't be used."""
-        self._keep_up()
+        self._maintain()
         if self.size > self.max_size + (self.max_size >> 2):
             return None  # eviction can't keep up with very many short labels: add nothing
         bit = self._bits.get(holder) or self._admit(holder)
@@ -220,7 +220,7 @@ class PrefixTree(Generic[Holder]):
             child = edges[text[at]].get(node)
             if child is None:
                 held = min(held, at)
-                path.append(self._grow(node, text[at:], bit))
+                path.append(self._add_leaf(node, text[at:], bit))
                 grown += end - at
                 break
             label = labels[child]
@@ -233,7 +233,7 @@ class PrefixTree(Generic[Holder]):
                 grown += len(label)
                 held = min(held, at)
             at += len(label)
-            if node and self._kids[node] == 1 and masks[node] == mask:
+            if node and self._child_counts[node] == 1 and masks[node] == mask:
                 path.pop()
                 self._join(node, child)
             path.append(child)
@@ -298,7 +298,7 @@ class PrefixTree(Generic[Holder]):
         and mask; the most recently used node comes first."""
         older, newer = self._older, self._newer
         for parent, label, mask in nodes:
-            node = self._grow(parent, label, mask)
+            node = self._add_leaf(parent, label, mask)
             oldest = newer[ROOT]
             older[oldest] = newer[ROOT] = node
             older[node], newer[node] = ROOT, oldest
@@ -311,20 +311,20 @@ class PrefixTree(Generic[Holder]):
             self._sweep(SWEPT_PER_SLICE)
         elif self._lost:
             self._prune(PRUNED_PER_SLICE)
-        elif self._waste:
-            del self._waste[-DROPPED_PER_SLICE:]
+        elif self._discarded:
+            del self._discarded[-DROPPED_PER_SLICE:]
         elif evict:
             self._evict(EVICTED_PER_SLICE, self.max_size)
-        return bool(self._dead or self._waste or self._lost) or (evict and self.oversized)
+        return bool(self._dead or self._discarded or self._lost) or (evict and self.oversized)
 
-    def _keep_up(self) -> None:
+    def _maintain(self) -> None:
         """Upkeep at every insert, so that neither new texts nor removed holders accumulate."""
         if self._dead:
             self._sweep(SWEPT_PER_INSERT)
         elif self._lost:
             self._prune(PRUNED_PER_INSERT)
-        elif self._waste:
-            self._waste.pop()
+        elif self._discarded:
+            self._discarded.pop()
         allowed = self.max_size + (self.max_size >> 3)
         if self.size > allowed or self.nodes > self.max_nodes:
             self._evict(EVICTED_PER_INSERT, allowed)
@@ -355,7 +355,7 @@ class PrefixTree(Generic[Holder]):
             self._labels.append(label)
             self._masks.append(mask)
             self._parents.append(parent)
-            self._kids.append(0)
+            self._child_counts.append(0)
             self._used.append(0)
             self._generations.append(self._generation)
             self._older.append(node)
@@ -363,9 +363,9 @@ class PrefixTree(Generic[Holder]):
         self._edges[label[0]][parent] = node
         return node
 
-    def _grow(self, parent: int, label: bytes, mask: int) -> int:
+    def _add_leaf(self, parent: int, label: bytes, mask: int) -> int:
         self.size += len(label)
-        self._kids[parent] += 1
+        self._child_counts[parent] += 1
         return self._new(label, mask, parent)
 
     def _split(self, node: int, length: int) -> int:
@@ -375,7 +375,7 @@ class PrefixTree(Generic[Holder]):
         self._labels[node] = label[length:]
         self._parents[node] = upper
         self._edges[label[length]][upper] = node
-        self._kids[upper] = 1
+        self._child_counts[upper] = 1
         self._used[upper] = self._used[node]
         return upper
 
@@ -387,7 +387,7 @@ class PrefixTree(Generic[Holder]):
         del self._edges[lower[0]][node]
         self._parents[only] = parent
         self._labels[only] = label + lower
-        self._vacate(node)
+        self._free_node(node)
 
     def _use(self, path: list[int], number: int) -> None:
         """Mark the nodes as used, the deepest first: a parent is newer than its children."""
@@ -416,23 +416,23 @@ class PrefixTree(Generic[Holder]):
         label = self._labels[leaf]
         parent = self._parents[leaf]
         del self._edges[label[0]][parent]
-        self._kids[parent] -= 1
+        self._child_counts[parent] -= 1
         self.size -= len(label)
         mask = self._masks[leaf] & self._live
         while mask:
             bit = mask & -mask
             self._sizes[bit] -= len(label)
             mask ^= bit
-        self._vacate(leaf)
+        self._free_node(leaf)
 
-    def _vacate(self, node: int) -> None:
+    def _free_node(self, node: int) -> None:
         before, after = self._older[node], self._newer[node]
         self._newer[before] = after
         self._older[after] = before
         self._older[node] = self._newer[node] = node
         self._labels[node] = b""
         self._masks[node] = 0
-        self._kids[node] = 0
+        self._child_counts[node] = 0
         self._generations[node] = self._generation = (self._generation + 1) & _WRAP
         self._free.append(node)
         self.nodes -= 1
@@ -463,7 +463,7 @@ class PrefixTree(Generic[Holder]):
                 node = parent
 
     def _children(self, node: int) -> list[int]:
-        count = self._kids[node]
+        count = self._child_counts[node]
         found: list[int] = []
         for table in self._edges:
             if len(found) == count:
@@ -492,9 +492,9 @@ class PrefixTree(Generic[Holder]):
             self._dead &= ~sweeping
             self._sweeping = 0
             if not self.nodes:
-                self._replant()
+                self._reset()
 
     def _abandoned(self, node: int) -> bool:
         """A leaf without holders. (The root and vacant numbers have no label.)"""
         holders = self._masks[node] & ~self._sweeping
-        return not holders and not self._kids[node] and bool(self._labels[node])
+        return not holders and not self._child_counts[node] and bool(self._labels[node])

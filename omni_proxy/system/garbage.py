@@ -23,6 +23,6 @@ def collect_before_serving() -> None:
     gc.set_threshold(*THRESHOLDS)
 
 
-def keep_what_there_is() -> None:
+def exempt_objects() -> None:
     """Exempt the objects of started services, too. It takes no time."""
     gc.freeze()

@@ -20,7 +20,7 @@ OFF, STDOUT = "off", "-"
 QUEUE_BYTES = 8 * 1024 * 1024
 GATHER_SECS = 0.1  # the cost of a flush, a thread hop and an open(), is shared by all its lines
 LAST_FLUSH_SECS = 2
-COMPLAIN_SECS = 60
+FAILURE_REPORT_SECS = 60
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ class LineLog:
         self._queue: deque[bytes] = deque()
         self._queued_bytes = 0
         self._filled = trio.Event()
-        self._complained_at = float("-inf")
+        self._failure_reported_at = float("-inf")
         self._thread = trio.CapacityLimiter(1)
         self._torn = ""  # the target whose last line is incomplete
         self.dropped = 0  # lines that did not fit into the queue
@@ -94,22 +94,22 @@ class LineLog:
                 limiter=self._thread, abandon_on_cancel=True,
             )  # fmt: skip
             self._torn = ""
-        except _BrokenOff as broken:
+        except _PartialWrite as broken:
             self._torn = target
             self.failed += lines - broken.lines
-            self._complain(target, broken)
+            self._report_failure(target, broken)
         except (OSError, ValueError) as error:  # ValueError: stdout was closed
             self.failed += lines
-            self._complain(target, error)
+            self._report_failure(target, error)
 
-    def _complain(self, target: str, error: Exception) -> None:
+    def _report_failure(self, target: str, error: Exception) -> None:
         now = trio.current_time()
-        if now - self._complained_at >= COMPLAIN_SECS:
-            self._complained_at = now
+        if now - self._failure_reported_at >= FAILURE_REPORT_SECS:
+            self._failure_reported_at = now
             log.warning("cannot write to %s: %s (%d lines lost)", target, error, self.failed)
 
 
-class _BrokenOff(OSError):
+class _PartialWrite(OSError):
     """A partial write: `lines` whole lines are in the file, and a part of the next one."""
 
     def __init__(self, error: OSError, lines: int) -> None:
@@ -136,7 +136,7 @@ def _put(target: str, blob: bytes, torn: bool) -> None:
 
 
 def _put_all(file: FileIO, blob: bytes) -> None:
-    """Raises OSError, or _BrokenOff if a part of `blob` has been written."""
+    """Raises OSError, or _PartialWrite if a part of `blob` has been written."""
     unwritten = memoryview(blob)
     while unwritten:
         try:
@@ -144,5 +144,5 @@ def _put_all(file: FileIO, blob: bytes) -> None:
         except OSError as error:
             written = blob[: len(blob) - len(unwritten)]
             if written:
-                raise _BrokenOff(error, written.count(b"\n")) from None
+                raise _PartialWrite(error, written.count(b"\n")) from None
             raise

@@ -1,5 +1,5 @@
 cdef class WindowCounts:
-    cdef public Py_ssize_t requests, errors, troubles
+    cdef public Py_ssize_t requests, errors, failures
     cdef public double marked_at
     cdef public list firsts
 
@@ -12,4 +12,4 @@ cdef class RecentWindow:
     cdef public object gather
     cdef public double _began
     cdef public dict _marks
-    cdef public object _ends, _troubles
+    cdef public object _ends, _failures

@@ -38,7 +38,7 @@ class WindowCounts:
 
     requests: int = 0
     errors: int = 0
-    troubles: int = 0
+    failures: int = 0
     marked_at: float = 0.0  # Unix time of its last copy
     firsts: list[int] = field(default_factory=lambda: [0] * (len(FINE) + 1))
 
@@ -136,7 +136,7 @@ class RecentWindow:
         # Copies of the totals, with their Unix times, of about the last WINDOW_SECS.
         self._marks: dict[Worker | None, deque[tuple[float, WindowCounts]]] = {}
         self._ends: deque[FinishedExchange] = deque(maxlen=KEPT_ENDS)
-        self._troubles: deque[FinishedExchange] = deque(maxlen=KEPT_FAILURES)
+        self._failures: deque[FinishedExchange] = deque(maxlen=KEPT_FAILURES)
 
     def keep(self, workers: Collection[Worker | None]) -> None:
         """Drop the counts of all other workers."""
@@ -159,13 +159,13 @@ class RecentWindow:
         if cut or exchange.status >= 500:
             slot.errors += 1
             self.second.errors += 1
-        if self.second.troubles < FAILURES_PER_SECOND:
-            self.second.troubles += 1
-            self._troubles.append(_end_of(exchange, worker))
+        if self.second.failures < FAILURES_PER_SECOND:
+            self.second.failures += 1
+            self._failures.append(_end_of(exchange, worker))
 
     def add_finished(self, end: FinishedExchange, *, failed: bool) -> None:
         """Add an exchange of another process, with times of the same clock."""
-        (self._troubles if failed else self._ends).append(end)
+        (self._failures if failed else self._ends).append(end)
 
     def current_second(self) -> WindowCounts:
         second = self.second
@@ -228,7 +228,7 @@ class RecentWindow:
 
     def ends(self) -> list[FinishedExchange]:
         """Recent exchanges, newest first."""
-        return sorted((*self._ends, *self._troubles), key=lambda end: end.at, reverse=True)
+        return sorted((*self._ends, *self._failures), key=lambda end: end.at, reverse=True)
 
     def since(self, at: int) -> Iterable[Point]:
         """The points after that second, oldest first."""

@@ -41,7 +41,7 @@ BATCH: Final = 512  # requests
 GATHER_SECS: Final = 1.0
 SEND_SECS: Final = 10.0  # limit for one batch, with the SDK's retries
 LAST_SEND_SECS: Final = 2.0
-COMPLAIN_SECS: Final = 60.0
+FAILURE_REPORT_SECS: Final = 60.0
 _decode = msgspec.json.Decoder(list[SpanRecord]).decode
 
 
@@ -58,7 +58,7 @@ class SpanExporter:
         self._queued_bytes = 0
         self._filled = trio.Event()
         self._full = trio.Event()
-        self._complained_at = float("-inf")
+        self._failure_reported_at = float("-inf")
         self._sender: _Sender | None = None
 
     def retarget(self, endpoint: str) -> None:
@@ -123,8 +123,8 @@ class SpanExporter:
         self.exported += sent
         self.failed += failed
         now = trio.current_time()
-        if failed and now - self._complained_at >= COMPLAIN_SECS:
-            self._complained_at = now
+        if failed and now - self._failure_reported_at >= FAILURE_REPORT_SECS:
+            self._failure_reported_at = now
             _log.warning("spans_not_sent endpoint=%s failed=%d", endpoint, self.failed)
 
 

@@ -138,7 +138,7 @@ class Incoming:
             return startup
         return _with_launch(startup, self.state)
 
-    def go_alone(self) -> None:
+    def continue_without_predecessor(self) -> None:
         """Continue without the running program, which has ended."""
         self._take_stderr()
         self._channel.close()
@@ -221,11 +221,14 @@ class Incoming:
                 if not parts.config_store.config.discover:
                     return
                 await trio.sleep(POLL_SECS)
-        missing, unheard = missing_workers(parts.fleet, self.state.workers), parts.unheard()
-        if missing and unheard:
+        missing, unlisted_sources = (
+            missing_workers(parts.fleet, self.state.workers),
+            parts.unlisted_sources(),
+        )
+        if missing and unlisted_sources:
             raise NotReady(
                 f"discovery has not found {len(missing)} workers of the running program within "
-                f"{FOUND_SECS:g} s, and got no list from {', '.join(unheard)}"
+                f"{FOUND_SECS:g} s, and got no list from {', '.join(unlisted_sources)}"
             )
 
     def _open(self, process_manager: ProcessManager) -> None:
@@ -345,7 +348,7 @@ def take_state(incoming: Incoming, startup: Startup) -> tuple[Startup, Incoming 
     try:
         return incoming.wait_state(startup), incoming
     except PredecessorKilled:
-        incoming.go_alone()
+        incoming.continue_without_predecessor()
         warning = "upgrade_predecessor_killed: it handed over nothing, so this is an ordinary start"
         return replace(startup, warnings=(*startup.warnings, warning)), None
 

@@ -318,7 +318,7 @@ class Outgoing:
         try:
             await new.send(CommitMessage(reservations))
         except NewProgramFailed:
-            self._go_on(ending, kept, reservations)
+            self._resume_services(ending, kept, reservations)
             raise
         for replica in kept:
             replica.close()
@@ -347,7 +347,7 @@ class Outgoing:
                 each.close()
         return [each for each in found if each.record.pid in pids]
 
-    def _go_on(
+    def _resume_services(
         self,
         ended: Iterable[Supervisor],
         replicas: Iterable[HandedReplica],

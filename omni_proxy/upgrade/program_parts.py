@@ -21,8 +21,8 @@ from omni_proxy.weight_sync.operations.weight_operations import WeightOperations
 class ProgramParts:
     """`tree_seed`: seed of the hashes in prefix trees. `supervisors`: those of all services.
 
-    `leave`: makes the program end after its last connection. `unheard`: discovery sources that have
-    provided no list so far, with the reason.
+    `leave`: makes the program end after its last connection. `unlisted_sources`: discovery
+    sources that have provided no list so far, with the reason.
     """
 
     fleet: Fleet
@@ -37,4 +37,4 @@ class ProgramParts:
     picker: Callable[[], PickerService]
     supervisors: Callable[[], list[Supervisor]]
     leave: Callable[[], None]
-    unheard: Callable[[], list[str]]
+    unlisted_sources: Callable[[], list[str]]

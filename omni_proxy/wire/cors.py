@@ -50,7 +50,10 @@ class Cors:
         """The fields to add to a response; () if the origin is not allowed."""
         if not self.allows(origin):
             return ()
-        return (*self._who(origin), ("access-control-expose-headers", self._exposed))
+        return (
+            *self._allow_origin_fields(origin),
+            ("access-control-expose-headers", self._exposed),
+        )
 
     def lines(self, origin: bytes) -> bytes:
         """The same fields as header lines."""
@@ -62,7 +65,7 @@ class Cors:
         if not self.allows(origin):
             return ()
         fields = [
-            *self._who(origin),
+            *self._allow_origin_fields(origin),
             ("access-control-allow-methods", ", ".join(sorted(methods))),
             ("access-control-max-age", str(PREFLIGHT_SECS)),
         ]
@@ -70,7 +73,7 @@ class Cors:
             fields.append(("access-control-allow-headers", asked))
         return tuple(fields)
 
-    def _who(self, origin: str) -> Fields:
+    def _allow_origin_fields(self, origin: str) -> Fields:
         if self._any:
             return (("access-control-allow-origin", ANY),)
         return (("access-control-allow-origin", origin), ("vary", "Origin"))

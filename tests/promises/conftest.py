@@ -81,7 +81,7 @@ async def page(browser):
     async with browser.tab() as page:
         await page.resize(1400, 1000)
         yield page
-        assert page.complaints == []
+        assert page.console_errors == []
 
 
 @pytest.fixture(scope="session")

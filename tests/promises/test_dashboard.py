@@ -223,7 +223,7 @@ async def test_the_reason_for_a_dead_worker_is_shown_and_it_can_be_revived(page,
             await shows(page, "#alerts", f"{address(two)} is out: unhealthy: Connection refused")
             assert "bad" in await page.tell(f"document.querySelector('{row(two)}').className")
             await push(page, two, REVIVE)
-            await shows(page, "#told", address(two), "starts anew")
+            await shows(page, "#notice", address(two), "starts anew")
             assert record(await running.get_json("/workers"), two)["health_state"] != "healthy"
         nursery.cancel_scope.cancel()
 
@@ -353,7 +353,7 @@ async def test_a_lost_connection_is_shown_and_restored(page, tmp_path):
             await running.until_routable(one)
             await page.until("document.querySelector('#lost').hidden")
             await shows(page, row(one), "takes requests")
-        page.complaints.clear()
+        page.console_errors.clear()
 
 
 async def test_a_page_in_the_back_forward_cache_has_no_feed(page, tmp_path):

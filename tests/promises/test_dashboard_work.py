@@ -128,14 +128,14 @@ async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path
             await fill(page, ".detail label:nth-of-type(1) input", "3")
             await fill(page, ".detail label:nth-of-type(2) input", "7")
             await push_words(page, "Save")
-            await shows(page, "#told", "has weight 3 and at most 7 in flight")
+            await shows(page, "#notice", "has weight 3 and at most 7 in flight")
             changed = await record_of(two)
             assert (changed["weight"], changed["max_inflight"]) == (3, 7)
 
             await push(page, two, REMOVE)
             await page.click("#confirm-yes")
             await push_words(page, "Undo")
-            await shows(page, "#told", "is back")
+            await shows(page, "#notice", "is back")
             restored = await record_of(two)
             assert (restored["weight"], restored["max_inflight"], restored["disabled"]) == (
                 3,
@@ -254,10 +254,10 @@ async def test_a_warning_disappears_when_its_worker_is_removed(page, tmp_path):
             report("was added; not checked yet", "warn");
             toldOf = {id: last.fleet[0].id, seen: false};
             paint();
-            const before = $("told").hidden;
+            const before = $("notice").hidden;
             last.fleet = [];
             paint();
-            return [before, $("told").hidden];
+            return [before, $("notice").hidden];
         })()""")
         assert hidden == [False, True]
 
@@ -348,4 +348,4 @@ async def test_a_weight_sync_shows_its_owner_and_age_and_can_be_aborted(page, tm
         await shows(page, "#confirm", "Abort the sync of g?", owner, "may hold a part of the round")
         await page.click("#confirm-yes")
         # The proxy itself has no such sync: the test made it up in the page.
-        await shows(page, "#told", "failed: no trainer has a group with this proxy")
+        await shows(page, "#notice", "failed: no trainer has a group with this proxy")

@@ -58,7 +58,7 @@ def audit(tree):
         if parent != ROOT:
             assert age[parent] > age[node]
             assert not tree._masks[node] & tree._live & ~tree._masks[parent]
-    assert all(tree._kids[node] == count for node, count in kids.items())
+    assert all(tree._child_counts[node] == count for node, count in kids.items())
     assert not tree._live & tree._dead
     for name, bit in tree._bits.items():
         held = sum(len(tree._labels[node]) for node in order if tree._masks[node] & bit)

@@ -42,14 +42,14 @@ def test_the_nodes_of_a_cleared_tree_are_dropped_in_slices():
     for number in range(3000):
         tree.insert(b"%d" % number, "a")
     tree.clear()
-    while not tree._waste:
+    while not tree._discarded:
         assert tree.maintain(evict=False)
-    left = len(tree._waste)
+    left = len(tree._discarded)
     assert tree.maintain(evict=False)
-    assert left - len(tree._waste) == DROPPED_PER_SLICE
+    assert left - len(tree._discarded) == DROPPED_PER_SLICE
     tree.insert(b"the first after it", "a")
-    assert left - len(tree._waste) == DROPPED_PER_SLICE + 1
+    assert left - len(tree._discarded) == DROPPED_PER_SLICE + 1
     while tree.maintain(evict=False):
         pass
-    assert not tree._waste
+    assert not tree._discarded
     assert tree.match(b"the first")[0] == 9

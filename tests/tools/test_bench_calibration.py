@@ -17,10 +17,10 @@ from tools.bench.calibration import (
     Compared,
     FleetError,
     chats,
+    discrepancy_reason,
     prompt_of,
     simulated,
     summary_of,
-    trouble_of,
 )
 
 
@@ -120,7 +120,7 @@ def test_replicas_on_too_few_cores_take_longer():
 )
 def test_a_round_on_a_busy_machine_is_marked_with_the_reason(before, afterwards, others, reason):
     specs = [EngineSpec(prefill_tokens_per_sec=rate) for rate in (before, afterwards)]
-    assert trouble_of(*specs, others) == reason
+    assert discrepancy_reason(*specs, others) == reason
 
 
 def test_a_round_is_within_the_bounds_by_its_first_token_and_its_hit_rate():

@@ -321,7 +321,7 @@ def _busy_secs() -> float:
     return 0.0
 
 
-def trouble_of(before: EngineSpec, after: EngineSpec, others: float) -> str:
+def discrepancy_reason(before: EngineSpec, after: EngineSpec, others: float) -> str:
     """Why the measured engine may differ from the replicas during the round, or "".
 
     `others` is the number of cores that other programs used.
@@ -384,7 +384,7 @@ def one_round(arguments: argparse.Namespace, rate: float, seed: int) -> Compared
     for name, hit, p50, p90, whole in rows:
         print(f"  {name:24}{hit * 100:8.1f}{p50:8.0f}{p90:8.0f}{whole:11.0f}", flush=True)
     points = (seen.hit_rate - found.hit_rate) * 100
-    return Compared(rows[0][2] / rows[1][2], points, trouble_of(before, after, others))
+    return Compared(rows[0][2] / rows[1][2], points, discrepancy_reason(before, after, others))
 
 
 def summary_of(rate: float, rounds: Sequence[Compared]) -> str:

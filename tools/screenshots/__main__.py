@@ -28,7 +28,7 @@ async def main(path: str, secs: float) -> None:
             await page.visit(stage.url + "/dashboard")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(stage.traffic)
-                await stage.accidents(secs)
+                await stage.cause_incidents(secs)
                 for name, width, height, dark in SHOTS:
                     await page.resize(width, height, dark=dark)
                     await trio.sleep(1.5)  # until the next event of the feed, which redraws

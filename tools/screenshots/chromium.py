@@ -45,7 +45,7 @@ class Page:
     """One tab. Every method that waits raises TimeoutError with what it waited for."""
 
     def __init__(self, to: trio.lowlevel.FdStream, out: trio.lowlevel.FdStream) -> None:
-        self.complaints: list[str] = []  # console messages, uncaught errors and refused content
+        self.console_errors: list[str] = []  # console messages, uncaught errors and refused content
         self.asked: list[str] = []  # every URL that the page requested
         self._to = to
         self._out = out
@@ -173,11 +173,11 @@ class Page:
                 moved, self._moved = self._moved, trio.Event()
                 moved.set()
             case "Runtime.exceptionThrown":
-                self.complaints.append(json.dumps(params["exceptionDetails"]))
+                self.console_errors.append(json.dumps(params["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if params["type"] in ("error", "warning", "assert"):
-                self.complaints.append(json.dumps(params["args"]))
+                self.console_errors.append(json.dumps(params["args"]))
             case "Log.entryAdded" if params["entry"]["source"] != "network":
-                self.complaints.append(params["entry"]["text"])
+                self.console_errors.append(params["entry"]["text"])
             case "Network.requestWillBeSent":
                 self.asked.append(params["request"]["url"])
 

@@ -31,7 +31,7 @@ LEFT = (trio.BrokenResourceError, trio.ClosedResourceError)
 
 
 @dataclass(slots=True)
-class Pretender:
+class FakeWorker:
     """A simulated worker, whose first chunk takes about `first_secs`."""
 
     first_secs: float
@@ -103,7 +103,7 @@ class Stage:
 
     url: str
     file: Path
-    workers: list[Pretender]
+    workers: list[FakeWorker]
     client: httpx.AsyncClient
 
     async def traffic(self) -> None:
@@ -112,7 +112,7 @@ class Stage:
             for number in range(CLIENTS):
                 nursery.start_soon(self._ask, number)
 
-    async def accidents(self, secs: float) -> None:
+    async def cause_incidents(self, secs: float) -> None:
         """Cause the incidents, within about `secs` seconds."""
         for number in (41, 42):
             await trio.sleep(secs * 0.3)
@@ -126,7 +126,7 @@ class Stage:
         await self._drain(self.workers[3])
         await trio.sleep(secs * 0.05)
 
-    async def _drain(self, worker: Pretender) -> None:
+    async def _drain(self, worker: FakeWorker) -> None:
         name = worker.url.replace(":", "%3A").replace("/", "%2F")
         answer = await self.client.post(f"/workers/{name}/drain", json={"timeout_secs": 600})
         answer.raise_for_status()
@@ -155,12 +155,12 @@ class Stage:
 @asynccontextmanager
 async def staged(folder: Path) -> AsyncIterator[Stage]:
     """Start the fleet; the proxy listens on a free port, with its files in `folder`."""
-    pretenders = [Pretender(secs) for secs in (0.11, 0.7, 0.1, 0.12)]
+    fake_workers = [FakeWorker(secs) for secs in (0.11, 0.7, 0.1, 0.12)]
     async with trio.open_nursery() as nursery:
-        for pretender in pretenders:
+        for pretender in fake_workers:
             await nursery.start(pretender.serve)
         file = folder / "proxy.toml"
-        file.write_text(_configuration(pretenders))
+        file.write_text(_configuration(fake_workers))
         command = [sys.executable, "-m", "omni_proxy", "--config", str(file)]
         spawn = partial(trio.run_process, command, stderr=subprocess.PIPE, check=False)
         process = await nursery.start(spawn)
@@ -169,7 +169,7 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
         client = httpx.AsyncClient(base_url=url, timeout=60, trust_env=False)
         try:
             async with client:
-                yield Stage(url, file, pretenders, client)
+                yield Stage(url, file, fake_workers, client)
         finally:
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGTERM)  # the second one: don't wait for requests
@@ -179,9 +179,9 @@ async def staged(folder: Path) -> AsyncIterator[Stage]:
             nursery.cancel_scope.cancel()
 
 
-def _configuration(pretenders: list[Pretender]) -> str:
+def _configuration(fake_workers: list[FakeWorker]) -> str:
     entries = "".join(
-        f'[[workers]]\nurl = "{each.url}"\nmodel = "{MODEL}"\n\n' for each in pretenders
+        f'[[workers]]\nurl = "{each.url}"\nmodel = "{MODEL}"\n\n' for each in fake_workers
     )
     health = "[health]\ninterval_secs = 1\nsuccess_threshold = 1\n\n"
     server = "[server]\nport = 0\nqueue_size = 100\nusage_metrics = true\n\n"

@@ -83,7 +83,7 @@ async def soak(fleet: Fleet, minutes: float) -> list[report.Line]:
     ledger, stop = Ledger(), trio.Event()
     operator, sampler = Operator(fleet, ledger), Sampler(fleet)
     calm_secs = minutes * 60 * SHARE_CALM
-    siege_secs = minutes * 60 - 2 * calm_secs
+    attack_secs = minutes * 60 - 2 * calm_secs
     await _until_ready(fleet, operator)
     async with trio.open_nursery() as nursery:
         for number in range(CLIENTS):
@@ -92,9 +92,9 @@ async def soak(fleet: Fleet, minutes: float) -> list[report.Line]:
         await trio.sleep(calm_secs)
         start = sampler.now()
         nursery.start_soon(sampler.run)
-        _say(f"siege for {siege_secs:.0f} s")
+        _say(f"attacks for {attack_secs:.0f} s")
         ledger.phase = "siege"
-        attack, relief = await _siege(fleet, operator, siege_secs)
+        attack, relief = await _run_attacks(fleet, operator, attack_secs)
         ledger.phase = "afterwards"
         _say(f"calm for {calm_secs:.0f} s")
         await operator.until_whole()
@@ -113,7 +113,7 @@ async def soak(fleet: Fleet, minutes: float) -> list[report.Line]:
         report.Line("what the operator did", ", ".join(
             f"{count} {what}" for what, count in sorted(operator.done.items())
         )),
-        report.none_of("operations that failed", operator.troubles),
+        report.none_of("operations that failed", operator.failures),
         report.Line("rounds of the attackers", f"{attack['rounds']} in {relief:.0f} s"),
         report.none_of("requests that should have been refused", attack["breaches"]),
         report.memory_line(start.rss_bytes, sampler.peak_rss_bytes, end.rss_bytes),
@@ -122,7 +122,9 @@ async def soak(fleet: Fleet, minutes: float) -> list[report.Line]:
     ]  # fmt: skip
 
 
-async def _siege(fleet: Fleet, operator: Operator, secs: float) -> tuple[dict[str, Any], float]:
+async def _run_attacks(
+    fleet: Fleet, operator: Operator, secs: float
+) -> tuple[dict[str, Any], float]:
     began, stop = trio.current_time(), trio.Event()
     attack: dict[str, Any] = {}
     async with trio.open_nursery() as nursery:

@@ -38,13 +38,13 @@ async def call(
 
 
 class Operator:
-    """Runs the operations; `done` counts them, `troubles` has those that failed."""
+    """Runs the operations; `done` counts them, `failures` has those that failed."""
 
     def __init__(self, fleet: Fleet, ledger: Ledger) -> None:
         self._fleet = fleet
         self._ledger = ledger
         self.done: Counter[str] = Counter()
-        self.troubles: list[str] = []
+        self.failures: list[str] = []
         self._version = 0
 
     async def run(self, stop: trio.Event) -> None:
@@ -99,7 +99,7 @@ class Operator:
             self._ledger.updating -= 1
         self.done["updates"] += 1
         if status != 200:
-            self.troubles.append(f"update {self._version}: {status} {json.dumps(reported)[:300]}")
+            self.failures.append(f"update {self._version}: {status} {json.dumps(reported)[:300]}")
 
     async def _pause(self) -> None:
         self._ledger.updating += 1
@@ -107,7 +107,7 @@ class Operator:
             for path in ("/pause_generation", "/continue_generation"):
                 status, reported = await call(self._fleet.port, "POST", f"{path}{MEANT}", {})
                 if status != 200:
-                    self.troubles.append(f"{path}: {status} {json.dumps(reported)[:300]}")
+                    self.failures.append(f"{path}: {status} {json.dumps(reported)[:300]}")
                 await trio.sleep(PAUSED_SECS)
         finally:
             self._ledger.updating -= 1

@@ -73,7 +73,7 @@ def bucket_by_bucket(sending: Sending, buckets: Sequence[Bucket]) -> None:
         body = {
             "transport": TRANSPORT,
             "run_post_process_weights": False,
-            **_last_words(sending, last=number == len(buckets)),
+            **_final_fields(sending, last=number == len(buckets)),
         }
         say(sending.endpoint, "/complete_weights_update", sending.message(body))
 
@@ -82,7 +82,7 @@ def single_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
     announced = sending.fault.announced(buckets)
     for number, (bucket, described) in enumerate(zip(buckets, announced, strict=True), start=1):
         last = number == len(buckets)
-        body = sending.message(described.to_dict() | _last_words(sending, last=last))
+        body = sending.message(described.to_dict() | _final_fields(sending, last=last))
         call = sending.endpoint.begin("/update_weights_from_distributed", body)
         try:
             sending.broadcast(bucket)
@@ -110,5 +110,5 @@ def heard(answer: Answer) -> Answer:
     return answer
 
 
-def _last_words(sending: Sending, *, last: bool) -> dict[str, Any]:
+def _final_fields(sending: Sending, *, last: bool) -> dict[str, Any]:
     return {"flush_cache": last, "weight_version": sending.version if last else None}

@@ -28,7 +28,7 @@ ANSWER = "potato, tomato, salami, banana, kimono, mandolin, panorama, sonata."
 RATES = {"tiny": 3e-4, "smollm2-135m": 2e-5}
 
 
-class Passing:
+class UncachedKV:
     """A stand-in for a KV cache that has no past tokens and stores nothing."""
 
     length = 0
@@ -79,7 +79,7 @@ class Learner:
 
     def _loss(self) -> Tensor:
         inputs, targets = self._tokens[:-1], self._tokens[1:]
-        span = Span(0, len(inputs), Passing(), None)  # type: ignore[arg-type]
+        span = Span(0, len(inputs), UncachedKV(), None)  # type: ignore[arg-type]
         cosines, sines = (
             table[: len(inputs)].unsqueeze(1) for table in rotary_tables(self._model.config)
         )

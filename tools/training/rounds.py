@@ -114,7 +114,7 @@ class Training:
             sums,
             own,
             answer,
-            synced.why or _unlike(own, sums) or _let_in(fault),
+            synced.why or _unlike(own, sums) or _second_trainer_error(fault),
         )
 
 
@@ -131,7 +131,7 @@ def _unlike(own: str, checksums: Mapping[str, str]) -> str:
     return f"other weights than the trainer's at {', '.join(others)}" if others else ""
 
 
-def _let_in(fault: Fault) -> str:
+def _second_trainer_error(fault: Fault) -> str:
     """The error if a second trainer was not refused, else ""."""
     answer = fault.answer if isinstance(fault, TwoAtOnce) else None
     return "the second trainer was let in" if answer is not None and answer.ok else ""

@@ -111,7 +111,7 @@ class Sync:
                 say(self.endpoint, "/update_weights_from_disk", body)
                 self._moved_secs = time.monotonic() - self._moved_at
             finally:
-                self._go_on()
+                self._continue()
 
     def _in_a_group(self) -> None:
         try:
@@ -120,7 +120,7 @@ class Sync:
             raise SyncFailed(str(error)) from error
         group = self._listening(self.options.group_name, world_size)
         if isinstance(self.fault, TwoAtOnce):
-            self.fault.rival = lambda: self._rival(world_size)
+            self.fault.rival = lambda: self._second_trainer(world_size)
         try:
             port = self.fault.master_port(group.port)
             group.join(self.endpoint.begin(INIT, self._init(group, port)))
@@ -134,11 +134,11 @@ class Sync:
             self._pause()
             self._move(group)
         except SyncFailed:
-            self._go_on()
+            self._continue()
             self.endpoint.call(DESTROY, name)
             raise
         self.endpoint.call(DESTROY, name)
-        self._go_on()
+        self._continue()
 
     def _move(self, group: Group) -> None:
         options = self.options
@@ -169,7 +169,7 @@ class Sync:
             "backend": meeting.backend,
         }
 
-    def _rival(self, world_size: int) -> Answer:
+    def _second_trainer(self, world_size: int) -> Answer:
         """Send another trainer's init, with its own store, in the middle of this sync."""
         rival = self._listening(f"{self.options.group_name}_2", world_size)
         return self.endpoint.call(INIT, self._init(rival, rival.port))
@@ -178,6 +178,6 @@ class Sync:
         if self.options.pause_mode is not None:
             say(self.endpoint, PAUSE, {"mode": self.options.pause_mode})
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         if self.options.pause_mode is not None:
             self.endpoint.call(CONTINUE, {})

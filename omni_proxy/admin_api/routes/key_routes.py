@@ -67,7 +67,7 @@ class KeyRoutes:
             try:
                 return without_key(state, caller)
             except KeyError:
-                raise _not_here(caller, config) from None
+                raise _delete_error(caller, config) from None
 
         await change_state(self._config_store, edit, at_once=True)
         _log.info("caller_key_removed name=%s", caller)
@@ -84,7 +84,7 @@ def _key_required(config: Config) -> bool:
     return bool(config.server.api_key or config.keys)
 
 
-def _not_here(name: str, config: Config) -> HttpError:
+def _delete_error(name: str, config: Config) -> HttpError:
     if any(entry.name == name for entry in config.keys):
         message = f"{name} is in the configuration file: remove its [[keys]] entry there"
         return HttpError(409, message, "caller_in_file")

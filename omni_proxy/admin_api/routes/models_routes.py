@@ -13,7 +13,7 @@ from datetime import datetime
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.forwarded_request import passed_on
+from omni_proxy.admin_api.forwarded_request import forwarded_headers
 from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.serializers.model_cards import with_own_cards
 from omni_proxy.admin_api.services import DataPlaneView
@@ -86,7 +86,7 @@ class MergedModelRoutes:
 
     def _headers(self) -> dict[str, str]:
         """The request's headers for workers, without a caller's key, which is the proxy's own."""
-        headers = passed_on(request.headers)
+        headers = forwarded_headers(request.headers)
         if self._config_store.config.keys:
             headers = {name: headers[name] for name in headers if name.encode() not in KEY_FIELDS}
         return headers

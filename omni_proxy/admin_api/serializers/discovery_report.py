@@ -29,14 +29,14 @@ def discovery_rows(discovery: DiscoveryView) -> list[dict[str, object]]:
 
 def _row(report: SourceReport, now: datetime) -> dict[str, object]:
     status = report.status
-    heard = status.heard_at
+    last_event = status.last_event_at
     return {
         "name": status.name,
         "kind": status.kind,
         "state": status.state,
         "last_list": status.listed_at.isoformat() if status.listed_at else None,
-        "last_event": heard.isoformat() if heard else None,
-        "age_secs": round((now - heard).total_seconds(), 3) if heard else None,
+        "last_event": last_event.isoformat() if last_event else None,
+        "age_secs": round((now - last_event).total_seconds(), 3) if last_event else None,
         "error": status.error or None,
         "failing_since": status.failing_since.isoformat() if status.failing_since else None,
         "failures": status.failures,
@@ -73,8 +73,8 @@ def discovery_metrics(discovery: DiscoveryView) -> Iterator[Metric]:
     text = "1 while the source is in sync, 0 while requests to it fail"
     up = of([report.status.state == "synced" for report in reports])
     yield from gauges("discovery_up", text, source, up)
-    heard = [(report.status.name, report.status.heard_at) for report in reports]
-    ages = [((name,), (now - at).total_seconds()) for name, at in heard if at is not None]
+    last_events = [(report.status.name, report.status.last_event_at) for report in reports]
+    ages = [((name,), (now - at).total_seconds()) for name, at in last_events if at is not None]
     text = "Time since the last list, event, bookmark or answer of the source"
     yield from gauges("discovery_age_seconds", text, source, ages)
     workers = [

@@ -81,7 +81,7 @@ class Readiness:
         # Healthy even without workers: scripts wait for this before engines register.
         if self._config_store.startup.dialect != "omni" and not self._fleet.had_workers:
             return True
-        well = [worker for worker in self._fleet.workers if _is_well(worker)]
+        well = [worker for worker in self._fleet.workers if _is_serving(worker)]
         # During an update the versions differ.
         return self._can_serve(well, same_version=False) and not self.is_opening()
 
@@ -102,7 +102,7 @@ class Readiness:
         return f"every worker that could take requests is paused{when}: {HOW_TO_CONTINUE}"
 
 
-def _is_well(worker: Worker) -> bool:
+def _is_serving(worker: Worker) -> bool:
     healthy = worker.health.state is Health.HEALTHY
     return healthy and not worker.disabled and worker.cordon_reasons <= WEIGHT_CORDONS
 

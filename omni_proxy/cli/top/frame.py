@@ -210,7 +210,7 @@ def _body(view: TopView, width: int) -> Iterator[Line]:
     title, *lines = _with_reasons(table, [view.verdicts[row.id] for row in view.rows], width)
     yield title, "bold reverse"
     if not view.rows:
-        none = "no worker has problems (o shows all)" if view.trouble_only else "no workers"
+        none = "no worker has problems (o shows all)" if view.problems_only else "no workers"
         if view.search:
             none = f"no worker matches {printable(view.search)} (Esc shows all)"
         yield none, "dim"

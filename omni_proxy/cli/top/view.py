@@ -72,7 +72,7 @@ class TopView:
     typing: bool = False  # keys go into `search`
     order: int = 0
     reversed: bool = False
-    trouble_only: bool = False
+    problems_only: bool = False
     pending: PendingAction | None = None
     message: str = ""
     uncut: bool = False  # lines may be wider than the screen: for a pipe
@@ -113,7 +113,7 @@ class TopView:
         elif key == "r":
             self._reverse()
         elif key == "o":
-            self.trouble_only = not self.trouble_only
+            self.problems_only = not self.problems_only
             self._select_first()
         elif key == "?":
             self.help_open = True
@@ -227,14 +227,14 @@ class TopView:
             self.selected = self.rows[min(index, len(self.rows) - 1)].id
 
     def _is_shown(self, row: FleetRow) -> bool:
-        if self.trouble_only and not self._troubled(row):
+        if self.problems_only and not self._has_problem(row):
             return False
         state = self.verdicts[row.id].state
         texts = (row.url, row.name, row.model, row.role, state, row.weight_version)
         wanted = self.search.casefold()
         return any(wanted in text.casefold() for text in texts if text)
 
-    def _troubled(self, row: FleetRow) -> bool:
+    def _has_problem(self, row: FleetRow) -> bool:
         return self.verdicts[row.id].kind not in (WELL, LEAVING)
 
 

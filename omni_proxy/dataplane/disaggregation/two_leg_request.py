@@ -164,7 +164,7 @@ class TwoLegDriver:
         sent, self._sent = self._sent, None
         try:
             if sent is not None:
-                return await self._go_on(legs, sent)
+                return await self._continue(legs, sent)
             return await self._by_protocol(legs, await self._requests.read(self._io))
         except AttemptFailed as failed:
             if self._leg is not None and self._leg.failure is not None:
@@ -177,7 +177,7 @@ class TwoLegDriver:
             kind = "reset_before_response" if isinstance(broken, AnswerCut) else "bad_response"
             raise PairFailed("decode", worker, kind, error) from None
 
-    async def _go_on(self, legs: TwoLegs, sent: SentPair) -> ResponseStart:
+    async def _continue(self, legs: TwoLegs, sent: SentPair) -> ResponseStart:
         leg = self._leg = sent.leg
         leg.on_end, leg.waiter, leg.statuses = self._leg_ended, self._io, self._retry.statuses
         self._transfer_due = sent.transfer_due

@@ -101,7 +101,7 @@ class HeldBlocks:
         self._holders.update(chain)
         gone: list[int] = []
         for tokens in dropped:
-            gone += self._let_go(self._chains.pop(tokens))
+            gone += self._release(self._chains.pop(tokens))
         events: list[BlockEvent] = [BlocksRemoved(tuple(gone))] if gone else []
         if known < len(chain):
             new = added[known * self._block_size : len(chain) * self._block_size]
@@ -113,7 +113,7 @@ class HeldBlocks:
         self._holders.clear()
         return [AllCleared()]
 
-    def _let_go(self, chain: tuple[int, ...]) -> Iterator[int]:
+    def _release(self, chain: tuple[int, ...]) -> Iterator[int]:
         for each in reversed(chain):
             self._holders[each] -= 1
             if not self._holders[each]:

@@ -116,7 +116,7 @@ class Follower:
             raise ConnectionResetError("it closed its connection")
         return [_decoder.decode(body) for body in self._frames.feed(data)]
 
-    def hang_up(self) -> None:
+    def close_connection(self) -> None:
         """Closes the connection; the shutdown also wakes this side's reader."""
         with suppress(OSError):  # the follower has already closed it
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -208,7 +208,7 @@ class Followers:
     def close(self) -> None:
         self._closed = True
         for member in self._members:
-            member.hang_up()
+            member.close_connection()
         for member in self._members:
             member.end()
 

@@ -249,7 +249,7 @@ class Lifecycle:
         scheduler.batch_queue.retract()
         try:
             # An undo is needed only if another rank fails.
-            yield staged.apply if self._target.split else staged.apply_for_good
+            yield staged.apply if self._target.split else staged.apply_without_rollback
         except PeerError as fault:
             staged.undo()
             raise ApplyError(str(fault)) from fault

@@ -281,7 +281,7 @@ class StagedTensors:
             self.undo()
             raise ApplyError(f"{type(error).__name__}: {error}") from error
 
-    def apply_for_good(self) -> None:
+    def apply_without_rollback(self) -> None:
         """Like `apply`, without keeping the old values; only if no later step can fail."""
         pairs = [(self._target.live(name), new) for name, new in self._new.items()]
         if all(can_swap(pairs)):

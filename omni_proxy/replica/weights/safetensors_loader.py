@@ -176,7 +176,7 @@ class SafetensorsLoader:
         self._rooms = rooms
         self._room: _LoadBlock | None = None
         self._files = ExitStack()
-        self._promised: list[tuple[BufferedReader, FileSelection]] = []
+        self._sources: list[tuple[BufferedReader, FileSelection]] = []
         self._wanted: list[_SelectedTensor] = []
 
     def __enter__(self) -> Self:
@@ -195,8 +195,8 @@ class SafetensorsLoader:
         return [each.name for each in self._wanted]
 
     @property
-    def as_they_are(self) -> list[_SelectedTensor]:
-        return [each for each in self._wanted if self._as_it_is(each)]
+    def unconverted(self) -> list[_SelectedTensor]:
+        return [each for each in self._wanted if self._needs_no_conversion(each)]
 
     def open_file(self, part: FileSelection) -> None:
         """Opens a file and checks its tensors; raises OSError, WeightsError if one does not fit."""
@@ -208,11 +208,11 @@ class SafetensorsLoader:
             staged.check(name, form)
             if not name.endswith(DERIVED_ENDINGS):
                 self._wanted.append(_SelectedTensor(name, stored, form))
-        self._promised.append((file, part))
+        self._sources.append((file, part))
 
     def is_of(self, parts: Sequence[FileSelection]) -> bool:
         """Whether these paths name the open files, also after a rename. Raises OSError."""
-        opened = [os.fstat(file.fileno()) for file, _ in self._promised]
+        opened = [os.fstat(file.fileno()) for file, _ in self._sources]
         named = [part.path.stat() for part in parts if part.names is None and part.sha256 is None]
         return len(named) == len(parts) == len(opened) and all(map(os.path.samestat, opened, named))
 
@@ -231,7 +231,7 @@ class SafetensorsLoader:
         """Reads the remaining bytes and stages all tensors; raises WeightsError, OSError."""
         cores = len(os.sched_getaffinity(0))
         try:
-            for file, part in self._promised:
+            for file, part in self._sources:
                 _require_digest(file, part)
             self.read(EVERYTHING, cores)
         except (WeightsError, OSError):
@@ -260,12 +260,12 @@ class SafetensorsLoader:
             room_.give_back()
 
     def _taken(self) -> _LoadBlock:
-        places, nbytes = _side_by_side(self.as_they_are)
+        places, nbytes = _side_by_side(self.unconverted)
         block, give_back = self._rooms.take(nbytes)
         tensors = {each: each.within(block, start) for each, start in places.items()}
         return _LoadBlock(give_back, tensors, [each.piece(tensors[each]) for each in places])
 
-    def _as_it_is(self, wanted: _SelectedTensor) -> bool:
+    def _needs_no_conversion(self, wanted: _SelectedTensor) -> bool:
         """Whether the tensor needs no conversion: same dtype and shape, and on the CPU."""
         live = self._target.live(wanted.name)
         return (
@@ -343,8 +343,8 @@ class FilePrefetcher:
             except (WeightsError, OSError):
                 self._drop()
                 raise
-            self._wind()
-            return sum(each.form.nbytes for each in loading.as_they_are)
+            self._restart_timer()
+            return sum(each.form.nbytes for each in loading.unconverted)
 
     def take(self, parts: Sequence[FileSelection]) -> SafetensorsLoader | None:
         """The loader of exactly these files, which the caller must close, or None.
@@ -359,12 +359,12 @@ class FilePrefetcher:
                     self._drop()
                     return None
                 self._path = self._loading = None
-                self._wind()
+                self._restart_timer()
                 return loading
         finally:
             self._wanted.clear()
 
-    def _wind(self) -> None:
+    def _restart_timer(self) -> None:
         """Restarts the expiry timer if anything is kept."""
         if self._timer is not None:
             self._timer.cancel()
@@ -381,7 +381,7 @@ class FilePrefetcher:
 
     def _drop(self) -> None:
         loading, self._loading, self._path = self._loading, None, None
-        self._wind()
+        self._restart_timer()
         if loading is not None:
             with loading:
                 loading.forget()

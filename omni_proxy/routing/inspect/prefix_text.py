@@ -43,16 +43,16 @@ _LOOK_BYTES = 64
 NAME, NAME_END, PART, SCRIPT, TOKENS = b"\xfa", b"\xfb", b"\xfc", b"\xfd", b"\xfe"
 
 
-class _SpokenPart(msgspec.Struct, gc=False):
+class _PlainPart(msgspec.Struct, gc=False):
     text: str | None = None
     type: str | None = None
 
 
-class _Spoken(msgspec.Struct, gc=False):
+class _PlainMessage(msgspec.Struct, gc=False):
     """A message in the usual form."""
 
     role: str
-    content: str | list[_SpokenPart]
+    content: str | list[_PlainPart]
 
 
 class _Piece(msgspec.Struct, gc=False):
@@ -64,7 +64,7 @@ class _Piece(msgspec.Struct, gc=False):
     type: msgspec.Raw = ABSENT
 
 
-_decode_talk = msgspec.json.Decoder(list[_Spoken]).decode
+_decode_messages = msgspec.json.Decoder(list[_PlainMessage]).decode
 _decode_piece = msgspec.json.Decoder(_Piece).decode
 _decode_ids = msgspec.json.Decoder(list[int]).decode
 
@@ -82,7 +82,7 @@ def prefix_text(payload: BodyFields | None, limit: int = LIMIT) -> bytes:
     if type(payload) is NonStandardBodyFields:
         return restore_constants(_gathered(payload, limit * CONSTANT_GROWTH))[:limit]
     if _beside_messages(payload) == _MESSAGES_ONLY:
-        plain = _plain_talk(payload.messages, limit)
+        plain = _plain_messages(payload.messages, limit)
         if plain is not None:
             return plain
     return _gathered(payload, limit)
@@ -101,20 +101,20 @@ def prompt_bytes(payload: BodyFields) -> int:
     return len(payload.messages) + sum(map(len, _beside_messages(payload)))
 
 
-def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
+def _plain_messages(messages: msgspec.Raw, limit: int) -> bytes | None:
     """The prefix text of messages in the usual form with known roles; else None."""
     if not len(messages):
         return None
     try:
-        talk = _decode_talk(messages)
+        decoded = _decode_messages(messages)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    budget = MAX_PIECES - 2 * len(talk)
+    budget = MAX_PIECES - 2 * len(decoded)
     if budget < 0:
         return None
     pieces: list[bytes] = []
     try:
-        for element in talk:
+        for element in decoded:
             content = element.content
             if isinstance(content, str):
                 pieces += ROLES[element.role], content[:limit].encode()
@@ -129,7 +129,7 @@ def _plain_talk(messages: msgspec.Raw, limit: int) -> bytes | None:
     return text if len(text) <= limit else None
 
 
-def _plain_parts(parts: list[_SpokenPart], limit: int) -> bytes:
+def _plain_parts(parts: list[_PlainPart], limit: int) -> bytes:
     is_given = [
         _name(part.type) if part.text is None else _utf8(part.text, limit) for part in parts
     ]

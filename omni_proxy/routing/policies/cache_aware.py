@@ -243,9 +243,9 @@ class CacheAware(Policy):
         depth, holders = self._tree.match(text.key, self._mask_of(candidates))
         matched, branch = text.matching(depth), "matched"
         named: Sequence[Worker] | None = None
-        if self._hints is not None and (heard := self._heard(text, matched, candidates)):
-            matched, branch = max(heard.values()), "published"
-            named = [worker for worker, length in heard.items() if length == matched]
+        if self._hints is not None and (hinted := self._hinted_lengths(text, matched, candidates)):
+            matched, branch = max(hinted.values()), "published"
+            named = [worker for worker, length in hinted.items() if length == matched]
         if matched > rules.cache_threshold * text.length:
             named = self._tree.named(holders) if named is None else named
             choice = self._among_holders(matched, named, branch)
@@ -258,14 +258,14 @@ class CacheAware(Policy):
         """The most bytes of the text that a candidate holds, by the tree."""
         return text.matching(self._tree.match(text.key, self._mask_of(candidates))[0])
 
-    def _heard(
+    def _hinted_lengths(
         self, text: PromptText, matched: int, candidates: Sequence[Worker]
     ) -> dict[Worker, int]:
         """Bytes of the text that other proxies sent to each candidate, if more than `matched`."""
         if self._hints is None:
             return {}
-        heard = self._hints.heard_of(text.whole, text.start + matched, candidates)
-        return {worker: length - text.start for worker, length in heard.items()}
+        hinted = self._hints.hinted_lengths(text.whole, text.start + matched, candidates)
+        return {worker: length - text.start for worker, length in hinted.items()}
 
     def _held(
         self, text: PromptText, candidates: Sequence[Worker], mask: int = -1
@@ -275,7 +275,7 @@ class CacheAware(Policy):
             (w, text.matching(depth)) for w, depth in self._tree.depths(text.key, mask).items()
         )
         held = {worker: length for worker, length in matching if length}
-        for worker, length in self._heard(text, 0, candidates).items():
+        for worker, length in self._hinted_lengths(text, 0, candidates).items():
             held[worker] = max(length, held.get(worker, 0))
         return held
 

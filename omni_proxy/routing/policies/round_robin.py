@@ -19,19 +19,19 @@ class RoundRobin(Policy):
     bursts to heavy workers.
     """
 
-    __slots__ = ("_earned", "_even", "_turn", "_weights", "name")
+    __slots__ = ("_credits", "_even", "_turn", "_weights", "name")
 
     def __init__(self) -> None:
         self.name = "round_robin"
         self._turn = 0
         self._even: Sequence[Worker] | None = None  # a list known to hold equal weights only
         self._weights = CandidateWeights()
-        self._earned: dict[Worker, int] = {}
+        self._credits: dict[Worker, int] = {}
 
     def pick(self, candidates: Sequence[Worker], requirements: Requirements) -> Worker:
         if candidates is not self._even:
             if not self._weights.take(candidates):
-                return self._pay(candidates)
+                return self._pick_weighted(candidates)
             self._even = candidates
         picked = candidates[self._turn % len(candidates)]
         self._turn += 1
@@ -43,22 +43,22 @@ class RoundRobin(Policy):
         if self._weights.take(candidates):
             index = self._turn % len(candidates)
             return candidates[index], f"next in turn: {index + 1} of {len(candidates)}"
-        picked = self._richest(candidates)
+        picked = self._highest_credit(candidates)
         share = f"{picked.weight} of {self._weights.total}"
         return picked, f"next in turn: by weight it gets {share} requests"
 
     def forget_worker(self, worker: Worker) -> None:
-        self._earned.pop(worker, None)
+        self._credits.pop(worker, None)
 
-    def _richest(self, candidates: Sequence[Worker]) -> Worker:
-        earned = self._earned
+    def _highest_credit(self, candidates: Sequence[Worker]) -> Worker:
+        earned = self._credits
         return max(candidates, key=lambda worker: earned.get(worker, 0) + worker.weight)
 
-    def _pay(self, candidates: Sequence[Worker]) -> Worker:
-        picked = self._richest(candidates)
+    def _pick_weighted(self, candidates: Sequence[Worker]) -> Worker:
+        picked = self._highest_credit(candidates)
         for worker in candidates:
-            self._earned[worker] = self._earned.get(worker, 0) + worker.weight
-        self._earned[picked] -= self._weights.total
+            self._credits[worker] = self._credits.get(worker, 0) + worker.weight
+        self._credits[picked] -= self._weights.total
         return picked
 
 

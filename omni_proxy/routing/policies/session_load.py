@@ -60,12 +60,13 @@ class OwnSessions:
     """Sessions in this process's memory."""
 
     __slots__ = (
-        "_counts", "_heard", "_idle_secs", "_max", "_notes", "_prefix", "_repeat_secs", "_sessions",
+        "_counts", "_idle_secs", "_max", "_notes", "_prefix", "_received", "_repeat_secs",
+        "_sessions",
     )  # fmt: skip
 
     def __init__(self) -> None:
         # By digest: sessions that another proxy placed since their last use here.
-        self._heard: OrderedDict[bytes, tuple[Worker | None, float]] = OrderedDict()
+        self._received: OrderedDict[bytes, tuple[Worker | None, float]] = OrderedDict()
         self._notes: SessionNotes | None = None
         self._prefix = ""
         self._repeat_secs = NOTED_AGAIN_SECS
@@ -83,14 +84,14 @@ class OwnSessions:
 
     def place(self, digest: bytes, worker: Worker | None, now: float) -> None:
         self._drop_received(digest)
-        self._heard[digest] = (worker, now)
+        self._received[digest] = (worker, now)
         if worker is not None:
             self._counts[worker] = self._counts.get(worker, 0) + 1
-        if len(self._heard) > self._max:
-            self._drop_received(next(iter(self._heard)))
+        if len(self._received) > self._max:
+            self._drop_received(next(iter(self._received)))
 
     def find(self, key: str, now: float) -> Worker | None:
-        if self._heard:
+        if self._received:
             self._take_received(key)
         session = self._sessions.get(key)
         if session is None or self._idle(session[1], now):
@@ -137,8 +138,8 @@ class OwnSessions:
                 break
             self._drop_oldest()
         for _ in range(DROPPED_PER_SLICE):
-            digest = next(iter(self._heard), None)
-            if digest is None or not self._idle(self._heard[digest][1], now):
+            digest = next(iter(self._received), None)
+            if digest is None or not self._idle(self._received[digest][1], now):
                 break
             self._drop_received(digest)
 
@@ -156,10 +157,10 @@ class OwnSessions:
     def _take_received(self, key: str) -> None:
         """Apply the latest placement by another proxy to this session."""
         digest = session_digest(self._prefix + key)
-        heard = self._heard.get(digest)
-        if heard is None:
+        received = self._received.get(digest)
+        if received is None:
             return
-        worker, at = heard
+        worker, at = received
         self._drop_received(digest)
         if worker is not None:
             self._set(key, worker, at)
@@ -167,7 +168,7 @@ class OwnSessions:
             self._uncount(session[0])
 
     def _drop_received(self, digest: bytes) -> None:
-        worker, _ = self._heard.pop(digest, (None, 0.0))
+        worker, _ = self._received.pop(digest, (None, 0.0))
         if worker is not None:
             self._uncount(worker)
 

@@ -89,8 +89,11 @@ class Sticky(Policy):
         home = self._sessions.find(key, self._now)
         if home is not None and home in candidates:
             worker = home
-            if self._rebalance_abs and (idler := self._idler_than(home, candidates)) is not None:
-                worker = idler
+            if (
+                self._rebalance_abs
+                and (less_loaded := self._less_loaded(home, candidates)) is not None
+            ):
+                worker = less_loaded
                 self._rebalanced += 1
             else:
                 self._kept += 1
@@ -113,12 +116,12 @@ class Sticky(Policy):
         key = requirements.affinity_key
         home = self._sessions.find(key, self._now) if key else None
         if home is not None and home in candidates:
-            idler = self._idler_than(home, candidates) if self._rebalance_abs else None
-            if idler is None:
+            less_loaded = self._less_loaded(home, candidates) if self._rebalance_abs else None
+            if less_loaded is None:
                 return home, "its session stays there"
-            return idler, (
+            return less_loaded, (
                 f"its session moves: {home.in_flight} in flight at {home.url}, here "
-                f"{idler.in_flight}"
+                f"{less_loaded.in_flight}"
             )
         if home is not None and self._waits_for(home, requirements):
             raise _held_error(home)
@@ -252,7 +255,7 @@ class Sticky(Policy):
             and self._is_member(home)
         )
 
-    def _idler_than(self, home: Worker, candidates: Sequence[Worker]) -> Worker | None:
+    def _less_loaded(self, home: Worker, candidates: Sequence[Worker]) -> Worker | None:
         """The least loaded candidate if `home` exceeds its load by both `sticky_rebalance_abs` and
         `sticky_rebalance_rel`, per unit of weight; else None."""
         own = load_of(home) / home.weight

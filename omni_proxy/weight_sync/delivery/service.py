@@ -100,7 +100,7 @@ class VersionService:
         }
 
     def _on_config_change(self, old: Config, new: Config) -> None:
-        self.store_service.poke()
+        self.store_service.wake()
         if old.weight_sync.mode != new.weight_sync.mode and self._nursery is not None:
             rank = self.proxy_rank
             self._nursery.start_soon(rank.warm_up if self.is_enabled else rank.close_when_unused)

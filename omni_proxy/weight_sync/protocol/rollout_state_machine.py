@@ -349,7 +349,7 @@ def refuse(state: RolloutState, url: str, reason: str) -> RolloutState:
     return fail(state, f"{url}: {reason}")
 
 
-def break_off(state: RolloutState, url: str, reason: str) -> RolloutState:
+def mark_broken(state: RolloutState, url: str, reason: str) -> RolloutState:
     """The update failed, and the worker's weights are unknown."""
     state = _moved(state, [url], (WorkerPhase.UPDATING,), WorkerPhase.BROKEN, reason)
     return fail(state, f"{url}: {reason}")

@@ -194,7 +194,7 @@ class BatchChange:
         self._enter(worker, "loading")
         self._fleet.set_version(worker, None, 0)
         if state.number and source.version is None:
-            await self._break_off(worker, f"version {state.number} is no longer in the store")
+            await self._mark_broken(worker, f"version {state.number} is no longer in the store")
             return
         dialect = state.worker(url).dialect
         result = await self._context.updater.load(worker, dialect, source, self._settings)
@@ -210,7 +210,7 @@ class BatchChange:
         if not problem:
             digest, problem = await self._prove(worker, state.label, state.digest)
         if problem:
-            await self._break_off(worker, problem)
+            await self._mark_broken(worker, problem)
         else:
             await self._publish(worker, digest)
 
@@ -237,7 +237,7 @@ class BatchChange:
             state = self._progress.now
             if differs(digest, state.digest):  # the digest of a worker that was updated meanwhile
                 reason = f"its checksum differs from the recorded one of {state.label!r}"
-                await self._break_off(worker, reason)
+                await self._mark_broken(worker, reason)
                 return
             target = self._target(digest if digest is not None else state.digest)
             if state.epoch:
@@ -266,11 +266,11 @@ class BatchChange:
             path=state.path,
         )
 
-    async def _break_off(self, worker: Worker, reason: str) -> None:
+    async def _mark_broken(self, worker: Worker, reason: str) -> None:
         """Mark the worker uncertain, so that it stays out of rotation, and roll back."""
         state = self._progress.now
         self._journal.mark_uncertain({worker.url: f"{state.name}: {reason}"})
-        self._progress.put(transitions.break_off(state, worker.url, reason))
+        self._progress.put(transitions.mark_broken(state, worker.url, reason))
         await self._progress.save()
         self._release(worker)
 

@@ -122,9 +122,9 @@ class StoreService:
         except (OSError, UnknownVersion) as error:
             self.error = f"{version.name}: {error}"
             _log.error("version_publish_not_recorded version=%r error=%r", version.name, str(error))
-        self.poke()
+        self.wake()
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Wakes `run` to write new versions to the disk."""
         self._changed.set()
 

@@ -87,13 +87,13 @@ def test_applied_values_can_be_undone():
 def test_apply_for_good_replaces_the_values_without_an_undo():
     model = Model()
     new = staged(LiveTensors(model), a=torch.ones(2), b=torch.tensor([1, 2, 3]))
-    new.apply_for_good()
+    new.apply_without_rollback()
     assert (model.a.tolist(), model.b.tolist()) == ([1, 1], [1, 2, 3])
     model.a = nn.Parameter(torch.zeros(2).expand(2)[::1], requires_grad=False)
     full = torch.full((2,), 4.0)
     second = staged(LiveTensors(model), a=full)
     second.add("b", torch.tensor([7, 7, 7]))
-    second.apply_for_good()
+    second.apply_without_rollback()
     assert (model.a.tolist(), model.b.tolist()) == ([4, 4], [7, 7, 7])
 
 
@@ -222,7 +222,7 @@ def test_a_failed_swap_without_an_undo_is_reported_as_damage(monkeypatch):
     new = StagedTensors(LiveTensors(model, {}))
     new.add("weight", torch.ones(2, 2))
     with pytest.raises(DamagedWeightsError, match="new thread"):
-        new.apply_for_good()
+        new.apply_without_rollback()
 
 
 def test_a_swap_without_memory_for_its_second_share_leaves_the_old_values(monkeypatch):

@@ -124,7 +124,7 @@ def seal(path):
 
 def apply_update(folder, target, path):
     staged = folder.stage({"model_path": str(path)}, target)
-    staged.apply_for_good()
+    staged.apply_without_rollback()
     staged.forget()
     return {name: set(tensor.view(-1).tolist()) for name, tensor in target}
 

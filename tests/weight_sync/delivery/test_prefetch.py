@@ -54,7 +54,7 @@ class Loaders(VersionEngines):
     def load(self, url, body):
         super().load(url, body)
         staged = self.folders[url].stage(body, self.targets[url])
-        staged.apply_for_good()
+        staged.apply_without_rollback()
         staged.forget()
 
     def sizes(self, url):

@@ -190,7 +190,7 @@ class Fleet(RuleBasedStateMachine):
                 self.state = transitions.refuse(self.state, url, "no")
             else:
                 self.failed = True
-                self.state = transitions.break_off(self.state, url, "it broke")
+                self.state = transitions.mark_broken(self.state, url, "it broke")
         assert not batch.urls[len(outcomes) :]
 
     def restore_batch(self, batch, outcomes):
@@ -331,7 +331,7 @@ def test_after_a_refusal_only_updated_workers_are_restored():
 
 def test_the_first_cause_is_kept():
     state = transitions.begin(rollout("a", "b", max_unavailable=2, canary=0), ["a", "b"])
-    state = transitions.break_off(transitions.refuse(state, "b", "one"), "a", "two")
+    state = transitions.mark_broken(transitions.refuse(state, "b", "one"), "a", "two")
     assert state.cause == "b: one"
     assert transitions.cancel(state, "me").cause == "b: one"
 

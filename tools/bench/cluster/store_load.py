@@ -101,13 +101,13 @@ async def measure(url: str, proxies: int, workers: int, secs: float) -> None:
         connected(store_address(url), _ignore, None, PATIENCE_SECS) as info,
     ):
 
-        async def be(number: int) -> None:
+        async def run_proxy(number: int) -> None:
             peers = PeerCounts("the reader") if number == proxies - 1 else None
             async with reader(url, peers, changes) as connection:
                 await publish(connection, number, keys, changes)
 
         for number in range(proxies):
-            nursery.start_soon(be, number)
+            nursery.start_soon(run_proxy, number)
         nursery.start_soon(change, changes)
         await trio.sleep(1)
         before, began = await figures(info), trio.current_time()

@@ -23,7 +23,7 @@ READY_ANSWERS = 2 * WORKERS
 SAMPLED = "00-0123456789abcdef0123456789abcdef-0123456789abcdef-01"
 FIRST = b'{"model":"bench","messages":[{"role":"user","content":"#bench first 0 0#"}]}'
 KEY = "bench"  # the key in the load's requests; see load.c
-LAST_WORDS = 8  # lines
+LOG_TAIL_LINES = 8  # lines
 REST_SECS = 0.4
 REST_SHARE = 0.1  # of one core: probes continue
 
@@ -219,6 +219,6 @@ def _wait_ready(side: Side, port: int, process: subprocess.Popen[str], log: Path
             verdict = f"gave no answer within {READY_SECS:.0f} s ({refusal})"
         else:
             verdict = f"ended with status {code} before it answered"
-        lines = log.read_text(errors="replace").splitlines()[-LAST_WORDS:]
+        lines = log.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         quoted = "\n  ".join(line[:200] for line in lines)
         raise LegError(f"{side.name} {verdict}; its last output:\n  {quoted}")

@@ -19,10 +19,10 @@ WAITING_SECS = 30.0
 WAITS = b'"user":"waits"'
 _BODY = b'{"id":"chatcmpl-first"}'  # the same as in the bench's other worker
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(_BODY), _BODY)
-_TALK = b'{"role":"user","content":"' + b"What is it that waits here? " * 10 + b'"},'
+_TURN = b'{"role":"user","content":"' + b"What is it that waits here? " * 10 + b'"},'
 BODIES = {
-    "ordinary chats of 12 kB": (1000, b'{"messages":[' + _TALK * 38 + b"{}]," + WAITS + b"}"),
-    "chats of 900 kB": (40, b'{"messages":[' + _TALK * 2950 + b"{}]," + WAITS + b"}"),
+    "ordinary chats of 12 kB": (1000, b'{"messages":[' + _TURN * 38 + b"{}]," + WAITS + b"}"),
+    "chats of 900 kB": (40, b'{"messages":[' + _TURN * 2950 + b"{}]," + WAITS + b"}"),
     "empty lists, 1 MB": (40, b'{"messages":[' + b"[]," * 333_000 + b"{}]," + WAITS + b"}"),
     "empty objects, 1 MB": (40, b'{"messages":[' + b"{}," * 333_000 + b"{}]," + WAITS + b"}"),
 }

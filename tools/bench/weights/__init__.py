@@ -20,7 +20,7 @@ from tools.bench.weights.delivery import Relayed
 from tools.bench.weights.fleet import PEAK, FleetError, through
 from tools.bench.weights.fleet import WANTED as FLEET_WANTED
 from tools.bench.weights.fleet import rows_of as fleet_rows
-from tools.bench.weights.receivers import Ours, Plain, WeightsBenchError, sender
+from tools.bench.weights.receivers import OmniReceiver, Plain, WeightsBenchError, sender
 
 MIB = 1 << 20
 BLOCK_MIB = 64
@@ -36,7 +36,7 @@ def by_parts(total_mib: int, rounds: int) -> tuple[Rates, float]:
     nbytes = count * BLOCK_MIB * MIB
     with sender(count, BLOCK_MIB * MIB) as sends:
         plain = Plain(sends)
-        child, thread = Ours(sends, "process"), Ours(sends, "thread")
+        child, thread = OmniReceiver(sends, "process"), OmniReceiver(sends, "thread")
         relayed = Relayed(child, plain.blocks)
         legs: dict[str, Callable[[], float]] = {
             MEMCPY: lambda: _copied(plain.blocks),

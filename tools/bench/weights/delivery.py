@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tools.bench.weights.receivers import GROUP_SECS, Ours, WeightsBenchError
+from tools.bench.weights.receivers import GROUP_SECS, OmniReceiver, WeightsBenchError
 
 SHARED_MEMORY = "/dev/shm"
 LOOK_SECS = 1.0
@@ -25,7 +25,7 @@ LOOK_SECS = 1.0
 class Relayed:
     """A worker whose tensors are the sender's blocks, which `ours` receives."""
 
-    def __init__(self, ours: Ours, blocks: Sequence[Any]) -> None:
+    def __init__(self, ours: OmniReceiver, blocks: Sequence[Any]) -> None:
         import torch
 
         from omni_proxy.replica.weights.live_tensors import LiveTensors
@@ -66,7 +66,7 @@ class Relayed:
         staged = self._folder.stage({"model_path": str(whole), "manifest": manifest}, self._target)
         took = time.perf_counter() - started
         follower.join()
-        staged.apply_for_good()
+        staged.apply_without_rollback()
         staged.forget()
         ours.heard()
         self._require_whole()

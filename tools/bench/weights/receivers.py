@@ -96,7 +96,7 @@ class Plain:
         return took
 
 
-class Ours:
+class OmniReceiver:
     """The receiver of the replica and of the proxy."""
 
     def __init__(self, sends: Sender, isolation: Literal["process", "thread"]) -> None:

@@ -7,23 +7,23 @@ const withKey = (headers = {}) => key ? { ...headers, Authorization: "Bearer " +
 
 /* Returns {ok, status, body, why}; `why` is the error message of a failure. */
 async function ask(method, path, body, headers) {
-  let answer, told = {};
+  let answer, data = {};
   try {
     answer = await fetch(path, { method, body, headers: withKey(headers), cache: "no-store", credentials: "omit" });
-    told = await answer.json();
+    data = await answer.json();
   } catch (error) {
     if (!answer) return { ok: false, status: 0, body: {}, why: "the proxy did not answer" };
   }
-  const why = told?.error?.message ?? told?.message ?? `the proxy answered ${answer.status}`;
-  if (locks(answer.status, told)) lock(answer.status, told);
-  return { ok: answer.ok, status: answer.status, body: told, why };
+  const why = data?.error?.message ?? data?.message ?? `the proxy answered ${answer.status}`;
+  if (locks(answer.status, data)) lock(answer.status, data);
+  return { ok: answer.ok, status: answer.status, body: data, why };
 }
 
 const ELSEWHERE = "admin_listener_only";
 /* Any other 403 has a message that says what to configure. */
 const KEY_CODES = ["admin_key_required", "admin_key_invalid"];
 /* The page stays visible if the key's role does not allow one action. */
-function locks(status, told) { return status === 401 || status === 403 && told?.error?.code !== "role_not_allowed"; }
+function locks(status, data) { return status === 401 || status === 403 && data?.error?.code !== "role_not_allowed"; }
 
 /* ---- permissions of the reader's key ---- */
 const NEEDS = { read: ["read", "operate", "weights", "all"], operate: ["operate", "all"], weights: ["weights", "all"], all: ["all"] };
@@ -61,14 +61,14 @@ function leadOn(listen) {
   say($("link"), "not here");
   document.title = "elsewhere · omni-proxy";
 }
-function lock(status, told) {
-  if (told?.error?.code === ELSEWHERE) { leadOn(told.listen); return; }
+function lock(status, data) {
+  if (data?.error?.code === ELSEWHERE) { leadOn(data.listen); return; }
   close();
-  const refused = status === 403 && told?.error?.message && !KEY_CODES.includes(told.error.code);
+  const refused = status === 403 && data?.error?.message && !KEY_CODES.includes(data.error.code);
   say($("locked-title"), refused ? "Access refused" : "Enter the admin API key");
   show($("unlock"), !refused);
   show($("locked-hint"), !refused);
-  say($("locked-why"), refused ? told.error.message : status === 403 ? "Wrong key." : "");
+  say($("locked-why"), refused ? data.error.message : status === 403 ? "Wrong key." : "");
   show($("locked"), true);
   say($("state"), "");
   say($("link"), refused ? "refused" : "locked");
@@ -82,7 +82,7 @@ function empties(...ids) {
   cleaners.push(() => {
     for (const id of ids) {
       $(id).replaceChildren();
-      $(id).told = undefined;
+      $(id).filled = undefined;
     }
   });
 }

@@ -5,10 +5,10 @@ let telling = 0, toldOf = null;  // the worker of the report: { id, seen }
 function report(text, kind, ...buttons) {
   clearTimeout(telling);
   toldOf = null;
-  say($("told-words"), text);
-  dress($("told-words"), kind);
-  $("told-acts").replaceChildren(...buttons, pressed("Close", "", () => report("", "")));
-  show($("told"), Boolean(text));
+  say($("notice-text"), text);
+  dress($("notice-text"), kind);
+  $("notice-actions").replaceChildren(...buttons, pressed("Close", "", () => report("", "")));
+  show($("notice"), Boolean(text));
   if (text && TOLD_SECS[kind] && !buttons.length) telling = setTimeout(() => report("", ""), TOLD_SECS[kind] * 1000);
 }
 /* A report about a worker disappears with the worker. */
@@ -110,7 +110,7 @@ async function addAgain(record) {
 /* ---- adding ---- */
 $("add").addEventListener("click", () => $("add").why ? report($("add").why, "warn") : openAdding());
 function openAdding() {
-  say($("adding-told"), "");
+  say($("adding-result"), "");
   $("adding-models").replaceChildren(...[...new Set((last.fleet ?? []).map((worker) => worker.model).filter(Boolean))].map((model) => new Option(model)));
   $("adding").showModal();
   $("add-url").focus();
@@ -122,12 +122,12 @@ $("adding-form").addEventListener("submit", async (event) => {
   for (const [id, name] of [["add-model", "model"], ["add-role", "role"]]) if ($(id).value.trim()) body[name] = $(id).value.trim();
   if ($("add-weight").value) body.weight = Number($("add-weight").value);
   if ($("add-bound").value) body.max_inflight = Number($("add-bound").value);
-  say($("adding-told"), "adding and probing it …");
-  dress($("adding-told"), "small quiet");
+  say($("adding-result"), "adding and probing it …");
+  dress($("adding-result"), "small quiet");
   const answer = await ask("POST", "workers", JSON.stringify(body), JSON_BODY);
   if (!answer.ok) {
-    say($("adding-told"), answer.why);
-    dress($("adding-told"), "small bad");
+    say($("adding-result"), answer.why);
+    dress($("adding-result"), "small bad");
     return;
   }
   const worker = answer.body.worker;

@@ -38,13 +38,13 @@ function choose(secs, worker) {
   if (last) paintCharts();
 }
 async function refreshPast() {
-  const mine = pastTurn;
+  const ownTurn = pastTurn;
   pastAt = performance.now();
   const query = `history?secs=${range}`, ofWorker = scope && scope !== THIS_PROXY;
   const wanted = ofWorker ? `${query}&worker=${encodeURIComponent(scope)}` : !scope && inCluster() ? `${query}&of=cluster` : query;
   /* A worker's series count requests through this proxy only, so the fleet's do, too. */
   const [own, all] = await Promise.all([ask("GET", wanted), ofWorker ? ask("GET", query) : null]);
-  if (mine !== pastTurn || !last) return;
+  if (ownTurn !== pastTurn || !last) return;
   if (own.status === 404) { choose(range, ""); return; }
   if (!own.ok) return;
   past = whole(own.body);
@@ -62,7 +62,7 @@ cleaners.push(() => {
   pastTurn += 1;
   scope = "";
   $("scope").replaceChildren();
-  $("scope").told = undefined;
+  $("scope").filled = undefined;
   $("chart-values").replaceChildren();
   say($("traffic-says"), "");
   for (const chart of CHARTS) {
@@ -134,7 +134,7 @@ function paintCharts() {
 /* Figures of the same time range and worker as the charts. */
 function trafficWords() {
   const words = (all, failed, span) => `${one(all, "request")}, ${one(failed, "error")} in ${span}`;
-  if ((scope === THIS_PROXY || !scope && !inCluster()) && range === WINDOW_SECS) return words(lately("requests", range), lately("errors", range), "15 min");
+  if ((scope === THIS_PROXY || !scope && !inCluster()) && range === WINDOW_SECS) return words(recentSum("requests", range), recentSum("errors", range), "15 min");
   if (!past) return "";
   const sum = (name) => Math.round(past.series[name].filter(known).reduce((total, value) => total + value * past.step_secs, 0));
   return words(sum("requests_per_sec"), sum("errors_per_sec"), RANGES.find(([secs]) => secs === range)[1]);

@@ -1,5 +1,5 @@
 /* The last reload of the configuration, and the running one. */
-empties("config-facts", "config-last", "config-told", "running-text");
+empties("config-facts", "config-last", "config-result", "running-text");
 cleaners.push(() => { $("running").open = false; });
 const OUTCOMES = { applied: ["applied", "ok"], refused: ["refused, what ran before still runs", "bad"], unchanged: ["nothing had changed", ""], started: ["read at the start", "ok"] };
 function paintConfig() {
@@ -34,14 +34,14 @@ function changes(diff) {
   return lines.length ? [make("div", "diff", make("h3", "", "What it changed"), ...lines)] : [];
 }
 $("reload").addEventListener("click", async () => {
-  if (!may("operate")) { say($("config-told"), whyNot("operate")); dress($("config-told"), "small warn"); return; }
-  say($("config-told"), "reading …");
-  dress($("config-told"), "small quiet");
+  if (!may("operate")) { say($("config-result"), whyNot("operate")); dress($("config-result"), "small warn"); return; }
+  say($("config-result"), "reading …");
+  dress($("config-result"), "small quiet");
   const answer = await ask("POST", "reload");
   if (locks(answer.status, answer.body)) return;
   const [words] = OUTCOMES[answer.body.outcome] ?? [answer.why];
-  say($("config-told"), `${clock(Date.now() / 1000)}: ${words}`);
-  dress($("config-told"), answer.ok ? "small ok" : "small bad");
+  say($("config-result"), `${clock(Date.now() / 1000)}: ${words}`);
+  dress($("config-result"), answer.ok ? "small ok" : "small bad");
 });
 $("running").addEventListener("toggle", async () => {
   if (!$("running").open) return;

@@ -29,9 +29,9 @@ function mark(it, name, value) { if (it.getAttribute(name) !== String(value)) it
 function show(it, shown) { if (it.hidden === shown) it.hidden = !shown; }
 function enable(button, is) { mark(button, "aria-disabled", !is); }
 function fill(it, key, build) {
-  const told = JSON.stringify(key);
-  if (it.told === told) return;
-  it.told = told;
+  const filled = JSON.stringify(key);
+  if (it.filled === filled) return;
+  it.filled = filled;
   it.replaceChildren(...build());
 }
 function facts(pairs) {

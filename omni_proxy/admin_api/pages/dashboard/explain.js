@@ -10,15 +10,15 @@ $("ask").addEventListener("submit", async (event) => {
   $("answer").replaceChildren(...(answer.ok ? verdicts(answer.body) : [make("div", "box bad", answer.why)]));
 });
 $("body").addEventListener("keydown", (event) => { if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit(); });
-function verdicts(told) {
-  const need = told.need ?? {};
-  const wants = `It needs ${(need.capabilities ?? []).join(", ") || "nothing special"}${need.model ? `, the model ${need.model}` : ""}${need.weights ? `, weights ${need.weights}` : ""}.${told.alias?.target ? ` ${told.alias.name} is an alias: its target is ${told.alias.target}, since ${told.alias.reason}.` : ""} The policy is ${told.policy}.`;
-  const picked = told.pick?.worker_id;
-  const head = told.pick
-    ? make("p", "", make("b", "ok", `It would go to ${short(told.pick.url ?? decodeURIComponent(picked))}`), told.pick.reason ? `: ${told.pick.reason}` : "")
-    : make("p", "", make("b", "bad", `Nobody can take it: ${told.refusal?.status ?? 503} ${told.refusal?.code ?? ""}`), told.refusal ? ` · ${told.refusal.message}` : "");
-  const facts = (worker) => knownOf({ matched_bytes: told.pick?.matched_bytes?.[worker.url], matched_tokens: told.pick?.matched_tokens?.[worker.url], ...told.pick?.cost?.[worker.url] });
-  return [head, make("p", "quiet small", wants), ...(told.workers ?? []).map((worker) => verdict(worker, worker.worker_id === picked, "picked", facts(worker)))];
+function verdicts(explanation) {
+  const need = explanation.need ?? {};
+  const wants = `It needs ${(need.capabilities ?? []).join(", ") || "nothing special"}${need.model ? `, the model ${need.model}` : ""}${need.weights ? `, weights ${need.weights}` : ""}.${explanation.alias?.target ? ` ${explanation.alias.name} is an alias: its target is ${explanation.alias.target}, since ${explanation.alias.reason}.` : ""} The policy is ${explanation.policy}.`;
+  const picked = explanation.pick?.worker_id;
+  const head = explanation.pick
+    ? make("p", "", make("b", "ok", `It would go to ${short(explanation.pick.url ?? decodeURIComponent(picked))}`), explanation.pick.reason ? `: ${explanation.pick.reason}` : "")
+    : make("p", "", make("b", "bad", `Nobody can take it: ${explanation.refusal?.status ?? 503} ${explanation.refusal?.code ?? ""}`), explanation.refusal ? ` · ${explanation.refusal.message}` : "");
+  const facts = (worker) => knownOf({ matched_bytes: explanation.pick?.matched_bytes?.[worker.url], matched_tokens: explanation.pick?.matched_tokens?.[worker.url], ...explanation.pick?.cost?.[worker.url] });
+  return [head, make("p", "quiet small", wants), ...(explanation.workers ?? []).map((worker) => verdict(worker, worker.worker_id === picked, "picked", facts(worker)))];
 }
 function verdict(worker, isPick, words, facts) {
   const rank = known(worker.rank) ? `, rank ${worker.rank}` : "";

@@ -57,7 +57,7 @@ function paintAlerts(fleet, able, slow) {
     add("warn", `${short(each.worker.url)} is slow`, each.text, ["Details", "read", () => showWorker(each.worker.id)]);
   }
   if (serving.length > 5) add("warn", `${serving.length - 5} more are slow`, "");
-  const failed = lately("errors", 60), ended = lately("requests", 60);
+  const failed = recentSum("errors", 60), ended = recentSum("requests", 60);
   if (failed >= 3 && failed * 100 >= ended) add("bad", "Requests fail", `${count(failed)} of ${count(ended)} in the last minute${usualFailure()}`);
   if (last.cluster && !last.cluster.connected) add("bad", "The store of the cluster is lost", `${last.cluster.error ?? "connecting"}; figures are of this proxy alone`);
   const versions = new Set([last.version, ...peersNow().map((peer) => peer.version).filter(Boolean)]);
@@ -123,16 +123,16 @@ function tile(name, value, kind = "", hint = "") {
   mark(it, "title", hint || value);
   dress(it, kind);
 }
-function lately(name, secs) {
+function recentSum(name, secs) {
   const from = seconds(last.at) - secs;
   return points.filter((point) => point.at > from).reduce((sum, point) => sum + (point[name] ?? 0), 0);
 }
 function paintTiles(fleet, able) {
   const now = points.at(-1) ?? {};
-  const errors = everywhere(lately("errors", 60), "errors_last_minute");
+  const errors = everywhere(recentSum("errors", 60), "errors_last_minute");
   const minute = points.filter((point) => known(point.first_p50_ms) && point.at > seconds(last.at) - 60);
   tile("Workers in use", `${able} of ${fleet.length}`, able === fleet.length && able ? "" : able ? "warn" : "bad");
-  tile("Requests/s (10 s)", count(everywhere(lately("requests", 10) / Math.min(10, Math.max(points.length, 1)), "requests_per_sec")));
+  tile("Requests/s (10 s)", count(everywhere(recentSum("requests", 10) / Math.min(10, Math.max(points.length, 1)), "requests_per_sec")));
   tile("Errors (1 min)", count(errors), errors ? "bad" : "");
   tile("In flight", count(everywhere(last.admission?.inflight ?? now.in_flight, "in_flight")));
   const waiting = everywhere(last.admission?.waiting, "waiting");

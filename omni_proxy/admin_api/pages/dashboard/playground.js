@@ -39,32 +39,32 @@ $("chat").addEventListener("submit", async (event) => {
   chatting = new AbortController();
   show($("chat-stop"), true);
   mark($("chat-turns"), "aria-busy", true);
-  const told = { begun: performance.now(), text: "", chunks: 0 };
+  const result = { begun: performance.now(), text: "", chunks: 0 };
   try {
-    await chat(answer, told, chatting.signal);
-    turns.push({ role: "assistant", content: told.text });
+    await chat(answer, result, chatting.signal);
+    turns.push({ role: "assistant", content: result.text });
   } catch (error) {
     turns.pop();
-    told.failed = chatting.signal.aborted ? "stopped" : error.message;
-    answer.append(make("p", chatting.signal.aborted ? "quiet" : "bad", told.failed));
+    result.failed = chatting.signal.aborted ? "stopped" : error.message;
+    answer.append(make("p", chatting.signal.aborted ? "quiet" : "bad", result.failed));
   }
   chatting = null;
   show($("chat-stop"), false);
   mark($("chat-turns"), "aria-busy", false);
-  chatFacts(told);
+  chatFacts(result);
 });
 /* Throws an error with the proxy's message. */
-async function chat(answer, told, signal) {
+async function chat(answer, result, signal) {
   const body = { model: $("chat-model").value.trim() || undefined, messages: turns, stream: true, stream_options: { include_usage: true }, max_tokens: Number($("chat-most").value) || undefined };
   const headers = { "Content-Type": "application/json", ...chatKey ? { Authorization: "Bearer " + inBytes(chatKey) } : {} };
   const reply = await fetch("v1/chat/completions", { method: "POST", body: JSON.stringify(body), headers, signal, cache: "no-store", credentials: "omit" });
-  told.status = reply.status;
-  told.worker = decodeURIComponent(reply.headers.get("X-SGLang-Omni-Worker") ?? "");
-  told.id = reply.headers.get("X-SGLang-Omni-Request-ID");
-  told.attempt = Number(reply.headers.get("X-SGLang-Omni-Route-Attempt") ?? 1);
+  result.status = reply.status;
+  result.worker = decodeURIComponent(reply.headers.get("X-SGLang-Omni-Worker") ?? "");
+  result.id = reply.headers.get("X-SGLang-Omni-Request-ID");
+  result.attempt = Number(reply.headers.get("X-SGLang-Omni-Route-Attempt") ?? 1);
   if (!reply.ok) {
-    const said = await reply.json().catch(() => ({}));
-    throw new Error(`${reply.status}: ${said.error?.message ?? said.message ?? "refused"}${reply.status === 401 ? " Give a caller's key above." : ""}`);
+    const body = await reply.json().catch(() => ({}));
+    throw new Error(`${reply.status}: ${body.error?.message ?? body.message ?? "refused"}${reply.status === 401 ? " Give a caller's key above." : ""}`);
   }
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -73,33 +73,33 @@ async function chat(answer, told, signal) {
     if (done) break;
     const events = (rest + value).replaceAll("\r\n", "\n").split("\n\n");
     rest = events.pop();
-    for (const event of events) takeChunk(event, answer, told);
+    for (const event of events) takeChunk(event, answer, result);
   }
-  if (!told.finished) throw new Error("the stream broke off");
+  if (!result.finished) throw new Error("the stream broke off");
 }
-function takeChunk(event, answer, told) {
+function takeChunk(event, answer, result) {
   const data = event.split("\n").filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim()).join("\n");
   if (!data) return;
-  if (data === "[DONE]") { told.finished = true; return; }
+  if (data === "[DONE]") { result.finished = true; return; }
   const chunk = JSON.parse(data);
   if (chunk.error) throw new Error(chunk.error.message ?? "the stream failed");
-  if (chunk.usage) told.tokens = chunk.usage.completion_tokens;
+  if (chunk.usage) result.tokens = chunk.usage.completion_tokens;
   const piece = chunk.choices?.[0]?.delta?.content ?? chunk.choices?.[0]?.delta?.reasoning_content ?? "";
-  if (chunk.choices?.[0]?.finish_reason) told.finished = true;
+  if (chunk.choices?.[0]?.finish_reason) result.finished = true;
   if (!piece) return;
-  told.first ??= performance.now();
-  told.last = performance.now();
-  told.chunks += 1;
-  told.text += piece;
-  answer.textContent = told.text;
-  chatFacts(told);
+  result.first ??= performance.now();
+  result.last = performance.now();
+  result.chunks += 1;
+  result.text += piece;
+  answer.textContent = result.text;
+  chatFacts(result);
 }
-function chatFacts(told) {
-  const tokens = told.tokens ?? told.chunks, secs = ((told.last ?? 0) - (told.first ?? 0)) / 1000;
+function chatFacts(result) {
+  const tokens = result.tokens ?? result.chunks, secs = ((result.last ?? 0) - (result.first ?? 0)) / 1000;
   $("chat-says").replaceChildren(facts([
-    ["Worker", told.worker ? `${short(told.worker)}${told.attempt > 1 ? `, attempt ${told.attempt}` : ""}` : "none"], ["Status", told.status ? String(told.status) : ""],
-    ["First token", known(told.first) && millis(told.first - told.begun)], ["Tokens/s", tokens > 1 && secs > 0 && count((tokens - 1) / secs)],
-    ["Tokens", tokens && `${count(tokens)}${known(told.tokens) ? "" : " chunks"}`], ["In all", millis(performance.now() - told.begun)],
-    ["Request id", told.id && make("code", "", told.id)],
+    ["Worker", result.worker ? `${short(result.worker)}${result.attempt > 1 ? `, attempt ${result.attempt}` : ""}` : "none"], ["Status", result.status ? String(result.status) : ""],
+    ["First token", known(result.first) && millis(result.first - result.begun)], ["Tokens/s", tokens > 1 && secs > 0 && count((tokens - 1) / secs)],
+    ["Tokens", tokens && `${count(tokens)}${known(result.tokens) ? "" : " chunks"}`], ["In all", millis(performance.now() - result.begun)],
+    ["Request id", result.id && make("code", "", result.id)],
   ]));
 }

@@ -106,10 +106,10 @@ function candidates(end) {
   const it = make("div", "candidates", make("p", "quiet small", "Its candidates …"));
   ask("GET", `explain?request_id=${encodeURIComponent(end.request_id)}`).then((answer) => {
     if (!answer.ok) { it.replaceChildren(make("p", "quiet small", `Its candidates are not known any more: ${answer.why}`)); return; }
-    const told = answer.body, left = told.total - told.workers.length;
+    const record = answer.body, left = record.total - record.workers.length;
     it.replaceChildren(
-      make("p", "", make("b", "", "Its candidates, when its first worker was picked"), told.reason ? `: ${told.reason} (${told.policy})` : ` (${told.policy})`),
-      ...told.workers.map((worker) => verdict(worker, worker.url === told.worker && (!known(worker.rank) || String(worker.rank) === String(end.rank)), "took it", knownOf(worker))),
+      make("p", "", make("b", "", "Its candidates, when its first worker was picked"), record.reason ? `: ${record.reason} (${record.policy})` : ` (${record.policy})`),
+      ...record.workers.map((worker) => verdict(worker, worker.url === record.worker && (!known(worker.rank) || String(worker.rank) === String(end.rank)), "took it", knownOf(worker))),
       ...left > 0 ? [make("p", "quiet small", `and ${left} more`)] : []);
   });
   return it;

@@ -138,7 +138,7 @@ function whyWords(worker) {
 }
 function paintRow(row, worker, slow) {
   const [name, kind, out] = standing(worker);
-  const tells = slowWords(worker, slow), isSlow = Boolean(tells);
+  const slowText = slowWords(worker, slow), isSlow = Boolean(slowText);
   row.worker = worker;
   dress(row.it, [isSlow && kind === "ok" ? "warn" : kind, out && "out", isSlow && "slow"].filter(Boolean).join(" "));
   say(row.name, worker.display_id ?? short(worker.url));
@@ -148,7 +148,7 @@ function paintRow(row, worker, slow) {
   say(row.badge, name);
   dress(row.badge, "badge " + kind);
   show(row.slow, isSlow);
-  say(row.slow, tells);
+  say(row.slow, slowText);
   const begun = isPaused(worker) ? worker.paused.at : "state_since" in worker ? worker.state_since : worker.since;
   say(row.since, begun ? `for ${ago(seconds(last.at) - seconds(begun))}` : "");
   mark(row.since, "title", begun ? `since ${moment(begun)} (${utc(begun)})` : "");

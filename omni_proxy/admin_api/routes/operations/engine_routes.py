@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import trio
 from quart import Quart, Response, request
 
-from omni_proxy.admin_api.forwarded_request import passed_on
+from omni_proxy.admin_api.forwarded_request import forwarded_headers
 from omni_proxy.admin_api.responses import json_response
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
 from omni_proxy.admin_api.serializers.load_report import loads_response, merge_server_info
@@ -197,8 +197,8 @@ def _info_of_models(models: object) -> dict[str, object] | None:
 
 
 def _credentials() -> dict[str, str]:
-    """The caller's Authorization as in `passed_on`; a worker's configured key replaces it."""
-    credentials = passed_on(request.headers).get("authorization")
+    """The Authorization of the request, which a worker's configured key replaces."""
+    credentials = forwarded_headers(request.headers).get("authorization")
     return {"authorization": credentials} if credentials else {}
 
 

@@ -13,7 +13,7 @@ import trio
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.access.caller_name import caller
-from omni_proxy.admin_api.forwarded_request import passed_on
+from omni_proxy.admin_api.forwarded_request import forwarded_headers
 from omni_proxy.admin_api.responses import json_object, json_response
 from omni_proxy.admin_api.routes.operations.broadcast_routes import shown
 from omni_proxy.admin_api.selector_resolution import SelectorResolver
@@ -92,7 +92,7 @@ class RolloutRoutes:
         """202 once the rollout is planned and recorded; the events and its location have its
         outcome."""
         parsed = parse_rollout(await json_object())
-        key = passed_on(request.headers).get("authorization")
+        key = forwarded_headers(request.headers).get("authorization")
         reply = await self._weight_operations.start_rollout(
             RolloutCall(
                 parsed,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from quart import Quart, Response, request
 
 from omni_proxy.admin_api.access.caller_name import caller
-from omni_proxy.admin_api.forwarded_request import passed_on, worker_headers
+from omni_proxy.admin_api.forwarded_request import forwarded_headers, worker_headers
 from omni_proxy.admin_api.responses import body_bytes, json_object, json_response
 from omni_proxy.admin_api.routes.operations.broadcast_routes import refuse_no_object, shown
 from omni_proxy.admin_ops.routes import ABORT_SYNC, RESOLVES, ROLLBACK
@@ -43,7 +43,7 @@ class WeightOperationRoutes:
                 '{"acknowledge": true}'
             )
             raise HttpError(422, message, "not_acknowledged", detail=message)
-        headers = {"content-type": "application/json", **passed_on(request.headers)}
+        headers = {"content-type": "application/json", **forwarded_headers(request.headers)}
         return shown(await self._weight_operations.resolve(headers, caller()))
 
 

@@ -78,7 +78,7 @@ class DrainRoutes:
         return await self._begin(worker, self._secs(request.args.get("timeout_secs")), remove=True)
 
     async def _begin(self, worker: Worker, secs: float, *, remove: bool) -> WorkerDrain:
-        record = who_disables()
+        record = disabled_by_request()
 
         def edit(state: SavedState, _: Config) -> SavedState:
             find_worker(self._workers.fleet, worker.url)
@@ -103,7 +103,7 @@ class DrainRoutes:
         return secs
 
 
-def who_disables() -> DisabledBy:
+def disabled_by_request() -> DisabledBy:
     """The record that the current request disables a worker."""
     return DisabledBy(by=caller(), at=datetime.now(UTC).isoformat(timespec="seconds"))
 

@@ -32,7 +32,7 @@ from omni_proxy.admin_api.responses import bad_request, etag, json_object, json_
 from omni_proxy.admin_api.routes.workers.drain_routes import (
     DrainRoutes,
     asked_to_drain,
-    who_disables,
+    disabled_by_request,
 )
 from omni_proxy.admin_api.serializers.worker_records import WorkerRecords
 from omni_proxy.admin_api.services import WorkerServices
@@ -202,7 +202,7 @@ class WorkerRoutes:
         return self._config_store.startup.dialect == "sglang" and "wait" not in preferences
 
     def _switching(self, worker: Worker, switches: Mapping[str, object]) -> Edit:
-        record = who_disables()
+        record = disabled_by_request()
 
         def edit(state: SavedState, _: Config) -> SavedState:
             find_worker(self._fleet, worker.url)
