@@ -248,15 +248,15 @@ class PrefixTree(Generic[Holder]):
     def forget_below(self, text: InsertedText, holder: Holder, length: int, before: int) -> None:
         """Remove `holder` from everything below the first `length` bytes of this text, branches
         included, except for texts used at number `before` or later, such as this text itself."""
-        node, generations = text.node, self._generations
-        if node >= len(generations) or generations[node] != text.generation:
-            return  # evicted since, or joined with its child
+        node, numbers = text.node, self._generations
+        if length >= text.length or node >= len(numbers) or numbers[node] != text.generation:
+            return  # nothing is below, or it was evicted since, or joined with its child
         start = text.length - len(self._labels[node])
         while start > length and node != ROOT:
             node = self._parents[node]
             start -= len(self._labels[node])
         if node != ROOT and len(self._lost) < MAX_TO_PRUNE:
-            self._lost.append((node, generations[node], holder, before))
+            self._lost.append((node, numbers[node], holder, before))
             self._prune(PRUNED_PER_REPORT)
 
     def forget(self, holder: Holder) -> None:

@@ -304,6 +304,14 @@ def test_inserts_alone_free_the_memory_of_forgotten_holders():
     assert (tree.size, tree.nodes) == (8, 1)
 
 
+def test_nothing_is_below_a_text_of_which_everything_is_kept():
+    tree = PrefixTree(10**9)
+    tree.insert(b"abcd", "a", 1)
+    place = tree.insert(b"abc", "a", 2)
+    tree.forget_below(place, "a", place.length, 2)
+    assert tree.depths(b"abcd") == {"a": 4}
+
+
 def test_a_later_worker_inherits_nothing_from_a_removed_one():
     tree = PrefixTree(10**9)
     for number in range(2000):
