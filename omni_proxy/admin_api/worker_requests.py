@@ -271,7 +271,7 @@ class WorkerNote:
     priority: int = 50
     cost: float = 1.0
     labels: dict[str, object] = field(default_factory=dict)
-    asked_at: datetime | None = None  # added in the background, and not healthy since
+    requested_at: datetime | None = None  # added in the background, and not healthy since
 
 
 class WorkerNotes:
@@ -303,14 +303,14 @@ class WorkerNotes:
         """`{"job_status": ...}` of an addition in the background; {} once it is done. After the
         time-out (0: none) its status is "failed", until the worker becomes healthy."""
         note = self._notes.get(worker)
-        if note is None or note.asked_at is None:
+        if note is None or note.requested_at is None:
             return {}
         health = worker.health
         if health.state is Health.HEALTHY:
-            note.asked_at = None
+            note.requested_at = None
             return {}
         status = "processing" if health.last_checked_at else "pending"
-        waited_secs = (now - note.asked_at).total_seconds()
+        waited_secs = (now - note.requested_at).total_seconds()
         if health.state is Health.DEAD or 0 < startup_timeout_secs <= waited_secs:
             status = "failed"
         job = {
@@ -318,6 +318,6 @@ class WorkerNotes:
             "worker_url": worker.url,
             "status": status,
             "message": health.last_error or "waiting for its first probes",
-            "timestamp": note.asked_at.isoformat(),
+            "timestamp": note.requested_at.isoformat(),
         }
         return {"job_status": job}

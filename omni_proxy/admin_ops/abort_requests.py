@@ -54,8 +54,8 @@ class AbortTarget(msgspec.Struct, frozen=True):
         if self.prefix:
             prefixes = self.ids
             return lambda names: [p for p in prefixes if any(name.startswith(p) for name in names)]
-        by_spelling = {spelling: item for item in self.ids for spelling in spellings(item)}
-        return lambda names: {by_spelling[name] for name in names if name in by_spelling}
+        by_form = {form: item for item in self.ids for form in id_forms(item)}
+        return lambda names: {by_form[name] for name in names if name in by_form}
 
 
 class AbortFindings(msgspec.Struct, frozen=True):
@@ -70,7 +70,7 @@ class AbortFindings(msgspec.Struct, frozen=True):
     running: dict[str, tuple[str, ...]] = {}
 
 
-def spellings(request_id: str) -> set[str]:
+def id_forms(request_id: str) -> set[str]:
     """The id, and the ids that it has without vLLM's prefixes and suffixes."""
     found = {request_id}
     for prefix in _PREFIXES:

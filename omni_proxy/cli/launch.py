@@ -41,7 +41,7 @@ VLLM_SHORT: Final = {"-dp": "--dp-size", "-tp": "--tp-size"}
 def main(argv: Sequence[str]) -> int:
     parser = launch_parser(tuple(ENGINES))
     arguments, engine_flags = parser.parse_known_args(argv)
-    if arguments.engine == "vllm" and (longer := _spelled_out(argv)) != list(argv):
+    if arguments.engine == "vllm" and (longer := _expand_short_flags(argv)) != list(argv):
         argv = longer
         arguments, engine_flags = parser.parse_known_args(argv)
     separator = argv.index("--") if "--" in argv else len(argv)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     return start(startup)
 
 
-def _spelled_out(argv: Sequence[str]) -> list[str]:
+def _expand_short_flags(argv: Sequence[str]) -> list[str]:
     """argv with vLLM's short flags (-dp, -tp) expanded. They are not flags of the parser: other
     engines have one-letter flags with the same first letter."""
     separator = argv.index("--") if "--" in argv else len(argv)

@@ -28,7 +28,7 @@ PATH: Final = "/weights/rollout"
 FOLLOW: Final = f"{PATH}?follow=true"
 ACTIONS: Final = ("status", "pause", "resume", "cancel")
 SILENCE_SECS: Final = 40.0  # the proxy sends a comment after 15 s
-PATIENCE_SECS: Final = 60.0  # a proxy may restart during the rollout
+UNREACHABLE_SECS: Final = 60.0  # a proxy may restart during the rollout
 RETRY_SECS: Final = 0.5
 _DATA: Final = "data:"
 _FIELDS: Final = (
@@ -148,6 +148,6 @@ def _events(target: AdminTarget) -> Iterator[dict[str, Any]]:
                     if line.startswith(_DATA):
                         yield json.loads(line.removeprefix(_DATA))
         except AdminClientError:
-            if time.monotonic() - last_read_at > PATIENCE_SECS:
+            if time.monotonic() - last_read_at > UNREACHABLE_SECS:
                 raise
         threading.Event().wait(RETRY_SECS)

@@ -357,12 +357,12 @@ def render_versions(body: JsonObject, now: datetime) -> list[str]:
     """A table in the order of the reply, the newest first."""
     rows = [_cells(version, now) for version in body.get("versions") or ()]
     if not rows:
-        return [_nothing(body)]
-    trouble = [_nothing(body)] if body.get("error") else []
-    return [*trouble, *render_table(_HEAD, rows, right_aligned=("NUMBER", "EPOCH", "SIZE"))]
+        return [_no_versions_text(body)]
+    problem = [_no_versions_text(body)] if body.get("error") else []
+    return [*problem, *render_table(_HEAD, rows, right_aligned=("NUMBER", "EPOCH", "SIZE"))]
 
 
-def _nothing(body: JsonObject) -> str:
+def _no_versions_text(body: JsonObject) -> str:
     if body.get("error"):
         return f"versions can't be stored: {printable(body['error'])}"
     return f"no versions yet in {printable(body['store'])}" if body.get("store") else _NONE_KEPT
@@ -397,7 +397,7 @@ def find_version(body: JsonObject, name: str | None) -> JsonObject:
     ChangeRefused, which lists the stored versions."""
     versions: list[JsonObject] = body.get("versions") or []
     if not versions:
-        raise ChangeRefused(_nothing(body))
+        raise ChangeRefused(_no_versions_text(body))
     if name is None:
         published = sorted(filter(_epoch, versions), key=_epoch, reverse=True)
         if len(published) < 2:

@@ -272,9 +272,9 @@ class ClusterMember:
         config = self._config_store.config
         address = await trio.to_thread.run_sync(read_address, config)
         tls = await trio.to_thread.run_sync(tls_context, address, config)
-        patience = self._patience_secs
-        with trio.move_on_after(patience) as scope:
-            async with connected(address, self._on_message, tls, patience) as connection:
+        timeout_secs = self._reply_timeout_secs
+        with trio.move_on_after(timeout_secs) as scope:
+            async with connected(address, self._on_message, tls, timeout_secs) as connection:
                 scope.deadline = math.inf  # from here each reply has its own timeout
                 await connection.call(("SUBSCRIBE", self._channel))
                 await self._members.connect(connection)
@@ -294,7 +294,7 @@ class ClusterMember:
                     nursery.start_soon(self._acknowledge, connection, load)
                     await self._publish(connection, load)
         if scope.cancelled_caught:
-            raise StoreError(f"no reply for {patience:g} s")
+            raise StoreError(f"no reply for {timeout_secs:g} s")
 
     async def _publish(self, connection: RedisConnection, load: SharedLoad) -> None:
         """Publish every `publish_secs`, until the connection is lost. Raises StoreError."""
@@ -442,7 +442,7 @@ class ClusterMember:
         return f"{self.table.name}:members"
 
     @property
-    def _patience_secs(self) -> float:
+    def _reply_timeout_secs(self) -> float:
         return max(MIN_REPLY_SECS, self.table.lease_secs / 2)
 
     def _note_connected(self) -> None:

@@ -104,14 +104,14 @@ class _Batch:
 class RedisConnection:
     """A connection. `local_host`: its local address, "" if unknown.
 
-    `patience_secs`: timeout of the replies to one `call`, long enough for a slow network.
+    `reply_timeout_secs`: timeout of the replies to one `call`, long enough for a slow network.
     """
 
     def __init__(
-        self, stream: trio.abc.Stream, on_message: OnMessage, patience_secs: float
+        self, stream: trio.abc.Stream, on_message: OnMessage, reply_timeout_secs: float
     ) -> None:
         self._stream = stream
-        self._patience_secs = patience_secs
+        self._reply_timeout_secs = reply_timeout_secs
         self._on_message = on_message
         self._reader = hiredis.Reader(protocolError=StoreError, replyError=StoreRefused)
         self._batches: deque[_Batch] = deque()  # in the order of sending
@@ -124,11 +124,11 @@ class RedisConnection:
 
         If a reply is an error, the other commands of the batch were executed.
         """
-        with trio.move_on_after(self._patience_secs) as scope:
+        with trio.move_on_after(self._reply_timeout_secs) as scope:
             batch = await self.send(*commands)
             await batch.arrived.wait()
         if scope.cancelled_caught:
-            raise StoreError(f"no reply for {self._patience_secs:g} s")
+            raise StoreError(f"no reply for {self._reply_timeout_secs:g} s")
         for reply in batch.replies:
             if isinstance(reply, StoreRefused):
                 raise reply
@@ -184,7 +184,10 @@ class RedisConnection:
 
 @asynccontextmanager
 async def connected(
-    address: StoreAddress, on_message: OnMessage, tls: ssl.SSLContext | None, patience_secs: float
+    address: StoreAddress,
+    on_message: OnMessage,
+    tls: ssl.SSLContext | None,
+    reply_timeout_secs: float,
 ) -> AsyncIterator[RedisConnection]:
     """Connect, authenticate and select the database. Raises StoreError."""
     try:
@@ -195,7 +198,7 @@ async def connected(
     stream: trio.abc.Stream = socket_stream
     if tls is not None:
         stream = trio.SSLStream(stream, tls, server_hostname=address.host)
-    connection = RedisConnection(stream, on_message, patience_secs)
+    connection = RedisConnection(stream, on_message, reply_timeout_secs)
     connection.local_host = local_host
     try:
         async with trio.open_nursery() as nursery:

@@ -114,24 +114,24 @@ def read_state(text: str | bytes, file: str) -> SavedState:
 
 
 def render_state(state: SavedState) -> str:
-    spelled: dict[str, Any] = msgspec.to_builtins(state)
-    spelled["switches"] = {
+    document: dict[str, Any] = msgspec.to_builtins(state)
+    document["switches"] = {
         url: {key: value for key, value in switch.items() if value is not None}
-        for url, switch in spelled["switches"].items()
+        for url, switch in document["switches"].items()
     }
-    spelled["voices"] = {
-        key: value for key, value in spelled["voices"].items() if value not in ("", None)
+    document["voices"] = {
+        key: value for key, value in document["voices"].items() if value not in ("", None)
     }
-    spelled["keys"] = [
+    document["keys"] = [
         {name: value for name, value in key.items() if value not in ("", 0, [], ())}
-        for key in spelled["keys"]
+        for key in document["keys"]
     ]
-    spelled["tombstones"] = {
+    document["tombstones"] = {
         url: fingerprint
         for url, fingerprint in state.tombstones.items()
         if fingerprint != FLAG_FINGERPRINT
     }
-    return _HEAD + tomli_w.dumps({name: part for name, part in spelled.items() if part})
+    return _HEAD + tomli_w.dumps({name: part for name, part in document.items() if part})
 
 
 def _duplicate_urls(values: dict[str, Any]) -> list[Finding]:

@@ -35,7 +35,7 @@ _METADATA: Final = tuple(
 )
 # IPv6 networks whose addresses embed an IPv4 address, and the bits it is shifted by: compatible
 # (RFC 4291 2.5.5.1), mapped (2.5.5.2), translated (RFC 7915), NAT64 (RFC 6052), 6to4 (RFC 3056).
-_CARRIERS: Final = tuple(
+_EMBEDDING_NETWORKS: Final = tuple(
     (ipaddress.IPv6Network(network), shift)
     for network, shift in (
         ("::/96", 0),
@@ -113,14 +113,16 @@ def _refused(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str | No
     if any(address in network for network in _METADATA):
         return f"cloud metadata address {address} is not allowed"
     if isinstance(address, ipaddress.IPv6Address):
-        return next(filter(None, map(_refused, _carried(address))), None)
+        return next(filter(None, map(_refused, _embedded_ipv4(address))), None)
     return None
 
 
-def _carried(address: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
+def _embedded_ipv4(address: ipaddress.IPv6Address) -> Iterator[ipaddress.IPv4Address]:
     """The IPv4 addresses embedded in this one, to which a network might deliver packets for it."""
     bits = int(address)
-    embedded = [bits >> shift & _IPV4 for network, shift in _CARRIERS if address in network]
+    embedded = [
+        bits >> shift & _IPV4 for network, shift in _EMBEDDING_NETWORKS if address in network
+    ]
     if address in _NAT64_LOCAL:
         embedded += _nat64(bits)
     if address in _TEREDO:

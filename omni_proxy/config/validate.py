@@ -40,7 +40,7 @@ class _Walker:
     def read(self, value: object, kind: inspect.Type, path: Path) -> Any:
         match kind:
             case inspect.Metadata():
-                return self._spelled(value, kind, path)
+                return self._read_value(value, kind, path)
             case inspect.UnionType(types=(only, inspect.NoneType())):
                 return self.read(value, only, path)
             case inspect.UnionType(types=(of_values, inspect.LiteralType(values=words))):
@@ -62,7 +62,7 @@ class _Walker:
         self.findings.append((path, reason, hint))
         return WRONG
 
-    def _spelled(self, value: object, kind: inspect.Metadata, path: Path) -> Any:
+    def _read_value(self, value: object, kind: inspect.Metadata, path: Path) -> Any:
         reader: Callable[[object], object] | None = (kind.extra or {}).get("read")
         if reader:
             try:

@@ -37,7 +37,7 @@ async def abort_requests(
     `target` is everything.
     """
     meant, loop = target.matcher(), services.loop
-    asked_at = loop.now
+    requested_at = loop.now
     waiting, known = 0, set[str]()
     running: defaultdict[str, list[str]] = defaultdict(list)
     connections = [task for task in loop.tasks if isinstance(task, ExchangeIO)]
@@ -47,7 +47,7 @@ async def abort_requests(
             loop.flush()
             await trio.lowlevel.checkpoint()
         # An Exchange may be reused for the next request of its connection.
-        ended = task.exchange is not exchange or exchange.started_at > asked_at
+        ended = task.exchange is not exchange or exchange.started_at > requested_at
         if ended or exchange.route is None:
             continue
         waits = task.phase in NOT_SENT

@@ -21,7 +21,7 @@ from omni_proxy.dataplane.upstream.attempt import AttemptFailed, run_attempt
 from omni_proxy.dataplane.upstream.pool import UpstreamPool
 from omni_proxy.dataplane.upstream.side_task import SideTask, head_for, read_body
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.kv_events.tokenized_texts import KnownTexts, TextQuestion
+from omni_proxy.routing.kv_events.tokenized_texts import TokenizedTexts, TokenizeRequest
 from omni_proxy.routing.kv_transfer.mooncake import MAX_QUERY_BYTES, QUERY, read_engine_ids
 from omni_proxy.routing.kv_transfer.sglang import abort_body, bootstrap_host
 from omni_proxy.wire.errors import HttpError
@@ -128,7 +128,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 class TokenizeCalls:
-    def __init__(self, services: ExchangeServices, texts: KnownTexts) -> None:
+    def __init__(self, services: ExchangeServices, texts: TokenizedTexts) -> None:
         self.running = 0
         self.texts = texts
         self._services = services
@@ -136,43 +136,43 @@ class TokenizeCalls:
     def start_due(self) -> None:
         """Start the waiting queries, up to AT_ONCE at a time."""
         while self.running < AT_ONCE and not self._services.loop.ended:
-            question = self.texts.take_question()
-            if question is None:
+            request = self.texts.next_request()
+            if request is None:
                 return
-            worker = self._services.fleet.find(question.url)
+            worker = self._services.fleet.find(request.url)
             if worker is not None:
                 self.running += 1
-                _TokenizeCall(self._services, self, question, worker).start()
+                _TokenizeCall(self._services, self, request, worker).start()
 
 
 class _TokenizeCall(SideTask):
     """POST /tokenize at one engine."""
 
-    __slots__ = ("_calls", "_question", "_worker")
+    __slots__ = ("_calls", "_request", "_worker")
 
     def __init__(
         self,
         services: ExchangeServices,
         calls: TokenizeCalls,
-        question: TextQuestion,
+        request: TokenizeRequest,
         worker: Worker,
     ) -> None:
         super().__init__(services)
-        self._calls, self._question, self._worker = calls, question, worker
+        self._calls, self._request, self._worker = calls, request, worker
         self.deadline = self.loop.now + TOKENIZE_SECS
 
     async def run(self) -> None:
-        texts, question = self._calls.texts, self._question
+        texts, request = self._calls.texts, self._request
         tokens = await self._tokens()
         if tokens:
-            texts.learn(question, tokens)
+            texts.add(request, tokens)
         else:
-            texts.note_silence(question, self.loop.now)
+            texts.record_failure(request, self.loop.now)
 
     async def _tokens(self) -> list[int]:
         """The tokens of the text; [] if the call failed."""
         exchange = Exchange(self.loop.now, "")
-        exchange.body = self._question.body
+        exchange.body = self._request.body
         head = head_for(b"POST", b"/tokenize", _JSON_LINE, length=len(exchange.body))
         try:
             start = await run_attempt(self, exchange, head, self.services.pools.of(self._worker))

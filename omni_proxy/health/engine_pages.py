@@ -104,7 +104,7 @@ class _SharedCall:
         self.result: CallResult | None = None
 
 
-class _Asking:
+class _PageTask:
     """The task that reads one worker for one reader, until another task replaces it."""
 
     __slots__ = ("read_once", "round", "scope")
@@ -122,18 +122,18 @@ class EnginePages:
         self._fleet = fleet
         self._readers = readers
         self._nursery: trio.Nursery | None = None
-        self._asking: dict[tuple[Worker, PageReader], _Asking] = {}
+        self._tasks: dict[tuple[Worker, PageReader], _PageTask] = {}
         self._have_read: dict[Worker, set[PageReader]] = {}  # whether or not the engine answered
         self._slots: dict[EnginePage, trio.CapacityLimiter] = {}
-        fleet.watch_health(lambda worker, before: self._ask_all(worker))
-        fleet.watch_cache_cleared(self._ask_all)
+        fleet.watch_health(lambda worker, before: self._start_all(worker))
+        fleet.watch_cache_cleared(self._start_all)
         fleet.watch_members(self.follow_settings)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             for worker in self._fleet.workers:
-                self._ask_all(worker)
+                self._start_all(worker)
             task_status.started()
             try:
                 await trio.sleep_forever()
@@ -154,61 +154,61 @@ class EnginePages:
                 for reader in self._readers
                 if reader not in have_read
                 and reader.wants(worker)
-                and (worker, reader) not in self._asking
+                and (worker, reader) not in self._tasks
             ]
             if unread:
                 round_ = _Round(worker)
                 for reader in unread:
-                    self._ask(worker, reader, round_)
+                    self._start_task(worker, reader, round_)
 
     async def refresh(self, reader: PageReader) -> None:
         """Read the pages of all workers that the reader needs; returns when all have ended, also
         unsuccessfully."""
-        for asking in self.restart(reader):
-            await asking.read_once.wait()
+        for task in self.restart(reader):
+            await task.read_once.wait()
 
-    def restart(self, reader: PageReader) -> list[_Asking]:
+    def restart(self, reader: PageReader) -> list[_PageTask]:
         """Read the pages of all workers that the reader needs now, and at its intervals."""
-        begun = [self._ask(worker, reader, _Round(worker)) for worker in self._fleet.workers]
-        return [asking for asking in begun if asking is not None]
+        begun = [self._start_task(worker, reader, _Round(worker)) for worker in self._fleet.workers]
+        return [task for task in begun if task is not None]
 
-    def _ask_all(self, worker: Worker) -> None:
+    def _start_all(self, worker: Worker) -> None:
         round_ = _Round(worker)
         for reader in self._readers:
-            self._ask(worker, reader, round_)
+            self._start_task(worker, reader, round_)
 
-    def _ask(self, worker: Worker, reader: PageReader, round_: _Round) -> _Asking | None:
+    def _start_task(self, worker: Worker, reader: PageReader, round_: _Round) -> _PageTask | None:
         """Start to read, replacing a task that may have read before the trigger."""
         if self._nursery is None or not self._is_wanted(worker, reader):
             return None
-        before = self._asking.get((worker, reader))
-        self._asking[worker, reader] = asking = _Asking(round_)
+        before = self._tasks.get((worker, reader))
+        self._tasks[worker, reader] = task = _PageTask(round_)
         if before is not None:
             before.scope.cancel()
         reader.begin(worker, first=reader not in self._have_read.get(worker, ()))
-        self._nursery.start_soon(self._keep_reading, worker, reader, asking)
-        return asking
+        self._nursery.start_soon(self._read_repeatedly, worker, reader, task)
+        return task
 
     def _is_wanted(self, worker: Worker, reader: PageReader) -> bool:
         healthy = worker.health.state is Health.HEALTHY
         return healthy and self._fleet.find(worker.url) is worker and reader.wants(worker)
 
-    async def _keep_reading(self, worker: Worker, reader: PageReader, asking: _Asking) -> None:
+    async def _read_repeatedly(self, worker: Worker, reader: PageReader, task: _PageTask) -> None:
         async def fetch(page: EnginePage) -> CallResult:
             slots = self._slots.setdefault(page, trio.CapacityLimiter(MAX_CALLS))
-            result = await asking.round.fetch(page, slots)
+            result = await task.round.fetch(page, slots)
             if not self._is_wanted(worker, reader):
-                asking.scope.cancel()
+                task.scope.cancel()
             await trio.lowlevel.checkpoint_if_cancelled()
             return result
 
         backoff = Backoff(RETRY_SECS, MAX_RETRY_SECS)
         try:
-            with asking.scope:
+            with task.scope:
                 while self._is_wanted(worker, reader):
                     answered = await reader.read(worker, fetch)
                     self._have_read.setdefault(worker, set()).add(reader)
-                    asking.read_once.set()
+                    task.read_once.set()
                     if answered:
                         backoff.reset()
                     pause_secs = (
@@ -218,9 +218,9 @@ class EnginePages:
                         break
                     await trio.sleep(pause_secs)
         finally:
-            asking.read_once.set()
-            if self._asking.get((worker, reader)) is asking:
-                del self._asking[worker, reader]
+            task.read_once.set()
+            if self._tasks.get((worker, reader)) is task:
+                del self._tasks[worker, reader]
                 reader.end(worker)
 
 
@@ -239,6 +239,6 @@ async def _call(worker: Worker, page: EnginePage, target: str) -> CallResult:
     return await call_worker(worker, call)
 
 
-def could_be_asked(result: CallResult) -> bool:
+def was_reached(result: CallResult) -> bool:
     """Whether the engine answered; False after a failed connection or a 5xx: a retry may help."""
     return result.status is not None and result.status < 500

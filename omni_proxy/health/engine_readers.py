@@ -25,7 +25,7 @@ from omni_proxy.health.engine_pages import (
     EnginePage,
     Fetch,
     PageReader,
-    could_be_asked,
+    was_reached,
 )
 from omni_proxy.upstream_http.client import CallResult
 from omni_proxy.wire.load_report import (
@@ -58,7 +58,7 @@ class EngineRoles(PageReader):
 
     async def read(self, worker: Worker, fetch: Fetch) -> bool:
         result = await fetch(SERVER_INFO)
-        if not could_be_asked(result):
+        if not was_reached(result):
             self.end(worker)
             return False
         role = role_of_info(result)
@@ -122,7 +122,7 @@ async def _engine_ranks(fetch: Fetch) -> int | None:
     metrics = await fetch(METRICS)
     if metrics.ok:
         return ranks_of_metrics(metrics.body) or 1
-    return 1 if could_be_asked(metrics) and could_be_asked(info) else None
+    return 1 if was_reached(metrics) and was_reached(info) else None
 
 
 def ranks_of_info(result: CallResult) -> int | None:
@@ -187,7 +187,7 @@ class EngineLoadReader(PageReader):
                 self._pages[worker] = page
                 self._fleet.loads.report_engines(worker, loads, at)
                 return True
-            answered &= could_be_asked(result)
+            answered &= was_reached(result)
         self._pages.pop(worker, None)
         return answered and known is None
 

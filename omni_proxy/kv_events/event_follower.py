@@ -31,7 +31,7 @@ from omni_proxy.health.engine_pages import (
     EnginePage,
     Fetch,
     PageReader,
-    could_be_asked,
+    was_reached,
 )
 from omni_proxy.kv_events.messages import (
     ChangesEvent,
@@ -80,7 +80,7 @@ class EventSources(PageReader):
         sources = vllm_sources(listed.json(), host) if listed.ok else ()
         if not sources:
             info = await fetch(SERVER_INFO)
-            if not could_be_asked(info) or not could_be_asked(listed):
+            if not was_reached(info) or not was_reached(listed):
                 return False
             sources = sglang_sources(info.json(), host) if info.ok else ()
         self._report(worker, sources)

@@ -182,7 +182,7 @@ class Subscription:
         """Request the replay that the state needs, and close one that it no longer awaits."""
         if self._replay is not None and not self.state.is_replaying:
             self._close_replay()
-        start, self.state.ask = self.state.ask, None
+        start, self.state.replay_from = self.state.replay_from, None
         if start is None:
             return
         self._close_replay()

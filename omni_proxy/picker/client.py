@@ -138,26 +138,26 @@ def _place(worker: ReservedWorker) -> str:
     return f"/reservations/{quote(worker.reservation_id, safe='')}"
 
 
-def _read(answer: httpx.Response) -> ReservedWorker:
-    if answer.status_code != 200:
-        raise _error(answer)
-    return msgspec.json.decode(answer.content, type=ReservedWorker)
+def _read(response: httpx.Response) -> ReservedWorker:
+    if response.status_code != 200:
+        raise _error(response)
+    return msgspec.json.decode(response.content, type=ReservedWorker)
 
 
-def _released(answer: httpx.Response) -> bool:
-    if answer.status_code not in (200, 404):
-        raise _error(answer)
-    return answer.status_code == 200
+def _released(response: httpx.Response) -> bool:
+    if response.status_code not in (200, 404):
+        raise _error(response)
+    return response.status_code == 200
 
 
-def _error(answer: httpx.Response) -> PickerError:
+def _error(response: httpx.Response) -> PickerError:
     try:
-        error = answer.json()["error"]
+        error = response.json()["error"]
         code, message = str(error["code"]), str(error["message"])
     except (ValueError, KeyError, TypeError):
-        code, message = "no_picker", f"HTTP {answer.status_code} is not a response of a picker"
-    if answer.status_code not in BUSY_STATUSES:
-        return PickerError(answer.status_code, code, message)
-    after = answer.headers.get("retry-after", "1")
+        code, message = "no_picker", f"HTTP {response.status_code} is not a response of a picker"
+    if response.status_code not in BUSY_STATUSES:
+        return PickerError(response.status_code, code, message)
+    after = response.headers.get("retry-after", "1")
     secs = float(after) if after.isdecimal() else 1.0
-    return NoWorkerNow(answer.status_code, code, message, secs)
+    return NoWorkerNow(response.status_code, code, message, secs)

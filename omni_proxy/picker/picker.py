@@ -158,14 +158,16 @@ def _bad(message: str, code: str = "invalid_request") -> HttpError:
 Found = TypeVar("Found")
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 class Picker:
     """`publish` is called after each change of a counter, for other processes that share them."""
 
-    def __init__(self, services: ExchangeServices, publish: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self, services: ExchangeServices, publish: Callable[[], None] = _do_nothing
+    ) -> None:
         self._services = services
         self._publish = publish
 

@@ -43,16 +43,16 @@ class CacheReports:
     """
 
     __slots__ = (
-        "agreed", "answers", "backlog", "corrections", "judged_from", "misses", "period",
-        "predicted", "reported", "reuses", "silent", "skips", "unanswered", "unjudged_until",
+        "agreed", "answers", "backlog", "corrections", "corrections_from", "misses", "period",
+        "predicted", "reported", "resumed_at", "reuses", "silent", "skips", "unanswered",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.agreed = 0  # responses as predicted since the last that differed
         self.period = 1  # one in `period` prompts has a prediction
         self.skips = 0
-        self.judged_from = 0  # responses to older prompts cause no correction
-        self.unjudged_until = 0  # the newest prompt when predictions for all prompts resumed
+        self.corrections_from = 0  # responses to older prompts cause no correction
+        self.resumed_at = 0  # the newest prompt when predictions for all prompts resumed
         self.backlog = 0
         self.answers = 0  # responses that reported cached tokens
         self.predicted = self.reported = 0  # tokens, summed over these responses
@@ -78,33 +78,33 @@ class CacheReports:
         """A response reported no cached tokens."""
         self.silent += 1
         if self.silent == SILENT + 1:
-            self._follow_one_in(SILENT)
+            self._sample_one_in(SILENT)
 
-    def judge(self, prompt: int, number: int, *, agrees: bool) -> bool:
+    def record_agreement(self, prompt: int, number: int, *, agrees: bool) -> bool:
         """The response to this prompt agrees with its prediction, or not. Returns whether it may be
         used for a correction."""
         if self.silent:
             if self.silent > SILENT:
-                self._follow_all(number)
+                self._compare_all(number)
             self.silent = 0
         if agrees:
             self.agreed += 1
             if self.agreed == AGREED:
-                self._follow_one_in(AGREED_SHARE)
+                self._sample_one_in(AGREED_SHARE)
         elif self.agreed >= AGREED:
-            self._follow_all(number)
+            self._compare_all(number)
         else:
             self.agreed = 0
-        if self.period == 1 and self.judged_from == _NEVER and prompt > self.unjudged_until:
-            self.judged_from = number + 1
-        return prompt >= self.judged_from
+        if self.period == 1 and self.corrections_from == _NEVER and prompt > self.resumed_at:
+            self.corrections_from = number + 1
+        return prompt >= self.corrections_from
 
-    def _follow_one_in(self, period: int) -> None:
-        self.period, self.skips, self.judged_from = period, period - 1, _NEVER
+    def _sample_one_in(self, period: int) -> None:
+        self.period, self.skips, self.corrections_from = period, period - 1, _NEVER
 
-    def _follow_all(self, number: int) -> None:
+    def _compare_all(self, number: int) -> None:
         self.agreed, self.period, self.skips = 0, 1, 0
-        self.unjudged_until = number
+        self.resumed_at = number
 
     def as_facts(self) -> dict[str, int]:
         """JSON-serializable."""
@@ -114,7 +114,7 @@ class CacheReports:
             "reported_tokens": self.reported,
         }
 
-    def oldest_unanswered(self, number: int) -> int:
+    def oldest_pending(self, number: int) -> int:
         """Number of the oldest prompt without a first response byte; without any, `number`."""
         waiting = self.unanswered
         while waiting and (waiting[0].answered or len(waiting) > MAX_UNANSWERED):

@@ -60,15 +60,15 @@ def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> En
     with httpx.Client(timeout=TIMEOUT_SECS, headers={"connection": "close"}) as client:
         model, slots = _model(client, base), _llamacpp_slots(client, base)
         progress("warming up")
-        _ask(client, base, model, _words(SHORT_WORDS))
+        _send_prompt(client, base, model, _words(SHORT_WORDS))
         progress("prefill")
-        count = _longest(client, base, model)
-        long = [_ask(client, base, model, _words(count)) for _ in range(REPEATS)]
-        short = _short(client, base, model, count // 2)
+        count = _longest_prompt(client, base, model)
+        long = [_send_prompt(client, base, model, _words(count)) for _ in range(REPEATS)]
+        short = _short_prompts(client, base, model, count // 2)
         progress(f"decode, {AT_ONCE} concurrent requests")
         with ThreadPoolExecutor(AT_ONCE) as threads:
             calls = [
-                threads.submit(_ask, client, base, model, _words(SHORT_WORDS))
+                threads.submit(_send_prompt, client, base, model, _words(SHORT_WORDS))
                 for _ in range(AT_ONCE * REPEATS)
             ]
             together = [call.result() for call in calls]
@@ -80,14 +80,14 @@ def measure(url: str, progress: Callable[[str], None] = lambda text: None) -> En
         )
     overhead_secs = _median(short, "first_secs") - _median(short, "computed_tokens") * secs / tokens
     alone_ms = _median(short, "step_secs") * 1000
-    more_ms = max(0.0, (_median(together, "step_secs") * 1000 - alone_ms) / (AT_ONCE - 1))
+    extra_ms = max(0.0, (_median(together, "step_secs") * 1000 - alone_ms) / (AT_ONCE - 1))
     return replace(
         EngineSpec(),
         **slots,
         prefill_tokens_per_sec=tokens / secs,
         prefill_overhead_ms=max(0.0, overhead_secs * 1000),
-        decode_step_ms=max(0.0, alone_ms - more_ms),
-        decode_step_ms_per_request=more_ms,
+        decode_step_ms=max(0.0, alone_ms - extra_ms),
+        decode_step_ms_per_request=extra_ms,
     )
 
 
@@ -100,26 +100,29 @@ def _llamacpp_slots(client: httpx.Client, base: str) -> dict[str, int]:
     return {"slots": slots, "max_batch": slots} if isinstance(slots, int) and slots > 0 else {}
 
 
-def _longest(client: httpx.Client, base: str, model: str) -> int:
+def _longest_prompt(client: httpx.Client, base: str, model: str) -> int:
     """The number of words for long prompts. Raises CalibrationError."""
     for words in LONG_WORDS[:-1]:
         try:
-            _ask(client, base, model, _words(words))
+            _send_prompt(client, base, model, _words(words))
         except _RefusedError:
             continue
         return words
     return LONG_WORDS[-1]
 
 
-def _short(client: httpx.Client, base: str, model: str, cached_words: int) -> list[_Timing]:
+def _short_prompts(client: httpx.Client, base: str, model: str, cached_words: int) -> list[_Timing]:
     """Timings of short prompts after a cached prefix, or without one if the worker reports no
     cached tokens. Raises CalibrationError."""
     beginning = _words(cached_words)
-    _ask(client, base, model, beginning)
-    behind = [_ask(client, base, model, f"{beginning} {_words(NEW_WORDS)}") for _ in range(REPEATS)]
-    if all(timing.cached_tokens > timing.computed_tokens for timing in behind):
-        return behind
-    return [_ask(client, base, model, _words(SHORT_WORDS)) for _ in range(REPEATS)]
+    _send_prompt(client, base, model, beginning)
+    after_prefix = [
+        _send_prompt(client, base, model, f"{beginning} {_words(NEW_WORDS)}")
+        for _ in range(REPEATS)
+    ]
+    if all(timing.cached_tokens > timing.computed_tokens for timing in after_prefix):
+        return after_prefix
+    return [_send_prompt(client, base, model, _words(SHORT_WORDS)) for _ in range(REPEATS)]
 
 
 def _words(count: int) -> str:
@@ -140,7 +143,7 @@ def _model(client: httpx.Client, base: str) -> str:
         raise CalibrationError(f"{base}/v1/models: {str(error) or type(error).__name__}") from None
 
 
-def _ask(client: httpx.Client, base: str, model: str, prompt: str) -> _Timing:
+def _send_prompt(client: httpx.Client, base: str, model: str, prompt: str) -> _Timing:
     """Send one request. Raises CalibrationError."""
     body = {
         "model": model,

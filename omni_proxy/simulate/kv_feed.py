@@ -31,7 +31,7 @@ _WORD: Final = (1 << 64) - 1
 # Every block is written as this many tokens: the hex digits of its 64-bit id, each a token id of
 # three digits, which takes 4 bytes in a body and one byte in MessagePack. The factor makes
 # consecutive block ids differ in their first digits, as texts do.
-SPELLED_TOKENS: Final = 16
+BLOCK_IDS: Final = 16
 _FACTOR: Final = 0x9E3779B97F4A7C15  # odd, so that no two products are equal
 _AS_JSON: Final = str.maketrans({f"{digit:x}": f"{100 + digit}," for digit in range(16)})
 _AS_MSGPACK: Final = bytes.maketrans(b"0123456789abcdef", bytes(range(100, 116)))
@@ -92,7 +92,7 @@ class KvFeed:
     def stored(self, request: Request, place: int) -> None:
         """A block of the prompt is computed. A partial last block is published, too, unless it is
         very short: engines publish most of it, because their blocks are smaller."""
-        if request.block_size(place) >= SPELLED_TOKENS:
+        if request.block_size(place) >= BLOCK_IDS:
             block, parent = request.blocks[place], request.blocks[place - 1] if place else None
             last = self._rows[-1] if self._rows else None
             if isinstance(last, StoredRow) and last.blocks[-1] == parent:
@@ -150,11 +150,11 @@ class KvFeed:
         """Apply changes to the index, and send a replay request to the engine."""
         if changes := self.state.take_changes():
             self._index.apply(self._url, changes)
-        if self.state.ask is not None:
-            start, self.state.ask = self.state.ask, None
-            self._later(self._asked, start)
+        if self.state.replay_from is not None:
+            start, self.state.replay_from = self.state.replay_from, None
+            self._later(self._start_replay, start)
 
-    def _asked(self, start: int) -> None:
+    def _start_replay(self, start: int) -> None:
         """A replay request arrives at the engine. Replays are never lost."""
         if self._alive:
             self._later(self._replayed, [batch for batch in self._kept if batch.number >= start])
@@ -174,14 +174,14 @@ def token_prompt(request: Request, number: int) -> bytes:
     blocks = request.blocks or (_WORD - number,) * (
         -(-request.input_tokens // request.block_tokens)
     )
-    text = b"".join(_spelled(block)[0].ljust(width)[:width] for block in blocks)
+    text = b"".join(_encoded_block(block)[0].ljust(width)[:width] for block in blocks)
     return b"[%b]" % text[: request.input_tokens * BYTES_PER_TOKEN].rstrip(b", ")
 
 
 @lru_cache(1 << 16)
-def _spelled(block: int) -> tuple[bytes, bytes]:
+def _encoded_block(block: int) -> tuple[bytes, bytes]:
     """The tokens of a block: as JSON with a comma after each, and as MessagePack."""
-    digits = f"{block * _FACTOR & _WORD:0{SPELLED_TOKENS}x}"
+    digits = f"{block * _FACTOR & _WORD:0{BLOCK_IDS}x}"
     return digits.translate(_AS_JSON).encode(), digits.encode().translate(_AS_MSGPACK)
 
 
@@ -194,8 +194,8 @@ def _event(row: StoredRow | list[int] | None) -> list[object]:
         return ["AllBlocksCleared"]
     if isinstance(row, list):
         return ["BlockRemoved", [block & _WORD for block in row], "GPU"]
-    ids = b"".join(_spelled(block)[1] for block in row.blocks)
+    ids = b"".join(_encoded_block(block)[1] for block in row.blocks)
     tokens = msgspec.Raw(b"\xdd" + len(ids).to_bytes(4, "big") + ids)  # one byte per id
     names = [block & _WORD for block in row.blocks]
     parent = None if row.parent is None else row.parent & _WORD
-    return ["BlockStored", names, parent, tokens, SPELLED_TOKENS, None, "GPU"]
+    return ["BlockStored", names, parent, tokens, BLOCK_IDS, None, "GPU"]

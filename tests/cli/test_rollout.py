@@ -100,7 +100,7 @@ def test_follow_reconnects_to_a_proxy_that_restarts(proxy, capsys, monkeypatch):
 
 
 def test_follow_ends_if_the_proxy_stays_unreachable(proxy, capsys, monkeypatch):
-    monkeypatch.setattr(rollout, "PATIENCE_SECS", 0.0)
+    monkeypatch.setattr(rollout, "UNREACHABLE_SECS", 0.0)
     replies = [(200, rollout_status()), (503, {"error": {"message": "it leaves"}})]
     proxy.replies[PATH] = lambda: replies.pop(0)
     assert main(["weights", "rollout", "--follow", "--url", proxy.url]) == 2

@@ -7,7 +7,7 @@ import trio
 
 from omni_proxy.dataplane.engine_calls import AT_ONCE
 from omni_proxy.routing.kv_events.block_keys import block_keys
-from omni_proxy.routing.kv_events.tokenized_texts import TextQuestion
+from omni_proxy.routing.kv_events.tokenized_texts import TokenizeRequest
 from omni_proxy.routing.tree_key import tree_key
 from tests.promises.dataplane_fixture import run_dataplane
 from tests.promises.fakes import counted, fake_workers
@@ -15,9 +15,9 @@ from tests.promises.fakes import counted, fake_workers
 TEXT = b"t" * 5000
 
 
-def question(worker, mark=b""):
+def request(worker, mark=b""):
     text = mark + TEXT
-    return TextQuestion(worker.url, tree_key(text), len(text), b'{"prompt":"t"}')
+    return TokenizeRequest(worker.url, tree_key(text), len(text), b'{"prompt":"t"}')
 
 
 async def until(holds):
@@ -34,7 +34,7 @@ async def test_the_tokens_of_a_text_are_requested_and_stored():
 
     async with fake_workers(tokenizes) as workers, run_dataplane(*workers) as running:
         texts = running.dataplane.kv_blocks.texts
-        texts.ask(question(workers[0]))
+        texts.enqueue(request(workers[0]))
         await until(lambda: len(texts))
         found = texts.find(tree_key(TEXT), len(TEXT))
         assert list(found.known.blocks(1, 3).each_key()) == block_keys([5, 6, 7], 1)
@@ -48,9 +48,9 @@ async def test_an_engine_that_fails_to_tokenize_is_not_called_again_soon(body):
 
     async with fake_workers(refuses) as workers, run_dataplane(*workers) as running:
         texts = running.dataplane.kv_blocks.texts
-        texts.ask(question(workers[0]))
+        texts.enqueue(request(workers[0]))
         await until(lambda: texts.failed == 1)
-        assert not texts.is_worth_asking(workers[0].url, 5000, None, running.dataplane.loop.now)
+        assert not texts.should_tokenize(workers[0].url, 5000, None, running.dataplane.loop.now)
         assert len(texts) == 0
         await until(lambda: not running.dataplane.tokenize_calls.running)
 
@@ -65,8 +65,8 @@ async def test_few_calls_run_at_a_time_and_none_to_removed_workers():
     async with fake_workers(waits) as workers, run_dataplane(*workers) as running:
         calls, texts = running.dataplane.tokenize_calls, running.dataplane.kv_blocks.texts
         for mark in (b"a", b"b", b"c"):
-            texts.ask(question(workers[0], mark))
-        texts.ask(TextQuestion("http://gone", tree_key(TEXT), len(TEXT), b"{}"))
+            texts.enqueue(request(workers[0], mark))
+        texts.enqueue(TokenizeRequest("http://gone", tree_key(TEXT), len(TEXT), b"{}"))
         await until(lambda: len(workers[0].requests) == AT_ONCE)
         calls.start_due()
         assert calls.running == AT_ONCE

@@ -83,7 +83,7 @@ async def test_a_response_without_a_report_ends_its_prediction_and_changes_nothi
             with suppress(Truncated):
                 await client.answer()
         (reports,) = opened.dataplane.policy._feedback.reports.values()
-        assert reports.oldest_unanswered(77) == 77
+        assert reports.oldest_pending(77) == 77
         assert (reports.answers, reports.backlog) == (0, 0)
 
 

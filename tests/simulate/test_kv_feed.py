@@ -10,7 +10,7 @@ from omni_proxy.config.parse import parse
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.simulate.engine import EngineSpec
 from omni_proxy.simulate.faults import Fault
-from omni_proxy.simulate.kv_feed import DELAY_SECS, SPELLED_TOKENS, KvFeed, Loss, token_prompt
+from omni_proxy.simulate.kv_feed import BLOCK_IDS, DELAY_SECS, KvFeed, Loss, token_prompt
 from omni_proxy.simulate.report import summarize
 from omni_proxy.simulate.simulation import Scenario, Simulation, simulated_worker
 from omni_proxy.simulate.virtual_time import VirtualTime
@@ -32,7 +32,7 @@ def simulation(
 def chain_of(blocks):
     """A chain of blocks as the proxy identifies it."""
     request = Request(0.0, 512 * len(blocks), 1, tuple(blocks))
-    return blocks_of(json.loads(token_prompt(request, 0)), SPELLED_TOKENS)
+    return blocks_of(json.loads(token_prompt(request, 0)), BLOCK_IDS)
 
 
 def indexed(simulation, url):
@@ -42,7 +42,7 @@ def indexed(simulation, url):
 def held(simulation, url):
     """The engine's blocks, without those that are too short to be published."""
     blocks = simulation.engines[url]._cache._blocks
-    return {name for name, block in blocks.items() if block.tokens >= SPELLED_TOKENS}
+    return {name for name, block in blocks.items() if block.tokens >= BLOCK_IDS}
 
 
 def settle(simulation):

@@ -210,7 +210,7 @@ def test_a_changed_configuration_keeps_the_rest(tmp_path: Path) -> None:
 
 
 def test_rates_are_compared_within_a_round() -> None:
-    assert process_scaling.Carried(2, [300.0, 100.0], [100.0, 100.0]).ratios == [3.0, 1.0]
+    assert process_scaling.ScalingResult(2, [300.0, 100.0], [100.0, 100.0]).ratios == [3.0, 1.0]
 
 
 def test_the_picture_is_well_formed_and_its_longest_bar_fills_the_width() -> None:

@@ -126,7 +126,7 @@ class Agents:
         self._port = port
         self._count = run.agents
         self._pace = run.pace
-        self._pile = list(enumerate(run.sessions))[::-1]
+        self._remaining = list(enumerate(run.sessions))[::-1]
         self.session_secs: list[float] = []
 
     async def run(self) -> None:
@@ -138,8 +138,8 @@ class Agents:
     async def _agent(self, delay_secs: float) -> None:
         await trio.sleep(delay_secs)
         async with await trio.open_tcp_stream("127.0.0.1", self._port) as stream:
-            while self._pile:
-                number, turns = self._pile.pop()
+            while self._remaining:
+                number, turns = self._remaining.pop()
                 began_at = time.monotonic()
                 for turn in turns:
                     await self._turn(stream, f"session-{number}", turn)

@@ -22,7 +22,7 @@ from typing import Any
 import trio
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-PATIENCE_SECS = 60
+TIMEOUT_SECS = 60
 FLAGS = (
     "--headless=new", "--remote-debugging-pipe", "--no-first-run", "--disable-gpu",
     "--disable-dev-shm-usage", "--disable-background-networking", "--disable-component-update",
@@ -86,7 +86,7 @@ class Page:
         if self._session:
             message["sessionId"] = self._session
         await self._to.send_all(json.dumps(message).encode() + b"\0")
-        with _patience(method):
+        with _timeout(method):
             while message_id not in self._answers:
                 await self._moved.wait()
         answer = self._answers.pop(message_id)
@@ -110,7 +110,7 @@ class Page:
 
     async def until(self, expression: str) -> Any:
         """Evaluate the expression in the tab repeatedly until it is true; it may navigate."""
-        with _patience(expression):
+        with _timeout(expression):
             while True:
                 try:
                     return await self.tell(_TRUE_AT_LAST % expression)
@@ -209,11 +209,11 @@ _REACHABLE = """(() => {
 
 
 @contextmanager
-def _patience(what: str) -> Iterator[None]:
-    with trio.move_on_after(PATIENCE_SECS) as scope:
+def _timeout(what: str) -> Iterator[None]:
+    with trio.move_on_after(TIMEOUT_SECS) as scope:
         yield
     if scope.cancelled_caught:
-        raise TimeoutError(f"{PATIENCE_SECS} s without {what}")
+        raise TimeoutError(f"{TIMEOUT_SECS} s without {what}")
 
 
 @asynccontextmanager

@@ -143,9 +143,9 @@ class Stage:
             words = [*words[-40:], random.choice(WORDS)]
             try:
                 async with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
-                    patience = random.random()
+                    stop_chance = random.random()
                     async for _ in answer.aiter_bytes():
-                        if random.random() < 0.001 * patience:
+                        if random.random() < 0.001 * stop_chance:
                             break  # a user who stops reading
             except httpx.HTTPError:
                 await trio.sleep(0.5)

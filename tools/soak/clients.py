@@ -16,7 +16,7 @@ import trio
 from tools.soak.wire import Broken, Message, Reader, asked
 
 PAUSE_SECS: Final = 0.25  # between two requests of a client
-PATIENCE_SECS: Final = 30.0
+TIMEOUT_SECS: Final = 30.0
 KILL_SECS: Final = 3.0  # for how long after a kill it may be the cause of a broken stream
 SHOWN_FAILURES: Final = 20
 
@@ -68,7 +68,7 @@ class Client:
         ledger, began, held = self._ledger, trio.current_time(), self._ledger.updating > 0
         streamed = self._number % 2 == 1
         try:
-            with trio.fail_after(PATIENCE_SECS):
+            with trio.fail_after(TIMEOUT_SECS):
                 why = await self._ask(streamed)
         except (Broken, OSError, trio.TooSlowError) as error:
             why = f"{type(error).__name__}: {error}"

@@ -16,7 +16,7 @@ import trio
 
 from tools.soak.wire import Broken, Reader, asked
 
-PATIENCE_SECS: Final = 10.0
+TIMEOUT_SECS: Final = 10.0
 PAUSE_SECS: Final = 0.5
 MIB: Final = 1024 * 1024
 CHAT: Final = "/v1/chat/completions"
@@ -45,7 +45,7 @@ class Attack:
     async def run(self, act: Act, stop: trio.Event) -> None:
         while not stop.is_set():
             try:
-                with trio.move_on_after(PATIENCE_SECS):
+                with trio.move_on_after(TIMEOUT_SECS):
                     await act(self)
             except* (Broken, OSError, trio.BrokenResourceError, trio.ClosedResourceError):
                 pass  # the proxy may close the connection
@@ -147,7 +147,7 @@ async def slow_reader(attack: Attack) -> None:
     stream = await trio.open_tcp_stream("127.0.0.1", attack.port)
     async with stream:
         await stream.send_all(asked("POST", CHAT, "127.0.0.1", body))
-        await trio.sleep(PATIENCE_SECS / 2)
+        await trio.sleep(TIMEOUT_SECS / 2)
 
 
 async def leaves(attack: Attack) -> None:

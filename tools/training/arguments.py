@@ -129,8 +129,8 @@ def sync_options(arguments: argparse.Namespace) -> SyncOptions:
 
 def deadline_of(arguments: argparse.Namespace) -> float:
     given: float | None = arguments.deadline_secs
-    patience: float = arguments.timeout_secs + arguments.wait_secs
-    return given or SECS_PER_ROUND * arguments.rounds + patience
+    waits_secs: float = arguments.timeout_secs + arguments.wait_secs
+    return given or SECS_PER_ROUND * arguments.rounds + waits_secs
 
 
 def _count(word: str) -> int:

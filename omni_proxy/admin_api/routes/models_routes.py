@@ -60,7 +60,7 @@ class MergedModelRoutes:
         merged, answers = await self._merged()
         if merged:
             return json_response({"object": "list", "data": [*self._allowed(merged)]})
-        return _nothing(answers)
+        return _no_lists_response(answers)
 
     async def one(self, model: str) -> Response:
         """The card of the merged list. Raises HttpError 404 for a model that no worker serves."""
@@ -69,7 +69,7 @@ class MergedModelRoutes:
             if card.get("id") == model:
                 return json_response(card)
         if not merged and answers:
-            return _nothing(answers)
+            return _no_lists_response(answers)
         raise HttpError(404, f"the model {model!r} does not exist", "model_not_found")
 
     def _allowed(self, cards: Cards) -> Iterable[dict[str, object]]:
@@ -168,7 +168,7 @@ def _target(query: bytes) -> str:
     return "/v1/models" + (f"?{query.decode('ascii', 'ignore')}" if query else "")
 
 
-def _nothing(details: Mapping[str, str]) -> Response:
+def _no_lists_response(details: Mapping[str, str]) -> Response:
     error = {
         "message": "failed to fetch models from workers",
         "type": "upstream_error",

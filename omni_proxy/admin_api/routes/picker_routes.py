@@ -44,12 +44,12 @@ class PickerRoutes:
     async def reserve(self) -> Response:
         body = await body_bytes()
         if successor := self._picker().successor:
-            return await _answer_of(successor, "/select_and_reserve", body)
+            return await _forward(successor, "/select_and_reserve", body)
         return json_response(choice_record(await self._picker().reserve(read_selection(body))))
 
     async def release(self, reservation_id: str) -> Response:
         if successor := self._picker().successor:
-            return await _answer_of(successor, f"/reservations/{quote(reservation_id, safe='')}")
+            return await _forward(successor, f"/reservations/{quote(reservation_id, safe='')}")
         await self._picker().release(reservation_id)
         return json_response({"reservation_id": reservation_id, "released": True})
 
@@ -59,20 +59,20 @@ class PickerRoutes:
         return self._picker_view
 
 
-async def _answer_of(admin_socket: str, target: str, body: bytes = b"") -> Response:
+async def _forward(admin_socket: str, target: str, body: bytes = b"") -> Response:
     """Forward the current request to the program with the reservations. Raises HttpError 503."""
     transport = httpx.AsyncHTTPTransport(uds=admin_socket)
     kept = ("content-type", "authorization", "x-api-key")
     headers = {name: request.headers[name] for name in kept if name in request.headers}
     async with httpx.AsyncClient(transport=transport, timeout=SUCCESSOR_SECS) as client:
         try:
-            answer = await client.request(
+            response = await client.request(
                 request.method, f"http://picker{target}", content=body, headers=headers
             )
         except httpx.HTTPError as error:
             message = f"the program that an upgrade has started does not answer: {error}"
             raise HttpError(503, message, "picker_unavailable") from None
-    return Response(answer.content, answer.status_code, dict(answer.headers))
+    return Response(response.content, response.status_code, dict(response.headers))
 
 
 def choice_record(choice: WorkerChoice) -> dict[str, object]:

@@ -267,7 +267,7 @@ class AdminClient:
 
     def get(self, path: str, query: Mapping[str, str] | None = None) -> AdminReply:
         """Raises AdminClientError."""
-        with self._asking():
+        with self._translate_errors():
             return self._read(self._client.get(path, params=query))
 
     def send(
@@ -279,27 +279,27 @@ class AdminClient:
         headers: Mapping[str, str] | None = None,
     ) -> AdminReply:
         """`body` goes as JSON. Raises AdminClientError."""
-        with self._asking():
+        with self._translate_errors():
             return self._read(
                 self._client.request(method, path, json=body, params=query, headers=headers)
             )
 
     def post_bytes(self, path: str, body: bytes, headers: Mapping[str, str]) -> AdminReply:
         """`path` includes the query. Raises AdminClientError."""
-        with self._asking():
+        with self._translate_errors():
             return self._read(self._client.post(path, content=body, headers=dict(headers)))
 
     @contextmanager
     def lines(self, path: str) -> Iterator[Iterator[str]]:
         """The lines of an endless response. Raises AdminClientError, also while iterating."""
-        with self._asking(), self._client.stream("GET", path) as response:
+        with self._translate_errors(), self._client.stream("GET", path) as response:
             if not response.is_success:
                 response.read()
                 raise AdminClientError(self._read(response).refusal)
             yield response.iter_lines()
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         import httpx
 
         url = self.target.url

@@ -221,7 +221,7 @@ def log_file(arguments: argparse.Namespace) -> Path:
     if config is not None and not broken:
         target = str(getattr(config.server, key))
     else:
-        target, folder = _ask_running_proxy(admin_target_of(arguments), key)
+        target, folder = _query_running_proxy(admin_target_of(arguments), key)
     if target == OFF:
         raise NoLogError(
             f'[server] {key} is "off": set it to a path in the proxy\'s file, as in '
@@ -235,7 +235,7 @@ def log_file(arguments: argparse.Namespace) -> Path:
     return folder / target
 
 
-def _ask_running_proxy(target_proxy: AdminTarget, key: str) -> tuple[str, Path]:
+def _query_running_proxy(target_proxy: AdminTarget, key: str) -> tuple[str, Path]:
     """`[server] key` of the running proxy, and the folder that a relative path starts from."""
     with AdminClient(target_proxy) as proxy:
         reply = proxy.get("/config")

@@ -122,7 +122,7 @@ class TwoLegDriver:
         self._sent = sent
         self._leg: PrefillLeg | None = None
         self._open_to: PrefillLeg | None = None  # the leg whose failure interrupts the current wait
-        self._asked: Worker | None = None  # the decode worker that has the request
+        self._decode_worker: Worker | None = None  # the decode worker that has the request
         # No room or KV reference may reach an engine twice: if an idle connection breaks, the pair
         # is retried on new connections.
         self._connections: Connections = "idle"
@@ -295,7 +295,7 @@ class TwoLegDriver:
         worker, legs = exchange.worker, exchange.legs
         assert worker is not None
         assert legs is not None
-        self._asked = worker
+        self._decode_worker = worker
         is_thrown_into = sent is not None and sent.error is not None  # precedes the leg's failure
         if leg is not None and leg.failure is not None and not is_thrown_into:
             raise leg.failure
@@ -324,7 +324,7 @@ class TwoLegDriver:
             payload = await read_body(self._io, start, "first", MAX_ERROR_BYTES)
         except (OSError, PhaseTimeout) as broken:
             return PairFailed("decode", worker, str(status), f"status={status}, {broken}", status)
-        self._asked = None
+        self._decode_worker = None
         return failure_of_response("decode", worker, hold_response(start, payload), status)
 
     def _is_transfer_timeout(self, kind: str) -> bool:
@@ -386,7 +386,7 @@ class TwoLegDriver:
         except PhaseTimeout:
             error_text = "ReadTimeout: the worker stopped sending its response"
             raise AttemptFailed("response_timeout", error_text, 504) from None
-        self._asked = None
+        self._decode_worker = None
         return payload
 
     def _check_versions(self) -> None:
@@ -440,10 +440,10 @@ class TwoLegDriver:
             services.engine_ids.forget(leg.worker)
             if not leg.is_answered:
                 abort_at(services, leg.worker, rid)
-        asked, self._asked = self._asked, None
-        if asked is not None:
+        decode_worker, self._decode_worker = self._decode_worker, None
+        if decode_worker is not None:
             self._io.close_upstream()
-            abort_at(services, asked, rid)
+            abort_at(services, decode_worker, rid)
 
     def end(self) -> None:
         """The exchange has ended. A prefill leg may continue only if the response is complete."""

@@ -25,7 +25,7 @@ from omni_proxy.picker.ext_proc.grpc_listener import GrpcAddress, GrpcTls
 from omni_proxy.picker.ext_proc.messages import Destination
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
 from omni_proxy.picker.ext_proc.protocol import ProcessingRequest, ProcessingResponse
-from omni_proxy.picker.ext_proc.stream import Asked, EnvoyStream
+from omni_proxy.picker.ext_proc.stream import EnvoyStream, ProxiedRequest
 from omni_proxy.wire.errors import HttpError
 
 
@@ -194,20 +194,20 @@ class GrpcServer:
         try:
             async for message in messages:
                 try:
-                    answers = stream.receive(message)
+                    responses = stream.receive(message)
                 except HttpError as error:
-                    answers = stream.refused(error)
+                    responses = stream.refused(error)
                 held = self._note_held(held, stream.held_bytes)
                 if self._held_bytes > self._limits.held and held:
-                    answers = stream.refused(_too_many_bytes())
-                if stream.asked is not None:
-                    found = await self._pick(ticket, stream.asked)
-                    answers = _answers(stream, found)
+                    responses = stream.refused(_too_many_bytes())
+                if stream.pending is not None:
+                    found = await self._pick(ticket, stream.pending)
+                    responses = _responses(stream, found)
                 self._note_progress(stream, ticket, facts)
                 if stream.complete:
                     self._end(ticket, facts)
-                for answer in answers:
-                    await context.write(answer)
+                for response in responses:
+                    await context.write(response)
                 if stream.over:
                     break
             facts.complete = facts.complete or stream.ends_unseen
@@ -225,7 +225,7 @@ class GrpcServer:
             self._token.run_sync_soon(self._picks.begin_response, ticket)
         _note_times(stream, facts)
 
-    async def _pick(self, ticket: Ticket, asked: Asked) -> Destination | HttpError:
+    async def _pick(self, ticket: Ticket, pending: ProxiedRequest) -> Destination | HttpError:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Destination | HttpError] = loop.create_future()
 
@@ -233,11 +233,11 @@ class GrpcServer:
             if not future.done():
                 future.set_result(found)
 
-        def answer(found: Destination | HttpError) -> None:
+        def reply(found: Destination | HttpError) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has been closed
                 loop.call_soon_threadsafe(settle, found)
 
-        self._token.run_sync_soon(self._picks.begin, ticket, asked, answer)
+        self._token.run_sync_soon(self._picks.begin, ticket, pending, reply)
         return await future
 
     def _end(self, ticket: Ticket, facts: ResponseFacts) -> None:
@@ -251,7 +251,7 @@ class GrpcServer:
         return now
 
 
-def _answers(stream: EnvoyStream, found: Destination | HttpError) -> list[ProcessingResponse]:
+def _responses(stream: EnvoyStream, found: Destination | HttpError) -> list[ProcessingResponse]:
     return stream.refused(found) if isinstance(found, HttpError) else stream.picked(found)
 
 

@@ -44,14 +44,14 @@ class Destination(msgspec.Struct, gc=False):
     """The target of a request: `endpoint` is `ip:port`.
 
     `headers` replace headers of the same names; `removed` ones are removed. `body`: None to keep
-    the client's body. `answer_headers`: added to the response.
+    the client's body. `added_headers`: added to the response.
     """
 
     endpoint: str
     headers: Mapping[str, str] = {}
     removed: Sequence[str] = ()
     body: bytes | None = None
-    answer_headers: Sequence[tuple[str, str]] = ()
+    added_headers: Sequence[tuple[str, str]] = ()
 
 
 def read_headers(headers: HeaderMap) -> dict[str, str]:

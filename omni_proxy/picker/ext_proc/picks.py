@@ -1,6 +1,6 @@
-"""Picks for Envoy's requests, in trio's thread: begin, answer with a destination, end.
+"""Picks for Envoy's requests, in trio's thread: begin, reply with a destination, end.
 
-Contract: `begin` answers exactly once, and doesn't block; after `end` the request is not counted
+Contract: `begin` replies exactly once, and doesn't block; after `end` the request is not counted
 any more, also if `end` comes before the pick has ended. Both are called in the order of Envoy's
 messages, and never raise: trio calls them, and an exception would end the program. Destinations are
 `ip:port`, with a cache of resolved host names: an entry older than `FRESH_SECS` is resolved again;
@@ -27,7 +27,7 @@ from omni_proxy.dataplane.upstream.outgoing_body import changed_parts
 from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.worker import Worker
 from omni_proxy.picker.ext_proc.messages import PREFILLER, Destination
-from omni_proxy.picker.ext_proc.stream import Asked
+from omni_proxy.picker.ext_proc.stream import ProxiedRequest
 from omni_proxy.picker.picker import Picker, PickRequest, head_of
 from omni_proxy.upstream_http.resolver import RefusedAddress, addresses
 from omni_proxy.wire.errors import HttpError
@@ -105,7 +105,7 @@ def _text(host: str, port: int) -> str:
 
 
 FAILED_STATUSES: Final = (502, 504)
-Answer = Callable[[Destination | HttpError], None]
+Reply = Callable[[Destination | HttpError], None]
 
 
 class ResponseFacts(msgspec.Struct, gc=False):
@@ -143,41 +143,41 @@ class EnvoyPicks:
         self.endpoints = Endpoints(services.loop.clock)
         self._revision = services.fleet.revision  # the fleet's revision at the last cleanup
 
-    def begin(self, ticket: Ticket, asked: Asked, answer: Answer) -> None:
+    def begin(self, ticket: Ticket, proxied: ProxiedRequest, reply: Reply) -> None:
         try:
-            request = request_of(asked)
-            if self._all_known(asked):
+            request = request_of(proxied)
+            if self._all_resolved(proxied):
                 exchange = self._picker.inspect_small(request)
                 if exchange is not None:
-                    self._acquire(ticket, exchange, asked, answer)
+                    self._acquire(ticket, exchange, proxied, reply)
                     return
         except HttpError as error:
-            answer(error)
+            reply(error)
         except Exception:
             _log.exception("pick_failed")
-            answer(_internal())
+            reply(_internal())
         else:
-            self._nursery.start_soon(self._begin_slowly, ticket, request, asked, answer)
+            self._nursery.start_soon(self._resolve_and_acquire, ticket, request, proxied, reply)
 
-    async def _begin_slowly(
-        self, ticket: Ticket, request: PickRequest, asked: Asked, answer: Answer
+    async def _resolve_and_acquire(
+        self, ticket: Ticket, request: PickRequest, proxied: ProxiedRequest, reply: Reply
     ) -> None:
         """Begin a pick with a large body, or with a subset and unresolved host names."""
         try:
-            for worker in self._services.fleet.workers if asked.subset is not None else ():
+            for worker in self._services.fleet.workers if proxied.subset is not None else ():
                 if self.endpoints.known(worker) is None:
                     await self._try_to_resolve(worker)
             exchange = await self._picker.inspect(request)
-            self._acquire(ticket, exchange, asked, answer)
+            self._acquire(ticket, exchange, proxied, reply)
         except HttpError as error:
-            answer(error)
+            reply(error)
         except Exception:
             _log.exception("pick_failed")
-            answer(_internal())
+            reply(_internal())
 
-    def _all_known(self, asked: Asked) -> bool:
+    def _all_resolved(self, proxied: ProxiedRequest) -> bool:
         known = self.endpoints.known
-        workers = self._services.fleet.workers if asked.subset is not None else ()
+        workers = self._services.fleet.workers if proxied.subset is not None else ()
         return all(known(worker) is not None for worker in workers)
 
     async def _try_to_resolve(self, worker: Worker) -> None:
@@ -186,14 +186,16 @@ class EnvoyPicks:
         except HttpError as error:
             _log.warning("worker_unresolved worker=%s error=%s", worker.url, error.message)
 
-    def _acquire(self, ticket: Ticket, exchange: Exchange, asked: Asked, answer: Answer) -> None:
-        """Acquire a worker, and answer. If it raises HttpError, the request is not counted."""
+    def _acquire(
+        self, ticket: Ticket, exchange: Exchange, proxied: ProxiedRequest, reply: Reply
+    ) -> None:
+        """Acquire a worker, and reply. If it raises HttpError, the request is not counted."""
         fleet, outside = self._services.fleet, set[Worker]()
         if fleet.revision != self._revision:
             self._revision = fleet.revision
             self.endpoints.forget_all_but(fleet.workers)
-        if asked.subset is not None:
-            outside = self.endpoints.outside(fleet.workers, asked.subset)
+        if proxied.subset is not None:
+            outside = self.endpoints.outside(fleet.workers, proxied.subset)
         try:
             target = self._picker.acquire(exchange, outside)
         except HttpError as error:
@@ -207,25 +209,25 @@ class EnvoyPicks:
         prefill = self._picker.prefill_of(exchange)
         both = (target,) if prefill is None else (target, prefill)
         if any(self.endpoints.known(each) is None for each in both):
-            self._nursery.start_soon(self._answer_slowly, ticket, both, asked, answer)
+            self._nursery.start_soon(self._resolve_and_reply, ticket, both, proxied, reply)
             return
-        self._answer(ticket, both, asked, answer)
+        self._reply(ticket, both, proxied, reply)
 
-    async def _answer_slowly(
-        self, ticket: Ticket, targets: Sequence[Worker], asked: Asked, answer: Answer
+    async def _resolve_and_reply(
+        self, ticket: Ticket, targets: Sequence[Worker], proxied: ProxiedRequest, reply: Reply
     ) -> None:
         try:
             for target in targets:
                 await self.endpoints.resolve(target)
         except HttpError as error:
-            self._refuse(ticket, error, answer)
+            self._refuse(ticket, error, reply)
             return
-        self._answer(ticket, targets, asked, answer)
+        self._reply(ticket, targets, proxied, reply)
 
-    def _answer(
-        self, ticket: Ticket, targets: Sequence[Worker], asked: Asked, answer: Answer
+    def _reply(
+        self, ticket: Ticket, targets: Sequence[Worker], proxied: ProxiedRequest, reply: Reply
     ) -> None:
-        """Answer with a destination. `targets`: the worker, and its prefill worker, if any."""
+        """Reply with a destination. `targets`: the worker, and its prefill worker, if any."""
         exchange = ticket.exchange
         if exchange is None:  # the stream has ended
             return
@@ -233,16 +235,16 @@ class EnvoyPicks:
         for target, endpoints in zip(targets, found, strict=True):
             if not endpoints:
                 message = f"Envoy can't reach {target.url}: it has no network address"
-                self._refuse(ticket, HttpError(503, message, "worker_unresolved"), answer)
+                self._refuse(ticket, HttpError(503, message, "worker_unresolved"), reply)
                 return
-        subset = asked.subset
+        subset = proxied.subset
         endpoint, *prefill = (
             next((each for each in endpoints if subset is None or each in subset), endpoints[0])
             for endpoints in found
         )
         to = self._destination(exchange, targets[0], endpoint, prefill)
         self._services.inflight.release_body(exchange)
-        answer(to)
+        reply(to)
 
     def _destination(
         self, exchange: Exchange, target: Worker, endpoint: str, prefill: Sequence[str]
@@ -262,11 +264,11 @@ class EnvoyPicks:
         rates = self._picker.rate_headers(exchange)
         return Destination(endpoint, headers, removed, body, rates)
 
-    def _refuse(self, ticket: Ticket, error: HttpError, answer: Answer) -> None:
+    def _refuse(self, ticket: Ticket, error: HttpError, reply: Reply) -> None:
         exchange, ticket.exchange = ticket.exchange, None
         if exchange is not None:
             self._picker.finish(exchange, error)
-        answer(error)
+        reply(error)
 
     def begin_response(self, ticket: Ticket) -> None:
         """The response head has arrived: release the prefill worker."""
@@ -318,14 +320,14 @@ class EnvoyPicks:
         report_end(services, exchange, worker)
 
 
-def request_of(asked: Asked) -> PickRequest:
+def request_of(proxied: ProxiedRequest) -> PickRequest:
     """Raises HttpError 400 for a head that would not be relayed."""
-    headers = {name: value for name, value in asked.headers.items() if not name.startswith(":")}
-    method, target = asked.headers.get(":method", ""), asked.headers.get(":path", "")
+    headers = {name: value for name, value in proxied.headers.items() if not name.startswith(":")}
+    method, target = proxied.headers.get(":method", ""), proxied.headers.get(":path", "")
     client = headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
     return PickRequest(
-        head=head_of(method, target, headers, len(asked.body)),
-        body=asked.body,
+        head=head_of(method, target, headers, len(proxied.body)),
+        body=proxied.body,
         client=client or "-",
         as_caller=True,
         takes_pair=True,

@@ -1,9 +1,9 @@
-"""State machine of one ext_proc stream: the answers to Envoy's messages about one request.
+"""State machine of one ext_proc stream: the responses to Envoy's messages about one request.
 
     request headers ─> [request body] ─> pick ─> response headers ─> [response body] ─> over
 
 Invariant: a pick is requested once, when the body is complete, or at the headers if Envoy sends no
-body; each message of Envoy gets its answers in order, and bodies are changed only as the
+body; each message of Envoy gets its responses in order, and bodies are changed only as the
 destination requires. No I/O: it neither picks nor waits.
 """
 
@@ -33,7 +33,7 @@ _STATUS: Final = re.compile(r"[1-9][0-9]{2}\Z")
 KEPT_CHUNK_BYTES: Final = 65536  # kept of a response's last chunk, which has the usage
 
 
-class Asked(msgspec.Struct, gc=False):
+class ProxiedRequest(msgspec.Struct, gc=False):
     """A request to pick for. `subset`: the allowed endpoints, None for any."""
 
     headers: dict[str, str]
@@ -42,10 +42,11 @@ class Asked(msgspec.Struct, gc=False):
 
 
 class EnvoyStream:
-    """Pass each message to `receive`. If that sets `asked`, `picked` or `refused` has the answers.
+    """Pass each message to `receive`. If that sets `pending`, `picked` or `refused` returns the
+    responses.
 
     `status`: of the response, 0 before its headers. `complete`: the response has arrived
-    completely. `over`: Envoy gets no further answers.
+    completely. `over`: Envoy gets no further responses.
     """
 
     def __init__(self, max_body: int) -> None:
@@ -57,8 +58,8 @@ class EnvoyStream:
         self._begun = self._picked = False
         self._waits_for = ""  # the kind of message that requested the pick
         self._ends = True  # no trailers follow the request's body
-        self._answer_headers: Sequence[tuple[str, str]] = ()
-        self.asked: Asked | None = None
+        self._added_headers: Sequence[tuple[str, str]] = ()
+        self.pending: ProxiedRequest | None = None
         self.has_pair = False  # a prefill worker waits for the head of the response
         self.held_bytes = 0  # buffered bytes of the request's body
         self.status = 0
@@ -75,7 +76,7 @@ class EnvoyStream:
         return self.status > 0 and self._response_mode == _NONE and not self.over
 
     def receive(self, message: ProcessingRequest) -> list[ProcessingResponse]:
-        """The answers; [] if they depend on a pick.
+        """The responses; [] if they depend on a pick.
 
         Raises HttpError 413, for `refused`, and ValueError for an unexpected message.
         """
@@ -117,29 +118,29 @@ class EnvoyStream:
             raise ValueError(f"{kind} without request_headers: request_header_mode must be SEND")
 
     def picked(self, to: Destination) -> list[ProcessingResponse]:
-        """The answers after the pick for `asked`."""
-        asked, self.asked = self.asked, None
-        assert asked is not None
-        self._answer_headers = to.answer_headers
+        """The responses after the pick for `pending`."""
+        pending, self.pending = self.pending, None
+        assert pending is not None
+        self._added_headers = to.added_headers
         self.has_pair = messages.PREFILLER in to.headers
         if self._waits_for == "headers":
             return [messages.headers_to(to)]
         if self._request_mode != _DUPLEX:
             return [messages.body_to(to)]
-        body = asked.body if to.body is None else to.body
+        body = pending.body if to.body is None else to.body
         length = len(body) if self._ends else None
         head = messages.headers_to(to, length)
-        answers = [head, *messages.request_chunks(body, end=self._ends)]
-        return answers if self._ends else [*answers, messages.request_trailers()]
+        responses = [head, *messages.request_chunks(body, end=self._ends)]
+        return responses if self._ends else [*responses, messages.request_trailers()]
 
     def refused(self, error: HttpError) -> list[ProcessingResponse]:
-        """The answers if there is no destination."""
-        self.asked, self.over, self.status = None, True, error.status
+        """The responses if there is no destination."""
+        self.pending, self.over, self.status = None, True, error.status
         return [messages.refusal(error)]
 
     def _ask(self, waits_for: str) -> list[ProcessingResponse]:
         self._picked, self._waits_for = True, waits_for
-        self.asked = Asked(self._headers, b"".join(self._parts), self._subset)
+        self.pending = ProxiedRequest(self._headers, b"".join(self._parts), self._subset)
         self._parts = []
         self.held_bytes = 0
         return []
@@ -172,7 +173,7 @@ class EnvoyStream:
         self.status = int(text) if _STATUS.match(text) else 0
         if head.end_of_stream:
             self._complete()
-        return [messages.response_headers(self._answer_headers)]
+        return [messages.response_headers(self._added_headers)]
 
     def _response_body(self, body: HttpBody) -> list[ProcessingResponse]:
         chunk = body.body

@@ -156,13 +156,13 @@ class BytePairTokenizer(ByteTokenizer):
         self.control_names = self._controls.ids.keys()
 
     def _plain(self, text: str) -> list[int]:
-        text = self._spellable(text)
+        text = self._replace_unencodable(text)
         ids: list[int] = []
         for start in range(0, len(text), MAX_ENCODE_CHARS):
             ids += self._encoding.encode_ordinary(text[start : start + MAX_ENCODE_CHARS])
         return ids
 
-    def _spellable(self, text: str) -> str:
+    def _replace_unencodable(self, text: str) -> str:
         # For a byte without a token tiktoken panics, which `except Exception` doesn't catch.
         if _SURROGATES.search(text):
             text = _SURROGATES.sub(REPLACEMENT, text)

@@ -80,12 +80,12 @@ def prefix_text(payload: BodyFields | None, limit: int = LIMIT) -> bytes:
     if payload is None:
         return b""
     if type(payload) is NonStandardBodyFields:
-        return restore_constants(_gathered(payload, limit * CONSTANT_GROWTH))[:limit]
+        return restore_constants(_collect_text(payload, limit * CONSTANT_GROWTH))[:limit]
     if _beside_messages(payload) == _MESSAGES_ONLY:
         plain = _plain_messages(payload.messages, limit)
         if plain is not None:
             return plain
-    return _gathered(payload, limit)
+    return _collect_text(payload, limit)
 
 
 def has_one_prompt(payload: BodyFields | None) -> bool:
@@ -136,15 +136,15 @@ def _plain_parts(parts: list[_PlainPart], limit: int) -> bytes:
     return PART + PART.join(is_given) if is_given else b""
 
 
-def _gathered(payload: BodyFields, limit: int) -> bytes:
-    gathered = _Gathered(limit)
+def _collect_text(payload: BodyFields, limit: int) -> bytes:
+    collector = _TextCollector(limit)
     for text in _pieces(payload, limit):
-        if not gathered.add(text):
+        if not collector.add(text):
             break
-    return bytes(gathered.text)
+    return bytes(collector.text)
 
 
-class _Gathered:
+class _TextCollector:
     """Collects bytes up to a limit."""
 
     __slots__ = ("_left", "_looks", "text")

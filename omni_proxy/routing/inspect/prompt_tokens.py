@@ -36,11 +36,11 @@ _IS_SPACED: Final = re.compile(rb",[0-9]++(?:, [0-9]++){4}")
 COMMA: Final = b","
 _MEDIA: Final = IMAGE | AUDIO | VIDEO
 _sources = attrgetter("input_ids", "token_ids", "prompt")
-_elsewhere = attrgetter("messages", "text", "system", "lora_path", "cache_salt", "extra_key")
+_other_inputs = attrgetter("messages", "text", "system", "lora_path", "cache_salt", "extra_key")
 _NOTHING: Final = (ABSENT,) * 6
 
 
-def spelled_tokens(requirements: Requirements) -> msgspec.Raw | None:
+def token_id_list(requirements: Requirements) -> msgspec.Raw | None:
     """The undecoded value in the body that may be a prompt of token ids."""
     fields = requirements.body_fields
     if fields is None or type(fields) is NonStandardBodyFields:
@@ -48,36 +48,36 @@ def spelled_tokens(requirements: Requirements) -> msgspec.Raw | None:
     raw = _only_list(fields)
     if raw is None or requirements.large_body_class or requirements.mask & _MEDIA:
         return None
-    elsewhere = _elsewhere(fields)
-    return raw if elsewhere == _NOTHING or not any(map(is_given, elsewhere)) else None
+    others = _other_inputs(fields)
+    return raw if others == _NOTHING or not any(map(is_given, others)) else None
 
 
-def spelled_ids(raw: msgspec.Raw) -> tuple[bytes, int | None]:
+def join_token_ids(raw: msgspec.Raw) -> tuple[bytes, int | None]:
     """The ids of a valid JSON list, each with a comma before it, and their number if known.
 
     b"" unless the list has only non-negative integers, or one list of them. Without white space,
     JSON has only one spelling of them. The number is wrong if a list mixes spacing styles.
     """
-    spelled = b"".join((COMMA, memoryview(raw)[1:-1]))
+    text = b"".join((COMMA, memoryview(raw)[1:-1]))
     spaces = 0
-    if any(map(spelled.__contains__, _LINE_SPACE)):
-        spelled = spelled.translate(None, _WHITE_SPACE)
-    elif b" " in spelled:
-        length = len(spelled)
-        is_uniform = _IS_SPACED.match(spelled) and not spelled.endswith(b" ")
-        spelled = without_spaces(spelled)
-        spaces = length - len(spelled) if is_uniform else 0
-    if spelled.startswith(b",["):
-        if not spelled.endswith(b"]"):
+    if any(map(text.__contains__, _LINE_SPACE)):
+        text = text.translate(None, _WHITE_SPACE)
+    elif b" " in text:
+        length = len(text)
+        is_uniform = _IS_SPACED.match(text) and not text.endswith(b" ")
+        text = without_spaces(text)
+        spaces = length - len(text) if is_uniform else 0
+    if text.startswith(b",["):
+        if not text.endswith(b"]"):
             return b"", 0
-        spelled, spaces = COMMA + spelled[2:-1], 0
-    if any(map(spelled.__contains__, _OF_OTHER_VALUES)):
+        text, spaces = COMMA + text[2:-1], 0
+    if any(map(text.__contains__, _OF_OTHER_VALUES)):
         return b"", 0
-    if len(spelled) > MAX_BYTES:
-        spelled, spaces = spelled[: spelled.rfind(COMMA, 0, MAX_BYTES)], 0
-    if len(spelled) <= len(COMMA):
+    if len(text) > MAX_BYTES:
+        text, spaces = text[: text.rfind(COMMA, 0, MAX_BYTES)], 0
+    if len(text) <= len(COMMA):
         return b"", 0
-    return spelled, spaces + 1 if spaces else None
+    return text, spaces + 1 if spaces else None
 
 
 def _only_list(fields: BodyFields) -> msgspec.Raw | None:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks
 from omni_proxy.routing.kv_events.held_changes import ChangeOp, HeldChange
-from omni_proxy.routing.kv_events.tokenized_texts import KnownTexts
+from omni_proxy.routing.kv_events.tokenized_texts import TokenizedTexts
 
 # Tables by the lowest bits of the key, so that growing one never takes long.
 _PARTS: Final = 256
@@ -41,7 +41,7 @@ class BlockIndex:
     """Holders are URLs of workers, or of their data-parallel ranks. `now` is monotonic seconds."""
 
     def __init__(self) -> None:
-        self.texts = KnownTexts()  # texts with known blocks, for all holders
+        self.texts = TokenizedTexts()  # texts with known blocks, for all holders
         self.blocks = 0
         self.membership = 0  # changes with any holder's bit, exactness or block size
         self._parts: list[dict[int, int]] = [{} for _ in range(_PARTS)]
@@ -205,7 +205,7 @@ class BlockIndex:
             prompt.last_key()  # computed so that an equal prompt is found by it
         seen: list[PredictedPrompt] = []
         for predicted in (self._predicted, self._predicted_before):
-            for key in predicted.keys() & prompt.asked:
+            for key in predicted.keys() & prompt.computed_keys:
                 guess = predicted[key]
                 if guess.until > now and guess not in seen:
                     seen.append(guess)
@@ -237,7 +237,7 @@ class BlockIndex:
             return
         prompt.key(1)  # computed so that prompts with the same prefix are found by it
         prompt.last_key()
-        new = [key for key in prompt.asked if not parts[key & _LOW].get(key, 0) & bit]
+        new = [key for key in prompt.computed_keys if not parts[key & _LOW].get(key, 0) & bit]
         if new:
             guess = PredictedPrompt(bit, now + PREDICTED_SECS, prompt)
             self._predicted.update(dict.fromkeys(new, guess))

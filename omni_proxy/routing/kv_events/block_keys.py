@@ -21,7 +21,7 @@ from zlib import crc32
 import msgspec
 from xxhash import xxh32_intdigest
 
-from omni_proxy.routing.kv_events.token_id_text import COMMA, SpelledIds
+from omni_proxy.routing.kv_events.token_id_text import COMMA, TokenIdText
 
 _TAIL_BITS: Final = 20
 _TAIL_MASK: Final = (1 << _TAIL_BITS) - 1
@@ -41,17 +41,17 @@ def root_key(block_size: int) -> int:
     return crc32(b"%d" % block_size) << 32
 
 
-def extend_key(key: int, spelled: bytes | memoryview, last: bytes) -> int:
-    """The key after `spelled`, a whole number of blocks that follow `key`. `last`: the last
-    `tail_bytes` of `spelled`."""
+def extend_key(key: int, data: bytes | memoryview, last: bytes) -> int:
+    """The key after `data`, a whole number of blocks that follow `key`. `last`: the last
+    `tail_bytes` of `data`."""
     return (
-        crc32(spelled, key >> 32) << 32
-        | key + (len(spelled) << _TAIL_BITS) & _LENGTH_MASK
+        crc32(data, key >> 32) << 32
+        | key + (len(data) << _TAIL_BITS) & _LENGTH_MASK
         | xxh32_intdigest(last) & _TAIL_MASK
     )
 
 
-def spell(tokens: Sequence[int]) -> bytes:
+def encode_token_ids(tokens: Sequence[int]) -> bytes:
     """The text of token ids, as used in keys."""
     return b"," + _encode(list(tokens))[1:-1] if tokens else b""
 
@@ -60,7 +60,7 @@ def extend_keys(key: int, tokens: Sequence[int], block_size: int) -> list[int]:
     """The keys of the whole blocks of `tokens`, which follow the block with `key`; tokens after the
     last whole block are ignored."""
     ends, tail = range(0, len(tokens) + 1, block_size), tail_bytes(block_size)
-    blocks = [spell(tokens[at:end]) for at, end in pairwise(ends)]
+    blocks = [encode_token_ids(tokens[at:end]) for at, end in pairwise(ends)]
     return [key := extend_key(key, block, block[-tail:]) for block in blocks]
 
 
@@ -81,16 +81,17 @@ class PromptBlocks:
     """
 
     __slots__ = (
-        "_end_of", "_spelled", "_states", "_tail", "_view", "asked", "count", "size", "tokens",
+        "_end_of", "_states", "_tail", "_text", "_view", "computed_keys", "count", "size",
+        "tokens",
     )  # fmt: skip
 
-    def __init__(self, ids: SpelledIds, size: int, limit: int | None = None) -> None:
+    def __init__(self, ids: TokenIdText, size: int, limit: int | None = None) -> None:
         tokens = ids.tokens
         self.size = size
         self.tokens = tokens
         self.count = (tokens if limit is None else min(limit, tokens)) // size  # of whole blocks
-        self.asked: set[int] = set()  # keys that were computed
-        self._spelled, self._view, self._end_of = ids.spelled, ids.view, ids.end_of
+        self.computed_keys: set[int] = set()  # keys that were computed
+        self._text, self._view, self._end_of = ids.data, ids.view, ids.end_of
         self._tail = tail_bytes(size)
         # Number of a block: its end offset in the text, and its key.
         self._states: dict[int, tuple[int, int]] = {0: (0, root_key(size))}
@@ -103,10 +104,10 @@ class PromptBlocks:
             return state[1]
         begin, before = self._states[after]
         end = self._end_of(number * self.size)
-        last = self._spelled[end - self._tail : end]
+        last = self._text[end - self._tail : end]
         key = extend_key(before, self._view[begin:end], last)
         self._states[number] = (end, key)
-        self.asked.add(key)
+        self.computed_keys.add(key)
         return key
 
     def last_key(self) -> int:
@@ -115,27 +116,27 @@ class PromptBlocks:
 
     def each_key(self) -> Iterator[int]:
         """The keys of all blocks, in order. Where the caller stops, the keys of that block and of
-        the one before it are added to `asked`."""
+        the one before it are added to `computed_keys`."""
         number, end, key, tail = 0, 0, self._states[0][1], self._tail
         before = (end, key)
         try:
-            for found in islice(_blocks_of(self.size)(self._spelled), self.count):
+            for found in islice(_blocks_of(self.size)(self._text), self.count):
                 before, block = (end, key), found[0]
                 number, end, key = number + 1, found.end(), extend_key(key, block, block[-tail:])
                 yield key
         finally:
             if number:
                 self._states[number - 1], self._states[number] = before, (end, key)
-                self.asked.update((before[1], key) if number > 1 else (key,))
+                self.computed_keys.update((before[1], key) if number > 1 else (key,))
 
     @property
     def memory(self) -> int:
         """Approximate bytes."""
-        return len(self._spelled) + _STATE_BYTES * len(self._states)
+        return len(self._text) + _STATE_BYTES * len(self._states)
 
     def common(self, other: PromptBlocks) -> int:
         """How many leading blocks both have in common; their block sizes are equal."""
-        ours, theirs = self._spelled, other._spelled
+        ours, theirs = self._text, other._text
         if ours == theirs:
             return min(self.count, other.count)
         low, high = 0, min(len(ours), len(theirs))
@@ -156,6 +157,6 @@ def _blocks_of(size: int) -> Callable[[bytes], Iterator[re.Match[bytes]]]:
     return re.compile(rb"(?:,[^,]++){%d}" % size).finditer
 
 
-def _ends(spelled: bytes, at: int) -> bool:
+def _ends(data: bytes, at: int) -> bool:
     """Whether an id ends there."""
-    return at == len(spelled) or spelled.startswith(COMMA, at)
+    return at == len(data) or data.startswith(COMMA, at)

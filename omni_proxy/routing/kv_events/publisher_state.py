@@ -7,7 +7,7 @@ Invariants: while `mode` is "exact", `blocks` are the blocks that the engine had
 last batch that arrived, as far as plain requests can use them. A batch that is missing, undecodable
 or from another engine ends this mode before any later event is applied. After a broken connection
 batch numbers do not prove continuity: the last batch must arrive again, byte for byte. Pure: the
-caller supplies batches, times and changes of the connection, and sends the replay request in `ask`.
+caller supplies batches, times and changes of the connection, and requests replays (`replay_from`).
 Sources: features.md 7 (trust), real-engines.md 4 (restart, flush, replay).
 """
 
@@ -53,15 +53,15 @@ class _Replay:
 class PublisherState:
     """`replays`: whether the publisher has a replay socket. `now` is monotonic seconds.
 
-    If `ask` is not None, the caller sends it to the replay socket, sets it to None, and passes the
-    replies to `replayed`, `replay_ended` and `replay_failed`. Batches that are published during
-    the replay still go to `receive`.
+    If `replay_from` is not None, the caller sends it to the replay socket, sets it to None, and
+    passes the replies to `replayed`, `replay_ended` and `replay_failed`. Batches that are published
+    during the replay still go to `receive`.
     """
 
     def __init__(self, *, replays: bool) -> None:
         self.mode: KvMode = "inferred"
         self.reason = "no batch was received from the publisher yet"
-        self.ask: int | None = None
+        self.replay_from: int | None = None
         self.batches = 0
         self.undecodable = 0
         self.undecodable_reason = ""
@@ -212,7 +212,7 @@ class PublisherState:
         """The replay request got no reply, or an unreadable one."""
         if self._replay is None:
             return
-        self._replay, self.ask = None, None
+        self._replay, self.replay_from = None, None
         self._lose(reason)
         self._retry_at = now + self._retry_secs
         self._retry_secs = min(MAX_RETRY_SECS, self._retry_secs * 2)
@@ -225,7 +225,7 @@ class PublisherState:
     # The order of batches.
 
     def _drop_replay(self, reason: str) -> None:
-        self._replay, self.ask = None, None
+        self._replay, self.replay_from = None, None
         self._held, self._held_bytes = [], 0
         self._lose(reason)
 
@@ -235,7 +235,7 @@ class PublisherState:
             self._lose("batches were lost repeatedly")
             return
         self._replay = _Replay(start)
-        self.ask = start
+        self.replay_from = start
         self._mark_degraded(f"a replay from batch {start} on was requested")
 
     def _take_held(self, now: float) -> None:

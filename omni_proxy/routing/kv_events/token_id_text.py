@@ -26,30 +26,30 @@ _FEW: Final = 32  # up to this many ids from either end are searched from that e
 _EARLY: Final = 24  # bytes to start before the estimated offset, which may be too high
 
 
-def without_spaces(spelled: bytes) -> bytes:
-    return spelled.translate(None, b" ")
+def without_spaces(data: bytes) -> bytes:
+    return data.translate(None, b" ")
 
 
-class SpelledIds:
+class TokenIdText:
     """`tokens`: the number of ids, if known; otherwise they are counted. `view`: a memoryview of
-    `spelled`."""
+    `data`."""
 
-    __slots__ = ("_commas", "_counts", "_places", "spelled", "tokens", "view")
+    __slots__ = ("_commas", "_counts", "_places", "data", "tokens", "view")
 
-    def __init__(self, spelled: bytes, tokens: int | None = None) -> None:
-        self.spelled = spelled
-        self.view = memoryview(spelled)
+    def __init__(self, data: bytes, tokens: int | None = None) -> None:
+        self.data = data
+        self.view = memoryview(data)
         self._commas: memoryview | None = None
         if tokens is None:
-            tokens = self._mark() if len(spelled) > LONG else spelled.count(COMMA)
+            tokens = self._mark() if len(data) > LONG else data.count(COMMA)
         self.tokens = tokens
         if self._commas is None:
             # Sorted offsets, and the number of commas before each.
-            self._counts, self._places = [0, tokens], [0, len(spelled)]
+            self._counts, self._places = [0, tokens], [0, len(data)]
 
     def _mark(self) -> int:
         """Count all commas, part by part."""
-        commas = self._commas = memoryview(self.spelled.translate(_COMMAS))
+        commas = self._commas = memoryview(self.data.translate(_COMMAS))
         self._counts, self._places, total = [0], [0], 0
         for at in range(0, len(commas), PART):
             total += (adler32(commas[at : at + PART]) & _SUM) - 1
@@ -60,53 +60,53 @@ class SpelledIds:
 
     def end_of(self, tokens: int) -> int:
         """The offset after the first `tokens` ids."""
-        spelled, behind = self.spelled, self.tokens - tokens
+        data, behind = self.data, self.tokens - tokens
         if behind <= 0:
-            return len(spelled)
+            return len(data)
         if tokens <= _FEW:
-            return _nth_comma(spelled, 0, tokens + 1)
+            return _nth_comma(data, 0, tokens + 1)
         if behind <= _FEW:
-            return _nth_last_comma(spelled, behind)
-        if self._commas is None and len(spelled) > LONG:
+            return _nth_last_comma(data, behind)
+        if self._commas is None and len(data) > LONG:
             self._mark()
         counts, places, commas = self._counts, self._places, self._commas
         mark = bisect_right(counts, tokens)
         if mark == len(counts):
-            return len(spelled)
+            return len(data)
         begin, before = places[mark - 1], counts[mark - 1]
         at = begin + (places[mark] - begin) * (tokens - before) // (counts[mark] - before) - _EARLY
         if at <= begin:
             at, nth = begin, tokens - before + 1
         elif commas is None:
-            nth = tokens - before - spelled.count(COMMA, begin, at) + 1
+            nth = tokens - before - data.count(COMMA, begin, at) + 1
         else:
             nth = tokens - before - (adler32(commas[begin:at]) & _SUM) + 2
         if nth <= 0:  # the estimate was too high
             at, nth = begin, tokens - before + 1
-        near = spelled[at : at + _ID_BYTES * nth].split(COMMA, nth)
+        near = data[at : at + _ID_BYTES * nth].split(COMMA, nth)
         if len(near) > nth:
-            place = min(at + _ID_BYTES * nth, len(spelled)) - len(near[-1]) - 1
+            place = min(at + _ID_BYTES * nth, len(data)) - len(near[-1]) - 1
         else:
-            place = _nth_comma(spelled, at, nth)
+            place = _nth_comma(data, at, nth)
         counts.insert(mark, tokens)
         places.insert(mark, place)
         return place
 
 
-def _nth_comma(spelled: bytes, begin: int, nth: int) -> int:
+def _nth_comma(data: bytes, begin: int, nth: int) -> int:
     """Offset of the n-th comma from `begin` on, or the end."""
-    near = spelled[begin : begin + _ID_BYTES * nth].split(COMMA, nth)
+    near = data[begin : begin + _ID_BYTES * nth].split(COMMA, nth)
     if len(near) <= nth:
-        near = spelled[begin:].split(COMMA, nth)
-        return len(spelled) - (len(near[-1]) + 1 if len(near) > nth else 0)
-    return min(begin + _ID_BYTES * nth, len(spelled)) - len(near[-1]) - 1
+        near = data[begin:].split(COMMA, nth)
+        return len(data) - (len(near[-1]) + 1 if len(near) > nth else 0)
+    return min(begin + _ID_BYTES * nth, len(data)) - len(near[-1]) - 1
 
 
-def _nth_last_comma(spelled: bytes, nth: int) -> int:
+def _nth_last_comma(data: bytes, nth: int) -> int:
     """Offset of the n-th comma from the end, or 0."""
-    start = max(0, len(spelled) - _ID_BYTES * nth)
-    near = spelled[start:].rsplit(COMMA, nth)
+    start = max(0, len(data) - _ID_BYTES * nth)
+    near = data[start:].rsplit(COMMA, nth)
     if len(near) <= nth:
         start = 0
-        near = spelled.rsplit(COMMA, nth)
+        near = data.rsplit(COMMA, nth)
     return start + len(near[0])

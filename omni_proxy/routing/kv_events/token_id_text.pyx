@@ -24,10 +24,10 @@ cdef enum:
     PART = 128  # bytes; a count of its commas fits in a byte
 
 
-def without_spaces(bytes spelled not None):
-    cdef Py_ssize_t at, size = PyBytes_GET_SIZE(spelled), kept = 0
+def without_spaces(bytes data not None):
+    cdef Py_ssize_t at, size = PyBytes_GET_SIZE(data), kept = 0
     cdef bytes out = PyBytes_FromStringAndSize(NULL, size)
-    cdef const char *text = PyBytes_AS_STRING(spelled)
+    cdef const char *text = PyBytes_AS_STRING(data)
     cdef char *target = PyBytes_AS_STRING(out)
     for at in range(size):
         target[kept] = text[at]
@@ -35,18 +35,18 @@ def without_spaces(bytes spelled not None):
     return out[:kept]
 
 
-cdef class SpelledIds:
-    cdef readonly bytes spelled
+cdef class TokenIdText:
+    cdef readonly bytes data
     cdef readonly object view
     cdef readonly Py_ssize_t tokens
     cdef uint32_t *_before  # commas before each part
     cdef Py_ssize_t _parts
 
-    def __cinit__(self, bytes spelled not None, tokens=None):
-        cdef const char *text = PyBytes_AS_STRING(spelled)
-        cdef Py_ssize_t size = PyBytes_GET_SIZE(spelled), part, count = 0
-        self.spelled = spelled
-        self.view = memoryview(spelled)
+    def __cinit__(self, bytes data not None, tokens=None):
+        cdef const char *text = PyBytes_AS_STRING(data)
+        cdef Py_ssize_t size = PyBytes_GET_SIZE(data), part, count = 0
+        self.data = data
+        self.view = memoryview(data)
         self._parts = (size + PART - 1) // PART
         self._before = <uint32_t *>malloc((self._parts + 1) * sizeof(uint32_t))
         if self._before == NULL:
@@ -60,12 +60,12 @@ cdef class SpelledIds:
         free(self._before)
 
     def end_of(self, Py_ssize_t tokens):
-        cdef const char *text = PyBytes_AS_STRING(self.spelled)
-        cdef const char *end = text + PyBytes_GET_SIZE(self.spelled)
+        cdef const char *text = PyBytes_AS_STRING(self.data)
+        cdef const char *end = text + PyBytes_GET_SIZE(self.data)
         cdef const char *found
         cdef Py_ssize_t low = 0, high = self._parts, middle, left
         if tokens >= self.tokens:
-            return PyBytes_GET_SIZE(self.spelled)
+            return PyBytes_GET_SIZE(self.data)
         if tokens < 0:
             raise ValueError("fewer than no ids")
         while high - low > 1:  # find the last part with at most `tokens` commas before it

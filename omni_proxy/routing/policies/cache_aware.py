@@ -70,23 +70,9 @@ class CacheAware(Policy):
     """`now` is monotonic seconds, as in `maintain`."""
 
     __slots__ = (
-        "_among",
-        "_branches",
-        "_evict_at",
-        "_evicting",
-        "_feedback",
-        "_hints",
-        "_judged",
-        "_matched",
-        "_now",
-        "_rules",
-        "_seen",
-        "_slow_start",
-        "_small",
-        "_tree",
-        "_turn",
-        "_weights",
-        "name",
+        "_among", "_branches", "_evict_at", "_evicting", "_feedback", "_hints", "_imbalance",
+        "_matched", "_now", "_rules", "_seen", "_slow_start", "_small", "_tree", "_turn",
+        "_weights", "name",
     )  # fmt: skip
 
     @classmethod
@@ -109,7 +95,7 @@ class CacheAware(Policy):
         self._evicting = False
         # Results that are reused for picks among the same candidates: whether loads are imbalanced,
         # with the number of picks left; and the workers with the smallest trees.
-        self._judged: tuple[Sequence[Worker], bool, int] = ((), False, 0)
+        self._imbalance: tuple[Sequence[Worker], bool, int] = ((), False, 0)
         self._small: tuple[Sequence[Worker], list[Worker]] = ((), [])
         # The mask of the latest candidates, valid while the tree has the same holders.
         self._among: tuple[Sequence[Worker], int, int] = ((), -1, 0)
@@ -130,9 +116,9 @@ class CacheAware(Policy):
         self, candidates: Sequence[Worker], requirements: Requirements
     ) -> tuple[Worker, str]:
         text = prompt_text(candidates, requirements)
-        judged = self._judged
+        imbalance = self._imbalance
         choice = self._choose(candidates, text, requirements)
-        self._judged = judged  # a preview must not use up a reused result
+        self._imbalance = imbalance  # a preview must not use up a reused result
         return choice.worker, self._words(choice, text)
 
     def explain_pick(
@@ -179,7 +165,7 @@ class CacheAware(Policy):
         self._slow_start.share = rules.warmup_share
         self._evict_at = min(self._evict_at, self._now + rules.eviction_interval_secs)
         self._evicting |= self._tree.oversized
-        self._judged, self._small = ((), False, 0), ((), [])  # computed with the old rules
+        self._imbalance, self._small = ((), False, 0), ((), [])  # computed with the old rules
         return True
 
     def forget_worker(self, worker: Worker) -> None:
@@ -205,7 +191,7 @@ class CacheAware(Policy):
         tree.max_size = self._rules.max_tree_size
         self._tree = tree
         self._feedback = CacheFeedback(tree, self._rules)
-        self._judged, self._small, self._among = ((), False, 0), ((), []), ((), -1, 0)
+        self._imbalance, self._small, self._among = ((), False, 0), ((), []), ((), -1, 0)
         self._evicting |= tree.oversized
 
     def stats(self) -> dict[str, object]:
@@ -346,8 +332,8 @@ class CacheAware(Policy):
             self._small[1].pop()
             return
         self._slow_start.record_choice(choice.worker, candidates, choice.sizes)
-        if good_for := _good_for(candidates, SIZES_FOR):
-            ranked = nsmallest(good_for + 1, choice.ranked)
+        if reuse_count := _reuse_count(candidates, SIZES_FOR):
+            ranked = nsmallest(reuse_count + 1, choice.ranked)
             next_ones = [candidates[index] for _, _, index in reversed(ranked)]
             self._small = (
                 candidates,
@@ -373,12 +359,12 @@ class CacheAware(Policy):
         return load_of(worker) if weights.even else load_of(worker) * weights.mean / worker.weight
 
     def _imbalanced(self, candidates: Sequence[Worker]) -> bool:
-        of, outcome, picks = self._judged
+        of, outcome, picks = self._imbalance
         if of is candidates and picks:
-            self._judged = (of, outcome, picks - 1)
+            self._imbalance = (of, outcome, picks - 1)
             return outcome
         outcome = self._loads_differ(candidates)
-        self._judged = (candidates, outcome, _good_for(candidates, LOADS_FOR))
+        self._imbalance = (candidates, outcome, _reuse_count(candidates, LOADS_FOR))
         return outcome
 
     def _loads_differ(self, candidates: Sequence[Worker]) -> bool:
@@ -432,7 +418,7 @@ class CacheAware(Policy):
         return f"only {share}, {which} is taken: {size} bytes{more}"
 
 
-def _good_for(candidates: Sequence[Worker], candidate: int) -> int:
+def _reuse_count(candidates: Sequence[Worker], candidate: int) -> int:
     """For how many further picks the result of a full scan is reused."""
     count = len(candidates)
     return count // candidate if count > EXACT else 0

@@ -122,7 +122,7 @@ class CacheFeedback:
         if requirements.prediction is not None:
             prediction.former = without_those_of(self, requirements.prediction)
         number, waiting = prediction.number, reports.unanswered
-        prediction.before = reports.oldest_unanswered(number) if waiting else number
+        prediction.before = reports.oldest_pending(number) if waiting else number
         requirements.prediction = prediction
         waiting.append(prediction)
         reports.backlog += prediction.uncached
@@ -155,7 +155,7 @@ class CacheFeedback:
         if self.rules.score == "cost":  # the backlog needs a prediction for every prompt
             prediction.reports.silent = 0
             return True
-        return prediction.reports.judge(prediction.number, self._number, agrees=agrees)
+        return prediction.reports.record_agreement(prediction.number, self._number, agrees=agrees)
 
     def _correct(
         self, prediction: CachePrediction, text: InsertedText, cached: int, predicted: int,

@@ -22,13 +22,13 @@ from xxhash import xxh3_128_digest
 
 from omni_proxy.config.schema import RoutingConfig
 from omni_proxy.fleet.worker import Worker
-from omni_proxy.routing.inspect.prompt_tokens import spelled_ids, spelled_tokens
+from omni_proxy.routing.inspect.prompt_tokens import join_token_ids, token_id_list
 from omni_proxy.routing.inspect.requirements import Requirements
 from omni_proxy.routing.inspect.tokenize_body import template_mark, tokenize_body
 from omni_proxy.routing.kv_events.block_index import BlockIndex
 from omni_proxy.routing.kv_events.block_keys import PromptBlocks
-from omni_proxy.routing.kv_events.token_id_text import SpelledIds
-from omni_proxy.routing.kv_events.tokenized_texts import MIN_BYTES, TextQuestion
+from omni_proxy.routing.kv_events.token_id_text import TokenIdText
+from omni_proxy.routing.kv_events.tokenized_texts import MIN_BYTES, TokenizeRequest
 from omni_proxy.routing.policies.cache_aware import CacheAware, CacheChoice, prompt_text
 from omni_proxy.routing.policies.cache_feedback import PromptText
 from omni_proxy.routing.tree_key import MAX_BLOCK, tree_key
@@ -109,12 +109,12 @@ class EventAware(CacheAware):
         if prompt is None or self._blocks is None:
             worker = super().pick(candidates, requirements)
             if self._tokenizes:
-                self._ask(worker, candidates, requirements)
+                self._request_tokens(worker, candidates, requirements)
             return worker
         choice, found = self._choose_known(candidates, requirements, prompt)
         if prompt.is_text:
-            self._blocks.texts.note_use()
-            self._ask(choice.worker, candidates, requirements)
+            self._blocks.texts.record_use()
+            self._request_tokens(choice.worker, candidates, requirements)
         self._count_choice(choice, candidates, found.length)
         held = found.matched if choice.worker in found.holders and not found.inferred else -1
         self._sent(choice.worker, requirements, prompt, held)
@@ -126,9 +126,9 @@ class EventAware(CacheAware):
         prompt = self._prompt(candidates, requirements)
         if prompt is None:
             return super().preview_pick(candidates, requirements)
-        judged = self._judged
+        imbalance = self._imbalance
         choice, found = self._choose_known(candidates, requirements, prompt)
-        self._judged = judged
+        self._imbalance = imbalance
         return choice.worker, self._words_of(choice, found)
 
     def explain_pick(
@@ -187,7 +187,7 @@ class EventAware(CacheAware):
         model = requirements.model
         if model is not None and any(model in worker.adapters for worker in candidates):
             return None
-        raw = spelled_tokens(requirements)
+        raw = token_id_list(requirements)
         if raw is None:
             return self._text_prompt(candidates, requirements, known) if self._tokenizes else None
         tokens, blocks_by_size = self._blocks_of(raw, known.sizes)
@@ -213,7 +213,7 @@ class EventAware(CacheAware):
         whole = text.length * found.known.tokens // found.known.length
         return _Prompt(max(1, whole, found.tokens), by_size, known, is_text=True)
 
-    def _ask(
+    def _request_tokens(
         self, worker: Worker, candidates: Sequence[Worker], requirements: Requirements
     ) -> None:
         """Request the tokens of this text from the worker's engine, if it is worth it."""
@@ -225,11 +225,11 @@ class EventAware(CacheAware):
             return
         key = _marked(text, requirements)
         found = blocks.texts.find(key, text.length)
-        if not blocks.texts.is_worth_asking(worker.worker.url, text.length, found, self._now):
+        if not blocks.texts.should_tokenize(worker.worker.url, text.length, found, self._now):
             return
         body = tokenize_body(requirements)
         if body is not None:
-            blocks.texts.ask(TextQuestion(worker.worker.url, key, text.length, body))
+            blocks.texts.enqueue(TokenizeRequest(worker.worker.url, key, text.length, body))
 
     def _blocks_of(
         self, raw: msgspec.Raw, sizes: AbstractSet[int]
@@ -242,7 +242,7 @@ class EventAware(CacheAware):
         recent = self._recent.get(digest)
         if recent is not None and recent.blocks.keys() >= sizes:
             return recent.tokens, recent.blocks
-        ids = SpelledIds(*spelled_ids(raw))
+        ids = TokenIdText(*join_token_ids(raw))
         blocks = {size: PromptBlocks(ids, size) for size in sizes}
         if len(self._recent) >= RECENT:
             del self._recent[next(iter(self._recent))]

@@ -5,7 +5,7 @@ pytest.importorskip("google.protobuf", reason="the extra `picker` is not install
 
 from omni_proxy.picker.ext_proc.messages import Destination
 from omni_proxy.picker.ext_proc.picks import EnvoyPicks, ResponseFacts, Ticket
-from omni_proxy.picker.ext_proc.stream import Asked
+from omni_proxy.picker.ext_proc.stream import ProxiedRequest
 from omni_proxy.routing.inspect.large_json import ONE_PASS_BYTES
 from tests.fleet.entries import NOW, entry
 from tests.idle import wait_until_idle
@@ -23,7 +23,7 @@ class Envoy:
 
     def begin(self, body=b'{"messages": []}', subset=None, **headers):
         ticket = Ticket()
-        envoy_request = Asked({**HEADERS, **headers}, body, subset)
+        envoy_request = ProxiedRequest({**HEADERS, **headers}, body, subset)
         self.picks.begin(ticket, envoy_request, self.answers.append)
         return ticket
 

@@ -83,7 +83,7 @@ def mutations(response):
 def test_without_a_body_to_wait_for_the_head_response_has_the_pick(mode, end, config):
     stream = EnvoyStream(100)
     assert stream.receive(head(mode, end=end, config=config)) == []
-    assert (stream.asked.body, stream.asked.headers[":method"]) == (b"", "POST")
+    assert (stream.pending.body, stream.pending.headers[":method"]) == (b"", "POST")
     (response,) = stream.picked(PICKED)
     assert response.WhichOneof("response") == "request_headers"
     assert mutations(response) == (
@@ -99,9 +99,9 @@ def test_without_a_body_to_wait_for_the_head_response_has_the_pick(mode, end, co
 def test_a_buffered_body_is_changed_only_if_the_destination_has_another(mode, config):
     stream = EnvoyStream(100)
     assert kinds(stream.receive(head(mode, config=config))) == ["request_headers"]
-    assert stream.asked is None
+    assert stream.pending is None
     assert stream.receive(request_body(b"{}")) == []
-    assert stream.asked.body == b"{}"
+    assert stream.pending.body == b"{}"
     (response,) = stream.picked(PICKED)
     assert response.WhichOneof("response") == "request_body"
     assert not response.request_body.response.HasField("body_mutation")
@@ -228,7 +228,7 @@ def test_a_second_head_or_a_body_without_one_is_refused():
 def test_a_response_of_envoy_before_the_request_head_is_passed_on():
     stream = EnvoyStream(100)
     assert kinds(stream.receive(response_head("401", end=True))) == ["response_headers"]
-    assert (stream.asked, stream.complete, stream.status) == (None, True, 401)
+    assert (stream.pending, stream.complete, stream.status) == (None, True, 401)
 
 
 @pytest.mark.parametrize(

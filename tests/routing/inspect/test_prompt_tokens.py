@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from omni_proxy.routing.inspect import prompt_tokens as tested
 from omni_proxy.routing.inspect.body_fields import decode_body
 from omni_proxy.routing.inspect.keyed_text import keyed_fields
-from omni_proxy.routing.inspect.prompt_tokens import spelled_ids, spelled_tokens
+from omni_proxy.routing.inspect.prompt_tokens import join_token_ids, token_id_list
 from omni_proxy.routing.inspect.requirements import IMAGE, Requirements
-from omni_proxy.routing.kv_events.block_keys import spell
-from omni_proxy.routing.kv_events.token_id_text import SpelledIds
+from omni_proxy.routing.kv_events.block_keys import encode_token_ids
+from omni_proxy.routing.kv_events.token_id_text import TokenIdText
 
 
 def prompt_tokens(need):
-    raw = spelled_tokens(need)
-    spelled = b"" if raw is None else spelled_ids(raw)[0]
-    return [int(token) for token in spelled.split(b",")[1:]] or None
+    raw = token_id_list(need)
+    text = b"" if raw is None else join_token_ids(raw)[0]
+    return [int(token) for token in text.split(b",")[1:]] or None
 
 
 def tokens_of(body, *, mask=0):
@@ -95,31 +95,31 @@ SPACES = st.text(" \t\r\n", max_size=2)
 
 
 @st.composite
-def spelled_lists(draw):
+def id_lists(draw):
     """A list as a client may write it, with spaces anywhere."""
     values = draw(st.lists(st.integers(0, 2**20), max_size=20) | st.lists(VALUES, max_size=5))
     between = st.builds(lambda a, b: f"{a},{b}", SPACES, SPACES)
-    spelled = "".join(
+    text = "".join(
         (draw(between) if at else draw(SPACES)) + json.dumps(value)
         for at, value in enumerate(values)
     )
-    body = f"[{spelled}{draw(SPACES)}]"
+    body = f"[{text}{draw(SPACES)}]"
     return f"[{draw(SPACES)}{body}{draw(SPACES)}]" if draw(st.booleans()) else body
 
 
-@given(spelled_lists())
+@given(id_lists())
 def test_ids_are_normalized_to_what_a_parser_reads(body):
     value = json.loads(body)
     if len(value) == 1 and isinstance(value[0], list):
         value = value[0]
     plain = all(type(token) is int and token >= 0 for token in value)
-    spelled, _ = spelled_ids(msgspec.Raw(body.encode()))
-    assert spelled == (spell(value) if plain else b"")
+    text, _ = join_token_ids(msgspec.Raw(body.encode()))
+    assert text == (encode_token_ids(value) if plain else b"")
 
 
 @given(st.lists(st.integers(0, 2**20), max_size=20), st.sampled_from([",", ", ", " , ", ",\n "]))
 def test_ids_with_uniform_separators_are_counted(ids, between):
     raw = msgspec.Raw(b"[%b]" % between.join(map(str, ids)).encode())
-    spelled, tokens = spelled_ids(raw)
+    text, tokens = join_token_ids(raw)
     assert tokens in {len(ids), None if ids else 0}
-    assert SpelledIds(spelled, tokens).tokens == len(ids)
+    assert TokenIdText(text, tokens).tokens == len(ids)

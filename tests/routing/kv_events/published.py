@@ -2,11 +2,11 @@
 
 import msgspec
 
-from omni_proxy.routing.kv_events.block_keys import PromptBlocks, block_keys, spell
+from omni_proxy.routing.kv_events.block_keys import PromptBlocks, block_keys, encode_token_ids
 from omni_proxy.routing.kv_events.publisher_state import (
     PublisherState,
 )
-from omni_proxy.routing.kv_events.token_id_text import SpelledIds
+from omni_proxy.routing.kv_events.token_id_text import TokenIdText
 
 SIZE = 2
 
@@ -55,7 +55,7 @@ class Engine:
         return self._publish({"type": "AllBlocksCleared"})
 
     def replay(self, state, now=0.0):
-        start, state.ask = state.ask, None
+        start, state.replay_from = state.replay_from, None
         for number, payload in self.log[-self.kept :]:
             if number >= start:
                 state.replayed(number, payload, now)
@@ -63,7 +63,7 @@ class Engine:
 
 
 def blocks_of(tokens, size=SIZE):
-    return PromptBlocks(SpelledIds(spell(list(tokens)), len(tokens)), size)
+    return PromptBlocks(TokenIdText(encode_token_ids(list(tokens)), len(tokens)), size)
 
 
 def keys_of(prompts):

@@ -23,7 +23,7 @@ def test_keys_are_those_of_the_tokens_in_any_order_of_access(tokens, size, chanc
         after = chance.choice([earlier for earlier in numbers if earlier < number])
         assert blocks.key(number, after) == keys[number - 1]
         numbers.append(number)
-    assert blocks.asked == {keys[number - 1] for number in numbers if number}
+    assert blocks.computed_keys == {keys[number - 1] for number in numbers if number}
 
 
 @given(TOKENS, SIZES, st.integers(1, 80))
@@ -33,7 +33,7 @@ def test_keys_of_all_blocks_in_turn_are_those_of_the_tokens(tokens, size, taken)
     iterator = blocks.each_key()
     assert list(islice(iterator, taken)) == keys[:taken]
     iterator.close()
-    assert blocks.asked == set(keys[:taken][-2:])
+    assert blocks.computed_keys == set(keys[:taken][-2:])
     if keys:
         assert blocks.last_key() == keys[-1]
 

@@ -118,17 +118,17 @@ class Wire(RuleBasedStateMachine):
         self.state.connected(self.now)
         self._take()
 
-    @precondition(lambda self: self.state.ask is not None)
+    @precondition(lambda self: self.state.replay_from is not None)
     @rule()
     def replay(self):
         self.engine.replay(self.state, self.now)
         self.arrived = max(self.arrived, *(number for number, _ in self.engine.log), -1)
         self._take()
 
-    @precondition(lambda self: self.state.ask is not None)
+    @precondition(lambda self: self.state.replay_from is not None)
     @rule()
     def replay_without_a_response(self):
-        self.state.ask = None
+        self.state.replay_from = None
         self.state.replay_failed("no answer", self.now)
         self._take()
 

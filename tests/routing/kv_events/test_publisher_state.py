@@ -36,7 +36,7 @@ def test_a_complete_replay_makes_a_late_subscriber_exact():
     engine.store((1, 2))
     state = PublisherState(replays=True)
     state.connected(0.0)
-    assert state.ask == 0
+    assert state.replay_from == 0
     live = engine.store((3, 4))
     state.receive(*live, 0.0)
     engine.replay(state)
@@ -62,7 +62,7 @@ def test_a_gap_ends_exactness_until_a_replay_fills_it():
     state = state_after(engine, replays=True)
     engine.store((3, 4))
     state.receive(*engine.store((5, 6)), 0.0)
-    assert (state.mode, state.ask) == ("degraded", 0)
+    assert (state.mode, state.replay_from) == ("degraded", 0)
     engine.replay(state)
     assert state.mode == "exact"
     assert keys_in(state) == keys_of({(1, 2), (3, 4), (5, 6)})
@@ -91,7 +91,7 @@ def test_a_gap_that_the_replay_no_longer_has_is_not_filled():
     state.receive(*newest, 0.0)
     engine.replay(state)
     engine.replay(state)  # the whole log is requested next
-    assert (state.mode, state.blocks.keys(), state.ask) == ("degraded", [], None)
+    assert (state.mode, state.blocks.keys(), state.replay_from) == ("degraded", [], None)
 
 
 def test_a_restarted_publisher_is_followed_from_its_first_batch():
@@ -126,7 +126,7 @@ def test_the_next_batch_number_proves_nothing_after_a_disconnect():
     new = Engine(at=old.at)
     new.store((3, 4))
     state.receive(*new.store((5, 6)), 0.0)
-    assert state.ask == 0
+    assert state.replay_from == 0
     new.replay(state)
     assert state.mode == "exact"
     assert keys_in(state) == keys_of({(3, 4), (5, 6)})
@@ -139,7 +139,7 @@ def test_a_replay_of_the_last_batch_proves_that_the_engine_is_the_same():
     state = state_after(engine, replays=True)
     state.disconnected()
     state.connected(0.0)
-    assert state.ask == 1
+    assert state.replay_from == 1
     engine.replay(state)
     assert state.mode == "exact"
     assert keys_in(state) == keys_of({(1, 2), (3, 4)})
@@ -226,11 +226,11 @@ def test_a_replay_that_failed_is_requested_again_later():
     engine.store((1, 2))
     state = PublisherState(replays=True)
     state.connected(0.0)
-    state.ask = None
+    state.replay_from = None
     state.replay_failed("the replay socket does not answer", 3.0)
     assert (state.mode, state.reason) == ("inferred", "the replay socket does not answer")
     state.tick(3.0 + RETRY_SECS - 0.1)
-    assert state.ask is None
+    assert state.replay_from is None
     state.tick(3.0 + RETRY_SECS)
     engine.replay(state)
     assert state.mode == "exact"

@@ -5,28 +5,28 @@ import pytest
 from omni_proxy.routing.kv_events import tokenized_texts as tested
 from omni_proxy.routing.kv_events.block_keys import block_keys
 from omni_proxy.routing.kv_events.tokenized_texts import (
-    FREE_QUESTIONS,
-    FREE_SECS,
+    BUDGET_SECS,
+    INITIAL_BUDGET,
     MAX_BYTES,
-    MAX_QUESTIONS,
+    MAX_QUEUED,
     MIN_BYTES,
     SILENT_SECS,
-    KnownTexts,
-    TextQuestion,
+    TokenizedTexts,
+    TokenizeRequest,
 )
 from omni_proxy.routing.tree_key import tree_key
 
 URL = "http://w"
 
 
-def question(text, url=URL):
-    return TextQuestion(url, tree_key(text), len(text), b"{}")
+def request(text, url=URL):
+    return TokenizeRequest(url, tree_key(text), len(text), b"{}")
 
 
 def known_texts(*texts):
-    known = KnownTexts()
+    known = TokenizedTexts()
     for text in texts:
-        known.learn(question(text), range(len(text) // 4))
+        known.add(request(text), range(len(text) // 4))
     return known
 
 
@@ -56,7 +56,7 @@ def test_the_oldest_texts_are_dropped_first(monkeypatch):
     assert len(known) == 3
     assert [find(known, text) is not None for text in texts] == [False, False, True, True, True]
     monkeypatch.setattr(tested, "MAX_TOKENS", 2500)
-    known.learn(question(b"f" * 5000), range(1250))
+    known.add(request(b"f" * 5000), range(1250))
     assert [find(known, text) is not None for text in texts] == [False] * 4 + [True]
 
 
@@ -65,7 +65,7 @@ def test_the_oldest_texts_are_dropped_first(monkeypatch):
     [(MIN_BYTES - 1, False), (MIN_BYTES, True), (MAX_BYTES, True), (MAX_BYTES + 1, False)],
 )
 def test_short_and_cut_texts_are_not_worth_a_question(length, worth):
-    assert KnownTexts().is_worth_asking(URL, length, None, 0.0) is worth
+    assert TokenizedTexts().should_tokenize(URL, length, None, 0.0) is worth
 
 
 def test_a_mostly_known_text_is_not_worth_a_question():
@@ -73,35 +73,35 @@ def test_a_mostly_known_text_is_not_worth_a_question():
     known = known_texts(text)
     for length, worth in ((10_000, False), (16_384, True)):
         longer = text + b"x" * (length - len(text))
-        assert known.is_worth_asking(URL, length, find(known, longer), 0.0) is worth
+        assert known.should_tokenize(URL, length, find(known, longer), 0.0) is worth
 
 
 def test_questions_without_use_stop_and_resume_slowly():
-    known = KnownTexts()
+    known = TokenizedTexts()
     known.maintain(0.0)
 
     def ask_all():
         count = 0
-        while known.is_worth_asking(URL, MIN_BYTES, None, 0.0):
-            known.ask(question(b"%d" % count * MIN_BYTES))
+        while known.should_tokenize(URL, MIN_BYTES, None, 0.0):
+            known.enqueue(request(b"%d" % count * MIN_BYTES))
             count += 1
         return count
 
-    assert ask_all() == FREE_QUESTIONS
-    known.note_use()
+    assert ask_all() == INITIAL_BUDGET
+    known.record_use()
     assert ask_all() == 2
-    known.maintain(3 * FREE_SECS)
+    known.maintain(3 * BUDGET_SECS)
     assert ask_all() == 3
     waiting = 0
-    while known.take_question() is not None:
+    while known.next_request() is not None:
         waiting += 1
-    assert waiting == MAX_QUESTIONS
+    assert waiting == MAX_QUEUED
 
 
 def test_an_engine_that_does_not_answer_is_not_asked_for_a_while():
-    known = KnownTexts()
-    known.note_silence(question(b"t" * MIN_BYTES), 10.0)
-    assert not known.is_worth_asking(URL, MIN_BYTES, None, 10.0 + SILENT_SECS - 1)
-    assert known.is_worth_asking(URL, MIN_BYTES, None, 10.0 + SILENT_SECS)
-    assert known.is_worth_asking("http://other", MIN_BYTES, None, 11.0)
+    known = TokenizedTexts()
+    known.record_failure(request(b"t" * MIN_BYTES), 10.0)
+    assert not known.should_tokenize(URL, MIN_BYTES, None, 10.0 + SILENT_SECS - 1)
+    assert known.should_tokenize(URL, MIN_BYTES, None, 10.0 + SILENT_SECS)
+    assert known.should_tokenize("http://other", MIN_BYTES, None, 11.0)
     assert known.as_facts() == {"texts": 0, "calls": 0, "failed": 1, "used": 0}

@@ -17,9 +17,9 @@ def index():
 
 
 def answer_question(index, tokens):
-    question = index.texts.take_question()
-    index.texts.learn(question, tokens)
-    return question
+    request = index.texts.next_request()
+    index.texts.add(request, tokens)
+    return request
 
 
 def test_the_worker_of_a_long_text_is_asked_to_tokenize_it(index):
@@ -36,7 +36,7 @@ def test_the_worker_of_a_long_text_is_asked_to_tokenize_it(index):
     assert reason.startswith("2048 of 2173 tokens are cached")
     assert policy.pick(fleet, chat(TEXT + "u" * 500)) is other
     assert policy.stats()["tokenize"] == {"texts": 1, "calls": 1, "failed": 0, "used": 1}
-    assert index.texts.take_question() is None  # the text is mostly known
+    assert index.texts.next_request() is None  # the text is mostly known
 
 
 def test_a_text_whose_blocks_no_worker_has_is_matched_in_the_tree(index):
@@ -72,6 +72,6 @@ def test_no_worker_is_asked_to_tokenize(index, config, text, trusted):
     if trusted:
         exact(index, fleet[0])
     policy.pick(fleet, chat(text))
-    assert index.texts.take_question() is None
+    assert index.texts.next_request() is None
     policy.preview_pick(fleet, chat(TEXT))
-    assert index.texts.take_question() is None
+    assert index.texts.next_request() is None

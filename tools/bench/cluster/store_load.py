@@ -24,7 +24,7 @@ from omni_proxy.cluster_member.store_connection import RedisConnection, connecte
 from omni_proxy.config.tables.cluster import store_address
 from tools.bench.cluster.fleet import store
 
-PUBLISH_SECS, HEARTBEAT_SECS, PATIENCE_SECS = 0.05, 1.25, 30
+PUBLISH_SECS, HEARTBEAT_SECS, TIMEOUT_SECS = 0.05, 1.25, 30
 CHANNEL, MARKER = "omni:members", 0
 
 
@@ -52,7 +52,7 @@ async def reader(
         if made_at is not None:
             changes.staleness.append(trio.current_time() - made_at)
 
-    async with connected(store_address(url), take, None, PATIENCE_SECS) as connection:
+    async with connected(store_address(url), take, None, TIMEOUT_SECS) as connection:
         await connection.call(("SUBSCRIBE", CHANNEL))
         yield connection
 
@@ -98,7 +98,7 @@ async def measure(url: str, proxies: int, workers: int, secs: float) -> None:
     changes = Changes()
     async with (
         trio.open_nursery() as nursery,
-        connected(store_address(url), _ignore, None, PATIENCE_SECS) as info,
+        connected(store_address(url), _ignore, None, TIMEOUT_SECS) as info,
     ):
 
         async def run_proxy(number: int) -> None:

@@ -243,7 +243,7 @@ def _waiting(how: Measuring, found: Found) -> None:
 
 
 def _processes(how: Measuring, found: Found) -> None:
-    both = process_scaling.carried(how.ours(), PROCESSES, how.rounds, how.secs)
+    both = process_scaling.measure_scaling(how.ours(), PROCESSES, how.rounds, how.secs)
     allowed = process_scaling.cores_allow(PROCESSES)
     goal = 1.8 if allowed else 1.0
     aim = (

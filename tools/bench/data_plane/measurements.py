@@ -236,7 +236,7 @@ def fields(arguments: argparse.Namespace) -> int:
 
 
 def processes(arguments: argparse.Namespace) -> int:
-    both = process_scaling.carried(
+    both = process_scaling.measure_scaling(
         _ours(arguments), promises.PROCESSES, arguments.rounds, arguments.secs
     )
     _tell(report.machine())

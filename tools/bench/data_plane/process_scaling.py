@@ -20,7 +20,7 @@ WORKERS_EACH = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class ScalingResult:
     """Requests per second with one and with many processes, a pair for each round."""
 
     processes: int
@@ -48,7 +48,7 @@ def with_processes(ours: Side, processes: int) -> Side:
     return reconfigured(ours, name, lambda text: text.replace("[server]", line, 1))
 
 
-def carried(ours: Side, processes: int, rounds: int, secs: float) -> Carried:
+def measure_scaling(ours: Side, processes: int, rounds: int, secs: float) -> ScalingResult:
     """Raises LegError."""
     sides = [with_processes(ours, processes), with_processes(ours, 1)]
     found: dict[str, list[float]] = {side.name: [] for side in sides}
@@ -58,7 +58,7 @@ def carried(ours: Side, processes: int, rounds: int, secs: float) -> Carried:
             print(f"  {side.name}: {per_sec:.0f} requests a second", file=sys.stderr)
             found[side.name].append(per_sec)
     many, one = found.values()
-    return Carried(processes, many, one)
+    return ScalingResult(processes, many, one)
 
 
 def _pushed(side: Side, generators: int, secs: float) -> float:

@@ -105,10 +105,10 @@ class MetricsRoutes:
 
     async def _exposition(self, content_type: str) -> bytes:
         """A text whose generation began after the request arrived."""
-        asked_at = trio.current_time()
+        requested_at = trio.current_time()
         async with self._making:
             begun_at, text = self._texts.get(content_type, (float("-inf"), b""))
-            if begun_at >= asked_at:
+            if begun_at >= requested_at:
                 return text
             begun_at = trio.current_time()
             parts = bytearray()

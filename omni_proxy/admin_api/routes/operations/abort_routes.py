@@ -94,7 +94,7 @@ class FleetAbortRoutes:
         abort = _Abort(dialect, await body_bytes(), min(ABORT_SECS, configured))
         abort.findings = await self._data_plane.abort(abort.target)
         workers = self._to_call(urls_to_call(abort.target, abort.findings))
-        results = await self._ask(workers, abort)
+        results = await self._call_workers(workers, abort)
         sent_ids = len(abort.target.ids)
         response = abort_response(dialect, results, sent_ids, abort.findings.waiting)
         _log.info(
@@ -112,20 +112,20 @@ class FleetAbortRoutes:
             return [worker for worker in workers if worker.url in urls]
         return [worker for worker in workers if worker.health.state is not Health.DEAD]
 
-    async def _ask(self, workers: Sequence[Worker], abort: _Abort) -> list[WorkerResult]:
+    async def _call_workers(self, workers: Sequence[Worker], abort: _Abort) -> list[WorkerResult]:
         """Call all workers concurrently; the results are in the order of the workers."""
         results: dict[Worker, WorkerResult] = {}
         limiter = trio.CapacityLimiter(MAX_PARALLEL_CALLS)
 
         async def call_worker(worker: Worker) -> None:
-            results[worker] = await self._ask_one(worker, abort, limiter)
+            results[worker] = await self._call_worker(worker, abort, limiter)
 
         async with trio.open_nursery() as nursery:
             for worker in workers:
                 nursery.start_soon(call_worker, worker)
         return [results[worker] for worker in workers]
 
-    async def _ask_one(
+    async def _call_worker(
         self, worker: Worker, abort: _Abort, limiter: trio.CapacityLimiter
     ) -> WorkerResult:
         dialect = self._dialects.get(worker.url, abort.dialect)

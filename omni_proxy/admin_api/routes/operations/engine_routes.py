@@ -87,7 +87,7 @@ class EngineRoutes:
             if isinstance(found, dict):  # encoded again: NaN becomes null
                 return json_response(found)
             reasons[worker.url] = "no JSON object" if response.ok else response.failure
-        raise _nothing("model_info", reasons)
+        raise _no_response_error("model_info", reasons)
 
     async def server_info(self) -> Response:
         mode = self._config_store.config.weight_sync.mode
@@ -102,7 +102,9 @@ class EngineRoutes:
         holding = self._weight_operations.version_service
         merged = await merge_server_info(results, holding.store_service.has_path)
         if merged is None:
-            raise _nothing("server_info", {result.worker.url: result.failure for result in results})
+            raise _no_response_error(
+                "server_info", {result.worker.url: result.failure for result in results}
+            )
         merged["tp_size"] = holding.rank_count(merged["tp_size"])
         return json_response(merged)
 
@@ -202,7 +204,7 @@ def _credentials() -> dict[str, str]:
     return {"authorization": credentials} if credentials else {}
 
 
-def _nothing(name: str, reasons: Mapping[str, str]) -> HttpError:
+def _no_response_error(name: str, reasons: Mapping[str, str]) -> HttpError:
     return HttpError(
         502, f"no worker returned its {name}", f"{name}_unavailable", details=dict(reasons)
     )

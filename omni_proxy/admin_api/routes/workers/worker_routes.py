@@ -104,7 +104,7 @@ class WorkerRoutes:
         log.info("worker_registered worker=%s url=%s", worker.display_id, url)
         self._notes.update(worker, parsed.note_fields)
         if parsed.in_background:
-            self._notes.update(worker, {"asked_at": datetime.now(UTC)})
+            self._notes.update(worker, {"requested_at": datetime.now(UTC)})
             return self._accepted(
                 worker, "worker added; its first probe is running", parsed.ignored
             )

@@ -98,7 +98,7 @@ class Coordinator:
         self._requests: dict[str, _Request] = {}
         self._ready: dict[str, dict[str, Any]] = {}
         self._down: dict[str, str] = {}
-        self._ever_ready = False
+        self._was_ready = False
         self._stats: dict[str, dict[str, float]] = {}
         self._operations = StageOperations(self._send)
         self._recorder = EventRecorder("coordinator")
@@ -205,7 +205,7 @@ class Coordinator:
             case StageReady(stage, info):
                 self._ready[stage] = info
                 self._down.pop(stage, None)
-                self._ever_ready = self._ever_ready or self._ready.keys() >= self.plan.stages.keys()
+                self._was_ready = self._was_ready or self._ready.keys() >= self.plan.stages.keys()
             case StageEnded(stage, error):
                 self._on_stage_ended(stage, error)
 
@@ -331,7 +331,7 @@ class Coordinator:
         if not self.running or self._down:
             status = "unhealthy"
         else:
-            status = "healthy" if self._ever_ready else "starting"
+            status = "healthy" if self._was_ready else "starting"
         states = Counter(entry.state.value for entry in self._requests.values())
         body: dict[str, Any] = {
             "status": status,
