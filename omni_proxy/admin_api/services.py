@@ -76,7 +76,7 @@ class ClusterView(Protocol):
     @property
     def refuses(self) -> bool: ...
     def status(self) -> dict[str, object] | None: ...
-    def elsewhere(self, worker: Worker) -> WorkerFigures | None:
+    def peer_figures(self, worker: Worker) -> WorkerFigures | None:
         """Figures of all other proxies together; None without any."""
 
 

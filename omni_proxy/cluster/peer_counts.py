@@ -181,7 +181,7 @@ class Use(NamedTuple):
 
     bound: int
     own: int
-    elsewhere: int
+    peer_in_flight: int
     reserved: int = 0
 
 
@@ -197,11 +197,11 @@ def own_limit(use: Use, sharing: Sharing, target: int) -> int:
     share = share_of(use.bound, sharing.members, sharing.rank, target)
     kept = max(use.own, share)
     # Free slots outside of all shares, and in shares of proxies that don't need them.
-    free = max(0, use.bound - kept - use.elsewhere - use.reserved)
+    free = max(0, use.bound - kept - use.peer_in_flight - use.reserved)
     granted = 0
     if sharing.taker_rank is not None:
         # This proxy gets every `takers`-th of the free slots 0, 1, …
         first = (sharing.taker_rank - target - sharing.turn) % sharing.takers
         granted = len(range(first, free, sharing.takers))
     most = share if sharing.others_wait and not granted else kept + granted
-    return min(most, max(0, use.bound - use.elsewhere))
+    return min(most, max(0, use.bound - use.peer_in_flight))

@@ -94,7 +94,7 @@ class PeerFigures:
     def waiting(self) -> int:
         return sum(known.figures.waiting for known in self._members.values())
 
-    def elsewhere(self, key: int) -> WorkerFigures:
+    def peer_figures(self, key: int) -> WorkerFigures:
         """A worker's figures, summed over the other members. `key`: its target key."""
         found = [
             figures

@@ -23,7 +23,9 @@ from omni_proxy.fleet.worker import Worker
 _log = logging.getLogger(__name__)
 
 READ_SECS: Final = 1.0  # interval of reads of the workers' versions
-LOOKS: Final = 10  # checks during a lease; it counts as ended one check interval before its end
+CHECKS_PER_LEASE: Final = (
+    10  # checks during a lease; it counts as ended one check interval before its end
+)
 
 ReadLabels = Callable[[Sequence[Worker]], Awaitable[dict[Worker, str | None]]]
 
@@ -64,7 +66,7 @@ class CutOffHold:
                 nursery.start_soon(self._read, lease_secs)
                 while True:
                     self._check(lease_secs)
-                    await trio.sleep(lease_secs / LOOKS)
+                    await trio.sleep(lease_secs / CHECKS_PER_LEASE)
         finally:
             self._release()
 
@@ -73,7 +75,7 @@ class CutOffHold:
         if left is None or left > lease_secs / 2:
             self._labels = {worker: worker.version.label for worker in self._fleet.workers}
             self._seen_at.clear()
-        if left is None or left > lease_secs / LOOKS:
+        if left is None or left > lease_secs / CHECKS_PER_LEASE:
             self._release()
             return
         now, trusts = trio.current_time(), self._trusts()
@@ -100,7 +102,7 @@ class CutOffHold:
                     else:
                         self._seen_at.pop(worker, None)
                 self._check(lease_secs)
-            await trio.sleep(min(READ_SECS, lease_secs / LOOKS))
+            await trio.sleep(min(READ_SECS, lease_secs / CHECKS_PER_LEASE))
 
     def _release(self) -> None:
         self._logged = False

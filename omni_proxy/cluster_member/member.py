@@ -178,10 +178,10 @@ class ClusterMember:
             ],
         }
 
-    def elsewhere(self, worker: Worker) -> WorkerFigures | None:
+    def peer_figures(self, worker: Worker) -> WorkerFigures | None:
         """The worker's figures through the other proxies together; None if there are none."""
         alone = self._load is None or not self._load.counts.peers
-        return None if alone else self._figures.elsewhere(worker)
+        return None if alone else self._figures.peer_figures(worker)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until cancelled; without [cluster], wait for a configuration with one."""

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 CALL_SECS: Final = 1.0
 POLL_SECS: Final = 0.1  # interval of calls to a member while weights change
-LOOK_SECS: Final = 1.0  # interval of refreshes of the member list otherwise
+REFRESH_SECS: Final = 1.0  # interval of refreshes of the member list otherwise
 FORGET_SECS: Final = 300.0  # a member that is silent for longer is removed
 MAX_KNOWN: Final = 256  # known addresses
 MAX_CALLS: Final = 16  # calls that are answered concurrently
@@ -167,7 +167,7 @@ class Members:
         while True:
             await trio.sleep(POLL_SECS)
             message, now = self._handler.outgoing(), trio.current_time()
-            if self._connection is not None and (message or now - looked_at > LOOK_SECS):
+            if self._connection is not None and (message or now - looked_at > REFRESH_SECS):
                 looked_at = now
                 with suppress(StoreError), trio.move_on_after(CALL_SECS):
                     await self.refresh(self._connection)

@@ -124,7 +124,7 @@ class ProxyLoad:
     def can_wait(self) -> bool:
         return self._config_store.config.server.queue_size > 0
 
-    def set_elsewhere(self, total: int) -> None:
+    def set_peer_in_flight(self, total: int) -> None:
         self._manager.dataplane.inflight.elsewhere = total
         self._manager.count()
 

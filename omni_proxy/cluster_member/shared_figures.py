@@ -74,10 +74,10 @@ class SharedFigures:
     def keep(self, members: Iterable[str], in_flight: int) -> None:
         """Drop other members than these. `in_flight`: their requests in flight together."""
         self._peers.keep(members)
-        self._source.history.elsewhere = (in_flight, self._peers.waiting)
+        self._source.history.peers = (in_flight, self._peers.waiting)
 
-    def elsewhere(self, worker: Worker) -> WorkerFigures:
-        return self._peers.elsewhere(target_key(worker.url))
+    def peer_figures(self, worker: Worker) -> WorkerFigures:
+        return self._peers.peer_figures(target_key(worker.url))
 
     def record_of(self, member: str) -> dict[str, object]:
         return _record(self._peers.of(member))

@@ -48,7 +48,7 @@ class LoadView(Protocol):
     def can_wait(self) -> bool:
         """Whether requests may wait for a worker."""
 
-    def set_elsewhere(self, total: int) -> None:
+    def set_peer_in_flight(self, total: int) -> None:
         """Set the number of requests in flight at the other proxies."""
 
     def follow_cluster(self, *, member: bool) -> None:
@@ -79,7 +79,7 @@ class SharedLoad:
         self._view.recount()
         own = {}
         for key, target in self._targets.items():
-            in_flight = target.in_flight - target.in_flight_elsewhere
+            in_flight = target.in_flight - target.peer_in_flight
             if in_flight:
                 own[key] = in_flight
         total, waiting = self._view.load
@@ -94,7 +94,7 @@ class SharedLoad:
         targets = {target_key(target.url): target for target in self._fleet.targets()}
         for key, target in self._targets.items():
             if targets.get(key) is not target:
-                self._fleet.set_elsewhere(target, 0)
+                self._fleet.set_peer_in_flight(target, 0)
         self._targets = targets
         for key, target in targets.items():
             self._apply(key, target)
@@ -194,10 +194,10 @@ class SharedLoad:
             return False
         limit = bound
         if self._sharing is not None:
-            elsewhere = target.in_flight_elsewhere
+            peer_in_flight = target.peer_in_flight
             reserved = self._reserved(key, bound, self._sharing.members)
-            use = Use(bound, target.in_flight - elsewhere, elsewhere, reserved)
-            limit = elsewhere + own_limit(use, self._sharing, key)
+            use = Use(bound, target.in_flight - peer_in_flight, peer_in_flight, reserved)
+            limit = peer_in_flight + own_limit(use, self._sharing, key)
         if limit != before:
             target.inflight_bound = limit
             self._view.share(target)
@@ -219,21 +219,21 @@ class SharedLoad:
         for key in keys:
             target = self._targets.get(key)
             if target is not None:
-                before = target.in_flight_elsewhere
+                before = target.peer_in_flight
                 self._apply(key, target)
-                made_room |= target.in_flight_elsewhere < before
-        self._view.set_elsewhere(sum(peer.total for peer in self.counts.peers.values()))
+                made_room |= target.peer_in_flight < before
+        self._view.set_peer_in_flight(sum(peer.total for peer in self.counts.peers.values()))
         if made_room:
             self._view.room_made()
 
     def _apply(self, key: int, target: Worker) -> None:
         """Apply the known load of other proxies, and the own share of the bound, to a target."""
-        elsewhere = self.counts.totals.get(key, 0)
-        self._fleet.set_elsewhere(target, elsewhere)
-        smooth = first_seen(self._smooth.get(key, 0.0), elsewhere)
+        peer_in_flight = self.counts.totals.get(key, 0)
+        self._fleet.set_peer_in_flight(target, peer_in_flight)
+        smooth = first_seen(self._smooth.get(key, 0.0), peer_in_flight)
         if smooth:
             self._smooth[key] = smooth
-        target.load_offset = _offset(smooth, elsewhere)  # policies get the change gradually
+        target.load_offset = _offset(smooth, peer_in_flight)  # policies get the change gradually
         self._share_bound(key, target)
         self._view.share(target)
 

@@ -78,13 +78,13 @@ class SharedWeights:
         self._number = 0
         self._published = WeightState()
         self.message = b""  # the last published message
-        self._looked_at = float("-inf")
+        self._published_at = float("-inf")
         # The value of a lease that was lost during an operation whose result is not published yet.
         self._lost_lease = ""
         fleet.await_cluster = self.hold
         operations.queue.acquire_cluster = self.acquire
         operations.queue.release_cluster = self.release
-        operations.is_updated_elsewhere = self.followed.is_held
+        operations.is_updated_by_peer = self.followed.is_held
         operations.on_resumed = self._note_resumed
         self._resumed: list[str] = []
 
@@ -217,9 +217,9 @@ class SharedWeights:
             message = encode(ResumedMessage(self._member.name, urls))
             await connection.call(("PUBLISH", self._channel, message))
         now = trio.current_time()
-        if now - self._looked_at < PUBLISH_SECS:
+        if now - self._published_at < PUBLISH_SECS:
             return
-        self._looked_at = now
+        self._published_at = now
         busy = self._keeps_lease or self._operations.queue.current is not None
         if self._lost_lease and not busy:
             await self._publish_late(connection)

@@ -106,7 +106,7 @@ def _words(flag: str, value: object) -> list[str]:
 
 
 # Not SIGHUP: it ends the caller, as with those routers, and thereby the child.
-HANDED_ON: Final = (signal.SIGTERM, signal.SIGINT)
+FORWARDED_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class RouterEnded(RuntimeError):
@@ -191,7 +191,7 @@ class _Child:
 
     def wait(self) -> int:
         """Run the child to its end; returns its exit status, negative for a signal."""
-        with self._signals_handed_on():
+        with self._forwarded_signals():
             # Keys are not in the command line, which other users can read.
             self._process = subprocess.Popen(
                 [*program_argv(), "router-process", FROM_STDIN],
@@ -208,18 +208,20 @@ class _Child:
             return self._process.wait()
 
     @contextmanager
-    def _signals_handed_on(self) -> Iterator[None]:
+    def _forwarded_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield  # Python handles signals only in the main thread
             return
-        before = {number: signal.signal(number, self._hand_on) for number in HANDED_ON}
+        before = {
+            number: signal.signal(number, self._forward_signal) for number in FORWARDED_SIGNALS
+        }
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
-    def _hand_on(self, number: int, _: FrameType | None) -> None:
+    def _forward_signal(self, number: int, _: FrameType | None) -> None:
         if self._process is None:
             self._early.append(number)
         else:

@@ -57,7 +57,7 @@ FLAG_ALIASES: Final[dict[str, tuple[str, ...]]] = {
     "--tls-key": ("--tls-key-path",),
 }
 # Policy names of other routers, and the policies that replace them here.
-_POLICY_MEANT: Final = {
+_POLICY_EQUIVALENT: Final = {
     "consistent_hash": "consistent_hashing",
     "least_load": "least_request",
     "manual": "least_request",
@@ -70,20 +70,20 @@ _POLICY_KEYS: Final = (
     "routing.disaggregation.prefill_policy",
     "routing.disaggregation.decode_policy",
 )
-_MEANT: Final = {
+_EQUIVALENT: Final = {
     ("server.log_level", "warn"): "warning",
     ("server.max_inflight", "-1"): "0",
-    **{(key, theirs): ours for key in _POLICY_KEYS for theirs, ours in _POLICY_MEANT.items()},
+    **{(key, theirs): ours for key in _POLICY_KEYS for theirs, ours in _POLICY_EQUIVALENT.items()},
 }
 # Further keys that such a policy name sets, unless the command line sets them.
 _SESSIONS: Final[dict[str, object]] = {"routing.sticky_sessions": True}
-_POLICY_MEANT_TOO: Final[dict[str, dict[str, object]]] = {
+_POLICY_IMPLIED: Final[dict[str, dict[str, object]]] = {
     "manual": _SESSIONS,
     "session_aware": _SESSIONS,
     "sticky_least_loaded": {**_SESSIONS, "routing.sticky_load": "sessions"},
 }
-_MEANT_TOO: Final = {
-    (key, theirs): keys for key in _POLICY_KEYS for theirs, keys in _POLICY_MEANT_TOO.items()
+_IMPLIED: Final = {
+    (key, theirs): keys for key in _POLICY_KEYS for theirs, keys in _POLICY_IMPLIED.items()
 }
 _FLAG_OF: Final = {key: flag for flag, key in FLAGS.items()}
 _PLACE: Final = "command line"
@@ -143,9 +143,9 @@ def apply_flags(config: Config, overrides: Mapping[str, object]) -> Config:
     """
     tables = msgspec.to_builtins(config)
     words = [(key, typed) for key, typed in overrides.items() if isinstance(typed, str)]
-    also = {key: value for word in words for key, value in _MEANT_TOO.get(word, {}).items()}
+    also = {key: value for word in words for key, value in _IMPLIED.get(word, {}).items()}
     for key, typed in (also | dict(overrides)).items():
-        value = _MEANT.get((key, typed), typed) if isinstance(typed, str) else typed
+        value = _EQUIVALENT.get((key, typed), typed) if isinstance(typed, str) else typed
         *sections, name = key.split(".")
         table = tables
         for section in sections:

@@ -150,7 +150,7 @@ class KeyRefused(Exception):
     """The key can't be added; the message has the reason."""
 
 
-class KeyKnown(Exception):
+class KeyExists(Exception):
     """Another caller already has the name or the key."""
 
 
@@ -179,12 +179,12 @@ def with_saved_keys(config: Config, state: SavedState) -> Config:
 
 
 def with_key(key: SavedKey, state: SavedState, config: Config) -> SavedState:
-    """Raises KeyKnown, and KeyRefused if MAX_KEYS is reached."""
+    """Raises KeyExists, and KeyRefused if MAX_KEYS is reached."""
     for entry in (*config.keys, *state.keys):
         if entry.name == key.name:
-            raise KeyKnown(f"caller {key.name} already exists")
+            raise KeyExists(f"caller {key.name} already exists")
         if entry.key_sha256 == key.key_sha256:
-            raise KeyKnown(f"caller {entry.name} already has this key")
+            raise KeyExists(f"caller {entry.name} already has this key")
     if len(config.keys) >= MAX_KEYS:
         raise KeyRefused(f"the limit of {MAX_KEYS} keys is reached")
     return structs.replace(state, keys=(*state.keys, key))

@@ -125,7 +125,7 @@ class DataPlane:
             random_below=self.random_below,
         )
         self.tokenize_calls = TokenizeCalls(self.services, self.kv_blocks.texts)
-        self.listens_elsewhere = False  # another process opens the sockets of the listeners
+        self.listeners_are_external = False  # another process opens the sockets of the listeners
         self._shared_sessions: Sessions | None = None
         self.listeners = Listeners(self.services)
         fleet.loads.now = sources.clock
@@ -246,7 +246,7 @@ class DataPlane:
         """Open and read everything that `new` needs; call the result to apply it. Raises OSError or
         ConfigError, changing nothing."""
         # A reload must not open listeners that a drain has closed.
-        opens = not (self.draining or self.listens_elsewhere)
+        opens = not (self.draining or self.listeners_are_external)
         prepared = self.listeners.prepare(new, opens=opens)
 
         def commit() -> None:

@@ -44,7 +44,7 @@ class ApiError(Exception):
         self.status = status
 
 
-class ApiSilence(ApiError):
+class ApiTimeout(ApiError):
     """Nothing was received within the timeout."""
 
 
@@ -100,12 +100,12 @@ class ApiResponse:
         self.status = self._parser.get_status_code()
 
     async def read(self, silence_secs: float) -> bytes:
-        """The next piece of the body, b"" at its end. Raises ApiError, ApiSilence."""
+        """The next piece of the body, b"" at its end. Raises ApiError, ApiTimeout."""
         with trio.move_on_after(silence_secs) as scope:
             while not self._callbacks.body and not self._callbacks.complete:
                 await self._read()
         if scope.cancelled_caught:
-            raise ApiSilence(f"nothing was received for {silence_secs:g} s")
+            raise ApiTimeout(f"nothing was received for {silence_secs:g} s")
         piece = bytes(self._callbacks.body)
         self._callbacks.body.clear()
         return piece

@@ -28,7 +28,7 @@ from omni_proxy.discovery_watch.api_connection import (
     ApiEndpoint,
     ApiError,
     ApiResponse,
-    ApiSilence,
+    ApiTimeout,
     ClusterAccess,
     get,
 )
@@ -209,7 +209,7 @@ class PodWatcher:
                     if time.perf_counter() - begun > SLICE_SECS:
                         await trio.lowlevel.checkpoint()
                         begun = time.perf_counter()
-        except ApiSilence:
+        except ApiTimeout:
             _log.debug("discovery_watch_silent source=%s", self.status.name)
         except ValueError as error:
             self._version = ""

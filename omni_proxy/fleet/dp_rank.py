@@ -32,7 +32,7 @@ class DpRank(Worker):
         self.id = f"{worker.id}@{index}"
         self.display_id = f"{worker.display_id}@{index}"
         self.header_line = f"{HEADER}: {index}\r\n".encode()
-        self.in_flight = self.in_flight_elsewhere = 0
+        self.in_flight = self.peer_in_flight = 0
         self.load_offset = 0  # CPython adds ints faster
         self.peak_in_flight = 0
         self.counts = zero_counters()

@@ -159,10 +159,10 @@ class Fleet:
         self._replaced(replaced)
         return change
 
-    def set_elsewhere(self, target: Worker, count: int) -> None:
+    def set_peer_in_flight(self, target: Worker, count: int) -> None:
         """Set how many requests of other proxies are in flight at a worker or rank."""
-        target.in_flight += count - target.in_flight_elsewhere
-        target.in_flight_elsewhere = count
+        target.in_flight += count - target.peer_in_flight
+        target.peer_in_flight = count
 
     def is_over_limit(self, worker: Worker) -> bool:
         """Whether another process took the last slot of a worker that was just acquired.

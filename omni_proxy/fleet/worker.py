@@ -99,9 +99,9 @@ class Worker(_RequestFields):
     """A server behind a base URL.
 
     `in_flight`: exchanges in flight until their last byte, including those of other proxies of the
-    cluster (`in_flight_elsewhere`). `inflight_bound`: at this number it gets no more requests; it
+    cluster (`peer_in_flight`). `inflight_bound`: at this number it gets no more requests; it
     is `max_inflight`, or in a cluster this proxy's share of it. `load_offset`: added by policies
-    that compare loads, to smooth the number in flight elsewhere (`load_of`). `is_plain`: it has no
+    that compare loads, to smooth the number in flight at peers (`load_of`). `is_plain`: it has no
     bound and is no data-parallel rank, so a request is counted only here.
     """
 
@@ -122,7 +122,6 @@ class Worker(_RequestFields):
         "health_body",
         "hop_line",
         "id",
-        "in_flight_elsewhere",
         "instance",
         "kv_connector",
         "kv_events",
@@ -134,6 +133,7 @@ class Worker(_RequestFields):
         "max_inflight",
         "model",
         "origin",
+        "peer_in_flight",
         "ranks",
         "registered_at",
         "reported_adapters",
@@ -157,7 +157,7 @@ class Worker(_RequestFields):
         self.health = HealthMachine(now)
         self.registered_at = now
         self.disabled_changed_at = now  # the last change of `disabled`
-        self.in_flight = self.in_flight_elsewhere = 0
+        self.in_flight = self.peer_in_flight = 0
         self.load_offset = 0  # CPython adds ints faster
         self.peak_in_flight = 0
         self.cordon_reasons: set[str] = set()
@@ -322,7 +322,9 @@ def shown_adapters(worker: Worker) -> list[str]:
 
 RankIds: TypeAlias = tuple[tuple[int, int], ...]  # serial and cell of each data-parallel rank
 
-HALF_OPEN_ELSEWHERE: Final = -1  # a `half_open_id`: only another process may have or begin one
+HALF_OPEN_IN_OTHER_PROCESS: Final = (
+    -1
+)  # a `half_open_id`: only another process may have or begin one
 
 
 class WorkerState(Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ from omni_proxy.fleet.dp_rank import DpRank
 from omni_proxy.fleet.health_state import Health
 from omni_proxy.fleet.registry import Fleet
 from omni_proxy.fleet.worker import (
-    HALF_OPEN_ELSEWHERE,
+    HALF_OPEN_IN_OTHER_PROCESS,
     RankIds,
     Worker,
     WorkerLoad,
@@ -204,7 +204,7 @@ class ReplicatedFleet(Fleet):
             blocked = row.half_open_taken or row.half_open_count < self._expected_trials.get(
                 worker, 0
             )
-            worker.health.half_open_id = HALF_OPEN_ELSEWHERE if owed and blocked else 0
+            worker.health.half_open_id = HALF_OPEN_IN_OTHER_PROCESS if owed and blocked else 0
             if not owed:
                 self._expected_trials.pop(worker, None)
         return moved or half_open_id != worker.health.half_open_id
@@ -271,5 +271,7 @@ class ReplicatedFleet(Fleet):
         del self._half_open[worker]
         if isinstance(worker, SharedWorker):
             self._send_event(HalfOpenEndedEvent(worker.serial, half_open_id))
-        worker.health.half_open_id = HALF_OPEN_ELSEWHERE if worker.health.breaker_tripped else 0
+        worker.health.half_open_id = (
+            HALF_OPEN_IN_OTHER_PROCESS if worker.health.breaker_tripped else 0
+        )
         self._changed(worker)

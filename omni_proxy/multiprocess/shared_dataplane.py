@@ -75,7 +75,7 @@ class SharedDataPlane(DataPlane):
             admin_socket=start.admin_socket, sources=Sources(random_below), proxy_id=start.proxy_id,
         )  # fmt: skip
         self.pools.admin_api = self.main_process = MainProcessPool(self.loop, start)
-        self.listens_elsewhere = True
+        self.listeners_are_external = True
 
     def _new_inflight(self) -> InFlight:
         return SharedInFlight(self.settings, self._replicated_fleet, self._row)

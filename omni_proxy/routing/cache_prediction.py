@@ -106,7 +106,7 @@ class CacheReports:
         self.agreed, self.period, self.skips = 0, 1, 0
         self.resumed_at = number
 
-    def as_facts(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         """JSON-serializable."""
         return {
             "answers": self.answers,

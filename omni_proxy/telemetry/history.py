@@ -234,14 +234,14 @@ class History:
     """The tracks of the fleet and its workers. Call `sample_worker` every few seconds for each
     worker, and `end_second` once a second.
 
-    `cluster`: the fleet's track over all proxies of a cluster, None without one. `elsewhere`:
+    `cluster`: the fleet's track over all proxies of a cluster, None without one. `peers`:
     requests in flight and waiting at the other proxies.
     """
 
     def __init__(self) -> None:
         self.fleet = Track()
         self.cluster: Track | None = None
-        self.elsewhere = (0, 0)
+        self.peers = (0, 0)
         self._unsent = Bin()  # counted here since `take_unsent`
         self.workers: dict[Worker, Track] = {}
 
@@ -258,8 +258,8 @@ class History:
         self.fleet.add(at, second)
         if self.cluster is not None:
             self._unsent.add(second)
-            second.in_flight += self.elsewhere[0]
-            second.waiting = float(waiting + self.elsewhere[1])
+            second.in_flight += self.peers[0]
+            second.waiting = float(waiting + self.peers[1])
             self.cluster.add(at, second)
 
     def sample_worker(
@@ -288,7 +288,7 @@ class History:
         if member and self.cluster is None:
             self.cluster, self._unsent = deepcopy(self.fleet), Bin()
         elif not member:
-            self.cluster, self.elsewhere = None, (0, 0)
+            self.cluster, self.peers = None, (0, 0)
 
     def add_of_peer(self, at: float, counts: Bin) -> None:
         """Add what another proxy has counted."""

@@ -206,7 +206,7 @@ PHASES: Final[tuple[tuple[str, str, Callable[[RoutePhases], Histogram]], ...]] =
 )
 STATES: Final[tuple[tuple[str, str, Callable[[Worker], float]], ...]] = (
     ("worker_routable", "1 while it is in rotation", lambda w: w.routable),
-    ("worker_in_flight", "Requests in flight", lambda w: w.in_flight - w.in_flight_elsewhere),
+    ("worker_in_flight", "Requests in flight", lambda w: w.in_flight - w.peer_in_flight),
     ("worker_weight_epoch", "The weight epoch, 0 if unknown", lambda w: w.weight_epoch),
 )
 # Exported only while they are 1, because for nearly all workers they would be 0. Never do so with
@@ -326,7 +326,7 @@ def _ranks(workers: Sequence[Worker]) -> Iterator[Metric]:
     if not ranks:
         return
     rows: Iterable[tuple[Labels, float]] = (
-        (key, rank.in_flight - rank.in_flight_elsewhere) for key, rank in ranks
+        (key, rank.in_flight - rank.peer_in_flight) for key, rank in ranks
     )
     text = "Requests in flight at a data-parallel rank"
     yield from gauges("worker_rank_in_flight", text, ("worker", "rank"), rows)

@@ -18,8 +18,8 @@ from omni_proxy.telemetry.recent_window import RecentWindow
 
 PARTS: Final = 5  # each tick checks one part, so each worker is checked every five seconds
 MIN_SECS: Final = 15.0
-USUAL_TIMES: Final = 3.0  # factor over the worker's usual time to the first chunk
-MOST: Final = 0.95  # quantile that counts as usual: earlier stalls must not raise it
+SLOW_FACTOR: Final = 3.0  # factor over the worker's typical time to the first chunk
+TYPICAL_QUANTILE: Final = 0.95  # quantile that counts as typical: earlier stalls must not raise it
 UNKNOWN_SECS: Final = 60.0  # for a worker that has sent no response so far
 SESSIONS: Final = "tts_websocket"
 
@@ -60,13 +60,13 @@ class EngineStallDetector:
         secs = at - since
         if secs < MIN_SECS or progress != self._count_progress(worker):
             return None
-        return round(secs, 1) if secs >= self._usual(worker) else None
+        return round(secs, 1) if secs >= self._slow_after_secs(worker) else None
 
-    def _usual(self, worker: Worker) -> float:
+    def _slow_after_secs(self, worker: Worker) -> float:
         self._recent.gather(worker)
         slot = self._recent.sums.get(worker)
-        usual = quantile(slot.firsts, MOST) if slot is not None else None
-        return UNKNOWN_SECS if usual is None else USUAL_TIMES * usual
+        typical = quantile(slot.firsts, TYPICAL_QUANTILE) if slot is not None else None
+        return UNKNOWN_SECS if typical is None else SLOW_FACTOR * typical
 
     def _count_progress(self, worker: Worker) -> int:
         ended = sum(worker.succeeded.values()) + sum(worker.failed.values())
@@ -74,7 +74,7 @@ class EngineStallDetector:
 
 
 def _busy(worker: Worker) -> bool:
-    in_flight = worker.in_flight - worker.in_flight_elsewhere
+    in_flight = worker.in_flight - worker.peer_in_flight
     if not in_flight:
         return False
     routed, succeeded, failed = (

@@ -25,7 +25,7 @@ _NAMES: Final = "|".join("".join(map(_either_way, name)) for name in SECRETS)
 _IN_TARGET: Final = re.compile(rf"([?&;](?:{_NAMES})=)[^&]+", re.IGNORECASE)
 _IN_TEXT: Final = re.compile(rf'([?&;](?:{_NAMES})=)[^&\s"]+', re.IGNORECASE)
 _NOT_ASCII: Final = re.compile(r"[^\x00-\x7e]")
-_ODD: Final = re.compile(r"[^\n\t\x20-\x7e]")
+_UNPRINTABLE: Final = re.compile(r"[^\n\t\x20-\x7e]")
 
 
 def mask_secrets(target: str) -> str:
@@ -47,7 +47,7 @@ def ascii_json(record: bytes) -> bytes:
 
 def escape_unprintable(text: str) -> str:
     """Escape unprintable characters, except for line ends and tabs, as in a Python string."""
-    return text if text.isascii() and text.isprintable() else _ODD.sub(escape_match, text)
+    return text if text.isascii() and text.isprintable() else _UNPRINTABLE.sub(escape_match, text)
 
 
 def escape_match(found: re.Match[str]) -> str:

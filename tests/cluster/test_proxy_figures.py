@@ -24,18 +24,18 @@ def test_a_worker_has_the_sum_over_the_other_proxies():
     peers = PeerFigures()
     peers.take("a", figures(workers={PARTS: WorkerFigures(1.0, 1, 10.0)}, waiting=2))
     peers.take("b", figures(workers={PARTS: WorkerFigures(0.5, 0, 5.0)}, waiting=1))
-    assert (peers.elsewhere(PARTS), peers.waiting) == (WorkerFigures(1.5, 1, 15.0), 3)
-    assert peers.elsewhere(1) == WorkerFigures()
+    assert (peers.peer_figures(PARTS), peers.waiting) == (WorkerFigures(1.5, 1, 15.0), 3)
+    assert peers.peer_figures(1) == WorkerFigures()
 
 
 def test_a_message_with_a_part_of_the_workers_replaces_that_part_only():
     peers = PeerFigures()
     peers.take("a", figures(0, {PARTS: WorkerFigures(1.0)}))
     peers.take("a", figures(1, {1: WorkerFigures(2.0)}))
-    assert peers.elsewhere(PARTS) == WorkerFigures(1.0)
+    assert peers.peer_figures(PARTS) == WorkerFigures(1.0)
     peers.take("a", figures(0))
-    assert peers.elsewhere(PARTS) == WorkerFigures()
-    assert peers.elsewhere(1) == WorkerFigures(2.0)
+    assert peers.peer_figures(PARTS) == WorkerFigures()
+    assert peers.peer_figures(1) == WorkerFigures(2.0)
 
 
 def test_too_many_workers_are_ignored_and_members_that_left_are_dropped():
@@ -43,7 +43,7 @@ def test_too_many_workers_are_ignored_and_members_that_left_are_dropped():
     many = {at * PARTS: WorkerFigures(1.0) for at in range(MAX_WORKERS + 1)}
     peers.take("a", figures(0, many))
     peers.take("a", figures(PARTS, {PARTS: WorkerFigures(1.0)}))
-    assert peers.elsewhere(PARTS) == WorkerFigures()
+    assert peers.peer_figures(PARTS) == WorkerFigures()
     peers.take("b", figures(0, {PARTS: WorkerFigures(1.0)}))
     peers.keep(["a"])
-    assert (peers.of("b"), peers.elsewhere(PARTS)) == (None, WorkerFigures())
+    assert (peers.of("b"), peers.peer_figures(PARTS)) == (None, WorkerFigures())

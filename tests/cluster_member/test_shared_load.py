@@ -32,7 +32,7 @@ class View:
     def recount(self):
         pass
 
-    def set_elsewhere(self, total):
+    def set_peer_in_flight(self, total):
         pass
 
     def follow_cluster(self, *, member):

@@ -9,7 +9,7 @@ from omni_proxy.config.parse import ConfigError, parse
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import (
     DisabledBy,
-    KeyKnown,
+    KeyExists,
     KeyRefused,
     SavedState,
     StateWorker,
@@ -118,7 +118,7 @@ def test_saved_callers_can_be_read():
 def test_an_entry_of_the_file_replaces_an_added_one_permanently(fields):
     entry = CallerKey(**{"name": "other", "key_sha256": "44" * 32} | fields)
     state = SavedState(keys=(ADDED,))
-    with pytest.raises(KeyKnown):
+    with pytest.raises(KeyExists):
         with_key(ADDED, SavedState(), Config(keys=(entry,)))
     merged = with_saved_keys(Config(keys=(entry,)), state)
     assert merged.keys == (entry,)

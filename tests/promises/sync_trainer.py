@@ -173,9 +173,9 @@ class TrainerCommands:
 
     def open(self, world, group="steps", timeout=30.0):
         """Replies twice: with the port of the store, then with `joined` or `fault`."""
-        from tools.training.group import Group, Meeting, SyncFailed
+        from tools.training.group import Group, GroupRendezvous, SyncFailed
 
-        self.groups[group] = joined_group = Group(Meeting(group, world, "gloo", timeout))
+        self.groups[group] = joined_group = Group(GroupRendezvous(group, world, "gloo", timeout))
         self._say(port=joined_group.port)
         try:
             joined_group.join(PresetInit())

@@ -83,7 +83,7 @@ async def test_a_page_of_another_origin_changes_nothing(page, tmp_path, target):
         before = await running.get_json("/status")
         await page.visit(worker.url.replace("127.0.0.1", STRANGER))
         base = url_with_host(target, running.client.base_url, "/")
-        outcome = await page.tell(
+        outcome = await page.evaluate(
             f"(() => {{ const BASE = {json.dumps(base)}, WORKER = {json.dumps(worker.url)};"
             f" return {ATTACKS}; }})()"
         )
@@ -104,7 +104,7 @@ async def test_a_rebound_host_name_is_refused_and_the_page_names_the_setting(pag
         text = await page.text("#locked")
         assert f"add '{REBOUND}' to [admin] allowed_hosts" in text
         assert "its key" not in text
-        assert await page.tell("fetch('/config').then((answer) => answer.status)") == 403
+        assert await page.evaluate("fetch('/config').then((answer) => answer.status)") == 403
 
 
 async def test_the_dashboard_works_under_an_allowed_host_name(page, tmp_path):
@@ -115,7 +115,7 @@ async def test_the_dashboard_works_under_an_allowed_host_name(page, tmp_path):
         disable_worker = f"""fetch("/workers/" + encodeURIComponent({json.dumps(worker.url)}), {{
             method: "PUT", headers: {{ "Content-Type": "application/json" }},
             body: '{{"disabled": true}}' }}).then((answer) => answer.status)"""
-        assert await page.tell(disable_worker) == 200
+        assert await page.evaluate(disable_worker) == 200
         assert record(await running.get_json("/workers"), worker)["disabled"]
 
 
@@ -123,7 +123,7 @@ async def test_a_page_of_another_origin_may_call_a_model(page, tmp_path):
     async with running_server(tmp_path) as (running, worker):
         await page.visit(worker.url.replace("127.0.0.1", STRANGER))
         url = str(running.client.base_url.join("/v1/chat/completions"))
-        response = await page.tell(f"""fetch({json.dumps(url)}, {{ method: "POST",
+        response = await page.evaluate(f"""fetch({json.dumps(url)}, {{ method: "POST",
             headers: {{ "content-type": "application/json", "authorization": "Bearer k" }},
             body: '{{"messages": []}}' }}).then(async (answer) => [
                 answer.status, await answer.text(), answer.headers.get("x-sglang-omni-worker")])""")

@@ -26,14 +26,16 @@ async def test_figures_are_sums_over_the_proxies_and_each_has_a_row(page, tmp_pa
             await shows(page, "#proxy-rows", "p0", "this page", "p1", " ago")
             await page.until(f"({TILES})['In flight'] === '3'")
             link = "document.querySelector('#proxy-rows a')"
-            assert await page.tell(f"{link}.href") == url_of(second)
+            assert await page.evaluate(f"{link}.href") == url_of(second)
             await page.until(f"{link}.closest('tr').innerText.includes('0.')")
             # Requests of the other proxy count in the worker's row and in the fleet's charts.
             rate = f"document.querySelector({row(fleet[0])!r} + ' td:nth-of-type(3)').innerText"
             await page.until(f"Number({rate}) > 0")
             await page.until("past?.series.requests_per_sec.some((value) => value > 0)")
-            await page.tell("choose(900, THIS_PROXY)")
+            await page.evaluate("choose(900, THIS_PROXY)")
             await page.until("past?.series.in_flight.some((value) => value > 0)")
-            assert not await page.tell("past.series.requests_per_sec.some((value) => value > 0)")
+            assert not await page.evaluate(
+                "past.series.requests_per_sec.some((value) => value > 0)"
+            )
             await page.click("#proxy-rows a")
             await shows(page, "#node", "this is p1")

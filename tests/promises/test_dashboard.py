@@ -101,13 +101,13 @@ async def test_a_disabled_worker_shows_how_long_it_has_been_disabled(page, tmp_p
         await shows(page, row(fleet[0]), "takes requests")
         await push(page, fleet[0], DRAIN)
         await shows(page, row(fleet[0]), "drained", "for ")
-        assert await page.tell(disabled_after_healthy)
+        assert await page.evaluate(disabled_after_healthy)
         await push(page, fleet[0], SWITCH)
         await shows(page, row(fleet[0]), "takes requests")
-        assert not await page.tell(disabled_after_healthy)
+        assert not await page.evaluate(disabled_after_healthy)
         await push(page, fleet[0], SWITCH)
         await shows(page, row(fleet[0]), "disabled", "for ")
-        assert await page.tell(disabled_after_healthy)
+        assert await page.evaluate(disabled_after_healthy)
 
 
 async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_path):
@@ -118,8 +118,8 @@ async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_
         dashboard(page, tmp_path, fleet, more=settings) as running,
     ):
         await shows(page, "#elsewhere", "The dashboard is on the admin listener", admin_address)
-        assert await page.tell("document.querySelector('#locked').hidden")
-        link = await page.tell("document.querySelector('#elsewhere-how a').href")
+        assert await page.evaluate("document.querySelector('#locked').hidden")
+        link = await page.evaluate("document.querySelector('#elsewhere-how a').href")
         assert link == f"http://{admin_address}/dashboard"
         await page.visit(link)
         await shows(page, "#locked", "Enter the admin API key")
@@ -129,7 +129,7 @@ async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_
         # The page may call only its own address, and the admin listener has no model routes.
         models = str(running.client.base_url).rstrip("/")
         await shows(page, "#playground", f"Model routes are at {models}", "curl", "Copy")
-        assert await page.tell("document.querySelector('#chat').hidden")
+        assert await page.evaluate("document.querySelector('#chat').hidden")
         await page.until("past !== null")
         await page.resize(375, 812)
         fits = "(svg) => svg.getAttribute('viewBox').split(' ')[2] == svg.clientWidth"
@@ -140,7 +140,7 @@ async def test_on_the_model_port_the_page_links_to_the_admin_listener(page, tmp_
 async def test_a_silent_worker_is_highlighted(page, tmp_path):
     async with workers("a", "b") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, "#alerts", "No problems")
-        alerts, badge, kind = await page.tell("""(() => {
+        alerts, badge, kind = await page.evaluate("""(() => {
             Object.assign(last.fleet[0], {silent_secs: 33, in_flight: 6});
             paint();
             const row = document.querySelector("#rows tr");
@@ -157,15 +157,17 @@ async def test_workers_can_be_disabled_and_enabled_with_the_keyboard(page, tmp_p
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet) as running:
         (one,) = fleet
         await shows(page, row(one), "takes requests")
-        await page.tell(f"document.querySelector({json.dumps(row(one) + ' .acts button')}).focus()")
+        await page.evaluate(
+            f"document.querySelector({json.dumps(row(one) + ' .acts button')}).focus()"
+        )
         await page.press("Enter")
         await shows(page, "#confirm", "the only worker that takes requests")
-        assert await page.tell("document.activeElement.id") == "confirm-no"
+        assert await page.evaluate("document.activeElement.id") == "confirm-no"
         await page.press("Tab")
         await page.press("Enter")
         await shows(page, "#state", "no worker takes requests")
         assert record(await running.get_json("/workers"), one)["disabled"]
-        assert await page.tell("document.activeElement.textContent") == "Enable"
+        assert await page.evaluate("document.activeElement.textContent") == "Enable"
         await page.press("Enter")
         await shows(page, row(one), "takes requests")
 
@@ -176,13 +178,13 @@ async def test_without_the_key_the_page_shows_nothing(page, tmp_path):
         (one,) = fleet
         page_source = "document.documentElement.outerHTML"
         await shows(page, "#locked", "Enter the admin API key")
-        assert address(one) not in await page.tell(page_source)
+        assert address(one) not in await page.evaluate(page_source)
 
         await page.click("#key")
         await page.type("wrong")
         await page.press("Enter")
         await shows(page, "#locked-why", "Wrong key")
-        assert address(one) not in await page.tell(page_source)
+        assert address(one) not in await page.evaluate(page_source)
 
         await page.click("#key")
         await page.type(KEY)
@@ -191,16 +193,16 @@ async def test_without_the_key_the_page_shows_nothing(page, tmp_path):
         await push(page, one, SWITCH)
         await page.click("#confirm-yes")
         await shows(page, row(one), "disabled")
-        assert KEY not in await page.tell(page_source)
-        assert await page.tell("[localStorage.length, document.cookie]") == [0, ""]
+        assert KEY not in await page.evaluate(page_source)
+        assert await page.evaluate("[localStorage.length, document.cookie]") == [0, ""]
 
         await page.visit(url_of(running))
         await shows(page, row(one), "disabled")
         await page.click("#forget")
         await shows(page, "#locked", "Enter the admin API key")
-        source = await page.tell(page_source)
+        source = await page.evaluate(page_source)
         assert (address(one) in source, KEY in source) == (False, False)
-        assert await page.tell("sessionStorage.length") == 0
+        assert await page.evaluate("sessionStorage.length") == 0
 
 
 async def test_the_reason_for_a_dead_worker_is_shown_and_it_can_be_revived(page, tmp_path):
@@ -221,7 +223,7 @@ async def test_the_reason_for_a_dead_worker_is_shown_and_it_can_be_revived(page,
             life.cancel()
             await shows(page, row(two), "unhealthy", "Connection refused")
             await shows(page, "#alerts", f"{address(two)} is out: unhealthy: Connection refused")
-            assert "bad" in await page.tell(f"document.querySelector('{row(two)}').className")
+            assert "bad" in await page.evaluate(f"document.querySelector('{row(two)}').className")
             await push(page, two, REVIVE)
             await shows(page, "#notice", address(two), "starts anew")
             assert record(await running.get_json("/workers"), two)["health_state"] != "healthy"
@@ -281,7 +283,7 @@ async def shifted_elements(page, running):
 
     A chart's legend is left out: its entries move when a number gets longer.
     """
-    await page.tell("""
+    await page.evaluate("""
         window.moved = [];
         new PerformanceObserver((list) => moved.push(...list.getEntries().flatMap(
           (entry) => entry.sources.map(({node}) => node?.closest ? node : node?.parentElement)
@@ -289,13 +291,13 @@ async def shifted_elements(page, running):
             .map((it) => `${it.closest("section")?.id} ${it.outerHTML.slice(0, 200)}`))))
           .observe({type: "layout-shift"}) ?? null
     """)
-    seen = await page.tell("last.at")
+    seen = await page.evaluate("last.at")
     for _ in range(2):
         await running.ask(model="some-model")
         await page.until(f"last.at > {json.dumps(seen)}")
-        seen = await page.tell("last.at")
-    shifted = await page.tell("moved.splice(0)")
-    await page.tell("document.querySelector('main').style.paddingTop = '90px'")
+        seen = await page.evaluate("last.at")
+    shifted = await page.evaluate("moved.splice(0)")
+    await page.evaluate("document.querySelector('main').style.paddingTop = '90px'")
     await page.until("moved.length")  # the observer does report shifts
     return shifted
 
@@ -310,9 +312,9 @@ async def test_the_explain_box_shows_the_pick_or_why_there_is_none(page, tmp_pat
         await running.client.put(f"/workers/{ids(fleet)[1]}", json={"disabled": True})
         await page.click("#ask button")
         await shows(page, "#answer", "Nobody can take it", "all_disabled")
-        await page.tell("document.querySelector('#body').select()")
+        await page.evaluate("document.querySelector('#body').select()")
         await page.click("#body")
-        await page.tell("document.querySelector('#body').select()")
+        await page.evaluate("document.querySelector('#body').select()")
         await page.type("{not json")
         await page.click("#ask button")
         await shows(page, "#answer", "JSON")
@@ -325,11 +327,11 @@ async def test_the_page_fits_a_phone_and_escapes_names_in_light_and_dark_mode(pa
         added = {"url": fleet[1].url, "model": model}
         assert (await running.client.post("/workers", json=added)).status_code == 200
         await shows(page, row(fleet[1]), "<img src=x", "takes requests")
-        assert await page.tell("document.querySelectorAll('img').length") == 0
+        assert await page.evaluate("document.querySelectorAll('img').length") == 0
         for width, dark in ((375, False), (320, True)):
             await page.resize(width, 812, dark=dark)
             await page.until(f"innerWidth === {width}")
-            assert await page.tell("document.documentElement.scrollWidth") <= width
+            assert await page.evaluate("document.documentElement.scrollWidth") <= width
             assert (await lightness(page) < 40) is dark
         await push(page, fleet[0], SWITCH)
         await shows(page, row(fleet[0]), "disabled")
@@ -337,7 +339,7 @@ async def test_the_page_fits_a_phone_and_escapes_names_in_light_and_dark_mode(pa
 
 async def lightness(page):
     """The lightness of the background, 0 to 255."""
-    colour = await page.tell("getComputedStyle(document.body).backgroundColor")
+    colour = await page.evaluate("getComputedStyle(document.body).backgroundColor")
     return sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) / 3
 
 
@@ -360,11 +362,11 @@ async def test_a_page_in_the_back_forward_cache_has_no_feed(page, tmp_path):
     """Browsers open six connections to a host: pages that they only cache must not use them."""
     async with workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        await page.tell("window.left = {feed: aborting.signal, at: last.at}, true")
+        await page.evaluate("window.left = {feed: aborting.signal, at: last.at}, true")
         await page.visit("about:blank")
-        await page.tell("history.back()")
+        await page.evaluate("history.back()")
         await page.until("window.left && last.at > left.at")  # the same page, restored
-        assert await page.tell("left.feed.aborted")
+        assert await page.evaluate("left.feed.aborted")
 
 
 async def test_a_read_only_key_sees_the_fleet_and_is_refused_changes(page, tmp_path):
@@ -379,7 +381,7 @@ async def test_a_read_only_key_sees_the_fleet_and_is_refused_changes(page, tmp_p
         await push(page, fleet[0], SWITCH)
         await shows(page, "body", "'viewer' has the role read")
         await shows(page, row(fleet[0]), "takes requests")
-        assert await page.tell("document.querySelector('#locked').hidden")
+        assert await page.evaluate("document.querySelector('#locked').hidden")
 
 
 async def test_callers_are_shown_where_keys_are_configured(page, tmp_path):

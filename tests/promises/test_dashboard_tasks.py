@@ -53,8 +53,8 @@ async def test_the_documented_tasks_take_the_promised_number_of_clicks(page, tmp
             )
             await page.until(AXIS_HAS_SECONDS)
             await shows(page, "#tiles", "Tokens/s out", "Between tokens", "Policy")
-            assert await page.tell(TILE_ROWS) == 1
-            assert await page.tell(CUT_LABELS) == 0
+            assert await page.evaluate(TILE_ROWS) == 1
+            assert await page.evaluate(CUT_LABELS) == 0
             assert clicks == 0
 
             await press("#add")

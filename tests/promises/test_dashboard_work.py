@@ -69,7 +69,7 @@ async def push_words(page, words):
 
 async def fill(page, selector, text):
     await page.click(selector)
-    await page.tell(f"document.querySelector({json.dumps(selector)}).select()")
+    await page.evaluate(f"document.querySelector({json.dumps(selector)}).select()")
     await page.type(text)
 
 
@@ -81,7 +81,7 @@ async def test_traffic_is_charted_and_a_request_shows_its_attempts(page, tmp_pat
             await running.ask(model="some-model", stream=True)
         await shows(page, "#end-rows", "2 attempts")
         retried = "[...document.querySelectorAll('#end-rows tr')].find((it) => /2 att/.test(it.innerText))"
-        await page.tell(f"{retried}.querySelector('button').click()")
+        await page.evaluate(f"{retried}.querySelector('button').click()")
         texts = (address(one), address(two), "Why this worker?", "round_robin", "had failed")
         await shows(page, ".life", *texts, "worker, until its head", "omni-proxy trace")
         parts = ("Its candidates, when its first worker was picked", "could take it", "took it")
@@ -93,21 +93,21 @@ async def test_traffic_is_charted_and_a_request_shows_its_attempts(page, tmp_pat
 
         seen = "past?.series.requests_per_sec.some((value) => value > 0)"
         await page.until("points.some((point) => point.requests > 0)")
-        await page.tell("choose(3600, '')")  # fetches the history at once
+        await page.evaluate("choose(3600, '')")  # fetches the history at once
         await page.until(seen)
         label = "document.querySelector('#charts svg').getAttribute('aria-label')"
-        assert "Requests per second of the fleet over the last 1 h; now all" in await page.tell(
+        assert "Requests per second of the fleet over the last 1 h; now all" in await page.evaluate(
             label
         )
-        await page.tell("document.activeElement.blur()")
+        await page.evaluate("document.activeElement.blur()")
         await page.press("1")
         await page.until("past?.secs === 900")
-        await page.tell(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
+        await page.evaluate(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
         await shows(page, "#rows", two.url, "Requests since it was added")
         await push_words(page, "Charts of it")
         await page.until(f"past?.worker === {json.dumps(two.url)} && Boolean(fleetPast)")
-        assert f"of {address(two)} over the last 15 min" in await page.tell(label)
-        await page.tell("past.series.requests_per_sec.fill(0).fill(0.4, 0, 2); paintCharts()")
+        assert f"of {address(two)} over the last 15 min" in await page.evaluate(label)
+        await page.evaluate("past.series.requests_per_sec.fill(0).fill(0.4, 0, 2); paintCharts()")
         assert await page.text("#traffic-says") == "4 requests, 0 errors in 15 min"
         assert "tokens are not counted" in await page.text("#charts")
         await page.click("#traffic summary")
@@ -123,7 +123,9 @@ async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path
                 return record(await running.get_json("/workers"), worker)
 
             await shows(page, row(two), "takes requests")
-            await page.tell(f"document.querySelector({json.dumps(row(two) + ' .name')}).click()")
+            await page.evaluate(
+                f"document.querySelector({json.dumps(row(two) + ' .name')}).click()"
+            )
             await page.until("document.querySelector('.detail') !== null")
             await fill(page, ".detail label:nth-of-type(1) input", "3")
             await fill(page, ".detail label:nth-of-type(2) input", "7")
@@ -143,7 +145,7 @@ async def test_workers_are_changed_removed_added_and_brought_back(page, tmp_path
                 False,
             )
 
-            await page.tell("document.activeElement.blur()")
+            await page.evaluate("document.activeElement.blur()")
             await page.press("a")
             await page.type(address(three))
             await page.press("Enter")
@@ -177,15 +179,15 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         await shows(page, "#keying-first", "each request without a key is refused")
         await page.press("Enter")
         await shows(page, "#new-key", "shown once", "In force now")
-        assert await page.tell("document.querySelector('#keying .main').innerText") == "Close"
-        key, entry = await page.tell(
+        assert await page.evaluate("document.querySelector('#keying .main').innerText") == "Close"
+        key, entry = await page.evaluate(
             "[...document.querySelectorAll('#new-key pre')].map((it) => it.textContent)"
         )
         digest = hashlib.sha256(key.encode()).hexdigest()
         limits = ("max_inflight = 4", 'models = ["m", "n"]', "priority = -2")
         assert all(words in entry for words in (f'"{digest}"', "[[keys]]", *limits))
         await page.click("#keying-no")
-        assert key not in await page.tell("document.documentElement.outerHTML")
+        assert key not in await page.evaluate("document.documentElement.outerHTML")
         await shows(page, "#callers", "team-a", "0 of 4", "models m, n")
 
         await fill(page, "#chat-model", "m")
@@ -202,7 +204,7 @@ async def test_a_caller_gets_a_key_and_its_chat_is_counted(page, tmp_path):
         await shows(page, "#chat-says", address(fleet[0]), "First token", "Tokens", "2")
         await shows(page, "#callers", "9, 2")
         stored = "[localStorage.length, sessionStorage.length, document.cookie]"
-        assert await page.tell(stored) == [0, 0, ""]
+        assert await page.evaluate(stored) == [0, 0, ""]
         assert [url for url in page.asked if key in url] == []
 
         file = tmp_path / "proxy.toml"
@@ -229,18 +231,18 @@ SLOW_WORKERS = """(() => {
 async def test_slow_workers_have_alerts_and_are_found_by_a_search(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        await page.tell(SLOW_WORKERS)
+        await page.evaluate(SLOW_WORKERS)
         alerts = await page.text("#alerts")
         assert [at for at in range(1, 7) if f"10.0.0.{at}:1 is slow" in alerts] == [3, 4]
         assert "10.0.0.5:1 is out" in alerts
         assert "10.0.0.3:1 is slow: 7 ms between two chunks, of 3" in alerts
         drained = "document.querySelector('[data-worker=w5] .badge.slow')"
         colours = f"(({{color, backgroundColor}}) => [color, backgroundColor])(getComputedStyle({drained}))"
-        colour, background = await page.tell(colours)
+        colour, background = await page.evaluate(colours)
         assert colour != background
         await page.press("/")
         await page.type("slow")
-        found = await page.tell(
+        found = await page.evaluate(
             "[...document.querySelectorAll('#rows > tr')].map((it) => it.dataset.worker)"
         )
         assert found == ["w3", "w4", "w5"]
@@ -249,7 +251,7 @@ async def test_slow_workers_have_alerts_and_are_found_by_a_search(page, tmp_path
 async def test_a_warning_disappears_when_its_worker_is_removed(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        hidden = await page.tell("""(() => {
+        hidden = await page.evaluate("""(() => {
             stop();
             report("was added; not checked yet", "warn");
             toldOf = {id: last.fleet[0].id, seen: false};
@@ -278,32 +280,34 @@ ROWS = "[...document.querySelectorAll('#rows > tr')].map((it) => it.innerText)"
 async def test_two_hundred_workers_are_searched_sorted_and_grouped(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        await page.tell(MANY)
-        shown = await page.tell(ROWS)
+        await page.evaluate(MANY)
+        shown = await page.evaluate(ROWS)
         assert (len(shown), "10.0.0.150:1" in shown[0]) == (15, True)
         assert "15 of 200 shown" in await page.text("#fleet-says")
 
         await page.press("/")
         await page.type("10.0.0.77")
-        assert await page.tell("document.activeElement.id") == "find"
-        (found,) = await page.tell(ROWS)
+        assert await page.evaluate("document.activeElement.id") == "find"
+        (found,) = await page.evaluate(ROWS)
         assert "10.0.0.77:1" in found
         await page.press("Escape")
         await page.click('#heads [data-by="load"] button')
-        assert "10.0.0.199:1" in (await page.tell(ROWS))[0]
-        assert await page.tell("document.querySelector('[data-by=load]').ariaSort") == "descending"
+        assert "10.0.0.199:1" in (await page.evaluate(ROWS))[0]
+        assert (
+            await page.evaluate("document.querySelector('[data-by=load]').ariaSort") == "descending"
+        )
         await page.click("#by-model")
-        groups = await page.tell(ROWS)
+        groups = await page.evaluate(ROWS)
         assert [group.split("\n")[0].split()[1] for group in groups] == ["odd", "even"]
         assert "100 workers" in groups[0]
         await page.click("#rows .fold")
-        assert len(await page.tell(ROWS)) == 102
+        assert len(await page.evaluate(ROWS)) == 102
         await page.press("?")
         await shows(page, "#helping", "search the workers")
         await page.press("Escape")
         await page.click("#by-model")
         await push_words(page, "Show all 200")
-        assert len(await page.tell(ROWS)) == 200
+        assert len(await page.evaluate(ROWS)) == 200
 
 
 FAILED = """(() => {
@@ -319,7 +323,7 @@ FAILED = """(() => {
 async def test_a_failed_operation_has_a_line_for_each_reason(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        await page.tell(FAILED)
+        await page.evaluate(FAILED)
         grouped = "10.0.0.1, 10.0.0.2, 10.0.0.3, 10.0.0.4 and 4 more: ConnectError"
         await shows(page, "#weights-past", "failed, 502", "10.0.0.0: status 500", grouped)
 
@@ -338,7 +342,7 @@ SYNCING = """(() => {
 async def test_a_weight_sync_shows_its_owner_and_age_and_can_be_aborted(page, tmp_path):
     async with chat_workers("one") as fleet, dashboard(page, tmp_path, fleet):
         await shows(page, row(fleet[0]), "takes requests")
-        await page.tell(SYNCING)
+        await page.evaluate(SYNCING)
         owner = "by trainer-7 from 10.0.0.9"
         await shows(
             page, "#alerts", "A trainer has a group: g at 10.0.0.9:29500", f"{owner} for 2 min"

@@ -188,7 +188,7 @@ def test_the_history_of_a_cluster_adds_the_figures_of_other_proxies():
     history = History()
     end_second(history, START, requests=1)
     history.follow_cluster(member=True)
-    history.elsewhere = (4, 2)
+    history.peers = (4, 2)
     end_second(history, START + 1, requests=3, in_flight=1, waiting=1)
     assert history.take_unsent().requests == 3
     assert history.take_unsent().requests == 0

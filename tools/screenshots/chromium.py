@@ -99,7 +99,7 @@ class Page:
         await self.call("Page.navigate", url=url)
         await self.until("document.readyState === 'complete'")
 
-    async def tell(self, expression: str) -> Any:
+    async def evaluate(self, expression: str) -> Any:
         """The value of an expression, awaited. Raises RuntimeError if it throws."""
         reported = await self.call(
             "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
@@ -113,7 +113,7 @@ class Page:
         with _timeout(expression):
             while True:
                 try:
-                    return await self.tell(_TRUE_AT_LAST % expression)
+                    return await self.evaluate(_TRUE_AT_LAST % expression)
                 except RuntimeError as error:
                     if not any(words in str(error) for words in _LEFT):
                         raise
@@ -121,7 +121,7 @@ class Page:
 
     async def text(self, selector: str = "body") -> str:
         """The element's visible text."""
-        reported = await self.tell(
+        reported = await self.evaluate(
             f"document.querySelector({json.dumps(selector)})?.innerText ?? ''"
         )
         return str(reported)

@@ -22,7 +22,7 @@ from tools.soak.fleet import Fleet, Usage, fleet_of
 from tools.soak.operator import Operator, call
 
 CLIENTS: Final = 32
-SHARE_CALM: Final = 0.1  # of the time, both before and after the attack
+IDLE_SHARE: Final = 0.1  # of the time, both before and after the attack
 READY_SECS: Final = 30.0
 STALLED: Final = "event_loop_stalled"
 
@@ -75,30 +75,30 @@ async def _attackers(fleet: Fleet, secs: float) -> dict[str, Any]:
     return reported
 
 
-def _say(words: str) -> None:
+def _print(words: str) -> None:
     print(words, file=sys.stderr, flush=True)
 
 
 async def soak(fleet: Fleet, minutes: float) -> list[report.Line]:
     ledger, stop = Ledger(), trio.Event()
     operator, sampler = Operator(fleet, ledger), Sampler(fleet)
-    calm_secs = minutes * 60 * SHARE_CALM
-    attack_secs = minutes * 60 - 2 * calm_secs
+    idle_secs = minutes * 60 * IDLE_SHARE
+    attack_secs = minutes * 60 - 2 * idle_secs
     await _until_ready(fleet, operator)
     async with trio.open_nursery() as nursery:
         for number in range(CLIENTS):
             nursery.start_soon(Client(number, fleet.port, ledger).run, stop)
-        _say(f"calm for {calm_secs:.0f} s")
-        await trio.sleep(calm_secs)
+        _print(f"no attacks for {idle_secs:.0f} s")
+        await trio.sleep(idle_secs)
         start = sampler.now()
         nursery.start_soon(sampler.run)
-        _say(f"attacks for {attack_secs:.0f} s")
+        _print(f"attacks for {attack_secs:.0f} s")
         ledger.phase = "siege"
         attack, relief = await _run_attacks(fleet, operator, attack_secs)
         ledger.phase = "afterwards"
-        _say(f"calm for {calm_secs:.0f} s")
+        _print(f"no attacks for {idle_secs:.0f} s")
         await operator.until_whole()
-        await trio.sleep(calm_secs)
+        await trio.sleep(idle_secs)
         end = sampler.now()
         stop.set()
         await trio.sleep(1)

@@ -30,7 +30,7 @@ class Ledger:
     times: dict[str, list[float]] = field(default_factory=dict)  # seconds to the end, by phase
     kills: list[float] = field(default_factory=list)
     updating: int = 0  # operations that hold requests now
-    phase: str = "calm"
+    phase: str = "no attack"
 
     def fail(self, why: str) -> None:
         self.counts["failed"] += 1

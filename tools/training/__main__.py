@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     learner = Learner(arguments.model, steps=arguments.steps)
     training = Training(endpoint, learner, sync_options(arguments))
     try:
-        wait_ready(endpoint, arguments.wait_secs, _tell_waiting)
+        wait_ready(endpoint, arguments.wait_secs, _print_waiting)
         endpoint.ranks()
     except ValueError as error:
         print(f"tools/trainer: {error}", file=sys.stderr)
@@ -64,13 +64,13 @@ def _endpoint(arguments: argparse.Namespace) -> Endpoint:
 def _train(training: Training, arguments: argparse.Namespace) -> bool:
     if not arguments.json:
         print(f"asked each time: {QUESTION}\n{shown(HEAD)}")
-    _tell(training.before(), arguments.json)
+    _print_round(training.before(), arguments.json)
     good = True
     for number in range(1, arguments.rounds + 1):
         fault = _fault(arguments) if number == arguments.rounds else FAULTS[NONE]()
         done = training.round(number, fault)
-        _tell(done, arguments.json)
-        _tell_of_rival(fault)
+        _print_round(done, arguments.json)
+        _print_second_trainer(fault)
         good = good and done.good
     return good
 
@@ -82,17 +82,17 @@ def _fault(arguments: argparse.Namespace) -> Fault:
     return fault
 
 
-def _tell(done: Round, as_json: bool) -> None:
+def _print_round(done: Round, as_json: bool) -> None:
     print(json.dumps(done.to_dict()) if as_json else done.row(), flush=True)
     if done.why and not as_json:
         print(f"  failed: {done.why}", file=sys.stderr, flush=True)
 
 
-def _tell_waiting(why: str) -> None:
+def _print_waiting(why: str) -> None:
     print(f"waiting for the endpoint: {why}", file=sys.stderr, flush=True)
 
 
-def _tell_of_rival(fault: Fault) -> None:
+def _print_second_trainer(fault: Fault) -> None:
     if isinstance(fault, TwoAtOnce) and fault.answer is not None:
         answered = f"{fault.answer.status} {fault.answer.why}"
         print(f"  the second trainer got: {answered}", file=sys.stderr, flush=True)

@@ -141,7 +141,7 @@ class WrongPort(Fault):
 
 
 class TwoAtOnce(Fault):
-    """`rival` is set by the sync: it sends another trainer's init and returns the answer.
+    """`second_trainer` is set by the sync: it sends another trainer's init and returns the answer.
 
     The init should be refused; `answer` is the result.
     """
@@ -149,12 +149,12 @@ class TwoAtOnce(Fault):
     what = "a second trainer joins in the middle of the first one's sync"
 
     def __init__(self) -> None:
-        self.rival: Callable[[], Answer] | None = None
+        self.second_trainer: Callable[[], Answer] | None = None
         self.answer: Answer | None = None
 
     def before(self) -> None:
-        if self.rival is not None:
-            self.answer = self.rival()
+        if self.second_trainer is not None:
+            self.answer = self.second_trainer()
 
 
 FAULTS: dict[str, type[Fault]] = {

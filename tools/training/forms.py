@@ -30,7 +30,7 @@ class Sending:
     fault: Fault
 
     def message(self, more: dict[str, Any], *, named: bool = True) -> dict[str, Any]:
-        body = {"group_name": self.group.meeting.group_name, **more}
+        body = {"group_name": self.group.settings.group_name, **more}
         return body | ({"load_format": self.load_format} if self.load_format and named else {})
 
     def broadcast(self, bucket: Bucket, *, first: bool = True, last: bool = True) -> None:
@@ -52,12 +52,12 @@ class Sending:
 def two_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
     announced = [each.to_dict() for each in sending.fault.announced(buckets)]
     body = sending.message({"num_buckets": len(announced), "buckets": announced})
-    say(sending.endpoint, "/prepare_weights_update", body)
+    call_or_raise(sending.endpoint, "/prepare_weights_update", body)
     for number, bucket in enumerate(buckets):
         first, last = number == 0, number == len(buckets) - 1
         sending.broadcast(bucket, first=first, last=last)
     body = sending.message({"flush_cache": True, "weight_version": sending.version})
-    answer = say(sending.endpoint, "/complete_weights_update", body)
+    answer = call_or_raise(sending.endpoint, "/complete_weights_update", body)
     if answer.body.get("num_buckets_received", len(buckets)) != len(buckets):
         raise SyncFailed(
             f"{answer.body['num_buckets_received']} of {len(buckets)} buckets were received"
@@ -68,14 +68,14 @@ def bucket_by_bucket(sending: Sending, buckets: Sequence[Bucket]) -> None:
     announced = sending.fault.announced(buckets)
     for number, (bucket, described) in enumerate(zip(buckets, announced, strict=True), start=1):
         body = sending.message(described.to_dict() | {"transport": TRANSPORT})
-        say(sending.endpoint, "/prepare_weights_update", body)
+        call_or_raise(sending.endpoint, "/prepare_weights_update", body)
         sending.broadcast(bucket)
         body = {
             "transport": TRANSPORT,
             "run_post_process_weights": False,
             **_final_fields(sending, last=number == len(buckets)),
         }
-        say(sending.endpoint, "/complete_weights_update", sending.message(body))
+        call_or_raise(sending.endpoint, "/complete_weights_update", sending.message(body))
 
 
 def single_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
@@ -89,7 +89,7 @@ def single_phase(sending: Sending, buckets: Sequence[Bucket]) -> None:
         except SyncFailed as error:
             # There is no earlier answer in this form: a refusal, which is the cause, arrives now.
             raise SyncFailed(call.wait() or str(error)) from error
-        heard(call.answer())
+        require_ok(call.answer())
 
 
 FORMS: dict[str, Callable[[Sending, Sequence[Bucket]], None]] = {
@@ -99,12 +99,12 @@ FORMS: dict[str, Callable[[Sending, Sequence[Bucket]], None]] = {
 }
 
 
-def say(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Answer:
+def call_or_raise(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Answer:
     """Call and wait; raises SyncFailed if the call failed."""
-    return heard(endpoint.call(path, body))
+    return require_ok(endpoint.call(path, body))
 
 
-def heard(answer: Answer) -> Answer:
+def require_ok(answer: Answer) -> Answer:
     if not answer.ok:
         raise SyncFailed(f"{answer.path} answered {answer.status}: {answer.why}")
     return answer

@@ -41,7 +41,7 @@ class SyncFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class GroupRendezvous:
     """The rendezvous of the ranks; `world_size` includes the trainer."""
 
     group_name: str
@@ -96,13 +96,13 @@ class ListeningGroup(ABC):
 class Group(ListeningGroup):
     """A named group, as in SGLang's trainers."""
 
-    def __init__(self, meeting: Meeting) -> None:
-        super().__init__(meeting.host, meeting.world_size, meeting.timeout_secs)
-        self.meeting = meeting
+    def __init__(self, settings: GroupRendezvous) -> None:
+        super().__init__(settings.host, settings.world_size, settings.timeout_secs)
+        self.settings = settings
 
     def broadcast(self, tensor: torch.Tensor, *, wait: bool = True) -> None:
         """From rank 0 to all. Raises SyncFailed."""
-        if self.meeting.backend == NCCL:
+        if self.settings.backend == NCCL:
             tensor = tensor.cuda()
         try:
             work = dist.broadcast(tensor.contiguous(), 0, group=self._group, async_op=True)
@@ -120,21 +120,21 @@ class Group(ListeningGroup):
         self._group = None
 
     def _construct(self) -> Any:
-        meeting = self.meeting
+        settings = self.settings
         options: dict[str, Any] = {}
-        if meeting.backend == NCCL:
+        if settings.backend == NCCL:
             options["device_id"] = torch.device("cuda", torch.cuda.current_device())
         made, _ = c10d._new_process_group_helper(
-            meeting.world_size,
+            settings.world_size,
             0,
             [],
-            c10d.Backend(meeting.backend),
-            c10d.PrefixStore(meeting.group_name, self._store),
-            group_name=c10d.GroupName(meeting.group_name),
+            c10d.Backend(settings.backend),
+            c10d.PrefixStore(settings.group_name, self._store),
+            group_name=c10d.GroupName(settings.group_name),
             timeout=self._timeout,
             **options,
         )
-        c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(meeting.world_size)}
+        c10d._world.pg_group_ranks[made] = {rank: rank for rank in range(settings.world_size)}
         return made
 
 

@@ -13,14 +13,14 @@ from typing import Final
 
 from tools.training.endpoint import Endpoint
 
-LOOK_SECS: Final = 0.25
+POLL_SECS: Final = 0.25
 LEFT: Final = frozenset(("paused", "uncertain"))
 AGAIN_SECS: Final = 10.0  # until an unchanged reason is reported again
 
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def wait_ready(endpoint: Endpoint, secs: float, tell: Tell) -> None:
+def wait_ready(endpoint: Endpoint, secs: float, report: Report) -> None:
     """Wait until all workers have been probed and at least one serves.
 
     Workers that are out of rotation by then are not waited for. Raises ValueError after `secs`.
@@ -35,8 +35,8 @@ def wait_ready(endpoint: Endpoint, secs: float, tell: Tell) -> None:
             raise ValueError(f"{endpoint.url} is not ready after {secs:g} s: {why}")
         if why != reported or now >= reported_at + AGAIN_SECS:
             reported, reported_at = why, now
-            tell(why)
-        threading.Event().wait(LOOK_SECS)
+            report(why)
+        threading.Event().wait(POLL_SECS)
 
 
 def _unready(endpoint: Endpoint) -> str:

@@ -114,7 +114,7 @@ class Training:
             sums,
             own,
             answer,
-            synced.why or _unlike(own, sums) or _second_trainer_error(fault),
+            synced.why or _checksum_difference(own, sums) or _second_trainer_error(fault),
         )
 
 
@@ -126,7 +126,7 @@ def _transfer_options(options: SyncOptions) -> TransferOptions:
     )  # fmt: skip
 
 
-def _unlike(own: str, checksums: Mapping[str, str]) -> str:
+def _checksum_difference(own: str, checksums: Mapping[str, str]) -> str:
     others = [name for name, found in checksums.items() if found != own]
     return f"other weights than the trainer's at {', '.join(others)}" if others else ""
 

@@ -19,8 +19,8 @@ import torch
 from tools.training.buckets import MIB, buckets_of
 from tools.training.endpoint import Answer, Endpoint
 from tools.training.faults import Fault, TwoAtOnce
-from tools.training.forms import FORMS, Sending, say
-from tools.training.group import Group, Meeting, SyncFailed
+from tools.training.forms import FORMS, Sending, call_or_raise
+from tools.training.group import Group, GroupRendezvous, SyncFailed
 
 DISK = "disk"
 VLLM = "vllm"  # not a form of this file: see transfer.py
@@ -108,7 +108,7 @@ class Sync:
                 self._pause()
                 self.fault.before()
                 self._moved_at = time.monotonic()
-                say(self.endpoint, "/update_weights_from_disk", body)
+                call_or_raise(self.endpoint, "/update_weights_from_disk", body)
                 self._moved_secs = time.monotonic() - self._moved_at
             finally:
                 self._continue()
@@ -120,7 +120,7 @@ class Sync:
             raise SyncFailed(str(error)) from error
         group = self._listening(self.options.group_name, world_size)
         if isinstance(self.fault, TwoAtOnce):
-            self.fault.rival = lambda: self._second_trainer(world_size)
+            self.fault.second_trainer = lambda: self._second_trainer(world_size)
         try:
             port = self.fault.master_port(group.port)
             group.join(self.endpoint.begin(INIT, self._init(group, port)))
@@ -129,7 +129,7 @@ class Sync:
             group.leave()
 
     def _paused(self, group: Group) -> None:
-        name = {"group_name": group.meeting.group_name}
+        name = {"group_name": group.settings.group_name}
         try:
             self._pause()
             self._move(group)
@@ -145,38 +145,38 @@ class Sync:
         sending = Sending(self.endpoint, group, self.version, options.load_format, self.fault)
         self._moved_at = time.monotonic()
         if options.session:
-            say(self.endpoint, "/begin_weight_update", {"selector": "all"})
+            call_or_raise(self.endpoint, "/begin_weight_update", {"selector": "all"})
         FORMS[options.form](sending, buckets_of(self.tensors, options.bucket_bytes))
         if options.session:
-            say(self.endpoint, "/end_weight_update", {})
+            call_or_raise(self.endpoint, "/end_weight_update", {})
         self._moved_secs = time.monotonic() - self._moved_at
 
     def _listening(self, group_name: str, world_size: int) -> Group:
         options = self.options
-        meeting = Meeting(
+        settings = GroupRendezvous(
             group_name, world_size, options.backend, options.timeout_secs, options.host
         )
-        return Group(meeting)
+        return Group(settings)
 
     def _init(self, group: Group, port: int) -> dict[str, Any]:
-        meeting = group.meeting
+        settings = group.settings
         return {
-            "master_address": meeting.host,
+            "master_address": settings.host,
             "master_port": port,
             "rank_offset": 1,
-            "world_size": meeting.world_size,
-            "group_name": meeting.group_name,
-            "backend": meeting.backend,
+            "world_size": settings.world_size,
+            "group_name": settings.group_name,
+            "backend": settings.backend,
         }
 
     def _second_trainer(self, world_size: int) -> Answer:
         """Send another trainer's init, with its own store, in the middle of this sync."""
-        rival = self._listening(f"{self.options.group_name}_2", world_size)
-        return self.endpoint.call(INIT, self._init(rival, rival.port))
+        second_trainer = self._listening(f"{self.options.group_name}_2", world_size)
+        return self.endpoint.call(INIT, self._init(second_trainer, second_trainer.port))
 
     def _pause(self) -> None:
         if self.options.pause_mode is not None:
-            say(self.endpoint, PAUSE, {"mode": self.options.pause_mode})
+            call_or_raise(self.endpoint, PAUSE, {"mode": self.options.pause_mode})
 
     def _continue(self) -> None:
         if self.options.pause_mode is not None:

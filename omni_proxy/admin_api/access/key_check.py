@@ -154,9 +154,9 @@ class KeyCheck:
             return
         closed = needs_key(request.method, request.path, admin)
         if closed and admin.listen and request.path != ON_BOTH and request.host != ADMIN_HOST:
-            elsewhere = f"this route answers on the [admin] listen address only: {admin.listen}"
+            message = f"this route answers on the [admin] listen address only: {admin.listen}"
             raise HttpError(
-                403, elsewhere, "admin_listener_only", detail=elsewhere, listen=admin.listen
+                403, message, "admin_listener_only", detail=message, listen=admin.listen
             )
         if self._asks_no_key():
             # A valid key is sufficient: a page of another origin can't send it.
@@ -205,11 +205,11 @@ def _refuse_model_traffic(of: Request, config: Config, *, relays: bool) -> None:
     except MethodNotAllowed:
         served = True
     if served and relays:
-        elsewhere = "the [admin] listener takes control requests only, no model traffic"
-        raise HttpError(404, elsewhere, "admin_listener", detail="Not Found")
+        message = "the [admin] listener takes control requests only, no model traffic"
+        raise HttpError(404, message, "admin_listener", detail="Not Found")
     if served:
-        elsewhere = "omni-proxy picker relays nothing: ask for a worker with POST /select"
-        raise HttpError(404, elsewhere, "picker_only", detail="Not Found")
+        message = "omni-proxy picker relays nothing: ask for a worker with POST /select"
+        raise HttpError(404, message, "picker_only", detail="Not Found")
 
 
 def _bearer(of: Request) -> bytes:

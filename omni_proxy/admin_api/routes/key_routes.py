@@ -13,7 +13,7 @@ from omni_proxy.admin_api.serializers.key_records import key_records, key_refusa
 from omni_proxy.admin_api.services import KeyServices
 from omni_proxy.config.schema import Config
 from omni_proxy.config.state import (
-    KeyKnown,
+    KeyExists,
     KeyRefused,
     SavedState,
     read_saved_key,
@@ -55,7 +55,7 @@ class KeyRoutes:
             await change_state(self._config_store, partial(with_key, key), at_once=True)
         except KeyRefused as refused:
             raise bad_request(str(refused)) from None
-        except KeyKnown as known:
+        except KeyExists as known:
             raise HttpError(409, str(known), "caller_already_exists") from None
         _log.info("caller_key_added name=%s", key.name)
         return self._done(key.name)

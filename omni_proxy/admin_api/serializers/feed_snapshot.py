@@ -162,7 +162,7 @@ class Snapshots:
             "ranks_in_flight": [rank.in_flight for rank in worker.dp_ranks],
             **instruments.recent.worker_window(worker, now)._asdict(),
             "minute": instruments.history.minute_of(worker, now),
-            "elsewhere": self._elsewhere(worker),
+            "elsewhere": self._peer_figures(worker),
             "engine_load": engine_load_record(self._services.workers.fleet.loads, worker),
             "silent_secs": instruments.stall_detector.silent_secs(worker, now) if counted else None,
             "routed": sum(worker.routed.values()),
@@ -174,13 +174,13 @@ class Snapshots:
             "drain": self._services.workers.drains.get_record(worker),
         }
 
-    def _elsewhere(self, worker: Worker) -> dict[str, object] | None:
+    def _peer_figures(self, worker: Worker) -> dict[str, object] | None:
         """The worker's figures at the other proxies of the cluster; None without any."""
         cluster = self._services.cluster
-        figures = cluster.elsewhere(worker) if cluster is not None else None
+        figures = cluster.peer_figures(worker) if cluster is not None else None
         if figures is None:
             return None
-        return {"in_flight": worker.in_flight_elsewhere, **figures._asdict()}
+        return {"in_flight": worker.peer_in_flight, **figures._asdict()}
 
 
 def _with_slowness(rows: list[dict[str, object]], at: float) -> list[dict[str, object]]:

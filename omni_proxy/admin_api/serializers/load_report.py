@@ -115,7 +115,7 @@ SECRET_FIELDS: Final = frozenset(
 MAX_FIELDS = 1000  # of one worker; an engine has some 400 arguments
 SUMMED = ("tp_size", "max_total_num_tokens", "max_running_requests")
 # True if it is true for one worker: clients then take more care.
-CARE = ("radix_cache_enabled", "fp8_kv_cache_enabled", "fp8_kv_cache_requires_postprocess",
+TRUE_IF_ANY = ("radix_cache_enabled", "fp8_kv_cache_enabled", "fp8_kv_cache_requires_postprocess",
         "fp8_kv_cache_static_scales")  # fmt: skip
 # After an update from the proxy's own files a worker reports their paths, which are private.
 PATHS = ("model_path", "tokenizer_path")
@@ -187,12 +187,12 @@ def _without(info: Mapping[str, Any], is_ours: Callable[[str], bool]) -> dict[st
 
 def _merged(name: str, infos: Sequence[Mapping[str, Any]]) -> Any:
     values = [info.get(name) for info in infos if name in info or name not in PATHS]
-    if name in CARE and any(value is True for value in values):
+    if name in TRUE_IF_ANY and any(value is True for value in values):
         return True
     if name in SUMMED and all(isinstance(value, int | float) for value in values):
         return sum(values)
     if all(isinstance(value, bool) for value in values):
-        return name not in CARE and all(values)
+        return name not in TRUE_IF_ANY and all(values)
     return values[0] if all(value == values[0] for value in values) else None
 
 

@@ -95,5 +95,5 @@ def _line_by_line(text: str, refusal: ConfigError) -> dict[str, dict[str, Any]]:
 
 def _may_decide(table: str, line: str) -> bool:
     """Whether an unreadable line may set a deciding key."""
-    elsewhere = table not in TABLES and table.partition(".")[0] in Config.__struct_fields__
-    return not elsewhere and _MENTION.search(line.partition("#")[0]) is not None
+    is_other_table = table not in TABLES and table.partition(".")[0] in Config.__struct_fields__
+    return not is_other_table and _MENTION.search(line.partition("#")[0]) is not None

@@ -46,7 +46,7 @@ JOINED: Final = {
     "--prometheus-port": "admin.metrics_listen",
 }
 # Engines have them, too: beside one they are the router's only under its prefix.
-_ENGINES_TOO: Final = frozenset(("--api-key", "--log-dir"))
+_ALSO_ENGINE_FLAGS: Final = frozenset(("--api-key", "--log-dir"))
 PROMETHEUS: Final = ("127.0.0.1", "29000")  # if one of host and port is not given
 LOG_FILE: Final = "omni-proxy.log"
 # Set a key of ours to this value.
@@ -345,7 +345,7 @@ def _named(flag: str, prefix: str) -> list[str]:
     if not prefix:
         return [flag]
     prefixed = prefix + flag.removeprefix("--")
-    return [prefixed] if flag in _ENGINES_TOO else [flag, prefixed]
+    return [prefixed] if flag in _ALSO_ENGINE_FLAGS else [flag, prefixed]
 
 
 def warnings(arguments: argparse.Namespace) -> tuple[str, ...]:

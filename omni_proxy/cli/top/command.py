@@ -96,7 +96,7 @@ def raw_keyboard(descriptor: int) -> Iterator[None]:
 
 
 NO_TERMINAL: Final = 1
-LOOK_SECS: Final = 1.0  # redraw without a new snapshot: ages change
+REDRAW_SECS: Final = 1.0  # redraw without a new snapshot: ages change
 TYPED_BYTES: Final = 1024
 _EPILOG: Final = """\
 keys:
@@ -160,10 +160,10 @@ def _once(target: AdminTarget) -> int:
     view.show(feed)
     width = shutil.get_terminal_size((WIDTH, 24)).columns
     # In a pipe lines are not truncated, unless COLUMNS gives a width.
-    view.uncut = not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdecimal()
+    view.unlimited_width = not sys.stdout.isatty() and not os.environ.get("COLUMNS", "").isdecimal()
     status = FeedStatus(feed, feed.history, "", 0.0)
     frame = render_frame(view, status, target.url, width)
-    frame.append(f"\n{LEGEND if view.uncut else truncate(LEGEND, width)}", "dim")
+    frame.append(f"\n{LEGEND if view.unlimited_width else truncate(LEGEND, width)}", "dim")
     widest = max(map(display_width, frame.plain.split("\n")))
     Console(highlight=False, width=max(width, widest), soft_wrap=True).print(frame)
     return 0
@@ -193,7 +193,7 @@ class TopScreen:
             self._follower.start()
             while True:
                 self._draw()
-                ready, _, _ = select.select([keyboard, self._wake_reader], [], [], LOOK_SECS)
+                ready, _, _ = select.select([keyboard, self._wake_reader], [], [], REDRAW_SECS)
                 if self._wake_reader in ready:
                     self._drain_wakeups()
                 if keyboard in ready and not self._handle_keys(os.read(keyboard, TYPED_BYTES)):

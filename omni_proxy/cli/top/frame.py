@@ -62,7 +62,7 @@ HELP: Final = (
     ("v", "revive it: a dead worker is probed again"),
     ("y", "confirm; any other key cancels"),
 )
-UNCUT: Final = 1 << 16  # columns; no line is wider
+UNLIMITED: Final = 1 << 16  # columns; no line is wider
 _WHY_WIDTH: Final = 30  # columns that a wide table leaves for the WHY column
 _MIN_WHY_WIDTH: Final = 12  # columns; a shorter reason is useless
 FEW_ROWS: Final = 4  # rows that have priority over the lines below the table
@@ -92,12 +92,12 @@ def render_frame(
         view.set_page_rows(height - len(head) - len(tail) - 1)
     else:
         view.set_page_rows(len(view.rows))
-    widest = UNCUT if view.uncut else width
+    widest = UNLIMITED if view.unlimited_width else width
     body = list(_body(view, widest))
     view.title, view.title_line = body[0][0], len(head)
     if height is not None:
         body += [("", "")] * (height - len(head) - len(body) - len(tail))
-    if view.uncut:
+    if view.unlimited_width:
         widest = max(width, *(display_width(text) for text, _ in (*head, *body, *tail)))
     return _joined([*head, *body, *tail], widest, height)
 

@@ -75,7 +75,7 @@ class TopView:
     problems_only: bool = False
     pending: PendingAction | None = None
     message: str = ""
-    uncut: bool = False  # lines may be wider than the screen: for a pipe
+    unlimited_width: bool = False  # lines may be wider than the screen: for a pipe
 
     def show(self, feed: FeedModel) -> None:
         self.feed = feed

@@ -46,7 +46,7 @@ class FetchOrder:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LegMet:
+class LegMatched:
     """Decode has connected for this leg."""
 
     leg: Leg
@@ -93,5 +93,5 @@ class ThreadEnded:
     reason: str
 
 
-TransferEvent: TypeAlias = LegMet | LegDone | LegFailed | Fetched | FetchFailed | ThreadEnded
+TransferEvent: TypeAlias = LegMatched | LegDone | LegFailed | Fetched | FetchFailed | ThreadEnded
 Post: TypeAlias = Callable[[TransferEvent], None]

@@ -24,7 +24,7 @@ from omni_proxy.replica.kv_transfer.events import (
     Leg,
     LegDone,
     LegFailed,
-    LegMet,
+    LegMatched,
     Post,
     ThreadEnded,
     TransferEvent,
@@ -125,8 +125,8 @@ class TransferScheduler(TextScheduler):
 
     def _take_event(self, event: TransferEvent) -> None:
         match event:
-            case LegMet(leg):
-                self._on_met(leg)
+            case LegMatched(leg):
+                self._on_matched(leg)
             case LegDone(leg):
                 self._on_handed_over(leg)
             case LegFailed(leg, reason):
@@ -177,7 +177,7 @@ class TransferScheduler(TextScheduler):
             self._ready.add(request_id)
             super()._enqueue(prompt)
 
-    def _on_met(self, leg: Leg) -> None:
+    def _on_matched(self, leg: Leg) -> None:
         if self._legs.get(leg.request_id) is leg:
             self._ready.add(leg.request_id)
             super()._enqueue(self._unmet.pop(leg.request_id))

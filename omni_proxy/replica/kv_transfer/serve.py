@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 import trio
 
-from omni_proxy.replica.kv_transfer.events import Leg, LegDone, LegFailed, LegMet, Post
+from omni_proxy.replica.kv_transfer.events import Leg, LegDone, LegFailed, LegMatched, Post
 from omni_proxy.replica.kv_transfer.export_table import ClaimError, Export, ExportTable
 from omni_proxy.replica.kv_transfer.frame_stream import FrameStream, TransferFailed
 from omni_proxy.replica.kv_transfer.request_fields import kept_key
@@ -272,7 +272,7 @@ class TransferServer:
                 rendezvous.leg = None
             raise TransferFailed(f"{key} belongs to another prompt at the prefill replica")
         if leg is not None and leg.waits:
-            self._post(LegMet(leg))
+            self._post(LegMatched(leg))
         return leg
 
     async def _await_export(self, stream: FrameStream, rendezvous: _Rendezvous) -> Export:

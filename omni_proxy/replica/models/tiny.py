@@ -16,7 +16,7 @@ from omni_proxy.replica.models.tokenizer import ByteTokenizer, ControlTokens
 CONTROLS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 PUNCTUATION = (". ", ", ", "? ", "! ", "; ", ": ", " - ", "'s", "...", "), ", " (", ".\n")
 ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t")
-RIMES = ("a", "e", "i", "o", "u", "an", "el", "in", "or", "us")
+VOWELS = ("a", "e", "i", "o", "u", "an", "el", "in", "or", "us")
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -44,7 +44,7 @@ class TinyTokenizer(ByteTokenizer):
     """Encodes the longest syllable first, all other text as bytes, so any text round-trips."""
 
     def __init__(self) -> None:
-        syllables = ["".join(pair) for pair in product(ONSETS, RIMES)]
+        syllables = ["".join(pair) for pair in product(ONSETS, VOWELS)]
         written = [" " + each for each in syllables] + syllables + list(PUNCTUATION)
         self._bytes = [b""] * len(CONTROLS) + [bytes([byte]) for byte in range(256)]
         self._bytes += [each.encode() for each in written]

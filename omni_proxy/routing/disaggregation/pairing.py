@@ -93,7 +93,7 @@ class Pairing:
         self._last = _NO_POOLS
         self._kept: dict[tuple[int, int, Legs], Pools] = {}
 
-    def usual_pools(self, need: Requirements) -> Pools | None:
+    def cached_pools(self, need: Requirements) -> Pools | None:
         """The pools of the last request, if they are also those of this one."""
         last = self._last
         if (
@@ -113,9 +113,9 @@ class Pairing:
 
         Raises HttpError 404 if it names an unknown worker.
         """
-        usual = self.usual_pools(need)
-        if usual is not None:
-            return usual
+        cached = self.cached_pools(need)
+        if cached is not None:
+            return cached
         fleet = self.fleet
         is_free = need.pinning is UNPINNED and need.version_constraint is None and need.dp_rank < 0
         prefills: Sequence[Worker] = fleet.pool("prefill", need.model, need.mask)
@@ -150,7 +150,7 @@ def pick_usual_pair(
 ) -> tuple[Worker, Worker] | None:
     """The decode and the prefill worker that `pick_placement` picks for a first attempt, in fewer
     steps; None for requests that need `pick_placement`."""
-    pools, built = pairing.usual_pools(need), policies.built
+    pools, built = pairing.cached_pools(need), policies.built
     if (
         pools is None
         or not pools.paired

@@ -21,7 +21,9 @@ from omni_proxy.config.schema import Config
 
 MAX_KEY_BYTES: Final = 256  # longer values are hashed, so that huge cookies take no memory
 MAX_BODY_BYTES: Final = 8 * 1024 * 1024  # parsing more would delay all other requests
-MAX_ODD_BODY_BYTES: Final = 1024 * 1024  # for bodies that only Python's JSON reader accepts
+MAX_NON_STANDARD_BODY_BYTES: Final = (
+    1024 * 1024
+)  # for bodies that only Python's JSON reader accepts
 _KEY_HEADERS: Final = ("authorization", "x-api-key")
 _ABSENT: Final = msgspec.Raw()
 _MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -96,12 +98,14 @@ class _BodyKey:
                 raw = step(raw)
             value = _decode_value(raw) if len(raw) else None
         except _MALFORMED:
-            value = self._read_oddly(body) if len(body) <= MAX_ODD_BODY_BYTES else None
+            value = (
+                self._read_non_standard(body) if len(body) <= MAX_NON_STANDARD_BODY_BYTES else None
+            )
         if isinstance(value, int) and not isinstance(value, bool):
             return str(value)
         return value if isinstance(value, str) else ""
 
-    def _read_oddly(self, body: bytes) -> object:
+    def _read_non_standard(self, body: bytes) -> object:
         """For bodies beyond strict JSON that workers accept: NaN, UTF-16, lone surrogates."""
         try:
             value: object = json.loads(body)

@@ -109,7 +109,7 @@ def decode_body(body: bytes) -> BodyFields:
     try:
         payload = _decode(body)
     except MALFORMED:
-        return _decode_oddly(body)
+        return _decode_non_standard(body)
     if not body.isascii():  # the decoder does not validate skipped values
         try:
             body.decode()
@@ -118,7 +118,7 @@ def decode_body(body: bytes) -> BodyFields:
     return payload
 
 
-def _decode_oddly(body: bytes) -> BodyFields:
+def _decode_non_standard(body: bytes) -> BodyFields:
     """For a body that is not strict JSON, or has a field of an unusual type."""
     text = as_utf8(body)
     if b"\\ud" in text or b"\\uD" in text:

@@ -22,26 +22,26 @@ from omni_proxy.wire.errors import HttpError
 LARGE_BYTES = 1024 * 1024
 ONE_PASS_BYTES = 8 * 1024 * 1024  # one pass over more would block the event loop
 PREFIX_BYTES = 64 * 1024
-_UNSAID = msgspec.Raw()
+_UNSET = msgspec.Raw()
 
 
 class LargeJsonFields(msgspec.Struct):
     """The routing fields, undecoded, which is sufficient for a prefix."""
 
-    model: msgspec.Raw = _UNSAID
-    stream: msgspec.Raw = _UNSAID
-    stream_format: msgspec.Raw = _UNSAID
-    request_id: msgspec.Raw = _UNSAID
-    messages: msgspec.Raw = _UNSAID
-    prompt: msgspec.Raw = _UNSAID
-    text: msgspec.Raw = _UNSAID
-    input_ids: msgspec.Raw = _UNSAID
-    token_ids: msgspec.Raw = _UNSAID
-    system: msgspec.Raw = _UNSAID
-    rid: msgspec.Raw = _UNSAID
-    lora_path: msgspec.Raw = _UNSAID
-    routed_dp_rank: msgspec.Raw = _UNSAID
-    data_parallel_rank: msgspec.Raw = _UNSAID
+    model: msgspec.Raw = _UNSET
+    stream: msgspec.Raw = _UNSET
+    stream_format: msgspec.Raw = _UNSET
+    request_id: msgspec.Raw = _UNSET
+    messages: msgspec.Raw = _UNSET
+    prompt: msgspec.Raw = _UNSET
+    text: msgspec.Raw = _UNSET
+    input_ids: msgspec.Raw = _UNSET
+    token_ids: msgspec.Raw = _UNSET
+    system: msgspec.Raw = _UNSET
+    rid: msgspec.Raw = _UNSET
+    lora_path: msgspec.Raw = _UNSET
+    routed_dp_rank: msgspec.Raw = _UNSET
+    data_parallel_rank: msgspec.Raw = _UNSET
 
     @property
     def beginning(self) -> bytes:

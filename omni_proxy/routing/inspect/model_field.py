@@ -41,7 +41,9 @@ _DISPOSITION: Final = re.compile(
     rb'(?:; *filename="[^"]*")?(?:; *filename\*=[^;" ]+)?\Z',
     re.IGNORECASE,
 )
-_ODD: Final = re.compile(rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]")  # line ends that parsers may dispute
+_AMBIGUOUS_LINE_END: Final = re.compile(
+    rb"(?<!\r)\n|\r(?!\n)|\r\n[ \t]"
+)  # line ends that parsers may dispute
 _TO_ELEMENT: Final = re.compile(rb"[ \t\r\n]*+,?[ \t\r\n]*+")
 
 
@@ -151,7 +153,7 @@ def _name_of_part(head: bytes) -> bytes | None:
     first, *lines = head.split(b"\r\n")
     named = [line for line in lines if _IS_DISPOSITION.match(line)]
     found = _DISPOSITION.match(named[0]) if len(named) == 1 else None
-    if first or found is None or _ODD.search(head):
+    if first or found is None or _AMBIGUOUS_LINE_END.search(head):
         return None
     return found[1].lower()
 

@@ -20,7 +20,7 @@ TAIL_BYTES: Final = 8192  # searched at the end of the body: the counts come aft
 SHORT: Final = 512  # a body of up to this many bytes is decoded whole, which is faster
 _COUNT: Final = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*([0-9]{1,10})(?![0-9.eE])")
 # The counts as vLLM and OpenAI write them, not followed by another count.
-_USUAL: Final = re.compile(
+_COMMON_FORM: Final = re.compile(
     rb'"prompt_tokens":[ ]?([0-9]{1,10}),[^{}]*"prompt_tokens_details":[ ]?'
     rb'\{[^{}]*"cached_tokens":[ ]?([0-9]{1,10})[,}][^c]*\Z'
 )
@@ -58,20 +58,20 @@ class _End(msgspec.Struct, gc=False):
 _decode_end = msgspec.json.Decoder(_End).decode
 
 
-class _UsualCounts(msgspec.Struct, gc=False):
+class _CommonCounts(msgspec.Struct, gc=False):
     prompt_tokens: Count
     completion_tokens: Count
 
 
-class _UsualEnd(msgspec.Struct, gc=False):
-    usage: _UsualCounts
+class _CommonEnd(msgspec.Struct, gc=False):
+    usage: _CommonCounts
 
 
 # Decodes OPENED_USAGE plus the bytes after the last USAGE of a body, faster than `counts_in`.
 # Raises msgspec.DecodeError, ValueError or RecursionError if the usage is not in the usual form.
-decode_usual: Final = msgspec.json.Decoder(_UsualEnd).decode
+decode_usual: Final = msgspec.json.Decoder(_CommonEnd).decode
 # Decodes a list of such objects.
-decode_usual_ends: Final = msgspec.json.Decoder(list[_UsualEnd]).decode
+decode_usual_ends: Final = msgspec.json.Decoder(list[_CommonEnd]).decode
 
 
 def counts_in(body: bytes) -> tuple[int | None, int | None]:
@@ -128,9 +128,9 @@ def read_cached_tokens(body: bytes) -> tuple[int, int] | None:
     """(cached tokens, prompt tokens) of a response that ends with `body`; the first is never larger
     than the second. None if the response does not report both."""
     at = body.rfind(_PROMPT, -TAIL_BYTES)
-    usual = _USUAL.match(body, at) if at >= 0 else None
-    if usual is not None:
-        total, cached = int(usual[1]), int(usual[2])
+    common = _COMMON_FORM.match(body, at) if at >= 0 else None
+    if common is not None:
+        total, cached = int(common[1]), int(common[2])
         if total:
             return (cached if cached < total else total), total  # noqa: FURB136 - each request
     at = body.rfind(_CACHED, -TAIL_BYTES)

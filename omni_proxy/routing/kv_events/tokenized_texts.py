@@ -144,7 +144,7 @@ class TokenizedTexts:
             self._silent = {url: until for url, until in self._silent.items() if until > now}
         self._tree.maintain(evict=False)
 
-    def as_facts(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         """JSON-serializable."""
         count = len(self._texts)
         return {"texts": count, "calls": self.calls, "failed": self.failed, "used": self.used}

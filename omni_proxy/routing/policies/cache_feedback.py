@@ -182,7 +182,7 @@ class CacheFeedback:
         """JSON-serializable facts by URL, of workers that have reported anything."""
         known = ((worker, self.reports.get(worker)) for worker in workers)
         return {
-            worker.url: reports.as_facts()
+            worker.url: reports.to_dict()
             for worker, reports in known
             if reports is not None and reports.answers
         }

@@ -171,7 +171,7 @@ class EventAware(CacheAware):
         stats, blocks = super().stats(), self._blocks
         if blocks is None or not self._by_events:
             return stats
-        tokenize = {"tokenize": blocks.texts.as_facts()} if self._tokenizes else {}
+        tokenize = {"tokenize": blocks.texts.to_dict()} if self._tokenizes else {}
         return {**stats, "index_blocks": blocks.blocks, "index_bytes": blocks.bytes, **tokenize}
 
     def _prompt(self, candidates: Sequence[Worker], requirements: Requirements) -> _Prompt | None:

@@ -38,7 +38,7 @@ class CandidateWeights:
 
 
 def load_of(worker: Worker) -> float:
-    """Requests in flight, those elsewhere in the cluster smoothed: what policies compare. Proxies
+    """Requests in flight, those at other proxies smoothed: what policies compare. Proxies
     that all followed a step at once would all pick the same worker."""
     return worker.in_flight + worker.load_offset
 

@@ -288,7 +288,7 @@ class ProcessGroupSender:
         ranks = await receiver.read_ranks()
         if isinstance(ranks, WorkerResult):
             return ranks
-        meeting = HostedRendezvous(
+        hosted = HostedRendezvous(
             host=local_address_towards(worker.address),
             world_size=1 + ranks,
             group_name=f"relay-{uuid4().hex}",
@@ -297,30 +297,30 @@ class ProcessGroupSender:
         )
         try:
             buckets = await self._threads.run("look", _read_buckets, version)
-            sender = await self._open_sender(meeting)
+            sender = await self._open_sender(hosted)
         except (GroupError, SafetensorsError, OSError) as error:
             return receiver.failed(str(error))
         try:
-            result = await self._join(receiver, sender, meeting)
+            result = await self._join(receiver, sender, hosted)
             if not result.success:
                 return result
-            return await self._transfer(receiver, sender, meeting, buckets, body)
+            return await self._transfer(receiver, sender, hosted, buckets, body)
         finally:
             # Shielded from cancellation: a worker left in the group would wait for the proxy.
             with trio.move_on_after(CALL_TIMEOUT_SECS, shield=True):
                 await self._threads.end("close", sender.close)
-                await receiver.post(DESTROY, {"group_name": meeting.group_name})
+                await receiver.post(DESTROY, {"group_name": hosted.group_name})
 
     async def _join(
-        self, receiver: _Receiver, sender: Sender, meeting: HostedRendezvous
+        self, receiver: _Receiver, sender: Sender, hosted: HostedRendezvous
     ) -> WorkerResult:
         body = {
-            "master_address": meeting.host,
+            "master_address": hosted.host,
             "master_port": sender.port,
             "rank_offset": 1,
-            "world_size": meeting.world_size,
-            "group_name": meeting.group_name,
-            "backend": meeting.backend,
+            "world_size": hosted.world_size,
+            "group_name": hosted.group_name,
+            "backend": hosted.backend,
         }
         return await _run_both(
             receiver, INIT, body, lambda: self._threads.run("meet", sender.wait_for_ranks)
@@ -330,7 +330,7 @@ class ProcessGroupSender:
         self,
         receiver: _Receiver,
         sender: Sender,
-        meeting: HostedRendezvous,
+        hosted: HostedRendezvous,
         buckets: Sequence[_Bucket],
         body: Mapping[str, Any],
     ) -> WorkerResult:
@@ -339,7 +339,7 @@ class ProcessGroupSender:
         result = await receiver.post(BEGIN, {"selector": "all"}) if len(buckets) > 1 else None
         together = result is not None and result.success
         for count, bucket in enumerate(buckets, start=1):
-            order = {**bucket.announcement, "group_name": meeting.group_name, "flush_cache": False}
+            order = {**bucket.announcement, "group_name": hosted.group_name, "flush_cache": False}
             if count == len(buckets):
                 order |= body
 

@@ -151,12 +151,12 @@ class ProxyRank:
 
         return await self._as_result(leave)
 
-    async def open_sender(self, meeting: HostedRendezvous) -> Sender:
+    async def open_sender(self, hosted: HostedRendezvous) -> Sender:
         """Open rank 0 of a delivery group, also in a child process. Raises GroupError."""
         self._senders_opening += 1
         try:
             receiver = await self._open()
-            return await self._threads.run("lead", receiver.sender, meeting)
+            return await self._threads.run("lead", receiver.sender, hosted)
         finally:
             self._senders_opening -= 1
 

@@ -156,7 +156,7 @@ class WeightOperations:
             self._context, self.queue, self.rollback_source, self._check_no_group
         )
         # Whether another proxy of the cluster may be changing the worker's weights.
-        self.is_updated_elsewhere: Callable[[Worker], bool] = lambda worker: False
+        self.is_updated_by_peer: Callable[[Worker], bool] = lambda worker: False
         # Called with URLs of workers whose engines were resumed by a call to this proxy.
         self.on_resumed: Callable[[Sequence[str]], None] = lambda urls: None
         self._deferred: set[str] = set()  # URLs to probe after the current operation
@@ -220,7 +220,7 @@ class WeightOperations:
         """Whether an operation, a sync or another proxy may be changing the worker's weights."""
         lifecycle = self.sync.lifecycle
         in_sync = worker in lifecycle.quarantine or worker.url in lifecycle.leaving
-        return self.queue.targets(worker) or in_sync or self.is_updated_elsewhere(worker)
+        return self.queue.targets(worker) or in_sync or self.is_updated_by_peer(worker)
 
     async def _perform(self, call: AdminCall) -> AdminResponse:
         if not call.route.needs_lock:

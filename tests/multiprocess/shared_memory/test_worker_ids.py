@@ -144,7 +144,7 @@ def test_processes_see_the_cluster_state_of_every_worker_at_once(worker_ids, kno
     else:
         _ = worker_ids.counters
     (worker,) = worker_ids._fleet.workers
-    worker_ids._fleet.set_elsewhere(worker, 20)
+    worker_ids._fleet.set_peer_in_flight(worker, 20)
     worker.load_offset, worker.inflight_bound = -19.5, 7
     worker_ids.share_cluster_state(worker)
     process = process_fleet(worker_ids.counters, 1)

@@ -404,7 +404,7 @@ def test_the_fast_path_picks_the_same_pair(rows, need, bound):
     pair = pick_usual_pair(fast.pairing, need, fast.pools)
     if pair is None:
         assert (
-            bound or fast.pairing.usual_pools(need) is None or not fast.pairing.pools(need).paired
+            bound or fast.pairing.cached_pools(need) is None or not fast.pairing.pools(need).paired
         )
         return
     placement = full.place(need)

@@ -104,4 +104,4 @@ def test_an_engine_that_does_not_answer_is_not_asked_for_a_while():
     assert not known.should_tokenize(URL, MIN_BYTES, None, 10.0 + SILENT_SECS - 1)
     assert known.should_tokenize(URL, MIN_BYTES, None, 10.0 + SILENT_SECS)
     assert known.should_tokenize("http://other", MIN_BYTES, None, 11.0)
-    assert known.as_facts() == {"texts": 0, "calls": 0, "failed": 1, "used": 0}
+    assert known.to_dict() == {"texts": 0, "calls": 0, "failed": 1, "used": 0}

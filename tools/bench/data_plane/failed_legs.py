@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         rid = body.get("rid") or str(room)
         if self.server.fault and self._fail(self.server.fault, room, rid):
             return
-        if not self._meet(room, rid):
+        if not self._await_room(room, rid):
             self._answer(b'{"error": "aborted"}', 500)
         elif body.get("stream"):
             self._answer(b'data: {"text": "a"}\n\ndata: [DONE]\n\n', kind="text/event-stream")
@@ -166,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
             reply = {"id": "a", "object": "x", "created": 1, "model": "m", "choices": []}
             self._answer(json.dumps(reply).encode())
 
-    def _meet(self, room: object, rid: str) -> bool:
+    def _await_room(self, room: object, rid: str) -> bool:
         engine, rooms = self.server, self.server.rooms
         rooms.side(room, engine.role).set()
         if engine.role == "decode":

@@ -222,7 +222,7 @@ def _memory(how: Measuring, found: Found) -> None:
     ours, peer = how.ours(), PEERS["haproxy"]()
     sides = [side for side in (peer, ours) if side is not None]
     for kind, max_kib in ((connection_memory.IDLE, 4), (connection_memory.SLOW, 6)):
-        ones = connection_memory.crowds(sides, [kind])
+        ones = connection_memory.measure_groups(sides, [kind])
         own = ones[-1]
         what = f"memory per {kind.name}, of {own.count:,}"
         beside = ", ".join(f"{one.side} {one.each_bytes / KIB:.2f} KiB" for one in ones[:-1])

@@ -73,7 +73,7 @@ def paired(arguments: argparse.Namespace) -> int:
     sides = [*peers, *([ours] if ours else [])]
     loads = measure(sides, _loads(arguments), arguments.rounds, arguments.secs)
     names = [peer.name for peer in peers]
-    _tell(facts)
+    _print_facts(facts)
     if not peers:
         print("no peer: none is installed or wanted, so there are no ratios")
     print("\nCPU of the proxy's processes, us per request or event, and ratios within a round:")
@@ -113,7 +113,7 @@ def _by_the_first(arguments: argparse.Namespace, sides: Sequence[Side], goal: st
     unary = [load for load in LOADS if load.name == PROFILED["unary"]]
     loads = measure(sides, unary, arguments.rounds, arguments.secs)
     plain = sides[0].name
-    _tell(facts)
+    _print_facts(facts)
     print(f"\nCPU by that of {plain}, ratios within a round{goal}:")
     for rounds in loads.values():
         for side in sides:
@@ -125,7 +125,7 @@ def _by_the_first(arguments: argparse.Namespace, sides: Sequence[Side], goal: st
     return _faulty(report.faults(loads))
 
 
-def _tell(facts: dict[str, str]) -> None:
+def _print_facts(facts: dict[str, str]) -> None:
     print("\n".join(f"{key}: {value}" for key, value in facts.items()))
 
 
@@ -172,7 +172,7 @@ def goals(arguments: argparse.Namespace) -> int:
     how = promises.Measuring(command, arguments.proxy_name, arguments.rounds, secs)
     found = promises.measure_goals(how)
     facts["load_average"] += f" before, {report.machine()['load_average']} after"
-    _tell(facts)
+    _print_facts(facts)
     print(f"{arguments.rounds} rounds of {secs:g} s\n")
     print("\n".join(promises.table(found)))
     if arguments.svg:
@@ -189,7 +189,7 @@ def goals(arguments: argparse.Namespace) -> int:
 def instructions(arguments: argparse.Namespace) -> int:
     """Instructions of this checkout's version."""
     counts = {mode: counted(mode) for mode in MODES}
-    _tell(report.machine())
+    _print_facts(report.machine())
     print("\ninstructions of the data plane in user space")
     rows = [["per small POST", f"{counts['unary']:,.0f}"]]
     rows.append(["per streamed event", f"{counts['stream']:,.0f}"])
@@ -199,8 +199,8 @@ def instructions(arguments: argparse.Namespace) -> int:
 
 def memory(arguments: argparse.Namespace) -> int:
     ours = [] if arguments.peer_only else [_ours(arguments)]
-    found = connection_memory.crowds([*_peers(arguments), *ours])
-    _tell(report.machine())
+    found = connection_memory.measure_groups([*_peers(arguments), *ours])
+    _print_facts(report.machine())
     print("\nresident memory of a connection")
     print("\n".join(report.columns(connection_memory.table(found))))
     for side in ours:
@@ -211,7 +211,7 @@ def memory(arguments: argparse.Namespace) -> int:
 
 def admin(arguments: argparse.Namespace) -> int:
     waits = admin_waits(_ours(arguments), max(arguments.secs, promises.ADMIN_SECS))
-    _tell(report.machine())
+    _print_facts(report.machine())
     print(f"\nGET /workers of {waits.side}, {waits.count} times beside 32 busy clients, ms")
     rows = [
         ["", "p50", "p99"],
@@ -224,7 +224,7 @@ def admin(arguments: argparse.Namespace) -> int:
 
 def fields(arguments: argparse.Namespace) -> int:
     costs = new_field(_ours(arguments), arguments.rounds, arguments.secs)
-    _tell(report.machine())
+    _print_facts(report.machine())
     print("\nCPU per small POST of 32 clients, us: median (lowest..highest)")
     rows = [
         ["with a field that is new in each", report.spread(costs.with_field)],
@@ -239,7 +239,7 @@ def processes(arguments: argparse.Namespace) -> int:
     both = process_scaling.measure_scaling(
         _ours(arguments), promises.PROCESSES, arguments.rounds, arguments.secs
     )
-    _tell(report.machine())
+    _print_facts(report.machine())
     print(f"\nrequests a second: median (lowest..highest); {process_scaling.cores()} cores for all")
     rows = [
         [f"{both.processes} processes", report.spread(both.many_per_sec, 0)],

@@ -161,7 +161,7 @@ def _listeners(count: int) -> Iterator[tuple[int, trio.SocketListener]]:
         yield number, trio.SocketListener(trio.socket.from_stdlib_socket(listening))
 
 
-def _say(**words: object) -> None:
+def _print_json(**words: object) -> None:
     print(json.dumps(words), flush=True)
 
 
@@ -178,7 +178,7 @@ async def main(pods: int, replaced: int, secs: float, clients: int) -> None:
         (api,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
         nursery.start_soon(trio.serve_listeners, cluster.api, [api])
         numbers = [cluster.add() for _ in range(pods)]
-        _say(api=f"http://127.0.0.1:{api.socket.getsockname()[1]}")
+        _print_json(api=f"http://127.0.0.1:{api.socket.getsockname()[1]}")
         address = json.loads(await trio.to_thread.run_sync(sys.stdin.readline))["proxy"]
         host, _, port = address.rpartition(":")
         for _ in range(clients):
@@ -191,7 +191,7 @@ async def main(pods: int, replaced: int, secs: float, clients: int) -> None:
             cluster.delete(number)
         await trio.sleep(1.0)
         gone = sum(cluster.requests[number] for number in cluster.gone_at)
-        _say(
+        _print_json(
             requests=cluster.requests.total(), to_replaced=gone, late=cluster.late,
             failed=cluster.failed,
             gone_at={_address(number): at for number, at in cluster.gone_at.items()},

@@ -40,12 +40,12 @@ def borrowed(name: str) -> Path:
     with _alone(place.with_suffix(".lock")):
         if not (whole.exists() and _runs(place)):
             whole.unlink(missing_ok=True)
-            _say(f"installing {name} {version} into {place}")
+            _print(f"installing {name} {version} into {place}")
             _make(place, f"{name}=={version}")
             if not program.exists():
                 raise NotInstalled(f"the package {name} {version} has no program {name}")
             whole.touch()
-            _say(f"{name} {version} is installed")
+            _print(f"{name} {version} is installed")
     return program
 
 
@@ -79,7 +79,7 @@ def _runs(place: Path) -> bool:
     return python.exists() and not subprocess.run([python, "-c", ""], check=False).returncode
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"bench: {line}", file=sys.stderr, flush=True)
 
 

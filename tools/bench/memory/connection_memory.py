@@ -20,7 +20,7 @@ WARMED_MS = 800
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class ClientGroup:
     """Many connections; `each` is the proxy's number of descriptors for one of them."""
 
     name: str
@@ -28,15 +28,15 @@ class Crowd:
     each: int
 
 
-IDLE = Crowd("idle connection", Load("idle", "idle", 10_000, warm_ms=500), 1)
-SLOW = Crowd("slow stream", Load("slow", "stream", 2_000, gap_ms=1000, warm_ms=1500), 2)
+IDLE = ClientGroup("idle connection", Load("idle", "idle", 10_000, warm_ms=500), 1)
+SLOW = ClientGroup("slow stream", Load("slow", "stream", 2_000, gap_ms=1000, warm_ms=1500), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessResources:
     """A proxy's resident memory in bytes, with and without the connections."""
 
-    crowd: str
+    group: str
     side: str
     count: int
     before_bytes: int
@@ -47,24 +47,24 @@ class ProcessResources:
         return (self.with_bytes - self.before_bytes) / self.count
 
 
-def fitting(crowd: Crowd, limit: int) -> Crowd:
-    """The crowd, reduced to the number that `limit` descriptors allow, which is reported."""
-    most = (limit - SPARE_DESCRIPTORS) // crowd.each
-    wanted = crowd.load.connections
+def fitting(group: ClientGroup, limit: int) -> ClientGroup:
+    """The group, reduced to the number that `limit` descriptors allow, which is reported."""
+    most = (limit - SPARE_DESCRIPTORS) // group.each
+    wanted = group.load.connections
     if most >= wanted:
-        return crowd
+        return group
     if most < 1:
         raise LegError(f"{limit} descriptors are too few; the maximum is `ulimit -Hn`")
     print(
-        f"bench: only {most} of {wanted} for '{crowd.name}': this process may have at most {limit}"
+        f"bench: only {most} of {wanted} for '{group.name}': this process may have at most {limit}"
         " descriptors; raise the hard limit (ulimit -Hn)",
         file=sys.stderr,
     )
-    return replace(crowd, load=replace(crowd.load, connections=most))
+    return replace(group, load=replace(group.load, connections=most))
 
 
-def held(side: Side, crowd: Crowd) -> ProcessResources:
-    """Measure a crowd; raises LegError if a connection was refused, cut or answered wrongly."""
+def held(side: Side, group: ClientGroup) -> ProcessResources:
+    """Measure a group; raises LegError if a connection was refused, cut or answered wrongly."""
     with fake_worker() as workers, started(side, workers) as (port, pid):
         if pid is None:
             raise LegError("connection memory can only be measured with a proxy")
@@ -73,7 +73,7 @@ def held(side: Side, crowd: Crowd) -> ProcessResources:
                 process.wait()
         before = rss_bytes(pid)
         beside = 0
-        with running(crowd.load.argv(port, HELD_MS), PIPE) as process:
+        with running(group.load.argv(port, HELD_MS), PIPE) as process:
             assert process.stdout is not None
             last = ""
             for line in process.stdout:
@@ -81,19 +81,21 @@ def held(side: Side, crowd: Crowd) -> ProcessResources:
                 if last == "shut":
                     beside = rss_bytes(pid)
         if process.returncode:
-            raise LegError(f"{crowd.name} through {side.name}: {last[last.find('first_error') :]}")
-    return ProcessResources(crowd.name, side.name, crowd.load.connections, before, beside)
+            raise LegError(f"{group.name} through {side.name}: {last[last.find('first_error') :]}")
+    return ProcessResources(group.name, side.name, group.load.connections, before, beside)
 
 
-def crowds(sides: Sequence[Side], kinds: Sequence[Crowd] = (IDLE, SLOW)) -> list[ProcessResources]:
-    """Measure all crowds with all sides. Raises LegError."""
+def measure_groups(
+    sides: Sequence[Side], kinds: Sequence[ClientGroup] = (IDLE, SLOW)
+) -> list[ProcessResources]:
+    """Measure all measure_groups with all sides. Raises LegError."""
     limit = raise_descriptor_limit()
     found = []
     for kind in kinds:
-        crowd = fitting(kind, limit)
+        group = fitting(kind, limit)
         for side in sides:
-            one = held(side, crowd)
-            print(f"  {one.crowd} through {side.name}: {one.each_bytes:.0f} bytes", file=sys.stderr)
+            one = held(side, group)
+            print(f"  {one.group} through {side.name}: {one.each_bytes:.0f} bytes", file=sys.stderr)
             found.append(one)
     return found
 
@@ -102,7 +104,7 @@ def table(found: Sequence[ProcessResources]) -> list[list[str]]:
     rows = [["what", "through", "count", "bytes each", "MiB before", "MiB with them"]]
     rows += [
         [
-            one.crowd, one.side, str(one.count), f"{one.each_bytes:.0f}",
+            one.group, one.side, str(one.count), f"{one.each_bytes:.0f}",
             f"{one.before_bytes / 2**20:.1f}", f"{one.with_bytes / 2**20:.1f}",
         ]
         for one in found

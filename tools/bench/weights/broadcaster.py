@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tools.training.group import Group, Meeting
+from tools.training.group import Group, GroupRendezvous
 
 WAIT_SECS = 120.0
 
@@ -36,16 +36,16 @@ def main() -> None:
         match order:
             case {"do": "blocks", "count": count, "nbytes": nbytes}:
                 blocks = [torch.full((nbytes,), n % 251, dtype=torch.uint8) for n in range(count)]
-                _say(made=count)
+                _print_json(made=count)
             case {"do": "open", "group": name, "world": world}:
-                groups[name] = group = Group(Meeting(name, world, "gloo", WAIT_SECS))
-                _say(port=group.port)
+                groups[name] = group = Group(GroupRendezvous(name, world, "gloo", WAIT_SECS))
+                _print_json(port=group.port)
                 group.join(Expected())
-                _say(joined=name)
+                _print_json(joined=name)
             case {"do": "send", "group": name}:
                 for block in blocks:
                     groups[name].broadcast(block)
-                _say(sent=len(blocks))
+                _print_json(sent=len(blocks))
             case _:
                 raise ValueError(f"no such order: {order}")
 
@@ -55,7 +55,7 @@ def _orders() -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _say(**reported: object) -> None:
+def _print_json(**reported: object) -> None:
     print(json.dumps(reported), flush=True)
 
 

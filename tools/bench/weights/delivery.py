@@ -19,7 +19,7 @@ from typing import Any
 from tools.bench.weights.receivers import GROUP_SECS, OmniReceiver, WeightsBenchError
 
 SHARED_MEMORY = "/dev/shm"
-LOOK_SECS = 1.0
+POLL_SECS = 1.0
 
 
 class Relayed:
@@ -78,7 +78,7 @@ class Relayed:
         done = 0
         with suppress(WeightsError):  # the folder was renamed during the read
             while done < len(coming.plans) and coming.pending.fault() is None:
-                done = coming.pending.wait_past(done, LOOK_SECS).buckets_done
+                done = coming.pending.wait_past(done, POLL_SECS).buckets_done
                 reported = {"model_path": coming.region.path, "nbytes": coming.final_bytes(done)}
                 self._folder.prefetch(reported, self._target)
 
