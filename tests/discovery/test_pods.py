@@ -181,7 +181,7 @@ JUNK = st.recursive(
 
 
 @given(thing=st.dictionaries(st.sampled_from(["metadata", "status", "spec"]), JUNK))
-def test_no_object_makes_the_reader_fail(thing):
+def test_after_any_object_the_next_pod_is_read(thing):
     pods = state('port = "http"')
     pods.apply("ADDED", thing, 0)
     thing["metadata"] = {
@@ -191,6 +191,10 @@ def test_no_object_makes_the_reader_fail(thing):
         "annotations": thing.get("spec"),
     }
     pods.apply("MODIFIED", thing, 1)
+    pods.apply("ADDED", pod("b"), 2)
+    assert {member.uid for member in pods.members} <= {"u", "uid-b"}
+    (member,) = (member for member in pods.members if member.uid == "uid-b")
+    assert member.state is DiscoveryState.OPEN
 
 
 UIDS = st.sampled_from("abc")

@@ -48,9 +48,10 @@ async def test_a_program_that_ends_before_the_commit_owns_nothing(channels, inco
 
 
 async def test_a_program_that_ends_with_the_commit_owns_the_replicas(channels, incoming, adopted):
+    incoming._replicas = ["a replica"]
     channels[0].send(CommitMessage())
     await cancelled_wait(incoming, adopted)
-    assert len(adopted) == 1
+    assert adopted == [["a replica"]]
 
 
 def test_a_program_can_decline_until_it_has_offered_to_take_over(incoming):

@@ -145,7 +145,10 @@ class _Cursor:
             expected_bytes *= length
         if len(body) != expected_bytes:
             raise WhisperFileError(f"{name} has {len(body)} bytes for its shape {shape}")
-        return name, np.frombuffer(body, elements).reshape(shape)
+        try:
+            return name, np.frombuffer(body, elements).reshape(shape)
+        except ValueError as error:  # too many dimensions, or too large beside a dimension of 0
+            raise WhisperFileError(f"{name} can't have the shape {shape}: {error}") from error
 
     def _take(self, length: int) -> memoryview:
         end = self.at + length

@@ -2,7 +2,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from omni_proxy.replica.models import whisper_net
@@ -46,13 +46,16 @@ def test_a_truncated_file_is_refused_at_any_length(length):
 
 
 @given(st.integers(0, len(FILE) - 1), st.integers(1, 255))
-def test_a_damaged_file_is_read_or_is_a_whisper_file_error(place, change):
+@example(43, 22)  # a dimension of 0 beside huge ones
+def test_a_file_with_a_damaged_byte_has_as_many_elements_or_is_refused(place, change):
     damaged = bytearray(FILE)
     damaged[place] ^= change
     try:
-        read(bytes(damaged))
+        variables = read(bytes(damaged))
     except WhisperFileError:
         return
+    sizes = sorted(variable.nbytes for variable in variables.values())
+    assert sizes == sorted(variable.nbytes for variable in read(FILE).values())
 
 
 @pytest.mark.parametrize(

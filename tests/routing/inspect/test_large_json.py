@@ -97,14 +97,19 @@ def test_large_json_needs_a_model_if_workers_serve_several():
     )
     for need in (look(large(model="m")), look(large(), model="m")):
         settle_unread(mixed, need)
-    settle_unread(fleet(("m", ALL), ("m", ALL)), look(large()))
+        assert need.model == "m"
+    need = look(large())
+    settle_unread(fleet(("m", ALL), ("m", ALL)), need)
+    assert need.model is None
 
 
 def test_a_large_batch_needs_the_hint_even_if_it_names_a_model():
     mixed = fleet(("m", ALL), ("n", ALL))
     body = {"model": "m", "items": [{"input": PAD}]}
     assert refused(mixed, look(body, BATCH)).startswith("large speech batch requests")
-    settle_unread(mixed, look(body, BATCH, model="m"))
+    need = look(body, BATCH, model="m")
+    settle_unread(mixed, need)
+    assert need.model == "m"
 
 
 def test_the_largest_capability_set_is_required_if_it_includes_all_others():
@@ -138,7 +143,9 @@ def test_a_large_speech_request_may_contain_reference_audio():
 
 
 def test_without_a_routable_worker_a_large_body_is_not_refused():
-    settle_unread(fleet(), look(large()))
+    need = look(large())
+    settle_unread(fleet(), need)
+    assert need.capabilities == ["chat"]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,6 @@ class Fleet(RuleBasedStateMachine):
         self.down, self.gone, self.kept_out = set(), set(), set()
         self.failed = self.cancelled = False
         self.touched = set()
-        self.ever_new = set()
 
     # The model
 
@@ -182,7 +181,6 @@ class Fleet(RuleBasedStateMachine):
             self.weights[url] = UNKNOWN
             if outcome == "new":
                 self.weights[url] = NEW
-                self.ever_new.add(url)
                 self.state = transitions.succeed(self.state, url, 7)
             elif outcome == "refused" and before == OLD:
                 self.weights[url] = OLD
@@ -251,13 +249,7 @@ class Fleet(RuleBasedStateMachine):
     def it_ends_without_failures(self):
         """If all workers serve and every call succeeds, it ends after a limited number of steps."""
         saved = (self.state, dict(self.weights), set(self.touched), set(self.down))
-        flags = (
-            self.failed,
-            self.cancelled,
-            set(self.gone),
-            set(self.kept_out),
-            set(self.ever_new),
-        )
+        flags = (self.failed, self.cancelled, set(self.gone), set(self.kept_out))
         self.down, self.kept_out = set(), set()
         if self.state.busy:
             for url in self.state.urls(WorkerPhase.UPDATING, WorkerPhase.RESTORING):
@@ -271,7 +263,7 @@ class Fleet(RuleBasedStateMachine):
             self.next_batch(["new"] * 5)
         assert self.state.ended, self.state
         self.state, self.weights, self.touched, self.down = saved
-        self.failed, self.cancelled, self.gone, self.kept_out, self.ever_new = flags
+        self.failed, self.cancelled, self.gone, self.kept_out = flags
 
 
 TestFleet = Fleet.TestCase
