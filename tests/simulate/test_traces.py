@@ -55,7 +55,8 @@ def test_an_azure_trace_is_read(tmp_path):
 def test_reading_is_limited_to_the_first_requests(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_text(AZURE)
-    assert len(read_trace(path, 1).requests) == 1
+    (request,) = read_trace(path, 1).requests
+    assert (request.input_tokens, request.output_tokens) == (374, 44)
 
 
 @pytest.mark.parametrize(

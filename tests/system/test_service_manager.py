@@ -54,7 +54,8 @@ def test_a_program_that_has_handed_over_sends_nothing(notify_socket):
         notify_socket.recv(99)
 
 
-def test_without_systemd_nothing_is_sent():
+def test_without_systemd_nothing_is_sent(monkeypatch):
+    monkeypatch.setattr(socket, "socket", pytest.fail)
     ServiceManager({}, 7).ready()
 
 

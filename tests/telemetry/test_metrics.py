@@ -83,7 +83,7 @@ def test_gaps_are_counted_for_the_streaming_worker_and_not_at_the_end(fleet, met
     assert total_count(meters.series[PATH, b].between) == 0
 
 
-def test_the_front_has_no_gaps(meters):
+def test_exchanges_of_the_admin_api_have_no_gaps(meters):
     assert meters.gap_histogram(ended(route=None, requirements=None, method="GET")) is None
 
 

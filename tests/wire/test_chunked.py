@@ -74,7 +74,7 @@ def test_invalid_framing_is_rejected_and_closes_the_connection(raw, size):
 def test_a_body_up_to_the_limit_is_accepted():
     body = ChunkedBody(LIMIT)
     body.feed(b"3e7\r\n%b\r\n1\r\n!\r\n0\r\n\r\n" % bytes(999))
-    assert body.whole
+    assert (body.whole, b"".join(body.payload)) == (True, bytes(999) + b"!")
 
 
 @pytest.mark.parametrize(

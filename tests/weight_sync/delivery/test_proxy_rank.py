@@ -113,6 +113,7 @@ async def test_parts_received_one_by_one_become_one_version(rank, store_service,
         assert (await rank.complete(b'{"group_name": "g"}')).success
     version = await rank.seal(None)
     assert len(version.manifest.files) == 2
+    assert set(version.digests) == {"t1", "t2", "t3", "t4"}
     assert store_service.store.digest(version)
     await leave(rank, trainer)
 

@@ -384,3 +384,7 @@ def test_every_state_has_a_decision(phases, phase, presences):
         assert decision.urls
         begin = transitions.begin_restore if decision.restores else transitions.begin
         assert begin(state, decision.urls).busy
+    elif isinstance(decision, Finish):
+        assert state.ended or transitions.finish(state, decision, "now").ended
+    else:
+        assert decision.reason
