@@ -179,10 +179,12 @@ def test_a_room_is_for_one_pair_at_a_time(pair):
 def test_two_decode_requests_of_one_room_are_refused_at_decode_and_at_prefill(pair):
     prompt = long_prompt(60, 15)
     serve, fetch = pair.room()
+    rooms = pair.prefill.scheduler._transfers._server._rendezvous
     with stage("decode") as other:
         first = pair.decode.submit(prompt, fetch)
         assert "is in use" in pair.decode.fail(prompt, fetch).error
-        pair.decode.until(lambda facts: facts["fetching"] == 1)
+        # The first of both to connect has the room.
+        pair.decode.until(lambda _: fetch.key in rooms and rooms[fetch.key].connected)
         assert "is in use" in other.fail(prompt, fetch).error
         pair.prefill.submit(prompt, serve)
         assert isinstance(pair.decode.end(first), Result)
