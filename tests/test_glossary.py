@@ -18,7 +18,7 @@ PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").g
 # Ordinary words that are allowed in sentences, but not as names.
 ONLY_NAMES = {
     "young", "told", "tells", "said", "wish", "wishes", "hurry", "hurried", "doubt", "hear", "hears",
-    "believe", "believes", "newcomer", "newcomers",
+    "heard", "unheard", "believe", "believes", "newcomer", "newcomers",
 }  # fmt: skip
 ORDINARY_IN_TESTS = {"mine"}  # as a request id
 OLD_NAMES = {

@@ -68,7 +68,7 @@ class Relayed:
         follower.join()
         staged.apply_without_rollback()
         staged.forget()
-        ours.heard()
+        ours.received()
         self._require_whole()
         return took
 

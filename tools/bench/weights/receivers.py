@@ -28,7 +28,7 @@ class WeightsBenchError(Exception):
 
 
 class Sender:
-    """The process that broadcasts. Orders are sent immediately; `heard` waits for the answer."""
+    """The process that broadcasts. Orders are sent immediately; `received` waits for the answer."""
 
     def __init__(self, process: subprocess.Popen[str], count: int, nbytes: int) -> None:
         assert process.stdin is not None
@@ -37,12 +37,12 @@ class Sender:
         self._answers: IO[str] = process.stdout
         self.count, self.nbytes = count, nbytes
         self.order(do="blocks", count=count, nbytes=nbytes)
-        self.heard()
+        self.received()
 
     def order(self, **order: object) -> None:
         print(json.dumps(order), file=self._orders, flush=True)
 
-    def heard(self) -> dict[str, Any]:
+    def received(self) -> dict[str, Any]:
         line = self._answers.readline()
         if not line:
             raise WeightsBenchError("the process that broadcasts has ended")
@@ -52,8 +52,8 @@ class Sender:
     def opened(self, group: str, join: Callable[[int], None]) -> None:
         """Open a group of two; `join` gets the port and returns when it has joined."""
         self.order(do="open", group=group, world=2)
-        join(int(self.heard()["port"]))
-        self.heard()
+        join(int(self.received()["port"]))
+        self.received()
 
 
 @contextmanager
@@ -92,7 +92,7 @@ class Plain:
         for block in self.blocks:
             self._group.broadcast([block], options).wait()
         took = time.perf_counter() - started
-        self._sends.heard()
+        self._sends.received()
         return took
 
 
@@ -122,7 +122,7 @@ class OmniReceiver:
         return [tensor.name for plan in self.plans for tensor in plan.tensors]
 
     def armed(self, *, into: FileRegion | None = None, digests: bool = False) -> PendingReceive:
-        """Arm the receiver for one `order`; call `heard` after it."""
+        """Arm the receiver for one `order`; call `received` after it."""
         return self._receiver.arm(
             self._name, self.plans, ready_secs=GROUP_SECS, into=into, digests=digests
         )
@@ -130,8 +130,8 @@ class OmniReceiver:
     def order(self) -> None:
         self._sends.order(do="send", group=self._name)
 
-    def heard(self) -> None:
-        self._sends.heard()
+    def received(self) -> None:
+        self._sends.received()
 
     def secs(self, *, digests: bool = False) -> float:
         armed = self.armed(digests=digests)
@@ -140,7 +140,7 @@ class OmniReceiver:
         received = armed.wait(GROUP_SECS)
         took = time.perf_counter() - started
         received.close()
-        self.heard()
+        self.received()
         return took
 
     def peak_buckets(self) -> float:
