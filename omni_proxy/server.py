@@ -142,7 +142,7 @@ class Server:
         self._handed_over = trio.Event()  # to the program that an upgrade has started
         self._is_activated = False  # systemd has opened the sockets
         self.service_manager = ServiceManager(os.environ, os.getpid())
-        admin_socket = runtime_dir / "front.sock"
+        admin_socket = runtime_dir / "admin.sock"
         self.config_store = config_store
         self.logs = {name: LineLog(target) for name, target in _log_targets(config).items()}
         proxy_id = secrets.token_hex(16)

@@ -20,7 +20,8 @@ from typing import Final
 
 _log = logging.getLogger(__name__)
 
-PREFIX: Final = "omni-proxy-front-"
+PREFIX: Final = "omni-proxy-run-"
+OLD_PREFIX: Final = "omni-proxy-front-"  # of versions before; removed with the next release
 MIN_STALE_SECS: Final = 60.0  # a younger folder may be one that its program is about to lock
 MAX_PARENT_BYTES: Final = 60  # of the 107 that the path of a Unix socket may have
 FALLBACK_PARENTS: Final = ("/tmp", "/dev/shm")
@@ -53,7 +54,7 @@ def _choose_parent() -> Path:
 
 def _remove_stale(parent: Path) -> None:
     newest = time.time() - MIN_STALE_SECS
-    for folder in parent.glob(f"{PREFIX}*"):
+    for folder in (*parent.glob(f"{PREFIX}*"), *parent.glob(f"{OLD_PREFIX}*")):
         with suppress(OSError):  # it belongs to another user, is in use, or was removed
             stat = folder.lstat()
             if stat.st_uid == os.getuid() and stat.st_mtime < newest:

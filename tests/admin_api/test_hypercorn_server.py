@@ -11,7 +11,7 @@ from tests.processes import open_sockets
 
 @pytest.fixture
 async def socket_path(nursery, tmp_path):
-    path = tmp_path / "front.sock"
+    path = tmp_path / "admin.sock"
     await nursery.start(serve, build_api(entry(A)).app, path)
     yield path
     nursery.cancel_scope.cancel()
@@ -33,7 +33,7 @@ async def exchange(stream, request):
 
 
 async def test_the_socket_is_private_and_removed_afterwards(nursery, tmp_path):
-    path = tmp_path / "front.sock"
+    path = tmp_path / "admin.sock"
     path.write_text("left behind")
     scope = await nursery.start(_served, build_api(entry(A)).app, path)
     assert path.is_socket()
@@ -93,7 +93,7 @@ async def test_an_early_response_to_an_upload_does_not_block_the_connection(sock
 
 
 async def test_the_server_stops_with_idle_connections_open(nursery, tmp_path):
-    path, stop = tmp_path / "front.sock", trio.Event()
+    path, stop = tmp_path / "admin.sock", trio.Event()
     ended = trio.Event()
 
     async def until_stopped(*, task_status):

@@ -202,7 +202,8 @@ async def test_without_the_admin_api_control_routes_are_503_and_models_work(pair
         await client.send(GET % b"/health", post())
         response = await client.answer("GET")
         assert response.status == 503
-        assert json.loads(response.body)["error"]["code"] == "front_unavailable"
+        error = json.loads(response.body)["error"]
+        assert (error["code"], error["reason"]) == ("front_unavailable", "admin_api_unavailable")
         assert (await client.answer()).status == 200
 
 

@@ -4,7 +4,12 @@ import tempfile
 import pytest
 
 from omni_proxy.system import runtime_dir
-from omni_proxy.system.runtime_dir import MIN_STALE_SECS, PREFIX, private_runtime_dir
+from omni_proxy.system.runtime_dir import (
+    MIN_STALE_SECS,
+    OLD_PREFIX,
+    PREFIX,
+    private_runtime_dir,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +22,7 @@ def parent(tmp_path, monkeypatch):
 def make_folder(parent, name, age=2 * MIN_STALE_SECS):
     folder = parent / f"{PREFIX}{name}"
     folder.mkdir()
-    (folder / "front.sock").touch()
+    (folder / "admin.sock").touch()
     then = folder.stat().st_mtime - age
     os.utime(folder, (then, then))
     return folder
@@ -27,7 +32,7 @@ def test_the_folder_is_private_and_removed_at_the_end(parent):
     with private_runtime_dir() as folder:
         assert folder.parent == parent
         assert folder.stat().st_mode & 0o777 == 0o700
-        (folder / "front.sock").touch()
+        (folder / "admin.sock").touch()
     assert list(parent.iterdir()) == []
 
 
@@ -86,3 +91,10 @@ def test_the_folder_of_the_service_manager_is_preferred(parent, monkeypatch):
     managed.rmdir()
     with private_runtime_dir() as folder:
         assert folder.parent == parent
+
+
+def test_the_folder_of_an_older_version_is_removed(parent):
+    killed = make_folder(parent, "killed")
+    killed = killed.rename(parent / f"{OLD_PREFIX}killed")
+    with private_runtime_dir():
+        assert not killed.exists()
